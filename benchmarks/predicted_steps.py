@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from datetime import timedelta
 from functools import partial
-from itertools import combinations, product
+from itertools import product
 from math import log
 from multiprocessing.connection import Connection
 from operator import itemgetter
@@ -39,6 +39,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 import torch.distributed as dist
 from paired import Interval, Target, median_interval
+from prediction import kendall_tau
 
 from quintsched.runtime import Engine, connect
 from quintsched.runtime.data import DataSpec
@@ -189,16 +190,9 @@ def measure(chosen: Mapping[str, Strategy], rounds: int) -> dict[str, list[tuple
     return {name: found[1:] for name, found in samples.items()}
 
 
-def kendall(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return Kendall's τ: pairs in the same order less pairs in the opposite one, over all pairs."""
-    pairs = list(combinations(range(len(one)), 2))
-    signs = [(one[i] - one[j]) * (other[i] - other[j]) for i, j in pairs]
-    return sum((sign > 0) - (sign < 0) for sign in signs) / len(pairs)
-
-
 def judge(predicted: Mapping[str, float], measured: Mapping[str, float], twice: Interval) -> list[Target]:
     """Return the targets."""
-    tau = kendall(list(predicted.values()), [measured[name] for name in predicted])
+    tau = kendall_tau(list(predicted.values()), [measured[name] for name in predicted])
     choice, fastest = min(predicted, key=predicted.__getitem__), min(predicted, key=measured.__getitem__)
     noise = max(abs(twice.high - 1), abs(twice.low - 1))
     return [

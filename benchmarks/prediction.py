@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
@@ -193,7 +193,7 @@ def score_of(cases: list[Case], predicted: list[float]) -> Score:
     return Score(fmean(map(abs, errors)), fmean(errors), kendall_tau(measured, predicted), _regret(cases, predicted))
 
 
-def kendall_tau(one: list[float], other: list[float]) -> float:
+def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the share of pairs in the same order less that of pairs in the opposite one."""
     signs = [np.sign((a[0] - b[0]) * (a[1] - b[1])) for a, b in combinations(zip(one, other, strict=True), 2)]
     return float(fmean(signs)) if signs else 1.0

@@ -123,7 +123,7 @@ BUDGET = {
     "watch": 1891,
     "objects": 1417,
     "blocks": 1315,
-    "state": 1304,
+    "state": 1310,
     "launch": 1163,
     "optim": 919,
     "steps": 1070,

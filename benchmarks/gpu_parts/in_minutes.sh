@@ -8,6 +8,7 @@
 # runs meanwhile. NCCL_DEBUG=WARN says why a communicator fails.
 
 set -u
+export PYTHON=${PYTHON:-python3} MAKE=${MAKE:-make}
 source benchmarks/gpu_parts/python.sh
 export PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 NCCL_DEBUG=${NCCL_DEBUG:-WARN}
 mkdir -p "${OUT:=out/gpu}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Mapping
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from paired import Target
+from prediction import kendall_tau
 
 from quintsched.runtime import Engine
 from quintsched.runtime.calibrate.machine import calibrate
@@ -70,15 +71,9 @@ def predicted(device: torch.device, rounds: int) -> dict[str, Any]:
     if on_gpu:
         apart = [abs(figures["bytes"] / figures["measured_bytes"] - 1) for figures in found.values()]
         print(Target("largest distance of a predicted peak", max(apart), MOST_MEMORY_APART))
-    print(Target("pairs ranked otherwise, of all", (1 - tau(found)) / 2, (1 - LEAST_TAU) / 2), flush=True)
+    tau = kendall_tau(*([figures[which] for figures in found.values()] for which in ("s", "measured_s")))
+    print(Target("1 - Kendall's tau", 1 - tau, round(1 - LEAST_TAU, 3)), flush=True)
     return {"strategies": found, "hardware": hardware.model_dump(mode="json", exclude_none=True)}
-
-
-def tau(found: Mapping[str, Mapping[str, float]]) -> float:
-    """Return Kendall's tau of predicted and measured seconds."""
-    pairs = [*combinations(found.values(), 2)]
-    agree = sum((a["s"] < b["s"]) == (a["measured_s"] < b["measured_s"]) for a, b in pairs)
-    return 2 * agree / len(pairs) - 1
 
 
 def calibrated(device: torch.device) -> Hardware:

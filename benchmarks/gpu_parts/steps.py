@@ -12,7 +12,7 @@ from paired import Target, ratios, report, sample_warm
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quintsched.strategies.descriptions.library import find_hardware, hardware_names
+from quintsched.runtime.train.throughput import peak_tflops_of
 
 from .model import GPT_350M, LLAMA_1B, SMALL, PlainLoop, Size, alone, make_engine, masters_of, sized, synchronize, whole
 
@@ -53,10 +53,8 @@ def compare_steps(size: Size, device: torch.device, rounds: int) -> dict[str, An
 
 
 def rates(size: Size, seconds: float, device: torch.device) -> dict[str, float]:
-    """Return tokens per second, and the fraction of the datasheet's bf16 peak; not a number where that is unknown."""
-    words = torch.cuda.get_device_name().lower().split() if device.type == "cuda" else []
-    known = [name for name in hardware_names() if name.partition("-")[0] in words]
-    peak = find_hardware(known[0]).tflops["bf16"] * 1e12 if known else math.nan
+    """Return tokens per second, and the fraction of the device's peak in bf16; not a number where that is unknown."""
+    peak = (peak_tflops_of(device, "bfloat16") or math.nan) * 1e12
     return {"tokens_per_s": size.tokens_in_step / seconds, "mfu": size.flops / seconds / peak}
 
 

@@ -13,7 +13,7 @@ All that a `Snapshot` of the blocks finds is compared before and after each step
 objects, modules and classes, closure variables, globals, entries of containers, generators; tensors by identity and
 version counter. In steps 0, 1, 2, 4, 8, … also: the state after the first forward, as a second may undo it; digests
 of small tensors, which may be written past their version; frozen weights, as of a teacher that starts as a copy;
-large arrays; and all holders, if there are very many. A dict may grow: it is a cache.
+large arrays; all holders, if there are very many; and blocks without any code of users. A dict may grow: it is a cache.
 """
 
 from __future__ import annotations

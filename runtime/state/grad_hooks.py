@@ -14,9 +14,10 @@ its gradients is ready to be launched.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -46,7 +47,7 @@ class GradHooks:
                 continue
             self._hooked.append(bucket)
             self._lasts[bucket] = last = bucket.parameters[-1]
-            at_last = partial(self._arrived_last, bucket)
+            at_last = self._at_last(bucket)
             for parameter in bucket.parameters:
                 hook = at_last if parameter is last else bucket.arrived
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
@@ -54,12 +55,15 @@ class GradHooks:
     def _expect_as_last(self, bucket: GradBucket, parameter: Tensor) -> None:
         """Have a bucket take in its gradients when this parameter arrives: the last of a backward, usually."""
         last, self._lasts[bucket] = self._lasts[bucket], parameter
-        for one, hook in ((last, bucket.arrived), (parameter, partial(self._arrived_last, bucket))):
+        for one, hook in ((last, bucket.arrived), (parameter, self._at_last(bucket))):
             one._post_accumulate_grad_hooks[self._hooks[one].id] = hook
 
-    def _arrived_last(self, bucket: GradBucket, parameter: Tensor) -> None:
-        bucket.arrived.append(parameter)
-        self._settle(bucket)
+    def _at_last(self, bucket: GradBucket) -> Callable[[Tensor], None]:
+        """Return the hook that takes in a bucket's gradients.
+
+        A parameter must not keep its engine alive: the garbage collector does not see cycles through its hooks.
+        """
+        return partial(_arrived_last, ref(self), ref(bucket))
 
     def settle(self) -> None:
         """Take in the gradients of a backward that has ended; it may have come to weights of other stages too."""
@@ -117,6 +121,13 @@ class GradHooks:
         """Add to a parameter's gradient in its bucket."""
         bucket, view = self._home[parameter]
         bucket.add(parameter, view, gradient)
+
+
+def _arrived_last(hooks: ref[GradHooks], bucket: ref[GradBucket], parameter: Tensor) -> None:
+    its, of = hooks(), bucket()
+    if its is not None and of is not None:
+        of.arrived.append(parameter)
+        its._settle(of)
 
 
 def _refuse_twice(bucket: GradBucket, arrived: Sequence[Tensor]) -> NoReturn:

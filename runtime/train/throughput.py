@@ -45,7 +45,7 @@ class Throughput:
         forward_flops: Callable[[], float | None],
     ) -> None:
         self._engine, self._forward_flops = engine, forward_flops
-        self._peak = peak_tflops or _peak_tflops(engine.transport.device, precision)
+        self._peak = peak_tflops or peak_tflops_of(engine.transport.device, precision)
         self._flops: float | None = None
         self._tokens = self._samples = 0
         self._per_step: tuple[int, int] | None = None
@@ -94,7 +94,7 @@ class Throughput:
         return {**found, "memory_gb": max(map(int, peaks)) / 1e9}
 
 
-def _peak_tflops(device: torch.device, precision: Precision) -> float | None:
+def peak_tflops_of(device: torch.device, precision: Precision) -> float | None:
     """Return the peak of a device by its datasheet, or as this CPU was calibrated; None where it is not known."""
     try:
         if device.type == "cpu":

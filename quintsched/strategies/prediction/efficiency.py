@@ -53,10 +53,10 @@ keys."""
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.8))
 """Tiles that one processor computes at a time, with their fraction of the largest ones' rate: the smaller a tile, the
 more often each operand is read."""
-LAUNCH_S = 50e-6
-"""Seconds of the host for each operator that it launches, with autograd's part and the accumulation of gradients: an
-eager GPT layer in bf16, forward and backward, took 1.2 ms of the host beside an H200 (docs/gpu.md), and is 24
-operators."""
+LAUNCH_S = 79e-6
+"""Seconds of the host for each operator that it launches, with autograd's part and the accumulation of gradients. An
+eager loop over a GPT of 24 layers in bf16 took 183 ms for 4 microbatches on the host of an H200 (docs/gpu.md): 1.9 ms
+for each layer and microbatch, which is 24 operators."""
 BACKWARD_FLOPS = 2.5
 """FLOP of fused attention's backward per FLOP of the forward: five products to two."""
 

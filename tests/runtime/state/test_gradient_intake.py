@@ -134,7 +134,7 @@ def test_buckets_learn_which_gradient_comes_last(monkeypatch: pytest.MonkeyPatch
 
     def rank(transport: Any) -> None:
         plan = qs.compile("1f1b", mesh="dp=2", microbatches=4)
-        engine = Engine(plan, [Backwards] * 3, F.mse_loss, sgd, bucket_mb=1e-4, transport=transport)
+        engine = Engine(plan, [Backwards] * 3, F.mse_loss, sgd, bucket_mb=6e-4, transport=transport)
         for _ in range(2):
             engine.step(*torch.randn(2, 8, 8))
 
@@ -142,9 +142,10 @@ def test_buckets_learn_which_gradient_comes_last(monkeypatch: pytest.MonkeyPatch
     assert sum(inside) >= 0.8 * len(inside) > 0
 
 
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-def test_weights_go_with_their_engine(schedule: str) -> None:
-    engine = engine_of(8, schedule=schedule)
+def test_weights_go_with_their_engine(schedule: str, width: int) -> None:
+    engine = engine_of(width, schedule=schedule)
     norms(engine, steps=2)
     weights = [weakref.ref(parameter) for parameter in engine.stages[0].parameters()]
     engine.close()
