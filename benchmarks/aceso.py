@@ -23,7 +23,7 @@ from typing import Any
 from quintsched.strategies.profiles.aceso import read_layout
 from quintsched.strategies.profiles.compose import Composed, compose
 from quintsched.strategies.profiles.profile import Profile
-from quintsched.strategies.profiles.reading import read_profile
+from quintsched.strategies.profiles.read_profile import read_profile
 
 DATA = Path(__file__).parent / "data"
 MIB = 2**20

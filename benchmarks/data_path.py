@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 from quintsched.runtime.data import BatchSampler, TokenDataset, load_dataset  # noqa: E402
 from quintsched.runtime.data.prefetch import prefetched  # noqa: E402
-from quintsched.runtime.settings.job import DataConfig  # noqa: E402
+from quintsched.runtime.settings.job_file import DataConfig  # noqa: E402
 from quintsched.tokens import TokenWriter  # noqa: E402
 
 VOCABULARY, DOCUMENT = 50_000, 1000

@@ -46,7 +46,7 @@ from quintsched.runtime import Engine, Transport, connect, run_local
 from quintsched.runtime.autograd.kv_store import Past
 from quintsched.runtime.comm import Rules
 from quintsched.simulation.simulator import Simulation
-from quintsched.trace.measured import MeasuredStep, Trace
+from quintsched.trace.measured_trace import MeasuredStep, Trace
 
 MICROBATCHES = 8
 SLICES = 2

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quintsched.strategies.descriptions.flag_rows import read_row
 from quintsched.strategies.descriptions.library import find_hardware, find_model
-from quintsched.strategies.descriptions.rows import read_row
-from quintsched.strategies.prediction.columns import Table
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import distinct_blocks, evaluate
 
 DATA = Path(__file__).parent / "data"

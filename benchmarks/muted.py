@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from quintsched.runtime import Group, Transport
 from quintsched.runtime.comm import DoneWork, ReduceOp, Work
-from quintsched.runtime.comm.checked.frame import Label
+from quintsched.runtime.comm.checked.message_frame import Label
 
 DONE = DoneWork()
 

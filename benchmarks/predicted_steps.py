@@ -44,15 +44,15 @@ from prediction import kendall_tau
 from quintsched.runtime import Engine, connect
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.library import find_hardware
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.placement import resolved
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.descriptions.wording import strategy_name
-from quintsched.strategies.prediction.plans import plan_of
+from quintsched.strategies.descriptions.strategy_text import strategy_name
+from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.prediction.strategy_plans import plan_of
 
 MODEL = Model(
     name="gpt", layers=8, hidden=256, heads=8, vocab=1024, seq=128, tied=False, dropout=False, attention="flash"

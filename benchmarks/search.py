@@ -26,7 +26,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from quintsched.strategies.descriptions.library import find_hardware, find_model
-from quintsched.strategies.descriptions.wording import duration, strategy_name
+from quintsched.strategies.descriptions.strategy_text import duration, strategy_name
 from quintsched.strategies.tuning.certificate import certify, load_certificate
 from quintsched.strategies.tuning.checker import check_certificate
 from quintsched.strategies.tuning.space import divisors

@@ -16,19 +16,19 @@ from typing import ParamSpec
 
 from quintsched.errors import UnsoundError, UsageError, nearest
 from quintsched.formats.plan_json import least_size
-from quintsched.ir.instructions import Fwd
+from quintsched.ir.instruction_set import Fwd
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec, listed, shares_of
-from quintsched.ir.zero import Zero
+from quintsched.ir.zero_sharding import Zero
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, lower
 from quintsched.passes.place_offloads import place_offloads
 from quintsched.passes.spell_collectives import spell_out
 from quintsched.plan import Plan
 from quintsched.request import CompileRequest, settings
 from quintsched.schedules import Schedule, Shape, find_schedule
-from quintsched.schedules.kit.order import order_of_computation
+from quintsched.schedules.kit.bare_order import order_of_computation
 from quintsched.schedules.kit.routes import routes_of
-from quintsched.schedules.kit.runs import Runs, find_runs
+from quintsched.schedules.kit.uneven_stages import Runs, find_runs
 from quintsched.simulation.costs import Costs
 from quintsched.user_code import load_schedule, names_file
 from quintsched.verify.meaning import loss_faults, skip_faults

@@ -1,6 +1,6 @@
-"""Public names of `quintsched.ir.instructions`: the instructions of a program, to write schedules and read plans."""
+"""Public names of `quintsched.ir.instruction_set`: the instructions of a program, to write schedules and read plans."""
 
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_set import (
     ALL,
     AMONG_REPLICAS,
     BEGINS_BACKWARD,

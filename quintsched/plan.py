@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from quintsched.arguments import PATH, WHOLE, ours, takes
 from quintsched.errors import UnsoundError
-from quintsched.ir.instructions import Instruction, Message
+from quintsched.ir.instruction_set import Instruction, Message
 from quintsched.ir.plan_data import PlanData
 
 if TYPE_CHECKING:

@@ -27,51 +27,51 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .autograd.deferred_weight_grads import defer
-    from .blocks.blocks import Carry, build_model
-    from .blocks.costs import measure_costs
+    from .blocks.block_costs import measure_costs
+    from .blocks.block_outlines import Carry, build_model
     from .blocks.sum_of_means import SumOfMeans
     from .comm import Group, Transport, connect, run_local
     from .comm.connection import connect_for
     from .engine import Engine
     from .forward_engine import ForwardEngine
     from .interpreter.tally import StepResult
+    from .launch.job_plan import plan_of
     from .launch.stop_request import StopRequest
-    from .launch.to_plan import plan_of
     from .parallel.expert.moe import MoE, apply_expert_parallel
-    from .parallel.tensor.apply import (
+    from .parallel.tensor.cut_module import (
         ColumnParallelLinear,
         RowParallelLinear,
         VocabParallelEmbedding,
         apply_tensor_parallel,
     )
     from .saving.pretrained.load_pretrained import LoadedWeights
-    from .settings.job import JobConfig, load_job
-    from .splitting.split import Split, split
-    from .train.feed import drained
+    from .settings.job_file import JobConfig, load_job
+    from .splitting.split_model import Split, split
+    from .train.batch_feed import drained
     from .train.trainer import Trainer
 
 _HOMES = {
-    "blocks.blocks": ("Carry", "build_model"),
-    "blocks.costs": ("measure_costs",),
+    "blocks.block_outlines": ("Carry", "build_model"),
+    "blocks.block_costs": ("measure_costs",),
     "autograd.deferred_weight_grads": ("defer",),
-    "settings.job": ("JobConfig", "load_job"),
+    "settings.job_file": ("JobConfig", "load_job"),
     "comm.connection": ("connect_for",),
     "engine": ("Engine",),
     "forward_engine": ("ForwardEngine",),
     "saving.pretrained.load_pretrained": ("LoadedWeights",),
     "parallel.expert.moe": ("MoE", "apply_expert_parallel"),
-    "launch.to_plan": ("plan_of",),
+    "launch.job_plan": ("plan_of",),
     "launch.stop_request": ("StopRequest",),
     "interpreter.tally": ("StepResult",),
-    "parallel.tensor.apply": (
+    "parallel.tensor.cut_module": (
         "ColumnParallelLinear",
         "RowParallelLinear",
         "VocabParallelEmbedding",
         "apply_tensor_parallel",
     ),
-    "splitting.split": ("Split", "split"),
+    "splitting.split_model": ("Split", "split"),
     "blocks.sum_of_means": ("SumOfMeans",),
-    "train.feed": ("drained",),
+    "train.batch_feed": ("drained",),
     "train.trainer": ("Trainer",),
     "comm": ("Group", "Transport", "connect", "run_local"),
 }

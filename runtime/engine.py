@@ -21,25 +21,25 @@ from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 
 from .agreement.engine_records import agree_on_functions
-from .blocks.blocks import Blocks
+from .blocks.block_outlines import Blocks
 from .comm import Transport
 from .engine_base import EngineBase
-from .interpreter.activation_memory import SavedBytes
 from .interpreter.interpreter import PreparedStep
 from .interpreter.rank_state import LossFn, MetricFn, RunOptions
 from .interpreter.recorder import Recorder
+from .interpreter.saved_bytes import SavedBytes
 from .interpreter.tally import StepResult
-from .optim.given import OptimizerGiven, builder_of
 from .optim.loss_scale import LossScale
+from .optim.optimizer_arguments import OptimizerGiven, builder_of
 from .parallel.tensor.vocab_loss import takes_vocabulary
 from .requirements import require_mode, require_usable
+from .run_checks.bad_steps import BadSteps
+from .run_checks.block_facts import ModelFacts
+from .run_checks.engine_checks import EngineChecks
+from .run_checks.mesh_against_one import Comparison
 from .saving.verbs.engine_saves import EngineState
 from .settings.run_settings import RunSettings, taking_settings
 from .stage.sliced_losses import for_slices
-from .verification.bad_steps import BadSteps
-from .verification.block_facts import ModelFacts
-from .verification.comparison import Comparison
-from .verification.engine_checks import EngineChecks
 
 
 @taking_settings
@@ -54,7 +54,7 @@ class Engine(EngineBase, EngineState):
             returns its output, or (output, its own loss): a sum if the loss is (sum, weight) or a sum, else a mean.
             One that `parallelize_module` has sharded over tp, or `fully_shard` over all replicas, is left as it is.
         loss_fn: (output, targets) → the microbatch's loss, or (sum, weight) where samples or tokens weigh differently.
-        optimizer: a function of parameters, a class, several of these, or an instance (see `optim.given`).
+        optimizer: a function of parameters, a class, several of these, or an instance (`optim.optimizer_arguments`).
         metrics: name → function (output, targets) → a sum, divided by the batch's total weight.
         block_costs: the cost of each block, in any unit; None estimates it. Stages are cut so that the slowest one is
             as fast as possible. A plan that fixes the number of blocks per stage takes no costs.

@@ -19,35 +19,35 @@ from quintsched.simulation.message_slots import MAX_SENDS
 
 from .agreement.engine_records import agree_on_options
 from .agreement.sections import Section
-from .blocks.blocks import Blocks
-from .blocks.untouched import tensors_of_training
+from .blocks.block_outlines import Blocks
+from .blocks.without_side_effects import tensors_of_training
 from .comm import Transport
 from .comm.connection import connect_for, watch_by
-from .comm.control import ControlGroup
+from .comm.host_collectives import ControlGroup
 from .interpreter.busy_clock import Clock
 from .interpreter.interpreter import PreparedStep
 from .interpreter.plan_runner import PlanRunner
 from .interpreter.rank_state import NO_CONTEXT, RunOptions
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
-from .optim.builds import OptimizerBuilds
-from .optim.given import Builder
+from .optim.build_optimizers import OptimizerBuilds
 from .optim.loss_scale import LossScale
+from .optim.optimizer_arguments import Builder
 from .parallel.mesh_groups import make_groups
 from .requirements import require_capturable, require_runnable
-from .saving.averages import Averages
 from .saving.pretrained.tensor_names import ModelNames
 from .saving.rank_tensors import RankTensors
 from .saving.verbs.engine_saves import EngineSaves, WeightState
 from .saving.verbs.engine_weights import EngineWeights
+from .saving.weight_averages import Averages
 from .settings.run_settings import RunSettings
-from .splitting.split import Split
+from .splitting.split_model import Split
 from .stage.batches.microbatches import without_samples
 from .stage.rank_model import RankModel
 from .stage.rank_view import RankView
 from .stage.tied_weights import with_ties
 from .state.training_state import TrainingState
-from .steps.plans import StepPlans
+from .steps.engine_plans import StepPlans
 
 
 class EngineBase(WeightState, RankView):

@@ -17,7 +17,7 @@ from quintsched.arguments import ROW, ours, takes
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 
-from .blocks.blocks import TARGETS, Blocks
+from .blocks.block_outlines import TARGETS, Blocks
 from .comm import Transport
 from .engine_base import EngineBase
 from .interpreter.rank_state import RunOptions

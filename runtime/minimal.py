@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from quintsched import Plan, UsageError
-from quintsched.ir import instructions as ins
+from quintsched.ir import instruction_set as ins
 
 
 def train(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from quintsched.runtime.settings.job import load_job
+from quintsched.runtime.settings.job_file import load_job
 
 from .test_layers import ORDER, ROOT
 
@@ -117,7 +117,8 @@ def test_the_guide_names_every_field_of_the_log() -> None:
     fields = {key.value for node in records for key in node.keys if isinstance(key, ast.Constant)}
     events = {node.values[0].value for node in records if isinstance(node.values[0], ast.Constant)}
     rates = re.findall(r'"(\w+_per_s|mfu|memory_gb)"', (train / "throughput.py").read_text(encoding="utf-8"))
-    experts = re.findall(r'"(expert_\w+)"', (ROOT / "runtime" / "parallel" / "expert" / "load.py").read_text("utf-8"))
+    load = ROOT / "runtime" / "parallel" / "expert" / "expert_load.py"
+    experts = re.findall(r'"(expert_\w+)"', load.read_text("utf-8"))
     assert len(rates) >= 4
     assert len(experts) >= 2
     log = GUIDE.read_text(encoding="utf-8").partition("## The log")[2].partition("## Troubleshooting")[0]

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from quintsched.cli import main as quintsched
-from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.worker import main
-from quintsched.runtime.settings.job import load_job
+from quintsched.runtime.settings.job_file import load_job
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

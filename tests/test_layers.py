@@ -27,7 +27,10 @@ LAYERS = {
     "quintsched.strategies": ROOT / "quintsched" / "strategies",
     "quintsched": ROOT / "quintsched",
 }
-DRAWING = {ROOT / "quintsched" / name for name in ("cli/pictures.py", "cli/timing.py", "strategies/commands/tune.py")}
+DRAWING = {
+    ROOT / "quintsched" / name
+    for name in ("cli/pictures.py", "cli/timing_commands.py", "strategies/commands/tune_command.py")
+}
 NAMING = {ROOT / "quintsched" / "__init__.py", ROOT / "quintsched" / "cli" / "__init__.py"}
 """Modules that list all commands and names, strategies included: no others beside that package know it."""
 
@@ -41,7 +44,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "forward_engine",
         "engine_base",
         "requirements",
-        "verification",
+        "run_checks",
         "interpreter",
         "steps",
         "saving",
@@ -63,16 +66,16 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "quintsched.viz": (
         "frontier",
-        "stall",
+        "stall_picture",
         "timeline",
         "activation_panel",
         "legend",
         "sheet",
-        "rows",
+        "pipeline_rows",
         "style",
         "perfetto",
         "collective_scene",
-        "files",
+        "html_page",
         "scene",
     ),
     "quintsched.strategies": ("commands", "tuning", "prediction", "profiles", "descriptions"),
@@ -105,7 +108,7 @@ ORDER: dict[str, tuple[str, ...]] = {
 }
 """The rooms of each layer from top to bottom: folders, or modules beside them. Empty: no order yet, no check."""
 
-INNER_ORDER = {"quintsched.runtime.parallel": ("proof", "tensor", "expert", "context")}
+INNER_ORDER = {"quintsched.runtime.parallel": ("cut_proofs", "tensor", "expert", "context")}
 """The folders of a room, from top to bottom; the files beside them may be anywhere."""
 
 ORDERED = [layer for layer, rooms in ORDER.items() if rooms]
@@ -128,7 +131,7 @@ BUDGET = {
     "optim": 919,
     "steps": 1070,
     "train": 1552,
-    "verification": 753,
+    "run_checks": 753,
     "data": 1105,
     "models": 508,
     "settings": 703,
@@ -296,30 +299,39 @@ def test_every_room_says_what_lives_there_and_what_it_may_import(layer):
 
 FRAMES = {"_getframe", "currentframe", "f_back", "f_code", "f_locals", "f_globals"}
 MODES = {"TorchFunctionMode", "TorchDispatchMode", "BaseTorchFunctionMode"}
-LOOKING = ("examine", "objects", "parallel/proof")
+LOOKING = ("examine", "objects", "parallel/cut_proofs")
 """Rooms that inspect user code: `examine`, the walks of `objects` below it, and the proofs of cuts of whole blocks."""
 
 LOOK_ELSEWHERE = {
-    "blocks/blame.py": ({"a frame"}, "those of an error's traceback, to say where in a block it arose"),
+    "blocks/failing_module.py": ({"a frame"}, "those of an error's traceback, to say where in a block it arose"),
     "data/torch_loaders.py": ({"a frame"}, "those of torch's loader in a traceback, for the worker that has ended"),
-    "steps/explain.py": ({"a frame", "__code__"}, "whether an error arose in our own call of autograd"),
-    "blocks/blocks.py": ({"a mode", "vars"}, "builds blocks without drawing their weights, and stand-ins for these"),
+    "steps/error_location.py": ({"a frame", "__code__"}, "whether an error arose in our own call of autograd"),
+    "blocks/block_outlines.py": (
+        {"a mode", "vars"},
+        "builds blocks without drawing their weights, and stand-ins",
+    ),
     "blocks/trees.py": ({"vars"}, "whether tensors have attributes, which do not go to other stages"),
     "blocks/quick_shapes.py": ({"a mode"}, "gives the shapes of torch's own functions"),
     "optim/gathered_steps.py": ({"a mode"}, "refuses draws of an optimizer, as it steps"),
-    "parallel/draws.py": ({"a mode"}, "keys what blocks draw, in each step"),
+    "parallel/keyed_draws.py": ({"a mode"}, "keys what blocks draw, in each step"),
     "parallel/synced_norm.py": ({"a mode"}, "adds up the statistics of norms over replicas, in each step"),
-    "splitting/split.py": ({"vars"}, "whether a row of modules is called as torch calls it"),
+    "splitting/split_model.py": ({"vars"}, "whether a row of modules is called as torch calls it"),
     "splitting/split_blocks.py": ({"inspect", "vars"}, "makes blocks of a layer: its attributes, another signature"),
-    "splitting/structure.py": ({"vars"}, "makes a module that has a tied weight, and all else of another"),
-    "splitting/tracing.py": ({"vars"}, "traces a whole model by torch.fx, which reads attributes"),
+    "splitting/find_layers.py": ({"vars"}, "makes a module that has a tied weight, and all else of another"),
+    "splitting/symbolic_trace.py": ({"vars"}, "traces a whole model by torch.fx, which reads attributes"),
     "splitting/weightless_model.py": ({"vars"}, "lends attributes to the frame of a model that is split"),
-    "parallel/tensor/shard.py": ({"vars"}, "whether a layer that was cut still is as it was cut, in each step"),
-    "parallel/tensor/cuts.py": ({"vars"}, "whether a layer that is to be cut runs torch's own forward"),
-    "parallel/tensor/families.py": ({"vars"}, "which sizes of a layer are those of what is cut, and divided with it"),
-    "optim/builds.py": ({"vars"}, "gives a parameter's stand-in what the user has set on it"),
-    "optim/own_state.py": ({"vars"}, "saves what an optimizer keeps beside its state"),
-    "optim/given.py": ({"vars"}, "makes an optimizer anew over other parameters"),
+    "parallel/tensor/parameter_shards.py": (
+        {"vars"},
+        "whether a layer still is as it was cut, in each step",
+    ),
+    "parallel/tensor/layer_cuts.py": ({"vars"}, "whether a layer that is to be cut runs torch's own forward"),
+    "parallel/tensor/layer_names.py": (
+        {"vars"},
+        "which sizes of a layer are divided with it",
+    ),
+    "optim/build_optimizers.py": ({"vars"}, "gives a parameter's stand-in what the user has set on it"),
+    "optim/state_beside_parameters.py": ({"vars"}, "saves what an optimizer keeps beside its state"),
+    "optim/optimizer_arguments.py": ({"vars"}, "makes an optimizer anew over other parameters"),
     "settings/run_settings.py": ({"inspect", "vars"}, "signs `Engine`, which is ours, with the settings"),
 }
 """Other files that inspect code or objects: their means, and their purpose."""
@@ -357,11 +369,11 @@ def test_only_examinations_look_at_users_code():
 
 STORED = re.compile(r"\.(json|jsonl|pt|bin|safetensors|distcp|metadata|yaml|npz)\b")
 NAMED_ELSEWHERE = {
-    "agreement/records.py": "which files of this package are its source",
+    "agreement/run_records.py": "which files of this package are its source",
     "calibrate/links.py": "what processes that measure links leave each other, in a folder of their own",
-    "launch/verify.py": "what ranks have recorded for a comparison, in a folder of its own",
-    "verification/bad_steps.py": "a batch whose gradients were not finite, for people to read",
-    "watch/start.py": "the report of a run that stands still, for people to read",
+    "launch/verify_job.py": "what ranks have recorded for a comparison, in a folder of its own",
+    "run_checks/bad_steps.py": "a batch whose gradients were not finite, for people to read",
+    "watch/connect_to_hub.py": "the report of a run that stands still, for people to read",
 }
 """Other files that name files, and which."""
 
@@ -397,7 +409,7 @@ def test_kinds_of_accelerators_are_known_in_one_file():
 
 
 def test_the_time_is_read_by_the_clocks_alone():
-    clocks = {ROOT / "runtime" / name for name in ("comm/clock.py", "watch/wall_time.py")}
+    clocks = {ROOT / "runtime" / name for name in ("comm/clocks.py", "watch/wall_time.py")}
     for path in sources("quintsched.runtime"):
         read = {module for module, _ in imports(path, "quintsched.runtime") if within(module, "time")} - {"time.sleep"}
         assert not read or path in clocks, f"{path.relative_to(ROOT)} imports {read}"
@@ -445,7 +457,7 @@ def test_the_command_line_imports_nothing_heavy_at_the_top():
         "quintsched.strategies.commands",
         "quintsched.errors",
         "quintsched.files.terminal",
-        "quintsched.files.progress",
+        "quintsched.files.progress_line",
         "quintsched.request",
         "quintsched.ir.communication",
     )

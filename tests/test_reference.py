@@ -16,9 +16,9 @@ from docs.reference.generate.pages import FOLDER, pages
 from quintsched.cli import _command
 from quintsched.errors import EXIT_CODES, QuintschedError
 from quintsched.files.strictyaml import parse_yaml
-from quintsched.runtime.agreement.records import flatten
-from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.agreement.run_records import flatten
 from quintsched.runtime.settings.job_document import job_schema
+from quintsched.runtime.settings.job_file import JobConfig
 
 ROOT = Path(__file__).parents[1]
 NAMES = ["api.md", "commands.md", "exit-codes.md", "job.md", "job.schema.json", "since.json"]

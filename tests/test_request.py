@@ -16,14 +16,14 @@ from typer.testing import CliRunner
 import quintsched as qs
 from quintsched.cli import SECTIONS
 from quintsched.cli.app import make_app
-from quintsched.cli.settings import NEEDED, option_of
+from quintsched.cli.request_options import NEEDED, option_of
 from quintsched.collectives import Wire
 from quintsched.compiler import compile_request
-from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.request import CompileRequest, entries
 from quintsched.request import settings as settings_of
-from quintsched.runtime.launch.to_plan import plan_of
-from quintsched.runtime.settings.job import JobConfig, ParallelConfig
+from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime.settings.job_file import JobConfig, ParallelConfig
 from quintsched.schedules import Order, Schedule, Shape, all_schedules
 
 BUILT_IN = tuple(schedule for schedule in all_schedules() if schedule.built_in)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.runtime.launch.to_plan import plan_of
-from quintsched.runtime.settings.job import load_job
+from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime.settings.job_file import load_job
 
 from .readability import median_length, reading_ease, sentences, syllables
 from .tutorials import ROOT, TUTORIALS, blocks, is_like, run_page, run_session, write_files

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 import quintsched as qs
-from quintsched.ir.instructions import ClipGrad, OptStep, Recv
-from quintsched.trace.measured import Trace
+from quintsched.ir.instruction_set import ClipGrad, OptStep, Recv
+from quintsched.trace.measured_trace import Trace
 from quintsched.trace.trace_json import RankTrace, digest_of
 
 EPOCH_S = 1.7e9

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .frontier import render_tuning
     from .perfetto import save_events
-    from .stall import render_stall
+    from .stall_picture import render_stall
     from .timeline import compare, render, render_collective, render_measured
 
 __all__ = ["compare", "render", "render_collective", "render_measured", "render_stall", "render_tuning", "save_events"]
@@ -28,8 +28,8 @@ __all__ = ["compare", "render", "render_collective", "render_measured", "render_
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'quintsched.viz' has no attribute {name!r}")
-    home = {"save_events": ".perfetto", "render_tuning": ".frontier", "render_stall": ".stall"}.get(name, ".timeline")
-    return getattr(import_module(home, __name__), name)
+    homes = {"save_events": ".perfetto", "render_tuning": ".frontier", "render_stall": ".stall_picture"}
+    return getattr(import_module(homes.get(name, ".timeline"), __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quintsched.collectives import CollectiveRun
-from quintsched.ir.instructions import Compute
+from quintsched.ir.instruction_set import Compute
 
 from .scene import Box, Scene
 

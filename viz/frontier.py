@@ -14,7 +14,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from quintsched.errors import UsageError
-from quintsched.strategies.descriptions.wording import duration, gigabytes, strategy_name
+from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
 from quintsched.strategies.tuning.tune import Candidate, Tuning
 
 from .sheet import Sheet, check_suffix

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from quintsched.ir.instructions import Instruction
+from quintsched.ir.instruction_set import Instruction
 
-from .rows import Scale, messages_shown
+from .pipeline_rows import Scale, messages_shown
 from .scene import Scene
 from .sheet import Key
 from .style import (

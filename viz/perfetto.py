@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from quintsched.files.atomic import write_whole
-from quintsched.ir.instructions import HostCopy, Recv, Send, short
+from quintsched.ir.instruction_set import HostCopy, Recv, Send, short
 from quintsched.ir.values import Kind, Value
 from quintsched.simulation.simulator import Simulation, Span
-from quintsched.trace.measured import MeasuredSpan, MeasuredStep
 from quintsched.trace.measured_costs import UNITS
+from quintsched.trace.measured_trace import MeasuredSpan, MeasuredStep
 
 from .scene import flows_of_ranks
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from quintsched.ir.dataflow import Flow, Kind, Value
-from quintsched.ir.instructions import Compute, HostCopy, Instruction, Overlap, Recv, Send
+from quintsched.ir.instruction_set import Compute, HostCopy, Instruction, Overlap, Recv, Send
 from quintsched.simulation.activation_memory import HELD, held_by
 from quintsched.simulation.simulator import Simulation
-from quintsched.trace.measured import MeasuredSpan, MeasuredStep
+from quintsched.trace.measured_trace import MeasuredSpan, MeasuredStep
 
 ROUNDING = 1e-9
 """Fraction of the makespan within which times count as equal, because of rounding."""

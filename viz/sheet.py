@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from quintsched.errors import UsageError
 from quintsched.files.atomic import write_whole
 
-from .files import page_around
+from .html_page import page_around
 from .style import INK, text_width
 
 POINTS = 72.0

@@ -15,7 +15,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextToPath
 
 from quintsched.ir.dataflow import Kind
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_set import (
     AllGatherBucket,
     AllReduceBucket,
     Bwd,

@@ -17,12 +17,12 @@ from matplotlib.axes import Axes
 from quintsched.collectives import CollectiveRun
 from quintsched.errors import UsageError
 from quintsched.simulation.simulator import Simulation
-from quintsched.trace.measured import MeasuredStep
+from quintsched.trace.measured_trace import MeasuredStep
 
 from .activation_panel import draw_held, held_height, held_key
 from .collective_scene import chunk_scene
 from .legend import keys_of
-from .rows import Scale, draw_rows, set_time_axis, tail_points
+from .pipeline_rows import Scale, draw_rows, set_time_axis, tail_points
 from .scene import Held, Scene, held_activations, stage_scene
 from .sheet import POINTS, Sheet, check_suffix
 from .style import DIGIT_EM, QUIET, duration, house_style, number, percent, printable, text_width

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from paired import Interval, Target, median_interval
 
-from quintsched.trace.measured import Trace
+from quintsched.trace.measured_trace import Trace
 
 from .model import MEDIUM, Size, alone, make_engine, sized
 

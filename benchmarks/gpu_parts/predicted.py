@@ -21,14 +21,14 @@ from prediction import kendall_tau
 
 from quintsched.runtime import Engine
 from quintsched.runtime.calibrate.machine import calibrate
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.library import find_hardware
-from quintsched.strategies.descriptions.placement import resolved
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.descriptions.wording import strategy_name
-from quintsched.strategies.prediction.plans import plan_of
+from quintsched.strategies.descriptions.strategy_text import strategy_name
+from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.prediction.strategy_plans import plan_of
 
 from .model import GPT_350M, LLAMA_300M, MEDIUM, TINY, AdamW, Size, alone, synchronize, whole
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from paired import Target, merge, ratios, report, run_processes, sample
 
 from quintsched.runtime import connect
-from quintsched.trace.measured import Trace
+from quintsched.trace.measured_trace import Trace
 
 from . import memory
 from .model import SHARED, make_engine, share_of, sized, synchronize, whole

@@ -30,8 +30,8 @@ from torch.distributed.pipelining import (
 
 import quintsched as qs
 from quintsched.runtime import build_model
-from quintsched.runtime.blocks.costs import estimate_costs
-from quintsched.runtime.stage.build import cut
+from quintsched.runtime.blocks.block_costs import estimate_costs
+from quintsched.runtime.stage.build_stages import cut
 
 from .model import AdamW, Size
 

@@ -1,4 +1,4 @@
-"""Command line: commands, in modules of a few each, and shared code in `app` and `output`.
+"""Command line: commands, in modules of a few each, and shared code in `app` and `shared_options`.
 
 Imports all of the planner, and `viz` for drawing: lazily inside the commands, so that `quintsched --help` is fast.
 """
@@ -16,16 +16,16 @@ from quintsched.cli.check import check
 from quintsched.cli.checkpoint import COMMANDS as CHECKPOINT
 from quintsched.cli.collective import collective
 from quintsched.cli.data import COMMANDS as DATA
-from quintsched.cli.exchange import export, import_
+from quintsched.cli.import_export import export, import_
 from quintsched.cli.new import new
 from quintsched.cli.pictures import render
-from quintsched.cli.plans import compile, schedules, show
-from quintsched.cli.runs import inspect, run, verify
-from quintsched.cli.timing import compare, simulate
+from quintsched.cli.plan_commands import compile, schedules, show
+from quintsched.cli.run_commands import inspect, run, verify
+from quintsched.cli.timing_commands import compare, simulate
 from quintsched.files.terminal import standard_streams
 from quintsched.strategies.commands.calibrate import calibrate
-from quintsched.strategies.commands.predict import predict
-from quintsched.strategies.commands.tune import tune
+from quintsched.strategies.commands.predict_command import predict
+from quintsched.strategies.commands.tune_command import tune
 
 SECTIONS: dict[str, tuple[Callable[..., None] | Group, ...]] = {
     "Plans": (schedules, compile, show, check, simulate, compare, render, new),

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quintsched.cli.help import Command, Commands
+from quintsched.cli.help_text import Command, Commands
 from quintsched.errors import QuintschedError, UsageError
 from quintsched.files.terminal import shown, write_error
 

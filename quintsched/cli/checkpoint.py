@@ -17,8 +17,8 @@ from typing import Annotated
 
 import typer
 
-from quintsched.cli.output import MICROBATCHES
-from quintsched.cli.runs import call
+from quintsched.cli.run_commands import call
+from quintsched.cli.shared_options import MICROBATCHES
 from quintsched.errors import UsageError
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run's checkpoints, or one step of it.")]

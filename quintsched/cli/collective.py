@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quintsched.cli.output import AsJson, emit, percent, refuse_input, say, terminal_width
 from quintsched.cli.pictures import draw_collective
+from quintsched.cli.shared_options import AsJson, emit, percent, refuse_input, say, terminal_width
 from quintsched.errors import UsageError
 from quintsched.ir.communication import Wire
 
 if TYPE_CHECKING:
     from quintsched.collectives import CollectivePlan, CollectiveRun
-    from quintsched.collectives.program import CollectiveProgram
+    from quintsched.collectives.collective_program import CollectiveProgram
 
 
 def collective(
@@ -96,7 +96,7 @@ def _write(run: CollectiveRun, path: Path) -> None:
 
 def _closed_forms(plan: CollectiveProgram, num_bytes: float, wire: Wire) -> dict[str, float]:
     """Return the times of all means by the closed forms, in seconds."""
-    from quintsched.collectives.timing import fastest_tree_seconds, native_seconds, spelled_seconds
+    from quintsched.collectives.collective_timing import fastest_tree_seconds, native_seconds, spelled_seconds
 
     found = {
         "native": native_seconds(plan.kind, plan.size, num_bytes, wire),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quintsched.cli.output import AsJson, emit, say
+from quintsched.cli.shared_options import AsJson, emit, say
 
 if TYPE_CHECKING:
     from quintsched.tokens import TokenIndex

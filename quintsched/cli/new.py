@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from quintsched.cli.output import say
+from quintsched.cli.shared_options import say
 from quintsched.errors import UsageError
 
 TEMPLATE = '''\

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quintsched.cli.output import (
+from quintsched.cli.shared_options import (
     AsJson,
     CostsFile,
     emit,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from quintsched.collectives import CollectiveRun
     from quintsched.plan import Plan
     from quintsched.simulation.simulator import Simulation
-    from quintsched.trace.measured import MeasuredStep
+    from quintsched.trace.measured_trace import MeasuredStep
 
 PICTURES = (".png", ".svg")
 PAGE, EVENTS = ".html", ".json"
@@ -92,7 +92,7 @@ def render(
 
 def _draw_stall(stall: Path, output: Path | None, others: Sequence[object], *, as_json: bool) -> None:
     """Draw a stall report; raises `UsageError` for other arguments beside it, `InputError` for a broken report."""
-    from quintsched.stalls.report import StallReport
+    from quintsched.stalls.stall_report import StallReport
 
     if any(other is not None for other in others):
         raise UsageError("--stall is drawn alone: the report has its plan; leave out the plan and all but -o")
@@ -114,7 +114,7 @@ def _draw_stall(stall: Path, output: Path | None, others: Sequence[object], *, a
 
 def _spelled_out(plan: Plan, name: str) -> CollectiveRun:
     """Return a collective of a plan, timed for 25 MB on the plan's wire; raises `UsageError` if it has no such one."""
-    from quintsched.collectives.timing import simulate
+    from quintsched.collectives.collective_timing import simulate
 
     found = plan.communication.plans.get(name)
     if found is None:

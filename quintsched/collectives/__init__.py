@@ -4,14 +4,15 @@
                                                │         ──▶ simulate()    latency, bandwidth, bandwidth use
                                                └── runtime.comm.message_collectives runs it on any transport
 
-`program` defines the steps, `ring` and `double_tree` generate the programs, `proof` and `timing` analyse them, `choice`
-picks one by message size, `collective_json` is the file format. Imports `graph`, `ir` and `files`; knows no plans.
+`collective_program` defines the steps, `ring` and `double_tree` generate the programs, `collective_proof` and
+`collective_timing` analyse them, `gradient_exchange` picks one by message size, `collective_json` is the file format.
+Imports `graph`, `ir` and `files`; knows no plans.
 """
 
 from __future__ import annotations
 
 from quintsched.collectives.collective_plan import CollectivePlan, spell
-from quintsched.collectives.timing import CollectiveRun
+from quintsched.collectives.collective_timing import CollectiveRun
 from quintsched.ir.communication import NATIVE, Communication, Wire
 
 __all__ = ["NATIVE", "CollectivePlan", "CollectiveRun", "Communication", "Wire", "spell"]

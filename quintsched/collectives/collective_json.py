@@ -14,8 +14,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quintsched.collectives.program import MAX_CHUNKS, MAX_SIZE, STEPS, Algorithm, CollectiveProgram, Kind, Step
-from quintsched.collectives.spelling import spelled
+from quintsched.collectives.collective_program import (
+    MAX_CHUNKS,
+    MAX_SIZE,
+    STEPS,
+    Algorithm,
+    CollectiveProgram,
+    Kind,
+    Step,
+)
+from quintsched.collectives.spelled_out import spelled
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten

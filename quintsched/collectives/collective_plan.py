@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 
-from quintsched.collectives import collective_json, timing
-from quintsched.collectives.program import CollectiveProgram
-from quintsched.collectives.proof import CollectiveVerdict, prove
-from quintsched.collectives.spelling import spelled
-from quintsched.collectives.timing import CollectiveRun
+from quintsched.collectives import collective_json, collective_timing
+from quintsched.collectives.collective_program import CollectiveProgram
+from quintsched.collectives.collective_proof import CollectiveVerdict, prove
+from quintsched.collectives.collective_timing import CollectiveRun
+from quintsched.collectives.spelled_out import spelled
 from quintsched.ir.communication import Wire
 
 
@@ -36,7 +36,7 @@ class CollectivePlan(CollectiveProgram):
 
     def simulate(self, num_bytes: float, wire: Wire) -> CollectiveRun:
         """Simulate its timing for `num_bytes` of data; raises `UnsoundError` if it is not sound."""
-        return timing.simulate(self, num_bytes, wire)
+        return collective_timing.simulate(self, num_bytes, wire)
 
     def save(self, path: Path) -> None:
         """Write it to a file of its own; raises `UsageError` on failure."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from quintsched.collectives.program import RecvChunk, SendChunk, SendRecv, Step
+from quintsched.collectives.collective_program import RecvChunk, SendChunk, SendRecv, Step
 
 
 @dataclass(frozen=True)

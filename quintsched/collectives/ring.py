@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintsched.collectives.program import Kind, SendRecv, Step
+from quintsched.collectives.collective_program import Kind, SendRecv, Step
 
 
 def ring_programs(kind: Kind, size: int, chunks: int) -> tuple[tuple[Step, ...], ...]:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from quintsched.errors import InputError, UsageError, WriteError
 
-from .plain import FILE, kind_of
+from .plain_files import FILE, kind_of
 
 OPEN_FILE = re.compile(r"/proc/(?:self|\d+)/fd/(\d+)|/dev/fd/(\d+)")
 """Paths by which the system names open file descriptors of a process."""

@@ -24,8 +24,8 @@ from quintsched.errors import InputError, UsageError, suggest
 from quintsched.files.strictjson import parse_strict, pointer
 from quintsched.formats.plan_head import LARGEST, HeadFile, Index, entries_of, plan_of, read_head, wellformed
 from quintsched.formats.plan_json import READERS, TYPES
-from quintsched.ir import instructions as ins
-from quintsched.ir.columns import ABSENT, CODES, FIELDS, NUMBERS, PAIRS, Codes, Columns, Flags, Ints
+from quintsched.ir import instruction_set as ins
+from quintsched.ir.instruction_columns import ABSENT, CODES, FIELDS, NUMBERS, PAIRS, Codes, Columns, Flags, Ints
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.programs import Programs
 

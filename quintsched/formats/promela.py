@@ -25,9 +25,9 @@ from string import Template
 
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.graph.edges import ISSUED
-from quintsched.graph.profiles import find_profile
+from quintsched.graph.transport_profiles import find_profile
 from quintsched.ir.dataflow import Flow, flow, gatherings_of
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_set import (
     AMONG_REPLICAS,
     WHOLE_MESH,
     BwdWeight,

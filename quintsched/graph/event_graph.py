@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from quintsched.ir.columns import Ints
+from quintsched.ir.instruction_columns import Ints
 
 Times: TypeAlias = npt.NDArray[np.float64]
 

@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from quintsched.ir.columns import ABSENT, Columns, Ints
-from quintsched.ir.instructions import WHOLE_MESH, Recv, Send, SyncTied
+from quintsched.ir.instruction_columns import ABSENT, Columns, Ints
+from quintsched.ir.instruction_set import WHOLE_MESH, Recv, Send, SyncTied
 from quintsched.ir.plan_data import PlanData
 
 NO_GROUP = -1

@@ -7,9 +7,9 @@ neighbouring stages on one rank pass it in place, without a special case:
     Fwd(0) ──OUTPUT(0)──▶ SendAct(0)  ~~~▶  RecvAct(1) ──OUTPUT(0)──▶ Fwd(1)
        └─SAVED(0)──▶ Bwd(0)                     the input of stage 1 is the output of stage 0
 
-The rule is a table in `quintsched.ir.rules`, evaluated only here, for a whole plan at once. Placement of messages,
-checks, simulation, the runtime and drawings all use the result. Full weights that are sharded over replicas are
-gathered several times: the number of such a value counts the gatherings.
+The rule is a table in `quintsched.ir.dataflow_rules`, evaluated only here, for a whole plan at once. Placement of
+messages, checks, simulation, the runtime and drawings all use the result. Full weights that are sharded over replicas
+are gathered several times: the number of such a value counts the gatherings.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quintsched.ir import instructions as ins
-from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
+from quintsched.ir import instruction_set as ins
+from quintsched.ir.dataflow_rules import CONSUMES, FOLLOWS, PRODUCES, READS, RULES, Role, Term, When, Which, Whose
+from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.layout import Layout
 from quintsched.ir.ragged import Ragged
-from quintsched.ir.rules import CONSUMES, FOLLOWS, PRODUCES, READS, RULES, Role, Term, When, Which, Whose
 from quintsched.ir.values import SKIPS, TRAVELS, Numbering
 from quintsched.ir.values import Kind as Kind
 from quintsched.ir.values import Value as Value

@@ -8,15 +8,15 @@ from functools import cached_property
 from threading import RLock
 from typing import Any, Literal, TypeVar
 
-from quintsched.ir.columns import Columns, Ints
 from quintsched.ir.communication import NATIVE, Communication
 from quintsched.ir.dataflow import Flows, flows_of
-from quintsched.ir.instructions import ENDS_BACKWARD, FetchAct, Instruction, Overlap
+from quintsched.ir.instruction_columns import Columns, Ints
+from quintsched.ir.instruction_set import ENDS_BACKWARD, FetchAct, Instruction, Overlap
 from quintsched.ir.layout import Layout, Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.programs import Programs
 from quintsched.ir.ragged import Ragged
-from quintsched.ir.zero import Zero
+from quintsched.ir.zero_sharding import Zero
 
 T = TypeVar("T")
 

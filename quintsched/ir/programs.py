@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import SupportsIndex, overload
 
-from quintsched.ir.columns import Columns
-from quintsched.ir.instructions import Instruction
+from quintsched.ir.instruction_columns import Columns
+from quintsched.ir.instruction_set import Instruction
 
 
 class Program(Sequence[Instruction]):

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from quintsched.ir.columns import Ints
+from quintsched.ir.instruction_columns import Ints
 
 
 @dataclass(frozen=True, eq=False)

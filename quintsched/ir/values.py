@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quintsched.ir.columns import Flags, Ints
+from quintsched.ir.instruction_columns import Flags, Ints
 
 
 @unique

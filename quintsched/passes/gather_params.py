@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from quintsched.ir.columns import Columns, Ints
-from quintsched.ir.instructions import COMPUTING, NEEDS_WEIGHTS, FreeParams, GatherParams
+from quintsched.ir.instruction_columns import Columns, Ints
+from quintsched.ir.instruction_set import COMPUTING, NEEDS_WEIGHTS, FreeParams, GatherParams
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.programs import Programs
 

@@ -23,9 +23,9 @@ from quintsched.errors import UnsoundError
 from quintsched.graph.edges import build_graph
 from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Events
-from quintsched.graph.profiles import PROFILES
-from quintsched.ir.columns import ABSENT, CODES, Columns, Ints
-from quintsched.ir.instructions import (
+from quintsched.graph.transport_profiles import PROFILES
+from quintsched.ir.instruction_columns import ABSENT, CODES, Columns, Ints
+from quintsched.ir.instruction_set import (
     Recv,
     RecvAct,
     RecvGrad,

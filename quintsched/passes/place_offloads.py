@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from quintsched.errors import UsageError
-from quintsched.ir.columns import ABSENT, Columns
-from quintsched.ir.instructions import BEGINS_BACKWARD, COMPUTING, FetchAct, Fwd, OffloadAct
+from quintsched.ir.instruction_columns import ABSENT, Columns
+from quintsched.ir.instruction_set import BEGINS_BACKWARD, COMPUTING, FetchAct, Fwd, OffloadAct
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.programs import Programs
 from quintsched.ir.values import Kind

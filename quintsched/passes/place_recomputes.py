@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from quintsched.ir.columns import Columns
-from quintsched.ir.instructions import BEGINS_BACKWARD, Recompute
+from quintsched.ir.instruction_columns import Columns
+from quintsched.ir.instruction_set import BEGINS_BACKWARD, Recompute
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.programs import Programs
 

@@ -20,8 +20,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from quintsched.ir.columns import ABSENT, Columns, Ints
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_columns import ABSENT, Columns, Ints
+from quintsched.ir.instruction_set import (
     ENDS_BACKWARD,
     AllReduceBucket,
     FreeParams,

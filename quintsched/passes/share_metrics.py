@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from quintsched.ir.columns import Columns
-from quintsched.ir.instructions import ClipGrad, ShareMetrics
+from quintsched.ir.instruction_columns import Columns
+from quintsched.ir.instruction_set import ClipGrad, ShareMetrics
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.programs import Programs
 

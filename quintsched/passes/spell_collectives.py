@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintsched.collectives.choice import spelled_out
+from quintsched.collectives.gradient_exchange import spelled_out
 from quintsched.errors import UsageError
 from quintsched.ir.communication import Wire, find_means
 from quintsched.ir.plan_data import PlanData
-from quintsched.verify.collectives import calls_of, stays_native
+from quintsched.verify.planned_collectives import calls_of, stays_native
 
 
 def spell_out(plan: PlanData, means: str, wire: Wire | None = None) -> PlanData:

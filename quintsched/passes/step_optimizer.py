@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintsched.ir.columns import Columns
-from quintsched.ir.instructions import AllGatherBucket, OptStep
+from quintsched.ir.instruction_columns import Columns
+from quintsched.ir.instruction_set import AllGatherBucket, OptStep
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.programs import Programs
 

@@ -1,9 +1,9 @@
-"""Request that a plan is compiled from: `request` declares its settings, `reading` reads and checks their values.
+"""Request that a plan is compiled from: `plan_request` declares its settings, `setting_readers` reads their values.
 
 Python, the command line and job files all fill the same request. At import time it imports only `ir` and `errors`;
 heavier modules (schedules, costs, plans) are imported when a setting that needs them is read.
 """
 
-from quintsched.request.request import CompileRequest, Entry, Setting, entries, settings
+from quintsched.request.plan_request import CompileRequest, Entry, Setting, entries, settings
 
 __all__ = ["CompileRequest", "Entry", "Setting", "entries", "settings"]

@@ -8,7 +8,7 @@ All microbatches pass a stage before the next one starts, so its gradients can b
 next stage computes. The bubble is 1/v of GPipe's, larger if M < P: each chunk then waits for the first microbatch.
 """
 
-from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.ir.placement import loop
 from quintsched.schedules.kit.registry import MAX_CHUNKS, Order, Shape, schedule
 

@@ -8,7 +8,7 @@ compute: messages of up to (F+I+W)/2 each then cost 2(P-1) of their time in all,
 itself is that of 1F1B, (P-1)(F+I+W); rank r holds 2(P-r)-1 activations instead of P-r.
 """
 
-from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 

@@ -4,7 +4,7 @@ rank 0  F0 F1 F2 F3 .. .. B0 .... B1 .... B2 .... B3
 rank 1  .. F0 F1 F2 F3 B0 .... B1 .... B2 .... B3
 """
 
-from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 

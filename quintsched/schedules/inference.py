@@ -4,7 +4,7 @@ rank 0  F0 F1 F2 F3 ..
 rank 1  .. F0 F1 F2 F3
 """
 
-from quintsched.ir.instructions import Fwd
+from quintsched.ir.instruction_set import Fwd
 from quintsched.ir.placement import loop
 from quintsched.schedules.kit.registry import MAX_CHUNKS, Order, Shape, schedule
 

@@ -8,11 +8,11 @@ while it waits:
 
 import numpy as np
 
-from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.ir.placement import loop
 from quintsched.schedules.kit.constraints import whole_rounds
 from quintsched.schedules.kit.registry import MAX_CHUNKS, Shape, schedule
-from quintsched.schedules.kit.steps import Lane, Steps, alternate, rounds, side_by_side
+from quintsched.schedules.kit.step_arrays import Lane, Steps, alternate, rounds, side_by_side
 
 
 @schedule(

@@ -4,7 +4,7 @@ rank 0  F0 F1 .. .. B0 .... F2 B1 .... F3 B2 ....       at most P - rank activat
 rank 1  .. F0 B0 .... F1 B1 .... F2 B2 .... F3 B3
 """
 
-from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 

@@ -8,7 +8,7 @@ slice's keys and values is complete only after the backwards of later slices. Th
 forwards of a microbatch before its first backward. Bubble and memory per rank shrink with q.
 """
 
-from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.schedules.kit.registry import MAX_SLICES, Order, Shape, schedule
 
 

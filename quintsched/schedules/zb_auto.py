@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 
 from quintsched.errors import UsageError
-from quintsched.ir.columns import Amounts
+from quintsched.ir.instruction_columns import Amounts
 from quintsched.schedules.kit.list_scheduling import Manner, Outcome, PerStage, Work, schedule_greedily
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 

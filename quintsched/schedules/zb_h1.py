@@ -7,7 +7,7 @@ Beyond M(F+I+W), the makespan is (P-1)(F+I) - (min(P,M)-1)·min(F,I,W), and the 
 That is the paper's (P-1)(F+I-W) exactly where M >= P and W <= F, I (or P = 1, or W = 0).
 """
 
-from quintsched.ir.instructions import BwdInput, BwdWeight, Fwd
+from quintsched.ir.instruction_set import BwdInput, BwdWeight, Fwd
 from quintsched.schedules.kit.phases import windows
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 

@@ -8,7 +8,7 @@ the place of 0: a step that waits for all ranks gains little over ZB-H1. The spa
 where, besides, W <= F and 2W <= F+I (or P = 1, or W = 0).
 """
 
-from quintsched.ir.instructions import BwdInput, BwdWeight, Fwd
+from quintsched.ir.instruction_set import BwdInput, BwdWeight, Fwd
 from quintsched.schedules.kit.phases import windows
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 

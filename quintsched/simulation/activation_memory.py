@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quintsched.ir.columns import ABSENT, Amounts, Columns, Ints
-from quintsched.ir.instructions import Overlap, Recv
+from quintsched.ir.instruction_columns import ABSENT, Amounts, Columns, Ints
+from quintsched.ir.instruction_set import Overlap, Recv
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import Kind
 from quintsched.simulation.costs import Costs

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_val
 from pydantic_core import PydanticCustomError
 
 from quintsched.files.strictjson import LIST, NUMBER, OBJECT, pointer
-from quintsched.ir.columns import LARGEST, Amounts, Ints
+from quintsched.ir.instruction_columns import LARGEST, Amounts, Ints
 
 MOST = 1e100
 """Largest cost, so that sums and products of costs stay finite."""

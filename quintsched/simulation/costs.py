@@ -25,9 +25,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from quintsched.errors import InputError
 from quintsched.files.atomic import read_whole
-from quintsched.files.records import Named
 from quintsched.files.strictjson import describe_faults, parse_strict
-from quintsched.ir.columns import Amounts, Ints
+from quintsched.files.user_records import Named
+from quintsched.ir.instruction_columns import Amounts, Ints
 from quintsched.simulation.cost_forms import (
     Bandwidth,
     Cost,

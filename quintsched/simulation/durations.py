@@ -19,8 +19,8 @@ import numpy as np
 
 from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Events
-from quintsched.ir.columns import FIELDS, Ints
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_columns import FIELDS, Ints
+from quintsched.ir.instruction_set import (
     ALL,
     COMPUTATIONS,
     SKIP_MESSAGES,

@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quintsched.graph.profiles import Profile
-from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
+from quintsched.graph.transport_profiles import Profile
 from quintsched.ir.dataflow import Uses
-from quintsched.ir.instructions import Message, OffloadAct, Recv, Send
+from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
+from quintsched.ir.instruction_set import Message, OffloadAct, Recv, Send
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.ragged import Ragged
 from quintsched.ir.values import Kind, Value

@@ -17,8 +17,8 @@ from html import escape
 import numpy as np
 
 from quintsched.graph.event_graph import Times
-from quintsched.ir.columns import Ints
-from quintsched.ir.instructions import COMPUTING, Instruction, short
+from quintsched.ir.instruction_columns import Ints
+from quintsched.ir.instruction_set import COMPUTING, Instruction, short
 from quintsched.ir.plan_data import PlanData
 
 MOST_RANKS, MOST_BOXES = 16, 400

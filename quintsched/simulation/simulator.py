@@ -23,12 +23,12 @@ from itertools import pairwise
 import numpy as np
 
 from quintsched.errors import UnsoundError
+from quintsched.graph.blocking_profile import meeting_order
 from quintsched.graph.edges import build_graph
 from quintsched.graph.event_graph import NONE, Times
 from quintsched.graph.plan_events import Events
-from quintsched.graph.profiles import PROFILES
-from quintsched.graph.rendezvous import meeting_order
-from quintsched.ir.instructions import COMPUTING, Instruction
+from quintsched.graph.transport_profiles import PROFILES
+from quintsched.ir.instruction_set import COMPUTING, Instruction
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.activation_memory import peak_activations, peak_host
 from quintsched.simulation.costs import Costs

@@ -28,8 +28,8 @@ from math import prod
 
 import numpy as np
 
-from quintsched.ir import instructions as ins
-from quintsched.ir.columns import Amounts
+from quintsched.ir import instruction_set as ins
+from quintsched.ir.instruction_columns import Amounts
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.activation_memory import activation_changes, while_running
 from quintsched.simulation.costs import Costs

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quintsched.errors import UsageError
-from quintsched.ir.instructions import Instruction, short
+from quintsched.ir.instruction_set import Instruction, short
 from quintsched.simulation.simulator import Simulation
 
 MOST_CELLS = 2**25

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from quintsched.errors import printable
-from quintsched.ir.instructions import Message
+from quintsched.ir.instruction_set import Message
 from quintsched.ir.plan_data import PlanData
 from quintsched.stalls.states import MOST_TEXT, Fate, RankState
 

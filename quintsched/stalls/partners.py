@@ -11,9 +11,9 @@ from functools import cached_property
 import numpy as np
 
 from quintsched.graph.plan_events import Events
-from quintsched.graph.profiles import find_profile
-from quintsched.ir.columns import ABSENT, Ints
-from quintsched.ir.instructions import AMONG_REPLICAS, WHOLE_MESH, Instruction, Recv
+from quintsched.graph.transport_profiles import find_profile
+from quintsched.ir.instruction_columns import ABSENT, Ints
+from quintsched.ir.instruction_set import AMONG_REPLICAS, WHOLE_MESH, Instruction, Recv
 from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.message_slots import MessageRule, receive_lifetimes, send_lifetimes

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quintsched.stalls.culprit import first_dead
 from quintsched.stalls.states import RankState
-from quintsched.stalls.verdict import first_dead
-from quintsched.stalls.words import LEFT, MOST_LISTED, doing, ending, in_seconds, on_host, unknown
+from quintsched.stalls.verdict_text import LEFT, MOST_LISTED, doing, ending, in_seconds, on_host, unknown
 
 
 def find_without_plan(states: Sequence[RankState]) -> tuple[tuple[int, ...], str]:

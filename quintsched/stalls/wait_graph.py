@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from quintsched.ir.instructions import Recv
+from quintsched.ir.instruction_set import Recv
 from quintsched.ir.plan_data import PlanData
 from quintsched.stalls.partners import Partners
 from quintsched.stalls.states import RankState

@@ -19,7 +19,7 @@ except ImportError as error:
         "quintsched.testing needs hypothesis; install it with: pip install 'quintsched[testing]'"
     ) from error
 
-from quintsched.testing.proof import Proved, assert_plan_sound, assert_sound
+from quintsched.testing.smallest_failure import Proved, assert_plan_sound, assert_sound
 from quintsched.testing.strategies import costs, meshes, microbatch_counts, placements
 
 __all__ = ["Proved", "assert_plan_sound", "assert_sound", "costs", "meshes", "microbatch_counts", "placements"]

@@ -6,8 +6,8 @@ rank 1  2+ 1+ 0  2        2:  chunk 2 arrives and is stored        a dot: the ra
 
 from __future__ import annotations
 
-from quintsched.collectives.program import CollectiveProgram
-from quintsched.collectives.timing import simulate
+from quintsched.collectives.collective_program import CollectiveProgram
+from quintsched.collectives.collective_timing import simulate
 from quintsched.ir.communication import Wire
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from quintsched.ir.instructions import Instruction, short
+from quintsched.ir.instruction_set import Instruction, short
 from quintsched.ir.plan_data import PlanData
 
 AROUND = 4

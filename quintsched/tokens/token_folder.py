@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quintsched.errors import InputError
-from quintsched.files.plain import open_plain
+from quintsched.files.plain_files import open_plain
 
 from .token_index import DOCUMENT_ENDS, ShardEntry, TokenIndex, documents_name, read_index, tokens_name
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quintsched.errors import UnsoundError, UsageError
-from quintsched.graph.profiles import find_profile
-from quintsched.ir.instructions import (
+from quintsched.graph.transport_profiles import find_profile
+from quintsched.ir.instruction_set import (
     NEEDS_WEIGHTS,
     AllReduceBucket,
     FreeParams,
@@ -28,11 +28,11 @@ from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec
 from quintsched.ir.programs import Programs
-from quintsched.ir.zero import Zero
+from quintsched.ir.zero_sharding import Zero
 from quintsched.passes import TRAIN_PASSES, lower
 from quintsched.plan import Plan
-from quintsched.torch_csv.cells import Cell, Cells, by_place, read_cells, run_side_by_side, written
-from quintsched.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, WAITS, Word
+from quintsched.torch_csv.csv_cells import Cell, Cells, by_place, read_cells, run_side_by_side, written
+from quintsched.torch_csv.vocabulary import COMPUTATIONS, MESSAGES, SHARDING, WAITS, Word
 from quintsched.verify.soundness import Verdict, check, check_order
 from quintsched.verify.wellformed import zero_faults
 

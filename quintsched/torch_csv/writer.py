@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from quintsched.errors import UsageError
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_set import (
     AllReduceBucket,
     Bwd,
     BwdInput,
@@ -30,8 +30,8 @@ from quintsched.ir.instructions import (
     ShareMetrics,
 )
 from quintsched.ir.plan_data import PlanData, listed
-from quintsched.torch_csv.cells import written
-from quintsched.torch_csv.words import COMPUTATIONS, MESSAGES, SHARDING, Word
+from quintsched.torch_csv.csv_cells import written
+from quintsched.torch_csv.vocabulary import COMPUTATIONS, MESSAGES, SHARDING, Word
 from quintsched.verify.soundness import check
 
 _WORDS: dict[type[Instruction], Word] = {

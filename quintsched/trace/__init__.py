@@ -1,5 +1,5 @@
 """Traces of real runs, by instruction of the plan: files written by ranks (`trace_json`), and their analysis.
 
-`measured` compares a step of a trace with its simulation, `measured_costs` derives costs. Imports `formats`,
+`measured_trace` compares a step of a trace with its simulation, `measured_costs` derives costs. Imports `formats`,
 `simulation` and packages below.
 """

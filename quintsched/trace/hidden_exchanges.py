@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from quintsched.graph.event_graph import Times
-from quintsched.ir.columns import Columns, Flags, Ints
-from quintsched.ir.instructions import Overlap
+from quintsched.ir.instruction_columns import Columns, Flags, Ints
+from quintsched.ir.instruction_set import Overlap
 
 FORWARD_SHARE = 1 / 3
 """Forward's share of a pair's computation, if nothing else is known."""

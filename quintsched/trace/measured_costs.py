@@ -19,8 +19,8 @@ import numpy as np
 from quintsched.errors import UsageError
 from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Channels
-from quintsched.ir.columns import Flags, Ints
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_columns import Flags, Ints
+from quintsched.ir.instruction_set import (
     Bwd,
     BwdInput,
     BwdWeight,

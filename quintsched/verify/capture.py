@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintsched.ir.instructions import ClipGrad, FetchAct, GatherParams, OffloadAct, OptStep, Overlap
+from quintsched.ir.instruction_set import ClipGrad, FetchAct, GatherParams, OffloadAct, OptStep, Overlap
 from quintsched.ir.plan_data import PlanData
 
 _BY_HOST = {

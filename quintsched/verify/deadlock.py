@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quintsched.graph.blocking_profile import meeting_order
 from quintsched.graph.edges import build_graph
 from quintsched.graph.event_graph import stretches
 from quintsched.graph.plan_events import NO_GROUP, Events
-from quintsched.graph.profiles import PROFILES
-from quintsched.graph.rendezvous import meeting_order
+from quintsched.graph.transport_profiles import PROFILES
 from quintsched.ir.diagnostics import Finding, Point
 from quintsched.ir.plan_data import PlanData
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from quintsched.ir.columns import ABSENT
 from quintsched.ir.diagnostics import Finding, Point
+from quintsched.ir.instruction_columns import ABSENT
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import AMBIENT
 

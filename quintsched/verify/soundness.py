@@ -19,19 +19,19 @@ import numpy as np
 from quintsched.arguments import NUMBER, TEXT, ours, takes
 from quintsched.errors import UnsoundError, UsageError, printable
 from quintsched.graph.plan_events import Channels, Events, carried, pipeline_collectives
-from quintsched.graph.profiles import find_profile
-from quintsched.ir.columns import Flags, Ints
+from quintsched.graph.transport_profiles import find_profile
 from quintsched.ir.diagnostics import Finding, Point
-from quintsched.ir.instructions import COMPUTATIONS, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
+from quintsched.ir.instruction_columns import Flags, Ints
+from quintsched.ir.instruction_set import COMPUTATIONS, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
 from quintsched.ir.plan_data import PlanData, listed
 from quintsched.simulation.activation_memory import peak_activations, peak_receives
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MessageRule, MessageSlots, message_slots
 from quintsched.simulation.notebook import figures, heading, words
 from quintsched.text.listing import excerpt
-from quintsched.verify.collectives import broken_collectives
 from quintsched.verify.deadlock import deadlocks
 from quintsched.verify.liveness import broken_flow
+from quintsched.verify.planned_collectives import broken_collectives
 from quintsched.verify.wellformed import malformations
 
 MOST_FINDINGS = 10

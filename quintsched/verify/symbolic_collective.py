@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from quintsched.collectives.program import CollectiveProgram, RecvChunk, SendChunk, SendRecv, Step
+from quintsched.collectives.collective_program import CollectiveProgram, RecvChunk, SendChunk, SendRecv, Step
 from quintsched.verify.algebra import PRIME
 
 Numbers = list[list[int]]

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from quintsched.ir import instructions as ins
-from quintsched.ir.instructions import Instruction
+from quintsched.ir import instruction_set as ins
+from quintsched.ir.instruction_set import Instruction
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import MAX_SKIPS, METRICS, NORM, Kind, Value
 from quintsched.verify.algebra import PRIME, Gradient, Model, Number, Saved, Weights, added, backward, forward

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from quintsched.errors import printable
-from quintsched.ir import instructions as ins
-from quintsched.ir.columns import ABSENT, Columns, Flags, Ints
+from quintsched.ir import instruction_set as ins
 from quintsched.ir.dataflow import peer_of
+from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.layout import TWINS, Layout
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import MAX_BLOCKS, MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, PlanData, listed
-from quintsched.ir.zero import Zero
-from quintsched.verify.collectives import communication_faults
+from quintsched.ir.zero_sharding import Zero
 from quintsched.verify.meaning import loss_faults, piece_faults, skip_faults
+from quintsched.verify.planned_collectives import communication_faults
 
 MOST_LETTERS = 2000
 """Maximum number of characters of a message: its lists may be as long as a file."""

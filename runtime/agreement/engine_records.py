@@ -24,7 +24,7 @@ from quintsched.plan import Plan
 
 from ..comm import Group
 from ..objects.code_digest import Described, describe_function, describe_module
-from .records import plan_section
+from .run_records import plan_section
 from .sections import Plain, Section, Sections, require_same, warn_of_differences
 
 _PLAIN = (bool, int, float, str)

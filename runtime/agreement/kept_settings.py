@@ -15,9 +15,9 @@ from typing import Any
 
 from quintsched.errors import MisfitError, UsageError, nearest
 
-from ..settings.job import marked
+from ..settings.job_file import marked
 from ..settings.run_settings import Mark
-from .records import is_within
+from .run_records import is_within
 
 CODE = "code"
 """Section of the settings that describe the code (versions, hashes); a job file has no such section."""

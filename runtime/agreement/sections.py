@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from quintsched.errors import MisfitError, listed_ranks
 
 from ..comm import Group
-from ..comm.control import broadcast_bytes, share_bytes
+from ..comm.host_collectives import broadcast_bytes, share_bytes
 
 _logger = logging.getLogger("quintsched.runtime")
 

@@ -37,7 +37,7 @@ from quintsched.errors import StallError
 from quintsched.strategies.descriptions.hardware import Curve
 
 from ..comm import Group, ReduceOp, Transport, Work, connect
-from ..comm.clock import now_s, settled_s
+from ..comm.clocks import now_s, settled_s
 from ..comm.device import is_accelerator, library_of, num_devices, use_device
 from ..watch.rendezvous.addresses import choose_interfaces
 from .operations import call_s

@@ -12,7 +12,7 @@ import torch
 
 from quintsched.errors import MisfitError
 from quintsched.files.atomic import write_whole
-from quintsched.files.progress import progress
+from quintsched.files.progress_line import progress
 from quintsched.files.terminal import write_line
 from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
 

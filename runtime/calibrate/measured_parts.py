@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from quintsched.errors import InputError
 from quintsched.files.atomic import read_whole, write_whole
-from quintsched.files.progress import Progress
+from quintsched.files.progress_line import Progress
 from quintsched.files.strictjson import parse_strict
 from quintsched.strategies.descriptions.hardware import Measured
 

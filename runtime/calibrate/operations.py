@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from quintsched.strategies.descriptions.hardware import Curve
 
-from ..comm.clock import now_s, settled_s, thread_computed_s
+from ..comm.clocks import now_s, settled_s, thread_computed_s
 from ..comm.device import is_accelerator
 
 SHORTEST_S = {False: 50e-6, True: 2e-3}

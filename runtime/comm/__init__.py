@@ -1,17 +1,17 @@
 """Communication between ranks behind one interface: over NCCL or gloo, or between threads of one process.
 
-`base` is the interface, `torch_backends` and `local` implement it, `connection` picks one for a run; `host_link` copies
-to host memory; `autograd_collectives` are differentiable, `message_collectives` are built from point-to-point
-messages; `device` is the only module that knows accelerators, `clock` the only one that reads time. Imports `settings`,
-for the names of transports, and `watch`.
+`transport_interface` is the interface, `torch_backends` and `local` implement it, `connection` picks one for a run;
+`host_link` copies to host memory; `autograd_collectives` are differentiable, `message_collectives` are built from
+point-to-point messages; `device` is the only module that knows accelerators, `clocks` the only one that reads time.
+Imports `settings`, for the names of transports, and `watch`.
 """
 
 from ..settings.run_settings import Rules
-from .base import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work, describe
-from .local.transport import EchoGroup, LocalTransport, run_local
-from .local.world import LocalWorld
+from .local.local_transport import EchoGroup, LocalTransport, run_local
+from .local.local_world import LocalWorld
 from .torch_backends import connect
 from .torch_groups import as_group
+from .transport_interface import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work, describe
 
 __all__ = [
     "DoneWork",

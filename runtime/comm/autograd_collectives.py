@@ -26,7 +26,7 @@ from torch.autograd.function import FunctionCtx
 
 from quintsched.errors import MisfitError
 
-from .base import Group, Work
+from .transport_interface import Group, Work
 
 Collective = Callable[[Tensor, Group, int], Tensor]
 

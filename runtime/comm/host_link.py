@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quintsched.errors import UsageError
 
-from .clock import now_s
+from .clocks import now_s
 from .device import current_stream, is_accelerator, new_stream, on_stream, timing_event
 
 Moment = Any

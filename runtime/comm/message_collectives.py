@@ -22,16 +22,16 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quintsched.collectives.choice import choose
-from quintsched.collectives.program import CollectiveProgram, Kind, RecvChunk, SendChunk, SendRecv, Step
+from quintsched.collectives.collective_program import CollectiveProgram, Kind, RecvChunk, SendChunk, SendRecv, Step
+from quintsched.collectives.gradient_exchange import choose
 from quintsched.ir.communication import Communication
 from quintsched.ir.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES
 from quintsched.plan import Plan
 
-from ..watch.cell import NOTHING
+from ..watch.position_cell import NOTHING
 from . import Group, ReduceOp, Transport, Work
-from .base import DoneWork
 from .device import current_stream, is_accelerator, new_stream, on_stream
+from .transport_interface import DoneWork
 
 SPELLED_TAG = 2
 """Tag of all chunks: ring attention, whose messages may have the same ends, uses 0 and 1."""

@@ -34,14 +34,13 @@ from quintsched.errors import MisfitError, UsageError, suggest
 from quintsched.plan import Plan
 
 from ..settings.run_settings import Rules
+from ..watch.connect_to_hub import WatchOptions, find_watch, start_watch
 from ..watch.publisher import Publisher
 from ..watch.rendezvous.addresses import choose_interfaces, require_interfaces
-from ..watch.rendezvous.store import HUB, Attempt, launchers_keys, meet, open_store, require_addresses
-from ..watch.start import WatchOptions, find_watch, start_watch
-from ..watch.uncaught import report_uncaught
-from .base import Group, SelfGroup, Transport, Work
-from .checked.frame import NO_LABEL, Label, describe_spec
-from .checked.framed import FramedMessages, Key
+from ..watch.rendezvous.key_value_store import HUB, Attempt, launchers_keys, meet, open_store, require_addresses
+from ..watch.uncaught_error import report_uncaught
+from .checked.framed_messages import FramedMessages, Key
+from .checked.message_frame import NO_LABEL, Label, describe_spec
 from .device import (
     LIBRARIES,
     claim_device,
@@ -50,6 +49,7 @@ from .device import (
     synchronize,
 )
 from .torch_groups import TorchGroup, TorchWork, raise_stall, run_bounded, stall_errors
+from .transport_interface import Group, SelfGroup, Transport, Work
 
 _CLOSE_TIMEOUT_S = 10.0
 BEGIN_WAITS_S = 10.0

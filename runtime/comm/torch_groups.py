@@ -31,12 +31,12 @@ from torch import Tensor
 from quintsched.arguments import shown
 from quintsched.errors import MisfitError, StallError, UsageError
 from quintsched.stalls.own_errors import came_from_handler, headline, is_own, lost_peer
-from quintsched.stalls.words import NOBODY
+from quintsched.stalls.verdict_text import NOBODY
 
-from ..watch.cell import NOTHING, WaitCell
+from ..watch.position_cell import NOTHING, WaitCell
 from ..watch.publisher import Publisher
-from .base import Group, ReduceOp, SelfGroup, Work, describe
 from .device import current_device
+from .transport_interface import Group, ReduceOp, SelfGroup, Work, describe
 
 Answer = TypeVar("Answer")
 

@@ -9,13 +9,13 @@ wrap the user's; `PackedStream` packs a stream of texts, `PromptAnswers` are for
 Imports `objects`, `settings`.
 """
 
-from .dataset import IGNORED_TARGET, PADDING, BatchSampler, Dataset, DataSpec, Normalization, Split, gather_batch
-from .loaders import Loaders
+from .data_sources import has_extras, knows_replica, load_dataset
+from .memory_dataset import IGNORED_TARGET, PADDING, BatchSampler, Dataset, DataSpec, Normalization, Split, gather_batch
 from .prompts import PromptAnswers, chat, concatenated, pad_batch
-from .sources import has_extras, knows_replica, load_dataset
 from .token_samples import TokenDataset, TokenSamples
 from .token_source import MixturePart, TokenOptions, load_tokens
 from .token_stream import PackedStream
+from .user_loaders import Loaders
 
 __all__ = [
     "IGNORED_TARGET",

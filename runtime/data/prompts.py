@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from quintsched.errors import UsageError
 
-from .dataset import IGNORED_TARGET
+from .memory_dataset import IGNORED_TARGET
 from .token_stream import Encode, encode_bytes
 
 PairEncoder = Callable[[str, str], tuple[Sequence[int], Sequence[int]]]

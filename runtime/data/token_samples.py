@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .dataset import DataSpec, Indices
 from .keyed_order import permuted
+from .memory_dataset import DataSpec, Indices
 from .token_windows import Rows, Windows, real_rows
 
 BLOCK = 10_000

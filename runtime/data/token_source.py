@@ -12,7 +12,7 @@ from quintsched.errors import InputError, UsageError
 from quintsched.tokens import TokenFolder, open_tokens
 
 from ..settings.run_settings import Settings
-from .dataset import DataSpec
+from .memory_dataset import DataSpec
 from .token_samples import BLOCK, Source, TokenDataset, TokenSamples, shares_of
 from .token_windows import DocumentWindows, PackedWindows, Windows
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from quintsched.tokens import Shard, TokenFolder
 
-from .dataset import IGNORED_TARGET, PADDING, Indices
+from .memory_dataset import IGNORED_TARGET, PADDING, Indices
 
 INDEXED = 1024
 """Documents whose windows are counted together."""

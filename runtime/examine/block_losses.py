@@ -22,21 +22,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ..blocks.blocks import TARGETS, accepted_extras
+from ..blocks.block_outlines import TARGETS, accepted_extras
 from ..blocks.dtensor import is_sharded
-from ..blocks.untouched import Kept, untouched
+from ..blocks.without_side_effects import Kept, untouched
 from ..objects.plain_code import asking_elsewhere
 from ..objects.steering import SteeringState
+from ..parallel.cut_proofs.block_twins import draw_weight
+from ..parallel.cut_proofs.trial_inputs import Arrival, Given
 from ..parallel.expert.moe import mixtures
-from ..parallel.proof.arrivals import Arrival, Given
-from ..parallel.proof.twins import draw_weight
 from .block_runs import RunBlock, run_with_graph
-from .functions_kept import versions_kept
-from .losses.examination import LossExamination
+from .function_state import versions_kept
+from .losses.loss_examination import LossExamination
+from .losses.loss_parts import Parts, rows_of_each
 from .losses.loss_weights import LossWeight, Over
 from .losses.other_targets import with_other_targets
-from .losses.parts import Parts, rows_of_each
-from .other_numbers import Agree, others_of
+from .other_extras import Agree, others_of
 
 SAMPLES = 13
 """Number of samples drawn, where memory allows it: a number of rows that few other sizes are multiples of."""

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..blocks.blocks import accepted_extras, split_result
+from ..blocks.block_outlines import accepted_extras, split_result
 from ..blocks.trees import DIFFERENTIABLE, tensors_of
 from ..comm import Group
 from ..comm.generators import SeededGenerators
-from ..parallel.draws import IN_PLACE, BlockDraws
+from ..parallel.cut_proofs.trial_inputs import Arrival, Given
 from ..parallel.dropout import Masks, Unit
-from ..parallel.proof.arrivals import Arrival, Given
+from ..parallel.keyed_draws import IN_PLACE, BlockDraws
 
 Sliced = Callable[[int], Group | None]
 RunBlock = Callable[[int, nn.Module, Any, Mapping[str, Any]], Any]

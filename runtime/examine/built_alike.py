@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..blocks.blocks import Block, on_meta
+from ..blocks.block_outlines import Block, on_meta
+from ..objects.library_or_user import PLAIN, is_of_library, is_ours
 from ..objects.spaces import OF_TORCH, attributes_of
-from ..objects.user_code import PLAIN, is_of_library, is_ours
 
 _DEEPEST = 4
 

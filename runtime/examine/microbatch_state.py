@@ -29,14 +29,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from ..blocks.blocks import Parcel, State
+from ..blocks.block_outlines import Parcel, State
+from ..objects.library_or_user import is_ours, methods_of, names_of
 from ..objects.snapshot import Snapshot
 from ..objects.spaces import OF_TORCH, Entries, Trained, is_of_torch
-from ..objects.user_code import is_ours, methods_of, names_of
 from ..objects.value_marks import Holder, Marks, Thing, mark_of, tensors_of
 from ..parallel.dropout import KeyedDropout
-from .followed import sources_of
 from .gradients.own_backwards import Code, Shape
+from .host_state_changes import sources_of
 
 _logger = logging.getLogger("quintsched.runtime")
 

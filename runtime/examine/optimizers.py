@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from quintsched.errors import UsageError
 
-from ..objects.user_code import arguments_of, globals_of
+from ..objects.library_or_user import arguments_of, globals_of
 
 
 class Coupling(IntFlag):

@@ -20,14 +20,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.ir.instructions import OffloadAct, Overlap
+from quintsched.ir.instruction_set import OffloadAct, Overlap
 from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
 
-from ..blocks.blocks import takes_targets
+from ..blocks.block_outlines import takes_targets
 from ..blocks.dtensor import is_sharded
 from ..comm.device import is_accelerator
-from ..objects.user_code import arguments_of
+from ..objects.library_or_user import arguments_of
 from ..parallel.expert.moe import MoE
 from ..settings.run_settings import BufferChoice
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
+from ..objects.library_or_user import PLAIN
 from ..objects.snapshot import Change, Snapshot
-from ..objects.user_code import PLAIN
-from .asks_elsewhere import require_plain, unheard
 from .drawn_values import DrawnValues
-from .followed import line_in
+from .host_state_changes import line_in
+from .outer_state_reads import require_plain, unheard
 
 _DEEPEST = 8
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..comm.clock import now_s, time_of_day_s
+from ..comm.clocks import now_s, time_of_day_s
 from ..comm.device import is_accelerator, timing_event
 
 Stamp = Any

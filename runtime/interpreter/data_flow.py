@@ -12,11 +12,11 @@ from operator import attrgetter
 
 from quintsched.ir.dataflow import Flow as Flow
 from quintsched.ir.dataflow import flows_of
-from quintsched.ir.instructions import ENDS_BACKWARD, Bwd, BwdInput, ClipGrad, Instruction, Send
+from quintsched.ir.instruction_set import ENDS_BACKWARD, Bwd, BwdInput, ClipGrad, Instruction, Send
 from quintsched.ir.values import Kind, Value
 from quintsched.plan import Plan
 
-from ..steps.explain import rank_in_words
+from ..steps.error_location import rank_in_words
 
 _KIND = attrgetter("kind")
 

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintsched.ir import instructions as ins
+from quintsched.ir import instruction_set as ins
 from quintsched.ir.values import Kind, Value
 
 from ..autograd.kv_store import Store
 from ..autograd.offload import SavedActivations, SavedMemory, Track, identities, vacate
 from ..comm.host_link import Copy, HostLink
 from ..stage.stage_forward import Outputs
-from .cells import Waits
 from .data_flow import ProgramFlow
+from .value_cells import Waits
 
 Call = Callable[[], None]
 

@@ -21,14 +21,14 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
-from quintsched.ir import instructions as ins
-from quintsched.ir.instructions import Instruction
+from quintsched.ir import instruction_set as ins
+from quintsched.ir.instruction_set import Instruction
 
 from ..comm.torch_groups import as_stall
 from ..stage.batches.microbatches import Batch
-from ..steps.explain import explained
+from ..steps.error_location import explained
 from ..steps.units import Units
-from ..watch.cell import INDEX, NOWHERE
+from ..watch.position_cell import INDEX, NOWHERE
 from .handlers.backward import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
 from .handlers.forward import bind_fwd
 from .handlers.step_end import (

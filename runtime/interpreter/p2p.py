@@ -20,14 +20,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from quintsched.ir.instructions import Message
+from quintsched.ir.instruction_set import Message
 from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
 from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots, receive_lifetimes, send_lifetimes
 
-from ..comm.checked.frame import Label
-from ..stage.cargo import Cargo
+from ..comm.checked.message_frame import Label
+from ..stage.stage_messages import Cargo
 from ..steps.units import NO_UNITS, UnitShape
-from ..watch.cell import receive_code, send_code
+from ..watch.position_cell import receive_code, send_code
 from .data_flow import ProgramFlow, activation_of
 from .rank_state import BoundReceive, MessageState
 

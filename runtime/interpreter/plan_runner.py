@@ -22,29 +22,27 @@ from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
 from ..agreement.sections import Section, agree, require_same
-from ..blocks.blocks import Parcel, accepted_extras
+from ..blocks.block_outlines import Parcel, accepted_extras
 from ..comm import Group, Transport
-from ..comm.control import greatest
 from ..comm.generators import generator_states
-from ..comm.interleaving import Overlaps
-from ..objects.user_code import arguments_of
+from ..comm.host_collectives import greatest
+from ..comm.overlap_turns import Overlaps
+from ..objects.library_or_user import arguments_of
+from ..parallel.cut_proofs.trial_inputs import FirstUnits
 from ..parallel.dropout import MOST_ALARMS
 from ..parallel.mesh_groups import MeshGroups
-from ..parallel.proof.arrivals import FirstUnits
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..stage.sliced_losses import require_planned_losses
 from ..stage.stage_forward import StageForward
 from ..state.training_state import TrainingState
 from ..steps.changed_weights import weights_unchanged
-from ..steps.outputs import OutputJoiner
-from ..steps.refusing import refuse_together
-from ..steps.settle import StepSettler
+from ..steps.join_outputs import OutputJoiner
+from ..steps.joint_refusal import refuse_together
+from ..steps.settle_step import StepSettler
 from ..steps.trial_unit import ParcelFinder
 from ..steps.units import Latest, Units, UnitShape, UnitSpec
-from .activation_memory import resident_tensors
 from .busy_clock import Clock
-from .cells import Cells, ReceiveBuffers, Waits
 from .data_flow import ProgramFlow
 from .host_copies import HostCopies
 from .interpreter import Call, Interpreter, PreparedStep
@@ -62,8 +60,10 @@ from .rank_state import (
 )
 from .recorder import Recorder
 from .run_losses import RunLosses
+from .saved_bytes import resident_tensors
 from .step_graphs import StepGraphs
 from .tally import StepResult, Tally
+from .value_cells import Cells, ReceiveBuffers, Waits
 
 MOST_BOUND = 8
 """Number of bound programs that are kept: of several plans, and of output structures that change between steps."""

@@ -27,12 +27,12 @@ from ..autograd.kv_store import Store
 from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
 from ..comm import Group, Transport, Work
-from ..comm.interleaving import Overlaps
+from ..comm.overlap_turns import Overlaps
 from ..optim.gathered_steps import Stepper
 from ..optim.loss_scale import LossScale
 from ..parallel.dropout import Unit
 from ..settings.run_settings import RunSettings
-from ..stage.batches.data_marks import DataMarks
+from ..stage.batches.batch_digests import DataMarks
 from ..stage.batches.microbatches import NOTHING, Batch
 from ..stage.boundary_gradients import BoundaryGradients
 from ..stage.mean_losses import WeighedLoss
@@ -43,10 +43,10 @@ from ..state.training_state import Gradients
 from ..state.zero_params import ShardedWeights
 from ..steps.units import NO_UNITS, Units, UnitShape
 from .busy_clock import Clock
-from .cells import Cell, Cells, ReceiveBuffers, Waits
 from .data_flow import ProgramFlow
 from .host_copies import HostCopies
 from .tally import Figures, Tally
+from .value_cells import Cell, Cells, ReceiveBuffers, Waits
 
 Call = Callable[[], None]
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]

@@ -21,7 +21,7 @@ import torch
 
 from quintsched.formats.run_plan import save_beside
 from quintsched.graph.event_graph import Times
-from quintsched.ir.instructions import Recv
+from quintsched.ir.instruction_set import Recv
 from quintsched.plan import Plan
 from quintsched.trace.trace_json import RankTrace, digest_of
 

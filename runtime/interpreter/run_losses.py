@@ -19,16 +19,16 @@ import torch
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
-from ..blocks.blocks import Parcel
+from ..blocks.block_outlines import Parcel
 from ..blocks.trees import map_tensors
-from ..blocks.untouched import tensors_of_training
-from ..comm.control import greatest, share_texts
-from ..examine.losses.examined import Examined
+from ..blocks.without_side_effects import tensors_of_training
+from ..comm.host_collectives import greatest, share_texts
 from ..examine.losses.loss_weights import LossWeight, Over
 from ..examine.losses.real_batches import RealBatch, Unit, why_rests_misfit
-from ..examine.weights_elsewhere import ReadsElsewhere
+from ..examine.losses.watched_loss import Examined
+from ..examine.weights_not_held import ReadsElsewhere
+from ..parallel.cut_proofs.trial_inputs import FirstUnits
 from ..parallel.mesh_groups import MeshGroups
-from ..parallel.proof.arrivals import FirstUnits
 from ..stage.batches.microbatches import Batch
 from ..stage.mean_losses import LEARNED, NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss, some_numbers
 from ..stage.rank_model import RankModel

@@ -2,7 +2,7 @@
 
     Fwd, Fwd, …      losses [· · …]   weights [· · …]   one row per metric   auxiliary [· · … for every piece]
     ShareMetrics     all of it  ── all-reduce ──▶  the same on every rank; waited for when it is read, then added up
-                     or piggybacked on the last gradient all-reduce (`state.passengers`), and read from its result
+                     or piggybacked on the last gradient all-reduce (`state.figures_with_norm`), and read from there
     StepResult       the results of a step: loss, weight, metrics, gradient norm
 
 Every figure has a place of its own, which is 0 on all ranks but the one that computes it. So figures are always added
@@ -25,7 +25,7 @@ from quintsched.errors import MisfitError
 from ..comm import DoneWork, Group, Work
 from ..comm.device import is_at_hand, numbers_of
 from ..stage.mean_losses import Counted
-from ..state.passengers import ROOM, Room
+from ..state.figures_with_norm import ROOM, Room
 
 _CODES: dict[torch.dtype | None, str] = {torch.float32: "f", torch.float64: "d"}
 DOUBT = 1 << 20

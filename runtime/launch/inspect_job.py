@@ -10,7 +10,7 @@ from quintsched.errors import QuintschedError
 from quintsched.files.terminal import shown, standard_streams, write_error
 
 from . import worker
-from .request import InspectRequest, read_request
+from .run_request import InspectRequest, read_request
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from quintsched.errors import QuintschedError
 from quintsched.files.terminal import shown, standard_streams, write_error
 
 from ..settings.job_document import job_schema, job_yaml
-from .request import PrintRequest, read_request
+from .run_request import PrintRequest, read_request
 
 
 def main(argv: Sequence[str] | None = None) -> int:

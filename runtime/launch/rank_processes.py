@@ -18,7 +18,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..watch.rendezvous.parent import command_of
+from ..watch.rendezvous.end_with_parent import command_of
 from .stop_request import STOPPING, handled, held_back
 
 REAP_S = 10.0

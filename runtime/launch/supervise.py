@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING
 from quintsched.errors import SURE
 from quintsched.files.terminal import write_error, write_line
 
+from ..watch.connect_to_hub import tell_end
 from ..watch.hub import Hub
-from ..watch.start import tell_end
 from .rank_processes import Place, Ranks, Wakes
 
 if TYPE_CHECKING:
@@ -90,7 +90,10 @@ class Machines:
 
     def __init__(self, open_store: Callable[[], Store], number: int, count: int, attempt: int) -> None:
         self._open_store, self._number, self._count = open_store, number, count
-        from ..watch.rendezvous.store import HUB, launchers_keys  # torch is imported once the ranks are started
+        from ..watch.rendezvous.key_value_store import (  # torch is imported once the ranks are started
+            HUB,
+            launchers_keys,
+        )
 
         self._keys = launchers_keys(attempt)
         self._hub_key = f"{self._keys}/{HUB}"

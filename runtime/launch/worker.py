@@ -26,10 +26,10 @@ from quintsched.errors import CodeError, MisfitError, QuintschedError, StallErro
 from quintsched.files.terminal import StreamBroken, write_error
 from quintsched.stalls.own_errors import failed_in_code, headline, is_own
 
-from ..watch.judge import LATE_REFUSAL_S
-from ..watch.rendezvous.parent import end_with_launcher
-from ..watch.uncaught import report
-from .request import RunRequest, read_request
+from ..watch.rendezvous.end_with_parent import end_with_launcher
+from ..watch.uncaught_error import report
+from ..watch.verdict_timing import LATE_REFUSAL_S
+from .run_request import RunRequest, read_request
 from .stop_request import StopNow, StopRequest
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from quintsched.plan import Plan
 
     from ..comm import Transport
-    from ..settings.job import JobConfig
+    from ..settings.job_file import JobConfig
     from ..settings.run_settings import Start
 
 ECHO_WAITS_S, VICTIM_WAITS_S = 2.0, 4.0
@@ -78,7 +78,7 @@ def prepare(request: RunRequest, *, alone: bool = False) -> tuple[JobConfig, Pla
     Unless `alone`, the world has to be of the plan's size. Torch is needed for `parallel: auto` only.
     """
     from ..train.reporter import require_sinks
-    from .to_plan import for_processes, plan_of
+    from .job_plan import for_processes, plan_of
 
     job = request.load_job()
     _require_forward(request, job)
@@ -88,7 +88,7 @@ def prepare(request: RunRequest, *, alone: bool = False) -> tuple[JobConfig, Pla
     if job.parallel.auto is None or request.plan is not None:
         job, plan, notes = job, plan_of(job, request.plan), tuple[str, ...]()
     else:
-        from .auto import choose
+        from .auto_plan import choose
 
         job, plan, notes = choose(job)
     if not alone:
@@ -123,7 +123,7 @@ def run(job: JobConfig, plan: Plan, start: Start, **how: Any) -> None:
     """Train the job on the transport it names, until its end or until a stop is asked for; `how` goes to `train`."""
     from ..comm import LocalTransport, run_local
     from ..comm.connection import watch_by
-    from ..watch.rendezvous.store import meet_alone
+    from ..watch.rendezvous.key_value_store import meet_alone
 
     if job.runtime.transport != "local":
         with connected(job, plan) as transport:
@@ -236,7 +236,7 @@ def leave_together(error: QuintschedError, rank: int) -> int:
 
     A launcher ends all ranks as soon as one has failed; one that torchrun ends here has the same exit code.
     """
-    from ..watch.start import tell_refusal
+    from ..watch.connect_to_hub import tell_refusal
 
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     words = error if world_size == 1 else f"rank {rank}: {error}"
@@ -276,7 +276,7 @@ def _open_store() -> Store | None:
         return None
     from torch.distributed.distributed_c10d import PrefixStore
 
-    from ..watch.rendezvous.store import open_store
+    from ..watch.rendezvous.key_value_store import open_store
 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"quintsched/leave/{attempt}", open_store(WAIT_S))
@@ -295,7 +295,7 @@ def _all_come(store: Store, world_size: int, wait_s: float) -> bool:
 
 def _until(is_so: Callable[[], bool], wait_s: float) -> bool:
     """Wait until a condition holds; return whether it did in time."""
-    from ..comm.clock import now_s
+    from ..comm.clocks import now_s
 
     deadline = now_s() + wait_s
     while not is_so():

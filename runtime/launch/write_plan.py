@@ -14,7 +14,7 @@ from contextlib import redirect_stdout
 from quintsched.errors import QuintschedError
 from quintsched.files.terminal import standard_streams, write_error, write_line
 
-from .request import RunRequest, read_request
+from .run_request import RunRequest, read_request
 from .worker import prepare
 
 

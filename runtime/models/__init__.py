@@ -18,12 +18,12 @@ from quintsched.errors import UsageError, suggest
 from quintsched.strategies.descriptions.model import Model
 from quintsched.user_code import call_object, load_object, names_file
 
-from ..blocks.blocks import Blocks, seeded
+from ..blocks.block_outlines import Blocks, seeded
 from ..data import DataSpec
-from ..objects.user_code import arguments_of
-from ..settings.job import ModelConfig
+from ..objects.library_or_user import arguments_of
+from ..settings.job_file import ModelConfig
 from ..settings.run_settings import Settings, read_settings
-from ..splitting.split import Split, split
+from ..splitting.split_model import Split, split
 from .gpt import GPTOptions, MoEGPTOptions, gpt, gpt_sizes, gpt_tied, moe_gpt, moe_gpt_sizes
 from .vit import ViTOptions, vit, vit_sizes
 

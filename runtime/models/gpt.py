@@ -50,7 +50,7 @@ from quintsched.strategies.descriptions.model import Experts, Model
 
 from ..autograd.kv_store import Past
 from ..data import DataSpec
-from ..parallel.context.context import Context
+from ..parallel.context.context_parallel import Context
 from ..parallel.expert.moe import MoE
 from ..settings.run_settings import Settings
 from .layers import NORM_EPSILON, ROTARY_BASE, Attention, Mlp, Rotary, SwiGlu, require_room

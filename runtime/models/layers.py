@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from quintsched.errors import MisfitError
 
 from ..autograd.kv_store import Past
-from ..parallel.context.context import Context
+from ..parallel.context.context_parallel import Context
 
 ROTARY_BASE = 10_000.0
 """Base of rotary frequencies: the slowest pair of features turns about once in 2π times so many positions."""

@@ -1,7 +1,7 @@
 """Inspection of user code and Python objects: walks, snapshots, change detection and restoring, for all of the runtime.
 
-`user_code` tells user code from library code, `code_digest` digests it; `plain_code` lists calls whose results code
-cannot determine; `spaces` has the places where objects hold others; `snapshot` saves and restores host state;
+`library_or_user` tells user code from library code, `code_digest` digests it; `plain_code` lists calls whose results
+code cannot determine; `spaces` has the places where objects hold others; `snapshot` saves and restores host state;
 `host_state` and `steering` detect changes of it between steps; `distances` compares tensors. Imports nothing of the
 runtime.
 """

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from .host_values import OPERATORS, is_same, state_of
+from .library_or_user import PLAIN, globals_of, is_library_module, is_of_library, names_of, texts
 from .plain_code import has_known_content
 from .spaces import (
     CONTAINERS,
@@ -48,7 +49,6 @@ from .spaces import (
     parts_of,
     space_of,
 )
-from .user_code import PLAIN, globals_of, is_library_module, is_of_library, names_of, texts
 
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary)
 _STILL = (*PLAIN, LockType, RLock, torch.jit.ScriptFunction)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .user_code import PLAIN
+from .library_or_user import PLAIN
 
 _MOST_BYTES = 1 << 20
 """Size limit, in bytes, of arrays and tensors that are digested."""

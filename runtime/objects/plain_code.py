@@ -34,7 +34,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
-from .user_code import is_library_module, once_per_class
+from .library_or_user import is_library_module, once_per_class
 
 
 def _names(text: str) -> frozenset[str]:

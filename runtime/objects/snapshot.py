@@ -12,7 +12,7 @@
     generators               their state                                                              ┘ modules alone
 
 Iterators cannot be restored. Used by all trial runs beside training: splitting, shape tracing, examination of losses,
-and the reads of blocks in `parallel.proof`.
+and the reads of blocks in `parallel.cut_proofs`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from quintsched.errors import MisfitError
 
 from .host_values import GONE, putter_of, state_of
 from .host_values import is_same as is_same
+from .library_or_user import PLAIN, globals_of, is_library_module, is_of_library, is_ours, names_of
 from .spaces import (
     CONTAINERS,
     HOOKS,
@@ -54,7 +55,6 @@ from .spaces import (
     parts_of,
     space_of,
 )
-from .user_code import PLAIN, globals_of, is_library_module, is_of_library, is_ours, names_of
 
 _NO_ITERATORS: tuple[type, ...] = (IOBase, ProxyType, CallableProxyType)
 """Types with `__next__` that are no iterators here: files, and weak proxies, whose referents may lack it."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from .host_values import GONE
-from .user_code import PLAIN, is_of_framework, is_of_library, is_ours, once_per_class
+from .library_or_user import PLAIN, is_of_framework, is_of_library, is_ours, once_per_class
 
 _CODE = (FunctionType, type, staticmethod, classmethod, property, MemberDescriptorType)
 _STANDS_FOR = {BuiltinMethodType: "__self__", _lru_cache_wrapper: "__wrapped__", cached_property: "func"}

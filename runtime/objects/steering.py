@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from .host_state import HostState
 from .host_values import INSTEAD, marks_of, state_of, without_numbers
+from .library_or_user import PLAIN, is_library_module, is_of_framework, is_ours
 from .plain_code import asked_of, has_known_content, only_tells
 from .spaces import HOOKS_OF_ALL, LONGEST, OF_TORCH, Entries, OfClass, Space, own_attributes
-from .user_code import PLAIN, is_library_module, is_of_framework, is_ours
 
 _OF_MODULES = (*PLAIN, tuple, dict, list, set, ModuleType, BuiltinFunctionType)
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter"}

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from .host_values import numbers_of
+from .library_or_user import PLAIN, is_of_library
 from .spaces import CONTAINERS, LONGEST, Space
-from .user_code import PLAIN, is_of_library
 
 _MOST_BYTES, _MOST_NESTED = 1 << 16, 3
 """Limits: bytes of an array that is compared at each check, not only when due; nesting depth of values."""

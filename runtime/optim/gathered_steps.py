@@ -31,11 +31,11 @@ from quintsched.errors import UsageError
 
 from ..comm import Group
 from ..examine.optimizers import coupling_of_class, hooks_of
-from ..parallel.tensor.shard import Shard, gather_full, take_shard
-from .chained import parts_of
-from .given import nested_in, parameters_of
-from .kept import flat_of
-from .own_state import OwnState, words_of
+from ..parallel.tensor.parameter_shards import Shard, gather_full, take_shard
+from .chained_optimizers import parts_of
+from .optimizer_arguments import nested_in, parameters_of
+from .optimizer_state import flat_of
+from .state_beside_parameters import OwnState, words_of
 
 _logger = logging.getLogger("quintsched.runtime")
 

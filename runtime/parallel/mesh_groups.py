@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from quintsched.ir.instructions import Message, Overlap, Send
+from quintsched.ir.instruction_set import Message, Overlap, Send
 from quintsched.ir.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES, Mesh
 from quintsched.plan import Plan
 
 from ..blocks.dtensor import comes_summed, counts_here
 from ..comm import Group, Transport
 from ..comm.message_collectives import spell_out, spelled_channels
-from ..comm.sides import SidedGroup, Sides
+from ..comm.overlap_threads import SidedGroup, Sides
 from .context.ring_attention import ring_channels
-from .tensor.shard import shard_of
+from .tensor.parameter_shards import shard_of
 
 
 @dataclass(frozen=True)

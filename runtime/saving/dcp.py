@@ -53,18 +53,18 @@ from quintsched.errors import InputError, MisfitError
 from quintsched.files.atomic import read_whole, write_whole, writing
 
 from ..blocks.plain_values import is_text, quoted
-from ..optim.kept import SCALARS, flat_of
+from ..optim.optimizer_state import SCALARS, flat_of
 from ..state.state_dict import require_alike
 from ..state.training_state import KeptState
 from .load_state import StateLoader
-from .placement import Box, Placement
+from .pretrained.foreign_names import find_prefix, require_names
 from .pretrained.load_pretrained import LoadedWeights
-from .pretrained.origins import find_prefix, require_names
 from .rank_tensors import HeldTensor, RankTensors, sizes_of, state_placement
 from .replaced_folder import replace_folder, standing
 from .saved_state import MODEL, STEP, SavedState
 from .saved_state import STATE as OURS
 from .stored_tensors import StoredTensor
+from .tensor_placement import Box, Placement
 
 STATE, GROUPS = "optimizer.state.", "optimizer.param_groups."
 FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata")

@@ -22,14 +22,14 @@ from quintsched.errors import MisfitError, nearest
 
 from ..blocks.module_state import BESIDE as MODULES
 from ..blocks.plain_values import is_text
-from ..optim.kept import KeptMemory, kept_of
-from ..optim.own_state import BESIDE as OPTIMIZERS
+from ..optim.optimizer_state import KeptMemory, kept_of
+from ..optim.state_beside_parameters import BESIDE as OPTIMIZERS
 from ..state.state_dict import MARK, same
 from ..state.training_state import KeptState
-from .averages import DECAY
-from .placement import Placement, StateLayout
 from .rank_tensors import HeldTensor, RankTensors, state_placement
 from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState
+from .tensor_placement import Placement, StateLayout
+from .weight_averages import DECAY
 
 _BESIDE = (MODULES, OPTIMIZERS)
 

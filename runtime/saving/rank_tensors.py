@@ -32,19 +32,19 @@ from ..blocks.dtensor import comes_summed, counts_here, local_of
 from ..blocks.module_state import saved_tensors
 from ..blocks.plain_values import is_text
 from ..comm import Group, ReduceOp
-from ..comm.control import ControlGroup, share_bytes
-from ..optim.kept import flat_of
+from ..comm.host_collectives import ControlGroup, share_bytes
 from ..optim.loss_scale import SCALE, LossScale
+from ..optim.optimizer_state import flat_of
 from ..parallel.expert.moe import mixtures
 from ..parallel.mesh_groups import MeshGroups
-from ..parallel.tensor.shard import shard_of
+from ..parallel.tensor.parameter_shards import shard_of
 from ..stage.rank_model import RankModel
 from ..state.state_dict import require_alike
 from ..state.training_state import KeptState, TrainingState
-from .averages import Averages
-from .placement import Box, Placement, StateLayout
 from .pretrained.tensor_names import ModelNames
 from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState, Sizes, parts_of
+from .tensor_placement import Box, Placement, StateLayout
+from .weight_averages import Averages
 
 
 class Steps(Protocol):

@@ -23,7 +23,7 @@ from quintsched.errors import UsageError
 from quintsched.files.atomic import sync_directory, writing
 from quintsched.files.folders import remove_all, take_place
 
-from ..comm.control import ControlGroup
+from ..comm.host_collectives import ControlGroup
 
 _logger = logging.getLogger("quintsched.runtime")
 _REMOVING = ".{}.removing-"

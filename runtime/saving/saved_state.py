@@ -24,8 +24,8 @@ from quintsched.errors import InputError, MisfitError
 from ..blocks.number_types import require_kind
 from ..optim.loss_scale import SCALE
 from ..state.state_dict import STATES, require_states, same
-from .placement import LAYOUT, RUN, Box, Placement, Range, StateLayout
 from .stored_tensors import MappedFile, StoredTensor, of_memory
+from .tensor_placement import LAYOUT, RUN, Box, Placement, Range, StateLayout
 
 MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."
 """Prefixes of names: of weights and buffers, of optimizers' states, of averages ("ema.0.<name>")."""

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from quintsched.errors import InputError
-from quintsched.files.plain import fill, open_plain
+from quintsched.files.plain_files import fill, open_plain
 
 from ..blocks.number_types import name_of
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from .job import JobConfig
+from .job_file import JobConfig
 from .run_settings import Mark, Settings
 
 WIDTH = 100

@@ -35,8 +35,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from quintsched.errors import UsageError, printable, suggest
-from quintsched.files.records import Named
 from quintsched.files.strictjson import shorten
+from quintsched.files.user_records import Named
 
 from .foreign_keys import find_foreign_key
 from .tensor_rules import read_rule
@@ -191,7 +191,7 @@ ZeroSplit = Literal["auto", "element", "parameter"]
 """Partition of parameters by ZeRO: equal segments, whole parameters, or these where an optimizer needs it."""
 
 BufferChoice = Literal["merge", "sync", "first", "refuse"]
-"""Handling of buffers that a forward changes, where there are replicas: see `stage.buffers`."""
+"""Handling of buffers that a forward changes, where there are replicas: see `stage.replicated_buffers`."""
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 Ties = dict[str, Names]

@@ -21,14 +21,14 @@ from torch.utils._pytree import tree_map_only
 
 from quintsched.errors import MisfitError, UsageError, suggest
 
-from ..blocks.blocks import Carry
-from ..blocks.untouched import asks_for_graph
-from ..comm.modes import recordable
-from .adapters import routers
-from .adapters.attention import Sight, look_here, seeing
-from .flow import SpanWalk, hidden_of
-from .origin import Origin, as_meta, computable
-from .structure import shallow_copy
+from ..blocks.block_outlines import Carry
+from ..blocks.without_side_effects import asks_for_graph
+from ..comm.torch_modes import recordable
+from .adapters import router_losses
+from .adapters.sliced_attention import Sight, look_here, seeing
+from .find_layers import shallow_copy
+from .split_context import Origin, as_meta, computable
+from .walk_log import SpanWalk, hidden_of
 from .weightless_model import Frame, needed
 
 
@@ -55,7 +55,7 @@ class _LayerBlock:
             (args, kwargs), modes = origin.arguments(self._number, hidden, given, sight, training=training)
             with (
                 nullcontext() if modes is None else modes.entered(),
-                routers.collecting(wanted=origin.has_routers) as logits,
+                router_losses.collecting(wanted=origin.has_routers) as logits,
             ):
                 try:
                     left = hidden_of(origin.flow.results[call], self._forward(*args, **kwargs))
@@ -65,7 +65,7 @@ class _LayerBlock:
                         raise
                     left = torch.empty_like(hidden)
         left = recordable(left)
-        return Carry(left, **{routers.rider(call): routers.joined(logits, len(hidden))}) if logits else left
+        return Carry(left, **{router_losses.rider(call): router_losses.joined(logits, len(hidden))}) if logits else left
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's forward, on the original layer unless this is a copy: its code may check identity."""
@@ -176,8 +176,10 @@ class Segment(nn.Module):
         walk = _SegmentWalk(self, computable(like).device, None if span.is_first else computable(given), riders)
         walk.records = like.is_meta and torch.is_grad_enabled()
         if origin.has_routers and span.is_last:
-            walk.logits = {call: computable(extras.get(routers.rider(call))) for call in range(len(origin.flow.calls))}
-        asked = {routers.ASKS: True} if walk.logits is not None else {}
+            walk.logits = {
+                call: computable(extras.get(router_losses.rider(call))) for call in range(len(origin.flow.calls))
+            }
+        asked = {router_losses.ASKS: True} if walk.logits is not None else {}
         output = walk.go(origin.called_with(inputs, like, sight, is_first=span.is_first) | asked)
         if span.is_last:
             selected = origin.select(output)
@@ -247,7 +249,7 @@ class _SegmentWalk(SpanWalk):
         """Return the result of a call; router logits of another stage are collected as if it had run here."""
         logits = None if self.logits is None or number in self.span.calls else self.logits[number]
         if logits is not None:
-            routers.give(logits)
+            router_losses.give(logits)
         return super().layer(layer, number, args, kwargs)
 
     def is_training(self) -> bool:

@@ -26,9 +26,9 @@ from torch.utils._pytree import tree_map_only
 
 from quintsched.errors import MisfitError
 
-from ..blocks.untouched import run_alone
-from ..examine.followed import label_of, tensors_in
-from ..objects.user_code import arguments_of, is_of_library
+from ..blocks.without_side_effects import run_alone
+from ..examine.host_state_changes import label_of, tensors_in
+from ..objects.library_or_user import arguments_of, is_of_library
 
 _CURRENT: ContextVar[Walk | None] = ContextVar("walk", default=None)
 

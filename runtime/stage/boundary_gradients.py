@@ -18,8 +18,8 @@ from torch.autograd.graph import get_gradient_edge
 
 from quintsched.errors import MisfitError
 
-from ..blocks.blocks import Parcel
-from ..blocks.shapes import Graphs, trace_graphs
+from ..blocks.block_outlines import Parcel
+from ..blocks.shape_inference import Graphs, trace_graphs
 from ..blocks.trees import DIFFERENTIABLE, TreeSpec
 
 

@@ -4,7 +4,7 @@
     microbatch 1    targets 1 7 5 2    mean 1.0      sum 4.0, weight 4 ─┴▶ 8.0 / 6     not (2.0 + 1.0) / 2
 
 A loss function that returns (sum, weight) states its weight; for a plain number, `loss_over` may state its unit. A loss
-without `loss_over` is examined at its first call, and checked later (`examine.losses.examined`); the finding is bound,
+without `loss_over` is examined at its first call, and checked later (`losses.watched_loss`); the finding is bound,
 and ranks agree on it before the optimizer first steps (`interpreter.run_losses`). Where blocks have auxiliary losses,
 means are weighted by samples (`EvenWeights`), both alike; sums are added up, both alike.
 """
@@ -25,11 +25,11 @@ from quintsched.errors import MisfitError
 from ..blocks.sum_of_means import SumOfMeans
 from ..blocks.trees import DIFFERENTIABLE, TensorSpec, map_tensors, tensors_of
 from ..comm import Group
-from ..examine.functions_kept import FunctionKept, versions_kept
-from ..examine.losses.examination import LossExamination
-from ..examine.losses.examined import Examined
+from ..examine.function_state import FunctionKept, versions_kept
+from ..examine.losses.loss_examination import LossExamination
 from ..examine.losses.loss_weights import EvenWeights, LossWeight, Over, named
 from ..examine.losses.real_batches import RealBatch
+from ..examine.losses.watched_loss import Examined
 from ..settings.run_settings import LossOver
 
 NO_WEIGHT = (

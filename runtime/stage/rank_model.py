@@ -15,41 +15,41 @@ from typing import Any, TypeVar
 from torch import nn
 
 from quintsched.errors import MisfitError
-from quintsched.ir.instructions import BwdInput
+from quintsched.ir.instruction_set import BwdInput
 from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
 
 from ..agreement.engine_records import agree_on_blocks
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
-from ..blocks.blocks import Blocks, on_meta, outlines
+from ..blocks.block_outlines import Blocks, on_meta, outlines
 from ..blocks.dtensor import is_sharded
 from ..blocks.module_state import require_saved
 from ..comm import LocalTransport, Transport
-from ..comm.control import share_bytes
-from ..comm.modes import Modes
+from ..comm.host_collectives import share_bytes
+from ..comm.torch_modes import Modes
 from ..examine.eval_mode import eval_mode_warning
-from ..examine.followed import Copies, Source, sources_of
+from ..examine.host_state_changes import Copies, Source, sources_of
 from ..examine.in_common.common_state import CommonState
 from ..examine.in_common.shared_state import SharedState
 from ..examine.microbatch_state import LateState
 from ..examine.refusals import Run, require_usable_blocks
-from ..examine.weights_elsewhere import WeightsElsewhere
-from ..parallel.context.context import ContextParallel
+from ..examine.weights_not_held import WeightsElsewhere
+from ..parallel.context.context_parallel import ContextParallel
+from ..parallel.cut_proofs.prover import Prover
 from ..parallel.dropout import Masks
-from ..parallel.expert.load import ExpertLoad, expert_report
+from ..parallel.expert.expert_load import ExpertLoad, expert_report
 from ..parallel.expert.moe import MoE, leave_uncompiled, mixtures
 from ..parallel.mesh_groups import MeshGroups
-from ..parallel.proof.prover import Prover
 from ..parallel.synced_norm import SyncedNorms
-from ..parallel.tensor.model_cuts import TensorCuts
-from ..parallel.tensor.rules import is_built_in
+from ..parallel.tensor.cut_rules import is_built_in
+from ..parallel.tensor.whole_model_cuts import TensorCuts
 from ..settings.run_settings import RunSettings
-from .batches.data_marks import DataMarks, is_place_holder
+from .batches.batch_digests import DataMarks, is_place_holder
 from .batches.microbatches import BatchCutter, shape_of
 from .batches.same_data import SameData
 from .boundary_gradients import BoundaryGradients
-from .buffers import SharedBuffers, has_batch_norms, synced_choice
-from .build import build_stages, cuts_of, require_separate
+from .build_stages import build_stages, cuts_of, require_separate
+from .replicated_buffers import SharedBuffers, has_batch_norms, synced_choice
 from .sliced_losses import target_stages
 from .tied_weights import TiedWeights
 

@@ -21,7 +21,7 @@ from quintsched.errors import MisfitError
 from quintsched.ir.layout import Layout
 from quintsched.plan import Plan
 
-from ..blocks.blocks import Parcel, takes_targets
+from ..blocks.block_outlines import Parcel, takes_targets
 
 _BEGUN = (
     "block {} ({}) returns a loss beside its output, and returned none in the first step, before which it is settled "

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..comm import Group
-from ..parallel.draws import BlockDraws
 from ..parallel.dropout import KeyedDropout, Masks, Unit
-from ..parallel.tensor.rules import is_built_in
+from ..parallel.keyed_draws import BlockDraws
+from ..parallel.tensor.cut_rules import is_built_in
 
 Outputs = tuple[Any, ...]
 """A row of tensors: those of the output, then those carried along, in the order of the parcel's specs.

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from quintsched.errors import MisfitError
 
 from ..autograd.recompute import Rerun, run_dropped
-from ..blocks.blocks import Parcel, accepted_extras, split_result, takes_targets
+from ..blocks.block_outlines import Parcel, accepted_extras, split_result, takes_targets
 from ..blocks.trees import PLAIN, Tensors, Tree, TreeSpec, flatten
-from ..blocks.untouched import as_leaves, detached
+from ..blocks.without_side_effects import as_leaves, detached
 from ..comm import Group
 from ..objects.spaces import forward_hooks, is_of_torch
 from ..parallel.dropout import Masks

@@ -21,9 +21,9 @@ from quintsched.compiler import compiled_again
 from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
-from ..blocks.blocks import Blocks
+from ..blocks.block_outlines import Blocks
 from ..parallel.mesh_groups import MeshGroups
-from .build import Stage, cuts_of
+from .build_stages import Stage, cuts_of
 
 
 class TiedWeights:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..examine.losses.examined import Examined
 from ..examine.losses.loss_weights import Over, named
+from ..examine.losses.watched_loss import Examined
 from .mean_losses import WeighedLoss, note_misuse
 
 OF_LOSS = -1

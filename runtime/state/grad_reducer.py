@@ -20,13 +20,13 @@ from collections.abc import Callable, Container, Sequence
 
 from torch import Tensor, nn
 
-from quintsched.ir.instructions import AllReduceBucket, Instruction, ReduceScatterBucket
+from quintsched.ir.instruction_set import AllReduceBucket, Instruction, ReduceScatterBucket
 
 from ..comm import Group, Work
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.tied_weights import TiedWeights
+from .figures_with_norm import Room
 from .grad_buckets import GradBucket, GradBuckets, PlanBucket, Wait
-from .passengers import Room
 
 
 class GradReducer:

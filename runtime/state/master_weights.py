@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from ..blocks.dtensor import local_of
 from ..blocks.number_types import is_low
-from ..parallel.tensor.shard import mark_shard, shard_of
-from ..stage.build import Stage
+from ..parallel.tensor.parameter_shards import mark_shard, shard_of
+from ..stage.build_stages import Stage
 
 
 class Masters:

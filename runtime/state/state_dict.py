@@ -1,8 +1,8 @@
 """State of a rank as a flat mapping from names to tensors: the contents of checkpoints.
 
 model.3.attn.qkv.weight              this rank's shard, by its name in the whole model
-optimizer.3.attn.qkv.weight.exp_avg  its optimizer state (`optim.kept`)
-engine.optimizer.…                   other optimizer state, in groups and attributes (`optim.own_state`)
+optimizer.3.attn.qkv.weight.exp_avg  its optimizer state (`optim.optimizer_state`)
+engine.optimizer.…                   other optimizer state, in groups and attributes (`optim.state_beside_parameters`)
 engine.module.3.attn.…               extra state of modules: get_extra_state (`blocks.module_state`)
 
 engine.states                        the names of all optimizer state, as JSON
@@ -28,10 +28,10 @@ from ..blocks.module_state import BESIDE as MODULES
 from ..blocks.module_state import load_beside, pack_beside
 from ..blocks.plain_values import is_text
 from ..comm import Group
-from ..comm.control import share_texts
+from ..comm.host_collectives import share_texts
 from ..optim.gathered_steps import Stepper
-from ..optim.own_state import BESIDE
-from ..stage.build import Stage
+from ..optim.state_beside_parameters import BESIDE
+from ..stage.build_stages import Stage
 from .master_weights import Masters
 
 OPTIMIZER = "optimizer."

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from quintsched.ir.instructions import AllReduceBucket, Instruction
+from quintsched.ir.instruction_set import AllReduceBucket, Instruction
 from quintsched.plan import Plan
 
 from ..blocks.dtensor import full_of, local_of
 from ..blocks.module_state import saved_tensors
 from ..comm import Group
-from ..optim.builds import OptimizerBuilds
+from ..optim.build_optimizers import OptimizerBuilds
 from ..optim.gathered_steps import Stepper
 from ..parallel.mesh_groups import MeshGroups
-from ..parallel.tensor.shard import gather_full, shard_of, take_shard
-from ..stage.build import Stage
+from ..parallel.tensor.parameter_shards import gather_full, shard_of, take_shard
+from ..stage.build_stages import Stage
 from ..stage.tied_weights import TiedWeights
 from .flat_buffer import FlatLayout
 from .grad_buckets import GradBucket, GradBuckets, PlanBucket, cut_buckets

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from ..blocks.number_types import is_low
 from ..comm import Group, Work
-from ..parallel.tensor.shard import mark_shard, shard_of
-from ..stage.build import Stage
+from ..parallel.tensor.parameter_shards import mark_shard, shard_of
+from ..stage.build_stages import Stage
 from .flat_buffer import FlatLayout
 from .grad_buckets import PlanBucket, Wait
 from .master_weights import Masters

@@ -18,27 +18,27 @@ import torch
 from torch import nn
 
 from quintsched.errors import MisfitError
-from quintsched.ir.instructions import Compute, Fwd, Instruction, Overlap, Recompute
+from quintsched.ir.instruction_set import Compute, Fwd, Instruction, Overlap, Recompute
 
-from ..blocks.blocks import Parcel, accepted_extras
+from ..blocks.block_outlines import Parcel, accepted_extras
 from ..blocks.dtensor import is_sharded
-from ..blocks.shapes import trace_shapes
+from ..blocks.shape_inference import trace_shapes
 from ..blocks.trees import Tree
 from ..comm import Group
-from ..comm.control import first_said, greatest, share_texts
+from ..comm.host_collectives import first_said, greatest, share_texts
 from ..examine.block_losses import SAMPLES, BlockLoss, examine_block_loss
 from ..examine.block_runs import RunBlock, drawing
 from ..examine.extras.rows_of_samples import OF_NO_SAMPLE, extra_of_no_sample
-from ..examine.gradients.backwards import BlockBackwards, Unlinear
+from ..examine.gradients.nonlinear_backwards import BlockBackwards, Unlinear
 from ..examine.losses.loss_weights import LossWeight, Over
 from ..objects.host_state import HostState
+from ..parallel.cut_proofs.block_kinds import content_of
+from ..parallel.cut_proofs.features_apart import state_of_host
+from ..parallel.cut_proofs.trial_inputs import SAMPLES as FEW
+from ..parallel.cut_proofs.trial_inputs import Arrival, Arrivals, FirstUnits
 from ..parallel.expert.moe import mixtures
 from ..parallel.mesh_groups import MeshGroups
-from ..parallel.proof.arrivals import SAMPLES as FEW
-from ..parallel.proof.arrivals import Arrival, Arrivals, FirstUnits
-from ..parallel.proof.features_apart import state_of_host
-from ..parallel.proof.kinds import content_of
-from ..parallel.tensor.rules import is_built_in
+from ..parallel.tensor.cut_rules import is_built_in
 from ..stage.mean_losses import SUMS
 from ..stage.rank_model import RankModel
 

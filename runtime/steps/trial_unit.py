@@ -25,15 +25,15 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from ..autograd.kv_store import Past, Store
-from ..blocks.blocks import TARGETS, Parcel, State, accepted_extras
-from ..blocks.shapes import changed_by, trace_shapes, wants_data
+from ..blocks.block_outlines import TARGETS, Parcel, State, accepted_extras
+from ..blocks.shape_inference import changed_by, trace_shapes, wants_data
 from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import Tree, TreeSpec, map_tensors, tensors_of
-from ..blocks.untouched import Result, run_block, untouched
+from ..blocks.without_side_effects import Result, run_block, untouched
 from ..comm import Group
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
-from .header import Announcer
+from .step_header import Announcer
 from .units import UnitSpec
 
 Gathered = Callable[[int], AbstractContextManager[None]]

@@ -17,10 +17,10 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from ..blocks.blocks import Parcel
+from ..blocks.block_outlines import Parcel
 from ..blocks.trees import TreeSpec
-from ..parallel.context.context import Context
-from ..stage.cargo import Cargo
+from ..parallel.context.context_parallel import Context
+from ..stage.stage_messages import Cargo
 
 Made = TypeVar("Made")
 

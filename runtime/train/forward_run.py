@@ -17,20 +17,20 @@ from quintsched.files.atomic import whole_path
 from quintsched.plan import Plan
 
 from ..agreement.kept_settings import require_kept
-from ..agreement.records import agreed_settings
+from ..agreement.run_records import agreed_settings
 from ..comm import Transport
-from ..comm.clock import now_s
+from ..comm.clocks import now_s
 from ..forward_engine import ForwardEngine
 from ..models import build_model, tied_weights
 from ..saving.checkpoints.checkpoints import SavedCheckpoints
 from ..saving.output_files import OUTPUT_FILES, OUTPUTS, OutputFiles, write_index
 from ..saving.replaced_folder import replace_folder
-from ..settings.job import JobConfig
-from ..splitting.split import Split
+from ..settings.job_file import JobConfig
+from ..splitting.split_model import Split
 from ..stage.batches.microbatches import most_rows
-from .feed import drained, open_feed
+from .batch_feed import drained, open_feed
 from .reporter import Reporter, Sinks
-from .resuming import load_pretrained_of
+from .resume_training import load_pretrained_of
 from .stage_costs import block_costs
 
 

@@ -20,8 +20,8 @@ from quintsched.errors import UsageError
 
 from ..agreement.sections import Record
 from ..data import PADDING, BatchSampler
-from ..data.loaders import UNKNOWN, Batch, Say, batch_of
-from ..settings.job import TrainConfig
+from ..data.user_loaders import UNKNOWN, Batch, Say, batch_of
+from ..settings.job_file import TrainConfig
 from ..stage.batches.microbatches import without_samples
 
 

@@ -31,7 +31,7 @@ from quintsched.files.terminal import StreamBroken
 from quintsched.stalls.own_errors import Suppressed, came_from_handler
 from quintsched.user_code import load_object, names_file
 
-from ..settings.job import SinkConfig
+from ..settings.job_file import SinkConfig
 
 NOT_FIGURES = ("event", "step", "epoch")
 PREFIXES = {"step": "train", "epoch": "epoch"}

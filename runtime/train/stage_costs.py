@@ -8,12 +8,12 @@ import torch
 
 from quintsched.plan import Plan
 
-from ..blocks.blocks import Blocks
-from ..blocks.costs import estimate_costs, measure_costs
+from ..blocks.block_costs import estimate_costs, measure_costs
+from ..blocks.block_outlines import Blocks
 from ..comm import Transport
 from ..saving.checkpoints.checkpoints import remembered_costs
-from ..settings.job import JobConfig
-from .feed import Feed
+from ..settings.job_file import JobConfig
+from .batch_feed import Feed
 
 
 def block_costs(job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, transport: Transport) -> list[float] | None:

@@ -9,7 +9,7 @@ from quintsched.errors import MisfitError
 from quintsched.files.atomic import cannot_write, whole_path
 
 from ..engine import Engine
-from ..settings.job import RuntimeConfig
+from ..settings.job_file import RuntimeConfig
 
 
 def traced_steps(runtime: RuntimeConfig) -> range | None:

@@ -22,25 +22,25 @@ from quintsched.errors import UsageError
 from quintsched.files.atomic import whole_path
 from quintsched.plan import Plan
 
-from ..agreement.records import agree_on_start, agreed_settings
+from ..agreement.run_records import agree_on_start, agreed_settings
 from ..agreement.sections import Plain
-from ..blocks.blocks import Blocks, undecayed_weights
+from ..blocks.block_outlines import Blocks, undecayed_weights
 from ..comm import Transport
 from ..comm.connection import connect_for, watch_by
 from ..engine import Engine
 from ..models import build_model, tied_weights
+from ..run_checks.block_facts import ModelFacts
+from ..run_checks.record_steps import Recording
 from ..saving.checkpoints.checkpoints import checkpoints_of
-from ..settings.job import JobConfig, load_job
+from ..settings.job_file import JobConfig, load_job
 from ..settings.run_settings import Start, read_settings
-from ..splitting.split import Split, split
-from ..verification.block_facts import ModelFacts
-from ..verification.recording import Recording
-from .feed import Feed, feed_of, open_feed
-from .losses import accuracy_of, has_perplexity, loss_of, with_z_loss
-from .optimizer import build_optimizer, keep_own_rates
+from ..splitting.split_model import Split, split
+from .batch_feed import Feed, feed_of, open_feed
+from .job_optimizer import build_optimizer, keep_own_rates
 from .reporter import Record, Reporter, Sink, Sinks, reporter_of, require_sinks
-from .resuming import Progress, StepSamples, go_on_from, load_pretrained_of
+from .resume_training import Progress, StepSamples, go_on_from, load_pretrained_of
 from .stage_costs import block_costs
+from .summed_losses import accuracy_of, has_perplexity, loss_of, with_z_loss
 from .trace_window import traced_steps
 from .training_loop import TrainingLoop
 

@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 
-from ..comm.clock import now_s
+from ..comm.clocks import now_s
 from ..engine import Engine
 from ..interpreter.tally import StepResult
-from ..parallel.expert.load import expert_figures
+from ..parallel.expert.expert_load import expert_figures
 from ..saving.checkpoints.checkpoints import OpenCheckpoints
-from ..settings.job import JobConfig
-from .due import Due
-from .feed import Feed, parts_of
-from .losses import Sums, Window, figures_in_words
-from .optimizer import learning_rate_factor, set_learning_rate
+from ..settings.job_file import JobConfig
+from .batch_feed import Feed, parts_of
+from .due_intervals import Due
+from .job_optimizer import learning_rate_factor, set_learning_rate
 from .reporter import Record, Reporter
-from .resuming import Progress, Scale, StepSamples
+from .resume_training import Progress, Scale, StepSamples
 from .step_line import in_words, step_line
+from .summed_losses import Sums, Window, figures_in_words
 from .throughput import Throughput
 from .trace_window import TracedSteps
 

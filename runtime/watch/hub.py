@@ -27,13 +27,13 @@ from quintsched.errors import printable
 from quintsched.files.terminal import write_error
 from quintsched.stalls.states import Fate
 
-from .cell import CellReader, place_of
+from .announce_verdict import Plans, Verdict, make_verdict, own_errors
 from .hub_connection import ADDRESS, KEY, Connection, FrameError, Listener
-from .judge import SETTLE_S, Judge, Member, Ruling, is_silent
-from .process import NOBODY, ProcessId, fate_of, fate_of_code, look_at, machine
-from .progress import Patience, Progress
+from .position_cell import CellReader, place_of
+from .process_state import NOBODY, ProcessId, fate_of, fate_of_code, look_at, machine
 from .rendezvous.addresses import LOOPBACK
-from .verdict import Plans, Verdict, make_verdict, own_errors
+from .stall_limits import Patience, Progress
+from .verdict_timing import SETTLE_S, Judge, Member, Ruling, is_silent
 from .wall_time import now_s
 
 TICK_S = 0.1

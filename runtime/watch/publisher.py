@@ -14,7 +14,7 @@ from weakref import ref
 
 from quintsched.stalls.states import Phase
 
-from .cell import (
+from .position_cell import (
     ENTERED,
     GIVEN,
     INDEX,

@@ -1,4 +1,4 @@
-"""Clock for modules without torch; `comm.clock` has the others."""
+"""Clock for modules without torch; `comm.clocks` has the others."""
 
 from __future__ import annotations
 

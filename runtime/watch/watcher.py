@@ -25,7 +25,6 @@ from quintsched.files.terminal import StreamBroken
 from quintsched.stalls.own_errors import Suppressed, failed_in_code, headline, is_own, lost_peer, said
 
 from . import wall_time
-from .cell import Cell
 from .hub_connection import (
     CHUNK,
     FrameError,
@@ -38,9 +37,10 @@ from .hub_connection import (
     message_of,
     plan_frame,
 )
-from .judge import RESTING
-from .process import HeldTerm, launcher, machine, process_of, run_in_children
-from .uncaught import report_once
+from .position_cell import Cell
+from .process_state import HeldTerm, launcher, machine, process_of, run_in_children
+from .uncaught_error import report_once
+from .verdict_timing import RESTING
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instructions import Bwd, Fwd, RecvAct, RecvGrad, SendAct
+from quintsched.ir.instruction_set import Bwd, Fwd, RecvAct, RecvGrad, SendAct
 
 EXECUTABLE = Path(sys.executable).with_name("quintsched")
 
@@ -299,7 +299,7 @@ sys.exit(3)
 
 CALLER = """
 import sys
-from quintsched.cli.runs import call
+from quintsched.cli.run_commands import call
 sys.exit(call([sys.executable, "-c", {child!r}]))
 """
 
@@ -319,7 +319,7 @@ def test_run_hands_signals_and_exit_codes_on(number):
 
 @pytest.mark.parametrize(("code", "expected"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("pass", 0)])
 def test_exit_codes_of_a_call(code, expected):
-    from quintsched.cli.runs import call
+    from quintsched.cli.run_commands import call
 
     assert call([sys.executable, "-c", f"import os, sys; {code}"]) == expected
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -327,7 +327,7 @@ def test_exit_codes_of_a_call(code, expected):
 
 def test_what_run_starts(cli, plan_file, tmp_path, monkeypatch):
     commands = []
-    monkeypatch.setattr("quintsched.cli.runs.call", lambda command: commands.append(command) or 4)
+    monkeypatch.setattr("quintsched.cli.run_commands.call", lambda command: commands.append(command) or 4)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     (tmp_path / "job.yaml").write_text("")
     assert cli("run", "job.yaml").code == 4
@@ -340,8 +340,8 @@ def test_what_run_starts(cli, plan_file, tmp_path, monkeypatch):
     assert (both.code, "give one of them" in both.err) == (2, True)
     for some in (machines[:4], machines[2:], ("--nnodes", 2, "--node-rank", 2, *machines[4:])):
         assert "several machines need --nnodes" in cli("run", "job.yaml", *some).err
-    parent = [sys.executable, "-m", "quintsched.runtime.watch.rendezvous.parent", str(os.getpid())]
-    assert all(command[:-1] == [*parent, "quintsched.runtime.launch.local"] for command in commands)
+    parent = [sys.executable, "-m", "quintsched.runtime.watch.rendezvous.end_with_parent", str(os.getpid())]
+    assert all(command[:-1] == [*parent, "quintsched.runtime.launch.local_launcher"] for command in commands)
     requests = [json.loads(command[-1]) for command in commands]
     plain = {"plan": None, "config": "job.yaml", "set": [], "trace": None, "resume": False, "fresh": False}
     plain |= {"override": [], "nproc": None, "restarts": 0, "min_dp": None, "nnodes": 1, "node_rank": 0, "master": ""}

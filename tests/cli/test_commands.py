@@ -8,7 +8,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.cli.check import read_span, runs
-from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.schedules import Order, Shape, all_schedules, schedule
 from quintsched.schedules.kit import registry
 
@@ -105,7 +105,7 @@ def test_show_a_grid(cli, plan_file, root):
 
 
 def test_show_a_grid_where_a_person_is_watching(cli, plan_file, monkeypatch):
-    monkeypatch.setattr("quintsched.cli.plans.terminal_width", lambda: 40)
+    monkeypatch.setattr("quintsched.cli.plan_commands.terminal_width", lambda: 40)
     assert max(map(len, cli("show", plan_file).out.splitlines()[1:])) <= 40
 
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 import quintsched as qs
-from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.write_plan import main as write_plan
-from quintsched.runtime.settings.job import load_job
+from quintsched.runtime.settings.job_file import load_job
 
 JOB = """
 model: {name: vit, options: {hidden: 16, depth: 4, heads: 2}}

@@ -7,7 +7,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.formats import plan_file as planfile
-from quintsched.verify.collectives import stays_native
+from quintsched.verify.planned_collectives import stays_native
 from tests.traces import write_trace
 
 COMPILE = ("compile", "--mesh", "pp=2", "-m", 4)

@@ -11,10 +11,10 @@ import pytest
 import quintsched as qs
 from quintsched import compiler
 from quintsched.ir.diagnostics import Point
-from quintsched.ir.instructions import AllReduceBucket, SendAct
+from quintsched.ir.instruction_set import AllReduceBucket, SendAct
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Pass, lower
 from quintsched.schedules.kit import registry
-from quintsched.schedules.kit.order import order_of_computation
+from quintsched.schedules.kit.bare_order import order_of_computation
 from quintsched.verify.soundness import check
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instructions import Overlap
+from quintsched.ir.instruction_set import Overlap
 
 COMPILE = ("compile", "--schedule", "dualpipe-v", "--mesh", "pp=2", "-m", 4)
 

@@ -18,7 +18,7 @@ def write(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def save(text, name="mine.py"):
-        head = "import quintsched as qs\nfrom quintsched.ir.instructions import *\n"
+        head = "import quintsched as qs\nfrom quintsched.ir.instruction_set import *\n"
         (tmp_path / name).write_text(head + textwrap.dedent(text))
         return f"{name}:mine"
 

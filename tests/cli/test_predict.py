@@ -12,7 +12,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.strategies.commands.flags import FLAGS, SWITCHES, option_of
-from quintsched.strategies.descriptions.rows import KEYS
+from quintsched.strategies.descriptions.flag_rows import KEYS
 
 GPT3 = {"model": "gpt3-175b", "hardware": "a100-80gb", "gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 2048}
 INTERLEAVED = {**GPT3, "chunks": 3, "recompute": "selective", "sequence_parallel": True}
@@ -58,7 +58,7 @@ def test_a_table_for_people(cli) -> None:
 
 
 def _parts(row: dict[str, Any]) -> tuple[qs.Model, qs.Hardware, qs.Strategy]:
-    from quintsched.strategies.descriptions.rows import read_row
+    from quintsched.strategies.descriptions.flag_rows import read_row
 
     read = read_row(row)
     return read.model, read.hardware, read.strategy

@@ -3,11 +3,11 @@
 import pytest
 
 import quintsched as qs
-from quintsched.files import progress as module
+from quintsched.files import progress_line as module
 
 OWN = """
 from quintsched.schedules import schedule
-from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.ir.instruction_set import Bwd, Fwd
 
 @schedule("mine", summary="s", bubble="b", memory="m")
 def mine(rank, shape):

@@ -3,8 +3,8 @@
 import pytest
 
 import quintsched as qs
+from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.states import Fate, RankState, Wait
-from quintsched.stalls.verdict import find_culprit
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.strategies.descriptions.rows import read_row
+from quintsched.strategies.descriptions.flag_rows import read_row
 
 SMALL = ("--model", "llama-2-7b", "--hardware", "a100-80gb", "--gpus", "16", "--batch", "64", "--seq", "2048")
 FEW = (*SMALL, "--cp", "1", "--zero", "0,1", "--schedule", "1f1b", "--recompute", "none,full", "--microbatch", "1,2")

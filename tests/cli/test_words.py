@@ -3,8 +3,8 @@
 import pytest
 
 import quintsched as qs
-from quintsched.cli.output import MICROBATCHES
-from quintsched.cli.settings import AXES
+from quintsched.cli.request_options import AXES
+from quintsched.cli.shared_options import MICROBATCHES
 
 GPT = ("--model", "gpt3-175b", "--hardware", "a100-80gb", "--batch", 64)
 

@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quintsched.strategies.commands.measured import MeasuredStart
-from quintsched.strategies.commands.predict import predicted
-from quintsched.strategies.commands.report import as_data, describe
+from quintsched.strategies.commands.measured_flags import MeasuredStart
+from quintsched.strategies.commands.predict_command import predicted
+from quintsched.strategies.commands.prediction_report import as_data, describe
 from quintsched.strategies.descriptions.library import find_hardware, find_model, hardware_names, model_names
 from quintsched.strategies.profiles import aceso
 from quintsched.strategies.profiles.profile import Profile

@@ -20,22 +20,22 @@ import yaml
 import quintsched as qs
 from quintsched import torch_csv
 from quintsched.collectives import collective_json
-from quintsched.collectives.spelling import spelled
+from quintsched.collectives.spelled_out import spelled
 from quintsched.errors import InputError
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats import plan_columns, plan_json
-from quintsched.runtime.parallel.tensor.shard import Shard
+from quintsched.runtime.parallel.tensor.parameter_shards import Shard
 from quintsched.runtime.saving.checkpoints.manifest import DcpManifest, make_manifest, parse_manifest, seal
-from quintsched.runtime.saving.placement import Placement, StateLayout
 from quintsched.runtime.saving.saved_state import SavedState
+from quintsched.runtime.saving.tensor_placement import Placement, StateLayout
 from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, write_tensors
-from quintsched.runtime.settings.job import load_job
+from quintsched.runtime.settings.job_file import load_job
 from quintsched.simulation.costs import Costs
-from quintsched.stalls.report import StallReport
+from quintsched.stalls.culprit import find_culprit
+from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import Fate, RankState, Wait
-from quintsched.stalls.verdict import find_culprit
+from quintsched.strategies.descriptions.flag_rows import read_row
 from quintsched.strategies.descriptions.library import find_hardware, find_model, hardware_names, model_names
-from quintsched.strategies.descriptions.rows import read_row
 from quintsched.strategies.tuning.certificate import certify, load_certificate
 from quintsched.strategies.tuning.tune import tune
 from quintsched.trace.trace_json import RankTrace, digest_of, load_ranks

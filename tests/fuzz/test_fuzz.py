@@ -11,7 +11,7 @@ import yaml
 from quintsched.errors import InputError, UsageError
 from quintsched.files.strictjson import parse_strict
 from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
-from quintsched.runtime.settings.job import load_job
+from quintsched.runtime.settings.job_file import load_job
 
 from .harness import feed, limited_memory
 from .mutator import MOST_BYTES as MOST_INPUT

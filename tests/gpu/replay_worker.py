@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import quintsched as qs
 from quintsched.ir.dataflow import Value, flow
-from quintsched.ir.instructions import Message, Send
+from quintsched.ir.instruction_set import Message, Send
 
 Channel = tuple[int, int]
 Links = dict[Channel, dist.ProcessGroup]

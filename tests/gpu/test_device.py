@@ -12,13 +12,13 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quintsched as qs
-from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.context import block_attention
 from quintsched.runtime.parallel.context.block_attention import PLAIN, Kernel, attend, choose, gradients
 from quintsched.runtime.parallel.dropout import Masks, Unit, key_dropouts
-from quintsched.runtime.train.losses import cross_entropy_sum
-from quintsched.trace.measured import Trace
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.trace.measured_trace import Trace
 from tests.runtime.matrix import ONE_RANK, Case
 from tests.runtime.parallel.expert.moe_training import moe_blocks
 from tests.runtime.toys import Outcome, ids_task, tiny_gpt, train_rank, worst_difference

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instructions import Message, Recv, RecvAct, Send, SendAct
+from quintsched.ir.instruction_set import Message, Recv, RecvAct, Send, SendAct
 from quintsched.simulation.simulator import Span
-from quintsched.trace.measured import Trace
+from quintsched.trace.measured_trace import Trace
 
 from .machine import Machine
 

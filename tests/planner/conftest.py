@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instructions import Bwd, Fwd, Instruction, Message, RecvAct, RecvGrad, SendAct, SendGrad
+from quintsched.ir.instruction_set import Bwd, Fwd, Instruction, Message, RecvAct, RecvGrad, SendAct, SendGrad
 from quintsched.plan import Plan
 
 

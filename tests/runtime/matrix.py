@@ -18,11 +18,11 @@ import torch
 
 import quintsched as qs
 from quintsched import torch_csv
-from quintsched.ir.instructions import Bwd, BwdWeight, Fwd
-from quintsched.runtime.blocks.blocks import Blocks
-from quintsched.runtime.blocks.costs import estimate_costs
+from quintsched.ir.instruction_set import Bwd, BwdWeight, Fwd
+from quintsched.runtime.blocks.block_costs import estimate_costs
+from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
-from quintsched.runtime.stage.build import cut
+from quintsched.runtime.stage.build_stages import cut
 from quintsched.schedules import Order, Schedule, Shape
 
 from .toys import Outcome, Task, ids_task, tiny_gpt, tiny_vit, train_plainly

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
 from quintsched.runtime.parallel.dropout import Masks, Unit, key_dropouts
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from .parallel.expert.moe_training import moe_blocks
 from .toys import Task, difference, ids_task, share

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import QuintschedError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import Blocks, build_model
+from quintsched.runtime.blocks.block_outlines import Blocks, build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_tied, moe_gpt

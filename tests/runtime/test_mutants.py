@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.ir.instructions import Overlap
+from quintsched.ir.instruction_set import Overlap
 from quintsched.runtime import Carry, Engine
 from quintsched.runtime.autograd.kv_store import Past
-from quintsched.runtime.blocks.blocks import build_block, split_result
+from quintsched.runtime.blocks.block_outlines import build_block, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
 
 from ..planner.verify.mutants import any_mutant

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from quintsched.ir.instructions import Overlap
+from quintsched.ir.instruction_set import Overlap
 
 from .mesh_matrix import Case, Differences, train_alone, train_on
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.user_code import load_schedule
 

@@ -17,14 +17,14 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models import build_model as blocks_of
-from quintsched.runtime.settings.job import ModelConfig
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.settings.job_file import ModelConfig
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
 from quintsched.strategies.descriptions.model import Experts, Images, Model
-from quintsched.strategies.descriptions.placement import resolved
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.columns import Table
-from quintsched.strategies.prediction.plans import plan_of
+from quintsched.strategies.descriptions.strategy_validity import resolved
+from quintsched.strategies.prediction.strategy_columns import Table
+from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.prediction.table import held
 from quintsched.strategies.tuning.emit import built_in
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.ir import instructions as ins
+from quintsched.ir import instruction_set as ins
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import ScheduleSpec

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.strategies.descriptions.wording import strategy_name
+from quintsched.strategies.descriptions.strategy_text import strategy_name
 from quintsched.viz import render_tuning
 from quintsched.viz.frontier import draw_tuning
 from quintsched.viz.style import house_style

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instructions import OptStep, Overlap, Recv, Send, short
-from quintsched.trace.measured import MeasuredStep, Trace
+from quintsched.ir.instruction_set import OptStep, Overlap, Recv, Send, short
+from quintsched.trace.measured_trace import MeasuredStep, Trace
 from quintsched.viz import render, render_measured, save_events
 from quintsched.viz.scene import stage_scene
 from quintsched.viz.style import house_style

@@ -7,11 +7,11 @@ from matplotlib.colors import to_hex
 
 import quintsched as qs
 from quintsched.simulation.simulator import Simulation
-from quintsched.stalls.report import StallReport
+from quintsched.stalls.culprit import find_culprit
+from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import Fate, RankState, Wait
-from quintsched.stalls.verdict import find_culprit
 from quintsched.viz import render_stall
-from quintsched.viz.stall import BLAME, draw_stall, shown_ranks
+from quintsched.viz.stall_picture import BLAME, draw_stall, shown_ranks
 from quintsched.viz.style import house_style
 
 

@@ -20,7 +20,7 @@ from matplotlib.transforms import Bbox
 from PIL import Image
 
 import quintsched as qs
-from quintsched.ir.instructions import Compute, FetchAct, Fwd, HostCopy, OffloadAct, Overlap, Send
+from quintsched.ir.instruction_set import Compute, FetchAct, Fwd, HostCopy, OffloadAct, Overlap, Send
 from quintsched.viz import compare, render
 from quintsched.viz.scene import ROUNDING, held_activations, stage_scene
 from quintsched.viz.sheet import PNG_DPI, Sheet

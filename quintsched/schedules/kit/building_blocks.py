@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from quintsched.ir.instructions import BwdInput, BwdWeight, Compute, Fwd
+from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd
 from quintsched.schedules.kit.registry import Shape
 
 PERIOD = 6

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TypeAlias
 
-from quintsched.ir.instructions import BwdInput, BwdWeight, Compute, Fwd
+from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd
 
 EPSILON = 1e-9
 MOST_ROOM = 2**53

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Compute, Fwd, Overlap
+from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd, Overlap
 from quintsched.schedules.kit.registry import Order
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from quintsched.errors import UsageError
-from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Compute, Fwd
+from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.schedules.kit.registry import Shape
 
 Priority = Callable[[Compute], Any]

@@ -17,7 +17,7 @@ from functools import cached_property
 
 from quintsched.arguments import FUNCTION, SEVERAL, TEXT, WHOLE, takes
 from quintsched.errors import QuintschedError, UnsoundError, UsageError, quoted, suggest
-from quintsched.ir.instructions import Compute, Overlap
+from quintsched.ir.instruction_set import Compute, Overlap
 from quintsched.ir.mesh import whole_number
 from quintsched.ir.placement import linear
 from quintsched.ir.plan_data import Mode

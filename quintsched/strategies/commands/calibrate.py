@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from quintsched.cli.output import note, say
-from quintsched.cli.runs import call
+from quintsched.cli.run_commands import call
+from quintsched.cli.shared_options import note, say
 from quintsched.errors import UsageError
 
 CPU = "cpu"

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quintsched.cli.settings import AXES, mesh_given
+from quintsched.cli.request_options import AXES, mesh_given
 from quintsched.errors import UsageError, suggest
 
 MESH = "mesh"

@@ -25,7 +25,7 @@ from quintsched.errors import InputError, UsageError, quoted, suggest
 from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import describe_faults, parse_strict, shorten
 from quintsched.files.strictyaml import parse_yaml
-from quintsched.strategies.descriptions import other_words
+from quintsched.strategies.descriptions import other_tools_names
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.huggingface import is_config, read_config
 from quintsched.strategies.descriptions.model import Description, Model
@@ -66,13 +66,13 @@ def find_hardware(what: Source | Hardware) -> Hardware:
     if isinstance(what, Hardware):
         return what
     if isinstance(what, Mapping):
-        return _checked(Hardware, other_words.of_hardware(what), "the hardware", find_hardware)
+        return _checked(Hardware, other_tools_names.of_hardware(what), "the hardware", find_hardware)
     _require_name(what, "hardware")
     name = plain(str(what))
     if name in _hardware():
         return _hardware()[name]
     path = _calibrated() if name == "cpu" else _file(what, "hardware.yaml", "hardware", [*hardware_names(), "cpu"])
-    return _checked(Hardware, other_words.of_hardware(_read(path, "the hardware")), str(path), find_hardware)
+    return _checked(Hardware, other_tools_names.of_hardware(_read(path, "the hardware")), str(path), find_hardware)
 
 
 def model_names() -> list[str]:
@@ -102,7 +102,7 @@ def _model(values: Mapping[str, Any], source: str) -> Model:
         except InputError as error:
             raise InputError(f"{source}: {error}") from None
     else:
-        values = other_words.of_model(values)
+        values = other_tools_names.of_model(values)
     return _checked(Model, values, source, find_model)
 
 

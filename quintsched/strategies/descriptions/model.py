@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
-from quintsched.files.records import Named
+from quintsched.files.user_records import Named
 
 Size = Annotated[int, Field(ge=1, le=2**31, strict=True)]
 Layers = Annotated[int, Field(ge=1, le=2**14, strict=True)]

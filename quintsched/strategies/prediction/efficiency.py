@@ -6,7 +6,7 @@
     pass:       bytes / (memory · e')
 
 These are times of the device. The host launches operators ahead of it, so launches cost time only where a whole layer
-has too little work to cover them: see `launches`, and `blocks`.
+has too little work to cover them: see `launches`, and `block_times`.
 
 The constants of `CONSTANTS` are fitted by `benchmarks/fit_cost_model.py` to one published table and then frozen. Curves
 in `Hardware.measured` take precedence.

@@ -19,11 +19,11 @@ import numpy as np
 
 from quintsched.strategies.descriptions.hardware import Hardware, Measured
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.prediction.collectives import all_reduce_s
-from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.collective_times import all_reduce_s
 from quintsched.strategies.prediction.efficiency import Constants, curve_rate, memory_s
+from quintsched.strategies.prediction.layers_of_ranks import Kinds, PerMicrobatch
 from quintsched.strategies.prediction.operators import Array
-from quintsched.strategies.prediction.stages import Kinds, PerMicrobatch
+from quintsched.strategies.prediction.strategy_columns import Table
 
 ACCUMULATED = 12.0
 """Bytes read and written per parameter by gradient accumulation of a microbatch, in 32 bits."""

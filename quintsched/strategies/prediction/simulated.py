@@ -18,15 +18,15 @@ import numpy as np
 from quintsched.simulation.costs import Costs
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.placement import resolved
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
+from quintsched.strategies.prediction.layers_of_ranks import Kinds, stages_of_rank
 from quintsched.strategies.prediction.memory.ranks import stage_terms
 from quintsched.strategies.prediction.pipeline.makespan import repetition, require_simulable
 from quintsched.strategies.prediction.pipeline.spans import StageTimes
-from quintsched.strategies.prediction.plans import num_stages, plan_of
-from quintsched.strategies.prediction.stages import Kinds, stages_of_rank
+from quintsched.strategies.prediction.strategy_columns import Table
+from quintsched.strategies.prediction.strategy_plans import num_stages, plan_of
 from quintsched.strategies.prediction.table import distinct_blocks, distinct_stages, evaluate
 from quintsched.strategies.prediction.totals import stage_times
 

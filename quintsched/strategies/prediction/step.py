@@ -10,11 +10,11 @@ import numpy as np
 from quintsched.arguments import ours, takes
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.placement import check
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, peak
 from quintsched.strategies.prediction.operators import Attention, Operator, Product, Sizes, block, embedding, head
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import evaluate, held
 
 

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.placement import resolved
-from quintsched.strategies.prediction.blocks import WIDTHS, Blocks, blocks
-from quintsched.strategies.prediction.columns import Ints, Table, distinct
+from quintsched.strategies.descriptions.strategy_validity import resolved
+from quintsched.strategies.prediction.block_times import WIDTHS, Blocks, blocks
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
+from quintsched.strategies.prediction.layers_of_ranks import Kinds, Layout, kinds
 from quintsched.strategies.prediction.memory.ranks import held_terms
 from quintsched.strategies.prediction.operators import Array, Sizes
-from quintsched.strategies.prediction.stages import Kinds, Layout, kinds
+from quintsched.strategies.prediction.strategy_columns import Ints, Table, distinct
 from quintsched.strategies.prediction.totals import step_terms
 
 __all__ = ["Evaluated", "Table", "distinct_blocks", "distinct_kinds", "evaluate", "held", "resolved", "sizes_of"]

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.prediction.blocks import WIDTHS, Blocks, Layer
-from quintsched.strategies.prediction.collectives import message_s, overlap, ring_s
-from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.block_times import WIDTHS, Blocks, Layer
+from quintsched.strategies.prediction.collective_times import message_s, overlap, ring_s
 from quintsched.strategies.prediction.efficiency import Constants, curve_rate, memory_rate
+from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, Kinds, PerMicrobatch
 from quintsched.strategies.prediction.memory.ranks import fullest, held_terms
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.spans import Rows, StageTimes, spans
@@ -31,7 +31,7 @@ from quintsched.strategies.prediction.shared_cores import (
     shares_cores,
     stepped_s,
 )
-from quintsched.strategies.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
+from quintsched.strategies.prediction.strategy_columns import Table
 
 GRADIENTS = {"fp16": 2.0, "bf16": 4.0, "fp32": 4.0, "fp64": 8.0}
 """Bytes of a gradient in its reduction over replicas, by dtype: as in Megatron-LM, where fp16 uses loss scaling."""

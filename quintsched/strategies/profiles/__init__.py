@@ -5,7 +5,7 @@
     our own trace   ─ traces ─┤       ╰ resize             ├─ memory    peak memory of a stage
     a profile.json  ─ reading ┘         another model's    └─ compose   the whole step
 
-`layout` assigns operators, and how each is cut, to stages; `rates` looks their times up. Steps measured as a whole,
-without operators, go to `prediction`, which uses the measured rates in place of the datasheet's. Imports
+`operator_layout` assigns operators, and how each is cut, to stages; `rates` looks their times up. Steps measured as a
+whole, without operators, go to `prediction`, which uses the measured rates in place of the datasheet's. Imports
 `descriptions`, `trace` and `files`.
 """

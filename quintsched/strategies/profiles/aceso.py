@@ -26,7 +26,7 @@ from quintsched.errors import InputError, UsageError, suggest
 from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import describe_faults
 from quintsched.strategies.descriptions.hardware import Curve
-from quintsched.strategies.profiles.layout import Layout, Placed, Stage
+from quintsched.strategies.profiles.operator_layout import Layout, Placed, Stage
 from quintsched.strategies.profiles.profile import Kind, Measures, Operator, Profile
 
 MOST_BYTES = 2**26

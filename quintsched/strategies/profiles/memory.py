@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quintsched.strategies.profiles.layout import Layout, Stage
+from quintsched.strategies.profiles.operator_layout import Layout, Stage
 from quintsched.strategies.profiles.profile import Operator
 from quintsched.strategies.profiles.rates import Rates
-from quintsched.strategies.profiles.stages import found
+from quintsched.strategies.profiles.stage_times import found
 
 STATE = 8.0
 """Bytes of state per byte of fp16 weights: those and gradients (2), fp32 weights (2), Adam's moments (4)."""

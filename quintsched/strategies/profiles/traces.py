@@ -16,7 +16,7 @@ from quintsched.strategies.descriptions.hardware import Curve
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.profiles.profile import Kind, MeasuredStep, Profile
-from quintsched.trace.measured import Trace
+from quintsched.trace.measured_trace import Trace
 
 COMPUTED = ("forward", "backward_input", "backward_weight")
 """Costs that are computation, in every run."""

@@ -20,10 +20,10 @@ import yaml
 from quintsched.errors import UsageError
 from quintsched.files.atomic import write_whole
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.placement import resolved
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.descriptions.wording import strategy_name
-from quintsched.strategies.prediction.plans import parallel, plan_of
+from quintsched.strategies.descriptions.strategy_text import strategy_name
+from quintsched.strategies.descriptions.strategy_validity import resolved
+from quintsched.strategies.prediction.strategy_plans import parallel, plan_of
 
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 OWN_MODEL = "my_model.py:build"

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.columns import Table
 from quintsched.strategies.prediction.memory.terms import COMES_AND_GOES
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import Evaluated, evaluate, held
 from quintsched.strategies.tuning.space import FULL, MESH, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Mask, Space
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from quintsched.strategies.descriptions.wording import held_name, percent, term_name
+from quintsched.strategies.descriptions.strategy_text import held_name, percent, term_name
 from quintsched.strategies.prediction.step import Prediction
-from quintsched.strategies.tuning.explain import binding_term
+from quintsched.strategies.tuning.explain_choice import binding_term
 from quintsched.strategies.tuning.tune import Tuning
 
 BINDING = 0.9

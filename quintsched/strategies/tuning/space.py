@@ -24,8 +24,8 @@ from quintsched.errors import UsageError
 from quintsched.ir.mesh import MAX_RANKS
 from quintsched.schedules.kit.registry import find_schedule
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.placement import check
 from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.tuning.choices import SCHEDULES, UNLIMITED, Choices, allows
 
 Ints = NDArray[np.int64]

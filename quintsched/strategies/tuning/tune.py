@@ -18,8 +18,8 @@ from quintsched.arguments import MAPPING, WHOLE, ours, takes
 from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.placement import check
 from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.tuning.bounds import relaxed
 from quintsched.strategies.tuning.choices import Choices
 from quintsched.strategies.tuning.evaluator import Evaluator

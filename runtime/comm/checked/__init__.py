@@ -1,5 +1,5 @@
 """Messages with frames that identify them, for wires that match any two messages.
 
-`frame` is the frame's layout, `framed` sends and receives with it.
-Imports `comm.base`.
+`message_frame` is the frame's layout, `framed_messages` sends and receives with it.
+Imports `comm.transport_interface`.
 """

@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ...blocks.untouched import untouched
-from ...parallel.proof.arrivals import Arrival, Given, GivenTree
+from ...blocks.without_side_effects import untouched
+from ...parallel.cut_proofs.trial_inputs import Arrival, Given, GivenTree
 from ..block_runs import RunBlock, outputs_of
 
 _NEAR = 1e-4

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ...blocks.trees import TensorSpec
-from ...blocks.untouched import Kept, untouched
+from ...blocks.without_side_effects import Kept, untouched
 from ...objects.snapshot import Snapshot
-from ...parallel.proof.arrivals import Arrival, Given, draw
+from ...parallel.cut_proofs.trial_inputs import Arrival, Given, draw
 from ..block_runs import RunBlock, run_with_graph
 from .own_backwards import hooks_of, is_known
 

@@ -1,7 +1,7 @@
 """Suspects: blocks that may have custom backwards, by the code that is reachable from them, and by one run of each.
 
     reached    a class of autograd Functions; code that names a hook on gradients; such hooks       ┐ suspects, which
-    run        Function.apply, register_hook, … called, in whatever code; nodes of C++              ┘ `backwards` tries
+    run        Function.apply, register_hook, … called, in whatever code; nodes of C++              ┘ are then tried
 
     neither    a block is run where its code leads to other packages than those below, or looks names up by strings
 
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
+from ...objects.library_or_user import is_library_module, is_of_library, names_of
 from ...objects.plain_code import has_known_content, only_tells, profile_by
 from ...objects.snapshot import Snapshot
 from ...objects.spaces import HOOKS, HOOKS_OF_ALL, hooks_on, is_of_torch
 from ...objects.steering import SteeringState
-from ...objects.user_code import is_library_module, is_of_library, names_of
 
 _KNOWN = frozenset({"torch", "numpy", "transformers", "timm", "peft", "quintsched", *sys.stdlib_module_names})
 _KNOWN_BY_NAME = _KNOWN - {"__main__"}

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ...blocks.trees import TensorSpec
-from ...blocks.untouched import Kept, untouched
-from ...parallel.proof.arrivals import Arrival, draw
-from ...parallel.proof.features_apart import draws_of_python
+from ...blocks.without_side_effects import Kept, untouched
+from ...parallel.cut_proofs.features_apart import draws_of_python
+from ...parallel.cut_proofs.trial_inputs import Arrival, draw
 from ..block_runs import RunBlock, run_with_graph
 from .microbatch_gradients import Alike, gradients_kept
 

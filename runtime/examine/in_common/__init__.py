@@ -1,4 +1,4 @@
 """State that blocks of several stages share, and values that they pass on through it.
 
-Imports what `examine` may, and `weights_elsewhere` from beside it.
+Imports what `examine` may, and `weights_not_held` from beside it.
 """

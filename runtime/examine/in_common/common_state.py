@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...blocks.shapes import HAND_ON
+from ...blocks.shape_inference import HAND_ON
 from ...objects.host_values import GONE, numbers_of
 from ...objects.snapshot import Snapshot, is_same
 from ...objects.spaces import OF_TORCH, Cells, Entries, Items, OfClass, Space, Trained, Whole

@@ -20,15 +20,15 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from quintsched.errors import MisfitError
 
-from ...blocks.blocks import Parcel
-from ...blocks.shapes import HAND_ON
+from ...blocks.block_outlines import Parcel
+from ...blocks.shape_inference import HAND_ON
 from ...objects.snapshot import Snapshot, label_in
 from ...objects.spaces import is_of_torch
-from ..followed import sources_of
-from ..weights_elsewhere import require_own_weights
+from ..host_state_changes import sources_of
+from ..weights_not_held import require_own_weights
 from .code_reads import CodeReads, snapshot_of
 from .common_state import CommonState, Runs
-from .handed_on import MarkRead, ReadMark
+from .passed_values import MarkRead, ReadMark
 
 Place = tuple[int, str]
 """Number of a block, and the name of a holder in a snapshot of it."""

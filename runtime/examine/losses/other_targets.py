@@ -15,8 +15,8 @@ from math import gcd, prod
 import torch
 from torch import Tensor
 
-from .calls_checked import MadeUp
-from .parts import Parts, is_mask, taken
+from .loss_parts import Parts, is_mask, taken
+from .trial_call_modes import MadeUp
 
 _MOST_IDS = 16
 Change = Callable[[Tensor], Tensor]

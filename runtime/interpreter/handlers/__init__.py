@@ -1,4 +1,4 @@
-"""Handlers of instructions: `forward`, `backward`, `zero`, `step_end`, `leaves`. Imports the interpreter's other files.
+"""Handlers of instructions. Imports the interpreter's other files.
 
 Fwd        input ──▶ output, or loss          saved: the roots of the backward
 Bwd        ∂output ──▶ ∂input, ∂weights

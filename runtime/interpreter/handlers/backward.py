@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quintsched.ir import instructions as ins
+from quintsched.ir import instruction_set as ins
 from quintsched.ir.values import Kind
 
 from ...autograd.run_backward import run_backward

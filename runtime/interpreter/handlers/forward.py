@@ -18,23 +18,23 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError
-from quintsched.ir import instructions as ins
+from quintsched.ir import instruction_set as ins
 from quintsched.ir.values import Kind, Value
 
 from ...autograd.kv_store import Past, Store
 from ...autograd.recompute import Rerun
 from ...autograd.run_backward import edge_of
-from ...blocks.blocks import TARGETS, Parcel
+from ...blocks.block_outlines import TARGETS, Parcel
 from ...blocks.trees import TreeSpec, laid_out, map_tensors
-from ...blocks.untouched import tensors_of_training
+from ...blocks.without_side_effects import tensors_of_training
 from ...parallel.dropout import Unit
-from ...stage.cargo import TakenSkips
 from ...stage.stage_forward import UNIT, Extras, Outputs, apart
-from ...steps.explain import called
+from ...stage.stage_messages import TakenSkips
+from ...steps.error_location import called
 from ...steps.units import UnitShape
-from ..cells import Cell, Parts
 from ..rank_state import ONLY, ComputeState, Start, saved_of, start_of
-from .leaves import leaves_maker
+from ..value_cells import Cell, Parts
+from .graph_leaves import leaves_maker
 
 _logger = logging.getLogger(__name__)
 

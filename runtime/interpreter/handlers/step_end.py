@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quintsched.ir import instructions as ins
+from quintsched.ir import instruction_set as ins
 
 from ...state.grad_buckets import PlanBucket
 from ...state.grad_norm import CLIP_EPSILON, clip_factor

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from quintsched.ir import instructions as ins
+from quintsched.ir import instruction_set as ins
 
 from ..rank_state import ZeroState
 

@@ -20,14 +20,14 @@ from quintsched.arguments import WHOLE, ours, takes
 from quintsched.errors import MisfitError
 
 from ...autograd.deferred_weight_grads import embedding, linear
-from ...blocks.blocks import TOKENS
+from ...blocks.block_outlines import TOKENS
 from ...comm import Group
 from ...comm.autograd_collectives import reduce_from_group, reduce_scatter, scatter_to_group
 from ...settings.tensor_rules import Parts
 from ..dropout import ColumnRowPair
 from .column_linear import Entry, column_product
-from .cuts import is_conv1d, sizes_of
-from .shard import Shard, gather_blocks, mark_shard, require_same, take_shard
+from .layer_cuts import is_conv1d, sizes_of
+from .parameter_shards import Shard, gather_blocks, mark_shard, require_same, take_shard
 
 Exit = Literal["sum", "scatter", "none"]
 """Communication of a row layer's output: all-reduce ("sum"); reduce-scatter to each rank's slice of the tokens
@@ -82,7 +82,7 @@ class ColumnParallelLinear(ShardedModule):
         group: the ranks over which it is cut.
         bias: whether there is one; it is cut like the output.
         parts: number of fused blocks in the output (3 for a fused QKV), or their proportions; each rank gets its
-            shard of every block (see `shard`).
+            shard of every block (see `parameter_shards`).
         gather_output: return the full output (…, out) on all ranks.
         entry: communication of the input (see `column_linear`).
         transposed: the weight is (in, out), as that of transformers' Conv1D.

@@ -29,24 +29,24 @@ from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.files.atomic import whole_path, write_whole, writing
-from quintsched.files.plain import read_plain, require_folder
+from quintsched.files.plain_files import read_plain, require_folder
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats.run_plan import NAMES as PLAN_FILES
 from quintsched.formats.run_plan import file_of
 from quintsched.plan import Plan
 
-from ...comm.control import first_said
-from ...settings.job import CheckpointConfig
+from ...comm.host_collectives import first_said
+from ...settings.job_file import CheckpointConfig
 from ...settings.run_settings import Start
 from ..dcp import TABLE
 from ..dcp import file_name as dcp_file_name
-from ..placement import RUN, StateLayout
 from ..saved_state import SavedState
+from ..tensor_placement import RUN, StateLayout
 from ..verbs.engine_saves import EngineSaves
 from ..write_tensors import WHAT, WrittenFile, entries_of, hash_file, require_intact, write_tensors
-from .background import HostBuffer, JointWrite, Writer
+from .background_saves import HostBuffer, JointWrite, Writer
+from .folder_owner import COSTS, OpenRun, open_run
 from .manifest import MANIFEST, VERSION, DcpManifest, Manifest, file_name, make_manifest, read_manifest
-from .opening import COSTS, OpenRun, open_run
 from .run_folder import SavedStep, saved_steps, step_folder
 
 Format = Literal["native", "dcp"]
@@ -302,7 +302,7 @@ class Checkpoints:
         """Take the folder for this run within a context; all ranks enter it. Manifests record `settings`.
 
         The plan is written beside the steps. Leaving it waits for the last save. Raises, on all ranks alike,
-        `UsageError` where another run is active or was saved there; see `opening`.
+        `UsageError` where another run is active or was saved there; see `folder_owner`.
         """
         everyone = saves.rank.everyone
         opened = open_run(self.directory, start, everyone, [COSTS, *PLAN_FILES])

@@ -2,7 +2,7 @@
 
     DIR/step-00000120/                 a checkpoint: its files and manifest.json
     DIR/step-00000100/
-    DIR/run.lock                       held while a run saves here (`opening`)
+    DIR/run.lock                       held while a run saves here (`folder_owner`)
     DIR/plan.json                      the plan of the latest run
 
     DIR/.saving-<launch>-<n>/          a save under way, or a killed one ─▶ renamed when all of it is on disk
@@ -28,7 +28,7 @@ from pathlib import Path
 from quintsched.errors import InputError
 from quintsched.files.atomic import sync_directory, writing
 from quintsched.files.folders import remove_all, take_place
-from quintsched.files.plain import reading
+from quintsched.files.plain_files import reading
 
 from ..write_tensors import WHAT
 from .manifest import MANIFEST

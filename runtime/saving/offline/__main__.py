@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quintsched.errors import InputError, MisfitError, QuintschedError, UsageError
 from quintsched.files.terminal import shown, standard_streams, write_error, write_line
 
-from .inspect import as_json, as_text, find_steps, newest_whole, verify
+from .inspect_folder import as_json, as_text, find_steps, newest_whole, verify
 
 if TYPE_CHECKING:
     from ..checkpoints.manifest import Manifest
@@ -51,7 +51,7 @@ def _verify(path: str, step: int | None = None, json: bool = False) -> int:
 
 
 def _reshard(path: str, mesh: str, output: str, step: int | None = None, json: bool = False, **given: Any) -> int:
-    from .reshard import plan_for, reshard
+    from .reshard_checkpoint import plan_for, reshard
 
     manifest, saved = _opened(path, step)
     with saved:
@@ -70,7 +70,7 @@ def _export(
     masters: bool = False,
     max_file_bytes: int = 5 * 10**9,
 ) -> int:
-    from .export import export
+    from .export_weights import export
 
     _, saved = _opened(path, step)
     with saved:
@@ -81,7 +81,7 @@ def _export(
 
 
 def _import(path: str, output: str, json: bool = False) -> int:
-    from .reshard import import_weights
+    from .reshard_checkpoint import import_weights
 
     made = import_weights(Path(path), Path(output))
     return _say(json, f"{made}: weights to begin with; `quintsched run job.yaml --resume`", folder=str(made))

@@ -25,12 +25,12 @@ from typing import Any
 from quintsched.errors import MisfitError
 
 from ..load_state import StateLoader
-from ..placement import Placement
 from ..rank_tensors import RankTensors
 from ..replaced_folder import standing
 from ..saved_state import MODEL, SavedState
 from ..stored_tensors import Folder, StoredTensor, alike, joined, open_folder, part_of, turned
-from .origins import OLD_BUFFERS, Origin, Prefix, find_prefix, join_tied, require_gpt2, require_names
+from ..tensor_placement import Placement
+from .foreign_names import OLD_BUFFERS, Origin, Prefix, find_prefix, join_tied, require_gpt2, require_names
 from .tensor_names import ModelNames
 
 

@@ -29,12 +29,12 @@ from quintsched.files.atomic import write_whole, writing
 
 from ...blocks.number_types import TYPES, name_of
 from ...comm import Group
-from ...comm.control import share_bytes
+from ...comm.host_collectives import share_bytes
 from ..rank_tensors import HeldTensor, RankTensors, gather_boxes
 from ..replaced_folder import replace_folder
 from ..stored_tensors import CONFIG, INDEX, ONE_FILE
 from ..write_tensors import FileEntry, in_file_order, write_tensors
-from .origins import Origin, gpt2_config
+from .foreign_names import Origin, gpt2_config
 from .tensor_names import ModelNames
 
 WEIGHTS = "the weights"

@@ -10,10 +10,10 @@ from torch import nn
 
 from quintsched.errors import UsageError, nearest
 
-from ...blocks.blocks import Blocks
+from ...blocks.block_outlines import Blocks
 from ...blocks.module_state import saved_tensors
-from ...stage.build import Stage
-from .origins import Origin, gpt2_origins, is_gpt
+from ...stage.build_stages import Stage
+from .foreign_names import Origin, gpt2_origins, is_gpt
 
 
 @dataclass(frozen=True)

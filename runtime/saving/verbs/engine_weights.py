@@ -21,15 +21,15 @@ from torch.optim import Optimizer
 from quintsched.errors import UsageError
 
 from ...blocks.module_state import saved_tensors
-from ...optim.chained import LRSchedulers
-from ...stage.build import Stage
+from ...optim.chained_optimizers import LRSchedulers
+from ...stage.build_stages import Stage
 from ...state.master_weights import Masters
 from ...state.memory_stats import StateBytes
 from ...state.training_state import TrainingState
-from ..averages import Decay, WeightAverage
 from ..load_state import StateLoader
 from ..rank_tensors import RankTensors
 from ..saved_state import MODEL, SavedState
+from ..weight_averages import Decay, WeightAverage
 
 
 class EngineWeights:
@@ -69,7 +69,7 @@ class EngineWeights:
 
     @property
     def optimizers(self) -> dict[tuple[int, ...], Optimizer]:
-        """Optimizers of this rank, each by the stages that it steps; several combined as one (`optim.chained`)."""
+        """Optimizers of this rank, each by the stages that it steps; several as one (`optim.chained_optimizers`)."""
         return self._training.optimizers
 
     @property

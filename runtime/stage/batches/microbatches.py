@@ -33,7 +33,7 @@ from ...blocks.trees import (
     map_tensors,
     require_known,
 )
-from ...parallel.context.context import WHOLE, SequenceShard
+from ...parallel.context.context_parallel import WHOLE, SequenceShard
 from ..stage_forward import Extras
 from .row_checks import fewest_rows, require_as_many_samples, require_no_rows
 

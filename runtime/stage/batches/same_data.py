@@ -4,8 +4,8 @@
                  rank 1 (tp=1): inputs a, targets c ─┴▶ one minimum over all ranks ─▶ targets differ, on every rank
 
 Sequences are compared whole, before they are sharded over cp. Each rank compares all data that it has. Inputs and
-targets that it does not need may be missing, or placeholders (see `data_marks`). Steps 0, 1, 2, 4, 8, … of each mode
-are compared in this way; every training step by marks (`data_marks`).
+targets that it does not need may be missing, or placeholders (see `batch_digests`). Steps 0, 1, 2, 4, 8, … of each mode
+are compared in this way; every training step by marks (`batch_digests`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from quintsched.errors import MisfitError
 
 from ...blocks.trees import flatten
 from ...comm import Group, ReduceOp
-from ...comm.control import share_bytes
-from .data_marks import ADVICE
-from .digests import structure_of
+from ...comm.host_collectives import share_bytes
+from .batch_digests import ADVICE
+from .tree_digests import structure_of
 
 _COLUMNS = 16
 _NOTHING = 2**63 - 1

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quintsched.collectives import CollectivePlan, spell
-from quintsched.collectives.program import RecvChunk, SendChunk, SendRecv, Step
+from quintsched.collectives.collective_program import RecvChunk, SendChunk, SendRecv, Step
 
 Numbers = npt.NDArray[np.float64]
 Programs = list[list[Step]]

@@ -9,12 +9,9 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.collectives import NATIVE, CollectivePlan, Communication, Wire, spell
-from quintsched.collectives.choice import choose, spelled_out
 from quintsched.collectives.collective_json import dumps, loads
-from quintsched.collectives.double_tree import double_tree
-from quintsched.collectives.program import RecvChunk, SendChunk, SendRecv, Step
-from quintsched.collectives.spelling import num_steps
-from quintsched.collectives.timing import (
+from quintsched.collectives.collective_program import RecvChunk, SendChunk, SendRecv, Step
+from quintsched.collectives.collective_timing import (
     TREE_CHOICES,
     crossover_bytes,
     fastest_tree_seconds,
@@ -22,6 +19,9 @@ from quintsched.collectives.timing import (
     native_seconds,
     spelled_seconds,
 )
+from quintsched.collectives.double_tree import double_tree
+from quintsched.collectives.gradient_exchange import choose, spelled_out
+from quintsched.collectives.spelled_out import num_steps
 from quintsched.ir.diagnostics import Point
 from quintsched.text.collective_grid import time_grid
 

@@ -9,7 +9,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.collectives import CollectivePlan, Communication
-from quintsched.collectives.program import RecvChunk, SendChunk, SendRecv
+from quintsched.collectives.collective_program import RecvChunk, SendChunk, SendRecv
 from quintsched.ir.diagnostics import Point
 from quintsched.verify.equivalence import equivalence
 from quintsched.verify.symbolic_collective import broken_promise

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from quintsched.errors import InputError
-from quintsched.files.plain import open_plain, read_plain, require_folder, require_plain_name
+from quintsched.files.plain_files import open_plain, read_plain, require_folder, require_plain_name
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path):

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from quintsched.files import progress as module
-from quintsched.files.progress import CLEAR, Progress, progress
+from quintsched.files import progress_line as module
+from quintsched.files.progress_line import CLEAR, Progress, progress
 
 
 class Screen(io.StringIO):

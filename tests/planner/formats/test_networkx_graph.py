@@ -6,7 +6,7 @@ import networkx
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instructions import Compute, Recv, Send
+from quintsched.ir.instruction_set import Compute, Recv, Send
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import pytest
 
 import quintsched as qs
 from quintsched.formats.promela import to_promela
-from quintsched.graph.profiles import PROFILES
+from quintsched.graph.transport_profiles import PROFILES
 from quintsched.ir.dataflow import flow
 from quintsched.ir.diagnostics import Point
-from quintsched.ir.instructions import Overlap, SendAct
+from quintsched.ir.instruction_set import Overlap, SendAct
 from quintsched.plan import Plan
 from quintsched.verify.soundness import Verdict
 from tests.planner.verify.mutants import mutant, reordered, with_program

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched import torch_csv
-from quintsched.ir.instructions import Bwd, BwdInput, Fwd, Instruction, Overlap
+from quintsched.ir.instruction_set import Bwd, BwdInput, Fwd, Instruction, Overlap
 from quintsched.verify.equivalence import equivalence
 from tests.planner.formats.torch_files import SCHEDULES, published, refusal
 

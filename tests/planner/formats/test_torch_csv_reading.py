@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched import torch_csv
-from quintsched.graph.profiles import PROFILES
-from quintsched.ir.instructions import AllReduceBucket, Message
+from quintsched.graph.transport_profiles import PROFILES
+from quintsched.ir.instruction_set import AllReduceBucket, Message
 from tests.planner.formats.torch_files import PUBLISHED, published, refusal
 
 OLDER_ALPHABET = ("titan_4-rank_bf3319a", "titan_8-rank_bf3319a", "titan_zb_283f3ae")

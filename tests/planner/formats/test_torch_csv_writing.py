@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched import torch_csv
-from quintsched.ir.instructions import Bwd, Fwd, OptStep
+from quintsched.ir.instruction_set import Bwd, Fwd, OptStep
 from quintsched.ir.layout import Route
 from tests.planner.formats.torch_files import SCHEDULES
 

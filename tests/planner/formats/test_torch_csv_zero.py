@@ -4,7 +4,7 @@ import pytest
 
 import quintsched as qs
 from quintsched import torch_csv
-from quintsched.ir.instructions import FreeParams, GatherParams
+from quintsched.ir.instruction_set import FreeParams, GatherParams
 from quintsched.verify.equivalence import equivalence
 from tests.planner.formats.torch_files import SCHEDULES, published, refusal
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import quintsched as qs
-from quintsched.ir.columns import LARGEST
 from quintsched.ir.diagnostics import Point
-from quintsched.ir.instructions import AllReduceBucket, ClipGrad, Compute, Fwd, Instruction, OptStep, SyncTied
+from quintsched.ir.instruction_columns import LARGEST
+from quintsched.ir.instruction_set import AllReduceBucket, ClipGrad, Compute, Fwd, Instruction, OptStep, SyncTied
 from quintsched.plan import Plan
 
 

@@ -9,9 +9,9 @@ import pytest
 
 import quintsched as qs
 from quintsched.formats import plan_json as planfile
-from quintsched.graph.profiles import PROFILES
-from quintsched.ir import dataflow, instructions, rules, values
-from quintsched.ir.instructions import ALL, WHOLE_MESH, Instruction, Recv, Send, short
+from quintsched.graph.transport_profiles import PROFILES
+from quintsched.ir import dataflow, dataflow_rules, instruction_set, values
+from quintsched.ir.instruction_set import ALL, WHOLE_MESH, Instruction, Recv, Send, short
 from quintsched.ir.layout import Layout, Route
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES
 from quintsched.plan import Plan
@@ -30,7 +30,9 @@ VALUES = {"int": 1, "str": "stage", "tuple[int, ...]": (0,), "tuple[int, int]": 
 
 
 def concrete_classes() -> set[type[Instruction]]:
-    found = {thing for _, thing in inspect.getmembers(instructions, inspect.isclass) if issubclass(thing, Instruction)}
+    found = {
+        thing for _, thing in inspect.getmembers(instruction_set, inspect.isclass) if issubclass(thing, Instruction)
+    }
     return {thing for thing in found if not any(other is not thing and issubclass(other, thing) for other in found)}
 
 
@@ -46,7 +48,7 @@ class TestEveryInstruction:
 
     def test_it_has_a_data_flow_rule(self, kind):
         examples = [self.example(kind)]
-        if kind in instructions.SKIP_MESSAGES:  # only between certain ranks, where others go through one stage alike
+        if kind in instruction_set.SKIP_MESSAGES:  # only between certain ranks, where others go through one stage alike
             examples = [replace(examples[0], stage=stage, peer=peer) for stage in range(3) for peer in range(2)]
         found = [dataflow.flow(example, LAYOUT, 0) for example in examples]
         assert any(flow.consumes or flow.reads or flow.produces for flow in found)
@@ -73,14 +75,14 @@ class TestEveryInstruction:
         pytest.importorskip("matplotlib")
         style = import_module("quintsched.viz.style")
         shown = {type(side) for side in self.example(kind).sides}  # of several, each has its own
-        assert (shown <= set(style.LOOKS)) != issubclass(kind, instructions.Message)
+        assert (shown <= set(style.LOOKS)) != issubclass(kind, instruction_set.Message)
 
     def test_a_transport_knows_who_takes_part(self, kind):
         """A computation runs alone; all else is a message, a collective, or said to be of the rank alone."""
-        with_others = issubclass(kind, instructions.Message) or kind.whole_mesh or kind.among_replicas
-        own = (instructions.HostCopy, instructions.FreeParams, instructions.OptStep)
+        with_others = issubclass(kind, instruction_set.Message) or kind.whole_mesh or kind.among_replicas
+        own = (instruction_set.HostCopy, instruction_set.FreeParams, instruction_set.OptStep)
         alone = kind.computes or issubclass(kind, own)
-        assert with_others + alone + (kind is instructions.SyncTied) == 1
+        assert with_others + alone + (kind is instruction_set.SyncTied) == 1
 
     def test_it_is_a_small_frozen_class_with_its_meaning(self, kind):
         assert is_dataclass(kind)
@@ -92,14 +94,14 @@ class TestEveryInstruction:
 
 def test_no_table_knows_more():
     assert set(planfile.CODECS) == {kind.__name__ for kind in ALL}
-    assert set(rules.RULES) == set(ALL) - {instructions.Overlap}  # its rule is that of its sides
+    assert set(dataflow_rules.RULES) == set(ALL) - {instruction_set.Overlap}  # its rule is that of its sides
     assert set(values._WORDS) == set(values.Kind)
     assert set(WHOLE_MESH) < set(ALL)
 
 
 def test_a_message_is_sent_or_received():
     for kind in ALL:
-        if issubclass(kind, instructions.Message):
+        if issubclass(kind, instruction_set.Message):
             assert issubclass(kind, Send) != issubclass(kind, Recv)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.ir.instructions import Message
+from quintsched.ir.instruction_set import Message
 from quintsched.ir.mesh import AXES, MAX_RANKS
 
 

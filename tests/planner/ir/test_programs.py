@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintsched.ir.columns import ABSENT, Columns
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_columns import ABSENT, Columns
+from quintsched.ir.instruction_set import (
     AllReduceBucket,
     Bwd,
     ClipGrad,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instructions import SKIP_MESSAGES, RecvSkip, RecvSkipGrad, SendSkip, SendSkipGrad
+from quintsched.ir.instruction_set import SKIP_MESSAGES, RecvSkip, RecvSkipGrad, SendSkip, SendSkipGrad
 from quintsched.plan import Plan
 
 

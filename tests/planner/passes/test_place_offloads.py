@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched import torch_csv
 from quintsched.formats.promela import to_promela
-from quintsched.graph.profiles import PROFILES
+from quintsched.graph.transport_profiles import PROFILES
 from quintsched.instructions import (
     BEGINS_BACKWARD,
     Bwd,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched import torch_csv
 from quintsched.compiler import ORDER
-from quintsched.ir.instructions import Bwd, Fwd, Instruction, Recompute, short
+from quintsched.ir.instruction_set import Bwd, Fwd, Instruction, Recompute, short
 from quintsched.ir.plan_data import MAX_RECOMPUTE
 from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape

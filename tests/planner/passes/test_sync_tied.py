@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched import torch_csv
 from quintsched.graph.plan_events import Events
-from quintsched.graph.profiles import PROFILES
-from quintsched.ir.instructions import AllReduceBucket, Bwd, BwdWeight, Instruction, OptStep, SyncTied
+from quintsched.graph.transport_profiles import PROFILES
+from quintsched.ir.instruction_set import AllReduceBucket, Bwd, BwdWeight, Instruction, OptStep, SyncTied
 from quintsched.ir.plan_data import MAX_TIED
 from quintsched.plan import Plan
 from quintsched.testing import assert_plan_sound

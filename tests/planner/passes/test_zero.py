@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched import torch_csv
-from quintsched.graph.profiles import PROFILES
-from quintsched.ir.instructions import (
+from quintsched.graph.transport_profiles import PROFILES
+from quintsched.ir.instruction_set import (
     ENDS_BACKWARD,
     NEEDS_WEIGHTS,
     AllGatherBucket,
@@ -25,7 +25,7 @@ from quintsched.ir.instructions import (
     short,
 )
 from quintsched.ir.plan_data import MAX_ZERO_EVERY
-from quintsched.ir.zero import Zero
+from quintsched.ir.zero_sharding import Zero
 from quintsched.plan import Plan
 from quintsched.testing import assert_plan_sound
 from quintsched.verify.equivalence import equivalence

@@ -5,7 +5,7 @@ Shares no code with the planner but the instructions. Only for one route 0, 1, 2
 
 from fractions import Fraction
 
-from quintsched.ir.instructions import Bwd, Fwd
+from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.plan import Plan
 
 Key = tuple[str, int, int]

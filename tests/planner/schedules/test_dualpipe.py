@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.ir.instructions import AllReduceBucket, Bwd, BwdInput, Fwd, SyncTied
+from quintsched.ir.instruction_set import AllReduceBucket, Bwd, BwdInput, Fwd, SyncTied
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 

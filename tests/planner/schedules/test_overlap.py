@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.ir.instructions import Bwd, FreeParams, Fwd, GatherParams, Instruction, Overlap
+from quintsched.ir.instruction_set import Bwd, FreeParams, Fwd, GatherParams, Instruction, Overlap
 from quintsched.plan import Plan
 from quintsched.schedules import all_schedules, find_schedule
 from quintsched.verify.equivalence import equivalence

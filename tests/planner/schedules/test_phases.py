@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.ir.instructions import BwdInput, BwdWeight, Compute, Fwd, Overlap
+from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd, Overlap
 from quintsched.schedules import find_schedule
 from quintsched.schedules.kit.phases import KINDS, Both, Lane, Phase, Turn, number, windows
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched import torch_csv
 from quintsched.compiler import evaluation_of
-from quintsched.ir.instructions import COMPUTING, Bwd, Compute, Fwd, Overlap, Recompute, short
+from quintsched.ir.instruction_set import COMPUTING, Bwd, Compute, Fwd, Overlap, Recompute, short
 from quintsched.schedules import Order, Schedule, Shape, all_schedules, find_schedule
-from quintsched.schedules.kit.runs import find_runs
+from quintsched.schedules.kit.uneven_stages import find_runs
 from quintsched.testing import assert_plan_sound
 
 BUILT_IN = tuple(schedule for schedule in all_schedules() if schedule.built_in)

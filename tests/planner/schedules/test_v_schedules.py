@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.ir.instructions import BwdInput, BwdWeight, Fwd
+from quintsched.ir.instruction_set import BwdInput, BwdWeight, Fwd
 from quintsched.plan import Plan
 from quintsched.schedules import find_schedule
 from quintsched.simulation.costs import Costs

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_set import (
     Bwd,
     BwdInput,
     BwdWeight,

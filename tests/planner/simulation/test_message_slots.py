@@ -12,9 +12,9 @@ import pytest
 
 import quintsched as qs
 from quintsched.errors import UsageError
-from quintsched.graph.profiles import PROFILES
+from quintsched.graph.transport_profiles import PROFILES
 from quintsched.ir.dataflow import Flow
-from quintsched.ir.instructions import Message, OffloadAct, Recv, Send
+from quintsched.ir.instruction_set import Message, OffloadAct, Recv, Send
 from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
 from quintsched.passes.place_offloads import least_cap
 from quintsched.schedules import Schedule, all_schedules

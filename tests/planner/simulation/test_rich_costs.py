@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Fwd, Message, Overlap, Recompute
+from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Fwd, Message, Overlap, Recompute
 from quintsched.plan import Plan
 from quintsched.simulation.durations import computation_times, exchange_times
 from quintsched.simulation.time_grid import time_grid

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.ir.instructions import Bwd, Compute, Fwd, Message, Send, short
+from quintsched.ir.instruction_set import Bwd, Compute, Fwd, Message, Send, short
 from quintsched.plan import Plan
 from tests.planner.schedules.independent import orders_of, times
 

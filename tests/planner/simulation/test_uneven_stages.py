@@ -5,7 +5,7 @@ import json
 import pytest
 
 import quintsched as qs
-from quintsched.schedules.kit.runs import Runs
+from quintsched.schedules.kit.uneven_stages import Runs
 
 SCALARS = qs.Costs(forward=2.0, backward_weight=0.5, optimizer=4.0, weights=8.0, keys=1.0, p2p=0.25, activation=3.0)
 

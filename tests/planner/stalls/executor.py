@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quintsched.graph.profiles import find_profile
-from quintsched.ir.instructions import ClipGrad, Message, OnBucket, Recv, Send
+from quintsched.graph.transport_profiles import find_profile
+from quintsched.ir.instruction_set import ClipGrad, Message, OnBucket, Recv, Send
 from quintsched.plan import Plan
 from quintsched.simulation.message_slots import MessageRule, receive_lifetimes, send_lifetimes
 from quintsched.stalls.partners import Partners

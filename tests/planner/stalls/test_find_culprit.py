@@ -7,7 +7,7 @@ import pytest
 import quintsched as qs
 from quintsched.errors import QuintschedError
 from quintsched.schedules import all_schedules
-from quintsched.stalls.verdict import find_culprit
+from quintsched.stalls.culprit import find_culprit
 
 from .executor import Execution, Fault, faults_of
 

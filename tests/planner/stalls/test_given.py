@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 import quintsched as qs
-from quintsched.stalls.report import StallReport
+from quintsched.stalls.culprit import find_culprit
+from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import Fate, Given, RankState, Wait
-from quintsched.stalls.verdict import find_culprit
 
 PLAN = qs.compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=4)
 ABORTED = Fate("signal", 6)

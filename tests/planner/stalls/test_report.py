@@ -7,9 +7,9 @@ import pytest
 
 import quintsched as qs
 from quintsched.errors import InputError, UsageError
-from quintsched.stalls.report import StallReport
+from quintsched.stalls.culprit import find_culprit
+from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import Fate, RankState, Wait
-from quintsched.stalls.verdict import find_culprit
 
 PLAN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
 
@@ -73,7 +73,7 @@ def test_a_broken_report_is_refused_with_the_place(report, change, says, tmp_pat
 def test_more_of_them_than_the_mesh_has_ranks_are_not_looked_at(report, name, monkeypatch):
     data = json.loads(report.to_json())
     data[name] = data[name][:1] * 17
-    monkeypatch.setattr("quintsched.stalls.report._File", None)
+    monkeypatch.setattr("quintsched.stalls.stall_report._File", None)
     with pytest.raises(InputError, match=f"^/{name}: there are 17, but the mesh dp=2,pp=2 has 4 ranks$"):
         StallReport.from_json(json.dumps(data))
 

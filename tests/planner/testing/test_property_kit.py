@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.ir import placement
-from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Fwd, Overlap
+from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Fwd, Overlap
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.testing import assert_plan_sound, assert_sound, costs, meshes, microbatch_counts, placements
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instructions import short
+from quintsched.ir.instruction_set import short
 from quintsched.simulation.time_grid import time_grid
 from quintsched.text.listing import listing, table
 

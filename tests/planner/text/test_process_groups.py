@@ -5,7 +5,7 @@ import re
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instructions import Message
+from quintsched.ir.instruction_set import Message
 from quintsched.text.mesh_cube import mesh_cube
 from quintsched.text.process_groups import (
     describe_groups,

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import quintsched as qs
-from quintsched.ir.columns import Columns
-from quintsched.ir.instructions import Overlap
+from quintsched.ir.instruction_columns import Columns
+from quintsched.ir.instruction_set import Overlap
 from quintsched.trace.hidden_exchanges import Alone, Pairs
 from tests.traces import write_trace
 

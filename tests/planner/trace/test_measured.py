@@ -6,10 +6,10 @@ import re
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Compute, Fwd
+from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.schedules import all_schedules
 from quintsched.simulation.cost_forms import Wires
-from quintsched.trace.measured import Trace
+from quintsched.trace.measured_trace import Trace
 from tests.traces import rank_traces, write_trace
 
 PER_STAGE = qs.Costs(

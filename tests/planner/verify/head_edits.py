@@ -12,7 +12,7 @@ from dataclasses import replace
 from random import Random
 
 from quintsched.collectives import Communication, spell
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_set import (
     SKIP_MESSAGES,
     Bwd,
     BwdInput,

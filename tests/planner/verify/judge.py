@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_set import (
     AllGatherBucket,
     AllReduceBucket,
     Bwd,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from quintsched.ir.dataflow import Value
-from quintsched.ir.instructions import ClipGrad, Instruction, Message, Recv, Send, ShareMetrics, SyncTied
+from quintsched.ir.instruction_set import ClipGrad, Instruction, Message, Recv, Send, ShareMetrics, SyncTied
 from quintsched.plan import Plan
 
 Line = tuple[int, tuple[int, ...] | None]

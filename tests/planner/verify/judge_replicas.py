@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from quintsched.ir.instructions import AllGatherBucket, AllReduceBucket, ReduceScatterBucket
+from quintsched.ir.instruction_set import AllGatherBucket, AllReduceBucket, ReduceScatterBucket
 from quintsched.plan import Plan
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_set import (
     SKIP_MESSAGES,
     AllGatherBucket,
     AllReduceBucket,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from quintsched.ir.instructions import Bwd, Fwd, Instruction, Message, Overlap, SendAct
+from quintsched.ir.instruction_set import Bwd, Fwd, Instruction, Message, Overlap, SendAct
 from quintsched.plan import Plan
 
 

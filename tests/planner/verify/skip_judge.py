@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from quintsched.ir.instructions import Message, RecvSkip, RecvSkipGrad, SendSkip, SendSkipGrad
+from quintsched.ir.instruction_set import Message, RecvSkip, RecvSkipGrad, SendSkip, SendSkipGrad
 from quintsched.plan import Plan
 
 Token = tuple[object, ...]

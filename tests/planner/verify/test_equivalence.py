@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.ir import placement
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_set import (
     AllReduceBucket,
     Bwd,
     BwdInput,

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched.graph.edges import build_graph
 from quintsched.graph.plan_events import Events
-from quintsched.graph.profiles import find_profile
+from quintsched.graph.transport_profiles import find_profile
 from quintsched.ir.diagnostics import Point
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_set import (
     AllReduceBucket,
     Bwd,
     Fwd,

@@ -7,7 +7,7 @@ import pytest
 import quintsched as qs
 from quintsched.graph.plan_events import carried, pipeline_collectives
 from quintsched.ir.diagnostics import Point
-from quintsched.ir.instructions import Bwd, Message, ReduceScatterBucket, ShareMetrics
+from quintsched.ir.instruction_set import Bwd, Message, ReduceScatterBucket, ShareMetrics
 from quintsched.plan import Plan
 from quintsched.verify import soundness
 

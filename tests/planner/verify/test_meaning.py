@@ -8,7 +8,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.ir.diagnostics import Point
-from quintsched.ir.instructions import SyncTied
+from quintsched.ir.instruction_set import SyncTied
 from quintsched.ir.layout import Route
 from quintsched.plan import Plan
 from quintsched.verify.equivalence import run_and_compare

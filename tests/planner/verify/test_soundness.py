@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.graph.profiles import PROFILES
-from quintsched.ir.instructions import Bwd, Compute, Fwd, Instruction, Message, Overlap, Recv, RecvAct, Send
+from quintsched.graph.transport_profiles import PROFILES
+from quintsched.ir.instruction_set import Bwd, Compute, Fwd, Instruction, Message, Overlap, Recv, RecvAct, Send
 from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.verify.equivalence import equivalence

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import MisfitError, QuintschedError, listed_ranks
 from quintsched.runtime.agreement import sections
-from quintsched.runtime.agreement.records import OF_A_MACHINE, code_settings, flatten, job_settings, of_all_ranks
+from quintsched.runtime.agreement.run_records import OF_A_MACHINE, code_settings, flatten, job_settings, of_all_ranks
 from quintsched.runtime.agreement.sections import Record, Section, require_same
 from quintsched.runtime.comm import Group, Transport, run_local
 from quintsched.runtime.data import Dataset, Split
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.launch.to_plan import plan_of
-from quintsched.runtime.settings.job import JobConfig, load_job
-from quintsched.runtime.train import feed
+from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime.settings.job_file import JobConfig, load_job
+from quintsched.runtime.train import batch_feed
 from quintsched.runtime.train.trainer import Trainer
 
 from ..toys import sgd, tiny_vit
@@ -310,7 +310,7 @@ def iter_of(monkeypatch: pytest.MonkeyPatch) -> dict[int, Dataset]:
 
     given: dict[int, Dataset] = {}
     name = threading.current_thread
-    monkeypatch.setattr(feed, "load_dataset", lambda *_: given[int(name().name.removeprefix("rank"))])
+    monkeypatch.setattr(batch_feed, "load_dataset", lambda *_: given[int(name().name.removeprefix("rank"))])
     return given
 
 
@@ -325,7 +325,7 @@ def test_data_that_one_rank_cannot_read_stop_all(tmp_path: Path, monkeypatch: py
         given[transport.rank] = dataset(32)
         Trainer.of_job(job, plan_of(job), transport)
 
-    monkeypatch.setattr(feed, "load_dataset", load)
+    monkeypatch.setattr(batch_feed, "load_dataset", load)
     assert set(refusals(4, run)) == {"no such disk"}
 
 

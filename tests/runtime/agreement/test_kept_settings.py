@@ -10,8 +10,8 @@ import pytest
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.agreement.kept_settings import require_kept
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.launch.to_plan import plan_of
-from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, split
-from quintsched.runtime.blocks.blocks import build_model, split_result
+from quintsched.runtime.blocks.block_outlines import build_model, split_result
 from quintsched.runtime.comm import Transport, run_local
 
 from ..toys import adam, difference, share

@@ -9,7 +9,7 @@ from torch import nn
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local, split
-from quintsched.runtime.blocks.untouched import untouched
+from quintsched.runtime.blocks.without_side_effects import untouched
 
 
 class Layer(nn.Module):

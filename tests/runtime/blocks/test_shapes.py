@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime.agreement.sections import agree
-from quintsched.runtime.blocks.shapes import trace_shapes
+from quintsched.runtime.blocks.shape_inference import trace_shapes
 from quintsched.runtime.blocks.trees import TensorSpec, TreeSpec
 from quintsched.runtime.comm import Transport, run_local
 

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, SumOfMeans
-from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.splitting.adapters.transformers import pretraining_loss, select
+from quintsched.runtime.splitting.adapters.transformers_models import pretraining_loss, select
 
 from ..toys import sgd
 

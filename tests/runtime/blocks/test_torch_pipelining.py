@@ -28,7 +28,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 import quintsched as qs
 from quintsched import torch_csv
-from quintsched.ir.instructions import Instruction, Overlap
+from quintsched.ir.instruction_set import Instruction, Overlap
 from quintsched.runtime.interpreter.data_flow import ProgramFlow
 from quintsched.runtime.interpreter.p2p import plan_receives
 from quintsched.schedules import all_schedules

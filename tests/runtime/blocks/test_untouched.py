@@ -14,10 +14,10 @@ from torch.nn.modules.module import register_module_forward_hook
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import build_block, build_model
-from quintsched.runtime.blocks.shapes import trace_shapes
+from quintsched.runtime.blocks.block_outlines import build_block, build_model
+from quintsched.runtime.blocks.shape_inference import trace_shapes
 from quintsched.runtime.blocks.trees import TreeSpec
-from quintsched.runtime.blocks.untouched import attributes_untouched, untouched
+from quintsched.runtime.blocks.without_side_effects import attributes_untouched, untouched
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.comm.generators import draws_undone
 

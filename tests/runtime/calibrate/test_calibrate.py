@@ -19,7 +19,7 @@ from quintsched.runtime.calibrate import links, machine, measured_parts, operati
 from quintsched.runtime.calibrate.links import run_processes
 from quintsched.runtime.calibrate.operations import call_s, curve_of
 from quintsched.runtime.comm import Transport
-from quintsched.runtime.comm.clock import now_s
+from quintsched.runtime.comm.clocks import now_s
 from quintsched.strategies.commands.calibrate import calibrate_first
 from quintsched.strategies.descriptions import library
 from quintsched.strategies.descriptions.hardware import Measured

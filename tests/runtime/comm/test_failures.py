@@ -8,10 +8,10 @@ import torch
 from quintsched.errors import CodeError, StallError
 from quintsched.runtime.comm import torch_groups
 from quintsched.runtime.comm.torch_groups import TorchGroup, as_stall
-from quintsched.runtime.watch.cell import NOTHING
+from quintsched.runtime.watch.position_cell import NOTHING
 from quintsched.runtime.watch.publisher import Publisher
 from quintsched.runtime.watch.watcher import Answer
-from quintsched.stalls.words import NOBODY
+from quintsched.stalls.verdict_text import NOBODY
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")
 VERDICT = "rank 1 (host a) was killed by SIGKILL"

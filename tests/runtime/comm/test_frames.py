@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import MisfitError, QuintschedError, StallError
 from quintsched.runtime.comm import Transport, connect, run_local
-from quintsched.runtime.comm.checked.frame import FRAME_BYTES, KINDS, Frame, Label, Stamp, head_of, own_part
-from quintsched.runtime.comm.checked.framed import FramedReceive, room_for
+from quintsched.runtime.comm.checked.framed_messages import FramedReceive, room_for
+from quintsched.runtime.comm.checked.message_frame import FRAME_BYTES, KINDS, Frame, Label, Stamp, head_of, own_part
 from quintsched.runtime.comm.torch_backends import GlooTransport
 from quintsched.runtime.engine import Engine
 

@@ -10,7 +10,7 @@ import torch
 from quintsched.errors import StallError
 from quintsched.runtime.comm import Group
 from quintsched.runtime.comm.autograd_collectives import copy_to_group, reduce_from_group
-from quintsched.runtime.comm.local.in_turns import run_in_turns
+from quintsched.runtime.comm.local.threads_in_turns import run_in_turns
 
 CPU = torch.device("cpu")
 

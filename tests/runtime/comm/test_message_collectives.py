@@ -10,7 +10,7 @@ from torch import Tensor
 
 import quintsched as qs
 from quintsched.collectives import Wire
-from quintsched.collectives.choice import Call, spelled_out
+from quintsched.collectives.gradient_exchange import Call, spelled_out
 from quintsched.ir.communication import Means
 from quintsched.runtime.comm import Group, ReduceOp, Rules, Transport, run_local
 from quintsched.runtime.comm.message_collectives import SpelledGroup, cut_chunks

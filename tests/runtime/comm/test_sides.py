@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import quintsched as qs
-from quintsched.runtime.comm.base import DoneWork
-from quintsched.runtime.comm.interleaving import CHANGE_S, Overlaps, interleaving
-from quintsched.runtime.comm.sides import Side, Sides
+from quintsched.runtime.comm.overlap_threads import Side, Sides
+from quintsched.runtime.comm.overlap_turns import CHANGE_S, Overlaps, interleaving
+from quintsched.runtime.comm.transport_interface import DoneWork
 
 CPU = torch.device("cpu")
 F, B = Side.FORWARD, Side.BACKWARD

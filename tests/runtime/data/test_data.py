@@ -22,8 +22,8 @@ from quintsched.runtime.data import (
     gather_batch,
     load_dataset,
 )
-from quintsched.runtime.data.sources import read_idx
-from quintsched.runtime.settings.job import DataConfig
+from quintsched.runtime.data.data_sources import read_idx
+from quintsched.runtime.settings.job_file import DataConfig
 
 sizes = st.integers(1, 50)
 

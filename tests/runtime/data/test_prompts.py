@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from quintsched.errors import UsageError
 from quintsched.runtime.data import IGNORED_TARGET, PromptAnswers, chat, concatenated, pad_batch
-from quintsched.runtime.data.loaders import batch_of
+from quintsched.runtime.data.user_loaders import batch_of
 from quintsched.runtime.launch.worker import main
 
 NO = IGNORED_TARGET

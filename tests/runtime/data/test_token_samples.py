@@ -19,7 +19,7 @@ from quintsched.runtime.data import token_windows as windows_module
 from quintsched.runtime.data.keyed_order import permuted
 from quintsched.runtime.data.prefetch import prefetched
 from quintsched.runtime.data.token_samples import BLOCK, shares_of
-from quintsched.runtime.settings.job import DataConfig
+from quintsched.runtime.settings.job_file import DataConfig
 from quintsched.tokens import TokenWriter
 
 END = 0

@@ -12,7 +12,7 @@ import torch
 
 from quintsched.errors import UsageError
 from quintsched.runtime.data import PackedStream
-from quintsched.runtime.data.loaders import LoaderFeed
+from quintsched.runtime.data.user_loaders import LoaderFeed
 
 TEXTS = [str(number) * (1 + number * 7 % 5) for number in range(10, 60)]
 END = 0

@@ -5,7 +5,7 @@ import types
 import torch
 from torch import nn
 
-from quintsched.runtime.parallel.proof.arrivals import Arrival, Given, GivenTree
+from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, Given, GivenTree
 
 
 def backward_of(change):

@@ -29,8 +29,8 @@ from torch.nn import functional as F
 
 from quintsched.errors import MisfitError
 from quintsched.runtime import split
-from quintsched.runtime.examine.followed import sources_of
-from quintsched.runtime.splitting.proof import chain
+from quintsched.runtime.examine.host_state_changes import sources_of
+from quintsched.runtime.splitting.split_proof import chain
 
 LOGGER = logging.getLogger(__name__)
 VARIABLE, EVENT, TABLE = ContextVar("variable", default=1.0), threading.Event(), np.ones((1 << 18) + 1)

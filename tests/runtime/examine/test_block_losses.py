@@ -13,11 +13,11 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Carry, Engine, MoE, run_local
-from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.examine.block_losses import examine_block_loss
 from quintsched.runtime.examine.losses.loss_weights import Over
-from quintsched.runtime.parallel.proof import arrivals
-from quintsched.runtime.parallel.proof.arrivals import Arrival, GivenTree
+from quintsched.runtime.parallel.cut_proofs import trial_inputs
+from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree
 
 WIDTH, SAMPLES = 4, 13
 
@@ -101,8 +101,8 @@ def found_of(block, samples=SAMPLES, seed=0, **extras):
     torch.manual_seed(seed)
     block = block.double()
     before = {name: weight.clone() for name, weight in block.state_dict().items()}
-    extras = {name: GivenTree([arrivals.Given(extra)]) for name, extra in extras.items()}
-    arrival = Arrival(GivenTree([arrivals.Given(torch.randn(samples, WIDTH, dtype=torch.float64))]), {}, extras)
+    extras = {name: GivenTree([trial_inputs.Given(extra)]) for name, extra in extras.items()}
+    arrival = Arrival(GivenTree([trial_inputs.Given(torch.randn(samples, WIDTH, dtype=torch.float64))]), {}, extras)
 
     def alike(some):
         torch.manual_seed(some.start)

@@ -13,7 +13,7 @@ from torch import nn
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
-from quintsched.runtime.blocks.blocks import build_block, on_meta
+from quintsched.runtime.blocks.block_outlines import build_block, on_meta
 from quintsched.runtime.examine.built_alike import why_unlike
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.examine.functions_kept import FunctionKept
+from quintsched.runtime.examine.function_state import FunctionKept
 
 CPU = torch.device("cpu")
 

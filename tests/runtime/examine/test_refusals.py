@@ -15,7 +15,7 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.examine import refusals
 from quintsched.runtime.examine.refusals import REFUSALS, Run, require_usable_blocks
 from quintsched.runtime.parallel.expert.moe import MoE
-from quintsched.runtime.stage.build import cuts_of
+from quintsched.runtime.stage.build_stages import cuts_of
 
 WIDTH = 4
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
-from quintsched.runtime.examine.gradients import backwards
-from quintsched.runtime.examine.gradients.backwards import why_unlinear
+from quintsched.runtime.examine.gradients import nonlinear_backwards
+from quintsched.runtime.examine.gradients.nonlinear_backwards import why_unlinear
 
 from .backward_blocks import INSTALLED, AddsLoss, Block, backward_of, hooked, sign
 
@@ -269,7 +269,7 @@ def test_blocks_of_one_kind_are_tried_once(others, count, monkeypatch):
         tried.append(number)
         return why_unlinear(run, number, *given, **options)
 
-    monkeypatch.setattr(backwards, "why_unlinear", why)
+    monkeypatch.setattr(nonlinear_backwards, "why_unlinear", why)
 
     def work(transport):
         plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)

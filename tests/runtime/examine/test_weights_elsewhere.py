@@ -14,8 +14,8 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
 from quintsched.runtime.examine.in_common.shared_state import SharedState
-from quintsched.runtime.examine.weights_elsewhere import ReadsElsewhere, WeightsElsewhere
-from quintsched.runtime.parallel.tensor.shard import Shard, mark_shard
+from quintsched.runtime.examine.weights_not_held import ReadsElsewhere, WeightsElsewhere
+from quintsched.runtime.parallel.tensor.parameter_shards import Shard, mark_shard
 
 READS = {
     "a norm": lambda m, y: y.sum() + m[0].weight.norm(),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import quintsched as qs
-from quintsched.stalls.report import StallReport
+from quintsched.stalls.stall_report import StallReport
 
 from .injection import Injection, as_arguments
 
@@ -28,11 +28,11 @@ PRELOADED = [
     "torch",
     "torch.distributed",
     "quintsched.compiler",
-    "quintsched.runtime.launch.local",
+    "quintsched.runtime.launch.local_launcher",
     "quintsched.runtime.launch.worker",
     "quintsched.runtime.train.trainer",
     "quintsched.runtime.comm.connection",
-    "quintsched.stalls.verdict",
+    "quintsched.stalls.culprit",
 ]
 HERE = Path(__file__).parent
 STALL_AFTER_S = 1.5
@@ -121,22 +121,22 @@ def end_all(folder: Path) -> None:
 
 def launch(folder: str, injected: dict[str, Any] | None, machine: Sequence[str] = ()) -> None:
     """Be the launcher of a job in a folder; `machine` are arguments that say which of several it is."""
-    from quintsched.runtime.launch import local
+    from quintsched.runtime.launch import local_launcher
 
     said = os.open(f"{folder}/said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 1)
     os.dup2(said, 2)
     injection = None if injected is None else Injection(**injected)
 
-    class Forked(local.Ranks):
+    class Forked(local_launcher.Ranks):
         """Ranks that are forked instead of executed."""
 
         def _start(self, local_rank: int) -> None:
             environment = self._place.environment(local_rank, self._attempt, self._restarts)
             self._running[local_rank] = _Forked(Path(folder), environment, self._command[1:], injection)  # type: ignore[assignment]
 
-    local.Ranks = Forked  # type: ignore[misc]
-    code = local.main(["--config", f"{folder}/job.yaml", *machine])
+    local_launcher.Ranks = Forked  # type: ignore[misc]
+    code = local_launcher.main(["--config", f"{folder}/job.yaml", *machine])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.stalls.report import StallReport
+from quintsched.stalls.stall_report import StallReport
 
 from .injection import Injection, as_arguments, place_of
 from .launched import job_settings, plan_of_job

@@ -10,7 +10,7 @@ import torch
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.schedules import all_schedules
 
 from ..toys import ids_task, sgd, tiny_gpt

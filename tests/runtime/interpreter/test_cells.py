@@ -6,8 +6,8 @@ import torch
 
 import quintsched as qs
 from quintsched.ir.values import Kind, Value
-from quintsched.runtime.interpreter.cells import Cells, Waits
 from quintsched.runtime.interpreter.recorder import Recorder
+from quintsched.runtime.interpreter.value_cells import Cells, Waits
 
 ACTIVATION, GRADIENT = Value(Kind.OUTPUT, 0, 3), Value(Kind.OUTPUT_GRAD, 0, 3)
 

@@ -10,7 +10,7 @@ import torch
 
 import quintsched as qs
 from quintsched.ir.diagnostics import Point
-from quintsched.ir.instructions import WHOLE_MESH, Message, Send
+from quintsched.ir.instruction_set import WHOLE_MESH, Message, Send
 from quintsched.runtime.comm import Transport, run_local
 
 PLANS = [

@@ -17,9 +17,9 @@ import pytest
 
 import quintsched as qs
 from quintsched.ir.dataflow import Flow, flow
-from quintsched.ir.instructions import Compute, Recv, Send
+from quintsched.ir.instruction_set import Compute, Recv, Send
 from quintsched.runtime.comm import run_local
-from quintsched.trace.measured import MeasuredSpan, Trace
+from quintsched.trace.measured_trace import MeasuredSpan, Trace
 
 SCHEDULES = {schedule.name: schedule for schedule in qs.all_schedules()}
 TRIES = 6

@@ -17,8 +17,8 @@ from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.interpreter.host_copies import HostCopies
-from quintsched.runtime.train.losses import cross_entropy_sum
-from quintsched.trace.measured import Trace
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.trace.measured_trace import Trace
 
 from ..toys import Outcome, Task, ids_task, sgd, tiny_gpt, tiny_vit, train_on
 from .test_activation_memory import measure

@@ -5,12 +5,12 @@ import pkgutil
 from types import ModuleType
 
 import quintsched.runtime
-from quintsched.ir import instructions
+from quintsched.ir import instruction_set
 from quintsched.runtime.interpreter.interpreter import HANDLERS
 
 
 def test_every_instruction_has_a_handler() -> None:
-    assert set(HANDLERS) == {kind for kind in instructions.ALL if not issubclass(kind, instructions.Message)}
+    assert set(HANDLERS) == {kind for kind in instruction_set.ALL if not issubclass(kind, instruction_set.Message)}
 
 
 def test_every_public_name_can_be_had_and_none_is_hidden_by_a_module() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_set import (
     Bwd,
     BwdInput,
     BwdWeight,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.ir.instructions import (
+from quintsched.ir.instruction_set import (
     Bwd,
     ClipGrad,
     Fwd,
@@ -27,7 +27,7 @@ from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.interpreter.data_flow import ProgramFlow
 from quintsched.runtime.interpreter.p2p import plan_receives
 from quintsched.runtime.interpreter.rank_state import RankState
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.simulation.message_slots import AHEAD, MAX_SENDS, MessageRule
 
 from ..toys import Task, sgd, share, tiny_vit

@@ -12,11 +12,11 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.hardware import Hardware, Measured
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import held
 
 VOCAB, SEQ, DEPTH, HIDDEN, HEADS, SAMPLES = 64, 16, 4, 32, 4, 2

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.ir.instructions import RecvGrad
+from quintsched.ir.instruction_set import RecvGrad
 from quintsched.runtime.interpreter.busy_clock import EventClock
 from quintsched.runtime.interpreter.recorder import STEPS, Recorder
-from quintsched.trace.measured import Trace
+from quintsched.trace.measured_trace import Trace
 
 PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=2)
 CPU = torch.device("cpu")

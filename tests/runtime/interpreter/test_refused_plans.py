@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.graph.edges import build_graph
 from quintsched.graph.plan_events import Events
-from quintsched.graph.profiles import find_profile
-from quintsched.ir import instructions as ins
+from quintsched.graph.transport_profiles import find_profile
+from quintsched.ir import instruction_set as ins
 from quintsched.ir.diagnostics import Point
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
@@ -28,7 +28,7 @@ from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.passes import TRAIN_PASSES, lower
 from quintsched.runtime import Engine
 from quintsched.runtime.autograd.kv_store import Past
-from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.comm import Rules, Transport, run_local
 
 from ..toys import Outcome, sgd, worst_difference

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.runtime.blocks.blocks import on_meta
+from quintsched.runtime.blocks.block_outlines import on_meta
 from quintsched.runtime.data import load_dataset
-from quintsched.runtime.launch.auto import choose, world_size
-from quintsched.runtime.launch.local import _worlds
-from quintsched.runtime.launch.request import LaunchRequest
-from quintsched.runtime.launch.to_row import row_of
+from quintsched.runtime.launch.auto_plan import choose, world_size
+from quintsched.runtime.launch.job_row import row_of
+from quintsched.runtime.launch.local_launcher import _worlds
+from quintsched.runtime.launch.run_request import LaunchRequest
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.models import build_model, model_sizes
-from quintsched.runtime.settings.job import DataConfig, JobConfig, ModelConfig, load_job
+from quintsched.runtime.settings.job_file import DataConfig, JobConfig, ModelConfig, load_job
 from quintsched.strategies.descriptions.parameters import total
 
 TEXT = {"name": "text", "options": {"sequence": 16, "max_bytes": 3000}}

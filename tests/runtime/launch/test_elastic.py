@@ -13,8 +13,8 @@ import pytest
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.comm import run_local
-from quintsched.runtime.launch.to_plan import Worlds, for_processes, plan_of, smaller_worlds
-from quintsched.runtime.settings.job import JobConfig, load_job
+from quintsched.runtime.launch.job_plan import Worlds, for_processes, plan_of, smaller_worlds
+from quintsched.runtime.settings.job_file import JobConfig, load_job
 from quintsched.runtime.train.trainer import Trainer
 
 from . import test_restarts
@@ -109,7 +109,14 @@ def test_a_run_grows_again_to_the_mesh_of_the_job(tmp_path: Path, way: str) -> N
     for name in ("first", "second"):
         (tmp_path / name).touch()
     settings = ("--set", f"log.path={log}", "--set", f"checkpoint.dir={tmp_path / 'saved'}")
-    command = (sys.executable, "-m", "quintsched.runtime.launch.local", "--config", tmp_path / "job.yaml", *settings)
+    command = (
+        sys.executable,
+        "-m",
+        "quintsched.runtime.launch.local_launcher",
+        "--config",
+        tmp_path / "job.yaml",
+        *settings,
+    )
     code, out, err = run(*command, "--restarts", "2" if way == "restart" else "1", "--min-dp", "1")
     if way == "resume":
         assert code == 4
@@ -136,7 +143,7 @@ def test_a_run_that_lost_a_rank_goes_on_with_fewer_replicas(tmp_path: Path) -> N
     log = tmp_path / "log.jsonl"
     (tmp_path / "fuse").touch()
     settings = ("--set", f"log.path={log}", "--set", f"checkpoint.dir={tmp_path / 'saved'}")
-    launcher = ("quintsched.runtime.launch.local", "--restarts", "1", "--min-dp", "1")
+    launcher = ("quintsched.runtime.launch.local_launcher", "--restarts", "1", "--min-dp", "1")
     code, out, err = run(sys.executable, "-m", *launcher, "--config", tmp_path / "job.yaml", *settings)
     assert code == 0, err
     assert "1f1b on dp=2" in out

@@ -61,7 +61,7 @@ def test_what_the_launcher_says_no_rank_says_as_well(
     said: list[str], monkeypatch: pytest.MonkeyPatch, ranks: list[int]
 ) -> None:
     late_s = 0.3 if len(ranks) == 1 else 20.0
-    monkeypatch.setattr("quintsched.runtime.watch.judge.LATE_REFUSAL_S", late_s)
+    monkeypatch.setattr("quintsched.runtime.watch.verdict_timing.LATE_REFUSAL_S", late_s)
     monkeypatch.setattr(worker, "HEARD_WAITS_S", late_s + 1.0)
     hub = Hub(2, tell=lambda verdict: said.append(verdict.message))
     for name, value in hub.environment.items():

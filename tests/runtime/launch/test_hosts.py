@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from quintsched.runtime.comm import run_local
-from quintsched.runtime.launch.to_plan import plan_of
-from quintsched.runtime.settings.job import load_job
+from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime.settings.job_file import load_job
 from quintsched.runtime.train.trainer import Trainer
 
 from .hosts import Hosts, hosts
@@ -68,7 +68,7 @@ def launch(net: Hosts, job: Path, *more: object, way: str = "quintsched") -> lis
     for number in range(count):
         where = ["--nnodes", count, "--node-rank", number]
         if way == "quintsched":
-            command = ["quintsched.runtime.launch.local", *where, "--master", f"{net.addresses[0]}:{port}"]
+            command = ["quintsched.runtime.launch.local_launcher", *where, "--master", f"{net.addresses[0]}:{port}"]
         else:
             where += ["--nproc-per-node", 4 // count, "--master-addr", net.addresses[0], "--master-port", port]
             command = ["torch.distributed.run", *where, "-m", "quintsched.runtime"]
@@ -168,7 +168,7 @@ def test_a_stop_that_one_host_is_asked_for_stops_all(tmp_path: Path) -> None:
 def test_nothing_of_a_run_of_one_host_is_seen_from_another(tmp_path: Path) -> None:
     job = job_of(tmp_path, epochs=5000)
     with hosts(2, tmp_path) as net:
-        run = net.start(0, sys.executable, "-m", "quintsched.runtime.launch.local", "--config", job)
+        run = net.start(0, sys.executable, "-m", "quintsched.runtime.launch.local_launcher", "--config", job)
         wait_for(tmp_path, 4)
         scan = net.start(1, sys.executable, "-m", __name__, net.addresses[0])
         out, err = scan.communicate(timeout=120)

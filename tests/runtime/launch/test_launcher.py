@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.runtime.launch import local
-from quintsched.runtime.launch.local import start_ranks
+from quintsched.runtime.launch import local_launcher
+from quintsched.runtime.launch.job_plan import Worlds
+from quintsched.runtime.launch.local_launcher import start_ranks
 from quintsched.runtime.launch.rank_processes import Ranks
 from quintsched.runtime.launch.stop_request import StopNow, StopRequest
-from quintsched.runtime.launch.to_plan import Worlds
 from quintsched.runtime.watch.hub import Hub
 from quintsched.runtime.watch.wall_time import now_s
 from quintsched.stalls.states import Fate
@@ -69,12 +69,12 @@ elif what != "fails":
 
 LAUNCHER = """
 import sys
-from quintsched.runtime.launch import local
-from quintsched.runtime.launch.to_plan import Worlds
+from quintsched.runtime.launch import local_launcher
+from quintsched.runtime.launch.job_plan import Worlds
 
-local._serve = lambda listener: listener  # these ranks have no use for a store
+local_launcher._serve = lambda listener: listener  # these ranks have no use for a store
 ranks, *rest = [{}]
-sys.exit(local.start_ranks(Worlds(ranks), *rest))
+sys.exit(local_launcher.start_ranks(Worlds(ranks), *rest))
 """
 
 
@@ -165,7 +165,15 @@ def test_ranks_end_with_their_launcher_also_those_that_are_stopped(module: str, 
 
 
 def test_a_launcher_that_is_gone_before_its_rank_begins(module: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "quintsched.runtime.watch.rendezvous.parent", "1", module, str(tmp_path), "sleep"]
+    command = [
+        sys.executable,
+        "-m",
+        "quintsched.runtime.watch.rendezvous.end_with_parent",
+        "1",
+        module,
+        str(tmp_path),
+        "sleep",
+    ]
     assert subprocess.run(command, check=False, timeout=30).returncode == 4
 
 
@@ -224,8 +232,8 @@ def test_ranks_that_the_launcher_ends_slowly_are_blamed_for_nothing(
             super().start()
 
     wakes = iter([[signal.SIGINT, signal.SIGINT]])
-    monkeypatch.setattr(local, "Ranks", SlowRanks)
-    monkeypatch.setattr(local, "_serve", lambda listener: listener.close())
+    monkeypatch.setattr(local_launcher, "Ranks", SlowRanks)
+    monkeypatch.setattr(local_launcher, "_serve", lambda listener: listener.close())
     monkeypatch.setattr("quintsched.runtime.launch.supervise.Hub", KnownHub)
     monkeypatch.setattr("quintsched.runtime.launch.rank_processes.Wakes.wait", lambda *_: next(wakes))
     assert start_ranks(Worlds([2]), "no.module", []) == 130

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.stalls.report import StallReport
+from quintsched.stalls.stall_report import StallReport
 
 from .hosts import Hosts, hosts
 from .test_hosts import MODEL, ends, job_of, launch, wait_for

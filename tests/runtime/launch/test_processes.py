@@ -16,7 +16,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.runtime.comm import run_local
-from quintsched.runtime.settings.job import load_job
+from quintsched.runtime.settings.job_file import load_job
 from quintsched.runtime.train.trainer import Trainer
 
 pytestmark = pytest.mark.processes
@@ -94,7 +94,7 @@ def run(*command: str | Path, timeout_s: float = 150) -> tuple[int, str, str]:
 
 
 def launch(*arguments: str | Path) -> tuple[int, str, str]:
-    return run(sys.executable, "-m", "quintsched.runtime.launch.local", *arguments)
+    return run(sys.executable, "-m", "quintsched.runtime.launch.local_launcher", *arguments)
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_eight_processes_equal_one(job_file: Path, tmp_path: Path) -> None:
 
     alone = tmp_path / "alone.jsonl"
     config = load_job(job_file, [f"log.path={alone}"])
-    from quintsched.runtime.launch.to_plan import plan_of
+    from quintsched.runtime.launch.job_plan import plan_of
     from quintsched.runtime.train.reporter import Reporter
 
     run_local(

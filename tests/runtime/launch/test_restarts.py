@@ -12,12 +12,12 @@ import pytest
 from quintsched.errors import UsageError
 from quintsched.runtime.comm import run_local
 from quintsched.runtime.launch import worker
-from quintsched.runtime.launch.to_plan import plan_of
-from quintsched.runtime.settings.job import load_job
+from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime.settings.job_file import load_job
 from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.trainer import Trainer
 from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
-from quintsched.runtime.watch.rendezvous.store import serve
+from quintsched.runtime.watch.rendezvous.key_value_store import serve
 
 from .test_processes import DATA, run
 
@@ -61,7 +61,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on_from_the_last_step(t
     (tmp_path / "job.yaml").write_text(JOB.format(folder=tmp_path))
     ways = {
         "torchrun": ("torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", "quintsched.runtime"),
-        "quintsched": ("quintsched.runtime.launch.local", "--restarts", "1"),
+        "quintsched": ("quintsched.runtime.launch.local_launcher", "--restarts", "1"),
     }
     log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
     settings = [f"log.path={log}", f"checkpoint.dir={saved}"]

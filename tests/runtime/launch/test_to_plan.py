@@ -6,8 +6,8 @@ import pytest
 
 import quintsched as qs
 from quintsched.collectives import Wire
-from quintsched.runtime.launch.to_plan import plan_of
-from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime.settings.job_file import JobConfig
 
 
 def job(**sections: dict[str, object]) -> JobConfig:

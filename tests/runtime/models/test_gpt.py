@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.blocks.blocks import accepted_extras, build_model
+from quintsched.runtime.blocks.block_outlines import accepted_extras, build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.launch.worker import main
@@ -21,8 +21,8 @@ from quintsched.runtime.models import build_model as build_blocks
 from quintsched.runtime.models import tied_weights
 from quintsched.runtime.models.gpt import Embedding, GPTOptions, gpt, gpt_tied
 from quintsched.runtime.models.layers import Attention
-from quintsched.runtime.parallel.tensor.apply import apply_tensor_parallel, gather_full, shard_of
-from quintsched.runtime.settings.job import ModelConfig
+from quintsched.runtime.parallel.tensor.cut_module import apply_tensor_parallel, gather_full, shard_of
+from quintsched.runtime.settings.job_file import ModelConfig
 
 TEXT = DataSpec(input_shape=(12,), num_classes=20)
 SMALL = GPTOptions(hidden=16, depth=2, heads=4)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quintsched.errors import InputError, UsageError
 from quintsched.runtime.data import IGNORED_TARGET, PADDING, Dataset, Split, gather_batch, load_dataset
 from quintsched.runtime.launch.worker import main
-from quintsched.runtime.settings.job import DataConfig
+from quintsched.runtime.settings.job_file import DataConfig
 
 
 def load(path: Path, **options: object) -> Dataset:

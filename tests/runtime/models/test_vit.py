@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.blocks.blocks import build_block
+from quintsched.runtime.blocks.block_outlines import build_block
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models import build_model
 from quintsched.runtime.models.vit import Attention, Mlp, PatchEmbedding, ViTOptions, vit
-from quintsched.runtime.settings.job import ModelConfig
+from quintsched.runtime.settings.job_file import ModelConfig
 
 DIGITS = DataSpec(input_shape=(1, 8, 8), num_classes=10)
 SMALL = ViTOptions(hidden=16, depth=2, heads=2)

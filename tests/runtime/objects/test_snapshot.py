@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quintsched.runtime.objects.snapshot import Snapshot
-from quintsched.runtime.parallel.proof.kinds import content_of
+from quintsched.runtime.parallel.cut_proofs.block_kinds import content_of
 
 RATE = 0.5
 VARIABLE = ContextVar("variable", default=1)

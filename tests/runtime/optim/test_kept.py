@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.optim.kept import KeptMemory
+from quintsched.runtime.optim.optimizer_state import KeptMemory
 
 CPU = torch.device("cpu")
 TAKEN = {

@@ -12,7 +12,7 @@ import torch
 
 import quintsched as qs
 from quintsched.errors import QuintschedError
-from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.blocks.block_outlines import Blocks
 
 from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
 from .optimizers import (

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.blocks.block_outlines import Blocks
 
 from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
 

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import quintsched as qs
 from quintsched.runtime import Engine, MoE
 from quintsched.runtime.autograd.kv_store import Past
-from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.parallel.context.context import Context
+from quintsched.runtime.parallel.context.context_parallel import Context
 
 WIDTH, LENGTH, SAMPLES = 8, 5, 8
 

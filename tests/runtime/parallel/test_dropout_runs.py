@@ -15,15 +15,15 @@ import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.autograd.kv_store import Past
-from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.models.vit import ViTOptions, vit
-from quintsched.runtime.parallel.context.context import Context
+from quintsched.runtime.parallel.context.context_parallel import Context
 from quintsched.runtime.parallel.dropout import Masks
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ..models.test_gpt import COUNTING
 from ..toys import CLASSES, Task, ids_task, sgd, share, train_on, train_plainly, worst_difference

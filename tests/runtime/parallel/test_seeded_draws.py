@@ -15,8 +15,8 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.comm.generators import SeededGenerators
-from quintsched.runtime.parallel.draws import BlockDraws
 from quintsched.runtime.parallel.dropout import Masks, Unit
+from quintsched.runtime.parallel.keyed_draws import BlockDraws
 
 from ..toys import sgd
 

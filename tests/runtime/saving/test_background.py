@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 import quintsched as qs
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.comm.clock import now_s
+from quintsched.runtime.comm.clocks import now_s
 from quintsched.runtime.saving import write_tensors
 from quintsched.runtime.saving.checkpoints import checkpoints
-from quintsched.runtime.saving.checkpoints.background import HostBuffer, JointWrite
+from quintsched.runtime.saving.checkpoints.background_saves import HostBuffer, JointWrite
 from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, OpenCheckpoints
 from quintsched.runtime.saving.checkpoints.manifest import read_manifest
 from quintsched.runtime.saving.checkpoints.run_folder import saved_steps

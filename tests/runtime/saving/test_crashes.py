@@ -17,7 +17,7 @@ from quintsched.files.folders import exchange
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
-from quintsched.runtime.saving.checkpoints.opening import COSTS, LOCK
+from quintsched.runtime.saving.checkpoints.folder_owner import COSTS, LOCK
 
 from .crash import Killed, crashing
 from .test_manifest import Holder

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from quintsched.files import folders as whole_folders
-from quintsched.runtime.comm.base import SelfGroup
-from quintsched.runtime.comm.control import ControlGroup
+from quintsched.runtime.comm.host_collectives import ControlGroup
+from quintsched.runtime.comm.transport_interface import SelfGroup
 from quintsched.runtime.saving import replaced_folder as folders
 from quintsched.runtime.saving.replaced_folder import replace_folder, standing
 

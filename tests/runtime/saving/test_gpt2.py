@@ -21,12 +21,12 @@ from quintsched.errors import InputError, MisfitError, QuintschedError, UsageErr
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.saving import stored_tensors
-from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.settings.run_settings import Start
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.runtime.train.trainer import Trainer
 
 from ..toys import CLASSES, ids_task, sgd, share

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from quintsched.runtime.comm.connection import connect_for
-from quintsched.runtime.launch.to_plan import plan_of
-from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.trainer import Trainer
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save
 import quintsched as qs
 from quintsched.errors import InputError, MisfitError, QuintschedError
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.comm.control import ControlGroup
+from quintsched.runtime.comm.host_collectives import ControlGroup
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, Found
 from quintsched.runtime.saving.checkpoints.manifest import (

@@ -16,8 +16,8 @@ import pytest
 
 import quintsched as qs
 from quintsched.runtime.launch.worker import main
+from quintsched.runtime.saving.checkpoints.folder_owner import LOCK, lock_folder
 from quintsched.runtime.saving.checkpoints.manifest import read_manifest
-from quintsched.runtime.saving.checkpoints.opening import LOCK, lock_folder
 from quintsched.runtime.saving.checkpoints.run_folder import RunFolder
 
 from ..train.test_trainer import data_file, figures, fit, interrupt_after, job
@@ -77,7 +77,7 @@ def test_a_folder_with_steps_of_two_runs_is_refused(data_file: Path, tmp_path: P
 def test_a_run_that_lives_keeps_others_out_and_a_dead_one_does_not(
     data_file: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("quintsched.runtime.saving.checkpoints.opening.LOCK_PATIENCE_S", 0.2)
+    monkeypatch.setattr("quintsched.runtime.saving.checkpoints.folder_owner.LOCK_PATIENCE_S", 0.2)
     script = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True)"
     folder = tmp_path / "c"
     folder.mkdir()

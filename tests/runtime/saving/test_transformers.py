@@ -18,7 +18,7 @@ from quintsched.runtime import split
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.pretrained.load_pretrained import LoadedWeights
-from quintsched.runtime.splitting.split import Split
+from quintsched.runtime.splitting.split_model import Split
 
 from ..families.torchvision_ops import declare_missing
 

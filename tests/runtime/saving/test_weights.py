@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import Blocks, build_block, build_model
+from quintsched.runtime.blocks.block_outlines import Blocks, build_block, build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ..optim.optimizers import adafactor, muon
 from ..toys import CLASSES, Outcome, adam, difference, ids_task, share, tiny_gpt

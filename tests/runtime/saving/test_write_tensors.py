@@ -13,9 +13,9 @@ from torch import Tensor
 from quintsched.errors import InputError, UsageError
 from quintsched.runtime.blocks.number_types import TYPES
 from quintsched.runtime.saving import stored_tensors, write_tensors
-from quintsched.runtime.saving.checkpoints.background import HostBuffer
-from quintsched.runtime.saving.placement import StateLayout
+from quintsched.runtime.saving.checkpoints.background_saves import HostBuffer
 from quintsched.runtime.saving.saved_state import SavedState
+from quintsched.runtime.saving.tensor_placement import StateLayout
 from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, hash_file, require_intact
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from quintsched.cli import runs
+from quintsched.cli import run_commands
 from quintsched.errors import UsageError
-from quintsched.runtime.data.sources import TextOptions
+from quintsched.runtime.data.data_sources import TextOptions
 from quintsched.runtime.models.gpt import MoEGPTOptions
 from quintsched.runtime.models.vit import ViTOptions
 from quintsched.runtime.settings.foreign_keys import FOREIGN_KEYS, find_foreign_key
-from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.settings.run_settings import RunSettings, Settings, read_settings
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guide.md"
@@ -48,7 +48,7 @@ def refusal(values: dict[str, Any], kind: type[Settings] = JobConfig, prefix: st
 
 def test_each_word_has_one_meaning_which_is_a_key_of_ours() -> None:
     assert Counter(word for _, word in WORDS).most_common(1)[0][1] == 1
-    flags = re.findall(r'"(--[\w-]+)', Path(runs.__file__).read_text(encoding="utf-8"))
+    flags = re.findall(r'"(--[\w-]+)', Path(run_commands.__file__).read_text(encoding="utf-8"))
     for meaning in FOREIGN_KEYS:
         assert meaning.ours in (flags if meaning.ours.startswith("--") else OURS), meaning.ours
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintsched.errors import UsageError
-from quintsched.runtime.settings.job import JobConfig, load_job
+from quintsched.runtime.settings.job_file import JobConfig, load_job
 from quintsched.runtime.settings.run_settings import Settings, read_settings
 
 Load: TypeAlias = Callable[..., JobConfig]

@@ -12,8 +12,8 @@ import pytest
 from quintsched.errors import UsageError
 from quintsched.files.strictyaml import parse_yaml
 from quintsched.runtime.launch import print_job
-from quintsched.runtime.settings.job import JobConfig, load_job, marked
 from quintsched.runtime.settings.job_document import job_yaml
+from quintsched.runtime.settings.job_file import JobConfig, load_job, marked
 from quintsched.runtime.settings.run_settings import Mark, Settings
 
 from ..launch.test_processes import run

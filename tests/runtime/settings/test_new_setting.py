@@ -28,7 +28,7 @@ import torch
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, load_job, run_local
-from quintsched.runtime.agreement.records import job_settings
+from quintsched.runtime.agreement.run_records import job_settings
 from quintsched.runtime.agreement.kept_settings import require_kept
 
 

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from quintsched.runtime.agreement.records import flatten
-from quintsched.runtime.settings.job import JobConfig, marked
+from quintsched.runtime.agreement.run_records import flatten
+from quintsched.runtime.settings.job_file import JobConfig, marked
 from quintsched.runtime.settings.run_settings import Mark, RunSettings
 
 ROOT = Path(__file__).parents[3]

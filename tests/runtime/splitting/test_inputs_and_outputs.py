@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local, split
-from quintsched.runtime.splitting.proof import chain
+from quintsched.runtime.splitting.split_proof import chain
 
 WIDTH = 4
 

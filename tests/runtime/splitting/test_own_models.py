@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, build_model, run_local, split
-from quintsched.runtime.splitting.proof import chain
+from quintsched.runtime.splitting.split_proof import chain
 
 WIDTH, IDS = 8, 11
 

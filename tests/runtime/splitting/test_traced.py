@@ -11,9 +11,9 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, run_local, split
-from quintsched.runtime.splitting.proof import chain
-from quintsched.runtime.splitting.traced import segments
-from quintsched.runtime.splitting.tracing import Untraceable, trace
+from quintsched.runtime.splitting.split_proof import chain
+from quintsched.runtime.splitting.split_traced import segments
+from quintsched.runtime.splitting.symbolic_trace import Untraceable, trace
 
 WIDTH = 8
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.ir.instructions import OffloadAct, RecvSkip, SendSkip
+from quintsched.ir.instruction_set import OffloadAct, RecvSkip, SendSkip
 from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Carry, Engine
-from quintsched.runtime.blocks.blocks import build_block, split_result
+from quintsched.runtime.blocks.block_outlines import build_block, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
 
 from ..toys import difference, sgd

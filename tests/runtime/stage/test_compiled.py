@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.parallel.context.context import ContextMethod
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.parallel.context.context_parallel import ContextMethod
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from tests.compiling import TORCH_COMPILES
 
 from ..toys import (

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.stage.batches.data_marks import Mark, mark_of, who_is_odd
-from quintsched.runtime.stage.batches.digests import (
+from quintsched.runtime.stage.batches.batch_digests import Mark, mark_of, who_is_odd
+from quintsched.runtime.stage.batches.same_data import fingerprint
+from quintsched.runtime.stage.batches.tree_digests import (
     _ODD,
     _digest,
     _joined_on_device,
@@ -21,7 +22,6 @@ from quintsched.runtime.stage.batches.digests import (
     digest_on_device,
     top_bits,
 )
-from quintsched.runtime.stage.batches.same_data import fingerprint
 
 from ..toys import sgd
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import Transport, run_local
 
 from ..toys import sgd

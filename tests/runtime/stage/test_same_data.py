@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.stage.batches.data_marks import DataMarks
+from quintsched.runtime.stage.batches.batch_digests import DataMarks
 from quintsched.runtime.stage.batches.same_data import SameData, fingerprint
 
 from ..toys import sgd

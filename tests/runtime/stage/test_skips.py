@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Carry, Engine
-from quintsched.runtime.blocks.blocks import build_block
+from quintsched.runtime.blocks.block_outlines import build_block
 from quintsched.runtime.comm import Rules, Transport, run_local
 
 from ..toys import difference, sgd

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Carry, Engine
-from quintsched.runtime.blocks.blocks import build_block, split_result
+from quintsched.runtime.blocks.block_outlines import build_block, split_result
 from quintsched.runtime.blocks.trees import flatten, tensors_of
 from quintsched.runtime.comm import Transport, run_local
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Carry, Engine
-from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ..toys import adam, difference, ids_task, sgd, share, tiny_gpt, train_on, train_plainly, worst_difference
 

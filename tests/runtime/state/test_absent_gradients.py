@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine, MoE
-from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.state import grad_buckets
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import Blocks, build_model
+from quintsched.runtime.blocks.block_outlines import Blocks, build_model
 from quintsched.runtime.comm import Transport, run_local
 
 WIDTH, STEPS = 4, 5

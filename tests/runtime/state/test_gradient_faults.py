@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ..interpreter.test_refused_plans import WIDTH, alone, batch, linear, squared_sum, train
 from ..toys import ids_task, sgd, tiny_gpt, worst_difference

@@ -14,11 +14,11 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_tied, moe_gpt
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.model import Experts, Model
 from quintsched.strategies.descriptions.parameters import total
+from quintsched.strategies.prediction.layers_of_ranks import stage_layers, stages_of_rank
 from quintsched.strategies.prediction.memory.buckets import Layout, stage_tensors
-from quintsched.strategies.prediction.stages import stage_layers, stages_of_rank
 
 VOCAB, SEQ, DEPTH, HIDDEN, HEADS = 96, 16, 4, 24, 4
 DENSE = Model(layers=DEPTH, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, seq=SEQ, tied=False, dropout=False)

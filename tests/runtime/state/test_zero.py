@@ -17,7 +17,7 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from tests.compiling import torch_compiles
 
 from ..matrix import CASES

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import quintsched as qs
-from quintsched.runtime.blocks.blocks import Blocks, build_model
+from quintsched.runtime.blocks.block_outlines import Blocks, build_model
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.parallel.dropout import Masks, Unit, key_dropouts
-from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
+from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
 
 from ..toys import CLASSES, difference, sgd
 

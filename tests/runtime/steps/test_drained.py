@@ -8,7 +8,7 @@ import torch
 import quintsched as qs
 from quintsched.runtime import Engine, drained
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
+from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
 
 from ..toys import sgd
 from .changing import Batch, Run, Shape, batches, require_equal, small_gpt, train_alone

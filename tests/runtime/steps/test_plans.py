@@ -12,7 +12,7 @@ import quintsched as qs
 from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ..toys import sgd
 from .changing import Shape, batches, require_equal, small_gpt, train_alone, train_on

@@ -14,7 +14,7 @@ import quintsched as qs
 from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ..toys import CLASSES, sgd
 

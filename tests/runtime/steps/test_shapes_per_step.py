@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Carry, Engine
-from quintsched.runtime.blocks.blocks import build_model, split_result
+from quintsched.runtime.blocks.block_outlines import build_model, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ..toys import CLASSES, sgd
 from . import changing

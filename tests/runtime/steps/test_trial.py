@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ..toys import CLASSES, sgd
 from .changing import Shape, batches, require_equal, train_alone, train_on

@@ -16,8 +16,8 @@ import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.runtime import JobConfig, Trainer, plan_of
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.splitting.adapters.transformers import CausalLMLoss
-from quintsched.runtime.train.losses import accuracy_of
+from quintsched.runtime.splitting.adapters.transformers_models import CausalLMLoss
+from quintsched.runtime.train.summed_losses import accuracy_of
 
 from ..families.cells import Doubles
 

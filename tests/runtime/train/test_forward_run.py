@@ -14,9 +14,9 @@ from torch import Tensor
 from quintsched.errors import QuintschedError, UsageError
 from quintsched.runtime import JobConfig, Transport, build_model, run_local
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.data.dataset import gather_batch
-from quintsched.runtime.data.sources import load_dataset
-from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.data.data_sources import load_dataset
+from quintsched.runtime.data.memory_dataset import gather_batch
+from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.models.vit import ViTOptions, vit
 from quintsched.runtime.train.forward_run import ForwardRun

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.runtime.comm import run_local
-from quintsched.runtime.data.loaders import OTHER_DATA, LoaderFeed, batch_of
-from quintsched.runtime.launch.to_plan import plan_of
-from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.data.user_loaders import OTHER_DATA, LoaderFeed, batch_of
+from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 

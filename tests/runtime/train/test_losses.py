@@ -10,9 +10,9 @@ import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.runtime import run_local
 from quintsched.runtime.data import IGNORED_TARGET
-from quintsched.runtime.launch.to_plan import plan_of
-from quintsched.runtime.settings.job import JobConfig
-from quintsched.runtime.train.losses import CausalZLoss, ZLoss, correct_sum, cross_entropy_sum, with_z_loss
+from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime.settings.job_file import JobConfig
+from quintsched.runtime.train.summed_losses import CausalZLoss, ZLoss, correct_sum, cross_entropy_sum, with_z_loss
 from quintsched.runtime.train.trainer import Trainer
 
 

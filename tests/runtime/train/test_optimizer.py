@@ -9,12 +9,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quintsched.errors import UsageError
-from quintsched.runtime.blocks.blocks import build_model, undecayed_weights
+from quintsched.runtime.blocks.block_outlines import build_model, undecayed_weights
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.models.vit import ViTOptions, vit
 from quintsched.runtime.settings.optimizer_settings import OPTIMIZERS, LearningRateConfig, OptimizerConfig
-from quintsched.runtime.train.optimizer import build_optimizer, keep_own_rates, learning_rate_factor, set_learning_rate
+from quintsched.runtime.train.job_optimizer import (
+    build_optimizer,
+    keep_own_rates,
+    learning_rate_factor,
+    set_learning_rate,
+)
 
 Shape: TypeAlias = Literal["constant", "linear", "cosine"]
 

@@ -13,9 +13,9 @@ import pytest
 
 from quintsched.errors import UsageError, WriteError
 from quintsched.runtime.comm import run_local
-from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.worker import main
-from quintsched.runtime.settings.job import JobConfig, SinkConfig
+from quintsched.runtime.settings.job_file import JobConfig, SinkConfig
 from quintsched.runtime.train.reporter import Reporter, Sinks, require_sinks
 from quintsched.runtime.train.trainer import Trainer
 

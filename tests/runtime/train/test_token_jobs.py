@@ -16,7 +16,7 @@ from quintsched.runtime.data import IGNORED_TARGET, DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.models.gpt import GPTOptions, gpt
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.tokens import TokenWriter
 
 SEQUENCE = 12

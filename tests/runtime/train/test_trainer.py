@@ -17,14 +17,14 @@ from torch import Tensor
 import quintsched as qs
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import Dataset, Split
-from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, file_name, read_manifest
 from quintsched.runtime.saving.write_tensors import hash_file
-from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
-from quintsched.trace.measured import Trace
+from quintsched.trace.measured_trace import Trace
 
 DATA = """
 import numpy as np
@@ -324,7 +324,7 @@ def test_ranks_that_need_no_data_read_none(data_file: Path, monkeypatch: pytest.
         loads.append(1)
         return Dataset(name="d", train=split, validation=split, num_classes=4)
 
-    monkeypatch.setattr("quintsched.runtime.train.feed.load_dataset", load)
+    monkeypatch.setattr("quintsched.runtime.train.batch_feed.load_dataset", load)
     fit(config)
     assert len(loads) == 2
 

@@ -242,7 +242,7 @@ def test_a_first_validation_loss_that_is_not_finite_is_no_best(data_file: Path) 
     config = job(data_file, train={"epochs": 4, "patience": 3, "optimizer": {"lr": 0.0}})
 
     def run(transport: Transport) -> float | None:
-        from quintsched.runtime.launch.to_plan import plan_of
+        from quintsched.runtime.launch.job_plan import plan_of
         from quintsched.runtime.train.trainer import Trainer
 
         trainer = Trainer.of_job(config, plan_of(config), transport)

@@ -11,9 +11,9 @@ import pytest
 
 import quintsched as qs
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.settings.intervals import Interval
-from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.runtime.launch.to_plan import plan_of
+from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.worker import main
-from quintsched.runtime.settings.job import JobConfig
+from quintsched.runtime.settings.job_file import JobConfig
 
 from ..models.test_gpt import COUNTING
 

@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.runtime.watch import verdict
-from quintsched.runtime.watch.cell import INDEX, START, WORLD_CODE, Cell, CellReader
+from quintsched.runtime.watch import announce_verdict
+from quintsched.runtime.watch.connect_to_hub import WatchOptions, find_watch, tell_end, tell_refusal
 from quintsched.runtime.watch.hub import Hub
 from quintsched.runtime.watch.hub_connection import HEAD, JSON, KEY
-from quintsched.runtime.watch.judge import Member
-from quintsched.runtime.watch.start import WatchOptions, find_watch, tell_end, tell_refusal
-from quintsched.stalls.report import StallReport
+from quintsched.runtime.watch.position_cell import INDEX, START, WORLD_CODE, Cell, CellReader
+from quintsched.runtime.watch.verdict_timing import Member
+from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import Fate
 
 RANK = """
 import sys, time
 import quintsched as qs
-from quintsched.runtime.watch.cell import INDEX
-from quintsched.runtime.watch.start import WatchOptions, find_watch
+from quintsched.runtime.watch.position_cell import INDEX
+from quintsched.runtime.watch.connect_to_hub import WatchOptions, find_watch
 
 rank = int(sys.argv[1])
 publisher = find_watch(rank, 2, WatchOptions(stall_after=1.0, report=sys.argv[2]), host_waits=True)
@@ -44,7 +44,7 @@ sys.stdin.read()
 REFUSING = """
 import sys
 from quintsched.errors import UsageError
-from quintsched.runtime.watch.start import WatchOptions, find_watch
+from quintsched.runtime.watch.connect_to_hub import WatchOptions, find_watch
 
 publisher = find_watch(int(sys.argv[1]), 2, WatchOptions(), host_waits=True)
 print("here", flush=True)
@@ -56,7 +56,7 @@ print(publisher.has_said(error), flush=True)
 
 UNCLEAR = """
 import sys
-from quintsched.runtime.watch.start import WatchOptions, find_watch
+from quintsched.runtime.watch.connect_to_hub import WatchOptions, find_watch
 
 publisher = find_watch(int(sys.argv[1]), 2, WatchOptions(), host_waits=True)
 print("here", flush=True)
@@ -122,7 +122,7 @@ def test_a_killed_rank_is_named_with_the_place_of_its_last_store(
 def test_a_rank_hears_whether_its_refusal_was_said(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, refusing: tuple[int, ...], words: str, said: bool | None
 ) -> None:
-    monkeypatch.setattr("quintsched.runtime.watch.judge.REFUSAL_S", 0.5 if len(refusing) == 1 else 20.0)
+    monkeypatch.setattr("quintsched.runtime.watch.verdict_timing.REFUSAL_S", 0.5 if len(refusing) == 1 else 20.0)
     with ExitStack() as held:
         ranks = []
         for rank in range(2):
@@ -147,7 +147,7 @@ def test_a_rank_hears_whether_its_refusal_was_said(
 def test_a_rank_whose_own_code_failed_as_it_communicated_says_so_before_the_verdict(
     hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quintsched.runtime.watch.judge.COMPLAINT_S", 0.2)
+    monkeypatch.setattr("quintsched.runtime.watch.verdict_timing.COMPLAINT_S", 0.2)
     start_rank(0)
     command, pipe = [sys.executable, "-c", UNCLEAR, "1"], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | hub.environment) as rank:
@@ -182,8 +182,8 @@ def test_a_stopped_rank_elsewhere_is_named_since_it_does_not_answer(
     hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hub, "_machine", "another")
-    monkeypatch.setattr("quintsched.runtime.watch.judge.CUT_OFF_S", 2.5)
-    monkeypatch.setattr("quintsched.runtime.watch.progress.FIRST_S", 1.0)
+    monkeypatch.setattr("quintsched.runtime.watch.verdict_timing.CUT_OFF_S", 2.5)
+    monkeypatch.setattr("quintsched.runtime.watch.stall_limits.FIRST_S", 1.0)
     ranks = [start_rank(0), start_rank(1)]
     time.sleep(1.0)  # where they are is sampled
     ranks[1].send_signal(signal.SIGSTOP)
@@ -207,8 +207,8 @@ def test_a_launcher_elsewhere_tells_how_a_rank_ended(
     assert tell_end(f"{hub.address} {hub.key}", 1, -signal.SIGKILL)
     verdict = hub.wait(5)
     assert verdict is not None
-    assert verdict.culprits == (1,)
-    assert "was killed by SIGKILL in step 3" in verdict.message
+    assert announce_verdict.culprits == (1,)
+    assert "was killed by SIGKILL in step 3" in announce_verdict.message
     assert not tell_end("127.0.0.1:1 key", 0, 5)
 
 
@@ -217,7 +217,7 @@ def test_ranks_that_end_with_their_launcher_say_so(hub: Hub, tmp_path: Path) -> 
     launcher = (
         "import subprocess, sys, os\n"
         "os.environ['TORCHELASTIC_RUN_ID'] = 'x'\n"
-        "begin = 'from quintsched.runtime.watch.rendezvous.parent import end_with_launcher; end_with_launcher()'\n"
+        "begin = 'from quintsched.runtime.watch.rendezvous.end_with_parent import end_with_launcher as ends; ends()'\n"
         "for rank in '01': subprocess.Popen([sys.executable, '-c', begin + sys.argv[1], rank, sys.argv[2]])\n"
         "sys.stdin.read()"
     )
@@ -228,8 +228,8 @@ def test_ranks_that_end_with_their_launcher_say_so(hub: Hub, tmp_path: Path) -> 
         process.kill()
         verdict = hub.wait(10)
     assert verdict is not None
-    assert verdict.culprits == (0, 1)
-    assert verdict.message.count(f"(as its launcher, process {process.pid}, has ended)") == 2
+    assert announce_verdict.culprits == (0, 1)
+    assert announce_verdict.message.count(f"(as its launcher, process {process.pid}, has ended)") == 2
 
 
 @pytest.mark.sampled(1)
@@ -238,7 +238,7 @@ def test_ranks_that_end_with_their_launcher_say_so(hub: Hub, tmp_path: Path) -> 
 def test_a_rank_that_cannot_connect_says_why_and_where(
     hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch, letter: str
 ) -> None:
-    monkeypatch.setattr("quintsched.runtime.watch.judge.REFUSAL_S", 0.5)
+    monkeypatch.setattr("quintsched.runtime.watch.verdict_timing.REFUSAL_S", 0.5)
     assert not tell_refusal(1, "there is no hub", 2)
     for name, value in hub.environment.items():
         monkeypatch.setenv(name, value)
@@ -246,8 +246,8 @@ def test_a_rank_that_cannot_connect_says_why_and_where(
     assert tell_refusal(1, f"model.py:3: the import failed: ValueError {letter * 2000}", 2)
     verdict = hub.wait(5)
     assert verdict is not None
-    assert (verdict.culprits, verdict.exit_code, verdict.comes_again) == ((1,), 2, False)
-    assert verdict.message.startswith(
+    assert (announce_verdict.culprits, announce_verdict.exit_code, announce_verdict.comes_again) == ((1,), 2, False)
+    assert announce_verdict.message.startswith(
         f"rank 1 (host {socket.gethostname()}, pp=1) failed: model.py:3: the import failed"
     )
 
@@ -309,13 +309,13 @@ def test_the_verdict_waits_for_no_report(tmp_path: Path, monkeypatch: pytest.Mon
     elif kind == "link":
         path.symlink_to(precious)
     else:
-        writes = verdict.write_plain
-        monkeypatch.setattr(verdict, "write_plain", lambda *given: (time.sleep(1.5), writes(*given)))
-    plans = verdict.Plans()
+        writes = announce_verdict.write_plain
+        monkeypatch.setattr(announce_verdict, "write_plain", lambda *given: (time.sleep(1.5), writes(*given)))
+    plans = announce_verdict.Plans()
     plans.add(0, qs.compile("1f1b", mesh="pp=2", microbatches=2).to_json().encode())
     members = [Member(0, has_come=True), Member(1, has_come=True, fate=Fate("signal", 9))]
     began = time.monotonic()
-    made = verdict.make_verdict(members, plans, path, 1.0, still_s=1.0)
+    made = announce_verdict.make_verdict(members, plans, path, 1.0, still_s=1.0)
     assert time.monotonic() - began < 1.2
     assert made.culprits == (1,)
     assert {"fifo": "it is a FIFO", "link": "it is a symbolic link", "slow": "still being written"}[
@@ -327,11 +327,11 @@ def test_the_verdict_waits_for_no_report(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_before_there_is_a_plan_there_are_words_as_well() -> None:
-    plans, waits = verdict.Plans(), START._replace(wait=WORLD_CODE)
+    plans, waits = announce_verdict.Plans(), START._replace(wait=WORLD_CODE)
     members = [Member(0, "a", place=waits, has_come=True), Member(1, "b"), Member(2, "c", place=waits)]
     members[1].fail("own", "ValueError: no such file", 1, 3.0)
     members[1].end(Fate("exit", 1), 3.5)
-    made = verdict.make_verdict(members, plans, None, 4.0, still_s=1.0)
+    made = announce_verdict.make_verdict(members, plans, None, 4.0, still_s=1.0)
     assert made.culprits == (1,)
     assert made.message == (
         "rank 1 (host b) raised ValueError: no such file (exit code 1), setting up\n"
@@ -339,10 +339,10 @@ def test_before_there_is_a_plan_there_are_words_as_well() -> None:
     )
     assert made.exit_code == 1
     members[1] = Member(1, "b", has_come=True)
-    made = verdict.make_verdict(members, plans, None, 4.0, still_s=1.0)
+    made = announce_verdict.make_verdict(members, plans, None, 4.0, still_s=1.0)
     assert made.culprits == (1,)
     assert made.message.startswith("rank 1 (host b) has not gone on for 4.0 s setting up\nrank 0 waits for it")
     members[1] = Member(1, "b", place=waits)
-    made = verdict.make_verdict(members, plans, None, 4.0, still_s=1.0)
+    made = announce_verdict.make_verdict(members, plans, None, 4.0, still_s=1.0)
     assert made.culprits == ()
     assert made.message.startswith("nobody can be told from the others")

@@ -2,9 +2,9 @@
 
 import pytest
 
-from quintsched.runtime.watch.cell import NOTHING, START, WORLD_CODE, Place
-from quintsched.runtime.watch.judge import Judge, Member, Ruling
-from quintsched.runtime.watch.progress import FLOOR_S, Patience, Progress
+from quintsched.runtime.watch.position_cell import NOTHING, START, WORLD_CODE, Place
+from quintsched.runtime.watch.stall_limits import FLOOR_S, Patience, Progress
+from quintsched.runtime.watch.verdict_timing import Judge, Member, Ruling
 from quintsched.stalls.states import Fate
 
 STEP = Place(4, 7, 0, "step", NOTHING, 7, 14)

@@ -13,7 +13,7 @@ from torch import nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.stalls.report import StallReport
+from quintsched.stalls.stall_report import StallReport
 
 from ..ranks import run_ranks
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from quintsched.runtime.watch.cell import NOTHING, START, UNKNOWN, Place, receive_code
-from quintsched.runtime.watch.progress import FLOOR_S, Patience, Progress
+from quintsched.runtime.watch.position_cell import NOTHING, START, UNKNOWN, Place, receive_code
+from quintsched.runtime.watch.stall_limits import FLOOR_S, Patience, Progress
 
 TICK_S = 0.1
 WAITS = receive_code(1)

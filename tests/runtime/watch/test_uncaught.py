@@ -16,9 +16,9 @@ from torch import nn
 
 import quintsched as qs
 from quintsched.runtime import Engine, run_local
-from quintsched.runtime.watch import uncaught
+from quintsched.runtime.watch import uncaught_error
 from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
-from quintsched.runtime.watch.rendezvous.store import serve
+from quintsched.runtime.watch.rendezvous.key_value_store import serve
 
 from ..launch.test_processes import run
 
@@ -74,7 +74,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_traceback_is_that_of_the_users_code(
     code_error: qs.QuintschedError, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    uncaught.report(code_error, 0, with_trace=True)
+    uncaught_error.report(code_error, 0, with_trace=True)
     head, note, *rest = capsys.readouterr().err.splitlines()
     trace = rest[rest.index(TRACE) :]
     assert head.endswith("stage 0, block 0 (Picky): ValueError: no such token")
@@ -89,12 +89,12 @@ def test_the_traceback_is_that_of_the_users_code(
 def test_all_of_it_is_on_the_first_rank_alone(
     code_error: qs.QuintschedError, stores: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    uncaught.report(code_error, 1, with_trace=True)
+    uncaught_error.report(code_error, 1, with_trace=True)
     assert capsys.readouterr().err.count(TRACE) == 1
-    uncaught.report(code_error, 0, with_trace=True)
+    uncaught_error.report(code_error, 0, with_trace=True)
     line = "error: rank 0: stage 0, block 0 (Picky): ValueError: no such token (rank 1 has printed all of it)\n"
     assert capsys.readouterr().err == line
-    uncaught.report(KeyError("another"), 0, with_trace=True)
+    uncaught_error.report(KeyError("another"), 0, with_trace=True)
     assert capsys.readouterr().err.startswith("error: rank 0: KeyError: 'another'")
 
 
@@ -104,7 +104,7 @@ def test_ranks_without_a_common_store_each_print_all(
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     for rank in range(2):
-        uncaught.report(code_error, rank, with_trace=True)
+        uncaught_error.report(code_error, rank, with_trace=True)
     assert capsys.readouterr().err.count(TRACE) == 2
 
 
@@ -112,21 +112,21 @@ def test_a_verdict_is_printed_whole_once(stores: None, capsys: pytest.CaptureFix
     verdict = qs.StallError("rank 2 was killed\nrank 1 waits for it")
     verdict.was_told = False
     for rank in (1, 0):
-        uncaught.report(verdict, rank, with_trace=False)
+        uncaught_error.report(verdict, rank, with_trace=False)
     assert capsys.readouterr().err.splitlines() == [
         "error: rank 2 was killed",
         "rank 1 waits for it",
         "error: rank 0: rank 2 was killed (rank 1 has printed all of it)",
     ]
     verdict.was_told = True
-    uncaught.report(verdict, 0, with_trace=False)
+    uncaught_error.report(verdict, 0, with_trace=False)
     assert capsys.readouterr().err == ""
 
 
 def test_a_defect_of_this_package_keeps_all_its_frames(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AttributeError) as caught:
-        uncaught.report_once(1, 0)  # type: ignore[arg-type]
-    uncaught.report(caught.value, 0, with_trace=True)
+        uncaught_error.report_once(1, 0)  # type: ignore[arg-type]
+    uncaught_error.report(caught.value, 0, with_trace=True)
     assert "uncaught.py" in (said := capsys.readouterr().err)
     assert "frames of quintsched" not in said
 
@@ -134,8 +134,8 @@ def test_a_defect_of_this_package_keeps_all_its_frames(capsys: pytest.CaptureFix
 def test_torchrun_is_told_once(code_error: qs.QuintschedError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    uncaught.report(code_error, 0, with_trace=True)
-    uncaught.report(KeyError("later"), 0, with_trace=True)
+    uncaught_error.report(code_error, 0, with_trace=True)
+    uncaught_error.report(KeyError("later"), 0, with_trace=True)
     found = json.loads(file.read_text())["message"]
     assert found["message"] == found["extraInfo"]["py_callstack"]
     assert found["message"].endswith("block 0 (Picky): ValueError: no such token")
@@ -148,13 +148,13 @@ def test_a_hook_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     def mine(*_: Any) -> None: ...
 
     monkeypatch.setattr(sys, "excepthook", mine)
-    uncaught.report_uncaught()
+    uncaught_error.report_uncaught()
     assert sys.excepthook is mine
     monkeypatch.setattr(sys, "excepthook", _distributed_excepthook)
-    uncaught.report_uncaught(mine)
+    uncaught_error.report_uncaught(mine)
     assert sys.excepthook is _distributed_excepthook
-    uncaught.report_uncaught(sys.__excepthook__)
-    assert sys.excepthook is uncaught._report
+    uncaught_error.report_uncaught(sys.__excepthook__)
+    assert sys.excepthook is uncaught_error._report
 
 
 LOOP = """

@@ -3,9 +3,9 @@
 import pytest
 
 import quintsched as qs
-from quintsched.runtime.watch.cell import NOTHING, WORLD_CODE, Place
-from quintsched.runtime.watch.judge import ErrorKind, Member
-from quintsched.runtime.watch.verdict import Plans, Verdict, make_verdict, own_errors
+from quintsched.runtime.watch.announce_verdict import Plans, Verdict, make_verdict, own_errors
+from quintsched.runtime.watch.position_cell import NOTHING, WORLD_CODE, Place
+from quintsched.runtime.watch.verdict_timing import ErrorKind, Member
 from quintsched.stalls.states import Fate
 
 NOW_S = 70_000.0

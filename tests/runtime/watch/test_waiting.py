@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.ir.instructions import RecvGrad, SendAct
+from quintsched.ir.instruction_set import RecvGrad, SendAct
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.train.losses import cross_entropy_sum
-from quintsched.runtime.watch.cell import (
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.watch.position_cell import (
     NOTHING,
     UNKNOWN,
     WaitCell,

@@ -9,8 +9,8 @@ import pytest
 
 from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.library import find_hardware, find_model
-from quintsched.strategies.descriptions.placement import check, resolved
 from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy_validity import check, resolved
 from quintsched.user_code import load_schedule
 
 NONSENSE: list[tuple[str, dict[str, Any], str]] = [

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.strategies.descriptions.rows import AXES, read_row
+from quintsched.strategies.descriptions.flag_rows import AXES, read_row
 
 GPT = {"layers": 8, "hidden": 64, "heads": 8, "vocab": 512, "seq": 128}
 GPU = {"tflops": {"bf16": 100}, "memory_gb": 16, "memory_gbps": 1000, "link_gbps": 100, "network_gbps": 10}

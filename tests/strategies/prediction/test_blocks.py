@@ -7,8 +7,8 @@ from quintsched.strategies.descriptions.hardware import Measured
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction import operators
-from quintsched.strategies.prediction.columns import Table
 from quintsched.strategies.prediction.efficiency import LAUNCH_S, launches
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import distinct_blocks, evaluate, sizes_of
 
 GPT = find_model({"layers": 4, "hidden": 256, "heads": 4, "attention": "flash2", "dropout": False})

@@ -5,9 +5,9 @@ import pytest
 from quintsched.schedules import all_schedules
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.columns import Table
-from quintsched.strategies.prediction.plans import plan_of
 from quintsched.strategies.prediction.simulated import agreement, costs_of, simulated_step_s
+from quintsched.strategies.prediction.strategy_columns import Table
+from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.prediction.table import evaluate
 
 TOLERANCE = 0.01

@@ -5,7 +5,7 @@ import numpy as np
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Experts, Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.stages import Layout, kinds
+from quintsched.strategies.prediction.layers_of_ranks import Layout, kinds
 from quintsched.strategies.prediction.table import Table, evaluate
 
 MODEL = Model(layers=6, hidden=512, heads=8)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quintsched.strategies.profiles.exchange import blocking_1f1b
-from quintsched.strategies.profiles.stages import Exchange
+from quintsched.strategies.profiles.blocking_1f1b import blocking_1f1b
+from quintsched.strategies.profiles.stage_times import Exchange
 
 FREE = Exchange(0.0, 0.0, 0.0)
 

@@ -14,10 +14,10 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.profiles.aceso import read_layout
 from quintsched.strategies.profiles.compose import Composed, compose
-from quintsched.strategies.profiles.layout import even_layout
+from quintsched.strategies.profiles.operator_layout import even_layout
 from quintsched.strategies.profiles.profile import Profile
 from quintsched.strategies.profiles.rates import rate_at
-from quintsched.strategies.profiles.reading import Measured, read_profile
+from quintsched.strategies.profiles.read_profile import Measured, read_profile
 from quintsched.strategies.profiles.resize import resized
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data"

@@ -10,9 +10,9 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.strategies.descriptions.library import find_hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.profiled.predict import predict_from_profile
+from quintsched.strategies.prediction.profiled.predict_from_profile import predict_from_profile
 from quintsched.strategies.profiles.aceso import read_folder
-from quintsched.strategies.profiles.layout import even_layout
+from quintsched.strategies.profiles.operator_layout import even_layout
 from quintsched.strategies.profiles.profile import Profile
 
 FOLDER = Path(__file__).parents[2] / "data" / "aceso"

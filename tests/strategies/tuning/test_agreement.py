@@ -3,8 +3,8 @@
 import pytest
 
 from quintsched.strategies.descriptions.library import find_hardware, find_model
-from quintsched.strategies.prediction.plans import plan_of
 from quintsched.strategies.prediction.simulated import agreement
+from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.tuning.tune import tune
 
 

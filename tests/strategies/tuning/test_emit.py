@@ -8,7 +8,7 @@ from quintsched.plan import Plan
 from quintsched.strategies.descriptions.library import find_model, model_names
 from quintsched.strategies.descriptions.model import Experts, Images, Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.plans import plan_of
+from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.tuning.emit import built_in, emit, job_file
 
 GPT = Model(layers=6, hidden=64, heads=4, vocab=256, seq=64)

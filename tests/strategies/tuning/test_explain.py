@@ -10,7 +10,7 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.step import predict
 from quintsched.strategies.tuning.evaluator import Evaluator
-from quintsched.strategies.tuning.explain import explain, least_memory, misfit, smallest_change, terms
+from quintsched.strategies.tuning.explain_choice import explain, least_memory, misfit, smallest_change, terms
 from quintsched.strategies.tuning.tune import tune
 
 from .problems import groups, problem

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.prediction.blocks import WIDTHS
-from quintsched.strategies.prediction.columns import Table
+from quintsched.strategies.prediction.block_times import WIDTHS
+from quintsched.strategies.prediction.layers_of_ranks import Kinds
 from quintsched.strategies.prediction.memory.activations import Sizes
 from quintsched.strategies.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
 from quintsched.strategies.prediction.memory.own_runtime import own_activations, own_gathered
 from quintsched.strategies.prediction.memory.terms import Mesh, Ranks, memory_terms
-from quintsched.strategies.prediction.stages import Kinds
+from quintsched.strategies.prediction.strategy_columns import Table
 
 
 def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> dict[str, NDArray[np.float64]]:

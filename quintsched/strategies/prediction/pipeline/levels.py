@@ -17,19 +17,19 @@ from itertools import pairwise
 
 import numpy as np
 
+from quintsched.graph.blocking_profile import meeting_order
 from quintsched.graph.edges import build_graph
 from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Events
-from quintsched.graph.profiles import PROFILES
-from quintsched.graph.rendezvous import meeting_order
-from quintsched.ir.columns import Ints
-from quintsched.ir.instructions import Bwd, BwdInput, BwdWeight, Fwd, Message, Recompute, RecvGrad, SendAct
+from quintsched.graph.transport_profiles import PROFILES
+from quintsched.ir.instruction_columns import Ints
+from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Fwd, Message, Recompute, RecvGrad, SendAct
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData
 from quintsched.passes.place_messages import place_messages
 from quintsched.passes.place_recomputes import place_recomputes
 from quintsched.schedules import find_schedule
-from quintsched.schedules.kit.order import order_of_computation
+from quintsched.schedules.kit.bare_order import order_of_computation
 
 KINDS = (Fwd, BwdInput, BwdWeight, Bwd, Recompute, Message)
 """Classes with a duration, in the order of a table of durations; a message counts with the stage whose input, or

@@ -20,15 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from quintsched.errors import UsageError
-from quintsched.ir.instructions import Recompute
+from quintsched.ir.instruction_set import Recompute
 from quintsched.ir.mesh import Mesh
 from quintsched.schedules import find_schedule
-from quintsched.schedules.kit.order import order_of_computation
+from quintsched.schedules.kit.bare_order import order_of_computation
 from quintsched.simulation import activation_memory
 from quintsched.simulation.costs import Costs
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
+from quintsched.strategies.prediction.pipeline.equal_ranks import Each, Passes, Pipelines, Values, chunked
 from quintsched.strategies.prediction.pipeline.levels import KINDS, levels_of
-from quintsched.strategies.prediction.pipeline.runs import Each, Passes, Pipelines, Values, chunked
 
 Numbers: TypeAlias = float | npt.ArrayLike
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from quintsched.strategies.prediction.blocks import Blocks
-from quintsched.strategies.prediction.columns import Table, distinct
+from quintsched.strategies.prediction.block_times import Blocks
+from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, Kinds, PerMicrobatch
 from quintsched.strategies.prediction.operators import Array
+from quintsched.strategies.prediction.pipeline.equal_ranks import Pipelines
 from quintsched.strategies.prediction.pipeline.makespan import (
     bound_of,
     exposed_reductions,
@@ -25,8 +26,7 @@ from quintsched.strategies.prediction.pipeline.makespan import (
     stage_durations,
     staged,
 )
-from quintsched.strategies.prediction.pipeline.runs import Pipelines
-from quintsched.strategies.prediction.stages import BIDIRECTIONAL, Kinds, PerMicrobatch
+from quintsched.strategies.prediction.strategy_columns import Table, distinct
 
 Rows = NDArray[np.int64]
 Passes = tuple[Array, Array, Array]

@@ -1,4 +1,4 @@
-"""Predictions from measurements: `predict` from any profile, `hardware` with the rates of a measured step.
+"""Predictions from measurements: `predict_from_profile` from any profile, `measured_hardware` with measured rates.
 
 Imports `profiles` and the rest of `prediction`.
 """

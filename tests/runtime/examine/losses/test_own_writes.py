@@ -15,8 +15,8 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.examine.losses.examined import Examined
 from quintsched.runtime.examine.losses.real_batches import RealBatch, Unit
+from quintsched.runtime.examine.losses.watched_loss import Examined
 
 RANDOM = torch.Generator().manual_seed(5)
 OUTPUT = torch.randn(4, 5, generator=RANDOM, dtype=torch.float64)

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.examine.functions_kept import FunctionState
-from quintsched.runtime.examine.losses.values import is_known
+from quintsched.runtime.examine.function_state import FunctionState
+from quintsched.runtime.examine.losses.loss_value_checks import is_known
 
 from ...toys import sgd
 

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import build_model
+from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.examine.losses.stated import StatedExamination
+from quintsched.runtime.examine.losses.stated_weights import StatedExamination
 
 from ...toys import sgd
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.launch.worker import main
-from quintsched.runtime.parallel.context.context import ContextMethod
-from quintsched.runtime.train.losses import correct_sum, cross_entropy_sum
+from quintsched.runtime.parallel.context.context_parallel import ContextMethod
+from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
 
 from ...matrix import CASES
 from ...models.test_gpt import COUNTING

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.blocks.trees import TensorSpec
 from quintsched.runtime.comm import Rules, Transport, Work, run_local
-from quintsched.runtime.parallel.context.context import Context, ContextMethod, ContextParallel, SequenceShard
+from quintsched.runtime.parallel.context.context_parallel import Context, ContextMethod, ContextParallel, SequenceShard
 from quintsched.runtime.parallel.context.ring_attention import ring_channels
 
 METHODS: tuple[ContextMethod, ...] = ("ring", "gather", "ulysses")

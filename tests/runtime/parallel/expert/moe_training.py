@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.blocks import Blocks, build_model
+from quintsched.runtime.blocks.block_outlines import Blocks, build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import MoEGPTOptions, gpt_tied, moe_gpt
 from quintsched.runtime.parallel.expert.moe import mixtures
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ...toys import CLASSES, Task, difference, ids_task, sgd, share
 from ..lively import livelier

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine, MoE, apply_expert_parallel, apply_tensor_parallel
-from quintsched.runtime.blocks.blocks import build_block
-from quintsched.runtime.blocks.costs import estimate_costs
+from quintsched.runtime.blocks.block_costs import estimate_costs
+from quintsched.runtime.blocks.block_outlines import build_block
 from quintsched.runtime.blocks.module_state import saved_tensors
-from quintsched.runtime.blocks.shapes import trace_shapes
+from quintsched.runtime.blocks.shape_inference import trace_shapes
 from quintsched.runtime.blocks.trees import TensorSpec, TreeSpec
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import MoEGPTOptions
 from quintsched.runtime.models.layers import Mlp
 from quintsched.runtime.parallel.expert.moe import expert_weights
-from quintsched.runtime.stage.build import Stage
+from quintsched.runtime.stage.build_stages import Stage
 from quintsched.runtime.state.grad_buckets import cut_buckets
 
 from ...toys import CLASSES, difference, ids_task, sgd

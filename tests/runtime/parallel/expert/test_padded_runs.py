@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine, MoE
-from quintsched.runtime.blocks.blocks import Blocks
+from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.parallel.expert import moe
 from quintsched.runtime.parallel.expert.router import Dispatch, counted
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ...steps import changing
 from ...steps.changing import Shape

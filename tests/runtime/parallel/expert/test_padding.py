@@ -18,7 +18,7 @@ from quintsched.runtime import Engine, MoE, apply_expert_parallel
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import MoEGPTOptions
 from quintsched.runtime.models.layers import Mlp
-from quintsched.runtime.train.losses import cross_entropy_sum
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ...toys import difference, sgd
 from .moe_training import moe_blocks

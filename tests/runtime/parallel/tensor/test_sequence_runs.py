@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime.blocks.blocks import Blocks, build_block
+from quintsched.runtime.blocks.block_outlines import Blocks, build_block
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.launch.worker import main

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.comm import Group, LocalTransport, LocalWorld, SelfGroup, Transport, run_local
-from quintsched.runtime.parallel.tensor.apply import (
+from quintsched.runtime.parallel.tensor.cut_module import (
     ColumnParallelLinear,
     RowParallelLinear,
     Shard,

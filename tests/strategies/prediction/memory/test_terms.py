@@ -10,10 +10,10 @@ import pytest
 from quintsched.strategies.descriptions.library import find_hardware, find_model, model_names
 from quintsched.strategies.descriptions.parameters import total
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.columns import Table
 from quintsched.strategies.prediction.memory.activations import Sizes, block_kept
 from quintsched.strategies.prediction.memory.terms import FRAGMENTATION
 from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import evaluate, held
 
 GPT3, A100 = find_model("gpt3-175b"), find_hardware("a100-80gb")

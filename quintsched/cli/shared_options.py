@@ -1,0 +1,126 @@
+"""Shared code of the commands: options, reading of plans and costs, output as text or JSON."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quintsched.errors import UsageError
+from quintsched.files.progress_line import progress
+from quintsched.files.terminal import shown, shown_json, write_line
+
+if TYPE_CHECKING:
+    from quintsched.plan import Plan
+    from quintsched.schedules import Schedule
+    from quintsched.simulation.costs import Costs
+    from quintsched.simulation.simulator import Simulation
+    from quintsched.trace.measured_trace import Trace
+
+PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file; - reads standard input.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else.")]
+CostsFile = Annotated[
+    Path | None, typer.Option("--costs", metavar="FILE", help="A JSON file of costs; default: unit costs.")
+]
+MICROBATCHES = "How many microbatches each replica's share of the batch is cut into"
+"""Meaning of `--microbatches`, in every command."""
+Microbatches = Annotated[int, typer.Option("--microbatches", "-m", metavar="M", help=f"{MICROBATCHES}.")]
+MemoryCap = Annotated[
+    float | None,
+    typer.Option(
+        "--memory-cap", metavar="X", help="For schedules that search: most activations on a rank, in microbatches."
+    ),
+]
+
+
+def say(lines: str | Iterable[str]) -> None:
+    """Write lines to standard output."""
+    typer.echo(shown(lines if isinstance(lines, str) else "\n".join(lines)))
+
+
+def note(line: str) -> None:
+    """Write a line to standard error."""
+    write_line(line)
+
+
+def emit(data: object) -> None:
+    """Write data as JSON to standard output."""
+    typer.echo(shown_json(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)))
+
+
+def read_plan(file: str) -> Plan:
+    """Read a plan file, or standard input for "-"."""
+    from quintsched.files.atomic import read_whole
+    from quintsched.formats.plan_file import MAX_BYTES, loads
+    from quintsched.plan import Plan
+
+    with progress(f"reading {file}"):
+        return Plan.of(loads(read_whole(None, MAX_BYTES, "the plan"))) if file == "-" else Plan.load(file)
+
+
+def read_costs(file: Path | None) -> Costs | None:
+    """Read a costs file, if one is named."""
+    from quintsched.simulation.costs import Costs
+
+    return None if file is None else Costs.load(file)
+
+
+def read_trace(directory: Path, plan: Plan) -> Trace:
+    """Read the trace that a run of a plan left in a directory."""
+    from quintsched.trace.measured_trace import Trace
+
+    return Trace.load(directory, plan)
+
+
+def write_costs(costs: Costs, file: Path) -> None:
+    """Write a costs file with the costs that were set; raises `UsageError` on failure."""
+    from quintsched.files.atomic import write_whole
+
+    text = json.dumps(costs.model_dump(mode="json", exclude_unset=True, exclude_none=True), indent=1)
+    write_whole(file, text + "\n", "the costs")
+
+
+def refuse_input(output: Path | None, *inputs: str | Path | None) -> None:
+    """Raise `UsageError` if `output` is one of the files that a command reads, links resolved.
+
+    An input may be "-", None, a directory (its files then count) or "my_file.py:name".
+    """
+    from quintsched.files.atomic import same_file
+    from quintsched.user_code import file_of
+
+    for read in filter(None, inputs):
+        place = Path("/dev/stdin") if read == "-" else Path(file_of(str(read)))
+        if output is not None and same_file(output, place):
+            raise UsageError(f"{output}: the command reads this file ({read}); write to another one")
+
+
+def simulate_plan(plan: Plan, costs: Costs | None = None) -> Simulation:
+    """Time a plan; raises `UnsoundError` with the counter-example where it is not sound: its times mean nothing."""
+    with progress(f"proving {plan.num_instructions} instructions") as found:
+        plan.check().raise_if_unsound()
+        found.now(f"timing {plan.num_instructions} instructions")
+        return plan.simulate(costs)
+
+
+def read_schedule(name: str) -> Schedule:
+    """Find a schedule by name or in a user's file; prints of that file go to standard error."""
+    from quintsched.user_code import load_schedule
+
+    with redirect_stdout(sys.stderr):
+        return load_schedule(name)
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal, or None if standard output is no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def percent(share: float) -> str:
+    """Return a fraction as text: 0.125 as "12.5 %"."""
+    return f"{100 * share:.1f} %"

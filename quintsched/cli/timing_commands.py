@@ -1,0 +1,248 @@
+"""`quintsched simulate` and `quintsched compare`: simulated times and memory of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quintsched.cli.shared_options import (
+    AsJson,
+    CostsFile,
+    MemoryCap,
+    Microbatches,
+    PlanFile,
+    emit,
+    percent,
+    read_costs,
+    read_plan,
+    read_schedule,
+    read_trace,
+    refuse_input,
+    say,
+    simulate_plan,
+    write_costs,
+)
+from quintsched.errors import UsageError
+from quintsched.files.progress_line import progress
+
+if TYPE_CHECKING:
+    from quintsched.plan import Plan
+    from quintsched.schedules import Schedule
+    from quintsched.simulation.costs import Costs
+    from quintsched.simulation.simulator import Simulation
+
+MOST_STEPS = 12
+"""Number of computations of a critical path that are printed at its beginning, and at its end."""
+
+
+FROM_TRACE = "from-trace"
+
+
+def simulate(
+    plan: PlanFile,
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="The traces of a run, for --costs from-trace.")
+    ] = None,
+    costs: Annotated[
+        str | None,
+        typer.Option(
+            "--costs",
+            metavar="FILE",
+            help="A JSON file of costs, or from-trace; default: unit costs.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="COSTS", help="Write the costs that were used to this file."),
+    ] = None,
+    per_microbatch: Annotated[
+        bool, typer.Option("--per-microbatch", help="With from-trace: factors for each microbatch and slice too.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time a plan under a cost model.
+
+    Prints makespan, both bubbles, peak activations and the critical path. `--costs from-trace DIR` takes the measured
+    times of a run's instructions, as medians over the recorded steps.
+    """
+    refuse_input(output, plan, directory, None if costs == FROM_TRACE else costs)
+    read = read_plan(plan)
+    used = _read_costs(costs, directory, read, per_microbatch)
+    simulation = simulate_plan(read, used)
+    if output is not None:
+        from quintsched.simulation.costs import Costs
+
+        write_costs(used or Costs(), output)
+    if as_json:
+        emit(simulation.summary())
+    else:
+        say(_describe(simulation))
+
+
+def _read_costs(costs: str | None, directory: Path | None, plan: Plan, per_microbatch: bool) -> Costs | None:
+    """Return the costs of a file, or those measured by the traces in a directory."""
+    if costs == FROM_TRACE:
+        if directory is None:
+            raise UsageError("--costs from-trace needs the directory of the traces: --costs from-trace DIR")
+        return read_trace(directory, plan).costs(per_microbatch=per_microbatch)
+    if directory is not None:
+        raise UsageError(f"{directory}: a directory of traces goes with --costs from-trace only")
+    if per_microbatch:
+        raise UsageError("--per-microbatch goes with --costs from-trace only; a costs file says it itself")
+    return read_costs(None if costs is None else Path(costs))
+
+
+def _describe(simulation: Simulation) -> Iterator[str]:
+    from quintsched.text.listing import table
+
+    peaks = "  ".join(f"{rank}: {peak:g}" for rank, peak in enumerate(simulation.peak_activations))
+    rows = [
+        ("makespan", f"{simulation.makespan:g}", "until the last instruction ends"),
+        ("bubble", percent(simulation.bubble), "of all ranks' time until the makespan is idle"),
+        ("span", f"{simulation.span:g}", "longest time from a rank's first forward to its last weight gradient"),
+        ("span bubble", percent(simulation.span_bubble), "of that rank's span is idle (zero-bubble papers' measure)"),
+    ]
+    yield f"{simulation.plan.title}; time in {simulation.unit}"
+    yield from table(("", "", ""), rows)[1:]
+    if any(simulation.exchange):
+        exchange = "  ".join(f"{rank}: {time:g}" for rank, time in enumerate(simulation.exchange))
+        yield f"exchanges inside stages by pipeline rank, while it computes nothing: {exchange}"
+    yield f"peak activations by pipeline rank, in microbatches of a whole rank: {peaks}"
+    if any(simulation.peak_host):
+        peaks = "  ".join(f"{rank}: {peak:g}" for rank, peak in enumerate(simulation.peak_host))
+        yield f"peak in the host's memory by pipeline rank, in microbatches of a whole rank: {peaks}"
+    if any(simulation.peak_state):
+        pairs = enumerate(zip(simulation.peak_state, simulation.peak_memory, strict=True))
+        peaks = "  ".join(f"{rank}: {state:g} ({everything:g})" for rank, (state, everything) in pairs)
+        yield f"peak state by pipeline rank, weights, gradients and optimizer (and with activations): {peaks}"
+    yield f"critical path: {_path(simulation)}"
+
+
+def _path(simulation: Simulation) -> str:
+    """Return the critical path as `rank 0: F0 F1 → rank 1: …`, without its middle if it is long."""
+    from quintsched.ir.instruction_set import short
+
+    path = simulation.critical_path
+    several = len(simulation.plan.stage_to_pp) > simulation.plan.mesh.pp
+    left_out = len(path) - 2 * MOST_STEPS
+    shown = [path] if left_out <= 0 else [path[:MOST_STEPS], path[-MOST_STEPS:]]
+    parts = []
+    for part in shown:
+        for rank, places in groupby(part, key=lambda place: place.rank):
+            steps = (short(simulation.plan.programs[rank][p.index], with_stage=several) for p in places)
+            parts.append(f"rank {rank}: {' '.join(steps)}")
+        parts.append(f"… {left_out} more …")
+    return " → ".join(parts[:-1]) or "nothing takes time"
+
+
+def compare(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Schedules, or my_file.py:my_schedule.")],
+    pp: Annotated[int, typer.Option("--pp", metavar="P", help="Pipeline ranks.")],
+    microbatches: Microbatches,
+    chunks: Annotated[
+        int | None,
+        typer.Option("--chunks", metavar="V", help="Stages per rank, for the schedules that take more than one."),
+    ] = None,
+    slices: Annotated[
+        int, typer.Option("--slices", metavar="Q", help="Slices of a microbatch, for the schedules that take them.")
+    ] = 1,
+    costs: CostsFile = None,
+    memory_cap: MemoryCap = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="PICTURE", help="Draw them too: a .png or .svg file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the makespan, bubbles and memory of schedules.
+
+    Schedules that search do so under the costs and the memory cap.
+    """
+    from quintsched.cli.pictures import picture_path, write_picture
+
+    refuse_input(output, costs, *names)
+    path = None if output is None else picture_path(output)
+    request = _Request(pp, microbatches, chunks, slices, read_costs(costs), memory_cap)
+    simulations, refused = _simulate_all(names, request)
+    if not simulations:
+        raise UsageError("\n".join(["none of these takes the shape", *refused.values()]))
+    if path is not None:
+        from quintsched import viz
+
+        write_picture(path, lambda: viz.compare(simulations, path))
+    if as_json:
+        refusals = [{"schedule": name, "reason": reason} for name, reason in refused.items()]
+        emit({"schedules": [simulation.summary() for simulation in simulations], "refused": refusals})
+    else:
+        say(_comparison(simulations, refused))
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Arguments shared by all schedules of a comparison."""
+
+    pp: int
+    microbatches: int
+    chunks: int | None
+    slices: int
+    costs: Costs | None
+    memory_cap: float | None
+
+    def compile(self, schedule: Schedule) -> Plan:
+        """Compile a schedule with those arguments that it takes."""
+        from quintsched.compiler import compile
+        from quintsched.ir.mesh import Mesh
+
+        return compile(
+            schedule,
+            mesh=Mesh(pp=self.pp),
+            microbatches=self.microbatches,
+            chunks=self.chunks if schedule.max_chunks > schedule.min_chunks else None,
+            slices=self.slices if schedule.max_slices > 1 else 1,
+            costs=self.costs if schedule.searches else None,
+            memory_cap=self.memory_cap if schedule.searches else None,
+        )
+
+
+def _simulate_all(names: list[str], request: _Request) -> tuple[list[Simulation], dict[str, str]]:
+    """Return the simulations of the schedules that take the shape, and the refusals of the others."""
+    simulations: list[Simulation] = []
+    refused: dict[str, str] = {}
+    schedules = [(name, read_schedule(name)) for name in dict.fromkeys(names)]
+    with progress("comparing") as found:
+        for done, (name, schedule) in enumerate(schedules):
+            found.at(done, len(schedules), name)
+            try:
+                plan = request.compile(schedule)
+            except UsageError as error:
+                refused[name] = str(error)
+            else:
+                simulations.append(plan.simulate(request.costs))
+    return simulations, refused
+
+
+def _comparison(simulations: list[Simulation], refused: dict[str, str]) -> Iterator[str]:
+    from quintsched.text.listing import table
+
+    first = simulations[0]
+    yield f"{first.plan.mesh}, {first.plan.schedule.microbatches} microbatches; time in {first.unit}"
+    header = ("schedule", "chunks", "slices", "makespan", "bubble", "span bubble", "peak activations")
+    rows = [
+        (
+            simulation.plan.schedule.name,
+            str(simulation.plan.schedule.chunks),
+            str(simulation.plan.schedule.slices),
+            f"{simulation.makespan:g}",
+            percent(simulation.bubble),
+            percent(simulation.span_bubble),
+            f"{max(simulation.peak_activations):g}",
+        )
+        for simulation in simulations
+    ]
+    yield from table(header, rows)
+    yield from (f"left out: {reason}" for reason in refused.values())

@@ -1,0 +1,71 @@
+"""Generator of spelled-out collectives, with checks of kind, algorithm and sizes."""
+
+from __future__ import annotations
+
+from quintsched.collectives.collective_program import (
+    ALGORITHMS,
+    KINDS,
+    MAX_CHUNKS,
+    MAX_SIZE,
+    Algorithm,
+    CollectiveProgram,
+    Kind,
+)
+from quintsched.collectives.double_tree import tree_chain, tree_programs
+from quintsched.collectives.ring import ring_programs, ring_steps
+from quintsched.errors import UsageError, suggest
+
+TREE_CHUNKS = 8
+"""Default number of chunks for a tree."""
+
+
+def spelled(kind: str, algorithm: str, size: int, chunks: int | None = None) -> CollectiveProgram:
+    """Return the programs of a collective over `size` ranks.
+
+    `chunks` is a multiple of `size` for a ring (default: `size`), an even number for a tree (default: 8).
+    Raises `UsageError` for an unknown kind or algorithm, and for a combination that is impossible.
+    """
+    what, how = find_kind(kind), find_algorithm(algorithm)
+    cut = _require_spellable(what, how, size, chunks)
+    programs = ring_programs(what, size, cut) if how == "ring" else tree_programs(size, cut)
+    return CollectiveProgram(what, how, size, cut, programs)
+
+
+def find_kind(name: str) -> Kind:
+    """Return the kind of collective of this name; raises `UsageError`."""
+    for kind in KINDS:
+        if kind == name:
+            return kind
+    raise UsageError(f"unknown collective {name!r}{suggest(name, KINDS)}")
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """Return the algorithm of this name; raises `UsageError`."""
+    for algorithm in ALGORITHMS:
+        if algorithm == name:
+            return algorithm
+    raise UsageError(f"unknown algorithm {name!r}{suggest(name, ALGORITHMS)}")
+
+
+def num_steps(kind: Kind, algorithm: Algorithm, size: int, chunks: int) -> int:
+    """Return the number of steps in sequence; a rank sends and receives at most once in each."""
+    return ring_steps(kind, size, chunks) if algorithm == "ring" else tree_chain(size, chunks)
+
+
+def _require_spellable(kind: Kind, algorithm: Algorithm, size: int, chunks: int | None) -> int:
+    """Return the number of chunks, checked; raises `UsageError` if there is no such collective."""
+    if type(size) is not int or not 2 <= size <= MAX_SIZE:
+        why = "there is nobody to exchange anything with" if size == 1 else f"it takes from 2 to {MAX_SIZE} ranks"
+        raise UsageError(f"{algorithm} over an axis of size {size!r}: {why}")
+    if algorithm == "tree" and kind != "all_reduce":
+        raise UsageError(
+            f"a tree cannot do {kind} over {size} ranks: all data would pass through its root; use ring, which "
+            "sends no more than each rank needs"
+        )
+    found = (size if algorithm == "ring" else TREE_CHUNKS) if chunks is None else chunks
+    unit, what = (size, "the number of ranks") if algorithm == "ring" else (2, "2, one half for each tree")
+    if type(found) is not int or not 0 < found <= MAX_CHUNKS or found % unit:
+        raise UsageError(
+            f"{algorithm} over {size} ranks in {found!r} chunks: give a multiple of {what}, at most {MAX_CHUNKS}"
+        )
+    return found

@@ -1,0 +1,261 @@
+"""`quintsched tune`: the best strategies for a model, a cluster and a batch, with reasons.
+
+tune --model gpt3-175b --hardware a100-80gb --gpus 1024 --batch 1536 --seq 2048       all axes free
+tune … --tp 8 --zero 0,1 --recompute none,selective                                   some fixed, or few to choose among
+tune … --explain dp=16,tp=8,pp=8                                                      why that one is not the best
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quintsched.cli.pictures import PAGE, PICTURES, picture_path, write_picture
+from quintsched.cli.shared_options import AsJson, emit, percent, refuse_input, say
+from quintsched.errors import MisfitError, UsageError
+from quintsched.files.progress_line import progress
+from quintsched.strategies.commands.calibrate import calibrate_first
+from quintsched.strategies.commands.flags import CHOSEN, read_settings, taking_flags
+from quintsched.strategies.commands.measured_flags import MeasuredStart, ProfileAt, ProfileFile
+from quintsched.strategies.commands.predict_command import Simulated, simulated
+from quintsched.strategies.commands.prediction_report import as_data
+
+if TYPE_CHECKING:
+    from quintsched.strategies.prediction.step import Prediction
+    from quintsched.strategies.tuning.emit import Emitted as Files
+    from quintsched.strategies.tuning.explain_choice import Explanation
+    from quintsched.strategies.tuning.tune import Candidate, Tuning
+
+WHERE = ("model", "hardware", "gpus", "gpus_per_node", "batch", "seq")
+"""Flags that define the problem; the others fix parts of the strategy."""
+
+SLOWEST_SHOWN, LEAST_SAVED = 1.5, 0.2
+"""Printed part of the front: at most that many times the best time, and at least that fraction less memory each."""
+
+Picture = Annotated[
+    Path | None, typer.Option("--output", "-o", metavar="PICTURE", help="Draw time against memory: .png, .svg, .html.")
+]
+Top = Annotated[int, typer.Option("--top", metavar="K", min=1, max=1000, help="How many are ranked.")]
+CertificateFile = Annotated[
+    Path | None,
+    typer.Option("--certificate", metavar="FILE", help="Write what was left out and why, checked without searching."),
+]
+Explained = Annotated[
+    str | None,
+    typer.Option("--explain", metavar="dp=16,tp=8,…", help="Say why this strategy is not the best, or does not fit."),
+]
+Emitted = Annotated[
+    Path | None,
+    typer.Option("--emit", metavar="DIR", help="Write the best one's plan and job file there."),
+]
+Exhaustive = Annotated[bool, typer.Option("--exhaustive", help="Evaluate everything; the result is the same.")]
+
+
+@taking_flags(*CHOSEN, several=True)
+def tune(
+    flags: dict[str, Any],
+    top: Top = 10,
+    output: Picture = None,
+    profile: ProfileFile = None,
+    profile_at: ProfileAt = None,
+    explain: Explained = None,
+    directory: Emitted = None,
+    certificate: CertificateFile = None,
+    exhaustive: Exhaustive = False,
+    simulate: Simulated = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest strategies that fit a model and a cluster.
+
+    Flags of a strategy that are left out are free. If nothing fits, the exit code is 3.
+    """
+    for name in ("gpus", "batch"):
+        if name not in flags:
+            raise UsageError(f"--{name} is missing; tune needs --model, --hardware, --gpus and --batch")
+    for written in (output, certificate):
+        refuse_input(written, flags.get("model"), flags.get("hardware"), profile)
+    path = None if output is None else picture_path(output, (*PICTURES, PAGE))
+    found = _search(flags, top, exhaustive, MeasuredStart.of(profile, profile_at))
+    if certificate is not None:
+        _certify(found, certificate)
+    explanation = None if explain is None else _explain(found, explain)
+    if not found.best:
+        raise MisfitError("\n".join(_why_nothing_fits(found, explanation)))
+    if path is not None:
+        write_picture(path, partial(_draw, found, path))
+    predictions = _predictions(found)
+    simulations = _simulations(predictions) if simulate else [None] * len(predictions)
+    files = None if directory is None else _emit(found, directory)
+    if as_json:
+        emit(_as_data(found, predictions, simulations) | _more_data(explanation, files))
+        return
+    say(_describe(found, predictions, simulations))
+    if explanation is not None:
+        say(["", *explanation.lines])
+    if files is not None:
+        say(["", f"run it: quintsched run {files.plan} {files.job}", *(f"  {line}" for line in files.notes)])
+
+
+def _search(flags: Mapping[str, Any], top: int, exhaustive: bool, start: MeasuredStart | None) -> Tuning:
+    from quintsched.strategies.descriptions.flag_rows import find_parts, longest_sequence
+    from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware
+    from quintsched.strategies.tuning.tune import tune
+
+    if isinstance(flags.get("hardware"), str):
+        calibrate_first(flags["hardware"])
+    model, hardware = find_parts(flags)
+    if start is not None:
+        hardware = measured_hardware(hardware, start.profile({name: flags[name] for name in WHERE if name in flags}))
+    fixed = {name: value for name, value in flags.items() if name not in WHERE}
+    with progress("searching") as found:
+
+        def show(done: int, total: int, best_s: float) -> None:
+            found.at(done, total, f"best {best_s:.4g} s" if best_s < float("inf") else "nothing fits yet")
+
+        return tune(
+            model,
+            hardware,
+            flags["gpus"],
+            flags["batch"],
+            flags.get("seq") or longest_sequence(model),
+            fixed=fixed,
+            top=top,
+            prune=not exhaustive,
+            progress=show,
+        )
+
+
+def _simulations(predictions: Sequence[Prediction]) -> list[float | None]:
+    found: list[float | None] = []
+    with progress(f"simulating {len(predictions)} strategies") as shown:
+        for prediction in predictions:
+            found.append(simulated(prediction))
+            shown.at(len(found), len(predictions))
+    return found
+
+
+def _certify(found: Tuning, file: Path) -> None:
+    """Write the certificate of a search, after checking it; raises UnsoundError if it does not hold."""
+    from quintsched.strategies.tuning.certificate import certify
+    from quintsched.strategies.tuning.checker import check_certificate
+
+    certificate = certify(found)
+    check_certificate(certificate)
+    certificate.save(file)
+
+
+def _explain(found: Tuning, text: str) -> Explanation:
+    """Return why a strategy is not the best; missing keys of its text come from the search."""
+    from quintsched.strategies.descriptions.flag_rows import read_strategy
+    from quintsched.strategies.tuning.explain_choice import explain
+
+    space = found.space
+    given = {"gpus": space.gpus, "batch": space.batch, "seq": space.seq, "dtype": space.choices.dtype[0]}
+    return explain(found, read_strategy(found.model, given | read_settings("--explain", text)))
+
+
+def _draw(found: Tuning, path: Path) -> None:
+    from quintsched import viz
+
+    viz.render_tuning(found, path)
+
+
+def _why_nothing_fits(found: Tuning, explanation: Explanation | None) -> Sequence[str]:
+    from quintsched.strategies.tuning.explain_choice import misfit
+
+    return (explanation or misfit(found)).lines
+
+
+def _emit(found: Tuning, folder: Path) -> Files:
+    from quintsched.strategies.tuning.emit import emit
+
+    return emit(found.model, found.best[0].strategy, folder)
+
+
+def _more_data(explanation: Explanation | None, files: Files | None) -> dict[str, Any]:
+    """Return the explanation and the emitted files as JSON data, as far as they were requested."""
+    more: dict[str, Any] = {}
+    if explanation is not None:
+        more["explanation"] = {**as_data(explanation.prediction), "reason": list(explanation.lines)}
+    if files is not None:
+        more["files"] = {"plan": str(files.plan), "job": str(files.job), "notes": list(files.notes)}
+    return more
+
+
+def _predictions(found: Tuning) -> list[Prediction]:
+    from quintsched.strategies.prediction.step import predict
+
+    return [predict(found.model, found.hardware, candidate.strategy) for candidate in found.best]
+
+
+def _as_data(found: Tuning, predictions: Sequence[Prediction], simulations: Sequence[float | None]) -> dict[str, Any]:
+    from quintsched.strategies.tuning.reasons import reasons
+
+    return {
+        "model": found.model.name,
+        "hardware": found.hardware.name,
+        "gpus": found.space.gpus,
+        "batch": found.space.batch,
+        "seq": found.space.seq,
+        "considered": found.strategies,
+        "evaluated": found.evaluated,
+        "seconds": found.seconds,
+        "strategies": list(map(as_data, predictions, simulations)),
+        "front": [
+            {
+                "strategy": candidate.strategy.model_dump(mode="json", exclude_none=True),
+                "step_s": candidate.step_s,
+                "memory_bytes": candidate.memory_bytes,
+            }
+            for candidate in found.front
+        ],
+        "reason": list(reasons(found, predictions)),
+    }
+
+
+def _describe(found: Tuning, predictions: Sequence[Prediction], simulations: Sequence[float | None]) -> Iterator[str]:
+    from quintsched.strategies.tuning.reasons import reasons
+    from quintsched.text.listing import table
+
+    space = found.space
+    count = f"{found.strategies:,}" if found.strategies < 10**9 else f"{found.strategies:.1e}"
+    yield f"{found.model.name} on {space.gpus} {found.hardware.name}, {space.batch} samples of {space.seq} tokens"
+    yield f"{count} strategies; what was not evaluated cannot win"
+    yield ""
+    rows = [(str(rank + 1), *_row(predictions[rank], simulations[rank])) for rank in range(len(predictions))]
+    more = ("simulated",) if simulations[0] is not None else ()
+    yield from table(("", "step", *more, "MFU", "GB", "strategy"), rows)
+    yield ""
+    yield from reasons(found, predictions)
+    if smaller := _smaller(found):
+        yield ""
+        yield from table(("slower, smaller", "GB", "strategy"), [_point(candidate) for candidate in smaller])
+
+
+def _smaller(found: Tuning) -> list[Candidate]:
+    """Return the part of the front that is printed."""
+    best, shown = found.best[0], []
+    held = best.memory_bytes
+    for candidate in found.front:
+        if candidate.step_s <= SLOWEST_SHOWN * best.step_s and candidate.memory_bytes <= (1 - LEAST_SAVED) * held:
+            shown.append(candidate)
+            held = candidate.memory_bytes
+    return shown
+
+
+def _row(prediction: Prediction, simulated_s: float | None) -> tuple[str, ...]:
+    from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
+
+    held = gigabytes(prediction.memory_bytes)
+    more = () if simulated_s is None else (duration(simulated_s),)
+    return duration(prediction.step_s), *more, percent(prediction.mfu), held, strategy_name(prediction.strategy)
+
+
+def _point(candidate: Candidate) -> tuple[str, ...]:
+    from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
+
+    return duration(candidate.step_s), gigabytes(candidate.memory_bytes), strategy_name(candidate.strategy)

@@ -1,0 +1,141 @@
+"""Hardware with the rates of measured steps, in place of the datasheet's.
+
+    seconds of products, passes, communication ──┐
+                                                 ├──▶ slowdown by kind ──▶ hardware that is slower by this factor
+    what `operators` and `efficiency` expect ────┘
+
+Both are for the strategy under which the step was measured. The model predicts how they change with the strategy, the
+sizes and the number of nodes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from quintsched.errors import UsageError
+from quintsched.strategies.descriptions.hardware import Curve, Hardware
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction import operators
+from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, operator_times
+from quintsched.strategies.prediction.layers_of_ranks import has_experts
+from quintsched.strategies.prediction.operators import Operator, Pass
+from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.prediction.table import Table, sizes_of
+from quintsched.strategies.profiles.profile import MeasuredStep, Profile
+
+ROUNDS = 4
+"""Number of corrections of the rates: because of kernel launches, times are not exactly proportional."""
+COMMUNICATION = ("tp", "cp", "ep", "pp", "dp")
+
+
+def measured_hardware(hardware: Hardware, profile: Profile, constants: Constants = CONSTANTS) -> Hardware:
+    """Return the hardware with the rates of a profile's steps; several steps are weighted by their time."""
+    if not profile.steps:
+        raise UsageError(f"{profile.name}: the profile has no steps to take rates from")
+    for _ in range(ROUNDS):
+        took, expected = _sums(hardware, profile.steps, constants)
+        hardware = _slowed(hardware, _ratios(took, expected))
+    if profile.message:
+        hardware = hardware.model_copy(update={"link_gbps": profile.message.rates[-1] / 1e9 / constants.link})
+    return hardware
+
+
+@dataclass(frozen=True)
+class Slower:
+    """Ratios of measured to expected time."""
+
+    compute: float = 1.0
+    memory: float = 1.0
+    communication: float = 1.0
+
+
+def _sums(
+    hardware: Hardware, steps: tuple[MeasuredStep, ...], constants: Constants
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return seconds by kind of work, measured and expected, of all steps together."""
+    took, expected = dict[str, float](), dict[str, float]()
+    for step in steps:
+        for kind, seconds in step.seconds.items():
+            took[kind] = took.get(kind, 0.0) + seconds
+        for name, seconds in work_s(step.model, hardware, step.strategy, constants).items():
+            expected[name] = expected.get(name, 0.0) + seconds
+    return took, expected
+
+
+def _ratios(took: Mapping[str, float], expected: Mapping[str, float]) -> Slower:
+    def ratio(*kinds: str) -> float:
+        measured, known = (sum(seconds.get(kind, 0.0) for kind in kinds) for seconds in (took, expected))
+        return measured / known if measured and known else 1.0
+
+    if "block" in took:
+        everything = {"block": sum(expected.get(kind, 0.0) for kind in ("product", "attention", "pass"))}
+        alike = took["block"] / everything["block"] if everything["block"] else 1.0
+        return Slower(alike, alike, ratio("communication"))
+    return Slower(ratio("product", "attention"), ratio("pass"), ratio("communication"))
+
+
+def _slowed(hardware: Hardware, slower: Slower) -> Hardware:
+    changed: dict[str, object] = {
+        "efficiency": hardware.efficiency / slower.compute,
+        "memory_gbps": hardware.memory_gbps / slower.memory,
+        "link_gbps": hardware.link_gbps / slower.communication,
+        "network_gbps": hardware.network_gbps / slower.communication,
+    }
+    if hardware.measured is not None:
+        measured = hardware.measured
+        changed["measured"] = measured.model_copy(
+            update={
+                "matmul": {dtype: _curve(curve, slower.compute) for dtype, curve in measured.matmul.items()},
+                "attention": {dtype: _curve(curve, slower.compute) for dtype, curve in measured.attention.items()},
+                "memory": measured.memory and _curve(measured.memory, slower.memory),
+                "link": measured.link and _curve(measured.link, slower.communication),
+                "all_reduce": {n: _curve(curve, slower.communication) for n, curve in measured.all_reduce.items()},
+            }
+        )
+    return hardware.model_copy(update=changed)
+
+
+def _curve(curve: Curve, slower: float) -> Curve:
+    return Curve(sizes=curve.sizes, rates=tuple(rate / slower for rate in curve.rates))
+
+
+def work_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> dict[str, float]:
+    """Return the expected seconds of a step on an average GPU, by kind of work: "product", "attention", "pass" and
+    "communication"."""
+    table = Table.of([strategy])
+    sizes = sizes_of(table, strategy.dtype)
+    seconds = {"product": 0.0, "attention": 0.0, "pass": 0.0}
+
+    def add(operator: Operator, times: float, rerun: float) -> None:
+        took = operator_times(operator, hardware, strategy.dtype, constants)
+        selective = took.selective if strategy.recompute == "selective" else np.zeros(1)
+        total = took.forward * (1 + rerun) + took.backward + selective
+        kind = "pass" if isinstance(operator, Pass) else type(operator).__name__.lower()
+        seconds[kind] += float(total[0]) * times * strategy.microbatches / strategy.pp
+
+    again = _recomputed(model, strategy)
+    for experts, layers in Counter(has_experts(model, layer) for layer in range(model.layers)).items():
+        for operator in operators.block(model, sizes, experts=experts):
+            add(operator, float(layers), again)
+    for operator in (*operators.embedding(model, sizes), *operators.head(model, sizes)):
+        add(operator, 1.0, 0.0)
+    terms = predict(model, hardware, strategy, constants).breakdown_s
+    seconds["communication"] = sum(
+        value for name, value in terms.items() if name.removesuffix("_hidden") in COMMUNICATION
+    )
+    return seconds
+
+
+def _recomputed(model: Model, strategy: Strategy) -> float:
+    """Return the fraction of layers that are fully recomputed."""
+    chosen = strategy.recompute
+    if isinstance(chosen, str):
+        return float(chosen == "full")
+    stages = strategy.pp * (strategy.chunks or 1)
+    counts = chosen if isinstance(chosen, tuple) else (chosen,) * stages
+    return min(sum(counts) / model.layers, 1.0)

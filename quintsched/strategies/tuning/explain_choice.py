@@ -1,0 +1,317 @@
+"""Explanation why a strategy is not the best: slower terms, or the rank that holds too much and a change that fits.
+
+    explain(tuning, strategy)      a strategy beside the winner, term by term
+    misfit(tuning)                 if nothing fits: the strategy that holds least, and the smallest change that fits
+
+Changes are ordered by cost: first switches, then other ways to cut the work, then more GPUs:
+
+    sequence parallelism ▶ ZeRO ▶ recomputation ▶ microbatch ▶ pp, tp, cp instead of dp ▶ twice as many GPUs, …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from quintsched.errors import UsageError
+from quintsched.strategies.descriptions.hardware import Hardware
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, percent, strategy_name, term_name
+from quintsched.strategies.descriptions.strategy_validity import check, resolved
+from quintsched.strategies.prediction.step import Prediction, predict
+from quintsched.strategies.prediction.table import Table, evaluate
+from quintsched.strategies.tuning.bounds import frame_bounds
+from quintsched.strategies.tuning.choices import Choices
+from quintsched.strategies.tuning.evaluator import Evaluator
+from quintsched.strategies.tuning.space import FRAME, PER_STAGE, SWITCHES, WORDS, Space, divisors, make_space
+from quintsched.strategies.tuning.tune import Tuning
+
+MOST_GPUS = 2**20
+FRAMES_AT_ONCE = 64
+SMALL = 1e-3
+"""Fraction of the winner's step below which differences of terms are not named."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Change that would make a strategy fit."""
+
+    strategy: Strategy
+    words: str
+    """Text of the change: "microbatch 1 instead of 4"."""
+    step_s: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Explanation why a strategy is not the best."""
+
+    prediction: Prediction
+    winner: Prediction | None
+    """Prediction of the best strategy; None if nothing fits."""
+    change: Change | None
+    """Smallest change that would make it fit; None if it fits, or no such change is known."""
+    lines: tuple[str, ...]
+    """Explanation as text."""
+
+    @property
+    def rank(self) -> int:
+        """Pipeline rank that holds most."""
+        return fullest_rank(self.prediction)
+
+    @property
+    def term(self) -> tuple[str, float]:
+        """Largest term of that rank's memory, and its bytes."""
+        return binding_term(self.prediction)
+
+
+def explain(tuning: Tuning, strategy: Strategy) -> Explanation:
+    """Explain why a strategy lost, does not fit, or won; raises `UsageError` for an invalid strategy."""
+    found = predict(tuning.model, tuning.hardware, strategy)
+    winner = predict(tuning.model, tuning.hardware, tuning.best[0].strategy) if tuning.best else None
+    if not found.fits:
+        change = smallest_change(tuning.model, tuning.hardware, found.strategy)
+        return Explanation(found, winner, change, tuple(_too_large(found, change)))
+    return Explanation(found, winner, None, tuple(_slower(found, winner)))
+
+
+def misfit(tuning: Tuning) -> Explanation:
+    """Explain why nothing fits: for the strategy that holds least, the limiting term and a change that would fit.
+
+    Choices fixed by the user are freed first, one axis at a time; then the number of GPUs is raised.
+    """
+    space, hardware = tuning.space, tuning.hardware
+    smallest, _ = least_memory(space, hardware)
+    found = predict(space.model, hardware, smallest)
+    change = _freed(space, hardware, smallest) or _more_gpus(space, hardware, smallest)
+    said = f"nothing fits {hardware.name} with {hardware.memory_gb:g} GB; what holds least is {strategy_name(smallest)}"
+    return Explanation(found, None, change, (said, *_too_large(found, change)))
+
+
+def least_memory(space: Space, hardware: Hardware) -> tuple[Strategy, float]:
+    """Return the strategy that holds least (with one number of recomputed layers for all stages), and its bytes."""
+    evaluator = Evaluator(space, hardware)
+    bounds = frame_bounds(space, evaluator, np.arange(space.num_frames)).memory_bytes
+    best: tuple[float, float, int, int] = (np.inf, np.inf, -1, -1)
+    order = np.argsort(bounds, kind="stable")
+    for start in range(0, len(order), FRAMES_AT_ONCE):
+        frames = order[start : start + FRAMES_AT_ONCE]
+        if bounds[frames[0]] > best[0]:
+            break
+        columns, place = space.expand(frames)
+        found = evaluator.evaluate(columns)
+        rows = np.lexsort((place[:, 1], place[:, 0], found.time_s, found.memory_bytes))
+        row = int(rows[0])
+        best = min(best, (float(found.memory_bytes[row]), float(found.time_s[row]), *place[row].tolist()))
+    columns = space.rows(np.array([best[2:]]))
+    columns["recompute"] = np.where(columns["recompute"] == PER_STAGE, 0, columns["recompute"])
+    return space.strategy(columns, 0), best[0]
+
+
+def smallest_change(model: Model, hardware: Hardware, strategy: Strategy) -> Change | None:
+    """Return the smallest change that makes a strategy fit, the fastest among those of one kind; None if unknown."""
+    for _, same in groupby(_changes(model, strategy), key=lambda one: one[0]):
+        placed = [(words, one) for _, words, one in same if _can_be_placed(model, hardware, one)]
+        if not placed:
+            continue
+        found = evaluate(model, hardware, Table.of([one for _, one in placed]))
+        fitting = [row for row in range(len(placed)) if found.fits[row]]
+        if fitting:
+            row = min(fitting, key=lambda row: float(found.step_s[row]))
+            words, one = placed[row]
+            return Change(one, words, float(found.step_s[row]), float(found.memory_bytes[row]))
+    return None
+
+
+def fullest_rank(prediction: Prediction) -> int:
+    """Return the pipeline rank that holds most."""
+    held = prediction.memory_bytes_per_rank
+    return max(range(len(held)), key=held.__getitem__)
+
+
+def binding_term(prediction: Prediction) -> tuple[str, float]:
+    """Return the largest memory term of the rank that holds most, with all activations as one term, and its bytes."""
+    terms: dict[str, float] = {}
+    for name, held in prediction.breakdown_bytes.items():
+        kind = "activations" if name.startswith("activations") else name
+        terms[kind] = terms.get(kind, 0.0) + held
+    return max(terms.items(), key=lambda term: term[1])
+
+
+def _changes(model: Model, strategy: Strategy) -> Iterator[tuple[int, str, Strategy]]:
+    """Yield (size, text, changed strategy), smaller changes first; not all of them are valid."""
+
+    def changed(**values: Any) -> tuple[str, Strategy]:
+        other = strategy.model_copy(update=values)
+        return _in_words(strategy, other, values), other
+
+    if not strategy.sequence_parallel and strategy.tp > 1:
+        yield 0, "with sequence parallelism", strategy.model_copy(update={"sequence_parallel": True})
+    for zero in range(strategy.zero + 1, 4):
+        yield 1, *changed(zero=zero)
+    for recompute in _more_recomputation(strategy):
+        yield 2, *changed(recompute=recompute)
+    for size in divisors(strategy.microbatch)[:-1]:
+        yield 3, *changed(microbatch=size)
+    for axis in ("pp", "tp", "cp"):
+        for factor in divisors(strategy.dp)[1:]:
+            yield 4, *changed(**{axis: getattr(strategy, axis) * factor, "dp": strategy.dp // factor})
+    sparing = {"zero": 3, "recompute": "full", "microbatch": 1, "sequence_parallel": strategy.tp > 1}
+    for axis in ("pp", "tp", "cp"):
+        for factor in divisors(strategy.dp)[1:]:
+            sizes = {axis: getattr(strategy, axis) * factor, "dp": strategy.dp // factor}
+            yield (
+                5,
+                *changed(
+                    **sizes, **{name: value for name, value in sparing.items() if value != getattr(strategy, name)}
+                ),
+            )
+    gpus = strategy.gpus
+    while (gpus := 2 * gpus) <= MOST_GPUS:
+        for axis in ("dp", "pp", "tp"):
+            yield gpus, *changed(gpus=gpus, **{axis: getattr(strategy, axis) * gpus // strategy.gpus})
+
+
+def _more_recomputation(strategy: Strategy) -> Iterator[str]:
+    if strategy.recompute == "none":
+        yield "selective"
+    if strategy.recompute != "full":
+        yield "full"
+
+
+def _in_words(strategy: Strategy, other: Strategy, names: Iterable[str]) -> str:
+    return ", ".join(
+        f"{name} {_value(getattr(other, name))} instead of {_value(getattr(strategy, name))}" for name in names
+    )
+
+
+def _value(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _can_be_placed(model: Model, hardware: Hardware, strategy: Strategy) -> bool:
+    try:
+        check(model, hardware, strategy)
+    except UsageError:
+        return False
+    return True
+
+
+def _freed(space: Space, hardware: Hardware, smallest: Strategy) -> Change | None:
+    """Return the best change with one of the user's fixed axes freed."""
+    free = Choices()
+    order = ("sequence_parallel", "zero", "recompute", "microbatch", "chunks", "schedule", "pp", "tp", "cp", "ep", "dp")
+    for axis in order:
+        if getattr(space.choices, axis) == getattr(free, axis):
+            continue
+        freed = space.choices.model_copy(update={axis: getattr(free, axis)})
+        change = _fitting(space, hardware, smallest, freed, space.gpus)
+        if change is not None:
+            return change
+    return None
+
+
+def _more_gpus(space: Space, hardware: Hardware, smallest: Strategy) -> Change | None:
+    gpus = space.gpus
+    freed = space.choices.model_copy(update={"dp": None})
+    while (gpus := 2 * gpus) <= min(MOST_GPUS, 64 * space.gpus):
+        change = _fitting(space, hardware, smallest, freed, gpus)
+        if change is not None:
+            return change
+    return None
+
+
+def _fitting(space: Space, hardware: Hardware, smallest: Strategy, choices: Choices, gpus: int) -> Change | None:
+    """Return the change to the strategy that fits with these choices and differs in the fewest fields."""
+    try:
+        wider = make_space(space.model, gpus, space.batch, space.seq, choices)
+    except UsageError:
+        return None
+    nearest = _nearest(wider, hardware, smallest)
+    if nearest is None:
+        return None
+    found = predict(space.model, hardware, nearest)
+    names = [name for name in type(smallest).model_fields if getattr(smallest, name) != getattr(nearest, name)]
+    return Change(nearest, _in_words(smallest, nearest, names), found.step_s, found.memory_bytes)
+
+
+def _nearest(space: Space, hardware: Hardware, wanted: Strategy) -> Strategy | None:
+    """Return the strategy that fits and differs in the fewest columns from the one wanted, the fastest of those."""
+    evaluator = Evaluator(space, hardware)
+    everything = np.arange(space.num_frames)
+    frames = everything[frame_bounds(space, evaluator, everything).memory_bytes <= evaluator.capacity_bytes]
+    apart = np.array([_values(wanted, space, name) for name in FRAME]) != space.frames[frames]
+    order = np.argsort(apart.sum(axis=1), kind="stable")
+    best: tuple[int, float, int, int] | None = None
+    for start in range(0, len(order), FRAMES_AT_ONCE):
+        batch = order[start : start + FRAMES_AT_ONCE]
+        if best is not None and best[0] < apart[batch[0]].sum():
+            break
+        columns, place = space.expand(frames[batch])
+        found = evaluator.evaluate(columns)
+        fits = np.flatnonzero((found.memory_bytes <= evaluator.capacity_bytes) & (columns["recompute"] != PER_STAGE))
+        if len(fits):
+            differing = sum(columns[name][fits] != _values(wanted, space, name) for name in (*FRAME, *SWITCHES))
+            row = fits[np.lexsort((found.time_s[fits], differing))[0]]
+            least = int(np.min(differing))
+            key = (least, float(found.time_s[row]), *place[row].tolist())
+            best = key if best is None else min(best, key)
+    if best is None:
+        return None
+    return space.strategy(space.rows(np.array([best[2:]])), 0)
+
+
+def _values(strategy: Strategy, space: Space, column: str) -> int:
+    """Return a strategy's value in a column of the space; -9 if the space has no such choice."""
+    value = getattr(strategy, column)
+    if column in ("schedule", "dtype"):
+        choices = getattr(space.choices, column)
+        return choices.index(value) if value in choices else -9
+    return WORDS.get(value, -9) if isinstance(value, str) else int(value)
+
+
+def _too_large(found: Prediction, change: Change | None) -> Iterator[str]:
+    capacity = found.hardware.memory_gb * 1e9
+    name, held = binding_term(found)
+    yield (
+        f"does not fit: pipeline rank {fullest_rank(found)} would hold {gigabytes(found.memory_bytes)} GB of "
+        f"{gigabytes(capacity)}, {gigabytes(held)} of them {name.replace('_', ' ')}"
+    )
+    if change is None:
+        yield f"no single change is known that fits; it takes GPUs with {gigabytes(found.memory_bytes)} GB"
+    else:
+        yield (
+            f"the smallest change that fits: {change.words}; then {gigabytes(change.memory_bytes)} GB and "
+            f"{duration(change.step_s)} a step"
+        )
+
+
+def _slower(found: Prediction, winner: Prediction | None) -> Iterator[str]:
+    if winner is None or strategy_name(resolved(found.strategy)) == strategy_name(winner.strategy):
+        yield f"nothing is faster: {duration(found.step_s)} a step"
+        return
+    if found.strategy.gpus != winner.strategy.gpus:
+        yield f"on {found.strategy.gpus} GPUs, where the search had {winner.strategy.gpus}:"
+    slower = found.step_s / winner.step_s - 1
+    yield f"{duration(found.step_s)} a step, {percent(slower)} slower than the best: {strategy_name(winner.strategy)}"
+    for name, mine, theirs in terms(found, winner):
+        if abs(mine - theirs) >= SMALL * winner.step_s:
+            change = f"{'+' if mine > theirs else '-'}{duration(abs(mine - theirs))}"
+            yield f"  {term_name(name)}: {duration(mine)}, best {duration(theirs)} ({change})"
+
+
+def terms(found: Prediction, winner: Prediction) -> list[tuple[str, float, float]]:
+    """Return the terms of both steps, (name, seconds, winner's seconds), largest loss first."""
+    names = dict.fromkeys((*found.breakdown_s, *winner.breakdown_s))
+    both = [
+        (name, found.breakdown_s.get(name, 0.0), winner.breakdown_s.get(name, 0.0))
+        for name in names
+        if not name.endswith("_hidden")
+    ]
+    return sorted(both, key=lambda term: term[2] - term[1])

@@ -1,0 +1,113 @@
+"""Variants of a first batch's extras and targets, under which a block may act differently later.
+
+1 0 0 -inf ─▶ 0.7 0.4 0.6 -inf    True True ─▶ True False    7 9 8 ─▶ 9 7 7, 3 0 5, and some of them 0, -100, 1000
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..objects.library_or_user import constants_in
+from ..parallel.cut_proofs.block_twins import FEW, SEED
+from ..parallel.cut_proofs.trial_inputs import Arrival, Given, GivenTree
+from .function_state import reached_by
+from .losses.trial_call_modes import MadeUp
+
+_TRIED = (0, 1, 2, 3, 5, 10, 100)
+_AMONG = (0, 1, 2, -100, -1)
+"""Integers that are put among many: classes, and ids that may be ignored."""
+_COUNTS = 9
+_MOST, _LARGE = 16, 1 << 20
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+Agree = Callable[[Sequence[float]], list[float]]
+
+
+def others_of(arrival: Arrival, block: nn.Module, agree: Agree) -> Iterator[tuple[Arrival, str]]:
+    """Yield a block's inputs with other numbers in its extras, and the difference, in words.
+
+    Some may be invalid inputs. `agree` makes numbers equal on ranks that run the block together.
+    """
+    held = {(name, k): part.tensor for name, tree in arrival.extras.items() for k, part in enumerate(tree.parts)}
+    held = {place: tensor for place, tensor in held.items() if _is_plain(tensor)}
+    for draw in (_drawn, _counts):
+        others = {place: draw(tensor) for place, tensor in held.items()}
+        if any(other is not held[place] for place, other in others.items()):
+            yield _with_extras(arrival, others), "where its extras are other numbers"
+    named = _numbers_of(block, agree) if held else []
+    for place, tensor in held.items():
+        is_whole, few = _is_whole(tensor), tensor.numel() <= FEW
+        for number in dict.fromkeys([*(_TRIED if few else _AMONG), *named] if is_whole or few else ()):
+            if _fits(number, tensor):
+                yield _with_extras(arrival, {place: _put(tensor, number)}), f"where {place[0]!r} holds {number}"
+
+
+def _with_extras(arrival: Arrival, others: dict[tuple[str, int], Tensor]) -> Arrival:
+    made = {place: MadeUp.of(other) for place, other in others.items()}
+    extras = {
+        name: GivenTree([Given(made.get((name, k), p.tensor), p.tokens) for k, p in enumerate(tree.parts)], tree.tree)
+        for name, tree in arrival.extras.items()
+    }
+    return replace(arrival, extras=extras)
+
+
+def _drawn(tensor: Tensor) -> Tensor:
+    """Return other numbers of about the same size, or in the same range; flags flipped, a quarter of them if many."""
+    generator = torch.Generator().manual_seed(SEED)
+    if tensor.is_floating_point():
+        share = 0.25 + 0.75 * torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device)
+        return torch.where(tensor == 0, share, tensor * share)
+    if tensor.dtype is torch.bool and tensor.device.type == "cpu":
+        return tensor ^ (torch.rand(tensor.shape, generator=generator) < (0.25 if tensor.numel() > FEW else 1))
+    if not _is_whole(tensor):
+        return tensor
+    low, high = int(tensor.min()), int(tensor.max())
+    return torch.randint(low, high + 1, tensor.shape, generator=generator).to(tensor.dtype)
+
+
+def _counts(tensor: Tensor) -> Tensor:
+    """Return small counts in place of integers."""
+    drawn = torch.randint(0, _COUNTS, tensor.shape, generator=torch.Generator().manual_seed(SEED))
+    return drawn.to(tensor.dtype) if _is_whole(tensor) else tensor
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested and tensor.numel() > 0
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    return tensor.dtype in _WHOLE and tensor.device.type == "cpu"
+
+
+def _fits(number: int, tensor: Tensor) -> bool:
+    """Return whether a number fits the dtype of a tensor."""
+    if not _is_whole(tensor):
+        return tensor.is_floating_point()
+    return torch.iinfo(tensor.dtype).min <= number <= torch.iinfo(tensor.dtype).max
+
+
+def _put(tensor: Tensor, number: int) -> Tensor:
+    """Return a tensor filled with a number if it is small; else with every third element replaced."""
+    if tensor.numel() <= FEW:
+        return torch.full_like(tensor, number)
+    places = torch.arange(tensor.numel()).view(tensor.shape) % 3 == 0
+    return tensor.masked_fill(places, number)
+
+
+def _numbers_of(block: nn.Module, agree: Agree) -> list[int]:
+    """Return integers from a block's own code, then integers that it holds, and the successor of the last."""
+    reached = reached_by(block)
+    code = {number for function in reached.functions() for number in _ints(constants_in(function.__code__))}
+    held = set(_ints(reached.plain))
+    found = [*sorted(code), *sorted(held - code)][:_MOST]
+    found = [*found, *(number + 1 for number in found[-1:])]
+    return [int(number) for number in agree([*found, *[0] * (_MOST + 1 - len(found))])]
+
+
+def _ints(values: Iterable[Any]) -> Iterator[int]:
+    return (value for value in values if type(value) is int and abs(value) < _LARGE)

@@ -1,0 +1,220 @@
+"""Cells: values between two instructions of a rank, with the receives and sends that fill and drain them.
+
+RecvAct ──works──▶ ┌──────┐                    Fwd ──value──▶ ┌──────┐ ──▶ SendAct: in flight until it is received
+                   │ Cell │ ──take: waits──▶ Fwd              │ Cell │
+                   └──────┘                                   └──────┘ ──▶ or the next stage on this rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from quintsched.ir.values import Kind, Value
+
+from ..blocks.trees import TensorSpec
+from ..comm import Work
+from ..stage.stage_forward import Outputs
+from ..watch.position_cell import NOTHING, NOWHERE, WaitCell
+from .data_flow import activation_of
+from .recorder import Recorder
+
+_MOST_VIEWS = 64
+"""Number of views (shapes) that are cached per buffer."""
+
+Parts = Sequence[tuple[Value, Sequence[int]]]
+"""Values that together make up one row of tensors, each with the places of its tensors in the row."""
+
+
+class Cell:
+    """The slot of one value between two instructions; if it is sent to another rank, until the send is done.
+
+    A received value is waited for when it is taken; `receive` is the index of its receive in the program.
+    `receive_said` and `send_said` are the codes that the watch cell shows while a wait for it is in progress.
+    """
+
+    __slots__ = ("receive", "receive_said", "send_said", "sent", "value", "works")
+
+    def __init__(self) -> None:
+        self.value: Outputs = ()
+        self.works: Sequence[Work] = ()
+        self.sent: tuple[Sequence[Work], Outputs] | None = None
+        self.receive: int | None = None
+        self.receive_said = self.send_said = NOTHING
+
+
+class ReceiveBuffers:
+    """The receive buffers of one rank: numbered within a kind, each as long as the largest tensor it has held.
+
+    A kind is the set of tensors of one shape and dtype that share buffers; where shapes change from step to step, all
+    tensors of a kind change together. A received tensor is a view of the buffer's bytes, so that changing shapes need
+    no more buffers than constant ones. `room_for` returns the bytes that the transport appends to that many.
+
+    Attributes:
+        generation: increases when a buffer is made or grows, or plans alternate: cached views are then out of date.
+    """
+
+    def __init__(self, device: torch.device, room_for: Callable[[int], int] = lambda nbytes: 0) -> None:
+        self._device, self._room_for = device, room_for
+        self._memory: dict[tuple[int, int], Tensor] = {}
+        self._views: dict[tuple[int, int], dict[TensorSpec, Tensor]] = {}
+        self.generation = 0
+
+    def of(self, kind: int, number: int, spec: TensorSpec) -> Tensor:
+        """Return a buffer viewed as a tensor of a spec."""
+        place = kind, number
+        views = self._views.setdefault(place, {})
+        if spec not in views:
+            memory, nbytes = self._memory.get(place), spec.nbytes + self._room_for(spec.nbytes)
+            if memory is None or memory.nbytes < nbytes:
+                memory = self._memory[place] = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+                views.clear()
+                self.generation += 1
+            if len(views) >= _MOST_VIEWS:
+                views.clear()
+            views[spec] = memory[: spec.nbytes].view(spec.dtype).view(spec.shape)
+        return views[spec]
+
+    def room(self, kind: int, number: int, spec: TensorSpec) -> Tensor | None:
+        """Return the bytes of a buffer with the transport's frame after them; None where there is no frame."""
+        more = self._room_for(spec.nbytes)
+        return self._memory[kind, number][: spec.nbytes + more] if more else None
+
+    def all(self) -> list[Tensor]:
+        """Return all existing buffers, each as its most recent view."""
+        return [next(reversed(views.values())) for views in self._views.values()]
+
+
+class Waits:
+    """Waits for other ranks; in a recorded step, the time counts as that of the waiting instruction.
+
+    `cell` publishes the message that is waited for (for hang detection); collectives publish that themselves.
+    """
+
+    def __init__(self, cell: WaitCell | None = None) -> None:
+        self.cell = cell or WaitCell()
+        self.recorder: Recorder | None = None
+
+    def wait(self, works: Iterable[Work], index: int, receive: int | None = None) -> None:
+        """Wait for works; the time is recorded for instruction `index`, and for its receive."""
+        recorder = self.recorder
+        if recorder is None:
+            for work in works:
+                work.wait()
+            return
+        since = recorder.now()
+        for work in works:
+            work.wait()
+        until = recorder.now()
+        recorder.add_wait(index, since, until)
+        if receive is not None:
+            recorder.add_wait(receive, since, until)
+            recorder.mark(receive, end=until)
+
+
+class Cells:
+    """All cells of one rank.
+
+    Attributes:
+        sending: cells whose values are sent to other ranks.
+    """
+
+    def __init__(self, waits: Waits) -> None:
+        self._waits = waits
+        self._cells: dict[Value, Cell] = {}
+        self.sending: list[Cell] = []
+
+    def of(self, value: Value) -> Cell:
+        """Return the cell of a value."""
+        if value not in self._cells:
+            self._cells[value] = Cell()
+        return self._cells[value]
+
+    def taker(self, value: Value, index: int) -> Callable[[], Outputs]:
+        """Return a function that takes a value for instruction `index`, and waits for its receive if there is one.
+
+        A received gradient implies that the activation it belongs to has arrived: that send is released.
+        """
+        cell, await_value = self.of(value), self.awaiter(value, index)
+
+        def take() -> Outputs:
+            if cell.works:
+                await_value()
+            taken, cell.value = cell.value, ()
+            return taken
+
+        return take
+
+    def awaiter(self, value: Value, index: int) -> Callable[[], None]:
+        """Return a function that waits for the receive of a value, if any, on behalf of instruction `index`."""
+        cell, waits = self.of(value), self._waits
+        answered = self.of(activation_of(value)) if value.kind is Kind.OUTPUT_GRAD else None
+
+        def wait() -> None:
+            works, cell.works = cell.works, ()
+            if not works:
+                return
+            said = waits.cell
+            said.memory[said.at] = cell.receive_said
+            if waits.recorder is None:
+                for work in works:
+                    work.wait()
+            else:
+                waits.wait(works, index, cell.receive)
+            said.memory[said.at] = NOTHING
+            if answered is not None and answered.sent is not None:
+                self.release(answered, index)
+
+        return wait
+
+    def row_taker(self, parts: Parts, index: int) -> Callable[[], Outputs]:
+        """Return a function that takes several values as one row of tensors; None at places without a value."""
+        width = 1 + max([max(places) for _, places in parts])
+        if len(parts) == 1 and len(parts[0][1]) == width:
+            return self.taker(parts[0][0], index)
+        takers = [(self.taker(value, index), places) for value, places in parts]
+
+        def take() -> Outputs:
+            row: list[Tensor | None] = [None] * width
+            for taker, places in takers:
+                for place, tensor in zip(places, taker(), strict=True):
+                    row[place] = tensor
+            return tuple(row)
+
+        return take
+
+    def row_giver(self, parts: Parts) -> Callable[[Outputs], None]:
+        """Return a function that stores a row of tensors in the cells of its values."""
+        cells = [(self.of(value), places) for value, places in parts]
+        only, places_of_only = cells[0]
+        width = len(places_of_only) if len(cells) == 1 and [*places_of_only] == [*range(len(places_of_only))] else -1
+
+        def give(row: Outputs) -> None:
+            if len(row) == width:
+                only.value = row
+                return
+            for cell, places in cells:
+                cell.value = tuple([row[place] for place in places])
+
+        return give
+
+    def release(self, cell: Cell, index: int) -> None:
+        """Wait for the sends from a cell, then drop the tensors that were sent."""
+        if cell.sent is not None:
+            works, cell.sent = cell.sent[0], None
+            said = self._waits.cell
+            said.memory[said.at] = cell.send_said
+            if self._waits.recorder is None:
+                for work in works:
+                    work.wait()
+            else:
+                self._waits.wait(works, index)
+            said.memory[said.at] = NOTHING
+
+    def settle(self) -> None:
+        """Release the sends of the previous step: the next one, of any plan, begins when they are complete."""
+        for cell in self.sending:
+            if cell.sent is not None:
+                self.release(cell, NOWHERE)  # nothing is recorded between steps

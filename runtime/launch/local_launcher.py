@@ -1,0 +1,186 @@
+"""Launcher of a job's ranks on this machine: the main of `quintsched run`.
+
+    listen at 127.0.0.1 ─▶ start the ranks ─▶ serve their store ─▶ supervise ─▶ exit code
+                                ▲                                      │ failed, and may be started again
+                                └──────────────────────────────────────┘
+
+Unlike torchrun, which ends with 1 whatever its processes end with, this returns the exit code of the rank that failed
+first, listens on the loopback interface only, and unpickles nothing.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quintsched.errors import MisfitError, QuintschedError, UsageError
+from quintsched.files.terminal import write_error, write_line
+
+from ..settings.job_file import overrides_of
+from ..watch.rendezvous.addresses import (
+    LOOPBACK,
+    listen,
+    own_address,
+    read_master,
+    require_elsewhere,
+    require_interfaces,
+)
+from . import worker
+from .job_plan import Worlds, for_processes, smaller_worlds
+from .rank_processes import Place, Ranks, taking_signals
+from .run_request import LaunchRequest, read_request
+from .supervise import DIED, Machines, note_end, supervise, wait_for_machines, watching
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+    from ..settings.job_file import JobConfig
+
+RANK = "quintsched.runtime"
+"""Module that a rank runs."""
+
+STORE_WAITS_S = 300.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Start the ranks of the job's mesh (or `--nproc` of them) and return the exit code of the run."""
+    request = read_request(LaunchRequest, sys.argv[1:] if argv is None else argv)
+    try:
+        if request.min_dp is not None:
+            request = request.with_set(overrides_of("parallel", elastic=True))
+        require_interfaces()
+        worlds, in_process, request = _worlds(request)
+        command = [RANK, request.to_ranks()]
+        if request.nnodes > 1:
+            place, listener = _place_of(request, worlds.size)
+            return start_here(place, command, request.restarts, listener, worlds)
+    except QuintschedError as error:
+        write_error(error)
+        return error.exit_code
+    if in_process and not request.restarts:
+        return worker.main(command[1:])
+    return start_ranks(Worlds([1]) if in_process else worlds, command[0], command[1:], request.restarts)
+
+
+def _worlds(request: LaunchRequest) -> tuple[Worlds, bool, LaunchRequest]:
+    """Return the number of ranks to start, and of those after losses; whether this process can run them itself; and
+    the request for the ranks, with what is decided here for all of them.
+    """
+    from .job_plan import plan_of
+
+    job, wanted = request.load_job(), request.nproc and request.nproc * request.nnodes
+    job = for_processes(job, request.plan, wanted) if wanted else job
+    if job.parallel.auto is not None and request.plan is None:
+        from .auto_plan import world_size
+
+        _measure_first(job)
+        num_ranks = wanted or world_size(job)
+        request = request.with_set(overrides_of("parallel", "auto", world=num_ranks))
+    else:
+        num_ranks = wanted or plan_of(job, request.plan).mesh.size
+    worlds = Worlds([num_ranks])
+    if request.min_dp is not None:
+        saves = job.checkpoint.dir if request.nnodes == 1 else None  # launchers elsewhere may not see the same folder
+        sizes = smaller_worlds(job, plan_of(job), request.min_dp, request.nnodes) or [num_ranks]
+        worlds = Worlds(sizes, None if saves is None else Path(saves))
+    return worlds, job.runtime.transport == "local" or num_ranks == 1, request
+
+
+def _measure_first(job: JobConfig) -> None:
+    """Measure this machine, once for all ranks, where `auto` needs its costs and no file has them."""
+    from quintsched.strategies.descriptions.library import CALIBRATED
+
+    file = CALIBRATED.expanduser()
+    if job.parallel.auto is None or job.parallel.auto.hardware != "cpu" or file.is_file():
+        return
+    write_line(f"measuring this machine, up to a minute, into {file} (again: quintsched calibrate)")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "-m", "quintsched.runtime.calibrate", str(file)], check=False)
+
+
+def start_ranks(worlds: Worlds, module: str, arguments: Sequence[str], restarts: int = 0) -> int:
+    """Run a module on ranks of this machine, a process each; return the exit code of the run.
+
+    `worlds` has the number of ranks of each attempt. The exit code is 0, or that of the rank that failed first; 128 + n
+    where signal n ended the run before it could stop.
+    After a failure all ranks are started again, up to `restarts` times, unless the error would recur.
+    """
+    listener = listen(LOOPBACK)
+    place = Place(LOOPBACK, listener.getsockname()[1], worlds.size)
+    return start_here(place, [module, *arguments], restarts, listener, worlds)
+
+
+def start_here(
+    place: Place, command: Sequence[str], restarts: int, listener: socket.socket | None, worlds: Worlds
+) -> int:
+    """Start this machine's ranks, and return the run's exit code; the launcher that has `listener` serves the store."""
+    store: Store | None = None
+    with taking_signals() as wakes:
+        for attempt in range(restarts + 1):
+            place = replace(place, num_ranks=worlds.size // place.num_nodes)
+            with watching(place) as hub, Ranks(place, command, attempt, restarts) as ranks:
+                store = store or _serve(listener)
+                machines = _machines(place, store, attempt)
+                ended = supervise(ranks, wakes, machines, partial(note_end, hub, machines))
+                if hub is not None:
+                    hub.stop()  # the launcher itself ends the ranks that are left
+            if hub is not None and hub.verdict is not None and not ended.by_signal:
+                is_final = hub.verdict.comes_again or ended.was_asked
+                ended = replace(ended, code=hub.verdict.exit_code, is_final=is_final)
+            if machines is not None:
+                ended = wait_for_machines(wakes, machines, ended)
+            if ended.is_final or attempt == restarts:
+                break
+            worlds.ended(lost_one=ended.code == DIED)
+            write_line(
+                f"the run ended with exit code {ended.code}; starting it again: restart {attempt + 1} of {restarts}"
+            )
+    return ended.code
+
+
+def _serve(listener: socket.socket | None) -> Store | None:
+    """Serve the run's store for as long as it is referenced; torch is imported while the ranks import it too."""
+    from ..watch.rendezvous.key_value_store import serve
+
+    return None if listener is None else serve(listener, STORE_WAITS_S)
+
+
+def _machines(place: Place, store: Store | None, attempt: int) -> Machines | None:
+    if place.num_nodes == 1:
+        return None
+    from ..watch.rendezvous.key_value_store import connect_to
+
+    connect = partial(connect_to, place.host, place.port, STORE_WAITS_S)
+    return Machines((lambda: store) if store is not None else connect, place.node, place.num_nodes, attempt)
+
+
+def _place_of(request: LaunchRequest, num_ranks: int) -> tuple[Place, socket.socket | None]:
+    """Return the place of this machine's ranks among those of all machines; machine 0 listens for them all.
+
+    Raises `UsageError` for invalid command-line values, `MisfitError` for ranks that the machines cannot share evenly.
+    """
+    count, number = request.nnodes, request.node_rank
+    host, port = read_master(request.master)
+    said = f"--master {request.master}"
+    if not 0 <= number < count:
+        raise UsageError(f"--node-rank {number}: the machines are 0 to {count - 1}")
+    if num_ranks % count:
+        raise MisfitError(f"{num_ranks} ranks cannot be shared out evenly over {count} machines")
+    if number > 0:
+        require_elsewhere(host, said)
+        return Place(host, port, num_ranks // count, number, count), None
+    place = Place(own_address(host, said), port, num_ranks // count, number, count)
+    try:
+        return place, listen(place.host, port)
+    except OSError as error:
+        raise UsageError(f"{said}: cannot listen there: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

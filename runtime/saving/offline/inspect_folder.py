@@ -1,0 +1,152 @@
+"""Inspection of a folder of checkpoints: list its steps, and check files against their manifests.
+
+show     manifests and sizes: a moment, whatever the size
+verify   every byte of every file
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quintsched.errors import InputError, QuintschedError, UsageError, printable
+from quintsched.files.plain_files import open_plain, reading, require_folder
+
+from ..checkpoints.manifest import MANIFEST, DcpManifest, Manifest, read_manifest
+from ..checkpoints.run_folder import SavedStep, saved_steps
+from ..write_tensors import WHAT, require_intact
+
+
+@dataclass(frozen=True)
+class FoundStep:
+    """A checkpoint and its first fault; without a manifest no more is known of it."""
+
+    saved: SavedStep
+    manifest: Manifest | DcpManifest | None
+    fault: str | None
+    is_interrupted: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Total bytes of its files, as far as they are readable."""
+        return sum(_sizes(self.saved.folder))
+
+    def words(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        manifest, said = self.manifest, {}
+        if isinstance(manifest, Manifest):
+            said = {"format": "native", "mesh": manifest.mesh, "ranks": len(manifest.files)}
+        elif manifest is not None:
+            said = {"format": "dcp", "replicas": manifest.replicas}
+        if manifest is not None:
+            position = {key: value for key, value in manifest.progress.items() if isinstance(value, int)}
+            said |= {"run": manifest.run, "settings": manifest.settings, "progress": position}
+        return {
+            "step": self.saved.step,
+            "folder": str(self.saved.folder),
+            "bytes": self.num_bytes,
+            "whole": self.fault is None,
+            "fault": self.fault,
+            **said,
+        }
+
+
+def find_steps(path: Path, step: int | None = None) -> list[FoundStep]:
+    """Return the checkpoints of a folder, or the one that `path` is itself, the newest first.
+
+    Raises `UsageError` where there are none.
+    """
+    saved = saved_steps(path)
+    if not saved:
+        saved = [one for one in saved_steps(path.absolute().parent) if one.folder.name == path.absolute().name]
+    if step is not None:
+        saved = [one for one in saved if one.step == step]
+    if not saved:
+        which = f" of step {step}" if step is not None else ""
+        raise UsageError(f"{path}: there is no checkpoint{which} in it; give the folder of a run, or one of its steps")
+    return [_look_at(one) for one in saved]
+
+
+def newest_whole(path: Path, step: int | None) -> tuple[FoundStep, list[FoundStep]]:
+    """Return the newest checkpoint with complete files, and newer ones; raises `InputError` where none is whole."""
+    found = find_steps(path, step)
+    place = next((place for place, one in enumerate(found) if one.fault is None), None)
+    if place is None:
+        raise InputError(found[0].fault or str(path))
+    return found[place], found[:place]
+
+
+def _look_at(saved: SavedStep) -> FoundStep:
+    try:
+        require_folder(saved.folder, WHAT)
+        with reading(saved.folder, WHAT):
+            names = os.listdir(saved.folder)
+        if MANIFEST not in names:
+            interrupted = f"{saved.folder}: the checkpoint was interrupted: it has no {MANIFEST}"
+            return FoundStep(saved, None, interrupted, is_interrupted=True)
+        manifest = read_manifest(saved.manifest, saved.step)
+    except InputError as error:
+        return FoundStep(saved, None, str(error))
+    return FoundStep(saved, manifest, _fault_of_sizes(saved.folder, manifest))
+
+
+def _fault_of_sizes(folder: Path, manifest: Manifest | DcpManifest) -> str | None:
+    for file in manifest.files:
+        try:
+            with open_plain(folder / file.name, WHAT) as (_, size):
+                if file.bytes is not None and size != file.bytes:
+                    return f"{folder / file.name}: it has {size} bytes, not the {file.bytes} of the manifest"
+        except InputError as error:
+            return str(error)
+    return None
+
+
+def _sizes(folder: Path) -> Iterator[int]:
+    """Yield the sizes of the files in a folder, as far as it may be listed."""
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False):
+                yield entry.stat(follow_symlinks=False).st_size
+
+
+def verify(found: FoundStep) -> str | None:
+    """Return the first fault of a checkpoint after reading all of its bytes; None: it is intact."""
+    if found.fault is not None or found.manifest is None:
+        return found.fault
+    for file in found.manifest.files:
+        try:
+            require_intact(found.saved.folder / file.name, file)
+        except QuintschedError as error:
+            return str(error)
+    return None
+
+
+def as_text(found: list[FoundStep]) -> str:
+    """Return checkpoints as a table for people."""
+    lines = []
+    for one in found:
+        manifest = one.manifest
+        what = "interrupted" if one.is_interrupted else "whole" if one.fault is None else "damaged"
+        mesh = manifest.mesh if isinstance(manifest, Manifest) else "any mesh (dcp)" if manifest is not None else "-"
+        run = f"run {manifest.run}" if manifest is not None and manifest.run else ""
+        lines.append(
+            f"step {one.saved.step:>8}  {printable(mesh):<24} {_size(one.num_bytes):>10}  {what:<11} {run}".rstrip()
+        )
+        if one.fault is not None:
+            lines.append(f"    {one.fault}")
+    return "\n".join(lines) + "\n"
+
+
+def _size(num_bytes: int) -> str:
+    exponent = min((len(str(num_bytes)) - 1) // 3, 4)
+    return f"{num_bytes / 1000**exponent:.4g} {('B', 'kB', 'MB', 'GB', 'TB')[exponent]}"
+
+
+def as_json(found: list[FoundStep]) -> str:
+    """Return checkpoints as JSON."""
+    return json.dumps([one.words() for one in found], indent=1) + "\n"

@@ -1,0 +1,239 @@
+"""Stages of one rank: cut from the blocks, built one block at a time, sharded over ep (experts) and tp.
+
+blocks   0 1 2 3 4 5 6 7 8 9                 each block: build ─▶ same start everywhere ─▶ keep this rank's shard
+stages  [  0  ][  1  ][ 2 ][ 3 ]                       cut by block costs, or as the plan fixes it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from itertools import accumulate, chain
+from threading import Thread, current_thread
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from quintsched.errors import MisfitError, UsageError
+from quintsched.ir.layout import Layout
+from quintsched.ir.plan_data import PlanData, listed
+
+from ..blocks.block_costs import estimate_costs
+from ..blocks.block_outlines import Block, Blocks, build_block
+from ..blocks.dtensor import local_of, prepare_sharded
+from ..blocks.module_state import spread_buffers
+from ..comm import Group
+from ..comm.host_collectives import first_said
+from ..examine.built_alike import why_unlike
+from ..parallel.cut_proofs.prover import Prover
+from ..parallel.dropout import Masks, key_dropouts
+from ..parallel.expert.moe import apply_expert_parallel, mixtures
+from ..parallel.mesh_groups import MeshGroups
+from ..parallel.synced_norm import take_over_synced
+from ..parallel.tensor.parameter_shards import shard_of
+from ..parallel.tensor.whole_model_cuts import TensorCuts
+from .balance_stages import partition
+
+BlockBuilder = Callable[[Block, int], nn.Module]
+
+_trained_by: WeakKeyDictionary[nn.Module, ref[Thread]] = WeakKeyDictionary()
+"""Modules in stages, and the thread that trains them: with ranks as threads, the rank."""
+
+
+class Stage(nn.Module):
+    """One contiguous piece of the model; blocks keep their numbers in the whole model. `StageForward` runs it.
+
+    `partial` are the weights whose gradients are partial sums over tp (see `parallel.tensor.sequence_parallel`).
+    """
+
+    def __init__(
+        self, index: int, blocks: Mapping[int, nn.Module], partial: frozenset[nn.Parameter] = frozenset()
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.partial = partial
+        self.blocks = nn.ModuleDict({str(number): block for number, block in blocks.items()})
+        self._frozen = {name: p for name, p in self.named_parameters() if not p.requires_grad}
+        self._held: list[dict[str, Any]] = []
+        self._approved: list[Any] = []
+        self._known: list[int] = []
+
+    def named_weights(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters, by their names in the whole model: "3.attn.qkv.weight".
+
+        These are all that were not frozen when the stage was made; some may have been frozen since.
+        """
+        return {name.removeprefix("blocks."): p for name, p in self.named_parameters() if name not in self._frozen}
+
+    def require_known_weights(self, known: Container[nn.Parameter]) -> None:
+        """Raise `MisfitError` for a trainable parameter that is not `known`.
+
+        It was frozen when the stage was made, or has replaced a known parameter since.
+        """
+        held = self._held
+        now = [*map(len, held), *map(id, chain.from_iterable(map(dict.values, held)))]  # cheap, for every step
+        if not held or now != self._known or (self._frozen and any(p.requires_grad for p in self._frozen.values())):
+            self._look_through(known)
+            both = [found for module in self.modules() for found in (module._parameters, module._modules)]
+            self._held = held = [found for found in both if found]
+            self._approved = [*chain.from_iterable(map(dict.values, held))]
+            self._known = [*map(len, held), *map(id, self._approved)]
+
+    def _look_through(self, known: Container[nn.Parameter]) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter not in known and parameter.requires_grad and name not in self._frozen:
+                raise MisfitError(
+                    f"{name.removeprefix('blocks.')} is another parameter than when the engine was made, which no "
+                    "optimizer knows; write the new numbers into the one that there was, by engine.set_weights"
+                )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise MisfitError(
+                    f"{name.removeprefix('blocks.')} is to be trained, but was frozen when the engine was made, so "
+                    "that no replica sums its gradient and no optimizer knows it; make the engine while all that is "
+                    "ever trained has requires_grad=True, and freeze it then: parameter.requires_grad_(False)"
+                )
+
+
+def cut(costs: Sequence[float], layout: Layout) -> list[range]:
+    """Return each stage's blocks: contiguous, with the exact minimum of the slowest stage."""
+    stages = range(len(layout.stage_to_pp))
+    ranges = partition(costs, 1 + max(map(layout.part_of, stages)))
+    return [ranges[layout.part_of(stage)] for stage in stages]
+
+
+def cuts_of(plan: PlanData, blocks: Blocks, costs: Sequence[float] | None) -> list[range]:
+    """Return each stage's blocks: as the plan fixes them, or else balanced by costs (None: estimated).
+
+    Raises `UsageError` for costs of another number of blocks, or costs where the plan fixes the stages.
+    """
+    if plan.blocks_per_stage:
+        if costs is not None:
+            raise UsageError(
+                f"the plan says how many blocks each stage has ({listed(plan.blocks_per_stage)}), so that there is "
+                "nothing to balance; leave out block_costs, or compile the plan without stages"
+            )
+        return cut_as_planned(plan, len(blocks))
+    costs = estimate_costs(blocks) if costs is None else costs
+    if len(costs) != len(blocks):
+        raise UsageError(f"there are {len(costs)} block_costs for {len(blocks)} blocks")
+    return cut(costs, plan.layout)
+
+
+def cut_as_planned(plan: PlanData, num_blocks: int) -> list[range]:
+    """Return each stage's blocks, as many as in the plan; raises `MisfitError` where the total is not the model's."""
+    layout, planned = plan.layout, plan.blocks_per_stage
+    counts = dict(sorted((layout.part_of(stage), blocks) for stage, blocks in enumerate(planned)))
+    ends = [0, *accumulate(counts.values())]
+    if ends[-1] != num_blocks:
+        each, rest = divmod(num_blocks, len(counts))
+        evenly = ",".join(str(each + (layout.part_of(stage) < rest)) for stage in range(len(planned)))
+        raise MisfitError(
+            f"the plan's stages have {listed(planned)} blocks, {ends[-1]} of a model, but the model has {num_blocks}; "
+            f"compile the plan with --stages and numbers that add up to that, like --stages {evenly}"
+        )
+    return [range(*ends[layout.part_of(stage) :][:2]) for stage in range(len(planned))]
+
+
+def build_stages(
+    blocks: Blocks,
+    cuts: Sequence[range],
+    layout: Layout,
+    pp_rank: int,
+    groups: MeshGroups,
+    tensor: TensorCuts,
+    prover: Prover,
+    *,
+    outlines: Sequence[nn.Module],
+    seed: int,
+    masks: Masks,
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> dict[int, Stage]:
+    """Build the stages of `pp_rank`; at no time does it hold more than one full block.
+
+    All ranks that hold a block start from the weights of the first of them. Dropouts draw by `masks`. `prover` records
+    blocks while they are whole. Raises `MisfitError` on all ranks for a function that built another block than for the
+    outlines (collective).
+    """
+    unlike: list[str] = []
+
+    def build(number: int, stage: int) -> nn.Module:
+        module = build_block(blocks[number], number, seed, dtype).to(device)
+        unlike.append(why_unlike(number, blocks[number], outlines[number], module))
+        _require_own(number, module)
+        spread_buffers(module)
+        prepare_sharded(module, number, groups.tensor, groups.replicas)
+        for held in (*module.parameters(), *module.buffers()):
+            _same_everywhere(local_of(held), groups.copies_of(held))
+            if layout.twins(stage) in groups.sharing:
+                _same_everywhere(local_of(held), groups.sharing[layout.twins(stage)].group)
+        key_dropouts(module, number, masks)
+        take_over_synced(module)
+        builder = None if isinstance(blocks[number], nn.Module) else blocks[number]
+        choice = prover.choose(number, module, builder)
+        apply_expert_parallel(module, groups.experts, groups.context, tokens_alike=True)  # set anew per step
+        cut = tensor.apply(number, module, choice)
+        prover.note(number, cut)
+        return cut
+
+    def made(stage: int) -> Stage:
+        built = {number: build(number, stage) for number in cuts[stage]}
+        return Stage(stage, built, tensor.partial(built))
+
+    stages = {stage: made(stage) for stage in sorted(layout.stages_of(pp_rank), key=layout.part_of)}
+    if said := first_said(next(filter(None, unlike), ""), groups.world):
+        raise MisfitError(said)
+    return stages
+
+
+def require_separate(blocks: Sequence[nn.Module], cuts: Sequence[range], tensor: Group) -> None:
+    """Raise `MisfitError` for modules that cannot be cut into stages, and sharded over tp and ep, independently.
+
+    These are modules that were sharded before, and weights shared by modules of several stages, or by several modules
+    that are sharded: each stage trains its own copy, so the copies would diverge silently. `blocks` are on the meta
+    device (`on_meta`), so that functions that build several blocks around one weight are found too.
+    """
+    _require_whole(blocks)
+    homes: dict[int, tuple[int, int]] = {}
+    for numbers in dict.fromkeys(cuts):
+        stage = cuts.index(numbers)
+        for number in numbers:
+            block = blocks[number]
+            for name, parameter in block.named_parameters():
+                first_stage, first = homes.setdefault(id(parameter), (stage, number))
+                if first != number and (first_stage != stage or tensor.size > 1):
+                    raise MisfitError(
+                        f"blocks {first} and {number} share the weight {name!r}; a weight may be shared by blocks of "
+                        f"one stage, without tensor parallelism (they are on stages {first_stage} and {stage}); give "
+                        "each block a copy and tie these, compile(…, tied={'shared': …}) and Engine(…, tied={'shared': "
+                        "…}), or take the blocks of quintsched.runtime.split(model), which does"
+                    )
+
+
+def _require_own(number: int, module: nn.Module) -> None:
+    """Raise `MisfitError` for a module that another rank of this process trains: both would step its weights."""
+    owner = _trained_by.get(module, lambda: None)()
+    if owner is not None and owner is not current_thread() and owner.is_alive():
+        raise MisfitError(
+            f"block {number} ({type(module).__name__}) is trained by another rank of this process; make the model in "
+            "the function that every rank runs, or give the engine functions that build blocks"
+        )
+    _trained_by[module] = ref(current_thread())
+
+
+def _require_whole(blocks: Sequence[nn.Module]) -> None:
+    """Raise `MisfitError` for a module that is sharded already, as by another engine: it would be sharded twice."""
+    for number, block in enumerate(blocks):
+        if any(shard_of(parameter) is not None for parameter in block.parameters()):
+            raise MisfitError(f"block {number} is cut over tp already; give each engine whole blocks, it cuts them")
+        if any(layer.group.size > 1 for layer in mixtures(block).values()):
+            raise MisfitError(f"the experts of block {number} are cut over ep already; give each engine all")
+
+
+def _same_everywhere(tensor: Tensor, group: Group) -> None:
+    if group.size > 1:
+        sent = tensor.detach().contiguous()
+        group.broadcast(sent, 0).wait()
+        tensor.data.copy_(sent)

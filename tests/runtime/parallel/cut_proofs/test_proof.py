@@ -1,0 +1,320 @@
+"""Proofs of user-written blocks before they are cut over tp, cp, slices and tokens, and how often they run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime.autograd.kv_store import Past
+from quintsched.runtime.blocks.block_outlines import Blocks
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.data import DataSpec
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, moe_gpt
+from quintsched.runtime.parallel.context.context_parallel import Context
+from quintsched.runtime.parallel.cut_proofs import compare_twins
+from quintsched.runtime.parallel.cut_proofs.block_kinds import kind_of
+
+from ...toys import ids_task, sgd, train_on
+from .user_blocks import (
+    HEADS,
+    SAMPLES,
+    TOKENS,
+    WIDTH,
+    Mlp,
+    NeoX,
+    Softmax,
+    Timm,
+    X,
+    Y,
+    attend,
+    loss,
+    refusal,
+    require_equal,
+    train,
+    trained_alone,
+)
+
+
+def test_each_kind_is_proved_once_and_says_what_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[str] = []
+    whole = compare_twins.run_whole
+
+    def counted(block: nn.Module, arrival: Any) -> Any:
+        runs.append(type(block).__name__)
+        return whole(block, arrival)
+
+    monkeypatch.setattr(compare_twins, "run_whole", counted)
+    _, _, engine = train("tp=2", [Mlp, Timm, Mlp, Mlp, Timm])
+    # on two ranks: built, in training; in the first step, twice
+    assert sorted(runs) == ["Mlp"] * 8 + ["Timm"] * 8
+    proved = "pairs proved at all numbers: 0,2-3.fc1, 1,4.qkv"
+    assert engine.tensor_cuts == f"tp=2 cuts 15 of 30 weights; whole: only norms and biases; {proved}"
+    runs.clear()
+    train("tp=2", [Mlp, Timm], prove="none")
+    assert runs == []
+
+
+def count_proofs(monkeypatch: pytest.MonkeyPatch, blocks: Blocks, mesh: str, schedule: str, **more: Any) -> int:
+    """Return how many kinds of blocks are run cut on all ranks; what differs would be refused."""
+    runs: list[object] = []
+    cut = compare_twins.run_cut
+    monkeypatch.setattr(compare_twins, "run_cut", lambda *args: runs.append(args) or cut(*args))
+    slices = more.pop("slices", None)
+    plan = qs.compile(schedule, mesh=mesh, microbatches=4, **({} if slices is None else {"slices": slices}))
+    task = ids_task(1, 8, 16)
+    train_on(plan, task, blocks, dtype=torch.float64, **more)
+    return len(runs)
+
+
+LLAMA = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "kv_heads": 2}
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(
+    ("mesh", "schedule", "model", "more"),
+    [
+        ("tp=2", "1f1b", {}, {}),
+        ("tp=2", "1f1b", LLAMA, {"sequence_parallel": True}),
+        ("cp=2", "1f1b", LLAMA, {}),
+        ("cp=2,tp=2", "gpipe", {}, {"context": "gather", "sequence_parallel": True}),
+        ("tp=2,pp=2", "seq-1f1b", LLAMA, {"slices": 2}),
+        ("ep=2,tp=2", "1f1b", {"experts": 4, "top_k": 2}, {}),
+        ("tp=2,pp=2", "dualpipe", {}, {}),
+    ],
+)
+def test_built_in_blocks_prove_too_and_run_only_if_asked(
+    monkeypatch: pytest.MonkeyPatch, mesh: str, schedule: str, model: dict[str, Any], more: dict[str, Any]
+) -> None:
+    data = DataSpec(input_shape=(16,), num_classes=10)
+    blocks = (
+        moe_gpt(data, MoEGPTOptions(hidden=16, depth=2, heads=4, **model))
+        if "experts" in model
+        else gpt(data, GPTOptions(hidden=16, depth=2, heads=4, **model))
+    )
+    assert count_proofs(monkeypatch, blocks, mesh, schedule, prove="all", **more) > 0
+    if mesh == "tp=2":
+        assert count_proofs(monkeypatch, blocks, mesh, schedule, **more) == 0
+
+
+class Noisy(Mlp):
+    """Draws where no dropout does, and counts what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = nn.BatchNorm1d(TOKENS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.counted(x)) + 0 * torch.randn(1, dtype=x.dtype, device=x.device)
+
+
+def test_a_proof_leaves_generators_and_statistics_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.randn(4)
+    torch.manual_seed(5)
+    plan = qs.compile("gpipe", mesh="tp=2", microbatches=2)
+
+    def run(transport: Transport) -> tuple[Tensor, Tensor]:
+        engine = Engine(plan, [Noisy], loss, sgd, transport=transport, dtype=torch.float64)
+        batch = engine._model.batches(plan, X, Y, {})
+        state = torch.get_rng_state()
+        engine._runner.prepare(plan, batch)
+        engine.everyone.barrier()
+        assert torch.equal(torch.get_rng_state(), state)
+        return engine.stages[0].get_buffer("blocks.0.counted.running_mean"), torch.tensor(0)
+
+    for mean, _ in run_local(2, run):
+        assert not mean.any()
+    assert torch.equal(torch.randn(4), expected)
+
+
+class Whole(nn.Module):
+    """An attention that says nowhere that it is one, and a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.back, self.mlp = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        fused = self.into(x).unflatten(-1, (3, 2, -1))
+        out: Tensor = self.mlp(x + self.back(attend(*fused.unbind(2))))
+        return out
+
+
+class WholeShifted(Whole):
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + shift[..., None])
+
+
+@pytest.mark.slow
+def test_attentions_that_are_kept_whole_get_whole_tokens_or_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    blocks: list[type[nn.Module]] = [Mlp, Whole, Mlp]
+    weights, _, engine = train("tp=2", blocks, sequence_parallel=True)
+    require_equal(weights, trained_alone(blocks, {}))
+    assert [engine._model.tensor.tokens.inside(number) for number in range(3)] == [True, False, True]
+    assert "block 1 (Whole) is given whole tokens under sequence_parallel, for with slices, " in caplog.text
+    shift = torch.randn(SAMPLES, TOKENS, dtype=torch.float64)
+    said = refusal("tp=2", [Mlp, WholeShifted], sequence_parallel=True, extras={"shift": shift})
+    assert "block 1 (WholeShifted) over tp=2 is given a slice of the tokens by sequence_parallel, and " in said
+    blocks = [Mlp, NeoX]
+    weights, _, _ = train("tp=2", blocks, sequence_parallel=True)
+    require_equal(weights, trained_alone(blocks, {}))
+
+
+class Seeing(nn.Module):
+    """Two attentions, of which one sees the whole sequence; or both, or a product of neighbours."""
+
+    both = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor, past: Past | None = None, context: Context | None = None) -> Tensor:
+        x = x + self.attend(self.first, x, past, context)
+        return x + (self.attend(self.second, x, past, context) if self.both else self.attend(self.second, x))
+
+    def attend(self, layer: nn.Module, x: Tensor, past: Past | None = None, context: Context | None = None) -> Tensor:
+        q, k, v = layer(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        if context is not None:
+            return context.attend(q, k, v).transpose(1, 2).flatten(2)
+        k, v = (k, v) if past is None else past.extend(layer, k, v)
+        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(k.shape[-2] - q.shape[-2])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2).flatten(2)
+
+
+class HalfSeeing(Seeing):
+    both = False
+
+
+class Blind(Seeing):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+CUTS: list[tuple[str, dict[str, Any], str]] = [
+    ("cp=2", {}, "context"),
+    ("cp=2,tp=2", {"context": "gather"}, "context"),
+    ("pp=2", {"schedule": "seq-1f1b", "slices": 2}, "past"),
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("mesh", "more", "name"), CUTS)
+def test_every_attention_is_asked_for_the_whole_sequence(mesh: str, more: dict[str, Any], name: str) -> None:
+    more = {"schedule": "1f1b", **more}
+    blocks: list[Callable[[], nn.Module]] = [Seeing, Mlp, Seeing]
+    weights, _, _ = train(mesh, blocks, **more)
+    require_equal(weights, trained_alone(blocks, {}))
+    for block, why in ((HalfSeeing, "not all of its attentions use"), (Blind, "its forward does not take")):
+        with pytest.raises(MisfitError, match=rf"block 2 \({block.__name__}\).* gives other numbers .*{why} `{name}`"):
+            train(mesh, [Seeing, Mlp, block], **more)
+
+
+class Uncopied(Mlp):
+    """Cannot be copied."""
+
+    def __deepcopy__(self, memo: object) -> Uncopied:
+        raise TypeError("there is one of it")
+
+
+def test_blocks_that_cannot_be_copied_are_built_again_or_kept_whole_or_refused() -> None:
+    weights, cut, _ = train("tp=2", [Uncopied, Timm])
+    require_equal(weights, trained_alone([Uncopied, Timm], {}))
+    assert "0.fc1.weight" in cut
+    with pytest.raises(MisfitError, match=r"block 0 \(Uncopied\) cannot be copied: there is one of it; .* a function"):
+        train("tp=2", [Uncopied()])
+    built = Uncopied()
+    with pytest.raises(MisfitError, match=r"block 0 \(Uncopied\) cannot be copied"):
+        train("tp=2", [lambda: built])
+
+
+def test_functions_that_build_around_one_weight_are_found() -> None:
+    mlp, weight = Mlp(), nn.Parameter(torch.zeros(32, WIDTH))
+
+    def tied() -> nn.Module:
+        block = Mlp()
+        block.fc1.weight = weight
+        return block
+
+    for blocks in ([lambda: mlp, lambda: mlp], [tied, Mlp, tied]):
+        for mesh in ("tp=2", "pp=2"):
+            with pytest.raises(MisfitError, match=r"blocks 0 and \d share the weight 'fc1.weight'|'norm.weight'"):
+                train(mesh, blocks)
+
+
+class Alone(Softmax):
+    """Cannot be run by others than a step: it wants to be in training."""
+
+    def between(self, y: Tensor) -> Tensor:
+        if not self.training:
+            raise RuntimeError("never evaluated")
+        return super().between(y)
+
+
+def test_what_nobody_can_prove_is_parted(caplog: pytest.LogCaptureFixture) -> None:
+    weights, cut, _ = train("tp=2", [Mlp, Alone])
+    require_equal(weights, trained_alone([Mlp, Alone], {}))
+    assert "1.fc1.weight" in cut
+    assert "block 1 (Alone) over tp=2: its layers are cut one by one, for it is not proved" in caplog.text
+
+
+class Told(Mlp):
+    """A block that is told something."""
+
+    def __init__(self, told: Any, layer_idx: int = 0) -> None:
+        super().__init__()
+        self.told, self.layer_idx = told, layer_idx
+
+
+def bound(number: int) -> Callable[[], int]:
+    return lambda: number
+
+
+TOLD: dict[str, Callable[[int], Any]] = {
+    "a float": float,
+    "a dictionary": lambda i: {"n": [i]},
+    "a namespace": lambda i: SimpleNamespace(n=i),
+    "a closure": bound,
+    "a partial": lambda i: functools.partial(max, 0, i),
+    "an array": lambda i: np.array([i]),
+    "a tensor": lambda i: torch.tensor(i),
+    "bytes": lambda i: bytearray([i]),
+    "a set": lambda i: {i},
+    "a module": lambda i: [nn.Dropout(i), nn.Softmax(i)],
+}
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_blocks_are_of_one_kind_where_all_that_they_are_told_is_equal(what: str) -> None:
+    first, again, other = (kind_of(Told(TOLD[what](i), k), [], str(k)) for k, i in enumerate((0, 0, 1)))
+    assert first[0] == again[0] != other[0]
+    assert (first[1], again[1]) == ((0,), (1,))
+
+
+def test_blocks_that_do_something_else_by_their_place_are_proved_apart() -> None:
+    class Placed(Mlp):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.fc1(x)
+            return x + self.fc2(y.softmax(-1) if self.layer_idx else F.gelu(y))
+
+    def placed(place: int) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            block = Placed()
+            block.layer_idx = place
+            return block
+
+        return build
+
+    blocks = [placed(0), placed(1)]
+    require_equal(train("tp=2", blocks)[0], trained_alone(blocks, {}))

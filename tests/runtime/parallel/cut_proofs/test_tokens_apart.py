@@ -1,0 +1,286 @@
+"""Sequences are cut over cp, or into slices, only for blocks that keep tokens of several ranks apart at all numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime.autograd.kv_store import Past
+from quintsched.runtime.comm import Group, Transport, run_local
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.parallel.context.context_parallel import Context
+from quintsched.runtime.parallel.cut_proofs.block_twins import Blueprint
+from quintsched.runtime.parallel.cut_proofs.tokens.tokens_apart import why_tokens_meet
+from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, Given, GivenTree
+from quintsched.runtime.parallel.cut_proofs.trial_twins import Setting
+
+from ...toys import sgd
+from .odd_mlps import TOKENS, WIDTH, Mlp
+from .test_features_apart import loss
+
+Mix = Callable[[Any, Tensor, Context | None], Tensor]
+
+
+class Attending(nn.Module):
+    """x + proj(mix(attention(x)))."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mix = mix
+        self.register_buffer("kept", torch.zeros(()))
+
+    def forward(self, x: Tensor, context: Context | None = None, past: Past | None = None) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if context is not None:
+            mixed = context.attend(q, k, v)
+        else:
+            k, v = (k, v) if past is None else past.extend(self, k, v)
+            queries = torch.arange(q.shape[-2], device=x.device) + (0 if past is None else past.seen)
+            mask = torch.arange(k.shape[-2], device=x.device) <= queries[:, None]
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + self.proj(self.mix(self, mixed.transpose(1, 2).flatten(2), context))  # type: ignore[no-any-return]
+
+
+def why(mix: Mix, setting: Setting, tokens: int = TOKENS) -> str:
+    x = torch.randn(2, tokens, WIDTH, generator=torch.Generator().manual_seed(0))
+    return why_tokens_meet(Blueprint(Attending(mix)), Arrival(GivenTree([Given(x, 1)])), setting, torch.device("cpu"))
+
+
+def whole(y: Tensor, context: Context | None) -> Tensor:
+    return y if context is None else context.whole(y)
+
+
+def remembered(self: Any, y: Tensor, context: Context | None) -> Tensor:
+    self.kept = torch.maximum(self.kept, y.detach().abs().max())
+    return torch.where(self.kept > 60, y.tanh(), y)
+
+
+def mixed(y: Tensor, experts: list[Callable[[Tensor], Tensor]]) -> Tensor:
+    """Give each token to the expert that its first number chooses, as mixtures of transformers do."""
+    tokens, found = y.flatten(0, 1), torch.zeros_like(y).flatten(0, 1)
+    mask = F.one_hot((tokens[:, 0] * 3).long().clamp(0, len(experts) - 1), len(experts)).T
+    for hit in mask.sum(-1).gt(0).nonzero():
+        if hit[0] != len(experts):
+            (chosen,) = torch.where(mask[hit[0]] > 0)
+            found.index_add_(0, chosen, experts[int(hit[0])](tokens[chosen]))
+    return found.view(y.shape)
+
+
+def in_order(y: Tensor) -> Tensor:
+    """Sort tokens by expert, and put them back, as JetMoE does."""
+    tokens = y.flatten(0, 1)
+    order = tokens[:, 0].gt(0).long().argsort()
+    first, second = tokens[order].split(tokens[:, 0].gt(0).long().bincount(minlength=2).tolist())
+    return torch.zeros_like(tokens).index_add(0, order, torch.cat((first.relu(), second.sin()))).view(y.shape)
+
+
+CP, SLICES = Setting(context=cast("Group", SimpleNamespace(size=2))), Setting(slices=2)
+JOINED: list[tuple[Mix, str]] = [
+    (lambda self, y, context: y / (y.abs().amax(1, keepdim=True) / 60).clamp(min=1), "amax"),
+    (lambda self, y, context: torch.where((y.abs() > 60).any(1, keepdim=True), y.tanh(), y), "any"),
+    (lambda self, y, context: y.tanh() if y.abs().max() > 60 else y, "asks for numbers of tokens in line"),
+    (lambda self, y, context: y if torch.allclose(y, y.clamp(-60, 60)) else y.tanh(), "asks for numbers of tokens in"),
+    (lambda self, y, context: y.tanh() if y.abs().max().item() > 60 else y, "reads numbers of tokens on the host"),
+    (lambda self, y, context: y / (y.square().mean((1, 2), keepdim=True) / 60).clamp(min=1), "mean"),
+    (lambda self, y, context: y + 1e-9 * y.cumsum(1), "cumsum"),
+    (lambda self, y, context: y + 1e-9 * y.softmax(1), "softmax"),
+    (lambda self, y, context: y + 1e-9 * y.mean(1, keepdim=True) if self.training else y, "mean"),
+    (lambda self, y, context: torch.where(F.pad(y, (0, 0, 1, 0))[:, :-1] > 60, y.tanh(), y), "gt|where"),
+    (lambda self, y, context: torch.where(F.avg_pool1d(y.mT, 3, 1, 1).mT > 60, y.tanh(), y), "avg_pool2d"),
+    (lambda self, y, context: y * (100 / (y > 60).sum(1, keepdim=True).clamp(min=100)), "sum"),
+    (lambda self, y, context: torch.zeros_like(y).index_add(1, torch.zeros_like(y[0, :, 0]).long(), y) * 1e-9, "index"),
+    (remembered, "max"),
+]
+APART: list[Mix] = [
+    lambda self, y, context: F.layer_norm(y, y.shape[-1:]),
+    lambda self, y, context: y * (y >= y.topk(4).values[..., 3:]),
+    lambda self, y, context: y.flatten(0, 1).relu().view(y.shape),
+    lambda self, y, context: torch.stack([F.gelu(y[:, place]) for place in range(y.shape[1])], 1),
+    lambda self, y, context: torch.zeros_like(y).index_put((y > 0,), y[y > 0]),
+    lambda self, y, context: mixed(y, [torch.tanh, torch.relu, torch.sin, torch.cos]),
+    lambda self, y, context: in_order(y),
+    lambda self, y, context: y * torch.zeros_like(y).scatter(-1, y.topk(4).indices, 1.0),
+    lambda self, y, context: F.embedding(y[..., 0].gt(0).long(), self.proj.weight) + y,
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("setting", [CP, SLICES])
+def test_what_joins_tokens_at_some_numbers_is_found_with_its_function_and_line(setting: Setting) -> None:
+    for mix, word in JOINED:
+        found = why(mix, setting)
+        assert any(part in found for part in word.split("|")), (word, found)
+        assert " in line " in found
+
+
+LENGTHS: list[tuple[Mix, str]] = [
+    (lambda self, y, context: y.tanh() if y.shape[1] > TOKENS // 2 else y, "calls tanh in line"),
+    (lambda self, y, context: y / max(y.shape[1] / TOKENS, 0.9), "calls div 1 in line"),
+    (
+        lambda self, y, context: mixed(y, [torch.cos if y.shape[1] > TOKENS // 2 else torch.sin] * 4),
+        "calls cos in line",
+    ),
+    (lambda self, y, context: y * torch.arange(y.shape[1])[:, None] if self.training else y, "a part of the tokens"),
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("setting", [CP, SLICES])
+def test_what_depends_on_how_many_tokens_there_are_is_found(setting: Setting) -> None:
+    for mix, word in LENGTHS:
+        assert word in why(mix, setting)
+
+
+def first(self: Any, y: Tensor, context: Context | None) -> Tensor:
+    return torch.cat([y[:, :1] * (1 + self.kept), y[:, 1:]], 1)
+
+
+BY_PLACES: list[Mix] = [
+    first,
+    lambda self, y, context: y + self.kept * y.tril(),
+    lambda self, y, context: y.index_put(
+        (torch.arange(len(y))[:, None], torch.zeros(1, 1).long()), self.kept + y[:, :1]
+    ),
+    lambda self, y, context: torch.where(torch.arange(y.shape[1])[:, None] == 0, y * (1 + self.kept), y),
+    lambda self, y, context: y + self.kept * self.proj.bias[: y.shape[1], None],
+    lambda self, y, context: torch.cat([c * (1 + self.kept * i) for i, c in enumerate(y.split(3, 1))], 1),
+    lambda self, y, context: torch.cat([y[:, :1], F.dropout(y[:, 1:], 1e-7)], 1),
+    lambda self, y, context: y + 0 * whole(first(self, y, context), context).mean(1, keepdim=True),
+]
+
+
+@pytest.mark.parametrize("setting", [CP, SLICES])
+def test_what_is_done_to_some_tokens_by_their_places_is_found_where_numbers_hide_it(setting: Setting) -> None:
+    for number, mix in enumerate(BY_PLACES[: None if setting is CP else -1]):
+        assert "by their places" in why(mix, setting), number
+
+
+def test_what_goes_by_true_positions_or_by_all_places_alike_may_be_cut() -> None:
+    def positions(context: Context | None) -> Tensor:
+        assert context is not None
+        return context.positions
+
+    for mix in (
+        lambda self, y, context: torch.where(positions(context)[:, None] == 0, y * (1 + self.kept), y),
+        lambda self, y, context: y * (1 + self.kept * self.proj.bias[positions(context), None]),
+        lambda self, y, context: y * (positions(context)[:, None] * self.proj.bias[:, None, None]).cos().sum(0),
+        lambda self, y, context: y + self.kept * y.unflatten(1, (-1, 2)).flip(2).flatten(1, 2),
+    ):
+        assert not why(mix, CP)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("setting", [CP, SLICES])
+def test_what_keeps_tokens_apart_may_be_cut(setting: Setting) -> None:
+    assert not any(why(mix, setting) for mix in APART)
+
+
+def test_the_whole_of_a_context_may_be_looked_at() -> None:
+    def largest(self: Any, y: Tensor, context: Context | None) -> Tensor:
+        return y / (whole(y, context).abs().amax(1, keepdim=True) / 60).clamp(min=1)
+
+    assert not why(largest, CP)
+    assert "amax" in why(lambda self, y, context: largest(self, y, None), CP)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("mesh", "more", "says"),
+    [
+        ("cp=2", {}, r"over cp=2: .* look at all tokens by context.whole\(tensor\); or run without cp"),
+        ("pp=2", {"schedule": "seq-1f1b", "slices": 2}, r"into 2 slices: .* a schedule that does not slice"),
+    ],
+)
+def test_blocks_that_join_tokens_are_refused_on_all_ranks(mesh: str, more: dict[str, Any], says: str) -> None:
+    plan = qs.compile(**{"schedule": "gpipe", **more}, mesh=mesh, microbatches=1)
+    blocks = [lambda: Attending(lambda self, y, context: y), lambda: Attending(JOINED[0][0])]
+
+    def run(transport: Transport) -> str:
+        engine = Engine(plan, blocks, loss, sgd, dtype=torch.float64, transport=transport)
+        x = torch.ones(1, TOKENS, WIDTH, dtype=torch.float64)
+        with pytest.raises(MisfitError) as error:
+            engine.step(x, x)
+        return str(error.value)
+
+    first, second = run_local(2, run)
+    assert first == second
+    assert re.search(rf"block 1 \(Attending\) may give other numbers where sequences are cut {says}", first)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("what", ["a length", "an attribute"])
+def test_what_joins_tokens_in_a_later_step_is_refused_before_it(what: str) -> None:
+    def joins_later(self: Any, y: Tensor, context: Context | None) -> Tensor:
+        return y + 1e-9 * y.cumsum(1) if y.shape[1] > TOKENS or hasattr(self, "hot") else y
+
+    def run(transport: Transport) -> None:
+        plan = qs.compile("gpipe", mesh="cp=2", microbatches=1)
+        blocks = [lambda: Attending(joins_later)]
+        engine = Engine(plan, blocks, loss, sgd, dtype=torch.float64, transport=transport)
+        x = torch.ones(1, TOKENS, WIDTH, dtype=torch.float64)
+        for _ in range(2):
+            engine.step(x, x)
+        for stage in engine.stages.values() if what == "an attribute" else ():
+            for block in stage.blocks.values():
+                block.hot = True
+        longer = x.repeat(1, 4 if what == "a length" else 1, 1)
+        says = {
+            "a length": r"given float64 \(1, \d+, 16\), it ",
+            "an attribute": "'block 0 \\(Attending\\).*' was set, and now it ",
+        }
+        with pytest.raises(MisfitError, match=rf"cut over cp=2: {says[what]}"):
+            engine.step(longer, longer)
+
+    run_local(2, run)
+
+
+class Sliced(Mlp):
+    """x + mlp(x), and more in training."""
+
+    def __init__(self, more: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.more = more
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.more(x) if self.training else 0)
+
+
+def test_what_joins_tokens_that_sequence_parallelism_slices_is_refused() -> None:
+    plan = qs.compile("gpipe", mesh="tp=2", microbatches=1)
+
+    def run(transport: Transport, more: Callable[[Tensor], Tensor]) -> str:
+        blocks, x = [lambda: Sliced(more)], torch.ones(1, TOKENS, WIDTH, dtype=torch.float64)
+        settings: dict[str, Any] = {"dtype": torch.float64, "transport": transport, "sequence_parallel": True}
+        try:
+            Engine(plan, blocks, loss, sgd, **settings).step(x, x)
+        except MisfitError as error:
+            return str(error)
+        return ""
+
+    noise = lambda x: nn.functional.dropout(x, 0.2) * torch.rand(1, 1, 1)  # noqa: E731
+    assert run_local(2, partial(run, more=noise)) == ["", ""]
+    for found in run_local(2, lambda transport: run(transport, lambda x: x * torch.rand_like(x[..., :1]))):
+        assert "draws by rand_like for its part of the tokens" in found
+    for more, why in (
+        (lambda x: x.roll(1, 1), "meet in add in line"),
+        (lambda x: x / x.shape[1], f"calls div {TOKENS} in line"),
+        (lambda x: nn.functional.dropout(x, 1 / x.shape[1]), "calls mul_ 1.06667 in line"),
+        (lambda x: torch.cat([x[:, :1] * torch.ones(()), x[:, 1:]], 1), "does to some tokens by their places"),
+        (
+            lambda x: x * torch.rand(x.shape[:2]).argsort(1)[..., None],
+            "it draws by rand for its part of the tokens in line",
+        ),
+    ):
+        for said in run_local(2, lambda transport, more=more: run(transport, more)):
+            assert re.search(rf"cut over tp, by sequence_parallel: .*{why} .*; run without sequence_parallel", said)

@@ -1,0 +1,147 @@
+"""Runs on a mesh beside one process: equal ones are told to be, and in others the first layer that differs is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import quintsched as qs
+from quintsched.cli import SECTIONS
+from quintsched.cli.app import make_app
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine, Transport, build_model, load_job, plan_of, run_local
+from quintsched.runtime.launch.verify_job import verify_here
+from quintsched.runtime.run_checks.mesh_against_one import Comparison
+
+from ..toys import sgd
+
+JOB = """
+model: {name: gpt, options: {depth: 2, hidden: 16, heads: 2}}
+data: {name: text, options: {sequence: 16, max_bytes: 4000}}
+parallel: {mesh: "dp=2,pp=2", schedule: 1f1b, microbatches: 2}
+train: {batch_size: 8, clip: 1.0, optimizer: {name: adamw, lr: 1e-3}}
+runtime: {transport: local, precision: float64}
+"""
+
+
+def outcome(tmp_path: Path, *overrides: str) -> Comparison:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    job = load_job(path, list(overrides))
+    return verify_here(job, plan_of(job), 2)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["parallel.mesh=dp=2,pp=2", "parallel.zero=1"],
+        ["parallel.mesh=dp=2,tp=2", "parallel.sequence_parallel=true", "parallel.zero=3"],
+        ["parallel.mesh=cp=2,pp=2"],
+        ["parallel.mesh=pp=2", "parallel.schedule=seq-1f1b", "parallel.slices=4"],
+        ["parallel.mesh=pp=2", "parallel.schedule=dualpipe", "parallel.microbatches=4"],
+        ["parallel.mesh=pp=2", "parallel.schedule=zbv", "parallel.microbatches=4", "model.options.dropout=0.1"],
+        ["parallel.mesh=pp=2", "parallel.recompute=1", "runtime.precision=bfloat16"],
+        ["parallel.mesh=dp=2,pp=2", "runtime.precision=float32", "model.options.tied=true"],
+        ["parallel.mesh=ep=2,pp=2", "model.name=moe-gpt", "parallel.zero=2"],
+    ],
+    ids=lambda overrides: " ".join(o.split(".", 1)[1] for o in overrides),
+)
+def test_sound_runs_are_equal(tmp_path: Path, overrides: list[str]) -> None:
+    found = outcome(tmp_path, *overrides)
+    assert found.is_equal, found.explain()
+    assert found.compared > 50
+    assert not found.skipped
+
+
+BLIND = dedent(
+    """
+    import torch
+    from torch import nn
+
+    class Mean(nn.Module):
+        def forward(self, x, context=None):
+            return x + x.float().mean(1, keepdim=True).to(x.dtype)   # over the tokens that are here
+
+    def build(data):
+        return [lambda: nn.Embedding(data.num_classes, 8), lambda: nn.Linear(8, 8), Mean,
+                lambda: nn.Linear(8, data.num_classes)]
+    """
+)
+
+
+def test_the_first_block_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("blind.py").write_text(BLIND)
+    found = outcome(
+        tmp_path, "model.name=blind.py:build", "model.options={}", "parallel.mesh=cp=2,pp=2", "parallel.prove=none"
+    )
+    first = found.differences[0]
+    assert (first.step, first.kind, first.name) == (0, "output", "2")
+    assert "the output of block 2 (Mean) for microbatch 0" in found.explain()
+
+
+@pytest.mark.processes
+def test_the_command_compares_processes(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB.replace("local", "gloo").replace("dp=2,pp=2", "pp=2"))
+    found = CliRunner().invoke(make_app(SECTIONS), ["verify", str(path), "--json", "--steps", "1"])
+    assert found.exit_code == 0
+
+
+class Odd(nn.Module):
+    """Multiplies by something that is not the same in the engine and in the reference."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor  # type: ignore[no-any-return]
+
+
+def verified(reference: nn.Module, mesh: str = "dp=2,pp=2") -> list[Comparison]:
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(2, 8, 6, dtype=torch.float64)
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+
+    def run(transport: Transport) -> Comparison:
+        blocks = [Odd] * 4
+        engine = Engine(plan, blocks, nn.functional.mse_loss, sgd, clip=0.1, dtype=torch.float64, transport=transport)
+        return engine.verify(reference, inputs, targets)
+
+    return run_local(plan.mesh.size, run)
+
+
+def test_an_engine_is_compared_with_a_whole_model() -> None:
+    model = build_model([Odd] * 4, dtype=torch.float64)
+    for found in verified(model):
+        assert found.is_equal, found.explain()
+        assert not found.skipped
+    model[2].factor = 1.5
+    for found in verified(model):  # on every rank the same, also on those that hold other blocks
+        assert (found.differences[0].kind, found.differences[0].name) == ("output", "2")
+    with torch.no_grad():
+        model[1].linear.bias[0] += 1e-3
+    assert "before the first step: the weight of 1.linear.bias" in verified(model)[0].explain()
+
+
+def test_references_that_cannot_be_compared_are_refused() -> None:
+    model = build_model([Odd] * 3, dtype=torch.float64)
+    with pytest.raises(MisfitError, match=r"no weight '3\.linear\.weight'"):
+        verified(model)
+    with pytest.raises(MisfitError, match="draws by itself in '4'"):
+        verified(nn.Sequential(*build_model([Odd] * 4, dtype=torch.float64), nn.Dropout(0.5)))
+
+
+def test_an_outcome_is_json() -> None:
+    (found, *_) = verified(build_model([Odd] * 4, dtype=torch.float64))
+    assert json.loads(json.dumps(found.to_data()))["equal"]
