@@ -154,8 +154,9 @@ def import_advice(error: BaseException | None) -> str:
         if "torchvision::" in str(error):
             return (
                 "; the torchvision that is installed does not go with this torch, and transformers and timm do not "
-                "import with it. Uninstall it, if timm is not needed, or take both from one index: pip install torch "
-                "torchvision --index-url https://download.pytorch.org/whl/cpu"
+                "import with it. Import quintsched.runtime's Engine, Trainer or split before them; or uninstall "
+                "torchvision, if timm is not needed; or take both from one index: pip install torch torchvision "
+                "--index-url https://download.pytorch.org/whl/cpu"
             )
         missing = (getattr(error, "name", None) or "") if isinstance(error, ImportError) else ""
         if missing in EXTRAS and isinstance(error, ModuleNotFoundError):

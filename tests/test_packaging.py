@@ -5,7 +5,9 @@ checkout ─▶ sdist (no symbolic links) ─▶ wheel ─▶ clean virtual envi
 
 import json
 import os
+import re
 import resource
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -26,7 +28,7 @@ log: {path: log.jsonl, every: 1}
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("packaging")]
 
 
-def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, cwd: Path, timeout: int = 200) -> subprocess.CompletedProcess[str]:
     """Run a command that knows nothing of the checkout."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     return subprocess.run(
@@ -35,13 +37,13 @@ def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
         env=environment | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=timeout,
         check=False,
     )
 
 
-def succeed(*command: str | Path, cwd: Path) -> str:
-    done = run(*command, cwd=cwd)
+def succeed(*command: str | Path, cwd: Path, timeout: int = 200) -> str:
+    done = run(*command, cwd=cwd, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -129,6 +131,50 @@ def test_help_takes_less_than_a_third_of_a_second(tmp_path: Path) -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(taken) < 0.3
+
+
+INSTALL_LINES = re.findall(r"^pip install (.*?)(?:  +#.*)?$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+LLAMA = """
+from quintsched.runtime import split
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+assert len(split(LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes)).train())) == 4
+"""
+TIMM = """
+import torch
+from quintsched.runtime import split
+import timm
+
+assert len(split(timm.create_model("vit_tiny_patch16_224", depth=2).train(), example=torch.zeros(2, 3, 224, 224))) == 4
+"""
+USES = {
+    ".": "import quintsched as qs; assert qs.compile('1f1b', mesh='pp=2', microbatches=2).check().sound",
+    "'.[runtime]'": "from quintsched.runtime import Engine, Trainer",
+    "'.[viz]'": "import quintsched.viz",
+    "'.[examples]'": "import matplotlib, sklearn; from quintsched.runtime import Engine",
+    "-e '.[test]'": "import build, hypothesis, mypy, pytest, ruff, sklearn; from quintsched.runtime import Engine",
+    "'.[hf]' -c constraints.txt": LLAMA + "import peft",
+    "'.[timm]' -c constraints.txt": TIMM,
+    "'.[families]' -c constraints.txt": TIMM + LLAMA + "import tensorboard, torchdata",
+}
+"""Use of what each line of the README installs."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("line", INSTALL_LINES)
+def test_each_install_line_of_the_readme_works_in_an_empty_environment(
+    line: str, archives: Path, tmp_path: Path
+) -> None:
+    (file,) = archives.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    succeed(sys.executable, "-m", "venv", tmp_path / "empty", cwd=tmp_path)
+    python = tmp_path / "empty" / "bin" / "python"
+    succeed(python, "-m", "pip", "install", "--quiet", *shlex.split(line), cwd=folder, timeout=1500)
+    succeed(python, "-c", USES[line], cwd=tmp_path)
 
 
 @pytest.mark.slow

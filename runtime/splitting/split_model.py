@@ -31,6 +31,7 @@ from ..objects.snapshot import Snapshot, require_undone
 from ..objects.spaces import is_hooked
 from ..parallel.tensor.cut_rules import Rules
 from .adapters import peft_models, router_losses, transformers_models
+from .adapters.torchvision_operators import declare_missing
 from .build_blocks import built_without_weights, materialised
 from .carried_values import explore
 from .find_layers import apart, find_layers, in_words, named_layers, untie
@@ -41,6 +42,8 @@ from .split_traced import segments
 from .symbolic_trace import Untraceable
 from .walk_log import Flow
 from .weightless_model import Frame
+
+declare_missing()  # before a script or a job's file imports a library of models
 
 NOT_INPUTS = frozenset(
     {*TARGET_NAMES, "past_key_values", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}

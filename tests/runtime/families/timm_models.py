@@ -12,7 +12,6 @@ from typing import Any
 from torch import nn
 
 from .catalogue import CLASSES, SAMPLES, Family, pictures
-from .torchvision_ops import declare_missing
 
 TRANSFORMER: Mapping[str, Any] = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 4, "num_heads": 4}
 
@@ -67,7 +66,6 @@ MODELS: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
 
 def _made(name: str, options: Mapping[str, Any]) -> nn.Module:
     """Build a model that is registered, or one of a class, `<module>.<class>`, whose settings registered ones fix."""
-    declare_missing()
     import timm
 
     module, _, kind = name.rpartition(".")

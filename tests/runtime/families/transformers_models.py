@@ -23,7 +23,6 @@ from .catalogue import (
     translated_words,
     words,
 )
-from .torchvision_ops import declare_missing
 
 LLAMA: Mapping[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -205,7 +204,6 @@ CLIP: Mapping[str, Any] = {
 
 def _made(kind: str, options: Mapping[str, Any], model_class: str) -> nn.Module:
     """Build a model by the class's name; with an automatic class, by the configuration's kind."""
-    declare_missing()
     import transformers
 
     config = transformers.AutoConfig.for_model(kind, **options)

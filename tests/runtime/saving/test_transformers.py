@@ -20,9 +20,6 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.pretrained.load_pretrained import LoadedWeights
 from quintsched.runtime.splitting.split_model import Split
 
-from ..families.torchvision_ops import declare_missing
-
-declare_missing()
 transformers = pytest.importorskip("transformers")
 conversion_mapping = pytest.importorskip("transformers.conversion_mapping")
 

@@ -11,9 +11,6 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, build_model, run_local, split
 
-from ..families.torchvision_ops import declare_missing
-
-declare_missing()
 transformers = pytest.importorskip("transformers")
 
 IDS, LENGTH, SAMPLES, MICROBATCHES = 64, 8, 8, 4
