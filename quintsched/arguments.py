@@ -52,6 +52,7 @@ def _is_whole(value: object) -> bool:
 
 
 WHOLE = Kind("a whole number", _is_whole)
+COUNT = Kind("a whole number from 1", lambda value: _is_whole(value) and value >= 1)
 NUMBER = Kind("a number", lambda value: (isinstance(value, Real) or _is_whole(value)) and not isinstance(value, bool))
 FLAG = instance("True or False", bool)
 TEXT = instance("text", str)

@@ -175,6 +175,7 @@ WRONG: dict[str, Calls] = {
     },
     "run_local": {
         "world_size is a function": lambda: run_local(order, 4),
+        "world_size is 0": lambda: run_local(0, order),
         "fn": lambda: run_local(2, PLAN),
         "timeout_s": lambda: run_local(2, order, "60"),
     },
@@ -326,7 +327,7 @@ def test_public_names_have_docstrings() -> None:
 
 def test_a_run_with_swapped_arguments_shows_the_call() -> None:
     with pytest.raises(
-        qs.UsageError, match=r"^run_local: world_size is a function; give a whole number: run_local\(4, fu"
+        qs.UsageError, match=r"^run_local: world_size is a function; give a whole number from 1: run_local\(4, fu"
     ):
         run_local(order, 4)  # type: ignore[arg-type]
     with pytest.raises(

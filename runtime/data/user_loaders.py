@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quintsched.arguments import shown
 from quintsched.errors import MisfitError, UsageError
 
 from .loader_digests import Mark, Sample, is_marked, mark_of, sample_of
@@ -154,12 +155,19 @@ class LoaderFeed:
     def __init__(self, loader: Any, batches: int | None, *, saves: bool = True) -> None:
         self._loader, self._goes_on = loader, batches is not None
         self._batches: Iterator[Any] | None = None
+        if isinstance(loader, Mapping | str) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            raise UsageError(
+                f"{shown(loader)} is no loader; give an object that yields batches, or a function (replica, "
+                "num_replicas) that returns one"
+            )
         if batches is None and not hasattr(loader, "__len__"):
             raise UsageError(
-                f"the loader, a {type(loader).__name__}, has no length; say how many batches an epoch has: "
+                f"the loader, {shown(loader)}, has no length; say how many batches an epoch has: "
                 "Loaders(loader, batches=1000)"
             )
         self.num_batches = len(loader) if batches is None else batches
+        if saves and not self.num_batches:
+            raise UsageError(f"the loader of training, {shown(loader)}, has no batch")
         self._length = length_hint(loader)  # 0: the length of a pass is unknown
         self._generators = Generators([loader, *samplers_of(loader)])
         self._at = Position()

@@ -59,6 +59,16 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
         "of data.name: text",
         "seq_len seq_length sequence_length max_seq_len max_seq_length max_length block_size context_length",
     ),
+    ForeignKeys(
+        "data.options.validation",
+        "of data.name: tokens",
+        "validation_split val_split val_fraction validation_fraction eval_fraction test_size",
+    ),
+    ForeignKeys(
+        "data.name",
+        '"my_file.py:load", which returns a DataLoader with workers',
+        "num_workers dataloader_num_workers n_workers",
+    ),
     # parallel
     ForeignKeys(
         "parallel.mesh",
@@ -184,6 +194,7 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
     ),
     ForeignKeys("train.patience", "validations", "early_stopping early_stopping_patience"),
     ForeignKeys("train.seed", "", "random_seed manual_seed"),
+    ForeignKeys("train.seed", "samples are shuffled, in an order of this seed", "shuffle data_seed"),
     # runtime
     ForeignKeys(
         "runtime.precision",

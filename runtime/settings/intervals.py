@@ -23,6 +23,7 @@ _UNITS: dict[str, tuple[Unit, float]] = {
     **dict.fromkeys(("min", "minute", "minutes"), ("seconds", 60)),
     **dict.fromkeys(("h", "hour", "hours"), ("seconds", 3600)),
 }
+_HOW = 'is no interval; write 50, "200 steps", "5M tokens", "90 s", "10 min" or "1 h"'
 
 
 class Interval(NamedTuple):
@@ -38,9 +39,7 @@ class Interval(NamedTuple):
             return cls(written)
         found = _PATTERN.fullmatch(written.strip())
         if found is None or found[3] not in _UNITS:
-            raise ValueError(
-                f'{written!r} is no interval; write 50, "200 steps", "5M tokens", "90 s", "10 min" or "1 h"'
-            )
+            raise ValueError(f"{written!r} {_HOW}")
         unit, factor = _UNITS[found[3]]
         amount = float(found[1]) * _THOUSANDS[found[2]] * factor
         if amount <= 0 or (unit != "seconds" and amount != int(amount)):
@@ -48,14 +47,20 @@ class Interval(NamedTuple):
         return cls(amount, unit)
 
 
-def _checked(written: object) -> object:
-    if isinstance(written, str):
-        Interval.read(written)
-    return written
+def _checked(least: int) -> BeforeValidator:
+    """Return a check of intervals as a job file writes them, of at least so many steps."""
+
+    def check(written: object) -> object:
+        if isinstance(written, str):
+            Interval.read(written)
+        elif isinstance(written, bool) or not isinstance(written, int) or written < least:
+            raise ValueError(f"{written!r} {_HOW}")
+        return written
+
+    return BeforeValidator(check)
 
 
-Steps = Annotated[int, Field(ge=1)]
-Every = Annotated[Steps | str, BeforeValidator(_checked)]
+Every = Annotated[Annotated[int, Field(ge=1)] | str, _checked(1)]
 """An interval that is never 0."""
-EveryOrEpoch = Annotated[Annotated[int, Field(ge=0)] | str, BeforeValidator(_checked)]
+EveryOrEpoch = Annotated[Annotated[int, Field(ge=0)] | str, _checked(0)]
 """An interval, or 0: the end of each epoch."""

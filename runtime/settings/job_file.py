@@ -23,6 +23,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, create_model, model
 from quintsched.arguments import PATH, SEVERAL, takes
 from quintsched.errors import InputError, UsageError
 from quintsched.files.atomic import read_whole
+from quintsched.files.strictjson import shorten
 from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
 from quintsched.request import CompileRequest, Entry, entries
 
@@ -228,6 +229,14 @@ class CheckpointConfig(Settings):
     export: str | None = None
     """A directory for the trained weights, as `from_pretrained` of transformers reads them; none: not written."""
 
+    @property
+    def unused(self) -> str | None:
+        """A line that names the settings without effect if `dir` is left out; None if there are none."""
+        given = {name: getattr(self, name) for name in sorted(self.model_fields_set - {"export"})}
+        if not given or "dir" in given:
+            return None
+        return f"nothing is saved: checkpoint.dir is not set ({', '.join(f'{k}: {v}' for k, v in given.items())})"
+
 
 class ForwardConfig(Settings):
     """The section `forward`: the outputs of a run with `mode: forward`."""
@@ -348,7 +357,7 @@ def _read_mapping(path: Path) -> dict[Any, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise UsageError(f"{path}: a job file holds sections (model: …, train: …), not a {type(values).__name__}")
+        raise UsageError(f"{path}: a job file holds sections (model: …, train: …), not {shorten(repr(values))}")
     return values
 
 

@@ -14,7 +14,7 @@ lr_schedule: {name: wsd, warmup_steps: 100, decay_steps: 500}
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -54,7 +54,17 @@ def _one_of(known: Collection[str]) -> AfterValidator:
     return AfterValidator(check)
 
 
-class GroupConfig(Settings):
+class _WithOptions(Settings):
+    """Settings with `options`, which are further arguments: none that is a setting by itself."""
+
+    @model_validator(mode="after")
+    def _options_are_no_settings(self) -> Self:
+        if twice := sorted(type(self).model_fields.keys() & getattr(self, "options", {}).keys()):
+            raise ValueError(f"options: {twice[0]} is a setting of its own; write {twice[0]}: … beside options")
+        return self
+
+
+class GroupConfig(_WithOptions):
     """Parameters with options of their own."""
 
     params: Patterns = Field(min_length=1)
@@ -68,7 +78,7 @@ class GroupConfig(Settings):
     """Further options of the group, as the class takes them."""
 
 
-class OptimizerConfig(Settings):
+class OptimizerConfig(_WithOptions):
     """The optimizer."""
 
     name: Annotated[str, Mark.CODE, _one_of(OPTIMIZERS)] = "adam"

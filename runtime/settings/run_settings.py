@@ -30,7 +30,7 @@ from textwrap import wrap
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -85,7 +85,7 @@ def _reason(kind: type[Settings], details: ErrorDetails) -> str:
     match details["type"]:
         case "extra_forbidden":
             *section, key = details["loc"]
-            return "unknown key" + _nearest_key(kind, _section_at(kind, section), str(key))
+            return "unknown key" + _nearest_key(kind, section, str(key))
         case "missing":
             return "is required"
         case "model_type":
@@ -112,11 +112,12 @@ def _section_at(kind: type[Settings], path: Sequence[int | str]) -> type[Setting
     return kind
 
 
-def _nearest_key(root: type[Settings], section: type[Settings], key: str) -> str:
-    """Suggest the intended key: the same name a level below, what another framework calls so, the same name elsewhere
-    below `root`, or the nearest of the section."""
+def _nearest_key(root: type[Settings], path: Sequence[int | str], key: str) -> str:
+    """Suggest the intended key: the same name a level below the section at `path`, what another framework calls so,
+    the same name elsewhere below `root`, or the nearest of the section."""
+    section = _section_at(root, path)
     below = [
-        f"{name}.{key}"
+        ".".join(map(str, (*path, name, key)))
         for name, field in section.model_fields.items()
         if key in getattr(field.annotation, "model_fields", {})
     ]
@@ -241,6 +242,16 @@ def _dtype(name: str) -> Any:
     return getattr(import_module("torch"), name)
 
 
+def _seconds_or_auto(value: object) -> object:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value != "auto" and not (is_number and value > 0):  # type: ignore[operator]
+        raise ValueError(f'{value!r} is no number of seconds above 0, and not "auto"')
+    return value
+
+
+_SECONDS_OR_AUTO = BeforeValidator(_seconds_or_auto)
+
+
 def _seconds(value: float | str) -> float | None:
     return None if isinstance(value, str) else value
 
@@ -293,7 +304,7 @@ class RunSettings(Settings):
     """The longest that one wait for other ranks may take, in seconds; with `compile` at least half an hour."""
     stall_after: Annotated[
         PositiveSeconds | None,
-        InJob("runtime", "", PositiveSeconds | Literal["auto"], "auto", _seconds),
+        InJob("runtime", "", Annotated[PositiveSeconds | Literal["auto"], _SECONDS_OR_AUTO], "auto", _seconds),
     ] = None
     """Seconds without progress after which a step counts as stalled; by default estimated from earlier steps, at least
     ten (300 with `compile`). A first step may take a minute at least; set-up, loading and saving, `timeout_s`."""

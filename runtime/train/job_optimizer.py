@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from quintsched.errors import UsageError, suggest
 from quintsched.user_code import is_user_object, load_object
 
+from ..engine import Engine
 from ..objects.library_or_user import arguments_of
 from ..settings.optimizer_settings import OPTIMIZERS, LearningRateConfig, OptimizerConfig, names_code
 
@@ -113,6 +114,24 @@ def _groups(config: OptimizerConfig, params: Params, undecayed: Collection[str])
             own |= {"lr": group.lr, LR_FACTOR: group.lr / config.lr if config.lr else 0.0}
         groups.append(own)
     return [group for group in groups if group["params"]]
+
+
+def require_group_names(config: OptimizerConfig, engine: Engine) -> None:
+    """Raise `UsageError` for a pattern of a parameter group that no parameter of the model has (collective)."""
+    names = [
+        f"{number}.{name}"
+        for stage in engine.stages.values()
+        for number, block in stage.blocks.items()
+        for name, _ in block.named_parameters()
+    ]
+    patterns = [(k, pattern) for k, group in enumerate(config.groups) for pattern in group.params]
+    found = engine.everyone.add(*(any(fnmatchcase(name, pattern) for name in names) for _, pattern in patterns))
+    for (k, pattern), matches in zip(patterns, found, strict=True):
+        if not matches:
+            raise UsageError(
+                f"train.optimizer.groups.{k}.params: no parameter of the model is called {pattern!r}; there is, for "
+                f"example: {', '.join(names[:8])}"
+            )
 
 
 def set_learning_rate(optimizers: Iterable[Optimizer], rate: float) -> None:

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
+from quintsched.arguments import instance, shown, takes
 from quintsched.compiler import compile_request
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, suggest
 from quintsched.files.atomic import whole_path
 from quintsched.plan import Plan
 
@@ -36,7 +37,7 @@ from ..settings.job_file import JobConfig, load_job
 from ..settings.run_settings import Start, read_settings
 from ..splitting.split_model import Split, split
 from .batch_feed import Feed, feed_of, open_feed
-from .job_optimizer import build_optimizer, keep_own_rates
+from .job_optimizer import build_optimizer, keep_own_rates, require_group_names
 from .reporter import Record, Reporter, Sink, Sinks, reporter_of, require_sinks
 from .resume_training import Progress, StepSamples, go_on_from, load_pretrained_of
 from .stage_costs import block_costs
@@ -45,6 +46,7 @@ from .trace_window import traced_steps
 from .training_loop import TrainingLoop
 
 Config = JobConfig | Mapping[str, Any] | str | Path | None
+_CONFIG = instance("a mapping with the sections of a job file, its path, or a JobConfig", Mapping, str, Path, JobConfig)
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Trainer:
     settings: dict[str, Plain]
     _loop: TrainingLoop
 
+    @takes("Trainer(model, train, validation, config)", config=_CONFIG)
     def __init__(
         self,
         model: Blocks | Split | nn.Module,
@@ -209,6 +212,8 @@ class Trainer:
         )
         if parts.optimizer is not None:
             keep_own_rates(self.engine.optimizers.values())
+        else:
+            require_group_names(config, self.engine)
         samples = StepSamples(self.engine, feed, self.settings, tuple(self._overrides))
         self._loop = TrainingLoop(
             job,
@@ -221,6 +226,9 @@ class Trainer:
             lr=config.lr if parts.optimizer is None else 1.0,
             shows_perplexity=has_perplexity(loss_fn),
         )
+
+    def __repr__(self) -> str:
+        return f"Trainer({self.plan.title}; step {self.progress.step} of {self.total_steps})"
 
     @property
     def progress(self) -> Progress:
@@ -239,12 +247,15 @@ class Trainer:
         goes on from its newest whole checkpoint (`resume` means the same), or "fresh", which moves it away.
         """
         start = "resume" if resume else start
+        if start not in get_args(Start):
+            raise UsageError(f"fit: start is {shown(start)}{suggest(str(start), get_args(Start))}")
         agree_on_start(start, self._overrides, self.engine.transport)
         with self._reporter as reporter, self._opened(start):
             with self._publisher.phase("load"):
                 if not (start == "resume" and self._resume()):
                     load_pretrained_of(self.job.model, self.engine, self._reporter.say)
-            for line in (self.engine.tensor_cuts, self.engine.expert_shares, self.engine.zero_split):
+            engine = self.engine
+            for line in (self.job.checkpoint.unused, engine.tensor_cuts, engine.expert_shares, engine.zero_split):
                 if line is not None:
                     reporter.say(line)
             begun = {"plan": self.plan.title, "step": self.progress.step}
@@ -301,7 +312,8 @@ class Trainer:
         saves = self._loop.saves
         found = None if saves is None else saves.newest_whole()
         if found is None:
-            self._reporter.say("no checkpoint to resume from: starting at the beginning")
+            where = "" if saves is not None else " (checkpoint.dir is not set)"
+            self._reporter.say(f"no checkpoint to resume from{where}: starting at the beginning")
             return False
         say, overrides = self._reporter.say, tuple(self._overrides)
         self._loop.take_over(go_on_from(found, self.engine, self._feed, self.settings, overrides, say))
@@ -316,7 +328,7 @@ def _config_of(config: Config) -> JobConfig:
     elif isinstance(config, JobConfig):
         job = config
     else:
-        job = read_settings(JobConfig, dict(config or {}), "Trainer(…, config=…)")
+        job = read_settings(JobConfig, config or {}, "Trainer(…, config=…)")
     for section in ("model", "data"):
         if section in job.model_fields_set:
             raise UsageError(

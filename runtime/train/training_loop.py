@@ -76,6 +76,7 @@ class TrainingLoop:
         self._validation_is_due = due(job.train.evaluate_every)
         self._save_is_due = due(job.checkpoint.every)
         self._window = Window()
+        self._idle_s = self._logged_s = 0.0
 
     @property
     def total_steps(self) -> int:
@@ -170,6 +171,8 @@ class TrainingLoop:
         steps, seconds, sums = self._window.take()
         progress, norm = self.progress, result.grad_norm
         groups = [group for optimizer in self._engine.optimizers.values() for group in optimizer.param_groups]
+        bubble = 1 - self._engine.busy_share(seconds)
+        self._idle_s, self._logged_s = self._idle_s + bubble * seconds, self._logged_s + seconds
         record: Record = {
             "event": "step",
             "step": progress.step,
@@ -179,7 +182,7 @@ class TrainingLoop:
             "lr": groups[0].get("lr", math.nan) if groups else math.nan,
             "skipped": result.skipped,
             "step_s": seconds / steps,
-            "bubble": 1 - self._engine.busy_share(seconds),
+            "bubble": bubble,
             **self._throughput.read(seconds),
             "left_s": (self.total_steps - progress.step) * seconds / steps,
             **expert_figures(self._engine.expert_tokens()),
@@ -283,13 +286,16 @@ class TrainingLoop:
         self._reporter.say(f"stopped as asked: {where}")
 
     def _summarize(self, steps: int, seconds: float) -> None:
-        """Report the whole run in a line."""
+        """Report the whole run in a line; the planned bubble is that of the plan under unit costs, without messages."""
         progress, parts = self.progress, [f"{steps} steps in {in_words(seconds)}"]
         if tokens := steps * self._throughput.tokens_per_step():
             parts.append(f"{tokens:,} tokens")
         if progress.best is not None:
             parts.append(f"best validation loss {progress.best:.4f}")
+        measured, planned = self._idle_s / self._logged_s, self._engine.plan.simulate().bubble
+        parts.append(f"bubble {measured:.1%} (planned {planned:.1%})")
         if self.saves is not None:
             parts.append(f"saved in {self._job.checkpoint.dir}")
-        self._reporter.record({"event": "end", "step": progress.step, "seconds": seconds, "best": progress.best})
+        figures = {"seconds": seconds, "best": progress.best, "bubble": measured, "planned_bubble": planned}
+        self._reporter.record({"event": "end", "step": progress.step, **figures})
         self._reporter.say("trained: " + ", ".join(parts))

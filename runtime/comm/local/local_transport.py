@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from quintsched.arguments import FUNCTION, NUMBER, TEXT, WHOLE, takes
+from quintsched.arguments import COUNT, FUNCTION, NUMBER, TEXT, takes
 from quintsched.errors import MisfitError
 
 from ...settings.run_settings import Rules
@@ -189,7 +189,7 @@ class _LocalWork:
         self._awaited = None
 
 
-@takes("run_local(4, function)", world_size=WHOLE, fn=FUNCTION, timeout_s=NUMBER, rules=TEXT)
+@takes("run_local(4, function)", world_size=COUNT, fn=FUNCTION, timeout_s=NUMBER, rules=TEXT)
 def run_local(
     world_size: int,
     fn: Callable[[Transport], Result],

@@ -134,7 +134,7 @@ class TestFaults:
             assert f"{misspelt}: unknown key; did you mean {key!r}?" in fault("", f"{misspelt}=1")
 
     def test_a_key_of_the_section_below(self, fault: Refuse) -> None:
-        assert "train.lr: unknown key; did you mean 'optimizer.lr'?" in fault("train: {lr: 1}")
+        assert "train.lr: unknown key; did you mean 'train.optimizer.lr'?" in fault("train: {lr: 1}")
 
     def test_all_faults_at_once(self, fault: Refuse) -> None:
         message = fault("train: {optimizr: 1, epochs: two}\nlogs: {}")
@@ -146,6 +146,14 @@ class TestFaults:
     @pytest.mark.parametrize(
         ("text", "words"),
         [
+            ("checkpoint: {every: 0.5}", "checkpoint.every: 0.5 is no interval; write 50,"),
+            ("log: {every: 0}", "log.every: 0 is no interval"),
+            ("runtime: {stall_after: soon}", "runtime.stall_after: 'soon' is no number of seconds above 0, and not"),
+            ("train: {optimizer: {options: {lr: 1}}}", "train.optimizer: options: lr is a setting of its own; write"),
+            (
+                "train: {optimizer: {groups: [{params: '*', options: {weight_decay: 1}}]}}",
+                "train.optimizer.groups.0: options: weight_decay is a setting of its own",
+            ),
             ("train: {optimizer: {lr: -1}}", "train.optimizer.lr: input should be greater than or equal to 0, not -1"),
             ("train: {optimizer: {lr: .nan}}", "train.optimizer.lr: input should be a finite number"),
             ("train: {epochs: yes}", "train.epochs: input should be a valid integer, not True"),
@@ -180,7 +188,7 @@ class TestYaml:
             ("train:\n\t epochs: 1\n", "line 2, column 1:"),
             ("a: 1\n---\nb: 2\n", "job.yaml, line 2, column 1:"),
             ("a: !!python/object:os.system x", "job.yaml, line 1, column 4:"),
-            ("- 1\n- 2\n", "job.yaml: a job file holds sections (model: …, train: …), not a list"),
+            ("- 1\n- 2\n", "job.yaml: a job file holds sections (model: …, train: …), not [1, 2]"),
             ("a: 2020-13-45", "job.yaml:\n  a: unknown key"),
             ("a: !!timestamp 2020-13-45", "job.yaml, line 1, column 4: !!timestamp is no plain data"),
             ("a: !!int 2020-13-45", "job.yaml, line 1, column 4: '2020-13-45' is not a !!int"),

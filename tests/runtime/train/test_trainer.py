@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import quintsched as qs
+from quintsched.errors import UsageError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import Dataset, Split
 from quintsched.runtime.launch.job_plan import plan_of
@@ -126,7 +127,26 @@ def test_the_log(data_file: Path, tmp_path: Path) -> None:
     assert lines[:4] == ["step 2/18", "step 4/18", "step 6/18", "epoch 1/3"]
     assert [line for line in lines if line.startswith("epoch")] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
     assert said[-1].startswith("trained: 18 steps in ")
-    assert (records[-1]["event"], records[-1]["step"]) == ("end", 18)
+    end = records[-1]
+    assert (end["event"], end["step"]) == ("end", 18)
+    mean = sum(r["bubble"] * r["step_s"] for r in steps) / sum(r["step_s"] for r in steps)
+    assert end["bubble"] == pytest.approx(mean)
+    assert end["planned_bubble"] == plan_of(job(data_file)).simulate().bubble
+    assert said[-1].endswith(f"bubble {end['bubble']:.1%} (planned {end['planned_bubble']:.1%})")
+
+
+def test_a_group_of_parameters_that_the_model_does_not_have_is_refused(data_file: Path) -> None:
+    last, nowhere = ({"params": [name], "lr": 1e-4} for name in ("*.fc.bias", "*.fcc.bias"))
+    settings = {"parallel": {"mesh": "pp=2"}, "train": {"max_steps": 1, "optimizer": {"groups": [last]}}}
+    fit(job(data_file, **settings))  # the first stage has no such parameter
+    settings["train"]["optimizer"] = {"groups": [last, nowhere]}
+    with pytest.raises(UsageError, match=r"groups\.1\.params: no parameter of the model is called '\*\.fcc\.bias'"):
+        fit(job(data_file, **settings))
+
+
+def test_settings_of_checkpoints_without_a_folder_are_reported(data_file: Path) -> None:
+    said = fit(job(data_file, train={"max_steps": 1}, checkpoint={"every": 1}))[0][2]
+    assert "nothing is saved: checkpoint.dir is not set (every: 1)" in said
 
 
 def test_a_trace_is_written_as_soon_as_its_last_step_is_over(data_file: Path, tmp_path: Path) -> None:

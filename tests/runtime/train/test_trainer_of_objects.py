@@ -141,12 +141,22 @@ def test_a_data_set_is_divided_over_the_replicas_to_the_same_figures(mesh: str) 
         ({"parallel": {"mesh": "dp=2"}}, DataLoader(data(), 4), "gives all 2 replicas the same samples"),
         ({"trian": {}}, batches, "did you mean 'train'"),
         ({"parallel": {"auto": {}}}, batches, "are for job files"),
+        (3, batches, "config is 3; give a mapping with the sections of a job file"),
+        ({}, {"train": {"epochs": 3}}, "a dict is no loader; give an object that yields batches"),
+        ({}, None, "None is no loader"),
+        ({}, [], "the loader of training, a list, has no batch"),
     ],
 )
-def test_what_is_missing_is_said(config: dict[str, Any], train: Any, words: str) -> None:
-    ranks = 2 if "mesh" in config.get("parallel", {}) else 1
+def test_what_is_missing_is_said(config: Any, train: Any, words: str) -> None:
+    ranks = 2 if "mesh" in str(config) else 1
     with pytest.raises(qs.UsageError, match=words):
         run_local(ranks, lambda transport: Trainer(split(net()), train, None, config, transport=transport))
+
+
+def test_a_start_is_one_of_three() -> None:
+    (trainer,) = run_local(1, lambda transport: Trainer(split(net()), batches, None, {}, transport=transport))
+    with pytest.raises(qs.UsageError, match="fit: start is 'again'; there is: new, fresh, resume"):
+        trainer.fit("again")  # type: ignore[arg-type]
 
 
 def test_a_job_goes_through_of_job() -> None:
