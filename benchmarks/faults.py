@@ -1,6 +1,6 @@
 """Fault injection in real processes: delay and accuracy of the report, by rank and instruction.
 
-python benchmarks/faults.py                      300 faults on five meshes, 20 minutes on two cores; as root, with links
+python benchmarks/faults.py                      300 faults on five meshes, 11 minutes on two cores; as root, with links
 python benchmarks/faults.py --count 40 --json out.json
 python benchmarks/faults.py --plain              the same faults in a pipeline written by hand with torch.distributed
 """

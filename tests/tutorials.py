@@ -29,6 +29,7 @@ MEASURED = (
     r"(?<=MFU )[\d.]+%",
     r"[\d.]+(?= GB  bubble)",
     r"(?<=  bubble )[\d.]+%(?=  left)",
+    r"(?<=, bubble )[\d.]+%(?= \(planned)",
     r"(?<=  left )[\d:.]+ (?:s|min|h)",
     r"(?<= steps in )[\d:.]+ (?:s|min|h)",
     r"(?<=since )[\d.]+(?= s)",

@@ -189,6 +189,6 @@ def _keys(size: float) -> list[Key]:
                 Rectangle(corner, size * 1.6, size * 1.2, facecolor="none", edgecolor=colour, linewidth=width)
             )
 
-        return Key("culprit" if colour == BLAME else "stands here", size * 1.6, draw)
+        return Key("culprit" if colour == BLAME else "stopped here", size * 1.6, draw)
 
     return [edged(BLAME, BLAME_POINTS), edged(INK, STANDS_POINTS)]

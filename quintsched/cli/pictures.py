@@ -52,7 +52,7 @@ def render(
     ] = None,
     stall: Annotated[
         Path | None,
-        typer.Option("--stall", metavar="REPORT", help="The report of a run that stalled: draw where its ranks stand."),
+        typer.Option("--stall", metavar="REPORT", help="The report of a run that stalled: draw where its ranks were."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -138,7 +138,7 @@ def _refuse_repetitions(cells: Cells) -> None:
     for cell in cells:
         first = seen.setdefault((cell.stage, cell.word, cell.microbatch), cell)
         if first is not cell and cell.word not in SHARDING:
-            _refuse(cell, f"stands already in {first.place}; it is done once")
+            _refuse(cell, f"is already in {first.place}; it is done once")
 
 
 def _refuse_wrong_homes(cells: Cells) -> None:

@@ -43,7 +43,7 @@ def piece_faults(plan: PlanData) -> Iterator[str]:
         if first != stage:
             yield (
                 f"stages {first} and {stage} hold the same piece of the model, {place[0]}, both on pipeline rank "
-                f"{place[1]}; twins stand on different ranks"
+                f"{place[1]}; twins are on different ranks"
             )
 
 

@@ -89,8 +89,8 @@ class Verdict:
             activations, receives = max(self.peak_activations, default=0), max(self.peak_receives, default=0)
             head = (
                 f"sound: {self.plan.num_instructions} instructions on {self.plan.mesh.pp} pipeline ranks; "
-                f"free of deadlock under {free}; at most {activations:g} microbatches' activations "
-                f"and {receives} received messages stand on a rank{self._blocks}"
+                f"free of deadlock under {free}; a rank stores at most {activations:g} microbatches' activations "
+                f"and {receives} received messages{self._blocks}"
             )
             return "\n".join([head, *self._why_not_elsewhere()])
         cycle = [finding for finding in self.findings if finding.point is Point.DEADLOCK]

@@ -30,14 +30,14 @@ class SymbolicRank:
     def look_at(self, value: Value) -> Any:
         """Return a value; raises `Fault` if it is not on this rank."""
         if value not in self.values:
-            raise Fault(f"needs {value}, which does not stand on rank {self.number}")
+            raise Fault(f"needs {value}, which is not on rank {self.number}")
         return self.values[value]
 
     def put(self, kind: Kind, stage: int, unit: int, number: Any) -> None:
         """Produce a value; raises `Fault` if it is already on this rank."""
         value = Value(kind, stage, unit)
         if value in self.values:
-            raise Fault(f"makes {value}, which stands on rank {self.number} already")
+            raise Fault(f"makes {value}, which is already on rank {self.number}")
         self.values[value] = number
 
 

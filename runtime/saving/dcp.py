@@ -334,7 +334,7 @@ class DcpReader:
             return self._last[1]
         place = self.table.storage_data.get(index)
         if place is None:
-            raise InputError(f"{self.folder / TABLE}: it does not say where {index.fqn!r} lies")
+            raise InputError(f"{self.folder / TABLE}: it has no place of {index.fqn!r}")
         name = place.relative_path
         if Path(name).name != name or getattr(place, "transform_descriptors", None):
             raise InputError(f"{self.folder / TABLE}: {name!r} is not the name of a plain file beside it")

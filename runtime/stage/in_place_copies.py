@@ -60,7 +60,7 @@ def require_own_memory(cuts: Sequence[range], parcels: Sequence[Parcel], blocks:
             said = f"block {change.block} ({type(blocks[change.block]).__name__}) changes {name} in place"
             if numbers.start and change.shared_with is not None:
                 raise MisfitError(
-                    f"{said}, and with it {change.shared_with!r}, which lies in the same memory, but arrives as a "
+                    f"{said}, and with it {change.shared_with!r}, which shares its memory, but arrives as a "
                     "tensor of its own from the stage before; pass one of them on, and let each block take the other "
                     "from it, as v = h[:, :4]"
                 )

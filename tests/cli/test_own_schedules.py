@@ -269,7 +269,7 @@ def test_routes_follow_a_placement_and_uneven_stages(cli, refused, root, tmp_pat
     plan = qs.Plan.load(file)
     assert plan.stage_to_part == (0, 1, 2, 3) * 4
     assert plan.stage_to_pp == tuple(map(int, others.split(",")))
-    assert "both on pipeline rank 0; twins stand" in refused(2, *sizes, "--stage-to-pp", ",".join(["0,1,2,3"] * 4))
+    assert "both on pipeline rank 0; twins are" in refused(2, *sizes, "--stage-to-pp", ",".join(["0,1,2,3"] * 4))
     for more in ((), ("-o", "few.json")):
         assert "it cannot run with stage_to_pp=[0, 1, 2, 3]" in refused(2, *sizes, "--stage-to-pp", "0,1,2,3", *more)
 

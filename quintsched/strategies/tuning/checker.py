@@ -115,7 +115,7 @@ def _per_stage(
     by_ranks: dict[int, list[tuple[int, int]]] = {}
     for frame, leaf in place.tolist():
         if (frame, leaf) not in solved:
-            _refuse(f"the leaf {[frame, leaf]} may be among the best, and nothing is said of its tuples")
+            _refuse(f"the leaf {[frame, leaf]} may be among the best, and it has no bounds of its tuples")
         pp = int(space.frames[frame, 0])
         if len(solved[frame, leaf]) != pp:
             _refuse(f"the leaf {[frame, leaf]} has {pp} pipeline ranks, but numbers for {len(solved[frame, leaf])}")

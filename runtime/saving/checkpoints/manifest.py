@@ -138,7 +138,7 @@ def parse_manifest(content: bytes, step: int) -> Manifest | DcpManifest:
     except ValidationError as error:
         raise InputError(describe_faults(error)) from None
     if manifest.step != step:
-        raise InputError(f"/step: it is the manifest of step {manifest.step}, but lies in the folder of step {step}")
+        raise InputError(f"/step: it is the manifest of step {manifest.step}, but is in the folder of step {step}")
     if isinstance(manifest, Manifest):
         _require_ranks(manifest)
     else:

@@ -130,8 +130,8 @@ def test_empty_cells_blanks_and_both_line_ends_are_read():
         ("", "line 1 (rank 0) computes nothing"),
         ("0F0,0B0\n\n1F0,1B0", "line 2 (rank 1) computes nothing; each line is a pipeline rank with a stage"),
         ("0F0,0B0\n,,\n", "line 2 (rank 1) computes nothing"),
-        ("0F0,0F0,0B0", "line 1, cell 2 (rank 0, step 1): 0F0 stands already in line 1, cell 1 (rank 0, step 0)"),
-        ("0F0,0B0\n1F0,0B0", "line 2, cell 2 (rank 1, step 1): 0B0 stands already in line 1, cell 2"),
+        ("0F0,0F0,0B0", "line 1, cell 2 (rank 0, step 1): 0F0 is already in line 1, cell 1 (rank 0, step 0)"),
+        ("0F0,0B0\n1F0,0B0", "line 2, cell 2 (rank 1, step 1): 0B0 is already in line 1, cell 2"),
         (
             "0F0,0B0\n1F0,1B0,0I1",
             "line 2, cell 3 (rank 1, step 2): 0I1 is of stage 0, which rank 0 computes: see 0F0 in",
@@ -179,7 +179,7 @@ def test_faults_of_the_file_are_said_with_their_place(text, message):
         (("1SEND_B1", "1SEND_F1"), "the route begins or ends here", "line 2, cell 8 (rank 1, step 7): 1SEND_F1"),
         (("1SEND_B1", "1SEND_B2"), "microbatch 2 is out of range", "line 2, cell 8 (rank 1, step 7): 1SEND_B2"),
         ((",1B1", ""), "complete: rank 1 runs Bwd(stage=1, microbatch=1) 0 times", "line 2, cell 7"),
-        (("0SEND_F0,", "0RECV_B0,0SEND_F0,"), "stands already", None),
+        (("0SEND_F0,", "0RECV_B0,0SEND_F0,"), "is already in", None),
     ],
 )
 def test_faults_that_torch_accepts_are_refused_with_their_place(change, message, cell):
@@ -191,7 +191,7 @@ def test_faults_that_torch_accepts_are_refused_with_their_place(change, message,
 
 
 def test_a_backward_twice_and_another_never():
-    assert "cell 4 (rank 0, step 3): 0B0 stands already" in refusal("0F0,0F1,0B0,0B0")
+    assert "cell 4 (rank 0, step 3): 0B0 is already in" in refusal("0F0,0F1,0B0,0B0")
     assert "Bwd(stage=0, microbatch=1) 0 times instead of once" in refusal("0F0,0F1,0B0")
 
 

@@ -46,7 +46,7 @@ def test_a_wait_without_what_it_waits_for_is_refused():
         ("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_B0" + other, "0WAIT_SEND_B0 comes without 0SEND_B0"),
         ("0WAIT_SEND_F0,0F0,0SEND_F0,0RECV_B0,0B0" + other, "0WAIT_SEND_F0 comes without 0SEND_F0"),
         ("0F0,0B0,0WAIT_REDUCE_GRAD\n", "0WAIT_REDUCE_GRAD comes without 0REDUCE_GRAD"),
-        ("0F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0WAIT_REDUCE_GRAD\n", "stands already"),
+        ("0F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0WAIT_REDUCE_GRAD\n", "is already in"),
         ("0F0,0B0,0WAIT_SEND_F\n", "lacks its microbatch"),
     ):
         with pytest.raises(qs.InputError, match=wrong):

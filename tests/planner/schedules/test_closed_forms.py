@@ -97,7 +97,7 @@ class Case:
                 return idle, idle
 
     def peak(self, rank: int) -> Fraction:
-        """The most activations that stand on a rank, in microbatches of a whole rank."""
+        """The most activations that a rank stores, in microbatches of a whole rank."""
         after = self.P - rank - 1
         bound = {
             "gpipe": Fraction(self.M),

@@ -234,7 +234,7 @@ def test_a_send_too_many_and_one_too_few():
     def never(program):
         del program[index_of(program, SendAct)]
 
-    assert "needs the output of stage 0, microbatch 0, which does not stand on rank 0" in changed(PLAIN, 0, twice)
+    assert "needs the output of stage 0, microbatch 0, which is not on rank 0" in changed(PLAIN, 0, twice)
     assert "rank 1 waits for ever at instruction" in changed(PLAIN, 0, never)
 
 

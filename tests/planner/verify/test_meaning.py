@@ -1,4 +1,4 @@
-"""Every route sees the model, once and in its order; twins stand on different ranks."""
+"""Every route sees the model, once and in its order; twins are on different ranks."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ FAULTS: list[tuple[Callable[[Any], object], str]] = [
     (put("mesh", "dp=4"), "/mesh: the mesh is dp=4, but that of its plan is dp=2,pp=2"),
     (put("mesh", "dp=2;pp=2"), "/mesh: mesh: cannot read 'dp=2;pp=2'"),
     (put("mesh", 4), "/mesh: Input should be a valid string"),
-    (put("step", STEP + 1), "/step: it is the manifest of step 13, but lies in the folder of step 12"),
+    (put("step", STEP + 1), "/step: it is the manifest of step 13, but is in the folder of step 12"),
     (put("step", -1), "/step: Input should be at least 0"),
     (put("step", float(STEP)), "/step: Input should be a valid integer"),
     (put("plan_sha256", "x" * 64), "/plan_sha256: String should match pattern"),

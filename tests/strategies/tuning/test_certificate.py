@@ -126,7 +126,7 @@ def test_tuples_of_stages_have_to_be_least(good):
     refused(good, "fewer than said", per_stage=(more, *rest))
     beyond = entry.model_copy(update={"least": (good.model.layers + 2,) * len(entry.least)})
     refused(good, "beyond the .* layers", per_stage=(beyond, *rest))
-    refused(good, "nothing is said of its tuples", per_stage=())
+    refused(good, "it has no bounds of its tuples", per_stage=())
     short = entry.model_copy(update={"least": (*entry.least, 0)})
     refused(good, "pipeline ranks", per_stage=(short, *rest))
 
