@@ -28,8 +28,8 @@ import numpy as np
 from quintsched.strategies.descriptions.flag_rows import Row, read_row
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.collective_times import all_reduce_s
 from quintsched.strategies.prediction.efficiency import peak
+from quintsched.strategies.prediction.predicted_collectives import all_reduce_s
 from quintsched.strategies.prediction.step import model_flops, predict
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import evaluate

@@ -12,7 +12,7 @@ import resource
 from collections.abc import Callable
 from time import perf_counter
 
-from quintsched.runtime.watch.position_cell import INDEX, NOTHING, Cell, Publisher, WaitCell, receive_code
+from quintsched.runtime.watch.rank_position import INDEX, NOTHING, Cell, Publisher, WaitCell, receive_code
 
 CALLS, ROUNDS = 2000, 300
 

@@ -32,7 +32,7 @@ from .interpreter.tally import StepResult
 from .optim.loss_scale import LossScale
 from .optim.optimizer_arguments import OptimizerGiven, builder_of
 from .parallel.tensor.vocab_loss import takes_vocabulary
-from .requirements import require_mode, require_usable
+from .plan_requirements import require_mode, require_usable
 from .run_checks.bad_steps import BadSteps
 from .run_checks.block_facts import ModelFacts
 from .run_checks.engine_checks import EngineChecks

@@ -34,7 +34,7 @@ from .optim.build_optimizers import OptimizerBuilds
 from .optim.loss_scale import LossScale
 from .optim.optimizer_arguments import Builder
 from .parallel.mesh_groups import make_groups
-from .requirements import require_capturable, require_runnable
+from .plan_requirements import require_capturable, require_runnable
 from .saving.pretrained.tensor_names import ModelNames
 from .saving.rank_tensors import RankTensors
 from .saving.verbs.engine_saves import EngineSaves, WeightState

@@ -22,7 +22,7 @@ from .comm import Transport
 from .engine_base import EngineBase
 from .interpreter.rank_state import RunOptions
 from .optim.loss_scale import LossScale
-from .requirements import require_blocks, require_mode
+from .plan_requirements import require_blocks, require_mode
 from .settings.run_settings import RunSettings, taking_settings
 
 

@@ -29,7 +29,7 @@ LAYERS = {
 }
 DRAWING = {
     ROOT / "quintsched" / name
-    for name in ("cli/pictures.py", "cli/timing_commands.py", "strategies/commands/tune_command.py")
+    for name in ("cli/pictures.py", "cli/simulate_and_compare.py", "strategies/commands/tune_command.py")
 }
 NAMING = {ROOT / "quintsched" / "__init__.py", ROOT / "quintsched" / "cli" / "__init__.py"}
 """Modules that list all commands and names, strategies included: no others beside that package know it."""
@@ -43,7 +43,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "engine",
         "forward_engine",
         "engine_base",
-        "requirements",
+        "plan_requirements",
         "run_checks",
         "interpreter",
         "steps",
@@ -141,7 +141,7 @@ BUDGET = {
     "engine": 110,
     "engine_base": 129,
     "forward_engine": 35,
-    "requirements": 77,
+    "plan_requirements": 77,
     "minimal": 120,
 }
 """The most statements of each room of the runtime: a commit that makes one larger says so here."""
@@ -324,8 +324,8 @@ LOOK_ELSEWHERE = {
         {"vars"},
         "whether a layer still is as it was cut, in each step",
     ),
-    "parallel/tensor/layer_cuts.py": ({"vars"}, "whether a layer that is to be cut runs torch's own forward"),
-    "parallel/tensor/layer_names.py": (
+    "parallel/tensor/cuttable_layers.py": ({"vars"}, "whether a layer that is to be cut runs torch's own forward"),
+    "parallel/tensor/pairs_by_name.py": (
         {"vars"},
         "which sizes of a layer are divided with it",
     ),
@@ -373,7 +373,7 @@ NAMED_ELSEWHERE = {
     "calibrate/links.py": "what processes that measure links leave each other, in a folder of their own",
     "launch/verify_job.py": "what ranks have recorded for a comparison, in a folder of its own",
     "run_checks/bad_steps.py": "a batch whose gradients were not finite, for people to read",
-    "watch/connect_to_hub.py": "the report of a run that stands still, for people to read",
+    "watch/connect_to_monitor.py": "the report of a run that stands still, for people to read",
 }
 """Other files that name files, and which."""
 

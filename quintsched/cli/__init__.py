@@ -15,13 +15,13 @@ from quintsched.cli.app import Group, make_app
 from quintsched.cli.check import check
 from quintsched.cli.checkpoint import COMMANDS as CHECKPOINT
 from quintsched.cli.collective import collective
+from quintsched.cli.compile_and_show import compile, schedules, show
 from quintsched.cli.data import COMMANDS as DATA
 from quintsched.cli.import_export import export, import_
 from quintsched.cli.new import new
 from quintsched.cli.pictures import render
-from quintsched.cli.plan_commands import compile, schedules, show
-from quintsched.cli.run_commands import inspect, run, verify
-from quintsched.cli.timing_commands import compare, simulate
+from quintsched.cli.run_and_verify import inspect, run, verify
+from quintsched.cli.simulate_and_compare import compare, simulate
 from quintsched.files.terminal import standard_streams
 from quintsched.strategies.commands.calibrate import calibrate
 from quintsched.strategies.commands.predict_command import predict

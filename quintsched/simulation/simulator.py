@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 
 from quintsched.errors import UnsoundError
-from quintsched.graph.blocking_profile import meeting_order
+from quintsched.graph.blocking_transport import meeting_order
 from quintsched.graph.edges import build_graph
 from quintsched.graph.event_graph import NONE, Times
 from quintsched.graph.plan_events import Events

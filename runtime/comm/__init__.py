@@ -7,8 +7,8 @@ Imports `settings`, for the names of transports, and `watch`.
 """
 
 from ..settings.run_settings import Rules
-from .local.local_transport import EchoGroup, LocalTransport, run_local
-from .local.local_world import LocalWorld
+from .local.in_process_transport import EchoGroup, LocalTransport, run_local
+from .local.simulated_nccl import LocalWorld
 from .torch_backends import connect
 from .torch_groups import as_group
 from .transport_interface import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work, describe

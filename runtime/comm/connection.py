@@ -14,7 +14,7 @@ from quintsched.arguments import NUMBER, TEXT, ours, takes
 from quintsched.plan import Plan
 
 from ..settings.run_settings import Rules, RunSettings, WireName
-from ..watch.connect_to_hub import WatchOptions
+from ..watch.connect_to_monitor import WatchOptions
 from ..watch.rendezvous.end_with_parent import end_with_launcher
 from . import LocalTransport, LocalWorld, Transport, connect
 from .device import device_kind, find_accelerator, has_device_for_each, library_of

@@ -6,7 +6,7 @@
 
 Blocks need no change: a `SidedGroup` replaces the groups that they communicate in. Before it waits for a collective it
 lets the other side run, and each side has a communicator of its own. The order of turns is fixed beforehand
-(`overlap_turns`), never by arrival: all replicas issue their collectives in one order, and every wait is for an earlier
+(`overlap_order`), never by arrival: all replicas issue their collectives in one order, and every wait is for an earlier
 collective.
 
 The sides are threads only because a backward runs inside autograd's engine, which cannot be left and re-entered. The

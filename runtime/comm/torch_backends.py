@@ -34,7 +34,7 @@ from quintsched.errors import MisfitError, UsageError, suggest
 from quintsched.plan import Plan
 
 from ..settings.run_settings import Rules
-from ..watch.connect_to_hub import WatchOptions, find_watch, start_watch
+from ..watch.connect_to_monitor import WatchOptions, find_watch, start_watch
 from ..watch.publisher import Publisher
 from ..watch.rendezvous.addresses import choose_interfaces, require_interfaces
 from ..watch.rendezvous.key_value_store import HUB, Attempt, launchers_keys, meet, open_store, require_addresses

@@ -33,8 +33,8 @@ from quintsched.errors import MisfitError, StallError, UsageError
 from quintsched.stalls.own_errors import came_from_handler, headline, is_own, lost_peer
 from quintsched.stalls.verdict_text import NOBODY
 
-from ..watch.position_cell import NOTHING, WaitCell
 from ..watch.publisher import Publisher
+from ..watch.rank_position import NOTHING, WaitCell
 from .device import current_device
 from .transport_interface import Group, ReduceOp, SelfGroup, Work, describe
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..watch.position_cell import NOTHING, WaitCell, collective_code
 from ..watch.publisher import Publisher
+from ..watch.rank_position import NOTHING, WaitCell, collective_code
 from .checked.message_frame import NO_LABEL, Label, Stamp, describe_spec
 from .host_link import HostLink, host_link
 

@@ -32,10 +32,10 @@ from ..parallel.cut_proofs.trial_inputs import Arrival, Given
 from ..parallel.expert.moe import mixtures
 from .block_runs import RunBlock, run_with_graph
 from .function_state import versions_kept
-from .losses.loss_examination import LossExamination
 from .losses.loss_parts import Parts, rows_of_each
 from .losses.loss_weights import LossWeight, Over
 from .losses.other_targets import with_other_targets
+from .losses.sum_or_mean import LossExamination
 from .other_extras import Agree, others_of
 
 SAMPLES = 13

@@ -6,8 +6,8 @@
                  └ before each call its index in the program is published, for hang detection (`watch`)
 
 One small function per instruction: `handlers` has those of forwards and backwards, of the step's end and of ZeRO,
-`host_copies` those of offloaded activations; each is bound to its view of the rank's state. `p2p` decides where a
-receive is posted and a send issued, which need not be at its index in the program.
+`activation_offload` those of offloaded activations; each is bound to its view of the rank's state. `send_and_receive`
+decides where a receive is posted and a send issued, which need not be at its index in the program.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ..comm.torch_groups import as_stall
 from ..stage.batches.microbatches import Batch
 from ..steps.error_location import explained
 from ..steps.units import Units
-from ..watch.position_cell import INDEX, NOWHERE
+from ..watch.rank_position import INDEX, NOWHERE
+from .activation_offload import bind_fetch_act, bind_offload_act, with_room
 from .handlers.backward import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
 from .handlers.forward import bind_fwd
 from .handlers.step_end import (
@@ -41,10 +42,9 @@ from .handlers.step_end import (
     halves_of_clip,
 )
 from .handlers.zero import bind_all_gather_bucket, bind_free_params, bind_gather_params, with_full_weights
-from .host_copies import bind_fetch_act, bind_offload_act, with_room
-from .p2p import bind_receives, bind_sends, post_all
 from .rank_state import MessageState, RankState
 from .recorder import Recorder
+from .send_and_receive import bind_receives, bind_sends, post_all
 
 ALL_CALLS = slice(None)
 

@@ -26,7 +26,7 @@ from ..blocks.block_outlines import Parcel, accepted_extras
 from ..comm import Group, Transport
 from ..comm.generators import generator_states
 from ..comm.host_collectives import greatest
-from ..comm.overlap_turns import Overlaps
+from ..comm.overlap_order import Overlaps
 from ..objects.library_or_user import arguments_of
 from ..parallel.cut_proofs.trial_inputs import FirstUnits
 from ..parallel.dropout import MOST_ALARMS
@@ -42,11 +42,11 @@ from ..steps.joint_refusal import refuse_together
 from ..steps.settle_step import StepSettler
 from ..steps.trial_unit import ParcelFinder
 from ..steps.units import Latest, Units, UnitShape, UnitSpec
+from .activation_offload import HostCopies
 from .busy_clock import Clock
-from .data_flow import ProgramFlow
-from .host_copies import HostCopies
+from .cuda_graphs import StepGraphs
 from .interpreter import Call, Interpreter, PreparedStep
-from .p2p import outgrows
+from .program_values import ProgramFlow
 from .rank_state import (
     NO_CONTEXT,
     ComputeState,
@@ -61,7 +61,7 @@ from .rank_state import (
 from .recorder import Recorder
 from .run_losses import RunLosses
 from .saved_bytes import resident_tensors
-from .step_graphs import StepGraphs
+from .send_and_receive import outgrows
 from .tally import StepResult, Tally
 from .value_cells import Cells, ReceiveBuffers, Waits
 

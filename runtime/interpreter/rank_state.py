@@ -27,7 +27,7 @@ from ..autograd.kv_store import Store
 from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
 from ..comm import Group, Transport, Work
-from ..comm.overlap_turns import Overlaps
+from ..comm.overlap_order import Overlaps
 from ..optim.gathered_steps import Stepper
 from ..optim.loss_scale import LossScale
 from ..parallel.dropout import Unit
@@ -42,9 +42,9 @@ from ..state.master_weights import Masters
 from ..state.training_state import Gradients
 from ..state.zero_params import ShardedWeights
 from ..steps.units import NO_UNITS, Units, UnitShape
+from .activation_offload import HostCopies
 from .busy_clock import Clock
-from .data_flow import ProgramFlow
-from .host_copies import HostCopies
+from .program_values import ProgramFlow
 from .tally import Figures, Tally
 from .value_cells import Cell, Cells, ReceiveBuffers, Waits
 

@@ -22,7 +22,7 @@ from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd, Ins
 from quintsched.ir.values import Kind, Value
 from quintsched.simulation.costs import Costs
 
-from ..autograd.offload import identities, identity
+from ..autograd.saved_tensor_offload import identities, identity
 from ..blocks.dtensor import is_sharded
 from ..blocks.trees import tensors_of
 from ..comm import Group

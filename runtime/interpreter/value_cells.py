@@ -17,8 +17,8 @@ from quintsched.ir.values import Kind, Value
 from ..blocks.trees import TensorSpec
 from ..comm import Work
 from ..stage.stage_forward import Outputs
-from ..watch.position_cell import NOTHING, NOWHERE, WaitCell
-from .data_flow import activation_of
+from ..watch.rank_position import NOTHING, NOWHERE, WaitCell
+from .program_values import activation_of
 from .recorder import Recorder
 
 _MOST_VIEWS = 64

@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING
 from quintsched.errors import SURE
 from quintsched.files.terminal import write_error, write_line
 
-from ..watch.connect_to_hub import tell_end
-from ..watch.hub import Hub
+from ..watch.connect_to_monitor import tell_end
+from ..watch.hang_monitor import Hub
 from .rank_processes import Place, Ranks, Wakes
 
 if TYPE_CHECKING:

@@ -236,7 +236,7 @@ def leave_together(error: QuintschedError, rank: int) -> int:
 
     A launcher ends all ranks as soon as one has failed; one that torchrun ends here has the same exit code.
     """
-    from ..watch.connect_to_hub import tell_refusal
+    from ..watch.connect_to_monitor import tell_refusal
 
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     words = error if world_size == 1 else f"rank {rank}: {error}"

@@ -26,7 +26,7 @@ from ..blocks.module_state import spread_buffers
 from ..comm import Group
 from ..comm.host_collectives import first_said
 from ..examine.built_alike import why_unlike
-from ..parallel.cut_proofs.prover import Prover
+from ..parallel.cut_proofs.prove_cuts import Prover
 from ..parallel.dropout import Masks, key_dropouts
 from ..parallel.expert.moe import apply_expert_parallel, mixtures
 from ..parallel.mesh_groups import MeshGroups

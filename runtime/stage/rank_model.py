@@ -32,10 +32,10 @@ from ..examine.host_state_changes import Copies, Source, sources_of
 from ..examine.in_common.common_state import CommonState
 from ..examine.in_common.shared_state import SharedState
 from ..examine.microbatch_state import LateState
-from ..examine.refusals import Run, require_usable_blocks
+from ..examine.refused_combinations import Run, require_usable_blocks
 from ..examine.weights_not_held import WeightsElsewhere
 from ..parallel.context.context_parallel import ContextParallel
-from ..parallel.cut_proofs.prover import Prover
+from ..parallel.cut_proofs.prove_cuts import Prover
 from ..parallel.dropout import Masks
 from ..parallel.expert.expert_load import ExpertLoad, expert_report
 from ..parallel.expert.moe import MoE, leave_uncompiled, mixtures

@@ -38,10 +38,10 @@ from ..comm import Group, Work
 from ..parallel.expert.moe import expert_weights
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.build_stages import Stage
-from .figures_with_norm import Room, room_for
 from .flat_buffer import FlatLayout
 from .master_weights import Masters
 from .memory_stats import MemoryKind, MemoryStats, ResizableStorage
+from .piggybacked_metrics import Room, room_for
 
 Wait = Callable[[Iterable[Work]], None]
 """Waits for works with other ranks."""

@@ -25,8 +25,8 @@ from quintsched.ir.instruction_set import AllReduceBucket, Instruction, ReduceSc
 from ..comm import Group, Work
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.tied_weights import TiedWeights
-from .figures_with_norm import Room
 from .grad_buckets import GradBucket, GradBuckets, PlanBucket, Wait
+from .piggybacked_metrics import Room
 
 
 class GradReducer:

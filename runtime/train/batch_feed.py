@@ -46,7 +46,7 @@ from ..data.user_loaders import Batch, LoaderFeed, Loaders, Say
 from ..engine_base import EngineBase
 from ..settings.job_file import DataConfig, Samples, TrainConfig
 from ..stage.batches.microbatches import most_rows, without_samples
-from .map_feed import MapFeed
+from .map_dataset_feed import MapFeed
 
 
 def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Transport) -> DatasetFeed | UserFeed:

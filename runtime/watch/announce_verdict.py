@@ -19,7 +19,7 @@ from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.unplanned import find_without_plan
 
-from .position_cell import NOWHERE
+from .rank_position import NOWHERE
 from .stall_limits import WALKS
 from .verdict_timing import Member
 

@@ -14,7 +14,7 @@ from weakref import ref
 
 from quintsched.stalls.states import Phase
 
-from .position_cell import (
+from .rank_position import (
     ENTERED,
     GIVEN,
     INDEX,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from quintsched.stalls.states import Phase
 
-from .position_cell import NOTHING, UNKNOWN, Place
+from .rank_position import NOTHING, UNKNOWN, Place
 
 FLOOR_S = 10.0
 """Minimum stall limit, in seconds, unless a limit is given."""

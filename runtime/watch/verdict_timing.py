@@ -29,8 +29,8 @@ from typing import Literal
 from quintsched.errors import StallError
 from quintsched.stalls.states import Fate, Phase, RankState, Wait
 
-from .position_cell import NOTHING, NOWHERE, START, WORLD_CODE, CellReader, Place, wait_of
 from .process_state import NOBODY, ProcessId
+from .rank_position import NOTHING, NOWHERE, START, WORLD_CODE, CellReader, Place, wait_of
 from .stall_limits import Progress
 
 ErrorKind = Literal["own", "refusal", "stall", "unclear"]

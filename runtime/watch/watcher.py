@@ -25,7 +25,7 @@ from quintsched.files.terminal import StreamBroken
 from quintsched.stalls.own_errors import Suppressed, failed_in_code, headline, is_own, lost_peer, said
 
 from . import wall_time
-from .hub_connection import (
+from .monitor_sockets import (
     CHUNK,
     FrameError,
     FrameReader,
@@ -37,8 +37,8 @@ from .hub_connection import (
     message_of,
     plan_frame,
 )
-from .position_cell import Cell
 from .process_state import HeldTerm, launcher, machine, process_of, run_in_children
+from .rank_position import Cell
 from .uncaught_error import report_once
 from .verdict_timing import RESTING
 

@@ -299,7 +299,7 @@ sys.exit(3)
 
 CALLER = """
 import sys
-from quintsched.cli.run_commands import call
+from quintsched.cli.run_and_verify import call
 sys.exit(call([sys.executable, "-c", {child!r}]))
 """
 
@@ -319,7 +319,7 @@ def test_run_hands_signals_and_exit_codes_on(number):
 
 @pytest.mark.parametrize(("code", "expected"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("pass", 0)])
 def test_exit_codes_of_a_call(code, expected):
-    from quintsched.cli.run_commands import call
+    from quintsched.cli.run_and_verify import call
 
     assert call([sys.executable, "-c", f"import os, sys; {code}"]) == expected
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -327,7 +327,7 @@ def test_exit_codes_of_a_call(code, expected):
 
 def test_what_run_starts(cli, plan_file, tmp_path, monkeypatch):
     commands = []
-    monkeypatch.setattr("quintsched.cli.run_commands.call", lambda command: commands.append(command) or 4)
+    monkeypatch.setattr("quintsched.cli.run_and_verify.call", lambda command: commands.append(command) or 4)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     (tmp_path / "job.yaml").write_text("")
     assert cli("run", "job.yaml").code == 4

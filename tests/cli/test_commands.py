@@ -105,7 +105,7 @@ def test_show_a_grid(cli, plan_file, root):
 
 
 def test_show_a_grid_where_a_person_is_watching(cli, plan_file, monkeypatch):
-    monkeypatch.setattr("quintsched.cli.plan_commands.terminal_width", lambda: 40)
+    monkeypatch.setattr("quintsched.cli.compile_and_show.terminal_width", lambda: 40)
     assert max(map(len, cli("show", plan_file).out.splitlines()[1:])) <= 40
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, Transport, run_local
-from quintsched.runtime.parallel.tensor.layer_cuts import REGISTERED
+from quintsched.runtime.parallel.tensor.cuttable_layers import REGISTERED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 DATA = torch.randn(3, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

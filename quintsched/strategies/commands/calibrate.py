@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from quintsched.cli.run_commands import call
+from quintsched.cli.run_and_verify import call
 from quintsched.cli.shared_options import note, say
 from quintsched.errors import UsageError
 

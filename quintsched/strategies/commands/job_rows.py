@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from quintsched.cli.run_commands import plan_and_job
+from quintsched.cli.run_and_verify import plan_and_job
 from quintsched.errors import UsageError
 
 

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.prediction import operators
-from quintsched.strategies.prediction.collective_times import all_reduce_s, all_to_all_s, message_s, overlap
 from quintsched.strategies.prediction.efficiency import (
     CONSTANTS,
     Constants,
@@ -30,6 +29,7 @@ from quintsched.strategies.prediction.efficiency import (
     operator_times,
 )
 from quintsched.strategies.prediction.operators import Array, Operator, Product, Sizes
+from quintsched.strategies.prediction.predicted_collectives import all_reduce_s, all_to_all_s, message_s, overlap
 
 WIDTHS = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp64": 8.0}
 """Bytes of an element by dtype."""

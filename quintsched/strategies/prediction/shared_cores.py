@@ -19,10 +19,10 @@ import numpy as np
 
 from quintsched.strategies.descriptions.hardware import Hardware, Measured
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.prediction.collective_times import all_reduce_s
 from quintsched.strategies.prediction.efficiency import Constants, curve_rate, memory_s
 from quintsched.strategies.prediction.layers_of_ranks import Kinds, PerMicrobatch
 from quintsched.strategies.prediction.operators import Array
+from quintsched.strategies.prediction.predicted_collectives import all_reduce_s
 from quintsched.strategies.prediction.strategy_columns import Table
 
 ACCUMULATED = 12.0

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.prediction.block_times import WIDTHS, Blocks, Layer
-from quintsched.strategies.prediction.collective_times import message_s, overlap, ring_s
 from quintsched.strategies.prediction.efficiency import Constants, curve_rate, memory_rate
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, Kinds, PerMicrobatch
 from quintsched.strategies.prediction.memory.ranks import fullest, held_terms
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.spans import Rows, StageTimes, spans
+from quintsched.strategies.prediction.predicted_collectives import message_s, overlap, ring_s
 from quintsched.strategies.prediction.shared_cores import (
     cores_s,
     in_step,

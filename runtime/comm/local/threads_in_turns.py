@@ -21,8 +21,8 @@ from torch.utils import _python_dispatch as dispatches
 from ..device import use_device
 from ..generators import SEEDED, generators_lent
 from ..transport_interface import Group
-from .local_transport import LocalTransport
-from .local_world import Awaited, LocalWorld
+from .in_process_transport import LocalTransport
+from .simulated_nccl import Awaited, LocalWorld
 
 Result = TypeVar("Result")
 

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .loss_examination import WRITES, Candidates, LossExamination, Tried
 from .loss_parts import Parts
 from .loss_weights import Finding, LossWeight, Over
 from .losses_mixing_tokens import OF_SLICES, mixes_values
 from .other_targets import with_other_targets
+from .sum_or_mean import WRITES, Candidates, LossExamination, Tried
 from .trial_call_modes import CallsChecked
 
 _NEAR = 2e-3

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ...blocks.trees import DIFFERENTIABLE, Tree, flatten
-from .loss_examination import LossExamination, Tried
 from .loss_parts import rows_of_each, rows_of_leaves, shortened
 from .loss_weights import LossWeight, Over
+from .sum_or_mean import LossExamination, Tried
 
 _FREE_BYTES = 8 << 20
 OF_REST = (

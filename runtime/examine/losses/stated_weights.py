@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .loss_examination import WRITES, LossExamination, Tried
 from .loss_parts import Parts, along_tokens, cut_elsewhere
 from .loss_weights import Finding, LossWeight, Over
 from .losses_mixing_tokens import OF_SLICES, mixes_tokens
 from .other_targets import with_ignored_tokens, with_other_targets
+from .sum_or_mean import WRITES, LossExamination, Tried
 
 
 class StatedExamination(LossExamination):

@@ -1,6 +1,6 @@
 """Loss, metric, or part of a loss: examined at its first call, and watched from then on.
 
-first call    experiments: its reduction (`loss_examination`, `stated_weights`, `metric_examination`)
+first call    experiments: its reduction (`sum_or_mean`, `stated_weights`, `metric_examination`)
 each step     before: whether the state it reads was changed from outside; after: whether its own calls did; and its
               reduction, by values of the step's own microbatches (`loss_value_checks`): other data may branch otherwise
 some steps    the same by gradients too (`real_batches`): 0, 1, 2, 4, 8, …; steps with unlike shapes; steps before
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from ...blocks.trees import flatten, tensors_of
 from ..function_state import FunctionKept, FunctionState, class_weights, versions_kept
-from .loss_examination import WRITES, LossExamination
 from .loss_value_checks import Late, compare_values, is_known
 from .loss_weights import WITHOUT_GRADIENT, Finding, LossWeight, Over
 from .metric_examination import MetricExamination, StatedMetricExamination
 from .real_batches import RealBatch, Unit, Way, why_rests_misfit
 from .stated_weights import StatedExamination
+from .sum_or_mean import WRITES, LossExamination
 
 _OTHERWISE = "it was found to be {}, but in step {} it is not so: {}"
 HANDED_ON = 'a block has found it, and it is handed on; say that it is a mean over samples, loss_over="samples"'

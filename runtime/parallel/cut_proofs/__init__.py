@@ -1,6 +1,6 @@
 """Proofs that a cut block is equivalent to the whole one: over tp, with sliced tokens, over cp, slice by slice.
 
-`prover` decides which blocks are proved and refuses others; `block_kinds` groups equal blocks, `block_twins` makes
+`prove_cuts` decides which blocks are proved and refuses others; `block_kinds` groups equal blocks, `block_twins` makes
 copies with random weights, `trial_inputs` their trial inputs, `trial_twins` runs a copy and compares, `features_apart`
 tracks features in it, `later_steps` repeats that for new shapes. Imports `tensor`, `expert`, `context`, `blocks`,
 `autograd`, `comm`, `job`.

@@ -1,7 +1,7 @@
 """Kinds: grouping of equal blocks, so that one proof covers all of them.
 
     80 layers of a model ─▶ one kind     classes, code, settings, buffers, shapes of weights, cuts: compared by value
-    layer_idx = 0 … 79   ─▶ places       one kind if all call the same functions on the meta device (`prover`)
+    layer_idx = 0 … 79   ─▶ places       one kind if all call the same functions on the meta device (`prove_cuts`)
 
 Modules, functions with closures and defaults, containers, arrays and objects with attributes are compared by content.
 All else is compared by identity. In library modules, float attributes other than 0 and 1 (rates, scales) are ignored.
@@ -30,7 +30,7 @@ from ...objects.library_or_user import is_of_framework, is_of_library, is_ours
 from ...objects.spaces import Cells, attributes_of
 from ..dropout import KeyedDropout
 from ..tensor.cut_rules import Choice
-from ..tensor.layer_cuts import Cut, has_hooked_weights
+from ..tensor.cuttable_layers import Cut, has_hooked_weights
 from .candidate_cuts import renumbered
 from .compare_twins import Kind
 

@@ -15,8 +15,8 @@ from math import gcd
 
 from ...settings.tensor_rules import Parts, TensorSplit
 from ..tensor.cut_rules import RuleData
-from ..tensor.layer_cuts import Cut, cut_width, sizes_of
-from ..tensor.layer_names import configured_heads_of, widths_of
+from ..tensor.cuttable_layers import Cut, cut_width, sizes_of
+from ..tensor.pairs_by_name import configured_heads_of, widths_of
 
 Way = dict[str, RuleData]
 """Rules for the layers of one pair, by their names in the whole model."""

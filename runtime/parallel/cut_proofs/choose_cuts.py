@@ -33,7 +33,7 @@ from ...comm import Group
 from ...comm.host_collectives import share_texts
 from ...settings.tensor_rules import TensorSplit
 from ..tensor.cut_rules import Choice
-from ..tensor.layer_cuts import Cut, pairs_of
+from ..tensor.cuttable_layers import Cut, pairs_of
 from ..tensor.pair_adjustments import wide_norms
 from ..tensor.whole_model_cuts import TensorCuts
 from .candidate_cuts import Way, alone, replicated, ways_of

@@ -20,7 +20,7 @@ from ...comm.host_collectives import greatest
 from ..dropout import Masks, key_dropouts
 from ..tensor.cut_module import apply_tensor_parallel
 from ..tensor.cut_rules import Choice, Rules, find_cuts
-from ..tensor.layer_cuts import Cut
+from ..tensor.cuttable_layers import Cut
 from ..tensor.parameter_shards import shard_of
 from .block_twins import SEED, Blueprint
 from .candidate_cuts import Way, alone, everywhere, replicated

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...settings.tensor_rules import TensorSplit
 from ..keyed_draws import BY_DEVICE, KEYED
-from ..tensor.layer_cuts import Cut, sizes_of
+from ..tensor.cuttable_layers import Cut, sizes_of
 from ..tensor.pair_adjustments import wide_norms
 from ..tensor.parameter_shards import Shard
 from .marks.element_labels import Shadows, key_of

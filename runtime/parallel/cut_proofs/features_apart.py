@@ -24,7 +24,7 @@ from ...blocks.block_outlines import seeded
 from ...comm import EchoGroup, Group
 from ...objects.plain_code import asking_elsewhere
 from ...objects.steering import SteeringState
-from ..tensor.layer_cuts import Cut
+from ..tensor.cuttable_layers import Cut
 from .block_twins import SEED, Blueprint
 from .feature_owners import FeatureOwners, HostReads, NothingDropped, Place, WeightReads
 from .marks.owner_rules import Joined

@@ -25,8 +25,8 @@ from ...comm import Group
 from ...comm.autograd_collectives import reduce_from_group, reduce_scatter, scatter_to_group
 from ...settings.tensor_rules import Parts
 from ..dropout import ColumnRowPair
-from .column_linear import Entry, column_product
-from .layer_cuts import is_conv1d, sizes_of
+from .column_matmul import Entry, column_product
+from .cuttable_layers import is_conv1d, sizes_of
 from .parameter_shards import Shard, gather_blocks, mark_shard, require_same, take_shard
 
 Exit = Literal["sum", "scatter", "none"]
@@ -84,7 +84,7 @@ class ColumnParallelLinear(ShardedModule):
         parts: number of fused blocks in the output (3 for a fused QKV), or their proportions; each rank gets its
             shard of every block (see `parameter_shards`).
         gather_output: return the full output (…, out) on all ranks.
-        entry: communication of the input (see `column_linear`).
+        entry: communication of the input (see `column_matmul`).
         transposed: the weight is (in, out), as that of transformers' Conv1D.
         device: of the parameters.
         dtype: of the parameters.

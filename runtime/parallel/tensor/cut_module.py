@@ -25,10 +25,10 @@ from ...comm import Group, as_group
 from ...settings.tensor_rules import TensorSplit
 from ..dropout import KeyedDropout
 from ..expert.moe import TensorBoundary, mixtures
-from .column_linear import Entry
+from .column_matmul import Entry
 from .column_row_layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
 from .cut_rules import Rules, find_cuts, require_pairs
-from .layer_cuts import REGISTERED, Cut, cut_weights, is_linear, join, pairs_of
+from .cuttable_layers import REGISTERED, Cut, cut_weights, is_linear, join, pairs_of
 from .pair_adjustments import divide_sizes, gather_tokens_before, gather_wide_norms, join_pair
 from .parameter_shards import Shard, gather_full, require_same, shard_of, take_shard, watch_gradient
 
@@ -61,7 +61,7 @@ def apply_tensor_parallel(
 ) -> nn.Module:
     """Cut the linear layers of `module` over `group` in place, and return it (or the layer that replaces it).
 
-    By default the column/row pairs of attention blocks and MLPs are found by name (see `layer_names`); all else stays
+    By default the column/row pairs of attention blocks and MLPs are found by name (see `pairs_by_name`); all else stays
     replicated, which is correct, but not sharded. An attention module's number of heads (`num_heads`, …) becomes that
     of this rank; a module that stores it elsewhere must derive it from the width of its projections.
 

@@ -22,8 +22,8 @@ from ...comm import Group
 from ...comm.autograd_collectives import all_gather
 from ..dropout import ColumnRowPair, KeyedDropout
 from .column_row_layers import ColumnParallelLinear, RowParallelLinear
-from .layer_cuts import Cut, sizes_of
-from .layer_names import divided
+from .cuttable_layers import Cut, sizes_of
+from .pairs_by_name import divided
 from .parameter_shards import shard_of
 
 _ORIGINAL = "_quintsched_sizes"

@@ -26,7 +26,7 @@ from ...comm.autograd_collectives import gather_from_group
 from ...objects.library_or_user import is_ours
 from ...objects.spaces import hooks_on
 from ...settings.tensor_rules import Parts
-from .layer_cuts import is_replaced, join
+from .cuttable_layers import is_replaced, join
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from .cut_rules import (
     matches,
     require_rules_to_match,
 )
-from .layer_cuts import Cut, cut_weights, has_hooked_weights, is_layer, is_linear, is_plain, own_forward, sizes_of
+from .cuttable_layers import Cut, cut_weights, has_hooked_weights, is_layer, is_linear, is_plain, own_forward, sizes_of
 from .sequence_parallel import SequenceParallel, partial_weights, run_on_slices
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quintsched.runtime.autograd.offload import SavedActivations, identities, vacate
+from quintsched.runtime.autograd.saved_tensor_offload import SavedActivations, identities, vacate
 
 CPU = torch.device("cpu")
 Run = Callable[[Tensor, Tensor], Tensor]

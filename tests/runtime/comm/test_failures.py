@@ -8,8 +8,8 @@ import torch
 from quintsched.errors import CodeError, StallError
 from quintsched.runtime.comm import torch_groups
 from quintsched.runtime.comm.torch_groups import TorchGroup, as_stall
-from quintsched.runtime.watch.position_cell import NOTHING
 from quintsched.runtime.watch.publisher import Publisher
+from quintsched.runtime.watch.rank_position import NOTHING
 from quintsched.runtime.watch.watcher import Answer
 from quintsched.stalls.verdict_text import NOBODY
 

@@ -14,7 +14,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError, StallError, UsageError
 from quintsched.ir.instruction_set import ShareMetrics, SyncTied
 from quintsched.runtime.comm import LocalTransport, LocalWorld, Rules, Transport, Work, run_local
-from quintsched.runtime.comm.local.local_world import Wire
+from quintsched.runtime.comm.local.simulated_nccl import Wire
 
 from ...planner.verify.judge import Judge
 from ...planner.verify.judge_hosts import Hosts

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import quintsched as qs
+from quintsched.runtime.comm.overlap_order import CHANGE_S, Overlaps, interleaving
 from quintsched.runtime.comm.overlap_threads import Side, Sides
-from quintsched.runtime.comm.overlap_turns import CHANGE_S, Overlaps, interleaving
 from quintsched.runtime.comm.transport_interface import DoneWork
 
 CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.examine import refusals
-from quintsched.runtime.examine.refusals import REFUSALS, Run, require_usable_blocks
+from quintsched.runtime.examine import refused_combinations
+from quintsched.runtime.examine.refused_combinations import REFUSALS, Run, require_usable_blocks
 from quintsched.runtime.parallel.expert.moe import MoE
 from quintsched.runtime.stage.build_stages import cuts_of
 
@@ -125,12 +125,12 @@ def run_of(case: Case) -> Run:
 @pytest.mark.parametrize("number", range(len(REFUSALS)))
 def test_a_row_refuses_what_it_is_for(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case, row = CASES[number], REFUSALS[number]
-    if row.fact is refusals.SHARDED:
-        row = row._replace(fact=refusals.BLOCKS)
-        monkeypatch.setattr(refusals, "REFUSALS", (*REFUSALS[:number], row, *REFUSALS[number + 1 :]))
+    if row.fact is refused_combinations.SHARDED:
+        row = row._replace(fact=refused_combinations.BLOCKS)
+        monkeypatch.setattr(refused_combinations, "REFUSALS", (*REFUSALS[:number], row, *REFUSALS[number + 1 :]))
     with pytest.raises(case.error, match=case.words):
         require_usable_blocks(run_of(case))
-    monkeypatch.setattr(refusals, "REFUSALS", (*REFUSALS[:number], *REFUSALS[number + 1 :]))
+    monkeypatch.setattr(refused_combinations, "REFUSALS", (*REFUSALS[:number], *REFUSALS[number + 1 :]))
     require_usable_blocks(run_of(case))
 
 

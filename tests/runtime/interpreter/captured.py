@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import quintsched as qs
-from quintsched.runtime import requirements
+from quintsched.runtime import plan_requirements
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.interpreter import step_graphs
+from quintsched.runtime.interpreter import cuda_graphs
 from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
 from tests.runtime.toys import ids_task, sgd, tiny_gpt
 
@@ -30,7 +30,7 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> list[OpTape]:
         made.append(OpTape())
         return made[-1]
 
-    for module in (requirements, step_graphs):
+    for module in (plan_requirements, cuda_graphs):
         monkeypatch.setattr(module, "graphs_of", lambda device: new)
     return made
 

@@ -16,7 +16,7 @@ from quintsched.instructions import Compute, FetchAct, Fwd, HostCopy, OffloadAct
 from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.interpreter.host_copies import HostCopies
+from quintsched.runtime.interpreter.activation_offload import HostCopies
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 

@@ -33,7 +33,7 @@ from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Carry, Engine
 from quintsched.runtime.comm import Rules, Transport, run_local
-from quintsched.runtime.interpreter import p2p
+from quintsched.runtime.interpreter import send_and_receive
 from quintsched.runtime.interpreter.rank_state import RankState
 from quintsched.schedules import all_schedules
 from quintsched.simulation.message_slots import receive_lifetimes
@@ -140,7 +140,7 @@ def run(plan: qs.Plan, rules: Rules, steps: int = 2, blocks: Sequence[type[nn.Mo
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages are taken for large ones, of which two are in flight."""
-    monkeypatch.setattr(p2p, "AHEAD_BYTES", 0)
+    monkeypatch.setattr(send_and_receive, "AHEAD_BYTES", 0)
 
 
 def compiled(name: str, recompute: int = 0, *, overlap: bool = False) -> qs.Plan:
@@ -257,7 +257,9 @@ def test_messages_of_one_shape_share_buffers_whatever_they_carry(rules: Rules) -
         engine.step(inputs, targets)
         state = engine._runner.interpreters["train"].state
         made = Counter(buffer.shape[-1] for buffer in state.messages.buffers.all())
-        life = receive_lifetimes(plan, p2p.message_rule(state.messages)).of_rank(plan.columns, transport.rank)
+        life = receive_lifetimes(plan, send_and_receive.message_rule(state.messages)).of_rank(
+            plan.columns, transport.rank
+        )
         width = np.array([widths[plan.flows.value_at(int(place)).stage + 1] for place in life.places])
         alive = [(life.first <= index) & (index <= life.last) for index in range(len(state.flows.program))]
         return made, {each: max(int((now & (width == each)).sum()) for now in alive) for each in {*width.tolist()}}

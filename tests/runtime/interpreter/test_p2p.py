@@ -24,9 +24,9 @@ from quintsched.ir.layout import Route
 from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Rules, Transport, run_local
-from quintsched.runtime.interpreter.data_flow import ProgramFlow
-from quintsched.runtime.interpreter.p2p import plan_receives
+from quintsched.runtime.interpreter.program_values import ProgramFlow
 from quintsched.runtime.interpreter.rank_state import RankState
+from quintsched.runtime.interpreter.send_and_receive import plan_receives
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.simulation.message_slots import AHEAD, MAX_SENDS, MessageRule
 

@@ -9,7 +9,7 @@ import pytest
 from quintsched.errors import UsageError
 from quintsched.runtime.launch import worker
 from quintsched.runtime.launch.worker import leave_together
-from quintsched.runtime.watch.hub import Hub
+from quintsched.runtime.watch.hang_monitor import Hub
 
 ERROR = UsageError("model.py:3: the import failed: ValueError")
 

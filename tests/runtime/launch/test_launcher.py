@@ -19,7 +19,7 @@ from quintsched.runtime.launch.job_plan import Worlds
 from quintsched.runtime.launch.local_launcher import start_ranks
 from quintsched.runtime.launch.rank_processes import Ranks
 from quintsched.runtime.launch.stop_request import StopNow, StopRequest
-from quintsched.runtime.watch.hub import Hub
+from quintsched.runtime.watch.hang_monitor import Hub
 from quintsched.runtime.watch.wall_time import now_s
 from quintsched.stalls.states import Fate
 

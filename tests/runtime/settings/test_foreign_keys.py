@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quintsched.cli import run_commands
+from quintsched.cli import run_and_verify
 from quintsched.errors import UsageError
 from quintsched.runtime.data.data_sources import TextOptions
 from quintsched.runtime.data.token_source import TokenOptions
@@ -50,7 +50,7 @@ def refusal(values: dict[str, Any], kind: type[Settings] = JobConfig, prefix: st
 
 def test_each_word_has_one_meaning_which_is_a_key_of_ours() -> None:
     assert Counter(word for _, word in WORDS).most_common(1)[0][1] == 1
-    flags = re.findall(r'"(--[\w-]+)', Path(run_commands.__file__).read_text(encoding="utf-8"))
+    flags = re.findall(r'"(--[\w-]+)', Path(run_and_verify.__file__).read_text(encoding="utf-8"))
     for meaning in FOREIGN_KEYS:
         assert meaning.ours in (flags if meaning.ours.startswith("--") else OURS), meaning.ours
 

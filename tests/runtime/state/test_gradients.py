@@ -15,9 +15,9 @@ from quintsched.runtime.comm import DoneWork, Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.stage.build_stages import Stage
 from quintsched.runtime.state import grad_buckets
-from quintsched.runtime.state.figures_with_norm import ROOM, Room, room_for
 from quintsched.runtime.state.grad_buckets import GradBucket, PlanBucket, cut_buckets
 from quintsched.runtime.state.master_weights import Masters
+from quintsched.runtime.state.piggybacked_metrics import ROOM, Room, room_for
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ..toys import Task, sgd, share, tiny_vit

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quintsched.runtime.watch.hub_connection import (
+from quintsched.runtime.watch.monitor_sockets import (
     HEAD,
     JSON,
     MOST_BYTES,
@@ -70,7 +70,7 @@ def test_what_is_no_plan_is_refused(payload: bytes) -> None:
 
 
 def test_a_plan_that_swells_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quintsched.runtime.watch.hub_connection.MOST_PLAN", 1000)
+    monkeypatch.setattr("quintsched.runtime.watch.monitor_sockets.MOST_PLAN", 1000)
     with pytest.raises(FrameError):
         plan_of(struct.pack(">I", 1) + zlib.compress(bytes(1001)))
 

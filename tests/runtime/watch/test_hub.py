@@ -15,10 +15,10 @@ import pytest
 
 import quintsched as qs
 from quintsched.runtime.watch import announce_verdict
-from quintsched.runtime.watch.connect_to_hub import WatchOptions, find_watch, tell_end, tell_refusal
-from quintsched.runtime.watch.hub import Hub
-from quintsched.runtime.watch.hub_connection import HEAD, JSON, KEY
-from quintsched.runtime.watch.position_cell import INDEX, START, WORLD_CODE, Cell, CellReader
+from quintsched.runtime.watch.connect_to_monitor import WatchOptions, find_watch, tell_end, tell_refusal
+from quintsched.runtime.watch.hang_monitor import Hub
+from quintsched.runtime.watch.monitor_sockets import HEAD, JSON, KEY
+from quintsched.runtime.watch.rank_position import INDEX, START, WORLD_CODE, Cell, CellReader
 from quintsched.runtime.watch.verdict_timing import Member
 from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import Fate
@@ -26,8 +26,8 @@ from quintsched.stalls.states import Fate
 RANK = """
 import sys, time
 import quintsched as qs
-from quintsched.runtime.watch.position_cell import INDEX
-from quintsched.runtime.watch.connect_to_hub import WatchOptions, find_watch
+from quintsched.runtime.watch.rank_position import INDEX
+from quintsched.runtime.watch.connect_to_monitor import WatchOptions, find_watch
 
 rank = int(sys.argv[1])
 publisher = find_watch(rank, 2, WatchOptions(stall_after=1.0, report=sys.argv[2]), host_waits=True)
@@ -44,7 +44,7 @@ sys.stdin.read()
 REFUSING = """
 import sys
 from quintsched.errors import UsageError
-from quintsched.runtime.watch.connect_to_hub import WatchOptions, find_watch
+from quintsched.runtime.watch.connect_to_monitor import WatchOptions, find_watch
 
 publisher = find_watch(int(sys.argv[1]), 2, WatchOptions(), host_waits=True)
 print("here", flush=True)
@@ -56,7 +56,7 @@ print(publisher.has_said(error), flush=True)
 
 UNCLEAR = """
 import sys
-from quintsched.runtime.watch.connect_to_hub import WatchOptions, find_watch
+from quintsched.runtime.watch.connect_to_monitor import WatchOptions, find_watch
 
 publisher = find_watch(int(sys.argv[1]), 2, WatchOptions(), host_waits=True)
 print("here", flush=True)

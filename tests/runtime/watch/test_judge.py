@@ -2,7 +2,7 @@
 
 import pytest
 
-from quintsched.runtime.watch.position_cell import NOTHING, START, WORLD_CODE, Place
+from quintsched.runtime.watch.rank_position import NOTHING, START, WORLD_CODE, Place
 from quintsched.runtime.watch.stall_limits import FLOOR_S, Patience, Progress
 from quintsched.runtime.watch.verdict_timing import Judge, Member, Ruling
 from quintsched.stalls.states import Fate

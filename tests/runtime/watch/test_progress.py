@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from quintsched.runtime.watch.position_cell import NOTHING, START, UNKNOWN, Place, receive_code
+from quintsched.runtime.watch.rank_position import NOTHING, START, UNKNOWN, Place, receive_code
 from quintsched.runtime.watch.stall_limits import FLOOR_S, Patience, Progress
 
 TICK_S = 0.1

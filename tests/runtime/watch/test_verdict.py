@@ -4,7 +4,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.runtime.watch.announce_verdict import Plans, Verdict, make_verdict, own_errors
-from quintsched.runtime.watch.position_cell import NOTHING, WORLD_CODE, Place
+from quintsched.runtime.watch.rank_position import NOTHING, WORLD_CODE, Place
 from quintsched.runtime.watch.verdict_timing import ErrorKind, Member
 from quintsched.stalls.states import Fate
 

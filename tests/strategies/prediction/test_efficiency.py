@@ -7,9 +7,15 @@ from hypothesis import strategies as st
 
 from quintsched.strategies.descriptions.hardware import Curve, Measured
 from quintsched.strategies.descriptions.library import find_hardware
-from quintsched.strategies.prediction.collective_times import all_reduce_s, all_to_all_s, message_s, overlap, ring_s
 from quintsched.strategies.prediction.efficiency import CONSTANTS, full_waves, launch_s, operator_times
 from quintsched.strategies.prediction.operators import Attention, Pass, Product
+from quintsched.strategies.prediction.predicted_collectives import (
+    all_reduce_s,
+    all_to_all_s,
+    message_s,
+    overlap,
+    ring_s,
+)
 
 A100 = find_hardware("a100-80gb")
 

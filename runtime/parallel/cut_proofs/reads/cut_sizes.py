@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ....settings.tensor_rules import TensorSplit
-from ...tensor.layer_cuts import Cut, sizes_of
+from ...tensor.cuttable_layers import Cut, sizes_of
 from ...tensor.pair_adjustments import wide_norms
 from ..feature_owners import FeatureOwners, line
 from ..marks.element_labels import DRAWN, FILLED, Labels, are_alike

@@ -26,7 +26,7 @@ from ....blocks.block_outlines import TOKENS, seeded
 from ....settings.tensor_rules import TensorSplit
 from ...context.context_parallel import WHOLE, SequenceShard
 from ...dropout import KeyedDropout
-from ...tensor.layer_cuts import Cut, pairs_of
+from ...tensor.cuttable_layers import Cut, pairs_of
 from ..block_twins import SEED, Blueprint
 from ..feature_owners import NothingDropped, Place
 from ..marks.owner_rules import Joined

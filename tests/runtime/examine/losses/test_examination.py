@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quintsched.runtime.examine.function_state import versions_kept
-from quintsched.runtime.examine.losses.loss_examination import LossExamination
 from quintsched.runtime.examine.losses.loss_weights import Over
 from quintsched.runtime.examine.losses.metric_examination import MetricExamination, StatedMetricExamination
+from quintsched.runtime.examine.losses.sum_or_mean import LossExamination
 
 CLASSES, TOKENS, SAMPLES = 5, 6, 8
 RANDOM = torch.Generator().manual_seed(1)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from quintsched.runtime.examine.losses.loss_examination import LossExamination
 from quintsched.runtime.examine.losses.loss_weights import Over
 from quintsched.runtime.examine.losses.stated_weights import StatedExamination
+from quintsched.runtime.examine.losses.sum_or_mean import LossExamination
 
 RANDOM = torch.Generator().manual_seed(5)
 OUTPUT, TARGETS = (torch.randn(4, 3, generator=RANDOM, dtype=torch.float64) for _ in range(2))

@@ -31,7 +31,7 @@ from ...settings.tensor_rules import TensorSplit
 from ..context.context_parallel import ContextParallel
 from ..dropout import Masks
 from ..tensor.cut_rules import Choice, is_built_in
-from ..tensor.layer_cuts import Cut, has_hooked_weights, join, pairs_of
+from ..tensor.cuttable_layers import Cut, has_hooked_weights, join, pairs_of
 from ..tensor.pair_adjustments import part_pairs
 from ..tensor.parameter_shards import CutLayers
 from ..tensor.whole_model_cuts import TensorCuts

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quintsched.cli.request_options import AXES, option_of, read_request, taking_settings
-from quintsched.cli.run_commands import Overrides, plan_of_job
+from quintsched.cli.run_and_verify import Overrides, plan_of_job
 from quintsched.cli.shared_options import (
     AsJson,
     CostsFile,

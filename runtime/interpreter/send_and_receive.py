@@ -27,8 +27,8 @@ from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots
 from ..comm.checked.message_frame import Label
 from ..stage.stage_messages import Cargo
 from ..steps.units import NO_UNITS, UnitShape
-from ..watch.position_cell import receive_code, send_code
-from .data_flow import ProgramFlow, activation_of
+from ..watch.rank_position import receive_code, send_code
+from .program_values import ProgramFlow, activation_of
 from .rank_state import BoundReceive, MessageState
 
 AHEAD_BYTES = 2**18

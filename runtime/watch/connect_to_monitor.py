@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from quintsched.stalls.own_errors import came_from_handler
 
-from .hub_connection import ADDRESS, KEY, FrameError
-from .position_cell import Cell
+from .monitor_sockets import ADDRESS, KEY, FrameError
 from .process_state import HeldTerm
 from .publisher import Publisher
+from .rank_position import Cell
 from .rendezvous.addresses import LOOPBACK, address_towards, is_one_machine, listen
 from .stall_limits import Patience
 from .watcher import HubCall, Watcher
@@ -118,7 +118,13 @@ def _start_hub(num_ranks: int) -> tuple[str, str]:
     with listen(_own_host()) as listening:
         host, port = listening.getsockname()[:2]
         listening.set_inheritable(True)
-        command = [sys.executable, "-m", "quintsched.runtime.watch.hub", str(listening.fileno()), str(num_ranks)]
+        command = [
+            sys.executable,
+            "-m",
+            "quintsched.runtime.watch.hang_monitor",
+            str(listening.fileno()),
+            str(num_ranks),
+        ]
         os.posix_spawn(sys.executable, command, os.environ | {KEY: key}, setsid=True)
     return f"{host}:{port}", key
 

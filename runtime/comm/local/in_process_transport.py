@@ -23,12 +23,12 @@ from quintsched.arguments import COUNT, FUNCTION, NUMBER, TEXT, takes
 from quintsched.errors import MisfitError
 
 from ...settings.run_settings import Rules
-from ...watch.position_cell import NOTHING, WaitCell
+from ...watch.rank_position import NOTHING, WaitCell
 from ...watch.rendezvous.key_value_store import Attempt
 from ..checked.message_frame import Label
 from ..host_link import HostLink, TimedLink
 from ..transport_interface import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
-from .local_world import Awaited, LocalWorld, WireTimes
+from .simulated_nccl import Awaited, LocalWorld, WireTimes
 from .thread_collectives import Collective, Distribute
 
 Result = TypeVar("Result")

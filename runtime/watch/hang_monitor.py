@@ -2,9 +2,9 @@
 
     quintsched run     a thread of the launcher:  hub = Hub(num_ranks, …); hub.start(); environ |= hub.environment
                                                   hub.ended(rank, code) after each wait; hub.close() at the end
-    torchrun           python -m quintsched.runtime.watch.hub SOCKET NUM_RANKS, started by rank 0; it ends with the last
-                       rank; the key is in its environment, and every surviving rank prints the verdict
-    several machines   the same; each launcher reports the exits of its machine's ranks (`start.tell_end`)
+    torchrun           python -m quintsched.runtime.watch.hang_monitor SOCKET NUM_RANKS, started by rank 0; it ends with
+                       the last rank; the key is in its environment, and every surviving rank prints the verdict
+    several machines   the same; each launcher reports the exits of its machine's ranks (`connect_to_monitor.tell_end`)
 
 It listens on the loopback unless ranks are on several machines, and accepts only peers that know the run's key.
 """
@@ -28,9 +28,9 @@ from quintsched.files.terminal import write_error
 from quintsched.stalls.states import Fate
 
 from .announce_verdict import Plans, Verdict, make_verdict, own_errors
-from .hub_connection import ADDRESS, KEY, Connection, FrameError, Listener
-from .position_cell import CellReader, place_of
+from .monitor_sockets import ADDRESS, KEY, Connection, FrameError, Listener
 from .process_state import NOBODY, ProcessId, fate_of, fate_of_code, look_at, machine
+from .rank_position import CellReader, place_of
 from .rendezvous.addresses import LOOPBACK
 from .stall_limits import Patience, Progress
 from .verdict_timing import SETTLE_S, Judge, Member, Ruling, is_silent

@@ -18,7 +18,7 @@ from math import gcd
 from torch import nn
 
 from ...settings.tensor_rules import Parts, TensorRule, TensorSplit
-from .layer_cuts import Cut, Place, is_adapted, is_layer, is_linear, is_plain, layers_at, sizes_of
+from .cuttable_layers import Cut, Place, is_adapted, is_layer, is_linear, is_plain, layers_at, sizes_of
 from .parameter_shards import divides, require_even
 
 

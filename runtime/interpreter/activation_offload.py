@@ -18,10 +18,10 @@ from quintsched.ir import instruction_set as ins
 from quintsched.ir.values import Kind, Value
 
 from ..autograd.kv_store import Store
-from ..autograd.offload import SavedActivations, SavedMemory, Track, identities, vacate
+from ..autograd.saved_tensor_offload import SavedActivations, SavedMemory, Track, identities, vacate
 from ..comm.host_link import Copy, HostLink
 from ..stage.stage_forward import Outputs
-from .data_flow import ProgramFlow
+from .program_values import ProgramFlow
 from .value_cells import Waits
 
 Call = Callable[[], None]
