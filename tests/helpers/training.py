@@ -1,0 +1,241 @@
+"""The one reference: a plain loop in one process, beside the engine on every rank of a plan, on the same batches.
+
+    model, loss, batches ─┬▶ train_alone   ─▶ Outcome                 nothing of the engine's
+                          └▶ train_ranks   ─▶ an Outcome per rank     ─▶ require_equal(ranks, alone)
+
+A batch is `(inputs, targets)`, or `(inputs, targets, extras)` with what blocks take by name; each is a tree of tensors
+whose first dimension counts samples. A model is a module, or a sequence of blocks as the engine takes it: builders,
+or modules, of which each run trains a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import quintsched as qs
+from quintsched.runtime.blocks.block_outlines import build_model, split_result
+from quintsched.runtime.comm import Rules, Transport, run_local
+from quintsched.runtime.engine import Engine
+from quintsched.runtime.parallel.dropout import Masks, Unit, key_dropouts
+from quintsched.runtime.splitting.split_model import split
+
+Batch = Sequence[Any]
+Change = Callable[[Any, int], object]
+"""What the user's loop does to the model, (model, step): in training, nothing else may change it."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of training, on one rank or alone: losses, and norms of clipped gradients, of all steps; whole weights."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    norms: list[float] = field(default_factory=list)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Return SGD without state, for tests that do not care."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def train_alone(
+    model: Any,
+    loss: Callable[[Any, Any], Any],
+    optimizer: Callable[[Any], Any],
+    batches: Sequence[Batch],
+    *,
+    microbatches: int = 1,
+    seed: int = 0,
+    dtype: torch.dtype | None = torch.float64,
+    clip: float | None = None,
+    tied: Mapping[str, Sequence[str]] | None = None,
+    masks: Masks | None = None,
+    before: Change | None = None,
+    after: Change | None = None,
+    evaluated: Batch | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Outcome:
+    """Train in one process; of ours are initial weights, and the masks of dropouts where `masks` is given.
+
+    A loss is (sum, weight), or a mean over its microbatch; gradients are divided by the weight of the whole batch. The
+    loss of the batch `evaluated` comes last.
+    """
+    model = copy.deepcopy(model) if isinstance(model, nn.Module) else build_model(copied(model), seed, dtype)
+    for number, block in enumerate(model.children() if masks else ()):
+        key_dropouts(block, number, masks)  # type: ignore[arg-type]
+    tie(model, tied or {})
+    stepper, losses, norms = optimizer(list(model.parameters())), [], []
+
+    def run(batch: Batch, step: int, count: int, *, learns: bool) -> float:
+        total, weight, first = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
+        for number in range(count):
+            inputs, targets, extras = cut_batch(batch, number, count)
+            samples = num_samples(inputs)
+            with around(), masks.of(Unit(step, range(first, first + samples))) if masks else nullcontext():
+                found, auxiliary = run_model(model, inputs, targets, extras)
+                value = loss(found, targets)
+                own, its_weight = value if isinstance(value, tuple) else (value, 1.0)
+                own = own if auxiliary is None else own + auxiliary
+                if learns:
+                    own.backward()
+            total, weight, first = total + own.detach(), weight + its_weight, first + samples
+        for parameter in model.parameters():
+            if learns and parameter.grad is not None:
+                parameter.grad /= weight.to(parameter.grad.dtype)
+        return float(total / weight)
+
+    for step, batch in enumerate(batches):
+        if before is not None:
+            before(model, step)
+        stepper.zero_grad()
+        losses.append(run(batch, step, microbatches, learns=True))
+        if clip is not None:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        stepper.step()
+        if after is not None:
+            after(model, step)
+    if evaluated is not None:
+        with torch.no_grad():
+            losses.append(run(evaluated, len(batches), 1, learns=False))
+    return Outcome(losses, {name: held.detach().clone() for name, held in model.state_dict().items()}, norms)
+
+
+def train_ranks(
+    plan: qs.Plan,
+    model: Any,
+    loss: Callable[[Any, Any], Any],
+    optimizer: Any,
+    batches: Sequence[Batch],
+    *,
+    rules: Rules = "mailbox",
+    before: Change | None = None,
+    after: Change | None = None,
+    evaluated: Batch | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    **settings: Any,
+) -> list[Outcome]:
+    """Train with the engine on every rank of the plan, in this process; a module is split into blocks on each rank."""
+
+    def run(transport: Transport) -> Outcome:
+        own = copied(model) if not isinstance(model, nn.Module) else copy.deepcopy(model)
+        with around():
+            return train_rank(transport, plan, own, loss, optimizer, batches, before, after, evaluated, **settings)
+
+    return run_local(plan.mesh.size, run, timeout_s=60, rules=rules)
+
+
+def train_rank(
+    transport: Transport,
+    plan: qs.Plan,
+    model: Any,
+    loss: Callable[[Any, Any], Any],
+    optimizer: Any,
+    batches: Sequence[Batch],
+    before: Change | None = None,
+    after: Change | None = None,
+    evaluated: Batch | None = None,
+    **settings: Any,
+) -> Outcome:
+    """Train with the engine on one rank, on this replica's share of each batch."""
+    blocks = split(model, example=batches[0][0]) if isinstance(model, nn.Module) else model
+    engine = Engine(plan, blocks, loss, optimizer, transport=transport, **settings)
+    losses, norms = [], []
+    for step, batch in enumerate(batches):
+        if before is not None:
+            before(model, step)
+        result = call_with_share(engine, engine.step, batch)
+        losses.append(result.loss.item())
+        if result.grad_norm is not None:
+            norms.append(result.grad_norm.item())
+        if after is not None:
+            after(model, step)
+    if evaluated is not None:
+        losses.append(call_with_share(engine, engine.evaluate, evaluated).loss.item())
+    names = getattr(blocks, "own_names", {})
+    return Outcome(losses, {names.get(name, name): held for name, held in engine.full_weights().items()}, norms)
+
+
+def call_with_share(engine: Engine, call: Callable[..., Any], batch: Batch) -> Any:
+    """Call the engine's method with this replica's share of a batch, and only what the rank needs."""
+    inputs, targets, extras = cut_batch(batch, engine.replica, engine.num_replicas)
+    return call(inputs if engine.needs_inputs else None, targets if engine.needs_targets else None, **extras)
+
+
+def run_model(module: Any, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> tuple[Any, Tensor | None]:
+    """Run a model; of blocks in a row, each takes by name what it asks for. Returns its output and auxiliary losses."""
+    if not isinstance(module, nn.Sequential | nn.ModuleList):
+        return module(inputs, **extras), None
+    at_hand, losses = {**extras, "targets": targets}, []
+    for block in module:
+        asked = signature(block.forward).parameters
+        taken = {name: value for name, value in at_hand.items() if name in asked}
+        inputs, riders, auxiliary = split_result(block(inputs, **taken))
+        at_hand |= riders
+        losses += [] if auxiliary is None else [auxiliary]
+    return inputs, sum(losses[1:], losses[0]) if losses else None
+
+
+def cut_batch(batch: Batch, number: int, count: int) -> tuple[Any, Any, dict[str, Any]]:
+    """Return one of `count` parts of a batch: its inputs, targets and extras."""
+    inputs, targets, *extras = (cut_tree(part, number, count) for part in batch)
+    return inputs, targets, extras[0] if extras else {}
+
+
+def cut_tree(tree: Any, number: int, count: int) -> Any:
+    """Return one of `count` parts of every tensor in a tree; tensors without dimensions are the same for all."""
+    return pytree.tree_map_only(Tensor, lambda x: x.tensor_split(count)[number] if x.dim() else x, tree)
+
+
+def num_samples(tree: Any) -> int:
+    """Return the number of samples of a tree of tensors."""
+    return next(len(leaf) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.dim())
+
+
+def copied(blocks: Sequence[Any]) -> list[Any]:
+    """Return blocks of which the modules are copies, as every rank needs them."""
+    return copy.deepcopy([*blocks]) if any(isinstance(block, nn.Module) for block in blocks) else [*blocks]
+
+
+def tie(model: nn.Module, tied: Mapping[str, Sequence[str]]) -> None:
+    """Let the weights of each name be one."""
+    for first, *others in tied.values():
+        for other in others:
+            owner, _, name = other.rpartition(".")
+            setattr(model.get_submodule(owner), name, model.get_parameter(first))
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """max|a-b| / max(1, max|b|), what "equal" is measured by."""
+    return float((found - expected).abs().max() / max(1.0, float(expected.abs().max())))
+
+
+def worst_difference(outcomes: Sequence[Outcome], expected: Outcome) -> float:
+    """The largest difference of any rank's losses or weights, or not a number; every weight must be on some rank."""
+    assert {name for outcome in outcomes for name in outcome.weights} == set(expected.weights)
+    losses = torch.tensor(expected.losses, dtype=torch.float64)
+    found = [difference(torch.tensor(o.losses, dtype=torch.float64), losses) for o in outcomes]
+    found += [difference(weight, expected.weights[name]) for o in outcomes for name, weight in o.weights.items()]
+    return float(torch.tensor(found, dtype=torch.float64).max())
+
+
+def require_equal(outcomes: Sequence[Outcome], expected: Outcome, tolerance: float = 1e-12) -> None:
+    """Losses of all ranks, and weights of whoever holds them, are those of one process."""
+    assert worst_difference(outcomes, expected) <= tolerance
+
+
+def require_same_bits(outcomes: Sequence[Outcome], expected: Outcome | Sequence[Outcome]) -> None:
+    """Every weight has the bits that it has in the expected outcome, or wherever it is among several."""
+    wanted = [expected] if isinstance(expected, Outcome) else expected
+    weights = {name: weight for outcome in wanted for name, weight in outcome.weights.items()}
+    for outcome in outcomes:
+        for name, weight in outcome.weights.items():
+            assert torch.equal(weight, weights[name]), name
