@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -116,7 +116,7 @@ def train_ranks(
     optimizer: Any,
     batches: Sequence[Batch],
     *,
-    rules: Rules = "mailbox",
+    wire: Rules = "mailbox",
     before: Change | None = None,
     after: Change | None = None,
     evaluated: Batch | None = None,
@@ -130,7 +130,7 @@ def train_ranks(
         with around():
             return train_rank(transport, plan, own, loss, optimizer, batches, before, after, evaluated, **settings)
 
-    return run_local(plan.mesh.size, run, timeout_s=60, rules=rules)
+    return run_local(plan.mesh.size, run, timeout_s=60, rules=wire)
 
 
 def train_rank(
@@ -171,15 +171,16 @@ def call_with_share(engine: Engine, call: Callable[..., Any], batch: Batch) -> A
 
 
 def run_model(module: Any, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> tuple[Any, Tensor | None]:
-    """Run a model; of blocks in a row, each takes by name what it asks for. Returns its output and auxiliary losses."""
+    """Run a model; blocks in a row take by name what they ask for. Returns its output and the sum of their losses."""
     if not isinstance(module, nn.Sequential | nn.ModuleList):
         return module(inputs, **extras), None
-    at_hand, losses = {**extras, "targets": targets}, []
+    riders, losses, given = dict[str, Any](), list[Tensor](), {**extras, "targets": targets}
     for block in module:
         asked = signature(block.forward).parameters
-        taken = {name: value for name, value in at_hand.items() if name in asked}
-        inputs, riders, auxiliary = split_result(block(inputs, **taken))
-        at_hand |= riders
+        taken = {name: value for name, value in (given | riders).items() if name in asked}
+        taken |= riders if any(one.kind is Parameter.VAR_KEYWORD for one in asked.values()) else {}
+        inputs, fresh, auxiliary = split_result(block(inputs, **taken))
+        riders |= fresh
         losses += [] if auxiliary is None else [auxiliary]
     return inputs, sum(losses[1:], losses[0]) if losses else None
 
@@ -191,8 +192,8 @@ def cut_batch(batch: Batch, number: int, count: int) -> tuple[Any, Any, dict[str
 
 
 def cut_tree(tree: Any, number: int, count: int) -> Any:
-    """Return one of `count` parts of every tensor in a tree; tensors without dimensions are the same for all."""
-    return pytree.tree_map_only(Tensor, lambda x: x.tensor_split(count)[number] if x.dim() else x, tree)
+    """Return copies of one of `count` parts of every tensor in a tree; those without dimensions are for all parts."""
+    return pytree.tree_map_only(Tensor, lambda x: (x.tensor_split(count)[number] if x.dim() else x).clone(), tree)
 
 
 def num_samples(tree: Any) -> int:
@@ -225,6 +226,36 @@ def worst_difference(outcomes: Sequence[Outcome], expected: Outcome) -> float:
     found = [difference(torch.tensor(o.losses, dtype=torch.float64), losses) for o in outcomes]
     found += [difference(weight, expected.weights[name]) for o in outcomes for name, weight in o.weights.items()]
     return float(torch.tensor(found, dtype=torch.float64).max())
+
+
+def check_equality(
+    plan: qs.Plan,
+    model: Any,
+    loss: Callable[[Any, Any], Any],
+    optimizer: Callable[[Any], Any],
+    batches: Sequence[Batch],
+    *,
+    microbatches: int = 1,
+    tolerance: float = 1e-12,
+    wire: Rules = "mailbox",
+    masks: Masks | None = None,
+    dtype: torch.dtype | None = torch.float64,
+    seed: int = 0,
+    clip: float | None = None,
+    tied: Mapping[str, Sequence[str]] | None = None,
+    before: Change | None = None,
+    after: Change | None = None,
+    evaluated: Batch | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    **settings: Any,
+) -> list[Outcome]:
+    """Train on the ranks of a plan, with these `settings` of the engine, and in one process; require equality."""
+    both: dict[str, Any] = {"before": before, "after": after, "evaluated": evaluated, "around": around}
+    both |= {"dtype": dtype, "seed": seed, "clip": clip, "tied": tied}
+    found = train_ranks(plan, model, loss, optimizer, batches, wire=wire, **both, **settings)
+    expected = train_alone(model, loss, optimizer, batches, microbatches=microbatches, masks=masks, **both)
+    require_equal(found, expected, tolerance)
+    return found
 
 
 def require_equal(outcomes: Sequence[Outcome], expected: Outcome, tolerance: float = 1e-12) -> None:

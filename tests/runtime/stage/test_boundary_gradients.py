@@ -19,6 +19,8 @@ from quintsched.runtime import Carry, split
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 
+from ...helpers.training import check_equality
+
 STEPS, WIDTH = 5, 4
 
 
@@ -76,61 +78,16 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 Change = Callable[[list[nn.Module], int], object]
 
 
-def train_alone(blocks: list[nn.Module], change: Change) -> list[float]:
-    whole, losses = nn.Sequential(*blocks), []
-    optimizer = adam(whole.parameters())
-    for step in range(STEPS):
-        change(blocks, step)
-        inputs, targets = batch(step)
-        optimizer.zero_grad()
-        loss = F.cross_entropy(whole(inputs), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def train(kind: Callable[[], nn.Module], change: Change) -> list[list[float]]:
-    return train_blocks(lambda: model(kind), change)
-
-
-def train_blocks(
-    build: Callable[[], list[nn.Module]], change: Change, mesh: str = "pp=2", **how: Any
-) -> list[list[float]]:
+def check(build: Callable[[], list[nn.Module]], change: Change, mesh: str = "pp=2", **how: Any) -> None:
+    """Train on stages as in one process, where that is possible."""
     plan = qs.compile(**{"schedule": "1f1b", **how}, mesh=mesh, microbatches=2)
-    blocks = build()
-    return run_local(plan.mesh.size, lambda transport: train_rank(transport, plan, copy.deepcopy(blocks), change))
-
-
-def train_rank(transport: Transport, plan: Any, blocks: list[nn.Module], change: Change) -> list[float]:
-    engine = Engine(plan, blocks, F.cross_entropy, adam, transport=transport)
-    losses = []
-    for step in range(STEPS):
-        change(blocks, step)
-        inputs, targets = (t.chunk(engine.num_replicas)[engine.replica] for t in batch(step))
-        losses.append(engine.step(inputs, targets).loss.item())
-    return losses
+    batches = [batch(step) for step in range(STEPS)]
+    check_equality(plan, build(), F.cross_entropy, adam, batches, before=change)
 
 
 def freeze(blocks: list[nn.Module], step: int, *, count: int, since: int = 0, until: int = STEPS) -> None:
     for block in blocks[:count]:
         block.requires_grad_(not since <= step < until)
-
-
-FROZEN = {
-    "all before, asked": (Asking, partial(freeze, count=2)),
-    "all before, asked, for a while": (Asking, partial(freeze, count=2, since=1, until=3)),
-    "the first, reentrant": (Reentrant, partial(freeze, count=2)),
-    "the first, reentrant, for a while": (Reentrant, partial(freeze, count=2, since=2, until=4)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize(("kind", "change"), FROZEN.values(), ids=FROZEN)
-def test_what_frozen_stages_send_requires_no_gradient(kind: Any, change: Any) -> None:
-    expected = train_alone(model(kind), change)
-    for found in train(kind, change):
-        assert found == pytest.approx(expected, abs=1e-12)
 
 
 def stop(blocks: list[nn.Module], step: int) -> None:
@@ -140,14 +97,7 @@ def stop(blocks: list[nn.Module], step: int) -> None:
 @pytest.mark.parametrize(("kind", "change"), [(Codes, lambda *_: None), (Layer, stop)], ids=["argmax", "detach"])
 def test_a_stage_that_gives_no_gradient_back_is_refused(kind: Any, change: Any) -> None:
     with pytest.raises(MisfitError, match=r"blocks from \d on give no gradient .* freeze blocks 0 to \d"):
-        train(kind, change)
-
-
-def test_it_trains_once_what_is_before_is_frozen() -> None:
-    change = partial(freeze, count=3)
-    expected = train_alone(model(Codes), change)
-    for found in train(Codes, change):
-        assert found == pytest.approx(expected, abs=1e-12)
+        check(partial(model, kind), change)
 
 
 class Two(nn.Module):
@@ -182,14 +132,9 @@ class Head(nn.Linear):
         return super().forward(h + c if self.uses else h)
 
 
-def pair(**kind: bool) -> list[nn.Module]:
+def pair(kind: type[Two] = Two, **how: bool) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [Two(**kind).double(), Head().double()]
-
-
-def looking_pair() -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [Looking().double(), Head().double()]
+    return [kind(**how).double(), Head().double()]
 
 
 def split_pair(**kind: bool) -> list[nn.Module]:
@@ -211,7 +156,7 @@ def test_a_tensor_that_nobody_uses_is_refused_where_weights_need_it(build: Any, 
     with pytest.raises(
         MisfitError, match=r"no gradient to ('rider0'|'c'|\[1\]) of .* \(0\.(0\.)?b\.weight, 0\.(0\.)?b\.bias\)"
     ):
-        train_blocks(build, lambda *_: None, **how)
+        check(build, lambda *_: None, **how)
 
 
 def frozen(blocks: list[nn.Module], step: int) -> None:
@@ -224,22 +169,6 @@ def in_turn(blocks: list[nn.Module], step: int) -> None:
     blocks[0].b.requires_grad_(step % 2 == 0)
 
 
-UNUSED: dict[str, tuple[Any, Any, Change, str]] = {
-    "of the same weights": (pair, {"own": False}, lambda *_: None, "dp=2,pp=2"),
-    "of the same weights, split": (split_pair, {"own": False}, lambda *_: None, "pp=2"),
-    "looks at numbers": (looking_pair, {}, lambda *_: None, "pp=2"),
-    "frozen": (pair, {}, frozen, "pp=2"),
-    "in turn": (pair, {}, in_turn, "pp=2"),
-}
-
-
-@pytest.mark.parametrize(("build", "kind", "change", "mesh"), UNUSED.values(), ids=UNUSED)
-def test_it_trains_where_no_trained_weight_needs_it(build: Any, kind: Any, change: Any, mesh: str) -> None:
-    expected = train_alone((pair if build is split_pair else build)(**kind), change)
-    for found in train_blocks(partial(build, **kind), change, mesh):
-        assert found == pytest.approx(expected, abs=1e-12)
-
-
 def test_it_is_refused_in_the_first_step_that_does_not_use_it() -> None:
     seen = []
 
@@ -248,8 +177,27 @@ def test_it_is_refused_in_the_first_step_that_does_not_use_it() -> None:
         blocks[-1].uses = step % 2 == 0
 
     with pytest.raises(MisfitError, match=r"no gradient to \[1\]"):
-        train_blocks(pair, change)
+        check(pair, change)
     assert max(seen) == 1
+
+
+EQUAL: dict[str, tuple[Any, Change, str]] = {
+    "all before are frozen, asked": (partial(model, Asking), partial(freeze, count=2), "pp=2"),
+    "for a while, asked": (partial(model, Asking), partial(freeze, count=2, since=1, until=3), "pp=2"),
+    "for a while, reentrant": (partial(model, Reentrant), partial(freeze, count=2, since=2, until=4), "pp=2"),
+    "what is before an argmax is frozen": (partial(model, Codes), partial(freeze, count=3), "pp=2"),
+    "unused, of the same weights": (partial(pair, own=False), lambda *_: None, "dp=2,pp=2"),
+    "unused, split": (lambda: nn.Sequential(*pair(own=False)), lambda *_: None, "pp=2"),
+    "unused, looks at numbers": (partial(pair, Looking), lambda *_: None, "pp=2"),
+    "unused, frozen": (pair, frozen, "pp=2"),
+    "unused in turn": (pair, in_turn, "pp=2"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(("build", "change", "mesh"), EQUAL.values(), ids=EQUAL)
+def test_it_trains_where_no_trained_weight_needs_a_gradient_of_it(build: Any, change: Change, mesh: str) -> None:
+    check(build, change, mesh)
 
 
 @pytest.mark.parametrize("used_in", [0, 1, None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_outlines import Blocks, build_model
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.blocks.block_outlines import Blocks
 
+from ...helpers.training import Outcome, check_equality, require_equal, train_alone, train_ranks
 from ..toys import sgd
 
 CHANNELS, SAMPLES, STEPS = 3, 8, 3
@@ -20,6 +21,10 @@ CHANNELS, SAMPLES, STEPS = 3, 8, 3
 
 def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
     return (output - target).square().sum(), float(len(output))
+
+
+def of_numbers(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return squares(output, target)[0], float(output.numel())
 
 
 def averaging() -> nn.Module:
@@ -37,33 +42,15 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def plainly(blocks: Blocks, size: int) -> dict[str, Tensor]:
+def plainly(blocks: Blocks, size: int, order: Sequence[int] = range(SAMPLES)) -> Outcome:
     """Train in one process, `size` samples at a time."""
-    model = build_model(blocks, 0, torch.float64)
-    optimizer = sgd(list(model.parameters()))
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for x, y in zip(*(part.split(size) for part in batch(step)), strict=True):
-            (squares(model(x), y)[0] / SAMPLES).backward()
-        optimizer.step()
-    return dict(model.state_dict())
+    batches = [tuple(part[[*order]] for part in batch(step)) for step in range(STEPS)]
+    return train_alone(blocks, squares, sgd, batches, microbatches=SAMPLES // size)
 
 
-def trained(plan: qs.Plan, blocks: Blocks, **options: Any) -> list[dict[str, Tensor]]:
-    def run(transport: Transport) -> dict[str, Tensor]:
-        engine = Engine(plan, blocks, squares, sgd, dtype=torch.float64, transport=transport, **options)
-        for step in range(STEPS):
-            engine.step(*(part.chunk(engine.num_replicas)[engine.replica] for part in batch(step)))
-        return engine.full_weights()
-
-    return run_local(plan.mesh.size, run, timeout_s=60)
-
-
-def require_equal(found: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
-    assert {name for of_rank in found for name in of_rank} == set(expected)
-    for of_rank in found:
-        for name, tensor in of_rank.items():
-            assert torch.allclose(tensor.double(), expected[name].double(), rtol=1e-9, atol=1e-11), name
+def trained(plan: qs.Plan, blocks: Blocks, **options: Any) -> list[Outcome]:
+    batches = [batch(step) for step in range(STEPS)]
+    return train_ranks(plan, blocks, squares, sgd, batches, dtype=torch.float64, **options)
 
 
 @pytest.mark.sampled(1)
@@ -90,38 +77,20 @@ def normed() -> nn.Module:
 @pytest.mark.parametrize("zero", [0, 3])
 def test_shared_statistics_are_those_of_the_union_of_microbatches(zero: int) -> None:
     plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=zero)
-    halves = [(part.view(2, 2, 2, CHANNELS, 6).transpose(0, 1).flatten(0, 2)) for part in batch(0)]
-    assert all(half.shape == part.shape for half, part in zip(halves, batch(0), strict=True))
     blocks: Blocks = [normed] * 3
-    expected = together(blocks)
+    expected = plainly(blocks, 4, order=[0, 1, 4, 5, 2, 3, 6, 7])
     require_equal(trained(plan, blocks, buffers="sync"), expected)
     synced: Blocks = [lambda: nn.SyncBatchNorm.convert_sync_batchnorm(normed())] * 3
     require_equal(trained(plan, synced), expected)
 
 
-def together(blocks: Blocks) -> dict[str, Tensor]:
-    """Train in one process on microbatches that are unions of those of the same number of two replicas."""
-    model = build_model(blocks, 0, torch.float64)
-    optimizer = sgd(list(model.parameters()))
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        (x, other_x), (y, other_y) = (part.chunk(2) for part in batch(step))
-        for number in range(2):
-            inputs, targets = (
-                torch.cat([one.chunk(2)[number], other.chunk(2)[number]]) for one, other in ((x, other_x), (y, other_y))
-            )
-            (squares(model(inputs), targets)[0] / SAMPLES).backward()
-        optimizer.step()
-    return dict(model.state_dict())
-
-
 def test_the_first_replica_may_say_what_buffers_are() -> None:
     plan = qs.compile("1f1b", mesh="dp=2", microbatches=2)
     merged, first = trained(plan, [normed] * 2), trained(plan, [normed] * 2, buffers="first")
-    for name, tensor in first[0].items():
-        assert torch.equal(tensor, first[1][name])
+    for name, tensor in first[0].weights.items():
+        assert torch.equal(tensor, first[1].weights[name])
         averages = "running" in name or "tracked" in name
-        assert averages != torch.allclose(tensor.double(), merged[0][name].double())
+        assert averages != torch.allclose(tensor.double(), merged[0].weights[name].double())
 
 
 class Remembering(nn.Module):
@@ -141,11 +110,11 @@ class Remembering(nn.Module):
 def test_other_buffers_have_to_be_the_same_or_are_those_of_the_first() -> None:
     plan = qs.compile("1f1b", mesh="dp=2", microbatches=2)
     counted = trained(plan, [lambda: Remembering(False)])
-    assert [found["0.seen"] for found in counted] == [2.0 * STEPS] * 2
+    assert [found.weights["0.seen"] for found in counted] == [2.0 * STEPS] * 2
     with pytest.raises(qs.MisfitError, match=r"the buffer '0.seen' changes in a forward, and replicas have different"):
         trained(plan, [lambda: Remembering(True)])
     one, other = trained(plan, [lambda: Remembering(True)], buffers="first")
-    assert one["0.seen"] == other["0.seen"]
+    assert one.weights["0.seen"] == other.weights["0.seen"]
     with pytest.raises(qs.MisfitError, match=r"the buffer '0.seen' changes in a forward; .* buffers='first'"):
         trained(plan, [lambda: Remembering(False)], buffers="refuse")
 
@@ -176,24 +145,16 @@ class Sequences(nn.Module):
 
 
 def test_slices_of_sequences_share_their_statistics_or_are_refused() -> None:
-    def of_numbers(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-        return (output - target).square().sum(), float(output.numel())
+    def check(mesh: str, schedule: str = "1f1b", slices: int = 1, **options: Any) -> None:
+        plan = qs.compile(schedule, mesh=mesh, microbatches=2, slices=slices)
+        x, y = torch.randn(2, 4, 8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        check_equality(plan, [Sequences] * 2, of_numbers, sgd, [(x, y)] * 2, microbatches=2, **options)
 
-    def losses(mesh: str, **options: Any) -> list[float]:
-        plan = qs.compile(mesh=mesh, **{"schedule": "1f1b", "microbatches": 2, **options.pop("plan", {})})
-
-        def run(transport: Transport) -> list[float]:
-            engine = Engine(plan, [Sequences] * 2, of_numbers, sgd, dtype=torch.float64, transport=transport, **options)
-            x, y = torch.randn(2, 4, 8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-            return [engine.step(x, y).loss.item() for _ in range(3)]
-
-        return run_local(plan.mesh.size, run, timeout_s=60)[0]
-
-    assert losses("cp=2", buffers="sync") == pytest.approx(losses("dp=1"), rel=1e-9)
+    check("cp=2", buffers="sync")
     with pytest.raises(qs.MisfitError, match=r"0.norm \(BatchNorm1d\) averages over all tokens, and mesh cp=2 cuts se"):
-        losses("cp=2")
+        check("cp=2")
     with pytest.raises(qs.MisfitError, match="seq-1f1b gives it slices of sequences"):
-        losses("pp=1", plan={"schedule": "seq-1f1b", "slices": 2})
+        check("pp=1", "seq-1f1b", slices=2)
 
 
 @pytest.mark.parametrize("block", [nn.BatchNorm2d, nn.SyncBatchNorm])

@@ -13,15 +13,13 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.ir.instruction_set import OffloadAct, RecvSkip, SendSkip
 from quintsched.passes.place_offloads import least_cap
-from quintsched.runtime import Carry, Engine
-from quintsched.runtime.blocks.block_outlines import build_block, split_result
-from quintsched.runtime.comm import Rules, Transport, run_local
+from quintsched.runtime import Carry
+from quintsched.runtime.comm import Rules
 
-from ..toys import difference, sgd
+from ...helpers.training import Outcome, require_equal, require_same_bits, train_alone, train_ranks
+from ..toys import sgd
 
 SIZE, SAMPLES, STEPS = 6, 12, 2
-
-Outcome = tuple[list[float], dict[str, Tensor]]
 
 
 class Source(nn.Module):
@@ -123,59 +121,30 @@ def summed(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
     return (output - target).square().sum(), float(len(output))
 
 
-def train(plan: qs.Plan, blocks: Sequence[Any], wire: Rules = "mailbox", **more: Any) -> list[Outcome]:
-    inputs, targets = data()
+def train(
+    skips: Mapping[str, tuple[int, ...]], blocks: Sequence[Any], name: str, wire: Rules = "mailbox", **shape: Any
+) -> list[Outcome]:
+    """Train and evaluate; blocks are shared out evenly where the plan does not say how."""
+    plan = compile_with(skips, name, **shape)
+    return train_plan(plan, blocks, wire, **({} if "stages" in shape else {"block_costs": [1.0] * len(blocks)}))
 
-    def run(transport: Transport) -> Outcome:
-        engine = Engine(plan, blocks, summed, sgd, dtype=torch.float64, transport=transport, **more)
-        mine = [t.chunk(engine.num_replicas)[engine.replica] for t in (inputs, targets)]
-        losses = [float(engine.step(*mine).loss) for _ in range(STEPS)]
-        losses.append(float(engine.evaluate(*mine).loss))
-        return losses, engine.full_weights()
 
-    return run_local(plan.mesh.size, run, rules=wire)
+def compile_with(skips: Mapping[str, tuple[int, ...]], name: str, **shape: Any) -> qs.Plan:
+    return qs.compile(name, **{"microbatches": 6, "skip": skips, **shape})
+
+
+def train_plan(plan: qs.Plan, blocks: Sequence[Any], wire: Rules = "mailbox", **more: Any) -> list[Outcome]:
+    more |= {"dtype": torch.float64, "evaluated": data(), "wire": wire}
+    return train_ranks(plan, blocks, summed, sgd, [data()] * STEPS, **more)
 
 
 def train_plainly(blocks: Sequence[Any]) -> Outcome:
-    """The same network, run as one module with nothing of ours but the initial weights."""
-    inputs, targets = data()
-    model = nn.ModuleList(build_block(block, number, 0, torch.float64) for number, block in enumerate(blocks))
-    optimizer = sgd(list(model.parameters()))
-
-    def loss_of() -> Tensor:
-        x, riders = inputs, dict[str, Tensor]()
-        for block in model:
-            taken = riders if isinstance(block, Mixed) else {n: r for n, r in riders.items() if n in _names(block)}
-            x, fresh, _ = split_result(block(x, **taken))
-            riders = {**riders, **fresh}
-        return (x - targets).square().sum() / SAMPLES
-
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    losses.append(float(loss_of().detach()))
-    return losses, {name: p.detach() for name, p in model.named_parameters()}
-
-
-def _names(block: nn.Module) -> tuple[str, ...]:
-    return {TakesA: ("a",), TakesB: ("b",), TakesBoth: ("a", "b")}.get(type(block), ())
+    return train_alone(blocks, summed, sgd, [data()] * STEPS, evaluated=data())
 
 
 def assert_same_bits(found: Sequence[Outcome], wanted: Sequence[Outcome]) -> None:
-    for (losses, weights), (expected, others) in zip(found, wanted, strict=True):
-        assert losses == expected
-        assert weights.keys() == others.keys()
-        assert all(torch.equal(weight, others[name]) for name, weight in weights.items())
-
-
-def assert_equals_one_process(found: Sequence[Outcome], wanted: Outcome) -> None:
-    for losses, weights in found:
-        assert losses == pytest.approx(wanted[0], abs=1e-12)
-        assert all(difference(weight, wanted[1][name]) <= 1e-12 for name, weight in weights.items())
+    assert [of_rank.losses for of_rank in found] == [of_rank.losses for of_rank in wanted]
+    require_same_bits(found, wanted)
 
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [
@@ -198,47 +167,49 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def compile_with(skips: Mapping[str, tuple[int, ...]], name: str, **shape: Any) -> qs.Plan:
-    return qs.compile(name, **{"microbatches": 6, "skip": skips, **shape})
+RESIDUALS = {f"h{number}": tuple(range(number, 6)) for number in range(5)}
+"""Every stage takes the outputs of all stages before it."""
 
 
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize(("name", "shape"), SHAPES)
-def test_a_skip_gives_the_bits_of_a_rider_and_the_numbers_of_one_process(name: str, shape: dict[str, Any]) -> None:
-    blocks, more = twelve(), {"block_costs": [1.0] * 12}
-    cached = train(compile_with(SKIPS, name, **shape), blocks, **more)
-    assert_same_bits(cached, train(compile_with({}, name, **shape), blocks, **more))
-    assert_equals_one_process(cached, train_plainly(blocks))
+@pytest.mark.sampled(18)
+@pytest.mark.parametrize(
+    ("blocks", "skips", "name", "shape"),
+    [
+        *((twelve(), SKIPS, *shape) for shape in SHAPES),
+        *((residuals(6), RESIDUALS, *SHAPES[place]) for place in (0, 3, 6)),
+        (twelve(), {"a": (0, 2, 3), "b": (0, 3)}, "1f1b", {"mesh": "pp=4", "stages": (3, 0, 4, 5)}),
+        (twelve(), {"a": (0, 1, 2), "b": (0, 2)}, "1f1b", {"mesh": "pp=4", "stages": (3, 4, 5, 0)}),
+    ],
+)
+def test_a_skip_gives_the_bits_of_a_rider_and_the_numbers_of_one_process(
+    blocks: list[Any], skips: dict[str, tuple[int, ...]], name: str, shape: dict[str, Any]
+) -> None:
+    cached = train(skips, blocks, name, **shape)
+    assert_same_bits(cached, train({}, blocks, name, **shape))
+    require_equal(cached, train_plainly(blocks))
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "shape"), [SHAPES[0], SHAPES[4], SHAPES[6]])
 def test_some_skip_and_some_ride_in_the_strictest_order(name: str, shape: dict[str, Any]) -> None:
     """Receives keep their places in the program, as on NCCL."""
-    blocks, more = twelve(), {"block_costs": [1.0] * 12}
-    mixed = train(compile_with({"b": SKIPS["b"]}, name, **shape), blocks, "nccl", **more)
-    assert_same_bits(mixed, train(compile_with(SKIPS, name, **shape), blocks, "nccl", **more))
-    assert_same_bits(mixed, train(compile_with({}, name, **shape), blocks, **more))
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("name", "shape"), [SHAPES[0], SHAPES[3], SHAPES[6]])
-def test_attention_residuals(name: str, shape: dict[str, Any]) -> None:
-    """Every stage takes the outputs of all stages before it."""
-    skips = {f"h{number}": tuple(range(number, 6)) for number in range(5)}
-    blocks, more = residuals(6), {"block_costs": [1.0] * 6}
-    cached = train(compile_with(skips, name, **shape), blocks, **more)
-    assert_same_bits(cached, train(compile_with({}, name, **shape), blocks, **more))
-    assert_equals_one_process(cached, train_plainly(blocks))
+    mixed, *others = (
+        train(skips, twelve(), name, "nccl", **shape) for skips in ({"b": SKIPS["b"]}, SKIPS, dict[str, Any]())
+    )
+    for other in others:
+        assert_same_bits(mixed, other)
 
 
 def test_tensor_parallel_stages_exchange_skips() -> None:
     """Skips are whole on all ranks of tp, as riders are."""
     shape = {"mesh": "pp=3,tp=2", "chunks": 2}
-    blocks, more = twelve(), {"block_costs": [1.0] * 12, "rules": {"*.layer": "column"}}
-    cached = train(compile_with(SKIPS, "interleaved-1f1b", **shape), blocks, **more)
-    assert_same_bits(cached, train(compile_with({}, "interleaved-1f1b", **shape), blocks, **more))
-    assert_equals_one_process(cached, train_plainly(blocks))
+    more = {"block_costs": [1.0] * 12, "rules": {"*.layer": "column"}}
+    cached, riding = (
+        train_plan(compile_with(skips, "interleaved-1f1b", **shape), twelve(), **more)
+        for skips in (SKIPS, dict[str, Any]())
+    )
+    assert_same_bits(cached, riding)
+    require_equal(cached, train_plainly(twelve()))
 
 
 @pytest.mark.parametrize(
@@ -255,14 +226,8 @@ def test_a_weight_that_goes_along_is_not_that_of_the_stage(
 ) -> None:
     """Under ZeRO-3 the stage's full weights are freed before others have taken it."""
     blocks = [Table, Plain, Plain, TakesA]
-    plan = compile_with(skips, name, mesh="dp=2,pp=2", zero=3, microbatches=3, **shape)
-    assert_equals_one_process(train(plan, blocks, block_costs=[1.0] * 4), train_plainly(blocks))
-
-
-def test_a_skip_that_a_block_changes_in_place_is_refused() -> None:
-    blocks = [partial(Source, "a", 1.0), ChangesA, Plain, TakesA]
-    with pytest.raises(qs.MisfitError, match=r"stage 1 changes 'a' in place, .* let the block change a.clone\(\)"):
-        train(compile_with({"a": (0, 1, 3)}, "zbv", mesh="pp=2"), blocks, block_costs=[1.0] * 4)
+    found = train(skips, blocks, name, mesh="dp=2,pp=2", zero=3, microbatches=3, **shape)
+    require_equal(found, train_plainly(blocks))
 
 
 def test_a_skip_goes_to_a_rank_once() -> None:
@@ -274,34 +239,42 @@ def test_a_skip_goes_to_a_rank_once() -> None:
     assert not any(isinstance(i, RecvSkip) for i in plan.programs[0])
 
 
+SIX: dict[str, Any] = {"name": "interleaved-1f1b", "mesh": "pp=2", "chunks": 3}
+SOURCE = partial(Source, "a", 1.0)
+
+
 @pytest.mark.parametrize(
-    ("skips", "words"),
+    ("skips", "blocks", "shape", "words"),
     [
-        ({"a": (0, 2, 5), "b": SKIPS["b"]}, "stage 0 makes it and stages 2, 3, 5 take it: .* --skip a=0,2,3,5"),
-        ({"a": SKIPS["a"], "b": (0, 3, 4)}, "stage 1 makes it and stages 3, 4 take it: .* --skip b=1,3,4"),
-        ({"c": (0, 3)}, "the plan has a skip 'c', but no block sends a tensor of that name along"),
+        ({"a": (0, 2, 5), "b": (1, 3, 4)}, twelve(), SIX, "stage 0 makes it and stages 2, 3, 5 .* --skip a=0,2,3,5"),
+        (
+            {"a": SKIPS["a"], "b": (0, 3, 4)},
+            twelve(),
+            SIX,
+            "stage 1 makes it and stages 3, 4 take it: .* --skip b=1,3,4",
+        ),
+        ({"c": (0, 3)}, twelve(), SIX, "the plan has a skip 'c', but no block sends a tensor of that name along"),
+        (
+            {"a": (0, 1)},
+            [SOURCE, TakesA, Plain, Plain],
+            {"name": "1f1b", "mesh": "pp=2"},
+            "no other stage takes it: compile the plan without this skip",
+        ),
+        (
+            {"a": (0, 1, 3)},
+            [SOURCE, ChangesA, Plain, TakesA],
+            {"name": "zbv", "mesh": "pp=2"},
+            r"stage 1 changes 'a' in place, .* let the block change a.clone\(\)",
+        ),
+        ({}, [SOURCE, Plain], {"name": "1f1b", "mesh": "pp=1"}, "block 0 sends 'a' along, and no later block takes it"),
+        ({}, [SOURCE, SOURCE, TakesA], {"name": "1f1b", "mesh": "pp=1"}, "something else of that name"),
     ],
 )
-def test_a_plan_that_skips_otherwise_than_the_model_is_refused(skips: dict[str, tuple[int, ...]], words: str) -> None:
+def test_riders_and_skips_that_do_not_fit_are_refused(
+    skips: dict[str, tuple[int, ...]], blocks: list[Any], shape: dict[str, Any], words: str
+) -> None:
     with pytest.raises(qs.MisfitError, match=words):
-        train(compile_with(skips, "interleaved-1f1b", mesh="pp=2", chunks=3), twelve(), block_costs=[1.0] * 12)
-
-
-def test_a_skip_within_a_stage_is_none() -> None:
-    blocks = [partial(Source, "a", 1.0), TakesA, Plain, Plain]
-    with pytest.raises(qs.MisfitError, match="no other stage takes it: compile the plan without this skip"):
-        train(compile_with({"a": (0, 1)}, "1f1b", mesh="pp=2"), blocks, block_costs=[1.0] * 4)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("stages", "skips"),
-    [((3, 0, 4, 5), {"a": (0, 2, 3), "b": (0, 3)}), ((3, 4, 5, 0), {"a": (0, 1, 2), "b": (0, 2)})],
-)
-def test_skips_go_past_stages_without_blocks(stages: tuple[int, ...], skips: dict[str, tuple[int, ...]]) -> None:
-    cached = train(compile_with(skips, "1f1b", mesh="pp=4", stages=stages), twelve())
-    assert_same_bits(cached, train(compile_with({}, "1f1b", mesh="pp=4", stages=stages), twelve()))
-    assert_equals_one_process(cached, train_plainly(twelve()))
+        train(skips, blocks, **shape)
 
 
 def test_a_stage_without_blocks_neither_makes_nor_takes_a_skip() -> None:
@@ -318,8 +291,8 @@ def test_a_stage_without_blocks_neither_makes_nor_takes_a_skip() -> None:
 @pytest.mark.parametrize(("name", "shape"), [SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[6]])
 def test_what_takes_skips_may_go_to_the_host(name: str, shape: dict[str, Any], wire: Rules) -> None:
     """A skip that is handed on stays on the device, whatever of its taker goes away."""
-    blocks, more = twelve(), {"block_costs": [1.0] * 12}
     stays = compile_with(SKIPS, name, **shape)
     goes = compile_with(SKIPS, name, **shape, offload=least_cap(stays))
     assert any(isinstance(i, OffloadAct) for program in goes.programs for i in program)
-    assert_same_bits(train(goes, blocks, wire, **more), train(stays, blocks, **more))
+    found, wanted = (train_plan(plan, twelve(), wire, block_costs=[1.0] * 12) for plan in (goes, stays))
+    assert_same_bits(found, wanted)

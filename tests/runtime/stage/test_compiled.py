@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,12 +11,9 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.parallel.context.context_parallel import ContextMethod
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from tests.compiling import TORCH_COMPILES
 
 from ..toys import (
-    Outcome,
     difference,
     ids_task,
     sgd,
@@ -77,55 +76,22 @@ def test_compiled_stages_equal_plain_ones(schedule: str, recompute: int) -> None
 
 
 @slow
-def test_stages_without_blocks_stay_as_they_are_beside_compiled_ones() -> None:
-    plan = qs.compile("1f1b", mesh="pp=3", microbatches=2, stages=[2, 0, 1])
+@pytest.mark.parametrize(
+    ("request_of", "settings"),
+    [
+        ({"mesh": "pp=3", "stages": [2, 0, 1]}, {}),
+        *(({"mesh": "cp=2"}, {"context": method}) for method in ("ring", "gather", "ulysses")),
+        *(({"mesh": "tp=2"}, {"sequence_parallel": both}) for both in (False, True)),
+    ],
+    ids=str,
+)
+def test_compiled_stages_equal_one_process(request_of: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Ranks of one process share what is compiled, and its limit: some run some frames uncompiled."""
+    plan = qs.compile("1f1b", microbatches=2, **request_of)
     task, blocks = ids_task(2, 4, 8), tiny_gpt(8, depth=1)
-
-    def run(transport: Transport) -> Outcome:
-        more: dict[str, bool] = {"compiled": True}
-        return train_rank(transport, plan, task, blocks, dtype=torch.float64, **more)
-
-    expected = train_plainly(task, blocks, 2, dtype=torch.float64)
-    assert worst_difference(run_local(3, run, timeout_s=300), expected) <= 1e-12
-
-
-@slow
-@pytest.mark.parametrize("context", ["ring", "gather", "ulysses"])
-def test_compiled_stages_look_beyond_their_part_of_a_sequence(context: ContextMethod) -> None:
-    plan = qs.compile("1f1b", mesh="cp=2", microbatches=2)
-    task, blocks = ids_task(2, 4, 8), tiny_gpt(8, depth=1)
-
-    def run(transport: Transport) -> Outcome:
-        engine = Engine(
-            plan,
-            blocks,
-            cross_entropy_sum,
-            sgd,
-            dtype=torch.float64,
-            compiled=True,
-            context=context,
-            transport=transport,
-        )
-        losses = [engine.step(*step).loss.item() for step in zip(task.inputs, task.targets, strict=True)]
-        return Outcome(losses, engine.full_weights())
-
-    expected = train_plainly(task, blocks, 2, dtype=torch.float64)
-    assert worst_difference(run_local(2, run, timeout_s=300), expected) <= 1e-12
-
-
-@slow
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_ranks_that_compile_issue_the_collectives_of_those_that_do_not(sequence_parallel: bool) -> None:
-    """In one process they share what is compiled, and its limit: some ranks run some frames uncompiled."""
-    plan = qs.compile("1f1b", mesh="tp=2", microbatches=2)
-    task, blocks = ids_task(2, 4, 8), tiny_gpt(8, depth=1)
-
-    def run(transport: Transport) -> Outcome:
-        more: dict[str, bool] = {"compiled": True, "sequence_parallel": sequence_parallel}
-        return train_rank(transport, plan, task, blocks, dtype=torch.float64, **more)
-
-    expected = train_plainly(task, blocks, 2, dtype=torch.float64)
-    assert worst_difference(run_local(2, run, timeout_s=300), expected) <= 1e-12
+    more: dict[str, Any] = {"dtype": torch.float64, "compiled": True, **settings}
+    found = run_local(plan.mesh.size, lambda t: train_rank(t, plan, task, blocks, **more), timeout_s=300)
+    assert worst_difference(found, train_plainly(task, blocks, 2, dtype=torch.float64)) <= 1e-12
 
 
 class Noisy(Mlp):

@@ -40,7 +40,7 @@ class Scaled(nn.Linear):
         return super().forward(x) * gain * (1.0 if mask is None else mask.unsqueeze(-1))
 
 
-def run_steps(mesh: str, give: Callable[[Engine, Transport, int, Given], Given], steps: int = 8) -> None:
+def run_steps(mesh: str, give: Callable[[Engine, Transport, int, Given], Given], steps: int = 5) -> None:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
 
     def run(transport: Transport) -> None:
@@ -69,7 +69,7 @@ CHANGES: dict[str, Callable[[Given], Given]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_is_no_tensor_is_compared_in_every_step(mesh: str, what: str) -> None:
     def give(engine: Engine, transport: Transport, step: int, given: Given) -> Given:
-        return CHANGES[what](given) if step >= 5 and transport.rank == 1 else given
+        return CHANGES[what](given) if step >= 3 and transport.rank == 1 else given
 
     with pytest.raises(qs.MisfitError, match=r"not all given the same (inputs|extras) in this step"):
         run_steps(mesh, give)
@@ -77,7 +77,7 @@ def test_what_is_no_tensor_is_compared_in_every_step(mesh: str, what: str) -> No
 
 def test_the_odd_one_of_several_is_named() -> None:
     def give(engine: Engine, transport: Transport, step: int, given: Given) -> Given:
-        return CHANGES["None"](given) if step >= 5 and transport.rank == 2 else given
+        return CHANGES["None"](given) if step >= 3 and transport.rank == 2 else given
 
     named = "rank 2 was given something else than ranks 0, 1 and 3: .*mask: None.*, and not .*mask: float32"
     with pytest.raises(qs.MisfitError, match=named):

@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Carry, Engine
-from quintsched.runtime.blocks.block_outlines import build_block, split_result
 from quintsched.runtime.comm import Transport, run_local
 
-from ..toys import difference, sgd
+from ...helpers.training import Outcome, require_equal, train_alone, train_ranks
+from ..toys import sgd
 
 SIZE, CLASSES, SAMPLES, STEPS = 6, 5, 12, 2
-
-Outcome = tuple[list[float], dict[str, Tensor], bool]
 
 
 def summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,51 +77,10 @@ def data() -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def train(plan: qs.Plan, model: Sequence[Any], **more: Any) -> list[Outcome]:
-    inputs, targets = data()
-
-    def run(transport: Transport) -> Outcome:
-        costs = [1.0] * len(model)
-        engine = Engine(plan, model, summed, sgd, dtype=torch.float64, transport=transport, block_costs=costs, **more)
-        given = inputs.chunk(engine.num_replicas)[engine.replica] if engine.needs_inputs else None
-        wanted = targets.chunk(engine.num_replicas)[engine.replica] if engine.needs_targets else None
-        losses = [float(engine.step(given, wanted).loss) for _ in range(STEPS)]
-        losses.append(float(engine.evaluate(given, wanted).loss))
-        return losses, engine.full_weights(), engine.needs_targets
-
-    return run_local(plan.mesh.size, run)
-
-
-def train_plainly() -> tuple[list[float], dict[str, Tensor]]:
-    """The same network in one loop that owes nothing to the engine."""
-    inputs, targets = data()
-    model = nn.ModuleList(build_block(block, number, 0, torch.float64) for number, block in enumerate(blocks()))
-    optimizer = sgd(list(model.parameters()))
-
-    def loss_of() -> Tensor:
-        x, early, total = inputs, None, torch.zeros((), dtype=torch.float64)
-        for block in model:
-            extra = (
-                {"targets": targets}
-                if isinstance(block, Exit)
-                else {"early": early}
-                if isinstance(block, Takes)
-                else {}
-            )
-            x, fresh, loss = split_result(block(x, **extra))
-            early = fresh.get("early", early)
-            total = total if loss is None else total + loss
-        last, weight = summed(x, targets)
-        return (total + last) / weight
-
-    losses = []
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return [*losses, float(loss_of().detach())], {name: p.detach() for name, p in model.named_parameters()}
+def train(name: str, model: Sequence[Any] | None = None, **shape: Any) -> list[Outcome]:
+    plan, own = qs.compile(name, **{"microbatches": 6, **shape}), blocks() if model is None else model
+    more: dict[str, Any] = {"dtype": torch.float64, "block_costs": [1.0] * len(own), "evaluated": data()}
+    return train_ranks(plan, own, summed, sgd, [data()] * STEPS, **more)
 
 
 FOUR: dict[str, Any] = {"losses": (1, 2, 3), "skip": {"early": (0, 3)}}
@@ -147,11 +104,7 @@ TWO: dict[str, Any] = {"losses": (0, 1), "skip": {"early": (0, 1)}}
     ],
 )
 def test_losses_on_several_stages_equal_one_process(name: str, shape: dict[str, Any]) -> None:
-    plan = qs.compile(name, microbatches=6, **shape)
-    expected, weights = train_plainly()
-    for losses, found, _ in train(plan, blocks()):
-        assert losses == pytest.approx(expected, abs=1e-12)
-        assert all(difference(weight, weights[name]) <= 1e-12 for name, weight in found.items())
+    require_equal(train(name, **shape), train_alone(blocks(), summed, sgd, [data()] * STEPS, evaluated=data()))
 
 
 def test_the_loss_has_the_same_bits_on_every_mesh_and_in_every_order() -> None:
@@ -164,32 +117,34 @@ def test_the_loss_has_the_same_bits_on_every_mesh_and_in_every_order() -> None:
         ("interleaved-1f1b", {"mesh": "pp=2", **FOUR}),
         ("dualpipe-v", {"mesh": "pp=2", **FOUR}),
     ]
-    found = {
-        losses[0] for name, shape in shapes for losses, *_ in train(qs.compile(name, microbatches=6, **shape), blocks())
-    }
-    assert len(found) == 1
+    assert len({of_rank.losses[0] for name, shape in shapes for of_rank in train(name, **shape)}) == 1
 
 
 def test_ranks_with_a_loss_need_targets() -> None:
     plan = qs.compile("1f1b", mesh="pp=4", microbatches=2, **FOUR)
-    assert [needs for *_, needs in train(plan, blocks())] == [False, True, True, True]
+
+    def needs(transport: Transport) -> bool:
+        return Engine(plan, blocks(), summed, sgd, block_costs=[1.0] * 8, transport=transport).needs_targets
+
+    assert run_local(4, needs) == [False, True, True, True]
     assert [stage for program in plan.programs for stage in program[-1].stages] == [0, 1, 2, 3]
 
 
-def test_a_block_that_takes_targets_where_the_plan_has_no_loss_is_refused() -> None:
-    with pytest.raises(qs.MisfitError, match="no loss there: compile it with --losses 1,2,3"):
-        train(qs.compile("1f1b", mesh="pp=4", microbatches=2), blocks())
+class Wrong(Layer):
+    def forward(self, x: Tensor) -> Carry:  # type: ignore[override]
+        return Carry(x, targets=x)
 
 
-def test_a_planned_loss_that_no_block_returns_is_refused() -> None:
-    with pytest.raises(qs.MisfitError, match="a loss on stage 0, but none of its 2 blocks returns one"):
-        train(qs.compile("1f1b", mesh="pp=4", microbatches=2, losses=(0, 1, 2, 3)), blocks())
-
-
-def test_nobody_sends_targets_along() -> None:
-    class Wrong(Layer):
-        def forward(self, x: Tensor) -> Carry:  # type: ignore[override]
-            return Carry(x, targets=x)
-
-    with pytest.raises(qs.MisfitError, match="block 0 sends 'targets' along, but there is something else of that name"):
-        train(qs.compile("1f1b", mesh="pp=1", microbatches=1), [Wrong, Layer])
+@pytest.mark.parametrize(
+    ("shape", "model", "words"),
+    [
+        ({"mesh": "pp=4"}, blocks(), "no loss there: compile it with --losses 1,2,3"),
+        ({"mesh": "pp=4", "losses": (0, 1, 2, 3)}, blocks(), "a loss on stage 0, but none of its 2 blocks returns one"),
+        ({"mesh": "pp=1"}, [Wrong, Layer], "block 0 sends 'targets' along, but there is something else of that name"),
+    ],
+)
+def test_losses_that_are_not_where_the_plan_has_them_are_refused(
+    shape: dict[str, Any], model: list[Any], words: str
+) -> None:
+    with pytest.raises(qs.MisfitError, match=words):
+        train("1f1b", model, **shape)

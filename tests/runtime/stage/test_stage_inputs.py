@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
+
+from ...helpers.training import check_equality
 
 WIDTH, STEPS = 6, 2
 
@@ -47,40 +49,20 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1)
 
 
-def train_alone(whole: nn.Module, around: Around = nullcontext) -> list[float]:
-    optimizer, losses = sgd(whole.parameters()), []
-    for step in range(STEPS + 1):
-        inputs, targets = batch(step)
-        optimizer.zero_grad()
-        with around():
-            loss = F.cross_entropy(whole(inputs), targets)
-            loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def train(
-    blocks: Callable[[], Any],
-    given: Callable[[int], tuple[Tensor, Tensor]] = batch,
+def check(
+    *kinds: type[nn.Module],
+    build: Callable[[], Any] | None = None,
     around: Around = nullcontext,
     schedule: str = "1f1b",
     stages: int = 2,
     recompute: int = 0,
     **extras: Tensor,
-) -> list[list[float]]:
-    models = [blocks() for _ in range(stages)]
+) -> None:
+    """Train blocks of these kinds, with a layer before them and a head, on stages as in one process."""
     plan = qs.compile(schedule, mesh=f"pp={stages}", microbatches=2, recompute=recompute)
-
-    def run(transport: Transport) -> list[float]:
-        losses, beside = [], {name: extra.clone() for name, extra in extras.items()}
-        engine = Engine(plan, models[transport.rank], F.cross_entropy, sgd, transport=transport)
-        for step in range(STEPS + 1):
-            with around():
-                losses.append(engine.step(*given(step), **beside).loss.item())
-        return losses
-
-    return run_local(stages, run)
+    batches = [(*batch(step), {name: extra.clone() for name, extra in extras.items()}) for step in range(STEPS + 1)]
+    blocks = list((build or partial(model, *kinds))())
+    check_equality(plan, blocks, F.cross_entropy, sgd, batches, around=around)
 
 
 class Transposed(Layer):
@@ -130,17 +112,13 @@ STRIDED = {
 
 @pytest.mark.parametrize("recompute", [0, 2])
 def test_inputs_of_stages_are_no_leaves(recompute: int) -> None:
-    expected = train_alone(model(*[AsksForGraph] * 3))
-    for found in train(lambda: list(model(*[AsksForGraph] * 3)), recompute=recompute):
-        assert found == pytest.approx(expected, abs=1e-12)
+    check(*[AsksForGraph] * 3, recompute=recompute)
 
 
 @pytest.mark.parametrize("recompute", [0, 1])
 @pytest.mark.parametrize("kinds", STRIDED.values(), ids=STRIDED)
 def test_strides_are_as_in_one_process(kinds: Any, recompute: int) -> None:
-    expected = train_alone(model(*kinds))
-    for found in train(lambda: list(model(*kinds)), recompute=recompute):
-        assert found == pytest.approx(expected, abs=1e-12)
+    check(*kinds, recompute=recompute)
 
 
 class Permuted(Layer):
@@ -152,7 +130,7 @@ class Permuted(Layer):
 
 
 def test_the_log_says_where_strides_are_others_than_foretold(caplog: pytest.LogCaptureFixture) -> None:
-    train(lambda: list(model(Permuted, Permuted)))
+    check(Permuted, Permuted)
     assert "leaves a tensor with strides (1, 4), and left one with others" in caplog.text
 
 
@@ -205,24 +183,20 @@ REFUSED = {
 def test_what_else_tensors_have_is_refused(kind: Any, words: str, recompute: int) -> None:
     extras = {"mask": torch.ones(8, WIDTH).double()} if kind in (Caches, Differentiates) else {}
     with pytest.raises(MisfitError, match=words):
-        train(lambda: [kind() for _ in range(3)], stages=2 - recompute, recompute=recompute, **extras)
+        check(build=lambda: [kind() for _ in range(3)], stages=2 - recompute, recompute=recompute, **extras)
 
 
 def test_attributes_may_be_seen_within_a_stage() -> None:
-    expected = train_alone(model(Layer, Layer, Marks, SeesMarks))
     for stages in (1, 2):
-        for found in train(lambda: list(model(Layer, Layer, Marks, SeesMarks)), stages=stages):
-            assert found == pytest.approx(expected, abs=1e-12)
+        check(Layer, Layer, Marks, SeesMarks, stages=stages)
 
 
 def test_batches_have_no_attributes() -> None:
-    def marked(step: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = batch(step)
-        inputs.level = 2  # type: ignore[attr-defined]
-        return inputs, targets
-
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=2)
+    engine, (inputs, targets) = Engine(plan, list(model(Layer)), F.cross_entropy, sgd), batch(0)
+    inputs.level = 2  # type: ignore[attr-defined]
     with pytest.raises(MisfitError, match=r"inputs has an attribute 'level'.*engine.step\(…, level=…\)"):
-        train(lambda: list(model(Layer)), marked)
+        engine.step(inputs, targets)
 
 
 class Scales(TorchFunctionMode):
@@ -232,9 +206,7 @@ class Scales(TorchFunctionMode):
 
 
 def test_modes_see_linear_layers_with_split_backwards() -> None:
-    expected = train_alone(model(Layer, Layer), Scales)
-    for found in train(lambda: list(model(Layer, Layer)), around=Scales, schedule="zb-h1"):
-        assert found == pytest.approx(expected, abs=1e-12)
+    check(Layer, Layer, around=Scales, schedule="zb-h1")
 
 
 def test_optimizers_see_attributes_of_weights_of_other_stages() -> None:
@@ -244,6 +216,4 @@ def test_optimizers_see_attributes_of_weights_of_other_stages() -> None:
             parameter.lr = 0.01  # type: ignore[attr-defined]
         return made
 
-    expected = train_alone(slower())
-    for found in train(lambda: list(slower())):
-        assert found == pytest.approx(expected, abs=1e-12)
+    check(build=slower)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Carry, Engine
-from quintsched.runtime.blocks.block_outlines import build_block, split_result
-from quintsched.runtime.blocks.trees import flatten, tensors_of
+from quintsched.runtime.blocks.trees import tensors_of
 from quintsched.runtime.comm import Transport, run_local
+
+from ...helpers.training import check_equality
 
 SIZE, SAMPLES, STEPS, MICROBATCHES = 4, 8, 2, 4
 
@@ -84,9 +85,6 @@ def loss_fn(output: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> tupl
     return ((output["logits"] - targets["y"]) ** 2).sum(), float(len(targets["y"]))
 
 
-Made = Sequence[Callable[[], nn.Module]]
-
-
 def batch() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     random = torch.Generator().manual_seed(0)
     x = torch.randn(SAMPLES, SIZE, generator=random, dtype=torch.float64)
@@ -96,56 +94,12 @@ def batch() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     return inputs, targets, {"scale": 1.25, "mask": mask}
 
 
-def cut(tree: Any, number: int, count: int) -> Any:
-    shape, tensors = flatten(tree)
-    return shape.build([t.chunk(count)[number].clone() for t in tensors])
-
-
-def plainly(blocks: Made, count: int = MICROBATCHES) -> tuple[list[float], dict[str, Tensor]]:
-    model = nn.ModuleList([build_block(block, number, 0, torch.float64) for number, block in enumerate(blocks)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def check(plan: qs.Plan, blocks: Any, microbatches: int = MICROBATCHES) -> None:
     inputs, targets, extras = batch()
-    losses = []
-    for _ in range(STEPS):
-        total = 0.0
-        for number in range(count):
-            given, auxiliary = cut(inputs, number, count), 0.0
-            beside = {name: cut(extra, number, count) for name, extra in extras.items()}
-            for block in model:
-                taken = beside if isinstance(block, Morph) else {}
-                given, _, loss = split_result(block(given, **taken))
-                auxiliary = auxiliary if loss is None else auxiliary + loss
-            part = (loss_fn(given, cut(targets, number, count))[0] + auxiliary) / SAMPLES
-            part.backward()
-            total += part.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def train(plan: qs.Plan, blocks: Made) -> tuple[list[float], dict[str, Tensor]]:
-    def run(transport: Transport) -> tuple[list[float], dict[str, Tensor]]:
-        sgd = partial(torch.optim.SGD, lr=0.1)
-        engine = Engine(plan, blocks, loss_fn, sgd, dtype=torch.float64, transport=transport)
-        inputs, targets, extras = (cut(t, engine.replica, engine.num_replicas) for t in batch())
-        if not any(issubclass(getattr(block, "func", Last), Morph) for block in blocks):
-            extras = {}
-        losses = [engine.step(inputs, targets, **extras).loss.item() for _ in range(STEPS)]
-        return losses, engine.full_weights()
-
-    outcomes = run_local(plan.mesh.size, run, timeout_s=30)
-    return outcomes[0][0], {name: w for _, weights in outcomes for name, w in weights.items()}
-
-
-def require_equal(
-    found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]
-) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=1e-12)
-    weights = {name: weight for name, weight in found[1].items() if not name.endswith("table")}
-    assert weights.keys() == expected[1].keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[1][name], rtol=1e-11, atol=1e-12, msg=name)
+    if not any(issubclass(getattr(block, "func", Last), Morph) for block in blocks):
+        extras = {}
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    check_equality(plan, blocks, loss_fn, sgd, [(inputs, targets, extras)] * STEPS, microbatches=microbatches)
 
 
 PLANS: list[tuple[str, dict[str, Any]]] = [
@@ -171,14 +125,14 @@ def test_odd_trees_give_the_numbers_of_one_process(name: str, shape: dict[str, A
         in_place = [False, seed == 1, False, seed == 2]
         blocks = [*(partial(Morph, random.randrange(1000), in_place=changes) for changes in in_place), Last]
         plan = qs.compile(name, microbatches=MICROBATCHES, **shape)
-        require_equal(train(plan, blocks), plainly(blocks))
+        check(plan, blocks)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_weights_that_travel_stay_what_they_are_under_zero_3(seed: int) -> None:
     blocks = [*(partial(Morph, number + 4 * seed) for number in range(4)), Last]
     plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=3)
-    require_equal(train(plan, blocks), plainly(blocks))
+    check(plan, blocks)
 
 
 class Shares(nn.Module):
@@ -204,9 +158,9 @@ def test_what_shares_memory_with_something_changed_is_refused() -> None:
     with pytest.raises(
         qs.MisfitError, match=r"block 1 \(Sequential\) changes what it is given at 0 in place, and with it 1"
     ):
-        train(plan, [Shares, lambda: nn.Sequential(Changes(), Last())])
+        check(plan, [Shares, lambda: nn.Sequential(Changes(), Last())])
     blocks = [lambda: nn.Sequential(Shares(), Changes()), Last]
-    require_equal(train(plan, blocks), plainly(blocks, 2))
+    check(plan, blocks, 2)
 
 
 class ChangesMask(Morph):
@@ -221,10 +175,10 @@ def test_an_extra_that_is_changed_in_place_is_refused_where_another_stage_takes_
     with pytest.raises(
         qs.MisfitError, match=r"changes 'mask' in place, an extra that block 1 takes as well.*mask.clone"
     ):
-        train(qs.compile("1f1b", mesh="pp=2", microbatches=4, stages=[1, 2]), blocks)
+        check(qs.compile("1f1b", mesh="pp=2", microbatches=4, stages=[1, 2]), blocks)
     for recompute in (0, 1):
         plan = qs.compile("1f1b", mesh="pp=2", microbatches=4, stages=[2, 1], recompute=recompute)
-        require_equal(train(plan, blocks), plainly(blocks))
+        check(plan, blocks)
 
 
 class Losing(nn.Module):
@@ -242,7 +196,7 @@ class Losing(nn.Module):
 @pytest.mark.parametrize("is_pair", [True, False])
 def test_a_pair_and_a_loss_are_told_apart(is_pair: bool) -> None:
     blocks = [partial(Losing, is_pair=is_pair), partial(Losing, is_pair=is_pair), Last]
-    require_equal(train(qs.compile("1f1b", mesh="pp=3", microbatches=MICROBATCHES), blocks), plainly(blocks))
+    check(qs.compile("1f1b", mesh="pp=3", microbatches=MICROBATCHES), blocks)
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])

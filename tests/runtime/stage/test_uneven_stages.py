@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import quintsched as qs
-from quintsched.runtime import Carry, Engine
-from quintsched.runtime.blocks.block_outlines import build_model
+from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
-from ..toys import adam, difference, ids_task, sgd, share, tiny_gpt, train_on, train_plainly, worst_difference
+from ...helpers.training import check_equality, train_ranks
+from ..toys import adam, ids_task, sgd, share, tiny_gpt, train_on, train_plainly, worst_difference
 
 DEPTH = 4
 LENGTH = 8
@@ -43,16 +42,15 @@ EVERY_SCHEDULE = [
 ]
 
 
-def require_equality(plan: qs.Plan, *, tied: bool = False, **more: Any) -> None:
+def require_equality(schedule: str, blocks: list[int], *, engine: dict[str, Any] | None = None, **request: Any) -> None:
     """Require of every rank that it ends with the losses and weights of one process."""
+    plan = qs.compile(schedule, **request, stages=blocks)
     microbatches = plan.schedule.microbatches * plan.mesh.axis_size("dp")
-    task, blocks = ids_task(2, 2 * microbatches, LENGTH), tiny_gpt(LENGTH, depth=DEPTH, tied=tied)
-    names = gpt_tied(GPTOptions(depth=DEPTH, tied=tied))
-    expected = train_plainly(task, blocks, microbatches, clip=0.5, dtype=torch.float64, tied=names)
-    for first, *others in names.values():
-        expected.weights.update(dict.fromkeys(others, expected.weights[first]))
-    found = train_on(plan, task, blocks, clip=0.5, dtype=torch.float64, tied=names, **more)
-    assert worst_difference(found, expected) <= 1e-12
+    task, tied = ids_task(2, 2 * microbatches, LENGTH), bool(plan.tied)
+    model, names = tiny_gpt(LENGTH, depth=DEPTH, tied=tied), gpt_tied(GPTOptions(depth=DEPTH, tied=tied))
+    both: dict[str, Any] = {"clip": 0.5, "dtype": torch.float64, "tied": names}
+    expected = train_plainly(task, model, microbatches, **both)
+    assert worst_difference(train_on(plan, task, model, **both, **(engine or {})), expected) <= 1e-12
 
 
 @pytest.mark.sampled(6)
@@ -62,67 +60,52 @@ def test_every_schedule_equals_one_process(
 ) -> None:
     slices = 2 if schedule == "seq-1f1b" else 1
     shape: dict[str, Any] = {"mesh": {"pp": pp}, "microbatches": microbatches, "slices": slices}
-    require_equality(qs.compile(schedule, **shape, stage_to_pp=where, stages=blocks), rules="nccl")
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("schedule", "mesh", "microbatches", "where", "blocks"),
-    [
-        ("dualpipe-v", "pp=2", 4, [0, 0, 1, 1, 1, 0], [1, 1, 0, 2, 2, 0]),
-        ("interleaved-1f1b", "pp=2,tp=2", 4, [0, 0, 1, 0, 1], [1, 2, 1, 2, 0]),
-        ("dualpipe", "pp=2,tp=2", 4, [0, 0, 1, 1, 1, 0], [1, 5, 0, 1, 5, 0]),
-    ],
-)
-def test_overlaps_on_uneven_stages_equal_one_process(
-    schedule: str, mesh: str, microbatches: int, where: list[int], blocks: list[int]
-) -> None:
-    shape: dict[str, Any] = {"mesh": mesh, "microbatches": microbatches, "overlap": True}
-    require_equality(qs.compile(schedule, **shape, stage_to_pp=where, stages=blocks))
+    require_equality(schedule, blocks, stage_to_pp=where, engine={"rules": "nccl"}, **shape)
 
 
 LOSS_ALONE, EMPTY_MIDDLE, EMBEDDING_ALONE = [5, 1, 0], [4, 0, 2], [1, 3, 2]
+SETTINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("1f1b", {"mesh": "pp=3", "recompute": 1}, {}),
+    ("zb-h1", {"mesh": "pp=3", "recompute": 2}, {}),
+    ("1f1b", {"mesh": "dp=2,pp=3", "zero": 1, "buckets_per_stage": 2}, {}),
+    ("zb-h1", {"mesh": "dp=2,pp=3", "zero": 3}, {}),
+    ("1f1b", {"mesh": "dp=2,pp=3", "zero": 2, "recompute": 1, "communication": "ring"}, {}),
+    ("1f1b", {"mesh": "tp=2,pp=3"}, {}),
+    ("zb-h1", {"mesh": "pp=3,tp=2"}, {"sequence_parallel": True}),
+    ("1f1b", {"mesh": "cp=2,pp=3"}, {}),
+]
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("blocks", [LOSS_ALONE, EMPTY_MIDDLE, EMBEDDING_ALONE])
-@pytest.mark.parametrize(
-    ("schedule", "mesh", "settings", "engine"),
-    [
-        ("1f1b", "pp=3", {"recompute": 1}, {}),
-        ("zb-h1", "pp=3", {"recompute": 2}, {}),
-        ("1f1b", "dp=2,pp=3", {"zero": 1, "buckets_per_stage": 2}, {}),
-        ("zb-h1", "dp=2,pp=3", {"zero": 3}, {}),
-        ("1f1b", "dp=2,pp=3", {"zero": 2, "recompute": 1, "communication": "ring"}, {}),
-        ("1f1b", "tp=2,pp=3", {}, {}),
-        ("zb-h1", "pp=3,tp=2", {}, {"sequence_parallel": True}),
-        ("1f1b", "cp=2,pp=3", {}, {}),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "request_of", "engine"), SETTINGS)
 def test_all_that_a_plan_can_have_equals_one_process(
-    schedule: str, mesh: str, settings: dict[str, Any], engine: dict[str, Any], blocks: list[int]
+    schedule: str, request_of: dict[str, Any], engine: dict[str, Any], blocks: list[int]
 ) -> None:
-    if settings.get("recompute") == 2:  # every second block, of stages that have two
-        settings = {"recompute": tuple(2 if count > 1 else 1 for count in blocks)}
-    require_equality(qs.compile(schedule, mesh=mesh, microbatches=3, stages=blocks, **settings), **engine)
+    if request_of.get("recompute") == 2:  # every second block, of stages that have two
+        request_of = {**request_of, "recompute": tuple(2 if count > 1 else 1 for count in blocks)}
+    require_equality(schedule, blocks, microbatches=3, engine=engine, **request_of)
 
 
+ZBV, TIED = {"mesh": "pp=2", "stage_to_pp": [0, 0, 1, 1, 1, 0]}, {"embedding": (0, 2)}
+
+
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("schedule", "pp", "where", "blocks"),
+    ("schedule", "blocks", "request_of"),
     [
-        ("1f1b", 3, None, [3, 0, 3]),
-        ("1f1b", 3, None, [1, 5, 0]),
-        ("zbv", 2, [0, 0, 1, 1, 1, 0], [1, 1, 0, 2, 2, 0]),
-        ("1f1b", 2, None, [6, 0]),
+        ("dualpipe-v", [1, 1, 0, 2, 2, 0], {**ZBV, "overlap": True}),
+        ("interleaved-1f1b", [1, 2, 1, 2, 0], {"mesh": "pp=2,tp=2", "stage_to_pp": [0, 0, 1, 0, 1], "overlap": True}),
+        ("dualpipe", [1, 5, 0, 1, 5, 0], {**ZBV, "mesh": "pp=2,tp=2", "overlap": True}),
+        ("1f1b", [3, 0, 3], {"mesh": "pp=3", "tied": TIED}),
+        ("1f1b", [1, 5, 0], {"mesh": "pp=3", "tied": {"embedding": (0, 1)}}),
+        ("zbv", [1, 1, 0, 2, 2, 0], {**ZBV, "tied": {"embedding": (0, 4)}}),
     ],
 )
-def test_tied_weights_on_uneven_stages_equal_one_process(
-    schedule: str, pp: int, where: list[int] | None, blocks: list[int]
+def test_overlaps_and_tied_weights_on_uneven_stages_equal_one_process(
+    schedule: str, blocks: list[int], request_of: dict[str, Any]
 ) -> None:
-    last = max(stage for stage, count in enumerate(blocks) if count)
-    ties = {"embedding": (0, last)} if last else {}
-    shape: dict[str, Any] = {"mesh": {"pp": pp}, "microbatches": 4}
-    require_equality(qs.compile(schedule, **shape, stage_to_pp=where, stages=blocks, tied=ties), tied=True)
+    require_equality(schedule, blocks, microbatches=4, **request_of)
 
 
 def test_every_rank_holds_the_blocks_that_the_plan_gives_it() -> None:
@@ -143,15 +126,8 @@ def test_every_rank_holds_the_blocks_that_the_plan_gives_it() -> None:
 )
 def test_evaluation_equals_one_process(schedule: str, mesh: str, where: list[int] | None, blocks: list[int]) -> None:
     plan = qs.compile(schedule, mesh=mesh, microbatches=2, stage_to_pp=where, stages=blocks)
-    task, model = ids_task(1, 4, LENGTH), tiny_gpt(LENGTH, depth=DEPTH)
-
-    def run(transport: Transport) -> float:
-        engine = Engine(plan, model, cross_entropy_sum, sgd, dtype=torch.float64, transport=transport)
-        return engine.evaluate(*share(engine, task.inputs[0], task.targets[0])).loss.item()
-
-    total, weight = cross_entropy_sum(build_model(model, 0, torch.float64)(task.inputs[0]), task.targets[0])
-    for loss in run_local(plan.mesh.size, run):
-        assert loss == pytest.approx(float(total.detach() / weight), abs=1e-12)
+    (batch,), model = ids_task(1, 4, LENGTH).batches, tiny_gpt(LENGTH, depth=DEPTH)
+    check_equality(plan, model, cross_entropy_sum, sgd, [], evaluated=batch)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -178,38 +154,6 @@ def test_a_state_is_saved_and_loaded_with_ranks_that_hold_nothing(zero: int) -> 
     assert sorted(size == 1 for _, _, size in found) == [False] * 4 + [True] * 2
 
 
-class Down(nn.Linear):
-    def forward(self, x: Tensor) -> Carry:
-        return Carry(super().forward(x), skip=x)
-
-
-class Up(nn.Linear):
-    def forward(self, x: Tensor, skip: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x) + skip
-
-
-@pytest.mark.parametrize("recompute", [0, 1])
-def test_what_rides_along_passes_a_stage_without_blocks(recompute: int) -> None:
-    builders: Sequence[Any] = [lambda: Down(4, 4), lambda: nn.Linear(4, 4), lambda: Up(4, 4)]
-    inputs, targets = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    plan = qs.compile("1f1b", mesh="pp=4", microbatches=3, stages=[1, 0, 2, 0], recompute=recompute)
-
-    def run(transport: Transport) -> tuple[float, dict[str, Tensor]]:
-        engine = Engine(plan, builders, nn.functional.mse_loss, sgd, dtype=torch.float64, transport=transport)
-        return engine.step(inputs, targets).loss.item(), engine.full_weights()
-
-    down, middle, up = build_model(builders, 0, torch.float64)
-    carried = down(inputs)
-    loss = nn.functional.mse_loss(up(middle(carried.output), **carried.riders), targets)
-    loss.backward()
-    model = nn.ModuleList([down, middle, up])
-    sgd(list(model.parameters())).step()
-    expected = dict(model.named_parameters())
-    for found, weights in run_local(4, run):
-        assert found == pytest.approx(loss.item(), abs=1e-12)
-        assert all(difference(weight, expected[name].detach()) <= 1e-12 for name, weight in weights.items())
-
-
 @pytest.mark.parametrize(
     ("schedule", "blocks", "words"),
     [
@@ -233,10 +177,6 @@ def test_costs_of_blocks_and_planned_stages_are_refused_together() -> None:
 def test_modules_on_uneven_stages_may_not_share_a_weight() -> None:
     first, last = nn.Linear(4, 4), nn.Linear(4, 4)
     last.weight = first.weight
-    plan = qs.compile("1f1b", mesh="pp=4", microbatches=1, stages=[1, 0, 0, 1])
-
-    def run(transport: Transport) -> None:
-        Engine(plan, [first, last], nn.functional.mse_loss, sgd, transport=transport)
-
+    plan, batch = qs.compile("1f1b", mesh="pp=4", microbatches=1, stages=[1, 0, 0, 1]), (torch.ones(1, 4),) * 2
     with pytest.raises(qs.MisfitError, match=r"blocks 0 and 1 share .* \(they are on stages 0 and 3\)"):
-        run_local(4, run)
+        train_ranks(plan, [first, last], nn.functional.mse_loss, sgd, [batch])
