@@ -91,7 +91,11 @@ def call_object(name: str, *args: Any, **options: Any) -> Any:
 
     Raises `UsageError` if it is not callable or does not take these arguments; its own exceptions pass through.
     """
-    function = load_object(name)
+    return call_function(name, load_object(name), *args, **options)
+
+
+def call_function(name: str, function: object, *args: Any, **options: Any) -> Any:
+    """Call an object that a user has named; raises as `call_object` does."""
     if not callable(function):
         raise UsageError(f"{name} is a {type(function).__name__}, not a function")
     try:

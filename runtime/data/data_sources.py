@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from quintsched.arguments import shown
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.user_code import call_object, load_object, names_file
 
@@ -41,7 +42,7 @@ from ..settings.run_settings import Settings, read_settings
 from .memory_dataset import BatchSampler, Dataset, Normalization, Split
 from .token_samples import TokenDataset
 from .token_source import TokenOptions, load_tokens
-from .user_loaders import Loaders
+from .user_loaders import Loaders, is_map_style
 
 BUILT_IN = ("digits", "mnist", "text", "tokens")
 
@@ -107,10 +108,14 @@ def _load_user(config: DataConfig, replicas: Mapping[str, int]) -> Dataset | Loa
     found = call_object(config.name, **{**asked, **config.options, **path})
     if isinstance(found, Dataset | Loaders):
         return found
+    if is_map_style(found):
+        return Loaders(found)
+    if isinstance(found, tuple | list) and len(found) == 2 and all(map(is_map_style, found)):
+        return Loaders(*found)
     if not isinstance(found, Iterable) or isinstance(found, str | bytes | Mapping | Iterator):
         raise UsageError(
-            f"data.name: {config.name} returned a {type(found).__name__}, not a quintsched Dataset, a loader, or "
-            "Loaders"
+            f"data.name: {config.name} returned {shown(found)}; return a data set of torch, a pair of them for "
+            "training and validation, a loader, or a Dataset or Loaders of quintsched.runtime.data"
         )
     return Loaders(found)
 

@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import IterableDataset
 
 from quintsched.arguments import shown
 from quintsched.errors import MisfitError, UsageError
@@ -88,6 +90,14 @@ TARGETS = ("labels", "targets")
 UNKNOWN = DataSpec(input_shape=(), num_classes=0)
 """Sizes of data that the user does not declare."""
 
+
+def is_map_style(given: Any) -> bool:
+    """Return whether this is a data set of torch whose samples have indices."""
+    return isinstance(given, TorchDataset) and not isinstance(given, IterableDataset)
+
+
+MIXED = "one of training and validation is a data set, the other a loader; give both as data sets, or both as loaders"
+
 Batch = tuple[Any, Any, Mapping[str, Any]]
 """Inputs, targets, extras."""
 
@@ -125,7 +135,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Loaders:
-    """Data loaders of one replica.
+    """Data loaders of one replica, or map-style data sets of torch, which are divided over the replicas.
 
     Attributes:
         train: yields the batches of training.

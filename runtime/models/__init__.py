@@ -61,14 +61,16 @@ MODELS: Mapping[str, ModelKind[Any]] = MappingProxyType(
 def build_model(config: ModelConfig, data: DataSpec, seed: int = 0) -> Blocks:
     """Return the blocks of a job's model.
 
-    A user's function ("my_file.py:build") is called with `data`, the options by name, and `pretrained` if it takes
-    that. It returns a list of modules or of functions that build them, a `Split`, or a whole model, which is
-    split. Its weights are drawn under `seed`, on all ranks alike.
+    A user's function ("my_file.py:build") is called with the options by name, `pretrained` if it takes that, and first
+    with `data` if it has a parameter left that has this name or no default. It returns a list of modules or of
+    functions that build them, a `Split`, or a whole model, which is split. Its weights are drawn under `seed`, on all
+    ranks alike.
     Raises UsageError for an unknown name or wrong options, MisfitError where the data does not fit the model.
     """
     if names_file(config.name):
         with seeded(seed, 0):
-            return _user_blocks(config.name, call_object(config.name, data, **_user_options(config)))
+            given, options = _user_arguments(config, data)
+            return _user_blocks(config.name, call_object(config.name, *given, **options))
     kind = _kind(config.name)
     return kind.build(data, kind.read(config.options))
 
@@ -105,10 +107,13 @@ def _kind(name: str) -> ModelKind[Any]:
     return MODELS[name]
 
 
-def _user_options(config: ModelConfig) -> dict[str, Any]:
+def _user_arguments(config: ModelConfig, data: DataSpec) -> tuple[tuple[DataSpec, ...], dict[str, Any]]:
+    """Return the arguments of a user's function: the options, before them `data` if a parameter is left for it."""
     function = load_object(config.name)
     taken = arguments_of(function) if callable(function) else {}
-    return ({"pretrained": config.pretrained} if "pretrained" in taken else {}) | config.options
+    options = ({"pretrained": config.pretrained} if "pretrained" in taken else {}) | config.options
+    left = [one for name, one in taken.items() if name not in options and one.kind.name.startswith(("POS", "VAR_POS"))]
+    return (data,) if any(one.name == "data" or one.default is one.empty for one in left) else (), options
 
 
 def _user_blocks(name: str, blocks: object) -> Blocks:

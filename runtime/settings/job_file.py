@@ -90,7 +90,8 @@ class ModelConfig(_section("model")):  # type: ignore[misc]
     """Section `model`: the model to train."""
 
     name: Annotated[str, Mark.CODE] = "vit"
-    """A built-in model, or a user's function: "my_file.py:build", which returns blocks, or a model to be split."""
+    """A built-in model, or a user's function, "my_file.py:build", which returns blocks, or a model to be split. It is
+    called with the options by name, and first with the sizes of the data (a `DataSpec`) if it takes `data`."""
     options: Annotated[dict[str, Any], Mark.OPEN] = Field(default_factory=dict)
     """Options of that model."""
     pretrained: Annotated[str | None, Mark.FREE, Mark.OF_A_MACHINE] = None
@@ -108,7 +109,8 @@ class DataConfig(Settings):
 
     name: Annotated[str, Mark.CODE] = "digits"
     """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (bytes; see `data.data_sources`), "tokens"
-    (token shards; see `data.token_source`), or a user's function: "my_file.py:load"."""
+    (token shards; see `data.token_source`), or a user's function: "my_file.py:load", which returns a data set of torch,
+    a pair of them for training and validation, or loaders."""
     path: Annotated[str | None, Mark.FREE, Mark.OF_A_MACHINE] = None
     """A directory with MNIST's four IDX files, gzipped or not, used instead of "digits"; for "text", a file, used
     instead of the source of Python's standard library; for "tokens", a folder of token shards, or of such folders."""

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler
 
 from quintsched.arguments import SEVERAL, ours, takes
 from quintsched.errors import MisfitError, UsageError
@@ -42,14 +41,14 @@ from ..data import (
     load_dataset,
 )
 from ..data.prefetch import prefetched
-from ..data.user_loaders import Batch, LoaderFeed, Loaders, Say
+from ..data.user_loaders import MIXED, Batch, LoaderFeed, Loaders, Say, is_map_style
 from ..engine_base import EngineBase
 from ..settings.job_file import DataConfig, Samples, TrainConfig
 from ..stage.batches.microbatches import most_rows, without_samples
 from .map_dataset_feed import MapFeed
 
 
-def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Transport) -> DatasetFeed | UserFeed:
+def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Transport) -> Feed:
     """Return the source of a job's data (collective); raises as loading does, `MisfitError` where replicas differ."""
     replica, world = _replica(plan, transport.rank), transport.world_group()
     needs = _needs_data(plan, transport.rank)
@@ -66,6 +65,8 @@ def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Trans
         return DatasetFeed(dataset, *sizes, train, replica, said)
     loaders = together(lambda: load_dataset(data, *replica) if found is None else found)
     assert isinstance(loaders, Loaders)
+    if is_map_style(loaders.train):
+        return MapFeed(loaders.train, loaders.validation, train, replica, loaders.spec)
     return UserFeed(loaders, world)
 
 
@@ -79,7 +80,7 @@ def feed_of(
         MisfitError: loaders of replicas differ in length.
     """
     share, world = _replica(plan, transport.rank), transport.world_group()
-    if is_map_style(train) and (validation is None or is_map_style(validation)):
+    if is_map_style(train):
         return MapFeed(train, validation, settings, share)
 
     def find() -> Loaders:
@@ -93,17 +94,12 @@ def feed_of(
     return UserFeed(ControlGroup(world).together(find), world)
 
 
-def is_map_style(given: Any) -> bool:
-    """Return whether this is a data set of torch whose samples have indices."""
-    return isinstance(given, TorchDataset) and not isinstance(given, IterableDataset)
-
-
 def _loader_of(given: Any, name: str, share: tuple[int, int]) -> Any:
     """Return a loader of one replica's samples; raises `UsageError` for one that gives all replicas the same."""
     if callable(given) and not hasattr(given, "__iter__"):
         return given(*share)
     if is_map_style(given):
-        raise UsageError(f"{name} is a data set, but the other a loader; give both as data sets, or both as loaders")
+        raise UsageError(MIXED)
     sampled = getattr(getattr(given, "batch_sampler", None), "sampler", getattr(given, "sampler", None))
     if share[1] > 1 and isinstance(sampled, RandomSampler | SequentialSampler):
         raise UsageError(

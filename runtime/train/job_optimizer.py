@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quintsched.errors import UsageError, suggest
-from quintsched.user_code import is_user_object, load_object
+from quintsched.user_code import call_function, is_user_object, load_object
 
 from ..engine import Engine
 from ..objects.library_or_user import arguments_of
@@ -183,8 +183,7 @@ def learning_rate_factor(schedule: LearningRateConfig, step: int, total_steps: i
 
 
 def _own_factor(name: str, step: int, total_steps: int) -> float:
-    factor = _load(name)
-    found = factor(step, total_steps) if callable(factor) else factor
+    found = call_function(f"train.lr_schedule.name: {name}", _load(name), step, total_steps)
     if not isinstance(found, int | float) or not math.isfinite(found):
         raise UsageError(f"train.lr_schedule.name: {name} gives {found!r} in step {step}, not a number")
     return float(found)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 
 from ..agreement.sections import Record
-from ..data import PADDING, BatchSampler
-from ..data.user_loaders import UNKNOWN, Batch, Say, batch_of
-from ..settings.job_file import TrainConfig
+from ..data import PADDING, BatchSampler, DataSpec
+from ..data.user_loaders import MIXED, UNKNOWN, Batch, Say, batch_of, is_map_style
+from ..settings.job_file import Samples, TrainConfig
 from ..stage.batches.microbatches import without_samples
 
 
@@ -32,17 +32,24 @@ class MapFeed:
         train, validation: data sets with a length, whose samples torch's default collation joins; None: no validation.
         settings: the batch size and the seed.
         share: this replica, and how many there are.
+        spec: sizes that a built-in model is built for.
 
     Raises `UsageError` for a data set without samples, or with fewer in the first batch than there are replicas.
     """
 
     is_of_loaders = is_last = False
-    spec = UNKNOWN
 
     def __init__(
-        self, train: Dataset[Any], validation: Dataset[Any] | None, settings: TrainConfig, share: tuple[int, int]
+        self,
+        train: Dataset[Any],
+        validation: Dataset[Any] | None,
+        settings: TrainConfig,
+        share: tuple[int, int],
+        spec: DataSpec = UNKNOWN,
     ) -> None:
-        self._sets, self._share = (train, validation), share
+        self._sets, self._share, self._size, self.spec = (train, validation), share, settings.batch_size, spec
+        if not (validation is None or is_map_style(validation)):
+            raise UsageError(MIXED)
         sizes = [0 if one is None else len(one) for one in self._sets]  # type: ignore[arg-type]
         size, seed = settings.batch_size, settings.seed
         if min(sizes[0], size) < share[1]:
@@ -62,6 +69,19 @@ class MapFeed:
         """Yield all batches of validation, if there are any."""
         given = () if self._validation is None else self._validation.batches(0)
         return map(batch_of, self._batches(1, given))
+
+    def once(self, samples: Samples) -> Iterator[Batch]:
+        """Yield this replica's part of a split, of which each sample is in one part, in order, batch by batch.
+
+        Raises `MisfitError` where there is no validation.
+        """
+        data: Any = self._sets[samples == "validation"]
+        if data is None:
+            raise MisfitError("there is no data set of validation; return a pair of data sets, or say samples: train")
+        replica, num_replicas = self._share
+        mine, each = np.array_split(np.arange(len(data)), num_replicas)[replica], max(self._size // num_replicas, 1)
+        for start in range(0, len(mine), each):
+            yield batch_of(default_collate([data[index] for index in mine[start : start + each].tolist()]))
 
     def _batches(self, number: int, given: Any) -> Iterator[Any]:
         replica, num_replicas = self._share

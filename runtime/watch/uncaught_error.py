@@ -16,9 +16,10 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from sysconfig import get_path
 from types import TracebackType
 
 from quintsched.errors import QuintschedError, StallError, printable
@@ -35,6 +36,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 _OWN = str(Path(__file__).parents[2])
 _WRAPPERS = ("torch/nn/modules/module.py", "torch/_functorch/functional_call.py", "torch/nn/utils/stateless.py")
 """Files whose frames only pass a call on."""
+_LIBRARIES = tuple(get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
 def report_uncaught(before: Hook | None = None) -> None:
@@ -109,8 +111,8 @@ class _Frames(traceback.StackSummary):
 def _trace_of(error: BaseException) -> str:
     """Return an error's traceback.
 
-    One that this package raised on purpose has the frames from the user's call to the user's code that failed, as one
-    traceback; all frames of a defect of this package are there.
+    One of the user's code, or one that this package raised on purpose, has the frames from the user's call to the
+    user's code that failed, as one traceback; all frames of a defect of this package are there.
     """
     cause: BaseException = error
     frames = list(traceback.extract_tb(error.__traceback__))
@@ -118,7 +120,7 @@ def _trace_of(error: BaseException) -> str:
         cause = cause.__cause__
         frames += traceback.extract_tb(cause.__traceback__)
     found = traceback.TracebackException.from_exception(cause)
-    if isinstance(error, QuintschedError):
+    if isinstance(error, QuintschedError) or _is_in_users_code(frames):
         found.stack = _Frames(_shortened(frames, keeps_end=cause is not error))
     lines = found.stack.format() if cause is error and isinstance(error, QuintschedError) else found.format()
     return _fit("".join(lines))
@@ -137,6 +139,12 @@ def _shortened(frames: list[traceback.FrameSummary], *, keeps_end: bool) -> Iter
             yield traceback.FrameSummary("", 0, f"… {left_out} frame{'s' * (left_out > 1)} of quintsched and torch")
             left_out = 0
         yield frame
+
+
+def _is_in_users_code(frames: Sequence[traceback.FrameSummary]) -> bool:
+    """Whether the innermost frame outside of libraries is one of the user's."""
+    known = [frame for frame in frames if _is_ours(frame) or not frame.filename.startswith((*_LIBRARIES, "<"))]
+    return bool(known) and not _is_ours(known[-1])
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:

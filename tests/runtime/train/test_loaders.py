@@ -15,7 +15,7 @@ from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.runtime.comm import run_local
 from quintsched.runtime.data.user_loaders import OTHER_DATA, LoaderFeed, batch_of
 from quintsched.runtime.launch.job_plan import plan_of
-from quintsched.runtime.settings.job_file import JobConfig
+from quintsched.runtime.settings.job_file import JobConfig, ModelConfig, ParallelConfig
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 
@@ -184,6 +184,13 @@ def uneven(replica):
 
 def nothing():
     return 3
+
+def sets():
+    data = torch.utils.data.TensorDataset(INPUTS, TARGETS)
+    return data, torch.utils.data.Subset(data, range(9))
+
+def bare():
+    return build(None)
 """
 
 
@@ -343,12 +350,25 @@ def test_a_smaller_last_batch_is_no_other_number_of_samples(tmp_path: Path, step
     ("load", "message"),
     [
         ("uneven", r"the lengths of their loaders: batches of training is 5 on ranks 0 and 1, but 4 on ranks 2 and 3"),
-        ("nothing", "returned a int, not a quintsched Dataset"),
+        ("nothing", "returned 3; return a data set of torch, a pair of them"),
     ],
 )
 def test_what_is_no_loader_is_refused(tmp_path: Path, load: str, message: str) -> None:
     with pytest.raises(QuintschedError, match=message):
         fit(job(tmp_path, load))
+
+
+def test_data_sets_of_torch_are_divided_over_the_replicas_and_resumed_on_any_mesh(tmp_path: Path) -> None:
+    settings = job(tmp_path, "sets", mesh="pp=2")
+    settings = settings.model_copy(update={"model": ModelConfig(name=f"{tmp_path / 'mine.py'}:bare")})
+    (expected, *_), said = fit(settings), list[str]()
+    forget_after(tmp_path, 6)
+    other = settings.model_copy(update={"parallel": ParallelConfig(mesh="dp=2", microbatches=2)})
+    (found, *_) = fit(other, resume=True, said=said)
+    assert said[0] == "resumed after step 6"
+    assert any("validation loss" in line for line in said)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight)
 
 
 def test_batches_come_in_three_shapes() -> None:
@@ -382,4 +402,4 @@ def test_a_state_that_is_no_plain_data_is_refused() -> None:
             raise AssertionError
 
     with pytest.raises(UsageError, match="cannot be saved"):
-        LoaderFeed(Odd(), None).state()
+        LoaderFeed(Odd([1]), None).state()

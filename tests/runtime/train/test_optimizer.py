@@ -212,8 +212,12 @@ def test_shapes_of_learning_rates(settings: dict[str, object], expected: list[fl
 
 
 def test_a_factor_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def half(step, total):\n    return 0.5 * step / total\nword = 'x'\n")
+    (tmp_path / "mine.py").write_text(
+        "def half(step, total):\n    return 0.5 * step / total\nword = 'x'\ndef one(step): return 1\n"
+    )
     name = f"{tmp_path / 'mine.py'}:half"
     assert learning_rate_factor(LearningRateConfig(name=name), 5, 10) == 0.25
-    with pytest.raises(UsageError, match="gives 'x' in step 5, not a number"):
+    with pytest.raises(UsageError, match="word is a str, not a function"):
         learning_rate_factor(LearningRateConfig(name=f"{tmp_path / 'mine.py'}:word"), 5, 10)
+    with pytest.raises(UsageError, match=r"one\(step\): too many positional arguments"):
+        learning_rate_factor(LearningRateConfig(name=f"{tmp_path / 'mine.py'}:one"), 5, 10)

@@ -19,6 +19,7 @@ from quintsched.runtime import Engine, run_local
 from quintsched.runtime.watch import uncaught_error
 from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
 from quintsched.runtime.watch.rendezvous.key_value_store import serve
+from quintsched.user_code import call_object
 
 from ..launch.test_processes import run
 
@@ -129,6 +130,19 @@ def test_a_defect_of_this_package_keeps_all_its_frames(capsys: pytest.CaptureFix
     uncaught_error.report(caught.value, 0, with_trace=True)
     assert "uncaught.py" in (said := capsys.readouterr().err)
     assert "frames of quintsched" not in said
+
+
+def test_an_error_of_a_users_function_has_the_frames_of_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("import json\ndef load():\n    return json.loads('{')\n")
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        call_object(f"{tmp_path / 'mine.py'}:load")
+    uncaught_error.report(caught.value, 0, with_trace=True)
+    said = capsys.readouterr().err
+    assert "user_code.py" not in said
+    assert 'mine.py", line 3, in load' in said
+    assert "json/decoder.py" in said
 
 
 def test_torchrun_is_told_once(code_error: qs.QuintschedError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
