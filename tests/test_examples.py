@@ -5,10 +5,8 @@ import math
 import os
 import re
 import runpy
-import shlex
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,8 @@ from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.job_file import load_job
 
-ROOT = Path(__file__).parents[1]
+from .tutorials import ROOT, blocks, command_server, run_session
+
 EXAMPLES = ROOT / "examples"
 JOBS = {
     "baseline": "dp=1",
@@ -257,29 +256,17 @@ def test_logs_that_cannot_be_compared(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def sessions() -> list[str]:
     """Return what README and docs show of a terminal: "$ command" lines, each followed by what it prints."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    text = "".join(page.read_text(encoding="utf-8") for page in pages)
-    blocks = re.findall(r"^```\n(\$ .*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return [block for block in blocks if "torchrun" not in block]
+    shown = [
+        block.text for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) for block in blocks(page)
+    ]
+    return [text for text in shown if text.startswith("$ ") and "torchrun" not in text]
 
 
 @pytest.mark.processes
 def test_readme_and_docs_show_what_their_commands_print(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
-    environment = os.environ | {"PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"}
+    (tmp_path / "server").mkdir()
     assert len(sessions()) >= 5
-    for session in sessions():
-        script = ["code=0"]
-        for command in re.findall(r"^\$ (.*)$", session, re.MULTILINE):
-            script += [f"printf '$ %s\\n' {shlex.quote(command)}", "(exit $code)", command, "code=$?"]
-        done = subprocess.run(
-            ["bash", "-c", "\n".join(script)],
-            cwd=tmp_path,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.stdout == session
+    with command_server(tmp_path / "server") as prelude:
+        for session in sessions():
+            assert run_session(session, tmp_path, prelude) == session

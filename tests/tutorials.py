@@ -9,6 +9,7 @@ anything else               an excerpt, in ```text alone: it is not run
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
@@ -89,9 +90,9 @@ def run_page(page: Path, folder: Path) -> Iterator[tuple[str, str]]:
             assert block.language == "text", f"{page.name}: not run: {block.text}"
 
 
-def run_session(session: str, folder: Path) -> str:
+def run_session(session: str, folder: Path, prelude: str = "") -> str:
     """Run the commands of a session in one shell, and return the session with what they print."""
-    script = ["code=0"]
+    script = [prelude, "code=0"]
     for command in re.findall(r"^\$ ((?:.*\\\n)*.*)$", session, re.MULTILINE):
         script += [f"printf '$ %s\\n' {shlex.quote(command)}", "(exit $code)", command, "code=$?"]
     path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
@@ -107,6 +108,55 @@ def run_session(session: str, folder: Path) -> str:
         check=False,
     )
     return done.stdout
+
+
+@contextlib.contextmanager
+def command_server(folder: Path) -> Iterator[str]:
+    """Serve the command `quintsched` from one process that forks; yield what has the shell of a session ask it."""
+    pipes = [folder / name for name in ("request", "reply")]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    with contextlib.ExitStack() as open_pipes:  # held open here, nobody waits for an end that has died
+        for pipe in pipes:
+            open_pipes.callback(os.close, os.open(pipe, os.O_RDWR))
+        server = subprocess.Popen([sys.executable, "-c", SERVER, folder], cwd=ROOT)
+        try:
+            yield SERVED.format(folder=shlex.quote(str(folder)))
+        finally:
+            server.terminate()
+            server.wait()
+
+
+SERVER = """
+import os, sys
+from importlib import import_module
+from pathlib import Path
+from quintsched.cli import main
+for path in Path("quintsched").rglob("*.py"):
+    module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+    if path.parts[1] not in ("runtime", "viz") and path.name != "__main__.py":
+        import_module(module)
+os.chdir(sys.argv[1])
+for line in open("request"):
+    folder, *arguments = line.split("\\0")[:-1]
+    if not (child := os.fork()):
+        for name, number in (("out", 1), ("err", 2)):
+            os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+        os.chdir(folder)
+        sys.argv = ["quintsched", *arguments]
+        main()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open("reply", "w") as reply:
+        reply.write(f"{code}\\n")
+"""
+"""A process that has the planner imported, and runs each command that it reads in a child of its own."""
+SERVED = """
+quintsched() {{
+    local code=1 at={folder}
+    {{ printf '%s\\0' "$PWD" "$@"; echo; }} > $at/request
+    read -t 120 code < $at/reply; cat $at/out; cat $at/err >&2; return $code
+}}
+"""
 
 
 def differences(shown: str, folder: Path) -> str:
