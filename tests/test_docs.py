@@ -17,7 +17,7 @@ import pytest
 
 from quintsched.runtime.settings.job_file import load_job
 
-from .test_layers import ORDER, ROOT
+from .layers import ORDER, ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOTS = ("quintsched", "runtime", "viz", "tests", "benchmarks", "examples", "docs")

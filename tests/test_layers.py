@@ -10,23 +10,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
 from benchmarks.size import longest_chain, repeated, sizes, uses
 
+from .layers import INNER_ORDER, LAYERS, ORDER, ORDERED, ROOT, imports, module_of, room_of, sources, tree_of, within
+
 pytestmark = pytest.mark.xdist_group("layers")  # files are parsed once
-ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "matplotlib", "safetensors", "sklearn"}
-LAYERS = {
-    "quintsched.runtime": ROOT / "runtime",
-    "quintsched.viz": ROOT / "viz",
-    "quintsched.strategies": ROOT / "quintsched" / "strategies",
-    "quintsched": ROOT / "quintsched",
-}
 DRAWING = {
     ROOT / "quintsched" / name
     for name in ("cli/pictures.py", "cli/simulate_and_compare.py", "strategies/commands/tune_command.py")
@@ -34,84 +27,7 @@ DRAWING = {
 NAMING = {ROOT / "quintsched" / "__init__.py", ROOT / "quintsched" / "cli" / "__init__.py"}
 """Modules that list all commands and names, strategies included: no others beside that package know it."""
 
-ORDER: dict[str, tuple[str, ...]] = {
-    "quintsched.runtime": (
-        "minimal",
-        "launch",
-        "calibrate",
-        "train",
-        "engine",
-        "forward_engine",
-        "engine_base",
-        "plan_requirements",
-        "run_checks",
-        "interpreter",
-        "steps",
-        "saving",
-        "state",
-        "optim",
-        "stage",
-        "models",
-        "splitting",
-        "examine",
-        "parallel",
-        "blocks",
-        "data",
-        "autograd",
-        "agreement",
-        "objects",
-        "comm",
-        "watch",
-        "settings",
-    ),
-    "quintsched.viz": (
-        "frontier",
-        "stall_picture",
-        "timeline",
-        "activation_panel",
-        "legend",
-        "sheet",
-        "pipeline_rows",
-        "style",
-        "perfetto",
-        "collective_scene",
-        "html_page",
-        "scene",
-    ),
-    "quintsched.strategies": ("commands", "tuning", "prediction", "profiles", "descriptions"),
-    "quintsched": (
-        "cli",
-        "testing",
-        "sweep",
-        "compiler",
-        "request",
-        "user_code",
-        "stalls",
-        "torch_csv",
-        "plan",
-        "trace",
-        "formats",
-        "passes",
-        "verify",
-        "text",
-        "schedules",
-        "simulation",
-        "collectives",
-        "graph",
-        "instructions",
-        "ir",
-        "tokens",
-        "files",
-        "arguments",
-        "errors",
-    ),
-}
-"""The rooms of each layer from top to bottom: folders, or modules beside them. Empty: no order yet, no check."""
 
-INNER_ORDER = {"quintsched.runtime.parallel": ("cut_proofs", "tensor", "expert", "context")}
-"""The folders of a room, from top to bottom; the files beside them may be anywhere."""
-
-ORDERED = [layer for layer, rooms in ORDER.items() if rooms]
 MOST_FILES, MOST_LINES, MOST_ROOMS_IN_A_CHAIN = 15, 400, 14
 LONGEST_FUNCTION = 60
 
@@ -147,53 +63,6 @@ BUDGET = {
 """The most statements of each room of the runtime: a commit that makes one larger says so here."""
 
 
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
-def sources(layer: str) -> list[Path]:
-    others = (
-        {ROOT / "quintsched" / name for name in ("runtime", "viz", "strategies")} if layer == "quintsched" else set()
-    )
-    return [path for path in sorted(LAYERS[layer].rglob("*.py")) if not others.intersection(path.parents)]
-
-
-def module_of(path: Path, layer: str) -> str:
-    parts = path.relative_to(LAYERS[layer]).with_suffix("").parts
-    return ".".join((layer, *(part for part in parts if part != "__init__")))
-
-
-@cache
-def imports(path: Path, layer: str) -> tuple[tuple[str, bool], ...]:
-    """Return each imported module or name, with whether a function imports it."""
-    return tuple(_imports(path, layer))
-
-
-def _imports(path: Path, layer: str) -> Iterator[tuple[str, bool]]:
-    tree = tree_of(path)
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
-    package = module_of(path, layer).split(".")
-    package = package if path.name == "__init__.py" else package[:-1]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) in inside) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            home = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((f"{home}.{alias.name}", id(node) in inside) for alias in node.names)
-
-
-def within(module: str, layer: str) -> bool:
-    return module == layer or module.startswith(f"{layer}.")
-
-
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_keep_apart(layer):
     assert sources(layer)
@@ -209,12 +78,6 @@ def test_layers_keep_apart(layer):
             allowed = allowed or (path in NAMING and within(module, "quintsched.strategies"))
             broken = [other for other in forbidden if within(module, other) and not allowed]
             assert not broken, f"{path.relative_to(ROOT)} imports {module}"
-
-
-def room_of(module: str, package: str) -> str | None:
-    """Return the first name below `package` in a module's path; None for the package itself and for others."""
-    below = module.removeprefix(package).split(".")[1:]
-    return below[0] if within(module, package) and below else None
 
 
 @pytest.mark.parametrize("layer", ORDERED)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.launch.test_processes import DATA
+from tests.helpers.commands import DATA
 
 from .machine import Machine
 

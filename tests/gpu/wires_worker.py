@@ -24,7 +24,7 @@ from quintsched.runtime.comm import LocalTransport, LocalWorld, Transport, conne
 from quintsched.runtime.comm.device import QUEUES, is_accelerator, synchronize
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from tests.runtime.comm.group_checks import CHAIN, check_collectives, make_groups
-from tests.runtime.comm.test_message_collectives_processes import check_spelled
+from tests.runtime.comm.spelled_checks import check_spelled
 from tests.runtime.toys import ids_task, share, tiny_gpt
 
 from .machine import Backend

@@ -14,7 +14,7 @@ from quintsched.viz import render_tuning
 from quintsched.viz.frontier import draw_tuning
 from quintsched.viz.style import house_style
 
-from .test_timeline import read_svg, texts_of, visible_texts
+from .pictures import read_svg, texts_of, visible_texts
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from quintsched.viz.style import house_style
 from quintsched.viz.timeline import draw_measured
 from tests.traces import write_trace
 
-from .test_timeline import count_drawn, read_svg, texts_of, visible_texts
+from .pictures import count_drawn, read_svg, texts_of, visible_texts
 
 COSTS = qs.Costs(unit="ms", forward=10.0, backward_input=9.0, backward_weight=8.0, p2p=0.5, optimizer=4.0, clip=2.0)
 

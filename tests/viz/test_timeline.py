@@ -7,28 +7,25 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from xml.etree import ElementTree
 
 import matplotlib
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.transforms import Bbox
 from PIL import Image
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Compute, FetchAct, Fwd, HostCopy, OffloadAct, Overlap, Send
 from quintsched.viz import compare, render
 from quintsched.viz.scene import ROUNDING, held_activations, stage_scene
-from quintsched.viz.sheet import PNG_DPI, Sheet
+from quintsched.viz.sheet import PNG_DPI
 from quintsched.viz.style import LOOKS, house_style, number, shade, text_width
 from quintsched.viz.timeline import draw_comparison, draw_plan
 
+from .pictures import count_drawn, read_svg, texts_of, visible_texts
+
 MEASURED = qs.Costs(unit="ms", forward=18.5, backward_input=18.1, backward_weight=9.3, p2p=0.6)
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def simulate(
@@ -56,22 +53,6 @@ def simulations(draw: st.DrawFn, most_ranks: int = 4) -> qs.Simulation:
     chunks = draw(st.integers(2, 3)) if interleaved else None
     overlap = name in PAIRED and draw(st.booleans())
     return simulate(name, pp, microbatches, chunks, draw(st.sampled_from([None, MEASURED])), overlap=overlap)
-
-
-def read_svg(path: Path) -> ElementTree.Element:
-    return ElementTree.fromstring(path.read_text(encoding="utf-8"))
-
-
-def texts_of(root: ElementTree.Element) -> list[str]:
-    return ["".join(element.itertext()).strip() for element in root.iter(f"{SVG}text")]
-
-
-def count_drawn(root: ElementTree.Element, gid: str) -> int:
-    """The number of paths in the groups of this name."""
-    groups = [g for g in root.iter(f"{SVG}g") if g.get("id") == gid]
-    drawn = [e for g in groups for e in g.iter() if e.tag in (f"{SVG}path", f"{SVG}use")]
-    templates = [e for g in groups for d in g.iter(f"{SVG}defs") for e in d.iter(f"{SVG}path")]
-    return len(drawn) - len(templates)
 
 
 def test_png_is_an_image_of_a_size_that_fits_the_plan(tmp_path: Path) -> None:
@@ -204,22 +185,6 @@ def test_only_training_has_a_memory_panel(tmp_path: Path) -> None:
         render(simulate(name, 2, 4), tmp_path / f"{name}.svg")
     assert "rank 0: peak 2" in texts_of(read_svg(tmp_path / "1f1b.svg"))
     assert "peak" not in (tmp_path / "inference.svg").read_text(encoding="utf-8")
-
-
-def visible_texts(sheet: Sheet) -> Iterator[tuple[str, Bbox]]:
-    """Every text of a drawing with its place in pixels, as in a PNG."""
-    canvas = FigureCanvasAgg(sheet.figure)
-    sheet.figure.set_dpi(PNG_DPI)
-    sheet.arrange()
-    canvas.draw()
-    for axes in sheet.figure.axes:
-        labels = [axes.xaxis.label, axes.yaxis.label]
-        for axis in (axes.xaxis, axes.yaxis):
-            low, high = sorted(axis.get_view_interval())
-            labels += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
-        for text in (*axes.texts, *labels):
-            if text.get_visible() and text.get_text().strip() and (text in axes.texts or axes.axison):
-                yield text.get_text(), text.get_window_extent()
 
 
 @pytest.mark.sampled(3)

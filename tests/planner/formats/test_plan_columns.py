@@ -17,7 +17,7 @@ from quintsched.errors import InputError
 from quintsched.formats import plan_columns, plan_file, plan_json
 from quintsched.formats.plan_columns import pack, unpack
 from quintsched.ir.instruction_set import Fwd, Overlap, SendAct
-from tests.planner.formats.test_as_written import REQUESTS
+from tests.planner.formats.requests import REQUESTS
 from tests.planner.verify.mutants import any_mutant, with_program
 from tests.planner.verify.small_plans import DRAWN, any_plan
 

@@ -15,9 +15,9 @@ from quintsched.ir.diagnostics import Point
 from quintsched.ir.instruction_set import Overlap, SendAct
 from quintsched.plan import Plan
 from quintsched.verify.soundness import Verdict
+from tests.planner.verify.held_back import held_back
 from tests.planner.verify.mutants import mutant, reordered, with_program
 from tests.planner.verify.small_plans import OFFLOADED, OVERLAPPING, SMALL, plans_up_to
-from tests.planner.verify.test_host_order import held_back
 
 MISSING = [tool for tool in ("spin", "gcc") if shutil.which(tool) is None]
 needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (Debian: spin, gcc)")

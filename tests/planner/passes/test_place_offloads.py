@@ -28,9 +28,9 @@ from quintsched.passes.place_offloads import least_cap
 from quintsched.plan import Plan
 from quintsched.simulation.simulator import Simulation
 from quintsched.verify.equivalence import equivalence
+from tests.planner.passes.shapes import TRAINING
 from tests.planner.verify.mutants import with_program
 
-TRAINING = [schedule for schedule in qs.all_schedules() if schedule.mode == "train"]
 LIGHT = qs.Costs(activation_after_input=0.25)
 """Costs under which split backwards, too, let go of most of what they hold."""
 

@@ -17,27 +17,9 @@ from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.simulation.time_grid import time_grid
 from quintsched.testing import assert_plan_sound
+from tests.planner.passes.shapes import TRAINING, shapes_of
 from tests.planner.verify.judge import Judge
 from tests.planner.verify.mutants import with_program
-
-TRAINING = [found for found in qs.all_schedules() if found.mode == "train"]
-
-
-def shapes_of(schedule: Schedule) -> list[dict[str, int | str]]:
-    """Some shapes that the schedule takes."""
-    slices = min(3, schedule.max_slices)
-    found = [
-        {"mesh": mesh, "microbatches": microbatches, "slices": slices}
-        for mesh, microbatches in (("pp=1", 3), ("pp=2", 4), ("dp=2,pp=2", 8), ("pp=3", 6), ("pp=4", 8))
-    ]
-    return [shape for shape in found if takes(schedule, shape)]
-
-
-def takes(schedule: Schedule, shape: dict[str, int | str]) -> bool:
-    try:
-        return bool(qs.compile(schedule, **shape).programs)
-    except qs.UsageError:
-        return False
 
 
 @pytest.mark.sampled(4)

@@ -16,7 +16,7 @@ from quintsched.ir.plan_data import MAX_TIED
 from quintsched.plan import Plan
 from quintsched.testing import assert_plan_sound
 from quintsched.verify.equivalence import equivalence
-from tests.planner.passes.test_place_recomputes import TRAINING, shapes_of
+from tests.planner.passes.shapes import TRAINING, shapes_of
 from tests.planner.verify.judge import Judge
 from tests.planner.verify.mutants import with_program
 

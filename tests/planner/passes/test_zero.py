@@ -22,14 +22,13 @@ from quintsched.ir.instruction_set import (
     Instruction,
     Message,
     ReduceScatterBucket,
-    short,
 )
 from quintsched.ir.plan_data import MAX_ZERO_EVERY
 from quintsched.ir.zero_sharding import Zero
 from quintsched.plan import Plan
 from quintsched.testing import assert_plan_sound
 from quintsched.verify.equivalence import equivalence
-from tests.planner.passes.test_place_recomputes import takes
+from tests.planner.passes.shapes import TRAINING, cells, takes
 from tests.planner.verify.judge import Judge
 from tests.planner.verify.mutants import with_program
 
@@ -40,7 +39,6 @@ MESHES = {
     "dp=4,tp=2": {"dp": 4},
     "ep=2": {"ep": 2},
 }
-SCHEDULES = [found for found in qs.all_schedules() if found.mode == "train"]
 
 
 def compiled(schedule: qs.Schedule, data: st.DataObject, **more: object) -> Plan:
@@ -54,7 +52,7 @@ def compiled(schedule: qs.Schedule, data: st.DataObject, **more: object) -> Plan
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
+@pytest.mark.parametrize("schedule", TRAINING, ids=lambda schedule: schedule.name)
 @settings(max_examples=25)
 @given(data=st.data(), zero=st.integers(1, 3), every=st.integers(1, 4), buckets=st.integers(1, 2))
 def test_every_schedule_is_sound(schedule, data, zero, every, buckets):
@@ -115,10 +113,6 @@ def assert_gathered(program: tuple[Instruction, ...], zero: int) -> None:
     uses = [i.stage for i in program if isinstance(i, NEEDS_WEIGHTS)]
     runs = 1 + sum(a != b for a, b in pairwise(uses))
     assert sum(isinstance(i, GatherParams) for i in program) == (runs if zero == 3 else 0)
-
-
-def cells(plan: Plan, rank: int) -> str:
-    return " ".join(short(i) for i in plan.programs[rank] if not isinstance(i, Message))
 
 
 def test_the_next_weights_are_gathered_one_computation_ahead():

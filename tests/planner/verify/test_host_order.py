@@ -20,16 +20,11 @@ from quintsched.ir.diagnostics import Point
 from quintsched.ir.instruction_set import (
     AllReduceBucket,
     Bwd,
-    Fwd,
-    Instruction,
     Message,
-    RecvAct,
-    RecvGrad,
-    SendAct,
-    SendGrad,
     SyncTied,
 )
 from quintsched.plan import Plan
+from tests.planner.verify.held_back import held_back
 from tests.planner.verify.judge_hosts import Hosts
 
 PROFILES = ("channel", "tagged")
@@ -44,20 +39,6 @@ PLANS = [
 
 SCHEDULES = qs.all_schedules()
 """Schedules of the package, before other tests register theirs."""
-
-
-def held_back() -> Plan:
-    """Each rank keeps a message back behind a computation that waits, by way of the other rank, for that message."""
-    plan = qs.compile("gpipe", mesh="pp=2", microbatches=2)
-    # fmt: off
-    computed: tuple[list[Instruction], list[Instruction]] = (
-        [Fwd(0, 0), SendAct(0, 0, 1), Fwd(0, 1), RecvGrad(0, 0, 1), Bwd(0, 0),
-         SendAct(0, 1, 1), RecvGrad(0, 1, 1), Bwd(0, 1)],
-        [RecvAct(1, 0, 0), Fwd(1, 0), Bwd(1, 0), RecvAct(1, 1, 0), Fwd(1, 1),
-         SendGrad(1, 0, 0), Bwd(1, 1), SendGrad(1, 1, 0)],
-    )
-    # fmt: on
-    return replace(plan, programs=tuple((*own, *p[-3:]) for own, p in zip(computed, plan.programs, strict=True)))
 
 
 def test_a_circle_that_a_host_closes_is_said_in_words() -> None:

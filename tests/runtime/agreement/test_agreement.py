@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from quintsched.errors import MisfitError, QuintschedError, listed_ranks
 from quintsched.runtime.agreement import sections
 from quintsched.runtime.agreement.run_records import OF_A_MACHINE, code_settings, flatten, job_settings, of_all_ranks
 from quintsched.runtime.agreement.sections import Record, Section, require_same
-from quintsched.runtime.comm import Group, Transport, run_local
+from quintsched.runtime.comm import Group, Transport
 from quintsched.runtime.data import Dataset, Split
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.launch.job_plan import plan_of
@@ -28,21 +28,9 @@ from quintsched.runtime.train import batch_feed
 from quintsched.runtime.train.trainer import Trainer
 
 from ..toys import sgd, tiny_vit
+from .refusals import refusals
 
 mse = nn.functional.mse_loss
-
-
-def refusals(size: int, run: Callable[[Transport], object]) -> list[str]:
-    """Return what each rank says that refuses to run."""
-
-    def words(transport: Transport) -> str:
-        try:
-            run(transport)
-        except MisfitError as error:
-            return str(error)
-        return "ran"
-
-    return run_local(size, words)
 
 
 def compared(records: list[Record | None]) -> str:

@@ -15,7 +15,7 @@ from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 
-from ..train.test_trainer import data_file, job
+from ...helpers.jobs import data_file, job
 
 __all__ = ["data_file"]
 

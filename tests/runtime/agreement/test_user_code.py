@@ -14,8 +14,9 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport
 
 from ..toys import sgd
-from .test_agreement import mse, refusals
+from .refusals import refusals
 
+mse = nn.functional.mse_loss
 SCALE = 1.0
 
 

@@ -10,7 +10,7 @@ import torch
 
 import quintsched as qs
 
-from ..launch.test_processes import run
+from ...helpers.commands import run
 from ..test_matrix_processes import ROOT
 from ..toys import Outcome, tiny_gpt, train_plainly, worst_difference
 from .dtensor_worker import CASES, CLIP, TASK, shard_fully

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_processes import DATA, run
+from ...helpers.commands import DATA, run
 
 pytestmark = pytest.mark.processes
 

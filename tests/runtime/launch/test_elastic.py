@@ -17,9 +17,9 @@ from quintsched.runtime.launch.job_plan import Worlds, for_processes, plan_of, s
 from quintsched.runtime.settings.job_file import JobConfig, load_job
 from quintsched.runtime.train.trainer import Trainer
 
-from . import test_restarts
+from ...helpers.commands import run, write_job
 from .hosts import hosts
-from .test_processes import DATA, run
+from .killed_job import JOB, MODEL
 
 
 def job(mesh: str, **parallel: object) -> JobConfig:
@@ -102,9 +102,7 @@ def build(data):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["restart", "resume"])
 def test_a_run_grows_again_to_the_mesh_of_the_job(tmp_path: Path, way: str) -> None:
-    (tmp_path / "data.py").write_text(DATA)
-    (tmp_path / "model.py").write_text(LOSES_TWICE)
-    (tmp_path / "job.yaml").write_text(test_restarts.JOB.format(folder=tmp_path))
+    file = write_job(tmp_path, JOB, LOSES_TWICE)
     log = tmp_path / "log.jsonl"
     for name in ("first", "second"):
         (tmp_path / name).touch()
@@ -114,7 +112,7 @@ def test_a_run_grows_again_to_the_mesh_of_the_job(tmp_path: Path, way: str) -> N
         "-m",
         "quintsched.runtime.launch.local_launcher",
         "--config",
-        tmp_path / "job.yaml",
+        file,
         *settings,
     )
     code, out, err = run(*command, "--restarts", "2" if way == "restart" else "1", "--min-dp", "1")
@@ -125,7 +123,7 @@ def test_a_run_grows_again_to_the_mesh_of_the_job(tmp_path: Path, way: str) -> N
     assert code == 0, err
     assert re.findall(r"^1f1b on (dp=\d)", out, re.MULTILINE) == ["dp=2", "dp=1", "dp=2"]
     assert re.search("resumed after step [24]$", out, re.MULTILINE)
-    config = load_job(tmp_path / "job.yaml")
+    config = load_job(file)
     plan = plan_of(config)
     expected = run_local(2, lambda transport: Trainer.of_job(config, plan, transport).fit())[0][-1]
     found = [r for r in map(json.loads, log.read_text().splitlines()) if r["event"] == "epoch"][-1]
@@ -137,18 +135,16 @@ def test_a_run_grows_again_to_the_mesh_of_the_job(tmp_path: Path, way: str) -> N
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_run_that_lost_a_rank_goes_on_with_fewer_replicas(tmp_path: Path) -> None:
-    (tmp_path / "data.py").write_text(DATA)
-    (tmp_path / "model.py").write_text(test_restarts.MODEL)
-    (tmp_path / "job.yaml").write_text(test_restarts.JOB.format(folder=tmp_path))
+    file = write_job(tmp_path, JOB, MODEL)
     log = tmp_path / "log.jsonl"
     (tmp_path / "fuse").touch()
     settings = ("--set", f"log.path={log}", "--set", f"checkpoint.dir={tmp_path / 'saved'}")
     launcher = ("quintsched.runtime.launch.local_launcher", "--restarts", "1", "--min-dp", "1")
-    code, out, err = run(sys.executable, "-m", *launcher, "--config", tmp_path / "job.yaml", *settings)
+    code, out, err = run(sys.executable, "-m", *launcher, "--config", file, *settings)
     assert code == 0, err
     assert "1f1b on dp=2" in out
     assert "1f1b on dp=1" in out
-    config = load_job(tmp_path / "job.yaml")
+    config = load_job(file)
     plan = plan_of(config)
     expected = run_local(2, lambda transport: Trainer.of_job(config, plan, transport).fit())[0][-1]
     found = [r for r in map(json.loads, log.read_text().splitlines()) if r["event"] == "epoch"][-1]
@@ -156,7 +152,7 @@ def test_a_run_that_lost_a_rank_goes_on_with_fewer_replicas(tmp_path: Path) -> N
     assert found["validation_loss"] == pytest.approx(expected["validation_loss"], abs=1e-5)
 
 
-SLOW = test_restarts.MODEL.replace("return super()", "time.sleep(0.05)\n        return super()").replace(
+SLOW = MODEL.replace("return super()", "time.sleep(0.05)\n        return super()").replace(
     "import os", "import os, time"
 )
 
@@ -184,9 +180,7 @@ def wait_for_start(log: Path, count: int) -> list[tuple[str, int]]:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_machines_go_and_come_under_torchrun(tmp_path: Path) -> None:
-    (tmp_path / "data.py").write_text(DATA)
-    (tmp_path / "model.py").write_text(SLOW)
-    (tmp_path / "job.yaml").write_text(test_restarts.JOB.format(folder=tmp_path))
+    file = write_job(tmp_path, JOB, SLOW)
     log = tmp_path / "log.jsonl"
     settings = [f"log.path={log}", f"checkpoint.dir={tmp_path / 'saved'}", "parallel.elastic=true", "train.epochs=5000"]
     given = [word for setting in settings for word in ("--set", setting)]
@@ -198,7 +192,7 @@ def test_machines_go_and_come_under_torchrun(tmp_path: Path) -> None:
         for address in net.addresses:
             own = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "5", "--local-addr", address]
             command = ["-m", "torch.distributed.run", *own, *where, "-m", "quintsched.runtime"]
-            commands.append([*alone, *command, "--config", tmp_path / "job.yaml", *given, "--resume"])
+            commands.append([*alone, *command, "--config", file, *given, "--resume"])
         net.start(0, *commands[0])
         second = net.start(1, *commands[1])
         wait_for_start(log, 1)

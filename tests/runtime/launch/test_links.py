@@ -9,8 +9,8 @@ import pytest
 
 from quintsched.stalls.stall_report import StallReport
 
+from .hosted_job import MODEL, ends, job_of, launch, wait_for
 from .hosts import Hosts, hosts
-from .test_hosts import MODEL, ends, job_of, launch, wait_for
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

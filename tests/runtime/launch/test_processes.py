@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +16,8 @@ from quintsched.runtime.comm import run_local
 from quintsched.runtime.settings.job_file import load_job
 from quintsched.runtime.train.trainer import Trainer
 
+from ...helpers.commands import DATA, run
+
 pytestmark = pytest.mark.processes
 
 JOB = """
@@ -29,18 +28,6 @@ runtime: {timeout_s: 60}
 log: {every: 1, path: "LOG"}
 """
 
-DATA = """
-import numpy as np
-from quintsched.runtime.data import Dataset, Split
-
-def load():
-    random = np.random.default_rng(0)
-    def split(n):
-        targets = random.integers(0, 4, n)
-        inputs = random.normal(size=(n, 1, 8, 8)).astype(np.float32) + targets[:, None, None, None]
-        return Split(inputs=inputs, targets=targets)
-    return Dataset(name="steps", train=split(75), validation=split(20), num_classes=4)
-"""
 
 BOMB = """
 import os
@@ -72,25 +59,6 @@ def job_file(tmp_path: Path) -> Path:
     path = tmp_path / "job.yaml"
     path.write_text(JOB.replace("DATA", str(tmp_path / "data.py")).replace("LOG", str(tmp_path / "job.jsonl")))
     return path
-
-
-def run(*command: str | Path, timeout_s: float = 150) -> tuple[int, str, str]:
-    """Run a command in a process group of its own, which ends with the test whatever happens."""
-    process = subprocess.Popen(
-        [str(part) for part in command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return process.returncode, out, err
 
 
 def launch(*arguments: str | Path) -> tuple[int, str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_processes import DATA, run
+from ...helpers.commands import run, write_job
 
 pytestmark = pytest.mark.processes
 
@@ -58,10 +58,8 @@ WAYS = {
     ],
 )
 def test_a_signal_lets_the_run_save_and_end_with_0(tmp_path: Path, launcher: str, whom: str, number: str) -> None:
-    (tmp_path / "data.py").write_text(DATA)
-    (tmp_path / "model.py").write_text(MODEL.replace("WHOM", whom).replace("SIGNAL", number))
-    (tmp_path / "job.yaml").write_text(JOB.format(folder=tmp_path))
-    code, out, err = run(sys.executable, "-m", *WAYS[launcher], "--config", tmp_path / "job.yaml")
+    job = write_job(tmp_path, JOB, MODEL.replace("WHOM", whom).replace("SIGNAL", number))
+    code, out, err = run(sys.executable, "-m", *WAYS[launcher], "--config", job)
     found = re.search(r"^stopped as asked: saved at step (\d+)$", out, re.MULTILINE)
     assert found is not None, err
     assert [path.name for path in (tmp_path / "saved").glob("step-*")] == [f"step-{int(found[1]):08d}"]
@@ -74,11 +72,9 @@ def test_a_signal_lets_the_run_save_and_end_with_0(tmp_path: Path, launcher: str
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", WAYS)
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path, launcher: str) -> None:
-    (tmp_path / "data.py").write_text(DATA)
     slow = MODEL.replace("os.kill(os.WHOM(), signal.SIGNAL)", "print(os.getpid(), flush=True); time.sleep(60)")
-    (tmp_path / "model.py").write_text(slow.replace("import os", "import os, time"))
-    (tmp_path / "job.yaml").write_text(JOB.format(folder=tmp_path))
-    command = [sys.executable, "-m", *WAYS[launcher], "--config", str(tmp_path / "job.yaml")]
+    job = write_job(tmp_path, JOB, slow.replace("import os", "import os, time"))
+    command = [sys.executable, "-m", *WAYS[launcher], "--config", str(job)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -24,6 +24,8 @@ from quintsched.runtime.models.layers import Attention
 from quintsched.runtime.parallel.tensor.cut_module import apply_tensor_parallel, gather_full, shard_of
 from quintsched.runtime.settings.job_file import ModelConfig
 
+from ...helpers.jobs import COUNTING
+
 TEXT = DataSpec(input_shape=(12,), num_classes=20)
 SMALL = GPTOptions(hidden=16, depth=2, heads=4)
 
@@ -217,16 +219,6 @@ def test_registry() -> None:
     with pytest.raises(UsageError, match="no model 'gtp'; did you mean 'gpt'"):
         tied_weights(ModelConfig(name="gtp"))
 
-
-COUNTING = """
-import numpy as np
-from quintsched.runtime.data import Dataset, Split
-
-def load():
-    ids = (np.arange(96)[:, None] + np.arange(9)) % 16
-    split = lambda part: Split(inputs=part[:, :-1].astype(np.int64), targets=part[:, 1:].astype(np.int64))
-    return Dataset(name="counting", train=split(ids[:64]), validation=split(ids[64:]), num_classes=16)
-"""
 
 JOB = """
 model: {name: gpt, options: {hidden: 32, depth: 3, tied: true}}

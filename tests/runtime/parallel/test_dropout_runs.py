@@ -25,7 +25,7 @@ from quintsched.runtime.parallel.context.context_parallel import Context
 from quintsched.runtime.parallel.dropout import Masks
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
-from ..models.test_gpt import COUNTING
+from ...helpers.jobs import COUNTING
 from ..toys import CLASSES, Task, ids_task, sgd, share, train_on, train_plainly, worst_difference
 
 LENGTH = 8

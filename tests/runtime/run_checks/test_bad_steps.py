@@ -19,8 +19,8 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.train.trainer import Trainer
 
+from ...helpers.jobs import data_file, job
 from ..toys import sgd
-from ..train.test_trainer import data_file, job
 
 __all__ = ["data_file"]
 

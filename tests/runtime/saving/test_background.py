@@ -26,7 +26,7 @@ from quintsched.runtime.saving.write_tensors import WrittenFile
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 
-from ..train.test_trainer import data_file, figures, fit, job, plan_of
+from ...helpers.jobs import data_file, figures, fit, job, plan_of
 from .test_crashes import PLAN, Counter
 
 __all__ = ["data_file"]

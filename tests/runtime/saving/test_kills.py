@@ -23,8 +23,8 @@ from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.trainer import Trainer
 
+from ...helpers.jobs import data_file, job
 from ..ranks import run_ranks
-from ..train.test_trainer import data_file, job
 from .crash import crashing
 
 __all__ = ["data_file"]

@@ -20,7 +20,7 @@ from quintsched.runtime.saving.checkpoints.folder_owner import LOCK, lock_folder
 from quintsched.runtime.saving.checkpoints.manifest import read_manifest
 from quintsched.runtime.saving.checkpoints.run_folder import RunFolder
 
-from ..train.test_trainer import data_file, figures, fit, interrupt_after, job
+from ...helpers.jobs import data_file, figures, fit, interrupt_after, job
 
 __all__ = ["data_file"]
 

@@ -16,7 +16,7 @@ from quintsched.runtime.settings.job_document import job_yaml
 from quintsched.runtime.settings.job_file import JobConfig, load_job, marked
 from quintsched.runtime.settings.run_settings import Mark, Settings
 
-from ..launch.test_processes import run
+from ...helpers.commands import run
 
 ROOT = Path(__file__).parents[3]
 

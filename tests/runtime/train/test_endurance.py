@@ -10,7 +10,7 @@ import pytest
 
 from quintsched.runtime.comm import run_local
 
-from ..launch.test_processes import run
+from ...helpers.commands import run
 from .endurance import STEPS, WARM_UP, Footprint, endure
 
 SLACK_BYTES = 3_000_000

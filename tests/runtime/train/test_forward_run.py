@@ -23,8 +23,8 @@ from quintsched.runtime.train.forward_run import ForwardRun
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 
+from ...helpers.jobs import DATA
 from ..toys import difference
-from .test_trainer import DATA
 
 MODEL = {"hidden": 8, "depth": 2, "heads": 2}
 OWN = """

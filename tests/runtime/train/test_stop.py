@@ -15,7 +15,7 @@ from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 
-from .test_trainer import data_file, figures, job
+from ...helpers.jobs import data_file, figures, job
 
 __all__ = ["data_file"]
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 import quintsched as qs
 from quintsched.errors import UsageError
@@ -21,63 +20,12 @@ from quintsched.runtime.data import Dataset, Split
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, file_name, read_manifest
 from quintsched.runtime.saving.write_tensors import hash_file
-from quintsched.runtime.settings.job_file import JobConfig
-from quintsched.runtime.settings.run_settings import Start
-from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 from quintsched.trace.measured_trace import Trace
 
-DATA = """
-import numpy as np
-from quintsched.runtime.data import Dataset, Split
+from ...helpers.jobs import data_file, figures, fit, interrupt_after, job
 
-def load(train=45, validation=19):
-    random = np.random.default_rng(0)
-    def split(n):
-        targets = random.integers(0, 4, n)
-        inputs = random.normal(size=(n, 1, 8, 8)).astype(np.float32) + targets[:, None, None, None]
-        return Split(inputs=inputs, targets=targets)
-    return Dataset(name="steps", train=split(train), validation=split(validation), num_classes=4)
-"""
-
-
-@pytest.fixture
-def data_file(tmp_path: Path) -> Path:
-    path = tmp_path / "steps.py"
-    path.write_text(DATA)
-    return path
-
-
-def job(data_file: Path, **sections: dict[str, Any]) -> JobConfig:
-    values: dict[str, Any] = {
-        "model": {"options": {"hidden": 8, "depth": 2, "heads": 2}},
-        "data": {"name": f"{data_file}:load"},
-        "parallel": {"mesh": "dp=2,pp=2", "microbatches": 2},
-        "train": {"epochs": 3, "batch_size": 8, "optimizer": {"name": "adam", "lr": 3e-3}, "clip": 1.0},
-    }
-    for name, section in sections.items():
-        values[name] = values.get(name, {}) | section
-    return JobConfig.model_validate(values)
-
-
-def fit(
-    config: JobConfig, *, resume: bool = False, fresh: bool = False
-) -> list[tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]]:
-    plan = plan_of(config)
-
-    def run(transport: Transport) -> tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]:
-        said: list[str] = []
-        reporter = Reporter(config.log.path if transport.rank == 0 else None, said.append)
-        trainer = Trainer.of_job(config, plan, transport, reporter)
-        history = trainer.fit("resume" if resume else "fresh" if fresh else "new")
-        return history, trainer.engine.full_weights(), said
-
-    return run_local(plan.mesh.size, run)
-
-
-def figures(history: list[dict[str, Any]]) -> list[tuple[float, ...]]:
-    names = ("epoch", "step", "loss", "accuracy", "validation_loss", "validation_accuracy")
-    return [tuple(record[name] for name in names) for record in history]
+__all__ = ["data_file"]
 
 
 def test_the_mesh_does_not_change_the_figures(data_file: Path) -> None:
@@ -213,28 +161,6 @@ def test_a_resumed_run_goes_on_to_the_same_numbers(data_file: Path, tmp_path: Pa
         assert said[0] == f"resumed after step {8 if every else 6}"
         assert figures(history) == figures(expected)
         assert all(torch.equal(weight, expected_weights[name]) for name, weight in weights.items())
-
-
-def interrupt_after(config: JobConfig, steps: int, start: Start = "new") -> None:
-    plan = plan_of(config)
-
-    class Interrupted(Exception):
-        pass
-
-    def run(transport: Transport) -> None:
-        trainer = Trainer.of_job(config, plan, transport)
-        step = trainer.engine.step
-
-        def interrupted_step(*batch: Tensor | None) -> Any:
-            if trainer.progress.step == steps:
-                raise Interrupted
-            return step(*batch)
-
-        trainer.engine.step = interrupted_step  # type: ignore[method-assign, assignment]
-        trainer.fit(start)
-
-    with pytest.raises(Interrupted):
-        run_local(plan.mesh.size, run)
 
 
 def test_only_the_latest_checkpoints_stay_and_half_written_ones_are_not_loaded(data_file: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.job_file import JobConfig
 
-from ..models.test_gpt import COUNTING
+from ...helpers.jobs import COUNTING
 
 UNEVEN = '{mesh: "pp=2", schedule: zbv, microbatches: 4, stage_to_pp: [0, 0, 1, 1, 1, 0], stages: [1, 1, 0, 1, 3, 0]}'
 ALONE = "{microbatches: 4}"

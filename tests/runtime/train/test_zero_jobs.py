@@ -10,7 +10,7 @@ import pytest
 import quintsched as qs
 from quintsched.runtime.launch.worker import main
 
-from ..models.test_gpt import COUNTING
+from ...helpers.jobs import COUNTING
 
 JOB = """
 model: {name: gpt, options: {hidden: 32, depth: 2, tied: true}}

@@ -21,7 +21,7 @@ from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
 from quintsched.runtime.watch.rendezvous.key_value_store import serve
 from quintsched.user_code import call_object
 
-from ..launch.test_processes import run
+from ...helpers.commands import run
 
 TRACE = "Traceback (most recent call last):"
 

@@ -19,8 +19,8 @@ from quintsched.runtime.launch.worker import main
 from quintsched.runtime.parallel.context.context_parallel import ContextMethod
 from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
 
+from ....helpers.jobs import COUNTING
 from ...matrix import CASES
-from ...models.test_gpt import COUNTING
 from ...test_matrix_processes import require_equal, train
 from ...toys import ids_task, sgd, share, tiny_gpt, tiny_vit, train_on, train_plainly, worst_difference
 from ..lively import LENGTH, TIES, lively_gpt

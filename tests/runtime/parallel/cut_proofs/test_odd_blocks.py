@@ -23,7 +23,7 @@ from quintsched.runtime.parallel.context.context_parallel import Context
 from quintsched.runtime.parallel.tensor.column_row_layers import ColumnParallelLinear
 from tests.compiling import torch_compiles
 
-from ...launch.test_processes import run as run_command
+from ....helpers.commands import run as run_command
 from ...test_matrix_processes import ROOT
 from ...toys import sgd
 from .odd_attentions import PerHeadNorms, Turned, WideNorms

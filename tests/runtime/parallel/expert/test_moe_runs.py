@@ -12,7 +12,7 @@ import quintsched as qs
 from quintsched.runtime.launch.worker import main
 from tests.compiling import torch_compiles
 
-from ...models.test_gpt import COUNTING
+from ....helpers.jobs import COUNTING
 from .moe_training import require_equality
 
 MESHES = [

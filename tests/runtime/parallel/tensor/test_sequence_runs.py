@@ -20,7 +20,7 @@ from quintsched.runtime.launch.worker import main
 from quintsched.runtime.models.vit import ViTOptions, vit
 from quintsched.runtime.parallel.dropout import Masks
 
-from ...models.test_gpt import COUNTING
+from ....helpers.jobs import COUNTING
 from ...toys import Outcome, Task, ids_task, tiny_vit, train_on, train_plainly, train_rank, worst_difference
 from ..lively import LENGTH, TIES, lively_gpt
 

@@ -1,0 +1,102 @@
+"""A small training job: its data, its job file, its run on all ranks of this process, and what runs are compared by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime.settings.job_file import JobConfig
+from quintsched.runtime.settings.run_settings import Start
+from quintsched.runtime.train.reporter import Reporter
+from quintsched.runtime.train.trainer import Trainer
+
+DATA = """
+import numpy as np
+from quintsched.runtime.data import Dataset, Split
+
+def load(train=45, validation=19):
+    random = np.random.default_rng(0)
+    def split(n):
+        targets = random.integers(0, 4, n)
+        inputs = random.normal(size=(n, 1, 8, 8)).astype(np.float32) + targets[:, None, None, None]
+        return Split(inputs=inputs, targets=targets)
+    return Dataset(name="steps", train=split(train), validation=split(validation), num_classes=4)
+"""
+"""Data file of images; of two sizes, of which neither divides into batches."""
+
+COUNTING = """
+import numpy as np
+from quintsched.runtime.data import Dataset, Split
+
+def load():
+    ids = (np.arange(96)[:, None] + np.arange(9)) % 16
+    split = lambda part: Split(inputs=part[:, :-1].astype(np.int64), targets=part[:, 1:].astype(np.int64))
+    return Dataset(name="counting", train=split(ids[:64]), validation=split(ids[64:]), num_classes=16)
+"""
+"""Data file of sequences that count."""
+
+
+@pytest.fixture
+def data_file(tmp_path: Path) -> Path:
+    path = tmp_path / "steps.py"
+    path.write_text(DATA)
+    return path
+
+
+def job(data_file: Path, **sections: dict[str, Any]) -> JobConfig:
+    values: dict[str, Any] = {
+        "model": {"options": {"hidden": 8, "depth": 2, "heads": 2}},
+        "data": {"name": f"{data_file}:load"},
+        "parallel": {"mesh": "dp=2,pp=2", "microbatches": 2},
+        "train": {"epochs": 3, "batch_size": 8, "optimizer": {"name": "adam", "lr": 3e-3}, "clip": 1.0},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return JobConfig.model_validate(values)
+
+
+def fit(
+    config: JobConfig, *, resume: bool = False, fresh: bool = False
+) -> list[tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]]:
+    plan = plan_of(config)
+
+    def run(transport: Transport) -> tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]:
+        said: list[str] = []
+        reporter = Reporter(config.log.path if transport.rank == 0 else None, said.append)
+        trainer = Trainer.of_job(config, plan, transport, reporter)
+        history = trainer.fit("resume" if resume else "fresh" if fresh else "new")
+        return history, trainer.engine.full_weights(), said
+
+    return run_local(plan.mesh.size, run)
+
+
+def figures(history: list[dict[str, Any]]) -> list[tuple[float, ...]]:
+    names = ("epoch", "step", "loss", "accuracy", "validation_loss", "validation_accuracy")
+    return [tuple(record[name] for name in names) for record in history]
+
+
+def interrupt_after(config: JobConfig, steps: int, start: Start = "new") -> None:
+    plan = plan_of(config)
+
+    class Interrupted(Exception):
+        pass
+
+    def run(transport: Transport) -> None:
+        trainer = Trainer.of_job(config, plan, transport)
+        step = trainer.engine.step
+
+        def interrupted_step(*batch: Tensor | None) -> Any:
+            if trainer.progress.step == steps:
+                raise Interrupted
+            return step(*batch)
+
+        trainer.engine.step = interrupted_step  # type: ignore[method-assign, assignment]
+        trainer.fit(start)
+
+    with pytest.raises(Interrupted):
+        run_local(plan.mesh.size, run)

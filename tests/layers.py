@@ -1,0 +1,145 @@
+"""Layers and rooms of the code, in their order, and what their files import."""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LAYERS = {
+    "quintsched.runtime": ROOT / "runtime",
+    "quintsched.viz": ROOT / "viz",
+    "quintsched.strategies": ROOT / "quintsched" / "strategies",
+    "quintsched": ROOT / "quintsched",
+}
+ORDER: dict[str, tuple[str, ...]] = {
+    "quintsched.runtime": (
+        "minimal",
+        "launch",
+        "calibrate",
+        "train",
+        "engine",
+        "forward_engine",
+        "engine_base",
+        "plan_requirements",
+        "run_checks",
+        "interpreter",
+        "steps",
+        "saving",
+        "state",
+        "optim",
+        "stage",
+        "models",
+        "splitting",
+        "examine",
+        "parallel",
+        "blocks",
+        "data",
+        "autograd",
+        "agreement",
+        "objects",
+        "comm",
+        "watch",
+        "settings",
+    ),
+    "quintsched.viz": (
+        "frontier",
+        "stall_picture",
+        "timeline",
+        "activation_panel",
+        "legend",
+        "sheet",
+        "pipeline_rows",
+        "style",
+        "perfetto",
+        "collective_scene",
+        "html_page",
+        "scene",
+    ),
+    "quintsched.strategies": ("commands", "tuning", "prediction", "profiles", "descriptions"),
+    "quintsched": (
+        "cli",
+        "testing",
+        "sweep",
+        "compiler",
+        "request",
+        "user_code",
+        "stalls",
+        "torch_csv",
+        "plan",
+        "trace",
+        "formats",
+        "passes",
+        "verify",
+        "text",
+        "schedules",
+        "simulation",
+        "collectives",
+        "graph",
+        "instructions",
+        "ir",
+        "tokens",
+        "files",
+        "arguments",
+        "errors",
+    ),
+}
+"""The rooms of each layer from top to bottom: folders, or modules beside them. Empty: no order yet, no check."""
+
+INNER_ORDER = {"quintsched.runtime.parallel": ("cut_proofs", "tensor", "expert", "context")}
+"""The folders of a room, from top to bottom; the files beside them may be anywhere."""
+
+ORDERED = [layer for layer, rooms in ORDER.items() if rooms]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def sources(layer: str) -> list[Path]:
+    others = (
+        {ROOT / "quintsched" / name for name in ("runtime", "viz", "strategies")} if layer == "quintsched" else set()
+    )
+    return [path for path in sorted(LAYERS[layer].rglob("*.py")) if not others.intersection(path.parents)]
+
+
+def module_of(path: Path, layer: str) -> str:
+    parts = path.relative_to(LAYERS[layer]).with_suffix("").parts
+    return ".".join((layer, *(part for part in parts if part != "__init__")))
+
+
+@cache
+def imports(path: Path, layer: str) -> tuple[tuple[str, bool], ...]:
+    """Return each imported module or name, with whether a function imports it."""
+    return tuple(_imports(path, layer))
+
+
+def _imports(path: Path, layer: str) -> Iterator[tuple[str, bool]]:
+    tree = tree_of(path)
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+    }
+    package = module_of(path, layer).split(".")
+    package = package if path.name == "__init__.py" else package[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in inside) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            home = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((f"{home}.{alias.name}", id(node) in inside) for alias in node.names)
+
+
+def within(module: str, layer: str) -> bool:
+    return module == layer or module.startswith(f"{layer}.")
+
+
+def room_of(module: str, package: str) -> str | None:
+    """Return the first name below `package` in a module's path; None for the package itself and for others."""
+    below = module.removeprefix(package).split(".")[1:]
+    return below[0] if within(module, package) and below else None

@@ -1,0 +1,44 @@
+"""What is in a picture: texts and paths of an SVG, and texts with their places in a drawing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.transforms import Bbox
+
+from quintsched.viz.sheet import PNG_DPI, Sheet
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def read_svg(path: Path) -> ElementTree.Element:
+    return ElementTree.fromstring(path.read_text(encoding="utf-8"))
+
+
+def texts_of(root: ElementTree.Element) -> list[str]:
+    return ["".join(element.itertext()).strip() for element in root.iter(f"{SVG}text")]
+
+
+def count_drawn(root: ElementTree.Element, gid: str) -> int:
+    """The number of paths in the groups of this name."""
+    groups = [g for g in root.iter(f"{SVG}g") if g.get("id") == gid]
+    drawn = [e for g in groups for e in g.iter() if e.tag in (f"{SVG}path", f"{SVG}use")]
+    templates = [e for g in groups for d in g.iter(f"{SVG}defs") for e in d.iter(f"{SVG}path")]
+    return len(drawn) - len(templates)
+
+
+def visible_texts(sheet: Sheet) -> Iterator[tuple[str, Bbox]]:
+    """Every text of a drawing with its place in pixels, as in a PNG."""
+    canvas = FigureCanvasAgg(sheet.figure)
+    sheet.figure.set_dpi(PNG_DPI)
+    sheet.arrange()
+    canvas.draw()
+    for axes in sheet.figure.axes:
+        labels = [axes.xaxis.label, axes.yaxis.label]
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            labels += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+        for text in (*axes.texts, *labels):
+            if text.get_visible() and text.get_text().strip() and (text in axes.texts or axes.axison):
+                yield text.get_text(), text.get_window_extent()
