@@ -207,8 +207,8 @@ def test_a_launcher_elsewhere_tells_how_a_rank_ended(
     assert tell_end(f"{hub.address} {hub.key}", 1, -signal.SIGKILL)
     verdict = hub.wait(5)
     assert verdict is not None
-    assert announce_verdict.culprits == (1,)
-    assert "was killed by SIGKILL in step 3" in announce_verdict.message
+    assert verdict.culprits == (1,)
+    assert "was killed by SIGKILL in step 3" in verdict.message
     assert not tell_end("127.0.0.1:1 key", 0, 5)
 
 
@@ -228,8 +228,8 @@ def test_ranks_that_end_with_their_launcher_say_so(hub: Hub, tmp_path: Path) -> 
         process.kill()
         verdict = hub.wait(10)
     assert verdict is not None
-    assert announce_verdict.culprits == (0, 1)
-    assert announce_verdict.message.count(f"(as its launcher, process {process.pid}, has ended)") == 2
+    assert verdict.culprits == (0, 1)
+    assert verdict.message.count(f"(as its launcher, process {process.pid}, has ended)") == 2
 
 
 @pytest.mark.sampled(1)
@@ -246,8 +246,8 @@ def test_a_rank_that_cannot_connect_says_why_and_where(
     assert tell_refusal(1, f"model.py:3: the import failed: ValueError {letter * 2000}", 2)
     verdict = hub.wait(5)
     assert verdict is not None
-    assert (announce_verdict.culprits, announce_verdict.exit_code, announce_verdict.comes_again) == ((1,), 2, False)
-    assert announce_verdict.message.startswith(
+    assert (verdict.culprits, verdict.exit_code, verdict.comes_again) == ((1,), 2, False)
+    assert verdict.message.startswith(
         f"rank 1 (host {socket.gethostname()}, pp=1) failed: model.py:3: the import failed"
     )
 
