@@ -1,7 +1,7 @@
 """Fit of the six constants of `strategies.prediction.efficiency` to one published table, with its errors.
 
-    python benchmarks/fit_cost_model.py            the constants, each row's error, and that with the row left out
-    python benchmarks/fit_cost_model.py --h100     also the H100's own constant, from the two runs that it names
+    python benchmarks/fit_cost_model.py            the constants, each row's error, and that with the row left out;
+                                                   and the own constants of other GPUs, each from two runs
 
 The table is Korthikanti et al. 2022: nine measured steps, and five forwards and backwards of one layer (which count
 less: they are rounded to 0.1 ms). The objective is the sum of squared logarithms of predicted over measured, plus
@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.prediction import NOT_FLAGS, rows_of
 from quintsched.strategies.descriptions.flag_rows import read_row
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
@@ -35,17 +36,17 @@ LAYERS_COUNT = 0.4
 """Weight of a layer's time beside a step's."""
 STRAYING = 0.002
 """Weight of the squared logarithm of a constant over its starting value."""
-EXTRAS = ("measured_s", "tflops", "group")
+OWN = ("mpt_h100", "simumax_b200")
+"""Tables of GPUs that have an efficiency of their own."""
 Vector = NDArray[np.float64]
 
 
 def main() -> int:
     """Fit the constants and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--h100", action="store_true", help="fit the H100's own constant too")
-    arguments = parser.parse_args()
+    parser.parse_args()
     table = json.loads((DATA / "korthikanti.json").read_text())
-    rows, layers = table["rows"], table["layers_ms"]
+    rows, layers = [table["settings"] | row for row in table["rows"]], table["layers_ms"]
     fitted = fit(rows, layers)
     print(f"fitted  {_shown(fitted)}\nfrozen  {_shown(CONSTANTS)}\n")
     errors = np.expm1(step_errors(rows, fitted))
@@ -56,9 +57,17 @@ def main() -> int:
         left_out.append(float(np.expm1(step_errors([row], others))[0]))
         print(f"{row['model']:14} {row['recompute']:10} dp={row['dp']:<4} {error:+7.2%}  {left_out[-1]:+7.2%}")
     print(f"{'mean absolute, Table 5':34} {np.abs(errors[:8]).mean():6.2%}  {np.abs(left_out[:8]).mean():6.2%}")
-    if arguments.h100:
-        print(f"H100: efficiency {fit_h100():.3f}")
+    for name in OWN:
+        rows, named = read_rows(name)
+        print(f"{name}: efficiency {fit_efficiency(named):.3f}, from two of {len(rows)} runs")
     return 0
+
+
+def read_rows(name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the rows of a table, and those under its `fitted`."""
+    table = json.loads((DATA / f"{name}.json").read_text())
+    rows = rows_of(table)
+    return rows, [rows[number] for number in table["fitted"]]
 
 
 def fit(rows: list[dict[str, Any]], layers: list[dict[str, Any]]) -> Constants:
@@ -79,7 +88,7 @@ def step_errors(rows: list[dict[str, Any]], constants: Constants) -> Vector:
     """Return the logarithm of predicted over measured for each row."""
     found = []
     for row in rows:
-        asked = read_row({name: value for name, value in row.items() if name not in EXTRAS})
+        asked = read_row({name: value for name, value in row.items() if name not in NOT_FLAGS})
         step_s = evaluate(asked.model, asked.hardware, Table.of([asked.strategy]), constants).step_s[0]
         found.append(np.log(step_s / row["measured_s"]))
     return np.array(found)
@@ -91,7 +100,9 @@ def layer_errors(layers: list[dict[str, Any]], constants: Constants) -> Vector:
     found: list[float] = []
     for layer in layers:
         settings = {"model": model, "hardware": hardware, "gpus": 8, "tp": 8, "microbatch": 4, "batch": 4, "seq": 2048}
-        asked = read_row({**settings, "dtype": "fp16", "sequence_parallel": layer["sequence_parallel"]})
+        asked = read_row(
+            {**settings, "dtype": "fp16", "sequence_parallel": layer["sequence_parallel"], "recompute": "selective"}
+        )
         block = distinct_blocks(model, hardware, Table.of([asked.strategy]), constants).dense
         forward = float((block.forward + block.waits_forward)[0])
         backward = float((block.backward_input + block.backward_weight + block.waits_backward)[0])
@@ -100,12 +111,10 @@ def layer_errors(layers: list[dict[str, Any]], constants: Constants) -> Vector:
     return np.array(found)
 
 
-def fit_h100() -> float:
-    """Return the efficiency at which the two named runs on H100s are right on average (of logarithms)."""
-    table = json.loads((DATA / "mpt_h100.json").read_text())
-    rows = [table["rows"][number] for number in table["fitted"]]
-    hardware = find_hardware("h100")
-    low, high = 0.3, 1.3
+def fit_efficiency(rows: list[dict[str, Any]]) -> float:
+    """Return the efficiency of their GPU at which these runs are right on average (of logarithms)."""
+    hardware = find_hardware(rows[0]["hardware"])
+    low, high = 0.2, 1.3
     for _ in range(20):
         middle = (low + high) / 2
         own = hardware.model_copy(update={"efficiency": middle})

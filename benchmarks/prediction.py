@@ -6,8 +6,8 @@
 
     data/*.json ──▶ rows ──▶ predictors ──▶ mean error, bias, Kendall's tau, regret, fit in memory
 
-`korthikanti` is the table that the constants are fitted on (`fit_cost_model.py`), and of `mpt_h100` the rows under
-`fitted` give the H100's own constant; all else is a test. Where a source omits the size of microbatches or the number
+`data/protocol.json` lists the tables that constants are fitted on, the constants with their sources, and the tables
+that are tests. Where a source omits the size of microbatches or the number
 of chunks, the fastest that fits is taken, by our own model. The exit code is 1 where our error is beyond LIMITS.
 """
 
@@ -35,10 +35,34 @@ from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import evaluate
 
 DATA = Path(__file__).parent / "data"
-TABLES = ("korthikanti", "megatron_table1", "megatron_table2", "mpt_a100", "mpt_h100")
-LIMITS = {"korthikanti": 0.0365, "megatron_table1": 0.06, "megatron_table2": 0.08, "mpt_a100": 0.08, "mpt_h100": 0.10}
+TABLES = ("korthikanti", "megatron_table1", "megatron_table2", "mpt_a100", "mpt_h100", "simumax_b200")
+LIMITS = {
+    "korthikanti": 0.0365,
+    "megatron_table1": 0.06,
+    "megatron_table2": 0.08,
+    "mpt_a100": 0.08,
+    "mpt_h100": 0.10,
+    "simumax_b200": 0.08,
+}
 """Mean absolute errors beyond which the exit code is 1."""
-NOT_FLAGS = ("measured_s", "tflops", "group", "tokens_per_s_per_gpu")
+BEYOND = ("MT-NLG 530B, 2,240 GPUs", "MT-NLG 530B, 2,800 GPUs", "MT-NLG 530B, 3,360 GPUs")
+"""Recipes known to be beyond their limit: DeepSpeed's pipeline of 2021 has further waits, which are not published."""
+MEMORY_LIMIT = 0.01
+"""The same for memory, where a table has it."""
+NOT_FLAGS = (
+    "name",
+    "source",
+    "limit",
+    "open",
+    "model_tflops",
+    "measured_s",
+    "measured_gib",
+    "theirs_s",
+    "theirs_gib",
+    "tflops",
+    "group",
+    "tokens_per_s_per_gpu",
+)
 USUAL_MFU = 0.40
 """Share of the peak (MFU) in the simple rule."""
 USUAL_SHARE = 0.55
@@ -53,6 +77,8 @@ class Case:
     measured_s: float
     group: str | None
     """Runs of one group are alternatives to each other."""
+    measured_bytes: float | None = None
+    """Most bytes that tensors took on a rank."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +95,12 @@ class Score:
 def main() -> int:
     """Print the errors of all predictors."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)} and primus; default: all")
+    parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}, recipes and primus; default: all")
     parser.add_argument("--rows", action="store_true", help="show every row")
     parser.add_argument("--rows-of", type=Path, help="a table of your own")
     arguments = parser.parse_args()
-    names = [] if arguments.rows_of else arguments.tables or [*TABLES, "primus"]
-    sources = [(name, DATA / f"{name}.json") for name in names if name != "primus"]
+    names = [] if arguments.rows_of else arguments.tables or [*TABLES, "recipes", "primus"]
+    sources = [(name, DATA / f"{name}.json") for name in names if name not in ("recipes", "primus")]
     sources += [(arguments.rows_of.stem, arguments.rows_of)] if arguments.rows_of else []
     beyond = False
     for name, path in sources:
@@ -86,6 +112,12 @@ def main() -> int:
             if predictor == "ours":
                 _print_rows(cases, found, arguments.rows)
                 beyond |= score.error > LIMITS.get(name, np.inf)
+        if cases[0].measured_bytes is not None:
+            errors = memory_errors(cases)
+            print(f"{name:16} memory    error {fmean(map(abs, errors)):6.2%}  bias {fmean(errors):+7.2%}")
+            beyond |= fmean(map(abs, errors)) > MEMORY_LIMIT
+    if "recipes" in names:
+        beyond |= print_recipes(json.loads((DATA / "recipes.json").read_text()))
     if "primus" in names:
         print_primus(json.loads((DATA / "primus.json").read_text()))
     return int(beyond)
@@ -93,31 +125,50 @@ def main() -> int:
 
 def read_cases(table: dict[str, Any] | list[dict[str, Any]]) -> list[Case]:
     """Return the runs of a table; settings that its `choose` leaves open are filled in."""
-    rows, choose = (table, {}) if isinstance(table, list) else (table["rows"], table.get("choose", {}))
-    return [_case(row, choose) for row in rows]
+    choose = {} if isinstance(table, list) else table.get("choose", {})
+    return [_case(row, choose) for row in rows_of(table)]
+
+
+def rows_of(table: dict[str, Any] | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a table with the settings that they share, and with the models that it describes."""
+    if isinstance(table, list):
+        return table
+    return [table.get("settings", {}) | _with_model(row, table.get("models", {})) for row in table["rows"]]
+
+
+def _with_model(row: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with the model that its table describes under the name, with the row's number of layers."""
+    if row["model"] not in models:
+        return row
+    layers = {"layers": row["layers"]} if "layers" in row else {}
+    return {name: value for name, value in row.items() if name != "layers"} | {"model": models[row["model"]] | layers}
 
 
 def _case(row: dict[str, Any], choose: dict[str, Any]) -> Case:
     flags = {name: value for name, value in row.items() if name not in NOT_FLAGS}
+    choose = choose or row.get("open", {})
     asked = _chosen(flags, choose) if choose else read_row(flags)
-    measured_s = row.get("measured_s") or megatron_flops(asked.model, asked.strategy) / (
-        row["tflops"] * 1e12 * row["gpus"]
-    )
-    return Case(asked, measured_s, row.get("group"))
+    flops = megatron_flops(asked.model, asked.strategy)
+    if "model_tflops" in row:
+        flops = model_flops(asked.model, asked.strategy.seq) * asked.strategy.batch
+    measured_s = row.get("measured_s") or flops / (row.get("model_tflops") or row["tflops"]) / 1e12 / row["gpus"]
+    gib = row.get("measured_gib")
+    return Case(asked, measured_s, row.get("group"), gib * 2**30 if gib else None)
 
 
 def _chosen(flags: dict[str, Any], choose: dict[str, Any]) -> Row:
     """Return the fastest fitting choice of a row's open settings."""
     whole = read_row(flags)
     layers = whole.model.layers // whole.strategy.pp
-    microbatches = choose.get("microbatch", [whole.strategy.microbatch])
-    chunks = [v for v in range(1, layers + 1) if layers % v == 0] if whole.strategy.pp > 1 else [1]
+    any_chunks = [v for v in range(1, layers + 1) if layers % v == 0] if whole.strategy.pp > 1 else [1]
+    values = {name: any_chunks if given == "any" else given for name, given in choose.items()}
     options = []
-    for microbatch, number in product(microbatches, chunks):
-        size = whole.strategy.replicas * microbatch
-        if whole.strategy.batch % size == 0 and (number == 1 or whole.strategy.batch // size % whole.strategy.pp == 0):
-            options.append(whole.strategy.model_copy(update={"microbatch": microbatch, "chunks": number}))
-    found = evaluate(whole.model, whole.hardware, Table.of(options))
+    for chosen in product(*values.values()):
+        option = whole.strategy.model_copy(update=dict(zip(values, chosen, strict=True)))
+        size = option.replicas * option.microbatch
+        if option.batch % size == 0 and (option.chunks == 1 or option.batch // size % option.pp == 0):
+            options.append(option)
+    found = evaluate(whole.model, whole.hardware, Table.of(options), simulate=True)
     best = int(np.where(found.fits, found.step_s, np.inf).argmin())
     return Row(whole.model, whole.hardware, options[best])
 
@@ -193,6 +244,16 @@ def score_of(cases: list[Case], predicted: list[float]) -> Score:
     return Score(fmean(map(abs, errors)), fmean(errors), kendall_tau(measured, predicted), _regret(cases, predicted))
 
 
+def memory_errors(cases: list[Case]) -> list[float]:
+    """Return the errors of the bytes that tensors take, without what allocator, driver and libraries reserve."""
+    errors = []
+    for case in cases:
+        held = predict(case.row.model, case.row.hardware, case.row.strategy).breakdown_bytes
+        tensors = sum(bytes_ for name, bytes_ in held.items() if name not in ("reserved", "fragmentation"))
+        errors.append(tensors / (case.measured_bytes or np.nan) - 1)
+    return errors
+
+
 def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the share of pairs in the same order less that of pairs in the opposite one."""
     signs = [np.sign((a[0] - b[0]) * (a[1] - b[1])) for a, b in combinations(zip(one, other, strict=True), 2)]
@@ -221,6 +282,21 @@ def _print_rows(cases: list[Case], predicted: list[float], every: bool) -> None:
         axes = f"tp={s.tp} pp={s.pp} dp={s.dp} seq={s.seq} microbatch={s.microbatch} chunks={s.chunks or 1}"
         error = found / case.measured_s - 1
         print(f"    {case.row.model.name:15} {axes:58} {case.measured_s:9.3f} s {found:9.3f} s {error:+7.1%}")
+
+
+def print_recipes(table: dict[str, Any]) -> bool:
+    """Print published recipes beside their predictions; return whether one does not fit, or is beyond its limit."""
+    beyond = False
+    for row, case in zip(table["rows"], read_cases(table), strict=True):
+        found = predict(case.row.model, case.row.hardware, case.row.strategy)
+        error = found.step_s / case.measured_s - 1
+        is_beyond = abs(error) > row["limit"] or not found.fits
+        beyond |= is_beyond and row["name"] not in BEYOND
+        print(
+            f"{row['name']:26} {case.measured_s:7.2f} s {found.step_s:7.2f} s {error:+7.1%} of {row['limit']:.0%}"
+            f" {found.memory_bytes / 1e9:6.1f} GB{' beyond' if is_beyond else ''}"
+        )
+    return beyond
 
 
 def print_primus(table: dict[str, Any]) -> None:

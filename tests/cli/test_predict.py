@@ -81,7 +81,7 @@ def test_what_does_not_fit_says_so(cli) -> None:
         ({"hardware": "a1000"}, "unknown hardware 'a1000'"),
         ({"batch": 65, "microbatch": 2}, "batch=65 does not divide"),
         ({"schedule": "1f1c"}, "unknown schedule '1f1c'; did you mean '1f1b'"),
-        ({"dtype": "fp8"}, "dtype is 'fp8'"),
+        ({"dtype": "fp6"}, "dtype is 'fp6'"),
         ({"zero": 7}, "zero is 7"),
         ({"recompute": "all"}, "recompute is 'all'"),
         ({"stages": "1,2"}, "stages"),

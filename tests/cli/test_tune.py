@@ -128,10 +128,11 @@ def test_where_nothing_fits_the_exit_code_says_so(refused) -> None:
 def test_why_another_strategy_lost(cli, refused) -> None:
     lines = cli("tune", *FEW, "--explain", "tp=8,microbatch=1").out.splitlines()
     assert any(" slower than the best: " in line for line in lines)
-    data = cli("tune", *FEW, "--explain", "tp=1,pp=1,recompute=none", "--json").data["explanation"]
+    data = cli("tune", *FEW, "--explain", "tp=1,pp=1,recompute=none,zero=0", "--json").data["explanation"]
     assert data["fits"] is False
-    assert "does not fit" in data["reason"][0]
-    assert "smallest change" in data["reason"][1]
+    assert data["reason"][0].startswith("judged: ")
+    assert "does not fit" in data["reason"][1]
+    assert "smallest change" in data["reason"][2]
     for text, words in {"tq=8": "unknown key 'tq'", "tp": "cannot read 'tp'", "tp=3": "tp=3 does not divide"}.items():
         assert words in refused(2, "tune", *FEW, "--explain", text)
 
@@ -166,3 +167,11 @@ def test_plans_take_as_long_in_the_simulator(cli) -> None:
     for one in cli("tune", *FEW, "--top", "3", "--simulate", "--json").data["strategies"]:
         assert one["simulated_step_s"] == pytest.approx(one["step_s"], rel=0.01)
     assert "simulated" in cli("tune", *FEW, "--top", "1", "--simulate").out
+
+
+def test_days_and_cost_of_a_number_of_tokens(cli, refused) -> None:
+    lines = cli("tune", *FEW, "--tokens", "1B", "--price", "2").out.splitlines()
+    assert any(line.startswith("1B tokens: ") and "by GPU and hour" in line for line in lines)
+    data = cli("tune", *FEW, "--tokens", "1e9", "--price", "2", "--json").data
+    assert data["cost"] == pytest.approx(data["days"] * 24 * 16 * 2)
+    assert "write it like 15T" in refused(2, "tune", *FEW, "--tokens", "many")

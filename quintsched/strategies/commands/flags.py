@@ -46,16 +46,28 @@ FLAGS: dict[str, Flag] = {
     "seq": Flag("S", "Tokens of a sample; default: the model's longest sequence.", has_choice=False),
     "chunks": Flag("V", "Stages per pipeline rank."),
     "schedule": Flag("NAME", "The pipeline's schedule.", is_number=False),
-    "recompute": Flag("WHAT", "none, selective, full, or a number of layers of each stage.", is_number=False),
+    "recompute": Flag(
+        "WHAT",
+        "none, selective, full, modules (layernorm+moe_act), or a number of layers of each stage.",
+        is_number=False,
+    ),
     "zero": Flag("0-3", "What is sharded over replicas: optimizer state, gradients, weights."),
-    "dtype": Flag("TYPE", "bf16, fp16, fp32 or fp64.", is_number=False),
+    "zero_every": Flag("K", "With ZeRO-2 and 3, microbatches after which gradients are reduced (1)."),
+    "dtype": Flag("TYPE", "fp8, bf16, fp16, fp32 or fp64.", is_number=False),
+    "gradients": Flag(
+        "TYPE", "Precision in which gradients are added up; default: fp32 (fp16 reduces its own).", is_number=False
+    ),
     "stages": Flag("LAYERS", "Layers of each stage, 3,4,4,3; default: as even as can be.", is_number=False),
 }
 """Flags with a value."""
 
 SWITCHES: dict[str, str] = {
     "sequence_parallel": "Whether tp's ranks share out the tokens between products.",
-    "overlap": "Whether replicas add up gradients beside the last backwards, not after them.",
+    "overlap": "Whether gradients are reduced beside backwards, and weights gathered beside forwards (default: yes).",
+    "ep_overlap": "Whether tokens are exchanged beside another microbatch's computation under interleaved 1F1B.",
+    "tp_overlap": "Whether reductions over tp run beside the products for weights' gradients (default: yes).",
+    "fused_loss": "Whether the cross-entropy is one kernel, in place of the logits.",
+    "fused_accumulation": "Whether products add weights' gradients to earlier ones themselves, as in Megatron-LM.",
 }
 """Flags that are on or off."""
 

@@ -7,7 +7,9 @@ tune … --explain dp=16,tp=8,pp=8                                              
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from quintsched.strategies.prediction.step import Prediction
     from quintsched.strategies.tuning.emit import Emitted as Files
     from quintsched.strategies.tuning.explain_choice import Explanation
+    from quintsched.strategies.tuning.reasons import Row
     from quintsched.strategies.tuning.tune import Candidate, Tuning
 
 WHERE = ("model", "hardware", "gpus", "gpus_per_node", "batch", "seq")
@@ -52,6 +55,13 @@ Emitted = Annotated[
     Path | None,
     typer.Option("--emit", metavar="DIR", help="Write the best one's plan and job file there."),
 ]
+Headroom = Annotated[
+    float, typer.Option("--headroom", metavar="PERCENT", min=0, max=99, help="Memory of each GPU that is left free.")
+]
+Tokens = Annotated[str | None, typer.Option("--tokens", metavar="15T", help="Say how many days that many tokens take.")]
+Price = Annotated[
+    float | None, typer.Option("--price", metavar="MONEY", min=0, help="And what they cost, by GPU and hour.")
+]
 Exhaustive = Annotated[bool, typer.Option("--exhaustive", help="Evaluate everything; the result is the same.")]
 
 
@@ -66,6 +76,9 @@ def tune(
     directory: Emitted = None,
     certificate: CertificateFile = None,
     exhaustive: Exhaustive = False,
+    headroom: Headroom = 6.0,
+    tokens: Tokens = None,
+    price: Price = None,
     simulate: Simulated = False,
     as_json: AsJson = False,
 ) -> None:
@@ -73,13 +86,14 @@ def tune(
 
     Flags of a strategy that are left out are free. If nothing fits, the exit code is 3.
     """
+    whole = None if tokens is None else read_tokens(tokens)
     for name in ("gpus", "batch"):
         if name not in flags:
             raise UsageError(f"--{name} is missing; tune needs --model, --hardware, --gpus and --batch")
     for written in (output, certificate):
         refuse_input(written, flags.get("model"), flags.get("hardware"), profile)
     path = None if output is None else picture_path(output, (*PICTURES, PAGE))
-    found = _search(flags, top, exhaustive, MeasuredStart.of(profile, profile_at))
+    found = _search(flags, top, exhaustive, MeasuredStart.of(profile, profile_at), headroom / 100)
     if certificate is not None:
         _certify(found, certificate)
     explanation = None if explain is None else _explain(found, explain)
@@ -87,22 +101,32 @@ def tune(
         raise MisfitError("\n".join(_why_nothing_fits(found, explanation)))
     if path is not None:
         write_picture(path, partial(_draw, found, path))
-    predictions = _predictions(found)
+    shown = found.best[:top] if as_json else [row.candidate for row in _rows(found, top)]
+    predictions = _predictions(found, shown)
     simulations = _simulations(predictions) if simulate else [None] * len(predictions)
     files = None if directory is None else _emit(found, directory)
     if as_json:
-        emit(_as_data(found, predictions, simulations) | _more_data(explanation, files))
+        days, cost = (None, None) if whole is None else _days_and_cost(found, whole, price)
+        more = {} if days is None else {"days": days, "cost": cost}
+        emit(_as_data(found, predictions, simulations) | _more_data(explanation, files) | more)
         return
-    say(_describe(found, predictions, simulations))
+    say(_describe(found, top, predictions, simulations))
+    if whole is not None:
+        days, cost = _days_and_cost(found, whole, price)
+        paid = "" if cost is None else f"; {cost:,.0f} at {price:g} by GPU and hour"
+        say(["", f"{tokens} tokens: {days:,.1f} days{paid}"])
     if explanation is not None:
         say(["", *explanation.lines])
     if files is not None:
         say(["", f"run it: quintsched run {files.plan} {files.job}", *(f"  {line}" for line in files.notes)])
 
 
-def _search(flags: Mapping[str, Any], top: int, exhaustive: bool, start: MeasuredStart | None) -> Tuning:
+def _search(
+    flags: Mapping[str, Any], top: int, exhaustive: bool, start: MeasuredStart | None, headroom: float
+) -> Tuning:
     from quintsched.strategies.descriptions.flag_rows import find_parts, longest_sequence
     from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware
+    from quintsched.strategies.tuning.reasons import POOL
     from quintsched.strategies.tuning.tune import tune
 
     if isinstance(flags.get("hardware"), str):
@@ -123,9 +147,10 @@ def _search(flags: Mapping[str, Any], top: int, exhaustive: bool, start: Measure
             flags["batch"],
             flags.get("seq") or longest_sequence(model),
             fixed=fixed,
-            top=top,
+            top=max(top, POOL),
             prune=not exhaustive,
             progress=show,
+            headroom=headroom,
         )
 
 
@@ -149,13 +174,12 @@ def _certify(found: Tuning, file: Path) -> None:
 
 
 def _explain(found: Tuning, text: str) -> Explanation:
-    """Return why a strategy is not the best; missing keys of its text come from the search."""
-    from quintsched.strategies.descriptions.flag_rows import read_strategy
-    from quintsched.strategies.tuning.explain_choice import explain
+    """Return why a strategy is not the best; what its text leaves out comes from the search, and from its best."""
+    from quintsched.strategies.tuning.explain_choice import completed, explain
 
-    space = found.space
-    given = {"gpus": space.gpus, "batch": space.batch, "seq": space.seq, "dtype": space.choices.dtype[0]}
-    return explain(found, read_strategy(found.model, given | read_settings("--explain", text)))
+    explanation = explain(found, completed(found, read_settings("--explain", text)))
+    judged, *rest = explanation.lines
+    return replace(explanation, lines=(f"{judged}; what --explain leaves out is as in the best", *rest))
 
 
 def _draw(found: Tuning, path: Path) -> None:
@@ -172,8 +196,9 @@ def _why_nothing_fits(found: Tuning, explanation: Explanation | None) -> Sequenc
 
 def _emit(found: Tuning, folder: Path) -> Files:
     from quintsched.strategies.tuning.emit import emit
+    from quintsched.strategies.tuning.reasons import recommended
 
-    return emit(found.model, found.best[0].strategy, folder)
+    return emit(found.model, recommended(found).strategy, folder)
 
 
 def _more_data(explanation: Explanation | None, files: Files | None) -> dict[str, Any]:
@@ -186,14 +211,38 @@ def _more_data(explanation: Explanation | None, files: Files | None) -> dict[str
     return more
 
 
-def _predictions(found: Tuning) -> list[Prediction]:
+def _rows(found: Tuning, top: int) -> list[Row]:
+    """Return the rows that are printed, the fastest first."""
+    from quintsched.strategies.tuning.reasons import rows
+
+    return rows(found.best)[:top]
+
+
+def _predictions(found: Tuning, candidates: Sequence[Candidate]) -> list[Prediction]:
     from quintsched.strategies.prediction.step import predict
 
-    return [predict(found.model, found.hardware, candidate.strategy) for candidate in found.best]
+    return [predict(found.model, found.hardware, candidate.strategy) for candidate in candidates]
+
+
+def _days_and_cost(found: Tuning, tokens: float, price: float | None) -> tuple[float, float | None]:
+    """Return the days, and the cost, of training on a number of tokens, by the recommended strategy."""
+    from quintsched.strategies.tuning.reasons import recommended
+
+    space = found.space
+    days = tokens / (space.batch * space.seq) * recommended(found).step_s / 86400
+    return days, None if price is None else days * 24 * space.gpus * price
+
+
+def read_tokens(text: str) -> float:
+    """Return a number of tokens: "15T", "300B", "2e12"; raises UsageError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise UsageError(f"--tokens: cannot read {text!r}; write it like 15T, 300B or 2e12")
+    return float(match[1]) * 1000.0 ** " KMBT".index(match[2].upper() or " ")
 
 
 def _as_data(found: Tuning, predictions: Sequence[Prediction], simulations: Sequence[float | None]) -> dict[str, Any]:
-    from quintsched.strategies.tuning.reasons import reasons
+    from quintsched.strategies.tuning.reasons import advice, reasons, recommended
 
     return {
         "model": found.model.name,
@@ -213,12 +262,15 @@ def _as_data(found: Tuning, predictions: Sequence[Prediction], simulations: Sequ
             }
             for candidate in found.front
         ],
-        "reason": list(reasons(found, predictions)),
+        "recommended": recommended(found).strategy.model_dump(mode="json", exclude_none=True),
+        "reason": [*advice(found), *reasons(found, predictions)],
     }
 
 
-def _describe(found: Tuning, predictions: Sequence[Prediction], simulations: Sequence[float | None]) -> Iterator[str]:
-    from quintsched.strategies.tuning.reasons import reasons
+def _describe(
+    found: Tuning, top: int, predictions: Sequence[Prediction], simulations: Sequence[float | None]
+) -> Iterator[str]:
+    from quintsched.strategies.tuning.reasons import advice, reasons
     from quintsched.text.listing import table
 
     space = found.space
@@ -226,10 +278,15 @@ def _describe(found: Tuning, predictions: Sequence[Prediction], simulations: Seq
     yield f"{found.model.name} on {space.gpus} {found.hardware.name}, {space.batch} samples of {space.seq} tokens"
     yield f"{count} strategies; what was not evaluated cannot win"
     yield ""
-    rows = [(str(rank + 1), *_row(predictions[rank], simulations[rank])) for rank in range(len(predictions))]
+    chosen = _rows(found, top)
+    rows = [
+        (str(rank + 1), *_row(predictions[rank], simulations[rank], chosen[rank].variations))
+        for rank in range(len(predictions))
+    ]
     more = ("simulated",) if simulations[0] is not None else ()
     yield from table(("", "step", *more, "MFU", "GB", "strategy"), rows)
     yield ""
+    yield from advice(found)
     yield from reasons(found, predictions)
     if smaller := _smaller(found):
         yield ""
@@ -247,12 +304,13 @@ def _smaller(found: Tuning) -> list[Candidate]:
     return shown
 
 
-def _row(prediction: Prediction, simulated_s: float | None) -> tuple[str, ...]:
+def _row(prediction: Prediction, simulated_s: float | None, variations: Sequence[str] = ()) -> tuple[str, ...]:
     from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
 
     held = gigabytes(prediction.memory_bytes)
     more = () if simulated_s is None else (duration(simulated_s),)
-    return duration(prediction.step_s), *more, percent(prediction.mfu), held, strategy_name(prediction.strategy)
+    name = strategy_name(prediction.strategy) + (f" (or {'; '.join(variations)})" if variations else "")
+    return duration(prediction.step_s), *more, percent(prediction.mfu), held, name
 
 
 def _point(candidate: Candidate) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from quintsched.ir.mesh import whole_number
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy import MODULES, Strategy, modules_of
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """Axes from the innermost, whose ranks are nearest neighbours."""
@@ -121,12 +121,13 @@ def _size(name: str, value: object) -> int:
 
 def read_recompute(name: str, value: object) -> object:
     """Return the recompute setting: a word, a number of layers, or one number per stage; also from text ("1,2")."""
-    if value in ("none", "selective", "full"):
+    if value in ("none", "selective", "full") or modules_of(value):
         return value
     found = _numbers(value)
     if found is None:
         raise UsageError(
-            f"{name} is {quoted(value)}; give none, selective, full, a number of layers, or one for each stage"
+            f"{name} is {quoted(value)}; give none, selective, full, modules ({'+'.join(MODULES)}), a number of "
+            "layers, or one for each stage"
         )
     return found
 
@@ -167,4 +168,5 @@ _READ: Mapping[str, Callable[[str, object], object]] = {
     "recompute": read_recompute,
     "stages": _read_stages,
     "dtype": _read_dtype,
+    "gradients": _read_dtype,
 }

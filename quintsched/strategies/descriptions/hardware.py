@@ -38,6 +38,8 @@ class Measured(Description):
 
     matmul: dict[str, Curve] = Field(default_factory=dict)
     """Matrix products of linear layers with bias, by dtype, forward and backward: FLOP/s by FLOP."""
+    products: tuple[tuple[Figure, Figure, Figure, Figure, Amount], ...] = ()
+    """Matrix products by shape: how many at once; m, n, k of m x k by k x n; FLOP/s. Others are as the nearest."""
     attention: dict[str, Curve] = Field(default_factory=dict)
     """Forward of causal attention, by dtype: FLOP/s by FLOP, without masked operations."""
     attention_backward: dict[str, Curve] = Field(default_factory=dict)

@@ -118,6 +118,7 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
         "shared": config.get("n_shared_experts") or 0,
         "first_dense": config.get("first_k_dense_replace") or 0,
         "every": config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1,
+        "nodes": config.get("topk_group"),
     }
     return {"experts": experts}
 

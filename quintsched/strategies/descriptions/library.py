@@ -29,6 +29,7 @@ from quintsched.strategies.descriptions import other_tools_names
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.huggingface import is_config, read_config
 from quintsched.strategies.descriptions.model import Description, Model
+from quintsched.strategies.descriptions.simumax import is_system, read_system
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -66,13 +67,22 @@ def find_hardware(what: Source | Hardware) -> Hardware:
     if isinstance(what, Hardware):
         return what
     if isinstance(what, Mapping):
-        return _checked(Hardware, other_tools_names.of_hardware(what), "the hardware", find_hardware)
+        return _hardware_of(what, "the hardware")
     _require_name(what, "hardware")
     name = plain(str(what))
     if name in _hardware():
         return _hardware()[name]
     path = _calibrated() if name == "cpu" else _file(what, "hardware.yaml", "hardware", [*hardware_names(), "cpu"])
-    return _checked(Hardware, other_tools_names.of_hardware(_read(path, "the hardware")), str(path), find_hardware)
+    return _hardware_of(_read(path, "the hardware"), str(path))
+
+
+def _hardware_of(values: Mapping[str, Any], source: str) -> Hardware:
+    if is_system(values):
+        try:
+            values = read_system(values)
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{source}: a system file of SimuMax without {error}") from None
+    return _checked(Hardware, other_tools_names.of_hardware(values), source, find_hardware)
 
 
 def model_names() -> list[str]:

@@ -54,6 +54,8 @@ class Experts(Description):
     """Number of layers at the beginning with a plain feed-forward network instead."""
     every: Size = 1
     """Interval k: every k-th of the remaining layers has experts, the others a plain network."""
+    nodes: Size | None = None
+    """Most nodes that a token's experts are on, by limited routing; None: any."""
     padded_to: Figure | None = None
     """Capacity factor: rows per expert relative to an even load, by padding and dropping; None: dropless routing."""
 

@@ -8,12 +8,31 @@ dp · tp · pp · cp · ep = gpus; the batch is divided over dp · ep replicas i
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from quintsched.strategies.descriptions.model import Count, Description, Size
 
-Recompute = Literal["none", "selective", "full"] | Count | tuple[int, ...]
-"""Recomputed layers of each stage: none, attention scores only, all, a number of them, or a number per stage."""
+MODULES = ("core_attn", "layernorm", "mla_up_proj", "moe_act", "mlp_act")
+"""Modules of a layer that recomputation may name, as Megatron-LM's `--recompute-modules` does: the scores of attention,
+norms, the products that expand latent attention, the activation of experts (whose probabilities are then applied before
+their last product, so that outputs are not kept), and of other feed-forward networks. With fp8, the inputs of
+recomputed activations are kept in 8 bits."""
+_NAMED = "|".join(MODULES)
+Modules = Annotated[str, Field(pattern=rf"^({_NAMED})(\+({_NAMED}))*$")]
+"""Some of `MODULES`: "layernorm+moe_act"."""
+Recompute = Literal["none", "selective", "full"] | Modules | Count | tuple[int, ...]
+"""Recomputed layers of each stage: none, attention's scores only, some modules of each layer, all, a number of layers,
+or a number per stage."""
+
+
+def modules_of(recompute: object) -> tuple[str, ...]:
+    """Return the modules of each layer that are recomputed."""
+    if recompute == "selective":
+        return ("core_attn",)
+    names = tuple(str(recompute).split("+"))
+    return names if set(names) <= set(MODULES) else ()
 
 
 class Strategy(Description):
@@ -38,10 +57,27 @@ class Strategy(Description):
     recompute: Recompute = "none"
     sequence_parallel: bool = False
     zero: Literal[0, 1, 2, 3] = 0
-    overlap: bool = False
-    """Whether replicas reduce a stage's gradients during the backwards of other stages; else after all backwards, as in
-    the runs measured by Megatron-LM's papers."""
-    dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
+    zero_every: Size = 1
+    """With ZeRO-2 and 3, number of microbatches after which gradients are reduced; until then they are accumulated."""
+    overlap: bool = True
+    """Whether replicas reduce gradients layer by layer during backwards, and gather updated weights during forwards;
+    else after all backwards, as in the runs measured by Megatron-LM's papers."""
+    ep_overlap: bool = False
+    """Whether the exchange of tokens with experts runs beside another microbatch's computation under interleaved 1F1B,
+    as with Megatron-LM's `--overlap-moe-expert-parallel-comm`; DualPipe always does so."""
+    tp_overlap: bool = True
+    """Whether the reduction of an input's gradient over tp runs beside the product for the weight's gradient, as in
+    Megatron-LM since 2022."""
+    fused_accumulation: bool = False
+    """Whether the product that makes a weight's gradient also adds it to the sum of earlier microbatches, as in
+    Megatron-LM since 2022 (`gradient_accumulation_fusion`); else that is a pass of its own."""
+    fused_loss: bool = False
+    """Whether the cross-entropy is one kernel that writes the gradient of logits in their place."""
+    dtype: Literal["fp8", "bf16", "fp16", "fp32", "fp64"] = "bf16"
+    """Precision of computation; "fp8": of products with weights in a layer (with the exchange and the kept inputs of
+    these), all else in bf16."""
+    gradients: Literal["bf16", "fp16", "fp32", "fp64"] | None = None
+    """Precision in which gradients are accumulated and reduced; None: 32 bits at least, fp16 reduced in its own."""
     stages: tuple[int, ...] | None = None
     """Layers of each stage; None: as even as possible, with the remainder on the first stages."""
 

@@ -48,8 +48,13 @@ def strategy_name(strategy: Strategy) -> str:
         parts.append(f"stages {','.join(map(str, strategy.stages))}")
     parts += [recompute_name(strategy)] if strategy.recompute != "none" else []
     parts += ["sequence-parallel"] if strategy.sequence_parallel else []
-    parts += [f"ZeRO-{strategy.zero}"] if strategy.zero else []
-    parts += ["gradients overlapped"] if strategy.overlap else []
+    reduces_late = strategy.zero > 1 and strategy.zero_every > 1
+    every = f", gradients reduced every {strategy.zero_every} microbatches" if reduces_late else ""
+    parts += [f"ZeRO-{strategy.zero}{every}"] if strategy.zero else []
+    hidden = strategy.ep_overlap and strategy.ep > 1 and strategy.schedule == "interleaved-1f1b"
+    parts += ["tokens exchanged beside computation"] if hidden else []
+    parts += [] if strategy.overlap else ["gradients reduced after all backwards"]
+    parts += [f"gradients in {strategy.gradients}"] if strategy.gradients else []
     return "; ".join([*parts, strategy.dtype])
 
 

@@ -29,10 +29,13 @@ from quintsched.strategies.prediction.efficiency import (
     operator_times,
 )
 from quintsched.strategies.prediction.operators import Array, Operator, Product, Sizes
-from quintsched.strategies.prediction.predicted_collectives import all_reduce_s, all_to_all_s, message_s, overlap
+from quintsched.strategies.prediction.predicted_collectives import (
+    all_reduce_s,
+    exchange_s,
+    message_s,
+    overlap,
+)
 
-WIDTHS = {"bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp64": 8.0}
-"""Bytes of an element by dtype."""
 T = TypeVar("T", bound="Rows")
 
 
@@ -61,7 +64,7 @@ class Layer(Rows):
     backward_input: Array
     backward_weight: Array
     selective: Array
-    """Part of the forward that selective recomputation runs again."""
+    """Part of the forward that recomputation of modules runs again."""
     tp_forward: Array
     tp_backward: Array
     tp_hidden: Array
@@ -126,15 +129,22 @@ class _LayerTimes:
     def __call__(
         self, found: Sequence[Operator], reduces_forward: float, reduces_backward: float, *, attends: bool, mixes: bool
     ) -> Layer:
-        times = [operator_times(operator, self.hardware, self.dtype, self.constants) for operator in found]
+        accumulated = self.sizes.accumulated
+        times = [operator_times(one, self.hardware, self.dtype, self.constants, accumulated) for one in found]
+        times = [self._rerun(one, time) for one, time in zip(found, times, strict=True)]
         zero = np.zeros_like(self.sizes.tokens)
         total = sum(times, Times(zero, zero, zero, zero))
         cp_forward, cp_backward, cp_hidden = self._context(times, found) if attends else (zero, zero, zero)
-        exchange = self._exchange() if mixes else zero
+        exchange = self._exchange() if mixes else zero  # there and back
         tp_backward, tp_hidden = self._tensor_backward(times, found, reduces_backward)
         tp_forward = reduces_forward * self._reduce()
-        waits = tp_forward + cp_forward + 2 * exchange, tp_backward + cp_backward + 2 * exchange
-        total = _launched(total, sum(map(launches, found), Times(zero, zero, zero, zero)), waits, self.hardware)
+        waits = tp_forward + cp_forward + exchange, tp_backward + cp_backward + exchange
+        total = _launched(
+            total,
+            sum((self._rerun(one, launches(one)) for one in found), Times(zero, zero, zero, zero)),
+            waits,
+            self.hardware,
+        )
         return Layer(
             forward=total.forward,
             backward_input=total.backward_input,
@@ -146,11 +156,15 @@ class _LayerTimes:
             cp_forward=cp_forward,
             cp_backward=cp_backward,
             cp_hidden=cp_hidden,
-            ep_forward=2 * exchange,
-            ep_backward=2 * exchange,
+            ep_forward=exchange,
+            ep_backward=exchange,
             weights=sum((_weights(operator) for operator in found if not _expert(operator)), zero),
             expert_weights=sum((_weights(operator) for operator in found if _expert(operator)), zero),
         )
+
+    def _rerun(self, operator: Operator, times: Times) -> Times:
+        """Return the times of an operator, `selective` where its module is recomputed."""
+        return replace(times, selective=times.forward * self.sizes.rerun.get(operator.module, 0.0))
 
     def _tensor_backward(
         self, times: Sequence[Times], found: Sequence[Operator], reduces: float
@@ -162,8 +176,9 @@ class _LayerTimes:
         gathers the output's gradient without overlap.
         """
         columns = [time for time, operator in zip(times, found, strict=True) if getattr(operator, "column", False)]
-        weight = sum((time.backward_weight for time in columns), np.zeros_like(self.sizes.tokens))
-        inputs = sum((time.backward_input for time in columns), np.zeros_like(self.sizes.tokens))
+        zero, overlaps = np.zeros_like(self.sizes.tokens), np.asarray(self.sizes.tp_overlap)
+        weight = overlaps * sum((time.backward_weight for time in columns), zero)
+        inputs = overlaps * sum((time.backward_input for time in columns), zero)
         whole = reduces * self._reduce()
         summed, _ = overlap(whole, weight, self.constants)
         scattered = overlap(whole / 2, weight, self.constants)[0] + overlap(whole / 2, inputs, self.constants)[0]
@@ -179,11 +194,16 @@ class _LayerTimes:
         return all_reduce_s(moved, sizes.tp, np.ones_like(sizes.tp), self.hardware, self.constants)
 
     def _exchange(self) -> Array:
-        """Return the time of the all-to-all of tokens to their experts over ep."""
-        sizes = self.sizes
-        rows = self.model.experts.rows if self.model.experts else 0
-        moved = sizes.between * rows * self.model.hidden * sizes.width
-        return all_to_all_s(moved, sizes.ep, sizes.tp * sizes.cp, self.hardware, self.constants)
+        """Return the time of sending tokens to their experts over ep, and their results back."""
+        sizes, experts = self.sizes, self.model.experts
+        assert experts is not None
+        sent = sizes.between * self.model.hidden * (1.0 if self.dtype == "fp8" else sizes.width)
+        made = sizes.between * self.model.hidden * sizes.width
+        there, back = (
+            exchange_s(moved, experts.rows, experts.nodes, sizes.ep, sizes.tp * sizes.cp, self.hardware, self.constants)
+            for moved in (sent, made)
+        )
+        return there + back
 
     def _context(self, times: Sequence[Times], found: Sequence[Operator]) -> tuple[Array, Array, Array]:
         """Return exposed forward, exposed backward and hidden time of the cp ring; each hop overlaps with attention."""
@@ -191,7 +211,7 @@ class _LayerTimes:
         heads = np.maximum((model.kv_heads or model.heads) / sizes.tp, 1.0)
         block = sizes.tokens * heads * 2 * operators.head_size(model) * sizes.width
         hop = message_s(block, sizes.tp * sizes.cp / 2, self.hardware, self.constants)
-        core = [time for time, operator in zip(times, found, strict=True) if getattr(operator, "selective", False)]
+        core = [time for time, operator in zip(times, found, strict=True) if operator.module == "core_attn"]
         hops = sizes.cp - 1
         forward = sum((time.forward for time in core), np.zeros_like(hop)) / sizes.cp
         backward = sum((time.backward for time in core), np.zeros_like(hop)) / sizes.cp

@@ -14,6 +14,7 @@ in `Hardware.measured` take precedence.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,6 +58,10 @@ LAUNCH_S = 79e-6
 """Seconds of the host for each operator that it launches, with autograd's part and the accumulation of gradients. An
 eager loop over a GPT of 24 layers in bf16 took 183 ms for 4 microbatches on the host of an H200 (docs/gpu.md): 1.9 ms
 for each layer and microbatch, which is 24 operators."""
+CAST = 3.0
+"""Bytes read and written per number that is rounded from 16 to 8 bits."""
+IN_16_BITS = ("logits", "router", "patches")
+"""Products with weights that stay in 16 bits where a layer's are in 8 (arXiv:2412.19437, section 3.3.1)."""
 BACKWARD_FLOPS = 2.5
 """FLOP of fused attention's backward per FLOP of the forward: five products to two."""
 
@@ -90,22 +95,41 @@ class Times:
         return self.backward_input + self.backward_weight
 
 
-def operator_times(operator: Operator, hardware: Hardware, dtype: str, constants: Constants = CONSTANTS) -> Times:
-    """Return the times of an operator; curves of `hardware.measured` take precedence over the fitted model."""
+def operator_times(
+    operator: Operator,
+    hardware: Hardware,
+    dtype: str,
+    constants: Constants = CONSTANTS,
+    accumulated: Array | float = 0.0,
+) -> Times:
+    """Return the times of an operator; curves of `hardware.measured` take precedence over the fitted model.
+
+    `accumulated`: as in `operators.Sizes`.
+    """
     if isinstance(operator, Product):
+        dtype, cast = ("bf16", False) if dtype == "fp8" and not _is_short(operator) else (dtype, dtype == "fp8")
         m, n, k = operator.m, operator.n, operator.k
         forward, inputs, weights = (
-            product_s(operator, *shape, hardware, dtype, constants) for shape in ((m, n, k), (m, k, n), (k, n, m))
+            product_s(operator, *shape, hardware, dtype, constants, made)
+            for shape, made in (((m, n, k), 0.0), ((m, k, n), 0.0), ((k, n, m), accumulated))
         )
+        if cast:
+            of_input, of_result = (memory_s(CAST * operator.batch * m * each, hardware, constants) for each in (k, n))
+            forward, inputs, weights = forward + of_input, inputs + of_result, weights + of_input
         zero = np.zeros_like(forward)
         halves = (inputs, weights) if operator.weighted else (inputs + weights, zero)
-        return Times(forward, *halves, forward if operator.selective else zero)
+        return Times(forward, *halves, forward if operator.module == "core_attn" else zero)
     if isinstance(operator, Attention):
         return _attention_times(operator, hardware, dtype, constants)
     forward = memory_s(operator.forward, hardware, constants)
     backward = memory_s(operator.backward, hardware, constants)
     zero = np.zeros_like(forward)
-    return Times(forward, backward, zero, forward if operator.selective else zero)
+    return Times(forward, backward, zero, forward if operator.module == "core_attn" else zero)
+
+
+def _is_short(product: Product) -> bool:
+    """Return whether a product runs in 8 bits: those with weights, but for the head and the router."""
+    return product.weighted and product.name not in IN_16_BITS
 
 
 def launches(operator: Operator) -> Times:
@@ -117,12 +141,12 @@ def launches(operator: Operator) -> Times:
     if isinstance(operator, Product):
         one = np.ones_like(operator.m)
         halves = (one, one) if operator.weighted else (2 * one, 0 * one)
-        return Times(one, *halves, one * operator.selective)
+        return Times(one, *halves, one * (operator.module == "core_attn"))
     if isinstance(operator, Attention):
         calls = np.maximum(operator.ring, 1.0)
-        return Times(calls, calls, 0 * calls, calls * operator.selective)
+        return Times(calls, calls, 0 * calls, calls)
     one = np.where(operator.forward > 0, 1.0, 0.0)
-    return Times(one, one, 0 * one, one * operator.selective)
+    return Times(one, one, 0 * one, one * (operator.module == "core_attn"))
 
 
 def launch_s(hardware: Hardware) -> float:
@@ -144,16 +168,34 @@ def product_s(
     hardware: Hardware,
     dtype: str,
     constants: Constants = CONSTANTS,
+    made: Array | float = 0.0,
 ) -> Array:
-    """Return the seconds of one matrix product, m × k by k × n, of an operator's forward or backward."""
+    """Return the seconds of one matrix product, m × k by k × n, of an operator's forward or backward.
+
+    `made`: bytes moved for each element of the result; 0: those of the operator's precision.
+    """
     flops = 2.0 * product.batch * m * n * k
     measured = hardware.measured
     if measured is not None and dtype in measured.matmul:
         return np.maximum(kernel_s(hardware), flops / curve_rate(measured.matmul[dtype], flops))
-    shape = full_waves(m, n, product.batch, hardware.processors) * k / (k + constants.half)
+    if measured is not None and measured.products and dtype != "fp8":
+        return np.maximum(kernel_s(hardware), flops / shape_rate(measured.products, product.batch, m, n, k))
+    half = constants.half * (peak(hardware, dtype) / peak(hardware, "bf16") if dtype == "fp8" else 1.0)
+    shape = full_waves(m, n, product.batch, hardware.processors) * k / (k + half)
     rate = peak(hardware, dtype) * hardware.efficiency * constants.product * shape
-    moved = product.batch * (m * k + k * n + m * n) * product.width
+    result = np.where(np.asarray(made) > 0, made, product.width)
+    moved = product.batch * ((m * k + k * n) * product.width + m * n * result)
     return np.maximum(kernel_s(hardware), np.maximum(flops / rate, moved / memory_rate(moved, hardware, constants)))
+
+
+def shape_rate(measured: Sequence[Sequence[float]], batch: Array | float, m: Array, n: Array, k: Array) -> Array:
+    """Return the FLOP/s of the measured product with the nearest sizes by their logarithms; m and n are alike."""
+    table = np.log(np.array(measured, np.float64))
+    asked = np.log(np.maximum(np.stack(np.broadcast_arrays(batch, m, n, k), axis=-1), 1.0))
+    turned = asked[..., [0, 2, 1, 3]]
+    apart = [np.abs(each[..., None, :] - table[:, :4]).sum(axis=-1) for each in (asked, turned)]
+    found: Array = np.exp(table[np.minimum(*apart).argmin(axis=-1), 4])
+    return found
 
 
 def full_waves(m: Array, n: Array, batch: Array | float, processors: int) -> Array:
@@ -211,7 +253,7 @@ def curve_rate(curve: Curve, size: Array) -> Array:
 
 
 def _attention_times(attention: Attention, hardware: Hardware, dtype: str, constants: Constants) -> Times:
-    measured = hardware.measured
+    measured, dtype = hardware.measured, "bf16" if dtype == "fp8" else dtype
     if measured is not None and dtype in measured.attention and dtype in measured.attention_backward:
         curves = measured.attention[dtype], measured.attention_backward[dtype]
         forward, backward = (
@@ -224,14 +266,14 @@ def _attention_times(attention: Attention, hardware: Hardware, dtype: str, const
                 for passing, fused in zip(around, (forward, backward), strict=True)
             )
         zero = np.zeros_like(forward)
-        return Times(forward, backward, zero, forward if attention.selective else zero)
+        return Times(forward, backward, zero, forward)
     forward_share, backward_share = FUSED[attention.kernel]
     most = peak(hardware, dtype) * hardware.attention * min(1.0, attention.head / 64)
     rate = most * attention.length / (attention.length + FUSED_HALF)
     forward = np.maximum(kernel_s(hardware), attention.flops / (rate * forward_share))
     backward = np.maximum(kernel_s(hardware), BACKWARD_FLOPS * attention.flops / (rate * backward_share))
     zero = np.zeros_like(forward)
-    return Times(forward, backward, zero, forward if attention.selective else zero)
+    return Times(forward, backward, zero, forward)
 
 
 def _ring_s(

@@ -21,6 +21,8 @@ from quintsched.strategies.prediction.operators import Array
 
 V_SHAPED = frozenset({"zbv", "v-half", "v-min", "dualpipe-v"})
 """Schedules whose second chunk runs back over the ranks."""
+PAIRED = ("dualpipe", "dualpipe-v")
+"""Schedules that pair a forward with another microbatch's backward."""
 BIDIRECTIONAL = frozenset({"dualpipe"})
 """Schedules in which a rank also holds its stage's twin."""
 
@@ -81,6 +83,8 @@ class PerMicrobatch:
     compute_forward: Array
     compute_input: Array
     compute_weight: Array
+    accumulate: Array
+    """Adding the gradients to those of earlier microbatches."""
     recompute: Array
     tp_forward: Array
     tp_backward: Array
@@ -88,6 +92,7 @@ class PerMicrobatch:
     cp: Array
     cp_hidden: Array
     ep: Array
+    ep_hidden: Array
     pp: Array
     dp: Array
     """Exposed part of ZeRO's gathers and reduce-scatters in every microbatch."""
@@ -107,9 +112,14 @@ class PerMicrobatch:
         return self.compute_input + self.recompute + waits
 
     @property
+    def backward_weight(self) -> Array:
+        """Weight half of the backward."""
+        return self.compute_weight + self.accumulate
+
+    @property
     def total(self) -> Array:
         """Forward and backward together."""
-        return self.forward + self.backward_input + self.compute_weight
+        return self.forward + self.backward_input + self.backward_weight
 
 
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:

@@ -9,7 +9,8 @@ in `efficiency` only.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -18,6 +19,9 @@ from numpy.typing import NDArray
 from quintsched.strategies.descriptions.model import Model
 
 Array: TypeAlias = NDArray[np.float64]
+UP = "mla_up_proj"
+MODULE_OF = {"expert": "moe_act", "shared": "mlp_act", "ffn": "mlp_act"}
+"""Modules of activations, by the name of their network."""
 FP32 = 4.0
 """Bytes of an element where an operator works in single precision, whatever the model's precision."""
 
@@ -35,6 +39,15 @@ class Sizes:
     seq: Array
     width: Array
     """Bytes of an element of an activation or a weight."""
+    accumulated: Array | float = 0.0
+    """Bytes that a product reads and writes for each element of a weight's gradient, if it adds to earlier ones itself;
+    else 0."""
+    rerun: Mapping[str, Array | float] = field(default_factory=lambda: {"core_attn": 1.0})
+    """1 for each of `descriptions.strategy.MODULES` that is recomputed, else 0."""
+    tp_overlap: Array | float = 1.0
+    """1 if reductions of gradients over tp run beside products, else 0."""
+    fused_loss: Array | float = 0.0
+    """1 if the cross-entropy is one kernel, in place of the logits; else 0."""
 
     @property
     def tokens(self) -> Array:
@@ -59,8 +72,8 @@ class Product:
     batch: Array | float = 1.0
     weighted: bool = True
     """Whether one factor is a weight: one product of the backward is then the weight half."""
-    selective: bool = False
-    """Whether selective recomputation runs it again."""
+    module: str = ""
+    """Module that it belongs to, by the names of `descriptions.strategy.MODULES`."""
     column: bool = False
     """Whether tp cuts its columns: the gradient of its input is then all-reduced over tp."""
 
@@ -84,7 +97,7 @@ class Attention:
     """Queries of a sample on this rank."""
     ring: Array
     """Ranks of the cp axis, around which the keys are passed."""
-    selective: bool = True
+    module: str = "core_attn"
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +107,7 @@ class Pass:
     name: str
     forward: Array
     backward: Array
-    selective: bool = False
+    module: str = ""
 
 
 Operator: TypeAlias = Product | Attention | Pass
@@ -142,7 +155,11 @@ def head(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
     return (
         _norm("final norm", sizes.between * model.hidden, width),
         Product("logits", rows, vocab, np.full_like(tokens, model.hidden), width, column=True),
-        Pass("cross-entropy", logits * (width + 5 * FP32), logits * (3 * FP32 + width)),
+        Pass(
+            "cross-entropy",
+            logits * np.where(np.asarray(sizes.fused_loss) > 0, 3 * width, width + 5 * FP32),
+            logits * np.where(np.asarray(sizes.fused_loss) > 0, 2 * width, width + 3 * FP32),
+        ),
     )
 
 
@@ -181,14 +198,14 @@ def _projections(model: Model, sizes: Sizes, heads: Array, key_heads: Array, hea
     rank = np.full_like(tokens, latent.kv_rank)
     narrow = np.full_like(tokens, latent.kv_rank + latent.rope_size)
     unroped = head - latent.rope_size
-    expand = Product("kv up", tokens, heads * (unroped + latent.value_size), rank, width, column=True)
+    expand = Product("kv up", tokens, heads * (unroped + latent.value_size), rank, width, module=UP, column=True)
     compress = Product("kv down", tokens, narrow, hidden, width)
     if not latent.q_rank:
         return (Product("q", tokens, heads * head, hidden, width, column=True), compress, expand)
     queries = np.full_like(tokens, latent.q_rank)
     return (
         Product("q down", tokens, queries, hidden, width),
-        Product("q up", tokens, heads * head, queries, width, column=True),
+        Product("q up", tokens, heads * head, queries, width, module=UP, column=True),
         compress,
         expand,
     )
@@ -211,14 +228,14 @@ def _core(model: Model, sizes: Sizes, heads: Array, head: int, values: int) -> t
         flops, length = 2 * scores * (head + values) * seen, columns * seen / sizes.cp
         return (Attention("attention", flops, head, length, model.attention, batch, rows, sizes.cp),)
     depth, value = np.full_like(rows, head), np.full_like(rows, values)
-    passes = Pass("softmax", scores * 2 * width, scores * 3 * width, selective=True)
+    passes = Pass("softmax", scores * 2 * width, scores * 3 * width, module="core_attn")
     dropped = scores * (2 * width + 1)
-    dropout = (Pass("attention dropout", dropped, dropped, selective=True),) if model.dropout else ()
+    dropout = (Pass("attention dropout", dropped, dropped, module="core_attn"),) if model.dropout else ()
     return (
-        Product("scores", rows, columns, depth, width, batch, weighted=False, selective=True),
+        Product("scores", rows, columns, depth, width, batch, weighted=False, module="core_attn"),
         passes,
         *dropout,
-        Product("values", rows, value, columns, width, batch, weighted=False, selective=True),
+        Product("values", rows, value, columns, width, batch, weighted=False, module="core_attn"),
     )
 
 
@@ -229,7 +246,7 @@ def _feed_forward(model: Model, sizes: Sizes, ffn: float, tokens: Array, name: s
     touched = tokens * wide * sizes.width
     return (
         Product(f"{name} up", tokens, inputs * wide, hidden, sizes.width, column=True),
-        Pass(f"{name} activation", (inputs + 1) * touched, (2 * inputs + 1) * touched),
+        Pass(f"{name} activation", (inputs + 1) * touched, (2 * inputs + 1) * touched, MODULE_OF.get(name, "")),
         Product(f"{name} down", tokens, hidden, wide, sizes.width),
         *_bias(name, tokens * (inputs * wide + model.hidden), sizes.width, present=model.biases),
     )
@@ -263,7 +280,7 @@ def _grouped(operators: tuple[Operator, ...], groups: Array) -> tuple[Operator, 
         if isinstance(operator, Product):
             return replace(operator, batch=groups)
         if isinstance(operator, Pass):
-            return Pass(operator.name, operator.forward * groups, operator.backward * groups)
+            return replace(operator, forward=operator.forward * groups, backward=operator.backward * groups)
         return operator
 
     return tuple(repeat(operator) for operator in operators)
@@ -271,7 +288,7 @@ def _grouped(operators: tuple[Operator, ...], groups: Array) -> tuple[Operator, 
 
 def _norm(name: str, elements: Array, width: Array) -> Pass:
     """Return a norm; its backward reads input and gradient twice, for the input's and for the weights' gradient."""
-    return Pass(name, 2 * elements * width, 5 * elements * width)
+    return Pass(name, 2 * elements * width, 5 * elements * width, "layernorm")
 
 
 def _split(model: Model, elements: Array, width: Array) -> Pass:

@@ -19,14 +19,12 @@ import numpy as np
 
 from quintsched.strategies.descriptions.hardware import Hardware, Measured
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.prediction.efficiency import Constants, curve_rate, memory_s
+from quintsched.strategies.prediction.efficiency import Constants, curve_rate
 from quintsched.strategies.prediction.layers_of_ranks import Kinds, PerMicrobatch
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.predicted_collectives import all_reduce_s
 from quintsched.strategies.prediction.strategy_columns import Table
 
-ACCUMULATED = 12.0
-"""Bytes read and written per parameter by gradient accumulation of a microbatch, in 32 bits."""
 LARGE_BYTES = 2.0**22
 """Bytes of a gradient bucket, as assumed for its reduction."""
 STEP_SUMS = 2
@@ -46,19 +44,21 @@ def in_step(each: PerMicrobatch, table: Table, hardware: Hardware, constants: Co
     """
     measured, cores = _measured(hardware)
     slower = (np.maximum(1.0, _together(table) / cores) / _speed(measured, table.gpus))[:, None]
-    added = memory_s(ACCUMULATED * (each.weights + each.expert_weights), hardware, constants)
     none = np.zeros_like(each.tp_hidden)
     return replace(
         each,
         compute_forward=each.compute_forward * slower,
         compute_input=each.compute_input * slower,
-        compute_weight=(each.compute_weight + added) * slower,
+        compute_weight=each.compute_weight * slower,
+        accumulate=each.accumulate * slower,
         recompute=each.recompute * slower,
         tp_backward=each.tp_backward + each.tp_hidden,
         cp=each.cp + each.cp_hidden,
+        ep=each.ep + each.ep_hidden,
         dp=_sharded_s(each, table, hardware, constants),
         tp_hidden=none,
         cp_hidden=none,
+        ep_hidden=none,
         dp_hidden=none,
     )
 
@@ -100,7 +100,7 @@ def cores_s(each: PerMicrobatch, model: Model, table: Table, kinds: Kinds, hardw
     assert measured.link is not None
     assert measured.link_work is not None
     of_message = (curve_rate(measured.link, tokens) / curve_rate(measured.link_work, tokens))[:, None]
-    computed = (each.compute_forward + each.compute_input + each.compute_weight + each.recompute) / slower
+    computed = (each.compute_forward + each.compute_input + each.backward_weight + each.recompute) / slower
     work = (
         computed
         + (each.tp_forward + each.tp_backward) * _share(measured, table.tp, tokens)

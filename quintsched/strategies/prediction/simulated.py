@@ -25,6 +25,7 @@ from quintsched.strategies.prediction.layers_of_ranks import Kinds, stages_of_ra
 from quintsched.strategies.prediction.memory.ranks import stage_terms
 from quintsched.strategies.prediction.pipeline.makespan import repetition, require_simulable
 from quintsched.strategies.prediction.pipeline.spans import StageTimes
+from quintsched.strategies.prediction.shared_cores import shares_cores
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.strategy_plans import num_stages, plan_of
 from quintsched.strategies.prediction.table import distinct_blocks, distinct_stages, evaluate
@@ -71,7 +72,8 @@ def _beyond_s(model: Model, hardware: Hardware, strategy: Strategy, constants: C
     shared = evaluate(model, hardware, table, constants).seconds.get("cores", np.zeros(1))
     full, reduction = resolved(strategy), times.reduction[0]
     held = (stages_of_rank(rank, full.pp, full.chunks or 1, str(full.schedule)) for rank in range(full.pp))
-    summing = 0.0 if full.overlap else max(float(reduction[list(stages)].sum()) for stages in held)
+    overlaps = full.overlap and not shares_cores(hardware)
+    summing = 0.0 if overlaps else max(float(reduction[list(stages)].sum()) for stages in held)
     return summing + float(shared[0])
 
 
@@ -81,11 +83,12 @@ def costs_of(model: Model, hardware: Hardware, strategy: Strategy, constants: Co
     held, each = stage_terms(model, table, stages), times.each
     kept = np.sum([bytes_ for name, bytes_ in held.items() if name.startswith(("activations", "logits"))], axis=0)
     halves = 2.0 if strategy.zero == 0 else 1.0
-    summing = times.reduction / halves if strategy.overlap else np.zeros_like(times.reduction)
+    overlaps = strategy.overlap and not shares_cores(hardware)
+    summing = times.reduction / halves if overlaps else np.zeros_like(times.reduction)
     columns = {
         "forward": each.forward,
         "backward_input": each.backward_input,
-        "backward_weight": each.compute_weight,
+        "backward_weight": each.backward_weight,
         "recompute": np.zeros_like(each.forward),
         "reduce_scatter": summing,
         "all_gather": times.gathering if strategy.zero else summing,

@@ -30,8 +30,8 @@ class Prediction:
     tokens_per_s: float
     """Tokens per second over all GPUs."""
     mfu: float
-    """Model FLOPs utilisation: fraction of the datasheet's peak by the model's own FLOP, without recomputation,
-    attention counted without its causal mask."""
+    """Model FLOPs utilisation: fraction of the datasheet's peak (for fp8: in bf16) by the model's own FLOP, without
+    recomputation, attention counted without its causal mask."""
     fits: bool
     memory_bytes: float
     """Peak memory of the rank that holds most."""
@@ -67,7 +67,7 @@ def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Con
         strategy=table.strategy(0),
         step_s=step_s,
         tokens_per_s=tokens / step_s,
-        mfu=flops / step_s / strategy.gpus / peak(hardware, strategy.dtype),
+        mfu=flops / step_s / strategy.gpus / peak(hardware, "bf16" if strategy.dtype == "fp8" else strategy.dtype),
         fits=bool(found.fits[0]),
         memory_bytes=memory,
         memory_bytes_per_rank=tuple(np.sum([bytes_[0] for bytes_ in of_ranks.values()], axis=0).tolist()),

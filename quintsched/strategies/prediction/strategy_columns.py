@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy import MODULES, Strategy, modules_of
 from quintsched.strategies.descriptions.strategy_validity import resolved
 
 Ints = NDArray[np.int64]
-CODED = ("schedule", "recompute", "dtype", "stages")
+CODED = ("schedule", "recompute", "dtype", "gradients", "stages")
 """Columns that hold an index into the distinct values of `Table.values`."""
+SWITCHES = ("sequence_parallel", "overlap", "ep_overlap", "tp_overlap", "fused_accumulation", "fused_loss")
+"""Columns of 0 and 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +39,16 @@ class Table:
     chunks: Ints
     sequence_parallel: Ints
     zero: Ints
+    zero_every: Ints
     overlap: Ints
+    ep_overlap: Ints
+    tp_overlap: Ints
+    fused_accumulation: Ints
+    fused_loss: Ints
     schedule: Ints
     recompute: Ints
     dtype: Ints
+    gradients: Ints
     stages: Ints
     values: dict[str, tuple[Any, ...]]
     """Values of the codes in the columns CODED."""
@@ -84,9 +92,7 @@ class Table:
             if field.name != "values":
                 code = int(getattr(self, field.name)[row])
                 found[field.name] = self.values[field.name][code] if field.name in CODED else code
-        return Strategy(
-            **{**found, "sequence_parallel": bool(found["sequence_parallel"]), "overlap": bool(found["overlap"])}
-        )
+        return Strategy(**found | {name: bool(found[name]) for name in SWITCHES})
 
 
 def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
@@ -100,3 +106,31 @@ def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
         key, room = key * span + column, room * span
     _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
     return first, inverse
+
+
+WIDTHS = {"fp8": 2.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp64": 8.0}
+"""Bytes of an element of weights and activations by dtype."""
+REDUCED = {"fp16": 2.0, "fp8": 4.0, "bf16": 4.0, "fp32": 4.0, "fp64": 8.0}
+"""Bytes of a gradient in its reduction over replicas, by dtype: as in Megatron-LM, where fp16 uses loss scaling."""
+
+
+def widths(table: Table) -> NDArray[np.float64]:
+    """Return the bytes of an element of each strategy's weights and activations."""
+    return _of_codes(table.values["dtype"], WIDTHS)[table.dtype]
+
+
+def gradient_bytes(table: Table, *, at_least: float = 0.0) -> NDArray[np.float64]:
+    """Return the bytes of an element of a gradient in its reduction; `at_least`: unless the strategy says its type."""
+    usual = np.maximum(_of_codes(table.values["dtype"], REDUCED)[table.dtype], at_least)
+    said = _of_codes(table.values["gradients"], WIDTHS)[table.gradients]
+    return np.where(said > 0, said, usual)
+
+
+def rerun_modules(table: Table) -> dict[str, NDArray[np.float64]]:
+    """Return for each module whether each strategy recomputes it: 1 or 0."""
+    named = [modules_of(value) for value in table.values["recompute"]]
+    return {module: np.array([float(module in names) for names in named])[table.recompute] for module in MODULES}
+
+
+def _of_codes(names: Sequence[str | None], values: dict[str, float]) -> NDArray[np.float64]:
+    return np.array([values.get(name, 0.0) if name else 0.0 for name in names])

@@ -14,7 +14,7 @@ from quintsched.ir.mesh import LAID_OUT
 from quintsched.plan import Plan
 from quintsched.schedules import find_schedule
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy import Strategy, modules_of
 from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.layers_of_ranks import stage_layers
 
@@ -41,10 +41,13 @@ def parallel(model: Model, strategy: Strategy) -> dict[str, Any]:
         "schedule": strategy.schedule,
         "microbatches": strategy.microbatches,
     }
+    is_sharded = strategy.zero > 0 and strategy.dp * strategy.cp * strategy.ep > 1
+    every = min(strategy.zero_every, strategy.microbatches) if is_sharded and strategy.zero > 1 else 1
     usual: dict[str, Any] = {
         "chunks": None if strategy.chunks == find_schedule(str(strategy.schedule)).min_chunks else strategy.chunks,
         "stages": _blocks_of_stages(model, strategy),
-        "zero": strategy.zero if strategy.zero and strategy.dp * strategy.cp * strategy.ep > 1 else None,
+        "zero": strategy.zero if is_sharded else None,
+        "zero_every": every if every > 1 else None,
         "recompute": _every(model, strategy),
         "sequence_parallel": (strategy.sequence_parallel and strategy.tp > 1) or None,
     }
@@ -74,7 +77,7 @@ def _blocks_of_stages(model: Model, strategy: Strategy) -> list[int] | None:
 def _every(model: Model, strategy: Strategy) -> int | list[int] | None:
     """Return the job's `recompute`: the largest k, for every k-th block, that recomputes at least as many layers."""
     asked = strategy.recompute
-    if asked in ("none", "selective", 0):
+    if asked in ("none", 0) or modules_of(asked):
         return None
     if asked == "full":
         return 1

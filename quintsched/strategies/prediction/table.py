@@ -18,19 +18,31 @@ from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.strategy import MODULES, modules_of
 from quintsched.strategies.descriptions.strategy_validity import resolved
-from quintsched.strategies.prediction.block_times import WIDTHS, Blocks, blocks
+from quintsched.strategies.prediction.block_times import Blocks, blocks
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
 from quintsched.strategies.prediction.layers_of_ranks import Kinds, Layout, kinds
 from quintsched.strategies.prediction.memory.ranks import held_terms
 from quintsched.strategies.prediction.operators import Array, Sizes
-from quintsched.strategies.prediction.strategy_columns import Ints, Table, distinct
+from quintsched.strategies.prediction.strategy_columns import (
+    WIDTHS,
+    Ints,
+    Table,
+    distinct,
+    gradient_bytes,
+    rerun_modules,
+)
 from quintsched.strategies.prediction.totals import step_terms
 
 __all__ = ["Evaluated", "Table", "distinct_blocks", "distinct_kinds", "evaluate", "held", "resolved", "sizes_of"]
 
 ROWS_AT_ONCE = 1 << 15
 """Number of rows processed at a time, so that columns stay in the processor's cache."""
+
+
+KERNELS = ("tp_overlap", "fused_loss", "fused_accumulation", "gradients")
+"""Columns of what kernels do at once."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +101,11 @@ def held(model: Model, hardware: Hardware, table: Table, *, each_rank: bool = Fa
 
 def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS) -> Blocks:
     """Return the block times of every row, computed once per distinct key."""
-    names = ("tp", "cp", "ep", "sequence_parallel", "microbatch", "seq", "dtype")
-    first, inverse = distinct([getattr(table, name) for name in names])
+    names = ("tp", "cp", "ep", "sequence_parallel", "microbatch", "seq", "dtype", *KERNELS)
+    modules = np.array(
+        [sum(1 << MODULES.index(one) for one in modules_of(value)) for value in table.values["recompute"]]
+    )
+    first, inverse = distinct([*(getattr(table, name) for name in names), modules[table.recompute]])
     keys = table.take(first)
     made: list[Blocks] = []
     order: list[Ints] = []
@@ -138,4 +153,11 @@ def sizes_of(table: Table, dtype: str) -> Sizes:
         name: getattr(table, name).astype(np.float64)
         for name in ("tp", "cp", "ep", "sequence_parallel", "microbatch", "seq")
     }
-    return Sizes(**columns, width=np.full(len(table), WIDTHS[dtype]))
+    return Sizes(
+        **columns,
+        width=np.full(len(table), WIDTHS[dtype]),
+        accumulated=2 * gradient_bytes(table) * table.fused_accumulation,
+        fused_loss=table.fused_loss.astype(np.float64),
+        tp_overlap=table.tp_overlap.astype(np.float64),
+        rerun=rerun_modules(table),
+    )

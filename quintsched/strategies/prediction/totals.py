@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.prediction.block_times import WIDTHS, Blocks, Layer
-from quintsched.strategies.prediction.efficiency import Constants, curve_rate, memory_rate
-from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, Kinds, PerMicrobatch
+from quintsched.strategies.prediction.block_times import Blocks, Layer
+from quintsched.strategies.prediction.efficiency import Constants, curve_rate, memory_rate, memory_s
+from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, PAIRED, Kinds, PerMicrobatch
 from quintsched.strategies.prediction.memory.ranks import fullest, held_terms
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.spans import Rows, StageTimes, spans
@@ -31,10 +31,8 @@ from quintsched.strategies.prediction.shared_cores import (
     shares_cores,
     stepped_s,
 )
-from quintsched.strategies.prediction.strategy_columns import Table
+from quintsched.strategies.prediction.strategy_columns import WIDTHS, Ints, Table, gradient_bytes, widths
 
-GRADIENTS = {"fp16": 2.0, "bf16": 4.0, "fp32": 4.0, "fp64": 8.0}
-"""Bytes of a gradient in its reduction over replicas, by dtype: as in Megatron-LM, where fp16 uses loss scaling."""
 STEP_BYTES = 66.0
 """Bytes that an optimizer step reads and writes per parameter updated by a rank: its gradient is cleared (4), divided
 by the number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two
@@ -70,6 +68,7 @@ def step_terms(
         name: microbatches * values[rows, busiest]
         for name, values in (
             ("compute", each.compute_forward + each.compute_input + each.compute_weight),
+            ("accumulate", each.accumulate),
             ("recompute", each.recompute),
             ("tp", each.tp_forward + each.tp_backward),
             ("cp", each.cp),
@@ -78,14 +77,19 @@ def step_terms(
             ("dp", each.dp),
             ("tp_hidden", each.tp_hidden),
             ("cp_hidden", each.cp_hidden),
+            ("ep_hidden", each.ep_hidden),
             ("dp_hidden", each.dp_hidden),
         )
     }
     reduction, gathering = reduce_s(hardware, table, each, constants)
+    whole = reduction
     stepping = optimizer_s(hardware, table, each, constants)
     if shares:
         reduction, gathering = (reduced_s(part, table, hardware) for part in (reduction, gathering))
         stepping = stepped_s(stepping, table, hardware)
+        whole = reduction
+    else:
+        reduction, gathering = beside_passes(table, each, kinds, reduction, gathering, constants, table.chunks)
 
     def of_rows(rows: Rows) -> StageTimes:
         assert stages is not None
@@ -93,14 +97,14 @@ def step_terms(
         return stage_times(model, hardware, some, blocks.take(rows), stages(some), constants)
 
     found = spans(table, each, blocks, kinds, reduction, of_rows if stages else None, tied=model.tied)
-    makespan, summing = found.makespan, reduction.max(axis=1)
-    exposed = np.where(table.overlap > 0, found.exposed, summing)
+    makespan, summing = found.makespan, whole.max(axis=1)
+    exposed = np.where((table.overlap > 0) & (not shares), found.exposed, summing)
     seconds["bubble"] = np.maximum(makespan - microbatches * total[rows, busiest], 0.0)
     seconds["dp"] = seconds["dp"] + exposed + gathering.max(axis=1)
     seconds["dp_hidden"] = seconds["dp_hidden"] + np.maximum(summing - exposed, 0.0)
     seconds["optimizer"] = stepping.max(axis=1)
     if shares:
-        seconds["cores"] = np.maximum(cores_s(each, model, table, kinds, hardware, _widths(table)) - makespan, 0.0)
+        seconds["cores"] = np.maximum(cores_s(each, model, table, kinds, hardware, widths(table)) - makespan, 0.0)
         seconds["sums"] = shared_sums_s(table, hardware, constants)
     return seconds, fullest(held_terms(model, hardware, table, kinds), kinds), found.exact
 
@@ -109,7 +113,6 @@ def per_microbatch(
     model: Model, hardware: Hardware, table: Table, blocks: Blocks, kinds: Kinds, constants: Constants
 ) -> PerMicrobatch:
     """Return the times of each kind of rank for one microbatch."""
-    selective = np.isin(table.recompute, _codes(table, "recompute", "selective")).astype(float)
 
     def summed(name: str, **counts: Array) -> Array:
         found = np.zeros_like(kinds.dense)
@@ -128,23 +131,63 @@ def per_microbatch(
     forward = over("forward")
     exposed, hidden = sharded_s(hardware, table, blocks, kinds, constants)
     pp = messages_s(model, hardware, table, constants)[:, None] * np.ones_like(forward)
+    weights, expert_weights = over("weights"), over("expert_weights")
+    computed = over("backward_input") + over("backward_weight")
+    exchanged, exchange_hidden = exchanges_s(
+        table, (over("ep_forward"), over("ep_backward")), (forward, computed), constants
+    )
     return PerMicrobatch(
         compute_forward=forward,
         compute_input=over("backward_input"),
         compute_weight=over("backward_weight"),
-        recompute=again("forward") + selective[:, None] * over("selective"),
+        accumulate=accumulated_s(hardware, table, weights, expert_weights, constants),
+        recompute=again("forward") + over("selective"),
         tp_forward=over("tp_forward"),
         tp_backward=over("tp_backward") + again("tp_forward"),
         tp_hidden=over("tp_hidden"),
         cp=over("cp_forward") + over("cp_backward") + again("cp_forward"),
         cp_hidden=over("cp_hidden"),
-        ep=over("ep_forward") + over("ep_backward") + again("ep_forward"),
+        ep=exchanged + again("ep_forward"),
+        ep_hidden=exchange_hidden,
         pp=pp,
         dp=exposed,
         dp_hidden=hidden,
-        weights=over("weights"),
-        expert_weights=over("expert_weights"),
+        weights=weights,
+        expert_weights=expert_weights,
     )
+
+
+def exchanges_s(
+    table: Table, exchanges: tuple[Array, Array], computed: tuple[Array, Array], constants: Constants
+) -> tuple[Array, Array]:
+    """Return the exchange of tokens of a microbatch, forward and backward: exposed and hidden.
+
+    Where a forward is paired with another microbatch's backward, as in DualPipe, each one's exchange runs beside the
+    other's computation; the forwards that fill the pipeline, and the backwards that drain it, have no partner.
+    """
+    pairs = np.isin(table.schedule, _codes(table, "schedule", *PAIRED))
+    pairs |= (table.ep_overlap > 0) & np.isin(table.schedule, _codes(table, "schedule", "interleaved-1f1b"))
+    share = (pairs * np.clip(1 - (table.pp - 1) / table.microbatches, 0.0, 1.0))[:, None]
+    exposed, hidden = np.zeros_like(computed[0]), np.zeros_like(computed[0])
+    for exchange, beside in zip(exchanges, reversed(computed), strict=True):
+        left, covered = overlap(exchange, beside, constants)
+        exposed = exposed + share * left + (1 - share) * exchange
+        hidden = hidden + share * covered
+    return exposed, hidden
+
+
+def accumulated_s(
+    hardware: Hardware, table: Table, weights: Array, expert_weights: Array, constants: Constants
+) -> Array:
+    """Return the time of adding a microbatch's gradients to the sum so far: one is read, the other read and written.
+
+    Where gradients are scattered after each microbatch, only a shard is added.
+    """
+    scatters = (table.zero >= 2) & (table.zero_every == 1)
+    shards = np.where(scatters, table.dp * table.cp * table.ep, 1)[:, None]
+    expert_shards = np.where(scatters, table.dp * table.cp, 1)[:, None]
+    each = ((widths(table) + 2 * gradient_bytes(table)) * (table.fused_accumulation == 0))[:, None]
+    return memory_s(each * (weights / shards + expert_weights / expert_shards), hardware, constants)
 
 
 def _of_one_way(each: PerMicrobatch, table: Table) -> PerMicrobatch:
@@ -163,7 +206,7 @@ def messages_s(model: Model, hardware: Hardware, table: Table, constants: Consta
     Links are full duplex, so an exchange takes as long as one message. The tp ranks hold the same activation and send a
     slice each.
     """
-    width = _widths(table)
+    width = widths(table)
     moved = table.microbatch * table.seq / table.cp * model.hidden * width / table.tp
     stride = table.gpus // table.pp
     return np.where(table.pp > 1, 2.0 * table.chunks * message_s(moved, stride, hardware, constants), 0.0)
@@ -176,9 +219,11 @@ def sharded_s(
 
     The next layer is gathered during computation, and a layer's gradients are scattered during the next backward.
     """
-    width = _widths(table)
+    width = widths(table)
+    said = np.isin(table.gradients, _codes(table, "gradients", *WIDTHS))
+    reduced = np.where(said, gradient_bytes(table), width)
     gathers = (table.zero == 3) * 1.0
-    scatters = (table.zero >= 2) * 1.0
+    scatters = (table.zero >= 2) / np.minimum(table.zero_every, table.microbatches)
     exposed, hidden = np.zeros_like(kinds.dense), np.zeros_like(kinds.dense)
     layers = (
         (blocks.dense, kinds.dense, True),
@@ -191,7 +236,8 @@ def sharded_s(
     for layer, count, overlaps in layers:
         if not count.any():
             continue
-        gather = scatter = _over_replicas(hardware, table, layer, width, constants)
+        gather = _over_replicas(hardware, table, layer, width, constants)
+        scatter = gather * reduced / width
         beside_forward = layer.forward * overlaps
         beside_backward = (layer.backward_input + layer.backward_weight) * overlaps
         forward = overlap(gathers * gather, beside_forward, constants)
@@ -215,7 +261,7 @@ def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: C
     """Return the times of gradient reduction after the backwards, and of weight gathers after the step (ZeRO-1, 2)."""
     stride, replicas = table.tp[:, None], (table.dp * table.cp * table.ep)[:, None]
     outer = (table.dp * table.cp)[:, None]
-    width, zero = _widths(table)[:, None], table.zero[:, None]
+    width, zero = widths(table)[:, None], table.zero[:, None]
     expert_stride = stride * table.ep[:, None]
 
     def passed(size: Array) -> Array:
@@ -224,9 +270,49 @@ def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: C
             found = found + ring_s(each.expert_weights * size, outer, expert_stride, hardware, constants)
         return np.where(size > 0, found, 0.0)
 
-    summed = _by_dtype(table, GRADIENTS)[:, None]
+    summed = gradient_bytes(table)[:, None]
     added = np.where(zero == 0, 2 * summed, np.where(zero == 1, summed, 0.0))
     return passed(added), passed(np.where((zero == 1) | (zero == 2), width, 0.0))
+
+
+def beside_passes(
+    table: Table,
+    each: PerMicrobatch,
+    kinds: Kinds,
+    reduction: Array,
+    gathering: Array,
+    constants: Constants,
+    parts: Ints | None = None,
+) -> tuple[Array, Array]:
+    """Return what remains of reductions after a stage's last backward, and of gathers before its first forward.
+
+    A layer's gradients are reduced while the backward of the layer before it runs, and its weights are gathered while
+    that layer's forward runs; of the stage that a rank runs first, nothing of the first layer is hidden, and later
+    stages have the forwards of a round of microbatches besides:
+
+        backward of the last microbatch   ▕ layer 3 ▏▕ layer 2 ▏▕ layer 1 ▏
+        reductions                                   ▕ 3 ▏▕    2    ▏▕  1  ▏    the part after the backward
+
+    `parts` is the number of stages that the columns of `each` stand for: a rank's chunks; None: of one stage each, of
+    which those after the first round only wait their turn.
+    """
+    own = np.ones_like(reduction) * (1.0 if parts is None else parts[:, None])
+    is_first = kinds.rank < table.pp[:, None] if parts is None else np.ones(reduction.shape, np.bool_)
+    inner = 1 - 1 / np.maximum((kinds.dense + kinds.mixture) / own, 1.0)
+    overlaps = (table.overlap > 0)[:, None]
+
+    def left(communication: Array, computation: Array) -> Array:
+        """Return the rest of a stage's communication beside its computation, layer by layer."""
+        beside = np.minimum(communication, computation) * inner * (overlaps & is_first)
+        return communication - beside * (1 - constants.contention)
+
+    of_stage = reduction / own
+    reduced = reduction - of_stage + left(of_stage, (each.compute_input + each.backward_weight) / own)
+    of_stage, forward = gathering / own, each.compute_forward / own
+    rounds = table.pp[:, None] * forward
+    later = np.where(overlaps, np.maximum(of_stage - rounds, 0.0), of_stage)
+    gathered: Array = np.where(is_first, left(of_stage, forward), later) + (own - 1) * later
+    return reduced, gathered
 
 
 def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> Array:
@@ -254,6 +340,8 @@ def stage_times(
         each = in_step(each, table, hardware, constants)
         reduction, gathering = (reduced_s(part, table, hardware) for part in (reduction, gathering))
         stepping = stepped_s(stepping, table, hardware)
+    else:
+        reduction, gathering = beside_passes(table, each, stages, reduction, gathering, constants)
     return StageTimes(each, reduction, gathering, stepping)
 
 

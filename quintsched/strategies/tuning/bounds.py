@@ -76,7 +76,7 @@ def mesh_bounds(space: Space, frames: Bounds) -> Bounds:
 def relaxed(space: Space, frames: Ints, dtype: int, zero: int, sequence_parallel: int, recompute: int) -> Columns:
     """Return one row per frame with these switches."""
     columns: Columns = {name: space.column(name, frames) for name in FRAME}
-    switches = {"dtype": dtype, "zero": zero, "overlap": 0, "recompute": recompute}
+    switches = {"dtype": dtype, "zero": zero, "zero_every": 1, "overlap": 0, "recompute": recompute}
     switches["sequence_parallel"] = sequence_parallel
     for name, value in switches.items():
         columns[name] = np.full(len(frames), value, np.int64)
@@ -89,7 +89,8 @@ def least_recomputes(space: Space) -> list[int]:
     codes, numbers = _codes(space)
     if {NONE, PER_STAGE} & codes:
         return [NONE]
-    return [code for code in (SELECTIVE, FULL) if code in codes] + numbers[:1]
+    modules = [code for code in codes if code == SELECTIVE or code < PER_STAGE]
+    return [*modules, *([FULL] if FULL in codes else []), *numbers[:1]]
 
 
 def extreme_recomputes(space: Space) -> list[int]:
@@ -103,7 +104,8 @@ def extreme_recomputes(space: Space) -> list[int]:
         codes = codes | {NONE, FULL}
     least = [] if NONE in codes else numbers[:1]
     most = [] if FULL in codes else numbers[-1:]
-    return [code for code in (NONE, SELECTIVE, FULL) if code in codes] + sorted({*least, *most})
+    modules = sorted(code for code in codes if code < PER_STAGE)
+    return [*(code for code in (NONE, SELECTIVE, FULL) if code in codes), *modules, *sorted({*least, *most})]
 
 
 def _codes(space: Space) -> tuple[set[int], list[int]]:

@@ -103,7 +103,7 @@ def _leaves(space: Space, evaluator: Evaluator, frames: Ints, given: Certificate
         by_stage = columns["recompute"] == PER_STAGE
         fits = (outcome.memory_bytes <= evaluator.capacity_bytes) & ~by_stage
         found += _keys(space, evaluator, outcome, place, fits, limit)
-        open_leaves = by_stage & (outcome.time_s * (1 - SLACK) <= limit)
+        open_leaves = by_stage & space.recomputes_by_stage(place[:, 0]) & (outcome.time_s * (1 - SLACK) <= limit)
         found += _per_stage(space, evaluator, place[open_leaves], solved, limit)
     return found
 

@@ -15,13 +15,17 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from quintsched.errors import UsageError, quoted, suggest
-from quintsched.strategies.descriptions.model import Count, Description, Size
+from quintsched.strategies.descriptions.model import Count, Description, Model, Size
+from quintsched.strategies.descriptions.strategy import Modules
 
-Recompute = Literal["none", "selective", "full", "per-stage"] | Count
-"""Recomputed layers of each stage: none, attention scores only, all, a number; or a different number per stage."""
-DType = Literal["bf16", "fp16", "fp32", "fp64"]
+Recompute = Literal["none", "selective", "full", "per-stage"] | Modules | Count
+"""Recomputed layers of each stage: none, attention's scores only, all, modules of each, a number; or a different number
+per stage."""
+DType = Literal["fp8", "bf16", "fp16", "fp32", "fp64"]
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half", "gpipe")
 """Schedules that are searched by default."""
+MIXTURES = (*SCHEDULES, "dualpipe-v", "dualpipe")
+"""Schedules that are searched for models with experts, whose exchange of tokens the last two hide."""
 UNLIMITED = 2**40
 
 
@@ -38,8 +42,15 @@ class Choices(Description):
     microbatch: tuple[Size, ...] | None = None
     dtype: tuple[DType, ...] = ("bf16",)
     zero: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
-    overlap: tuple[bool, ...] = (False,)
-    """Whether replicas reduce gradients during the last backwards; searched on request only."""
+    zero_every: tuple[Size, ...] = (1,)
+    """With ZeRO-2 and 3, number of microbatches after which gradients are reduced."""
+    overlap: tuple[bool, ...] = (True,)
+    """Whether communication of replicas runs beside backwards and forwards; searched on request only."""
+    ep_overlap: tuple[bool, ...] = Field(default=(True,), max_length=1)
+    tp_overlap: tuple[bool, ...] = Field(default=(True,), max_length=1)
+    fused_accumulation: tuple[bool, ...] = Field(default=(False,), max_length=1)
+    fused_loss: tuple[bool, ...] = Field(default=(False,), max_length=1)
+    gradients: tuple[DType | None, ...] = Field(default=(None,), max_length=1)
     sequence_parallel: tuple[bool, ...] = (False, True)
     recompute: tuple[Recompute, ...] = ("none", "selective", "full", "per-stage")
     even: bool = Field(default=False)
@@ -51,6 +62,11 @@ class Choices(Description):
         if not isinstance(given, Mapping):
             return given
         return {name: _listed(name, value) for name, value in given.items() if value is not None}
+
+    def of_model(self, model: Model) -> Choices:
+        """Return the choices with the default schedules of a model."""
+        mixes = model.experts is not None and self.schedule == SCHEDULES
+        return self.model_copy(update={"schedule": MIXTURES}) if mixes else self
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None) -> Choices:

@@ -20,7 +20,7 @@ import yaml
 from quintsched.errors import UsageError
 from quintsched.files.atomic import write_whole
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy import Strategy, modules_of
 from quintsched.strategies.descriptions.strategy_text import strategy_name
 from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.strategy_plans import parallel, plan_of
@@ -152,8 +152,8 @@ def notes(model: Model, strategy: Strategy) -> Iterator[str]:
         yield f"data: images of {model.images.size} x {model.images.size} pixels, {model.images.channels} channels"
     elif model.vocab != BYTES:
         yield f"data.path: token shards of {model.vocab} token ids, which quintsched data tokenize writes"
-    if strategy.recompute == "selective":
-        yield "recompute: the runtime recomputes blocks, not attention alone; nothing is recomputed here"
+    if modules_of(strategy.recompute):
+        yield "recompute: the runtime recomputes blocks, not modules of them; nothing is recomputed here"
     if isinstance(strategy.recompute, (int, tuple)) and not isinstance(strategy.recompute, bool):
         yield "recompute: every k-th block of a stage, so that no fewer layers are recomputed than predicted"
     if strategy.dtype not in PRECISIONS:

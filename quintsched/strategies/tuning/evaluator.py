@@ -21,7 +21,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.memory.terms import COMES_AND_GOES
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import Evaluated, evaluate, held
-from quintsched.strategies.tuning.space import FULL, MESH, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Mask, Space
+from quintsched.strategies.tuning.space import MESH, PER_STAGE, Columns, Ints, Mask, Space
 
 Floats = NDArray[np.float64]
 ENDS = ("dp", "optimizer")
@@ -63,8 +63,8 @@ class Evaluator:
         return Outcome(found.step_s, found.memory_bytes, found.exact)
 
     def pipeline_s(self, columns: Columns) -> Floats:
-        """Return the step time without its end, for rows without ZeRO."""
-        found = self._evaluated(self.table(columns))
+        """Return the step time without its end, and without adding up gradients, for rows without ZeRO."""
+        found = self._evaluated(self.table(columns, without_accumulation=True))
         return np.asarray(found.step_s - sum(found.seconds[name] for name in ENDS))
 
     def resident_bytes(self, columns: Columns) -> dict[str, Floats]:
@@ -86,27 +86,38 @@ class Evaluator:
         found = evaluate(self.space.model, self.hardware, Table.of(strategies), simulate=True)
         return np.asarray(found.step_s)
 
-    def table(self, columns: Columns, numbers: Ints | None = None) -> Table:
-        """Return the rows as the prediction's table."""
+    def table(self, columns: Columns, numbers: Ints | None = None, *, without_accumulation: bool = False) -> Table:
+        """Return the rows as the prediction's table, optionally without the time of adding up gradients."""
         rows = len(columns["pp"])
-        constant = {
-            name: np.full(rows, value, np.int64)
-            for name, value in (("gpus", self.space.gpus), ("batch", self.space.batch), ("seq", self.space.seq))
-        }
-        recompute, values = self._recomputes(columns, numbers)
         choices = self.space.choices
+        fused = choices.fused_accumulation[0] or without_accumulation
+        values = {"gpus": self.space.gpus, "batch": self.space.batch, "seq": self.space.seq}
+        values |= {"fused_accumulation": int(fused), "fused_loss": int(choices.fused_loss[0])}
+        values |= {
+            "ep_overlap": int(choices.ep_overlap[0]),
+            "tp_overlap": int(choices.tp_overlap[0]),
+            "gradients": 0,
+            "stages": 0,
+        }
+        constant = {name: np.full(rows, value, np.int64) for name, value in values.items()}
+        recompute, recomputes = self._recomputes(columns, numbers)
         return Table(
             **{name: columns[name] for name in (*MESH, *_SAME)},
             **constant,
             recompute=recompute,
-            stages=np.zeros(rows, np.int64),
-            values={"schedule": choices.schedule, "dtype": choices.dtype, "recompute": values, "stages": (None,)},
+            values={
+                "schedule": choices.schedule,
+                "dtype": choices.dtype,
+                "gradients": choices.gradients,
+                "recompute": recomputes,
+                "stages": (None,),
+            },
         )
 
     def _recomputes(self, columns: Columns, numbers: Ints | None) -> tuple[Ints, tuple[Any, ...]]:
         """Return the column of recomputation codes and their values."""
         if numbers is None:
-            return columns["recompute"] - PER_STAGE, self._words
+            return columns["recompute"] - min(self.space.names), self._words
         keys = np.column_stack([columns["schedule"], columns["chunks"], numbers])
         distinct, codes = np.unique(keys, axis=0, return_inverse=True)
         schedules = self.space.choices.schedule
@@ -115,13 +126,13 @@ class Evaluator:
 
     @cached_property
     def _words(self) -> tuple[Any, ...]:
-        """Values of the codes of recomputation, from PER_STAGE upwards."""
+        """Values of the codes of recomputation, from the lowest upwards."""
         most = max(self.space.model.layers, int(self.space.recomputes.max()))
-        words = {PER_STAGE: "none", FULL: "full", SELECTIVE: "selective", NONE: "none"}
-        return tuple(words.get(code, code) for code in range(PER_STAGE, most + 1))
+        words = self.space.names | {PER_STAGE: "none"}
+        return tuple(words.get(code, code) for code in range(min(words), most + 1))
 
     def _evaluated(self, table: Table) -> Evaluated:
         return evaluate(self.space.model, self.hardware, table)
 
 
-_SAME = ("microbatch", "chunks", "schedule", "sequence_parallel", "zero", "overlap", "dtype")
+_SAME = ("microbatch", "chunks", "schedule", "sequence_parallel", "zero", "zero_every", "overlap", "dtype")

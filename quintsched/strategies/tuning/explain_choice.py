@@ -10,7 +10,7 @@ Changes are ordered by cost: first switches, then other ways to cut the work, th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from quintsched.errors import UsageError
+from quintsched.strategies.descriptions.flag_rows import read_strategy
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
@@ -28,7 +29,7 @@ from quintsched.strategies.prediction.table import Table, evaluate
 from quintsched.strategies.tuning.bounds import frame_bounds
 from quintsched.strategies.tuning.choices import Choices
 from quintsched.strategies.tuning.evaluator import Evaluator
-from quintsched.strategies.tuning.space import FRAME, PER_STAGE, SWITCHES, WORDS, Space, divisors, make_space
+from quintsched.strategies.tuning.space import FRAME, PER_STAGE, SWITCHES, Space, divisors, make_space
 from quintsched.strategies.tuning.tune import Tuning
 
 MOST_GPUS = 2**20
@@ -71,14 +72,57 @@ class Explanation:
         return binding_term(self.prediction)
 
 
+TAKEN = (
+    "microbatch",
+    "schedule",
+    "chunks",
+    "recompute",
+    "sequence_parallel",
+    "zero",
+    "zero_every",
+    "overlap",
+    "ep_overlap",
+    "tp_overlap",
+    "fused_accumulation",
+    "fused_loss",
+    "gradients",
+)
+"""Settings that a strategy takes from the best one where it does not say them."""
+
+
+def completed(tuning: Tuning, given: Mapping[str, Any]) -> Strategy:
+    """Return a strategy with what is left out: sizes from the search, settings from the best, if they can be placed.
+
+    Raises UsageError for an unknown key or an invalid value.
+    """
+    space = tuning.space
+    sizes: dict[str, Any] = {
+        "gpus": space.gpus,
+        "batch": space.batch,
+        "seq": space.seq,
+        "dtype": space.choices.dtype[0],
+    }
+    plain = read_strategy(tuning.model, sizes | dict(given))
+    if not tuning.best:
+        return plain
+    best = tuning.best[0].strategy
+    pipeline = () if plain.pp > 1 and best.pp > 1 else ("schedule", "chunks")
+    taken = {name: getattr(best, name) for name in TAKEN if name not in {*given, *pipeline}}
+    if best.tp == 1 and "sequence_parallel" in taken:
+        taken["sequence_parallel"] = plain.tp > 1
+    filled = plain.model_copy(update=taken)
+    return filled if _can_be_placed(tuning.model, tuning.hardware, filled) else plain
+
+
 def explain(tuning: Tuning, strategy: Strategy) -> Explanation:
     """Explain why a strategy lost, does not fit, or won; raises `UsageError` for an invalid strategy."""
     found = predict(tuning.model, tuning.hardware, strategy)
     winner = predict(tuning.model, tuning.hardware, tuning.best[0].strategy) if tuning.best else None
+    named = f"judged: {strategy_name(found.strategy)}"
     if not found.fits:
         change = smallest_change(tuning.model, tuning.hardware, found.strategy)
-        return Explanation(found, winner, change, tuple(_too_large(found, change)))
-    return Explanation(found, winner, None, tuple(_slower(found, winner)))
+        return Explanation(found, winner, change, (named, *_too_large(found, change)))
+    return Explanation(found, winner, None, (named, *_slower(found, winner)))
 
 
 def misfit(tuning: Tuning) -> Explanation:
@@ -90,7 +134,8 @@ def misfit(tuning: Tuning) -> Explanation:
     smallest, _ = least_memory(space, hardware)
     found = predict(space.model, hardware, smallest)
     change = _freed(space, hardware, smallest) or _more_gpus(space, hardware, smallest)
-    said = f"nothing fits {hardware.name} with {hardware.memory_gb:g} GB; what holds least is {strategy_name(smallest)}"
+    most = gigabytes(hardware.memory_gb * 1e9)
+    said = f"nothing fits {hardware.name} with {most} GB; what holds least is {strategy_name(smallest)}"
     return Explanation(found, None, change, (said, *_too_large(found, change)))
 
 
@@ -273,7 +318,7 @@ def _values(strategy: Strategy, space: Space, column: str) -> int:
     if column in ("schedule", "dtype"):
         choices = getattr(space.choices, column)
         return choices.index(value) if value in choices else -9
-    return WORDS.get(value, -9) if isinstance(value, str) else int(value)
+    return space.words.get(value, -9) if isinstance(value, str) else int(value)
 
 
 def _too_large(found: Prediction, change: Change | None) -> Iterator[str]:

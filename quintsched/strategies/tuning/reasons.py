@@ -1,14 +1,37 @@
-"""Text on why the best strategy is best: the terms of its time, whether memory binds, and the loss of the second."""
+"""Advice from a ranking: the simplest strategy within the model's own error, rows that say something new, and reasons.
+
+4.00 s  dp=64; ZeRO-2          ┐ within 5 % no prediction tells them apart: the simplest is recommended
+4.03 s  dp=64; microbatch 1    │ a variation of the first: one row
+4.08 s  dp=32,cp=2; ZeRO-3     ┘
+4.10 s  dp=32,tp=2; ZeRO-3       slower and larger than another: no row
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from quintsched.strategies.descriptions.strategy_text import held_name, percent, term_name
+from quintsched.strategies.descriptions.hardware import Hardware
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy_text import (
+    duration,
+    held_name,
+    percent,
+    strategy_mesh,
+    strategy_name,
+    term_name,
+)
 from quintsched.strategies.prediction.step import Prediction
 from quintsched.strategies.tuning.explain_choice import binding_term
-from quintsched.strategies.tuning.tune import Tuning
+from quintsched.strategies.tuning.tune import Candidate, Tuning
 
+BAND = 0.05
+"""Relative difference of times that predictions do not resolve: their mean error on tables of measured steps
+(benchmarks/prediction.py)."""
+POOL = 64
+"""Number of ranked strategies from which the simplest is chosen."""
+PLAIN = ("1f1b", "gpipe")
+MOST_VARIATIONS = 3
 BINDING = 0.9
 """Fraction of the memory above which it counts as binding."""
 
@@ -30,6 +53,17 @@ def reasons(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]:
         yield _difference(best, predictions[1])
 
 
+def advice(found: Tuning) -> Iterator[str]:
+    """Yield which strategy is recommended, if it is not the fastest: the simplest within the model's own error."""
+    chosen = recommended(found)
+    slower = chosen.step_s / found.best[0].step_s - 1
+    if slower > 0:
+        yield (
+            f"recommended: {strategy_name(chosen.strategy)}, {duration(chosen.step_s)}: the simplest within "
+            f"{percent(BAND)} of the fastest (+{percent(slower)}), which no prediction tells apart"
+        )
+
+
 def _difference(best: Prediction, other: Prediction) -> str:
     """Return the term by which another strategy is slower, as text."""
     slower = other.step_s / best.step_s - 1
@@ -39,3 +73,60 @@ def _difference(best: Prediction, other: Prediction) -> str:
     if most <= 0:
         return "the second takes as long"
     return f"the second is {percent(slower)} slower, most of it for {term_name(name)}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Strategy of a table, with settings that its variations within the band have."""
+
+    candidate: Candidate
+    variations: tuple[str, ...]
+
+
+def recommended(tuning: Tuning) -> Candidate:
+    """Return the simplest of the strategies whose times are within the band of the best, the fastest of equals."""
+    near = [one for one in tuning.best if one.step_s <= tuning.best[0].step_s * (1 + BAND)]
+    return min(near, key=lambda one: (complexity(one.strategy, tuning.hardware), one.step_s))
+
+
+def complexity(strategy: Strategy, hardware: Hardware) -> int:
+    """Return a count of what a strategy asks of its user: axes, ZeRO beyond its first stage, schedules, recomputation,
+    and tp, cp or ep over the borders of nodes."""
+    axes: dict[str, int] = {axis: getattr(strategy, axis) for axis in ("tp", "cp", "ep", "pp")}
+    reach, borders = 1, 0
+    for axis in ("tp", "cp", "ep"):
+        reach *= axes[axis]
+        borders += axes[axis] > 1 and reach > hardware.gpus_per_node
+    recompute = 0 if strategy.recompute == "none" else 1 if isinstance(strategy.recompute, str) else 2
+    schedule = strategy.pp > 1 and strategy.schedule not in PLAIN
+    kept_apart = schedule and strategy.schedule != "interleaved-1f1b"
+    return (
+        2 * sum(size > 1 for size in axes.values())
+        + 2 * borders
+        + max(strategy.zero - 1, 0)
+        + recompute
+        + int(schedule)
+        + int(kept_apart)
+    )
+
+
+def rows(candidates: Sequence[Candidate]) -> list[Row]:
+    """Return a row for each mesh that no other beats in time and memory, by ascending time."""
+    found: dict[str, list[Candidate]] = {}
+    for one in candidates:
+        found.setdefault(strategy_mesh(one.strategy), []).append(one)
+    firsts = [members[0] for members in found.values()]
+    kept = [
+        one
+        for one in firsts
+        if not any(other.step_s < one.step_s and other.memory_bytes < one.memory_bytes for other in firsts)
+    ]
+    return [Row(one, _variations(one, found[strategy_mesh(one.strategy)][1:])) for one in kept]
+
+
+def _variations(best: Candidate, others: Sequence[Candidate]) -> tuple[str, ...]:
+    """Return the settings in which others of the same mesh differ, as far as they are within the band of the best."""
+    own = set(strategy_name(best.strategy).split("; "))
+    near = [one for one in others if one.step_s <= best.step_s * (1 + BAND)]
+    differing = [part for one in near for part in strategy_name(one.strategy).split("; ") if part not in own]
+    return tuple(dict.fromkeys(differing))[:MOST_VARIATIONS]

@@ -133,8 +133,9 @@ class Search:
         self.rows += len(place)
         by_stage = columns["recompute"] == PER_STAGE
         whole = Candidates(found.time_s, found.memory_bytes, place)
-        if by_stage.any():
-            self.by_stage.append(_lowered(whole.take(np.flatnonzero(by_stage))))
+        solvable = by_stage & self.space.recomputes_by_stage(place[:, 0])
+        if solvable.any():
+            self.by_stage.append(_lowered(whole.take(np.flatnonzero(solvable))))
         self._take(whole, found.exact, np.flatnonzero(~by_stage))
 
     def _take(self, found: Candidates, exact: Mask, rows: Ints) -> None:

@@ -2,12 +2,13 @@
 
     mesh    pp tp cp ep dp                       ┐ a frame: the way in which the work is cut
     frame   … schedule chunks microbatch         ┘
-    leaf    … dtype zero overlap sequence_parallel recompute
+    leaf    … dtype zero zero_every overlap sequence_parallel recompute
 
 A box is a mesh with all its frames, or a frame with all its leaves. Frames are sorted by their columns, and the leaves
 of a frame by the order of their choices: (frame, leaf) is the place of a strategy, by which ties are broken. A leaf
 with recomputation "per-stage" stands for one strategy per tuple of numbers, one number for each pipeline rank (every
-stage of a rank recomputes the same number of layers), without those that are already named "none" or "full".
+stage of a rank recomputes the same number of layers), without those that are already named "none" or "full"; for none
+under bidirectional schedules.
 """
 
 from __future__ import annotations
@@ -26,18 +27,17 @@ from quintsched.schedules.kit.registry import find_schedule
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import check
-from quintsched.strategies.tuning.choices import SCHEDULES, UNLIMITED, Choices, allows
+from quintsched.strategies.tuning.choices import MIXTURES, SCHEDULES, UNLIMITED, Choices, allows
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Columns = dict[str, Ints]
 MESH = ("pp", "tp", "cp", "ep", "dp")
 FRAME = (*MESH, "schedule", "chunks", "microbatch")
-SWITCHES = ("dtype", "zero", "overlap", "sequence_parallel", "recompute")
+SWITCHES = ("dtype", "zero", "zero_every", "overlap", "sequence_parallel", "recompute")
 NONE, SELECTIVE, FULL, PER_STAGE = 0, -1, -2, -3
 """Codes of the column `recompute` that are no numbers of layers."""
 WORDS = {"none": NONE, "selective": SELECTIVE, "full": FULL, "per-stage": PER_STAGE}
-_WORDS: dict[int, Any] = {code: name for name, code in WORDS.items()}
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,22 @@ class Space:
             return int(leaves.sum())
         groups = leaves // self._radices(self.frames[chosen])[-1]
         pp, layers = self.column("pp", chosen), self.stage_layers(chosen)
+        solved = groups * self.recomputes_by_stage(chosen)
         alike: dict[tuple[int, int, int], int] = {}
         for key in zip(pp.tolist(), layers.tolist(), self.large_stages(chosen).tolist(), strict=True):
             alike.setdefault(key, self._tuples(*key))
         keys = zip(pp.tolist(), layers.tolist(), self.large_stages(chosen).tolist(), strict=True)
-        return int((leaves - groups).sum()) + sum(int(n) * alike[key] for n, key in zip(groups, keys, strict=True))
+        return int((leaves - groups).sum()) + sum(int(n) * alike[key] for n, key in zip(solved, keys, strict=True))
 
     def _tuples(self, pp: int, layers: int, large: int) -> int:
         """Return the number of tuples of "per-stage", without those that other choices name."""
         named = sum(code in self.recomputes for code in (NONE, FULL))
         return int((layers + 1) ** min(large, pp) * layers ** max(pp - large, 0)) - named
+
+    def recomputes_by_stage(self, frames: Ints) -> Mask:
+        """Return whether each stage of these frames may recompute a number of its own: not where it has a twin."""
+        twins = np.array([find_schedule(name).bidirectional for name in self.choices.schedule])
+        return np.asarray(~twins[self.column("schedule", frames)])
 
     def column(self, name: str, frames: Ints) -> Ints:
         """Return one of `FRAME`'s columns for these frames."""
@@ -138,14 +144,14 @@ class Space:
         rest, chosen = np.divmod(rest, overlaps)
         columns["overlap"] = np.asarray(self.choices.overlap, np.int64)[chosen]
         columns["dtype"], chosen = np.divmod(rest, zeros)
-        columns["zero"] = np.asarray(self.choices.zero, np.int64)[chosen]
+        columns["zero"], columns["zero_every"] = self.zeros[chosen].T
         return columns
 
     def _radices(self, rows: Ints) -> tuple[Ints, ...]:
         """Return the number of choices of each of `SWITCHES` for these frames, (n, 8)."""
         _, tp, cp, ep, dp, *_ = rows.T
         choices = self.choices
-        zeros = np.where(dp * cp * ep > 1, len(choices.zero), 1)
+        zeros = np.where(dp * cp * ep > 1, len(self.zeros), 1)
         overlaps = np.where(dp * cp * ep > 1, len(choices.overlap), 1)
         spread = np.where(
             _tokens_divide(self.seq, rows), len(choices.sequence_parallel), False in choices.sequence_parallel
@@ -157,9 +163,27 @@ class Space:
         return dtypes, zeros, overlaps, np.where(tp > 1, spread, 1), words + numbers
 
     @cached_property
+    def zeros(self) -> Ints:
+        """Choices of ZeRO, with the microbatches after which gradients are reduced, (n, 2)."""
+        choices = self.choices
+        pairs = [(zero, every) for zero in choices.zero for every in (choices.zero_every if zero > 1 else (1,))]
+        return np.array(pairs, np.int64)
+
+    @cached_property
+    def words(self) -> dict[str, int]:
+        """Codes of recomputation that are no numbers, by name: those of `WORDS`, and below them modules."""
+        modules = [one for one in self.choices.recompute if isinstance(one, str) and one not in WORDS]
+        return WORDS | {name: PER_STAGE - 1 - number for number, name in enumerate(modules)}
+
+    @cached_property
+    def names(self) -> dict[int, Any]:
+        """Names of these codes."""
+        return {code: name for name, code in self.words.items()}
+
+    @cached_property
     def recomputes(self) -> Ints:
         """Codes of recomputation: words first, then ascending numbers of layers, as far as a frame can have them."""
-        words = [WORDS[one] for one in self.choices.recompute if isinstance(one, str)]
+        words = [self.words[one] for one in self.choices.recompute if isinstance(one, str)]
         numbers = {one for one in self.choices.recompute if not isinstance(one, str)}
         return np.array(words + sorted(numbers - set(words)), np.int64)
 
@@ -167,17 +191,22 @@ class Space:
         """Return one row as a strategy; `numbers`: layers that each rank's stages recompute, if "per-stage"."""
         at: dict[str, Any] = {name: int(values[row]) for name, values in columns.items()}
         schedule = self.choices.schedule[at["schedule"]]
-        recompute = _WORDS.get(at["recompute"], at["recompute"])
+        recompute = self.names.get(at["recompute"], at["recompute"])
         if numbers is not None:
             recompute = self.by_stage(schedule, at["chunks"], numbers)
         return Strategy(
             gpus=self.gpus,
             batch=self.batch,
             seq=self.seq,
-            **{name: at[name] for name in (*MESH, "microbatch", "chunks", "zero")},
+            **{name: at[name] for name in (*MESH, "microbatch", "chunks", "zero", "zero_every")},
             schedule=schedule,
             dtype=self.choices.dtype[at["dtype"]],
             overlap=bool(at["overlap"]),
+            ep_overlap=self.choices.ep_overlap[0],
+            tp_overlap=self.choices.tp_overlap[0],
+            fused_accumulation=self.choices.fused_accumulation[0],
+            fused_loss=self.choices.fused_loss[0],
+            gradients=self.choices.gradients[0],
             sequence_parallel=bool(at["sequence_parallel"]),
             recompute=recompute,
         )
@@ -213,7 +242,7 @@ class Space:
         local = self.batch // (dp * ep)
         sizes = [size for size in divisors(local) if allows(self.choices.microbatch, size)]
         for number, name in enumerate(self.choices.schedule):
-            if pp == 1 and self.choices.schedule == SCHEDULES and number:
+            if pp == 1 and self.choices.schedule in (SCHEDULES, MIXTURES) and number:
                 break  # without a pipeline all schedules are alike; try one, unless the user names some
             for chunks in self._chunks(name, pp):
                 for size in sizes:
@@ -235,6 +264,7 @@ def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) 
     for what, value, most in (("gpus", gpus, MAX_RANKS), ("batch", batch, UNLIMITED), ("seq", seq, UNLIMITED)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             raise UsageError(f"tune: {what} is {value!r}; give a whole number from 1 to {most}")
+    choices = choices.of_model(model)
     for name in choices.schedule:
         find_schedule(name)
     space = Space(model, gpus, batch, seq, choices)
@@ -251,7 +281,7 @@ def _way_out(space: Space) -> str:
     """Return the single choice that makes the space empty, as text; general advice if no single one does."""
     given = {name: value for name, value in space.choices if value != Choices.model_fields[name].default}
     for name in given:
-        freed = Choices.read({other: value for other, value in given.items() if other != name})
+        freed = Choices.read({other: value for other, value in given.items() if other != name}).of_model(space.model)
         if Space(space.model, space.gpus, space.batch, space.seq, freed).num_frames:
             return f"without {name} = {', '.join(map(str, given[name]))} there would be one"
     return "free an axis or change the number of GPUs"

@@ -27,6 +27,9 @@ from quintsched.strategies.tuning.ranking import Candidates
 from quintsched.strategies.tuning.search import Found, Progress, Search, strategy_at
 from quintsched.strategies.tuning.space import FULL, Space, make_space
 
+HEADROOM = 0.06
+"""Fraction of a GPU's memory that is left free by default."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -44,6 +47,7 @@ class Tuning:
 
     space: Space
     hardware: Hardware
+    """Hardware with the memory that strategies may take: without the headroom."""
     best: tuple[Candidate, ...]
     """The k fastest that fit, by ascending time; ties by memory, then by the order of the space. Of strategies that
     differ only in numbers of layers for per-stage recomputation, only the best."""
@@ -87,6 +91,7 @@ def tune(
     front: bool = True,
     prune: bool = True,
     progress: Progress | None = None,
+    headroom: float = HEADROOM,
 ) -> Tuning:
     """Search all valid strategies of `model` on `gpus` GPUs for the `top` fastest that fit.
 
@@ -101,11 +106,15 @@ def tune(
         front: whether to find the Pareto front of time and memory too.
         prune: whether to leave out boxes that cannot win; the result is the same.
         progress: called with frames done, frames in all, and the best time so far in seconds (inf: none yet).
+        headroom: fraction of a GPU's memory that is left free, for what no prediction knows.
 
     Raises UsageError for sizes and choices without any valid strategy.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise UsageError(f"tune: top is {top!r}; give a whole number from 1")
+    if not 0 <= headroom < 1:
+        raise UsageError(f"tune: headroom is {headroom!r}; give a fraction of the memory, from 0 to less than 1")
+    hardware = hardware.model_copy(update={"memory_gb": hardware.memory_gb * (1 - headroom)})
     began = time.perf_counter()
     space = make_space(model, gpus, batch, model.seq if seq is None else seq, Choices.read(fixed))
     for dtype in range(len(space.choices.dtype)):

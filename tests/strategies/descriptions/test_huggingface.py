@@ -53,6 +53,8 @@ QWEN3_MOE = {
 }
 DEEPSEEK_V3 = {
     "first_k_dense_replace": 3,
+    "n_group": 8,
+    "topk_group": 4,
     "hidden_size": 7168,
     "intermediate_size": 18432,
     "kv_lora_rank": 512,

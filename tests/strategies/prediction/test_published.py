@@ -1,13 +1,16 @@
 """Predictions stay as near to published measurements as the benchmark promises, and are better than simple formulas."""
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from benchmarks.fit_cost_model import DATA, fit_h100, layer_errors, step_errors
-from benchmarks.prediction import LIMITS, ours, read_cases, roofline, score_of
-from quintsched.strategies.descriptions.library import find_hardware
+from benchmarks.fit_cost_model import DATA, OWN, fit_efficiency, layer_errors, read_rows, step_errors
+from benchmarks.prediction import BEYOND, LIMITS, MEMORY_LIMIT, memory_errors, ours, read_cases, roofline, score_of
+from quintsched.strategies.descriptions.library import find_hardware, hardware_names
 from quintsched.strategies.prediction.efficiency import CONSTANTS
+from quintsched.strategies.prediction.step import predict
 
 
 def read(name):
@@ -23,6 +26,27 @@ def test_published_steps(name):
     assert score.error < score_of(cases, simpler).error
     assert score.tau > 0.9
     assert not score.regret
+    if cases[0].measured_bytes is not None:
+        assert np.abs(memory_errors(cases)).mean() <= MEMORY_LIMIT
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_predictions_tell_runs_of_a_table_apart(name):
+    cases = read_cases(read(name))
+    found = [ours(case.row) for case in cases]
+    mixed = np.random.default_rng(0).permutation(len(cases))
+    permuted = [replace(case, measured_s=cases[other].measured_s) for case, other in zip(cases, mixed, strict=True)]
+    assert score_of(permuted, found).error > 3 * score_of(cases, found).error
+
+
+def test_a_system_file_of_simumax_describes_hardware():
+    table = read("simumax_b200")
+    found = find_hardware(DATA / "simumax_b200_system.json")
+    measured = {**table["settings"], "hardware": {**found.model_dump(), "memory_gb": 191.5}}
+    cases = read_cases({**table, "settings": measured})
+    score = score_of(cases, [ours(case.row) for case in cases])
+    assert score.error <= LIMITS["simumax_b200"]
+    assert score.tau > 0.9
 
 
 @pytest.mark.parametrize("hardware", ["a100-80gb", "a100-40gb"])
@@ -31,13 +55,49 @@ def test_each_a100_by_itself(hardware):
     assert score_of(cases, [ours(case.row) for case in cases]).error <= LIMITS["mpt_a100"]
 
 
+def test_every_constant_has_a_source_and_every_table_its_place():
+    protocol = read("protocol")
+    own = {name for name, hardware in _own_efficiencies().items() if hardware}
+    known = {*vars(CONSTANTS), *own, "EXCHANGE", "LAUNCH_S"}
+    assert protocol["constants"].keys() == known
+    assert len(known) <= 10
+    for name, source in protocol["constants"].items():
+        kind, _, where = source.partition(": ")
+        assert where, f"{name} has no source"
+        assert kind != "fitted" or where in protocol["fitted_on"]
+    tables = {path.stem for path in DATA.glob("*.json")}
+    assert {*protocol["fitted_on"], *protocol["tests"]} <= tables
+    assert {*LIMITS, "recipes"} <= {*protocol["fitted_on"], *protocol["tests"]}
+
+
+def _own_efficiencies():
+    """Return the presets that have an efficiency, unless their sources say whose it is."""
+    found = {}
+    for name in hardware_names():
+        hardware = find_hardware(name)
+        if hardware.efficiency != 1.0:
+            found[f"{name}.efficiency"] = not hardware.sources["efficiency"].startswith("as ")
+    return found
+
+
+def test_published_recipes_fit_and_take_as_long_as_they_took():
+    table = read("recipes")
+    for row, case in zip(table["rows"], read_cases(table), strict=True):
+        found = predict(case.row.model, case.row.hardware, case.row.strategy)
+        assert found.fits
+        error = abs(found.step_s / case.measured_s - 1)
+        assert error <= (0.18 if row["name"] in BEYOND else row["limit"]), row["name"]
+
+
 def test_table_5_and_the_layers_it_was_fitted_with():
     table = read("korthikanti")
     assert len(vars(CONSTANTS)) <= 6
-    assert abs(step_errors(table["rows"], CONSTANTS)).max() < 0.03
+    assert abs(step_errors([table["settings"] | row for row in table["rows"]], CONSTANTS)).max() < 0.03
     assert abs(layer_errors(table["layers_ms"], CONSTANTS)).max() < 0.03
 
 
-def test_the_h100_has_its_one_constant_from_two_rows():
-    assert len(read("mpt_h100")["fitted"]) == 2
-    assert find_hardware("h100").efficiency == pytest.approx(fit_h100(), abs=2e-3)
+@pytest.mark.parametrize("name", OWN)
+def test_a_gpu_has_its_one_constant_from_two_rows(name):
+    _, named = read_rows(name)
+    assert len(named) == 2
+    assert find_hardware(named[0]["hardware"]).efficiency == pytest.approx(fit_efficiency(named), abs=2e-3)

@@ -40,6 +40,8 @@ def strategy(**sizes):
         {"dp": 4, "tp": 8, "pp": 10, "batch": 64, "zero": 1},
         {"dp": 4, "tp": 8, "pp": 10, "batch": 160, "zero": 1, "chunks": 3},
         {"dp": 4, "tp": 4, "pp": 16, "batch": 512, "zero": 2, "chunks": 2},
+        {"dp": 4, "tp": 4, "pp": 16, "batch": 512, "zero": 2, "zero_every": 128},
+        {"dp": 32, "tp": 8, "batch": 128, "zero": 1},
         {"dp": 64, "tp": 8, "batch": 512, "zero": 3, "recompute": "full"},
         {"dp": 2, "tp": 8, "pp": 7, "batch": 56, "schedule": "zb-h1"},
         {"tp": 8, "pp": 4, "batch": 32, "recompute": (9, 6, 3, 0)},

@@ -51,7 +51,14 @@ def test_breakdowns_add_up(name, given):
         ({"chunks": 3}, {"chunks": 1}),
         ({"seq": 1024}, {"seq": 2048}),
         ({"dp": 1}, {"dp": 2, "gpus": 128, "batch": 128}),
-        ({"gpus": 128, "dp": 2, "overlap": True, "chunks": 3}, {"gpus": 128, "dp": 2, "chunks": 3}),
+        ({"gpus": 128, "dp": 2, "chunks": 3}, {"gpus": 128, "dp": 2, "chunks": 3, "overlap": False}),
+        ({"dp": 8, "pp": 1, "zero": 1}, {"dp": 8, "pp": 1, "zero": 1, "overlap": False}),
+        ({"dp": 8, "pp": 1, "overlap": False, "gradients": "bf16"}, {"dp": 8, "pp": 1, "overlap": False}),
+        ({"fused_accumulation": True}, {}),
+        (
+            {"dp": 2, "gpus": 128, "batch": 128, "zero": 2, "zero_every": 8},
+            {"dp": 2, "gpus": 128, "batch": 128, "zero": 2},
+        ),
         ({"schedule": "zb-h1"}, {"schedule": "1f1b"}),
         ({"dtype": "bf16"}, {"dtype": "fp32"}),
     ],
@@ -96,3 +103,49 @@ def test_many_at_once_are_the_same_as_one_at_a_time():
 def test_what_cannot_be_placed_is_refused():
     with pytest.raises(UsageError, match="tp=7"):
         step(tp=7, gpus=56)
+
+
+def test_reductions_hide_behind_the_backwards_of_other_layers_without_a_pipeline():
+    sizes = {"gpus": 64, "dp": 64, "tp": 1, "pp": 1, "batch": 256, "zero": 1, "seq": 8192}
+    hidden, after = (step("llama-3-8b", **sizes, overlap=overlap).breakdown_s for overlap in (True, False))
+    assert hidden["dp"] < after["dp"] / 2
+    assert hidden["dp"] + hidden["dp_hidden"] < after["dp"] * 1.01
+    assert after["dp_hidden"] == 0
+
+
+def test_gradients_of_several_microbatches_are_held_and_may_take_two_bytes():
+    sizes = {"gpus": 512, "dp": 8, "batch": 512}
+    each, every, short = (
+        step(**sizes, zero=2, **more).breakdown_bytes["gradients"]
+        for more in ({}, {"zero_every": 8}, {"zero_every": 8, "gradients": "bf16"})
+    )
+    assert every == pytest.approx(9 * each, rel=1e-6), "all of them, and a shard"
+    assert short == every / 2
+    turns = {"chunks": 3, "schedule": "interleaved-1f1b", "zero": 2, "zero_every": 8}
+    assert step(**sizes, **turns).breakdown_bytes["gradients"] == pytest.approx((8 / 3 + 1) * each, rel=0.02)
+
+
+def test_exchanges_of_tokens_hide_behind_the_other_microbatch():
+    sizes = {"ep": 64, "tp": 1, "pp": 16, "gpus": 1024, "batch": 4096, "seq": 4096}
+    both, apart = (step("deepseek-v3", **sizes, schedule=name).breakdown_s for name in ("dualpipe", "1f1b"))
+    assert both["ep"] + both["ep_hidden"] == pytest.approx(apart["ep"], rel=0.01)
+    assert both["ep"] < apart["ep"] / 2
+
+
+def test_a_token_goes_to_a_node_once_where_its_experts_are_on_few():
+    deepseek = find_model("deepseek-v3")
+    anywhere = deepseek.model_copy(update={"experts": deepseek.experts.model_copy(update={"nodes": None})})
+    strategy = Strategy(gpus=64, ep=64, batch=64, seq=4096)
+    few, each = (predict(model, A100, strategy).breakdown_s["ep"] for model in (deepseek, anywhere))
+    assert few < each / 2
+
+
+def test_eight_bits_and_modules_that_are_recomputed():
+    h800, deepseek = find_hardware("h800"), find_model("deepseek-v3")
+    sizes = {"gpus": 1024, "pp": 16, "ep": 64, "batch": 4096, "seq": 4096, "zero": 1}
+    wide, short, again = (
+        predict(deepseek, h800, Strategy(**sizes, **more))
+        for more in ({}, {"dtype": "fp8"}, {"dtype": "fp8", "recompute": "layernorm+mla_up_proj+moe_act+mlp_act"})
+    )
+    assert short.step_s < again.step_s < wide.step_s
+    assert again.memory_bytes < short.memory_bytes < wide.memory_bytes

@@ -71,7 +71,8 @@ def problem(seed: int) -> Problem:
         zero=draw.choice([(0, 1, 2, 3), (0, 1), (1,)]),
         overlap=draw.choice([(False, True), (False,), (True,)]),
         sequence_parallel=draw.choice([(False, True), (True,), (False,)]),
-    )
+        zero_every=draw.choice([(1,), (1, 2)]),
+    ).of_model(model)
     return Problem(model, hardware, draw.choice([1, 2, 4, 6, 8]), draw.choice([4, 8, 12]), 512, choices)
 
 
@@ -122,14 +123,26 @@ def _of_mesh(given: Problem, dp: int, tp: int, pp: int, cp: int, ep: int) -> Ite
                 "microbatch": microbatch,
                 "schedule": schedule,
                 "chunks": chunks,
+                "ep_overlap": given.choices.ep_overlap[0],
             }
-            zeros = given.choices.zero if dp * cp * ep > 1 else given.choices.zero[:1]
+            zeros = [
+                (zero, every)
+                for zero in given.choices.zero
+                for every in given.choices.zero_every
+                if zero > 1 or every == 1
+            ]
+            zeros = zeros if dp * cp * ep > 1 else zeros[:1]
             spread = given.choices.sequence_parallel if tp > 1 else given.choices.sequence_parallel[:1]
             if given.seq // cp % tp:
                 spread = tuple(one for one in spread if not one)
             overlaps = given.choices.overlap if dp * cp * ep > 1 else given.choices.overlap[:1]
-            for zero, overlap, sequence_parallel in itertools.product(zeros, overlaps, spread):
-                switches = {"zero": zero, "overlap": overlap, "sequence_parallel": sequence_parallel}
+            for (zero, every), overlap, sequence_parallel in itertools.product(zeros, overlaps, spread):
+                switches = {
+                    "zero": zero,
+                    "zero_every": every,
+                    "overlap": overlap,
+                    "sequence_parallel": sequence_parallel,
+                }
                 for tuples, named in _recomputes(given, schedule, pp, chunks):
                     yield Group(tuple(Strategy(**common, **switches, recompute=one) for one in tuples), named)
 
@@ -150,6 +163,8 @@ def _recomputes(given: Problem, schedule: str, pp: int, chunks: int) -> Iterator
     least, larger = divmod(given.model.layers, stages)
     layers = [least + (stage < larger) for stage in range(stages)]
     for one in given.choices.recompute:
+        if one == "per-stage" and find_schedule(schedule).bidirectional:
+            continue  # a stage and its twin recompute alike
         if one == "per-stage":
             tuples, named = zip(*_tuples(given, find_schedule(schedule).placed(pp, chunks), layers), strict=True)
             yield list(tuples), named

@@ -34,7 +34,8 @@ def holds(seed: int) -> int:
 def _tuples_hold(seed, space, evaluator, frames, columns, place):
     draw = np.random.default_rng(seed)
     for pp in np.unique(columns["pp"]):
-        rows = np.flatnonzero((columns["recompute"] == PER_STAGE) & (columns["pp"] == pp))[:300]
+        by_stage = (columns["recompute"] == PER_STAGE) & space.recomputes_by_stage(place[:, 0])
+        rows = np.flatnonzero(by_stage & (columns["pp"] == pp))[:300]
         if len(rows):
             layers = space.stage_layers(place[rows, 0])
             numbers = draw.integers(0, layers[:, None] + 1, (len(rows), pp))

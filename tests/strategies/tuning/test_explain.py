@@ -29,13 +29,13 @@ def strategy(**given: object) -> Strategy:
 
 def test_the_winner_is_the_winner():
     tuning = tune(MODEL, LARGE, 8, 16, 512, top=1)
-    assert "nothing is faster" in explain(tuning, tuning.best[0].strategy).lines[0]
+    assert "nothing is faster" in explain(tuning, tuning.best[0].strategy).lines[1]
 
 
 def test_a_loser_is_slower_by_its_terms():
     tuning = tune(MODEL, LARGE, 8, 16, 512, top=1)
     found = explain(tuning, strategy(pp=8, schedule="gpipe", chunks=1))
-    assert "slower than the best" in found.lines[0]
+    assert "slower than the best" in found.lines[1]
     assert any("pipeline bubble" in line for line in found.lines)
     assert found.winner is not None
     both = terms(found.prediction, found.winner)
@@ -50,11 +50,11 @@ def test_what_does_not_fit_says_which_rank_and_what_would():
     found = explain(tuning, large)
     assert not found.prediction.fits
     assert found.rank == 0
-    assert f"pipeline rank {found.rank} would hold" in found.lines[0]
-    assert found.term[0] in found.lines[0]
+    assert f"pipeline rank {found.rank} would hold" in found.lines[1]
+    assert found.term[0] in found.lines[1]
     assert found.change is not None
     assert predict(MODEL, small, found.change.strategy).fits
-    assert found.change.words in found.lines[1]
+    assert found.change.words in found.lines[2]
 
 
 def test_the_smallest_change_is_one_of_a_switch_if_that_suffices():

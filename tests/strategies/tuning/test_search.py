@@ -11,7 +11,14 @@ from .problems import Problem, brute_force, groups, problem
 
 def found(given: Problem, **how: object) -> list[tuple[float, float]]:
     tuning = tune(
-        given.model, given.hardware, given.gpus, given.batch, given.seq, fixed=given.choices.model_dump(), **how
+        given.model,
+        given.hardware,
+        given.gpus,
+        given.batch,
+        given.seq,
+        fixed=given.choices.model_dump(),
+        headroom=0,
+        **how,
     )
     return [(one.step_s, one.memory_bytes) for one in tuning.best]
 

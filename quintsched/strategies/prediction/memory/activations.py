@@ -15,6 +15,7 @@ keeps no scores, but one 32-bit number per head and token; without dropout there
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -40,6 +41,13 @@ class Sizes:
     sequence_parallel: Any = 0
     element: Any = 2
     """Bytes of an element of an activation."""
+    short: Any = 0
+    """1 if the inputs of products with weights are kept in 8 bits, else 0."""
+
+    @property
+    def kept(self) -> Any:
+        """Bytes of an element of a product's input."""
+        return np.where(np.asarray(self.short) > 0, 1, self.element)
 
     @cached_property
     def tokens(self) -> Any:
@@ -52,20 +60,44 @@ class Sizes:
         return self.tokens / np.where(np.asarray(self.sequence_parallel) > 0, self.tp, 1)
 
 
-def block_kept(model: Model, sizes: Sizes, *, has_experts: bool = False) -> dict[str, Any]:
-    """Return the bytes that a block keeps without recomputation, by those of `KINDS` that occur."""
+def block_kept(model: Model, sizes: Sizes, *, has_experts: bool = False, fused: bool = True) -> dict[str, Any]:
+    """Return the bytes that a block keeps without recomputation, by those of `KINDS` that occur.
+
+    `fused`: whether a gate and its activation are one kernel, as in Megatron-LM, Transformer Engine or after
+    compilation; PyTorch's eager operators keep the activated gate too.
+    """
+    widths = _kept_widths(model, fused)
     element, between = sizes.element, sizes.between
     found = {
-        "tokens": between * element * model.hidden * 4,  # inputs and outputs of both norms
+        "tokens": between * 2 * (element + sizes.kept) * model.hidden,  # inputs and outputs of both norms
         "attention": _latent(model, sizes) if model.latent else _attention(model, sizes),
         "scores": _scores(model, sizes),
     }
     if model.dropout:
         found["masks"] = between * model.hidden * 2
     if has_experts:
-        found["experts"], found["router"] = _experts(model, sizes)
+        found["experts"], found["router"] = _experts(model, sizes, widths)
     else:
-        found["ffn"] = _feed_forward(model, sizes, model.ffn_width)
+        found["ffn"] = _feed_forward(model, sizes, model.ffn_width, widths)
+    return found
+
+
+def block_rerun(model: Model, sizes: Sizes, rerun: Mapping[str, Any], *, has_experts: bool = False) -> dict[str, Any]:
+    """Return the bytes of these that recomputed modules do not keep, by kind; `rerun` has 1 for each, else 0."""
+    found = {"tokens": rerun["layernorm"] * sizes.between * 2 * sizes.kept * model.hidden}
+    if model.attention == "unfused":
+        found["scores"] = rerun["core_attn"] * _scores(model, sizes)
+    if model.latent is not None:
+        of_head = 2 * (model.head_width + model.latent.rope_size) + model.latent.value_size
+        expanded = sizes.tokens * sizes.element * _share(model.heads, sizes.tp) * of_head
+        found["attention"] = rerun["mla_up_proj"] * expanded
+    activated = sizes.kept + (_kept_widths(model, fused=True) - 1) * (sizes.element - sizes.kept)
+    if has_experts and (experts := model.experts) is not None:
+        of_row = _share(experts.ffn, sizes.tp) * activated + model.hidden * sizes.element
+        shared = sizes.tokens * _share(experts.shared * experts.ffn, sizes.tp) * activated
+        found["experts"] = rerun["moe_act"] * sizes.tokens * experts.rows * of_row + rerun["mlp_act"] * shared
+    else:
+        found["ffn"] = rerun["mlp_act"] * sizes.tokens * _share(model.ffn_width, sizes.tp) * activated
     return found
 
 
@@ -80,20 +112,24 @@ def embedding_kept(model: Model, sizes: Sizes) -> Any:
     return sizes.between * model.hidden * each
 
 
-def head_kept(model: Model, sizes: Sizes) -> dict[str, Any]:
-    """Return the bytes that the head keeps: the inputs of its norm and of its product, and 32-bit logits."""
+def head_kept(model: Model, sizes: Sizes, *, fused: Any = 0) -> dict[str, Any]:
+    """Return the bytes that the head keeps: the inputs of its norm and of its product, and logits.
+
+    Logits are in 32 bits, or where the loss is `fused` in the model's precision.
+    """
     tokens = {"tokens": sizes.between * sizes.element * model.hidden * 2}
     if model.images is not None:
         return tokens | {"logits": sizes.microbatch * model.images.classes * FP32}
-    return tokens | {"logits": sizes.tokens * FP32 * _share(model.vocab, sizes.tp)}
+    width = np.where(np.asarray(fused) > 0, sizes.element, FP32)
+    return tokens | {"logits": sizes.tokens * width * _share(model.vocab, sizes.tp)}
 
 
 def _attention(model: Model, sizes: Sizes) -> Any:
     """Return the bytes of queries, keys, values and the projection's input; qk norms keep queries and keys again."""
     queries = _share(model.heads, sizes.tp) * model.head_width
     keys = _share(model.num_kv_heads, sizes.tp) * model.head_width
-    kept = 2 * queries + 2 * keys + (queries + keys if model.qk_norm else 0)
-    return sizes.tokens * sizes.element * kept
+    kept = queries + 2 * keys + (queries + keys if model.qk_norm else 0)
+    return sizes.tokens * (sizes.element * kept + sizes.kept * queries)
 
 
 def _latent(model: Model, sizes: Sizes) -> Any:
@@ -101,9 +137,10 @@ def _latent(model: Model, sizes: Sizes) -> Any:
     latent = model.latent
     assert latent is not None
     heads = _share(model.heads, sizes.tp)
-    of_head = 2 * (model.head_width + latent.rope_size) + 2 * latent.value_size
-    whole = 2 * (latent.q_rank + latent.kv_rank) + latent.rope_size
-    return sizes.tokens * sizes.element * (heads * of_head + whole)
+    of_head = 2 * (model.head_width + latent.rope_size) + latent.value_size
+    ranks = latent.q_rank + latent.kv_rank
+    in_products = heads * latent.value_size + ranks
+    return sizes.tokens * (sizes.element * (heads * of_head + ranks + latent.rope_size) + sizes.kept * in_products)
 
 
 def _scores(model: Model, sizes: Sizes) -> Any:
@@ -115,25 +152,30 @@ def _scores(model: Model, sizes: Sizes) -> Any:
     return sizes.tokens * sizes.seq * heads * of_pair
 
 
-def _feed_forward(model: Model, sizes: Sizes, width: int) -> Any:
-    return sizes.tokens * sizes.element * _share(width, sizes.tp) * _kept_widths(model)
+def _feed_forward(model: Model, sizes: Sizes, width: int, widths: int) -> Any:
+    return sizes.tokens * _share(width, sizes.tp) * _inside(sizes, widths)
 
 
-def _kept_widths(model: Model) -> int:
-    """Return the kept elements of a feed-forward network, in units of its width; a gate also keeps both factors."""
+def _inside(sizes: Sizes, widths: int) -> Any:
+    """Return the bytes of a feed-forward network per unit of its width: the last is the input of its last product."""
+    return sizes.element * (widths - 1) + sizes.kept
+
+
+def _kept_widths(model: Model, fused: bool) -> int:
+    """Return the kept elements of a feed-forward network, in units of its width."""
     if model.is_gated:
-        return 4
+        return 3 if fused else 4
     return 1 if model.activation == "relu" else 2
 
 
-def _experts(model: Model, sizes: Sizes) -> tuple[Any, Any]:
+def _experts(model: Model, sizes: Sizes, widths: int) -> tuple[Any, Any]:
     """Return the bytes of routed tokens to and from the experts and inside them at even load, and of the router."""
     experts = model.experts
     assert experts is not None
     rows = sizes.tokens * experts.rows
-    inside = _share(experts.ffn, sizes.tp) * _kept_widths(model)
-    routed = rows * sizes.element * (2 * model.hidden + inside)
-    shared = _feed_forward(model, sizes, experts.shared * experts.ffn)
+    inside = _share(experts.ffn, sizes.tp) * _inside(sizes, widths)
+    routed = rows * (model.hidden * (sizes.element + sizes.kept) + inside)
+    shared = _feed_forward(model, sizes, experts.shared * experts.ffn, widths)
     return routed + shared, sizes.tokens * (FP32 * experts.count + 3 * FP32 * experts.top_k)
 
 

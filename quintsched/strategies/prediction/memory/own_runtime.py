@@ -52,7 +52,7 @@ def own_gathered(whole: Mapping[str, Any], sizes: Sizes, mesh: Mesh) -> Any:
     """
     zero, is_shared = np.asarray(mesh.zero), mesh.dp * sizes.cp * mesh.ep > 1
     weights = np.where(zero >= 3, whole["weights"], 0.0)
-    gradients = np.where(zero >= 2, whole["gradients"], 0.0)
+    gradients = np.where((zero >= 2) & (np.asarray(mesh.pending) == 0), whole["gradients"], 0.0)
     return np.where(is_shared, (weights + gradients) / mesh.chunks, 0.0)
 
 
@@ -68,7 +68,7 @@ def _layers(model: Model, sizes: Sizes, ranks: Ranks) -> dict[str, Any]:
 
 def own_block(model: Model, sizes: Sizes, *, has_experts: bool) -> dict[str, Any]:
     """Return the bytes that one block keeps, by kind."""
-    found = block_kept(model, sizes, has_experts=has_experts)
+    found = block_kept(model, sizes, has_experts=has_experts, fused=False)
     found["statistics"] = 2 * _norm(model, sizes.between, sizes.element)
     found["attention"] = found["attention"] + _attention_copies(model, sizes)
     if has_experts:

@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.prediction.block_times import WIDTHS
 from quintsched.strategies.prediction.layers_of_ranks import Kinds
 from quintsched.strategies.prediction.memory.activations import Sizes
 from quintsched.strategies.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
 from quintsched.strategies.prediction.memory.own_runtime import own_activations, own_gathered
 from quintsched.strategies.prediction.memory.terms import Mesh, Ranks, memory_terms
-from quintsched.strategies.prediction.strategy_columns import Table
+from quintsched.strategies.prediction.strategy_columns import Table, gradient_bytes, rerun_modules, widths
 
 
 def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> dict[str, NDArray[np.float64]]:
@@ -67,18 +66,35 @@ def _cut(table: Table) -> tuple[Sizes, Mesh]:
         tp=column(table.tp),
         cp=column(table.cp),
         sequence_parallel=column(table.sequence_parallel),
-        element=column(np.array([WIDTHS[name] for name in table.values["dtype"]])[table.dtype]),
+        element=column(widths(table)),
+        short=column(np.array([name == "fp8" for name in table.values["dtype"]])[table.dtype]),
     )
-    selective = np.array([value == "selective" for value in table.values["recompute"]])[table.recompute]
     mesh = Mesh(
         column(table.pp),
         column(table.dp),
         column(table.ep),
         column(table.zero),
         column(table.chunks),
-        column(selective),
+        {module: column(values) for module, values in rerun_modules(table).items()},
+        column(_pending(table)),
+        column(gradient_bytes(table, at_least=4.0)),
+        column(table.fused_accumulation),
+        column(table.fused_loss),
     )
     return sizes, mesh
+
+
+def _pending(table: Table) -> NDArray[np.float64]:
+    """Return the fraction of gradients that ZeRO-2 and 3 hold in full while they accumulate microbatches.
+
+    Under interleaved 1F1B, a rank's stages take turns of pp microbatches each, so that one accumulates at a time. What
+    is reduced once, at the end, needs no shards besides.
+    """
+    interleaved = np.array([name == "interleaved-1f1b" for name in table.values["schedule"]])[table.schedule]
+    in_turn = np.where(interleaved & (table.zero_every <= table.pp), 1 / table.chunks, 1.0)
+    once = table.zero_every >= table.microbatches
+    waiting = np.where(once, 1 - 1 / (table.dp * table.cp * table.ep), in_turn)
+    return np.where((table.zero >= 2) & (table.zero_every > 1), waiting, 0.0)
 
 
 def fullest(terms: Mapping[str, NDArray[np.float64]], kinds: Kinds) -> dict[str, NDArray[np.float64]]:

@@ -39,19 +39,25 @@ class Precision:
     optimizer: Any
 
     @classmethod
-    def of(cls, element: Any, *, short_gradients: bool = False) -> Precision:
-        """Return the bytes for weights of `element` bytes.
+    def of(cls, element: Any, *, gradient: Any = None) -> Precision:
+        """Return the bytes for weights of `element` bytes, and gradients of `gradient`.
 
-        Gradients are in 32 bits at least (as in Megatron: 18 bytes in all), or with `short_gradients` in the weights'
-        precision (as in DeepSpeed: 16).
+        None: gradients are in 32 bits at least (as in Megatron: 18 bytes in all; DeepSpeed has 2 for them, 16 in all).
         """
         wide = np.maximum(element, 4)
         masters = np.where(np.asarray(element) < 4, 4, 0)
-        return cls(element, element if short_gradients else wide, masters + 2 * wide)
+        return cls(element, wide if gradient is None else gradient, masters + 2 * wide)
 
 
 def state_bytes(
-    held: Held, unit: Held, precision: Precision, *, zero: Any, replicas: Any, expert_replicas: Any
+    held: Held,
+    unit: Held,
+    precision: Precision,
+    *,
+    zero: Any,
+    replicas: Any,
+    expert_replicas: Any,
+    pending: Any = 0,
 ) -> dict[str, Any]:
     """Return the bytes of a rank's state by kind (`KINDS`).
 
@@ -62,6 +68,8 @@ def state_bytes(
         zero: the stage of ZeRO.
         replicas: number of ranks with the same dense weights.
         expert_replicas: number of ranks with the same experts.
+        pending: fraction of the full gradients that is held beside the shards, where those of several microbatches are
+            added up before they are reduced; 0: of one unit, as those of each microbatch are reduced.
     """
     sharded = {kind: np.asarray(zero) >= stage for kind, stage in SHARDED_FROM.items()}
     full = held.dense + held.experts
@@ -69,6 +77,9 @@ def state_bytes(
     at_once = unit.dense * (np.asarray(replicas) > 1) + unit.experts * (np.asarray(expert_replicas) > 1)
     gathered = precision.weight * sharded["weights"] * np.minimum(AHEAD * at_once, full)
     each = {"weights": precision.weight, "gradients": precision.gradient, "optimizer": precision.optimizer}
-    return {kind: bytes_ * ~sharded[kind] * full + bytes_ * sharded[kind] * shard for kind, bytes_ in each.items()} | {
-        "gathered": gathered + precision.gradient * sharded["gradients"] * at_once
+    state = {kind: bytes_ * ~sharded[kind] * full + bytes_ * sharded[kind] * shard for kind, bytes_ in each.items()}
+    state["gradients"] = state["gradients"] + precision.gradient * sharded["gradients"] * pending * full
+    return state | {
+        "gathered": gathered
+        + precision.gradient * sharded["gradients"] * np.where(np.asarray(pending) > 0, 0.0, at_once)
     }

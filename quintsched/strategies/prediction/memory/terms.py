@@ -10,7 +10,9 @@ peak.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -23,11 +25,13 @@ from quintsched.strategies.descriptions.parameters import (
     head_weights,
     on_rank,
 )
+from quintsched.strategies.descriptions.strategy import MODULES
 from quintsched.strategies.prediction.memory.activations import (
     FP32,
     Sizes,
     block_input,
     block_kept,
+    block_rerun,
     embedding_kept,
     head_kept,
 )
@@ -73,8 +77,16 @@ class Mesh:
     ep: Any
     zero: Any
     chunks: Any
-    selective: Any = 0
-    """1 if attention scores are recomputed, else 0."""
+    rerun: Mapping[str, Any] = field(default_factory=lambda: dict.fromkeys(MODULES, 0))
+    """1 for each module that is recomputed, else 0."""
+    pending: Any = 0
+    """With ZeRO-2 and 3, fraction of the gradients that is accumulated beside the shards, until it is reduced."""
+    gradient: Any = None
+    """Bytes of an element of a gradient; None: 4 at least."""
+    fused_accumulation: Any = 0
+    """1 if products add weights' gradients to earlier ones themselves, else 0."""
+    fused_loss: Any = 0
+    """1 if the loss is computed from logits in the model's precision, and their gradient in place, else 0."""
 
 
 def memory_terms(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
@@ -106,8 +118,16 @@ def _state(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, An
         has_mixture = np.asarray(ranks.mixture) > 0
         units = Held(np.maximum(unit, mixture.dense * has_mixture), mixture.experts * has_mixture)
     outer = mesh.dp * sizes.cp
-    precision = Precision.of(sizes.element)
-    return state_bytes(held, units, precision, zero=mesh.zero, replicas=outer * mesh.ep, expert_replicas=outer)
+    precision = Precision.of(sizes.element, gradient=mesh.gradient)
+    return state_bytes(
+        held,
+        units,
+        precision,
+        zero=mesh.zero,
+        replicas=outer * mesh.ep,
+        expert_replicas=outer,
+        pending=mesh.pending,
+    )
 
 
 def _activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
@@ -115,7 +135,7 @@ def _activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[s
     kept = _kept(model, sizes, mesh, ranks)
     found = {f"activations_{kind}": bytes_ * ranks.in_flight for kind, bytes_ in kept.items()}
     found["activations_embedding"] = ranks.first * ranks.first_in_flight * embedding_kept(model, sizes)
-    behind, logits = head_kept(model, sizes), ranks.logits_in_flight
+    behind, logits = head_kept(model, sizes, fused=mesh.fused_loss), ranks.logits_in_flight
     found["activations_tokens"] = found["activations_tokens"] + ranks.last * logits * behind["tokens"]
     return found | {"logits": ranks.last * logits * behind["logits"]}
 
@@ -128,34 +148,45 @@ def _kept(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any
     if model.experts is not None:
         layers.append((True, ranks.mixture - ranks.full_mixture))
     for has_experts, count in layers:
+        dropped = block_rerun(model, sizes, mesh.rerun, has_experts=has_experts)
         for kind, bytes_ in block_kept(model, sizes, has_experts=has_experts).items():
-            left = (
-                bytes_ * (1 - np.asarray(mesh.selective))
-                if kind == "scores" and _can_recompute_scores(model)
-                else bytes_
-            )
-            found[kind] = found.get(kind, 0) + count * left
+            found[kind] = found.get(kind, 0) + count * (bytes_ - dropped.get(kind, 0))
     return found
 
 
 def _temporary(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Any:
     """Return the temporary bytes of a backward: recomputed activations, and gradients of the widest activations.
 
-    For one block at a time, or for logits, whose gradient is made in place and then rounded to the model's precision.
+    For one block at a time, or for logits, whose gradient is made in place and then, unless the loss is fused, rounded
+    to the model's precision. Besides, the gradient of one weight in the model's precision, before it is added to the
+    others; where the product adds it, Transformer Engine keeps an unused buffer for each shape of weight instead.
     """
     found: Any = 0.0
     for has_experts, count, full in ((False, ranks.dense, ranks.full_dense), (True, ranks.mixture, ranks.full_mixture)):
         if has_experts and model.experts is None:
             continue
         kept = block_kept(model, sizes, has_experts=has_experts)
-        scores = kept["scores"] if _can_recompute_scores(model) else 0.0
-        again = np.where(np.asarray(full) > 0, sum(kept.values()), scores * np.asarray(mesh.selective))
+        dropped = block_rerun(model, sizes, mesh.rerun, has_experts=has_experts)
+        again = np.where(np.asarray(full) > 0, sum(kept.values()), sum(dropped.values()))
+        scores = kept["scores"] if model.attention == "unfused" else 0.0
         wide = np.maximum(kept["experts" if has_experts else "ffn"], scores) / 2 + block_input(model, sizes)
         found = np.maximum(found, np.where(np.asarray(count) > 0, again + wide, 0.0))
-    logits = head_kept(model, sizes)["logits"]
-    return np.maximum(found, ranks.last * logits * (np.asarray(sizes.element) / FP32))
+    logits = head_kept(model, sizes)["logits"] * (np.asarray(mesh.fused_loss) == 0)
+    found = np.maximum(found, ranks.last * logits * (np.asarray(sizes.element) / FP32))
+    in_units = (np.asarray(mesh.zero) >= 2) & (np.asarray(mesh.pending) == 0)  # those are in `gathered`
+    return found + np.where(in_units, 0.0, sizes.element * _weight_gradients(model, sizes, mesh, ranks))
 
 
-def _can_recompute_scores(model: Model) -> bool:
-    """Return whether there are scores to recompute: flash attention keeps none."""
-    return model.attention == "unfused"
+def _weight_gradients(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Any:
+    """Return the elements of gradients of weights that are held while a block's backward, or the head's, runs."""
+    fused = np.asarray(mesh.fused_accumulation) > 0
+    head = ranks.last * on_rank(head_weights(model)[-1:], tp=sizes.tp).dense
+    found: Any = 0.0
+    for has_experts, count in ((False, ranks.dense), (True, ranks.mixture)):
+        if has_experts and model.experts is None:
+            continue
+        matrices = [w for w in block_weights(model, has_experts=has_experts) if w.kind != "norms"]
+        sizes_of = [on_rank([replace(weight, copies=1)], tp=sizes.tp).dense for weight in matrices]
+        each = np.where(fused, sum(sizes_of), reduce(np.maximum, sizes_of))
+        found = np.maximum(found, np.where(np.asarray(count) > 0, each, 0.0))
+    return np.where(fused, found + head, np.maximum(found, head))

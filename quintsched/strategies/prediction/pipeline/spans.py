@@ -72,6 +72,12 @@ DECIDES = (
     "schedule",
     "recompute",
     "dtype",
+    "gradients",
+    "zero_every",
+    "ep_overlap",
+    "tp_overlap",
+    "fused_accumulation",
+    "fused_loss",
     "stages",
 )
 """Columns on which a makespan depends, beside ZeRO's exchanges in each microbatch."""
@@ -142,7 +148,7 @@ def _simulate(table: Table, rows: Rows, found: Spans, of_stages: Callable[[Rows]
     for number, (code, pp, microbatches, chunks) in enumerate(distinct.T.tolist()):
         members = rows[which.reshape(-1) == number]
         times, schedule = of_stages(members), table.values["schedule"][code]
-        durations = stage_durations(times.each.forward.T, times.each.backward_input.T, times.each.compute_weight.T)
+        durations = stage_durations(times.each.forward.T, times.each.backward_input.T, times.each.backward_weight.T)
         if schedule in BIDIRECTIONAL:  # the other half of the stages are twins of the same pieces
             durations, reduction = np.concatenate([durations] * 2, axis=1), np.concatenate([times.reduction.T] * 2)
         else:
@@ -160,7 +166,7 @@ def _pipelines(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks,
         table,
         kinds,
         rows,
-        (each.forward, each.backward_input, each.compute_weight),
+        (each.forward, each.backward_input, each.backward_weight),
         (first.forward + first.tp_forward, first.backward_input + first.tp_backward, first.backward_weight),
         (last.forward + last.tp_forward, last.backward_input + last.tp_backward, last.backward_weight),
     )
@@ -177,7 +183,7 @@ def _computing(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks,
         table,
         kinds,
         rows,
-        (each.compute_forward, each.compute_input, each.compute_weight),
+        (each.compute_forward, each.compute_input, each.backward_weight),
         (first.forward, first.backward_input, first.backward_weight),
         (last.forward, last.backward_input, last.backward_weight),
     )

@@ -14,12 +14,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.hardware import Curve, Hardware
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy import Strategy, modules_of
 from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, operator_times
 from quintsched.strategies.prediction.layers_of_ranks import has_experts
@@ -113,7 +111,7 @@ def work_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Cons
 
     def add(operator: Operator, times: float, rerun: float) -> None:
         took = operator_times(operator, hardware, strategy.dtype, constants)
-        selective = took.selective if strategy.recompute == "selective" else np.zeros(1)
+        selective = took.forward * (operator.module in modules_of(strategy.recompute))
         total = took.forward * (1 + rerun) + took.backward + selective
         kind = "pass" if isinstance(operator, Pass) else type(operator).__name__.lower()
         seconds[kind] += float(total[0]) * times * strategy.microbatches / strategy.pp

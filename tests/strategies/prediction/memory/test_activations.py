@@ -103,7 +103,9 @@ def test_flash_attention_keeps_a_number_per_head_and_token() -> None:
 def test_fewer_heads_of_keys_and_a_gate() -> None:
     kept = block_kept(_with(), Sizes(1, 1000, tp=2))
     assert kept["attention"] == 1000 * 2 * (2 * 2048 + 2 * 512)
-    assert kept["ffn"] == 1000 * 2 * 4 * 7168
+    assert kept["ffn"] == 1000 * 2 * 3 * 7168
+    eager = block_kept(_with(), Sizes(1, 1000, tp=2), fused=False)
+    assert eager["ffn"] == 1000 * 2 * 4 * 7168
     assert kept["tokens"] == 1000 * 2 * 4 * 4096
     assert "masks" not in kept
 
@@ -131,7 +133,7 @@ def test_wider_elements(element: int, times: int) -> None:
 def test_experts_keep_the_tokens_that_are_sent_to_them() -> None:
     model = find_model("mixtral-8x7b")
     kept = block_kept(model, Sizes(1, 100, tp=2), has_experts=True)
-    assert kept["experts"] == 100 * 2 * 2 * (2 * 4096 + 4 * 7168)
+    assert kept["experts"] == 100 * 2 * 2 * (2 * 4096 + 3 * 7168)
     assert kept["router"] == 100 * (4 * 8 + 12 * 2)
     assert "ffn" not in kept
 
@@ -139,7 +141,7 @@ def test_experts_keep_the_tokens_that_are_sent_to_them() -> None:
 def test_shared_experts_and_latent_attention() -> None:
     model = find_model("deepseek-v3")
     kept = block_kept(model, Sizes(1, 100), has_experts=True)
-    assert kept["experts"] == 100 * 2 * (8 * (2 * 7168 + 4 * 2048) + 4 * 2048)
+    assert kept["experts"] == 100 * 2 * (8 * (2 * 7168 + 3 * 2048) + 3 * 2048)
     assert kept["attention"] == 100 * 2 * (128 * (2 * 192 + 2 * 128) + 2 * (1536 + 512) + 64)
 
 

@@ -13,8 +13,8 @@ from quintsched.strategies.prediction.memory.state import Precision, state_bytes
 
 def test_bytes_of_megatron_and_deepspeed() -> None:
     whole = Held(1000, 0)
-    for short, each in ((False, 18), (True, 16)):
-        found = state_bytes(whole, whole, Precision.of(2, short_gradients=short), zero=0, replicas=8, expert_replicas=8)
+    for gradient, each in ((None, 18), (2, 16)):
+        found = state_bytes(whole, whole, Precision.of(2, gradient=gradient), zero=0, replicas=8, expert_replicas=8)
         assert sum(found.values()) == each * 1000
 
 

@@ -1,0 +1,113 @@
+"""Reader of SimuMax's system files (`configs/system/*.json`): a GPU's measured products, attention, passes and links.
+
+    {"sys_name": "b200_bf16", "accelerator": {"op": {"matmul": {"tflops": 2250, "accurate_efficient_factor":
+        {"b=1, m=4096, k=8192, n=10240, …": 0.645, …}}, …}, "bandwidth": …}, "networks": …}
+                                     │
+                                     ▼
+    {"name": "b200_bf16", "tflops": {"bf16": 2250}, "measured": {"products": [[1, 4096, 10240, 8192, 1.45e15], …], …}}
+
+Fractions of the peak count attention without its causal mask, so that they are halved here. A rate is given by its
+share of the peak, and a time for each use beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+SIZES = tuple(float(2**power) for power in range(10, 35, 2))
+"""Bytes at which curves of passes and links are sampled."""
+GROUPS = (2, 4, 8)
+"""Numbers of ranks of collectives."""
+BACKWARD = 2.5
+"""FLOP of fused attention's backward per FLOP of the forward, as SimuMax counts."""
+
+
+def is_system(values: Mapping[str, Any]) -> bool:
+    """Return whether these are the contents of a system file."""
+    return "sys_name" in values and "accelerator" in values
+
+
+def read_system(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Hardware`; raises KeyError for a part that is missing."""
+    accelerator, networks = values["accelerator"], values["networks"]
+    operators, passes = accelerator["op"], accelerator["bandwidth"]["default"]
+    inside, outside = _inside(networks), networks["inter_node"]["bandwidth"]
+    peak = operators["matmul"]["tflops"] * 1e12
+    measured = {
+        "products": [*_products(operators["matmul"]), *_grouped(operators.get("group_matmul", {}))],
+        "attention": {"bf16": _attention(operators["sdp_fwd"], 1.0)},
+        "attention_backward": {"bf16": _attention(operators["sdp_bwd"], BACKWARD)},
+        "memory": _curve(passes["gbps"] * 1e9 * passes["efficient_factor"], passes["latency_us"] * 1e-6),
+        "link": _curve(*_rate_of(inside, "all2all")),
+        "all_reduce": {ranks: _all_reduce(inside, ranks) for ranks in GROUPS},
+    }
+    return {
+        "name": values["sys_name"],
+        "tflops": {"bf16": peak / 1e12},
+        "memory_gb": accelerator["mem_gbs"],
+        "memory_gbps": passes["gbps"],
+        "gpus_per_node": values["num_per_node"],
+        "link_gbps": inside["bandwidth"]["gbps"],
+        "network_gbps": outside["gbps"],
+        "measured": measured,
+        "sources": {"measured": "a system file of SimuMax"},
+    }
+
+
+def _inside(networks: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the links inside a node: where PCIe is shared, as all GPUs of a node use it."""
+    name = "intra_node_pcie_8x" if networks.get("intra_with_pcie") else "high_intra_node"
+    found: Mapping[str, Any] = networks[name]
+    return found
+
+
+def _measured(operator: Mapping[str, Any]) -> Iterator[tuple[dict[str, int], str, float]]:
+    """Yield the sizes of each measured case, its key, and its FLOP/s."""
+    for key, share in (operator.get("accurate_efficient_factor") or {}).items():
+        sizes = {name.lower(): int(size) for name, size in re.findall(r"(\w+)=(\d+)", key)}
+        yield sizes, key, share * operator["tflops"] * 1e12
+
+
+def _products(operator: Mapping[str, Any]) -> Iterator[list[float]]:
+    for sizes, _, rate in _measured(operator):
+        yield [sizes["b"], sizes["m"], sizes["n"], sizes["k"], rate]
+
+
+def _grouped(operator: Mapping[str, Any]) -> Iterator[list[float]]:
+    """Yield the products of experts; a key names the forward's sizes."""
+    for sizes, key, rate in _measured(operator):
+        m, n, k = sizes["m"], sizes["n"], sizes["k"]
+        made = (k, n, m) if "bwd_grad_w" in key else (m, k, n) if "bwd_grad_act" in key else (m, n, k)
+        yield [sizes["ng"], *made, rate]
+
+
+def _attention(operator: Mapping[str, Any], passes: float) -> dict[str, list[float]]:
+    """Return the forward's FLOP, without masked ones, per second, by their number."""
+    found: dict[float, list[float]] = {}
+    for sizes, _, rate in _measured(operator):
+        width = sizes["qk_head_dim"] + sizes["v_head_dim"]
+        flops = float(sizes["batch"] * sizes["head_num"] * sizes["seq_len"] ** 2 * width)
+        found.setdefault(flops, []).append(rate / 2 / passes)
+    sizes_of = sorted(found)
+    return {"sizes": sizes_of, "rates": [sum(found[size]) / len(found[size]) for size in sizes_of]}
+
+
+def _rate_of(network: Mapping[str, Any], kind: str) -> tuple[float, float]:
+    """Return bytes per second and the seconds of each use of one kind of communication."""
+    usual, own = network["bandwidth"], network["op"][kind]
+    share = own.get("efficient_factor", usual["efficient_factor"])
+    latency_us = own.get("latency_us", usual["latency_us"]) + own.get("fixed_latency_us", 0.0)
+    return usual["gbps"] * 1e9 * share, latency_us * 1e-6
+
+
+def _all_reduce(network: Mapping[str, Any], ranks: int) -> dict[str, list[float]]:
+    """Return an all-reduce as it runs with sequence parallelism and ZeRO: a reduce-scatter and an all-gather."""
+    each = [_rate_of(network, kind) for kind in ("reduce_scatter", "all_gather")]
+    passes = sum(1 / rate for rate, _ in each) * (ranks - 1) / ranks
+    return _curve(1 / passes, sum(latency_s for _, latency_s in each))
+
+
+def _curve(rate: float, latency_s: float) -> dict[str, list[float]]:
+    return {"sizes": list(SIZES), "rates": [size / (size / rate + latency_s) for size in SIZES]}
