@@ -12,7 +12,7 @@ import resource
 from collections.abc import Callable
 from time import perf_counter
 
-from quintsched.runtime.watch.rank_position import INDEX, NOTHING, Cell, Publisher, WaitCell, receive_code
+from quintsched.runtime.watch.rank_position import INDEX, NOTHING, PositionCell, Publisher, WaitCell, receive_code
 
 CALLS, ROUNDS = 2000, 300
 
@@ -44,7 +44,7 @@ def fastest_ns(run: Callable[[], None], count: int) -> float:
 
 
 def main() -> None:
-    publisher = Publisher(Cell(0, shared=True))
+    publisher = Publisher(PositionCell(0, shared=True))
     places, calls = list(range(CALLS)), [nothing] * CALLS
     bare = fastest_ns(lambda: walk(places, calls), CALLS)
     published = fastest_ns(lambda: published_walk(publisher, places, calls), CALLS)

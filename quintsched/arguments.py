@@ -22,64 +22,68 @@ from typing import Any, ParamSpec, TypeVar
 from quintsched.errors import UsageError, printable, quoted
 
 Taken = ParamSpec("Taken")
-Given = TypeVar("Given")
+Argument = TypeVar("Argument")
 
 
 @dataclass(frozen=True)
-class Kind:
+class ArgumentKind:
     """Requirement on an argument: in words, and as a test."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
-def instance(words: str, *kinds: type) -> Kind:
+def instance(words: str, *kinds: type) -> ArgumentKind:
     """Return the kind of instances of some classes."""
-    return Kind(words, lambda value: isinstance(value, kinds))
+    return ArgumentKind(words, lambda value: isinstance(value, kinds))
 
 
-def ours(name: str) -> Kind:
+def ours(name: str) -> ArgumentKind:
     """Return the kind of instances of a class of this package, by its name: nothing is imported for it."""
 
     def holds(value: object) -> bool:
         return name in [kind.__name__ for kind in type(value).__mro__ if kind.__module__.startswith("quintsched.")]
 
-    return Kind(f"{_article(name)} {name}", holds)
+    return ArgumentKind(f"{_article(name)} {name}", holds)
 
 
 def _is_whole(value: object) -> bool:
     return hasattr(type(value), "__index__") and not isinstance(value, bool)
 
 
-WHOLE = Kind("a whole number", _is_whole)
-COUNT = Kind("a whole number from 1", lambda value: _is_whole(value) and value >= 1)
-NUMBER = Kind("a number", lambda value: (isinstance(value, Real) or _is_whole(value)) and not isinstance(value, bool))
+WHOLE_NUMBER = ArgumentKind("a whole number", _is_whole)
+COUNT = ArgumentKind("a whole number from 1", lambda value: _is_whole(value) and value >= 1)
+NUMBER = ArgumentKind(
+    "a number", lambda value: (isinstance(value, Real) or _is_whole(value)) and not isinstance(value, bool)
+)
 FLAG = instance("True or False", bool)
 TEXT = instance("text", str)
 PATH = instance("a path", str, os.PathLike)
-FUNCTION = Kind("a function", callable)
+FUNCTION = ArgumentKind("a function", callable)
 MAPPING = instance("a mapping", Mapping)
-ROW = Kind("a list", lambda value: hasattr(value, "__len__") and hasattr(value, "__getitem__") and not _is_text(value))
-SEVERAL = Kind("a list", lambda value: hasattr(value, "__iter__") and not isinstance(value, str | bytes))
+ROW = ArgumentKind(
+    "a list", lambda value: hasattr(value, "__len__") and hasattr(value, "__getitem__") and not _is_text(value)
+)
+SEVERAL = ArgumentKind("a list", lambda value: hasattr(value, "__iter__") and not isinstance(value, str | bytes))
 
 
 def _is_text(value: object) -> bool:
     return isinstance(value, str | bytes | Mapping)
 
 
-def takes(call: str, **kinds: Kind) -> Callable[[Callable[Taken, Given]], Callable[Taken, Given]]:
+def takes(call: str, **kinds: ArgumentKind) -> Callable[[Callable[Taken, Argument]], Callable[Taken, Argument]]:
     """Check arguments of a function, or of a class's `__init__`, by their names; `call` is how it is called.
 
     The decorated function raises `UsageError` for an argument of another kind. None passes where it is the default.
     """
 
-    def decorate(function: Callable[Taken, Given]) -> Callable[Taken, Given]:
+    def decorate(function: Callable[Taken, Argument]) -> Callable[Taken, Argument]:
         signature = inspect.signature(function)
         assert kinds.keys() <= signature.parameters.keys()
         name = function.__qualname__.removesuffix(".__init__")
 
         @wraps(function)
-        def checked(*args: Taken.args, **options: Taken.kwargs) -> Given:
+        def checked(*args: Taken.args, **options: Taken.kwargs) -> Argument:
             try:
                 given = signature.bind(*args, **options).arguments
             except TypeError:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quintsched.arguments import PATH, WHOLE, ours, takes
+from quintsched.arguments import PATH, WHOLE_NUMBER, ours, takes
 from quintsched.errors import UnsoundError
 from quintsched.ir.instruction_set import Instruction, Message
 from quintsched.ir.plan_data import PlanData
@@ -54,7 +54,7 @@ class Plan(PlanData):
         verdict = self.check()
         return self.simulate()._repr_html_() if verdict.sound else verdict._repr_html_()
 
-    @takes("plan.program(0)", rank=WHOLE)
+    @takes("plan.program(0)", rank=WHOLE_NUMBER)
     def program(self, rank: int) -> tuple[Instruction, ...]:
         """Return the program of one global rank, with global ranks as peers; raises `UsageError` outside the mesh."""
         coordinates = self.mesh.coordinates(rank)

@@ -29,7 +29,7 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SweepOutcome:
     """One shape with its result; `reason` says why it is refused, or holds the counter-example."""
 
     pp: int
@@ -46,7 +46,7 @@ def prove(
     microbatches: Sequence[int],
     chunks: Sequence[int] | None = None,
     memory_cap: float | None = None,
-) -> Iterator[Outcome]:
+) -> Iterator[SweepOutcome]:
     """Yield the outcome of every shape, in ascending number of computations.
 
     `chunks=None` tries the fewest that the schedule allows, and the next two; `memory_cap` is that of `check`. A
@@ -61,7 +61,7 @@ def prove(
     return (_outcome(schedule, *shape, memory_cap) for shape in shapes)
 
 
-def _outcome(schedule: Schedule, pp: int, chunks: int, microbatches: int, memory_cap: float | None) -> Outcome:
+def _outcome(schedule: Schedule, pp: int, chunks: int, microbatches: int, memory_cap: float | None) -> SweepOutcome:
     def prove_with(slices: int = 1, *, overlap: bool = False) -> None:
         mesh = Mesh(pp=pp)
         plan = compile(schedule, mesh=mesh, microbatches=microbatches, chunks=chunks, slices=slices, overlap=overlap)
@@ -76,7 +76,7 @@ def _outcome(schedule: Schedule, pp: int, chunks: int, microbatches: int, memory
             with suppress(UsageError):  # a schedule may refuse two slices and still take the shape
                 prove_with(slices=2)
     except UsageError as refusal:
-        return Outcome(pp, chunks, microbatches, Status.REFUSED, str(refusal))
+        return SweepOutcome(pp, chunks, microbatches, Status.REFUSED, str(refusal))
     except UnsoundError as fault:
-        return Outcome(pp, chunks, microbatches, Status.UNSOUND, str(fault))
-    return Outcome(pp, chunks, microbatches, Status.SOUND)
+        return SweepOutcome(pp, chunks, microbatches, Status.UNSOUND, str(fault))
+    return SweepOutcome(pp, chunks, microbatches, Status.SOUND)

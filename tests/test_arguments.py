@@ -15,7 +15,7 @@ from torch import nn
 
 import quintsched as qs
 from quintsched import runtime
-from quintsched.arguments import FUNCTION, WHOLE, ours, takes
+from quintsched.arguments import FUNCTION, WHOLE_NUMBER, ours, takes
 from quintsched.errors import import_advice
 from quintsched.runtime import Engine, run_local, split
 from quintsched.runtime.comm import SelfGroup
@@ -283,7 +283,7 @@ def test_a_schedule_or_plan_that_was_given_is_not_copied_or_changed() -> None:
 
 
 def test_kinds_and_defaults() -> None:
-    @takes("f(4, function)", count=WHOLE, fn=FUNCTION, plan=ours("PlanData"))
+    @takes("f(4, function)", count=WHOLE_NUMBER, fn=FUNCTION, plan=ours("PlanData"))
     def f(count: int, fn: Callable[[], int] | None = None, plan: Any = None) -> int:
         """Count."""
         return count

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import ColorType
 
 from .scene import Held
-from .sheet import Key
+from .sheet import LegendKey
 from .style import HAIRLINE, QUIET, number, text_width
 
 MOST_LINES = 6
@@ -31,11 +31,11 @@ def held_height(ranks: int, font: float) -> float:
     return float(np.clip(font * 1.1 / 72 * ranks, 1.7, 3.6))
 
 
-def held_key(held: Sequence[Held], size: float) -> Key:
+def held_key(held: Sequence[Held], size: float) -> LegendKey:
     """Return the panel's heading; for a heat map it begins with the colour scale."""
     what = "activations held, in microbatches of a whole rank"
     if len(held) <= MOST_LINES:
-        return Key(what, 0.0, lambda axes, x, y: None)
+        return LegendKey(what, 0.0, lambda axes, x, y: None)
     most = max(of_rank.peak for of_rank in held)
 
     def draw(axes: Axes, x: float, y: float) -> None:
@@ -45,7 +45,7 @@ def held_key(held: Sequence[Held], size: float) -> Key:
         axes.text(x, y, "0", fontsize=size, va="center_baseline")
         axes.text(x + size * 9.4, y, number(most), fontsize=size, va="center_baseline")
 
-    return Key(what, size * 10.2 + text_width(number(most), size), draw)
+    return LegendKey(what, size * 10.2 + text_width(number(most), size), draw)
 
 
 def draw_held(axes: Axes, held: Sequence[Held], until: float, font: float, height_points: float) -> None:

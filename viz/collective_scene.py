@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from quintsched.collectives import CollectiveRun
 from quintsched.ir.instruction_set import Compute
 
-from .scene import Box, Scene
+from .scene import ComputationBox, Scene
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Stored(Compute):
 def chunk_scene(run: CollectiveRun) -> Scene:
     """Return the scene of a collective's messages."""
     boxes = tuple(
-        Box(to.rank, start, end, (Added if to.reduce else Stored)(to.peer, to.chunk), 0)
+        ComputationBox(to.rank, start, end, (Added if to.reduce else Stored)(to.peer, to.chunk), 0)
         for (_, to), start, end in zip(run.plan.messages, run.start, run.end, strict=True)
     )
     busy = [0.0] * run.plan.size

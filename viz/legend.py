@@ -11,7 +11,7 @@ from quintsched.ir.instruction_set import Instruction
 
 from .pipeline_rows import Scale, messages_shown
 from .scene import Scene
-from .sheet import Key
+from .sheet import LegendKey
 from .style import (
     CARGO,
     IDLE,
@@ -29,7 +29,7 @@ from .style import (
 MOST_SWATCHES = 8
 
 
-def keys_of(scenes: Sequence[Scene], scale: Scale, size: float) -> list[Key]:
+def keys_of(scenes: Sequence[Scene], scale: Scale, size: float) -> list[LegendKey]:
     """Return the keys for the scenes; `size` is the size of the legend's text."""
     computations = _in_order({type(box.instruction) for scene in scenes for box in scene.boxes})
     marks = _in_order({mark.what for scene in scenes for mark in scene.marks})
@@ -38,8 +38,8 @@ def keys_of(scenes: Sequence[Scene], scale: Scale, size: float) -> list[Key]:
     cargo = {arrow.kind for scene in scenes if messages_shown(scene, scale) for arrow in scene.arrows}
     return [
         *(_box_key(look_of(what), scale.chunks, size) for what in computations),
-        Key("idle", size * 1.6, _hatched(size, IDLE, IDLE_HATCH, "////")),
-        *([Key("waiting", size * 1.6, _hatched(size, WAIT, WAIT_HATCH, WAIT_PATTERN))] if waits else []),
+        LegendKey("idle", size * 1.6, _hatched(size, IDLE, IDLE_HATCH, "////")),
+        *([LegendKey("waiting", size * 1.6, _hatched(size, WAIT, WAIT_HATCH, WAIT_PATTERN))] if waits else []),
         *(_arrow_key(look, size) for kind, look in CARGO.items() if kind in cargo),
         *(_strip_key(look_of(what), size) for what in copies),
         *(_mark_key(look_of(what), size) for what in marks),
@@ -51,7 +51,7 @@ def _in_order(classes: Iterable[type[Instruction]]) -> list[type[Instruction]]:
     return sorted(classes, key=lambda what: (known.index(what) if what in known else len(known), what.__name__))
 
 
-def _box_key(look: Look, chunks: int, size: float) -> Key:
+def _box_key(look: Look, chunks: int, size: float) -> LegendKey:
     """Return a key with one numbered swatch per chunk; for many chunks, only some."""
     shown = range(chunks) if chunks <= MOST_SWATCHES else [k * (chunks - 1) // 3 for k in range(4)]
     side = size * (1.6 if chunks <= 10 else 0.65 * len(str(chunks)) + 0.6)
@@ -67,7 +67,7 @@ def _box_key(look: Look, chunks: int, size: float) -> Key:
                     middle, y, str(chunk), fontsize=size * 0.8, color=ink_on(colour), ha="center", va="center_baseline"
                 )
 
-    return Key(f"{look.label} of chunk" if chunks > 1 else look.label, side * len(shown), draw)
+    return LegendKey(f"{look.label} of chunk" if chunks > 1 else look.label, side * len(shown), draw)
 
 
 def _hatched(size: float, colour: str, hatch_colour: str, pattern: str) -> Callable[[Axes, float, float], None]:
@@ -80,22 +80,22 @@ def _hatched(size: float, colour: str, hatch_colour: str, pattern: str) -> Calla
     return draw
 
 
-def _arrow_key(look: Look, size: float) -> Key:
+def _arrow_key(look: Look, size: float) -> LegendKey:
     def draw(axes: Axes, x: float, y: float) -> None:
         axes.plot((x, x + size * 1.6), (y, y), color=look.colour, linewidth=1.0)
         axes.plot((x + size * 1.6,), (y,), color=look.colour, marker=">", markersize=3.5, linestyle="none")
 
-    return Key(look.label, size * 1.8, draw)
+    return LegendKey(look.label, size * 1.8, draw)
 
 
-def _strip_key(look: Look, size: float) -> Key:
+def _strip_key(look: Look, size: float) -> LegendKey:
     def draw(axes: Axes, x: float, y: float) -> None:
         axes.add_patch(Rectangle((x, y - size * 0.2), size * 1.6, size * 0.4, facecolor=look.colour, linewidth=0))
 
-    return Key(look.label, size * 1.6, draw)
+    return LegendKey(look.label, size * 1.6, draw)
 
 
-def _mark_key(look: Look, size: float) -> Key:
+def _mark_key(look: Look, size: float) -> LegendKey:
     def draw(axes: Axes, x: float, y: float) -> None:
         larger = 1.3 if look.marker == "*" else 1.0
         axes.plot(
@@ -107,4 +107,4 @@ def _mark_key(look: Look, size: float) -> Key:
             linestyle="none",
         )
 
-    return Key(look.label, size, draw)
+    return LegendKey(look.label, size, draw)

@@ -20,7 +20,7 @@ from typing import TypeAlias
 
 from quintsched.files.atomic import write_whole
 from quintsched.ir.instruction_set import HostCopy, Recv, Send, short
-from quintsched.ir.values import Kind, Value
+from quintsched.ir.values import Value, ValueKind
 from quintsched.simulation.simulator import Simulation, Span
 from quintsched.trace.measured_costs import UNITS
 from quintsched.trace.measured_trace import MeasuredSpan, MeasuredStep
@@ -80,10 +80,10 @@ def _slices(span: Span, place: Event, scale: float, several: bool) -> Iterator[E
 
 
 _CARGO = {
-    Kind.OUTPUT: "activation",
-    Kind.OUTPUT_GRAD: "gradient",
-    Kind.SKIP: "skip",
-    Kind.SKIP_GRAD: "gradient of a skip",
+    ValueKind.OUTPUT: "activation",
+    ValueKind.OUTPUT_GRAD: "gradient",
+    ValueKind.SKIP: "skip",
+    ValueKind.SKIP_GRAD: "gradient of a skip",
 }
 """Names of flows."""
 

@@ -18,7 +18,7 @@ from matplotlib.transforms import ScaledTranslation
 
 from quintsched.ir.instruction_set import Instruction, OffloadAct
 
-from .scene import Arrow, Box, Mark, Scene
+from .scene import Arrow, ComputationBox, InstructionMark, Scene
 from .style import (
     CARGO,
     DIGIT_EM,
@@ -109,7 +109,7 @@ def band(rank: int) -> tuple[float, float]:
     return rank + GUTTER, rank + 1 - GUTTER
 
 
-def _lane(box: Box) -> tuple[float, float]:
+def _lane(box: ComputationBox) -> tuple[float, float]:
     """Return the upper and lower end of a box."""
     top, bottom = band(box.rank)
     height = (bottom - top) / box.lanes
@@ -176,7 +176,7 @@ def _draw_boxes(axes: Axes, scene: Scene, scale: Scale) -> None:
     axes.add_collection(drawn, autolim=False)
 
 
-def _draw_numbers(axes: Axes, boxes: Sequence[Box], scale: Scale) -> None:
+def _draw_numbers(axes: Axes, boxes: Sequence[ComputationBox], scale: Scale) -> None:
     """Write the microbatch into every box that is wide enough, all in one size.
 
     A class of computations gets no numbers if most of its boxes are too narrow.
@@ -198,7 +198,7 @@ def _draw_numbers(axes: Axes, boxes: Sequence[Box], scale: Scale) -> None:
             axes.text(x, y, label, fontsize=size, color=colour, ha="center", va="center_baseline", zorder=4)
 
 
-def _size_that_fits(box: Box, scale: Scale) -> float:
+def _size_that_fits(box: ComputationBox, scale: Scale) -> float:
     """Return the largest text size in which the microbatch's number fits into its box."""
     digits = len(str(box.instruction.microbatch))
     room = (box.end - box.start) * scale.points_per_time - TEXT_PADDING
@@ -206,7 +206,7 @@ def _size_that_fits(box: Box, scale: Scale) -> float:
     return min(room / (DIGIT_EM * digits), height, LARGEST_TEXT)
 
 
-def _colour(box: Box, scale: Scale) -> Rgb:
+def _colour(box: ComputationBox, scale: Scale) -> Rgb:
     return shade(look_of(type(box.instruction)).colour, box.chunk, scale.chunks)
 
 
@@ -243,7 +243,7 @@ def _draw_arrows(axes: Axes, scene: Scene, scale: Scale) -> None:
         )
 
 
-def _draw_marks(axes: Axes, marks: Sequence[Mark], scale: Scale) -> None:
+def _draw_marks(axes: Axes, marks: Sequence[InstructionMark], scale: Scale) -> None:
     """Draw marks on the lower edges of the bands."""
     places: dict[type[Instruction], list[tuple[float, float]]] = defaultdict(list)
     for mark, x in _spread(marks, MARK_STEP / scale.points_per_time):
@@ -264,7 +264,7 @@ def _draw_marks(axes: Axes, marks: Sequence[Mark], scale: Scale) -> None:
         )
 
 
-def _spread(marks: Sequence[Mark], step: float) -> Iterator[tuple[Mark, float]]:
+def _spread(marks: Sequence[InstructionMark], step: float) -> Iterator[tuple[InstructionMark, float]]:
     """Yield each mark with its x: its time, or a little later if it would hide a mark of another class."""
     rank, x, what = -1, 0.0, None
     for mark in sorted(marks, key=lambda mark: (mark.rank, mark.time)):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quintsched.ir.dataflow import Flow, Kind, Value
+from quintsched.ir.dataflow import Flow, Value, ValueKind
 from quintsched.ir.instruction_set import Compute, HostCopy, Instruction, Overlap, Recv, Send
 from quintsched.simulation.activation_memory import HELD, held_by
 from quintsched.simulation.simulator import Simulation
@@ -28,7 +28,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class ComputationBox:
     """Computation; `chunk` counts the stages of its rank from 0.
 
     It fills the row's height, or, in an overlap, the `lane`-th from above of `lanes` equal parts.
@@ -51,11 +51,11 @@ class Arrow:
     target: int
     start: float
     end: float
-    kind: Kind
+    kind: ValueKind
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class InstructionMark:
     """Instructions of one class at one time on one rank."""
 
     rank: int
@@ -84,7 +84,7 @@ class Strip:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitingTime:
     """Time that an instruction waits for another rank before it runs."""
 
     rank: int
@@ -103,11 +103,11 @@ class Scene:
     ranks: int
     makespan: float
     busy: tuple[float, ...]
-    boxes: tuple[Box, ...]
+    boxes: tuple[ComputationBox, ...]
     arrows: tuple[Arrow, ...]
-    marks: tuple[Mark, ...]
+    marks: tuple[InstructionMark, ...]
     bars: tuple[Bar, ...] = ()
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[WaitingTime, ...] = ()
     strips: tuple[Strip, ...] = ()
     names: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
     chunk_of = {stage: c for rank in range(len(run.timeline)) for c, stage in enumerate(layout.stages_of(rank))}
     arrivals = _arrivals(run)
     boxes, arrows, bars, waits, strips = [], [], [], [], []
-    marks: dict[Mark, None] = {}
+    marks: dict[InstructionMark, None] = {}
     for rank, row in enumerate(run.timeline):
         for span, used in zip(row, flows[rank], strict=True):
             began = span.start + (span.wait if isinstance(span, MeasuredSpan) else 0.0)
@@ -132,7 +132,9 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
                 case Compute() | Overlap() as i:
                     for lane, side in enumerate(i.sides):
                         assert isinstance(side, Compute)
-                        boxes.append(Box(rank, began, span.end, side, chunk_of[side.stage], lane, len(i.sides)))
+                        boxes.append(
+                            ComputationBox(rank, began, span.end, side, chunk_of[side.stage], lane, len(i.sides))
+                        )
                 case Send() as i:
                     value = used.consumes[0]
                     arrows.append(Arrow(rank, i.peer, span.start, arrivals.get(value, span.end), value.kind))
@@ -141,9 +143,9 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
                 case HostCopy() as i if span.end > began:
                     strips.append(Strip(rank, began, span.end, type(i)))
                 case i:
-                    marks[Mark(rank, began, type(i))] = None
+                    marks[InstructionMark(rank, began, type(i))] = None
                     bars += [Bar(rank, began, span.end, type(i))] if span.end > began else []
-            waits += [Wait(rank, span.start, began)] if began > span.start else []
+            waits += [WaitingTime(rank, span.start, began)] if began > span.start else []
     return Scene(
         ranks=len(run.timeline),
         makespan=run.makespan,
@@ -199,7 +201,7 @@ def held_activations(simulation: Simulation) -> tuple[Held, ...]:
             of_rank += [(span.end, -amount(value)) for value in used.consumes if value.kind in HELD]
             for value in used.produces:
                 if value.kind in HELD:  # the remains of an input half replace its inputs at its end
-                    of_rank.append((span.end if value.kind is Kind.PENDING else span.start, amount(value)))
+                    of_rank.append((span.end if value.kind is ValueKind.PENDING else span.start, amount(value)))
         changes.append(sorted(of_rank, key=lambda change: change[0]))
     if not any(changes):
         return ()

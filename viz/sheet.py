@@ -32,7 +32,7 @@ PNG_DPI = 144
 
 
 @dataclass(frozen=True)
-class Key:
+class LegendKey:
     """Entry of the legend; `draw(axes, x, y)` draws it `width` points wide from x on, vertically centred at y."""
 
     label: str
@@ -90,7 +90,7 @@ class Sheet:
         weight = "bold" if bold else "normal"
         paper.text(0, size * 1.1, text, fontsize=size, fontweight=weight, color=colour, va="baseline")
 
-    def legend(self, keys: Sequence[Key], size: float) -> None:
+    def legend(self, keys: Sequence[LegendKey], size: float) -> None:
         """Write the keys from left to right, in as many lines as needed."""
         size *= self.font_scale
         gaps = [size * 0.6 if key.width else 0.0 for key in keys]

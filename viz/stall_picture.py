@@ -25,7 +25,7 @@ from quintsched.stalls.states import RankState
 from .legend import keys_of
 from .pipeline_rows import band, draw_rows, rectangle, set_time_axis
 from .scene import Scene, stage_scene
-from .sheet import Key, Sheet, check_suffix
+from .sheet import LegendKey, Sheet, check_suffix
 from .style import INK, QUIET, house_style, printable
 from .timeline import SMALL, TEXT, TITLE, lay_out, name_times
 
@@ -181,14 +181,14 @@ def _cell(simulation: Simulation, pp_rank: int, index: int) -> tuple[float, floa
     return span.start, span.start + width
 
 
-def _keys(size: float) -> list[Key]:
-    def edged(colour: str, width: float) -> Key:
+def _keys(size: float) -> list[LegendKey]:
+    def edged(colour: str, width: float) -> LegendKey:
         def draw(axes: Axes, x: float, y: float) -> None:
             corner = (x, y - size * 0.6)
             axes.add_patch(
                 Rectangle(corner, size * 1.6, size * 1.2, facecolor="none", edgecolor=colour, linewidth=width)
             )
 
-        return Key("culprit" if colour == BLAME else "stopped here", size * 1.6, draw)
+        return LegendKey("culprit" if colour == BLAME else "stopped here", size * 1.6, draw)
 
     return [edged(BLAME, BLAME_POINTS), edged(INK, STANDS_POINTS)]

@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextToPath
 
-from quintsched.ir.dataflow import Kind
+from quintsched.ir.dataflow import ValueKind
 from quintsched.ir.instruction_set import (
     AllGatherBucket,
     AllReduceBucket,
@@ -83,11 +83,11 @@ LOOKS: dict[type[Instruction], Look] = {
 }
 """Styles in the order of legends; other classes are shown in grey, with their class name."""
 
-CARGO: dict[Kind, Look] = {
-    Kind.OUTPUT: Look("activation sent", "#2B6C99"),
-    Kind.OUTPUT_GRAD: Look("gradient sent", "#B3541E"),
-    Kind.SKIP: Look("skip sent", "#5AA6D6"),
-    Kind.SKIP_GRAD: Look("gradient of a skip sent", "#E3A27B"),
+CARGO: dict[ValueKind, Look] = {
+    ValueKind.OUTPUT: Look("activation sent", "#2B6C99"),
+    ValueKind.OUTPUT_GRAD: Look("gradient sent", "#B3541E"),
+    ValueKind.SKIP: Look("skip sent", "#5AA6D6"),
+    ValueKind.SKIP_GRAD: Look("gradient of a skip sent", "#E3A27B"),
 }
 
 

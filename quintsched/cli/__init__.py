@@ -13,10 +13,10 @@ from typer.main import get_command
 
 from quintsched.cli.app import Group, make_app
 from quintsched.cli.check import check
-from quintsched.cli.checkpoint import COMMANDS as CHECKPOINT
+from quintsched.cli.checkpoint import CHECKPOINT_COMMANDS as CHECKPOINT
 from quintsched.cli.collective import collective
 from quintsched.cli.compile_and_show import compile, schedules, show
-from quintsched.cli.data import COMMANDS as DATA
+from quintsched.cli.data import DATA_COMMANDS as DATA
 from quintsched.cli.import_export import export, import_
 from quintsched.cli.new import new
 from quintsched.cli.pictures import render

@@ -13,7 +13,7 @@ from quintsched.errors import InputError, UsageError
 from quintsched.files.progress_line import progress
 
 if TYPE_CHECKING:
-    from quintsched.sweep import Outcome
+    from quintsched.sweep import SweepOutcome
     from quintsched.verify.soundness import Verdict
 
 SPAN = "For a schedule: a number or a range, both ends in."
@@ -154,7 +154,7 @@ def read_span(text: str, option: str) -> range:
     return range(low, high + 1)
 
 
-def _describe(name: str, outcomes: Sequence[Outcome]) -> list[str]:
+def _describe(name: str, outcomes: Sequence[SweepOutcome]) -> list[str]:
     from quintsched.sweep import Status
     from quintsched.text.listing import table
 
@@ -171,7 +171,7 @@ def _describe(name: str, outcomes: Sequence[Outcome]) -> list[str]:
     return lines
 
 
-def _rows(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
+def _rows(outcomes: Sequence[SweepOutcome]) -> list[tuple[str, ...]]:
     from quintsched.sweep import Status
 
     found: dict[tuple[int, int], dict[Status, list[int]]] = {}

@@ -22,7 +22,9 @@ from quintsched.cli.shared_options import MICROBATCHES
 from quintsched.errors import UsageError
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run's checkpoints, or one step of it.")]
-Step = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Which step; default: the newest whole.")]
+StepOption = Annotated[
+    int | None, typer.Option("--step", metavar="N", min=0, help="Which step; default: the newest whole.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable.")]
 
 
@@ -56,7 +58,7 @@ def reshard(
     chunks: Annotated[
         int | None, typer.Option("--chunks", metavar="V", min=1, help="Stages per pipeline rank there.")
     ] = None,
-    step: Step = None,
+    step: StepOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Reshard a checkpoint for another mesh, in one process and bounded memory.
@@ -79,7 +81,7 @@ def export(
     max_file_bytes: Annotated[
         int, typer.Option("--max-file-bytes", metavar="BYTES", min=1, help="Of the files in a folder.")
     ] = 5 * 10**9,
-    step: Step = None,
+    step: StepOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint's weights as safetensors, under the model's own names."""
@@ -104,4 +106,4 @@ def _call(command: str, path: Path, as_json: bool, **given: object) -> None:
     raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.saving.offline", command, arguments]))
 
 
-COMMANDS = (show, verify, reshard, export, import_)
+CHECKPOINT_COMMANDS = (show, verify, reshard, export, import_)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quintsched.cli.request_options import AXES, option_of, read_request, taking_settings
+from quintsched.cli.request_options import AXIS_OPTIONS, option_of, read_request, taking_settings
 from quintsched.cli.run_and_verify import Overrides, plan_of_job
 from quintsched.cli.shared_options import (
     AsJson,
@@ -25,7 +25,7 @@ from quintsched.cli.shared_options import (
     terminal_width,
 )
 from quintsched.errors import UsageError, suggest
-from quintsched.files.progress_line import Progress, progress
+from quintsched.files.progress_line import ProgressLine, progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -103,7 +103,7 @@ def _compiled(
         return compile_request(request, partial(_require_room, found, output))
 
 
-def _require_room(found: Progress | None, output: Path | None, instructions: int, size: int) -> None:
+def _require_room(found: ProgressLine | None, output: Path | None, instructions: int, size: int) -> None:
     """Show how large the plan will be at least; raises `UsageError` where there is no room for it."""
     from quintsched.formats.plan_file import require_room
 
@@ -117,7 +117,7 @@ def _require_none_beside_job(settings: dict[str, Any], print_after: str | None) 
     """Raise `UsageError` where an option beside a job file says what the file does."""
     given = [name for name, value in settings.items() if value is not None]
     if given:
-        name = "mesh" if given[0] in AXES else given[0]
+        name = "mesh" if given[0] in AXIS_OPTIONS else given[0]
         raise UsageError(
             f"{option_of(given[0])} beside a job file: its section parallel says the plan; "
             f"change that, or write --set parallel.{name}=…"

@@ -92,4 +92,4 @@ def _report(folder: Path, index: TokenIndex, as_json: bool, *, verified: bool = 
         say("every byte is as it was written")
 
 
-COMMANDS = (tokenize, show)
+DATA_COMMANDS = (tokenize, show)

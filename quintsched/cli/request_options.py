@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import typer
 
 from quintsched.errors import UsageError
-from quintsched.request import CompileRequest, Entry, entries
+from quintsched.request import CompileRequest, RequestOption, entries
 
-AXES = {
+AXIS_OPTIONS = {
     "dp": "Data-parallel ranks.",
     "tp": "Tensor-parallel ranks.",
     "pp": "Pipeline ranks.",
@@ -41,7 +41,7 @@ def taking_settings(command: Callable[..., None]) -> Callable[..., None]:
 
     It gets their values as `settings`: by the entries' names those that were given on the command line, else None.
     """
-    names = [*(entry.name for entry in entries()), *AXES]
+    names = [*(entry.name for entry in entries()), *AXIS_OPTIONS]
 
     def run(ctx: typer.Context, **options: Any) -> None:
         values = {name: options.pop(name) for name in names}
@@ -59,7 +59,7 @@ def taking_settings(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _parameter(entry: Entry) -> inspect.Parameter:
+def _parameter(entry: RequestOption) -> inspect.Parameter:
     kind: Any = list[str] if entry.setting.text is list else float if entry.part_of else entry.setting.text
     if entry.setting.text is bool:
         return _flag(entry)
@@ -78,7 +78,7 @@ def _parameter(entry: Entry) -> inspect.Parameter:
     )
 
 
-def _flag(entry: Entry) -> inspect.Parameter:
+def _flag(entry: RequestOption) -> inspect.Parameter:
     spelling = f"{option_of(entry.name)}/--no-{entry.name.replace('_', '-')}"
     option = typer.Option(spelling, help=f"{entry.doc[0].upper()}{entry.doc[1:]}")
     kind = inspect.Parameter.KEYWORD_ONLY
@@ -93,7 +93,7 @@ def _axes() -> list[inspect.Parameter]:
             default=None,
             annotation=Annotated[int | None, typer.Option(f"--{name}", metavar="N", help=words)],
         )
-        for name, words in AXES.items()
+        for name, words in AXIS_OPTIONS.items()
     ]
 
 
@@ -128,5 +128,5 @@ def read_request(settings: dict[str, Any], **more: Any) -> CompileRequest:
         return CompileRequest.of_data(given, **more)
 
 
-def _parsed(entry: Entry, value: Any) -> Any:
+def _parsed(entry: RequestOption, value: Any) -> Any:
     return entry.setting.parse(option_of(entry.name), value) if entry.setting.parse else value

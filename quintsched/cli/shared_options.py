@@ -57,11 +57,11 @@ def emit(data: object) -> None:
 def read_plan(file: str) -> Plan:
     """Read a plan file, or standard input for "-"."""
     from quintsched.files.atomic import read_whole
-    from quintsched.formats.plan_file import MAX_BYTES, loads
+    from quintsched.formats.plan_file import MOST_PLAN_BYTES, loads
     from quintsched.plan import Plan
 
     with progress(f"reading {file}"):
-        return Plan.of(loads(read_whole(None, MAX_BYTES, "the plan"))) if file == "-" else Plan.load(file)
+        return Plan.of(loads(read_whole(None, MOST_PLAN_BYTES, "the plan"))) if file == "-" else Plan.load(file)
 
 
 def read_costs(file: Path | None) -> Costs | None:

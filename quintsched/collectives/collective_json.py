@@ -15,21 +15,21 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched.collectives.collective_program import (
+    COLLECTIVE_STEPS,
     MAX_CHUNKS,
     MAX_SIZE,
-    STEPS,
     Algorithm,
+    CollectiveKind,
     CollectiveProgram,
-    Kind,
-    Step,
+    CollectiveStep,
 )
 from quintsched.collectives.spelled_out import spelled
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten
 
-FORMAT = "quintsched.collective"
-MAX_BYTES = 2**28
+COLLECTIVE_FORMAT = "quintsched.collective"
+MOST_COLLECTIVE_BYTES = 2**28
 
 
 class CollectiveEntry(BaseModel):
@@ -37,7 +37,7 @@ class CollectiveEntry(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    kind: Kind
+    kind: CollectiveKind
     algorithm: Algorithm
     size: Annotated[int, Field(ge=2, le=MAX_SIZE)]
     chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)]
@@ -81,14 +81,14 @@ def _is_spelled(plan: CollectiveProgram) -> bool:
         return False
 
 
-def encode(step: Step) -> dict[str, object]:
+def encode(step: CollectiveStep) -> dict[str, object]:
     """Return a step as JSON data: its op and its fields."""
     return {"op": step.op} | {field.name: getattr(step, field.name) for field in fields(step)}
 
 
 def dumps(plan: CollectiveProgram) -> str:
     """Return the text of a file: one step per line, keys in a fixed order."""
-    head = {"format": FORMAT, "version": 1, **_head(plan)}
+    head = {"format": COLLECTIVE_FORMAT, "version": 1, **_head(plan)}
     lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
     programs = (",\n   ".join(json.dumps(encode(step)) for step in program) for program in plan.programs)
     body = ",\n".join(f"  [{program}]" for program in programs)
@@ -98,21 +98,21 @@ def dumps(plan: CollectiveProgram) -> str:
 def loads(text: str | bytes) -> CollectiveProgram:
     """Parse a file's text; raises `InputError` with a JSON pointer to the first fault."""
     data = parse_strict(text)
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise InputError(f'/format: this is no file of a collective; it must say "format": "{FORMAT}"')
+    if not isinstance(data, dict) or data.get("format") != COLLECTIVE_FORMAT:
+        raise InputError(f'/format: this is no file of a collective; it must say "format": "{COLLECTIVE_FORMAT}"')
     try:
         return _CollectiveFile.model_validate_json(json.dumps(data)).collective()
     except ValidationError as error:
         raise InputError(describe_faults(error)) from error
 
 
-def _decode_all(program: list[Any], *where: object) -> Iterator[Step]:
+def _decode_all(program: list[Any], *where: object) -> Iterator[CollectiveStep]:
     for index, entry in enumerate(program):
         yield _decode(entry, pointer(*where, index))
 
 
-def _decode(entry: object, where: str) -> Step:
-    known = {kind.__name__: kind for kind in STEPS}
+def _decode(entry: object, where: str) -> CollectiveStep:
+    known = {kind.__name__: kind for kind in COLLECTIVE_STEPS}
     op = entry.get("op") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(op, str) or op not in known:
         raise InputError(f"{where}: not a step: {shorten(json.dumps(entry))}{suggest(str(op), known)}")
@@ -134,7 +134,7 @@ def save(plan: CollectiveProgram, path: Path) -> None:
 
 def load(path: Path) -> CollectiveProgram:
     """Read a file; raises `UsageError` if it cannot be opened, `InputError` if it is broken."""
-    data = read_whole(path, MAX_BYTES, "the collective")
+    data = read_whole(path, MOST_COLLECTIVE_BYTES, "the collective")
     try:
         return loads(data)
     except InputError as error:

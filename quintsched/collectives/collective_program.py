@@ -17,10 +17,10 @@ from typing import Literal, NamedTuple, get_args
 
 from quintsched.ir.instruction_set import Instruction
 
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather"]
+CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather"]
 Algorithm = Literal["ring", "tree"]
 
-KINDS: tuple[Kind, ...] = get_args(Kind)
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 MAX_SIZE = 256
@@ -58,8 +58,8 @@ class RecvChunk(Instruction):
     reduce: bool
 
 
-Step = SendRecv | SendChunk | RecvChunk
-STEPS: tuple[type[Step], ...] = (SendRecv, SendChunk, RecvChunk)
+CollectiveStep = SendRecv | SendChunk | RecvChunk
+COLLECTIVE_STEPS: tuple[type[CollectiveStep], ...] = (SendRecv, SendChunk, RecvChunk)
 
 
 class Half(NamedTuple):
@@ -86,11 +86,11 @@ class CollectiveProgram:
     Programs written by hand are not checked before they are proved; `CollectivePlan` adds the methods.
     """
 
-    kind: Kind
+    kind: CollectiveKind
     algorithm: Algorithm
     size: int
     chunks: int
-    programs: tuple[tuple[Step, ...], ...]
+    programs: tuple[tuple[CollectiveStep, ...], ...]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CollectiveProgram) and self._identity == other._identity
@@ -133,7 +133,7 @@ class CollectiveProgram:
         return f"rank {half.rank} step {half.step}, {self.programs[half.rank][half.step]}"
 
 
-def _sends(places: list[tuple[int, int, Step]]) -> Iterator[Half]:
+def _sends(places: list[tuple[int, int, CollectiveStep]]) -> Iterator[Half]:
     for rank, index, step in places:
         if isinstance(step, SendRecv):
             yield Half(rank, index, step.to, step.send_chunk)
@@ -141,7 +141,7 @@ def _sends(places: list[tuple[int, int, Step]]) -> Iterator[Half]:
             yield Half(rank, index, step.to, step.chunk)
 
 
-def _receives(places: list[tuple[int, int, Step]]) -> Iterator[Half]:
+def _receives(places: list[tuple[int, int, CollectiveStep]]) -> Iterator[Half]:
     for rank, index, step in places:
         if isinstance(step, SendRecv):
             yield Half(rank, index, step.source, step.recv_chunk, step.reduce)

@@ -23,20 +23,20 @@ from itertools import pairwise
 import numpy as np
 
 from quintsched.collectives.collective_program import (
-    KINDS,
+    COLLECTIVE_KINDS,
     ChunkMessage,
     CollectiveProgram,
+    CollectiveStep,
     Half,
     RecvChunk,
     SendChunk,
     SendRecv,
-    Step,
 )
 from quintsched.errors import UnsoundError
 from quintsched.graph.event_graph import EventGraph, stretches
 from quintsched.ir.diagnostics import Finding, Point
 
-MOST_FINDINGS = 10
+MOST_COLLECTIVE_FINDINGS = 10
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class CollectiveVerdict:
                 f"sound: {self.plan.title}; {len(self.plan.messages)} messages, free of deadlock under blocking; "
                 f"{_PROMISES[self.plan.kind]}"
             )
-        lines = [f"{finding.point.value}: {finding.message}" for finding in self.findings[:MOST_FINDINGS]]
+        lines = [f"{finding.point.value}: {finding.message}" for finding in self.findings[:MOST_COLLECTIVE_FINDINGS]]
         more = len(self.findings) - len(lines)
         return "\n".join([f"not sound: {self.plan.title}", *lines, *([f"… and {more} more"] if more else [])])
 
@@ -104,7 +104,7 @@ def _malformed(plan: CollectiveProgram) -> Iterator[Finding]:
     if len(plan.programs) != plan.size:
         yield Finding(Point.WELL_FORMED, f"there are {len(plan.programs)} programs for {plan.size} ranks")
         return
-    if plan.kind not in KINDS:
+    if plan.kind not in COLLECTIVE_KINDS:
         yield Finding(Point.WELL_FORMED, f"there is no collective {plan.kind!r}")
     if plan.size < 2 or plan.chunks < 1:
         message = f"{plan.size} ranks and {plan.chunks} chunks: it takes at least two ranks and a chunk"
@@ -120,7 +120,7 @@ def _malformed(plan: CollectiveProgram) -> Iterator[Finding]:
                 yield Finding(Point.WELL_FORMED, message, rank, index)
 
 
-def _fault(plan: CollectiveProgram, rank: int, step: Step) -> str | None:
+def _fault(plan: CollectiveProgram, rank: int, step: CollectiveStep) -> str | None:
     peers: tuple[int, ...]
     chunks: tuple[int, ...]
     match step:
@@ -236,7 +236,7 @@ def _in_order(plan: CollectiveProgram) -> list[ChunkMessage]:
     return [plan.messages[event] for event in order]
 
 
-def _sends_same(step: Step) -> bool:
+def _sends_same(step: CollectiveStep) -> bool:
     return isinstance(step, SendRecv) and step.send_chunk == step.recv_chunk
 
 

@@ -16,11 +16,11 @@ from functools import cached_property
 
 import numpy as np
 
-from quintsched.collectives.collective_program import Algorithm, CollectiveProgram, Kind
+from quintsched.collectives.collective_program import Algorithm, CollectiveKind, CollectiveProgram
 from quintsched.collectives.collective_proof import event_graph, prove
 from quintsched.collectives.spelled_out import num_steps
 from quintsched.errors import UnsoundError, UsageError
-from quintsched.ir.communication import MOST, Wire
+from quintsched.ir.communication import LARGEST_FIGURE, Wire
 
 TREE_CHOICES = (2, 4, 8, 16, 32)
 """Numbers of chunks among which "auto" chooses for a tree, by message size."""
@@ -67,7 +67,7 @@ class CollectiveRun:
 
 def simulate(plan: CollectiveProgram, num_bytes: float, wire: Wire) -> CollectiveRun:
     """Time a collective on `num_bytes` of data in all; raises `UnsoundError` if it is not sound."""
-    if not 0 <= num_bytes <= MOST:
+    if not 0 <= num_bytes <= LARGEST_FIGURE:
         raise UsageError(f"there is no collective of {num_bytes!r} bytes")
     prove(plan).raise_if_unsound()
     seconds = wire.seconds(num_bytes / plan.chunks)
@@ -79,17 +79,19 @@ def simulate(plan: CollectiveProgram, num_bytes: float, wire: Wire) -> Collectiv
     return CollectiveRun(plan, num_bytes, wire, tuple(starts.tolist()), tuple((starts + seconds).tolist()))
 
 
-def least_bytes(kind: Kind, size: int, num_bytes: float) -> float:
+def least_bytes(kind: CollectiveKind, size: int, num_bytes: float) -> float:
     """Return the lower bound on bytes sent by the busiest rank, for any algorithm (Patarasu, Yuan 2009)."""
     return (2 if kind == "all_reduce" else 1) * (size - 1) / size * num_bytes
 
 
-def spelled_seconds(kind: Kind, algorithm: Algorithm, size: int, chunks: int, num_bytes: float, wire: Wire) -> float:
+def spelled_seconds(
+    kind: CollectiveKind, algorithm: Algorithm, size: int, chunks: int, num_bytes: float, wire: Wire
+) -> float:
     """Return the closed form of a mini-plan's time: number of steps in sequence x time per step."""
     return num_steps(kind, algorithm, size, chunks) * wire.seconds(num_bytes / chunks)
 
 
-def native_seconds(kind: Kind, size: int, num_bytes: float, wire: Wire) -> float:
+def native_seconds(kind: CollectiveKind, size: int, num_bytes: float, wire: Wire) -> float:
     """Return a lower bound on the time of the library's collective: fewest steps and fewest bytes at once."""
     steps = (2 if kind == "all_reduce" else 1) * math.ceil(math.log2(size))
     return steps * wire.latency_s + least_bytes(kind, size, num_bytes) / wire.bandwidth

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from quintsched.collectives.collective_program import RecvChunk, SendChunk, SendRecv, Step
+from quintsched.collectives.collective_program import CollectiveStep, RecvChunk, SendChunk, SendRecv
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _colours(trees: tuple[Tree, Tree]) -> dict[Edge, int]:
     return colours
 
 
-def tree_programs(size: int, chunks: int) -> tuple[tuple[Step, ...], ...]:
+def tree_programs(size: int, chunks: int) -> tuple[tuple[CollectiveStep, ...], ...]:
     """Return every rank's program of an all-reduce; of the chunks (an even number), tree 0 has the even ones."""
     sends: list[dict[int, Edge]] = [{} for _ in range(size)]
     receives: list[dict[int, Edge]] = [{} for _ in range(size)]
@@ -172,7 +172,7 @@ def _all_messages(table: Timetable, chunks: int, upwards: int) -> Iterator[tuple
             yield 2 * upwards - 1 - step, parent, rank, 2 * (chunks // 2 - 1 - turn) + number
 
 
-def _program(sends: dict[int, Edge], receives: dict[int, Edge], upwards: int) -> Iterator[Step]:
+def _program(sends: dict[int, Edge], receives: dict[int, Edge], upwards: int) -> Iterator[CollectiveStep]:
     for step in sorted({*sends, *receives}):
         reduce = step < upwards
         if step in sends and step in receives:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quintsched.collectives.collective_program import CollectiveProgram, Kind
+from quintsched.collectives.collective_program import CollectiveKind, CollectiveProgram
 from quintsched.collectives.collective_timing import TREE_CHOICES, spelled_seconds
 from quintsched.collectives.spelled_out import spelled
 from quintsched.ir.communication import Communication, Means, Wire
 
-Call = tuple[Kind, int]
+CollectiveCall = tuple[CollectiveKind, int]
 """(kind of collective, number of ranks)."""
 
 
-def spelled_out(means: Means, calls: Iterable[Call], wire: Wire) -> Communication:
+def spelled_out(means: Means, calls: Iterable[CollectiveCall], wire: Wire) -> Communication:
     """Return the communication setting with the mini-plans for these calls.
 
     Raises `UsageError` for a group of one rank, and if the means cannot do a collective.
@@ -27,12 +27,12 @@ def spelled_out(means: Means, calls: Iterable[Call], wire: Wire) -> Communicatio
     return Communication(means, {name_of(plan): plan for plan in plans}, wire)
 
 
-def candidates(communication: Communication, kind: Kind, size: int) -> tuple[CollectiveProgram, ...]:
+def candidates(communication: Communication, kind: CollectiveKind, size: int) -> tuple[CollectiveProgram, ...]:
     """Return the mini-plans of a collective over `size` ranks."""
     return tuple(plan for plan in communication.plans.values() if (plan.kind, plan.size) == (kind, size))
 
 
-def choose(communication: Communication, kind: Kind, size: int, num_bytes: float) -> CollectiveProgram | None:
+def choose(communication: Communication, kind: CollectiveKind, size: int, num_bytes: float) -> CollectiveProgram | None:
     """Return the fastest mini-plan for a collective of `num_bytes` in all; None for the library's own."""
 
     def rank(plan: CollectiveProgram) -> tuple[float, str]:
@@ -47,7 +47,7 @@ def name_of(plan: CollectiveProgram) -> str:
     return f"{plan.kind}-{plan.size}-{plan.algorithm}-{plan.chunks}"
 
 
-def _spelled(means: Means, kind: Kind, size: int) -> list[CollectiveProgram]:
+def _spelled(means: Means, kind: CollectiveKind, size: int) -> list[CollectiveProgram]:
     match means:
         case "native":
             return []

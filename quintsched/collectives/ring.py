@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintsched.collectives.collective_program import Kind, SendRecv, Step
+from quintsched.collectives.collective_program import CollectiveKind, CollectiveStep, SendRecv
 
 
-def ring_programs(kind: Kind, size: int, chunks: int) -> tuple[tuple[Step, ...], ...]:
+def ring_programs(kind: CollectiveKind, size: int, chunks: int) -> tuple[tuple[CollectiveStep, ...], ...]:
     """Return every rank's program; `chunks` is a multiple of `size`."""
     return tuple(tuple(_program(kind, rank, size, chunks // size)) for rank in range(size))
 
 
-def _program(kind: Kind, rank: int, size: int, rounds: int) -> Iterator[Step]:
+def _program(kind: CollectiveKind, rank: int, size: int, rounds: int) -> Iterator[CollectiveStep]:
     for number in range(rounds):
         if kind != "all_gather":
             yield from _half(rank, size, rounds, number, first=rank - 1, reduce=True)
@@ -28,7 +28,7 @@ def _program(kind: Kind, rank: int, size: int, rounds: int) -> Iterator[Step]:
             yield from _half(rank, size, rounds, number, first=rank, reduce=False)
 
 
-def _half(rank: int, size: int, rounds: int, number: int, *, first: int, reduce: bool) -> Iterator[Step]:
+def _half(rank: int, size: int, rounds: int, number: int, *, first: int, reduce: bool) -> Iterator[CollectiveStep]:
     """Yield a rank's steps that send chunk `number` of part `first`, then of the parts before it."""
     to, source = (rank + 1) % size, (rank - 1) % size
     for step in range(size - 1):
@@ -36,6 +36,6 @@ def _half(rank: int, size: int, rounds: int, number: int, *, first: int, reduce:
         yield SendRecv(to, sent * rounds + number, source, received * rounds + number, reduce)
 
 
-def ring_steps(kind: Kind, size: int, chunks: int) -> int:
+def ring_steps(kind: CollectiveKind, size: int, chunks: int) -> int:
     """Return the number of steps in sequence."""
     return (2 if kind == "all_reduce" else 1) * (size - 1) * (chunks // size)

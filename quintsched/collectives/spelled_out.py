@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from quintsched.collectives.collective_program import (
     ALGORITHMS,
-    KINDS,
+    COLLECTIVE_KINDS,
     MAX_CHUNKS,
     MAX_SIZE,
     Algorithm,
+    CollectiveKind,
     CollectiveProgram,
-    Kind,
 )
 from quintsched.collectives.double_tree import tree_chain, tree_programs
 from quintsched.collectives.ring import ring_programs, ring_steps
@@ -31,12 +31,12 @@ def spelled(kind: str, algorithm: str, size: int, chunks: int | None = None) -> 
     return CollectiveProgram(what, how, size, cut, programs)
 
 
-def find_kind(name: str) -> Kind:
+def find_kind(name: str) -> CollectiveKind:
     """Return the kind of collective of this name; raises `UsageError`."""
-    for kind in KINDS:
+    for kind in COLLECTIVE_KINDS:
         if kind == name:
             return kind
-    raise UsageError(f"unknown collective {name!r}{suggest(name, KINDS)}")
+    raise UsageError(f"unknown collective {name!r}{suggest(name, COLLECTIVE_KINDS)}")
 
 
 def find_algorithm(name: str) -> Algorithm:
@@ -47,12 +47,12 @@ def find_algorithm(name: str) -> Algorithm:
     raise UsageError(f"unknown algorithm {name!r}{suggest(name, ALGORITHMS)}")
 
 
-def num_steps(kind: Kind, algorithm: Algorithm, size: int, chunks: int) -> int:
+def num_steps(kind: CollectiveKind, algorithm: Algorithm, size: int, chunks: int) -> int:
     """Return the number of steps in sequence; a rank sends and receives at most once in each."""
     return ring_steps(kind, size, chunks) if algorithm == "ring" else tree_chain(size, chunks)
 
 
-def _require_spellable(kind: Kind, algorithm: Algorithm, size: int, chunks: int | None) -> int:
+def _require_spellable(kind: CollectiveKind, algorithm: Algorithm, size: int, chunks: int | None) -> int:
     """Return the number of chunks, checked; raises `UsageError` if there is no such collective."""
     if type(size) is not int or not 2 <= size <= MAX_SIZE:
         why = "there is nobody to exchange anything with" if size == 1 else f"it takes from 2 to {MAX_SIZE} ranks"

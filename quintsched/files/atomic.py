@@ -29,7 +29,7 @@ from .plain_files import FILE, kind_of
 OPEN_FILE = re.compile(r"/proc/(?:self|\d+)/fd/(\d+)|/dev/fd/(\d+)")
 """Paths by which the system names open file descriptors of a process."""
 
-BLOCK = 2**24
+READ_BYTES = 2**24
 """Bytes read at a time from a stream of unknown size."""
 
 MOST_STREAMED = 2**27
@@ -177,7 +177,7 @@ def same_file(path: Path, other: Path) -> bool:
     return False
 
 
-def _read_up_to(read: Callable[[int], bytes | None], most: int, block_bytes: int = BLOCK) -> bytes:
+def _read_up_to(read: Callable[[int], bytes | None], most: int, block_bytes: int = READ_BYTES) -> bytes:
     blocks, left = [], most + 1
     while left and (block := read(min(left, block_bytes))) != b"":
         if block is None:

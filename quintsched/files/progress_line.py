@@ -27,7 +27,7 @@ CLEAR = "\r\x1b[K"
 """Back to the beginning of the line, and all of it gone."""
 
 
-class Progress:
+class ProgressLine:
     """Progress of a task, reported by its caller from any thread."""
 
     def __init__(self, what: str) -> None:
@@ -54,9 +54,9 @@ class Progress:
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Progress]:
+def progress(what: str) -> Iterator[ProgressLine]:
     """A context that shows how long it takes, and how far it is, once it has taken two seconds."""
-    found, stream = Progress(what), sys.stderr
+    found, stream = ProgressLine(what), sys.stderr
     if not _is_watched(stream):
         yield found
         return
@@ -74,7 +74,7 @@ def _is_watched(stream: TextIO | None) -> bool:
     return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _show(found: Progress, stream: TextIO, done: threading.Event) -> None:
+def _show(found: ProgressLine, stream: TextIO, done: threading.Event) -> None:
     with suppress(OSError, ValueError):  # full, broken, closed
         wait_s = QUIET_S
         while not done.wait(wait_s):

@@ -18,7 +18,7 @@ else:
     ModelMetaclass = type(BaseModel)
 
 
-class Named(ModelMetaclass):
+class RecordMetaclass(ModelMetaclass):
     """The class of such records."""
 
     def __call__(cls, *args: Any, **values: Any) -> Any:

@@ -22,14 +22,14 @@ from pydantic import Field
 
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.files.strictjson import parse_strict, pointer
-from quintsched.formats.plan_head import LARGEST, HeadFile, Index, entries_of, plan_of, read_head, wellformed
+from quintsched.formats.plan_head import LARGEST, HeadFile, PlanIndex, entries_of, plan_of, read_head, wellformed
 from quintsched.formats.plan_json import READERS, TYPES
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.instruction_columns import ABSENT, CODES, FIELDS, NUMBERS, PAIRS, Codes, Columns, Flags, Ints
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.programs import Programs
 
-FORMAT = "quintsched.plan.columns"
+COLUMNS_FORMAT = "quintsched.plan.columns"
 MAGIC = b"\x1f\x8b"
 """First bytes of a file in this format, whatever its name."""
 
@@ -43,19 +43,19 @@ MOST_HEAD = 2**24
 """Maximum number of bytes of a head."""
 
 LEVEL, GZIP, BLOCK = 6, 31, 2**20
-WIDTHS = (1, 2, 4)
+NUMBER_WIDTHS = (1, 2, 4)
 """Possible widths of a number, in bytes."""
 
-KINDS = {kind.__name__: kind for kind in ins.ALL}
-NAMES = tuple(dict.fromkeys(name for kind in ins.ALL for name in FIELDS[kind]))
+CLASS_BY_NAME = {kind.__name__: kind for kind in ins.ALL}
+FIELD_NAMES = tuple(dict.fromkeys(name for kind in ins.ALL for name in FIELDS[kind]))
 """Names of all fields, in the order of their columns in a file."""
 
-Numbers = npt.NDArray[Any]
+ColumnNumbers = npt.NDArray[Any]
 
 
 class _ColumnsFile(HeadFile):
-    lengths: list[Index]
-    ops: list[str] = Field(max_length=len(KINDS))
+    lengths: list[PlanIndex]
+    ops: list[str] = Field(max_length=len(CLASS_BY_NAME))
     columns: dict[str, Literal[1, 2, 4]]
     table: list[str | list[Annotated[int, Field(ge=0, le=LARGEST)]] | list[str]]
 
@@ -73,9 +73,11 @@ def pack(plan: PlanData) -> bytes:
     place[[CODES[kind] for kind in kinds]] = np.arange(len(kinds))
     table: dict[Any, int] = {}
     found = {name: _values(columns, name, columns.rows_where(*_having(kinds, name)), table) for name in _names(kinds)}
-    widths = {name: next(width for width in WIDTHS if values.max() < 256**width) for name, values in found.items()}
+    widths = {
+        name: next(width for width in NUMBER_WIDTHS if values.max() < 256**width) for name, values in found.items()
+    }
     head = entries_of(plan) | {
-        "format": FORMAT,
+        "format": COLUMNS_FORMAT,
         "lengths": np.diff(columns.first).tolist(),
         "ops": [kind.__name__ for kind in kinds],
         "columns": widths,
@@ -96,7 +98,7 @@ def unpack(data: bytes) -> PlanData:
     line = stream.line(MOST_HEAD)
     if line.endswith(b'"quintsched.plan",'):
         raise InputError("it is a compressed plan file in JSON: unpack it, or save the plan under a name with .qplan")
-    file = read_head(parse_strict(line), _ColumnsFile, FORMAT)
+    file = read_head(parse_strict(line), _ColumnsFile, COLUMNS_FORMAT)
     first = np.array([0, *accumulate(file.lengths)])
     if first[-1] > MOST_INSTRUCTIONS:
         raise InputError(f"/lengths: {first[-1]} instructions are more than the {MOST_INSTRUCTIONS} that are read")
@@ -114,13 +116,15 @@ def unpack(data: bytes) -> PlanData:
 
 
 def _kind(name: str, place: int) -> type[ins.Instruction]:
-    if name not in KINDS:
-        raise InputError(f"{pointer('ops', place)}: unknown instruction {name[:60]!r}{suggest(name[:60], KINDS)}")
-    return KINDS[name]
+    if name not in CLASS_BY_NAME:
+        raise InputError(
+            f"{pointer('ops', place)}: unknown instruction {name[:60]!r}{suggest(name[:60], CLASS_BY_NAME)}"
+        )
+    return CLASS_BY_NAME[name]
 
 
 def _names(kinds: list[type[ins.Instruction]]) -> list[str]:
-    return [name for name in NAMES if _having(kinds, name)]
+    return [name for name in FIELD_NAMES if _having(kinds, name)]
 
 
 def _having(kinds: list[type[ins.Instruction]], name: str) -> list[type[ins.Instruction]]:
@@ -144,7 +148,7 @@ def _values(columns: Columns, name: str, rows: Ints, table: dict[Any, int]) -> I
     return numbers[places.reshape(-1)]
 
 
-def _read_ops(places: Numbers, kinds: list[type[ins.Instruction]], first: Ints) -> Codes:
+def _read_ops(places: ColumnNumbers, kinds: list[type[ins.Instruction]], first: Ints) -> Codes:
     wrong = places >= len(kinds)
     if wrong.any():
         row = int(wrong.argmax())
@@ -200,7 +204,7 @@ class _Reading:
             except InputError as error:
                 raise InputError(f"{_pointer(self.first, int((column == place).argmax()))}{error}") from None
 
-    def _interned(self, values: Numbers) -> Ints:
+    def _interned(self, values: ColumnNumbers) -> Ints:
         """Return the table index of each pair, adding new ones."""
         both = values.reshape(-1, 2).astype(np.int64)
         used, places = np.unique(both[:, 0] * (LARGEST + 1) + both[:, 1], return_inverse=True)
@@ -229,7 +233,7 @@ class _Stream:
         found, _, self._ahead = b"".join(blocks).partition(b"\n")
         return found
 
-    def numbers(self, count: int, width: int) -> Numbers:
+    def numbers(self, count: int, width: int) -> ColumnNumbers:
         """Return the next `count` numbers of `width` bytes each."""
         size = count * width
         taken, self._ahead = self._ahead[:size], self._ahead[size:]

@@ -14,7 +14,7 @@ from quintsched.formats import plan_columns, plan_json
 from quintsched.ir.plan_data import PlanData
 
 SUFFIX = ".qplan"
-MAX_BYTES = 2**28
+MOST_PLAN_BYTES = 2**28
 """Maximum number of bytes of a plan file, of either form."""
 
 
@@ -35,10 +35,10 @@ def require_room(path: Path, num_instructions: int, num_bytes: int, *, least: st
     `least` precedes the size in the message if it is only a lower bound: "at least ".
     """
     most = plan_columns.MOST_INSTRUCTIONS
-    if path.suffix != SUFFIX and num_bytes > MAX_BYTES:
+    if path.suffix != SUFFIX and num_bytes > MOST_PLAN_BYTES:
         raise UsageError(
-            f"{path}: the plan has {least}{num_bytes} bytes; a plan file in JSON has at most {MAX_BYTES}; name it "
-            f"{path.with_suffix(SUFFIX).name} to have its columns written, compressed"
+            f"{path}: the plan has {least}{num_bytes} bytes; a plan file in JSON has at most {MOST_PLAN_BYTES}; name "
+            f"it {path.with_suffix(SUFFIX).name} to have its columns written, compressed"
         )
     if path.suffix == SUFFIX and num_instructions > most:
         raise UsageError(
@@ -49,7 +49,7 @@ def require_room(path: Path, num_instructions: int, num_bytes: int, *, least: st
 
 def load(path: Path) -> PlanData:
     """Read a plan file; raises `UsageError` if it cannot be opened, `InputError` if it is broken."""
-    data = read_whole(path, MAX_BYTES, "the plan")
+    data = read_whole(path, MOST_PLAN_BYTES, "the plan")
     try:
         return loads(data)
     except InputError as error:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from quintsched.collectives.collective_json import CollectiveEntry, entries
 from quintsched.errors import InputError, UsageError
 from quintsched.files.strictjson import describe_faults, pointer
-from quintsched.ir.communication import MOST, Communication, Means, Wire
+from quintsched.ir.communication import LARGEST_FIGURE, Communication, Means, Wire
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, PlanData, ScheduleSpec
@@ -22,8 +22,8 @@ from quintsched.ir.programs import Programs
 from quintsched.ir.zero_sharding import Zero
 from quintsched.verify.wellformed import find_malformations
 
-FORMAT = "quintsched.plan"
-VERSION = 1
+PLAN_FORMAT = "quintsched.plan"
+PLAN_VERSION = 1
 LARGEST = 2**24
 """Largest number in a plan file."""
 
@@ -31,7 +31,7 @@ MOST_CELLS = 2**26
 """Maximum number of (stage, microbatch) pairs, whether they are on a route or not."""
 
 Size = Annotated[int, Field(ge=1, le=LARGEST)]
-Index = Annotated[int, Field(ge=0, le=LARGEST)]
+PlanIndex = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
 class _Strict(BaseModel):
@@ -47,13 +47,13 @@ class _ScheduleFile(_Strict):
 
 
 class _RouteFile(_Strict):
-    stages: list[Index]
-    microbatches: list[Index]
+    stages: list[PlanIndex]
+    microbatches: list[PlanIndex]
 
 
 class _WireFile(_Strict):
-    latency_s: Annotated[float, Field(ge=0, le=MOST)]
-    bandwidth: Annotated[float, Field(ge=1 / MOST, le=MOST)]
+    latency_s: Annotated[float, Field(ge=0, le=LARGEST_FIGURE)]
+    bandwidth: Annotated[float, Field(ge=1 / LARGEST_FIGURE, le=LARGEST_FIGURE)]
 
 
 class _ZeroFile(_Strict):
@@ -69,15 +69,15 @@ class HeadFile(_Strict):
     mode: Literal["train", "forward"]
     schedule: _ScheduleFile
     mesh: list[tuple[Literal["dp", "pp", "tp", "cp", "ep"], Size]]
-    stage_to_pp: list[Index] = Field(min_length=1)
-    stage_to_part: list[Index] | None = None
-    blocks_per_stage: list[Index] | None = Field(default=None, min_length=1)
+    stage_to_pp: list[PlanIndex] = Field(min_length=1)
+    stage_to_part: list[PlanIndex] | None = None
+    blocks_per_stage: list[PlanIndex] | None = Field(default=None, min_length=1)
     routes: list[_RouteFile] | None = None
     buckets_per_stage: Annotated[int, Field(ge=1, le=MAX_BUCKETS)]
     recompute: list[Annotated[int, Field(ge=0, le=MAX_RECOMPUTE)]] | None = None
-    tied: dict[str, list[Index]] | None = None
-    skips: dict[str, list[Index]] | None = None
-    losses: list[Index] | None = None
+    tied: dict[str, list[PlanIndex]] | None = None
+    skips: dict[str, list[PlanIndex]] | None = None
+    losses: list[PlanIndex] | None = None
     communication: Means | None = None
     wire: _WireFile | None = None
     collectives: dict[str, CollectiveEntry] | None = None
@@ -97,8 +97,8 @@ AnyHead = TypeVar("AnyHead", bound=HeadFile)
 def entries_of(plan: PlanData) -> dict[str, object]:
     """Return the head of a plan as JSON data, in a fixed order of keys."""
     return {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": PLAN_FORMAT,
+        "version": PLAN_VERSION,
         "mode": plan.mode,
         "schedule": {
             "name": plan.schedule.name,
@@ -136,15 +136,15 @@ def _communication_entries(communication: Communication) -> dict[str, object]:
     }
 
 
-def read_head(data: object, form: type[AnyHead], name: str = FORMAT) -> AnyHead:
+def read_head(data: object, form: type[AnyHead], name: str = PLAN_FORMAT) -> AnyHead:
     """Return the head of a file of the format `name`, validated; raises `InputError`."""
     if not isinstance(data, dict) or data.get("format") != name:
         raise InputError(f'/format: this is not a plan file; it must say "format": "{name}"')
     version = data.get("version")
     if type(version) is not int:
-        raise InputError(f"/version: it must be a whole number; this release reads {VERSION}")
-    if version > VERSION:
-        raise InputError(f"/version: {version} is from the future; this release reads up to {VERSION}")
+        raise InputError(f"/version: it must be a whole number; this release reads {PLAN_VERSION}")
+    if version > PLAN_VERSION:
+        raise InputError(f"/version: {version} is from the future; this release reads up to {PLAN_VERSION}")
     try:
         return form.model_validate_json(json.dumps(data))
     except ValidationError as error:

@@ -45,7 +45,7 @@ from quintsched.verify.wellformed import malformations
 MAX_PROCESSES = 255
 """Maximum number of processes in SPIN."""
 
-HEAD = Template("""\
+MODEL_HEAD = Template("""\
 /* $title
    transport profile $profile, $buffers; to judge it:
    spin -search FILE     or     spin -a FILE && gcc -DSAFETY -o pan pan.c && ./pan */
@@ -108,7 +108,7 @@ class _Model:
         processes = self._processes()
         if len(processes) >= MAX_PROCESSES:
             raise UsageError(f"the model has {len(processes) + 1} processes; SPIN runs {MAX_PROCESSES} at most")
-        head = HEAD.substitute(
+        head = MODEL_HEAD.substitute(
             ASSERTED if self.profile == "blocking" else AWAITED,
             title=" ".join(self.plan.title.replace("*/", "* /").split()),
             profile=self.profile,

@@ -16,7 +16,7 @@ from quintsched.formats.plan_file import SUFFIX, load
 from quintsched.formats.plan_head import entries_of
 from quintsched.ir.plan_data import PlanData
 
-NAMES = ("plan.json", f"plan{SUFFIX}")
+PLAN_FILE_NAMES = ("plan.json", f"plan{SUFFIX}")
 MOST_IN_JSON = 2**21
 """Most instructions of a plan that is written as JSON."""
 MOST_NAMED = 4
@@ -27,8 +27,8 @@ _DERIVED = ("routes", "stage_to_pp", "stage_to_part", "collectives")
 def file_of(plan: PlanData) -> tuple[str, bytes]:
     """Return the name and the content of a run's plan file."""
     if plan.num_instructions > MOST_IN_JSON:
-        return NAMES[1], plan_columns.pack(plan)
-    return NAMES[0], plan_json.dumps(plan).encode()
+        return PLAN_FILE_NAMES[1], plan_columns.pack(plan)
+    return PLAN_FILE_NAMES[0], plan_json.dumps(plan).encode()
 
 
 def save_beside(plan: PlanData, directory: Path) -> Path:
@@ -40,7 +40,7 @@ def save_beside(plan: PlanData, directory: Path) -> Path:
 
 def plan_beside(directory: Path) -> tuple[Path, PlanData] | None:
     """Return the file and the plan of the run that left it in a directory; None where there is none to read."""
-    for path in (directory / name for name in NAMES):
+    for path in (directory / name for name in PLAN_FILE_NAMES):
         try:
             if path.exists():
                 return path, load(path)

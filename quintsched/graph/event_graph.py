@@ -26,7 +26,7 @@ COLUMNS = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class EventRun:
     """Result of a run: `order` lists events as they ran, `waiting` counts unmet dependencies (0 for those that ran)."""
 
     order: list[int]
@@ -47,7 +47,7 @@ class EventGraph:
     targets: Ints
     ranks: Ints
 
-    def run(self) -> Run:
+    def run(self) -> EventRun:
         """Run every event whose dependencies can be met (Kahn's algorithm); O(events + edges)."""
         successors = _Neighbours.of(self.num_events, self.sources, self.targets)
         first, second, third = (column.tolist() for column in successors.columns)
@@ -77,7 +77,7 @@ class EventGraph:
                 waiting[other] -= 1
                 if not waiting[other]:
                     ready.append(other)
-        return Run(ready, waiting)
+        return EventRun(ready, waiting)
 
     def agrees(self, order: Ints) -> bool:
         """Return whether an order of all events is topological."""

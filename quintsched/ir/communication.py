@@ -15,7 +15,7 @@ Means = Literal["native", "ring", "tree", "auto"]
 MEANS: tuple[Means, ...] = get_args(Means)
 
 
-MOST = 1e100
+LARGEST_FIGURE = 1e100
 """Upper bound on seconds, bytes, and bytes per second of a message, so that sums of their times stay finite."""
 
 
@@ -43,9 +43,9 @@ class Wire:
     )
 
     def __post_init__(self) -> None:
-        if not 0 <= self.latency_s <= MOST:
+        if not 0 <= self.latency_s <= LARGEST_FIGURE:
             raise UsageError(f"a message cannot have a latency of {self.latency_s!r} s")
-        if not 1 / MOST <= self.bandwidth <= MOST:
+        if not 1 / LARGEST_FIGURE <= self.bandwidth <= LARGEST_FIGURE:
             raise UsageError(f"a wire cannot carry {self.bandwidth!r} bytes per second")
 
     def seconds(self, num_bytes: float) -> float:

@@ -27,8 +27,8 @@ from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.layout import Layout
 from quintsched.ir.ragged import Ragged
 from quintsched.ir.values import SKIPS, TRAVELS, Numbering
-from quintsched.ir.values import Kind as Kind
 from quintsched.ir.values import Value as Value
+from quintsched.ir.values import ValueKind as Kind
 
 
 @dataclass(frozen=True, slots=True)

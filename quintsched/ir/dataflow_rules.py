@@ -15,7 +15,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from quintsched.ir import instruction_set as ins
-from quintsched.ir.values import Kind
+from quintsched.ir.values import ValueKind
 
 
 class Role(Enum):
@@ -110,7 +110,7 @@ class Term(NamedTuple):
     """Values that an instruction consumes, reads, produces or follows, under one condition."""
 
     role: Role
-    kind: Kind
+    kind: ValueKind
     whose: Whose = Whose.OWN
     which: Which = Which.UNIT
     when: When = When.ALWAYS
@@ -119,100 +119,100 @@ class Term(NamedTuple):
 CONSUMES, READS, PRODUCES, FOLLOWS = Role
 OWN, BEFORE, HELD, LATER, NAMED, OF_RANK = Whose
 
-_ON_WEIGHTS = Term(READS, Kind.PARAMS, which=Which.GATHERING, when=When.SHARDS_WEIGHTS)
+_ON_WEIGHTS = Term(READS, ValueKind.PARAMS, which=Which.GATHERING, when=When.SHARDS_WEIGHTS)
 
 _BACKWARD = (
     _ON_WEIGHTS,
-    Term(CONSUMES, Kind.SAVED, when=When.STAYS),
-    Term(CONSUMES, Kind.FETCHED, when=When.FETCHED),
-    Term(CONSUMES, Kind.OUTPUT_GRAD, when=When.NOT_LAST),
-    Term(PRODUCES, Kind.OUTPUT_GRAD, BEFORE),
-    Term(CONSUMES, Kind.SKIP_GRAD, LATER, Which.EVERY_SKIP),
-    Term(PRODUCES, Kind.SKIP_GRAD, which=Which.EVERY_SKIP),
-    Term(CONSUMES, Kind.KEYS, when=When.HAS_LATER),
-    Term(CONSUMES, Kind.KEYS_GRAD, when=When.HAS_LATER),
-    Term(PRODUCES, Kind.KEYS_GRAD, which=Which.EARLIER, when=When.HAS_EARLIER),
+    Term(CONSUMES, ValueKind.SAVED, when=When.STAYS),
+    Term(CONSUMES, ValueKind.FETCHED, when=When.FETCHED),
+    Term(CONSUMES, ValueKind.OUTPUT_GRAD, when=When.NOT_LAST),
+    Term(PRODUCES, ValueKind.OUTPUT_GRAD, BEFORE),
+    Term(CONSUMES, ValueKind.SKIP_GRAD, LATER, Which.EVERY_SKIP),
+    Term(PRODUCES, ValueKind.SKIP_GRAD, which=Which.EVERY_SKIP),
+    Term(CONSUMES, ValueKind.KEYS, when=When.HAS_LATER),
+    Term(CONSUMES, ValueKind.KEYS_GRAD, when=When.HAS_LATER),
+    Term(PRODUCES, ValueKind.KEYS_GRAD, which=Which.EARLIER, when=When.HAS_EARLIER),
 )
 
 _WEIGHT_GRADIENT = (
-    Term(PRODUCES, Kind.WEIGHT_GRAD),
+    Term(PRODUCES, ValueKind.WEIGHT_GRAD),
     # The previous reduction must be done by then, so that full gradients never pile up.
-    Term(FOLLOWS, Kind.REDUCED, which=Which.REDUCTION_BEFORE, when=When.SHARDS_GRADIENTS),
+    Term(FOLLOWS, ValueKind.REDUCED, which=Which.REDUCTION_BEFORE, when=When.SHARDS_GRADIENTS),
 )
 
 
 def _gradients(role: Role, whose: Whose) -> tuple[Term, ...]:
     """Return the terms for all gradients of stages, in the form that the optimizer needs: summed, tied, reduced."""
     return (
-        Term(role, Kind.WEIGHT_GRAD, whose, Which.EVERY_UNIT),
-        Term(role, Kind.TIED, whose, Which.EVERY_TIE),
-        Term(role, Kind.REDUCED, whose, Which.EVERY_REDUCTION),
+        Term(role, ValueKind.WEIGHT_GRAD, whose, Which.EVERY_UNIT),
+        Term(role, ValueKind.TIED, whose, Which.EVERY_TIE),
+        Term(role, ValueKind.REDUCED, whose, Which.EVERY_REDUCTION),
     )
 
 
 RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
-    ins.RecvAct: (Term(PRODUCES, Kind.OUTPUT, BEFORE),),
+    ins.RecvAct: (Term(PRODUCES, ValueKind.OUTPUT, BEFORE),),
     ins.Fwd: (
         _ON_WEIGHTS,
-        Term(CONSUMES, Kind.OUTPUT, BEFORE),
-        Term(PRODUCES, Kind.OUTPUT, when=When.NOT_LAST),
-        Term(CONSUMES, Kind.SKIP, which=Which.EVERY_SKIP),
-        Term(PRODUCES, Kind.SKIP, LATER, Which.EVERY_SKIP),
-        Term(PRODUCES, Kind.LOSS, when=When.HAS_LOSS),
-        Term(PRODUCES, Kind.SAVED, when=When.KEEPS),
-        Term(PRODUCES, Kind.CHECKPOINT, when=When.RECOMPUTES),
-        Term(READS, Kind.KEYS, which=Which.EARLIER, when=When.HAS_EARLIER),
-        Term(PRODUCES, Kind.KEYS, when=When.HAS_LATER),
+        Term(CONSUMES, ValueKind.OUTPUT, BEFORE),
+        Term(PRODUCES, ValueKind.OUTPUT, when=When.NOT_LAST),
+        Term(CONSUMES, ValueKind.SKIP, which=Which.EVERY_SKIP),
+        Term(PRODUCES, ValueKind.SKIP, LATER, Which.EVERY_SKIP),
+        Term(PRODUCES, ValueKind.LOSS, when=When.HAS_LOSS),
+        Term(PRODUCES, ValueKind.SAVED, when=When.KEEPS),
+        Term(PRODUCES, ValueKind.CHECKPOINT, when=When.RECOMPUTES),
+        Term(READS, ValueKind.KEYS, which=Which.EARLIER, when=When.HAS_EARLIER),
+        Term(PRODUCES, ValueKind.KEYS, when=When.HAS_LATER),
     ),
     ins.Recompute: (
         _ON_WEIGHTS,
-        Term(CONSUMES, Kind.CHECKPOINT),
-        Term(PRODUCES, Kind.SAVED),
-        Term(READS, Kind.KEYS, which=Which.EARLIER, when=When.HAS_EARLIER),
+        Term(CONSUMES, ValueKind.CHECKPOINT),
+        Term(PRODUCES, ValueKind.SAVED),
+        Term(READS, ValueKind.KEYS, which=Which.EARLIER, when=When.HAS_EARLIER),
     ),
-    ins.SendAct: (Term(CONSUMES, Kind.OUTPUT),),
-    ins.RecvSkip: (Term(PRODUCES, Kind.SKIP, which=Which.SKIP),),
-    ins.SendSkip: (Term(CONSUMES, Kind.SKIP, LATER, Which.SKIP),),
-    ins.OffloadAct: (Term(CONSUMES, Kind.SAVED), Term(PRODUCES, Kind.OFFLOADED)),
-    ins.FetchAct: (Term(CONSUMES, Kind.OFFLOADED), Term(PRODUCES, Kind.FETCHED)),
-    ins.RecvGrad: (Term(PRODUCES, Kind.OUTPUT_GRAD),),
+    ins.SendAct: (Term(CONSUMES, ValueKind.OUTPUT),),
+    ins.RecvSkip: (Term(PRODUCES, ValueKind.SKIP, which=Which.SKIP),),
+    ins.SendSkip: (Term(CONSUMES, ValueKind.SKIP, LATER, Which.SKIP),),
+    ins.OffloadAct: (Term(CONSUMES, ValueKind.SAVED), Term(PRODUCES, ValueKind.OFFLOADED)),
+    ins.FetchAct: (Term(CONSUMES, ValueKind.OFFLOADED), Term(PRODUCES, ValueKind.FETCHED)),
+    ins.RecvGrad: (Term(PRODUCES, ValueKind.OUTPUT_GRAD),),
     ins.Bwd: (*_BACKWARD, *_WEIGHT_GRADIENT),
-    ins.BwdInput: (*_BACKWARD, Term(PRODUCES, Kind.PENDING)),
-    ins.BwdWeight: (Term(CONSUMES, Kind.PENDING), *_WEIGHT_GRADIENT),
-    ins.SendGrad: (Term(CONSUMES, Kind.OUTPUT_GRAD, BEFORE),),
-    ins.RecvSkipGrad: (Term(PRODUCES, Kind.SKIP_GRAD, LATER, Which.SKIP),),
-    ins.SendSkipGrad: (Term(CONSUMES, Kind.SKIP_GRAD, which=Which.SKIP),),
-    ins.GatherParams: (Term(PRODUCES, Kind.PARAMS, which=Which.GATHERING),),
-    ins.FreeParams: (Term(CONSUMES, Kind.PARAMS, which=Which.GATHERING),),
+    ins.BwdInput: (*_BACKWARD, Term(PRODUCES, ValueKind.PENDING)),
+    ins.BwdWeight: (Term(CONSUMES, ValueKind.PENDING), *_WEIGHT_GRADIENT),
+    ins.SendGrad: (Term(CONSUMES, ValueKind.OUTPUT_GRAD, BEFORE),),
+    ins.RecvSkipGrad: (Term(PRODUCES, ValueKind.SKIP_GRAD, LATER, Which.SKIP),),
+    ins.SendSkipGrad: (Term(CONSUMES, ValueKind.SKIP_GRAD, which=Which.SKIP),),
+    ins.GatherParams: (Term(PRODUCES, ValueKind.PARAMS, which=Which.GATHERING),),
+    ins.FreeParams: (Term(CONSUMES, ValueKind.PARAMS, which=Which.GATHERING),),
     ins.SyncTied: (
-        Term(READS, Kind.WEIGHT_GRAD, NAMED, Which.EVERY_UNIT),
-        Term(PRODUCES, Kind.TIED, NAMED, Which.TIE),
+        Term(READS, ValueKind.WEIGHT_GRAD, NAMED, Which.EVERY_UNIT),
+        Term(PRODUCES, ValueKind.TIED, NAMED, Which.TIE),
     ),
     ins.AllReduceBucket: (
-        Term(READS, Kind.WEIGHT_GRAD, which=Which.EVERY_UNIT),
-        Term(READS, Kind.TIED, which=Which.EVERY_TIE),
-        Term(PRODUCES, Kind.REDUCED, which=Which.BUCKET),
+        Term(READS, ValueKind.WEIGHT_GRAD, which=Which.EVERY_UNIT),
+        Term(READS, ValueKind.TIED, which=Which.EVERY_TIE),
+        Term(PRODUCES, ValueKind.REDUCED, which=Which.BUCKET),
     ),
     ins.ReduceScatterBucket: (
-        Term(READS, Kind.WEIGHT_GRAD, which=Which.REDUCED_UNITS),
-        Term(READS, Kind.TIED, which=Which.EVERY_TIE),
-        Term(PRODUCES, Kind.REDUCED, which=Which.BUCKET),
+        Term(READS, ValueKind.WEIGHT_GRAD, which=Which.REDUCED_UNITS),
+        Term(READS, ValueKind.TIED, which=Which.EVERY_TIE),
+        Term(PRODUCES, ValueKind.REDUCED, which=Which.BUCKET),
     ),
     ins.ShareMetrics: (
-        Term(CONSUMES, Kind.LOSS, HELD, Which.EVERY_UNIT, When.HAS_LOSS),
-        Term(PRODUCES, Kind.METRICS, OF_RANK, Which.RANK),
+        Term(CONSUMES, ValueKind.LOSS, HELD, Which.EVERY_UNIT, When.HAS_LOSS),
+        Term(PRODUCES, ValueKind.METRICS, OF_RANK, Which.RANK),
     ),
     ins.ClipGrad: (
-        Term(READS, Kind.METRICS, OF_RANK, Which.RANK),
+        Term(READS, ValueKind.METRICS, OF_RANK, Which.RANK),
         *_gradients(READS, HELD),
-        Term(PRODUCES, Kind.NORM, OF_RANK, Which.RANK),
+        Term(PRODUCES, ValueKind.NORM, OF_RANK, Which.RANK),
     ),
     ins.OptStep: (
         *_gradients(CONSUMES, NAMED),
-        Term(PRODUCES, Kind.STEPPED, NAMED, Which.EVERY_BUCKET, When.STEPS_SHARDS),
-        Term(READS, Kind.METRICS, OF_RANK, Which.RANK),
-        Term(READS, Kind.NORM, OF_RANK, Which.RANK),
+        Term(PRODUCES, ValueKind.STEPPED, NAMED, Which.EVERY_BUCKET, When.STEPS_SHARDS),
+        Term(READS, ValueKind.METRICS, OF_RANK, Which.RANK),
+        Term(READS, ValueKind.NORM, OF_RANK, Which.RANK),
     ),
-    ins.AllGatherBucket: (Term(CONSUMES, Kind.STEPPED, which=Which.BUCKET),),
+    ins.AllGatherBucket: (Term(CONSUMES, ValueKind.STEPPED, which=Which.BUCKET),),
 }
 """Terms of each class of instruction."""

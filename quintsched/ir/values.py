@@ -21,7 +21,7 @@ from quintsched.ir.instruction_columns import Flags, Ints
 
 
 @unique
-class Kind(IntEnum):
+class ValueKind(IntEnum):
     """Kind of a value; the `number` of a value is its microbatch unless stated otherwise."""
 
     OUTPUT = 0
@@ -65,31 +65,36 @@ class Kind(IntEnum):
 
 
 _WORDS = {
-    Kind.OUTPUT: "output",
-    Kind.OUTPUT_GRAD: "output's gradient",
-    Kind.SKIP: "skip",
-    Kind.SKIP_GRAD: "gradient of skip",
-    Kind.SAVED: "saved activations",
-    Kind.LOSS: "loss",
-    Kind.WEIGHT_GRAD: "weight gradient",
-    Kind.REDUCED: "reduced gradient",
-    Kind.METRICS: "metrics",
-    Kind.NORM: "gradient norm",
-    Kind.PENDING: "pending weight half",
-    Kind.TIED: "tied gradient",
-    Kind.KEYS: "keys and values",
-    Kind.KEYS_GRAD: "gradient of the keys and values",
-    Kind.CHECKPOINT: "checkpoint",
-    Kind.PARAMS: "full weights",
-    Kind.STEPPED: "stepped shards",
-    Kind.OFFLOADED: "offloaded activations",
-    Kind.FETCHED: "fetched activations",
+    ValueKind.OUTPUT: "output",
+    ValueKind.OUTPUT_GRAD: "output's gradient",
+    ValueKind.SKIP: "skip",
+    ValueKind.SKIP_GRAD: "gradient of skip",
+    ValueKind.SAVED: "saved activations",
+    ValueKind.LOSS: "loss",
+    ValueKind.WEIGHT_GRAD: "weight gradient",
+    ValueKind.REDUCED: "reduced gradient",
+    ValueKind.METRICS: "metrics",
+    ValueKind.NORM: "gradient norm",
+    ValueKind.PENDING: "pending weight half",
+    ValueKind.TIED: "tied gradient",
+    ValueKind.KEYS: "keys and values",
+    ValueKind.KEYS_GRAD: "gradient of the keys and values",
+    ValueKind.CHECKPOINT: "checkpoint",
+    ValueKind.PARAMS: "full weights",
+    ValueKind.STEPPED: "stepped shards",
+    ValueKind.OFFLOADED: "offloaded activations",
+    ValueKind.FETCHED: "fetched activations",
 }
 
-_COUNTED = {Kind.REDUCED: "bucket", Kind.TIED: "tie", Kind.PARAMS: "gathering", Kind.STEPPED: "bucket"}
+_COUNTED = {
+    ValueKind.REDUCED: "bucket",
+    ValueKind.TIED: "tie",
+    ValueKind.PARAMS: "gathering",
+    ValueKind.STEPPED: "bucket",
+}
 """Unit of a value's number, where it is not a microbatch."""
 
-AMBIENT = frozenset({Kind.METRICS, Kind.NORM})
+AMBIENT = frozenset({ValueKind.METRICS, ValueKind.NORM})
 """Kinds that may be read any number of times and may be left at the end of a program; every rank has its own."""
 
 
@@ -99,17 +104,17 @@ REDUCTION = 2048
 MAX_SKIPS = 1024
 """Maximum number of skips of a plan; the factor of the microbatch in the number of their values."""
 
-SKIPS = (Kind.SKIP, Kind.SKIP_GRAD)
+SKIPS = (ValueKind.SKIP, ValueKind.SKIP_GRAD)
 """Kinds of which a stage has one value per microbatch and skip."""
 
-TRAVELS = (Kind.OUTPUT, Kind.OUTPUT_GRAD, *SKIPS)
-"""Kinds that are sent from rank to rank: the first ones of `Kind`."""
+TRAVELS = (ValueKind.OUTPUT, ValueKind.OUTPUT_GRAD, *SKIPS)
+"""Kinds that are sent from rank to rank: the first ones of `ValueKind`."""
 
 
 class Value(NamedTuple):
     """Value that is resident on a rank between two instructions."""
 
-    kind: Kind
+    kind: ValueKind
     stage: int
     number: int
 
@@ -120,13 +125,13 @@ class Value(NamedTuple):
         if self.kind in SKIPS:
             unit, skip = divmod(self.number, MAX_SKIPS)
             return f"the {words} {skip} at stage {self.stage}, microbatch {unit}"
-        reduction, number = divmod(self.number, REDUCTION) if self.kind is Kind.REDUCED else (0, self.number)
+        reduction, number = divmod(self.number, REDUCTION) if self.kind is ValueKind.REDUCED else (0, self.number)
         which = f", part {reduction}" if reduction else ""
         return f"the {words} of stage {self.stage}, {_COUNTED.get(self.kind, 'microbatch')} {number}{which}"
 
 
-METRICS = Value(Kind.METRICS, 0, 0)
-NORM = Value(Kind.NORM, 0, 0)
+METRICS = Value(ValueKind.METRICS, 0, 0)
+NORM = Value(ValueKind.NORM, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -137,14 +142,14 @@ class Numbering:
     """
 
     num_stages: int
-    counts: Mapping[Kind, int]
+    counts: Mapping[ValueKind, int]
     num_buckets: int
     num_skips: int = 0
 
     @cached_property
     def firsts(self) -> Ints:
         """Key of the first value of each kind, and the total."""
-        sizes = [self.counts[kind] * (1 if kind in AMBIENT else self.num_stages) for kind in Kind]
+        sizes = [self.counts[kind] * (1 if kind in AMBIENT else self.num_stages) for kind in ValueKind]
         return np.cumsum([0, *sizes])
 
     @property
@@ -157,7 +162,7 @@ class Numbering:
         """Number of keys, the first ones, that belong to values sent from rank to rank."""
         return int(self.firsts[len(TRAVELS)])
 
-    def keys(self, kind: Kind, stages: Ints, numbers: Ints) -> Ints:
+    def keys(self, kind: ValueKind, stages: Ints, numbers: Ints) -> Ints:
         """Return the keys of values.
 
         The number of a reduced gradient here is reduction x buckets + bucket, that of a skip microbatch x skips + skip.
@@ -167,11 +172,11 @@ class Numbering:
 
     def value(self, key: int) -> Value:
         """Return the value of a key."""
-        kind = Kind(int(np.searchsorted(self.firsts, key, side="right")) - 1)
+        kind = ValueKind(int(np.searchsorted(self.firsts, key, side="right")) - 1)
         if kind in AMBIENT:
             return Value(kind, 0, 0)
         stage, number = divmod(int(key - self.firsts[kind]), self.counts[kind])
-        if kind is Kind.REDUCED:
+        if kind is ValueKind.REDUCED:
             reduction, bucket = divmod(number, self.num_buckets)
             number = reduction * REDUCTION + bucket
         if kind in SKIPS:
@@ -179,17 +184,17 @@ class Numbering:
             number = unit * MAX_SKIPS + skip
         return Value(kind, stage, number)
 
-    def of_kind(self, keys: Ints, kind: Kind) -> Flags:
+    def of_kind(self, keys: Ints, kind: ValueKind) -> Flags:
         """Mask of the keys that belong to values of a kind."""
         found: Flags = (keys >= self.firsts[kind]) & (keys < self.firsts[kind + 1])
         return found
 
-    def stages(self, keys: Ints, kind: Kind) -> Ints:
+    def stages(self, keys: Ints, kind: ValueKind) -> Ints:
         """Stages of keys of one kind."""
         found: Ints = (keys - self.firsts[kind]) // self.counts[kind]
         return found
 
-    def numbers(self, keys: Ints, kind: Kind) -> Ints:
+    def numbers(self, keys: Ints, kind: ValueKind) -> Ints:
         """Numbers of keys of one kind."""
         found: Ints = (keys - self.firsts[kind]) % self.counts[kind]
         return found

@@ -39,18 +39,18 @@ from quintsched.ir.instruction_set import (
 )
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.programs import Programs
-from quintsched.ir.values import SKIPS, Kind
+from quintsched.ir.values import SKIPS, ValueKind
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.durations import event_durations
 from quintsched.text.listing import excerpt
 
 RECEIVES_OUTSTANDING = 2
 
-MESSAGES: dict[Kind, tuple[type[Send], type[Recv]]] = {
-    Kind.OUTPUT: (SendAct, RecvAct),
-    Kind.OUTPUT_GRAD: (SendGrad, RecvGrad),
-    Kind.SKIP: (SendSkip, RecvSkip),
-    Kind.SKIP_GRAD: (SendSkipGrad, RecvSkipGrad),
+MESSAGE_CLASSES: dict[ValueKind, tuple[type[Send], type[Recv]]] = {
+    ValueKind.OUTPUT: (SendAct, RecvAct),
+    ValueKind.OUTPUT_GRAD: (SendGrad, RecvGrad),
+    ValueKind.SKIP: (SendSkip, RecvSkip),
+    ValueKind.SKIP_GRAD: (SendSkipGrad, RecvSkipGrad),
 }
 """Send and receive classes for each kind of value that travels."""
 
@@ -142,7 +142,7 @@ class _Messages:
         columns, count = plan.columns, len(self.keys)
         sends, receives = np.zeros((2, count), np.uint8)
         sent, received, unit, skip = np.full((4, count), ABSENT)
-        for kind, (send, receive) in MESSAGES.items():
+        for kind, (send, receive) in MESSAGE_CLASSES.items():
             here = plan.flows.numbering.of_kind(self.keys, kind)
             if here.any():
                 sends[here], receives[here] = CODES[send], CODES[receive]
@@ -161,19 +161,19 @@ class _Messages:
         return Columns(np.array([0, len(op)]), op, fields, (*columns.table, *plan.layout.skip_numbers))
 
 
-def _ends(plan: PlanData, kind: Kind, keys: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+def _ends(plan: PlanData, kind: ValueKind, keys: Ints) -> tuple[Ints, Ints, Ints, Ints]:
     """Return (sending stages, receiving stages, microbatches, skips) of messages that carry values of a kind."""
     numbering, layout = plan.flows.numbering, plan.layout
     stage, unit, skip = numbering.stages(keys, kind), numbering.numbers(keys, kind), np.full(len(keys), ABSENT)
     if kind in SKIPS:
         unit, skip = np.divmod(unit, len(plan.skips))
         before = np.full((len(plan.skips), len(plan.stage_to_pp)), ABSENT)
-        for number, earlier, later in layout.skip_hops if kind is Kind.SKIP else layout.skip_chains:
+        for number, earlier, later in layout.skip_hops if kind is ValueKind.SKIP else layout.skip_chains:
             before[number, later] = earlier
         stage, other = before[skip, stage], stage
     else:
         other = layout.all_after(stage, unit)
-    return (stage, other, unit, skip) if kind in (Kind.OUTPUT, Kind.SKIP) else (other, stage, unit, skip)
+    return (stage, other, unit, skip) if kind in (ValueKind.OUTPUT, ValueKind.SKIP) else (other, stage, unit, skip)
 
 
 def _explain_order(plan: PlanData, waiting: Ints) -> str:

@@ -23,7 +23,7 @@ from quintsched.ir.instruction_columns import ABSENT, Columns
 from quintsched.ir.instruction_set import BEGINS_BACKWARD, COMPUTING, FetchAct, Fwd, OffloadAct
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.programs import Programs
-from quintsched.ir.values import Kind
+from quintsched.ir.values import ValueKind
 from quintsched.simulation.activation_memory import Changes, activation_changes, held_by, peak_activations
 from quintsched.simulation.costs import Costs
 
@@ -97,7 +97,7 @@ class _Kept(NamedTuple):
             found.append(dict(zip(cells.tolist(), origin[rows].tolist(), strict=True)))
         forwards, backwards = found
         cells = np.array(list(forwards), np.int64)
-        amounts = held_by(plan, costs, Kind.SAVED, cells // units, cells % units)
+        amounts = held_by(plan, costs, ValueKind.SAVED, cells // units, cells % units)
         return cls(forwards, backwards, dict(zip(cells.tolist(), amounts.tolist(), strict=True)))
 
 

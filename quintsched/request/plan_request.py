@@ -273,7 +273,7 @@ def settings() -> Iterator[tuple[str, Setting]]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RequestOption:
     """One option of the command line or key of a job file: a setting, or one part of a setting."""
 
     name: str
@@ -303,7 +303,7 @@ class Entry:
         return (normal[0], normal[1]) if normal[0] != normal[1] else None
 
 
-def entries() -> Iterator[Entry]:
+def entries() -> Iterator[RequestOption]:
     """Yield all entries, in the order of the settings."""
     for one in fields(CompileRequest):
         setting: Setting | None = one.metadata.get("setting")
@@ -312,11 +312,11 @@ def entries() -> Iterator[Entry]:
         if setting.parts:
             yield from (_part(part, one.name, setting) for part in fields(setting.parts))
         else:
-            yield Entry(one.name, setting, setting.doc, setting.metavar, one.default)
+            yield RequestOption(one.name, setting, setting.doc, setting.metavar, one.default)
 
 
-def _part(part: Field[Any], whole: str, setting: Setting) -> Entry:
-    return Entry(
+def _part(part: Field[Any], whole: str, setting: Setting) -> RequestOption:
+    return RequestOption(
         part.name,
         setting,
         part.metadata["doc"],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quintsched.errors import UsageError, quoted
-from quintsched.ir.communication import MOST, Wire, find_means
+from quintsched.ir.communication import LARGEST_FIGURE, Wire, find_means
 from quintsched.ir.mesh import Mesh, whole_number
 
 if TYPE_CHECKING:
@@ -62,12 +62,12 @@ def read_buckets(name: str, value: object) -> int:
 
 
 def read_number(name: str, value: object) -> float:
-    """Read a number (numpy included) that is finite and at most `MOST` in magnitude; whole numbers stay int."""
+    """Read a number (numpy too) that is finite and at most `LARGEST_FIGURE` in magnitude; whole numbers stay int."""
     found = whole_number(value)
     if found is None and (isinstance(value, bool) or not isinstance(value, Real)):
         raise _refuse(name, value, "give a finite number")
     number = float(value) if found is None else found  # type: ignore[arg-type]
-    if not -MOST <= number <= MOST:
+    if not -LARGEST_FIGURE <= number <= LARGEST_FIGURE:
         raise _refuse(name, number, "give a finite number")
     return number
 

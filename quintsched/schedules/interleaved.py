@@ -12,7 +12,7 @@ from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.ir.placement import loop
 from quintsched.schedules.kit.constraints import whole_rounds
 from quintsched.schedules.kit.registry import MAX_CHUNKS, Shape, schedule
-from quintsched.schedules.kit.step_arrays import Lane, Steps, alternate, rounds, side_by_side
+from quintsched.schedules.kit.step_arrays import Lane, StepColumns, alternate, rounds, side_by_side
 
 
 @schedule(
@@ -26,7 +26,7 @@ from quintsched.schedules.kit.step_arrays import Lane, Steps, alternate, rounds,
     max_chunks=MAX_CHUNKS,
     constraint=whole_rounds,
 )
-def interleaved_1f1b(rank: int, shape: Shape) -> Steps:
+def interleaved_1f1b(rank: int, shape: Shape) -> StepColumns:
     """Return 1F1B over units of (chunk, microbatch); the backwards visit the chunks in reverse.
 
     With overlap the warm-up has one more unit, so that the two sides of an `Overlap` do not depend on each other.

@@ -14,7 +14,7 @@ from quintsched.ir.instruction_set import BwdInput, BwdWeight, Fwd
 from quintsched.ir.placement import loop
 from quintsched.schedules.kit.constraints import whole_rounds
 from quintsched.schedules.kit.registry import MAX_CHUNKS, Shape, schedule
-from quintsched.schedules.kit.step_arrays import Lane, Steps, alternate, rounds
+from quintsched.schedules.kit.step_arrays import Lane, StepColumns, alternate, rounds
 
 
 @schedule(
@@ -27,7 +27,7 @@ from quintsched.schedules.kit.step_arrays import Lane, Steps, alternate, rounds
     max_chunks=MAX_CHUNKS,
     constraint=whole_rounds,
 )
-def interleaved_zb(rank: int, shape: Shape) -> Steps:
+def interleaved_zb(rank: int, shape: Shape) -> StepColumns:
     """Return split 1F1B over units of (chunk, microbatch); the backwards visit the chunks in reverse."""
     stages = np.array(shape.stages_of(rank))
     warmup, late = (shape.chunks - 1) * shape.pp + shape.pp - rank - 1, rank

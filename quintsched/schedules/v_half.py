@@ -13,7 +13,7 @@ from functools import lru_cache
 
 from quintsched.ir.instruction_set import Compute
 from quintsched.ir.placement import v
-from quintsched.schedules.kit.building_blocks import Block, repeat_and_close_up
+from quintsched.schedules.kit.building_blocks import PassSlots, repeat_and_close_up
 from quintsched.schedules.kit.constraints import slot_by_slot
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
@@ -39,6 +39,6 @@ def _all_ranks(shape: Shape) -> tuple[tuple[Compute, ...], ...]:
     return repeat_and_close_up(shape, blocks, cap=2 * ((shape.pp + 2) // 2))
 
 
-def _block(rank: int, pp: int) -> Block:
+def _block(rank: int, pp: int) -> PassSlots:
     turn = 3 * pp - 1 + (3 if pp % 2 == 0 else 0)  # so that no two passes of a rank ever share a slot
     return 2 * rank, 3 * pp - 2 - rank, turn + 2 * rank, turn + 3 * pp - 1 - rank

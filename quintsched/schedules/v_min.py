@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from quintsched.ir.instruction_set import Compute
 from quintsched.ir.placement import v
-from quintsched.schedules.kit.building_blocks import PERIOD, Block, repeat_and_close_up
+from quintsched.schedules.kit.building_blocks import PERIOD, PassSlots, repeat_and_close_up
 from quintsched.schedules.kit.constraints import slot_by_slot
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
@@ -41,6 +41,6 @@ def _all_ranks(shape: Shape) -> tuple[tuple[Compute, ...], ...]:
     return repeat_and_close_up(shape, blocks, cap=2 * ((shape.pp + 4) // 3), spare=int(tight))
 
 
-def _block(rank: int, pp: int) -> Block:
+def _block(rank: int, pp: int) -> PassSlots:
     turn = 2 * pp + (2 - 2 * pp) % PERIOD  # so that no two passes of a rank ever share a slot
     return rank, 2 * pp - 1 - rank, turn + rank, turn + 2 * pp - 1 - rank

@@ -20,7 +20,7 @@ import numpy as np
 
 from quintsched.errors import UsageError
 from quintsched.ir.instruction_columns import Amounts
-from quintsched.schedules.kit.list_scheduling import Manner, Outcome, PerStage, Work, schedule_greedily
+from quintsched.schedules.kit.list_scheduling import ListSchedule, Manner, PerStage, Work, schedule_greedily
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 SLOPES = (1.0, 2.1, 0.65, 0.8, 0.0, 1.65, 2.2, 0.5, 0.9, 1.3, 1.8, 0.3, 0.7, 1.1, 1.5)
@@ -55,7 +55,7 @@ def zb_auto(rank: int, shape: Shape) -> Order:
 
 
 @lru_cache(maxsize=2)
-def _best(shape: Shape) -> Outcome:
+def _best(shape: Shape) -> ListSchedule:
     """Return the best outcome of all candidates; the first one is eager, so that at least one always finishes."""
     work, best, looked_at = _work(shape), None, 0
     for count, manner in enumerate(_manners(work)):
@@ -77,7 +77,7 @@ def _manners(work: Work) -> Iterator[Manner]:
         yield Manner(slope, strict=True)
 
 
-def _merit(outcome: Outcome) -> tuple[float, float, float]:
+def _merit(outcome: ListSchedule) -> tuple[float, float, float]:
     return round(outcome.span, 9), round(outcome.makespan, 9), outcome.peak
 
 

@@ -10,18 +10,18 @@ import numpy as np
 from quintsched.ir.instruction_columns import ABSENT, Amounts, Columns, Ints
 from quintsched.ir.instruction_set import Overlap, Recv
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.values import Kind
+from quintsched.ir.values import ValueKind
 from quintsched.simulation.costs import Costs
 
 HELD = {
-    Kind.CHECKPOINT: "activation_checkpointed",
-    Kind.SAVED: "activation",
-    Kind.FETCHED: "activation",
-    Kind.PENDING: "activation_after_input",
+    ValueKind.CHECKPOINT: "activation_checkpointed",
+    ValueKind.SAVED: "activation",
+    ValueKind.FETCHED: "activation",
+    ValueKind.PENDING: "activation_after_input",
 }
 """Kinds of values that count as activations, with the cost that gives their size."""
 
-HELD_BY_HOST = {Kind.OFFLOADED: "activation"}
+HELD_BY_HOST = {ValueKind.OFFLOADED: "activation"}
 """Kinds of activations in host memory."""
 
 
@@ -52,11 +52,11 @@ def activation_changes(plan: PlanData, costs: Costs) -> Changes:
     memory it does not count. The keys and values of a microbatch count with its first slice. While an `Overlap` runs,
     the activations of its forward are held beside those of its backward.
     """
-    change, made = _changes(plan, costs, (*HELD, Kind.KEYS) if plan.schedule.slices > 1 else HELD)
+    change, made = _changes(plan, costs, (*HELD, ValueKind.KEYS) if plan.schedule.slices > 1 else HELD)
     return Changes(change, np.where(plan.columns.are(Overlap), made, np.maximum(change, 0.0)))
 
 
-def _changes(plan: PlanData, costs: Costs, kinds: Iterable[Kind]) -> tuple[Amounts, Amounts]:
+def _changes(plan: PlanData, costs: Costs, kinds: Iterable[ValueKind]) -> tuple[Amounts, Amounts]:
     """Return the net change by each row of values of these kinds, and the amount that it produces."""
     change, made = np.zeros((2, len(plan.columns)))
     for kind in kinds:
@@ -64,7 +64,7 @@ def _changes(plan: PlanData, costs: Costs, kinds: Iterable[Kind]) -> tuple[Amoun
     return change, made
 
 
-def _add(change: Amounts, made: Amounts, plan: PlanData, costs: Costs, kind: Kind) -> None:
+def _add(change: Amounts, made: Amounts, plan: PlanData, costs: Costs, kind: ValueKind) -> None:
     """Add to `change` the sizes of a kind's values that each row produces, less those that it consumes.
 
     Produced sizes are added to `made` as well.
@@ -79,13 +79,13 @@ def _add(change: Amounts, made: Amounts, plan: PlanData, costs: Costs, kind: Kin
             np.add.at(made, uses.rows[counts], held)
 
 
-def held_by(plan: PlanData, costs: Costs, kind: Kind, stages: Ints, units: Ints) -> Amounts:
+def held_by(plan: PlanData, costs: Costs, kind: ValueKind, stages: Ints, units: Ints) -> Amounts:
     """Return the sizes of a kind's values, one entry per stage and unit, times the plan's chunks and slices.
 
     Keys and values are counted once per microbatch, with its first slice.
     """
     spec = plan.schedule
-    if kind is not Kind.KEYS:
+    if kind is not ValueKind.KEYS:
         return costs.of_units((HELD | HELD_BY_HOST)[kind], stages, units, spec)
     microbatches, slices = np.divmod(units, spec.slices)
     held: Amounts = costs.of_microbatches("keys", stages, microbatches, spec) * (slices == 0)

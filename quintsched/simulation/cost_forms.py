@@ -24,17 +24,17 @@ from pydantic_core import PydanticCustomError
 from quintsched.files.strictjson import LIST, NUMBER, OBJECT, pointer
 from quintsched.ir.instruction_columns import LARGEST, Amounts, Ints
 
-MOST = 1e100
+LARGEST_COST = 1e100
 """Largest cost, so that sums and products of costs stay finite."""
 
 MOST_TIMES = 1e9
 """Largest factor of a microbatch or a slice."""
 
-Cost = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False, strict=True)]
+Cost = Annotated[float, Field(ge=0, le=LARGEST_COST, allow_inf_nan=False, strict=True)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
-Bandwidth = Annotated[float, Field(ge=1 / MOST, le=MOST, allow_inf_nan=False, strict=True)]
+Bandwidth = Annotated[float, Field(ge=1 / LARGEST_COST, le=LARGEST_COST, allow_inf_nan=False, strict=True)]
 Factor = Annotated[float, Field(ge=0, le=MOST_TIMES, allow_inf_nan=False, strict=True)]
-Number = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
+PlanNumber = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
 
 
 def form_of(value: object) -> str:
@@ -44,9 +44,9 @@ def form_of(value: object) -> str:
     return LIST if isinstance(value, Iterable) and not isinstance(value, str) else NUMBER
 
 
-Entry = TypeVar("Entry")
+CostT = TypeVar("CostT")
 OneOrMany = Annotated[
-    Annotated[Entry, Tag(NUMBER)] | Annotated[tuple[Entry, ...], Tag(LIST)],
+    Annotated[CostT, Tag(NUMBER)] | Annotated[tuple[CostT, ...], Tag(LIST)],
     Discriminator(form_of),
 ]
 
@@ -86,7 +86,7 @@ UnitCost = Annotated[
 ]
 
 
-class Wire(_Form):
+class LatencyAndBandwidth(_Form):
     """Cost of a message on a wire: latency + size / bandwidth."""
 
     latency: Cost = 0.0
@@ -94,11 +94,11 @@ class Wire(_Form):
     """Size per unit of time, in the unit of `message`; None: no limit."""
 
 
-class Link(Wire):
+class Link(LatencyAndBandwidth):
     """Wire from one pipeline rank to another."""
 
-    source: Number
-    destination: Number
+    source: PlanNumber
+    destination: PlanNumber
 
     @model_validator(mode="after")
     def _connects_two(self) -> Link:
@@ -107,16 +107,16 @@ class Link(Wire):
         return self
 
 
-class Wires(Wire):
+class Wires(LatencyAndBandwidth):
     """Wires between all pipeline ranks; `latency` and `bandwidth` are the defaults for pairs without their own wire.
 
     `nodes` gives the node of each pipeline rank.
     """
 
-    nodes: tuple[Number, ...] | None = None
-    within: Wire | None = None
+    nodes: tuple[PlanNumber, ...] | None = None
+    within: LatencyAndBandwidth | None = None
     """Wire between ranks of one node."""
-    across: Wire | None = None
+    across: LatencyAndBandwidth | None = None
     """Wire between ranks of different nodes."""
     links: tuple[Link, ...] = ()
     """Wires of single pairs of ranks, which take precedence."""
@@ -153,7 +153,7 @@ class Wires(Wire):
         bandwidths = [np.inf if wire.bandwidth is None else wire.bandwidth for wire in wires]
         return np.array([wire.latency for wire in wires]), np.array(bandwidths)
 
-    def _of_nodes(self, source: int, destination: int) -> Wire:
+    def _of_nodes(self, source: int, destination: int) -> LatencyAndBandwidth:
         if self.nodes is None:
             return self
         return (self.within if self.nodes[source] == self.nodes[destination] else self.across) or self

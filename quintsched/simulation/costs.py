@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from quintsched.errors import InputError
 from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import describe_faults, parse_strict
-from quintsched.files.user_records import Named
+from quintsched.files.user_records import RecordMetaclass
 from quintsched.ir.instruction_columns import Amounts, Ints
 from quintsched.simulation.cost_forms import (
     Bandwidth,
@@ -42,7 +42,7 @@ from quintsched.simulation.cost_forms import (
     Wires,
 )
 
-MAX_BYTES = 2**24
+MOST_COSTS_BYTES = 2**24
 """Maximum number of bytes of a costs file."""
 
 
@@ -62,7 +62,7 @@ class Counts(Protocol):
         """Slices of a microbatch."""
 
 
-class Costs(BaseModel, metaclass=Named):
+class Costs(BaseModel, metaclass=RecordMetaclass):
     """Costs of computations, messages and memory: per rank (scalar), per stage (list) or per microbatch (object)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -125,7 +125,7 @@ class Costs(BaseModel, metaclass=Named):
     @classmethod
     def load(cls, path: Path) -> Costs:
         """Read a costs file; raises `UsageError` (missing) or `InputError` (broken), with the place."""
-        text = read_whole(path, MAX_BYTES, "the costs file")
+        text = read_whole(path, MOST_COSTS_BYTES, "the costs file")
         try:
             return cls.model_validate_json(json.dumps(parse_strict(text)))
         except ValidationError as error:

@@ -30,7 +30,7 @@ from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.instruction_set import Message, OffloadAct, Recv, Send
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.ragged import Ragged
-from quintsched.ir.values import Kind, Value
+from quintsched.ir.values import Value, ValueKind
 
 AHEAD = 2
 """Number of receives of a stage's activations, and of its gradients, in flight if they are posted ahead."""
@@ -43,27 +43,27 @@ That wait is free of deadlock only for plans that are so under the `blocking` pr
 
 FRESH = frozenset(
     {
-        Kind.OUTPUT,
-        Kind.OUTPUT_GRAD,
-        Kind.SKIP,
-        Kind.SKIP_GRAD,
-        Kind.LOSS,
-        Kind.WEIGHT_GRAD,
-        Kind.REDUCED,
-        Kind.METRICS,
-        Kind.NORM,
-        Kind.TIED,
-        Kind.KEYS,
-        Kind.KEYS_GRAD,
-        Kind.PARAMS,
-        Kind.STEPPED,
-        Kind.OFFLOADED,
-        Kind.FETCHED,
+        ValueKind.OUTPUT,
+        ValueKind.OUTPUT_GRAD,
+        ValueKind.SKIP,
+        ValueKind.SKIP_GRAD,
+        ValueKind.LOSS,
+        ValueKind.WEIGHT_GRAD,
+        ValueKind.REDUCED,
+        ValueKind.METRICS,
+        ValueKind.NORM,
+        ValueKind.TIED,
+        ValueKind.KEYS,
+        ValueKind.KEYS_GRAD,
+        ValueKind.PARAMS,
+        ValueKind.STEPPED,
+        ValueKind.OFFLOADED,
+        ValueKind.FETCHED,
     }
 )
 """Kinds of values with memory of their own; but a skip that is passed on shares the memory of the received one."""
 
-KEEPS = tuple(kind for kind in Kind if kind not in FRESH)
+KEEPS = tuple(kind for kind in ValueKind if kind not in FRESH)
 """Kinds of values that keep alive the memory of the inputs of the instruction that produced them."""
 
 
@@ -228,7 +228,7 @@ def _let_go(plan: PlanData) -> Ints:
     keeps &= (takers == ABSENT) | ~plan.columns.are(OffloadAct)[takers]
     pairs = [_pairs(made.places[keeps], codes[0][keeps], taken.places, codes[1])]
     if plan.skips:
-        left, given = of_made.kinds == Kind.SKIP, of_taken.kinds == Kind.SKIP
+        left, given = of_made.kinds == ValueKind.SKIP, of_taken.kinds == ValueKind.SKIP
         codes = [code * len(plan.skips) + names.lanes for code, names in zip(codes, (of_made, of_taken), strict=True)]
         pairs.append(_pairs(made.places[left], codes[0][left], taken.places[given], codes[1][given]))
     keeping, values = (np.concatenate(column) for column in zip(*pairs, strict=True))
@@ -260,7 +260,7 @@ class _Names(NamedTuple):
     def of(cls, plan: PlanData, keys: Ints) -> _Names:
         """Return the names of values; meaningless for kinds that are not per microbatch."""
         numbering = plan.flows.numbering
-        counts = np.maximum([numbering.counts[kind] for kind in Kind], 1)
+        counts = np.maximum([numbering.counts[kind] for kind in ValueKind], 1)
         lanes = np.maximum(counts // plan.layout.num_microbatches, 1)
         kinds = np.searchsorted(numbering.firsts, keys, side="right") - 1
         stages, numbers = np.divmod(keys - numbering.firsts[kinds], counts[kinds])
@@ -273,8 +273,8 @@ def _answers(plan: PlanData, keys: Ints) -> tuple[Flags, Ints]:
     Its consumer waits for the gradient, which cannot come before the activation has arrived.
     """
     columns, flows, names = plan.columns, plan.flows, _Names.of(plan, keys)
-    is_output = names.kinds == Kind.OUTPUT
-    gradients = flows.numbering.keys(Kind.OUTPUT_GRAD, names.stages * is_output, names.units * is_output)
+    is_output = names.kinds == ValueKind.OUTPUT
+    gradients = flows.numbering.keys(ValueKind.OUTPUT_GRAD, names.stages * is_output, names.units * is_output)
     makers, takers = flows.first_makers[gradients], flows.first_takers[gradients]
     answered = is_output & (makers != ABSENT)
     answered[answered] = columns.are(Recv)[makers[answered]]

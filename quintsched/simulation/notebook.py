@@ -27,7 +27,7 @@ MOST_RANKS, MOST_BOXES = 16, 400
 MOST_TIMED = 2**16
 """The most instructions of a plan that is timed only to be shown."""
 
-MOST_WORDS = 4000
+MOST_EXPLANATION_LETTERS = 4000
 """Length of an explanation that is shown, in letters."""
 
 _WIDTH, _ROW, _LABEL, _LETTER = 900, 22, 30, 6.5
@@ -48,7 +48,7 @@ def heading(text: str) -> str:
 
 def words(text: str) -> str:
     """Return text as it stands, escaped, the beginning of it where it is long."""
-    shown = text if len(text) <= MOST_WORDS else f"{text[:MOST_WORDS]}\n…"
+    shown = text if len(text) <= MOST_EXPLANATION_LETTERS else f"{text[:MOST_EXPLANATION_LETTERS]}\n…"
     return f"<pre>{escape(shown)}</pre>"
 
 

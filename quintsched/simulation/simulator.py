@@ -38,7 +38,7 @@ from quintsched.simulation.state_memory import peak_memory, peak_state
 
 
 @dataclass(frozen=True)
-class Place:
+class InstructionPlace:
     """Position of an instruction: `index` in the program of pp rank `rank`."""
 
     rank: int
@@ -96,7 +96,7 @@ class Simulation:
         )
 
     @cached_property
-    def critical_path(self) -> tuple[Place, ...]:
+    def critical_path(self) -> tuple[InstructionPlace, ...]:
         """Critical path: from the event that ends last back to the predecessor that ended last, and so on.
 
         Of several that ended together, the one that runs last in the order of the event graph; only events that take
@@ -111,7 +111,7 @@ class Simulation:
         while event != NONE:
             before = graph.latest(event, ends, place)
             if ends[event] > (ends[before] if before != NONE else 0.0):
-                path.append(Place(*events.columns.place(int(events.first_rows[event]))))
+                path.append(InstructionPlace(*events.columns.place(int(events.first_rows[event]))))
             event = before
         return tuple(reversed(path))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quintsched.errors import listed_ranks
 from quintsched.ir.mesh import Mesh
-from quintsched.stalls.states import Given, RankState
+from quintsched.stalls.states import GivenBatch, RankState
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def find_other_data(mesh: Mesh, states: Mapping[int, RankState], near: Sequence[
     return None
 
 
-def _compare(given: Mapping[int, Given]) -> OtherData | None:
+def _compare(given: Mapping[int, GivenBatch]) -> OtherData | None:
     lengths = {one.length for one in given.values() if one.samples}
     by_samples = {
         rank: f"{one.samples} samples" + f" of length {one.length}" * (len(lengths) > 1)

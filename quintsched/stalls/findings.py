@@ -20,7 +20,7 @@ Fault: TypeAlias = Literal["ended", "stands", "skipped", "wrong message", "other
 With "other data", it was given another batch than the other ranks of its replica.
 """
 
-Index = Annotated[int, Field(ge=0, le=2**40)]
+StallIndex = Annotated[int, Field(ge=0, le=2**40)]
 Text = Annotated[str, Field(max_length=MOST_TEXT), AfterValidator(lambda text: printable(text, MOST_TEXT))]
 """Text from ranks and files, made `printable`."""
 
@@ -33,20 +33,20 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Place(Strict):
+class ProgramPlace(Strict):
     """Place in a rank's program; without an instruction, only the rank and its phase are set.
 
     `peer` is a global rank; `num_instructions` is the length of the program.
     """
 
-    rank: Index
+    rank: StallIndex
     phase: Text
-    index: Index | None = None
-    num_instructions: Index | None = None
+    index: StallIndex | None = None
+    num_instructions: StallIndex | None = None
     instruction: Text | None = None
-    stage: Index | None = None
-    microbatch: Index | None = None
-    peer: Index | None = None
+    stage: StallIndex | None = None
+    microbatch: StallIndex | None = None
+    peer: StallIndex | None = None
 
 
 class Culprit(Strict):
@@ -58,16 +58,16 @@ class Culprit(Strict):
     each rank.
     """
 
-    rank: Index
+    rank: StallIndex
     host: Text
     pid: int
-    where: tuple[tuple[Text, Index], ...]
+    where: tuple[tuple[Text, StallIndex], ...]
     fault: Fault
     fate: Fate | None
     phase: Text
     step: int | None
-    place: Place
-    stands_at: Index | None
+    place: ProgramPlace
+    stands_at: StallIndex | None
     since_s: Seconds
     said: Text = ""
 
@@ -75,19 +75,19 @@ class Culprit(Strict):
 class Link(Strict):
     """Waiting rank with its place, the place on another rank that it waits for, and for how long."""
 
-    waiter: Place
-    waits_for: Place
+    waiter: ProgramPlace
+    waits_for: ProgramPlace
     since_s: Seconds
 
 
-def where_it_stands(plan: PlanData, state: RankState) -> Place:
+def where_it_stands(plan: PlanData, state: RankState) -> ProgramPlace:
     """Return a rank's current place, if it runs a program of this plan."""
     return describe_place(plan, state, state.index if state.program == plan.mode else None)
 
 
-def describe_place(plan: PlanData, state: RankState, index: int | None) -> Place:
+def describe_place(plan: PlanData, state: RankState, index: int | None) -> ProgramPlace:
     """Return a place in a rank's program, with the peer as a global rank."""
-    bare = Place(rank=state.rank, phase=state.phase)
+    bare = ProgramPlace(rank=state.rank, phase=state.phase)
     if index is None:
         return bare
     where = plan.mesh.coordinates(state.rank)
@@ -97,7 +97,7 @@ def describe_place(plan: PlanData, state: RankState, index: int | None) -> Place
     instruction = program[index]
     if isinstance(instruction, Message):
         instruction = replace(instruction, peer=plan.mesh.rank(where | {"pp": instruction.peer}))
-    return Place(
+    return ProgramPlace(
         rank=state.rank,
         phase=state.phase,
         index=index,

@@ -28,9 +28,9 @@ from quintsched.stalls.findings import Culprit, Link, Strict
 from quintsched.stalls.states import RankState
 from quintsched.stalls.verdict_text import in_words
 
-FORMAT = "quintsched.stall"
-VERSION = 1
-MAX_BYTES = 2**27
+STALL_FORMAT = "quintsched.stall"
+STALL_VERSION = 1
+MOST_STALL_BYTES = 2**27
 MOST_OF_A_RANK = 4
 """Maximum number of culprits, links or states per rank of the mesh."""
 
@@ -56,20 +56,20 @@ class StallReport(Strict):
 
     def to_json(self) -> str:
         """Return the text of a report file, which contains the plan."""
-        head: dict[str, Any] = {"format": FORMAT, "version": VERSION, **self.model_dump(mode="json")}
+        head: dict[str, Any] = {"format": STALL_FORMAT, "version": STALL_VERSION, **self.model_dump(mode="json")}
         return json.dumps(head, allow_nan=False)[:-1] + ', "plan": ' + plan_json.dumps(self.plan) + "}\n"
 
     @classmethod
     def from_json(cls, text: str | bytes) -> StallReport:
         """Parse a report file; raises `InputError` with a JSON pointer to the fault."""
-        if len(text) > MAX_BYTES:
-            raise InputError(f"the file has {len(text)} bytes; a report has at most {MAX_BYTES}")
+        if len(text) > MOST_STALL_BYTES:
+            raise InputError(f"the file has {len(text)} bytes; a report has at most {MOST_STALL_BYTES}")
         data = parse_strict(text)
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise InputError(f'/format: this is not a stall report; it must say "format": "{FORMAT}"')
+        if not isinstance(data, dict) or data.get("format") != STALL_FORMAT:
+            raise InputError(f'/format: this is not a stall report; it must say "format": "{STALL_FORMAT}"')
         version = data.pop("version", None)
-        if type(version) is not int or version != VERSION:
-            raise InputError(f"/version: this release reads {VERSION}, not {json.dumps(version)[:20]}")
+        if type(version) is not int or version != STALL_VERSION:
+            raise InputError(f"/version: this release reads {STALL_VERSION}, not {json.dumps(version)[:20]}")
         del data["format"]
         if not isinstance(data.get("plan"), dict):
             raise InputError("/plan: a report holds the plan of the run")
@@ -109,7 +109,7 @@ class StallReport(Strict):
     @classmethod
     def load(cls, path: str | Path) -> StallReport:
         """Read a report; raises `UsageError` if it cannot be opened, `InputError` if it is broken."""
-        data = read_whole(Path(path), MAX_BYTES, "the report")
+        data = read_whole(Path(path), MOST_STALL_BYTES, "the report")
         try:
             return cls.from_json(data)
         except InputError as error:

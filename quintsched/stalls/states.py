@@ -48,7 +48,7 @@ class Fate:
 
 
 @dataclass(frozen=True)
-class Wait:
+class BlockingCall:
     """Blocking call of a rank, which returns when another rank has done its part.
 
     `receive`: the message of the receive at `index` of its program. `send`: completion of its send at `index`; between
@@ -62,7 +62,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenBatch:
     """Sizes of the latest batch given to a rank, the `number`-th of its run; 0: it was given none, or needs none.
 
     Number of `samples` of the inputs, their `length` (dimension 1), and rows of `targets`.
@@ -107,12 +107,12 @@ class RankState:
     since_s: float
     heard_s: float
     fate: Fate | None = None
-    awaits: Wait | None = None
+    awaits: BlockingCall | None = None
     run: int | None = None
     sent: int = 0
     sent_at: int | None = None
     room: int = 0
-    given: Given = Given()
+    given: GivenBatch = GivenBatch()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", printable(self.host, MOST_TEXT))

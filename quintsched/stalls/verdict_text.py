@@ -11,13 +11,13 @@ import signal
 from collections.abc import Sequence
 
 from quintsched.errors import listed_ranks, printable
-from quintsched.stalls.findings import Culprit, Link, Place
+from quintsched.stalls.findings import Culprit, Link, ProgramPlace
 from quintsched.stalls.states import Fate, RankState
 
 MOST_LISTED = 8
 """Maximum number of ranks that a message lists; it counts the others."""
 
-MOST_LETTERS = 400
+MOST_ERROR_LETTERS = 400
 """Maximum number of characters of an error's message that is repeated."""
 
 PHASES = {
@@ -88,7 +88,7 @@ def on_host(host: str) -> str:
     return f"host {host or 'unknown'}"
 
 
-def _where(place: Place, in_step: str) -> str:
+def _where(place: ProgramPlace, in_step: str) -> str:
     if place.instruction is not None:
         return f"{in_step} at instruction {_instruction(place)}"
     about = doing(place.phase)
@@ -100,7 +100,7 @@ def doing(phase: str) -> str:
     return PHASES.get(phase, "")
 
 
-def _instruction(place: Place) -> str:
+def _instruction(place: ProgramPlace) -> str:
     return f"{place.index} of {place.num_instructions}: {place.instruction}"
 
 
@@ -138,7 +138,7 @@ def _verb(text: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    return printable(text, MOST_LETTERS)
+    return printable(text, MOST_ERROR_LETTERS)
 
 
 def _signal(number: int | None) -> str:
@@ -164,7 +164,7 @@ def _waiting(chain: Sequence[Link], culprits: Sequence[int]) -> str:
     return ", and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
 
 
-def _awaited(place: Place, name: str) -> str:
+def _awaited(place: ProgramPlace, name: str) -> str:
     """Return the wait of a rank as text: to receive, to send, or in a collective."""
     instruction = place.instruction or ""
     if instruction.startswith("Recv"):
@@ -174,13 +174,13 @@ def _awaited(place: Place, name: str) -> str:
     return f"for {name} in {instruction}"
 
 
-NOBODY = "nobody can be told from the others"
+NO_CULPRIT = "nobody can be told from the others"
 """Beginning of a verdict that names no culprit."""
 
 
 def unknown(states: Sequence[RankState]) -> str:
     """Return the text of a verdict without culprit: the states of all ranks, failed processes first."""
-    lines = [f"{NOBODY}{_lost_hosts(states)}; the ranks were last heard of here:"]
+    lines = [f"{NO_CULPRIT}{_lost_hosts(states)}; the ranks were last heard of here:"]
     for state in sorted(states, key=lambda state: (state.fate is None, state.rank))[:MOST_LISTED]:
         step = "" if state.step is None else f" in step {state.step}"
         ended = "" if state.fate is None else f" {ending(state.fate).rstrip(',')}"

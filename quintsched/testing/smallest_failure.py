@@ -28,7 +28,7 @@ from quintsched.sweep import MAX_SHAPES
 from quintsched.testing.strategies import costs as any_costs
 from quintsched.verify.equivalence import equivalence
 
-Sizes = int | Sequence[int]
+SizeRange = int | Sequence[int]
 Memory = Callable[[int, Shape], float]
 """(rank, shape) → maximum of activations on the rank, in microbatches of a whole rank."""
 
@@ -57,10 +57,10 @@ class Proved:
 def assert_sound(
     schedule: Schedule | str,
     *,
-    pp: Sizes = range(1, 7),
-    microbatches: Sizes = range(1, 13),
-    chunks: Sizes | None = None,
-    slices: Sizes | None = None,
+    pp: SizeRange = range(1, 7),
+    microbatches: SizeRange = range(1, 13),
+    chunks: SizeRange | None = None,
+    slices: SizeRange | None = None,
     memory: Memory | None = None,
     max_examples: int = 200,
 ) -> Proved:
@@ -132,12 +132,12 @@ class _Case:
         return Mesh(pp=self.pp) if self.replicas == 1 else Mesh(dp=self.replicas, pp=self.pp)
 
 
-def _several(sizes: Sizes) -> Sequence[int]:
+def _several(sizes: SizeRange) -> Sequence[int]:
     return (sizes,) if isinstance(sizes, int) else sizes
 
 
 def _cases(
-    pp: Sequence[int], chunks: Sequence[int], slices: Sequence[int], microbatches: Sizes, *, overlaps: bool
+    pp: Sequence[int], chunks: Sequence[int], slices: Sequence[int], microbatches: SizeRange, *, overlaps: bool
 ) -> list[_Case]:
     """All shapes, smallest first."""
     sizes = (pp, chunks, slices, _several(microbatches), REPLICAS, (False, True) if overlaps else (False,))

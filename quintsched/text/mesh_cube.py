@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from quintsched.ir.mesh import Mesh
 
 MOST_AXES = 3
-MOST_RANKS = 512
+MOST_CUBE_RANKS = 512
 WIDEST = 100
 """Columns of a cube."""
 BACK, UP = 4, 2
@@ -31,7 +31,7 @@ BACK, UP = 4, 2
 def mesh_cube(mesh: Mesh) -> list[str]:
     """Return the lines of the drawing; none for more than three axes, or more ranks than people look at."""
     axes = mesh.without_ones.axes
-    if not 1 <= len(axes) <= MOST_AXES or mesh.size > MOST_RANKS:
+    if not 1 <= len(axes) <= MOST_AXES or mesh.size > MOST_CUBE_RANKS:
         return []
     names = ["", "", *(name for name, _ in axes)][-3:]
     depth, rows, columns = [1, 1, *(size for _, size in axes)][-3:]

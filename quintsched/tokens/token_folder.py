@@ -22,10 +22,10 @@ from quintsched.files.plain_files import open_plain
 
 from .token_index import DOCUMENT_ENDS, ShardEntry, TokenIndex, documents_name, read_index, tokens_name
 
-BLOCK = 2**20
+NUMBERS_AT_ONCE = 2**20
 """Numbers that are read at a time."""
 
-Ids = npt.NDArray[np.unsignedinteger[Any]]
+StoredIds = npt.NDArray[np.unsignedinteger[Any]]
 Ends = npt.NDArray[np.uint64]
 
 
@@ -48,7 +48,7 @@ class Shard:
         return self._index.vocabulary
 
     @cached_property
-    def tokens(self) -> Ids:
+    def tokens(self) -> StoredIds:
         """Ids: (tokens,), a read-only memory map."""
         return _mapped(self.tokens_path, self._index.numbers, self.entry.tokens)
 
@@ -62,7 +62,7 @@ class Shard:
         _require_size(self.tokens_path, self._index.numbers, self.entry.tokens)
         _require_size(self.documents_path, DOCUMENT_ENDS, self.entry.documents)
 
-    def ends_in_blocks(self, block: int = BLOCK) -> Iterator[Ends]:
+    def ends_in_blocks(self, block: int = NUMBERS_AT_ONCE) -> Iterator[Ends]:
         """Yield the ends of documents, `block` at a time; raises `InputError` for a document that is out of order."""
         before = np.uint64(0)
         for start in range(0, self.entry.documents, block):
@@ -83,7 +83,7 @@ class Shard:
                 "write the tokens again"
             )
 
-    def require_ids(self, ids: Ids, start: int) -> None:
+    def require_ids(self, ids: StoredIds, start: int) -> None:
         """Raise `InputError`, with the place, for an id that is not in the vocabulary; they begin at `start`."""
         if len(ids) and ids.max() >= self.vocabulary:
             at = int(ids.argmax())
@@ -96,8 +96,8 @@ class Shard:
         """Read every byte; raises `InputError` with the file that is not as it was written."""
         for _ in self.ends_in_blocks():
             pass
-        for start in range(0, self.entry.tokens, BLOCK):
-            self.require_ids(self.tokens[start : start + BLOCK], start)
+        for start in range(0, self.entry.tokens, NUMBERS_AT_ONCE):
+            self.require_ids(self.tokens[start : start + NUMBERS_AT_ONCE], start)
         files = {self.tokens_path: self.entry.tokens_sha256, self.documents_path: self.entry.documents_sha256}
         for path, digest in files.items():
             with open_plain(path, "the tokens") as (file, _):
@@ -162,4 +162,4 @@ def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
         return np.asarray(np.memmap(file, dtype=dtype, mode="r", shape=(count,)))
 
 
-__all__ = ["Ends", "Ids", "Shard", "ShardEntry", "TokenFolder", "open_tokens"]
+__all__ = ["Ends", "Shard", "ShardEntry", "StoredIds", "TokenFolder", "open_tokens"]

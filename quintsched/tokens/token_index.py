@@ -20,14 +20,14 @@ from quintsched.errors import InputError, UsageError
 from quintsched.files.plain_files import read_plain
 from quintsched.files.strictjson import describe_faults, parse_strict
 
-INDEX = "index.json"
-MOST_BYTES = 2**28
+TOKEN_INDEX_FILE = "index.json"
+MOST_INDEX_BYTES = 2**28
 """Longest index that is read."""
 
 MOST_NAME = 500
 """Letters of a tokenizer's name."""
 
-DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+TOKEN_DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 DOCUMENT_ENDS: np.dtype[Any] = np.dtype("<u8")
 
 Count = Annotated[int, Field(ge=1, lt=2**63)]
@@ -69,7 +69,7 @@ class TokenIndex(_Strict):
     @property
     def numbers(self) -> np.dtype[Any]:
         """Type of an id in a file."""
-        return DTYPES[self.dtype]
+        return TOKEN_DTYPES[self.dtype]
 
     @property
     def num_tokens(self) -> int:
@@ -108,15 +108,16 @@ def read_index(folder: Path) -> TokenIndex:
 
     Raises `UsageError` where there is no such folder, `InputError` for one without an index or with a broken one.
     """
-    path = folder / INDEX
+    path = folder / TOKEN_INDEX_FILE
     if not folder.is_dir():
         raise UsageError(f"{folder}: there is no such folder of tokens; `quintsched data tokenize` writes one")
     if not path.exists():
         raise InputError(
-            f"{folder}: it has no {INDEX}: it is no folder of tokens, or its writing was interrupted; write it again"
+            f"{folder}: it has no {TOKEN_INDEX_FILE}: it is no folder of tokens, or its writing was interrupted; "
+            "write it again"
         )
     try:
-        return TokenIndex.model_validate(parse_strict(read_plain(path, "the index of the tokens", MOST_BYTES)))
+        return TokenIndex.model_validate(parse_strict(read_plain(path, "the index of the tokens", MOST_INDEX_BYTES)))
     except ValidationError as error:
         raise InputError(f"{path}: {describe_faults(error)}") from None
     except InputError as error:

@@ -26,9 +26,9 @@ from quintsched.files.atomic import write_whole, writing
 
 from .token_index import (
     DOCUMENT_ENDS,
-    DTYPES,
-    INDEX,
     MOST_NAME,
+    TOKEN_DTYPES,
+    TOKEN_INDEX_FILE,
     ShardEntry,
     TokenIndex,
     documents_name,
@@ -133,7 +133,7 @@ class TokenWriter:
         if self._open is None:
             shard = len(self._shards)
             self._open = (
-                _File(self.folder / tokens_name(shard), DTYPES[self._dtype]),
+                _File(self.folder / tokens_name(shard), TOKEN_DTYPES[self._dtype]),
                 _File(self.folder / documents_name(shard), DOCUMENT_ENDS),
             )
         tokens, documents = self._open
@@ -158,7 +158,7 @@ class TokenWriter:
             end=int(self._end[0]) if len(self._end) else None,
             shards=tuple(self._shards),
         )
-        write_whole(self.folder / INDEX, index.to_text(), "the index of the tokens", durable=True)
+        write_whole(self.folder / TOKEN_INDEX_FILE, index.to_text(), "the index of the tokens", durable=True)
         return index
 
     def _close_shard(self) -> None:

@@ -23,13 +23,13 @@ from quintsched.errors import InputError, UsageError, quoted
 from quintsched.files.plain_files import reading
 from quintsched.files.strictjson import parse_strict
 
-BYTES = "bytes"
+BYTES_TOKENIZER = "bytes"
 BATCH = 256
 """Documents that a tokenizer is given at a time."""
 
 LINES = ".jsonl"
 
-Ids = npt.NDArray[np.integer[Any]]
+TokenIds = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Tokenizer:
     name: str
     vocabulary: int
     end: int | None
-    encode: Callable[[Sequence[bytes]], Iterable[Ids]]
+    encode: Callable[[Sequence[bytes]], Iterable[TokenIds]]
 
-    def encoded(self, documents: Iterable[bytes]) -> Iterator[Ids]:
+    def encoded(self, documents: Iterable[bytes]) -> Iterator[TokenIds]:
         """Yield the ids of each document, without its end."""
         rest = iter(documents)
         while batch := list(islice(rest, BATCH)):
@@ -53,14 +53,14 @@ def find_tokenizer(name: str) -> Tokenizer:
 
     Raises `UsageError` where transformers is missing, or has no such tokenizer.
     """
-    if name == BYTES:
-        return Tokenizer(BYTES, 256, 0, lambda texts: [np.frombuffer(text, dtype=np.uint8) for text in texts])
+    if name == BYTES_TOKENIZER:
+        return Tokenizer(BYTES_TOKENIZER, 256, 0, lambda texts: [np.frombuffer(text, dtype=np.uint8) for text in texts])
     try:
         transformers: Any = import_module("transformers")
     except ImportError:
         raise UsageError(
-            f"--tokenizer {name}: tokenizers other than {BYTES!r} come with transformers, which is not installed; "
-            "pip install transformers"
+            f"--tokenizer {name}: tokenizers other than {BYTES_TOKENIZER!r} come with transformers, which is not "
+            "installed; pip install transformers"
         ) from None
     try:
         found = transformers.AutoTokenizer.from_pretrained(name)
@@ -73,7 +73,7 @@ def find_tokenizer(name: str) -> Tokenizer:
 def tokenizer_of(found: Any, name: str) -> Tokenizer:
     """Return a tokenizer of transformers under a name."""
 
-    def encode(texts: Sequence[bytes]) -> Iterator[Ids]:
+    def encode(texts: Sequence[bytes]) -> Iterator[TokenIds]:
         made = found([text.decode("utf-8") for text in texts], add_special_tokens=False, verbose=False)
         return (np.asarray(ids, dtype=np.int64) for ids in made["input_ids"])
 

@@ -13,11 +13,13 @@ from typing import NamedTuple, NoReturn, TypeAlias
 
 from quintsched.errors import InputError
 from quintsched.files.strictjson import shorten
-from quintsched.torch_csv.vocabulary import COMPUTATIONS, ENDS_BACKWARD, MESSAGES, NEEDS, OVERLAP, SHARDING, Word
+from quintsched.torch_csv.vocabulary import COMPUTATIONS, ENDS_BACKWARD, MESSAGE_WORDS, NEEDS, OVERLAP, SHARDING, Word
 
 MAX_CHARACTERS = 2**28
 
-_NUMBERED = {word.value: word for word in (*COMPUTATIONS, *MESSAGES, Word.WAIT_SEND_FORWARD, Word.WAIT_SEND_BACKWARD)}
+_NUMBERED = {
+    word.value: word for word in (*COMPUTATIONS, *MESSAGE_WORDS, Word.WAIT_SEND_FORWARD, Word.WAIT_SEND_BACKWARD)
+}
 _NUMBER = "(0|[1-9][0-9]{0,7})"
 _BY_NAME = {word.value: word for word in Word}
 _WORDS = "|".join(_BY_NAME)
@@ -26,7 +28,7 @@ _AS_TORCH_READS = re.compile(rf"\d+({_WORDS})\d*")
 _OVERLAP = re.compile(rf"\(([^();]*);([^();]*)\){OVERLAP}")
 
 
-class Cell(NamedTuple):
+class CsvCell(NamedTuple):
     """One action with its position: `rank` and `step` count lines and cells from 0."""
 
     stage: int
@@ -44,17 +46,17 @@ class Cell(NamedTuple):
         return _place(self.rank, self.step)
 
 
-Cells: TypeAlias = tuple[Cell, ...]
+CsvCells: TypeAlias = tuple[CsvCell, ...]
 """Actions of a file, line after line; the two of an overlap have the same position."""
 
 
-def by_place(cells: Iterable[Cell]) -> Iterator[Cells]:
+def by_place(cells: Iterable[CsvCell]) -> Iterator[CsvCells]:
     """Yield the actions of each cell of the file: one, or the two of an overlap."""
     for _, found in groupby(cells, key=lambda cell: (cell.rank, cell.step)):
         yield tuple(found)
 
 
-def run_side_by_side(found: Cells) -> bool:
+def run_side_by_side(found: CsvCells) -> bool:
     """Return whether a cell's actions form an `Overlap`: a forward, and a full backward that does not depend on it."""
     forwards, backwards = ([cell for cell in found if cell.word is word] for word in (Word.FORWARD, Word.BACKWARD))
     return bool(forwards and backwards) and forwards[0]._replace(word=Word.BACKWARD) != backwards[0]
@@ -70,11 +72,11 @@ def _place(rank: int, step: int) -> str:
     return f"line {rank + 1}, cell {step + 1} (rank {rank}, step {step})"
 
 
-def _refuse(cell: Cell, words: str) -> NoReturn:
+def _refuse(cell: CsvCell, words: str) -> NoReturn:
     raise InputError(f"{cell.place}: {cell} {words}")
 
 
-def read_cells(text: str) -> Cells:
+def read_cells(text: str) -> CsvCells:
     """Return the actions of a file; raises `InputError` with the place of the first fault."""
     if len(text) > MAX_CHARACTERS:
         raise InputError(f"the file has {len(text)} characters; a schedule has at most {MAX_CHARACTERS}")
@@ -89,12 +91,12 @@ def read_cells(text: str) -> Cells:
     return cells
 
 
-def _line(line: str, rank: int) -> Iterator[Cell]:
-    cells: list[Cell] = []
+def _line(line: str, rank: int) -> Iterator[CsvCell]:
+    cells: list[CsvCell] = []
     for step, text in enumerate(line.split(",")):
         match = _ACTION.fullmatch(text)
         if match and match[3] and (word := _NUMBERED.get(match[2])):  # fast path: nearly all cells
-            cells.append(Cell(int(match[1]), word, int(match[3]), rank, step))
+            cells.append(CsvCell(int(match[1]), word, int(match[3]), rank, step))
         elif text:
             cells += _actions(text.strip(" \t"), rank, step)
     if not any(cell.word in COMPUTATIONS for cell in cells):
@@ -102,7 +104,7 @@ def _line(line: str, rank: int) -> Iterator[Cell]:
     yield from cells
 
 
-def _actions(text: str, rank: int, step: int) -> Iterator[Cell]:
+def _actions(text: str, rank: int, step: int) -> Iterator[CsvCell]:
     """Yield the actions of one cell: none, one, or the two of an overlap."""
     overlap = _OVERLAP.fullmatch(text) if text.startswith("(") else None
     if not overlap:
@@ -116,7 +118,7 @@ def _actions(text: str, rank: int, step: int) -> Iterator[Cell]:
     yield from parts
 
 
-def _action(text: str, rank: int, step: int) -> Cell:
+def _action(text: str, rank: int, step: int) -> CsvCell:
     match = _ACTION.fullmatch(text)
     if not match:
         read = _AS_TORCH_READS.match(text)
@@ -130,20 +132,20 @@ def _action(text: str, rank: int, step: int) -> Cell:
     if takes_microbatch != (microbatch is not None):
         wrong = "lacks its microbatch" if takes_microbatch else "is about a whole stage and takes no microbatch"
         raise InputError(f"{_place(rank, step)}: {text} {wrong}")
-    return Cell(stage, word, int(microbatch) if takes_microbatch else None, rank, step)
+    return CsvCell(stage, word, int(microbatch) if takes_microbatch else None, rank, step)
 
 
-def _refuse_repetitions(cells: Cells) -> None:
-    seen: dict[tuple[object, ...], Cell] = {}
+def _refuse_repetitions(cells: CsvCells) -> None:
+    seen: dict[tuple[object, ...], CsvCell] = {}
     for cell in cells:
         first = seen.setdefault((cell.stage, cell.word, cell.microbatch), cell)
         if first is not cell and cell.word not in SHARDING:
             _refuse(cell, f"is already in {first.place}; it is done once")
 
 
-def _refuse_wrong_homes(cells: Cells) -> None:
+def _refuse_wrong_homes(cells: CsvCells) -> None:
     """Refuse an action of a stage on another rank than the one that computes the stage."""
-    homes: dict[int, Cell] = {}
+    homes: dict[int, CsvCell] = {}
     for cell in cells:
         if cell.word in COMPUTATIONS:
             homes.setdefault(cell.stage, cell)
@@ -155,7 +157,7 @@ def _refuse_wrong_homes(cells: Cells) -> None:
             _refuse(cell, f"is of stage {cell.stage}, which rank {home.rank} computes: see {home} in {home.place}")
 
 
-def _refuse_gaps(cells: Cells) -> None:
+def _refuse_gaps(cells: CsvCells) -> None:
     """Refuse gaps: stages and microbatches are numbered from 0, and each stage computes each microbatch."""
     forwards = [cell for cell in cells if cell.word is Word.FORWARD]
     stages = {cell.stage: cell for cell in cells}
@@ -170,7 +172,7 @@ def _refuse_gaps(cells: Cells) -> None:
         )
 
 
-def _refuse_older_alphabet(cells: Cells) -> None:
+def _refuse_older_alphabet(cells: CsvCells) -> None:
     """Refuse a weight half beside a full backward: in the older alphabet, B was the input half."""
     whole = {(cell.stage, cell.microbatch): cell for cell in cells if cell.word is Word.BACKWARD}
     halved = {(cell.stage, cell.microbatch) for cell in cells if cell.word is Word.INPUT_HALF}
@@ -184,7 +186,7 @@ def _refuse_older_alphabet(cells: Cells) -> None:
             )
 
 
-def _refuse_disorder(cells: Cells) -> None:
+def _refuse_disorder(cells: CsvCells) -> None:
     """Refuse a backward before its forward, and a weight half before its input half."""
     done: set[tuple[object, ...]] = set()
     for cell in cells:
@@ -194,7 +196,7 @@ def _refuse_disorder(cells: Cells) -> None:
         done.add((cell.stage, cell.word, cell.microbatch))
 
 
-def _refuse_reductions_out_of_place(cells: Cells) -> None:
+def _refuse_reductions_out_of_place(cells: CsvCells) -> None:
     """Refuse gradient reductions that do not follow each stage's last backward, if the file has any."""
     reductions = {cell.stage: cell for cell in cells if cell.word is Word.REDUCE_GRAD}
     if not reductions:

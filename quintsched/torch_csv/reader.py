@@ -31,13 +31,13 @@ from quintsched.ir.programs import Programs
 from quintsched.ir.zero_sharding import Zero
 from quintsched.passes import TRAIN_PASSES, lower
 from quintsched.plan import Plan
-from quintsched.torch_csv.csv_cells import Cell, Cells, by_place, read_cells, run_side_by_side, written
-from quintsched.torch_csv.vocabulary import COMPUTATIONS, MESSAGES, SHARDING, WAITS, Word
+from quintsched.torch_csv.csv_cells import CsvCell, CsvCells, by_place, read_cells, run_side_by_side, written
+from quintsched.torch_csv.vocabulary import COMPUTATIONS, MESSAGE_WORDS, SHARDING, WAITS, Word
 from quintsched.verify.soundness import Verdict, check, check_order
 from quintsched.verify.wellformed import zero_faults
 
 MOST_PLACES = 20
-NOBODY = -1
+NO_RANK = -1
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def loads(
     shared = _zero(zero, mesh)
     kept = _words_kept(cells, shared)
     plan = _draft([cell for cell in cells if cell.word in kept], mesh, name, shared)
-    if MESSAGES.keys().isdisjoint(kept):
+    if MESSAGE_WORDS.keys().isdisjoint(kept):
         _raise_if_unsound(check_order(plan), cells)
     plan = lower(plan, [step for step in TRAIN_PASSES if not _already_done(step.name, kept)])
     verdict = check(plan, profile=profile)
@@ -96,10 +96,10 @@ def loads(
     return Imported(verdict, (*_notes(cells, kept, plan), *assumed))
 
 
-def _words_kept(cells: Cells, zero: Zero) -> set[Word]:
+def _words_kept(cells: CsvCells, zero: Zero) -> set[Word]:
     """Return the words of the file that the plan keeps; if passes place messages, they place all but computations."""
     words = {cell.word for cell in cells}.difference(WAITS)
-    if not words & MESSAGES.keys():
+    if not words & MESSAGE_WORDS.keys():
         return words & COMPUTATIONS.keys()
     return words if zero.shards_weights else words.difference(SHARDING)
 
@@ -107,14 +107,14 @@ def _words_kept(cells: Cells, zero: Zero) -> set[Word]:
 def _already_done(step: str, kept: set[Word]) -> bool:
     """Return whether the file contains the instructions that a pass would add."""
     words: dict[str, Iterable[Word]] = {
-        "place-messages": MESSAGES,
+        "place-messages": MESSAGE_WORDS,
         "gather-params": SHARDING,
         "reduce-buckets": (Word.REDUCE_GRAD,),
     }
     return not kept.isdisjoint(words.get(step, ()))
 
 
-def _draft(cells: Sequence[Cell], mesh: Mesh, name: str, zero: Zero) -> PlanData:
+def _draft(cells: Sequence[CsvCell], mesh: Mesh, name: str, zero: Zero) -> PlanData:
     """Return the plan with the file's instructions only; torch reduces a stage's gradients once."""
     home = {cell.stage: cell.rank for cell in cells}
     stage_to_pp = tuple(home[stage] for stage in range(len(home)))
@@ -156,7 +156,7 @@ def _with_last_frees(program: Sequence[Instruction]) -> Iterator[Instruction]:
             yield FreeParams(frees[index])
 
 
-def _instructions(found: Cells, plan: PlanData) -> Sequence[Instruction]:
+def _instructions(found: CsvCells, plan: PlanData) -> Sequence[Instruction]:
     """Return the instructions of a cell."""
     if not run_side_by_side(found):
         return [instruction for cell in found for instruction in _of_action(cell, plan)]
@@ -164,19 +164,19 @@ def _instructions(found: Cells, plan: PlanData) -> Sequence[Instruction]:
     return [Overlap(forward, backward)]
 
 
-def _forward_first(cell: Cell) -> bool:
+def _forward_first(cell: CsvCell) -> bool:
     return cell.word is not Word.FORWARD
 
 
-def _of_action(cell: Cell, plan: PlanData) -> Sequence[Instruction]:
+def _of_action(cell: CsvCell, plan: PlanData) -> Sequence[Instruction]:
     """Return the instructions of an action: one, or for reductions one per bucket that replicas sum."""
     stage, microbatch = cell.stage, cell.microbatch or 0
     if cell.word in COMPUTATIONS:
         return [COMPUTATIONS[cell.word](stage, microbatch)]
-    if cell.word in MESSAGES:
-        kind, at = MESSAGES[cell.word], plan.stage_to_pp
+    if cell.word in MESSAGE_WORDS:
+        kind, at = MESSAGE_WORDS[cell.word], plan.stage_to_pp
         other = stage + 1 if issubclass(kind, SendAct | RecvGrad) else stage - 1
-        return [kind(stage, microbatch, at[other] if 0 <= other < len(at) else NOBODY)]
+        return [kind(stage, microbatch, at[other] if 0 <= other < len(at) else NO_RANK)]
     if cell.word in SHARDING:
         return [SHARDING[cell.word](stage)]
     if plan.zero.shards_optimizer:
@@ -184,7 +184,7 @@ def _of_action(cell: Cell, plan: PlanData) -> Sequence[Instruction]:
     return [AllReduceBucket(stage, bucket, axes) for bucket, axes in plan.layout.reductions]
 
 
-def _raise_if_unsound(verdict: Verdict, cells: Cells) -> None:
+def _raise_if_unsound(verdict: Verdict, cells: CsvCells) -> None:
     """Raise `UnsoundError` with the counter-example and the cells concerned, unless the verdict is sound."""
     if verdict.sound:
         return
@@ -196,7 +196,7 @@ def _raise_if_unsound(verdict: Verdict, cells: Cells) -> None:
     raise UnsoundError("\n".join([verdict.explain(), *(["in the file:"] if lines else []), *lines]))
 
 
-def _notes(cells: Cells, kept: set[Word], plan: PlanData) -> Iterator[str]:
+def _notes(cells: CsvCells, kept: set[Word], plan: PlanData) -> Iterator[str]:
     apart = [found for found in by_place(cells) if len(found) > 1 and not run_side_by_side(found)]
     if apart:
         yield (

@@ -61,7 +61,7 @@ COMPUTATIONS: dict[Word, type[Compute]] = {
     Word.WEIGHT_HALF: BwdWeight,
 }
 
-MESSAGES: dict[Word, type[Message]] = {
+MESSAGE_WORDS: dict[Word, type[Message]] = {
     Word.SEND_FORWARD: SendAct,
     Word.RECV_FORWARD: RecvAct,
     Word.SEND_BACKWARD: SendGrad,

@@ -31,11 +31,11 @@ from quintsched.ir.instruction_set import (
 )
 from quintsched.ir.plan_data import PlanData, listed
 from quintsched.torch_csv.csv_cells import written
-from quintsched.torch_csv.vocabulary import COMPUTATIONS, MESSAGES, SHARDING, Word
+from quintsched.torch_csv.vocabulary import COMPUTATIONS, MESSAGE_WORDS, SHARDING, Word
 from quintsched.verify.soundness import check
 
 _WORDS: dict[type[Instruction], Word] = {
-    kind: word for word, kind in (*COMPUTATIONS.items(), *MESSAGES.items(), *SHARDING.items())
+    kind: word for word, kind in (*COMPUTATIONS.items(), *MESSAGE_WORDS.items(), *SHARDING.items())
 }
 _LEFT_TO_THE_USER = (ShareMetrics, ClipGrad, OptStep)
 

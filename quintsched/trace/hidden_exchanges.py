@@ -22,7 +22,7 @@ from quintsched.ir.instruction_set import Overlap
 FORWARD_SHARE = 1 / 3
 """Forward's share of a pair's computation, if nothing else is known."""
 
-ROUNDS = 50
+FIT_ROUNDS = 50
 """Number of rounds of the alternating fit of factors and usual times."""
 
 TINY = float(np.finfo(float).tiny)
@@ -114,7 +114,7 @@ class Pairs:
         backward = inputs + weights
         pairs, pair = np.unique(self.forward_stage * stages + self.backward_stage, return_inverse=True)
         of_forward, of_backward = np.ones((2, forwards.shape[1]))
-        for _ in range(ROUNDS):
+        for _ in range(FIT_ROUNDS):
             forward, backward = _usual(forwards, of_forward, forward), _usual(backwards, of_backward, backward)
             one = forward[self.forward_stage] * of_forward[self.forward_unit]
             other = backward[self.backward_stage] * of_backward[self.backward_unit]

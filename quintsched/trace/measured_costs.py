@@ -40,7 +40,7 @@ from quintsched.simulation.costs import Costs
 from quintsched.trace.hidden_exchanges import Alone, Pairs, unit_factors
 from quintsched.trace.trace_json import DIGITS
 
-Kind = TypeVar("Kind", bound=Instruction)
+InstructionT = TypeVar("InstructionT", bound=Instruction)
 
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
 """Units of a trace's times, with the number of each per second."""
@@ -56,7 +56,7 @@ FACTOR_DIGITS = 4
 
 FORWARDS, BACKWARDS, RECOMPUTES = (Fwd,), (Bwd, BwdInput, BwdWeight), (Recompute,)
 
-KINDS: dict[str, tuple[type[Compute], ...]] = {
+COMPUTES_BY_COST: dict[str, tuple[type[Compute], ...]] = {
     "forward": FORWARDS,
     "exchange": FORWARDS,
     "backward_input": BACKWARDS,
@@ -99,7 +99,7 @@ def measure(plan: PlanData, times: RowTimes, unit: str, per_microbatch: bool) ->
         found["optimizer"] = _optimizer(plan, run)
         found["clip"] = _clip(plan, times.start, until, scale)
     rounded: dict[str, Any] = {n: tuple(round(value, decimals) for value in values) for n, values in found.items()}
-    for name, kinds in KINDS.items():
+    for name, kinds in COMPUTES_BY_COST.items():
         if kinds in factors and name in rounded:
             rounded[name] = PerUnit(stages=rounded[name], **_by_slice(plan, factors[kinds]))
     link = _host_bandwidth(plan, times, scale)
@@ -142,7 +142,7 @@ def _alone(plan: PlanData, run: Times) -> Alone:
 def _factors(plan: PlanData, run: Times) -> tuple[dict[tuple[type[Compute], ...], Times], Times]:
     """Return the factors of units on the usual time of computations, and the rows' times divided by them."""
     columns, pairs, visits = plan.columns, Pairs.of(plan.columns), plan.layout.visits_all
-    took = {kinds: _took(plan, run, kinds) for kinds in KINDS.values()}
+    took = {kinds: _took(plan, run, kinds) for kinds in COMPUTES_BY_COST.values()}
     found = {kinds: unit_factors(of_kinds, visits) for kinds, of_kinds in took.items()}
     if not len(pairs):
         return found, run
@@ -259,7 +259,7 @@ def _has_a_cost(i: Instruction) -> bool:
     return i.computes or isinstance(i, Message | ClipGrad | OptStep)
 
 
-def _rows_of(plan: PlanData, kind: type[Kind]) -> Iterator[tuple[int, Kind]]:
+def _rows_of(plan: PlanData, kind: type[InstructionT]) -> Iterator[tuple[int, InstructionT]]:
     for row in np.flatnonzero(plan.columns.are(kind)).tolist():
         rank, index = plan.columns.place(row)
         instruction = plan.programs[rank][index]

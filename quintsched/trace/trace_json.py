@@ -30,9 +30,9 @@ from quintsched.formats.run_plan import differences, plan_beside
 from quintsched.graph.event_graph import Times
 from quintsched.ir.plan_data import PlanData
 
-FORMAT = "quintsched.trace"
-VERSION = 1
-MAX_BYTES = 2**28
+TRACE_FORMAT = "quintsched.trace"
+TRACE_VERSION = 1
+MOST_TRACE_BYTES = 2**28
 
 DIGITS = 7
 """Decimals of seconds in a file: a tenth of a microsecond."""
@@ -44,7 +44,7 @@ MOST_S = 1e12
 """Largest time of a trace, in seconds, of either sign; beyond any real clock."""
 
 Seconds = Annotated[float, Field(ge=-MOST_S, le=MOST_S)]
-Index = Annotated[int, Field(ge=0)]
+TraceIndex = Annotated[int, Field(ge=0)]
 
 
 class _Strict(BaseModel):
@@ -52,7 +52,7 @@ class _Strict(BaseModel):
 
 
 class _StepFile(_Strict):
-    step: Index
+    step: TraceIndex
     start: list[Seconds]
     end: list[Seconds]
     wait: list[Seconds]
@@ -62,8 +62,8 @@ class _RankFile(_Strict):
     format: Literal["quintsched.trace"]
     version: Literal[1]
     plan: str
-    rank: Index
-    pp_rank: Index
+    rank: TraceIndex
+    pp_rank: TraceIndex
     unit: Literal["s"]
     steps: list[_StepFile] = Field(min_length=1)
 
@@ -82,7 +82,13 @@ class RankTrace:
 
     def save(self, directory: Path) -> None:
         """Write `rank<rank>.json` atomically; raises `UsageError` on failure."""
-        head = {"format": FORMAT, "version": VERSION, "plan": self.plan, "rank": self.rank, "pp_rank": self.pp_rank}
+        head = {
+            "format": TRACE_FORMAT,
+            "version": TRACE_VERSION,
+            "plan": self.plan,
+            "rank": self.rank,
+            "pp_rank": self.pp_rank,
+        }
         times = {name: np.round(getattr(self, name), DIGITS).tolist() for name in ("start", "end", "wait")}
         steps = [
             {"step": step, **{name: of_steps[place] for name, of_steps in times.items()}}
@@ -128,7 +134,7 @@ def load_ranks(directory: Path, plan: PlanData) -> tuple[RankTrace, ...]:
 
 
 def _load_rank(path: Path, plan: PlanData, digest: str, rank: int) -> RankTrace:
-    data = read_whole(path, MAX_BYTES, "the trace")
+    data = read_whole(path, MOST_TRACE_BYTES, "the trace")
     try:
         file = _read(data)
         if file.plan != digest:
@@ -148,11 +154,11 @@ def _difference(directory: Path, file: _RankFile, plan: PlanData) -> str:
 
 def _read(text: bytes) -> _RankFile:
     data: Any = parse_strict(text)
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise InputError(f'/format: this is not a trace file; it must say "format": "{FORMAT}"')
+    if not isinstance(data, dict) or data.get("format") != TRACE_FORMAT:
+        raise InputError(f'/format: this is not a trace file; it must say "format": "{TRACE_FORMAT}"')
     version = data.get("version")
-    if type(version) is int and version > VERSION:
-        raise InputError(f"/version: {version} is from the future; this release reads up to {VERSION}")
+    if type(version) is int and version > TRACE_VERSION:
+        raise InputError(f"/version: {version} is from the future; this release reads up to {TRACE_VERSION}")
     try:
         return _RankFile.model_validate(data)
     except ValidationError as error:

@@ -27,10 +27,10 @@ from quintsched.ir.plan_data import PlanData
 
 PRIME = 2**61 - 1
 
-Number: TypeAlias = npt.NDArray[np.object_]
+ModularNumber: TypeAlias = npt.NDArray[np.object_]
 """Array of integers modulo `PRIME`, one entry per replica: two along each replica axis."""
 
-Gradient: TypeAlias = tuple[Number, ...]
+Gradient: TypeAlias = tuple[ModularNumber, ...]
 """Gradients of w, b, v, q and u, and then of each named weight that the stage shares with others."""
 
 
@@ -47,17 +47,19 @@ class Weights(NamedTuple):
 class Saved(NamedTuple):
     """Tensors that a forward saves: its input, and the state from the previous slice."""
 
-    x: Number
-    k: Number
+    x: ModularNumber
+    k: ModularNumber
 
 
-def forward(weights: Weights, saved: Saved) -> tuple[Number, Number]:
+def forward(weights: Weights, saved: Saved) -> tuple[ModularNumber, ModularNumber]:
     """Return the output, and the state for the next slice."""
     w, b, v, q, u = weights
     return (w * saved.x + b + v * saved.k) % PRIME, (q * saved.k + u * saved.x) % PRIME
 
 
-def backward(weights: Weights, saved: Saved, grad_y: Number, grad_k: Number) -> tuple[Number, Number, Gradient]:
+def backward(
+    weights: Weights, saved: Saved, grad_y: ModularNumber, grad_k: ModularNumber
+) -> tuple[ModularNumber, ModularNumber, Gradient]:
     """Return the gradients of the input, of the state from the previous slice, and of the weights."""
     w, _, v, q, u = weights
     x, k = saved
@@ -104,7 +106,7 @@ class Model:
     def _draw(self) -> int:
         return self._random.randrange(1, PRIME)
 
-    def _numbers(self, draw: Callable[[], int]) -> Number:
+    def _numbers(self, draw: Callable[[], int]) -> ModularNumber:
         """Draw one number per replica; two replicas per axis suffice to tell sums over different axes apart."""
         drawn = [draw() for _ in range(2 ** len(self._axes))]
         return np.array(drawn, dtype=object).reshape((2,) * len(self._axes) or 1)
@@ -120,16 +122,16 @@ class Model:
         at = len(Weights._fields) + self.named[stage].index(tie)
         return slice(at, at + 1)
 
-    def loss(self, piece: int, unit: int, y: Number) -> Number:
+    def loss(self, piece: int, unit: int, y: ModularNumber) -> ModularNumber:
         """Return the loss (y - target)^2 of a unit after a piece; 0 if the piece has no loss."""
-        off: Number = y - self.targets.get((piece, unit), y)
+        off: ModularNumber = y - self.targets.get((piece, unit), y)
         return self.modulo(off * off)
 
-    def loss_grad(self, piece: int, unit: int, y: Number) -> Number:
+    def loss_grad(self, piece: int, unit: int, y: ModularNumber) -> ModularNumber:
         """Return the gradient of the loss with respect to y."""
         return self.modulo(2 * (y - self.targets.get((piece, unit), y)))
 
-    def over(self, axes: Sequence[str], number: Number) -> Number:
+    def over(self, axes: Sequence[str], number: ModularNumber) -> ModularNumber:
         """Return the sum over these replica axes, on each replica (an all-reduce)."""
         along = tuple(self._axes.index(axis) for axis in axes)
         return self.modulo(self.zero + number.sum(axis=along, keepdims=True))
@@ -140,12 +142,12 @@ class Model:
         owner = sum((which[self._axes.index(axis)] * 2**k for k, axis in enumerate(axes)), np.zeros_like(which[0]))
         return tuple(np.where(owner == k % 2 ** len(axes), part, self.zero) for k, part in enumerate(gradient))
 
-    def over_replicas(self, number: Number) -> Number:
+    def over_replicas(self, number: ModularNumber) -> ModularNumber:
         """Return the sum over all replicas, on each replica."""
         return self.over(self._axes, number)
 
     @staticmethod
-    def modulo(number: Number) -> Number:
+    def modulo(number: ModularNumber) -> ModularNumber:
         """Return the numbers reduced modulo `PRIME`."""
         return np.remainder(number, PRIME)
 
@@ -176,7 +178,7 @@ class Sequential:
         return self._shares[self.plan.layout.part_of(stage), unit]
 
     @cached_property
-    def total_loss(self) -> Number:
+    def total_loss(self) -> ModularNumber:
         """Sum of all losses, over all replicas."""
         losses = (loss for _, _, loss in self._all())
         return self.model.over_replicas(sum(losses, self.model.zero) % PRIME)
@@ -199,16 +201,16 @@ class Sequential:
         """Return the gradient of the piece that a stage holds, summed over all units."""
         return added(*(self.share(stage, unit) for unit in range(self.plan.layout.num_microbatches)))
 
-    def _all(self) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
+    def _all(self) -> Iterator[tuple[tuple[int, int], Gradient, ModularNumber]]:
         slices = self.plan.schedule.slices
         for first in range(0, self.plan.layout.num_microbatches, slices):
             yield from self._microbatch(range(first, first + slices))
 
-    def _microbatch(self, units: range) -> Iterator[tuple[tuple[int, int], Gradient, Number]]:
+    def _microbatch(self, units: range) -> Iterator[tuple[tuple[int, int], Gradient, ModularNumber]]:
         model, saved = self.model, {}
-        losses, loss_grads = dict[tuple[int, int], Number](), dict[tuple[int, int], Number]()
+        losses, loss_grads = dict[tuple[int, int], ModularNumber](), dict[tuple[int, int], ModularNumber]()
         values = {unit: model.inputs[unit] for unit in units}
-        skips: dict[tuple[int, int], Number] = {}
+        skips: dict[tuple[int, int], ModularNumber] = {}
         for piece, holder in self._holders.items():
             keys = model.zero
             for unit in units:

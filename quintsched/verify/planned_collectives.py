@@ -12,15 +12,15 @@ import numpy as np
 
 from quintsched.collectives.collective_program import MAX_SIZE
 from quintsched.collectives.collective_proof import prove
-from quintsched.collectives.gradient_exchange import Call, candidates
+from quintsched.collectives.gradient_exchange import CollectiveCall, candidates
 from quintsched.ir.diagnostics import Finding
 from quintsched.ir.instruction_set import ALL
 from quintsched.ir.plan_data import PlanData
 
 
-def calls_of(plan: PlanData) -> set[Call]:
+def calls_of(plan: PlanData) -> set[CollectiveCall]:
     """Return the kinds and group sizes of the collectives over replicas that a plan's instructions call."""
-    columns, found = plan.columns, set[Call]()
+    columns, found = plan.columns, set[CollectiveCall]()
     for kind in ALL:
         if kind.on_bucket is not None:
             rows = columns.rows_where(kind)
@@ -30,7 +30,7 @@ def calls_of(plan: PlanData) -> set[Call]:
     return found
 
 
-def stays_native(calls: set[Call]) -> bool:
+def stays_native(calls: set[CollectiveCall]) -> bool:
     """Return whether "auto" keeps these native: there are none, or a group is too large to be spelled out."""
     return not calls or max(size for _, size in calls) > MAX_SIZE
 

@@ -35,7 +35,7 @@ from quintsched.verify.planned_collectives import broken_collectives
 from quintsched.verify.wellformed import malformations
 
 MOST_FINDINGS = 10
-MOST_RANKS = 16
+MOST_LISTED_RANKS = 16
 """Maximum number of members of a group that a message lists."""
 
 
@@ -258,8 +258,11 @@ def _names(plan: PlanData, rows: Sequence[int]) -> str:
 
 
 def _listed(members: Sequence[int]) -> str:
-    """Return ranks as text, at most `MOST_RANKS` of them."""
-    shown = [*map(str, members[:MOST_RANKS]), *(["…", str(members[-1])] if len(members) > MOST_RANKS else [])]
+    """Return ranks as text, at most `MOST_LISTED_RANKS` of them."""
+    shown = [
+        *map(str, members[:MOST_LISTED_RANKS]),
+        *(["…", str(members[-1])] if len(members) > MOST_LISTED_RANKS else []),
+    ]
     return ", ".join(shown)
 
 

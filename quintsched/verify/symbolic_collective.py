@@ -12,10 +12,10 @@ from __future__ import annotations
 import random
 from collections import deque
 
-from quintsched.collectives.collective_program import CollectiveProgram, RecvChunk, SendChunk, SendRecv, Step
+from quintsched.collectives.collective_program import CollectiveProgram, CollectiveStep, RecvChunk, SendChunk, SendRecv
 from quintsched.verify.algebra import PRIME
 
-Numbers = list[list[int]]
+ChunkNumbers = list[list[int]]
 
 
 def broken_promise(plan: CollectiveProgram, seed: int = 0) -> str | None:
@@ -43,7 +43,7 @@ def _names_what_is_there(plan: CollectiveProgram) -> bool:
     return all(0 <= half.peer < plan.size and 0 <= half.chunk < plan.chunks for half in halves)
 
 
-def _run(plan: CollectiveProgram, held: Numbers) -> Numbers | None:
+def _run(plan: CollectiveProgram, held: ChunkNumbers) -> ChunkNumbers | None:
     """Execute all steps, each rank's send of a step before its receive; None if some can never run."""
     wires: dict[tuple[int, int], deque[int]] = {}
     programs = [iter([end for step in program for end in _halves(step)]) for program in plan.programs]
@@ -58,7 +58,7 @@ def _run(plan: CollectiveProgram, held: Numbers) -> Numbers | None:
     return held if not any(waiting) and not any(wires.values()) else None
 
 
-def _halves(step: Step) -> tuple[SendChunk | RecvChunk, ...]:
+def _halves(step: CollectiveStep) -> tuple[SendChunk | RecvChunk, ...]:
     if isinstance(step, SendRecv):
         return SendChunk(step.to, step.send_chunk), RecvChunk(step.source, step.recv_chunk, step.reduce)
     return (step,)

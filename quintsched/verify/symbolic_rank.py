@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from quintsched.ir.values import Kind, Value
+from quintsched.ir.values import Value, ValueKind
 from quintsched.verify.algebra import Gradient
 
 
@@ -21,7 +21,7 @@ class SymbolicRank:
     reduced: dict[tuple[int, int], Gradient] = field(default_factory=dict)
     applied: dict[tuple[int, int], list[Gradient]] = field(default_factory=dict)
 
-    def take(self, kind: Kind, stage: int, unit: int) -> Any:
+    def take(self, kind: ValueKind, stage: int, unit: int) -> Any:
         """Consume a value; raises `Fault` if it is not on this rank."""
         value = Value(kind, stage, unit)
         self.look_at(value)
@@ -33,7 +33,7 @@ class SymbolicRank:
             raise Fault(f"needs {value}, which is not on rank {self.number}")
         return self.values[value]
 
-    def put(self, kind: Kind, stage: int, unit: int, number: Any) -> None:
+    def put(self, kind: ValueKind, stage: int, unit: int, number: Any) -> None:
         """Produce a value; raises `Fault` if it is already on this rank."""
         value = Value(kind, stage, unit)
         if value in self.values:

@@ -14,8 +14,8 @@ from typing import Any
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.instruction_set import Instruction
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.values import MAX_SKIPS, METRICS, NORM, Kind, Value
-from quintsched.verify.algebra import PRIME, Gradient, Model, Number, Saved, Weights, added, backward, forward
+from quintsched.ir.values import MAX_SKIPS, METRICS, NORM, Value, ValueKind
+from quintsched.verify.algebra import PRIME, Gradient, Model, ModularNumber, Saved, Weights, added, backward, forward
 from quintsched.verify.symbolic_rank import Fault, Stopped, SymbolicRank
 
 
@@ -25,7 +25,7 @@ class SymbolicRun:
     def __init__(self, plan: PlanData, model: Model) -> None:
         self.plan, self.model = plan, model
         self.ranks = [SymbolicRank(number) for number in range(len(plan.programs))]
-        self.channels: dict[tuple[int, int], deque[Number]] = {}
+        self.channels: dict[tuple[int, int], deque[ModularNumber]] = {}
 
     def to_the_end(self) -> Stopped | None:
         """Run until no rank can advance; return the faults if that is before the end, else None."""
@@ -81,20 +81,20 @@ def _recv(run: SymbolicRun, rank: SymbolicRank, i: ins.Recv) -> None:
     rank.put(*_carried(run, i), run.channels[i.peer, rank.number].popleft())
 
 
-def _carried(run: SymbolicRun, i: ins.Message) -> tuple[Kind, int, int]:
+def _carried(run: SymbolicRun, i: ins.Message) -> tuple[ValueKind, int, int]:
     """Return the value that a message carries: kind, stage and number."""
     layout = run.plan.layout
     match i:
         case ins.SendAct() | ins.RecvGrad():
-            return Kind.OUTPUT if isinstance(i, ins.SendAct) else Kind.OUTPUT_GRAD, i.stage, i.microbatch
+            return ValueKind.OUTPUT if isinstance(i, ins.SendAct) else ValueKind.OUTPUT_GRAD, i.stage, i.microbatch
         case ins.RecvSkip() | ins.SendSkipGrad():
-            kind = Kind.SKIP if isinstance(i, ins.RecvSkip) else Kind.SKIP_GRAD
+            kind = ValueKind.SKIP if isinstance(i, ins.RecvSkip) else ValueKind.SKIP_GRAD
             return kind, i.stage, i.microbatch * MAX_SKIPS + layout.skip_numbers[i.skip]
         case ins.SendSkip() | ins.RecvSkipGrad():
             skip = layout.skip_numbers[i.skip]
-            kind, hops = Kind.SKIP, layout.skip_hops
+            kind, hops = ValueKind.SKIP, layout.skip_hops
             if isinstance(i, ins.RecvSkipGrad):
-                kind, hops = Kind.SKIP_GRAD, layout.skip_chains
+                kind, hops = ValueKind.SKIP_GRAD, layout.skip_chains
             later = next(
                 hop.later
                 for hop in hops
@@ -102,36 +102,36 @@ def _carried(run: SymbolicRun, i: ins.Message) -> tuple[Kind, int, int]:
             )
             return kind, later, i.microbatch * MAX_SKIPS + skip
     before = layout.before(i.stage, i.microbatch)
-    return Kind.OUTPUT if isinstance(i, ins.RecvAct) else Kind.OUTPUT_GRAD, before, i.microbatch
+    return ValueKind.OUTPUT if isinstance(i, ins.RecvAct) else ValueKind.OUTPUT_GRAD, before, i.microbatch
 
 
 def _fwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Fwd) -> None:
     layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
     before = layout.before(s, u)
-    x = model.inputs[u] if before < 0 else rank.take(Kind.OUTPUT, before, u)
+    x = model.inputs[u] if before < 0 else rank.take(ValueKind.OUTPUT, before, u)
     saved = Saved(x, _keys_before(run, rank, i))
     y, keys = forward(_weights(run, rank, s), saved)
-    skips = {h.skip: rank.take(Kind.SKIP, s, u * MAX_SKIPS + h.skip) for h in layout.skip_hops if h.later == s}
+    skips = {h.skip: rank.take(ValueKind.SKIP, s, u * MAX_SKIPS + h.skip) for h in layout.skip_hops if h.later == s}
     skipped = sum((model.takes[skip, layout.part_of(s)] * number for skip, number in skips.items()), model.zero)
     y = model.modulo(y + skipped)
     for hop in layout.skip_hops:
         if hop.earlier == s:
             made = skips[hop.skip] if hop.skip in skips else model.makes[hop.skip, layout.part_of(s)] * y
-            rank.put(Kind.SKIP, hop.later, u * MAX_SKIPS + hop.skip, model.modulo(made))
+            rank.put(ValueKind.SKIP, hop.later, u * MAX_SKIPS + hop.skip, model.modulo(made))
     if layout.after(s, u) >= 0:
-        rank.put(Kind.OUTPUT, s, u, y)
+        rank.put(ValueKind.OUTPUT, s, u, y)
     if _has_loss(run, i):
-        rank.put(Kind.LOSS, s, u, model.loss(layout.part_of(s), u, y))
+        rank.put(ValueKind.LOSS, s, u, model.loss(layout.part_of(s), u, y))
     if (u + 1) % layout.slices:
-        rank.put(Kind.KEYS, s, u, keys)
+        rank.put(ValueKind.KEYS, s, u, keys)
     if layout.trains and layout.recomputes(s):
-        rank.put(Kind.CHECKPOINT, s, u, (x, skipped))
+        rank.put(ValueKind.CHECKPOINT, s, u, (x, skipped))
     elif layout.trains:
         _save(run, rank, i, saved, y)
 
 
 def _recompute(run: SymbolicRun, rank: SymbolicRank, i: ins.Recompute) -> None:
-    x, skipped = rank.take(Kind.CHECKPOINT, i.stage, i.microbatch)
+    x, skipped = rank.take(ValueKind.CHECKPOINT, i.stage, i.microbatch)
     saved = Saved(x, _keys_before(run, rank, i))
     _save(run, rank, i, saved, run.model.modulo(forward(_weights(run, rank, i.stage), saved)[0] + skipped))
 
@@ -140,31 +140,31 @@ def _weights(run: SymbolicRun, rank: SymbolicRank, stage: int) -> Weights:
     """Return the full weights of a stage, which must have been gathered if its replicas hold shards."""
     if not run.plan.layout.zero.shards_weights:
         return run.model.weights[stage]
-    found: Weights = rank.look_at(Value(Kind.PARAMS, stage, 0))
+    found: Weights = rank.look_at(Value(ValueKind.PARAMS, stage, 0))
     return found
 
 
 def _gather_params(run: SymbolicRun, rank: SymbolicRank, i: ins.GatherParams) -> None:
-    rank.put(Kind.PARAMS, i.stage, 0, run.model.weights[i.stage])
+    rank.put(ValueKind.PARAMS, i.stage, 0, run.model.weights[i.stage])
 
 
 def _free_params(run: SymbolicRun, rank: SymbolicRank, i: ins.FreeParams) -> None:
-    rank.take(Kind.PARAMS, i.stage, 0)
+    rank.take(ValueKind.PARAMS, i.stage, 0)
 
 
-def _keys_before(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Number:
+def _keys_before(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> ModularNumber:
     """Return the state from the previous slice."""
     if i.microbatch % run.plan.layout.slices == 0:
         return run.model.zero
-    found: Number = rank.look_at(Value(Kind.KEYS, i.stage, i.microbatch - 1))
+    found: ModularNumber = rank.look_at(Value(ValueKind.KEYS, i.stage, i.microbatch - 1))
     return found
 
 
-def _save(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, saved: Saved, y: Number) -> None:
+def _save(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, saved: Saved, y: ModularNumber) -> None:
     """Save the forward's inputs for the backward, and the gradient of the loss if there is one."""
     piece = run.plan.layout.part_of(i.stage)
     grad = run.model.loss_grad(piece, i.microbatch, y) if _has_loss(run, i) else run.model.zero
-    rank.put(Kind.SAVED, i.stage, i.microbatch, (saved, grad))
+    rank.put(ValueKind.SAVED, i.stage, i.microbatch, (saved, grad))
 
 
 def _has_loss(run: SymbolicRun, i: ins.Compute) -> bool:
@@ -172,38 +172,38 @@ def _has_loss(run: SymbolicRun, i: ins.Compute) -> bool:
 
 
 def _offload_act(run: SymbolicRun, rank: SymbolicRank, i: ins.OffloadAct) -> None:
-    rank.put(Kind.OFFLOADED, i.stage, i.microbatch, rank.take(Kind.SAVED, i.stage, i.microbatch))
+    rank.put(ValueKind.OFFLOADED, i.stage, i.microbatch, rank.take(ValueKind.SAVED, i.stage, i.microbatch))
 
 
 def _fetch_act(run: SymbolicRun, rank: SymbolicRank, i: ins.FetchAct) -> None:
-    rank.put(Kind.FETCHED, i.stage, i.microbatch, rank.take(Kind.OFFLOADED, i.stage, i.microbatch))
+    rank.put(ValueKind.FETCHED, i.stage, i.microbatch, rank.take(ValueKind.OFFLOADED, i.stage, i.microbatch))
 
 
 def _backward_of(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Gradient:
     """Run the backward of a unit and pass its gradients on; return the gradient of the weights."""
     layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
-    fetched = Value(Kind.FETCHED, s, u) in rank.values
-    saved, grad_y = rank.take(Kind.FETCHED if fetched else Kind.SAVED, s, u)
+    fetched = Value(ValueKind.FETCHED, s, u) in rank.values
+    saved, grad_y = rank.take(ValueKind.FETCHED if fetched else ValueKind.SAVED, s, u)
     if layout.after(s, u) >= 0:
-        grad_y = grad_y + rank.take(Kind.OUTPUT_GRAD, s, u)
+        grad_y = grad_y + rank.take(ValueKind.OUTPUT_GRAD, s, u)
     grad_y = _pass_skip_grads(run, rank, i, grad_y)
     grad_k = model.zero
     if (u + 1) % layout.slices:
-        rank.take(Kind.KEYS, s, u)
-        grad_k = rank.take(Kind.KEYS_GRAD, s, u)
+        rank.take(ValueKind.KEYS, s, u)
+        grad_k = rank.take(ValueKind.KEYS_GRAD, s, u)
     of_input, of_keys, share = backward(_weights(run, rank, s), saved, grad_y, grad_k)
     if layout.before(s, u) >= 0:
-        rank.put(Kind.OUTPUT_GRAD, layout.before(s, u), u, of_input)
+        rank.put(ValueKind.OUTPUT_GRAD, layout.before(s, u), u, of_input)
     if u % layout.slices:
-        rank.put(Kind.KEYS_GRAD, s, u - 1, of_keys)
+        rank.put(ValueKind.KEYS_GRAD, s, u - 1, of_keys)
     return model.share(s, share)
 
 
-def _pass_skip_grads(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, grad_y: Number) -> Number:
+def _pass_skip_grads(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, grad_y: ModularNumber) -> ModularNumber:
     """Add the gradients of skips that a stage makes to its output's, and its own to those of skips that it takes."""
     layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
     sums = {
-        hop.skip: rank.take(Kind.SKIP_GRAD, hop.later, u * MAX_SKIPS + hop.skip)
+        hop.skip: rank.take(ValueKind.SKIP_GRAD, hop.later, u * MAX_SKIPS + hop.skip)
         for hop in layout.skip_chains
         if hop.earlier == s
     }
@@ -214,7 +214,7 @@ def _pass_skip_grads(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, grad_
     for hop in layout.skip_chains:
         if hop.later == s:
             total = sums.get(hop.skip, model.zero) + model.takes[hop.skip, layout.part_of(s)] * grad_y
-            rank.put(Kind.SKIP_GRAD, s, u * MAX_SKIPS + hop.skip, model.modulo(total))
+            rank.put(ValueKind.SKIP_GRAD, s, u * MAX_SKIPS + hop.skip, model.modulo(total))
     return grad_y
 
 
@@ -228,11 +228,11 @@ def _overlap(run: SymbolicRun, rank: SymbolicRank, i: ins.Overlap) -> None:
 
 
 def _bwd_input(run: SymbolicRun, rank: SymbolicRank, i: ins.BwdInput) -> None:
-    rank.put(Kind.PENDING, i.stage, i.microbatch, _backward_of(run, rank, i))
+    rank.put(ValueKind.PENDING, i.stage, i.microbatch, _backward_of(run, rank, i))
 
 
 def _bwd_weight(run: SymbolicRun, rank: SymbolicRank, i: ins.BwdWeight) -> None:
-    _add(run, rank, i, rank.take(Kind.PENDING, i.stage, i.microbatch))
+    _add(run, rank, i, rank.take(ValueKind.PENDING, i.stage, i.microbatch))
 
 
 def _add(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, share: Gradient) -> None:
@@ -289,7 +289,7 @@ def _sync_tied(run: SymbolicRun, rank: SymbolicRank, i: ins.SyncTied) -> None:
 def _share_metrics(run: SymbolicRun, rank: SymbolicRank, i: ins.ShareMetrics) -> None:
     total = run.model.zero
     for holder in run.ranks:
-        for value in [value for value in holder.values if value.kind is Kind.LOSS]:
+        for value in [value for value in holder.values if value.kind is ValueKind.LOSS]:
             total = (total + holder.values.pop(value)) % PRIME
     for holder in run.ranks:
         holder.values[METRICS] = run.model.over_replicas(total)

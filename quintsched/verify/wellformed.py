@@ -19,7 +19,7 @@ from quintsched.ir.zero_sharding import Zero
 from quintsched.verify.meaning import loss_faults, piece_faults, skip_faults
 from quintsched.verify.planned_collectives import communication_faults
 
-MOST_LETTERS = 2000
+MOST_FINDING_LETTERS = 2000
 """Maximum number of characters of a message: its lists may be as long as a file."""
 
 
@@ -41,7 +41,7 @@ def find_malformations(plan: PlanData) -> Iterator[Malformation]:
     """Yield the malformations one by one."""
     head = list(_head_faults(plan))
     if head:
-        yield from (Malformation(printable(fault, MOST_LETTERS)) for fault in head)
+        yield from (Malformation(printable(fault, MOST_FINDING_LETTERS)) for fault in head)
         return
     columns = plan.columns
     for row in np.flatnonzero(~_plainly_right(plan)).tolist():

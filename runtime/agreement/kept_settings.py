@@ -16,14 +16,14 @@ from typing import Any
 from quintsched.errors import MisfitError, UsageError, nearest
 
 from ..settings.job_file import marked
-from ..settings.run_settings import Mark
+from ..settings.run_settings import SettingRule
 from .run_records import is_within
 
 CODE = "code"
 """Section of the settings that describe the code (versions, hashes); a job file has no such section."""
 
-KEPT, OPEN = ((*marked(mark), CODE) for mark in (Mark.KEPT, Mark.OPEN))
-FREE = tuple(marked(Mark.FREE))
+KEPT, OPEN = ((*marked(mark), CODE) for mark in (SettingRule.KEPT, SettingRule.OPEN))
+FREE = tuple(marked(SettingRule.FREE))
 """Settings or sections: those kept on resume; those without a fixed set of keys; those among the kept that may change
 all the same: paths of data, options that a resumed run does not read, the length of the run.
 """

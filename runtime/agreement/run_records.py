@@ -27,10 +27,10 @@ from quintsched.user_code import file_of, is_user_object, require_file
 
 from ..comm import Transport
 from ..settings.job_file import JobConfig, marked
-from ..settings.run_settings import Mark
+from ..settings.run_settings import SettingRule
 from .sections import Plain, Record, Section, require_same
 
-OF_A_MACHINE, CODE_SETTINGS = (tuple(marked(mark)) for mark in (Mark.OF_A_MACHINE, Mark.CODE))
+OF_A_MACHINE, CODE_SETTINGS = (tuple(marked(mark)) for mark in (SettingRule.OF_A_MACHINE, SettingRule.CODE))
 """Settings of a job that may differ between ranks, and those that may name user code (path.py:object)."""
 
 _DIGITS = 16

@@ -33,7 +33,7 @@ Record = Mapping[str, Plain]
 MOST_KEYS = 10
 """Differing settings that a message names at most."""
 
-MOST_BYTES = 2**20
+MOST_SECTION_BYTES = 2**20
 """Longest text of a section, in bytes, that one rank sends to the others."""
 
 _SHOWN, _BEFORE = 100, 30
@@ -132,7 +132,7 @@ def _exchange(section: Section | None, digests: Sequence[bytes], group: Group) -
     for same in list(members.values())[:_MOST_VERSIONS]:
         speaks = group.index == same[0]
         text = json.dumps(section.record(), sort_keys=True).encode() if speaks and section is not None else b""
-        if len(text) > MOST_BYTES:
+        if len(text) > MOST_SECTION_BYTES:
             text = json.dumps({"": hashlib.sha256(text).hexdigest()}).encode()
         versions.append((same, json.loads(broadcast_bytes(group, text, same[0]))))
     return versions

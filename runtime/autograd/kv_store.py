@@ -22,14 +22,14 @@ class Store:
     """KV cache of one microbatch: keys and values of all attentions of a stage."""
 
     def __init__(self) -> None:
-        self.rows: dict[tuple[nn.Module, int], Row] = {}
+        self.rows: dict[tuple[nn.Module, int], SequenceBuffer] = {}
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the buffers of keys and values."""
         return (row.whole for row in self.rows.values())
 
 
-class Row:
+class SequenceBuffer:
     """Buffer for the keys or the values of the whole sequence, filled slice by slice, and its gradient."""
 
     def __init__(self, whole: Tensor) -> None:
@@ -56,7 +56,7 @@ class Past:
         row = self._store.rows.get(which)
         if row is None:
             shape = (*fresh.shape[:-2], self._total, fresh.shape[-1])
-            row = self._store.rows[which] = Row(torch.empty(shape, dtype=fresh.dtype, device=fresh.device))
+            row = self._store.rows[which] = SequenceBuffer(torch.empty(shape, dtype=fresh.dtype, device=fresh.device))
         extended: Tensor = _Extend.apply(fresh, row, self.seen)  # type: ignore[no-untyped-call]
         return extended
 
@@ -66,7 +66,7 @@ class _Extend(torch.autograd.Function):
     slices saved only positions before this one, which the write does not touch."""
 
     @staticmethod
-    def forward(ctx: Any, fresh: Tensor, row: Row, start: int) -> Tensor:
+    def forward(ctx: Any, fresh: Tensor, row: SequenceBuffer, start: int) -> Tensor:
         ctx.row, ctx.start, ctx.end = row, start, start + fresh.shape[-2]
         row.whole.data[..., start : ctx.end, :].copy_(fresh)
         return row.whole.data[..., : ctx.end, :]
@@ -74,7 +74,7 @@ class _Extend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        row: Row = ctx.row  # type: ignore[attr-defined]
+        row: SequenceBuffer = ctx.row  # type: ignore[attr-defined]
         start, end = ctx.start, ctx.end  # type: ignore[attr-defined]
         if row.gradient is None:
             row.gradient = gradient.clone()

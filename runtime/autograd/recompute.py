@@ -22,7 +22,7 @@ from quintsched.errors import MisfitError
 from ..comm.generators import fork_generators, generator_states, restore_generators
 from .run_backward import run_backward
 
-Run = Callable[[tuple[Tensor, ...], Mapping[str, Any]], tuple[tuple[Tensor, ...], Tensor | None]]
+RunForward = Callable[[tuple[Tensor, ...], Mapping[str, Any]], tuple[tuple[Tensor, ...], Tensor | None]]
 
 
 OTHERWISE = (
@@ -37,7 +37,7 @@ class Rerun:
 
     def __init__(
         self,
-        run: Run,
+        run: RunForward,
         buffers: Callable[[], Iterable[Tensor]],
         given: tuple[Tensor, ...],
         extras: Mapping[str, Any],
@@ -114,7 +114,7 @@ def _apart(given: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor,
 
 
 def run_dropped(
-    run: Run,
+    run: RunForward,
     buffers: Callable[[], Iterable[Tensor]],
     given: tuple[Tensor, ...],
     extras: Mapping[str, Any],

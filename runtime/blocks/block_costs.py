@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quintsched.arguments import WHOLE, Kind, takes
+from quintsched.arguments import WHOLE_NUMBER, ArgumentKind, takes
 
 from ..comm.clocks import settled_s
 from .block_outlines import BLOCKS, Blocks, accepted_extras, build_block, on_meta, split_result
@@ -39,9 +39,9 @@ def estimate_costs(blocks: Blocks) -> list[float]:
 @takes(
     "measure_costs(blocks, example)",
     blocks=BLOCKS,
-    example=Kind("a tensor, or a tree of tensors", lambda example: bool(list(tensors_of(example)))),
-    seed=WHOLE,
-    rounds=WHOLE,
+    example=ArgumentKind("a tensor, or a tree of tensors", lambda example: bool(list(tensors_of(example)))),
+    seed=WHOLE_NUMBER,
+    rounds=WHOLE_NUMBER,
 )
 def measure_costs(blocks: Blocks, example: Any, seed: int = 0, rounds: int = 3) -> list[float]:
     """Measure each block's forward and backward on one microbatch, in seconds: the minimum over `rounds`.

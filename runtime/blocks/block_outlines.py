@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
-from quintsched.arguments import ROW, WHOLE, Kind, instance, takes
+from quintsched.arguments import ROW, WHOLE_NUMBER, ArgumentKind, instance, takes
 from quintsched.errors import MisfitError, QuintschedError, import_advice
 
 from ..comm.device import seed_generators
@@ -28,11 +28,11 @@ from ..objects.library_or_user import arguments_of
 from .dtensor import is_sharded
 from .trees import TensorSpec, TreeSpec
 
-Block = nn.Module | Callable[[], nn.Module]
-Blocks = Sequence[Block]
-BLOCKS = Kind("a list of blocks", lambda given: ROW.holds(given) and not isinstance(given, Tensor))
+BlockOrBuilder = nn.Module | Callable[[], nn.Module]
+Blocks = Sequence[BlockOrBuilder]
+BLOCKS = ArgumentKind("a list of blocks", lambda given: ROW.holds(given) and not isinstance(given, Tensor))
 
-TOKENS = 1
+TOKENS_DIM = 1
 """Token dimension of activations that pass between blocks: (samples, tokens, …)."""
 
 TARGETS = "targets"
@@ -40,7 +40,7 @@ TARGETS = "targets"
 
 
 @dataclass(frozen=True)
-class Change:
+class InputMutation:
     """In-place mutation of a block's input tensor, of a rider or of an extra.
 
     Attributes:
@@ -55,7 +55,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class State:
+class MutatedState:
     """Side effect of a block's forward: host state or a buffer that it mutates.
 
     Attributes:
@@ -89,11 +89,11 @@ class Parcel:
     """Whether the block also returns an auxiliary loss."""
     is_resident: bool = False
     """Whether some output is a view of a weight or buffer, which may change or be freed during the send."""
-    changes: tuple[Change, ...] = ()
+    changes: tuple[InputMutation, ...] = ()
     """In-place mutations of the block's inputs, by itself or by a later block."""
     records: bool = False
     """Whether the block calls autograd within its forward, and so must be run with an autograd graph."""
-    state: tuple[State, ...] = field(default=(), repr=False)
+    state: tuple[MutatedState, ...] = field(default=(), repr=False)
     """Side effects of the block's forward. Some ranks may have run it before, where shapes are found without data."""
     besides: tuple[tuple[int | str, str], ...] = ()
     """Properties that are lost in a send (tensor subclass, attributes), in words, by output index or name."""
@@ -157,7 +157,7 @@ def seeded(seed: int, number: int, device: torch.device | None = None) -> Iterat
         yield
 
 
-def build_block(block: Block, number: int, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
+def build_block(block: BlockOrBuilder, number: int, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:
     """Return block `number` on the CPU as `dtype` (None: as it was built), the same for every mesh.
 
     A module is cast in place and returned; a builder runs with the global generators seeded by (seed, number).
@@ -196,7 +196,7 @@ def typed(module: nn.Module, dtype: torch.dtype | None) -> Iterator[tuple[str, T
             yield name, tensor, None if stays else dtype
 
 
-@takes("build_model(blocks, seed=0)", blocks=BLOCKS, seed=WHOLE, dtype=instance("a torch.dtype", torch.dtype))
+@takes("build_model(blocks, seed=0)", blocks=BLOCKS, seed=WHOLE_NUMBER, dtype=instance("a torch.dtype", torch.dtype))
 def build_model(blocks: Blocks, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Sequential:
     """Return the whole model as one nn.Sequential, with the initial weights that every mesh starts from."""
     return nn.Sequential(*(build_block(block, number, seed, dtype) for number, block in enumerate(blocks)))
@@ -296,7 +296,7 @@ def undecayed_weights(blocks: Blocks, tied: Mapping[str, Sequence[str]]) -> froz
     return frozenset(spared.union(*(names for names in tied.values() if spared.intersection(names))))
 
 
-def on_meta(block: Block) -> nn.Module:
+def on_meta(block: BlockOrBuilder) -> nn.Module:
     """Return a block for shape inference: a builder's module on the meta device, a given module unchanged."""
     if isinstance(block, nn.Module):
         return block

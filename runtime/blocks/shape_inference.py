@@ -22,14 +22,14 @@ from quintsched.errors import MisfitError
 from ..comm.generators import draws_undone
 from ..comm.torch_modes import ModesLeftError
 from ..objects.host_values import is_same
-from ..objects.library_or_user import PLAIN
+from ..objects.library_or_user import PLAIN_TYPES
 from ..objects.snapshot import Snapshot, UntriedError, label_in, require_no_iterator, require_undone
 from .block_outlines import (
     TARGETS,
     Blocks,
-    Change,
+    InputMutation,
+    MutatedState,
     Parcel,
-    State,
     accepted_extras,
     needed_extras,
     on_meta,
@@ -40,7 +40,7 @@ from .dtensor import before_fully_shard
 from .failing_module import place_of
 from .quick_shapes import QuickShapes
 from .trees import DIFFERENTIABLE, Tensors, TensorSpec, TreeSpec, attribute_of, tensors_of
-from .without_side_effects import Result, as_leaves, attributes_untouched, run_block
+from .without_side_effects import BlockResult, as_leaves, attributes_untouched, run_block
 
 _ONLY_TENSORS = "only tensors ride along: encode it as one, as the number of a task, for each sample"
 
@@ -53,15 +53,15 @@ def trace_shapes(
     inputs: TreeSpec,
     extras: Mapping[str, TreeSpec],
     dtype: torch.dtype | None = None,
-    results: Sequence[tuple[Result, Sequence[State]]] = (),
+    results: Sequence[tuple[BlockResult, Sequence[MutatedState]]] = (),
     marks: Mapping[int, Sequence[tuple[str, str | int, Any]]] = MappingProxyType({}),
 ) -> list[Parcel]:
     """Return the output specs of every block for one microbatch, inferred on the meta device: no data, no memory.
 
     `dtype` is that of the weights; None leaves them as built. `results`, if given, are results of `run_block` on the
     meta device with their side effects, and the blocks are not run. `marks` replace host state before a block runs:
-    by block number, the owner and key (see `State`) and the value. Raises `MisfitError` that names the block that
-    cannot take the output of the one before.
+    by block number, the owner and key (see `MutatedState`) and the value. Raises `MisfitError` that names the block
+    that cannot take the output of the one before.
     """
     given, beside = inputs.empty("meta"), {name: spec.empty("meta") for name, spec in extras.items()}
     watch, left, riders = InPlace(), list[Parcel](), dict[str, _Ride]()
@@ -174,7 +174,7 @@ def _leave(
     return left, fresh, own
 
 
-def changed_by(before: Snapshot, block: str, again: Callable[[], object] | None = None) -> Iterator[State]:
+def changed_by(before: Snapshot, block: str, again: Callable[[], object] | None = None) -> Iterator[MutatedState]:
     """Yield the side effects of a block since a snapshot: on its modules, and on objects that their code names.
 
     `again` runs the block once more: new state that the second run keeps is a cache, state that it makes anew is not.
@@ -190,8 +190,8 @@ def changed_by(before: Snapshot, block: str, again: Callable[[], object] | None 
         if key is None:  # a tensor, in place
             owner, _, key = owner.rpartition(".")
         key, is_own = key if isinstance(key, str | int) else "", change.owner.startswith((".", " ("))
-        counts = change.was is not None and isinstance(change.now, PLAIN)  # growing lists are mostly logs
-        yield State(
+        counts = change.was is not None and isinstance(change.now, PLAIN_TYPES)  # growing lists are mostly logs
+        yield MutatedState(
             change.owner if is_own else change.name,
             is_attribute=not is_own or change.owner.endswith(")"),
             is_named=counts and not is_own,
@@ -200,7 +200,7 @@ def changed_by(before: Snapshot, block: str, again: Callable[[], object] | None 
             said=change.owner if change.was is None and (isinstance(key, int) or key is change.now) else change.name,
             is_new=change.place in kept,
             counts=isinstance(change.now, int | str),
-            holds=not isinstance(change.now, PLAIN),
+            holds=not isinstance(change.now, PLAIN_TYPES),
         )
 
 
@@ -217,14 +217,16 @@ def _kept_again(
     return {place for place, now in made.items() if place[0] not in growing and is_same(later.get(place), now)}
 
 
-def _rebound(bare: nn.Module, before: Sequence[tuple[str, Tensor, int]], now: Mapping[str, Tensor]) -> Iterator[State]:
+def _rebound(
+    bare: nn.Module, before: Sequence[tuple[str, Tensor, int]], now: Mapping[str, Tensor]
+) -> Iterator[MutatedState]:
     """Yield the buffers that a block has rebound or mutated in `functional_call`."""
     for name, tensor, version in before:
         path, _, key = name.rpartition(".")
         if now[name] is not tensor or tensor._version != version:
-            yield State(label_in(bare, path), is_attribute=False)
+            yield MutatedState(label_in(bare, path), is_attribute=False)
             owner = label_in(bare, path)
-            yield State(said := f"{owner}.{key}", is_attribute=False, owner=owner, key=key, said=said)
+            yield MutatedState(said := f"{owner}.{key}", is_attribute=False, owner=owner, key=key, said=said)
 
 
 def _taken(number: int, module: nn.Module, extras: Mapping[str, Any], riders: Mapping[str, _Ride]) -> dict[str, Any]:
@@ -270,7 +272,7 @@ def _cannot_take(number: int, module: nn.Module, given: object, taken: Mapping[s
     )
 
 
-def _hint(error: Exception, earlier: Sequence[Sequence[State]]) -> str:
+def _hint(error: Exception, earlier: Sequence[Sequence[MutatedState]]) -> str:
     """Return advice where a block lacks an attribute or key that an earlier block has set as host state."""
     name = error.name if isinstance(error, AttributeError) else error.args[0] if isinstance(error, KeyError) else None
     setters = [number for number, states in enumerate(earlier) if name and any(s.key == name for s in states)]
@@ -347,20 +349,20 @@ class _Ride:
     until: int
 
 
-Key = int | str
+ArgumentKey = int | str
 
 
 class InPlace:
     """Tracker of in-place mutations of each block's inputs, while a model runs on the meta device."""
 
     def __init__(self) -> None:
-        self._arrived: list[dict[Key, tuple[Tensor, int]]] = []
-        self._changed: dict[tuple[int, Key], int] = {}
+        self._arrived: list[dict[ArgumentKey, tuple[Tensor, int]]] = []
+        self._changed: dict[tuple[int, ArgumentKey], int] = {}
         self._held: dict[int, Tensor] = {}
 
     def arrive(self, given: object, beside: Mapping[str, object]) -> None:
         """Record the versions of the next block's input tensors, and of the extras and riders that are tensors."""
-        tensors: dict[Key, Tensor] = dict(enumerate(tensors_of(given)))
+        tensors: dict[ArgumentKey, Tensor] = dict(enumerate(tensors_of(given)))
         tensors |= {name: extra for name, extra in beside.items() if isinstance(extra, Tensor)}
         self._arrived.append({key: (tensor, tensor._version) for key, tensor in tensors.items()})
 
@@ -371,18 +373,18 @@ class InPlace:
                 if tensor._version != version:
                     self._changed.setdefault((taker, key), block)
 
-    def changes(self, block: int) -> tuple[Change, ...]:
+    def changes(self, block: int) -> tuple[InputMutation, ...]:
         """Return the in-place mutations of a block's inputs."""
         tensors = {key: tensor for key, (tensor, _) in self._arrived[block].items()}
         return tuple(
             [
-                Change(key, self._changed[block, key], _neighbour(key, tensors))
+                InputMutation(key, self._changed[block, key], _neighbour(key, tensors))
                 for key in tensors
                 if (block, key) in self._changed
             ]
         )
 
-    def strides(self, block: int) -> dict[Key, tuple[int, ...]]:
+    def strides(self, block: int) -> dict[ArgumentKey, tuple[int, ...]]:
         """Return the strides of a block's non-contiguous inputs."""
         return {key: one.stride() for key, (one, _) in self._arrived[block].items() if not one.is_contiguous()}
 
@@ -395,6 +397,6 @@ class InPlace:
         return not self._held.keys().isdisjoint([tensor.untyped_storage()._cdata for tensor in tensors])
 
 
-def _neighbour(key: Key, tensors: Mapping[Key, Tensor]) -> Key | None:
+def _neighbour(key: ArgumentKey, tensors: Mapping[ArgumentKey, Tensor]) -> ArgumentKey | None:
     memory = tensors[key].untyped_storage()._cdata
     return next((k for k, t in tensors.items() if k != key and t.untyped_storage()._cdata == memory), None)

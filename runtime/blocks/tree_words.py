@@ -16,7 +16,7 @@ import torch
 
 from quintsched.errors import MisfitError
 
-from .trees import Branch, Leaf, Node, Place, TensorSpec, Tree, TreeSpec
+from .trees import Branch, Leaf, Node, TensorSlot, TensorSpec, Tree, TreeSpec
 
 _BUILT_IN = {kind.__name__: kind for kind in (tuple, list, dict)}
 _TENSOR = 0
@@ -36,7 +36,7 @@ def from_words(text: str) -> TreeSpec:
 
 
 def _node_words(node: Node) -> Any:
-    if node is Place.TENSOR:
+    if node is TensorSlot.TENSOR:
         return _TENSOR
     if isinstance(node, Leaf):
         return _value_words(node.value)
@@ -46,7 +46,7 @@ def _node_words(node: Node) -> Any:
 
 def _node(words: Any) -> Node:
     if words == _TENSOR:
-        return Place.TENSOR
+        return TensorSlot.TENSOR
     if len(words) == 2:
         return Leaf(_value(words))
     kind, keys, children = words

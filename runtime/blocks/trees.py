@@ -79,7 +79,7 @@ class TensorSpec:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
 
 
-class Place(Enum):
+class TensorSlot(Enum):
     """Placeholder for a tensor in a tree."""
 
     TENSOR = "tensor"
@@ -131,7 +131,7 @@ class Branch:
         return (f"{key}: {child}" for key, child in zip(self.keys, self.children, strict=True))
 
 
-Node = Place | Leaf | Branch
+Node = TensorSlot | Leaf | Branch
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,12 @@ class Tree:
     @property
     def is_tensor(self) -> bool:
         """Whether the tree is a single tensor."""
-        return self.root is Place.TENSOR
+        return self.root is TensorSlot.TENSOR
 
     @property
     def paths(self) -> list[str]:
         """Path of each tensor, as a Python expression after the tree's name: "['hidden']", "[1]", ".logits", ""."""
-        return [path for path, node in _walk(self.root, "") if node is Place.TENSOR]
+        return [path for path, node in _walk(self.root, "") if node is TensorSlot.TENSOR]
 
     def is_built_as(self, other: Tree) -> bool:
         """Whether another tree has the same branches, and tensors at the same paths; values of leaves may differ."""
@@ -177,7 +177,7 @@ class Tree:
         return str(self.root)
 
 
-PLAIN = Tree(Place.TENSOR)
+ONE_TENSOR = Tree(TensorSlot.TENSOR)
 """The structure of a tree that is a single tensor."""
 
 
@@ -197,7 +197,7 @@ class TreeSpec:
     @classmethod
     def plain(cls, tensor: TensorSpec) -> TreeSpec:
         """Return the spec of a tree that is a single tensor."""
-        return cls(PLAIN, (tensor,))
+        return cls(ONE_TENSOR, (tensor,))
 
     @property
     def samples(self) -> TensorSpec:
@@ -228,7 +228,7 @@ class TreeSpec:
 def flatten(tree: object) -> tuple[Tree, Tensors]:
     """Return the structure of a tree, and its tensors in order."""
     if isinstance(tree, Tensor):
-        return PLAIN, (tree,)
+        return ONE_TENSOR, (tree,)
     tensors: list[Tensor] = []
     return Tree(_node(tree, tensors)), tuple(tensors)
 
@@ -298,7 +298,7 @@ def require_known(name: str, tree: Tree) -> None:
 def _node(value: object, tensors: list[Tensor]) -> Node:
     if isinstance(value, Tensor):
         tensors.append(value)
-        return Place.TENSOR
+        return TensorSlot.TENSOR
     found = _children(value)
     if found is None:
         return Leaf(value)
@@ -324,7 +324,7 @@ def _children(value: object) -> tuple[tuple[object, ...], Sequence[object]] | No
 
 
 def _build(node: Node, tensors: Iterator[Tensor]) -> Any:
-    if node is Place.TENSOR:
+    if node is TensorSlot.TENSOR:
         return next(tensors)
     if isinstance(node, Leaf):
         return node.value

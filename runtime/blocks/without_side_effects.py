@@ -30,9 +30,9 @@ from ..objects.spaces import is_of_torch
 from .block_outlines import split_result
 from .trees import DIFFERENTIABLE, map_tensors
 
-Found = TypeVar("Found")
+Returned = TypeVar("Returned")
 
-Result = tuple[tuple[Any, dict[str, Tensor], Tensor | None], bool]
+BlockResult = tuple[tuple[Any, dict[str, Tensor], Tensor | None], bool]
 """A block's result (see `split_result`), without an autograd graph, and whether the block needed one."""
 
 
@@ -102,12 +102,14 @@ def _numbers_of(grad: Tensor | None) -> tuple[Tensor | None, int]:
     return (None, 0) if grad is None else (grad.clone(), grad._version)
 
 
-def run_block(run: Callable[[Any, Mapping[str, Any]], Any], given: Any, taken: Mapping[str, Any], name: str) -> Result:
+def run_block(
+    run: Callable[[Any, Mapping[str, Any]], Any], given: Any, taken: Mapping[str, Any], name: str
+) -> BlockResult:
     """Run a block without gradients; with an autograd graph only if its forward needs one."""
     return run_alone(lambda arguments: split_result(run(*arguments)), (given, dict(taken)), name)
 
 
-def run_alone(run: Callable[[Any], Found], given: Any, name: str) -> tuple[Found, bool]:
+def run_alone(run: Callable[[Any], Returned], given: Any, name: str) -> tuple[Returned, bool]:
     """Return the result of a call without an autograd graph, and whether the call needed one.
 
     It runs under no_grad, and again with a graph if it fails for lack of one. Where grad mode is already off, the

@@ -75,7 +75,7 @@ EDGE = 256
 SHARING_S = 0.4
 TIMEOUT_S = 180.0
 
-Call = Callable[[], object]
+TimedCall = Callable[[], object]
 
 
 class Links(NamedTuple):
@@ -88,7 +88,7 @@ class Links(NamedTuple):
     sharing: dict[int, float]
 
 
-class Seconds(NamedTuple):
+class SecondsBySize(NamedTuple):
     """Seconds by size, the same on all ranks: of messages, and of sums by their number of ranks."""
 
     messages: list[float]
@@ -106,7 +106,7 @@ def measure_links(device: torch.device) -> Links | None:
     num_processes = max(PARTIES) if devices is None else min(devices, max(PARTIES))
     if num_processes < min(PARTIES):
         return None
-    found = Seconds(*run_processes(measure_rank, num_processes, device, TIMEOUT_S)[0])
+    found = SecondsBySize(*run_processes(measure_rank, num_processes, device, TIMEOUT_S)[0])
     return Links(
         link=_curve(found.messages),
         link_work=_curve(found.lost) if found.lost else None,
@@ -116,7 +116,7 @@ def measure_links(device: torch.device) -> Links | None:
     )
 
 
-def measure_rank(transport: Transport) -> Seconds:
+def measure_rank(transport: Transport) -> SecondsBySize:
     """Measure on one rank; all ranks call this."""
     return _Rank(transport).measure()
 
@@ -133,14 +133,14 @@ class _Rank:
         weights = torch.randn(LAYERS, INPUTS, OUTPUTS, device=transport.device)
         self._layers = cycle(zip(weights, torch.zeros_like(weights), strict=True))
 
-    def measure(self) -> Seconds:
+    def measure(self) -> SecondsBySize:
         """Return all measurements."""
         parties = [number for number in PARTIES if number <= self.ranks]
         messages = [self._round_s(size) / 2 for size in SIZES]
         sums = {number: self._sums(number, 1) for number in parties}
         if not self.shares_cores:
-            return Seconds(messages, [], sums, {}, {})
-        return Seconds(
+            return SecondsBySize(messages, [], sums, {}, {})
+        return SecondsBySize(
             messages=messages,
             lost=self._lost_by_messages(),
             sums=sums,
@@ -178,7 +178,7 @@ class _Rank:
         """Return core seconds lost by a message from one rank to the next, all ranks being in a chain."""
         return [taken * self._cores / (self.ranks - 1) for taken in self._after_layers_s(self._chain, self.ranks)]
 
-    def _chain(self, size: int) -> Call:
+    def _chain(self, size: int) -> TimedCall:
         """Return a call that receives from the rank before and sends to the next, without waiting for the send."""
         arriving, leaving = self._tensor(size), self._tensor(size)
         sent: list[Work] = []
@@ -197,13 +197,13 @@ class _Rank:
     def _cores(self) -> int:
         return min(count_cores(), self.ranks)
 
-    def _after_layers_s(self, call_of: Callable[[int], Call], number: int) -> list[float]:
+    def _after_layers_s(self, call_of: Callable[[int], TimedCall], number: int) -> list[float]:
         """Return the seconds of calls by size, after some layers, less their time; at least a tenth of both.
 
         The layers alone are timed before and after all sizes, since a machine is not equally fast all the time.
         """
 
-        def both(call: Call) -> Call:
+        def both(call: TimedCall) -> TimedCall:
             def run() -> None:
                 self._train()
                 call()
@@ -220,7 +220,7 @@ class _Rank:
         for weight, gradient in islice(self._layers, LAYERS_AT_A_TIME):
             gradient.add_(self._given.T @ functional.gelu(self._given @ weight))
 
-    def _together_s(self, call: Call, size: int, number: int) -> float:
+    def _together_s(self, call: TimedCall, size: int, number: int) -> float:
         """Return the seconds of a call by the first `number` ranks side by side: the mean of the slowest rank.
 
         The first call says how many there are time for, on a machine that is slow or busy; it stays the only one where
@@ -232,7 +232,7 @@ class _Rank:
         most = max(1, min(MOST_CALLS, MOST_BYTES // size))
         return self._timed_s(call, min(most, max(FEWEST_CALLS, int(POINT_S / taken))), number)[0]
 
-    def _timed_s(self, call: Call, calls: int, number: int) -> tuple[float, float]:
+    def _timed_s(self, call: TimedCall, calls: int, number: int) -> tuple[float, float]:
         """Return the mean seconds of some calls by the slowest of the first `number` ranks, and those since the begin.
 
         All ranks wait for them, and have the same result.
@@ -262,7 +262,7 @@ class _Rank:
         return torch.zeros(size // 4, device=self.transport.device)
 
 
-def partial_sum(group: Group, tensor: torch.Tensor) -> Call:
+def partial_sum(group: Group, tensor: torch.Tensor) -> TimedCall:
     """Return a call that all-reduces a tensor over a group."""
     return lambda: group.all_reduce(tensor).wait()
 

@@ -17,7 +17,7 @@ from quintsched.files.terminal import write_line
 from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
 
 from ..comm.device import find_accelerator, is_accelerator, memory_bytes
-from .measured_parts import Parts
+from .measured_parts import MeasuredParts
 
 
 def calibrate(device: torch.device, file: Path) -> Hardware:
@@ -28,7 +28,7 @@ def calibrate(device: torch.device, file: Path) -> Hardware:
     """
     _require(device)
     torch.set_num_threads(1)  # as in the ranks of a run
-    parts = Parts(file, device)
+    parts = MeasuredParts(file, device)
     if parts.done:
         write_line(f"going on with what {parts.path} has: {', '.join(parts.done)}; without it, all is measured anew")
     try:
@@ -42,7 +42,7 @@ def calibrate(device: torch.device, file: Path) -> Hardware:
     return described
 
 
-def _stopped(parts: Parts) -> str:
+def _stopped(parts: MeasuredParts) -> str:
     if not parts.done:
         return "stopped before anything was measured"
     done, missing = ", ".join(parts.done), ", ".join(parts.missing)

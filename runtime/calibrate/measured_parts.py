@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from quintsched.errors import InputError
 from quintsched.files.atomic import read_whole, write_whole
-from quintsched.files.progress_line import Progress
+from quintsched.files.progress_line import ProgressLine
 from quintsched.files.strictjson import parse_strict
 from quintsched.strategies.descriptions.hardware import Measured
 
@@ -27,7 +27,7 @@ from ..comm.device import is_accelerator
 from . import operations
 from .links import count_cores, measure_links
 
-MOST_BYTES = 2**20
+MOST_PARTS_BYTES = 2**20
 """Limit of the size of a file of parts."""
 
 
@@ -59,7 +59,7 @@ PARTS: Mapping[str, tuple[Callable[[torch.device], dict[str, Any]], float]] = {
 """Each part: what gives its fields of `Measured`, and its share of the time on two cores."""
 
 
-class Parts:
+class MeasuredParts:
     """Measured parts of one machine, in a file beside the description `file`.
 
     Raises `InputError` where that file is none of ours, `UsageError` where it cannot be written.
@@ -81,7 +81,7 @@ class Parts:
         """Names of the others."""
         return [name for name in PARTS if name not in self._found]
 
-    def measure(self, progress: Progress) -> Measured:
+    def measure(self, progress: ProgressLine) -> Measured:
         """Measure what is missing, keep each part as soon as it is there, and return all."""
         for name in self.missing:
             shares = {part: share for part, (_, share) in PARTS.items()}
@@ -109,7 +109,7 @@ class Parts:
         if not self.path.is_file():
             return {}
         try:
-            said: Any = parse_strict(read_whole(self.path, MOST_BYTES, "what was measured"))
+            said: Any = parse_strict(read_whole(self.path, MOST_PARTS_BYTES, "what was measured"))
             if said["machine"] != self._machine:
                 return {}
             self._found = {name: dict(said["measured"][name]) for name in PARTS if name in said["measured"]}

@@ -68,7 +68,7 @@ def _sample_s(call: Callable[[], object], read: Callable[[], float], number: int
     return (read() - begin) / number
 
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+TIMED_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 )
 """Dtypes of matrix products, by their names in a description."""
@@ -77,7 +77,7 @@ EDGES = {False: (32, 64, 128, 256, 512, 1024), True: (256, 512, 1024, 2048, 4096
 LENGTHS = {False: (64, 128, 256, 512), True: (512, 1024, 2048, 4096)}
 HEADS, HEAD_SIZE = 8, 64
 ELEMENTS = {False: (2**12, 2**15, 2**18, 2**21, 2**23), True: (2**18, 2**21, 2**24, 2**27)}
-WIDTH = 256
+NORM_WIDTH = 256
 """Width of the rows that are normalised."""
 PASSES, PASSING = 16, 6
 """Passes (reads or writes) over all numbers by `_elementwise`, backward included, and its number of operations."""
@@ -102,14 +102,14 @@ def matmul_curves(device: torch.device) -> dict[str, Curve]:
     edges = EDGES[is_accelerator(device)]
     return {
         name: _curve(edges, lambda edge: 2.0 * edge**3, partial(_layer, dtype, device), device, repeats=PRODUCTS)
-        for name, dtype in DTYPES.items()
+        for name, dtype in TIMED_DTYPES.items()
     }
 
 
 def attention_curves(device: torch.device) -> tuple[dict[str, Curve], dict[str, Curve]]:
     """Return the rates of a causal attention's forward and of its backward, by the operations of the forward."""
     both: tuple[dict[str, Curve], dict[str, Curve]] = ({}, {})
-    for name, dtype in DTYPES.items():
+    for name, dtype in TIMED_DTYPES.items():
         for found, make in zip(both, (_attention, _attention_backward), strict=True):
             found[name] = _curve(
                 LENGTHS[is_accelerator(device)],
@@ -215,12 +215,12 @@ def _heads(dtype: torch.dtype, device: torch.device, length: int) -> Tensor:
 
 def _elementwise(size: int, device: torch.device) -> Callable[[], object]:
     """Return a call of forward and backward of a norm, a GELU and an addition: 2 + 3, 2 + 3 and 3 + 3 passes."""
-    inputs = _in_turn(lambda: torch.randn(size // WIDTH, WIDTH, device=device, requires_grad=True))
-    gradient = torch.randn(size // WIDTH, WIDTH, device=device)
+    inputs = _in_turn(lambda: torch.randn(size // NORM_WIDTH, NORM_WIDTH, device=device, requires_grad=True))
+    gradient = torch.randn(size // NORM_WIDTH, NORM_WIDTH, device=device)
 
     def run() -> None:
         given = next(inputs)
-        torch.autograd.grad(F.gelu(F.layer_norm(given, (WIDTH,))) + given, given, gradient)
+        torch.autograd.grad(F.gelu(F.layer_norm(given, (NORM_WIDTH,))) + given, given, gradient)
 
     return run
 

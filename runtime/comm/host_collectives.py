@@ -16,7 +16,7 @@ from quintsched.errors import QuintschedError
 from . import Group, ReduceOp
 
 Result = TypeVar("Result")
-MOST_WORDS = 4000
+MOST_ERROR_BYTES = 4000
 """Number of bytes of an error's message that other ranks receive."""
 
 
@@ -41,8 +41,8 @@ def share_texts(group: Group, mine: str) -> list[str]:
 
 
 def first_said(mine: str, group: Group) -> str:
-    """Return, on all members, the first non-empty text, up to `MOST_WORDS` bytes; "": all are empty."""
-    said = share_bytes(group, mine.encode()[:MOST_WORDS])
+    """Return, on all members, the first non-empty text, up to `MOST_ERROR_BYTES` bytes; "": all are empty."""
+    said = share_bytes(group, mine.encode()[:MOST_ERROR_BYTES])
     return next(filter(None, said), b"").decode(errors="ignore")
 
 
@@ -115,7 +115,7 @@ class ControlGroup:
             made.append(work())
         except QuintschedError as failed:
             error = failed
-        mine = b"" if error is None else f"{type(error).__name__}:{error}".encode()[:MOST_WORDS]
+        mine = b"" if error is None else f"{type(error).__name__}:{error}".encode()[:MOST_ERROR_BYTES]
         for rank, theirs in enumerate(self.share_bytes(mine)):
             if theirs and error is not None and rank == self._world.index:
                 raise error

@@ -22,7 +22,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quintsched.collectives.collective_program import CollectiveProgram, Kind, RecvChunk, SendChunk, SendRecv, Step
+from quintsched.collectives.collective_program import (
+    CollectiveKind,
+    CollectiveProgram,
+    CollectiveStep,
+    RecvChunk,
+    SendChunk,
+    SendRecv,
+)
 from quintsched.collectives.gradient_exchange import choose
 from quintsched.ir.communication import Communication
 from quintsched.ir.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES
@@ -78,7 +85,7 @@ class SpelledGroup(Group):
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
         return self._native._broadcast(tensor, source)
 
-    def _choose(self, kind: Kind, whole: Tensor) -> CollectiveProgram | None:
+    def _choose(self, kind: CollectiveKind, whole: Tensor) -> CollectiveProgram | None:
         return choose(self._communication, kind, self.size, whole.nbytes)
 
     def _issue(self, steps: Callable[[], None], *tensors: Tensor) -> Work:
@@ -117,7 +124,7 @@ class SpelledGroup(Group):
         for step in plan.programs[self.index]:
             self._take(step, chunks, scratch)
 
-    def _take(self, step: Step, chunks: Sequence[Tensor], scratch: Tensor) -> None:
+    def _take(self, step: CollectiveStep, chunks: Sequence[Tensor], scratch: Tensor) -> None:
         """Post the receive, then the send, wait for both, and add the received chunk; empty chunks are not sent."""
         match step:
             case SendRecv():

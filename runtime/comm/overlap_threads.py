@@ -38,7 +38,7 @@ from .generators import SEEDED, generator_states, generators_lent, restore_gener
 from .torch_modes import Modes
 from .transport_interface import Group, ReduceOp, Work
 
-Call = Callable[[], None]
+BoundCall = Callable[[], None]
 
 
 class Side(IntEnum):
@@ -89,9 +89,9 @@ class Sides:
         self.current = Side.FORWARD
         self._note: Note | None = None
         self._turns: _Turns | None = None
-        self._jobs: SimpleQueue[Call | None] | None = None
+        self._jobs: SimpleQueue[BoundCall | None] | None = None
 
-    def note(self, side: Side, call: Call, device: torch.device) -> Note:
+    def note(self, side: Side, call: BoundCall, device: torch.device) -> Note:
         """Run one side alone, and return its record."""
         self.current, self._note = side, Note(device)
         try:
@@ -101,7 +101,7 @@ class Sides:
         finally:
             self.current, self._note = Side.FORWARD, None
 
-    def run(self, forward: Call, backward: Call, turns: Sequence[Side], device: torch.device) -> None:
+    def run(self, forward: BoundCall, backward: BoundCall, turns: Sequence[Side], device: torch.device) -> None:
         """Run both, in their turns; raises an error of either.
 
         Raises `MisfitError` where a side waits more or less often than the turns have it.
@@ -131,15 +131,15 @@ class Sides:
     def _enter(self, side: Side) -> None:
         self.current = side
 
-    def _second_thread(self) -> SimpleQueue[Call | None]:
+    def _second_thread(self) -> SimpleQueue[BoundCall | None]:
         if self._jobs is None:
-            self._jobs = jobs = SimpleQueue[Call | None]()
+            self._jobs = jobs = SimpleQueue[BoundCall | None]()
             threading.Thread(target=_work, args=(jobs,), name="backwards that overlap", daemon=True).start()
             finalize(self, jobs.put, None)
         return self._jobs
 
 
-def _work(jobs: SimpleQueue[Call | None]) -> None:
+def _work(jobs: SimpleQueue[BoundCall | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job
@@ -161,7 +161,7 @@ class _Turns:
             if side is not turns[0]:
                 self._baton[side].acquire()
 
-    def run(self, side: Side, call: Call, state: AbstractContextManager[object] | None = None) -> None:
+    def run(self, side: Side, call: BoundCall, state: AbstractContextManager[object] | None = None) -> None:
         """Run one side, on its thread, from its first turn to its last."""
         try:
             with state or ExitStack():

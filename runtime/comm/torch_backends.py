@@ -39,7 +39,7 @@ from ..watch.publisher import Publisher
 from ..watch.rendezvous.addresses import choose_interfaces, require_interfaces
 from ..watch.rendezvous.key_value_store import HUB, Attempt, launchers_keys, meet, open_store, require_addresses
 from ..watch.uncaught_error import report_uncaught
-from .checked.framed_messages import FramedMessages, Key
+from .checked.framed_messages import FramedMessages, FrameKey
 from .checked.message_frame import NO_LABEL, Label, describe_spec
 from .device import (
     LIBRARIES,
@@ -189,7 +189,7 @@ class _TorchTransport(Transport):
     def _warm_up(self, group: Group) -> None: ...
 
     def _issue(
-        self, post: Callable[..., dist.Work], tensor: Tensor, key: Key, group_rank: int, peer: int, tag: int
+        self, post: Callable[..., dist.Work], tensor: Tensor, key: FrameKey, group_rank: int, peer: int, tag: int
     ) -> Work:
         """Post as torch's isend and irecv do, with the process-group rank `group_rank` of `peer` known in advance."""
         name = partial(self._name, post.__name__, key, peer, tag)
@@ -199,7 +199,7 @@ class _TorchTransport(Transport):
             raise_stall(error, name(), self.publisher)
         return TorchWork(work, tensor, name, self.publisher)
 
-    def _name(self, verb: str, key: Key, peer: int, tag: int) -> str:
+    def _name(self, verb: str, key: FrameKey, peer: int, tag: int) -> str:
         doing = "sending to" if verb == "send" else "receiving from"
         return f"rank {self.rank} {doing} rank {peer}: {describe_spec(*key)}, tag {tag}"
 
@@ -250,11 +250,11 @@ class GlooTransport(FramedMessages, _TorchTransport):
             of_all = next((group.process_group for group in self._groups if group.ranks == world), None)
             self._messages = of_all or self._new_process_group(world)
 
-    def _post_send(self, memory: Tensor, key: Key, peer: int, tag: int) -> Work:
+    def _post_send(self, memory: Tensor, key: FrameKey, peer: int, tag: int) -> Work:
         assert self._messages is not None
         return self._issue(self._messages.send, memory, key, peer, peer, tag if self.has_tags else 0)
 
-    def _post_receive(self, memory: Tensor, key: Key, peer: int, tag: int) -> Work:
+    def _post_receive(self, memory: Tensor, key: FrameKey, peer: int, tag: int) -> Work:
         assert self._messages is not None
         return self._issue(self._messages.recv, memory, key, peer, peer, tag if self.has_tags else 0)
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from quintsched.arguments import shown
 from quintsched.errors import MisfitError, StallError, UsageError
 from quintsched.stalls.own_errors import came_from_handler, headline, is_own, lost_peer
-from quintsched.stalls.verdict_text import NOBODY
+from quintsched.stalls.verdict_text import NO_CULPRIT
 
 from ..watch.publisher import Publisher
 from ..watch.rank_position import NOTHING, WaitCell
@@ -65,7 +65,7 @@ def raise_stall(error: RuntimeError, what: str, publisher: Publisher | None = No
     verdict = publisher.explain(said) if publisher else None
     if verdict is None or not verdict.message:
         raise StallError(said) from error
-    named_nobody = verdict.message.startswith(NOBODY)
+    named_nobody = verdict.message.startswith(NO_CULPRIT)
     stall = StallError(f"{verdict.message}\n{said}" if named_nobody else verdict.message)
     stall.was_told = verdict.was_told
     raise stall from error
@@ -79,7 +79,7 @@ def as_stall(error: Exception, publisher: Publisher) -> Exception:
     if is_own(error) or lost_peer(error):
         return error
     verdict = publisher.explain(headline(error), in_code=True)
-    if verdict is None or not verdict.message or verdict.message.startswith(NOBODY):
+    if verdict is None or not verdict.message or verdict.message.startswith(NO_CULPRIT):
         return error
     stall = StallError(verdict.message)
     stall.was_told = verdict.was_told

@@ -22,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 GOLDEN = 0x9E3779B97F4A7C15
-ROUNDS = 8
+CIPHER_ROUNDS = 8
 _MASK = 2**64 - 1
 
-Numbers = npt.NDArray[np.int64]
+SampleNumbers = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 
 
-def permuted(numbers: Numbers, size: int, *key: int) -> Numbers:
+def permuted(numbers: SampleNumbers, size: int, *key: int) -> SampleNumbers:
     """Return where `numbers`, int64 (…) in range(size), go under the permutation of a key: int64 (…)."""
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     keys = _round_keys(key)
@@ -51,7 +51,7 @@ def _round_keys(key: tuple[int, ...]) -> Words:
     chained = np.zeros(1, np.uint64)
     for word in key:
         chained = _mixed(chained ^ np.uint64((word + GOLDEN) & _MASK))
-    return _mixed(chained + np.array([number * GOLDEN & _MASK for number in range(ROUNDS)], np.uint64))
+    return _mixed(chained + np.array([number * GOLDEN & _MASK for number in range(CIPHER_ROUNDS)], np.uint64))
 
 
 def _mixed(words: Words) -> Words:

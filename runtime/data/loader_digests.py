@@ -17,7 +17,7 @@ from torch import Tensor
 Sample = dict[str, Any]
 """Some numbers of each tensor of a batch, and its plain values, by their paths in it."""
 
-Mark = dict[str, list[int]]
+SampleDigests = dict[str, list[int]]
 """Digest by path, as plain data; further entries in older marks are ignored."""
 
 _SAMPLED, _LEAVES, _ENTRIES = 1024, 256, 64
@@ -28,12 +28,12 @@ def sample_of(given: Any) -> Sample:
     return dict(islice(_sampled(given, ""), _LEAVES))
 
 
-def mark_of(sample: Sample) -> Mark:
+def mark_of(sample: Sample) -> SampleDigests:
     """Return the mark of a sample."""
     return {path: [zlib.crc32(_bytes(numbers))] for path, numbers in sample.items()}
 
 
-def is_marked(found: Mark, before: Mark) -> bool:
+def is_marked(found: SampleDigests, before: SampleDigests) -> bool:
     """Whether two marks are equal at the paths that both have."""
     return all(found[path][0] == digest for path, (digest, *_) in before.items() if path in found)
 

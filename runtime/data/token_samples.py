@@ -26,9 +26,9 @@ from torch import Tensor
 
 from .keyed_order import permuted
 from .memory_dataset import DataSpec, Indices
-from .token_windows import Rows, Windows, real_rows
+from .token_windows import BatchRows, Windows, real_rows
 
-BLOCK = 10_000
+MIXTURE_BLOCK = 10_000
 """Samples in which the shares of a mixture are exact."""
 
 DOCUMENT_IDS = "document_ids"
@@ -39,13 +39,13 @@ _OF_MIXTURE, _OF_SOURCE = 1, 2
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class WindowSource:
     """Windows number `first` to `first + count - 1` of some shards, and how many of a block's samples are of them."""
 
     windows: Windows
     first: int
     count: int
-    of_block: int = BLOCK
+    of_block: int = MIXTURE_BLOCK
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class TokenSamples:
         documents: whether documents are kept apart, by the extra `document_ids`.
     """
 
-    sources: tuple[Source, ...]
+    sources: tuple[WindowSource, ...]
     size: int
     shuffled: bool
     documents: bool
@@ -87,7 +87,7 @@ class TokenSamples:
         """
         shards, sequence = self.sources[0].windows.folder, self.sources[0].windows.sequence
         dtype = shards.index.numbers if ids else None
-        into = Rows.of_padding(len(indices), sequence, dtype=dtype, apart=self.documents)
+        into = BatchRows.of_padding(len(indices), sequence, dtype=dtype, apart=self.documents)
         rows = real_rows(indices)
         owners, windows = self.windows(indices[rows] + epoch * self.size if self.shuffled else indices[rows], seed)
         for number in np.unique(owners):
@@ -116,17 +116,17 @@ class TokenSamples:
             return np.zeros_like(samples), samples
         shares = np.array([source.of_block for source in self.sources])
         before = np.cumsum([0, *shares])
-        places = _permuted_by_round(samples, BLOCK, seed, _OF_MIXTURE)
+        places = _permuted_by_round(samples, MIXTURE_BLOCK, seed, _OF_MIXTURE)
         owners = np.searchsorted(before, places, side="right") - 1
-        return owners, samples // BLOCK * shares[owners] + places - before[owners]
+        return owners, samples // MIXTURE_BLOCK * shares[owners] + places - before[owners]
 
 
 def shares_of(weights: Sequence[float]) -> list[int]:
     """Return how many samples of a block each source has, BLOCK together; the largest remainders are rounded up."""
-    exact = np.array(weights) / sum(weights) * BLOCK
+    exact = np.array(weights) / sum(weights) * MIXTURE_BLOCK
     shares = np.floor(exact).astype(np.int64)
     order = np.argsort(shares - exact, kind="stable")
-    shares[order[: BLOCK - int(shares.sum())]] += 1
+    shares[order[: MIXTURE_BLOCK - int(shares.sum())]] += 1
     return [int(share) for share in shares]
 
 

@@ -13,7 +13,7 @@ from quintsched.tokens import TokenFolder, open_tokens
 
 from ..settings.run_settings import Settings
 from .memory_dataset import DataSpec
-from .token_samples import BLOCK, Source, TokenDataset, TokenSamples, shares_of
+from .token_samples import MIXTURE_BLOCK, TokenDataset, TokenSamples, WindowSource, shares_of
 from .token_windows import DocumentWindows, PackedWindows, Windows
 
 
@@ -75,14 +75,16 @@ def load_tokens(path: str | None, options: TokenOptions) -> TokenDataset:
     shares = shares_of([part.weight for part in parts])
     if 0 in shares:
         raise UsageError(
-            f"data.options.mixture: the weight of {parts[shares.index(0)].path} is less than half of 1 / {BLOCK} of "
-            "all; leave it out, or raise it"
+            f"data.options.mixture: the weight of {parts[shares.index(0)].path} is less than half of 1 / "
+            f"{MIXTURE_BLOCK} of all; leave it out, or raise it"
         )
-    train = tuple(Source(windows, 0, count, share) for windows, count, share in zip(made, kept, shares, strict=True))
-    rest = [Source(windows, count, len(windows) - count) for windows, count in zip(made, kept, strict=True)]
+    train = tuple(
+        WindowSource(windows, 0, count, share) for windows, count, share in zip(made, kept, shares, strict=True)
+    )
+    rest = [WindowSource(windows, count, len(windows) - count) for windows, count in zip(made, kept, strict=True)]
     if other is not None:
         windows = _windows(other, options)
-        rest = [Source(windows, 0, len(windows))]
+        rest = [WindowSource(windows, 0, len(windows))]
     apart = options.mask_documents
     return TokenDataset(
         train=TokenSamples(train, options.samples or sum(kept), True, apart),

@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from quintsched.errors import UsageError, quoted
 
-Ids = npt.NDArray[np.int64]
+StreamIds = npt.NDArray[np.int64]
 Encode = Callable[[str], Sequence[int]]
 
 
@@ -130,7 +130,7 @@ class PackedStream(IterableDataset[tuple[Tensor, Tensor]]):
             self._documents.set_epoch(self._passes)
         return iter(self._documents) if self._has_state else islice(iter(self._documents), self._read, None)
 
-    def _ids(self, document: Any) -> Ids:
+    def _ids(self, document: Any) -> StreamIds:
         if isinstance(document, Mapping):
             if self._field not in document:
                 raise UsageError(f"document {self._read} has no {self._field!r}; say field=…: {', '.join(document)}")

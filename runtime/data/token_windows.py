@@ -29,11 +29,11 @@ from .memory_dataset import IGNORED_TARGET, PADDING, Indices
 INDEXED = 1024
 """Documents whose windows are counted together."""
 
-Numbers = npt.NDArray[np.int64]
+TokenNumbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class BatchRows:
     """Rows of a batch as they are read; a row that nothing is read into is padding.
 
     Most of the work is done by operations that release Python's lock, so that a thread can do it beside a step.
@@ -45,17 +45,17 @@ class Rows:
     """
 
     ids: npt.NDArray[Any] | None
-    lengths: Numbers
+    lengths: TokenNumbers
     begins: npt.NDArray[np.bool_] | None
 
     @staticmethod
-    def of_padding(rows: int, sequence: int, *, dtype: np.dtype[Any] | None, apart: bool) -> Rows:
+    def of_padding(rows: int, sequence: int, *, dtype: np.dtype[Any] | None, apart: bool) -> BatchRows:
         """Return rows of padding; without a dtype, ids are not read."""
         shape = rows, sequence + 1
         ids = None if dtype is None else np.zeros(shape, dtype)
-        return Rows(ids, np.zeros(rows, np.int64), np.zeros(shape, np.bool_) if apart else None)
+        return BatchRows(ids, np.zeros(rows, np.int64), np.zeros(shape, np.bool_) if apart else None)
 
-    def samples(self) -> tuple[Numbers | None, Numbers | None, Numbers | None]:
+    def samples(self) -> tuple[TokenNumbers | None, TokenNumbers | None, TokenNumbers | None]:
         """Return inputs, targets and documents, int64 (rows, sequence) each, or None."""
         documents = None if self.begins is None else self.begins[:, :-1].cumsum(1, dtype=np.int64)
         if self.ids is None:
@@ -84,7 +84,7 @@ class Windows(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def read(self, windows: Indices, into: Rows, rows: Indices) -> None:
+    def read(self, windows: Indices, into: BatchRows, rows: Indices) -> None:
         """Read windows, by their numbers, into rows of a batch; raises `InputError` for ids that are none."""
 
 
@@ -105,7 +105,7 @@ class PackedWindows(Windows):
     def __len__(self) -> int:
         return int(self._before[-1])
 
-    def read(self, windows: Indices, into: Rows, rows: Indices) -> None:
+    def read(self, windows: Indices, into: BatchRows, rows: Indices) -> None:
         """Read windows into rows of a batch: those of a shard at once."""
         shards = np.searchsorted(self._before, windows, side="right") - 1
         for number in np.unique(shards):
@@ -113,7 +113,7 @@ class PackedWindows(Windows):
             starts = (windows[mine] - self._before[number]) * self.sequence
             self._read_of(self.folder.shards[number], starts, into, rows[mine])
 
-    def _read_of(self, shard: Shard, starts: Numbers, into: Rows, rows: Indices) -> None:
+    def _read_of(self, shard: Shard, starts: TokenNumbers, into: BatchRows, rows: Indices) -> None:
         if into.ids is not None:
             ids = np.lib.stride_tricks.sliding_window_view(shard.tokens, self.sequence + 1)[starts]
             _require_ids(shard, ids, starts)
@@ -141,13 +141,13 @@ class DocumentWindows(Windows):
                 begin = ends[-1]
         self._before, self._places = np.cumsum(counts), np.array(places)
 
-    def _counts(self, lengths: Numbers) -> Numbers:
+    def _counts(self, lengths: TokenNumbers) -> TokenNumbers:
         return (lengths + self.sequence - 2) // self.sequence
 
     def __len__(self) -> int:
         return int(self._before[-1])
 
-    def read(self, windows: Indices, into: Rows, rows: Indices) -> None:
+    def read(self, windows: Indices, into: BatchRows, rows: Indices) -> None:
         """Read windows into rows of a batch."""
         if into.ids is None:
             return
@@ -177,7 +177,7 @@ def real_rows(numbers: Indices) -> Indices:
     return np.flatnonzero(numbers != PADDING)
 
 
-def _begins(shard: Shard, starts: Numbers, count: int) -> tuple[Numbers, Numbers]:
+def _begins(shard: Shard, starts: TokenNumbers, count: int) -> tuple[TokenNumbers, TokenNumbers]:
     """Return the row and the place in it of each document that begins behind the first of `count` tokens of a row."""
     first, last = (
         np.searchsorted(shard.ends, at.astype(np.uint64), side="right") for at in (starts, starts + count - 1)
@@ -188,7 +188,7 @@ def _begins(shard: Shard, starts: Numbers, count: int) -> tuple[Numbers, Numbers
     return rows, shard.ends[ends].astype(np.int64) - starts[rows]
 
 
-def _require_ids(shard: Shard, ids: npt.NDArray[Any], starts: Numbers) -> None:
+def _require_ids(shard: Shard, ids: npt.NDArray[Any], starts: TokenNumbers) -> None:
     if len(ids) and ids.max() >= shard.vocabulary:
         row = int(ids.max(1).argmax())
         shard.require_ids(ids[row], int(starts[row]))

@@ -33,11 +33,11 @@ from torch.utils.data import IterableDataset
 from quintsched.arguments import shown
 from quintsched.errors import MisfitError, UsageError
 
-from .loader_digests import Mark, Sample, is_marked, mark_of, sample_of
+from .loader_digests import Sample, SampleDigests, is_marked, mark_of, sample_of
 from .memory_dataset import DataSpec
 from .torch_loaders import naming_workers, refusal_of_position, samplers_of, skipped, with_epochs
 
-State = list[Any]
+GeneratorStates = list[Any]
 """States of some generators: tensors, numbers, tuples, dicts."""
 
 _OF_PROCESS = 3
@@ -58,15 +58,15 @@ class Generators:
             *((one.get_state, one.set_state) for one in own.values()),
         ]
 
-    def states(self) -> State:
+    def states(self) -> GeneratorStates:
         """Return their states."""
         return [read() for read, _ in self._all]
 
-    def fit(self, states: State) -> bool:
+    def fit(self, states: GeneratorStates) -> bool:
         """Whether states are those of as many generators."""
         return len(states) == len(self._all)
 
-    def set(self, states: State) -> None:
+    def set(self, states: GeneratorStates) -> None:
         """Set their states; where their number differs, only those of the process."""
         known = states if self.fit(states) else states[:_OF_PROCESS]
         for (_, put), state in zip(self._all, known, strict=False):
@@ -126,11 +126,11 @@ class Position:
         mark: digests of that batch.
     """
 
-    begin: State = field(default_factory=list)
+    begin: GeneratorStates = field(default_factory=list)
     given: int = 0
     last: int = 0
-    before: State = field(default_factory=list)
-    mark: Mark = field(default_factory=dict)
+    before: GeneratorStates = field(default_factory=list)
+    mark: SampleDigests = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ these few samples, and the balance loss of `MoE` is left out, which belongs to a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import NamedTuple
@@ -28,17 +27,17 @@ from ..blocks.without_side_effects import Kept, untouched
 from ..objects.plain_code import asking_elsewhere
 from ..objects.steering import SteeringState
 from ..parallel.cut_proofs.block_twins import draw_weight
-from ..parallel.cut_proofs.trial_inputs import Arrival, Given
+from ..parallel.cut_proofs.trial_inputs import Arrival, TrialInput
 from ..parallel.expert.moe import mixtures
-from .block_runs import RunBlock, run_with_graph
+from .block_runs import RunBlock, SameDraws, run_with_graph
 from .function_state import versions_kept
-from .losses.loss_parts import Parts, rows_of_each
+from .losses.loss_parts import LossParts, rows_of_each
 from .losses.loss_weights import LossWeight, Over
 from .losses.other_targets import with_other_targets
 from .losses.sum_or_mean import LossExamination
 from .other_extras import Agree, others_of
 
-SAMPLES = 13
+DRAWN_SAMPLES = 13
 """Number of samples drawn, where memory allows it: a number of rows that few other sizes are multiples of."""
 
 _SIZES = (
@@ -55,9 +54,6 @@ _NOISE = 1e-3
 """Size, relative to the largest gradient, below which a gradient may be rounding error only."""
 
 _UNTRIED = "it cannot be run on several samples of numbers that are drawn, and on some of them"
-
-Alike = Callable[[range], AbstractContextManager[None]]
-"""Function that returns a context in which a block draws the same each time for these samples."""
 
 
 class BlockLoss(NamedTuple):
@@ -89,7 +85,7 @@ def examine_block_loss(
     block: nn.Module,
     arrival: Arrival,
     samples: int,
-    alike: Alike,
+    alike: SameDraws,
     *,
     agree: Agree = list,
     is_brief: bool = False,
@@ -137,7 +133,7 @@ class _Examination:
         block: nn.Module,
         arrival: Arrival,
         samples: int,
-        alike: Alike,
+        alike: SameDraws,
         agree: Agree,
         asked: list[str],
         records: bool,
@@ -178,13 +174,13 @@ class _Examination:
                     return BlockLoss(name, (), where=some.words)
         return BlockLoss(name, tuple(candidates)) if has_run else BlockLoss(name, (), _UNTRIED)
 
-    def _experiments(self, begin: int = 0) -> Iterator[Parts]:
+    def _experiments(self, begin: int = 0) -> Iterator[LossParts]:
         for number, sizes in enumerate(_SIZES[begin:], begin):
             parts, count = self._drawn(number, self._arrival), self._samples
             if number and not is_sharded(self._block):
                 self._draw_weights(number)
             for cut, first, rest in sizes:
-                size = min(max(1, round(cut * count / SAMPLES)), count - 1)
+                size = min(max(1, round(cut * count / DRAWN_SAMPLES)), count - 1)
                 yield replace(parts, first=size, rest=count - size).scaled(first, rest)
             if self._is_alone and not number and self._known is not None:
                 yield from with_other_targets(parts, self._known.ids, is_safe=parts.outputs[0].device.type == "cpu")
@@ -192,7 +188,7 @@ class _Examination:
         for other, words in islice(given, None if self._is_alone else 1):  # ranks of other data may fail alone
             yield replace(self._drawn(len(_SIZES), other).scaled(1, 0.1), words=f", {words}")
 
-    def _drawn(self, number: int, arrival: Arrival) -> Parts:
+    def _drawn(self, number: int, arrival: Arrival) -> LossParts:
         """Return samples of the `number`-th draw, with the extras and targets of an arrival.
 
         Drawn ids are at most as large as those in the arrival.
@@ -204,7 +200,7 @@ class _Examination:
         outputs += [extra for tree in beside for extra in tree]
         units = [rows_of_each(leaf, self._samples) for leaf in (*outputs, *targets)]
         first = max(1, self._samples // 3)
-        return Parts(outputs, targets, first, self._samples - first, 0, units)
+        return LossParts(outputs, targets, first, self._samples - first, 0, units)
 
     def _other(self, like: Tensor, number: int, generator: torch.Generator) -> Tensor:
         if like.is_floating_point():
@@ -252,8 +248,8 @@ class _Examination:
         """Return an arrival of these tensors."""
         tensors, given = iter([*outputs, *targets]), self._arrival
 
-        def take(some: Iterable[Given]) -> list[Given]:
-            return [Given(next(tensors), one.tokens) for one in some]
+        def take(some: Iterable[TrialInput]) -> list[TrialInput]:
+            return [TrialInput(next(tensors), one.tokens) for one in some]
 
         activation = replace(given.activation, parts=take(given.activation.parts))
         riders = dict(zip(given.riders, take(given.riders.values()), strict=True))
@@ -261,12 +257,12 @@ class _Examination:
         extras = {name: replace(tree, parts=take(tree.parts)) for name, tree in named.items()}
         return replace(given, activation=activation, riders=riders, extras=extras)
 
-    def _goes_by_rest(self, parts: Parts, tried: _Tried) -> bool:
+    def _goes_by_rest(self, parts: LossParts, tried: _Tried) -> bool:
         """Return whether a loss has a gradient of inputs that belong to no sample."""
         units = [parts.units[i] for i in range(self._num_leaves) if parts.outputs[i].is_floating_point()]
         return any(not unit and bool(g.any()) for unit, g in zip(units, tried.gradients, strict=False))
 
-    def _shares(self, weight: LossWeight, parts: Parts) -> tuple[float, float] | None:
+    def _shares(self, weight: LossWeight, parts: LossParts) -> tuple[float, float] | None:
         """Return the share of each part in the whole by a weight; None: it is undefined."""
         if weight.over is Over.SUM:
             return 1.0, 1.0
@@ -279,7 +275,9 @@ class _Examination:
             share = of_targets
         return share, 1 - share
 
-    def _holds(self, shares: tuple[float, float] | None, parts: Parts, tried: tuple[_Tried, _Tried, _Tried]) -> bool:
+    def _holds(
+        self, shares: tuple[float, float] | None, parts: LossParts, tried: tuple[_Tried, _Tried, _Tried]
+    ) -> bool:
         """Return whether a loss of two parts is the sum of those of each, times their shares."""
         if shares is None:
             return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,12 +15,14 @@ from ..blocks.block_outlines import accepted_extras, split_result
 from ..blocks.trees import DIFFERENTIABLE, tensors_of
 from ..comm import Group
 from ..comm.generators import SeededGenerators
-from ..parallel.cut_proofs.trial_inputs import Arrival, Given
-from ..parallel.dropout import Masks, Unit
-from ..parallel.keyed_draws import IN_PLACE, BlockDraws
+from ..parallel.cut_proofs.trial_inputs import Arrival, TrialInput
+from ..parallel.dropout import Masks, MaskUnit
+from ..parallel.keyed_draws import IN_PLACE_DRAWS, BlockDraws
 
 Sliced = Callable[[int], Group | None]
 RunBlock = Callable[[int, nn.Module, Any, Mapping[str, Any]], Any]
+SameDraws = Callable[[range], AbstractContextManager[None]]
+"""Function that returns a context in which a block draws the same each time for these samples."""
 """Function that runs a block of this rank on its inputs."""
 
 
@@ -36,7 +38,7 @@ class Ran(NamedTuple):
 @contextmanager
 def drawing(masks: Masks, number: int, block: nn.Module, samples: range, sliced: Sliced) -> Iterator[None]:
     """Context in which a block draws the same each time for these samples, on all ranks, in forward and backward."""
-    unit, draws = Unit(0, samples), _DrawsBySample(masks, {number: block}, sliced)
+    unit, draws = MaskUnit(0, samples), _DrawsBySample(masks, {number: block}, sliced)
     with masks.of(unit), masks.again(unit), draws.running(number):
         yield
 
@@ -59,11 +61,11 @@ class _DrawsBySample(BlockDraws):
             own = partial(_of_sample, first, samples, place)
             with SeededGenerators(seed, self._masks.device):
                 made.append(func(*map(own, args), **{key: own(value) for key, value in given.items()}))
-        return first if name in IN_PLACE else torch.cat(made)
+        return first if name in IN_PLACE_DRAWS else torch.cat(made)
 
 
 _OF_SAMPLES = (
-    IN_PLACE
+    IN_PLACE_DRAWS
     | {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial"}
     | {"poisson", "binomial", "rrelu", "gumbel_softmax", "alpha_dropout", "feature_alpha_dropout"}
     | {"feature_dropout", "dropout1d", "dropout2d", "dropout3d"}
@@ -105,7 +107,7 @@ def _leaves(
     """Return leaves of a block's inputs: its activation, riders, and all that it takes by name."""
     accepts, short = accepted_extras(block), next((p.dtype for p in block.parameters() if p.dtype.itemsize < 4), None)
 
-    def leaf(given: Given) -> Tensor:
+    def leaf(given: TrialInput) -> Tensor:
         tensor = given.tensor.detach()
         tensor = tensor.to(short) if short is not None and tensor.is_floating_point() else tensor
         return tensor.clone().requires_grad_(records and tensor.dtype in DIFFERENTIABLE)

@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..blocks.block_outlines import Block, on_meta
-from ..objects.library_or_user import PLAIN, is_of_library, is_ours
+from ..blocks.block_outlines import BlockOrBuilder, on_meta
+from ..objects.library_or_user import PLAIN_TYPES, is_of_library, is_ours
 from ..objects.spaces import OF_TORCH, attributes_of
 
 _DEEPEST = 4
 
 
-def why_unlike(number: int, block: Block, first: nn.Module, built: nn.Module) -> str:
+def why_unlike(number: int, block: BlockOrBuilder, first: nn.Module, built: nn.Module) -> str:
     """Return the reason to refuse a function that built one block first, without data, then another; "": none."""
     if isinstance(block, nn.Module) or is_ours(block) or not _difference(first, built):
         return ""
@@ -60,7 +60,7 @@ def _words(value: Any, depth: int = 0) -> str:
     if is_open and not isinstance(value, nn.Module | type):
         value = attributes_of(value)
     if isinstance(value, dict) and depth < _DEEPEST:
-        return str({key: _words(held, depth + 1) for key, held in value.items() if isinstance(key, PLAIN)})
+        return str({key: _words(held, depth + 1) for key, held in value.items() if isinstance(key, PLAIN_TYPES)})
     if isinstance(value, list | tuple) and depth < _DEEPEST:
         return str([_words(held, depth + 1) for held in value])
-    return repr(value) if isinstance(value, PLAIN) else type(value).__name__
+    return repr(value) if isinstance(value, PLAIN_TYPES) else type(value).__name__

@@ -28,7 +28,7 @@ from ..objects.spaces import HOOKS, OF_TORCH, hooks_on
 from .outer_state_reads import require_known
 
 
-class Source(Protocol):
+class SharedOrigin(Protocol):
     """Origin that the blocks of a split model share, as their `_origin`."""
 
     evaluates: bool | None
@@ -42,7 +42,7 @@ class Source(Protocol):
         return []
 
 
-def sources_of(blocks: Iterable[nn.Module]) -> list[Source]:
+def sources_of(blocks: Iterable[nn.Module]) -> list[SharedOrigin]:
     """Return the distinct origins of blocks."""
     found: list[Any] = [getattr(block, "_origin", None) for block in blocks]
     return list({id(source): source for source in found if hasattr(source, "follow")}.values())
@@ -221,7 +221,7 @@ def _shown(kind: type) -> type:
     return kind
 
 
-class Copies(Source):
+class Copies(SharedOrigin):
     """Modules in blocks that are copies, since blocks share weights: they follow attributes of the model's own modules.
 
     The model's own weight uses the storage of a copy that this rank trains, so that writes of a loop reach both.

@@ -29,13 +29,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.hooks import RemovableHandle
 
-from ..blocks.block_outlines import Parcel, State
+from ..blocks.block_outlines import MutatedState, Parcel
 from ..objects.library_or_user import is_ours, methods_of, names_of
 from ..objects.snapshot import Snapshot
 from ..objects.spaces import OF_TORCH, Entries, Trained, is_of_torch
 from ..objects.value_marks import Holder, Marks, Thing, mark_of, tensors_of
 from ..parallel.dropout import KeyedDropout
-from .gradients.own_backwards import Code, Shape
+from .gradients.own_backwards import Code, HooksAndModules
 from .host_state_changes import sources_of
 
 _logger = logging.getLogger("quintsched.runtime")
@@ -74,7 +74,7 @@ def counters_made(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> lis
     return [name for name, _, state in _own_state(blocks, parcels) if state.is_new and state.counts]
 
 
-def _own_state(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> Iterator[tuple[str, bool, State]]:
+def _own_state(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> Iterator[tuple[str, bool, MutatedState]]:
     """Yield state of users' modules in blocks, classes and globals that forwards change: its name, whether it is of a
     norm whose statistics replicas combine, and the state.
     """
@@ -153,7 +153,7 @@ class LateState:
         self._before: list[Marks] = []
         self._met = set[int]()
         self._walks, self._is_due = 0, False
-        self._shape: Shape | None = None
+        self._shape: HooksAndModules | None = None
         self._weights: list[tuple[str, nn.Parameter]] = []
         self._versions: list[int] = []
         self._written: list[str] | None = []
@@ -170,7 +170,7 @@ class LateState:
         self._before, met = self._now()
         is_as_before = self._shape is not None and self._shape.is_same() and met <= self._met
         if (is_due or self._walks < _MOST_WALKS) and not is_as_before:  # the loop has added state
-            self._walks, self._shape = self._walks + 1, Shape(self._blocks.values())
+            self._walks, self._shape = self._walks + 1, HooksAndModules(self._blocks.values())
             self._holders = [*_holders_in(self._blocks)]
             self._weights = [
                 (_said(number, block, f" ().{name}"), weight)

@@ -41,7 +41,7 @@ class Coupling(IntFlag):
 _ELEMENTWISE = "SGD Adam AdamW NAdam RAdam Adamax RMSprop Adagrad Adadelta ASGD Rprop"
 _WHOLE = "Adafactor Muon"
 
-STEPS: dict[type[Optimizer], Coupling] = {
+COUPLING_BY_CLASS: dict[type[Optimizer], Coupling] = {
     getattr(torch.optim, name): coupling
     for names, coupling in ((_ELEMENTWISE, Coupling.NONE), (_WHOLE, Coupling.WITHIN))
     for name in names.split()
@@ -119,10 +119,10 @@ def coupling_of(optimizer: Optimizer) -> Coupling | None:
 
 def coupling_of_class(kind: type[Optimizer]) -> Coupling | None:
     """Return the coupling of a class, if it is one of torch's or inherits its step unchanged; None: unknown."""
-    known = next((base for base in kind.__mro__ if base in STEPS), None)
+    known = next((base for base in kind.__mro__ if base in COUPLING_BY_CLASS), None)
     if known is None:
         return None
     bases = known.__mro__[: known.__mro__.index(Optimizer)]
     methods = {name for base in bases for name, value in vars(base).items() if inspect.isfunction(value)} - {"__init__"}
     alike = (inspect.unwrap(getattr(kind, name)) is inspect.unwrap(getattr(known, name)) for name in methods)
-    return STEPS[known] if all(alike) else None
+    return COUPLING_BY_CLASS[known] if all(alike) else None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..objects.library_or_user import constants_in
 from ..parallel.cut_proofs.block_twins import FEW, SEED
-from ..parallel.cut_proofs.trial_inputs import Arrival, Given, GivenTree
+from ..parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
 from .function_state import reached_by
 from .losses.trial_call_modes import MadeUp
 
@@ -50,7 +50,9 @@ def others_of(arrival: Arrival, block: nn.Module, agree: Agree) -> Iterator[tupl
 def _with_extras(arrival: Arrival, others: dict[tuple[str, int], Tensor]) -> Arrival:
     made = {place: MadeUp.of(other) for place, other in others.items()}
     extras = {
-        name: GivenTree([Given(made.get((name, k), p.tensor), p.tokens) for k, p in enumerate(tree.parts)], tree.tree)
+        name: GivenTree(
+            [TrialInput(made.get((name, k), p.tensor), p.tokens) for k, p in enumerate(tree.parts)], tree.tree
+        )
         for name, tree in arrival.extras.items()
     }
     return replace(arrival, extras=extras)

@@ -33,7 +33,7 @@ from ..settings.run_settings import BufferChoice
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockUse:
     """Settings of a run that decide how its blocks are used.
 
     Args:
@@ -91,7 +91,7 @@ class Run:
 class Use:
     """Use of one block by a run, and the fields that sentences name."""
 
-    run: Run
+    run: BlockUse
     block: int
     stage: int
 
@@ -283,7 +283,7 @@ REFUSALS: tuple[Refusal, ...] = (
 """Rows of refusals: the first one that holds for some block of a run is raised."""
 
 
-def require_usable_blocks(run: Run) -> None:
+def require_usable_blocks(run: BlockUse) -> None:
     """Raise the error of the first row that holds for a block of a run."""
     places = sorted([(n, stage) for stage, numbers in enumerate(run.cuts) for n in numbers])
     uses = [Use(run, *place) for place in places]

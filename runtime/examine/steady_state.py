@@ -19,15 +19,15 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ..objects.library_or_user import PLAIN
-from ..objects.snapshot import Change, Snapshot
+from ..objects.library_or_user import PLAIN_TYPES
+from ..objects.snapshot import ChangedPlace, Snapshot
 from .drawn_values import DrawnValues
 from .host_state_changes import line_in
 from .outer_state_reads import require_plain, unheard
 
 _DEEPEST = 8
 
-Place = tuple[int, Any]
+OwnerAndKey = tuple[int, Any]
 
 
 class HostChanges:
@@ -41,7 +41,7 @@ class HostChanges:
     def __init__(self, root: nn.Module, apart: Iterable[nn.Module] = ()) -> None:
         self._root = root
         self._before = Snapshot({"model": root})
-        self._others: set[Place] = set()
+        self._others: set[OwnerAndKey] = set()
         self._theirs = {id(held) for m in apart for held in (vars(m), m._parameters, m._buffers, m._modules)}
 
     @contextmanager
@@ -53,7 +53,7 @@ class HostChanges:
         finally:
             self._others |= {change.place for change in before.changes()}
 
-    def found(self) -> list[Change]:
+    def found(self) -> list[ChangedPlace]:
         """Return the changes since the start."""
         return [change for change in self._before.changes() if self._counts(change)]
 
@@ -70,7 +70,7 @@ class HostChanges:
         """
         run()
         changes = self.found()
-        flags = [c.name for c in changes if isinstance(c.was, PLAIN) and isinstance(c.now, PLAIN)]
+        flags = [c.name for c in changes if isinstance(c.was, PLAIN_TYPES) and isinstance(c.now, PLAIN_TYPES)]
         has_cached = any(isinstance(change.now, Tensor) for change in changes)
         self._before = Snapshot({"model": self._root})
         again()
@@ -82,7 +82,7 @@ class HostChanges:
         """Restore the state at the start."""
         self._before.put_back()
 
-    def _counts(self, change: Change) -> bool:
+    def _counts(self, change: ChangedPlace) -> bool:
         holder, key = change.place
         is_ours = key == "training" or str(key).startswith("_tensor_constant")  # set by the walk and the trace
         return not is_ours and change.place not in self._others and holder not in self._theirs
@@ -146,4 +146,4 @@ def _is_alike(one: Any, other: Any, depth: int) -> bool:
         return len(one) == len(other) and all(_is_alike(a, b, depth + 1) for a, b in zip(one, other, strict=True))
     if isinstance(one, dict) and isinstance(other, dict) and depth < _DEEPEST:
         return one.keys() == other.keys() and all(_is_alike(one[key], other[key], depth + 1) for key in one)
-    return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other))
+    return one is other or (isinstance(one, PLAIN_TYPES) and type(one) is type(other) and bool(one == other))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quintsched.ir import instruction_set as ins
-from quintsched.ir.values import Kind, Value
+from quintsched.ir.values import Value, ValueKind
 
 from ..autograd.kv_store import Store
 from ..autograd.saved_tensor_offload import SavedActivations, SavedMemory, Track, identities, vacate
@@ -68,7 +68,7 @@ class HostCopies:
         self.track: Track | None = None
         self._waits, self._link, self._device, self._find_resident = waits, link, device, resident
         offloads = [i for i in flows.program if isinstance(i, ins.OffloadAct)]
-        self._moving = frozenset(value for i in offloads for value in flows.taken(i, Kind.SAVED))
+        self._moving = frozenset(value for i in offloads for value in flows.taken(i, ValueKind.SAVED))
         self.moves_some = bool(self._moving)
         self.first_behind = _first_behind(flows.program)
         self._resident: set[int] = set()
@@ -143,13 +143,19 @@ class HostCopies:
 
 def bind_offload_act(copies: HostCopies, index: int, instruction: ins.OffloadAct) -> Call:
     """Free the memory of activations that have been copied to the host."""
-    (taken,), (made,) = copies.flows.taken(instruction, Kind.SAVED), copies.flows.made(instruction, Kind.OFFLOADED)
+    (taken,), (made,) = (
+        copies.flows.taken(instruction, ValueKind.SAVED),
+        copies.flows.made(instruction, ValueKind.OFFLOADED),
+    )
     return partial(copies.free, index, taken, made)
 
 
 def bind_fetch_act(copies: HostCopies, index: int, instruction: ins.FetchAct) -> Call:
     """Start the copy of offloaded activations back to the device."""
-    (taken,), (made,) = copies.flows.taken(instruction, Kind.OFFLOADED), copies.flows.made(instruction, Kind.FETCHED)
+    (taken,), (made,) = (
+        copies.flows.taken(instruction, ValueKind.OFFLOADED),
+        copies.flows.made(instruction, ValueKind.FETCHED),
+    )
     return partial(copies.fetch, index, taken, made)
 
 

@@ -13,7 +13,7 @@ from operator import attrgetter
 from quintsched.ir.dataflow import Flow as Flow
 from quintsched.ir.dataflow import flows_of
 from quintsched.ir.instruction_set import ENDS_BACKWARD, Bwd, BwdInput, ClipGrad, Instruction, Send
-from quintsched.ir.values import Kind, Value
+from quintsched.ir.values import Value, ValueKind
 from quintsched.plan import Plan
 
 from ..steps.error_location import rank_in_words
@@ -53,12 +53,12 @@ class ProgramFlow:
         """The rank and its coordinates in the mesh, in words."""
         return rank_in_words(self.plan.mesh, self.rank)
 
-    def taken(self, instruction: Instruction, *kinds: Kind) -> list[Value]:
+    def taken(self, instruction: Instruction, *kinds: ValueKind) -> list[Value]:
         """Return the values of these kinds that an instruction consumes."""
         values = self._flow_of[instruction].consumes
         return [*compress(values, map(kinds.__contains__, map(_KIND, values)))]
 
-    def made(self, instruction: Instruction, *kinds: Kind) -> list[Value]:
+    def made(self, instruction: Instruction, *kinds: ValueKind) -> list[Value]:
         """Return the values of these kinds that an instruction produces."""
         values = self._flow_of[instruction].produces
         return [*compress(values, map(kinds.__contains__, map(_KIND, values)))]
@@ -78,4 +78,4 @@ class ProgramFlow:
 
 def activation_of(gradient: Value) -> Value:
     """Return the activation that a gradient belongs to."""
-    return Value(Kind.OUTPUT, gradient.stage, gradient.number)
+    return Value(ValueKind.OUTPUT, gradient.stage, gradient.number)

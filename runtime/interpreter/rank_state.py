@@ -30,7 +30,7 @@ from ..comm import Group, Transport, Work
 from ..comm.overlap_order import Overlaps
 from ..optim.gathered_steps import Stepper
 from ..optim.loss_scale import LossScale
-from ..parallel.dropout import Unit
+from ..parallel.dropout import MaskUnit
 from ..settings.run_settings import RunSettings
 from ..stage.batches.batch_digests import DataMarks
 from ..stage.batches.microbatches import NOTHING, Batch
@@ -115,7 +115,7 @@ class Saved(NamedTuple):
     given: Outputs
     start: Start
     reruns: list[Rerun]
-    unit: Unit | None = None
+    unit: MaskUnit | None = None
 
 
 saved_of: Callable[[tuple[Any, ...]], Saved] = partial(tuple.__new__, Saved)

@@ -24,7 +24,7 @@ from ..blocks.trees import map_tensors
 from ..blocks.without_side_effects import tensors_of_training
 from ..comm.host_collectives import greatest, share_texts
 from ..examine.losses.loss_weights import LossWeight, Over
-from ..examine.losses.real_batches import RealBatch, Unit, why_rests_misfit
+from ..examine.losses.real_batches import RealBatch, SampleUnit, why_rests_misfit
 from ..examine.losses.watched_loss import Examined
 from ..examine.weights_not_held import ReadsElsewhere
 from ..parallel.cut_proofs.trial_inputs import FirstUnits
@@ -104,8 +104,8 @@ class RunLosses:
         self._reads = [(of, ReadsElsewhere(model.elsewhere, what)) for what, of in functions.items()]
         self.blocks = BlockExaminations(model, groups)
         self._of_blocks, self._adds, self._usual, self._sizes = "", False, 1, frozenset[int]()
-        self._probe: Unit | None = None
-        self._before: Unit | None = None
+        self._probe: SampleUnit | None = None
+        self._before: SampleUnit | None = None
         self._first_parts: int | None = None
         self._units: set[object] = set()
         self._step = self._num_evaluations = 0

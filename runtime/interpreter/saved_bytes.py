@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from quintsched.errors import MisfitError
 from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd, Instruction, Recompute
-from quintsched.ir.values import Kind, Value
+from quintsched.ir.values import Value, ValueKind
 from quintsched.simulation.costs import Costs
 
 from ..autograd.saved_tensor_offload import identities, identity
@@ -117,7 +117,7 @@ class SavedBytes:
     def _products_of(self, instruction: Compute) -> Call:
         """Return a function that counts the deferred products of a `BwdInput`, or drops those of a `BwdWeight`."""
         products, key = self._products, (instruction.stage, instruction.microbatch)
-        pending = self._flows.made(instruction, Kind.PENDING)
+        pending = self._flows.made(instruction, ValueKind.PENDING)
 
         def leave(value: Value) -> None:
             products[key] = [_SavedTensor(tensor, self) for tensor in self._pending[value].tensors()]

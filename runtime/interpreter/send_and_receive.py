@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from quintsched.ir.instruction_set import Message
-from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
+from quintsched.ir.values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots, receive_lifetimes, send_lifetimes
 
 from ..comm.checked.message_frame import Label
@@ -180,7 +180,7 @@ def bind_sends(state: MessageState) -> list[tuple[int, int, Call]]:
         message, (value,) = state.flows.program[index], flows[index].consumes
         assert isinstance(message, Message)
         sends.append((first, index, _bind_send(state, value, message.peer, index)))
-        gradients = [taken for taken in flows[last].consumes if taken.kind is Kind.OUTPUT_GRAD]
+        gradients = [taken for taken in flows[last].consumes if taken.kind is ValueKind.OUTPUT_GRAD]
         if last + 1 < len(flows) and value not in map(activation_of, gradients):
             releases.append((last + 1, last + 1, _bind_release(state, value, last + 1)))
     return [*releases, *sends]
@@ -217,10 +217,10 @@ def _bind_send(state: MessageState, value: Value, peer: int, index: int) -> Call
 
 
 _KINDS = {
-    Kind.OUTPUT: "activation",
-    Kind.OUTPUT_GRAD: "gradient",
-    Kind.SKIP: "skip",
-    Kind.SKIP_GRAD: "gradient of a skip",
+    ValueKind.OUTPUT: "activation",
+    ValueKind.OUTPUT_GRAD: "gradient",
+    ValueKind.SKIP: "skip",
+    ValueKind.SKIP_GRAD: "gradient of a skip",
 }
 
 
@@ -230,7 +230,7 @@ def _marks(state: MessageState, value: Value, index: int) -> list[tuple[int, Lab
     No other value has the same tags.
     """
     plan, cargo, unit, kind = state.flows.plan, state.shape.cargo, unit_of(value), value.kind
-    lane, place = int(kind in (Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)), 0
+    lane, place = int(kind in (ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)), 0
     if kind in SKIPS:
         place = value.number % MAX_SKIPS
         lane += 2 * (1 + place)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from quintsched.ir.values import Kind, Value
+from quintsched.ir.values import Value, ValueKind
 
 from ..blocks.trees import TensorSpec
 from ..comm import Work
@@ -150,7 +150,7 @@ class Cells:
     def awaiter(self, value: Value, index: int) -> Callable[[], None]:
         """Return a function that waits for the receive of a value, if any, on behalf of instruction `index`."""
         cell, waits = self.of(value), self._waits
-        answered = self.of(activation_of(value)) if value.kind is Kind.OUTPUT_GRAD else None
+        answered = self.of(activation_of(value)) if value.kind is ValueKind.OUTPUT_GRAD else None
 
         def wait() -> None:
             works, cell.works = cell.works, ()

@@ -27,7 +27,7 @@ from ..stage.build_stages import cut, cut_as_planned
 from .run_request import RunRequest, read_request
 from .worker import prepare
 
-AXES = ("dp", "tp", "pp", "cp", "ep")
+ROW_AXES = ("dp", "tp", "pp", "cp", "ep")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def row_of(job: JobConfig, plan: Plan) -> dict[str, Any]:
     data = load_dataset(job.data).spec
     model = model_sizes(job.model, data)
     stages = _layers(job, plan, model.layers)
-    axes = {axis: plan.mesh.axis_size(axis) for axis in AXES}
+    axes = {axis: plan.mesh.axis_size(axis) for axis in ROW_AXES}
     batch, replicas = job.train.batch_size, axes["dp"] * axes["ep"]
     return {
         "model": model.model_dump(mode="json", exclude_none=True),

@@ -33,7 +33,7 @@ from ..watch.rendezvous.addresses import (
 )
 from . import worker
 from .job_plan import Worlds, for_processes, smaller_worlds
-from .rank_processes import Place, Ranks, taking_signals
+from .rank_processes import MachineRanks, RankProcesses, taking_signals
 from .run_request import LaunchRequest, read_request
 from .supervise import DIED, Machines, note_end, supervise, wait_for_machines, watching
 
@@ -112,19 +112,19 @@ def start_ranks(worlds: Worlds, module: str, arguments: Sequence[str], restarts:
     After a failure all ranks are started again, up to `restarts` times, unless the error would recur.
     """
     listener = listen(LOOPBACK)
-    place = Place(LOOPBACK, listener.getsockname()[1], worlds.size)
+    place = MachineRanks(LOOPBACK, listener.getsockname()[1], worlds.size)
     return start_here(place, [module, *arguments], restarts, listener, worlds)
 
 
 def start_here(
-    place: Place, command: Sequence[str], restarts: int, listener: socket.socket | None, worlds: Worlds
+    place: MachineRanks, command: Sequence[str], restarts: int, listener: socket.socket | None, worlds: Worlds
 ) -> int:
     """Start this machine's ranks, and return the run's exit code; the launcher that has `listener` serves the store."""
     store: Store | None = None
     with taking_signals() as wakes:
         for attempt in range(restarts + 1):
             place = replace(place, num_ranks=worlds.size // place.num_nodes)
-            with watching(place) as hub, Ranks(place, command, attempt, restarts) as ranks:
+            with watching(place) as hub, RankProcesses(place, command, attempt, restarts) as ranks:
                 store = store or _serve(listener)
                 machines = _machines(place, store, attempt)
                 ended = supervise(ranks, wakes, machines, partial(note_end, hub, machines))
@@ -151,7 +151,7 @@ def _serve(listener: socket.socket | None) -> Store | None:
     return None if listener is None else serve(listener, STORE_WAITS_S)
 
 
-def _machines(place: Place, store: Store | None, attempt: int) -> Machines | None:
+def _machines(place: MachineRanks, store: Store | None, attempt: int) -> Machines | None:
     if place.num_nodes == 1:
         return None
     from ..watch.rendezvous.key_value_store import connect_to
@@ -160,7 +160,7 @@ def _machines(place: Place, store: Store | None, attempt: int) -> Machines | Non
     return Machines((lambda: store) if store is not None else connect, place.node, place.num_nodes, attempt)
 
 
-def _place_of(request: LaunchRequest, num_ranks: int) -> tuple[Place, socket.socket | None]:
+def _place_of(request: LaunchRequest, num_ranks: int) -> tuple[MachineRanks, socket.socket | None]:
     """Return the place of this machine's ranks among those of all machines; machine 0 listens for them all.
 
     Raises `UsageError` for invalid command-line values, `MisfitError` for ranks that the machines cannot share evenly.
@@ -174,8 +174,8 @@ def _place_of(request: LaunchRequest, num_ranks: int) -> tuple[Place, socket.soc
         raise MisfitError(f"{num_ranks} ranks cannot be shared out evenly over {count} machines")
     if number > 0:
         require_elsewhere(host, said)
-        return Place(host, port, num_ranks // count, number, count), None
-    place = Place(own_address(host, said), port, num_ranks // count, number, count)
+        return MachineRanks(host, port, num_ranks // count, number, count), None
+    place = MachineRanks(own_address(host, said), port, num_ranks // count, number, count)
     try:
         return place, listen(place.host, port)
     except OSError as error:

@@ -26,7 +26,7 @@ REAP_S = 10.0
 
 
 @dataclass(frozen=True)
-class Place:
+class MachineRanks:
     """Place of this machine's ranks among those of the run.
 
     Attributes:
@@ -64,7 +64,7 @@ DEFAULTS: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_H
 """Environment variables of ranks, unless the user has set them."""
 
 
-class Ranks:
+class RankProcesses:
     """Processes of one attempt; a context manager, after which none is left.
 
     Args:
@@ -73,11 +73,11 @@ class Ranks:
         attempt, restarts: number of earlier starts of the run, and of allowed restarts.
     """
 
-    def __init__(self, place: Place, command: Sequence[str], attempt: int = 0, restarts: int = 0) -> None:
+    def __init__(self, place: MachineRanks, command: Sequence[str], attempt: int = 0, restarts: int = 0) -> None:
         self._place, self._command, self._attempt, self._restarts = place, command, attempt, restarts
         self._running: dict[int, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RankProcesses:
         try:
             for local_rank in range(self._place.num_ranks):
                 self._start(local_rank)

@@ -34,7 +34,7 @@ from quintsched.files.terminal import write_error, write_line
 
 from ..watch.connect_to_monitor import tell_end
 from ..watch.hang_monitor import Hub
-from .rank_processes import Place, Ranks, Wakes
+from .rank_processes import MachineRanks, RankProcesses, Wakes
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -152,7 +152,10 @@ SPEAK_S = 1.5
 
 
 def supervise(
-    ranks: Ranks, wakes: Wakes, machines: Machines | None = None, on_end: Callable[[int, int], None] | None = None
+    ranks: RankProcesses,
+    wakes: Wakes,
+    machines: Machines | None = None,
+    on_end: Callable[[int, int], None] | None = None,
 ) -> Ended:
     """Wait until all ranks of this machine have ended or one of any machine has failed, and return how.
 
@@ -216,7 +219,7 @@ def say_end(rank: int, code: int) -> None:
 
 
 @contextmanager
-def watching(place: Place) -> Iterator[Hub | None]:
+def watching(place: MachineRanks) -> Iterator[Hub | None]:
     """Watch the ranks that are started within a context; they find the hub by environment variables."""
     if place.num_nodes > 1:
         yield None

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import nn
 
-from .library_or_user import PLAIN, is_of_library, names_of
-from .spaces import Cells, stands_for
+from .library_or_user import PLAIN_TYPES, is_of_library, names_of
+from .spaces import ClosureCells, stands_for
 
 _OF_A_RANK = frozenset({"rank", "world", "device", "gpu", "host", "hostname", "node", "local", "main", "master"}) | {
     *("leader", "process", "pid", "port", "address", "path", "dir", "file", "folder", "time", "start", "log", "verbose")
@@ -45,7 +45,9 @@ def describe_function(function: Any) -> Described:
     """Return the description of a function or callable object; plain attributes of an object are part of `what`."""
     if isinstance(function, functools.partial):
         of_function = describe_function(function.func)
-        given = ", ".join(f"{name}={value!r}" for name, value in function.keywords.items() if isinstance(value, PLAIN))
+        given = ", ".join(
+            f"{name}={value!r}" for name, value in function.keywords.items() if isinstance(value, PLAIN_TYPES)
+        )
         return Described(f"{of_function.what} with {given}", of_function.read)
     found = _Reading()
     if isinstance(function, MethodType):
@@ -77,7 +79,7 @@ def _settings_of(holder: object) -> str:
     found = {
         name: value
         for name, value in sorted(vars(holder).items())
-        if not name.startswith("_") and name != "training" and isinstance(value, PLAIN) and value is not None
+        if not name.startswith("_") and name != "training" and isinstance(value, PLAIN_TYPES) and value is not None
     }
     return ", ".join(f"{name}={value!r}" for name, value in found.items())
 
@@ -104,7 +106,7 @@ class _Reading:
             for name, value in sorted(vars(base).items()):
                 if isinstance(own := stands_for(value), FunctionType):
                     self.read_function(own)
-                elif isinstance(value, PLAIN) and not name.startswith("__"):
+                elif isinstance(value, PLAIN_TYPES) and not name.startswith("__"):
                     self._note(f"{base.__qualname__}.{name}", value)
 
     def read_object(self, name: str, holder: object) -> None:
@@ -117,13 +119,15 @@ class _Reading:
         """Read a value that code refers to by a name."""
         if isinstance(value, MethodType):
             value = value.__func__
-        if isinstance(value, PLAIN):
+        if isinstance(value, PLAIN_TYPES):
             self._note(name, value)
         elif isinstance(value, functools.partial):
             self.read(name, value.func)
             for key, given in value.keywords.items():
                 self.read(f"{name}, {key}", given)
-        elif isinstance(value, list | tuple) and len(value) <= _DIGITS and all(isinstance(x, PLAIN) for x in value):
+        elif (
+            isinstance(value, list | tuple) and len(value) <= _DIGITS and all(isinstance(x, PLAIN_TYPES) for x in value)
+        ):
             self._note(name, value)
         elif callable(value) and hasattr(value, "__name__"):
             self._note(name, getattr(value, "__qualname__", value.__name__))
@@ -140,7 +144,7 @@ class _Reading:
         self._codes.append(repr(_code(function.__code__)))
         elsewhere = function.__globals__
         by_name = [
-            *Cells(function).read().items(),
+            *ClosureCells(function).read().items(),
             *((n, elsewhere[n]) for n in names_of(function.__code__) if n in elsewhere),
         ]
         for name, value in (

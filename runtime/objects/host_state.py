@@ -32,14 +32,14 @@ import torch
 from torch import Tensor, nn
 
 from .host_values import OPERATORS, is_same, state_of
-from .library_or_user import PLAIN, globals_of, is_library_module, is_of_library, names_of, texts
+from .library_or_user import PLAIN_TYPES, globals_of, is_library_module, is_of_library, names_of, texts
 from .plain_code import has_known_content
 from .spaces import (
     CONTAINERS,
     HOOKS,
     LONGEST,
     OF_TORCH,
-    Cells,
+    ClosureCells,
     Entries,
     OfClass,
     Slots,
@@ -51,7 +51,7 @@ from .spaces import (
 )
 
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary)
-_STILL = (*PLAIN, LockType, RLock, torch.jit.ScriptFunction)
+_STILL = (*PLAIN_TYPES, LockType, RLock, torch.jit.ScriptFunction)
 _PASSED_ON = (tuple, MethodType, staticmethod, classmethod, property, functools.cached_property)
 _HOOKS = ", its hooks"
 _ENUMERATING = {"vars", "dir", "__dict__"}
@@ -60,7 +60,7 @@ OF_FUNCTIONS = ("backward", "setup_context", "vjp", "jvp")
 """Methods of an autograd Function that torch calls, besides its forward."""
 
 
-class Place(NamedTuple):
+class WatchedPlace(NamedTuple):
     """Watched place: name, function that reads it, first value; its holder and key (None: the value is computed)."""
 
     name: str
@@ -111,7 +111,7 @@ class HostState:
         inner: bool = True,
         beside: Mapping[str, nn.Module] = MappingProxyType({}),
     ) -> None:
-        self.places: list[Place] = []
+        self.places: list[WatchedPlace] = []
         self.unseen: str | None = None
         methods = map("__{}__".format, (*OPERATORS, "get", "getattribute", "eq", "hash"))
         self.names = {"forward", *OF_FUNCTIONS, *methods}
@@ -144,7 +144,7 @@ class HostState:
         """Return the name of the first place whose value has changed; None where none has."""
         return next((place.name for place in self.moved()), None)
 
-    def moved(self, places: Sequence[Place] | None = None, *, hooks: bool = True) -> Iterator[Place]:
+    def moved(self, places: Sequence[WatchedPlace] | None = None, *, hooks: bool = True) -> Iterator[WatchedPlace]:
         """Yield the places, of all or of the given ones, whose values have changed; `hooks=False` leaves hooks out."""
         for place in self.places if places is None else places:
             seen, now = place.seen, place.read()
@@ -170,7 +170,7 @@ class HostState:
         """Watch a place, and return its value."""
         found = read()
         if len(self.places) < self._most:
-            self.places.append(Place(name, read, self._seen(found), space, key))
+            self.places.append(WatchedPlace(name, read, self._seen(found), space, key))
         return found
 
     def _seen(self, value: Any) -> Any:
@@ -179,7 +179,7 @@ class HostState:
 
     def _enter(self, name: str, thing: Any) -> None:
         """Enter an object that code refers to, once: watch its value or content."""
-        is_still = type(thing) in PLAIN or (isinstance(thing, _STILL) and own_attributes(thing) is None)
+        is_still = type(thing) in PLAIN_TYPES or (isinstance(thing, _STILL) and own_attributes(thing) is None)
         if is_still or id(thing) in self._known or len(self._known) > self._most:
             return
         self._known[id(thing)] = thing
@@ -271,7 +271,7 @@ class HostState:
         if (compiled := vars(function).get("_torchdynamo_orig_callable")) is not None:
             return self._enter(name, compiled)
         around, self._is_of_library = self._is_of_library, is_of_library(function)
-        cells = Cells(function)
+        cells = ClosureCells(function)
         self._enter_space(name, cells, cells.keys())
         self._enter_all(name, defaults_of(function))
         self._is_of_library = around
@@ -294,7 +294,7 @@ class HostState:
             self._enter_container(name, own)
         if length() > LONGEST:
             entries = dict.values if base is dict else base.__iter__
-            if all(isinstance(entry, PLAIN) for entry in entries(container)):
+            if all(isinstance(entry, PLAIN_TYPES) for entry in entries(container)):
                 self._watch(name, lambda: tuple(entries(container)))
             else:
                 self._close(f"{name} (of {length()} entries)")
@@ -339,7 +339,7 @@ class HostState:
         value = space.reader(key)()
         if isinstance(value, ModuleType):
             self._enter(f"{name}.{key}", value)
-        elif isinstance(value, PLAIN) or callable(value):
+        elif isinstance(value, PLAIN_TYPES) or callable(value):
             self._watch(f"{name}.{key}", space.reader(key), space, key)
 
     def _found(self, name: str, space: Space, key: str) -> None:

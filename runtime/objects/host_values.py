@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .library_or_user import PLAIN
+from .library_or_user import PLAIN_TYPES
 
 _MOST_BYTES = 1 << 20
 """Size limit, in bytes, of arrays and tensors that are digested."""
@@ -44,7 +44,7 @@ def is_same(now: Any, seen: Any) -> bool:
         return now is seen
     if isinstance(now, tuple):
         return len(now) == len(seen) and all(map(is_same, now, seen))
-    return isinstance(now, PLAIN) and bool(now == seen) and (bool(now) or repr(now) == repr(seen))
+    return isinstance(now, PLAIN_TYPES) and bool(now == seen) and (bool(now) or repr(now) == repr(seen))
 
 
 def state_of(thing: Any, most_bytes: int = _MOST_BYTES) -> Callable[[], Any] | None:

@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
-PLAIN = (bool, int, float, str, type(None))
+PLAIN_TYPES = (bool, int, float, str, type(None))
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "quintsched"} - {"__main__"})
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _MOST_CLASSES = 4096
 
-Found = TypeVar("Found")
+Answer = TypeVar("Answer")
 
 
-def once_per_class(find: Callable[[Any], Found]) -> Callable[[Any], Found]:
+def once_per_class(find: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
     """Return a function of classes that computes its result once per class, by id: metaclasses may override hash."""
-    known: dict[int, tuple[Any, Found]] = {}
+    known: dict[int, tuple[Any, Answer]] = {}
 
-    def look_up(kind: Any) -> Found:
+    def look_up(kind: Any) -> Answer:
         if id(kind) not in known:
             if len(known) > _MOST_CLASSES:
                 known.clear()

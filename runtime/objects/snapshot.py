@@ -37,13 +37,13 @@ from quintsched.errors import MisfitError
 
 from .host_values import GONE, putter_of, state_of
 from .host_values import is_same as is_same
-from .library_or_user import PLAIN, globals_of, is_library_module, is_of_library, is_ours, names_of
+from .library_or_user import PLAIN_TYPES, globals_of, is_library_module, is_of_library, is_ours, names_of
 from .spaces import (
     CONTAINERS,
     HOOKS,
     LONGEST,
     REGISTRIES,
-    Cells,
+    ClosureCells,
     Entries,
     OfClass,
     Slots,
@@ -62,7 +62,7 @@ _MOST, _MOST_NEAR, _MOST_BYTES = 100_000, 2000, 1 << 24
 """Limits: objects that are entered, the same where library objects are entered too, and bytes of an array."""
 
 
-class Change(NamedTuple):
+class ChangedPlace(NamedTuple):
     """Place whose value differs from the snapshot.
 
     Attributes:
@@ -157,7 +157,7 @@ class Snapshot:
         while self._waiting:
             self._look_into(*self._waiting.popleft())
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[ChangedPlace]:
         """Yield places whose values have changed, and tensors that were written to."""
         for name, space, before in self._filled():
             now = space.read()
@@ -166,10 +166,10 @@ class Snapshot:
                     was, found = before.get(key, GONE), now.get(key, GONE)
                     if not is_same(was, found):
                         was, found = (None if value is GONE else value for value in (was, found))
-                        yield Change(space.label(name, key), name, (id(space.holder), key), was, found)
+                        yield ChangedPlace(space.label(name, key), name, (id(space.holder), key), was, found)
         for name, tensor, version, _, was in self._tensors:
             if tensor._version != version or _has_changed(tensor, version, was):
-                yield Change(name, name, (id(tensor), None), was, tensor)
+                yield ChangedPlace(name, name, (id(tensor), None), was, tensor)
 
     def holders(self) -> Iterator[tuple[str, int]]:
         """Yield the names and ids of all mutable objects found."""
@@ -179,7 +179,7 @@ class Snapshot:
     def cells(self) -> Iterator[tuple[str, int]]:
         """Yield the names and ids of closure cells, which several functions may share."""
         for held in self._held:
-            if isinstance(held.space, Cells):
+            if isinstance(held.space, ClosureCells):
                 for key, cell in held.space.cells.items():
                     yield held.space.label(held.name, key), id(cell)
 
@@ -232,7 +232,7 @@ class Snapshot:
 
     def _enter(self, name: str, thing: Any) -> None:
         """Enter an object, once."""
-        if isinstance(thing, PLAIN):
+        if isinstance(thing, PLAIN_TYPES):
             self.plain.append(thing)
         elif id(thing) not in self._seen and len(self._seen) < self._most:
             self._seen[id(thing)] = thing
@@ -245,7 +245,7 @@ class Snapshot:
                 self._containers.append(value)
                 self._empty.append(partial(_empty_in, space, name, key, value))
             else:
-                self._enter("" if isinstance(value, PLAIN) else space.label(name, key), value)
+                self._enter("" if isinstance(value, PLAIN_TYPES) else space.label(name, key), value)
 
     def _look_into(self, name: str, thing: Any) -> None:
         self._seen[id(thing)] = thing
@@ -297,7 +297,7 @@ class Snapshot:
 
     def _enter_function(self, name: str, function: FunctionType) -> None:
         if function.__closure__:
-            cells = Cells(function)
+            cells = ClosureCells(function)
             self._enter_all(name, cells, self._hold(name, cells).items())
         for place, value in enumerate(defaults_of(function)):
             self._enter(f"{name}[{place}]", value)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from .host_values import GONE
-from .library_or_user import PLAIN, is_of_framework, is_of_library, is_ours, once_per_class
+from .library_or_user import PLAIN_TYPES, is_of_framework, is_of_library, is_ours, once_per_class
 
 _CODE = (FunctionType, type, staticmethod, classmethod, property, MemberDescriptorType)
 _STANDS_FOR = {BuiltinMethodType: "__self__", _lru_cache_wrapper: "__wrapped__", cached_property: "func"}
@@ -78,7 +78,7 @@ class Space:
 
     def label(self, name: str, key: Any) -> str:
         """Return the name of a place, given its holder's name."""
-        said = "…" if not isinstance(key, PLAIN) else repr(key) if self.form == "[{}]" else key
+        said = "…" if not isinstance(key, PLAIN_TYPES) else repr(key) if self.form == "[{}]" else key
         return f"{name}{self.form.format(said)}"
 
 
@@ -140,7 +140,7 @@ class Items(Space):
         (self.holder.update if isinstance(self.holder, set) else self.holder.extend)(before.values())
 
 
-class Cells(Space):
+class ClosureCells(Space):
     """Closure variables of a function by name; `cells` has the cell of each, which other functions may share."""
 
     def __init__(self, holder: FunctionType) -> None:
@@ -250,8 +250,8 @@ def is_of_torch(thing: Any) -> bool:
         return isinstance(thing, FunctionType) and is_of_framework(thing)
     for module in thing.modules():
         for key, held in vars(module).items():
-            is_no_code = isinstance(held, PLAIN) or (type(held) in CONTAINERS and not held) or key in REGISTRIES
-            if not is_no_code and not (type(held) is tuple and {*map(type, held)} <= {*PLAIN}):
+            is_no_code = isinstance(held, PLAIN_TYPES) or (type(held) in CONTAINERS and not held) or key in REGISTRIES
+            if not is_no_code and not (type(held) is tuple and {*map(type, held)} <= {*PLAIN_TYPES}):
                 return False
     if any(map(vars(global_hooks).__getitem__, HOOKS_OF_ALL)) or not all(map(is_ours, hooks_on(*thing.parameters()))):
         return False

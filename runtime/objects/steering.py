@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from .host_state import HostState
 from .host_values import INSTEAD, marks_of, state_of, without_numbers
-from .library_or_user import PLAIN, is_library_module, is_of_framework, is_ours
+from .library_or_user import PLAIN_TYPES, is_library_module, is_of_framework, is_ours
 from .plain_code import asked_of, has_known_content, only_tells
 from .spaces import HOOKS_OF_ALL, LONGEST, OF_TORCH, Entries, OfClass, Space, own_attributes
 
-_OF_MODULES = (*PLAIN, tuple, dict, list, set, ModuleType, BuiltinFunctionType)
+_OF_MODULES = (*PLAIN_TYPES, tuple, dict, list, set, ModuleType, BuiltinFunctionType)
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter"}
 
 
@@ -72,7 +72,7 @@ class SteeringState(HostState):
         self._look_up_all()
         for label, module in outlined:
             self._watch(f"{label}, attributes of its tensors", functools.partial(_marks, module, self.names))
-        plain = (place for place in self.places if isinstance(place.seen, PLAIN) and place.space is not None)
+        plain = (place for place in self.places if isinstance(place.seen, PLAIN_TYPES) and place.space is not None)
         self.of_users = [place for place in plain if place.name not in self._of_libraries]
         if not self.is_whole:
             self._close("more than can be watched")
@@ -88,7 +88,7 @@ class SteeringState(HostState):
     def _enter(self, name: str, thing: Any) -> None:
         if isinstance(thing, str):
             self.names.add(thing)
-        elif isinstance(thing, PLAIN) or id(thing) in self._known:
+        elif isinstance(thing, PLAIN_TYPES) or id(thing) in self._known:
             return
         elif isinstance(thing, Tensor) or not (has_known_content(thing) or only_tells(thing)):
             self._close(name)
@@ -131,7 +131,7 @@ class SteeringState(HostState):
         for base in type(module).__mro__:
             if not is_of_framework(base):
                 space, public = OfClass(base), (key for key in vars(base) if not key.startswith("_"))
-                for key in [key for key in public if isinstance(vars(base)[key], PLAIN)]:
+                for key in [key for key in public if isinstance(vars(base)[key], PLAIN_TYPES)]:
                     self._watch(f"{base.__name__}.{key}", space.reader(key), space, key)
         self._is_of_library = around
         self._of_libraries.update(place.name for place in self.places[before:])

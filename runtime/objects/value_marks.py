@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .host_values import numbers_of
-from .library_or_user import PLAIN, is_of_library
+from .library_or_user import PLAIN_TYPES, is_of_library
 from .spaces import CONTAINERS, LONGEST, Space
 
 _MOST_BYTES, _MOST_NESTED = 1 << 16, 3
@@ -114,12 +114,12 @@ def _words_of(value: Any) -> str:
     """Return a number as text, or a digest of a small tensor; "" for other values."""
     if type(value) is Tensor:
         return numbers_of(value) or ""
-    return repr(value) if isinstance(value, PLAIN) else ""
+    return repr(value) if isinstance(value, PLAIN_TYPES) else ""
 
 
 def mark_of(value: Any, depth: int = 0, *, is_due: bool = False) -> Any:
     """Return the mark of a value: unequal to a later one if the value was replaced or written to."""
-    if isinstance(value, PLAIN):
+    if isinstance(value, PLAIN_TYPES):
         return value
     if isinstance(value, Tensor):
         return _Version(value, is_due=is_due)
@@ -131,7 +131,7 @@ def mark_of(value: Any, depth: int = 0, *, is_due: bool = False) -> Any:
 def _entries_of(container: Any, depth: int = 0) -> Marks:
     """Return marks of a container's entries, and, except for dicts, of its length, under None."""
     if isinstance(container, set):
-        return {None: (len(container), frozenset(entry for entry in container if isinstance(entry, PLAIN)))}
+        return {None: (len(container), frozenset(entry for entry in container if isinstance(entry, PLAIN_TYPES)))}
     if len(container) > LONGEST:
         is_dict = isinstance(container, dict)
         return {} if is_dict else {None: (len(container), *(mark_of(container[k], depth) for k in (0, -1)))}

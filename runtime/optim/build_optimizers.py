@@ -27,7 +27,15 @@ from quintsched.ir.instruction_set import OptStep
 from ..agreement.engine_records import optimizer_section
 from ..agreement.sections import Section
 from ..comm import Group
-from ..examine.optimizers import STEPS, Coupling, coupling_of, hooks_of, kind_of, require_free_hooks, require_steppable
+from ..examine.optimizers import (
+    COUPLING_BY_CLASS,
+    Coupling,
+    coupling_of,
+    hooks_of,
+    kind_of,
+    require_free_hooks,
+    require_steppable,
+)
 from ..parallel.tensor.parameter_shards import shard_of
 from ..settings.run_settings import ZeroSplit
 from ..stage.rank_model import RankModel
@@ -37,7 +45,7 @@ from .optimizer_arguments import Builder, holds_tensors, parameters_of, rebound
 
 _logger = logging.getLogger("quintsched.runtime")
 
-Step = tuple[int, ...]
+StepStages = tuple[int, ...]
 
 _WHOLE = Coupling.WITHIN | Coupling.ACROSS
 """Couplings that need whole parameters."""
@@ -71,7 +79,7 @@ class OptimizerBuilds:
         self._builder, self._model, self._tensor, self._split = builder, model, tensor, split
         plan = model.plan
         per_rank = [[i.stages for i in program if isinstance(i, OptStep)] for program in plan.programs]
-        self._steps: list[Step] = per_rank[model.pp_rank]
+        self._steps: list[StepStages] = per_rank[model.pp_rank]
         self._is_whole_here = plan.mesh.axis_size("pp") * plan.mesh.axis_size("ep") == 1 and len(self._steps) == 1
         self._shards = plan.zero.shards_optimizer
         self._is_direct = self._is_whole_here and not self._shards and tensor.size == 1
@@ -79,7 +87,7 @@ class OptimizerBuilds:
         self.why: list[str] = []
         self.at_one_place = False
         self.settings: Section | None = None
-        self._made: dict[Step, list[Optimizer]] = {}
+        self._made: dict[StepStages, list[Optimizer]] = {}
         self._coupling: list[Coupling] = []
         if not self._is_direct:
             self._names = dict(self._own_names())
@@ -153,7 +161,7 @@ class OptimizerBuilds:
             self._coupling.append(found)
             if found is not Coupling.NONE and self._tensor.size > 1:
                 self._require_no_dtensors(kind)
-            keeps = holds_tensors(optimizer) and type(optimizer) not in STEPS
+            keeps = holds_tensors(optimizer) and type(optimizer) not in COUPLING_BY_CLASS
             if found & _WHOLE or (keeps and self._split == "auto"):
                 whole.update(names)
                 self.why.append(kind)
@@ -212,7 +220,7 @@ class OptimizerBuilds:
                         "quintsched cut the block, or use an optimizer such as AdamW"
                     )
 
-    def bind(self, master_of: MasterOf) -> dict[Step, Stepper]:
+    def bind(self, master_of: MasterOf) -> dict[StepStages, Stepper]:
         """Return a stepper for each set of stages that steps together."""
         if self._is_direct:
             return self._bind_directly(master_of)
@@ -235,7 +243,7 @@ class OptimizerBuilds:
                 found[step] = Stepper(chained([*parts.values()]), gathered, [*parts], goes_by_norm=by_norm)
         return found
 
-    def _bind_directly(self, master_of: MasterOf) -> dict[Step, Stepper]:
+    def _bind_directly(self, master_of: MasterOf) -> dict[StepStages, Stepper]:
         found = {}
         for step in self._steps:
             named = [
@@ -265,7 +273,7 @@ class OptimizerBuilds:
         self, optimizer: Optimizer, ours: Mapping[str, Sequence[nn.Parameter]], made: Sequence[Optimizer]
     ) -> Optimizer:
         """Return an optimizer over this rank's parameters, with the same groups."""
-        if not holds_tensors(optimizer) or type(optimizer) in STEPS:
+        if not holds_tensors(optimizer) or type(optimizer) in COUPLING_BY_CLASS:
             return rebound(optimizer, {key: ours.get(name, ()) for key, name in self._ids.items()})
         again = self._builder([(name, parameter) for name, some in ours.items() for parameter in some])
         here = again[made.index(optimizer)] if len(again) == len(made) else None

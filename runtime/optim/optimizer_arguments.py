@@ -36,7 +36,7 @@ from ..blocks.block_outlines import Blocks
 from ..examine.optimizers import tensors_in
 from ..objects.library_or_user import arguments_of
 
-Named = Sequence[tuple[str, nn.Parameter]]
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
 """Parameters by their names in the whole model."""
 
 OptimizerFn = Callable[[Any], Any]
@@ -44,7 +44,7 @@ OptimizerFn = Callable[[Any], Any]
 
 OptimizerGiven = OptimizerFn | Optimizer | Mapping[str, OptimizerFn]
 
-Builder = Callable[[Named], list[Optimizer]]
+Builder = Callable[[NamedParameters], list[Optimizer]]
 
 
 def builder_of(given: OptimizerGiven, blocks: Blocks) -> Builder:
@@ -71,7 +71,7 @@ def _called(function: OptimizerFn) -> Builder:
     except ValueError:  # a builtin without a signature
         first = ""
 
-    def build(named: Named) -> list[Optimizer]:
+    def build(named: NamedParameters) -> list[Optimizer]:
         found = function(list(named) if first.startswith("named") else [parameter for _, parameter in named])
         made = list(found) if isinstance(found, list | tuple) else [found]
         for optimizer in made:
@@ -96,7 +96,7 @@ def _by_pattern(given: Mapping[str, OptimizerFn]) -> Builder:
             )
         called[pattern] = _called(function)
 
-    def build(named: Named) -> list[Optimizer]:
+    def build(named: NamedParameters) -> list[Optimizer]:
         shares: dict[str, list[tuple[str, nn.Parameter]]] = {pattern: [] for pattern in called}
         for name, parameter in named:
             pattern = next((pattern for pattern in shares if fnmatchcase(name, pattern)), None)
@@ -162,7 +162,7 @@ def _over_other(taken: Optimizer, blocks: Blocks) -> Builder:
                 "give a fresh one, and load_full_state_dict"
             )
 
-    def build(named: Named) -> list[Optimizer]:
+    def build(named: NamedParameters) -> list[Optimizer]:
         ours = dict(named)
         taken.__class__ = _taken(type(given))
         instead = {id(p): [ours[name] for name in names[p] if name in ours][:1] for p in parameters_of(given)}

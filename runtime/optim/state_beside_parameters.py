@@ -43,10 +43,10 @@ _GONE, _LOST = object(), object()
 Names = Mapping[int, str]
 """Words for tensors that are saved elsewhere, by their ids."""
 
-Named = Mapping[str, tuple[nn.Parameter, dict[str, Any]]]
+StateByName = Mapping[str, tuple[nn.Parameter, dict[str, Any]]]
 """Stepped parameters and their state, by the names of weights."""
 
-Tensors = Mapping[str, Tensor]
+TensorsByName = Mapping[str, Tensor]
 Known = Callable[[Tensor], str | None]
 
 
@@ -135,7 +135,7 @@ class OwnState:
         stepped = {id(p) for p in parameters_of(one)} if one is self.optimizer else set[int]()
         return [(key, kept) for key, kept in one.state.items() if id(key) not in stepped]
 
-    def pack_shared(self, weights: Named) -> dict[str, Tensor]:
+    def pack_shared(self, weights: StateByName) -> dict[str, Tensor]:
         """Return the places of parameter states that are one tensor, as tensors."""
         places: dict[int, list[list[str]]] = {}
         for name, (_, kept) in weights.items() if self.is_foreign else ():
@@ -145,7 +145,7 @@ class OwnState:
         shared = [found for found in places.values() if len(found) > 1]
         return pack(f"{self._mine}/shared", shared) if shared else {}
 
-    def share(self, state: Tensors, weights: Named) -> None:
+    def share(self, state: TensorsByName, weights: StateByName) -> None:
         """Restore one shared tensor for states of several parameters."""
         name = f"{self._mine}/shared"
         for places in unpack(name, state) if f"{name}{TEXT}" in state else ():
@@ -161,7 +161,7 @@ class OwnState:
             if name.startswith((f"{self._mine}/", f"{self._mine}.")) and not name.startswith(known):
                 raise MisfitError(f"the state is of another optimizer than {self._kind}, which has no {name!r}")
 
-    def load(self, state: Tensors, device: torch.device, tensors: Tensors) -> None:
+    def load(self, state: TensorsByName, device: torch.device, tensors: TensorsByName) -> None:
         """Load a result of `pack`; `tensors` are those that are saved by words.
 
         Missing entries are reset to their values when the optimizer was built.
@@ -181,7 +181,7 @@ class OwnState:
                 one.state[key] = value
 
 
-def words_of(weights: Named) -> dict[str, Tensor]:
+def words_of(weights: StateByName) -> dict[str, Tensor]:
     """Return the tensors that are saved by words: parameters, and their states."""
     found: dict[str, Tensor] = {}
     for name, (parameter, kept) in weights.items():
@@ -268,7 +268,7 @@ class _Entries:
                 found |= _packed(f"{self._prefix}{quoted(key)}", key, value, known)
         return found
 
-    def load(self, state: Tensors, given: Callable[[str], Any]) -> None:
+    def load(self, state: TensorsByName, given: Callable[[str], Any]) -> None:
         """Set entries from a state, in place where possible; reset the other changed ones to their first values."""
         names = [name for name in state if name.startswith(self._prefix) and name.endswith(TEXT)]
         keys = [name.removeprefix(self._prefix).removesuffix(TEXT) for name in names]

@@ -89,7 +89,7 @@ FACTORS = (0x21F0_AAAD, 0x735A_2D97)
 
 
 @dataclass(frozen=True)
-class Unit:
+class MaskUnit:
     """Unit that masks are drawn for: samples of a step's batch, by their numbers in it, and a slice of their sequences.
 
     `positions` are those of the local tokens in the whole sequence, int64 (T,); None: the whole sequence is local.
@@ -103,7 +103,7 @@ class Unit:
 class _Drawing:
     """Drawing state of one unit: number of calls of each site, and hash words of its samples."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: MaskUnit) -> None:
         self.unit = unit
         self.calls: Counter[str] = Counter()
         self.samples: Tensor | None = None
@@ -128,7 +128,7 @@ class Masks:
         """Sites whose tensor is cut along another dimension than in `words`, to that dimension; None: it is whole."""
 
     @contextmanager
-    def of(self, unit: Unit) -> Iterator[None]:
+    def of(self, unit: MaskUnit) -> Iterator[None]:
         """Draw for `unit` in its forward; a site's first call in here is its call 0."""
         self._forward = drawing = _Drawing(unit)
         try:
@@ -138,7 +138,7 @@ class Masks:
             self._repeated.update(site for site, count in drawing.calls.items() if count > 1)
 
     @contextmanager
-    def again(self, unit: Unit) -> Iterator[None]:
+    def again(self, unit: MaskUnit) -> Iterator[None]:
         """Draw for `unit` in its backward, which runs parts of the forward again (torch.utils.checkpoint)."""
         self._backward = _Drawing(unit)
         try:
@@ -147,7 +147,7 @@ class Masks:
             self._backward = None
 
     @property
-    def unit(self) -> Unit | None:
+    def unit(self) -> MaskUnit | None:
         """Unit that the calling thread draws for, or None. A forward may run beside a backward of another unit."""
         drawing = self._drawing
         return None if drawing is None else drawing.unit
@@ -278,7 +278,7 @@ class KeyedDropout(nn.Dropout):
         return x.copy_(dropped) if self.inplace else dropped
 
     @torch.no_grad()
-    def _mask(self, unit: Unit, x: Tensor) -> Tensor:
+    def _mask(self, unit: MaskUnit, x: Tensor) -> Tensor:
         """Return the mask, bool of the shape of x: True where an element is kept."""
         samples = len(unit.samples)
         if not x.dim() or x.shape[0] % samples:

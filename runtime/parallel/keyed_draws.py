@@ -29,16 +29,16 @@ from quintsched.errors import MisfitError
 
 from ..comm import Group
 from ..comm.generators import SeededGenerators, generator_states
-from .dropout import ColumnRowPair, Masks, Unit, words
+from .dropout import ColumnRowPair, Masks, MaskUnit, words
 from .expert.moe import mixtures
 
 FACTORIES = frozenset({"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"})
-IN_PLACE = frozenset(
+IN_PLACE_DRAWS = frozenset(
     {"normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_"}
 )
 _DRAWS = (
     FACTORIES
-    | IN_PLACE
+    | IN_PLACE_DRAWS
     | {"dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout", "feature_dropout_"}
     | {"alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout"}
     | {"normal", "bernoulli", "multinomial", "poisson", "binomial", "rrelu", "rrelu_", "gumbel_softmax"}
@@ -87,7 +87,7 @@ class BlockDraws(TorchFunctionMode):
         self._mixtures = {number: [*mixtures(block).values()] for number, block in blocks.items()}
         self._number, self._seed, self._count, self._step = next(iter(blocks), 0), 0, 0, 0
         self._calls: dict[tuple[int, ...], _Call | None] = {}
-        self._seeded: tuple[Unit | None, dict[int, torch.Generator]] = None, {}
+        self._seeded: tuple[MaskUnit | None, dict[int, torch.Generator]] = None, {}
 
     @contextmanager
     def running(self, number: int) -> Iterator[None]:

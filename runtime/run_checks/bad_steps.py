@@ -44,9 +44,9 @@ from ..saving.rank_tensors import HeldTensor
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
-from .record_steps import ALL, Call, StepWatch
+from .record_steps import ALL_UNITS, Call, StepWatch
 
-KINDS = ("weights", "inputs", "targets", "activations", "loss", "gradients")
+TENSOR_KINDS = ("weights", "inputs", "targets", "activations", "loss", "gradients")
 """Kinds of tensors that may not be finite, in the order in which one causes the next."""
 
 LOSS = 2**30
@@ -61,8 +61,8 @@ class NotFinite:
     """Tensor that is not finite.
 
     Attributes:
-        kind: one of `KINDS`.
-        unit: the batch's unit, counted over all replicas; or `ALL`, or `UNKNOWN`.
+        kind: one of `TENSOR_KINDS`.
+        unit: the batch's unit, counted over all replicas; or `ALL_UNITS`, or `UNKNOWN`.
         block: number of the block it belongs to; `LOSS`; -1: none.
         what: description, in words.
         rank: the global rank that found it.
@@ -78,7 +78,7 @@ class NotFinite:
     def order(self) -> tuple[int, int, int, int]:
         """Sort key of findings: the least is the first cause."""
         along = -self.block if self.kind == "gradients" else self.block
-        return KINDS.index(self.kind), self.unit, along, self.rank
+        return TENSOR_KINDS.index(self.kind), self.unit, along, self.rank
 
 
 def describe(tensor: Tensor) -> str:
@@ -113,7 +113,7 @@ class FiniteChecks(StepWatch):
         for held in self._held():
             if isinstance(held.tensor, nn.Parameter) and held.numbers is not None:
                 numbers = local_of(held.numbers.detach())
-                self._look_at(numbers, "weights", ALL, _block_of(held), f"{held.name}: ")
+                self._look_at(numbers, "weights", ALL_UNITS, _block_of(held), f"{held.name}: ")
 
     def look_at_batch(self, batch: Batch) -> None:
         """Check the rank's inputs, targets and extras."""
@@ -173,7 +173,7 @@ def _block_of(held: HeldTensor) -> int:
     return int(held.name.partition(".")[0])
 
 
-MOST_FINDINGS = 3
+MOST_RANK_FINDINGS = 3
 """Findings of each rank that are compared: the first ones of its sorted list."""
 
 
@@ -254,7 +254,7 @@ class BadSteps:
 
     def _first(self, mine: list[NotFinite]) -> NotFinite | None:
         """Return the first finding over all ranks (collective); None where there is none."""
-        data = [asdict(finding) for finding in sorted(mine, key=lambda finding: finding.order)[:MOST_FINDINGS]]
+        data = [asdict(finding) for finding in sorted(mine, key=lambda finding: finding.order)[:MOST_RANK_FINDINGS]]
         found = [
             NotFinite(**{**finding, "rank": rank})
             for rank, said in enumerate(share_bytes(self._world, json.dumps(data).encode()))
@@ -271,13 +271,13 @@ class BadSteps:
         plan, slices = self._model.plan, step.interpreter.state.flows.plan.schedule.slices
         place = ", ".join(f"{axis}={at}" for axis, at in plan.mesh.coordinates(found.rank).items())
         words = [f"rank {found.rank} ({place})"]
-        if found.block in (LOSS, ALL):
+        if found.block in (LOSS, ALL_UNITS):
             words += ["the loss function"] * (found.block == LOSS)
         else:
             stage = next((s for s, blocks in enumerate(self._model.cuts) if found.block in blocks), None)
             name = type(self._model.outlines[found.block]).__name__
             words += [f"stage {stage}", f"block {found.block} ({name})"]
-        if found.unit not in (ALL, UNKNOWN):
+        if found.unit not in (ALL_UNITS, UNKNOWN):
             replica, unit = divmod(found.unit, step.interpreter.state.flows.plan.schedule.num_units)
             words += [f"microbatch {unit // slices}"]
             words += [f"slice {unit % slices}"] * (slices > 1) + [f"replica {replica}"] * (self._model.num_replicas > 1)

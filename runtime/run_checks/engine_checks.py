@@ -36,7 +36,7 @@ from ..stage.rank_model import RankModel
 from ..state.master_weights import Masters
 from .block_facts import ModelFacts, find_facts
 from .mesh_against_one import Comparison, compare, from_words, joined, to_words
-from .record_steps import BEFORE, Kind, Made, Recording, StepObserver
+from .record_steps import BEFORE, Made, Recording, ResultKind, StepObserver
 
 MOST_TOLD = 50
 """Differences of each rank that `verify` returns at most."""
@@ -227,7 +227,7 @@ class WholeModel:
 
     def _note(
         self,
-        kind: Kind,
+        kind: ResultKind,
         step: int,
         parameters: Mapping[str, nn.Parameter],
         recording: Recording,

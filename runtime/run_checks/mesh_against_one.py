@@ -1,7 +1,7 @@
 """Comparison of two runs of the same steps: on a mesh, and in one process.
 
     one process, twice          in the run's precision and in float64: their distance is the rounding error here
-    tolerance of a tensor       `SLACK` times that distance, and at least a few units in the last place
+    tolerance of a tensor       `ROUNDING_SLACK` times that distance, and at least a few units in the last place
     mesh against one process    in the order of computation, so that the first difference is the cause
 
     step 0   outputs, block by block ─▶ gradients, last block first ─▶ weights      step 1   …
@@ -26,9 +26,9 @@ from quintsched.plan import Plan
 
 from ..objects.distances import distance
 from ..parallel.context.context_parallel import SequenceShard
-from .record_steps import BEFORE, Kind, Made, Recording
+from .record_steps import BEFORE, Made, Recording, ResultKind
 
-SLACK = 8.0
+ROUNDING_SLACK = 8.0
 """Allowed multiple of the rounding error in one process: a mesh adds up in another order."""
 
 LAST_PLACES = 64.0
@@ -37,9 +37,9 @@ LAST_PLACES = 64.0
 EXACT = 1e-12
 """Tolerance of float64, times max(1, the largest number)."""
 
-Key = tuple[int, Kind, str, int, int]
+ResultKey = tuple[int, ResultKind, str, int, int]
 
-KINDS: Sequence[Kind] = ("output", "gradient", "weight", "figure")
+RESULT_KINDS: Sequence[ResultKind] = ("output", "gradient", "weight", "figure")
 """Kinds of results, in the order in which a step computes them."""
 
 
@@ -51,7 +51,7 @@ class Difference:
     """
 
     step: int
-    kind: Kind
+    kind: ResultKind
     name: str
     rank: int
     difference: float
@@ -63,7 +63,7 @@ class Difference:
         """Sort key, the order of computation in a step: gradients last block first, figures behind all."""
         block = self.name.partition(".")[0]
         number = int(block) if block.isdigit() else 0
-        return self.step, KINDS.index(self.kind), -number if self.kind == "gradient" else number, self.rank
+        return self.step, RESULT_KINDS.index(self.kind), -number if self.kind == "gradient" else number, self.rank
 
     def __str__(self) -> str:
         return f"{self.where} differs by {self.difference:.1e}, tolerance {self.tolerance:.1e}"
@@ -162,7 +162,7 @@ def from_words(words: str) -> Comparison:
     return Comparison(differences, **{**data, "skipped": tuple(data["skipped"])})
 
 
-def _by_key(recording: Recording) -> dict[Key, Tensor]:
+def _by_key(recording: Recording) -> dict[ResultKey, Tensor]:
     return {(made.step, made.kind, made.name, made.unit, made.place): made.tensor for made in recording.made}
 
 
@@ -195,7 +195,7 @@ def _tolerance(found: Tensor, exact: Tensor) -> float:
     largest = exact.abs().max().item() if exact.numel() else 0.0
     if found.dtype == torch.float64:
         return EXACT * max(1.0, largest)
-    return SLACK * distance(found, exact) + LAST_PLACES * torch.finfo(found.dtype).eps * max(largest, 1e-30)
+    return ROUNDING_SLACK * distance(found, exact) + LAST_PLACES * torch.finfo(found.dtype).eps * max(largest, 1e-30)
 
 
 def _words(made: Made, recording: Recording, plan: Plan, names: Sequence[str]) -> str:
@@ -221,7 +221,11 @@ def _figures(mesh: Sequence[Recording], alone: Recording, precise: Recording) ->
         for step, (mine, its, exact) in enumerate(zip(recording.figures, alone.figures, precise.figures, strict=True)):
             for name, figure in mine.items():
                 rounding = abs(its[name] - exact[name])
-                tolerance = SLACK * rounding + 1e-5 * abs(exact[name]) if rounding else EXACT * max(1.0, abs(its[name]))
+                tolerance = (
+                    ROUNDING_SLACK * rounding + 1e-5 * abs(exact[name])
+                    if rounding
+                    else EXACT * max(1.0, abs(its[name]))
+                )
                 gap = abs(figure - its[name])
                 if not gap <= tolerance and not (math.isnan(figure) and math.isnan(its[name])):
                     words = f"step {step}: the {name.replace('_', ' ')} on rank {recording.rank}"

@@ -32,10 +32,10 @@ from ..state.master_weights import Masters
 BEFORE = -1
 """Step number of the weights before the first step."""
 
-ALL = -1
+ALL_UNITS = -1
 """Unit index of tensors that belong to all units."""
 
-Kind = Literal["output", "gradient", "weight", "figure"]
+ResultKind = Literal["output", "gradient", "weight", "figure"]
 Call = Callable[[], None]
 
 
@@ -51,7 +51,7 @@ class Made:
     """
 
     step: int
-    kind: Kind
+    kind: ResultKind
     name: str
     tensor: Tensor
     unit: int = 0
@@ -95,7 +95,7 @@ class StepWatch:
         self._program, self._stages = plan.programs[model.pp_rank], model.stages
         self._first_unit = model.replica * plan.schedule.num_units
         self._masters, self._held = masters, held
-        self._unit, self._is_forward, self._has_gradients = ALL, False, False
+        self._unit, self._is_forward, self._has_gradients = ALL_UNITS, False, False
 
     def wrap(self, index: int, call: Call) -> Call:
         """Return the call that replaces the call of an instruction."""
@@ -110,7 +110,7 @@ class StepWatch:
         try:
             call()
         finally:
-            self._unit, self._is_forward = ALL, False
+            self._unit, self._is_forward = ALL_UNITS, False
 
     def _run_step(self, call: Call) -> None:
         """Observe the accumulated gradients before the optimizer steps."""
@@ -150,7 +150,7 @@ class StepObserver(StepWatch):
     def _look_at_sum(self, held: HeldTensor, gradient: Tensor) -> None:
         self._note("gradient", held, gradient, self._step)
 
-    def _note(self, kind: Kind, held: HeldTensor, numbers: Tensor, step: int) -> None:
+    def _note(self, kind: ResultKind, held: HeldTensor, numbers: Tensor, step: int) -> None:
         numbers = local_of(numbers.detach())
         for box in held.placement.boxes(numbers if held.placement.span is None else numbers.view(-1)):
             kept = box.numbers.detach().to("cpu", copy=True)

@@ -64,7 +64,7 @@ from .replaced_folder import replace_folder, standing
 from .saved_state import MODEL, STEP, SavedState
 from .saved_state import STATE as OURS
 from .stored_tensors import StoredTensor
-from .tensor_placement import Box, Placement
+from .tensor_placement import Placement, TensorPiece
 
 STATE, GROUPS = "optimizer.state.", "optimizer.param_groups."
 FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata")
@@ -84,7 +84,7 @@ def save_dcp(path: Path, rank: RankTensors, beside: Mapping[str, object]) -> Non
     def write(folder: Path) -> None:
         entries = everyone.together(lambda: _write_file(folder / file_name(number), rank, values))
         mine = json.dumps(entries).encode()
-        shared = [Entry(*fields) for theirs in everyone.share_bytes(mine) for fields in json.loads(theirs)]
+        shared = [PieceRow(*fields) for theirs in everyone.share_bytes(mine) for fields in json.loads(theirs)]
         everyone.together(lambda: write_table(folder, shared) if number == 0 else None)
 
     replace_folder(path, "the checkpoint", everyone, FILES, write)
@@ -112,7 +112,7 @@ def _require_places(rank: RankTensors) -> None:
             )
 
 
-def _write_file(path: Path, rank: RankTensors, values: Mapping[str, object]) -> list[Entry]:
+def _write_file(path: Path, rank: RankTensors, values: Mapping[str, object]) -> list[PieceRow]:
     names = rank.names.dcp_names()
     with writing(path, "the checkpoint"), path.open("wb") as file:
         writer = DcpWriter(file, path.name)
@@ -189,12 +189,12 @@ def load_dcp(
 
 
 TABLE = ".metadata"
-MOST_BYTES = 2**30
+MOST_TABLE_BYTES = 2**30
 """Longest table that is read, in bytes."""
-VERSION = "1.0.0"
+DCP_VERSION = "1.0.0"
 
 
-class Entry(NamedTuple):
+class PieceRow(NamedTuple):
     """Table row of one piece in a file; tied tensors have several `names`.
 
     `shape` is that of the full tensor, None for a value that is none; `offsets` and `sizes` are those of the piece.
@@ -220,21 +220,21 @@ class DcpWriter:
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self._file, self._name = file, name
-        self.entries: list[Entry] = []
+        self.entries: list[PieceRow] = []
 
-    def write_boxes(self, names: Sequence[str], boxes: Iterable[Box], shape: Sequence[int]) -> None:
+    def write_boxes(self, names: Sequence[str], boxes: Iterable[TensorPiece], shape: Sequence[int]) -> None:
         """Write boxes of a full tensor."""
         for box in boxes:
             start, length = self._append(box.numbers.detach().cpu().clone())
             kind, sizes = str(box.numbers.dtype).removeprefix("torch."), tuple(box.numbers.shape)
-            self.entries.append(Entry(names, self._name, start, length, tuple(shape), kind, box.offsets, sizes))
+            self.entries.append(PieceRow(names, self._name, start, length, tuple(shape), kind, box.offsets, sizes))
 
     def write_value(self, names: Sequence[str], value: object) -> None:
         """Write a value that is no tensor, or a tensor as a whole."""
         if isinstance(value, Tensor):
-            self.write_boxes(names, [Box((0,) * value.dim(), value)], value.shape)
+            self.write_boxes(names, [TensorPiece((0,) * value.dim(), value)], value.shape)
         else:
-            self.entries.append(Entry(names, self._name, *self._append(value)))
+            self.entries.append(PieceRow(names, self._name, *self._append(value)))
 
     def _append(self, value: object) -> tuple[int, int]:
         """Save an object at the end of the file; return its first byte and its length."""
@@ -244,7 +244,7 @@ class DcpWriter:
         return start, self._file.tell() - start
 
 
-def write_table(folder: Path, entries: Sequence[Entry]) -> None:
+def write_table(folder: Path, entries: Sequence[PieceRow]) -> None:
     """Write the table of all ranks' pieces; of a piece that several ranks wrote, the first one counts."""
     tensors: dict[str, metadata.STORAGE_TYPES] = {}
     homes = {}
@@ -262,7 +262,7 @@ def write_table(folder: Path, entries: Sequence[Entry]) -> None:
             assert isinstance(known, TensorStorageMetadata)
             known.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
     paths = {name: tuple(name.split(".", 1)) for name in tensors}  # paths in the nested dict that PyTorch builds
-    table = Metadata(tensors, paths, homes, StorageMeta(), VERSION)
+    table = Metadata(tensors, paths, homes, StorageMeta(), DCP_VERSION)
     write_whole(folder / TABLE, pickle.dumps(table), "the checkpoint", durable=True)
 
 
@@ -272,7 +272,7 @@ def read_table(folder: Path) -> Metadata:
     Raises `UsageError` where there is none, `InputError` for a file that is no such table.
     """
     path = folder / TABLE
-    data = read_whole(path, MOST_BYTES, "the table of torch.distributed.checkpoint")
+    data = read_whole(path, MOST_TABLE_BYTES, "the table of torch.distributed.checkpoint")
     try:
         table = _Unpickler(io.BytesIO(data)).load()
     except InputError as error:

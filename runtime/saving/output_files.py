@@ -32,14 +32,14 @@ from .write_tensors import FileEntry, in_file_order, write_tensors
 OUTPUTS = "the outputs"
 """Name of the outputs in messages."""
 
-INDEX = "index.json"
+OUTPUT_INDEX_FILE = "index.json"
 OUTPUT_FILES = re.compile(r"outputs-\d{5}-\d{5}\.safetensors|index\.json")
 """Files that are replaced, or removed, together."""
 
-WHOLE = "outputs"
+ONE_TENSOR_NAME = "outputs"
 """The name of an output that is one tensor."""
 
-Named = dict[str, Tensor]
+NamedOutputs = dict[str, Tensor]
 
 
 class OutputFiles:
@@ -53,7 +53,7 @@ class OutputFiles:
 
     def __init__(self, folder: Path, replica: int, max_bytes: float) -> None:
         self._folder, self._replica, self._max_bytes = folder, replica, max_bytes
-        self._kept: list[Named] = []
+        self._kept: list[NamedOutputs] = []
         self._num_bytes = self._first = self._samples = 0
         self._files: list[dict[str, Any]] = []
 
@@ -88,16 +88,16 @@ class OutputFiles:
         self._kept, self._num_bytes, self._first = [], 0, self._samples
 
 
-def named_outputs(outputs: Any) -> Named:
+def named_outputs(outputs: Any) -> NamedOutputs:
     """Return the tensors of a tree by names; raises `UsageError` where there are none, or two of one name."""
     tree, tensors = flatten(outputs)
-    names = [".".join(re.findall(r"[^\[\].'\"]+", path)) or WHOLE for path in tree.paths]
+    names = [".".join(re.findall(r"[^\[\].'\"]+", path)) or ONE_TENSOR_NAME for path in tree.paths]
     if len(set(names)) < len(names) or not names:
         raise UsageError(f"outputs cannot be written by name: the last block gives {tree}; give tensors, by other keys")
     return dict(zip(names, tensors, strict=True))
 
 
-def _kinds(named: Named) -> list[tuple[object, ...]]:
+def _kinds(named: NamedOutputs) -> list[tuple[object, ...]]:
     return [(name, tensor.dtype, *tensor.shape[1:]) for name, tensor in named.items()]
 
 
@@ -106,7 +106,7 @@ def write_index(folder: Path, replicas: Sequence[Sequence[dict[str, Any]]]) -> t
     files = list(_counted_on(replicas))
     samples = files[-1]["samples"][1] if files else 0
     index = {"format": "quintsched.outputs", "version": 1, "samples": samples, "files": files}
-    write_whole(folder / INDEX, json.dumps(index, indent=1) + "\n", OUTPUTS, durable=True)
+    write_whole(folder / OUTPUT_INDEX_FILE, json.dumps(index, indent=1) + "\n", OUTPUTS, durable=True)
     return samples, len(files)
 
 

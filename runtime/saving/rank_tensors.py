@@ -42,12 +42,12 @@ from ..stage.rank_model import RankModel
 from ..state.state_dict import require_alike
 from ..state.training_state import KeptState, TrainingState
 from .pretrained.tensor_names import ModelNames
-from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState, Sizes, parts_of
-from .tensor_placement import Box, Placement, StateLayout
+from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState, ShapesByName, parts_of
+from .tensor_placement import Placement, StateLayout, TensorPiece
 from .weight_averages import Averages
 
 
-class Steps(Protocol):
+class StepCounts(Protocol):
     """Number of steps made: in this run, and in all."""
 
     in_run: int
@@ -74,7 +74,7 @@ class HeldTensor:
     placement: Placement
     speaks: bool
 
-    def boxes(self) -> Iterator[Box]:
+    def boxes(self) -> Iterator[TensorPiece]:
         """Yield the boxes of the full tensor that this rank holds."""
         if self.numbers is not None:
             yield from self.placement.boxes(self.numbers.detach())
@@ -88,7 +88,7 @@ class RankTensors:
     training: TrainingState
     groups: MeshGroups
     names: ModelNames
-    steps: Steps
+    steps: StepCounts
     scale: LossScale
     averages: Averages
 
@@ -166,7 +166,7 @@ class RankTensors:
             found |= {f"{AVERAGE}{number}.{name}": tensor for name, tensor in average.state_dict().items()}
         return found
 
-    def placements(self, sizes: Sizes) -> tuple[dict[str, Placement], dict[str, Placement]]:
+    def placements(self, sizes: ShapesByName) -> tuple[dict[str, Placement], dict[str, Placement]]:
         """Return placements of tensors by name; second, for states that have none, the placements of their weights.
 
         Names that are in neither are whole.
@@ -193,7 +193,7 @@ class RankTensors:
             found[name] = placement
         return found, beside
 
-    def layout(self, sizes: Sizes) -> StateLayout:
+    def layout(self, sizes: ShapesByName) -> StateLayout:
         """Return the layout of this rank's saved tensors, of these names and shapes, in the whole model."""
         found, beside = self.placements(sizes)
         own, held = self.names.own or {}, self.held()
@@ -255,7 +255,7 @@ def apart(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def gather_boxes(
-    boxes: Iterable[Box], sizes: Sequence[int], dtype: torch.dtype, group: Group, offsets: Sequence[int] = ()
+    boxes: Iterable[TensorPiece], sizes: Sequence[int], dtype: torch.dtype, group: Group, offsets: Sequence[int] = ()
 ) -> Tensor:
     """Return on all members a window of these sizes, assembled from their disjoint boxes (collective)."""
     piece = torch.zeros(tuple(sizes), dtype=dtype, device=group.device)
@@ -297,7 +297,7 @@ def _gathered(rank: RankTensors, tensors: dict[str, Tensor], group: Group) -> It
             first.setdefault(name, member)
             specs.setdefault(name, spec)
     for name, (*shape, dtype) in sorted(specs.items()):
-        boxes: Iterable[Box] = ()
+        boxes: Iterable[TensorPiece] = ()
         if name in mine:
             placement, _ = mine[name]
             here = first[name] == group.index if placement.is_whole else parts_of(name)[1] in speaks

@@ -25,7 +25,7 @@ from ..blocks.number_types import require_kind
 from ..optim.loss_scale import SCALE
 from ..state.state_dict import STATES, require_states, same
 from .stored_tensors import MappedFile, StoredTensor, of_memory
-from .tensor_placement import LAYOUT, RUN, Box, Placement, Range, StateLayout
+from .tensor_placement import LAYOUT, RUN, Placement, Range, StateLayout, TensorPiece
 
 MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."
 """Prefixes of names: of weights and buffers, of optimizers' states, of averages ("ema.0.<name>")."""
@@ -38,7 +38,7 @@ WINDOW_BYTES = 2**26
 
 _TOGETHER = "give the files that all ranks of one run have saved after the same step"
 
-Sizes = Mapping[str, tuple[int, ...]]
+ShapesByName = Mapping[str, tuple[int, ...]]
 
 
 def parts_of(name: str) -> tuple[str, str, str]:
@@ -67,7 +67,7 @@ class SavedPiece:
     layout: StateLayout
     where: str
 
-    def boxes(self) -> Iterator[Box]:
+    def boxes(self) -> Iterator[TensorPiece]:
         """Yield the boxes of the full tensor that it fills; of files as meta tensors, which give only their places."""
         memory = self.stored.memory
         return self.placement.boxes(torch.empty(self.placement.held, device="meta") if memory is None else memory)
@@ -113,7 +113,9 @@ class SavedState:
         self._runs: dict[Path, str] = {}
 
     @classmethod
-    def of_files(cls, paths: Sequence[Path], layout_of: Callable[[Sizes], StateLayout] | None = None) -> SavedState:
+    def of_files(
+        cls, paths: Sequence[Path], layout_of: Callable[[ShapesByName], StateLayout] | None = None
+    ) -> SavedState:
         """Return the state in the files of ranks; `layout_of` makes the layout of a file that records none.
 
         Raises `InputError` for a file that is damaged.
@@ -233,7 +235,7 @@ class SavedState:
         for piece in self.pieces[name]:
             require_kind(piece.where, piece.name.removeprefix(MODEL), piece.stored.dtype, weight, wanted)
 
-    def fill(self, name: str, boxes: Sequence[Box]) -> None:
+    def fill(self, name: str, boxes: Sequence[TensorPiece]) -> None:
         """Read into boxes; raises `InputError` where pieces do not cover them."""
         left = [box for box in boxes if box.numbers.numel()]
         for piece in self.pieces[name]:
@@ -248,7 +250,7 @@ class SavedState:
         if first.placement.is_plain:
             return first.whole()
         full = torch.empty(self.shape(name), dtype=self.dtype(name))
-        self.fill(name, [Box((0,) * full.dim(), full)])
+        self.fill(name, [TensorPiece((0,) * full.dim(), full)])
         return full
 
     def windows(self, name: str, span: Range | None = None) -> Iterator[Tensor]:
@@ -268,7 +270,7 @@ class SavedState:
         return next((piece.whole() for piece in pieces), None)
 
 
-def _take(piece: SavedPiece, region: Box, box: Box) -> Iterator[Box]:
+def _take(piece: SavedPiece, region: TensorPiece, box: TensorPiece) -> Iterator[TensorPiece]:
     """Read into a box its overlap with a region of a piece, and yield the rest of the box."""
     common = box.within(region.offsets, region.numbers.shape)
     if common is None:

@@ -186,10 +186,10 @@ def alike(named: Mapping[str, StoredTensor], where: Path) -> StoredTensor:
     return StoredTensor(lambda: (stored.shape, stored.dtype), read)
 
 
-INDEX = "model.safetensors.index.json"
+SAFETENSORS_INDEX_FILE = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 CONFIG = "config.json"
-MOST_BYTES = 2**26
+MOST_JSON_BYTES = 2**26
 """Longest index, and configuration, that is read, in bytes."""
 
 
@@ -208,7 +208,7 @@ def open_folder(path: Path) -> Folder:
     Raises `UsageError` where there is none, `InputError` for files that are damaged.
     """
     if path.is_dir():
-        path = path / (ONE_FILE if (path / ONE_FILE).exists() else INDEX)
+        path = path / (ONE_FILE if (path / ONE_FILE).exists() else SAFETENSORS_INDEX_FILE)
         path = path if path.exists() else path.with_name(ONE_FILE)
     if not path.exists():
         raise UsageError(f"{path}: no such file; a checkpoint is a safetensors file, or a directory with {ONE_FILE}")
@@ -239,7 +239,7 @@ def _read_index(path: Path) -> dict[str, StoredTensor]:
 
 def _read_json(path: Path) -> object:
     try:
-        return parse_strict(read_whole(path, MOST_BYTES, "it"))
+        return parse_strict(read_whole(path, MOST_JSON_BYTES, "it"))
     except UsageError as error:
         raise InputError(str(error)) from error
     except InputError as error:

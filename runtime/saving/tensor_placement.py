@@ -40,7 +40,7 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorPiece:
     """A piece of a full tensor: its offset in each dimension, and its numbers in this rank's memory."""
 
     offsets: tuple[int, ...]
@@ -58,7 +58,7 @@ class Box:
             slice(place.start - first, place.stop - first) for place, first in zip(self.places, offsets, strict=True)
         )
 
-    def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Box | None:
+    def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> TensorPiece | None:
         """Return the intersection with another box, or None."""
         ranges = [
             (max(place.start, first), min(place.stop, first + size))
@@ -69,9 +69,9 @@ class Box:
         here = tuple(
             slice(first - start, last - start) for (first, last), start in zip(ranges, self.offsets, strict=True)
         )
-        return Box(tuple(first for first, _ in ranges), self.numbers[here])
+        return TensorPiece(tuple(first for first, _ in ranges), self.numbers[here])
 
-    def without(self, hole: Box) -> Iterator[Box]:
+    def without(self, hole: TensorPiece) -> Iterator[TensorPiece]:
         """Yield boxes that fill this one except `hole`, which is inside it."""
         begins, sizes = list(self.offsets), list(self.numbers.shape)
         for dim, place in enumerate(hole.places):
@@ -126,13 +126,13 @@ class Placement:
         """Shape of the numbers held: the local shape, or the length of the flat range."""
         return self.local if self.span is None else (self.span[1] - self.span[0],)
 
-    def boxes(self, numbers: Tensor) -> Iterator[Box]:
+    def boxes(self, numbers: Tensor) -> Iterator[TensorPiece]:
         """Yield the boxes that this rank holds: `numbers` are of the local shape, or flat with a span."""
         for offsets, part in self._parts(numbers):
             if self.cut is None:
-                yield Box(tuple(a + b for a, b in zip(offsets, self.offsets, strict=True)), part)
+                yield TensorPiece(tuple(a + b for a, b in zip(offsets, self.offsets, strict=True)), part)
             else:
-                yield from self._apart(self.cut, Box(offsets, part))
+                yield from self._apart(self.cut, TensorPiece(offsets, part))
 
     def _parts(self, numbers: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         if self.span is None:
@@ -144,7 +144,7 @@ class Placement:
             yield offsets, flat[at : at + count].view(sizes)
             at += count
 
-    def _apart(self, shard: Shard, box: Box) -> Iterator[Box]:
+    def _apart(self, shard: Shard, box: TensorPiece) -> Iterator[TensorPiece]:
         """Yield the parts of a box that belong to different fused blocks of the full tensor, each at its place."""
         dim, begin = shard.dim, 0
         for place in shard.places(self.shape[dim]):
@@ -155,7 +155,7 @@ class Placement:
             if here is not None:
                 moved = list(here.offsets)
                 moved[dim] += place.start - begin
-                yield Box(tuple(moved), here.numbers)
+                yield TensorPiece(tuple(moved), here.numbers)
             begin += size
 
 

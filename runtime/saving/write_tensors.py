@@ -27,7 +27,7 @@ from quintsched.files.plain_files import fill, open_plain
 
 from ..blocks.number_types import name_of
 
-BLOCK = 2**24
+BYTES_AT_ONCE = 2**24
 """Bytes that are read, written and hashed at a time."""
 
 WHAT = "the checkpoint"
@@ -119,18 +119,18 @@ def write_tensors(
 
 
 def _blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor by parts of `BLOCK` on the host."""
-    for part in tensor.detach().reshape(-1).split(max(BLOCK // tensor.dtype.itemsize, 1)):
+    """Yield the bytes of a tensor by parts of `BYTES_AT_ONCE` on the host."""
+    for part in tensor.detach().reshape(-1).split(max(BYTES_AT_ONCE // tensor.dtype.itemsize, 1)):
         if part.numel():
             yield part.cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def hash_file(path: Path) -> WrittenFile:
     """Return the name, the size and the SHA-256 of a file; raises `InputError`."""
-    digest, block = hashlib.sha256(), memoryview(bytearray(BLOCK))
+    digest, block = hashlib.sha256(), memoryview(bytearray(BYTES_AT_ONCE))
     with open_plain(path, WHAT) as (opened, size):
-        for start in range(0, size, BLOCK):
-            part = block[: min(size - start, BLOCK)]
+        for start in range(0, size, BYTES_AT_ONCE):
+            part = block[: min(size - start, BYTES_AT_ONCE)]
             fill(opened, part, path)
             digest.update(part)
     return WrittenFile(name=path.name, bytes=size, sha256=digest.hexdigest())

@@ -12,11 +12,11 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-Unit = Literal["steps", "tokens", "seconds"]
+IntervalUnit = Literal["steps", "tokens", "seconds"]
 
 _PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGB]?)\s*([a-z]*)")
 _THOUSANDS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9}
-_UNITS: dict[str, tuple[Unit, float]] = {
+_UNITS: dict[str, tuple[IntervalUnit, float]] = {
     **dict.fromkeys(("", "step", "steps"), ("steps", 1)),
     **dict.fromkeys(("token", "tokens"), ("tokens", 1)),
     **dict.fromkeys(("s", "sec", "second", "seconds"), ("seconds", 1)),
@@ -30,7 +30,7 @@ class Interval(NamedTuple):
     """An amount of steps, tokens or seconds; an amount of 0 stands for the end of each epoch."""
 
     amount: float
-    unit: Unit = "steps"
+    unit: IntervalUnit = "steps"
 
     @classmethod
     def read(cls, written: int | str) -> Interval:

@@ -16,9 +16,9 @@ from typing import Any
 import yaml
 
 from .job_file import JobConfig
-from .run_settings import Mark, Settings
+from .run_settings import SettingRule, Settings
 
-WIDTH = 100
+LINE_WIDTH = 100
 SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 _HEAD = """\
 All settings of a job, defaults included. A line such as "# key: value  # default" is a default that means something
@@ -41,13 +41,13 @@ def _lines(settings: Settings, indent: str) -> Iterator[str]:
             continue
         written = yaml.safe_dump([settings.model_dump(mode="json")[name]], default_flow_style=True, width=10**6)
         line = f"{name}: {written.strip()[1:-1]}"
-        is_unset = Mark.GIVEN in field.metadata and name not in settings.model_fields_set
+        is_unset = SettingRule.GIVEN in field.metadata and name not in settings.model_fields_set
         yield f"{indent}# {line}  # default" if is_unset else f"{indent}{line}"
         yield from [""] * (not indent)
 
 
 def _comment(words: str, indent: str) -> list[str]:
-    return [f"{indent}# {line}" for line in wrap(" ".join(words.split()), WIDTH - len(indent) - 2)]
+    return [f"{indent}# {line}" for line in wrap(" ".join(words.split()), LINE_WIDTH - len(indent) - 2)]
 
 
 _TEXT, _COUNT = {"type": "string"}, {"type": "integer", "minimum": 1}

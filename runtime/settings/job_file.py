@@ -30,11 +30,20 @@ from quintsched.request import CompileRequest, Entry, entries
 from .intervals import Every, EveryOrEpoch
 from .optimizer_settings import LearningRateConfig as LearningRateConfig
 from .optimizer_settings import OptimizerConfig as OptimizerConfig
-from .run_settings import Mark, Names, RunSettings, Settings, StrictRules, TransportName, fields_in, read_settings
+from .run_settings import (
+    Names,
+    RunSettings,
+    SettingRule,
+    Settings,
+    StrictRules,
+    TransportName,
+    fields_in,
+    read_settings,
+)
 
 Axis = Literal["dp", "pp", "tp", "cp", "ep"]
 Samples = Literal["validation", "train"]
-Sizes = Annotated[
+AxisSizes = Annotated[
     tuple[Annotated[int, Field(ge=1)], ...],
     BeforeValidator(lambda given: (given,) if isinstance(given, int) else given),
     Field(strict=False, min_length=1),
@@ -45,7 +54,7 @@ _UNSAID: dict[str, Any] = {"mesh": "dp=1", "schedule": "1f1b", "microbatches": 1
 """Defaults of a job for the required arguments of `compile`."""
 
 
-_PLAN_MARKS = {"costs": (Mark.OF_A_MACHINE,), "schedule": (Mark.CODE,)}
+_PLAN_MARKS = {"costs": (SettingRule.OF_A_MACHINE,), "schedule": (SettingRule.CODE,)}
 _TYPES: dict[type, dict[str, Any]] = {int: {"type": "integer"}, float: {"type": "number"}, bool: {"type": "boolean"}}
 
 
@@ -75,7 +84,7 @@ def _plan_field(entry: Entry) -> tuple[str, Any]:
         except UsageError as error:
             raise ValueError(str(error)) from None
 
-    default, marks = _UNSAID.get(entry.name, entry.default), (Mark.GIVEN, *_PLAN_MARKS.get(entry.name, ()))
+    default, marks = _UNSAID.get(entry.name, entry.default), (SettingRule.GIVEN, *_PLAN_MARKS.get(entry.name, ()))
     words = f"{entry.doc[0].upper()}{entry.doc[1:]}"
     field = Field(default=default, description=words, json_schema_extra=_schema_of(entry))
     return entry.name, (Annotated[Any, PlainValidator(check), *marks], field)
@@ -89,32 +98,32 @@ def _section(name: str, fields: dict[str, Any] | None = None) -> Any:
 class ModelConfig(_section("model")):  # type: ignore[misc]
     """Section `model`: the model to train."""
 
-    name: Annotated[str, Mark.CODE] = "vit"
+    name: Annotated[str, SettingRule.CODE] = "vit"
     """A built-in model, or a user's function, "my_file.py:build", which returns blocks, or a model to be split. It is
     called with the options by name, and first with the sizes of the data (a `DataSpec`) if it takes `data`."""
-    options: Annotated[dict[str, Any], Mark.OPEN] = Field(default_factory=dict)
+    options: Annotated[dict[str, Any], SettingRule.OPEN] = Field(default_factory=dict)
     """Options of that model."""
-    pretrained: Annotated[str | None, Mark.FREE, Mark.OF_A_MACHINE] = None
+    pretrained: Annotated[str | None, SettingRule.FREE, SettingRule.OF_A_MACHINE] = None
     """Weights to start from: a safetensors file, or a directory with `model.safetensors` or its index, under the names
     of the split model, in GPT-2's shape for "gpt" with `activation: gelu_tanh`, or under ours. A resumed run
     does not read them."""
-    fresh: Annotated[Names, Mark.FREE] = ()
+    fresh: Annotated[Names, SettingRule.FREE] = ()
     """Patterns on names of weights that `pretrained` need not have: they keep their initial values."""
-    strict: Annotated[bool, Mark.FREE] = True
+    strict: Annotated[bool, SettingRule.FREE] = True
     """Whether tensors of `pretrained` that no weight takes are an error."""
 
 
 class DataConfig(Settings):
     """Section `data`: the training data."""
 
-    name: Annotated[str, Mark.CODE] = "digits"
+    name: Annotated[str, SettingRule.CODE] = "digits"
     """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (bytes; see `data.data_sources`), "tokens"
     (token shards; see `data.token_source`), or a user's function: "my_file.py:load", which returns a data set of torch,
     a pair of them for training and validation, or loaders."""
-    path: Annotated[str | None, Mark.FREE, Mark.OF_A_MACHINE] = None
+    path: Annotated[str | None, SettingRule.FREE, SettingRule.OF_A_MACHINE] = None
     """A directory with MNIST's four IDX files, gzipped or not, used instead of "digits"; for "text", a file, used
     instead of the source of Python's standard library; for "tokens", a folder of token shards, or of such folders."""
-    options: Annotated[dict[str, Any], Mark.OPEN] = Field(default_factory=dict)
+    options: Annotated[dict[str, Any], SettingRule.OPEN] = Field(default_factory=dict)
     """Options of "text": {sequence: 128, max_bytes: null}; of "tokens": {sequence: 1024, pack: true, mask_documents:
     false, mixture: [], samples: null, validation: 0.01, prefetch: 4}; or of a user's function. The others have none."""
 
@@ -126,7 +135,7 @@ class AutoConfig(Settings):
     """Ranks; none: as many processes as were started, or for `quintsched run` as this machine has devices, or cores."""
     hardware: str = "cpu"
     """Hardware of the ranks: a preset, a file, or "cpu": this machine, as `quintsched calibrate` has measured it."""
-    axes: dict[Axis, Sizes] = Field(default_factory=dict)
+    axes: dict[Axis, AxisSizes] = Field(default_factory=dict)
     """Axes that are not free, and the sizes they may have: {tp: 1, pp: [2, 4]}."""
 
 
@@ -161,7 +170,7 @@ class ParallelConfig(_section("parallel", dict(map(_plan_field, entries())))):  
 
     elastic: bool = False
     """Whether the number of replicas (dp) follows the number of started processes, whatever `mesh` says."""
-    plan: Annotated[str | None, Mark.OF_A_MACHINE] = None
+    plan: Annotated[str | None, SettingRule.OF_A_MACHINE] = None
     """A plan file, used instead of the settings that a plan is compiled from."""
     balance: Literal["estimated", "measured"] = "estimated"
     """Costs of blocks by which stages are balanced: estimated from weights, or measured on rank 0."""
@@ -170,18 +179,18 @@ class ParallelConfig(_section("parallel", dict(map(_plan_field, entries())))):  
 class TrainConfig(_section("train")):  # type: ignore[misc]
     """Section `train`: the training loop."""
 
-    epochs: Annotated[int, Mark.FREE, Mark.GIVEN] = Field(default=1, ge=1)
+    epochs: Annotated[int, SettingRule.FREE, SettingRule.GIVEN] = Field(default=1, ge=1)
     """Passes over the training samples; with `max_steps` alone, as many as these need."""
-    max_steps: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)
+    max_steps: Annotated[int | None, SettingRule.FREE] = Field(default=None, ge=1)
     """Steps after which training ends, in the middle of an epoch too; none: the end of the last epoch."""
-    evaluate_every: Annotated[EveryOrEpoch, Mark.FREE] = 0
+    evaluate_every: Annotated[EveryOrEpoch, SettingRule.FREE] = 0
     """Interval between validations: 200, "5M tokens", "10 min"; 0: one at the end of each epoch. The end of the
     training always has one."""
     batch_size: int = Field(default=32, ge=1)
     """Samples per step, over all microbatches and replicas together."""
-    accumulate: Annotated[int, Mark.FREE] = Field(default=1, ge=1)
+    accumulate: Annotated[int, SettingRule.FREE] = Field(default=1, ge=1)
     """Number of batches that these are divided into, whose gradients are accumulated before the optimizer steps."""
-    loss: Annotated[str | None, Mark.CODE] = None
+    loss: Annotated[str | None, SettingRule.CODE] = None
     """A function (output, targets) → a mean, or (sum, weight): "my_file.py:loss"; none: that of a split model,
     else cross-entropy."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -190,7 +199,7 @@ class TrainConfig(_section("train")):  # type: ignore[misc]
     """Schedule of the learning rate."""
     z_loss: float = Field(default=0.0, ge=0)
     """Factor of the z-loss, log(sum(exp(logits)))² per target, beside the cross-entropy (PaLM, section 5)."""
-    patience: Annotated[int | None, Mark.FREE] = Field(default=None, ge=1)
+    patience: Annotated[int | None, SettingRule.FREE] = Field(default=None, ge=1)
     """Validations without a better loss after which training stops."""
 
     @property
@@ -206,7 +215,7 @@ class RuntimeConfig(_section("runtime")):  # type: ignore[misc]
     """Transport of messages; "auto": NCCL where each rank has a GPU, else gloo; "local": threads of one process."""
     rules: StrictRules | None = None
     """Stricter rules than the transport's, for tests: a send waits for its receive; messages in NCCL's order."""
-    trace: Annotated[str | None, Mark.OF_A_MACHINE] = None
+    trace: Annotated[str | None, SettingRule.OF_A_MACHINE] = None
     """A directory for a trace of when each instruction ran, for `render --trace`; none: no trace."""
     trace_first: int = Field(default=2, ge=0)
     """The first step that is traced, counted from 0."""
@@ -243,7 +252,7 @@ class CheckpointConfig(Settings):
 class ForwardConfig(Settings):
     """The section `forward`: the outputs of a run with `mode: forward`."""
 
-    outputs: Annotated[str | None, Mark.OF_A_MACHINE] = None
+    outputs: Annotated[str | None, SettingRule.OF_A_MACHINE] = None
     """A folder for them: an index, and files of safetensors; see `saving.output_files`."""
     samples: Samples = "validation"
     """Split of the data that is run forward: each sample once, in the order of the data."""
@@ -263,11 +272,11 @@ class SinkConfig(Settings):
 class LogConfig(Settings):
     """Section `log`: the log file and further receivers."""
 
-    path: Annotated[str | None, Mark.OF_A_MACHINE] = None
+    path: Annotated[str | None, SettingRule.OF_A_MACHINE] = None
     """A file of JSON lines; none: no file."""
     every: Every = 50
     """Interval between two records: 50, "1M tokens", "30 s"."""
-    peak_tflops: Annotated[float | None, Mark.OF_A_MACHINE] = Field(default=None, gt=0)
+    peak_tflops: Annotated[float | None, SettingRule.OF_A_MACHINE] = Field(default=None, gt=0)
     """Peak of a rank's device in 10^12 FLOP/s, for MFU; none: that of a known GPU's datasheet, or of this CPU as
     `quintsched calibrate` measured it."""
     sinks: Annotated[
@@ -276,7 +285,7 @@ class LogConfig(Settings):
             ...,
         ],
         Field(strict=False),
-        Mark.OF_A_MACHINE,
+        SettingRule.OF_A_MACHINE,
     ] = ()
     """Receivers of metrics, each by name or as {name: wandb, options: {project: mine}}; see `train.reporter`."""
 
@@ -286,13 +295,13 @@ class JobConfig(Settings):
 
     mode: Literal["train", "forward"] = "train"
     """Training, or one forward pass over data, whose outputs are written; see `forward`."""
-    model: Annotated[ModelConfig, Mark.KEPT] = ModelConfig()
+    model: Annotated[ModelConfig, SettingRule.KEPT] = ModelConfig()
     """Model to train."""
-    data: Annotated[DataConfig, Mark.KEPT] = DataConfig()
+    data: Annotated[DataConfig, SettingRule.KEPT] = DataConfig()
     """Training data."""
     parallel: ParallelConfig = ParallelConfig()
     """Division of the work over ranks."""
-    train: Annotated[TrainConfig, Mark.KEPT] = TrainConfig()
+    train: Annotated[TrainConfig, SettingRule.KEPT] = TrainConfig()
     """Training loop."""
     runtime: RuntimeConfig = RuntimeConfig()
     """Execution."""
@@ -316,7 +325,7 @@ class JobConfig(Settings):
         return RunSettings.of_job(self)
 
 
-def marked(mark: Mark, kind: type[Settings] = JobConfig, prefix: str = "") -> Iterator[str]:
+def marked(mark: SettingRule, kind: type[Settings] = JobConfig, prefix: str = "") -> Iterator[str]:
     """Yield the full names of a job's settings, and sections, that have a mark."""
     for name, field in kind.model_fields.items():
         if mark in field.metadata:

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from quintsched.errors import suggest
 from quintsched.user_code import names_file
 
-from .run_settings import Mark, Names, Settings
+from .run_settings import Names, SettingRule, Settings
 
 OPTIMIZERS = (
     *("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "muon", "nadam", "radam", "rmsprop"),
@@ -81,21 +81,21 @@ class GroupConfig(_WithOptions):
 class OptimizerConfig(_WithOptions):
     """The optimizer."""
 
-    name: Annotated[str, Mark.CODE, _one_of(OPTIMIZERS)] = "adam"
+    name: Annotated[str, SettingRule.CODE, _one_of(OPTIMIZERS)] = "adam"
     """A class of torch.optim in small letters (adamw, sgd, muon, adafactor, …), or another class:
     "my_file.py:Class", "package.module:Class"."""
     lr: float = Field(default=1e-3, ge=0)
     """The learning rate that the schedule's factor multiplies."""
-    momentum: Annotated[float, Mark.GIVEN] = Field(default=0.0, ge=0)
+    momentum: Annotated[float, SettingRule.GIVEN] = Field(default=0.0, ge=0)
     """Of sgd, rmsprop and muon."""
-    weight_decay: Annotated[float, Mark.GIVEN] = Field(default=0.0, ge=0)
+    weight_decay: Annotated[float, SettingRule.GIVEN] = Field(default=0.0, ge=0)
     """Added to the gradient (sgd, adam) or subtracted from the weights (adamw)."""
     decay: Literal["all", "matrices"] = "all"
     """The weights that decay: "all", or "matrices", which spares biases, norms, embeddings and weights tied to them,
     and those that a module names in its attribute `undecayed`."""
-    betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], Mark.GIVEN] = (
-        Field(default=(0.9, 0.999), strict=False)
-    )
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], SettingRule.GIVEN
+    ] = Field(default=(0.9, 0.999), strict=False)
     """Decay of the running means of adam and its kin."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the class: {amsgrad: true}, {nesterov: true}."""
@@ -115,7 +115,7 @@ class OptimizerConfig(_WithOptions):
 class LearningRateConfig(Settings):
     """The factor of the learning rate from step to step; `train.optimizer.learning_rate_factor` has the formulas."""
 
-    name: Annotated[str, Mark.CODE, _one_of(SHAPES)] = "constant"
+    name: Annotated[str, SettingRule.CODE, _one_of(SHAPES)] = "constant"
     """The shape of the decay after the warm-up: constant, linear, cosine, polynomial, exponential, inverse_sqrt, wsd
     (warm-up, stable, decay), or a user's function (step, total steps) → factor: "my_file.py:factor"."""
     warmup_steps: int = Field(default=0, ge=0)

@@ -6,7 +6,7 @@
 
 A setting is one field: its type, its default, its description, and its place in a job file (`InJob`). All else derives
 from that: arguments of `Engine` and their documentation, sections of the job file, comparisons of ranks, and which
-settings a resumed run must keep (`Mark`).
+settings a resumed run must keep (`SettingRule`).
 
 Validation of user input: frozen, strict, and every fault reported in one line with its place.
 
@@ -36,13 +36,13 @@ from pydantic_core import ErrorDetails
 
 from quintsched.errors import UsageError, printable, suggest
 from quintsched.files.strictjson import shorten
-from quintsched.files.user_records import Named
+from quintsched.files.user_records import RecordMetaclass
 
 from .foreign_keys import find_foreign_key
 from .tensor_rules import read_rule
 
 
-class Settings(BaseModel, metaclass=Named):
+class Settings(BaseModel, metaclass=RecordMetaclass):
     """Base of all settings: frozen, no unknown keys, no silent conversions, no NaN."""
 
     model_config = ConfigDict(
@@ -208,7 +208,7 @@ TensorRuleData = Annotated[str | dict[str, Any], PlainValidator(_rule_data)]
 """A rule as users write it; see `tensor_rules`."""
 
 
-class Mark(Enum):
+class SettingRule(Enum):
     """Constraint on a setting, or on a section, when ranks compare theirs and when a run is resumed."""
 
     KEPT = "a run goes on with the same"
@@ -259,14 +259,16 @@ def _seconds(value: float | str) -> float | None:
 class RunSettings(Settings):
     """Settings of an engine; the arguments of `Engine` with these names."""
 
-    loss_over: Annotated[LossOver | None, Mark.TRAINS, InJob("train")] = None
+    loss_over: Annotated[LossOver | None, SettingRule.TRAINS, InJob("train")] = None
     """Reduction of a loss that is one number: "samples", "targets" (those that are not -100), "sum", "microbatch":
     a value of each microbatch by itself; none: it is tested, and refused where microbatches cannot make it up."""
-    clip: Annotated[float | None, Mark.TRAINS, InJob("train")] = Field(default=None, gt=0)
+    clip: Annotated[float | None, SettingRule.TRAINS, InJob("train")] = Field(default=None, gt=0)
     """The largest global norm of the gradient; longer ones are scaled down to it."""
-    bucket_mb: Annotated[float, Mark.TRAINS, InJob("parallel")] = Field(default=25.0, gt=0)
+    bucket_mb: Annotated[float, SettingRule.TRAINS, InJob("parallel")] = Field(default=25.0, gt=0)
     """Size in MB (10^6 bytes) above which a gradient bucket is reduced in several reductions."""
-    dtype: Annotated[Any, Mark.KEPT, Mark.GIVEN, InJob("runtime", "precision", Precision, "float32", _dtype)] = None
+    dtype: Annotated[
+        Any, SettingRule.KEPT, SettingRule.GIVEN, InJob("runtime", "precision", Precision, "float32", _dtype)
+    ] = None
     """Dtype to compute in, of weights and inputs; None, of an engine: as blocks are built. With bfloat16 and float16,
     gradients are accumulated and weights are stepped in float32."""
     context: Annotated[ContextMethod, InJob("parallel")] = "ring"
@@ -277,23 +279,23 @@ class RunSettings(Settings):
     fused blocks of the outputs."""
     prove: Annotated[Proofs, InJob("parallel")] = "foreign"
     """Blocks that run once before the first step, sharded beside whole: all but built-in ones, "all", or "none"."""
-    buffers: Annotated[BufferChoice, Mark.KEPT, InJob("parallel")] = "merge"
+    buffers: Annotated[BufferChoice, SettingRule.KEPT, InJob("parallel")] = "merge"
     """Handling, by replicas, of buffers that a forward changes: "merge" running statistics, to those of one
     process over all microbatches; "sync" batch norms in every forward; take those of the "first"; or "refuse"."""
-    sequence_parallel: Annotated[bool, Mark.GIVEN, InJob("parallel")] = False
+    sequence_parallel: Annotated[bool, SettingRule.GIVEN, InJob("parallel")] = False
     """Whether each rank of tp has a slice of the tokens wherever layers are not cut."""
-    tied: Annotated[Ties | None, Mark.OPEN, InJob("model", "", Ties, {})] = None
+    tied: Annotated[Ties | None, SettingRule.OPEN, InJob("model", "", Ties, {})] = None
     """Tied weights of a user's model: {embedding: ["0.weight", "5.weight"]}; the plan ties the same names; see
     `parallel.tied`."""
     compiled: Annotated[bool, InJob("runtime", "compile")] = False
     """Whether torch.compile compiles each stage (excluding collectives, sharded or deferred matrix products, and blocks
     that draw random numbers other than by nn.Dropout)."""
-    cuda_graph: Annotated[bool, Mark.TRAINS, InJob("runtime")] = False
+    cuda_graph: Annotated[bool, SettingRule.TRAINS, InJob("runtime")] = False
     """Whether steps run from CUDA graphs, one for each shape of a batch: on one GPU, for models without dropout."""
-    zero_split: Annotated[ZeroSplit, Mark.TRAINS, InJob("parallel")] = "auto"
+    zero_split: Annotated[ZeroSplit, SettingRule.TRAINS, InJob("parallel")] = "auto"
     """Partition of parameters by ZeRO: equal segments ("element"), or whole ones ("parameter"); "auto": these
     for optimizers that work on whole parameters."""
-    max_skipped: Annotated[int, Mark.FREE, Mark.TRAINS, InJob("train")] = Field(default=5, ge=0)
+    max_skipped: Annotated[int, SettingRule.FREE, SettingRule.TRAINS, InJob("train")] = Field(default=5, ge=0)
     """Consecutive skipped steps, of a gradient that is not finite, after which the run stops and reports where that
     arose; 0: it never does."""
     verify: Annotated[bool, InJob("runtime")] = False
@@ -328,7 +330,7 @@ class RunSettings(Settings):
 
 def fields_of(kind: type[RunSettings], *, trains: bool = True) -> dict[str, FieldInfo]:
     """Return the fields of an engine's settings, by name; without `trains`, those that do not need a training."""
-    return {n: field for n, field in kind.model_fields.items() if trains or Mark.TRAINS not in field.metadata}
+    return {n: field for n, field in kind.model_fields.items() if trains or SettingRule.TRAINS not in field.metadata}
 
 
 def places() -> Iterator[tuple[str, str, InJob]]:

@@ -26,7 +26,7 @@ class TensorSplit(Enum):
     REPLICATE = "replicate"
 
 
-Parts = int | tuple[int, ...]
+FusedParts = int | tuple[int, ...]
 """Fused blocks of a layer's outputs: number of equal ones, or their proportions."""
 
 
@@ -35,7 +35,7 @@ class TensorRule:
     """Rule for a layer; `parts` and `sizes` are None where names and sizes decide."""
 
     split: TensorSplit
-    parts: Parts | None = None
+    parts: FusedParts | None = None
     sizes: tuple[str, ...] | None = None
     """Attributes of the surrounding module that are divided, "num_heads" or "config.num_heads"."""
     alone: bool = False
@@ -74,7 +74,7 @@ def _split_of(name: object) -> TensorSplit:
     return TensorSplit(name)
 
 
-def _parts_of(parts: object) -> Parts:
+def _parts_of(parts: object) -> FusedParts:
     found = tuple(parts) if isinstance(parts, list | tuple) else (parts,)
     if not found or any(isinstance(part, bool) or not isinstance(part, int) or part < 1 for part in found):
         raise ValueError(f"parts are a number of equal blocks or a list of proportions, not {parts!r}")

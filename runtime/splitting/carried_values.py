@@ -31,10 +31,23 @@ from ..examine.steady_state import BetweenLayers, HostChanges
 from ..objects.library_or_user import arguments_of, is_of_framework, is_of_library
 from ..objects.plain_code import asking_elsewhere
 from .build_blocks import materialised
-from .walk_log import HIDDEN, Call, Flow, Mark, Result, Rider, Span, SpanWalk, by_place, is_number, is_unknown, replaced
+from .walk_log import (
+    HIDDEN,
+    CallArguments,
+    CallResult,
+    Flow,
+    Placeholder,
+    Rider,
+    Span,
+    SpanWalk,
+    by_place,
+    is_number,
+    is_unknown,
+    replaced,
+)
 from .weightless_model import Frame, Walk
 
-Place = tuple[int, str]
+ArgumentPlace = tuple[int, str]
 """Number of a call, and a place among its arguments."""
 
 
@@ -90,7 +103,7 @@ class _Capture(Walk):
         marks = {place: HIDDEN if leaf is hidden else leaf for place, leaf in given.items()}
         places = [place for place, leaf in marks.items() if leaf is HIDDEN]
         is_next = is_same or not number
-        is_plain = bool(places) and all(isinstance(leaf, Mark | bool | str | None) for leaf in marks.values())
+        is_plain = bool(places) and all(isinstance(leaf, Placeholder | bool | str | None) for leaf in marks.values())
         modes = Modes.now().apart_from(self.around)
         with nullcontext() if self._watch is None else self._watch.within(layer, counts=False):
             made = self._made(layer, args, kwargs, given)
@@ -108,7 +121,9 @@ class _Capture(Walk):
         self._version = None if self._hidden.is_inference() else self._hidden._version
         return made.rebuilt(self._hidden, (args, kwargs))
 
-    def _made(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]) -> Result:
+    def _made(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]
+    ) -> CallResult:
         """Run a layer for the form of its result: on the meta device, or with real numbers if it reads values."""
         name = self.frame.name_of(layer)
         self.inside = True
@@ -127,12 +142,12 @@ class _Capture(Walk):
         first = next((leaf for leaf in leaves if is_number(leaf)), None)
         if first is None:
             raise MisfitError(f"{name!r} gives no tensor of floating point")
-        marks: list[str | Mark | None] = [HIDDEN if leaf is first else places.get(id(leaf)) for leaf in leaves]
-        return Result(
+        marks: list[str | Placeholder | None] = [HIDDEN if leaf is first else places.get(id(leaf)) for leaf in leaves]
+        return CallResult(
             form, tuple(marks), tuple(leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         )
 
-    def _run_layer(self, name: str, layer: nn.Module, call: Call, device: str) -> tuple[Any, list[Any]]:
+    def _run_layer(self, name: str, layer: nn.Module, call: CallArguments, device: str) -> tuple[Any, list[Any]]:
         """Return a layer's result and its arguments: tensors on a device, with NaN replaced."""
         leaves, spec = tree_flatten(call)
         given = [leaf.to(device).nan_to_num(0.1) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -173,7 +188,7 @@ class _Capture(Walk):
 
 
 @dataclass
-class Found:
+class CarriedValues:
     """Findings on a model's forward: its calls, its blocks, and inputs that later blocks do not need."""
 
     flow: Flow
@@ -183,7 +198,7 @@ class Found:
 
 def explore(
     frame: Frame, model: nn.Module, inputs: Mapping[str, Any], select: Callable[[Any], Any], *, is_own: bool
-) -> Found:
+) -> CarriedValues:
     """Record a forward; with `is_own`, for user code, check that every run does the same.
 
     Raises `MisfitError`.
@@ -204,7 +219,7 @@ def explore(
 
 def _explored(
     frame: Frame, model: nn.Module, inputs: Mapping[str, Any], select: Callable[[Any], Any], *, is_own: bool
-) -> Found:
+) -> CarriedValues:
     if not is_own:
         return _found(frame, capture(frame, model, inputs), inputs, select)
     flows: list[Flow] = []
@@ -222,10 +237,10 @@ def _explored(
         return _found(frame, flows[0], inputs, select)
 
 
-def _found(frame: Frame, flow: Flow, inputs: Mapping[str, Any], select: Callable[[Any], Any]) -> Found:
+def _found(frame: Frame, flow: Flow, inputs: Mapping[str, Any], select: Callable[[Any], Any]) -> CarriedValues:
     spans = spans_of(flow)
     flow.riders = find_riders(frame, flow, spans, inputs, select)
-    return Found(flow, spans, find_unneeded(frame, flow, spans, inputs, select))
+    return CarriedValues(flow, spans, find_unneeded(frame, flow, spans, inputs, select))
 
 
 def _run_for_others(run: Callable[[Mapping[str, Any]], None], inputs: Mapping[str, Any]) -> None:
@@ -342,8 +357,8 @@ class _Experiment(SpanWalk):
         span = spans[number]
         start = None if span.is_first else _finite(flow.results[max(span.phases.start - 1, 0)].sample)
         super().__init__(frame, torch.device("cpu"), flow, number, spans, start, {})
-        self.known: dict[Place, Tensor] = {}
-        self.unknown: list[Place] = []
+        self.known: dict[ArgumentPlace, Tensor] = {}
+        self.unknown: list[ArgumentPlace] = []
         self._alive: list[Any] = []
         self._has_unknown = False
         self._ridden = {place for rider in riders for place in rider.takers}
@@ -384,7 +399,7 @@ class _Experiment(SpanWalk):
         ]
         return tree_unflatten(leaves, result.spec)
 
-    def _note(self, place: Place, leaf: Tensor) -> None:
+    def _note(self, place: ArgumentPlace, leaf: Tensor) -> None:
         if place in self._ridden:
             return
         if is_unknown(leaf):

@@ -20,7 +20,7 @@ from quintsched.errors import MisfitError
 
 from ..comm.torch_modes import Modes
 from ..examine.host_state_changes import SPLIT_AGAIN, Followed, label_of
-from .symbolic_trace import IN_PLACE, Traced, Untraceable, skeleton, trace
+from .symbolic_trace import IN_PLACE_FUNCTIONS, Traced, Untraceable, skeleton, trace
 from .weightless_model import ends_of
 
 _MOST_CROSSING = 8
@@ -42,7 +42,7 @@ class TraceSource:
         targets: for each segment, the names of the modules, weights and other tensors that its graph uses.
         constants: tensors that the forward makes independently of its inputs.
         segments: the model's segments.
-        evaluates: see `Source`.
+        evaluates: see `SharedOrigin`.
 
     Raises `Untraceable` where its forward cannot be traced, or has no place to cut.
     """
@@ -267,7 +267,7 @@ def _changed_targets(graph: fx.Graph) -> Iterator[str]:
     for node in graph.nodes:
         name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
         is_call = node.op in ("call_method", "call_function") and not name.endswith("__")
-        if is_call and (name.endswith("_") or name == "setitem" or node.target in IN_PLACE):
+        if is_call and (name.endswith("_") or name == "setitem" or node.target in IN_PLACE_FUNCTIONS):
             yield from _base(node.args[0])
         yield from _base(node.kwargs.get("out"))
 

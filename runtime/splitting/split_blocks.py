@@ -121,12 +121,12 @@ def _seeing(block: Any, frame: Frame, sight: Sight | None) -> AbstractContextMan
 
 def segment(model: nn.Module, origin: Origin, number: int) -> nn.Module:
     """Return block `number`, which is more than one layer."""
-    block = Segment(model, origin, number)
-    block.__class__ = block_class(Segment, object, origin.takes(number))
+    block = MultiLayerBlock(model, origin, number)
+    block.__class__ = block_class(MultiLayerBlock, object, origin.takes(number))
     return block
 
 
-class Segment(nn.Module):
+class MultiLayerBlock(nn.Module):
     """A block that is more than one layer; its modules have the names that they have in the model.
 
     Args:
@@ -237,7 +237,9 @@ TARGET_NAMES = ("labels", "targets", "label", "label_ids", "start_positions", "e
 
 
 class _SegmentWalk(SpanWalk):
-    def __init__(self, block: Segment, device: torch.device, hidden: Tensor | None, riders: dict[str, Any]) -> None:
+    def __init__(
+        self, block: MultiLayerBlock, device: torch.device, hidden: Tensor | None, riders: dict[str, Any]
+    ) -> None:
         origin = block._origin
         taken = {name: computable(rider) for name, rider in riders.items()}
         super().__init__(block._place.frame, device, origin.flow, block._number, origin.spans, hidden, taken)

@@ -19,8 +19,8 @@ from ..examine.host_state_changes import SPLIT_AGAIN, Followed, tensors_in
 from ..objects.library_or_user import is_of_library
 from .adapters import router_losses, transformers_models
 from .adapters.sliced_attention import Sight
-from .carried_values import Found
-from .walk_log import HIDDEN, Call, SpanWalk, Stop, replaced
+from .carried_values import CarriedValues
+from .walk_log import HIDDEN, CallArguments, SpanWalk, Stop, replaced
 from .weightless_model import Frame, in_graph
 
 
@@ -43,13 +43,13 @@ class Origin:
         uncarried: inputs that no later block needs, as samples on the meta device.
         unused: names of weights and saved buffers that no block uses; the last one has them, to be saved with the rest.
         frames: the frames in which the forward runs: its own, and those of blocks.
-        evaluates: see `Source`.
+        evaluates: see `SharedOrigin`.
     """
 
     def __init__(
         self,
         frame: Frame,
-        found: Found,
+        found: CarriedValues,
         inputs: Sequence[str],
         settings: Mapping[str, Any],
         select: Callable[[Any], Any],
@@ -64,17 +64,17 @@ class Origin:
         self.uncarried = found.unneeded
         self.frames = [frame]
         self.evaluates: bool | None = None
-        self._watched: tuple[Followed, Callable[[nn.Module], Found]] | None = None
+        self._watched: tuple[Followed, Callable[[nn.Module], CarriedValues]] | None = None
         self._is_theirs = is_of_library(type(frame.root))
         self._modes: dict[tuple[int, ...], Modes | None] = {}
         self._numbers: dict[int, int] = {}
         self._held: dict[str, Tensor] = {}
-        self._last: tuple[Sequence[Any], torch.dtype, dict[int, Call]] = ((), torch.float32, {})
+        self._last: tuple[Sequence[Any], torch.dtype, dict[int, CallArguments]] = ((), torch.float32, {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Origin:
         return self
 
-    def watch(self, model: nn.Module, search: Callable[[nn.Module], Found]) -> None:
+    def watch(self, model: nn.Module, search: Callable[[nn.Module], CarriedValues]) -> None:
         """Watch the host state that a model's forward reads; `search` records the forward again when it has changed."""
         self._watched = Followed(model, self.frame.followed), search
         self.frame.flags = self._watched[0].flags
@@ -158,7 +158,7 @@ class Origin:
 
     def arguments(
         self, number: int, hidden: Tensor, given: Mapping[str, Any], sight: Sight | None, *, training: bool = False
-    ) -> tuple[Call, Modes | None]:
+    ) -> tuple[CallArguments, Modes | None]:
         """Return the arguments of the layer that is all of block `number`, and modes if others are around it."""
         call, inputs = self.spans[number].calls.start, self.inputs_of(given)
         plain, modes, flags = self.flow.arguments[call], self.flow.modes[call], tuple(self.frame.flags().values())
@@ -181,7 +181,7 @@ class Origin:
 
     def _remembered(
         self, number: int, hidden: Tensor, inputs: dict[str, Any], sight: Sight | None, training: bool
-    ) -> dict[int, Call]:
+    ) -> dict[int, CallArguments]:
         """Return arguments of this and later calls: from the last walk, if it had the same inputs."""
         old, dtype, calls = self._last
         key = (training, *inputs.keys(), *inputs.values(), *(() if sight is None else (sight.context, sight.past)))
@@ -207,7 +207,7 @@ class Origin:
         walk.go(self.called_with(inputs, hidden, sight))
         return walk
 
-    def _found(self, hidden: Tensor, walk: _ArgumentsWalk) -> dict[int, Call]:
+    def _found(self, hidden: Tensor, walk: _ArgumentsWalk) -> dict[int, CallArguments]:
         places = {at: {self.flow.entries[at]: HIDDEN} for at in walk.found if self.flow.repeats[at]}
         found = {at: replaced(call, places.get(at, {})) for at, call in walk.found.items()}
         return as_meta(found) if hidden.is_meta else found
@@ -259,7 +259,7 @@ class _ArgumentsWalk(SpanWalk):
     def __init__(self, origin: Origin, number: int, hidden: Tensor, on: bool, training: bool) -> None:
         super().__init__(origin.frame, hidden.device, origin.flow, number, origin.spans, hidden, {})
         self._on, self._training = on, training
-        self.found: dict[int, Call] = {}
+        self.found: dict[int, CallArguments] = {}
         self.modes: Modes | None = None
 
     def is_training(self) -> bool:
@@ -277,7 +277,7 @@ class _ArgumentsWalk(SpanWalk):
         self.is_done = number == len(self.flow.calls) - 1
 
 
-def _with_hidden(call: Call, hidden: Tensor) -> Call:
+def _with_hidden(call: CallArguments, hidden: Tensor) -> CallArguments:
     args, kwargs = tree_map(lambda leaf: hidden if leaf is HIDDEN else leaf, call)
     return args, kwargs
 

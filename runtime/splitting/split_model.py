@@ -18,10 +18,10 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from quintsched.arguments import MAPPING, SEVERAL, Kind, instance, takes
+from quintsched.arguments import MAPPING, SEVERAL, ArgumentKind, instance, takes
 from quintsched.errors import MisfitError, UsageError
 
-from ..blocks.block_outlines import BLOCKS, Block
+from ..blocks.block_outlines import BLOCKS, BlockOrBuilder
 from ..blocks.module_state import require_sized, saved_tensors
 from ..comm.generators import GENERATORS, draws_undone
 from ..examine.host_state_changes import Copies
@@ -52,7 +52,7 @@ NOT_INPUTS = frozenset(
 """Parameters of a forward that say how to run, or are for the loss."""
 
 
-class Split(Sequence[Block]):
+class Split(Sequence[BlockOrBuilder]):
     """Blocks of a model, for `Engine(plan, split(model), …)`.
 
     Attributes:
@@ -73,7 +73,7 @@ class Split(Sequence[Block]):
     @takes("Split(blocks, tied={…})", blocks=BLOCKS, tied=MAPPING, rules=MAPPING, own_names=MAPPING)
     def __init__(
         self,
-        blocks: Sequence[Block],
+        blocks: Sequence[BlockOrBuilder],
         *,
         tied: Mapping[str, Sequence[str]] | None = None,
         rules: Rules | None = None,
@@ -98,7 +98,7 @@ class Split(Sequence[Block]):
     def __repr__(self) -> str:
         return f"Split({len(self)} blocks: {in_words(self)})"
 
-    def of(self, blocks: Sequence[Block]) -> Split:
+    def of(self, blocks: Sequence[BlockOrBuilder]) -> Split:
         """Return the same split with other blocks, which have the same weights by the same names."""
         other = copy.copy(self)
         other._blocks = list(blocks)
@@ -110,13 +110,13 @@ class Split(Sequence[Block]):
     def __getitem__(self, number: Any) -> Any:
         return self._blocks[number]
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[BlockOrBuilder]:
         return iter(self._blocks)
 
 
 @takes(
     'split(from_pretrained("gpt2"))',
-    model=Kind("the model, or a function that builds it", callable),
+    model=ArgumentKind("the model, or a function that builds it", callable),
     blocks=SEVERAL,
     example=instance("a tensor, or inputs by name", Tensor, Mapping),
 )

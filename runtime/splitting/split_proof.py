@@ -27,7 +27,7 @@ from ..objects.library_or_user import is_of_library
 from .walk_log import is_number
 from .weightless_model import by_place_or_name
 
-TOLERANCE = 1e-5
+SPLIT_TOLERANCE = 1e-5
 """Tolerance relative to the largest number; the same operations run, so rounding hardly differs."""
 
 _ROUNDING, _MOST, _LEAST = 1e3, 0.05, 1e-6
@@ -213,7 +213,7 @@ def _compare(what: str, expected: _Result, found: _Result) -> None:
                 "are not finite, for a small example; give one of its own, split(model, example=…), or leave the "
                 "comparison out, prove=False"
             )
-        if apart > TOLERANCE:
+        if apart > SPLIT_TOLERANCE:
             raise MisfitError(
                 f"the blocks of {what} do not give what the model gives: off by {apart:.1g} of its largest number; "
                 f"{_ADVICE}"
@@ -251,7 +251,7 @@ def require_equal_loss(
     modules = [model, *blocks]
     (own,) = _result_of(modules, inputs, lambda given: _run(model, {**given, "labels": labels})["loss"]).outputs
     total, weight = _result_of(modules, inputs, lambda given: loss_fn(chain(blocks, given), labels)).outputs
-    if _off(own, (total / weight).to(own.dtype)) > TOLERANCE:
+    if _off(own, (total / weight).to(own.dtype)) > SPLIT_TOLERANCE:
         raise MisfitError(
             f"the loss of {type(model).__name__} is not that of its logits and its routers; set "
             "config.output_router_logits = False"

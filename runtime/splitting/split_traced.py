@@ -27,7 +27,7 @@ from .shared_trace import TraceSource
 from .split_blocks import block_class, take
 
 
-class Segment(nn.Module):
+class TracedSegment(nn.Module):
     """A part of a traced forward: its graph, and the modules and weights it uses, under the model's names.
 
     Args:
@@ -120,22 +120,22 @@ def _in_order(given: Any, names: Sequence[str]) -> Sequence[Any]:
     return [given] if len(names) == 1 else list(given)
 
 
-def segments(model: nn.Module) -> list[Segment]:
+def segments(model: nn.Module) -> list[TracedSegment]:
     """Return the model cut wherever possible; raises `Untraceable` where it cannot be traced, or has no place to cut.
 
     The segments share the model's weights and modules.
     """
     source = TraceSource(model)
-    made = [Segment(model, source, k, targets, source.constants) for k, targets in enumerate(source.targets)]
+    made = [TracedSegment(model, source, k, targets, source.constants) for k, targets in enumerate(source.targets)]
     _keep_unused(model, made)
     inputs = [node.name for node in source.graph(0, model.training).nodes if node.op == "placeholder"]
     if len(inputs) > 1:
-        made[0].__class__ = block_class(Segment, object, tuple(inputs))
+        made[0].__class__ = block_class(TracedSegment, object, tuple(inputs))
     source.segments = weakref.WeakSet(made)
     return made
 
 
-def _keep_unused(model: nn.Module, made: Sequence[Segment]) -> None:
+def _keep_unused(model: nn.Module, made: Sequence[TracedSegment]) -> None:
     """Register in the last segment the weights and saved buffers that no graph uses, to be saved with the others."""
     used = {id(tensor) for segment in made for tensor in saved_tensors(segment).values()}
     unused = {name: tensor for name, tensor in saved_tensors(model).items() if id(tensor) not in used}

@@ -145,13 +145,13 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return change
 
 
-IN_PLACE: tuple[Callable[..., Any], ...] = (
+IN_PLACE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
     *(operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
 )
 """Operators that change their first argument in place, where that is a tensor."""
 
-for _function in IN_PLACE:
+for _function in IN_PLACE_FUNCTIONS:
     setattr(_Symbol, f"__{_function.__name__}__", _in_place(_function))
 
 
@@ -249,7 +249,7 @@ class _Tracer(fx.Tracer):
         if self._stows:
             return object.__setattr__(module, name, value)
         own = self.names[id(module)]
-        if isinstance(value, fx.Proxy) and value.node.target in IN_PLACE:
+        if isinstance(value, fx.Proxy) and value.node.target in IN_PLACE_FUNCTIONS:
             source: Any = value.node.args[0]
             if source.op == "get_attr" and source.target == f"{own}.{name}".lstrip("."):
                 return None
@@ -326,7 +326,7 @@ def _stays(node: fx.Node) -> bool:
     """Whether a node must be kept without users: it is a module's, or has a side effect."""
     if node.op in ("placeholder", "output", "call_module"):
         return True
-    if node.target in IN_PLACE or "out" in node.kwargs:
+    if node.target in IN_PLACE_FUNCTIONS or "out" in node.kwargs:
         return True
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name.endswith("_") or "assert" in name or "setitem" in name

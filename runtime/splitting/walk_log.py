@@ -27,17 +27,17 @@ from quintsched.errors import MisfitError
 from ..comm.torch_modes import Modes, modes_kept
 from .weightless_model import Frame, Walk
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a call, by position and by name."""
 
 
-class Mark(Enum):
+class Placeholder(Enum):
     """Placeholder for the hidden state, where that is not yet known."""
 
     HIDDEN = "hidden"
 
 
-HIDDEN = Mark.HIDDEN
+HIDDEN = Placeholder.HIDDEN
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class Rider:
 
 
 @dataclass(frozen=True)
-class Result:
+class CallResult:
     """Structure of a call's result: `leaves` are `HIDDEN`, the place of an argument that is returned, or None."""
 
     spec: TreeSpec
-    leaves: tuple[str | Mark | None, ...]
+    leaves: tuple[str | Placeholder | None, ...]
     constants: tuple[Any, ...]
 
     @property
@@ -95,7 +95,7 @@ class Result:
         assert isinstance(found, Tensor)
         return found
 
-    def rebuilt(self, hidden: Tensor, call: Call) -> Any:
+    def rebuilt(self, hidden: Tensor, call: CallArguments) -> Any:
         """Return a result from a hidden state and the call's arguments, with NaN in place of other tensors."""
         given = by_place(call)
         leaves = [
@@ -133,13 +133,13 @@ class Flow:
     """
 
     calls: list[str] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)
+    results: list[CallResult] = field(default_factory=list)
     beside: list[list[str]] = field(default_factory=lambda: [[]])
     weights: list[list[str]] = field(default_factory=lambda: [[]])
     buffers: list[list[str]] = field(default_factory=lambda: [[]])
     entries: list[str] = field(default_factory=list)
     keeps: list[bool] = field(default_factory=list)
-    arguments: list[Call | None] = field(default_factory=list)
+    arguments: list[CallArguments | None] = field(default_factory=list)
     repeats: list[bool] = field(default_factory=list)
     riders: list[Rider] = field(default_factory=list)
     modes: list[Modes | None] = field(default_factory=list)
@@ -282,7 +282,7 @@ class SpanWalk(Walk):
             raise Stop
         return made
 
-    def _known(self, layer: nn.Module, number: int) -> Result:
+    def _known(self, layer: nn.Module, number: int) -> CallResult:
         name, calls = self.frame.name_of(layer), self.flow.calls
         if number >= len(calls) or name != calls[number]:
             raise MisfitError(
@@ -292,7 +292,7 @@ class SpanWalk(Walk):
         return self.flow.results[number]
 
 
-def hidden_of(result: Result, made: Any) -> Tensor:
+def hidden_of(result: CallResult, made: Any) -> Tensor:
     """Return the hidden state in a call's result."""
     leaves = tree_flatten(made)[0]
     hidden = leaves[result.leaves.index(HIDDEN)]

@@ -23,7 +23,7 @@ from ..blocks.shape_inference import Graphs, trace_graphs
 from ..blocks.trees import DIFFERENTIABLE, TreeSpec
 
 
-class Given(Protocol):
+class UnitSpecs(Protocol):
     """Specs of a unit's inputs and extras, as all ranks of its pipeline know them."""
 
     @property
@@ -75,11 +75,11 @@ class BoundaryGradients:
         self._watched = {stage: _Watched((), -1) for stage in self._starts}
         self._known: dict[tuple[int, TreeSpec, tuple[bool, ...]], bool] = {}
         self._missing: dict[int, set[int]] = {}
-        self._alone: dict[tuple[int, Given, frozenset[int]], dict[int, Sequence[int]]] = {}
+        self._alone: dict[tuple[int, UnitSpecs, frozenset[int]], dict[int, Sequence[int]]] = {}
         self.constant: set[int] = set()
         self.reached: set[int] = set()
 
-    def begin_step(self, given: Callable[[], Given | None], *, is_first: bool, is_last: bool) -> None:
+    def begin_step(self, given: Callable[[], UnitSpecs | None], *, is_first: bool, is_last: bool) -> None:
         """Update which earlier stages are frozen, for a step, or one call of it, with the specs of a unit `given`."""
         self._given, self._is_last = given, is_last
         if is_first:
@@ -95,7 +95,7 @@ class BoundaryGradients:
             if frozen != watched.frozen:
                 self._look_through(stage, given())
 
-    def _look_through(self, stage: int, unit: Given | None) -> None:
+    def _look_through(self, stage: int, unit: UnitSpecs | None) -> None:
         """Find which parameters before a stage are trained, and whether its inputs require gradients."""
         before = self._before[stage]
         parameters = [reference() for reference in before]
@@ -106,14 +106,14 @@ class BoundaryGradients:
         if unit is not None and None not in parameters and not all(flags) and not self._requires(stage, unit, flags):
             self.constant.add(stage)
 
-    def _requires(self, stage: int, unit: Given, flags: tuple[bool, ...]) -> bool:
+    def _requires(self, stage: int, unit: UnitSpecs, flags: tuple[bool, ...]) -> bool:
         key = stage, unit.inputs, flags
         if key not in self._known:
             graphs = self._trace(stage, unit, flags)
             self._known[key] = graphs is None or any(t.requires_grad for t in (*graphs.output, *graphs.riders.values()))
         return self._known[key]
 
-    def _trace(self, stage: int, unit: Given, flags: Sequence[bool] | None = None) -> Graphs | None:
+    def _trace(self, stage: int, unit: UnitSpecs, flags: Sequence[bool] | None = None) -> Graphs | None:
         before = self._outlines[: self._starts[stage]]
         return trace_graphs(before, flags, unit.inputs, dict(unit.extras), self._dtype)
 
@@ -141,7 +141,7 @@ class BoundaryGradients:
                 raise MisfitError(self._words(stage, arriving, place, trained))
 
     def _only_through(
-        self, stage: int, unit: Given, missing: Collection[int], arriving: Parcel, parcels: Sequence[Parcel]
+        self, stage: int, unit: UnitSpecs, missing: Collection[int], arriving: Parcel, parcels: Sequence[Parcel]
     ) -> dict[int, Sequence[int]]:
         """Return, per missing input, the numbers of the weights that get gradients through missing inputs alone."""
         graphs, everything = self._trace(stage, unit), range(len(self._before[stage]))

@@ -20,7 +20,7 @@ from quintsched.ir.layout import Layout
 from quintsched.ir.plan_data import PlanData, listed
 
 from ..blocks.block_costs import estimate_costs
-from ..blocks.block_outlines import Block, Blocks, build_block
+from ..blocks.block_outlines import BlockOrBuilder, Blocks, build_block
 from ..blocks.dtensor import local_of, prepare_sharded
 from ..blocks.module_state import spread_buffers
 from ..comm import Group
@@ -35,7 +35,7 @@ from ..parallel.tensor.parameter_shards import shard_of
 from ..parallel.tensor.whole_model_cuts import TensorCuts
 from .balance_stages import partition
 
-BlockBuilder = Callable[[Block, int], nn.Module]
+BlockBuilder = Callable[[BlockOrBuilder, int], nn.Module]
 
 _trained_by: WeakKeyDictionary[nn.Module, ref[Thread]] = WeakKeyDictionary()
 """Modules in stages, and the thread that trains them: with ranks as threads, the rank."""

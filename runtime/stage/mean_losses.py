@@ -40,7 +40,7 @@ NOT_STATED = (
     "the loss function gives two things, which have to be a sum and what it is over, as microbatches add both up: {}; "
     'return these, such as F.cross_entropy(…, reduction="sum"), (targets != -100).sum(), or a mean alone'
 )
-IN_PLACE = (
+IN_PLACE_OPERATIONS = (
     "the loss function changes its targets or its output in place, which other microbatches and metrics see too; write "
     "targets = targets.masked_fill(…), or output = output / 2, which are other tensors"
 )
@@ -66,7 +66,7 @@ class Counted(NamedTuple):
 
 _counted: Callable[[tuple[Any, ...]], Counted] = partial(tuple.__new__, Counted)
 
-Found = Any
+LossResult = Any
 """Result of a loss function: a loss, or (sum, weight)."""
 
 
@@ -102,7 +102,7 @@ class WeighedLoss:
 
     def __init__(
         self,
-        loss_fn: Callable[..., Found],
+        loss_fn: Callable[..., LossResult],
         over: LossOver | None = None,
         *,
         is_cut: bool = False,
@@ -234,7 +234,7 @@ class WeighedLoss:
         with self.watched:
             found = self.function(output, targets)
         if given and any(tensor._version != version for tensor, version in given):
-            raise MisfitError(IN_PLACE)
+            raise MisfitError(IN_PLACE_OPERATIONS)
         is_number = isinstance(found, Tensor) and not found.dim() and not found.is_complex()
         if (
             not is_number
@@ -255,7 +255,7 @@ class WeighedLoss:
         is_sum = self._weight is not None and self._weight.over is Over.SUM
         return Counted(nothing, 0.0 if is_sum else 1.0, is_sum=is_sum)
 
-    def _require_kind(self, found: Found) -> None:
+    def _require_kind(self, found: LossResult) -> None:
         """Raise `MisfitError` for a tuple where the loss was a number before, or the other way round."""
         is_pair = isinstance(found, tuple)
         if not self._is_given and (is_pair or isinstance(found, Tensor)):
@@ -288,7 +288,7 @@ class WeighedLoss:
             examined.find((), output, targets, samples)
         self._weight, self.is_known = LossWeight(Over.SUM), True
 
-    def _find(self, found: Found, output: Any, targets: Any, samples: int) -> None:
+    def _find(self, found: LossResult, output: Any, targets: Any, samples: int) -> None:
         """Examine the unit of the loss, if it has a gradient; a loss passed on by a block shows it by its graph."""
         for examined in self.examined:
             is_new = examined.rule is None

@@ -28,11 +28,11 @@ from ..comm import LocalTransport, Transport
 from ..comm.host_collectives import share_bytes
 from ..comm.torch_modes import Modes
 from ..examine.eval_mode import eval_mode_warning
-from ..examine.host_state_changes import Copies, Source, sources_of
+from ..examine.host_state_changes import Copies, SharedOrigin, sources_of
 from ..examine.in_common.common_state import CommonState
 from ..examine.in_common.shared_state import SharedState
 from ..examine.microbatch_state import LateState
-from ..examine.refused_combinations import Run, require_usable_blocks
+from ..examine.refused_combinations import BlockUse, require_usable_blocks
 from ..examine.weights_not_held import WeightsElsewhere
 from ..parallel.context.context_parallel import ContextParallel
 from ..parallel.cut_proofs.prove_cuts import Prover
@@ -151,7 +151,7 @@ class RankModel:
     def _require_usable(self, is_sliced: Callable[[int], bool]) -> None:
         """Raise the error for the first block that the plan cannot run."""
         device, graphs = self._transport.device, self.options.cuda_graph
-        run = Run(self.plan, device, self.outlines, self.cuts, is_sliced, self._buffer_choice, graphs)
+        run = BlockUse(self.plan, device, self.outlines, self.cuts, is_sliced, self._buffer_choice, graphs)
         require_usable_blocks(run)
 
     def _build(self, blocks: Blocks) -> None:
@@ -269,7 +269,7 @@ class RankModel:
         return expert_report(self.outlines, size) if size > 1 else None
 
     @cached_property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[SharedOrigin]:
         """Shared state of split models' blocks; each source refreshes it from the model as it is now."""
         return [
             *sources_of(block for stage in self.stages.values() for block in stage.blocks.values()),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..comm import Group
-from ..parallel.dropout import KeyedDropout, Masks, Unit
+from ..parallel.dropout import KeyedDropout, Masks, MaskUnit
 from ..parallel.keyed_draws import BlockDraws
 from ..parallel.tensor.cut_rules import is_built_in
 
@@ -30,10 +30,10 @@ The last stage's row is its output alone, as the last block returned it.
 """
 
 Extras = Mapping[str, Any]
-Run = Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]
+RunBlocks = Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]
 
 UNIT = "the unit"
-"""Key in a unit's extras of the unit itself (a `dropout.Unit`), where blocks draw; blocks never see it."""
+"""Key in a unit's extras of the unit itself (a `dropout.MaskUnit`), where blocks draw; blocks never see it."""
 
 _NOTHING = nullcontext()
 
@@ -94,7 +94,7 @@ class StageDraws:
 
         return call
 
-    def by_unit(self, plain: Run, watched: Run, compiled: Run | None) -> Run:
+    def by_unit(self, plain: RunBlocks, watched: RunBlocks, compiled: RunBlocks | None) -> RunBlocks:
         """Return a callable that runs some blocks with the draws of the unit in their extras.
 
         Its attribute `plain` runs them without a unit.
@@ -108,7 +108,7 @@ class StageDraws:
         plain = plain if compiled is None or beside is not None else compiled
 
         def run(given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
-            unit: Unit | None = extras.get(UNIT)
+            unit: MaskUnit | None = extras.get(UNIT)
             if unit is None and beside is None:
                 return plain(given, extras)
             with beside or _NOTHING:
@@ -122,18 +122,18 @@ class StageDraws:
         run.plain = plain if beside is None else None  # type: ignore[attr-defined]
         return run
 
-    def again(self, unit: Unit) -> AbstractContextManager[object]:
+    def again(self, unit: MaskUnit) -> AbstractContextManager[object]:
         """Return the context for a unit's backward, which may rerun parts of the forward with the same draws."""
         if self.beside is None and not self._watched:
             return self.masks.again(unit)
         return self._again_in_modes(unit)
 
     @contextmanager
-    def _again_in_modes(self, unit: Unit) -> Iterator[None]:
+    def _again_in_modes(self, unit: MaskUnit) -> Iterator[None]:
         with self.beside or _NOTHING, self.masks.again(unit), self._draws.again() if self._watched else _NOTHING:
             yield
 
-    def _settle(self, unit: Unit) -> None:
+    def _settle(self, unit: MaskUnit) -> None:
         """Stop watching blocks that drew nothing in the first step; watch all again after a later draw."""
         if self.alarms != self.masks.alarms:
             self.alarms, self._since = self.masks.alarms, None

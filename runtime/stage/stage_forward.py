@@ -20,15 +20,15 @@ from quintsched.errors import MisfitError
 
 from ..autograd.recompute import Rerun, run_dropped
 from ..blocks.block_outlines import Parcel, accepted_extras, split_result, takes_targets
-from ..blocks.trees import PLAIN, Tensors, Tree, TreeSpec, flatten
+from ..blocks.trees import ONE_TENSOR, Tensors, Tree, TreeSpec, flatten
 from ..blocks.without_side_effects import as_leaves, detached
 from ..comm import Group
 from ..objects.spaces import forward_hooks, is_of_torch
 from ..parallel.dropout import Masks
 from .in_place_copies import NOTHING_COPIED, Copied, copied_in
-from .stage_draws import UNIT, Extras, Outputs, Run, StageDraws
+from .stage_draws import UNIT, Extras, Outputs, RunBlocks, StageDraws
 
-__all__ = ["UNIT", "Chain", "Extras", "Outputs", "Run", "StageForward", "apart"]
+__all__ = ["UNIT", "Chain", "Extras", "Outputs", "RunBlocks", "StageForward", "apart"]
 
 
 class Chain:
@@ -81,7 +81,7 @@ class Chain:
         return outputs, total
 
     @property
-    def direct(self) -> Run:
+    def direct(self) -> RunBlocks:
         """A callable equal to the chain; without its preparations where there is nothing to prepare."""
         prepares = self._copied is not None or self._tree is not None or self._arriving or self._leaves_tree
         return self if prepares else self._through
@@ -120,8 +120,8 @@ class Chain:
 class Whole:
     """A recomputed chain at the end of the model: returns output tensors, and rebuilds the output from them."""
 
-    def __init__(self, chain: Run) -> None:
-        self._chain, self._tree = chain, PLAIN
+    def __init__(self, chain: RunBlocks) -> None:
+        self._chain, self._tree = chain, ONE_TENSOR
 
     def __call__(self, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
         """Return the tensors of the output."""
@@ -188,7 +188,7 @@ class StageForward:
         """Random draws of the blocks; blocks that draw get their unit (see `UNIT`)."""
         self._final: Whole | None = None
 
-        def chain(some: Sequence[int], dropped: bool) -> tuple[Run, Callable[[], Iterable[Tensor]] | None]:
+        def chain(some: Sequence[int], dropped: bool) -> tuple[RunBlocks, Callable[[], Iterable[Tensor]] | None]:
             first, end = (some[0], some[-1] + 1) if some else (start, start)
             arriving = parcels[first - 1] if first else Parcel(inputs)
             tree = partial(_tree_of, arriving) if first else input_tree
@@ -214,7 +214,7 @@ class StageForward:
         self._chains = [chain(some, dropped) for some, dropped in chains_of(numbers, recompute if numbers else 0)]
         self.whole = self._chains[0][0] if len(self._chains) == 1 and not (recompute and numbers) else None
         """The callable that runs the stage, where nothing is recomputed and there is a single chain."""
-        self.plain: Run | None = getattr(self.whole, "plain", None)
+        self.plain: RunBlocks | None = getattr(self.whole, "plain", None)
         """The same without random draws."""
 
     def __call__(self, given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Outputs, Tensor | None]:
@@ -248,7 +248,7 @@ class StageForward:
         return tuple([o.clone() if o.untyped_storage()._cdata in held else o for o in outputs])
 
 
-def _run_recorded(chain: Run, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
+def _run_recorded(chain: RunBlocks, given: Outputs, extras: Extras) -> tuple[Outputs, Tensor | None]:
     """Run blocks that differentiate in their forwards; without grad mode, the graph is dropped afterwards."""
     if torch.is_grad_enabled():
         return chain(given, extras)

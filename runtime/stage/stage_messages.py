@@ -16,7 +16,7 @@ from itertools import compress
 from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
-from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
+from quintsched.ir.values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.plan import Plan
 
 from ..blocks.block_outlines import Parcel, accepted_extras
@@ -80,7 +80,7 @@ class Cargo:
         """Return the specs of the tensors of a value that is sent."""
         if value.kind in SKIPS:
             return (self._specs[value.number % MAX_SKIPS],)
-        return self._rows[value.stage][value.kind is Kind.OUTPUT]
+        return self._rows[value.stage][value.kind is ValueKind.OUTPUT]
 
     def places(self, value: Value, row: Parcel) -> tuple[int, ...]:
         """Return the places of a value's tensors in the row of a parcel."""
@@ -88,7 +88,7 @@ class Cargo:
             return (row.place(self._skips[value.number % MAX_SKIPS]),)
         left = self._left[value.stage]
         places = (*range(len(left.output.tensors)), *map(row.place, dict(left.riders)))
-        return tuple(compress(places, self._goes[value.stage][value.kind is Kind.OUTPUT]))
+        return tuple(compress(places, self._goes[value.stage][value.kind is ValueKind.OUTPUT]))
 
 
 def _goes(specs: Sequence[TensorSpec], *, is_output: bool) -> list[bool]:

@@ -26,7 +26,7 @@ from ..blocks.shape_inference import trace_shapes
 from ..blocks.trees import Tree
 from ..comm import Group
 from ..comm.host_collectives import first_said, greatest, share_texts
-from ..examine.block_losses import SAMPLES, BlockLoss, examine_block_loss
+from ..examine.block_losses import DRAWN_SAMPLES, BlockLoss, examine_block_loss
 from ..examine.block_runs import RunBlock, drawing
 from ..examine.extras.rows_of_samples import OF_NO_SAMPLE, extra_of_no_sample
 from ..examine.gradients.nonlinear_backwards import BlockBackwards, Unlinear
@@ -34,7 +34,7 @@ from ..examine.losses.loss_weights import LossWeight, Over
 from ..objects.host_state import HostState
 from ..parallel.cut_proofs.block_kinds import content_of
 from ..parallel.cut_proofs.features_apart import state_of_host
-from ..parallel.cut_proofs.trial_inputs import SAMPLES as FEW
+from ..parallel.cut_proofs.trial_inputs import TRIAL_SAMPLES as FEW
 from ..parallel.cut_proofs.trial_inputs import Arrival, Arrivals, FirstUnits
 from ..parallel.expert.moe import mixtures
 from ..parallel.mesh_groups import MeshGroups
@@ -361,12 +361,12 @@ def _overtaken(program: Sequence[Instruction]) -> set[int]:
 
 
 def _count(units: FirstUnits, parcels: Sequence[Parcel]) -> int:
-    """Return the number of samples to examine losses with: `SAMPLES` if memory allows it, else about two microbatches.
+    """Return the number of samples to examine losses: `DRAWN_SAMPLES` if memory allows it, else about two microbatches.
 
     It divides no first dimension of the parcels, so that rows of samples can be told from other sizes.
     """
     here = max(1, units.spec.samples.shape[0])
     nbytes = max(sum(spec.nbytes for spec in parcel.specs) for parcel in parcels) // here
-    least = SAMPLES if nbytes * SAMPLES <= _FREE_BYTES else min(SAMPLES, max(3, 2 * here))
+    least = DRAWN_SAMPLES if nbytes * DRAWN_SAMPLES <= _FREE_BYTES else min(DRAWN_SAMPLES, max(3, 2 * here))
     rows = {spec.shape[0] for parcel in parcels for spec in parcel.specs if spec.shape} - {0}
     return next(number for number in count(least) if all(some % number for some in rows))

@@ -30,7 +30,7 @@ from ..blocks.trees import TreeSpec
 from ..comm.host_collectives import is_same
 from ..examine.microbatch_state import changed_line, counters_made, replicas_line, state_named, state_of_replicas
 from ..parallel.mesh_groups import MeshGroups
-from ..stage.batches.microbatches import Batch, Sizes, sizes_of
+from ..stage.batches.microbatches import Batch, MicrobatchSizes, sizes_of
 from ..stage.in_place_copies import require_own_memory
 from ..stage.rank_model import RankModel
 from ..stage.stage_messages import Cargo, require_numbers_alone, require_planned_skips
@@ -139,7 +139,7 @@ class StepSettler:
         """Return whether all ranks of ep have the same text (collective); True without mixtures that pad."""
         return self._experts is None or is_same(self._experts, words)
 
-    def _extras_of_each_size(self, batch: Batch, sizes: Sizes, slices: int) -> Extras:
+    def _extras_of_each_size(self, batch: Batch, sizes: MicrobatchSizes, slices: int) -> Extras:
         return tuple(batch.extra_specs(unit) for unit in self._first_of_each_size(sizes, slices).values())
 
     def any_shape(self) -> UnitShape:
@@ -159,7 +159,7 @@ class StepSettler:
             for of_inputs, beside, target in zip(self._read(inputs), extras, of_targets, strict=True)
         ]
 
-    def _make(self, plan: Plan, batch: Batch, sizes: Sizes, first: int, given: Sequence[UnitSpec]) -> Units:
+    def _make(self, plan: Plan, batch: Batch, sizes: MicrobatchSizes, first: int, given: Sequence[UnitSpec]) -> Units:
         slices, shapes = plan.schedule.slices, dict[int, UnitShape]()
         for (size, unit), spec in zip(self._first_of_each_size(sizes, slices).items(), given, strict=True):
             shapes[size] = self._shapes.get(spec, partial(self._shape, plan, spec, batch, unit))
@@ -202,7 +202,7 @@ class StepSettler:
             for line in filter(None, lines):
                 _logger.warning("%s", line)
 
-    def _first_of_each_size(self, sizes: Sizes, slices: int) -> dict[int, int]:
+    def _first_of_each_size(self, sizes: MicrobatchSizes, slices: int) -> dict[int, int]:
         """Return the first unit of each size that is computed."""
         found: dict[int, int] = {}
         for microbatch, size in enumerate(sizes):

@@ -25,11 +25,11 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from ..autograd.kv_store import Past, Store
-from ..blocks.block_outlines import TARGETS, Parcel, State, accepted_extras
+from ..blocks.block_outlines import TARGETS, MutatedState, Parcel, accepted_extras
 from ..blocks.shape_inference import changed_by, trace_shapes, wants_data
 from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import Tree, TreeSpec, map_tensors, tensors_of
-from ..blocks.without_side_effects import Result, run_block, untouched
+from ..blocks.without_side_effects import BlockResult, run_block, untouched
 from ..comm import Group
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
@@ -118,7 +118,7 @@ class Trial:
 
         Raises `MisfitError` on all ranks for a block that cannot take its inputs.
         """
-        model, results = self._model, list[tuple[Result, list[State]]]()
+        model, results = self._model, list[tuple[BlockResult, list[MutatedState]]]()
         if model.pads_over_experts:
             raise MisfitError(
                 "experts with pad_to_capacity over ep want shapes that all ranks know, but those of this model's "
@@ -209,8 +209,8 @@ def _empty(words: str, group: Group) -> Any:
 
 def _on_meta(
     output: str, riders: Mapping[str, str], has_loss: bool, records: bool, state: Sequence[Mapping[str, Any]]
-) -> tuple[Result, list[State]]:
+) -> tuple[BlockResult, list[MutatedState]]:
     """Return a block's result on the meta device, and the state that it changed."""
     fresh = {name: from_words(words).empty("meta") for name, words in riders.items()}
     loss = torch.zeros((), device="meta") if has_loss else None
-    return ((from_words(output).empty("meta"), fresh, loss), records), [State(**one) for one in state]
+    return ((from_words(output).empty("meta"), fresh, loss), records), [MutatedState(**one) for one in state]

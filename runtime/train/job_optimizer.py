@@ -22,9 +22,9 @@ from ..settings.optimizer_settings import OPTIMIZERS, LearningRateConfig, Optimi
 LR_FACTOR = "lr_factor"
 """The key of a parameter group under which stands by how much its learning rate is larger than the optimizer's."""
 
-Shape = Callable[[float, LearningRateConfig], float]
+LearningRateShape = Callable[[float, LearningRateConfig], float]
 
-_SHAPES: Mapping[str, Shape] = {
+_SHAPES: Mapping[str, LearningRateShape] = {
     "constant": lambda progress, schedule: 1.0,
     "linear": lambda progress, schedule: 1.0 - progress,
     "cosine": lambda progress, schedule: 0.5 * (1.0 + math.cos(math.pi * progress)),

@@ -3,7 +3,7 @@
 newest whole checkpoint ─▶ settings equal? ─▶ engine, loaders ─▶ progress
 first batch             ─▶ as many samples in a step as before?
 
-`Progress` is the position of a training: all that a checkpoint needs besides the engine's state.
+`TrainingPosition` is the position of a training: all that a checkpoint needs besides the engine's state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..agreement.run_records import is_within
 from ..agreement.sections import Plain
 from ..data.user_loaders import Say
 from ..engine import Engine
-from ..saving.checkpoints.checkpoints import Found
+from ..saving.checkpoints.checkpoints import FoundCheckpoint
 from ..saving.verbs.engine_saves import WeightState
 from ..settings.job_file import ModelConfig
 from ..stage.batches.microbatches import most_rows
@@ -60,7 +60,7 @@ class Weighing:
 
 
 @pydantic_dataclass(config=ConfigDict(extra="forbid"))
-class Progress:
+class TrainingPosition:
     """Position of a training; `epoch_batches` are those of one epoch, `totals` its sums so far, with `weighing`."""
 
     epoch_batches: int
@@ -75,10 +75,10 @@ class Progress:
     weighing: Weighing | None = None
 
 
-_PROGRESS = TypeAdapter(Progress)
+_PROGRESS = TypeAdapter(TrainingPosition)
 
 
-def progress_of(found: Found, epoch_batches: int) -> Progress:
+def progress_of(found: FoundCheckpoint, epoch_batches: int) -> TrainingPosition:
     """Return the position of a checkpoint; one of imported weights is at the beginning.
 
     Raises `InputError` for one without a valid position, `MisfitError` for one whose epochs had other batches.
@@ -104,13 +104,18 @@ def load_pretrained_of(model: ModelConfig, engine: WeightState, say: Say) -> Non
         say(f"weights that {model.pretrained} does not have start anew: {', '.join(loaded.fresh)}")
 
 
-SAMPLES = "data.samples_per_step"
+SAMPLES_SETTING = "data.samples_per_step"
 """Setting for the number of samples that loaders yield for a step, over all replicas; None: it varies."""
 
 
 def go_on_from(
-    found: Found, engine: Engine, feed: Feed, settings: Mapping[str, Plain], overrides: tuple[str, ...], say: Say
-) -> Progress:
+    found: FoundCheckpoint,
+    engine: Engine,
+    feed: Feed,
+    settings: Mapping[str, Plain],
+    overrides: tuple[str, ...],
+    say: Say,
+) -> TrainingPosition:
     """Restore engine and feed from a checkpoint (collective), and return its position.
 
     Raises `MisfitError` where it was written with other settings.
@@ -127,7 +132,7 @@ def go_on_from(
     return progress
 
 
-def _restore(found: Found, engine: Engine, feed: Feed, progress: Progress, say: Say) -> None:
+def _restore(found: FoundCheckpoint, engine: Engine, feed: Feed, progress: TrainingPosition, say: Say) -> None:
     """Restore the loaders (collective); messages of all ranks are shared, each printed once."""
     said: list[str] = []
 
@@ -150,13 +155,13 @@ class Scale:
         self._microbatches = engine.num_replicas * engine.plan.schedule.microbatches * parts
         self._weighing: Weighing | None = None
 
-    def take_over(self, progress: Progress) -> None:
+    def take_over(self, progress: TrainingPosition) -> None:
         """Restore the weighting of a checkpoint, where the number of microbatches is the same."""
         before = progress.weighing
         if before is not None and before.microbatches == self._microbatches:
             self._engine.usual_samples = before.samples
 
-    def of_sums(self, progress: Progress) -> float:
+    def of_sums(self, progress: TrainingPosition) -> float:
         """Return the factor for the sums of a checkpoint, after the first step; the first call is collective."""
         before = progress.weighing
         if self._weighing is None:
@@ -183,9 +188,9 @@ class StepSamples:
         self._rows: int | None = None
         self.varies = False
 
-    def expect(self, found: Found) -> None:
+    def expect(self, found: FoundCheckpoint) -> None:
         """Expect the number of a checkpoint, if it has one."""
-        self._before, self._where = found.manifest.settings.get(SAMPLES), f"the checkpoint {found.folder}"
+        self._before, self._where = found.manifest.settings.get(SAMPLES_SETTING), f"the checkpoint {found.folder}"
 
     def take(self, batch: Any) -> None:
         """Count a replica's batch before its step; the first one is collective. The last of an epoch may be smaller.
@@ -207,16 +212,16 @@ class StepSamples:
         for said in engine.everyone.share_bytes(f"{engine.replica} {mine}".encode()):
             replica, found = map(int, said.split())
             samples[replica] = max(found, samples.get(replica, 0))
-        now = self._settings[SAMPLES] = sum(samples.values())
-        if self._before in (None, now) or is_within(SAMPLES, self._overrides):
+        now = self._settings[SAMPLES_SETTING] = sum(samples.values())
+        if self._before in (None, now) or is_within(SAMPLES_SETTING, self._overrides):
             return
         raise MisfitError(
             f"{self._where} was written by a run with {self._before} samples in a step, but here loaders give {now}, "
             f"{' + '.join(map(str, samples.values()))} of {len(samples)} replica(s); let each give "
-            f"{self._before} // num_replicas, or say --override {SAMPLES}"
+            f"{self._before} // num_replicas, or say --override {SAMPLES_SETTING}"
         )
 
     def note_varying(self) -> None:
         """Record in the settings, before a save, whether the number has varied (collective)."""
         if self._feed.is_of_loaders and self._engine.everyone.add(self.varies)[0]:
-            self._settings[SAMPLES] = None
+            self._settings[SAMPLES_SETTING] = None

@@ -39,7 +39,7 @@ from ..splitting.split_model import Split, split
 from .batch_feed import Feed, feed_of, open_feed
 from .job_optimizer import build_optimizer, keep_own_rates, require_group_names
 from .reporter import Record, Reporter, Sink, Sinks, reporter_of, require_sinks
-from .resume_training import Progress, StepSamples, go_on_from, load_pretrained_of
+from .resume_training import StepSamples, TrainingPosition, go_on_from, load_pretrained_of
 from .stage_costs import block_costs
 from .summed_losses import accuracy_of, has_perplexity, loss_of, with_z_loss
 from .trace_window import traced_steps
@@ -231,7 +231,7 @@ class Trainer:
         return f"Trainer({self.plan.title}; step {self.progress.step} of {self.total_steps})"
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingPosition:
         """Progress of the training: steps, epochs, the best validation loss, the history."""
         return self._loop.progress
 

@@ -23,7 +23,7 @@ from .batch_feed import Feed, parts_of
 from .due_intervals import Due
 from .job_optimizer import learning_rate_factor, set_learning_rate
 from .reporter import Record, Reporter
-from .resume_training import Progress, Scale, StepSamples
+from .resume_training import Scale, StepSamples, TrainingPosition
 from .step_line import in_words, step_line
 from .summed_losses import Sums, Window, figures_in_words
 from .throughput import Throughput
@@ -65,7 +65,7 @@ class TrainingLoop:
         self._job, self._engine, self._feed, self._reporter = job, engine, feed, reporter
         self._figures, self._shows_perplexity, self._lr = figures, shows_perplexity, lr
         self._wants_stop, self._publisher = wants_stop, engine.transport.publisher
-        self.progress, self.is_stopped = Progress(feed.num_batches), False
+        self.progress, self.is_stopped = TrainingPosition(feed.num_batches), False
         self.saves: OpenCheckpoints | None = None
         self.samples = samples
         self._scale = Scale(engine, job.train.accumulate)
@@ -85,7 +85,7 @@ class TrainingLoop:
         of_epochs = None if train.most_epochs is None else train.most_epochs * self._feed.num_batches
         return min(steps for steps in (of_epochs, train.max_steps) if steps is not None)
 
-    def take_over(self, progress: Progress) -> None:
+    def take_over(self, progress: TrainingPosition) -> None:
         """Go on from where another run had come."""
         self.progress = progress
         self._scale.take_over(progress)

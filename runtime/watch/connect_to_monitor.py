@@ -22,7 +22,7 @@ from quintsched.stalls.own_errors import came_from_handler
 from .monitor_sockets import ADDRESS, KEY, FrameError
 from .process_state import HeldTerm
 from .publisher import Publisher
-from .rank_position import Cell
+from .rank_position import PositionCell
 from .rendezvous.addresses import LOOPBACK, address_towards, is_one_machine, listen
 from .stall_limits import Patience
 from .watcher import HubCall, Watcher
@@ -101,7 +101,7 @@ def _tell(address: str, key: str, **words: Any) -> bool:
 def _publisher(
     address: str, key: str, rank: int, options: WatchOptions, held: HeldTerm | None, *, host_waits: bool
 ) -> Publisher:
-    cell = Cell(rank, shared=True)
+    cell = PositionCell(rank, shared=True)
     try:
         return Publisher(cell, Watcher(address, key, rank, cell, held, host_waits=host_waits, **asdict(options)))
     except (OSError, FrameError) as error:

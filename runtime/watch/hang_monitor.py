@@ -29,10 +29,10 @@ from quintsched.stalls.states import Fate
 
 from .announce_verdict import Plans, Verdict, make_verdict, own_errors
 from .monitor_sockets import ADDRESS, KEY, Connection, FrameError, Listener
-from .process_state import NOBODY, ProcessId, fate_of, fate_of_code, look_at, machine
+from .process_state import NO_PROCESS, ProcessId, fate_of, fate_of_code, look_at, machine
 from .rank_position import CellReader, place_of
 from .rendezvous.addresses import LOOPBACK
-from .stall_limits import Patience, Progress
+from .stall_limits import Patience, PositionTracker
 from .verdict_timing import SETTLE_S, Judge, Member, Ruling, is_silent
 from .wall_time import now_s
 
@@ -69,7 +69,7 @@ class Hub:
         self._report: Path | None = None
         self._tell, self._spoken = tell, tell is not None
         self._members = [Member(rank, changed_s=now_s(), heard_s=now_s()) for rank in range(num_ranks)]
-        self._progress = Progress(Patience())
+        self._progress = PositionTracker(Patience())
         self._judge = Judge(self._members, self._progress)
         self._plans = Plans()
         self._machine = machine()
@@ -192,7 +192,7 @@ class Hub:
         member.has_come, member.host = True, str(message["host"])[:200]
         member.host_waits = bool(message["host_waits"])
         member.process = ProcessId(int(message["pid"]), int(message["started"]))
-        member.launcher = ProcessId(*map(int, message.get("launcher", NOBODY)))
+        member.launcher = ProcessId(*map(int, message.get("launcher", NO_PROCESS)))
         member.changed_s = member.heard_s = now
         member.is_here = bool(self._machine) and message["machine"] == self._machine
         if member.is_here and message["file"] is not None:
@@ -300,7 +300,7 @@ class Hub:
 
 def _went_with_launcher(member: Member, fate: Fate) -> bool:
     """Whether a process was killed, or is gone, because its launcher ended first (parent death signal)."""
-    if member.launcher == NOBODY or (fate.kind, fate.code) not in (("signal", signal.SIGKILL), ("gone", None)):
+    if member.launcher == NO_PROCESS or (fate.kind, fate.code) not in (("signal", signal.SIGKILL), ("gone", None)):
         return False
     state = look_at(member.launcher)
     return state is None or state.state in "ZX"

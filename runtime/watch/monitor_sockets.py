@@ -36,12 +36,12 @@ from typing import Any
 from . import wall_time
 
 JSON, PLAN = b"J", b"P"
-MOST_BYTES = {JSON: 64 * 1024, PLAN: 64 * 1024 * 1024}
+MOST_FRAME_BYTES = {JSON: 64 * 1024, PLAN: 64 * 1024 * 1024}
 MOST_OF_STRANGERS = 1024
 """Maximum size in bytes of a frame from an unauthenticated peer."""
 MOST_PLAN = 1024 * 1024 * 1024
 """Maximum size in bytes of a plan file, uncompressed."""
-HEAD = struct.Struct(">cI")
+FRAME_HEAD = struct.Struct(">cI")
 NUMBER = struct.Struct(">I")
 
 
@@ -60,9 +60,9 @@ def plan_frame(number: int, text: str) -> bytes:
 
 
 def _frame(kind: bytes, payload: bytes) -> bytes:
-    if len(payload) > MOST_BYTES[kind]:
+    if len(payload) > MOST_FRAME_BYTES[kind]:
         raise FrameError(f"a frame of {len(payload)} bytes")
-    return HEAD.pack(kind, len(payload)) + payload
+    return FRAME_HEAD.pack(kind, len(payload)) + payload
 
 
 class FrameReader:
@@ -79,15 +79,15 @@ class FrameReader:
     def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
         """Yield (kind, payload) of each complete frame; raises `FrameError` for an invalid one."""
         self._received += data
-        while len(self._received) >= HEAD.size:
-            kind, length = HEAD.unpack_from(self._received)
-            most = MOST_BYTES.get(kind, 0) if self.is_known else MOST_OF_STRANGERS * (kind == JSON)
+        while len(self._received) >= FRAME_HEAD.size:
+            kind, length = FRAME_HEAD.unpack_from(self._received)
+            most = MOST_FRAME_BYTES.get(kind, 0) if self.is_known else MOST_OF_STRANGERS * (kind == JSON)
             if length > most:
                 raise FrameError("a frame of an unknown kind, or too long")
-            if len(self._received) < HEAD.size + length:
+            if len(self._received) < FRAME_HEAD.size + length:
                 return
-            payload = bytes(self._received[HEAD.size : HEAD.size + length])
-            del self._received[: HEAD.size + length]
+            payload = bytes(self._received[FRAME_HEAD.size : FRAME_HEAD.size + length])
+            del self._received[: FRAME_HEAD.size + length]
             yield kind, payload
 
 

@@ -32,7 +32,7 @@ class ProcessId(NamedTuple):
     started: int
 
 
-NOBODY = ProcessId(0, 0)
+NO_PROCESS = ProcessId(0, 0)
 
 
 class ProcessState(NamedTuple):
@@ -49,8 +49,8 @@ def process_of(pid: int) -> ProcessId:
 
 
 def launcher() -> ProcessId:
-    """Return the launcher process that this rank ends with; `NOBODY` where there is none, or it is unknown."""
-    return process_of(os.getppid()) if has_launcher() else NOBODY
+    """Return the launcher process that this rank ends with; `NO_PROCESS` where there is none, or it is unknown."""
+    return process_of(os.getppid()) if has_launcher() else NO_PROCESS
 
 
 def machine() -> str:

@@ -30,7 +30,7 @@ from .rank_position import (
     STEP,
     WAIT,
     WORLD_CODE,
-    Cell,
+    PositionCell,
     WaitCell,
 )
 
@@ -52,8 +52,8 @@ class Publisher:
         numbers: the cell's memory, for stores in hot loops.
     """
 
-    def __init__(self, cell: Cell | None = None, watcher: Watcher | None = None) -> None:
-        self._cell = cell or Cell(0, shared=False)
+    def __init__(self, cell: PositionCell | None = None, watcher: Watcher | None = None) -> None:
+        self._cell = cell or PositionCell(0, shared=False)
         self.numbers = self._cell.numbers
         self._watcher = watcher
         self._programs: dict[int, tuple[int, ref[Plan]]] = {}

@@ -25,7 +25,7 @@ from collections.abc import MutableSequence, Sequence
 from contextlib import suppress
 from typing import NamedTuple, cast, get_args
 
-from quintsched.stalls.states import Given, Phase, Wait
+from quintsched.stalls.states import BlockingCall, GivenBatch, Phase
 
 UNKNOWN, NOTHING, _RECEIVE, _SEND, _COLLECTIVE = range(5)
 _KINDS = 8
@@ -65,33 +65,33 @@ WORLD_CODE = collective_code(2**40)
 """Code of a wait for all ranks, as in set-up."""
 
 
-def wait_of(code: int, groups: Sequence[tuple[int, ...]]) -> Wait | None:
+def wait_of(code: int, groups: Sequence[tuple[int, ...]]) -> BlockingCall | None:
     """Return the wait for a code; `groups` are the ranks of a transport's groups. None: invalid or unknown."""
     number, kind = divmod(code, _KINDS)
     if kind == _RECEIVE:
-        return Wait("receive", index=number)
+        return BlockingCall("receive", index=number)
     if kind == _SEND:
-        return Wait("send", index=number)
+        return BlockingCall("send", index=number)
     if kind == _COLLECTIVE:
-        return Wait("collective", ranks=groups[number]) if number < len(groups) else None
-    return Wait("nothing") if kind == NOTHING else None
+        return BlockingCall("collective", ranks=groups[number]) if number < len(groups) else None
+    return BlockingCall("nothing") if kind == NOTHING else None
 
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 INDEX, STEP, PROGRAM, PHASE, WAIT, RUN, ENTERED, RANK, PID, SENT, SENT_AT, ROOM, GIVEN = range(13)
-"""Indices of a cell's numbers; the last ones are those of `Given`."""
+"""Indices of a cell's numbers; the last ones are those of `GivenBatch`."""
 NUMBERS = GIVEN + 4
-BYTES = 8 * NUMBERS
+CELL_BYTES = 8 * NUMBERS
 NOWHERE = -1
 """Value for no instruction, no step, no program."""
 
 
-class Place(NamedTuple):
+class RankPosition(NamedTuple):
     """Position of a rank, as read from its cell: `at` (instruction), step and program are `NOWHERE` outside of any.
 
     `wait` is a code as above, `run` the number of programs it has begun, `entered` that of phases. `sent` is the size
     in bytes of the last message that was longer than those before, sent by the instruction `sent_at`; `room` that of
-    the longest message it can receive. `given` is the size of the rank's batch, as in `Given`.
+    the longest message it can receive. `given` is the size of the rank's batch, as in `GivenBatch`.
     """
 
     at: int
@@ -104,14 +104,14 @@ class Place(NamedTuple):
     sent: int = 0
     sent_at: int = NOWHERE
     room: int = 0
-    given: Given = Given()
+    given: GivenBatch = GivenBatch()
 
 
-START = Place(NOWHERE, NOWHERE, NOWHERE, "setup", NOTHING, 0, 0)
+START = RankPosition(NOWHERE, NOWHERE, NOWHERE, "setup", NOTHING, 0, 0)
 """Position of a rank before its first store."""
 
 
-class Cell:
+class PositionCell:
     """This rank's cell.
 
     Attributes:
@@ -120,7 +120,7 @@ class Cell:
     """
 
     def __init__(self, rank: int, *, shared: bool) -> None:
-        self.file, memory = _shared_memory() if shared else (None, bytearray(BYTES))
+        self.file, memory = _shared_memory() if shared else (None, bytearray(CELL_BYTES))
         self._view = memoryview(memory).cast("q")
         self.numbers = cast("MutableSequence[int]", self._view)
         self.numbers[RANK], self.numbers[PID] = rank, os.getpid()
@@ -128,7 +128,7 @@ class Cell:
         self.numbers[SENT_AT] = NOWHERE
         self.numbers[WAIT] = NOTHING
 
-    def read(self) -> Place:
+    def read(self) -> RankPosition:
         """Return the position of the rank."""
         return place_of(self._view.tolist())
 
@@ -146,7 +146,7 @@ class CellReader:
         """Map the cell of `rank`; raises `OSError` where it cannot be opened, or belongs to another rank."""
         opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._memory = mmap.mmap(opened, BYTES, prot=mmap.PROT_READ)
+            self._memory = mmap.mmap(opened, CELL_BYTES, prot=mmap.PROT_READ)
         except ValueError as error:
             raise OSError(str(error)) from error
         finally:
@@ -156,7 +156,7 @@ class CellReader:
             self.close()
             raise OSError(f"process {pid} has no cell of rank {rank} there")
 
-    def read(self) -> Place:
+    def read(self) -> RankPosition:
         """Return the current or last position of the rank."""
         return place_of(self._numbers())
 
@@ -165,18 +165,18 @@ class CellReader:
         self._memory.close()
 
     def _numbers(self) -> list[int]:
-        with memoryview(self._memory) as view, view[:BYTES].cast("q") as numbers:
+        with memoryview(self._memory) as view, view[:CELL_BYTES].cast("q") as numbers:
             return numbers.tolist()
 
 
-def place_of(numbers: list[int]) -> Place:
+def place_of(numbers: list[int]) -> RankPosition:
     """Return the position from a cell's numbers; raises `ValueError` for invalid ones."""
     if len(numbers) < NUMBERS or not 0 <= numbers[PHASE] < len(PHASES):
         raise ValueError("no numbers of a cell")
     at, step, program, phase, wait, run, entered = numbers[:RANK]
     sent, sent_at, room = numbers[SENT:GIVEN]
-    given = Given(*numbers[GIVEN:NUMBERS])
-    return Place(at, step, program, PHASES[phase], wait, run, entered, sent, sent_at, room, given)
+    given = GivenBatch(*numbers[GIVEN:NUMBERS])
+    return RankPosition(at, step, program, PHASES[phase], wait, run, entered, sent, sent_at, room, given)
 
 
 def _shared_memory() -> tuple[int | None, mmap.mmap | bytearray]:
@@ -184,4 +184,4 @@ def _shared_memory() -> tuple[int | None, mmap.mmap | bytearray]:
         file = os.memfd_create("quintsched", os.MFD_CLOEXEC)
         os.ftruncate(file, mmap.PAGESIZE)
         return file, mmap.mmap(file, mmap.PAGESIZE)
-    return None, bytearray(BYTES)
+    return None, bytearray(CELL_BYTES)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from quintsched.stalls.states import Phase
 
-from .rank_position import NOTHING, UNKNOWN, Place
+from .rank_position import NOTHING, UNKNOWN, RankPosition
 
 FLOOR_S = 10.0
 """Minimum stall limit, in seconds, unless a limit is given."""
@@ -77,7 +77,7 @@ class _Walk:
         self.gap_s = 0.0
 
 
-class Progress:
+class PositionTracker:
     """Tracks the positions of all ranks, and the time since any has moved.
 
     Attributes:
@@ -88,10 +88,10 @@ class Progress:
         self.patience = patience
         self.still_s = 0.0
         self._seen_s: float | None = None
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, RankPosition] = {}
         self._walks: dict[tuple[Phase, int], _Walk] = {}
 
-    def look(self, now_s: float, places: Mapping[int, Place]) -> bool:
+    def look(self, now_s: float, places: Mapping[int, RankPosition]) -> bool:
         """Record the positions of ranks at a time; return whether one has moved since the last call."""
         elapsed = 0.0 if self._seen_s is None else min(max(now_s - self._seen_s, 0.0), TICK_S)
         self._seen_s = now_s
@@ -109,14 +109,14 @@ class Progress:
         self._places = dict(places)
         return True
 
-    def _learn(self, places: Collection[Place]) -> None:
+    def _learn(self, places: Collection[RankPosition]) -> None:
         """Record the current pause for the programs that ranks are in, if all ranks are in one."""
         if all(place.phase in WALKS for place in places):
             for walk in set(map(_walk_of, places)):
                 known = self._walks.setdefault(walk, _Walk())
                 known.gap_s = max(known.gap_s, self.still_s)
 
-    def limit_s(self, places: Sequence[Place]) -> float:
+    def limit_s(self, places: Sequence[RankPosition]) -> float:
         """Return the stall limit for these positions, in seconds."""
         return max((self._limit_of(place) for place in places), default=self.patience.timeout_s)
 
@@ -126,19 +126,19 @@ class Progress:
         known = (self._limit_of_walk(known, None) for known in steps)
         return min([*known, self.patience.stall_after or self.patience.floor_s])
 
-    def is_stalled(self, places: Sequence[Place], *, any_stopped: bool = False) -> bool:
+    def is_stalled(self, places: Sequence[RankPosition], *, any_stopped: bool = False) -> bool:
         """Whether the ranks that are alive and have not ended have paused for longer than the limit."""
         if not places or not any(map(may_wait, places)):
             return False
         limit = self.limit_s(places)
         return self.still_s > (min(limit, self.stop_limit_s()) if any_stopped else limit)
 
-    def _limit_of(self, place: Place) -> float:
+    def _limit_of(self, place: RankPosition) -> float:
         if place.phase not in WALKS:
             return self.patience.timeout_s
         return self._limit_of_walk(self._walks.get(_walk_of(place), _Walk()), place)
 
-    def _limit_of_walk(self, walk: _Walk, place: Place | None) -> float:
+    def _limit_of_walk(self, walk: _Walk, place: RankPosition | None) -> float:
         patience = self.patience
         if patience.stall_after is not None:
             is_late = place is None or (place.phase == "step" and place.run > FIRST_STEPS)
@@ -149,10 +149,10 @@ class Progress:
         return min(max(patience.floor_s, FACTOR * walk.usual_s), patience.timeout_s)
 
 
-def _walk_of(place: Place) -> tuple[Phase, int]:
+def _walk_of(place: RankPosition) -> tuple[Phase, int]:
     return place.phase, place.program
 
 
-def may_wait(place: Place) -> bool:
+def may_wait(place: RankPosition) -> bool:
     """Whether a rank may wait for others: always in a program, elsewhere if its cell has a wait."""
     return place.phase in WALKS or place.wait not in (NOTHING, UNKNOWN)

@@ -28,7 +28,7 @@ from quintsched.stalls.own_errors import causes_of, headline, said
 
 from .wall_time import epoch_s
 
-MOST_LETTERS = 20_000
+MOST_PRINTED_LETTERS = 20_000
 """Limit of letters that are printed of an error's message, and of each line of its traceback."""
 MOST_LETTERS_OF_A_LINE = 300
 STORE_S = 2.0
@@ -162,4 +162,4 @@ def _tell_torchrun(error: BaseException) -> None:
 
 
 def _fit(text: str) -> str:
-    return printable(text, MOST_LETTERS, lines=True)
+    return printable(text, MOST_PRINTED_LETTERS, lines=True)

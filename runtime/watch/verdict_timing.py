@@ -27,11 +27,11 @@ from enum import Enum
 from typing import Literal
 
 from quintsched.errors import StallError
-from quintsched.stalls.states import Fate, Phase, RankState, Wait
+from quintsched.stalls.states import BlockingCall, Fate, Phase, RankState
 
-from .process_state import NOBODY, ProcessId
-from .rank_position import NOTHING, NOWHERE, START, WORLD_CODE, CellReader, Place, wait_of
-from .stall_limits import Progress
+from .process_state import NO_PROCESS, ProcessId
+from .rank_position import NOTHING, NOWHERE, START, WORLD_CODE, CellReader, RankPosition, wait_of
+from .stall_limits import PositionTracker
 
 ErrorKind = Literal["own", "refusal", "stall", "unclear"]
 """Kind of an error, as a rank reports it: of its own code; a refusal that all ranks may raise alike; a failed wait for
@@ -48,13 +48,13 @@ class Member:
 
     rank: int
     host: str = ""
-    process: ProcessId = NOBODY
-    launcher: ProcessId = NOBODY
+    process: ProcessId = NO_PROCESS
+    launcher: ProcessId = NO_PROCESS
     """The launcher process that it ends with, where that is known."""
     is_here: bool = False
     """Whether it runs on the hub's machine, where process ids are comparable."""
     reader: CellReader | None = None
-    place: Place = START
+    place: RankPosition = START
     changed_s: float = 0.0
     heard_s: float = 0.0
     groups: list[tuple[int, ...]] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Member:
         assert self.error is not None
         self.error = ("own", self.error[1])
 
-    def move(self, place: Place, now_s: float) -> None:
+    def move(self, place: RankPosition, now_s: float) -> None:
         """Record its position."""
         self.heard_s = now_s
         if place != self.place:
@@ -152,11 +152,11 @@ class Member:
         gave_up = fate.kind == "exit" and fate.code == StallError.exit_code and self.has_come
         return Fate(fate.kind, fate.code, fate.text or "of its own accord" * gave_up, ago_s=ago_s)
 
-    def _wait(self, num_ranks: int) -> Wait | None:
+    def _wait(self, num_ranks: int) -> BlockingCall | None:
         if not self.host_waits:
             return None
         if self.place.wait == WORLD_CODE:
-            return Wait("collective", ranks=tuple(range(num_ranks)))
+            return BlockingCall("collective", ranks=tuple(range(num_ranks)))
         return wait_of(self.place.wait, self.groups)
 
 
@@ -185,7 +185,7 @@ class Ruling(Enum):
 class Judge:
     """Examines all members of a run periodically; times are on the hub's clock, in seconds."""
 
-    def __init__(self, members: Collection[Member], progress: Progress) -> None:
+    def __init__(self, members: Collection[Member], progress: PositionTracker) -> None:
         self._members = members
         self._progress = progress
         self._stalled_s: float | None = None

@@ -38,7 +38,7 @@ from .monitor_sockets import (
     plan_frame,
 )
 from .process_state import HeldTerm, launcher, machine, process_of, run_in_children
-from .rank_position import Cell
+from .rank_position import PositionCell
 from .uncaught_error import report_once
 from .verdict_timing import RESTING
 
@@ -100,7 +100,9 @@ class Watcher:
     Raises `OSError` or `FrameError` where no hub at that address knows the key.
     """
 
-    def __init__(self, address: str, key: str, rank: int, cell: Cell, held: HeldTerm | None, **about: Any) -> None:
+    def __init__(
+        self, address: str, key: str, rank: int, cell: PositionCell, held: HeldTerm | None, **about: Any
+    ) -> None:
         self._rank, self._cell = rank, cell
         host, (pid, started) = socket.gethostname(), process_of(os.getpid())
         about |= {"rank": rank, "host": host, "machine": machine(), "pid": pid, "started": started}

@@ -69,7 +69,7 @@ def test_a_file_that_is_too_long_is_not_read(refused, tmp_path, monkeypatch):
         (*COMPILE, "-s", "zb-auto", "--costs", huge),
     ):
         assert message in refused(1, *arguments)
-    monkeypatch.setattr(planfile, "MAX_BYTES", 100)
+    monkeypatch.setattr(planfile, "MOST_PLAN_BYTES", 100)
     with pytest.raises(qs.UsageError, match="/dev/zero: cannot read the plan: it is a device, not a file"):
         qs.Plan.load("/dev/zero")
     with Path("/dev/zero").open("rb") as zero, pytest.raises(qs.InputError, match="more bytes than the 100 that"):

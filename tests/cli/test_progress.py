@@ -35,13 +35,13 @@ def test_how_far_a_command_is(cli, plan_file, tmp_path, monkeypatch, command, wo
     (tmp_path / "own.py").write_text(OWN)
     lines: list[str] = []
     for name in ("__init__", "at", "now"):
-        plain = getattr(module.Progress, name)
+        plain = getattr(module.ProgressLine, name)
 
         def noted(self, *given, plain=plain):
             plain(self, *given)
             lines.append(self.line)
 
-        monkeypatch.setattr(module.Progress, name, noted)
+        monkeypatch.setattr(module.ProgressLine, name, noted)
     done = cli(*(str(word).format(plan=plan_file) for word in command))
     assert (done.code, done.err) == (0, "")
     assert any(line.startswith(words) for line in lines), lines

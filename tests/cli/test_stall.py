@@ -4,15 +4,15 @@ import pytest
 
 import quintsched as qs
 from quintsched.stalls.culprit import find_culprit
-from quintsched.stalls.states import Fate, RankState, Wait
+from quintsched.stalls.states import BlockingCall, Fate, RankState
 
 
 @pytest.fixture
 def report(tmp_path):
     plan = qs.compile("1f1b", mesh="pp=2", microbatches=4)
     states = [
-        RankState(0, "a", 7, "step", 3, "train", 4, 5.0, 0.1, None, Wait("receive", 4), 3),
-        RankState(1, "a", 8, "step", 3, "train", 1, 5.0, 0.1, Fate("signal", 9), Wait("nothing"), 3),
+        RankState(0, "a", 7, "step", 3, "train", 4, 5.0, 0.1, None, BlockingCall("receive", 4), 3),
+        RankState(1, "a", 8, "step", 3, "train", 1, 5.0, 0.1, Fate("signal", 9), BlockingCall("nothing"), 3),
     ]
     path = tmp_path / "stall.json"
     find_culprit(plan, states).save(path)

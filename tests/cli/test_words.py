@@ -3,7 +3,7 @@
 import pytest
 
 import quintsched as qs
-from quintsched.cli.request_options import AXES
+from quintsched.cli.request_options import AXIS_OPTIONS
 from quintsched.cli.shared_options import MICROBATCHES
 
 GPT = ("--model", "gpt3-175b", "--hardware", "a100-80gb", "--batch", 64)
@@ -59,7 +59,7 @@ def test_words_mean_the_same_in_every_command(cli, monkeypatch):
     for command in ("compile", "predict", "tune"):
         shown = joined(cli(command, "--help").out)
         assert "--mesh AXES" in shown
-        for axis, words in AXES.items():
+        for axis, words in AXIS_OPTIONS.items():
             assert f"--{axis} N {words.removesuffix('.')}" in shown
     for command in ("predict", "tune"):
         assert "Samples of a step, over all replicas: a job's train.batch_size." in joined(cli(command, "--help").out)

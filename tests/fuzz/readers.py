@@ -33,7 +33,7 @@ from quintsched.runtime.settings.job_file import load_job
 from quintsched.simulation.costs import Costs
 from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.stall_report import StallReport
-from quintsched.stalls.states import Fate, RankState, Wait
+from quintsched.stalls.states import BlockingCall, Fate, RankState
 from quintsched.strategies.descriptions.flag_rows import read_row
 from quintsched.strategies.descriptions.library import find_hardware, find_model, hardware_names, model_names
 from quintsched.strategies.tuning.certificate import certify, load_certificate
@@ -196,7 +196,7 @@ def collective_seeds() -> list[bytes]:
 
 
 def stall_seeds() -> list[bytes]:
-    awaits = [Wait("receive", 2), Wait("nothing"), Wait("collective", ranks=(0, 1)), None]
+    awaits = [BlockingCall("receive", 2), BlockingCall("nothing"), BlockingCall("collective", ranks=(0, 1)), None]
     fates = [None, Fate("signal", 9, "", 0.2), Fate("error", 1, "ValueError: x", 0.1), None]
     states = [
         RankState(rank, "a", rank, "step", 1, "train", 2, 3.0, 0.1, fates[rank], awaits[rank], 1) for rank in range(4)

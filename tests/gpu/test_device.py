@@ -15,8 +15,8 @@ import quintsched as qs
 from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.context import block_attention
-from quintsched.runtime.parallel.context.block_attention import PLAIN, Kernel, attend, choose, gradients
-from quintsched.runtime.parallel.dropout import Masks, Unit, key_dropouts
+from quintsched.runtime.parallel.context.block_attention import PLAIN_KERNEL, Kernel, attend, choose, gradients
+from quintsched.runtime.parallel.dropout import Masks, MaskUnit, key_dropouts
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 from tests.runtime.matrix import ONE_RANK, Case
@@ -110,7 +110,7 @@ def test_a_dropout_draws_what_it_draws_on_the_host(machine: Machine) -> None:
     key_dropouts(layer, 0, masks)
     found = []
     for device in (machine.device, "cpu"):
-        with masks.of(Unit(7, range(8, 16), torch.arange(4, 8, device=device))):
+        with masks.of(MaskUnit(7, range(8, 16), torch.arange(4, 8, device=device))):
             found.append(layer(torch.ones(8, 4, 300, device=device)).cpu())
     assert torch.equal(*found)
 
@@ -144,7 +144,7 @@ def test_a_trace_holds_as_much_time_as_has_passed(machine: Machine, tmp_path: Pa
 
 
 KERNELS = {
-    torch.float64: block_attention.PLAIN,
+    torch.float64: block_attention.PLAIN_KERNEL,
     torch.float32: block_attention.CUDA_EFFICIENT,
     torch.bfloat16: block_attention.CUDA_FLASH,
     torch.float16: block_attention.CUDA_FLASH,
@@ -174,8 +174,8 @@ def test_a_block_of_a_ring_is_attention(
         torch.randn(shape, generator=random, dtype=torch.float64).to(machine.device, dtype) for shape in shapes
     )
     exact = query.double(), key.double(), value.double()
-    mean, weight = attend(PLAIN, exact, is_diagonal)
-    expected = mean, *gradients(PLAIN, gradient.double(), exact, mean, weight, is_diagonal)
+    mean, weight = attend(PLAIN_KERNEL, exact, is_diagonal)
+    expected = mean, *gradients(PLAIN_KERNEL, gradient.double(), exact, mean, weight, is_diagonal)
     tolerance = {torch.float64: 1e-12, torch.float32: FLOAT32}.get(dtype, torch.finfo(dtype).eps)
     seen, narrow = mean.to(dtype), weight.to(block_attention.wide(dtype))
     for kernel in kernels_for(machine, key):

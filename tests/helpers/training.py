@@ -25,7 +25,7 @@ import quintsched as qs
 from quintsched.runtime.blocks.block_outlines import build_model, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.parallel.dropout import Masks, Unit, key_dropouts
+from quintsched.runtime.parallel.dropout import Masks, MaskUnit, key_dropouts
 from quintsched.runtime.splitting.split_model import split
 
 Batch = Sequence[Any]
@@ -80,7 +80,7 @@ def train_alone(
         for number in range(count):
             inputs, targets, extras = cut_batch(batch, number, count)
             samples = num_samples(inputs)
-            with around(), masks.of(Unit(step, range(first, first + samples))) if masks else nullcontext():
+            with around(), masks.of(MaskUnit(step, range(first, first + samples))) if masks else nullcontext():
                 found, auxiliary = run_model(model, inputs, targets, extras)
                 value = loss(found, targets)
                 own, its_weight = value if isinstance(value, tuple) else (value, 1.0)

@@ -101,4 +101,4 @@ def test_names_are_escaped():
 
 
 def test_long_explanations_are_cut():
-    assert len(notebook.words("<" * 10_000)) < 5 * notebook.MOST_WORDS
+    assert len(notebook.words("<" * 10_000)) < 5 * notebook.MOST_EXPLANATION_LETTERS

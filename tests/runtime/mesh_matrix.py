@@ -28,7 +28,7 @@ from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
-from quintsched.runtime.parallel.dropout import Masks, Unit, key_dropouts
+from quintsched.runtime.parallel.dropout import Masks, MaskUnit, key_dropouts
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from .parallel.expert.moe_training import moe_blocks
@@ -288,7 +288,7 @@ def train_plainly(
         weight, total = (targets != -100).sum(), 0.0
         stepper.zero_grad()
         for samples in torch.arange(len(inputs)).chunk(microbatches):
-            with masks.of(Unit(step, range(int(samples[0]), int(samples[-1]) + 1))):
+            with masks.of(MaskUnit(step, range(int(samples[0]), int(samples[-1]) + 1))):
                 loss = _loss(model, inputs[samples], targets[samples])
             loss.backward()
             total += loss.item()

@@ -9,7 +9,7 @@ import quintsched as qs
 from quintsched.simulation.simulator import Simulation
 from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.stall_report import StallReport
-from quintsched.stalls.states import Fate, RankState, Wait
+from quintsched.stalls.states import BlockingCall, Fate, RankState
 from quintsched.viz import render_stall
 from quintsched.viz.stall_picture import BLAME, draw_stall, shown_ranks
 from quintsched.viz.style import house_style
@@ -21,8 +21,8 @@ def stalled(mesh="dp=2,pp=2", places=((4, "receive", 4), (3, "nothing", None), (
     states = []
     for rank in range(plan.mesh.size):
         index, kind, message = places[rank % len(places)]
-        world = Wait("collective", ranks=tuple(range(plan.mesh.size)))
-        awaits = world if kind is None else Wait(kind, message)
+        world = BlockingCall("collective", ranks=tuple(range(plan.mesh.size)))
+        awaits = world if kind is None else BlockingCall(kind, message)
         fate = Fate("signal", 9) if rank == 1 else None
         states.append(RankState(rank, "a", rank, "step", 3, "train", index, 5.0, 0.1, fate, awaits, 3))
     return find_culprit(plan, states)

@@ -13,7 +13,7 @@ from quintsched.ir.plan_data import PlanData, ScheduleSpec
 from quintsched.ir.programs import Programs
 from quintsched.schedules.kit.registry import Schedule, Shape, own_code
 from quintsched.schedules.kit.routes import parts_of, routes_of
-from quintsched.schedules.kit.step_arrays import Steps
+from quintsched.schedules.kit.step_arrays import StepColumns
 from quintsched.schedules.kit.uneven_stages import Runs
 
 
@@ -54,7 +54,7 @@ def _program(schedule: Schedule, rank: int, shape: Shape) -> Columns:
     most = len(COMPUTATIONS) * shape.num_units * len(shape.stages_of(rank))
     with own_code(where):
         steps = schedule.order(rank, shape)
-        if isinstance(steps, Steps):
+        if isinstance(steps, StepColumns):
             return steps.columns
         program = list(islice(steps, most + 1))  # one too many suffices to refuse an endless generator
     for index, found in enumerate(program):

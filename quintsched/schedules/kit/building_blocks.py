@@ -30,12 +30,12 @@ PERIOD = 6
 PASSES: tuple[tuple[type[Compute], int], ...] = ((Fwd, 0), (Fwd, 1), (BwdInput, 1), (BwdInput, 0))
 """Passes of a microbatch on a rank (without weight halves), in order of time: instruction and chunk."""
 
-Block = tuple[int, int, int, int]
+PassSlots = tuple[int, int, int, int]
 """Slot in which a rank starts each of `PASSES` for microbatch 0."""
 
 
 def repeat_and_close_up(
-    shape: Shape, blocks: Sequence[Block], cap: int, spare: int = 0
+    shape: Shape, blocks: Sequence[PassSlots], cap: int, spare: int = 0
 ) -> tuple[tuple[Compute, ...], ...]:
     """Return the order of all ranks, none of which ever holds activations of more than `cap` chunks.
 
@@ -76,7 +76,7 @@ class _Progress:
 class _Rank:
     """Order of one rank while it is built, slot by slot."""
 
-    def __init__(self, stages: tuple[int, ...], block: Block, shape: Shape, cap: int, spare: int) -> None:
+    def __init__(self, stages: tuple[int, ...], block: PassSlots, shape: Shape, cap: int, spare: int) -> None:
         self.order: list[Compute] = []
         self._stages = [stages[chunk] for _, chunk in PASSES]
         self._end = [start + PERIOD * shape.microbatches for start in block]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from quintsched.schedules.kit.registry import Shape
 
-MOST_RANKS = 1024
+MOST_SLOT_RANKS = 1024
 """Maximum number of ranks for orders that are computed slot by slot: a thousand ranks take half a minute."""
 
 
@@ -38,6 +38,6 @@ def meets_half_way(shape: Shape) -> str | None:
 
 def slot_by_slot(shape: Shape) -> str | None:
     """P at most 1024"""
-    if shape.pp <= MOST_RANKS:
+    if shape.pp <= MOST_SLOT_RANKS:
         return None
-    return f"pp is {shape.pp}, but its order is worked out slot by slot; the most that works: {MOST_RANKS}"
+    return f"pp is {shape.pp}, but its order is worked out slot by slot; the most that works: {MOST_SLOT_RANKS}"

@@ -76,7 +76,7 @@ class Manner:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ListSchedule:
     """Result of a run: longest span, makespan, peak memory of a rank, and the order of each stage's passes."""
 
     span: float
@@ -85,7 +85,7 @@ class Outcome:
     orders: tuple[tuple[Compute, ...], ...]
 
 
-def schedule_greedily(work: Work, manner: Manner, longest_span: float = math.inf) -> Outcome | None:
+def schedule_greedily(work: Work, manner: Manner, longest_span: float = math.inf) -> ListSchedule | None:
     """Run `work` in a manner; None if it gets stuck, or once its span is sure to exceed `longest_span`."""
     run = _Run(work, manner, longest_span)
     while run.events:
@@ -109,11 +109,11 @@ class _Run:
         """Schedule a decision of a stage at time `now`."""
         heappush(self.events, (now, stage))
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> ListSchedule | None:
         """Return the result of the run; None if some pass never ran."""
         if any(stage.weights < self._work.microbatches for stage in self.stages):
             return None
-        return Outcome(
+        return ListSchedule(
             span=max(stage.busy_until - stage.began for stage in self.stages),
             makespan=max(stage.busy_until for stage in self.stages),
             peak=max(stage.peak for stage in self.stages),

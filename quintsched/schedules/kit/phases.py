@@ -30,7 +30,7 @@ class Turn(Enum):
     W = auto()
 
 
-KINDS: dict[Turn, tuple[type[Compute], int]] = {
+TURN_COMPUTES: dict[Turn, tuple[type[Compute], int]] = {
     Turn.F0: (Fwd, 0),
     Turn.F1: (Fwd, 1),
     Turn.I0: (BwdInput, 0),
@@ -107,7 +107,7 @@ class _Count:
             if length > 1:
                 self._pending.appendleft((lane, k + 1, length - 1))
         else:
-            kind, lane = KINDS[turn]
+            kind, lane = TURN_COMPUTES[turn]
             k = self._done[kind][lane]
             self._done[kind][lane] += 1
         if kind is BwdInput:
@@ -134,7 +134,7 @@ class _Count:
 def _counted(turns: Sequence[Turn | Both]) -> list[tuple[type[Compute], int]]:
     """Return the turns that count microbatches themselves: all but weight halves."""
     single = (t for turn in turns for t in ((turn.forward, turn.backward) if isinstance(turn, Both) else (turn,)))
-    return [KINDS[turn] for turn in single if turn is not Turn.W]
+    return [TURN_COMPUTES[turn] for turn in single if turn is not Turn.W]
 
 
 def _popped(pending: deque[tuple[int, int, int]], number: int) -> Iterator[tuple[int, int]]:

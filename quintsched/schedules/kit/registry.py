@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
-from quintsched.arguments import FUNCTION, SEVERAL, TEXT, WHOLE, takes
+from quintsched.arguments import FUNCTION, SEVERAL, TEXT, WHOLE_NUMBER, takes
 from quintsched.errors import QuintschedError, UnsoundError, UsageError, quoted, suggest
 from quintsched.ir.instruction_set import Compute, Overlap
 from quintsched.ir.mesh import whole_number
@@ -218,9 +218,9 @@ _REGISTRY: dict[str, Schedule] = {}
     aliases=SEVERAL,
     mode=TEXT,
     placement=FUNCTION,
-    min_chunks=WHOLE,
-    max_chunks=WHOLE,
-    max_slices=WHOLE,
+    min_chunks=WHOLE_NUMBER,
+    max_chunks=WHOLE_NUMBER,
+    max_slices=WHOLE_NUMBER,
     routes=FUNCTION,
     stage_to_part=FUNCTION,
     constraint=FUNCTION,

@@ -21,7 +21,7 @@ from quintsched.ir.programs import Program
 
 
 @dataclass(frozen=True, eq=False)
-class Steps:
+class StepColumns:
     """Computations of one rank in order, as columns of one program; iterating yields them one by one."""
 
     columns: Columns
@@ -42,7 +42,7 @@ class Lane:
     microbatches: Ints
 
 
-def alternate(*lanes: Lane) -> Steps:
+def alternate(*lanes: Lane) -> StepColumns:
     """Return the steps of all lanes, merged beat by beat."""
     beats = np.concatenate([lane.delay + np.arange(len(lane.stages)) for lane in lanes])
     order = np.argsort(beats, kind="stable")
@@ -50,10 +50,10 @@ def alternate(*lanes: Lane) -> Steps:
     stages = np.concatenate([lane.stages for lane in lanes])
     microbatches = np.concatenate([lane.microbatches for lane in lanes])
     fields = {"stage": stages[order], "microbatch": microbatches[order]}
-    return Steps(Columns(np.array([0, len(op)]), op[order], fields))
+    return StepColumns(Columns(np.array([0, len(op)]), op[order], fields))
 
 
-def side_by_side(forwards: Lane, backwards: Lane) -> Steps:
+def side_by_side(forwards: Lane, backwards: Lane) -> StepColumns:
     """Return the steps of two lanes of equal length, merged beat by beat; two at one beat become one `Overlap`.
 
     Only the backwards may be delayed.
@@ -73,7 +73,7 @@ def side_by_side(forwards: Lane, backwards: Lane) -> Steps:
         Columns.make(kind, np.zeros(size, np.int64), 1, **fields)
         for (kind, fields), size in zip(parts, sizes, strict=True)
     ]
-    return Steps(columns[0].append(*columns[1:]))
+    return StepColumns(columns[0].append(*columns[1:]))
 
 
 def rounds(units: int, pp: int, chunks: int) -> tuple[Ints, Ints]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quintsched.cli.request_options import AXES, mesh_given
+from quintsched.cli.request_options import AXIS_OPTIONS, mesh_given
 from quintsched.errors import UsageError, suggest
 
 MESH = "mesh"
@@ -38,7 +38,7 @@ FLAGS: dict[str, Flag] = {
     ),
     "gpus": Flag("N", "GPUs in all.", has_choice=False),
     "gpus_per_node": Flag("N", "GPUs of a node; default: the hardware's.", has_choice=False),
-    **{axis: Flag("N", words) for axis, words in AXES.items()},
+    **{axis: Flag("N", words) for axis, words in AXIS_OPTIONS.items()},
     "microbatch": Flag(
         "B", "Samples of a microbatch; the microbatches of a replica are batch / (dp x ep x microbatch)."
     ),
@@ -111,14 +111,14 @@ def axes_of_mesh(mesh: str | None, texts: Mapping[str, Any], several: bool = Fal
     """
     from quintsched.ir.mesh import Mesh
 
-    text = mesh_given(mesh, {axis: texts.get(axis) for axis in AXES})
+    text = mesh_given(mesh, {axis: texts.get(axis) for axis in AXIS_OPTIONS})
     if mesh is None or text is None:
         return {}
     found = Mesh.parse(text)
     gpus = texts.get("gpus")
     if gpus is not None and read_flag("gpus", gpus) != found.size:
         raise UsageError(f"--gpus {gpus}, but --mesh {text} has {found.size} ranks; leave out one of them")
-    sizes = {axis: found.axis_size(axis) for axis in AXES}
+    sizes = {axis: found.axis_size(axis) for axis in AXIS_OPTIONS}
     return {"gpus": found.size, **{axis: [size] if several else size for axis, size in sizes.items()}}
 
 

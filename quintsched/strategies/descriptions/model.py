@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
-from quintsched.files.user_records import Named
+from quintsched.files.user_records import RecordMetaclass
 
 Size = Annotated[int, Field(ge=1, le=2**31, strict=True)]
 Layers = Annotated[int, Field(ge=1, le=2**14, strict=True)]
@@ -27,7 +27,7 @@ Amount = Annotated[float, Field(ge=0, le=1e24)]
 """Seconds, bytes or operations, at least 0."""
 
 
-class Description(BaseModel, metaclass=Named):
+class Description(BaseModel, metaclass=RecordMetaclass):
     """Base class of frozen records that refuse unknown fields."""
 
     model_config = ConfigDict(

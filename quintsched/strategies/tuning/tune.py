@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quintsched.arguments import MAPPING, WHOLE, ours, takes
+from quintsched.arguments import MAPPING, WHOLE_NUMBER, ours, takes
 from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
@@ -74,9 +74,9 @@ class Tuning:
     "tune(find_model('gpt3-175b'), find_hardware('a100-80gb'), gpus=1024, batch=1536)",
     model=ours("Model"),
     hardware=ours("Hardware"),
-    gpus=WHOLE,
-    batch=WHOLE,
-    seq=WHOLE,
+    gpus=WHOLE_NUMBER,
+    batch=WHOLE_NUMBER,
+    seq=WHOLE_NUMBER,
     fixed=MAPPING,
 )
 def tune(

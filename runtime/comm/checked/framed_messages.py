@@ -44,7 +44,7 @@ MOST_KINDS = 64
 COPIED = 2**20
 """Size in bytes up to which a copy of a tensor costs less than a separate message for the frame."""
 
-Key = tuple[torch.dtype, torch.Size]
+FrameKey = tuple[torch.dtype, torch.Size]
 
 
 def room_for(nbytes: int) -> int:
@@ -52,7 +52,7 @@ def room_for(nbytes: int) -> int:
     return FRAME_BYTES + min(max(nbytes, 4096), MOST_SLACK)
 
 
-Post = Callable[[Tensor, Key, int, int], Work]
+Post = Callable[[Tensor, FrameKey, int, int], Work]
 """Posts a send or a receive on the wire: (memory, its dtype and shape, peer, tag) → Work."""
 
 
@@ -89,15 +89,15 @@ class FramedMessages(Transport):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._free: dict[Key, list[_Staging]] = {}
-        self._gone: set[tuple[tuple[int, int], Key]] = set()
+        self._free: dict[FrameKey, list[_Staging]] = {}
+        self._gone: set[tuple[tuple[int, int], FrameKey]] = set()
 
     @abstractmethod
-    def _post_send(self, memory: Tensor, key: Key, peer: int, tag: int) -> Work:
+    def _post_send(self, memory: Tensor, key: FrameKey, peer: int, tag: int) -> Work:
         """Post a send of bytes; `key` is the tensor's dtype and shape, for errors."""
 
     @abstractmethod
-    def _post_receive(self, memory: Tensor, key: Key, peer: int, tag: int) -> Work:
+    def _post_receive(self, memory: Tensor, key: FrameKey, peer: int, tag: int) -> Work:
         """Post a receive into memory, which may be longer than the message."""
 
     def room_for(self, nbytes: int) -> int:
@@ -124,13 +124,13 @@ class FramedMessages(Transport):
         is_first = self._is_first((peer, self.rank), (buffer.dtype, buffer.shape))
         return _InPlaceReceive(self, buffer, peer, tag, is_first=is_first)
 
-    def _is_first(self, channel: tuple[int, int], key: Key) -> bool:
+    def _is_first(self, channel: tuple[int, int], key: FrameKey) -> bool:
         """Whether no tensor of this kind has been sent in place on this channel."""
         is_first = (channel, key) not in self._gone
         self._gone.add((channel, key))
         return is_first
 
-    def refuse_in_place(self, channel: tuple[int, int], key: Key) -> None:
+    def refuse_in_place(self, channel: tuple[int, int], key: FrameKey) -> None:
         """Record that no valid tensor of this kind has come on this channel."""
         self._gone.discard((channel, key))
 
@@ -146,7 +146,7 @@ class FramedMessages(Transport):
         return FramedReceive(rank, post, stamp, buffer, room, peer, tag, label, verify=self.checks_everything).post
 
     def _sender(self, peer: int, tag: int, label: Label) -> Callable[[Tensor], Work]:
-        unchecked, heads = own_part(label.instruction, None), dict[Key, bytes]()
+        unchecked, heads = own_part(label.instruction, None), dict[FrameKey, bytes]()
         post, stamp, stagings = self._post_send, self.stamp, self._free
 
         def send(tensor: Tensor) -> Work:
@@ -168,7 +168,7 @@ class FramedMessages(Transport):
 
         return send
 
-    def _head_of_new_kind(self, heads: dict[Key, bytes], label: Label, tensor: Tensor, peer: int) -> bytes:
+    def _head_of_new_kind(self, heads: dict[FrameKey, bytes], label: Label, tensor: Tensor, peer: int) -> bytes:
         """Return the part of a frame that both ends know; a message longer than all before goes to the watch."""
         if heads and tensor.nbytes > max(shape.numel() * dtype.itemsize for dtype, shape in heads):
             self.publisher.note_longer(tensor.nbytes + FRAME_BYTES, label.instruction)
@@ -176,7 +176,7 @@ class FramedMessages(Transport):
             heads.clear()
         return head_of(label, tensor.dtype, tensor.shape, self.rank, peer)
 
-    def _new_kind(self, key: Key) -> list[_Staging]:
+    def _new_kind(self, key: FrameKey) -> list[_Staging]:
         if len(self._free) >= MOST_KINDS:
             del self._free[next(iter(self._free))]
         return self._free.setdefault(key, [])

@@ -34,9 +34,9 @@ OWN_BYTES = FRAME_BYTES - _COMMON
 WIPED = b"\xff" * 8
 """Bytes at the end of the frame until a message has come."""
 
-KINDS = ("message", "activation", "gradient", "skip", "gradient of a skip")
-DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+MESSAGE_KINDS = ("message", "activation", "gradient", "skip", "gradient of a skip")
+FRAME_DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(FRAME_DTYPES)}
 _NO_INSTRUCTION = -1
 
 
@@ -50,7 +50,7 @@ class Label:
     """Purpose of a message; the same on both ends, but for the instruction.
 
     Attributes:
-        kind: one of `KINDS`; a "message" belongs to no stage.
+        kind: one of `MESSAGE_KINDS`; a "message" belongs to no stage.
         stage: the stage whose output, or gradient of an output, it is.
         place: index of the tensor, where there are several.
         instruction: its index in this end's program.
@@ -109,7 +109,7 @@ def head_of(label: Label, dtype: torch.dtype, shape: Sequence[int], source: int,
         MAGIC,
         _DTYPE_CODES[dtype],
         len(shape),
-        KINDS.index(label.kind),
+        MESSAGE_KINDS.index(label.kind),
         label.place,
         label.stage,
         label.microbatch,
@@ -147,13 +147,13 @@ class Frame:
         head = _HEAD.unpack_from(data, OWN_BYTES)
         _, code, ndim, kind, place, stage, microbatch, cut, source, destination, nbytes, *dims = head
         step, _ = _STAMP.unpack_from(data, OWN_BYTES + _HEAD.size)
-        if code >= len(DTYPES) or kind >= len(KINDS):
+        if code >= len(FRAME_DTYPES) or kind >= len(MESSAGE_KINDS):
             return None
         shape = tuple(dims[:ndim]) if ndim <= _DIMS else (*dims[:-1], "…")
-        label = Label(KINDS[kind], stage, microbatch, cut, place, instruction)
+        label = Label(MESSAGE_KINDS[kind], stage, microbatch, cut, place, instruction)
         return cls(
             label,
-            describe_spec(DTYPES[code], shape),
+            describe_spec(FRAME_DTYPES[code], shape),
             nbytes,
             source,
             destination,

@@ -97,7 +97,7 @@ class LocalWorld:
         self.rules: Rules = rules
         self.failure: tuple[int, BaseException] | None = None
         self.lock = threading.Lock()
-        self.wire = Wire(rules, wire_s)
+        self.wire = LocalChannels(rules, wire_s)
         self.meetings = Meetings(one_order=rules == "nccl", collective_s=collective_s)
         self._partitions: dict[int, tuple[int, list[tuple[int, ...]]]] = {}
         # a condition per rank, so that a message wakes one rank, not all
@@ -216,7 +216,7 @@ def _check_wires(wire_s: WireTimes, world_size: int) -> None:
             raise UsageError(f"wire_s names the channel {channel}, but ranks are 0 to {world_size - 1}")
 
 
-Key = tuple[int, int, int | None]
+ChannelKey = tuple[int, int, int | None]
 What = tuple[Label, int]
 """Label of a message, and its step."""
 
@@ -229,7 +229,7 @@ WireTimes = float | Mapping[tuple[int, int], float]
 class Message:
     """The `number`-th message of its key; `arrival_s` is None until it starts."""
 
-    key: Key
+    key: ChannelKey
     number: int
     payload: Tensor | None = None
     buffer: Tensor | None = None
@@ -280,14 +280,14 @@ class _Mailbox:
     open: dict[int, Message] = field(default_factory=dict)
 
 
-class Wire:
+class LocalChannels:
     """All directed channels of a world. Calls are made with the world's lock held."""
 
     def __init__(self, rules: Rules, wire_s: WireTimes) -> None:
         self.is_buffered = rules == "mailbox"
         self.is_tagged = rules != "nccl"
         self._wire_s = wire_s
-        self._boxes: defaultdict[Key, _Mailbox] = defaultdict(_Mailbox)
+        self._boxes: defaultdict[ChannelKey, _Mailbox] = defaultdict(_Mailbox)
         self._free_s: dict[tuple[int, int], float] = {}
 
     @property

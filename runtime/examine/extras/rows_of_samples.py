@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ...blocks.without_side_effects import untouched
-from ...parallel.cut_proofs.trial_inputs import Arrival, Given, GivenTree
+from ...parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
 from ..block_runs import RunBlock, outputs_of
 
 _NEAR = 1e-4
@@ -60,16 +60,16 @@ def _depends(whole: Sequence[Tensor], found: Sequence[Tensor] | None) -> bool:
     return found is not None and _differ(whole, found)
 
 
-def _with_extra(arrival: Arrival, name: str, change: Callable[[Given], Given]) -> Arrival:
+def _with_extra(arrival: Arrival, name: str, change: Callable[[TrialInput], TrialInput]) -> Arrival:
     extras: dict[str, GivenTree] = {**arrival.extras, name: arrival.extras[name].changed(change)}
     return replace(arrival, extras=extras)
 
 
-def _first_row(given: Given) -> Given:
+def _first_row(given: TrialInput) -> TrialInput:
     return replace(given, tensor=given.tensor[:1]) if given.tensor.dim() else given
 
 
-def _moved(given: Given) -> Given:
+def _moved(given: TrialInput) -> TrialInput:
     """Return it with another second row: other numbers, or, of whole numbers, those of the first row."""
     tensor = given.tensor.clone()
     if tensor.dim() and len(tensor) > 1:

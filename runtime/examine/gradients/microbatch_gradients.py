@@ -7,7 +7,7 @@ forward, another's forward, backward        as without the other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,12 +18,9 @@ from torch import Tensor, nn
 from ...blocks.trees import TensorSpec
 from ...blocks.without_side_effects import Kept, untouched
 from ...objects.snapshot import Snapshot
-from ...parallel.cut_proofs.trial_inputs import Arrival, Given, draw
-from ..block_runs import RunBlock, run_with_graph
+from ...parallel.cut_proofs.trial_inputs import Arrival, TrialInput, draw
+from ..block_runs import RunBlock, SameDraws, run_with_graph
 from .own_backwards import hooks_of, is_known
-
-Alike = Callable[[range], AbstractContextManager[None]]
-"""Function that returns a context in which a block draws the same each time for some samples."""
 
 
 def anyhow(_: range) -> AbstractContextManager[None]:
@@ -53,7 +50,7 @@ class _Adds(Exception):
     """Raised where a forward has added to the gradient of a weight, with its name."""
 
 
-def why_of_microbatch(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, alike: Alike = anyhow) -> str:
+def why_of_microbatch(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, alike: SameDraws = anyhow) -> str:
     """Return the reason why joint gradients of samples are not those of each, though outputs are; "": there is none."""
     samples, trials, kept = range(arrival.samples), list[_Trial](), Kept(block)
     try:
@@ -77,7 +74,7 @@ def why_of_others(
     number: int,
     block: nn.Module,
     arrival: Arrival,
-    alike: Alike = anyhow,
+    alike: SameDraws = anyhow,
     *,
     overtaken: bool = True,
 ) -> str:
@@ -86,7 +83,7 @@ def why_of_others(
     `overtaken`: whether a later one's forward may run before its backward.
     """
     samples, said = range(arrival.samples), (number, type(block).__name__)
-    turned = [Given(p.tensor.flip(0) if p.tensor.dim() else p.tensor, p.tokens) for p in arrival.activation.parts]
+    turned = [TrialInput(p.tensor.flip(0) if p.tensor.dim() else p.tensor, p.tokens) for p in arrival.activation.parts]
     later = replace(arrival, activation=replace(arrival.activation, parts=turned)).scaled(_OF_LATER)
     hooks, kept = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(block))}), Kept(block)
     try:
@@ -121,7 +118,7 @@ def _try(
     block: nn.Module,
     kept: Kept,
     given: Sequence[tuple[Arrival, range]],
-    alike: Alike,
+    alike: SameDraws,
     times: int = 1,
 ) -> _Trial:
     """Run a block's forwards on all inputs, then the backward of the first; the block starts as `kept`.

@@ -35,12 +35,12 @@ from ...objects.plain_code import asking_elsewhere
 from ...objects.snapshot import Snapshot
 from ...parallel.cut_proofs.block_kinds import content_of
 from ...parallel.cut_proofs.trial_inputs import Arrival
-from ..block_runs import RunBlock, run_with_graph
+from ..block_runs import RunBlock, SameDraws, run_with_graph
 from ..other_extras import Agree, others_of
-from .microbatch_gradients import Alike, anyhow, why_of_microbatch, why_of_others
+from .microbatch_gradients import anyhow, why_of_microbatch, why_of_others
 from .other_branches import MOST_ASKED, OtherAnswers, answered
-from .own_backwards import Calls, Code, Shape, Watched, hooks_of
-from .trial_backwards import Begin, Draws, Gradients, gradients_of, made_behind
+from .own_backwards import Calls, Code, HooksAndModules, Watched, hooks_of
+from .trial_backwards import Begin, Draws, TrialGradients, gradients_of, made_behind
 
 _SCALES, _SHORT_SCALES = (2.0**-10, 2.0**10), (2.0**-4, 2.0**4)
 _TINY = 2.0**-60
@@ -57,7 +57,7 @@ _STEERED = (
     "set an attribute of it)"
 )
 
-Gathered = Callable[[int], AbstractContextManager[None]]
+GatheredWeights = Callable[[int], AbstractContextManager[None]]
 ArrivalOf = Callable[[int, bool], Arrival]
 """Function (block number, few samples?) → inputs of the block: `FEW` samples, or as many as cost least."""
 
@@ -85,7 +85,7 @@ def why_unlinear(
     number: int,
     block: nn.Module,
     arrival: Arrival,
-    alike: Alike = anyhow,
+    alike: SameDraws = anyhow,
     *,
     is_brief: bool = False,
 ) -> Unlinear:
@@ -105,7 +105,7 @@ def why_unlinear(
     scales = _SHORT_SCALES if is_short else _SCALES
     hooks, kept = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(block))}), Kept(block)
 
-    def backward(seed: int, scale: float, only: int | None = None) -> Gradients:
+    def backward(seed: int, scale: float, only: int | None = None) -> TrialGradients:
         for rest in (0.0, _TINY):  # tiny in place of zero: a block may divide 0 / 0
             with alike(range(arrival.samples)):
                 found = gradients_of(run, number, block, arrival, Begin(seed, scale, only, rest), kept)
@@ -147,7 +147,7 @@ def _sees_gradients(
     number: int,
     block: nn.Module,
     arrival: Arrival,
-    alike: Alike,
+    alike: SameDraws,
     scales: Sequence[float],
     before: tuple[Snapshot, Kept],
 ) -> bool:
@@ -163,14 +163,14 @@ def _sees_gradients(
 
 def _judged(
     said: str,
-    none: Gradients,
-    others: Sequence[tuple[float, Gradients]],
-    ones: Sequence[Gradients],
-    halves: Sequence[Sequence[Gradients]],
+    none: TrialGradients,
+    others: Sequence[tuple[float, TrialGradients]],
+    ones: Sequence[TrialGradients],
+    halves: Sequence[Sequence[TrialGradients]],
 ) -> Unlinear:
     """Return the verdict on gradients: from zero, by scales, of whole microbatches, and of single samples."""
 
-    def adds_up(added: Gradients) -> bool:
+    def adds_up(added: TrialGradients) -> bool:
         return all(_adds_up(one, parts, added) for one, parts in zip(ones, halves, strict=True))
 
     zeros = [torch.zeros_like(gradient) for gradient in none]
@@ -182,7 +182,9 @@ def _judged(
     return Unlinear(f"{said} {what} in its backward, or by a hook", adds, is_of_each)
 
 
-def _is_linear(none: Gradients, one: Gradients, others: Sequence[tuple[float, Gradients]], added: Gradients) -> bool:
+def _is_linear(
+    none: TrialGradients, one: TrialGradients, others: Sequence[tuple[float, TrialGradients]], added: TrialGradients
+) -> bool:
     """Return whether gradients are proportional to their output gradients, except for the constant `added`."""
     return all(
         _is_close(found - more, (whole - more) * scale, zero, (scale, whole))
@@ -191,7 +193,7 @@ def _is_linear(none: Gradients, one: Gradients, others: Sequence[tuple[float, Gr
     )
 
 
-def _adds_up(one: Gradients, halves: Sequence[Gradients], added: Gradients) -> bool:
+def _adds_up(one: TrialGradients, halves: Sequence[TrialGradients], added: TrialGradients) -> bool:
     """Return whether gradients are the sums of those of single samples, except for the constant `added`."""
     return all(
         _is_close(sum(half - more for half in its), whole - more, more, (1.0, whole))
@@ -235,7 +237,7 @@ class BlockBackwards:
         blocks: Mapping[int, Mapping[int, nn.Module]],
         run: RunBlock,
         alike: Callable[[int, nn.Module, range], AbstractContextManager[None]],
-        gathered: Gathered,
+        gathered: GatheredWeights,
         agree: Agree = list,
         overtaken: Collection[int] = (),
     ) -> None:
@@ -245,7 +247,7 @@ class BlockBackwards:
         self._found: dict[int, Unlinear] = {}
         self._watched: dict[int, Watched] = {}
         self._suspects, self._owns = set[int](), False
-        self._shape: Shape | None = None
+        self._shape: HooksAndModules | None = None
         self._num_changes: dict[int, int] = {}
 
     @property
@@ -285,7 +287,7 @@ class BlockBackwards:
                     for number, block in some.items():
                         self._found[number] = self._examine(number, block, self._arrival_of, known)
         self._owns = any(watched.is_own for watched in self._watched.values())
-        self._shape = Shape(block for blocks in self._blocks.values() for block in blocks.values())
+        self._shape = HooksAndModules(block for blocks in self._blocks.values() for block in blocks.values())
 
     def _examine(self, number: int, block: nn.Module, arrival_of: ArrivalOf, known: dict[object, Unlinear]) -> Unlinear:
         """Return the finding about a block; `known`: the findings about others, by kind."""
@@ -336,7 +338,7 @@ class BlockBackwards:
                 return found._replace(why=f"{found.why}, where a tensor that it asks for its value has another")
         return Unlinear()
 
-    def _found_briefly(self, number: int, block: nn.Module, arrival: Arrival, alike: Alike) -> Unlinear:
+    def _found_briefly(self, number: int, block: nn.Module, arrival: Arrival, alike: SameDraws) -> Unlinear:
         """Return the finding for inputs that may never occur; a failure decides nothing."""
         with suppress(Exception):
             found = why_unlinear(self._run, number, block, arrival, alike, is_brief=True)

@@ -9,15 +9,14 @@ Data of later steps may take that branch, which a few drawn samples need not rea
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
 
 from ...objects.library_or_user import is_library_module
-
-Alike = Callable[[range], AbstractContextManager[None]]
+from ..block_runs import SameDraws
 
 MOST_ASKED = 16
 _ASKING = frozenset({"item", "__bool__", "__int__", "__float__", "__index__"})
@@ -46,7 +45,7 @@ class OtherAnswers(TorchFunctionMode):
         return _other(result) if self.count == self._place else result
 
 
-def answered(alike: Alike, answers: OtherAnswers) -> Alike:
+def answered(alike: SameDraws, answers: OtherAnswers) -> SameDraws:
     """Return `alike` with the mode entered as well, its count reset each time."""
 
     @contextmanager

@@ -189,7 +189,7 @@ class Calls:
         self.has_own |= frame is None or not _is_known_module(str(frame.f_globals.get("__name__", "")))
 
 
-class Shape:
+class HooksAndModules:
     """Hooks on blocks and their weights, and the blocks' submodules: compared without Python calls."""
 
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
@@ -225,7 +225,7 @@ class Watched:
     """
 
     def __init__(self, block: nn.Module, code: Code, *, is_suspect: bool) -> None:
-        self._shape, modules = Shape([block]), enumerate(block.modules())
+        self._shape, modules = HooksAndModules([block]), enumerate(block.modules())
         own = {str(place): module for place, module in modules if not is_known(type(module))}
         self.is_own = bool(own or code.hooks or is_suspect)
         self._state = SteeringState(own, code.hooks, inner=False)

@@ -12,10 +12,10 @@ from ...blocks.trees import TensorSpec
 from ...blocks.without_side_effects import Kept, untouched
 from ...parallel.cut_proofs.features_apart import draws_of_python
 from ...parallel.cut_proofs.trial_inputs import Arrival, draw
-from ..block_runs import RunBlock, run_with_graph
-from .microbatch_gradients import Alike, gradients_kept
+from ..block_runs import RunBlock, SameDraws, run_with_graph
+from .microbatch_gradients import gradients_kept
 
-Gradients = Sequence[Tensor]
+TrialGradients = Sequence[Tensor]
 
 _OF_ONE = 2.0**4
 """Factor on the gradients of one sample, after the first draw."""
@@ -51,7 +51,7 @@ def gradients_of(
 
 
 def made_behind(
-    run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: Begin, kept: Kept, alike: Alike
+    run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: Begin, kept: Kept, alike: SameDraws
 ) -> list[Tensor]:
     """Return a block's outputs of a forward after a backward; the block starts as `kept`."""
     with untouched(block, kept), gradients_kept([*block.parameters(), *kept.snapshot.values()]):

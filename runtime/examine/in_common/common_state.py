@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...blocks.shape_inference import HAND_ON
 from ...objects.host_values import GONE, numbers_of
 from ...objects.snapshot import Snapshot, is_same
-from ...objects.spaces import OF_TORCH, Cells, Entries, Items, OfClass, Space, Trained, Whole
+from ...objects.spaces import OF_TORCH, ClosureCells, Entries, Items, OfClass, Space, Trained, Whole
 from .code_reads import CodeReads, memory_of
 
 Judged = Collection[tuple[int, str | int | None]]
@@ -117,7 +117,7 @@ class CommonState:
         """Yield the places of a holder that code here sets, and code of another stage reads."""
         keys = one.reads.stored - OF_TORCH if space.form == ".{}" and type(space) is Entries else set(space.keys())
         for key in sorted(keys & one.reads.stored):
-            token = id(space.cells[key] if isinstance(space, Cells) else space.holder)
+            token = id(space.cells[key] if isinstance(space, ClosureCells) else space.holder)
             blocks = (token, key) not in self._judged
             readers = (
                 o for o in others if key in o.reads.names and token in o.reads.held and (blocks or not o.is_block)

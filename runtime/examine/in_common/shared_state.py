@@ -30,7 +30,7 @@ from .code_reads import CodeReads, snapshot_of
 from .common_state import CommonState, Runs
 from .passed_values import MarkRead, ReadMark
 
-Place = tuple[int, str]
+BlockHolder = tuple[int, str]
 """Number of a block, and the name of a holder in a snapshot of it."""
 
 Marks = Mapping[int, Sequence[tuple[str, str | int, ReadMark]]]
@@ -48,18 +48,20 @@ class SharedState:
     Raises `MisfitError` where forwards change shared state, as far as that is known before they run.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], cuts: Sequence[range], changed: Collection[Place] = ()) -> None:
+    def __init__(
+        self, blocks: Sequence[nn.Module], cuts: Sequence[range], changed: Collection[BlockHolder] = ()
+    ) -> None:
         self._kinds = [type(block).__name__ for block in blocks]
         self._stage_of = {number: stage for stage, numbers in reversed([*enumerate(cuts)]) for number in numbers}
-        self._homes: dict[Place, list[tuple[Place, bool]]] = {}
-        self._tokens: dict[Place, set[int]] = {}
-        self._places: dict[int, set[Place]] = {}
+        self._homes: dict[BlockHolder, list[tuple[BlockHolder, bool]]] = {}
+        self._tokens: dict[BlockHolder, set[int]] = {}
+        self._places: dict[int, set[BlockHolder]] = {}
         self._blocks = [ref(block) for block in blocks]
         self._runs: list[Runs] = []
         self._functions: dict[str, Any] = {}
         self._judged, self._rows = set[tuple[int, str | int | None]](), set[int]()
-        first: dict[int, Place] = {}
-        owns: dict[Place, int] = {}
+        first: dict[int, BlockHolder] = {}
+        owns: dict[BlockHolder, int] = {}
         tensors: list[Sequence[tuple[str, Tensor]]] = []
         for number, block in enumerate(blocks):
             snapshot = Snapshot({"": block}, numbers=False)
@@ -204,7 +206,7 @@ def _is_of_environment(call: str) -> bool:
 _INSTEAD = "give each block its own: copy.deepcopy(module)"
 
 
-def _norms(blocks: Sequence[nn.Module]) -> Iterator[Place]:
+def _norms(blocks: Sequence[nn.Module]) -> Iterator[BlockHolder]:
     """Yield the norms in training mode that keep running statistics."""
     for number, block in enumerate(blocks):
         for path, module in block.named_modules():

@@ -31,7 +31,7 @@ _SCALES = ((1, 0.5), (0.5, 1), (0.01, 0.1), (1, 0.1), (1, 10), (100, 10))
 _OTHER_SIDE = ((-1, -0.5), (-10, -30))
 
 
-class Given(Protocol):
+class LossLeaves(Protocol):
     """Leaves of an output and of targets."""
 
     @property
@@ -44,7 +44,7 @@ class Given(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class LossParts:
     """Leaves of an output and of targets, split into a first and a second part.
 
     Attributes:
@@ -86,7 +86,7 @@ class Parts:
             self.along, self.first * unit, self.rest * unit
         )
 
-    def of_all_sizes(self) -> Iterator[Parts]:
+    def of_all_sizes(self) -> Iterator[LossParts]:
         """Yield variants with outputs of other scales, so that thresholds of a loss lie between the parts."""
         yield self
         for first, rest in _SCALES:
@@ -94,12 +94,12 @@ class Parts:
             if any(self._is_free(len(self.outputs) + i, t) and not is_mask(t) for i, t in enumerate(self.targets)):
                 yield self.scaled(first, rest, with_targets=True)
 
-    def on_other_side(self) -> Iterator[Parts]:
+    def on_other_side(self) -> Iterator[LossParts]:
         """Yield variants with the other sign, where a loss may have a gradient, as one with `relu`."""
         for first, rest in _OTHER_SIDE:
             yield self.scaled(first, rest)
 
-    def with_one_far(self) -> Iterator[Parts]:
+    def with_one_far(self) -> Iterator[LossParts]:
         """Yield more samples, where memory allows it, with the first far from all others."""
         split, known = len(self.outputs), self.first + self.rest
         if sum(leaf.nbytes for leaf in self.outputs) * _MANY > _LARGE_BYTES * known:
@@ -112,7 +112,7 @@ class Parts:
         for scale in _FAR:
             yield many.scaled(scale, 1)
 
-    def with_hits(self) -> Parts:
+    def with_hits(self) -> LossParts:
         """Return the variant whose first rows almost equal their targets: their loss is near 0."""
         outputs = list(self.outputs)
         for place, leaf in enumerate(outputs):
@@ -129,7 +129,7 @@ class Parts:
                 break
         return replace(self, outputs=outputs)
 
-    def with_other_rest(self) -> Iterator[Parts]:
+    def with_other_rest(self) -> Iterator[LossParts]:
         """Yield the variant with other values in output tensors of no sample, if there are any."""
         others = [
             t if unit or not t.is_floating_point() else _moved_on(t)
@@ -138,7 +138,7 @@ class Parts:
         if any(other is not t for other, t in zip(others, self.outputs, strict=True)):
             yield replace(self, outputs=others)
 
-    def scaled(self, first: float, rest: float, *, with_targets: bool = False) -> Parts:
+    def scaled(self, first: float, rest: float, *, with_targets: bool = False) -> LossParts:
         """Return the variant with outputs multiplied in each part, and, `with_targets`, float targets; masks never."""
         leaves = (*self.outputs, *self.targets) if with_targets else self.outputs
         made = [
@@ -184,7 +184,9 @@ def shortened(
     return [short(leaf) for leaf in outputs], [short(leaf) for leaf in targets]
 
 
-def along_samples(outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: int, units: Sequence[int]) -> Parts:
+def along_samples(
+    outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: int, units: Sequence[int]
+) -> LossParts:
     """Return parts of unlike numbers of samples, from the rows of the leaves, where memory allows it."""
     size = sum(leaf.nbytes for leaf in outputs) // samples
     count = _ROWS if 2 * samples >= _ROWS or _ROWS * size <= _FREE_BYTES else 2 * samples
@@ -192,7 +194,7 @@ def along_samples(outputs: Sequence[Tensor], targets: Sequence[Tensor], samples:
     places = [number % samples for number in range(count)]
     scales = [1 - 0.1 * number for number in range(count)]
     split = len(outputs)
-    return Parts(
+    return LossParts(
         [taken(leaf, unit, places, scales) for leaf, unit in zip(outputs, units[:split], strict=True)],
         [taken(leaf, unit, places) for leaf, unit in zip(targets, units[split:], strict=True)],
         first,
@@ -202,12 +204,12 @@ def along_samples(outputs: Sequence[Tensor], targets: Sequence[Tensor], samples:
     )
 
 
-def cut_elsewhere(parts: Parts) -> Parts:
+def cut_elsewhere(parts: LossParts) -> LossParts:
     """Return the same samples, with one alone in the first part."""
     return replace(parts, first=1, rest=parts.first + parts.rest - 1)
 
 
-def along_tokens(parts: Parts) -> Parts | None:
+def along_tokens(parts: LossParts) -> LossParts | None:
     """Return the same samples split along tokens; None where outputs and targets differ in length."""
     lengths = {leaf.shape[1] for leaf in parts.targets if leaf.dim() > 1}
     cut = [leaf for i, leaf in enumerate(parts.outputs) if parts.units[i] and leaf.is_floating_point()]

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...objects.spaces import HOOKS
 from ..function_state import class_weights
 from .loss_weights import LossWeight, Over, named
-from .real_batches import RealBatch, Unit, Way
+from .real_batches import JoinedCall, RealBatch, SampleUnit
 
 _KNOWN = ("torch.nn.functional", "torch.nn.modules.loss", "transformers.loss.")
 
@@ -54,7 +54,7 @@ def is_known(function: Any) -> bool:
 
 
 def compare_values(
-    function: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor], batch: RealBatch, way: Way
+    function: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor], batch: RealBatch, way: JoinedCall
 ) -> Late | None:
     """Compare a function's value of joined samples with its reduction; None: the call fails."""
     parts, swapped = batch.two_parts(), batch.swapped()
@@ -95,7 +95,7 @@ def compare_values(
 
 
 def _called(
-    function: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor], unit: Unit
+    function: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor], unit: SampleUnit
 ) -> tuple[Tensor, Tensor | float]:
     """Return a function's value of a unit, as a mean or a sum by its reduction, and its weight.
 

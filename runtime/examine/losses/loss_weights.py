@@ -77,14 +77,14 @@ class LossWeight:
         return torch.where(kept, table.to(leaf.device)[torch.where(kept, leaf, 0)], 0.0).sum()
 
 
-class Finding(NamedTuple):
+class WeightFinding(NamedTuple):
     """Result of an examination: a weight, or the reason why there is none."""
 
     weight: LossWeight | None
     why: str = ""
 
 
-WITHOUT_GRADIENT = Finding(LossWeight(Over.SAMPLES))
+WITHOUT_GRADIENT = WeightFinding(LossWeight(Over.SAMPLES))
 """Finding for a loss without gradient, whose weight is undecided."""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .loss_parts import Parts, along_tokens, is_mask, ratio_of
+from .loss_parts import LossParts, along_tokens, is_mask, ratio_of
 
 OF_SLICES = "it is not the same over slices of the sequences, into which they are cut here"
 _FAR = (1.0, 1000.0)
@@ -49,7 +49,7 @@ def mixes_values(examination: Any) -> bool:
     return False
 
 
-def _places(examination: Any) -> Iterator[tuple[Parts, int, float]]:
+def _places(examination: Any) -> Iterator[tuple[LossParts, int, float]]:
     """Yield parts along tokens, a token that is to be moved, and how far."""
     parts = examination.usable(is_long=True)
     cut = None if parts is None else along_tokens(parts)
@@ -58,7 +58,7 @@ def _places(examination: Any) -> Iterator[tuple[Parts, int, float]]:
         yield from ((cut, token, far) for token in dict.fromkeys((length // 2, 0, length - 1)) for far in _FAR)
 
 
-def _moved(cut: Parts, where: Tensor, far: float, ids: Sequence[int]) -> Parts:
+def _moved(cut: LossParts, where: Tensor, far: float, ids: Sequence[int]) -> LossParts:
     """Return the variant with other numbers in some tokens, `where` (tokens,); ignored targets and masks stay."""
 
     def away(leaf: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _moved(cut: Parts, where: Tensor, far: float, ids: Sequence[int]) -> Parts:
     return replace(cut, outputs=changed[:split], targets=changed[split:])
 
 
-def _is_unlike(cut: Parts, whole: Any, moved: Any, token: int) -> bool:
+def _is_unlike(cut: LossParts, whole: Any, moved: Any, token: int) -> bool:
     """Return whether gradients of tokens other than one are not all multiplied by one factor."""
     length = cut.first + cut.rest
     others = torch.tensor([k for k in range(length) if k != token])

@@ -22,10 +22,12 @@ from ...comm.generators import AllGenerators
 from ..function_state import FunctionKept, FunctionState, name_of
 
 _FAR = (10, 100, 1_000, 10_000, 1_000_000)
-Run = Callable[[], Sequence[Tensor]]
+CallLosses = Callable[[], Sequence[Tensor]]
 
 
-def depends_on_calls(state: FunctionState, kept: FunctionKept, run: Run, others: Sequence[Run]) -> str | None:
+def depends_on_calls(
+    state: FunctionState, kept: FunctionKept, run: CallLosses, others: Sequence[CallLosses]
+) -> str | None:
     """Return the name of state that a function's calls write and it reads; None: none; its state is restored.
 
     Args:
@@ -62,7 +64,7 @@ def depends_on_calls(state: FunctionState, kept: FunctionKept, run: Run, others:
     return None
 
 
-def goes_by_written(state: FunctionState, kept: FunctionKept, run: Run, names: Collection[str]) -> str | None:
+def goes_by_written(state: FunctionState, kept: FunctionKept, run: CallLosses, names: Collection[str]) -> str | None:
     """Return the name of state that earlier calls of a function wrote and it reads now; None: none.
 
     Example: it collects means in training, and reads them in evaluation, or once a flag is set.
@@ -122,7 +124,7 @@ class _Place(NamedTuple):
     write: Callable[[Any], bool]
 
 
-def _other_values(state: FunctionState, run: Run) -> Iterator[tuple[_Place, Any]]:
+def _other_values(state: FunctionState, run: CallLosses) -> Iterator[tuple[_Place, Any]]:
     """Yield places that calls have written, each with another value: the former one, or a larger count.
 
     A place that a further call changes again may hold any value; a tensor that it leaves alone is a cache.

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .loss_parts import Parts
-from .loss_weights import Finding, LossWeight, Over
+from .loss_parts import LossParts
+from .loss_weights import LossWeight, Over, WeightFinding
 from .losses_mixing_tokens import OF_SLICES, mixes_values
 from .other_targets import with_other_targets
 from .sum_or_mean import WRITES, Candidates, LossExamination, Tried
@@ -28,13 +28,13 @@ class MetricExamination(LossExamination):
 
     called = "the metric"
 
-    def run(self) -> Finding:
+    def run(self) -> WeightFinding:
         """Return the finding that all values agree on."""
         parts = self.usable()
         if parts is None or not any(parts.units):
-            return Finding(LossWeight(Over.SUM))
+            return WeightFinding(LossWeight(Over.SUM))
         if name := self.depends_on_calls(parts):
-            return Finding(None, WRITES.format(name))
+            return WeightFinding(None, WRITES.format(name))
         candidates = dict(self.candidates(parts))
         is_sum, is_told = True, False
         for tried in self._tried(parts):
@@ -46,19 +46,19 @@ class MetricExamination(LossExamination):
             is_sum = is_sum and abs(whole - a - b) <= least
             candidates = _fitting(candidates, tried, values, least)
             if not is_sum and not candidates:
-                return Finding(None, "it is neither a sum nor a mean over samples, tokens or targets")
+                return WeightFinding(None, "it is neither a sum nor a mean over samples, tokens or targets")
         if self.is_sliced and mixes_values(self):
-            return Finding(None, OF_SLICES)
-        return Finding(LossWeight(Over.SUM) if is_sum or not is_told else self.chosen(candidates))
+            return WeightFinding(None, OF_SLICES)
+        return WeightFinding(LossWeight(Over.SUM) if is_sum or not is_told else self.chosen(candidates))
 
-    def _tried(self, parts: Parts) -> Iterator[Parts]:
+    def _tried(self, parts: LossParts) -> Iterator[LossParts]:
         others = with_other_targets(parts, self.ids, is_safe=self.is_safe, tables=self._tables)
         for some in (*parts.of_all_sizes(), *parts.with_one_far(), *others):
             yield some
             yield some.with_hits()
         yield from parts.with_other_rest()
 
-    def _values(self, parts: Parts) -> tuple[float, float, float] | None:
+    def _values(self, parts: LossParts) -> tuple[float, float, float] | None:
         one, other = parts.halves()
         whole, a, b = (self.try_once(*some) for some in ((parts.outputs, parts.targets), one, other))
         return None if whole is None or a is None or b is None else (float(whole.value), float(a.value), float(b.value))
@@ -84,13 +84,13 @@ class MetricExamination(LossExamination):
 class StatedMetricExamination(MetricExamination):
     """Experiments on a metric that returns (sum, weight), whose quotient is reported."""
 
-    def run(self) -> Finding:
+    def run(self) -> WeightFinding:
         """Return that its reduction is stated, or the reason why its weight is wrong."""
         stated, parts = LossWeight(Over.STATED), self.usable()
         if parts is None or not any(parts.units):
-            return Finding(stated)
+            return WeightFinding(stated)
         if name := self.depends_on_calls(parts):
-            return Finding(None, WRITES.format(name))
+            return WeightFinding(None, WRITES.format(name))
         for some in self._tried(parts):
             halves = some.halves()
             tried = [self.try_once(*given) for given in ((some.outputs, some.targets), *halves)]
@@ -100,11 +100,11 @@ class StatedMetricExamination(MetricExamination):
             whole, *each = known
             total, weight = map(sum, zip(*each, strict=True))
             if weight and whole[1] and abs(whole[0] / whole[1] - total / weight) > _NEAR * abs(whole[0] / whole[1]):
-                return Finding(None, "of two batches together it is not the sums of both by their weights")
-        return Finding(None, OF_SLICES) if self.is_sliced and mixes_values(self) else Finding(stated)
+                return WeightFinding(None, "of two batches together it is not the sums of both by their weights")
+        return WeightFinding(None, OF_SLICES) if self.is_sliced and mixes_values(self) else WeightFinding(stated)
 
 
-def _fitting(candidates: Candidates, parts: Parts, values: Sequence[float], least: float) -> Candidates:
+def _fitting(candidates: Candidates, parts: LossParts, values: Sequence[float], least: float) -> Candidates:
     """Return the weights by which the whole is the mean of the parts."""
     whole, a, b = values
     found = Candidates()

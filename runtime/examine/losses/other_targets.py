@@ -15,15 +15,15 @@ from math import gcd, prod
 import torch
 from torch import Tensor
 
-from .loss_parts import Parts, is_mask, taken
+from .loss_parts import LossParts, is_mask, taken
 from .trial_call_modes import MadeUp
 
 _MOST_IDS = 16
-Change = Callable[[Tensor], Tensor]
+ChangeTargets = Callable[[Tensor], Tensor]
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def with_ignored_tokens(parts: Parts, ids: Sequence[int], *, is_safe: bool) -> Iterator[Parts]:
+def with_ignored_tokens(parts: LossParts, ids: Sequence[int], *, is_safe: bool) -> Iterator[LossParts]:
     """Yield parts as they are, and with the last token of each sequence ignored."""
     yield parts
     for place, leaf in enumerate(parts.targets):
@@ -38,7 +38,7 @@ def with_ignored_tokens(parts: Parts, ids: Sequence[int], *, is_safe: bool) -> I
             yield _changed(parts, place, torch.ones_like(leaf), rest=_ended(0))
 
 
-def _ended(value: int) -> Change:
+def _ended(value: int) -> ChangeTargets:
     def ended(leaf: Tensor) -> Tensor:
         changed = leaf.clone()
         changed[:, -1] = value
@@ -48,8 +48,8 @@ def _ended(value: int) -> Change:
 
 
 def with_other_targets(
-    parts: Parts, ids: Sequence[int], *, is_safe: bool, tables: Sequence[Tensor] = ()
-) -> Iterator[Parts]:
+    parts: LossParts, ids: Sequence[int], *, is_safe: bool, tables: Sequence[Tensor] = ()
+) -> Iterator[LossParts]:
     """Yield parts with other targets; unless it `is_safe`, none with ids that the data do not have.
 
     Classes of extreme weight in the `tables` of class weights are among them.
@@ -73,7 +73,7 @@ def with_other_targets(
                     yield _changed(odd, place, leaf, partial(_every_third, value=value))
 
 
-def _telling_targets(parts: Parts, *, is_safe: bool) -> Parts:
+def _telling_targets(parts: LossParts, *, is_safe: bool) -> LossParts:
     """Return parts in which not all targets of a leaf are ignored or masked, since these decide nothing."""
     targets = [*parts.targets]
     for place, leaf in enumerate(parts.targets):
@@ -86,7 +86,7 @@ def _telling_targets(parts: Parts, *, is_safe: bool) -> Parts:
     return replace(parts, targets=targets)
 
 
-def _by_rows(parts: Parts) -> Iterator[Parts]:
+def _by_rows(parts: LossParts) -> Iterator[LossParts]:
     """Yield other samples' targets: in the first part as many of the lowest as of the highest, else few of them."""
     split, count = len(parts.outputs), parts.first + parts.rest
     keys = torch.zeros(count, dtype=torch.float64)
@@ -103,8 +103,8 @@ def _by_rows(parts: Parts) -> Iterator[Parts]:
 
 
 def _by_ids(
-    parts: Parts, place: int, leaf: Tensor, ids: Sequence[int], tables: Sequence[Tensor], *, is_safe: bool
-) -> Iterator[Parts]:
+    parts: LossParts, place: int, leaf: Tensor, ids: Sequence[int], tables: Sequence[Tensor], *, is_safe: bool
+) -> Iterator[LossParts]:
     """Yield other ids: the lower ones in the first part, all of them in the second; then ids that may be ignored."""
     known = leaf.unique()[:_MOST_IDS]
     pool = [int(one) for one in known]
@@ -131,7 +131,7 @@ def _by_ids(
         yield _changed(parts, place, leaf, partial(torch.full_like, fill_value=one), lambda b: _filled(b, values))
 
 
-def _num_classes(parts: Parts, leaf: Tensor) -> int:
+def _num_classes(parts: LossParts, leaf: Tensor) -> int:
     """Return the number of classes of ids; 0: they may be no class ids, and no others are made up.
 
     Of several outputs with as many rows, the narrowest counts that has room for all ids; ids without one are groups, or
@@ -151,7 +151,9 @@ def _same(leaf: Tensor) -> Tensor:
     return leaf
 
 
-def _changed(parts: Parts, place: int, leaf: Tensor, first: Change = _same, rest: Change = _same) -> Parts:
+def _changed(
+    parts: LossParts, place: int, leaf: Tensor, first: ChangeTargets = _same, rest: ChangeTargets = _same
+) -> LossParts:
     """Return parts with another leaf of targets, changed in each part."""
     a, b = parts.cut(len(parts.outputs) + place, leaf)
     targets = [*parts.targets]

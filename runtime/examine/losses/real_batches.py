@@ -37,7 +37,7 @@ _ROUNDING = 10
 """Factor on the tolerance of experiments on a few samples."""
 
 
-class Unit(NamedTuple):
+class SampleUnit(NamedTuple):
     """Some samples of a microbatch."""
 
     output: Tree
@@ -52,7 +52,7 @@ class Unit(NamedTuple):
         """Return output and targets as trees."""
         return self.output.build(self.outputs), self.target.build(self.targets)
 
-    def cut(self, first: int, count: int) -> Unit:
+    def cut(self, first: int, count: int) -> SampleUnit:
         """Return `count` of the samples, from `first` on."""
         cut = [
             leaf.narrow(0, first * unit, count * unit) if unit else leaf
@@ -61,16 +61,16 @@ class Unit(NamedTuple):
         split = len(self.outputs)
         return self._replace(outputs=cut[:split], targets=cut[split:], samples=count)
 
-    def fits(self, other: Unit) -> bool:
+    def fits(self, other: SampleUnit) -> bool:
         """Return whether its structure, shapes per sample and dtypes equal those of another."""
 
-        def shapes(unit: Unit) -> list[object]:
+        def shapes(unit: SampleUnit) -> list[object]:
             return [(leaf.shape[1:], leaf.dtype, bool(n)) for leaf, n in zip(unit.leaves, unit.rows, strict=True)]
 
         is_built_alike = self.output.is_built_as(other.output) and self.target == other.target
         return is_built_alike and shapes(self) == shapes(other)
 
-    def shares_rest_with(self, other: Unit) -> bool:
+    def shares_rest_with(self, other: SampleUnit) -> bool:
         """Return whether its tensors of no sample equal those of another."""
         alike = zip(self.rows, self.leaves, other.leaves, strict=True)
         return all(rows or one is its or torch.equal(one, its) for rows, one, its in alike)
@@ -90,11 +90,11 @@ class Unit(NamedTuple):
         """Indices of its output's leaves that belong to no sample."""
         return [n for n, leaf in enumerate(self.outputs) if not self.rows[n] and leaf.numel()]
 
-    def with_leaves(self, others: Mapping[int, Tensor]) -> Unit:
+    def with_leaves(self, others: Mapping[int, Tensor]) -> SampleUnit:
         """Return it with other leaves of its output, by index."""
         return self._replace(outputs=[others.get(number, leaf) for number, leaf in enumerate(self.outputs)])
 
-    def moved(self, place: torch.device, dtype: torch.dtype | None) -> Unit:
+    def moved(self, place: torch.device, dtype: torch.dtype | None) -> SampleUnit:
         """Return it on another device, floating-point tensors in another dtype."""
         outputs, targets = (
             [t.to(place, dtype if t.is_floating_point() else None) for t in leaves]
@@ -103,7 +103,7 @@ class Unit(NamedTuple):
         return self._replace(outputs=outputs, targets=targets)
 
 
-class Way(NamedTuple):
+class JoinedCall(NamedTuple):
     """Dtype in which a loss could be called on joined samples, and the tolerance of that."""
 
     dtype: torch.dtype | None
@@ -121,7 +121,7 @@ class Comparison(NamedTuple):
 
     why: str = ""
     of_each: float | None = None
-    way: Way | None = None
+    way: JoinedCall | None = None
 
 
 class RealBatch:
@@ -140,8 +140,8 @@ class RealBatch:
         units: int,
         copies: int = 1,
         free: int = _FREE_BYTES,
-        beside: Unit | None = None,
-        before: Unit | None = None,
+        beside: SampleUnit | None = None,
+        before: SampleUnit | None = None,
     ) -> None:
         self._units = [] if before is None else [before]
         self._beside = [] if beside is None or beside is before else [beside]
@@ -163,7 +163,7 @@ class RealBatch:
         count = min(samples, self._free * samples // max(1, sum(leaf.nbytes for leaf in leaves)))
         if count or len(self._units) < 2:
             rows = rows_of_leaves(tree, leaves, samples, apart) + rows_of_leaves(target_tree, given, samples)
-            unit = Unit(tree, target_tree, leaves, given, samples, rows).cut(0, max(1, count))
+            unit = SampleUnit(tree, target_tree, leaves, given, samples, rows).cut(0, max(1, count))
             self._units.append(unit._replace(outputs=[leaf.clone() for leaf in unit.outputs]))
 
     @property
@@ -172,7 +172,7 @@ class RealBatch:
         return self._units[0].device if self._units else torch.device("cpu")
 
     @property
-    def probe(self) -> Unit | None:
+    def probe(self) -> SampleUnit | None:
         """A few samples, or None."""
         return self._units[0].cut(0, min(2, self._units[0].samples)) if self._units else None
 
@@ -203,7 +203,7 @@ class RealBatch:
                 break
             tolerance = _ROUNDING * of.tolerance(together)
             why = _misfit(rule, tables, parts, each, together, self._copies, tolerance) or of.why_unlinear(rule)
-            return Comparison(why, self._numbers_of_each(rule, parts[0], together), Way(dtype, tolerance))
+            return Comparison(why, self._numbers_of_each(rule, parts[0], together), JoinedCall(dtype, tolerance))
         return Comparison()
 
     def rests(self, kind: type[LossExamination], loss: Callable[[Any, Any], Any]) -> dict[str, list[str]]:
@@ -232,7 +232,7 @@ class RealBatch:
             return {mark + unit.output.paths[n]: sorted(some) for n, some in told.items()}
         return {}
 
-    def swapped(self) -> tuple[Unit, Unit] | None:
+    def swapped(self) -> tuple[SampleUnit, SampleUnit] | None:
         """Return a unit, and the same with another unit's tensors of no sample; None: there are none."""
         one = self._units[0] if self._units else None
         other = next((some for some in self._units[1:] if one is not None and one.fits(some)), None)
@@ -240,7 +240,7 @@ class RealBatch:
             return None
         return one, one.with_leaves({number: other.outputs[number] for number in one.of_rest})
 
-    def _alike(self) -> list[Unit]:
+    def _alike(self) -> list[SampleUnit]:
         """Return units that can be joined, or the halves of one, and an earlier one; none where there are no two."""
         units = [unit for unit in self._units if unit.fits(self._units[0])]
         if len(units) == 1 and units[0].samples > 1:
@@ -249,7 +249,7 @@ class RealBatch:
         units += [unit for unit in self._beside if units and unit.fits(units[0]) and units[0].shares_rest_with(unit)]
         return units if len(units) > 1 and all(map(units[0].shares_rest_with, units)) else []
 
-    def two_parts(self) -> tuple[Unit, Unit, Unit] | None:
+    def two_parts(self) -> tuple[SampleUnit, SampleUnit, SampleUnit] | None:
         """Return one unit, the others joined, and all of them."""
         units = self._alike()
         if not units:
@@ -257,7 +257,7 @@ class RealBatch:
         other = _joined(units[1:]) if len(units) > 2 else units[1]
         return units[0], other, _joined(units)
 
-    def _numbers_of_each(self, rule: LossWeight, part: Unit, whole: Tried) -> float | None:
+    def _numbers_of_each(self, rule: LossWeight, part: SampleUnit, whole: Tried) -> float | None:
         """Return the elements per sample that its mean may be over; ranks compare them.
 
         A mean over all elements equals the mean of the samples' means only if all have as many.
@@ -272,7 +272,7 @@ class RealBatch:
 def _misfit(
     rule: LossWeight,
     tables: Sequence[Tensor],
-    parts: Sequence[Unit],
+    parts: Sequence[SampleUnit],
     each: Sequence[Tried],
     whole: Tried,
     copies: int,
@@ -345,7 +345,7 @@ def _told(rest: Tensor) -> str:
     return f"{float(rest.double().sum()):.9g} {float(rest.double().norm()):.9g}"
 
 
-def _differs(of: LossExamination, one: Tried, unit: Unit, others: Mapping[int, Tensor]) -> bool:
+def _differs(of: LossExamination, one: Tried, unit: SampleUnit, others: Mapping[int, Tensor]) -> bool:
     """Return whether a loss changes with some leaves of the output; False where the call fails."""
     other = of.try_once(unit.with_leaves(others).outputs, unit.targets)
     return other is not None and (not torch.equal(one.value, other.value) or one.weight != other.weight)
@@ -357,7 +357,7 @@ def _is_of_rest(tried: Tried, rows: Sequence[int]) -> bool:
     return bool(moved) and not any(moved)
 
 
-def _weight_of(rule: LossWeight, tables: Sequence[Tensor], part: Unit, tried: Tried) -> float | None:
+def _weight_of(rule: LossWeight, tables: Sequence[Tensor], part: SampleUnit, tried: Tried) -> float | None:
     """Return the weight of a part; None: it is not known."""
     if rule.over is Over.SUM:
         return 1.0
@@ -368,7 +368,7 @@ def _weight_of(rule: LossWeight, tables: Sequence[Tensor], part: Unit, tried: Tr
     return float(rule.of_targets(dict(zip(part.target.paths, part.targets, strict=True)), tables))
 
 
-def _joined(units: Sequence[Unit]) -> Unit:
+def _joined(units: Sequence[SampleUnit]) -> SampleUnit:
     """Return the samples of several units joined."""
     first = units[0]
     joined = [

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .loss_parts import Parts, along_tokens, cut_elsewhere
-from .loss_weights import Finding, LossWeight, Over
+from .loss_parts import LossParts, along_tokens, cut_elsewhere
+from .loss_weights import LossWeight, Over, WeightFinding
 from .losses_mixing_tokens import OF_SLICES, mixes_tokens
 from .other_targets import with_ignored_tokens, with_other_targets
 from .sum_or_mean import WRITES, LossExamination, Tried
@@ -29,10 +29,10 @@ class StatedExamination(LossExamination):
         super().__init__(*args, **more)
         self.weights: list[float] = []
 
-    def run(self) -> Finding:
+    def run(self) -> WeightFinding:
         """Return that its reduction is stated, or the first experiment that fails."""
         doubt = self._doubt() or self.why_unlinear(LossWeight(Over.STATED))
-        return Finding(None if doubt else LossWeight(Over.STATED), doubt)
+        return WeightFinding(None if doubt else LossWeight(Over.STATED), doubt)
 
     def _doubt(self) -> str:
         parts = self.usable() if self.has_rows() else None
@@ -51,7 +51,7 @@ class StatedExamination(LossExamination):
                 return f"sequences are cut into slices here, and of two of these together {doubt}"
         return OF_SLICES if self.is_sliced and mixes_tokens(self) else ""
 
-    def _doubt_of(self, parts: Parts) -> str:
+    def _doubt_of(self, parts: LossParts) -> str:
         self.weights.clear()
         share = self.share(parts)
         if not share.is_told and not share.why:

@@ -24,8 +24,17 @@ from torch import Tensor
 
 from ...blocks.trees import flatten
 from ..function_state import FunctionKept, FunctionState, class_weights, whole_numbers
-from .loss_parts import Given, Parts, along_samples, along_tokens, cut_elsewhere, ratio_of, rows_of_leaves, shortened
-from .loss_weights import WITHOUT_GRADIENT, Finding, LossWeight, Over
+from .loss_parts import (
+    LossLeaves,
+    LossParts,
+    along_samples,
+    along_tokens,
+    cut_elsewhere,
+    ratio_of,
+    rows_of_leaves,
+    shortened,
+)
+from .loss_weights import WITHOUT_GRADIENT, LossWeight, Over, WeightFinding
 from .losses_mixing_tokens import OF_SLICES, mixes_tokens
 from .losses_with_state import depends_on_calls, goes_by_written
 from .nonlinear_losses import FACTORS, UNLINEAR, gradients_of, is_linear
@@ -35,7 +44,7 @@ from .trial_call_modes import CallsChecked, MadeUp, unseen
 Loss = Callable[[Any, Any], Any]
 
 
-Candidates = dict[LossWeight, Callable[[Parts], float | None]]
+Candidates = dict[LossWeight, Callable[[LossParts], float | None]]
 """Candidate weights that fit so far; each with a function that returns the first part's share by it."""
 
 
@@ -115,13 +124,13 @@ class LossExamination:
         self._is_linear, self._factors = True, cycle(FACTORS)
         self._of_rest = ""
 
-    def run(self) -> Finding:
+    def run(self) -> WeightFinding:
         """Return the finding that all experiments agree on."""
         finding = self._agreed()
         why = "" if finding.weight is None else self.why_unlinear(finding.weight)
         if self.is_sliced and finding.weight is not None and mixes_tokens(self):
             why = OF_SLICES
-        return Finding(None, why) if why else finding
+        return WeightFinding(None, why) if why else finding
 
     def why_unlinear(self, weight: LossWeight) -> str:
         """Return the reason why gradients are not proportional to the loss's, by all calls so far; "": they are.
@@ -130,22 +139,22 @@ class LossExamination:
         """
         return "" if self._is_linear or weight.over is Over.SUM else UNLINEAR
 
-    def _agreed(self) -> Finding:
+    def _agreed(self) -> WeightFinding:
         if not self.has_rows():
-            return Finding(None, "its output has no rows of samples")
+            return WeightFinding(None, "its output has no rows of samples")
         parts = self.usable()
         if parts is None:
-            return Finding(None, "it cannot be called with some of the samples")
+            return WeightFinding(None, "it cannot be called with some of the samples")
         candidates = dict(self.candidates(parts))
         told: list[Share] = []
         others = list(with_other_targets(parts, self.ids, is_safe=self.is_safe, tables=self._tables))
         if name := self.depends_on_calls(parts):
-            return Finding(None, WRITES.format(name))
+            return WeightFinding(None, WRITES.format(name))
         made = (parts.with_hits(), cut_elsewhere(parts), *parts.with_other_rest())
         for some in (*parts.of_all_sizes(), *parts.with_one_far(), *made, *others, *parts.on_other_side()):
             share = self.share(some)
             if share.why and not some.is_odd:
-                return Finding(None, share.why + some.words)
+                return WeightFinding(None, share.why + some.words)
             fitting = {w: of for w, of in candidates.items() if share.is_told and _fits(of(some), share)}
             if share.is_told and not (some.is_odd and (share.why or not fitting)):
                 told.append(share)
@@ -154,14 +163,14 @@ class LossExamination:
         if not told:
             return self._without_gradient(parts)
         if len({share.first is None for share in told}) > 1:
-            return Finding(None, "it is a sum of some targets, and a mean of others")
+            return WeightFinding(None, "it is a sum of some targets, and a mean of others")
         if told[0].first is None:
             return self._along_tokens(parts, LossWeight(Over.SUM), candidates)
         if not candidates:
-            return Finding(None, OF_OTHER_WEIGHTS)
+            return WeightFinding(None, OF_OTHER_WEIGHTS)
         weight = self.chosen(candidates)
         finding = self._along_tokens(parts, weight, candidates)
-        return Finding(self._as_of_nothing(parts, finding.weight)) if finding.weight is not None else finding
+        return WeightFinding(self._as_of_nothing(parts, finding.weight)) if finding.weight is not None else finding
 
     def has_rows(self) -> bool:
         """Return whether the output has rows of samples."""
@@ -179,30 +188,30 @@ class LossExamination:
         may_ignore = (w for w in candidates if w.over is Over.TARGETS and w.ignored == -100)
         return first if self.is_safe else next(may_ignore, first)
 
-    def _along_tokens(self, parts: Parts, weight: LossWeight, candidates: Candidates) -> Finding:
+    def _along_tokens(self, parts: LossParts, weight: LossWeight, candidates: Candidates) -> WeightFinding:
         """Return the weight that also holds for slices of sequences, and for samples of other lengths."""
         cut_parts = along_tokens(parts)
         tried = with_ignored_tokens(cut_parts, [weight.ignored], is_safe=self.is_safe) if cut_parts is not None else ()
         cuts = [(cut, self.share(cut)) for cut in tried]
         told = [(cut, share) for cut, share in cuts if share.is_told]
         if not told:
-            return Finding(weight)
+            return WeightFinding(weight)
         is_odd = any(share.why for _, share in told)
         if weight.over is Over.SUM:
             holds = not is_odd and all(share.first is None for _, share in told)
         elif weight.over is Over.SAMPLES:
             if not is_odd and all(share.first is None for _, share in told):
-                return Finding(LossWeight(Over.SAMPLES, by_slices=False))
+                return WeightFinding(LossWeight(Over.SAMPLES, by_slices=False))
             holds = not is_odd and all(share.first is not None and _fits(cut.share, share) for cut, share in told)
             weight = LossWeight(Over.TOKENS) if holds else weight
         else:
             means = ((candidates[weight](cut), share) for cut, share in told)
             holds = not is_odd and all(share.first is not None and _fits(its, share) for its, share in means)
         if self.is_sliced and not holds:
-            return Finding(None, OF_SLICES)
-        return Finding(weight)
+            return WeightFinding(None, OF_SLICES)
+        return WeightFinding(weight)
 
-    def _as_of_nothing(self, parts: Parts, weight: LossWeight) -> LossWeight:
+    def _as_of_nothing(self, parts: LossParts, weight: LossWeight) -> LossWeight:
         """Return the weight with the behavior of the loss where all targets weigh nothing (nan, or clamped)."""
         if weight.over not in (Over.TARGETS, Over.NUMBERS, Over.CLASSES):
             return weight
@@ -219,14 +228,14 @@ class LossExamination:
                 weight = replace(weight, is_guarded=weight.is_guarded or fails, is_clamped=is_clamped)
         return weight
 
-    def depends_on_calls(self, parts: Given, state: FunctionState | None = None) -> str | None:
+    def depends_on_calls(self, parts: LossLeaves, state: FunctionState | None = None) -> str | None:
         """Return the name of the state that its own calls write and then read, since `state` was noted; None: none.
 
         Generators are restored.
         """
         others = [[t * 0.5 if t.is_floating_point() else t for t in parts.outputs], parts.outputs]
         given = [(some, parts.targets) for some in others]
-        if isinstance(parts, Parts):
+        if isinstance(parts, LossParts):
             given.append(parts.halves()[1])
         calls = [partial(self._figures, *some) for some in given]
         state = state or FunctionState(self._loss, self.called)
@@ -244,13 +253,13 @@ class LossExamination:
             found = self._loss(self._output_tree.build([*map(_leaf, outputs)]), self._target_tree.build(targets))
         return [torch.as_tensor(one).detach() for one in (found if isinstance(found, tuple) else (found,))]
 
-    def _without_gradient(self, parts: Parts) -> Finding:
+    def _without_gradient(self, parts: LossParts) -> WeightFinding:
         whole = self.try_once(parts.outputs, parts.targets)
         if whole is not None and not any(g is not None and g.any() for g in whole.gradients):
             return WITHOUT_GRADIENT
-        return Finding(None, "of some of the samples it is not finite, or has no gradient")
+        return WeightFinding(None, "of some of the samples it is not finite, or has no gradient")
 
-    def usable(self, *, is_long: bool = False) -> Parts | None:
+    def usable(self, *, is_long: bool = False) -> LossParts | None:
         """Return the parts in the highest precision that the loss accepts, on the CPU if possible.
 
         Sequences of large outputs are shortened, to as many tokens as memory allows if they are to be `is_long`.
@@ -274,13 +283,13 @@ class LossExamination:
         places = [self._device] if is_bound else list(dict.fromkeys([torch.device("cpu"), self._device]))
         yield from product(places, (torch.float64, torch.float32, None))
 
-    def candidates(self, parts: Parts) -> Iterator[tuple[LossWeight, Callable[[Parts], float | None]]]:
+    def candidates(self, parts: LossParts) -> Iterator[tuple[LossWeight, Callable[[LossParts], float | None]]]:
         """Yield candidate weights, each with a function that returns the first part's share by it."""
         yield LossWeight(Over.SAMPLES), lambda parts: parts.share
         for weight in self.weights_of_targets(parts):
             yield weight, partial(self.share_of, weight)
 
-    def weights_of_targets(self, parts: Parts) -> Iterator[LossWeight]:
+    def weights_of_targets(self, parts: LossParts) -> Iterator[LossWeight]:
         """Yield the weights that targets may define."""
         tables = range(len(self._tables))
         units = parts.units[len(parts.outputs) :]
@@ -297,7 +306,7 @@ class LossExamination:
                         yield LossWeight(Over.CLASSES, place, shift, ignored, table)
                 yield LossWeight(Over.NUMBERS, place, shift)  # e.g. lengths
 
-    def share_of(self, weight: LossWeight, parts: Parts) -> float | None:
+    def share_of(self, weight: LossWeight, parts: LossParts) -> float | None:
         """Return the first part's share by the weights of targets; None: it cannot be computed."""
         try:
             (_, a), (_, b) = parts.halves()
@@ -306,7 +315,7 @@ class LossExamination:
         except (IndexError, RuntimeError):  # ids without a class weight
             return None
 
-    def share(self, parts: Parts) -> Share:
+    def share(self, parts: LossParts) -> Share:
         """Return the first part's share in the loss of both parts, as measured against the losses of each."""
         one, other = parts.halves()
         whole, a, b = self.try_once(parts.outputs, parts.targets), self.try_once(*one), self.try_once(*other)
@@ -345,7 +354,7 @@ class LossExamination:
             return Share(why=why + self._of_rest)
         return Share(r_a, is_empty, tolerance * 4)
 
-    def _rest_in(self, parts: Parts, tried: Tried) -> str:
+    def _rest_in(self, parts: LossParts, tried: Tried) -> str:
         """Return a hint for a loss that reads output tensors of no sample; "": it reads none."""
         pairs = zip(self._output_tree.paths, parts.units, tried.gradients, strict=False)
         path = next((path for path, unit, g in pairs if not unit and g is not None and g.any()), None)

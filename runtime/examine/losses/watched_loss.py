@@ -21,9 +21,9 @@ from torch import Tensor
 from ...blocks.trees import flatten, tensors_of
 from ..function_state import FunctionKept, FunctionState, class_weights, versions_kept
 from .loss_value_checks import Late, compare_values, is_known
-from .loss_weights import WITHOUT_GRADIENT, Finding, LossWeight, Over
+from .loss_weights import WITHOUT_GRADIENT, LossWeight, Over, WeightFinding
 from .metric_examination import MetricExamination, StatedMetricExamination
-from .real_batches import RealBatch, Unit, Way, why_rests_misfit
+from .real_batches import JoinedCall, RealBatch, SampleUnit, why_rests_misfit
 from .stated_weights import StatedExamination
 from .sum_or_mean import WRITES, LossExamination
 
@@ -71,7 +71,7 @@ class Examined:
         self.rests: dict[str, list[str]] = {}
         self.late: Late | None = None
         self._is_known, self._writes = self._is_ours or is_known(function), False
-        self._way: Way | None = None
+        self._way: JoinedCall | None = None
         self._old: LossWeight | None = None
 
     @property
@@ -129,7 +129,7 @@ class Examined:
         self.rule, self.refusal = finding.weight or LossWeight(usual), self.refusal or finding.why
         return self.rule
 
-    def doubt(self, batch: RealBatch | None, probe: Unit | None, step: int) -> None:
+    def doubt(self, batch: RealBatch | None, probe: SampleUnit | None, step: int) -> None:
         """Check after a step, or evaluation: whether its own calls changed state that it reads; whether its rule holds.
 
         Args:
@@ -168,24 +168,24 @@ class Examined:
             why = f"of all together it is {self.late.value:.6g}, and {self.late.right:.6g} would be right"
             self.refusal = _OTHERWISE.format(self.rule, step, why)
 
-    def _require_harmless(self, state: FunctionState, probe: Unit) -> None:
+    def _require_harmless(self, state: FunctionState, probe: SampleUnit) -> None:
         with versions_kept(self._function):
             found = self._kind(self._function, *probe.built(), probe.samples)
             name = found.depends_on_calls(probe, state)
         if name is not None:
             self.refusal = self.refusal or WRITES.format(name)
 
-    def _examine(self, found: Any, output: Any, targets: Any, samples: int) -> Finding:
+    def _examine(self, found: Any, output: Any, targets: Any, samples: int) -> WeightFinding:
         """Examine it, starting from its state before a call."""
         if self._is_ours and isinstance(found, tuple):
-            return Finding(LossWeight(Over.STATED))
+            return WeightFinding(LossWeight(Over.STATED))
         if self._old is not None:
             if name := self._goes_by_written(output, targets, samples):
-                return Finding(None, WRITES.format(name))
+                return WeightFinding(None, WRITES.format(name))
             if self._holds_still(output, targets, samples):
-                return Finding(self._old)
+                return WeightFinding(self._old)
         if self._is_loss and any(found is tensor for tensor in tensors_of(output)):
-            return Finding(None, HANDED_ON)
+            return WeightFinding(None, HANDED_ON)
         self._kind = _KINDS[self._is_loss, isinstance(found, tuple)]
         with versions_kept(self._function):
             after = FunctionKept(self._function, torch.device("cpu") if self._first is None else self._first.device)

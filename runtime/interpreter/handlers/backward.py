@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quintsched.ir import instruction_set as ins
-from quintsched.ir.values import Kind
+from quintsched.ir.values import ValueKind
 
 from ...autograd.run_backward import run_backward
 from ...stage.stage_forward import outside, spans_of
@@ -28,8 +28,8 @@ Call = Callable[[], None]
 
 def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> Call:
     """Rerun the blocks whose activations the forward dropped."""
-    (checkpoint,) = state.flows.taken(instruction, Kind.CHECKPOINT)
-    (made,) = state.flows.made(instruction, Kind.SAVED)
+    (checkpoint,) = state.flows.taken(instruction, ValueKind.CHECKPOINT)
+    (made,) = state.flows.made(instruction, ValueKind.SAVED)
     note, now, saved = state.clock.note, state.clock.now, state.saved
 
     def run() -> None:
@@ -59,10 +59,10 @@ def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> C
     """Run a forward and a backward interleaved, once the inputs of both have arrived."""
     untimed = replace(state, clock=NoClock())
     forward, backward = ins.Fwd(*instruction.forward), ins.Bwd(*instruction.backward)
-    taken = state.flows.taken(forward, Kind.OUTPUT, Kind.SKIP)
-    taken += state.flows.taken(backward, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
+    taken = state.flows.taken(forward, ValueKind.OUTPUT, ValueKind.SKIP)
+    taken += state.flows.taken(backward, ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)
     waits = [state.cells.awaiter(value, index) for value in taken]
-    waits += [partial(state.host.wait_for, value, index) for value in state.flows.taken(backward, Kind.FETCHED)]
+    waits += [partial(state.host.wait_for, value, index) for value in state.flows.taken(backward, ValueKind.FETCHED)]
     sides = bind_fwd(untimed, index, forward), bind_bwd(untimed, index, backward)
     both = state.overlaps.pair(*sides, (forward.stage, backward.stage))
     note, now = state.clock.note, state.clock.now
@@ -105,7 +105,7 @@ def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -
     """Compute the input gradient; the operands of weight gradients are deferred."""
     backward, conclude = _backward(state, index, instruction)
     queue, pending = state.queues[instruction.stage], state.pending
-    (made,) = state.flows.made(instruction, Kind.PENDING)
+    (made,) = state.flows.made(instruction, ValueKind.PENDING)
 
     def run() -> None:
         products = queue.deferring()
@@ -117,7 +117,7 @@ def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -
 
 def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight) -> Call:
     """Compute the deferred weight gradients, and accumulate them; in the stage's last one, reductions start."""
-    (taken,) = state.flows.taken(instruction, Kind.PENDING)
+    (taken,) = state.flows.taken(instruction, ValueKind.PENDING)
     hooks, pending, stage = state.gradients.hooks, state.pending, instruction.stage
     note, now = state.clock.note, state.clock.now
     drain = hooks.drain
@@ -140,10 +140,10 @@ def _backward(
     The input gradient is stored for the previous stage.
     """
     flows, cells = state.flows, state.cells
-    (kept_as,) = flows.taken(instruction, Kind.SAVED, Kind.FETCHED)
-    arrive = partial(state.host.wait_for, kept_as, index) if kept_as.kind is Kind.FETCHED else None
-    taken = flows.taken(instruction, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
-    made = flows.made(instruction, Kind.OUTPUT_GRAD, Kind.SKIP_GRAD)
+    (kept_as,) = flows.taken(instruction, ValueKind.SAVED, ValueKind.FETCHED)
+    arrive = partial(state.host.wait_for, kept_as, index) if kept_as.kind is ValueKind.FETCHED else None
+    taken = flows.taken(instruction, ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)
+    made = flows.made(instruction, ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)
     forward = state.forwards[instruction.stage]
     take = cells.row_taker(parts_of(state, taken, forward.parcel), index) if taken else None
     back = parts_of(state, made, forward.arriving)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 from quintsched.ir import instruction_set as ins
-from quintsched.ir.values import Kind, Value
+from quintsched.ir.values import Value, ValueKind
 
 from ...autograd.kv_store import Past, Store
 from ...autograd.recompute import Rerun
@@ -27,7 +27,7 @@ from ...autograd.run_backward import edge_of
 from ...blocks.block_outlines import TARGETS, Parcel
 from ...blocks.trees import TreeSpec, laid_out, map_tensors
 from ...blocks.without_side_effects import tensors_of_training
-from ...parallel.dropout import Unit
+from ...parallel.dropout import MaskUnit
 from ...stage.stage_forward import UNIT, Extras, Outputs, apart
 from ...stage.stage_messages import TakenSkips
 from ...steps.error_location import called
@@ -54,13 +54,13 @@ def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
 
 
 def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
-    made, plan = state.flows.made(instruction, Kind.OUTPUT), state.flows.plan
+    made, plan = state.flows.made(instruction, ValueKind.OUTPUT), state.flows.plan
     finish = (
         _hand_on(state, instruction)
         if made
         else partial(_lose, state, instruction.microbatch, plan.schedule.slices * plan.mesh.axis_size("cp"))
     )
-    kept = state.flows.made(instruction, Kind.SAVED, Kind.CHECKPOINT)
+    kept = state.flows.made(instruction, ValueKind.SAVED, ValueKind.CHECKPOINT)
     if kept:
         return _bind_training(state, index, instruction, finish, kept[0])
     return _bind_evaluation(state, index, instruction, finish)
@@ -141,9 +141,9 @@ def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[Cell]:
 
     A skip that is taken and passed on is not among them: the plan keeps its memory alive for all stages that take it.
     """
-    taken = {value.number for value in state.flows.taken(instruction, Kind.SKIP)}
-    made = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP)
-    own = [value for value in made if value.kind is Kind.OUTPUT or value.number not in taken]
+    taken = {value.number for value in state.flows.taken(instruction, ValueKind.SKIP)}
+    made = state.flows.made(instruction, ValueKind.OUTPUT, ValueKind.SKIP)
+    own = [value for value in made if value.kind is ValueKind.OUTPUT or value.number not in taken]
     return [state.cells.of(value) for value in own if not state.flows.is_sent(value)]
 
 
@@ -159,7 +159,7 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
     take, extras_of, draws = _taker(state, index, instruction), _extras(state, instruction), forward.draws
     note, now = state.clock.note, state.clock.now
     losses, place, look = state.tally.auxiliary, _place_of_loss(state, instruction), state.tally.look
-    skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, Kind.OUTPUT))
+    skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, ValueKind.OUTPUT))
     has_loss = state.loss_fn.is_wanted
 
     def conclude(output: Any, given: Outputs) -> None:
@@ -199,7 +199,7 @@ def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, fini
 def _taken_skips(state: ComputeState, instruction: ins.Fwd) -> TakenSkips | None:
     """Return the skips that a stage receives; None where there are none."""
     arriving = state.forwards[instruction.stage].arriving
-    taken = state.flows.taken(instruction, Kind.SKIP)
+    taken = state.flows.taken(instruction, ValueKind.SKIP)
     if not taken:
         return None
     found = [place for _, places in parts_of(state, taken, arriving) for place in places]
@@ -218,7 +218,7 @@ def _weigh_other(state: ComputeState, unit: int, loss: Tensor) -> Tensor:
 
 def _taker(state: ComputeState, index: int, instruction: ins.Fwd) -> Callable[[], Outputs] | None:
     """Return a function that takes a forward's input; None where the input comes from the batch."""
-    taken = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP)
+    taken = state.flows.taken(instruction, ValueKind.OUTPUT, ValueKind.SKIP)
     arriving = state.forwards[instruction.stage].arriving
     return state.cells.row_taker(parts_of(state, taken, arriving), index) if taken else None
 
@@ -278,14 +278,14 @@ def _with_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Extras], 
         positions = shape.positions(unit % slices, slices, device)
         before = current.samples_before
         samples = range(before + samples.start, before + samples.stop)
-        return {**extras, UNIT: Unit(step, samples, positions)}
+        return {**extras, UNIT: MaskUnit(step, samples, positions)}
 
     return with_unit
 
 
 def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Start]:
     """Return a function that stores a stage's outputs for later stages; raises where a shape is not the agreed one."""
-    made, stage = state.flows.made(instruction, Kind.OUTPUT, Kind.SKIP), instruction.stage
+    made, stage = state.flows.made(instruction, ValueKind.OUTPUT, ValueKind.SKIP), instruction.stage
     cell, forward, parcel = state.cells.of(made[0]), state.forwards[stage], state.forwards[stage].parcel
     give = state.cells.row_giver(parts_of(state, made, parcel))
     only_one, current, unit = len(parcel.specs) == 1 and not parcel.is_resident, state.current, instruction.microbatch

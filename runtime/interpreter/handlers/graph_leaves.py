@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from quintsched.ir import instruction_set as ins
-from quintsched.ir.values import Kind, Value
+from quintsched.ir.values import Value, ValueKind
 
 from ...blocks.trees import DIFFERENTIABLE
 from ...stage.stage_forward import Outputs
@@ -24,7 +24,7 @@ def leaves_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Call
     An input received into a stage of torch modules alone, whose code cannot keep it, stays one leaf for all units.
     """
     leaf, forward = _leaf_maker(state, instruction, kept), state.forwards[instruction.stage]
-    taken, constant = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP), state.boundaries.constant
+    taken, constant = state.flows.taken(instruction, ValueKind.OUTPUT, ValueKind.SKIP), state.boundaries.constant
     known: Outputs | None = None
     found: Outputs = ()
     if state.host.moves(kept) or not forward.is_of_torch or len(taken) != 1 or state.cells.of(taken[0]).receive is None:
@@ -56,8 +56,8 @@ def _leaf_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Calla
     stage, constant = instruction.stage, state.boundaries.constant
     if not state.host.moves(kept):
         return lambda t: t.detach().requires_grad_(stage not in constant) if t.dtype in differentiable else t.detach()
-    taken = state.flows.taken(instruction, Kind.OUTPUT, Kind.SKIP)
-    in_buffer = any(value.kind is Kind.SKIP or state.cells.of(value).receive is not None for value in taken)
+    taken = state.flows.taken(instruction, ValueKind.OUTPUT, ValueKind.SKIP)
+    in_buffer = any(value.kind is ValueKind.SKIP or state.cells.of(value).receive is not None for value in taken)
 
     def own_leaf(tensor: Tensor) -> Tensor:
         leaf = tensor.detach().clone() if in_buffer else tensor.detach()

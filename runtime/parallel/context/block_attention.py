@@ -33,9 +33,9 @@ from torch.backends.cuda import SDPAParams
 from torch.nn import functional as F
 
 MOST_SCORES = 1 << 24
-"""Most bytes of scores that `PLAIN` holds at a time (but at least those of one query of each head)."""
+"""Most bytes of scores that `PLAIN_KERNEL` holds at a time (but at least those of one query of each head)."""
 
-Block = tuple[Tensor, Tensor, Tensor]
+QueryKeyValue = tuple[Tensor, Tensor, Tensor]
 """Query, key and value, or their gradients."""
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -52,10 +52,10 @@ class Kernel:
     name: str
     takes: Callable[[Tensor], bool]
     """(keys) → whether it supports their device, dtype and head size."""
-    forward: Callable[[Block, bool], tuple[Tensor, Tensor]]
+    forward: Callable[[QueryKeyValue, bool], tuple[Tensor, Tensor]]
     """(block, is on the diagonal) → mean (samples, heads, tokens, size) and weight (samples, heads, tokens), in float32
     at least."""
-    backward: Callable[[Tensor, Block, Tensor, Tensor, bool], Block]
+    backward: Callable[[Tensor, QueryKeyValue, Tensor, Tensor, bool], QueryKeyValue]
     """(gradient of the mean, block, mean and weight over all blocks, is on the diagonal) → the block's gradients."""
 
 
@@ -64,12 +64,14 @@ def _cpu_flash_takes(key: Tensor) -> bool:
     return key.is_cpu and key.dtype in known and torch.backends.cuda.flash_sdp_enabled()
 
 
-def _cpu_flash(block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
+def _cpu_flash(block: QueryKeyValue, is_diagonal: bool) -> tuple[Tensor, Tensor]:
     mean, weight = aten._scaled_dot_product_flash_attention_for_cpu(*block, 0.0, is_diagonal)
     return mean, weight
 
 
-def _cpu_flash_backward(gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
+def _cpu_flash_backward(
+    gradient: Tensor, block: QueryKeyValue, mean: Tensor, weight: Tensor, is_diagonal: bool
+) -> QueryKeyValue:
     # In half precision the kernel accumulates key gradients in that precision; float32 is as fast.
     given = (tensor.to(weight.dtype) for tensor in (gradient, *block, mean))
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -82,12 +84,14 @@ def _cuda_flash_takes(key: Tensor) -> bool:
     return fits and torch.backends.cuda.can_use_flash_attention(_asked(key))
 
 
-def _cuda_flash(block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
+def _cuda_flash(block: QueryKeyValue, is_diagonal: bool) -> tuple[Tensor, Tensor]:
     mean, weight, *_ = aten._scaled_dot_product_flash_attention(*block, 0.0, is_diagonal)
     return mean, weight
 
 
-def _cuda_flash_backward(gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
+def _cuda_flash_backward(
+    gradient: Tensor, block: QueryKeyValue, mean: Tensor, weight: Tensor, is_diagonal: bool
+) -> QueryKeyValue:
     lengths = block[0].shape[-2], block[1].shape[-2]
     drawn = torch.empty(2, dtype=torch.uint64, device=gradient.device)  # dropout's generator state: unused
     of_query, of_key, of_value = aten._scaled_dot_product_flash_attention_backward(
@@ -102,12 +106,14 @@ def _cuda_efficient_takes(key: Tensor) -> bool:
     return fits and torch.backends.cuda.can_use_efficient_attention(_asked(key))
 
 
-def _cuda_efficient(block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
+def _cuda_efficient(block: QueryKeyValue, is_diagonal: bool) -> tuple[Tensor, Tensor]:
     mean, padded, *_ = aten._scaled_dot_product_efficient_attention(*block, None, True, 0.0, is_diagonal)
     return mean, padded[..., : mean.shape[-2]]
 
 
-def _cuda_efficient_backward(gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
+def _cuda_efficient_backward(
+    gradient: Tensor, block: QueryKeyValue, mean: Tensor, weight: Tensor, is_diagonal: bool
+) -> QueryKeyValue:
     padded = F.pad(weight, (0, -weight.shape[-1] % ALIGNED), value=torch.inf)
     mean = mean.transpose(1, 2).contiguous().transpose(1, 2)  # in half precision it is read by the forward's strides
     drawn = torch.empty((), dtype=torch.int64, device=gradient.device)  # dropout's generator state: unused
@@ -117,7 +123,7 @@ def _cuda_efficient_backward(gradient: Tensor, block: Block, mean: Tensor, weigh
     return of_query, of_key, of_value
 
 
-def _plain(block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
+def _plain(block: QueryKeyValue, is_diagonal: bool) -> tuple[Tensor, Tensor]:
     query, key, value = block
     mean = torch.empty_like(query)
     weight = torch.empty(query.shape[:-1], dtype=wide(query.dtype), device=query.device)
@@ -129,7 +135,9 @@ def _plain(block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
     return mean, weight
 
 
-def _plain_backward(gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
+def _plain_backward(
+    gradient: Tensor, block: QueryKeyValue, mean: Tensor, weight: Tensor, is_diagonal: bool
+) -> QueryKeyValue:
     query, key, value = block
     slope = (gradient.to(weight.dtype) * mean.to(weight.dtype)).sum(-1, keepdim=True)
     of_query = torch.empty_like(query)
@@ -148,8 +156,8 @@ def _plain_backward(gradient: Tensor, block: Block, mean: Tensor, weight: Tensor
 CPU_FLASH = Kernel("torch's fused attention of a CPU", _cpu_flash_takes, _cpu_flash, _cpu_flash_backward)
 CUDA_FLASH = Kernel("FlashAttention", _cuda_flash_takes, _cuda_flash, _cuda_flash_backward)
 CUDA_EFFICIENT = Kernel("memory-efficient attention", _cuda_efficient_takes, _cuda_efficient, _cuda_efficient_backward)
-PLAIN = Kernel("plain products", lambda key: True, _plain, _plain_backward)
-KERNELS = (CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT, PLAIN)
+PLAIN_KERNEL = Kernel("plain products", lambda key: True, _plain, _plain_backward)
+KERNELS = (CPU_FLASH, CUDA_FLASH, CUDA_EFFICIENT, PLAIN_KERNEL)
 
 
 def choose(key: Tensor) -> Kernel:
@@ -157,7 +165,7 @@ def choose(key: Tensor) -> Kernel:
     return next(kernel for kernel in KERNELS if kernel.takes(key))
 
 
-def attend(kernel: Kernel, block: Block, is_diagonal: bool) -> tuple[Tensor, Tensor]:
+def attend(kernel: Kernel, block: QueryKeyValue, is_diagonal: bool) -> tuple[Tensor, Tensor]:
     """Return mean and weight of a block with queries (samples, key heads, query heads per key head, tokens, size)."""
     query, key, value = block
     groups = query.shape[2:4]
@@ -168,7 +176,9 @@ def attend(kernel: Kernel, block: Block, is_diagonal: bool) -> tuple[Tensor, Ten
     return torch.stack(means, 2), torch.stack(weights, 2)
 
 
-def gradients(kernel: Kernel, gradient: Tensor, block: Block, mean: Tensor, weight: Tensor, is_diagonal: bool) -> Block:
+def gradients(
+    kernel: Kernel, gradient: Tensor, block: QueryKeyValue, mean: Tensor, weight: Tensor, is_diagonal: bool
+) -> QueryKeyValue:
     """Return the gradients of a block with queries grouped as in `attend`; query gradients are grouped too."""
     query, key, value = block
     groups = query.shape[2:4]

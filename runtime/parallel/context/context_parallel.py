@@ -67,7 +67,7 @@ class SequenceShard:
         return self.cut("positions", torch.arange(length)[None])[0]
 
 
-WHOLE = SequenceShard(1, 0)
+WHOLE_SEQUENCE = SequenceShard(1, 0)
 """The shard of a mesh without cp: the whole sequence."""
 
 

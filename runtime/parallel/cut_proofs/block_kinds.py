@@ -27,12 +27,12 @@ from quintsched.errors import MisfitError
 
 from ...objects.host_values import bytes_of, state_of
 from ...objects.library_or_user import is_of_framework, is_of_library, is_ours
-from ...objects.spaces import Cells, attributes_of
+from ...objects.spaces import ClosureCells, attributes_of
 from ..dropout import KeyedDropout
 from ..tensor.cut_rules import Choice
 from ..tensor.cuttable_layers import Cut, has_hooked_weights
 from .candidate_cuts import renumbered
-from .compare_twins import Kind
+from .compare_twins import BlockKind
 
 _COUNTERS = ("idx", "index", "layer", "layer_id", "layer_number", "number", "i", "block_id")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, CodeType)
@@ -63,13 +63,13 @@ def content_of(block: nn.Module) -> tuple[Content, tuple[int, ...]]:
     return tuple(walk.found), tuple(walk.places)
 
 
-def kinds_apart(kind: Kind, called: Mapping[int, object], cuts: Sequence[Sequence[Cut]]) -> dict[int, Kind]:
+def kinds_apart(kind: BlockKind, called: Mapping[int, object], cuts: Sequence[Sequence[Cut]]) -> dict[int, BlockKind]:
     """Split off the blocks of a kind that call other functions than its first, and return a new kind for each.
 
     `called` has the calls of each block by number; None: unknown. `cuts` are those of all blocks of the model.
     Raises `MisfitError` if such a block cannot be copied.
     """
-    found: dict[int, Kind] = {}
+    found: dict[int, BlockKind] = {}
     blocks, kind.blocks = dict(zip(called, kind.blocks, strict=True)), []
     for number, block in blocks.items():
         if number == kind.number or (called[number] is not None and called[number] == called[kind.number]):
@@ -82,7 +82,7 @@ def kinds_apart(kind: Kind, called: Mapping[int, object], cuts: Sequence[Sequenc
                 f"{kind.name} and block {number} may do other things by their places in the model, and the latter "
                 f"cannot be copied: {error}; let copy.deepcopy copy it"
             ) from error
-        found[number] = Kind(number, blueprint, cuts[number], choice_for(kind.choice, number), [block])
+        found[number] = BlockKind(number, blueprint, cuts[number], choice_for(kind.choice, number), [block])
         found[number].hooked = {renumbered(path, number): rule for path, rule in kind.hooked.items()}
         found[number].is_parted = kind.is_parted
     return found
@@ -135,7 +135,13 @@ class _Walk:
         if isinstance(thing, Tensor | np.ndarray | array | bytearray | memoryview):
             return note(_digest(thing))
         if isinstance(thing, FunctionType):
-            parts = thing.__code__, *Cells(thing).read().values(), thing.__defaults__, thing.__kwdefaults__, vars(thing)
+            parts = (
+                thing.__code__,
+                *ClosureCells(thing).read().values(),
+                thing.__defaults__,
+                thing.__kwdefaults__,
+                vars(thing),
+            )
             note(_Itself(thing.__globals__))
             return self._enter_all(parts)
         if isinstance(thing, MethodType):

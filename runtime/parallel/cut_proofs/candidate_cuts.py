@@ -13,21 +13,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 
-from ...settings.tensor_rules import Parts, TensorSplit
+from ...settings.tensor_rules import FusedParts, TensorSplit
 from ..tensor.cut_rules import RuleData
 from ..tensor.cuttable_layers import Cut, cut_width, sizes_of
 from ..tensor.pairs_by_name import configured_heads_of, widths_of
 
-Way = dict[str, RuleData]
+CandidateRules = dict[str, RuleData]
 """Rules for the layers of one pair, by their names in the whole model."""
 
 
-def replicated(cuts: Iterable[Cut]) -> Way:
+def replicated(cuts: Iterable[Cut]) -> CandidateRules:
     """Return rules that keep layers whole."""
     return {cut.path: TensorSplit.REPLICATE.value for cut in cuts}
 
 
-def alone(cuts: Iterable[Cut]) -> Way:
+def alone(cuts: Iterable[Cut]) -> CandidateRules:
     """Return rules by which each layer takes and returns full tensors."""
     return {
         cut.path: {"cut": cut.split.value, "alone": True}
@@ -37,7 +37,7 @@ def alone(cuts: Iterable[Cut]) -> Way:
     }
 
 
-def ways_of(pair: Sequence[Cut], *, is_asked: bool) -> list[Way]:
+def ways_of(pair: Sequence[Cut], *, is_asked: bool) -> list[CandidateRules]:
     """Return the candidate ways for a pair, the assumed one first.
 
     `is_asked`: a rule demands the cut, so the pair must be neither parted nor kept whole.
@@ -46,13 +46,13 @@ def ways_of(pair: Sequence[Cut], *, is_asked: bool) -> list[Way]:
     return ways if is_asked else [*ways, *([alone(pair)] if pair[0].is_paired else []), replicated(pair)]
 
 
-def paired_ways(pair: Sequence[Cut], *, all_of_them: bool = False) -> list[Way]:
+def paired_ways(pair: Sequence[Cut], *, all_of_them: bool = False) -> list[CandidateRules]:
     """Return all combinations of layouts of fused columns with sets of size attributes to divide.
 
     If a rule sets the layout, only that one, unless `all_of_them` are wanted.
     """
     layouts, sizes = _layouts(pair, all_of_them=all_of_them), _sizes(pair)
-    ways: list[Way] = [
+    ways: list[CandidateRules] = [
         {cut.path: _rule(cut, parts, of_sizes if of_sizes != sizes[0] else None) for cut in pair}
         for of_sizes in sizes
         for parts in layouts
@@ -60,7 +60,7 @@ def paired_ways(pair: Sequence[Cut], *, all_of_them: bool = False) -> list[Way]:
     return [{}, *ways[1:]] if not all_of_them else ways
 
 
-def _rule(cut: Cut, parts: Parts | None, sizes: tuple[str, ...] | None) -> RuleData:
+def _rule(cut: Cut, parts: FusedParts | None, sizes: tuple[str, ...] | None) -> RuleData:
     rule: dict[str, object] = {"cut": cut.split.value}
     if cut.split is TensorSplit.COLUMN:
         told = cut.parts if parts is None else parts
@@ -71,7 +71,7 @@ def _rule(cut: Cut, parts: Parts | None, sizes: tuple[str, ...] | None) -> RuleD
     return rule if len(rule) > 1 else cut.split.value
 
 
-def _layouts(pair: Sequence[Cut], *, all_of_them: bool) -> list[Parts | None]:
+def _layouts(pair: Sequence[Cut], *, all_of_them: bool) -> list[FusedParts | None]:
     """Return candidate `parts` of a pair's fused column; [None], the assumed ones, for several columns."""
     columns = [cut for cut in pair if cut.split is TensorSplit.COLUMN]
     columns = [cut for cut in columns if ".lora_" not in cut.path] or columns
@@ -80,7 +80,7 @@ def _layouts(pair: Sequence[Cut], *, all_of_them: bool) -> list[Parts | None]:
     is_fused = len(columns) == 1 and (total != width or all_of_them)
     if not is_fused or (columns[0].is_told and not all_of_them):
         return [None]
-    found: list[Parts] = [columns[0].parts, 1]
+    found: list[FusedParts] = [columns[0].parts, 1]
     if total % width == 0 and total > width:
         found.append(total // width)
     if width < total < 3 * width and (total - width) % 2 == 0:

@@ -36,8 +36,8 @@ from ..tensor.cut_rules import Choice
 from ..tensor.cuttable_layers import Cut, pairs_of
 from ..tensor.pair_adjustments import wide_norms
 from ..tensor.whole_model_cuts import TensorCuts
-from .candidate_cuts import Way, alone, replicated, ways_of
-from .compare_twins import Bench, Finding, Kind
+from .candidate_cuts import CandidateRules, alone, replicated, ways_of
+from .compare_twins import Bench, BlockKind, CutFinding
 from .reads.drawn_parts import undisturbed
 from .trial_inputs import Arrival, Arrivals, guesses
 from .trial_twins import Figures, Setting, outputs_of
@@ -64,7 +64,7 @@ class Chooser:
         self._guessed: Arrivals | None = None
         self._has_guessed = False
 
-    def choose(self, kind: Kind) -> Choice:
+    def choose(self, kind: BlockKind) -> Choice:
         """Return the choice of cuts for a kind of block (collective over tp)."""
         pairs = pairs_of(kind.cuts)
         slices = self._tensor.tokens.inside(kind.number)
@@ -77,7 +77,7 @@ class Chooser:
                 return self._one_by_one(kind, pairs)
         return Choice(_joined([self._kept(kind, pair) or {} for pair in pairs]), slices=slices)
 
-    def _arrivals(self, kind: Kind) -> list[Arrival]:
+    def _arrivals(self, kind: BlockKind) -> list[Arrival]:
         """Return guessed trial inputs of a kind, before any batch is known."""
         device, dtype = self._bench.group.device, self._dtype or torch.float32
         if not self._has_guessed:
@@ -88,9 +88,9 @@ class Chooser:
         return guesses(kind.blueprint.bare, device, dtype)
 
     def _choose(
-        self, kind: Kind, pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures, *, slices: bool
+        self, kind: BlockKind, pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures, *, slices: bool
     ) -> Choice:
-        found, partial = list[Way](), frozenset[str]()
+        found, partial = list[CandidateRules](), frozenset[str]()
         for pair in pairs:
             way, summed = self._kept(kind, pair), frozenset[str]()
             if way is None:
@@ -107,7 +107,7 @@ class Chooser:
         firsts = {pair[0].path for pair in pairs}
         return replace(choice, proved=frozenset(firsts & kind.proved))
 
-    def _kept(self, kind: Kind, pair: Sequence[Cut]) -> Way | None:
+    def _kept(self, kind: BlockKind, pair: Sequence[Cut]) -> CandidateRules | None:
         """Return rules that keep a pair whole if its weights are read, else None; raises if a rule cuts it."""
         why = kind.why_kept(pair)
         if not why:
@@ -120,12 +120,12 @@ class Chooser:
         return replicated(pair)
 
     def _way_of(
-        self, kind: Kind, pair: Sequence[Cut], pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures
-    ) -> tuple[Way, frozenset[str]]:
+        self, kind: BlockKind, pair: Sequence[Cut], pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures
+    ) -> tuple[CandidateRules, frozenset[str]]:
         """Return the first equivalent way to cut a pair, with all others whole; and weights with partial gradients."""
         others = replicated(cut for other in pairs if other is not pair for cut in other)
         is_asked = self._tensor.are_ruled(pair)
-        first: Finding | None = None
+        first: CutFinding | None = None
         ways = ways_of(pair, is_asked=is_asked)
         for way in ways if is_asked else ways[:-1]:
             settled = self._settled(kind, Choice({**others, **way}), self._setting, arrival, whole)
@@ -142,20 +142,22 @@ class Chooser:
         self._say(kind, pair, ways[-1], first)
         return ways[-1], frozenset()
 
-    def _say(self, kind: Kind, pair: Sequence[Cut], way: Way, first: Finding | None) -> None:
+    def _say(self, kind: BlockKind, pair: Sequence[Cut], way: CandidateRules, first: CutFinding | None) -> None:
         what = {str(way == alone(pair)): "cut one by one", str(way == replicated(pair)): "kept whole"}.get("True")
         if what is None or first is None or self._bench.group.index:
             return
         names = " and ".join(repr(cut.path) for cut in pair)
         _logger.warning("%s: %s are %s over tp, for as a pair, %s", kind.name, names, what, first)
 
-    def _together(self, kind: Kind, pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures) -> Choice:
+    def _together(self, kind: BlockKind, pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures) -> Choice:
         """Return the choice where pairs prove separately, but not together: one by one if that proves, else whole."""
         choice = self._one_by_one(kind, pairs)
         is_sound = self._bench.find(kind, arrival, self._setting, whole, choice) is None
         return choice if is_sound else Choice(_joined(map(replicated, pairs)))
 
-    def _settled(self, kind: Kind, choice: Choice, setting: Setting, arrival: Arrival, whole: Figures) -> Choice | None:
+    def _settled(
+        self, kind: BlockKind, choice: Choice, setting: Setting, arrival: Arrival, whole: Figures
+    ) -> Choice | None:
         """Return a choice, completed by weights with partial gradients, if it proves equivalent; else None."""
         finding = self._bench.find(kind, arrival, setting, whole, choice)
         if finding is None:
@@ -165,7 +167,7 @@ class Chooser:
         choice = replace(choice, partial=choice.partial | finding.weights)
         return choice if self._bench.find(kind, arrival, setting, whole, choice) is None else None
 
-    def _with_vanishing(self, kind: Kind, choice: Choice, arrival: Arrival, whole: Figures) -> Choice:
+    def _with_vanishing(self, kind: BlockKind, choice: Choice, arrival: Arrival, whole: Figures) -> Choice:
         """Return a choice completed by weights whose partial gradients vanish except for rounding errors."""
         partial = choice.partial | self._features.names_in(kind, arrival, choice)
         if partial == choice.partial:
@@ -175,7 +177,7 @@ class Chooser:
         finding = finding or self._bench.unsound(kind, arrival, summed, is_asked=self._tensor.are_ruled(kind.cuts))
         return choice if finding else summed
 
-    def _sliced(self, kind: Kind, choice: Choice, arrival: Arrival, whole: Figures) -> Choice:
+    def _sliced(self, kind: BlockKind, choice: Choice, arrival: Arrival, whole: Figures) -> Choice:
         """Return a choice completed for sliced tokens: the place of their all-gather, or `slices=False`."""
         setting = replace(self._setting, slices_tokens=True)
         for gathers_before in (False, True):
@@ -187,7 +189,7 @@ class Chooser:
             _logger.warning("%s is given whole tokens under sequence_parallel, for with slices, %s", kind.name, finding)
         return replace(choice, slices=False)
 
-    def _one_by_one(self, kind: Kind, pairs: Sequence[Sequence[Cut]]) -> Choice:
+    def _one_by_one(self, kind: BlockKind, pairs: Sequence[Sequence[Cut]]) -> Choice:
         """Return the choice by which each layer takes and returns full tensors."""
         return Choice(_joined(replicated(p) if kind.why_kept(p) else alone(p) for p in pairs), slices=False)
 
@@ -206,7 +208,7 @@ def share(chosen: Mapping[int, Choice], world: Group) -> dict[int, Choice]:
     }
 
 
-def _joined(ways: Iterable[Way]) -> Way:
+def _joined(ways: Iterable[CandidateRules]) -> CandidateRules:
     """Merge the rules of several pairs."""
     return {path: rule for way in ways for path, rule in way.items()}
 
@@ -214,7 +216,7 @@ def _joined(ways: Iterable[Way]) -> Way:
 class WeightsOnFeatures(Bench):
     """Finder of uncut weights that are applied only to features between columns and rows (see the module)."""
 
-    def names_in(self, kind: Kind, arrival: Arrival, choice: Choice) -> frozenset[str]:
+    def names_in(self, kind: BlockKind, arrival: Arrival, choice: Choice) -> frozenset[str]:
         """Return the names of a kind's weights that are applied to features only, on all ranks (collective)."""
         setting, found = Setting(tensor=self.group, trains=True), frozenset[str]()
         try:

@@ -14,7 +14,7 @@ from torch import nn
 
 from quintsched.errors import MisfitError, StallError
 
-from ...blocks.block_outlines import TOKENS, seeded
+from ...blocks.block_outlines import TOKENS_DIM, seeded
 from ...comm import EchoGroup, Group
 from ...comm.host_collectives import greatest
 from ..dropout import Masks, key_dropouts
@@ -23,17 +23,17 @@ from ..tensor.cut_rules import Choice, Rules, find_cuts
 from ..tensor.cuttable_layers import Cut
 from ..tensor.parameter_shards import shard_of
 from .block_twins import SEED, Blueprint
-from .candidate_cuts import Way, alone, everywhere, replicated
+from .candidate_cuts import CandidateRules, alone, everywhere, replicated
 from .feature_owners import WeightReads
 from .features_apart import DRAWS, draws_of_python, why_joined
 from .reads.drawn_parts import NotedMasks, Shapes, note_draws, undisturbed
-from .tokens.tokens_apart import Gathered, why_tokens_meet
-from .trial_inputs import Arrival, Given
+from .tokens.tokens_apart import TokenGathers, why_tokens_meet
+from .trial_inputs import Arrival, TrialInput
 from .trial_twins import OF_WEIGHT, Difference, Figures, Setting, differences, outputs_of, run_cut, run_whole, shaken
 
 _logger = logging.getLogger("quintsched.runtime")
 
-TOLERANCE = 1e-4
+CUT_TOLERANCE = 1e-4
 """Relative to the largest number: well above float32 rounding by order of summation, well below a wrong cut's error."""
 
 SCALES = (0.1, 10.0, 100.0)
@@ -47,7 +47,7 @@ _NOISE = 10.0
 
 
 @dataclass
-class Kind:
+class BlockKind:
     """Kind: blocks of equal structure, which are proved together by a twin of the first."""
 
     number: int
@@ -62,7 +62,7 @@ class Kind:
     """Whether its pairs were parted, as they were not equivalent in the first step."""
     reads: dict[str, str] = field(default_factory=dict)
     """Paths of layers whose weights the block's forward passes to functions itself, to the words for it: kept whole."""
-    hooked: Way = field(default_factory=dict)
+    hooked: CandidateRules = field(default_factory=dict)
     """Rules that keep layers of a twin whole which have hooks on their weights in the block."""
     trouble: str = ""
     """Reason why the last whole run of its twin failed; empty: it ran."""
@@ -88,7 +88,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Finding:
+class CutFinding:
     """Largest difference between a block cut and whole; `trouble` is an error that cutting or running raised."""
 
     what: str = ""
@@ -114,7 +114,7 @@ class Bench:
     def __init__(self, group: Group, rules: Rules) -> None:
         self.group, self.rules = group, rules
 
-    def whole(self, kind: Kind, arrival: Arrival, setting: Setting) -> Figures | None:
+    def whole(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> Figures | None:
         """Run a kind's twin whole; None if it fails on some rank: `kind.trouble` has the reason (collective)."""
         figures, kind.trouble = None, ""
         try:
@@ -133,7 +133,7 @@ class Bench:
             return None
         return figures
 
-    def changed_buffer(self, kind: Kind, arrival: Arrival) -> str | None:
+    def changed_buffer(self, kind: BlockKind, arrival: Arrival) -> str | None:
         """Return the name of a buffer that a forward in training mode changes, if there is one."""
         try:
             twin = kind.blueprint.draw(self.group.device, trains=True)
@@ -145,7 +145,7 @@ class Bench:
         after = dict(twin.named_buffers())
         return next((n for n, b in before.items() if n in after and not torch.equal(b, after[n])), None)
 
-    def note_reads(self, kind: Kind, arrival: Arrival) -> None:
+    def note_reads(self, kind: BlockKind, arrival: Arrival) -> None:
         """Record the layers whose weights a kind's forward passes to functions itself, on any rank (collective)."""
         found: dict[str, str] = {}
         for trains in (True, False):
@@ -165,29 +165,31 @@ class Bench:
         read = (path for path, is_read in zip(paths, most, strict=True) if is_read)
         kind.reads |= {path: found.get(path, "gives weights to functions, as another rank found,") for path in read}
 
-    def find(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice) -> Finding | None:
+    def find(
+        self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice
+    ) -> CutFinding | None:
         """Run a kind's twin cut, and return the largest difference on any rank; None if within the tolerance."""
         setting = replace(setting, partial=choice.partial)
         found, trouble = self._differences(kind, arrival, setting, whole, choice)
         failed, most, least = self.most([float(bool(trouble)), float(len(found)), -float(len(found))], setting)
         if failed:
-            return Finding(off=float("inf"), trouble=trouble or "another rank raised an error")
+            return CutFinding(off=float("inf"), trouble=trouble or "another rank raised an error")
         if most != -least:
-            return Finding(off=float("inf"), trouble="ranks have other outputs and gradients to compare")
+            return CutFinding(off=float("inf"), trouble="ranks have other outputs and gradients to compare")
         offs = self.most([difference.off for difference, _ in found], setting)
         worst = max(range(len(offs)), key=offs.__getitem__)
-        limit = TOLERANCE
-        if TOLERANCE < offs[worst] < 1:
-            limit = max(TOLERANCE, _NOISE * self.most([self._noise(kind, arrival, setting, whole)], setting)[0])
+        limit = CUT_TOLERANCE
+        if CUT_TOLERANCE < offs[worst] < 1:
+            limit = max(CUT_TOLERANCE, _NOISE * self.most([self._noise(kind, arrival, setting, whole)], setting)[0])
         wrong = [number for number, off in enumerate(offs) if off > limit]
         if not wrong:
             return None
         only_weights = all(found[n][0].what == OF_WEIGHT and found[n][1] for n in wrong)
         weights = frozenset(found[n][0].name for n in wrong) if only_weights else frozenset[str]()
-        return Finding(str(found[worst][0]), offs[worst], weights=weights)
+        return CutFinding(str(found[worst][0]), offs[worst], weights=weights)
 
     def _differences(
-        self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice
+        self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice
     ) -> tuple[list[tuple[Difference, bool]], str]:
         """Return the differences, each with whether it belongs to an uncut weight; and an error in words, or ""."""
         try:
@@ -204,7 +206,7 @@ class Bench:
         except Exception as error:
             return [], f"cut, it raises {type(error).__name__}: {error}"
 
-    def unsound(self, kind: Kind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> Finding | None:
+    def unsound(self, kind: BlockKind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> CutFinding | None:
         """Return why a kind's pairs may not be equivalent for other numbers, dtypes or modes, on any rank (collective).
 
         `is_asked`: a rule demands them. None: they are sound, which is recorded in `kind.proved`.
@@ -214,12 +216,12 @@ class Bench:
             return None
         setting, why = Setting(tensor=self.group), self.why(kind, arrival, choice, is_asked=is_asked)
         if self.most([float(bool(why))], setting)[0]:
-            return Finding(off=float("inf"), trouble=why or "another rank found that it is none")
+            return CutFinding(off=float("inf"), trouble=why or "another rank found that it is none")
         unlike = self.unlike(kind, arrival, replace(setting, trains=True), choice)
         kind.proved |= {cut.path for cut in pairs if unlike is None}
         return unlike
 
-    def unlike(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Finding | None:
+    def unlike(self, kind: BlockKind, arrival: Arrival, setting: Setting, choice: Choice) -> CutFinding | None:
         """Return the difference in a setting, if any; for a kind that draws randomly, only draws that are refused."""
         whole = self.whole(kind, arrival, setting)
         if whole is None:
@@ -228,9 +230,9 @@ class Bench:
             return self._unlike_draws(kind, arrival, setting, choice) if setting.trains else None
         finding = self.find(kind, arrival, setting, whole, choice)
         where = ("as it is given", "in training")[setting.trains]
-        return finding and Finding(off=finding.off, trouble=f"{finding}, {where}")
+        return finding and CutFinding(off=finding.off, trouble=f"{finding}, {where}")
 
-    def _draws(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures) -> bool:
+    def _draws(self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures) -> bool:
         """Whether a kind's outputs depend on random draws, or are not finite."""
         if not setting.trains or not whole.is_finite:
             return not whole.is_finite
@@ -238,7 +240,7 @@ class Bench:
             other = outputs_of(self._drawn(kind, setting), arrival)
         return not all(torch.equal(other[name], output) for name, output in whole.outputs.items())
 
-    def _unlike_draws(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Finding | None:
+    def _unlike_draws(self, kind: BlockKind, arrival: Arrival, setting: Setting, choice: Choice) -> CutFinding | None:
         """Return a finding if a kind draws for a shard of a tensor in a way that is refused, on any rank."""
         trouble = ""
         with suppress(Exception):  # other runs report other errors
@@ -247,19 +249,19 @@ class Bench:
             except MisfitError as error:
                 trouble = str(error)
         is_refused = self.most([float(bool(trouble))], setting)[0]
-        return Finding(off=float("inf"), trouble=trouble or "another rank draws for a part") if is_refused else None
+        return CutFinding(off=float("inf"), trouble=trouble or "another rank draws for a part") if is_refused else None
 
-    def note_draws(self, kind: Kind, arrival: Arrival, setting: Setting, choice: Choice) -> Shapes:
+    def note_draws(self, kind: BlockKind, arrival: Arrival, setting: Setting, choice: Choice) -> Shapes:
         """Run a kind's cut twin in training mode, and return the shapes that its dropouts draw; see `note_draws`."""
         masks, sliced = NotedMasks(self.group.device), setting.tensor if setting.slices_tokens else None
         twin = self.twin(kind, replace(setting, trains=True), choice, masks)
         return note_draws(twin, kind.number, arrival, masks, sliced)
 
-    def unsound_tokens(self, kind: Kind, arrival: Arrival, setting: Setting) -> Finding | None:
+    def unsound_tokens(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> CutFinding | None:
         """Return why sequences may not be cut for a kind, for any inputs, on any rank (collective); None: they may."""
         why = self.why_tokens_meet(kind, arrival, setting)
         if self.most([float(bool(why))], setting)[0]:
-            return Finding(off=float("inf"), trouble=why or "another rank found that tokens of several ranks meet")
+            return CutFinding(off=float("inf"), trouble=why or "another rank found that tokens of several ranks meet")
         cut = kind.choice if setting.cuts == 1 else Choice()
         setting = replace(setting, tensor=None, slices_tokens=False) if setting.cuts > 1 else setting
         others = [(arrival.scaled(scale), f"{scale:g} times as large") for scale in SCALES]
@@ -269,10 +271,10 @@ class Bench:
             finite = whole is not None and whole.is_finite
             finding = self.find(kind, other, setting, whole, cut) if whole is not None and finite else None
             if finding is not None:
-                return Finding(off=finding.off, trouble=f"{finding}, where it is given numbers {words}")
+                return CutFinding(off=finding.off, trouble=f"{finding}, where it is given numbers {words}")
         return None
 
-    def why_tokens_meet(self, kind: Kind, arrival: Arrival, setting: Setting) -> str:
+    def why_tokens_meet(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> str:
         """Return why tokens of several ranks or slices may interact in a kind, found by this rank alone: "it …"."""
         try:
             found = why_tokens_meet(kind.blueprint, arrival, setting, self.group.device) if setting.cuts > 1 else ""
@@ -284,15 +286,15 @@ class Bench:
             found = ""
         return found and f"it {found}"
 
-    def _why_slices_meet(self, kind: Kind, arrival: Arrival) -> str:
+    def _why_slices_meet(self, kind: BlockKind, arrival: Arrival) -> str:
         """Return why tokens sliced over the ranks of tp may interact in a kind, outside of its pairs."""
-        whole = arrival.changed(lambda given: Given(given.tensor))
-        sliced = replace(whole, activation=whole.activation.changed(lambda given: Given(given.tensor, TOKENS)))
-        gathered = Gathered(partial(self._cuts, kind, choice=kind.choice), kind.choice.gathers_before)
+        whole = arrival.changed(lambda given: TrialInput(given.tensor))
+        sliced = replace(whole, activation=whole.activation.changed(lambda given: TrialInput(given.tensor, TOKENS_DIM)))
+        gathered = TokenGathers(partial(self._cuts, kind, choice=kind.choice), kind.choice.gathers_before)
         setting = Setting(slices=self.group.size)
         return why_tokens_meet(kind.blueprint, sliced, setting, self.group.device, gathered)
 
-    def refusal_of_tokens(self, kind: Kind, setting: Setting, why: object) -> str:
+    def refusal_of_tokens(self, kind: BlockKind, setting: Setting, why: object) -> str:
         """Return the refusal of a kind whose sequences may not be cut, with advice."""
         title = kind.name if self.group.size == 1 else f"{kind.name} over tp={self.group.size}"
         helps = "take `context`, and look at all tokens by context.whole(tensor); or run without cp"
@@ -302,19 +304,19 @@ class Bench:
             what, helps = "over tp, by sequence_parallel", "run without sequence_parallel"
         return f"{title} may give other numbers where sequences are cut {what}: {why}; {helps}"
 
-    def _pairs(self, kind: Kind, choice: Choice) -> list[Cut]:
+    def _pairs(self, kind: BlockKind, choice: Choice) -> list[Cut]:
         return [cut for cut in self.cuts(kind, choice) if cut.is_paired]
 
-    def cuts(self, kind: Kind, choice: Choice) -> list[Cut]:
+    def cuts(self, kind: BlockKind, choice: Choice) -> list[Cut]:
         """Return the cuts of a kind by a choice."""
         return self._cuts(kind, kind.blueprint.bare, choice) if self.group.size > 1 else []
 
-    def _cuts(self, kind: Kind, twin: nn.Module, choice: Choice) -> list[Cut]:
+    def _cuts(self, kind: BlockKind, twin: nn.Module, choice: Choice) -> list[Cut]:
         return find_cuts(
             twin, {**kind.hooked, **choice.rules, **self.rules}, self.group.size, str(kind.number), strict=False
         )
 
-    def why(self, kind: Kind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> str:
+    def why(self, kind: BlockKind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> str:
         """Return why a kind's pairs may be unsound, found by this rank alone: "it …"; see `features_apart`."""
         cuts_of, cut = partial(self._cuts, kind, choice=choice), partial(self._cut, kind, choice=choice)
         group = EchoGroup(self.group.size, self.group.device)
@@ -325,14 +327,14 @@ class Bench:
         kind.draws |= found == DRAWS
         return found and f"it {found}"
 
-    def draws_unlike(self, kind: Kind) -> bool:
+    def draws_unlike(self, kind: BlockKind) -> bool:
         """Whether a kind draws from Python's or numpy's generator, whose states differ between ranks of tp."""
         text = repr(draws_of_python()).encode()
         state = float(int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big"))
         draws, most, least = self.most([float(kind.draws), state, -state], Setting(tensor=self.group))
         return bool(draws) and most != -least
 
-    def refusal(self, kind: Kind, why: str) -> str:
+    def refusal(self, kind: BlockKind, why: str) -> str:
         """Return the refusal of a kind whose pairs are unsound, with the rules to write."""
         pairs = self._pairs(kind, kind.choice)
         names = " and ".join(repr(cut.path) for cut in pairs)
@@ -341,7 +343,7 @@ class Bench:
             f"tensors: rules={everywhere(alone(pairs))}"
         )
 
-    def _drawn(self, kind: Kind, setting: Setting, *, has_hooks: bool = True) -> nn.Module:
+    def _drawn(self, kind: BlockKind, setting: Setting, *, has_hooks: bool = True) -> nn.Module:
         """Return a kind's twin with its dropout modules in evaluation mode."""
         twin = kind.blueprint.draw(self.group.device, trains=setting.trains)
         for module in twin.modules():
@@ -351,7 +353,7 @@ class Bench:
             kind.blueprint.put_hooks(twin)
         return twin
 
-    def twin(self, kind: Kind, setting: Setting, choice: Choice, masks: Masks | None = None) -> nn.Module:
+    def twin(self, kind: BlockKind, setting: Setting, choice: Choice, masks: Masks | None = None) -> nn.Module:
         """Return a kind's twin, cut by a setting and a choice; its dropouts draw by `masks`, if given."""
         twin = self._drawn(kind, setting, has_hooks=setting.tensor is None)
         if masks is not None:
@@ -362,7 +364,9 @@ class Bench:
         kind.blueprint.put_hooks(twin)
         return twin
 
-    def _cut(self, kind: Kind, twin: nn.Module, group: Group, choice: Choice, *, slices: bool = False) -> nn.Module:
+    def _cut(
+        self, kind: BlockKind, twin: nn.Module, group: Group, choice: Choice, *, slices: bool = False
+    ) -> nn.Module:
         return apply_tensor_parallel(
             twin,
             group,
@@ -374,7 +378,7 @@ class Bench:
             gathers_before=choice.gathers_before,
         )
 
-    def _noise(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures) -> float:
+    def _noise(self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures) -> float:
         """Return the rounding noise: the change of a whole block's results if weights and inputs change by rounding."""
         block = self._drawn(kind, setting)
         changed = shaken(arrival, block)

@@ -42,7 +42,7 @@ _HOST_PROTOCOLS = {"__array__", "__dlpack__", "__reduce_ex__", "__repr__"}
 _PICKLED = "_typed_storage"
 """Torch's function by which pickling and saving read numbers."""
 
-Place = tuple[tuple[str, int], ...]
+CodePlace = tuple[tuple[str, int], ...]
 """Innermost stack frames (file, line) of user code and model libraries."""
 
 
@@ -58,10 +58,10 @@ class FeatureOwners(TorchDispatchMode):
         reads: number of ints that Python read from tensors.
     """
 
-    def __init__(self, *, trusts: bool, flipped: Set[Place] = frozenset()) -> None:
+    def __init__(self, *, trusts: bool, flipped: Set[CodePlace] = frozenset()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._trusts, self._flipped = trusts, flipped
-        self.conditions: dict[Place, None] = {}
+        self.conditions: dict[CodePlace, None] = {}
         self.reads = 0
         self._scopes = self._num_answers = 0
         self._shadows = Shadows(torch.int8)
@@ -263,7 +263,7 @@ _MOST_ANSWERS = 1000
 """Maximum number of negated conditions in a run."""
 
 
-def place() -> Place:
+def place() -> CodePlace:
     """Return the innermost stack frames of user code."""
     found = (frame for frame in walk_stack(sys._getframe(1)) if not frame[0].f_code.co_filename.startswith(_PASSED))
     return tuple((frame.f_code.co_filename, line) for frame, line in islice(found, _FRAMES))

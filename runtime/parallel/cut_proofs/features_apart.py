@@ -26,10 +26,10 @@ from ...objects.plain_code import asking_elsewhere
 from ...objects.steering import SteeringState
 from ..tensor.cuttable_layers import Cut
 from .block_twins import SEED, Blueprint
-from .feature_owners import FeatureOwners, HostReads, NothingDropped, Place, WeightReads
+from .feature_owners import CodePlace, FeatureOwners, HostReads, NothingDropped, WeightReads
 from .marks.owner_rules import Joined
 from .reads.cut_sizes import CutCalls, OtherCalls, WholeCalls, apart_in
-from .trial_inputs import Arrival, Given
+from .trial_inputs import Arrival, TrialInput
 from .trial_twins import outputs_of
 
 _MAY = ", by which it may do something else"
@@ -54,13 +54,13 @@ def why_joined(
     """
     given, device = _typed(arrival, blueprint.short_type), group.device
 
-    def follow(trains: bool, flipped: Set[Place]) -> FeatureOwners:
+    def follow(trains: bool, flipped: Set[CodePlace]) -> FeatureOwners:
         try:
             return follow_once(trains, flipped)
         except OtherCalls:  # parts of split models record their layers' arguments in a first run
             return follow_once(trains, flipped)
 
-    def follow_once(trains: bool, flipped: Set[Place]) -> FeatureOwners:
+    def follow_once(trains: bool, flipped: Set[CodePlace]) -> FeatureOwners:
         owners = FeatureOwners(trusts=trusts, flipped=flipped)
         twin = blueprint.draw(device, as_built=True, trains=trains)
         calls = WholeCalls(owners, trusts=trusts)
@@ -89,9 +89,9 @@ def why_joined(
     return ""
 
 
-def _follow_branches(follow: Callable[[Set[Place]], FeatureOwners], conditions: Sequence[Place]) -> None:
+def _follow_branches(follow: Callable[[Set[CodePlace]], FeatureOwners], conditions: Sequence[CodePlace]) -> None:
     """Track a block with conditions on numbers negated, one by one, and with conditions that appear on the way."""
-    tried: set[frozenset[Place]] = set()
+    tried: set[frozenset[CodePlace]] = set()
     open_ones = [frozenset([condition]) for condition in conditions]
     while open_ones:
         flipped = open_ones.pop()
@@ -163,7 +163,7 @@ def draws_of_python() -> tuple[object, ...]:
 def _typed(arrival: Arrival, short: torch.dtype | None) -> Arrival:
     """Return the inputs with float32 tensors, the dtype of proofs, cast back to a short dtype."""
 
-    def cast(given: Given) -> Given:
+    def cast(given: TrialInput) -> TrialInput:
         return replace(given, tensor=given.tensor.to(short)) if given.tensor.dtype is torch.float32 else given
 
     return arrival if short is None else arrival.changed(cast)

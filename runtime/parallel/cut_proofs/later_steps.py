@@ -40,7 +40,7 @@ from ..dropout import CutSite
 from ..tensor.cut_rules import Choice
 from ..tensor.sequence_parallel import SequenceParallel
 from .block_kinds import content_of
-from .compare_twins import Bench, Finding, Kind
+from .compare_twins import Bench, BlockKind, CutFinding
 from .reads.drawn_parts import unusual_parts
 from .trial_inputs import Arrival, Arrivals, FirstUnits, specs_of
 from .trial_twins import Figures, Setting
@@ -49,22 +49,22 @@ from .trial_twins import Figures, Setting
 class BenchHere(Bench):
     """A bench without communication: it runs the parts of all ranks of tp in this process, one after the other."""
 
-    def unsound_again(self, kind: Kind, arrival: Arrival, *, is_asked: bool) -> Finding | None:
+    def unsound_again(self, kind: BlockKind, arrival: Arrival, *, is_asked: bool) -> CutFinding | None:
         """Return why a kind's pairs may be unsound for its present state and these inputs; None: they are sound."""
         finding = self.unlike(kind, arrival, Setting(tensor=self.group), kind.choice)
         return finding or self.unsound(kind, arrival, kind.choice, is_asked=is_asked)
 
-    def has_pairs(self, kind: Kind) -> bool:
+    def has_pairs(self, kind: BlockKind) -> bool:
         """Whether a kind's blocks are cut in column/row pairs."""
         return not kind.is_parted and bool(self._pairs(kind, kind.choice))
 
-    def cut_outline(self, kind: Kind, outline: nn.Module, *, slices: bool) -> list[nn.Module]:
+    def cut_outline(self, kind: BlockKind, outline: nn.Module, *, slices: bool) -> list[nn.Module]:
         """Return a meta-device block as cut for a rank, between modules that scatter and gather tokens if `slices`."""
         group = EchoGroup(self.group.size, self.group.device)
         block = self._cut(kind, outline, group, kind.choice, slices=slices)
         return SequenceParallel([slices], group).around(0, block)
 
-    def why_tokens_meet(self, kind: Kind, arrival: Arrival, setting: Setting) -> str:
+    def why_tokens_meet(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> str:
         """Return why tokens of several ranks or slices may interact in a kind: "it …"; over tp, numerically too."""
         found = super().why_tokens_meet(kind, arrival, setting)
         for trains in (True, False) if setting.slices_tokens and not found else ():
@@ -72,7 +72,7 @@ class BenchHere(Bench):
             found = found or str(self.unlike(kind, arrival, sliced, kind.choice) or "")
         return found
 
-    def unusual_draws(self, kind: Kind, arrival: Arrival, setting: Setting) -> dict[CutSite, int | None]:
+    def unusual_draws(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> dict[CutSite, int | None]:
         """Return the sites where a kind draws along unusual dimensions (see `unusual_parts`).
 
         Raises `MisfitError` if calls of one site differ.
@@ -94,7 +94,9 @@ class BenchHere(Bench):
         found = unusual_parts(whole, of_one, cut, group.size, rows)
         return {site: dim for site, dim in found.items() if sliced or site[1]}
 
-    def find(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice) -> Finding | None:
+    def find(
+        self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice
+    ) -> CutFinding | None:
         """Run a kind's twin cut for each rank in turn; return the largest difference, None if within the tolerance."""
         group = self.group
         try:
@@ -104,7 +106,7 @@ class BenchHere(Bench):
                 lambda mine: Bench(mine, self.rules).find(kind, arrival, replace(setting, tensor=mine), whole, choice),
             )[0]
         except StallError as error:
-            return Finding(off=float("inf"), trouble=f"ranks of tp do other things: {error}")
+            return CutFinding(off=float("inf"), trouble=f"ranks of tp do other things: {error}")
 
     def most(self, numbers: Sequence[float], setting: Setting) -> list[float]:
         """Return the numbers unchanged: no other ranks take part."""
@@ -143,7 +145,7 @@ class Followed:
     `setting` has the groups over which it is cut, and whether tokens are sliced.
     """
 
-    kind: Kind
+    kind: BlockKind
     is_asked: bool
     arrival: Arrival
     setting: Setting
@@ -292,7 +294,7 @@ class LaterSteps:
             ) from error
         return [replace(followed, kind=kind, known=[]) for kind in kinds]
 
-    def called(self, kind: Kind, number: int, given: TreeSpec, beside: Mapping[str, TreeSpec]) -> Called | None:
+    def called(self, kind: BlockKind, number: int, given: TreeSpec, beside: Mapping[str, TreeSpec]) -> Called | None:
         """Return the trace of a block's calls for inputs of these shapes, in training and evaluation, whole and cut.
 
         None: tracing needs data.

@@ -37,11 +37,11 @@ from ..tensor.parameter_shards import CutLayers
 from ..tensor.whole_model_cuts import TensorCuts
 from .block_kinds import Content, choice_for, kind_of, kinds_apart
 from .block_twins import Blueprint
-from .candidate_cuts import Way, alone, everywhere, paired_ways, replicated
+from .candidate_cuts import CandidateRules, alone, everywhere, paired_ways, replicated
 from .choose_cuts import Chooser, share
-from .compare_twins import Bench, Finding, Kind
+from .compare_twins import Bench, BlockKind, CutFinding
 from .later_steps import BenchHere, Called, Followed, LaterSteps
-from .trial_inputs import SAMPLES, Arrival, Arrivals, FirstUnits, specs_of
+from .trial_inputs import TRIAL_SAMPLES, Arrival, Arrivals, FirstUnits, specs_of
 from .trial_twins import Figures, Setting
 
 _logger = logging.getLogger("quintsched.runtime")
@@ -81,10 +81,10 @@ class Prover:
         self._group, self._context = group, context
         self._bench = Bench(group, tensor.rules)
         self._chooser = Chooser(self._bench, tensor, outlines, dtype)
-        self._kinds: list[Kind] = []
+        self._kinds: list[BlockKind] = []
         self._contents: dict[Content, int] = {}
         self._places: dict[int, tuple[int, ...]] = {}
-        self._numbers: dict[int, Kind] = {}
+        self._numbers: dict[int, BlockKind] = {}
         self._here = BenchHere(group, tensor.rules)
         self.later = LaterSteps(self._here, outlines, dtype, self._tensor.tokens)
         self._is_done = which == "none"
@@ -106,8 +106,8 @@ class Prover:
             except Exception as error:
                 return self._unproved(number, block, cuts, error)
             hooked = (join(str(number), n) for n, module in block.named_modules() if has_hooked_weights(module))
-            whole: Way = dict.fromkeys(hooked, TensorSplit.REPLICATE.value)
-            kind = Kind(number, blueprint, cuts, hooked=whole)
+            whole: CandidateRules = dict.fromkeys(hooked, TensorSplit.REPLICATE.value)
+            kind = BlockKind(number, blueprint, cuts, hooked=whole)
             known = self._contents[content] = len(self._kinds)
             self._kinds.append(kind)
             if self._setting.tensor is not None:
@@ -223,14 +223,14 @@ class Prover:
 
     def _given(
         self, units: FirstUnits, outlines: Sequence[nn.Module], parcels: Sequence[Parcel]
-    ) -> list[tuple[Kind, Arrival, list[Called]]]:
+    ) -> list[tuple[BlockKind, Arrival, list[Called]]]:
         """Return each kind with its trial inputs, and the functions that it calls on them.
 
         Inputs have a few samples, or all of the unit's if the kind calls other functions for as many.
         """
         given = (units, outlines, parcels, self._context, self._setting.slices, self._dtype)
         few = every = Arrivals(*given)
-        if (samples := units.spec.samples.shape[0]) > SAMPLES:
+        if (samples := units.spec.samples.shape[0]) > TRIAL_SAMPLES:
             every = Arrivals(*given, samples=samples)
         proved = []
         for kind in self._kinds:
@@ -240,7 +240,7 @@ class Prover:
             proved.append((kind, arrival, [found for found in called[1:] if found is not None]))
         return proved
 
-    def _followed(self, kind: Kind, arrival: Arrival, called: list[Called]) -> Followed:
+    def _followed(self, kind: BlockKind, arrival: Arrival, called: list[Called]) -> Followed:
         setting = replace(self._setting, slices_tokens=self._tensor.tokens.inside(kind.number))
         is_paired = setting.tensor is not None and not kind.is_parted
         is_paired = is_paired and self._tensor.has_pairs(kind.number, kind.choice)
@@ -261,7 +261,7 @@ class Prover:
             masks.cut_dims |= dict.fromkeys(sites, dim)
         return ""
 
-    def _refusal(self, kind: Kind, arrival: Arrival) -> str:
+    def _refusal(self, kind: BlockKind, arrival: Arrival) -> str:
         """Return why a kind of block is refused as it is cut, in words; empty: it is proved, or warned of."""
         slices_tokens = self._tensor.tokens.inside(kind.number)
         setting = replace(self._setting, slices_tokens=slices_tokens)
@@ -306,14 +306,14 @@ class Prover:
         finding = self._bench.find(kind, arrival, setting, whole, kind.choice)
         return self._refused_slices(kind, finding) if finding is not None else ""
 
-    def _read(self, kind: Kind, arrival: Arrival) -> Sequence[Cut]:
+    def _read(self, kind: BlockKind, arrival: Arrival) -> Sequence[Cut]:
         """Return the first pair that is cut though the block's forward reads its weights directly; empty if none."""
         self._bench.note_reads(kind, arrival)
         cut = {path.path for path in self._bench.cuts(kind, kind.choice)}
         pairs = (pair for pair in pairs_of(kind.cuts) if kind.why_kept(pair))
         return next((pair for pair in pairs if any(layer.path in cut for layer in pair)), [])
 
-    def _part_unproved(self, kind: Kind) -> None:
+    def _part_unproved(self, kind: BlockKind) -> None:
         """Part the pairs of blocks that cannot be proved, unless a rule demands them or tokens are sliced."""
         is_asked, is_sliced = self._tensor.are_ruled(kind.cuts), self._tensor.tokens.inside(kind.number)
         if is_asked or is_sliced or not self._tensor.has_pairs(kind.number, kind.choice):
@@ -321,7 +321,9 @@ class Prover:
         if _part(kind):
             _logger.warning("%s: its layers are cut one by one, for it is not proved", self._title(kind))
 
-    def _is_parted(self, kind: Kind, arrival: Arrival, setting: Setting, whole: Figures, finding: Finding) -> bool:
+    def _is_parted(
+        self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, finding: CutFinding
+    ) -> bool:
         """Part the pairs of a kind's blocks if that makes them equivalent; return whether it does."""
         paired = (cut for pair in pairs_of(kind.cuts) if not kind.why_kept(pair) for cut in pair if cut.is_paired)
         choice = Choice({**kind.choice.rules, **alone(paired)})
@@ -333,7 +335,9 @@ class Prover:
         _logger.warning("%s: its layers are cut one by one, for in pairs, %s%s", self._title(kind), finding, words)
         return True
 
-    def _advice(self, kind: Kind, arrival: Arrival, whole: Figures) -> tuple[Sequence[Cut], Finding, Way] | None:
+    def _advice(
+        self, kind: BlockKind, arrival: Arrival, whole: Figures
+    ) -> tuple[Sequence[Cut], CutFinding, CandidateRules] | None:
         """Return the pair at fault, its finding, and rules by which it is equivalent (or {}); None if no pair is."""
         setting = Setting(tensor=self._setting.tensor)
         for pair in pairs_of(kind.cuts):
@@ -354,7 +358,7 @@ class Prover:
             return pair, fault, next(tried, {})
         return None
 
-    def _refused_cut(self, kind: Kind, arrival: Arrival, whole: Figures, finding: Finding) -> str:
+    def _refused_cut(self, kind: BlockKind, arrival: Arrival, whole: Figures, finding: CutFinding) -> str:
         """Return the refusal of a cut, with the pair at fault and the rules that help."""
         found = self._advice(kind, arrival, whole)
         if found is None:
@@ -366,14 +370,14 @@ class Prover:
         rules = everywhere(way or replicated(pair))
         return f"{self._title(kind)} cut at {names}: {fault}; {advice}: rules={rules}"
 
-    def _refused_tokens(self, kind: Kind, arrival: Arrival, setting: Setting) -> str:
+    def _refused_tokens(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> str:
         """Return why sequences must not be cut for a kind, as other inputs may differ; empty: they may be."""
         finding = (
             self._bench.unsound_tokens(kind, arrival, setting) if setting.cuts > 1 or setting.slices_tokens else None
         )
         return "" if finding is None else self._bench.refusal_of_tokens(kind, setting, finding)
 
-    def _refused_slices(self, kind: Kind, finding: Finding) -> str:
+    def _refused_slices(self, kind: BlockKind, finding: CutFinding) -> str:
         setting = self._setting
         name, what = ("context", f"cp={setting.cuts}") if setting.context is not None else ("past", "slices")
         block = kind.blueprint.bare
@@ -384,12 +388,12 @@ class Prover:
             f"{why}, or something else in it looks at other tokens"
         )
 
-    def _title(self, kind: Kind) -> str:
+    def _title(self, kind: BlockKind) -> str:
         tensor = self._setting.tensor
         return kind.name if tensor is None else f"{kind.name} over tp={tensor.size}"
 
 
-def _part(kind: Kind) -> bool:
+def _part(kind: BlockKind) -> bool:
     """Part the pairs of a kind's blocks: each layer takes and returns full tensors; return whether that is possible.
 
     It is not if gradients of weights within pairs are summed over the ranks: each rank would have the whole gradient.

@@ -17,54 +17,54 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...blocks.block_outlines import TARGETS, TOKENS, Parcel, takes_targets
+from ...blocks.block_outlines import TARGETS, TOKENS_DIM, Parcel, takes_targets
 from ...blocks.shape_inference import lengthened, trace_shapes, wants_data
-from ...blocks.trees import PLAIN, Tensors, TensorSpec, Tree, TreeSpec, flatten
+from ...blocks.trees import ONE_TENSOR, Tensors, TensorSpec, Tree, TreeSpec, flatten
 from ...comm import Group, SelfGroup
 from ...comm.host_collectives import greatest
 from ..context.context_parallel import whole_sequences
 from .block_twins import FEW, SEED, at_work, other_numbers
 
-SAMPLES = 2
+TRIAL_SAMPLES = 2
 _TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Given:
+class TrialInput:
     """An input tensor of a block, for whole sequences; `tokens` is the dimension along which sequences are cut."""
 
     tensor: Tensor
     tokens: int | None = None
 
-    def scaled(self, factor: float, *, late: bool) -> Given:
+    def scaled(self, factor: float, *, late: bool) -> TrialInput:
         """Return it with numbers multiplied by a factor; `late`: only in the last quarter of its tokens."""
         if not self.tensor.is_floating_point() or (late and self.tokens is None):
             return self
         tensor = self.tensor.clone(memory_format=torch.contiguous_format)
         length = 0 if self.tokens is None else tensor.shape[self.tokens]
         (tensor.narrow(self.tokens or 0, length - length // 4, length // 4) if late else tensor).mul_(factor)
-        return Given(tensor, self.tokens)
+        return TrialInput(tensor, self.tokens)
 
-    def other(self, factor: float) -> Given:
+    def other(self, factor: float) -> TrialInput:
         """Return it with other values if it has at most `FEW` elements; integers, which may be indices, only on CPU."""
         tensor = self.tensor
         if tensor.numel() > FEW or (tensor.device.type != "cpu" and not tensor.is_floating_point()):
             return self
-        return Given(other_numbers(tensor, factor), self.tokens)
+        return TrialInput(other_numbers(tensor, factor), self.tokens)
 
 
 @dataclass(frozen=True)
 class GivenTree:
     """An input tree of a block: its tensors and its structure."""
 
-    parts: Sequence[Given]
-    tree: Tree = PLAIN
+    parts: Sequence[TrialInput]
+    tree: Tree = ONE_TENSOR
 
-    def build(self, take: Callable[[Given], Tensor]) -> Any:
+    def build(self, take: Callable[[TrialInput], Tensor]) -> Any:
         """Return the tree with `take` applied to each tensor."""
         return self.tree.build([take(part) for part in self.parts])
 
-    def changed(self, change: Callable[[Given], Given]) -> GivenTree:
+    def changed(self, change: Callable[[TrialInput], TrialInput]) -> GivenTree:
         """Return the tree with `change` applied to each tensor."""
         return GivenTree([change(part) for part in self.parts], self.tree)
 
@@ -74,12 +74,12 @@ class Arrival:
     """Inputs of a block: activation, riders and extras by name; `inputs` is the spec of the model's inputs."""
 
     activation: GivenTree
-    riders: Mapping[str, Given] = field(default_factory=dict)
+    riders: Mapping[str, TrialInput] = field(default_factory=dict)
     extras: Mapping[str, GivenTree] = field(default_factory=dict)
     inputs: TensorSpec | None = None
 
     @property
-    def tensors(self) -> dict[str, Given]:
+    def tensors(self) -> dict[str, TrialInput]:
         """Tensors that get gradients: of the activation by path ("" if it is a single tensor), and riders by name."""
         return {**dict(zip(self.activation.tree.paths, self.activation.parts, strict=True)), **self.riders}
 
@@ -91,13 +91,13 @@ class Arrival:
     def of_sample(self, number: int = 0) -> Arrival:
         """Return the inputs of one sample."""
 
-        def first(given: Given) -> Given:
+        def first(given: TrialInput) -> TrialInput:
             has_samples = given.tensor.dim() and given.tensor.shape[0] == self.samples
             return replace(given, tensor=given.tensor[number : number + 1]) if has_samples else given
 
         return self.changed(first)
 
-    def changed(self, change: Callable[[Given], Given]) -> Arrival:
+    def changed(self, change: Callable[[TrialInput], TrialInput]) -> Arrival:
         """Return the inputs with `change` applied to each tensor, in the order of activation, riders and extras."""
         return replace(
             self,
@@ -107,7 +107,7 @@ class Arrival:
         )
 
     def scaled(self, factor: float, *, late: bool = False) -> Arrival:
-        """Return the inputs with a scaled activation, and with other values in small extras: see `Given`."""
+        """Return the inputs with a scaled activation, and with other values in small extras: see `TrialInput`."""
         activation = self.activation.changed(lambda part: part.scaled(factor, late=late))
         others = {name: extra.changed(lambda part: part.other(factor)) for name, extra in self.extras.items()}
         return replace(self, activation=activation, extras=self.extras if late else others)
@@ -165,7 +165,7 @@ class Arrivals:
         slices: int,
         dtype: torch.dtype | None,
         *,
-        samples: int | None = SAMPLES,
+        samples: int | None = TRIAL_SAMPLES,
         repeats: bool = False,
     ) -> None:
         self._group, self._cuts, self._of_unit, self._units = group, slices * group.size, parcels, units
@@ -241,18 +241,18 @@ class Arrivals:
         parts = zip(*(flatten(unit)[1] for unit in units), strict=True)
         return GivenTree([self._whole_of(slices) for slices in parts], tree)
 
-    def _whole_of(self, units: Sequence[Tensor]) -> Given:
+    def _whole_of(self, units: Sequence[Tensor]) -> TrialInput:
         """Join a tensor's slices, from other ranks (collective) or other units, for the first samples."""
         first = units[0]
         is_cut = self._cuts > 1 and first.dim() > 1
         whole = first
         if is_cut and self._group.size > 1:
-            whole = whole_sequences(first, self._group, TOKENS)
+            whole = whole_sequences(first, self._group, TOKENS_DIM)
         elif is_cut:
-            whole = torch.cat(list(units[: self._cuts]), TOKENS)
+            whole = torch.cat(list(units[: self._cuts]), TOKENS_DIM)
         if first.dim() and first.shape[0] == self._of_unit_samples:
             whole = whole[torch.arange(self.num_samples, device=whole.device) % len(whole)]
-        return Given(whole.to(at_work(first.dtype)), TOKENS if is_cut else None)
+        return TrialInput(whole.to(at_work(first.dtype)), TOKENS_DIM if is_cut else None)
 
     def at(self, number: int, block: nn.Module) -> Arrival:
         """Return the trial inputs of block `number`."""
@@ -263,15 +263,15 @@ class Arrivals:
             parts = [
                 self._inputs[k]
                 if self._inputs is not None and not unit.dtype.is_floating_point
-                else Given(
-                    draw(self._spec(unit), k, device), TOKENS if self._cuts > 1 and len(unit.shape) > 1 else None
+                else TrialInput(
+                    draw(self._spec(unit), k, device), TOKENS_DIM if self._cuts > 1 and len(unit.shape) > 1 else None
                 )
                 for k, unit in enumerate(spec.tensors)
             ]
             return Arrival(GivenTree(parts, spec.tree), {}, extras, inputs)
         whole, unit = self._whole[number - 1], self._of_unit[number - 1]
         specs = zip(whole.specs, unit.specs, strict=True)
-        drawn = [Given(draw(w, k, device), self._tokens(w, u)) for k, (w, u) in enumerate(specs)]
+        drawn = [TrialInput(draw(w, k, device), self._tokens(w, u)) for k, (w, u) in enumerate(specs)]
         riders = dict(zip(whole.names, drawn[whole.width :], strict=True))
         return Arrival(GivenTree(drawn[: whole.width], whole.output.tree), riders, extras, inputs)
 
@@ -314,12 +314,12 @@ def _likely_inputs(first: nn.Module, dtype: torch.dtype) -> list[TensorSpec]:
     """Guess input specs of a model's first block: ids, images, or tokens as wide as its weights."""
     specs = []
     if any(isinstance(module, nn.Embedding) for module in first.modules()):
-        specs.append(TensorSpec((SAMPLES, _TOKENS), torch.int64))
+        specs.append(TensorSpec((TRIAL_SAMPLES, _TOKENS), torch.int64))
     for conv in (module for module in first.modules() if isinstance(module, nn.Conv2d)):
-        specs += [TensorSpec((SAMPLES, conv.in_channels, size, size), dtype) for size in _image_sizes(first)]
+        specs += [TensorSpec((TRIAL_SAMPLES, conv.in_channels, size, size), dtype) for size in _image_sizes(first)]
         break
     widths = dict.fromkeys(p.shape[-1] for p in first.parameters() if prod(p.shape) > 1)
-    return specs + [TensorSpec((SAMPLES, _TOKENS, width), dtype) for width in list(widths)[:3]]
+    return specs + [TensorSpec((TRIAL_SAMPLES, _TOKENS, width), dtype) for width in list(widths)[:3]]
 
 
 def _image_sizes(first: nn.Module) -> list[int]:
@@ -332,5 +332,5 @@ def _image_sizes(first: nn.Module) -> list[int]:
 def guesses(block: nn.Module, device: torch.device, dtype: torch.dtype) -> list[Arrival]:
     """Guess inputs of a block, before any batch is known: tokens as wide as the inputs of its first weights."""
     widths = dict.fromkeys(p.shape[-1] for p in block.parameters() if prod(p.shape) > 1)
-    specs = [TensorSpec((SAMPLES, 8, width), dtype) for width in list(widths)[:3]]
-    return [Arrival(GivenTree([Given(draw(spec, 0, device))])) for spec in specs]
+    specs = [TensorSpec((TRIAL_SAMPLES, 8, width), dtype) for width in list(widths)[:3]]
+    return [Arrival(GivenTree([TrialInput(draw(spec, 0, device))])) for spec in specs]

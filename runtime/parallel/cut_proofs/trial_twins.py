@@ -25,7 +25,7 @@ from ..context.context_parallel import ContextParallel
 from ..tensor.parameter_shards import shard_of, take_shard
 from ..tensor.sequence_parallel import partial_weights, run_on_slices
 from .block_twins import SEED
-from .trial_inputs import Arrival, Given, cut_dimension
+from .trial_inputs import Arrival, TrialInput, cut_dimension
 
 SMALL = 0.1
 """Gradients below this share of the largest one are compared relative to that share: they may be mere rounding."""
@@ -33,8 +33,8 @@ SMALL = 0.1
 LOSS = "auxiliary loss"
 """Name of a loss among outputs; losses of slices are summed."""
 
-Tensors = dict[str, Tensor]
-Gradients = dict[str, Tensor | None]
+TwinTensors = dict[str, Tensor]
+TwinGradients = dict[str, Tensor | None]
 Slicer = Callable[[Tensor, int | None], Tensor]
 
 
@@ -79,9 +79,9 @@ class Setting:
 class Figures:
     """Results of a run: outputs, and gradients of inputs and weights, by name; None where there is no gradient."""
 
-    outputs: Tensors = field(default_factory=dict)
-    of_inputs: Gradients = field(default_factory=dict)
-    of_weights: Gradients = field(default_factory=dict)
+    outputs: TwinTensors = field(default_factory=dict)
+    of_inputs: TwinGradients = field(default_factory=dict)
+    of_weights: TwinGradients = field(default_factory=dict)
 
     @property
     def is_finite(self) -> bool:
@@ -103,7 +103,7 @@ def outputs_of(
     arrival: Arrival,
     beside: Mapping[str, Any] = MappingProxyType({}),
     sliced: Group | None = None,
-) -> Tensors:
+) -> TwinTensors:
     """Return a block's outputs on whole sequences in one forward; `beside`: a context, or a past (KV cache).
 
     `sliced` is the group over which tokens are sliced for the block.
@@ -161,7 +161,7 @@ def differences(
     """Yield the difference of each compared tensor, on this rank's part; `block` is the cut one."""
     take, inputs = setting.slicer(None), arrival.tensors
     share = setting.context.size if setting.context is not None else 1
-    outputs: Gradients = {}
+    outputs: TwinGradients = {}
     for name, tensor in whole.outputs.items():
         found = cut.outputs.get(name)
         dim = None if found is None else cut_dimension(tensor.shape, found.shape, share)
@@ -192,13 +192,13 @@ def shaken(arrival: Arrival, block: nn.Module) -> Arrival:
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.copy_(shake(parameter))
-    activation = arrival.activation.changed(lambda part: Given(shake(part.tensor), part.tokens))
+    activation = arrival.activation.changed(lambda part: TrialInput(shake(part.tensor), part.tokens))
     return replace(arrival, activation=activation)
 
 
 def _run(
     block: nn.Module, sliced: Group | None, arrival: Arrival, take: Slicer, beside: Mapping[str, Any]
-) -> tuple[Tensors, Tensors]:
+) -> tuple[TwinTensors, TwinTensors]:
     """Run a block's forward, with tokens sliced over a group if given; return its inputs (leaf tensors) and outputs."""
     leaves = {name: take(given.tensor, given.tokens).detach().clone() for name, given in arrival.tensors.items()}
     for leaf in leaves.values():
@@ -230,7 +230,7 @@ def _beside(arrival: Arrival, setting: Setting, store: Store, number: int) -> di
     return {"past": Past(store, number, setting.slices, length // setting.slices)}
 
 
-def _seeds(outputs: Tensors) -> Tensors:
+def _seeds(outputs: TwinTensors) -> TwinTensors:
     """Return random gradients of the outputs, from a fixed seed; 1 for a 0-dimensional output (a loss)."""
     generator = torch.Generator().manual_seed(SEED)
     return {
@@ -242,7 +242,7 @@ def _seeds(outputs: Tensors) -> Tensors:
     }
 
 
-def _backward(made: Tensors, seeds: Tensors, dims: Mapping[str, int | None], take: Slicer) -> None:
+def _backward(made: TwinTensors, seeds: TwinTensors, dims: Mapping[str, int | None], take: Slicer) -> None:
     total: Tensor | None = None
     for name, seed in seeds.items():
         output = made.get(name)
@@ -271,11 +271,11 @@ def _add_up_partial(block: nn.Module, setting: Setting) -> None:
             setting.context.all_reduce(gradient).wait()
 
 
-def _weight_gradients(block: nn.Module) -> Gradients:
+def _weight_gradients(block: nn.Module) -> TwinGradients:
     return {name: parameter.grad for name, parameter in block.named_parameters() if parameter.requires_grad}
 
 
-def _detached(made: Tensors) -> Tensors:
+def _detached(made: TwinTensors) -> TwinTensors:
     return {name: tensor.detach() for name, tensor in made.items()}
 
 
@@ -295,7 +295,7 @@ def _join_gradients(parts: Sequence[Tensor | None], dim: int | None) -> Tensor |
     return _join(there, dim) if len(there) == len(parts) else None
 
 
-def _compare(what: str, expected: Gradients, found: Mapping[str, Tensor | None]) -> Iterator[Difference]:
+def _compare(what: str, expected: TwinGradients, found: Mapping[str, Tensor | None]) -> Iterator[Difference]:
     """Yield the relative difference of each tensor; 1.0 if it is missing on one side and not zero on the other."""
     largest = max((largest_of(tensor) for tensor in expected.values() if tensor is not None), default=0.0)
     for name, wanted in expected.items():

@@ -35,11 +35,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from quintsched.arguments import FUNCTION, NUMBER, WHOLE, instance, takes
+from quintsched.arguments import FUNCTION, NUMBER, WHOLE_NUMBER, instance, takes
 from quintsched.errors import MisfitError, UsageError
 
 from ...autograd.deferred_weight_grads import linear
-from ...blocks.block_outlines import TOKENS
+from ...blocks.block_outlines import TOKENS_DIM
 from ...comm import Group, SelfGroup, as_group
 from ...comm.autograd_collectives import (
     all_to_all_rows,
@@ -52,7 +52,7 @@ from ...comm.autograd_collectives import (
     reduce_scatter,
     scatter_to_group,
 )
-from .router import Routing, Rows, balance_loss, counted, padded, route, z_loss
+from .router import Routing, RowCounts, balance_loss, counted, padded, route, z_loss
 
 
 class MoE(nn.Module):
@@ -90,10 +90,10 @@ class MoE(nn.Module):
 
     @takes(
         "MoE(hidden, experts, lambda: Expert(…))",
-        hidden=WHOLE,
-        experts=WHOLE,
+        hidden=WHOLE_NUMBER,
+        experts=WHOLE_NUMBER,
         make=FUNCTION,
-        top_k=WHOLE,
+        top_k=WHOLE_NUMBER,
         capacity_factor=NUMBER,
         shared=instance("a module", nn.Module),
     )
@@ -223,7 +223,7 @@ class MoE(nn.Module):
         share = self.capacity_factor * self.top_k / self.num_experts
         return tokens if share >= 1 else ceil(self.capacity_factor * tokens * self.top_k / self.num_experts)
 
-    def _run(self, rows: Tensor, received: Rows) -> Tensor:
+    def _run(self, rows: Tensor, received: RowCounts) -> Tensor:
         """Run each local expert on its rows. Rows, and results, are ordered by source rank, then by expert."""
         num_here = len(self.experts)
         blocks = rows.split([count for counts in received for count in counts])
@@ -309,7 +309,7 @@ class TensorBoundary:
         if not self._sliced:
             return tokens, copy_to_group(tokens, self._group) if self._cut else tokens
         if not self._cut:
-            whole = gather_from_group(tokens, self._group, TOKENS)
+            whole = gather_from_group(tokens, self._group, TOKENS_DIM)
             return whole, whole
         return _gather_aside(tokens, self._group)
 
@@ -322,21 +322,21 @@ class TensorBoundary:
         if not self._sliced:
             return reduce_from_group(mixed, self._group) if self._cut else mixed
         leave = reduce_scatter if self._cut else scatter_to_group
-        return leave(mixed, self._group, TOKENS)
+        return leave(mixed, self._group, TOKENS_DIM)
 
 
 class _GatherForBoth(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, group: Group) -> tuple[Tensor, Tensor]:
         ctx.group = group
-        whole = begin_all_gather(tokens, group, TOKENS).wait()
+        whole = begin_all_gather(tokens, group, TOKENS_DIM).wait()
         return whole, whole.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_seen: Tensor, of_taken: Tensor) -> tuple[Tensor, None]:
-        coming = begin_reduce_scatter(of_taken, ctx.group, TOKENS)
-        mine = of_seen.chunk(ctx.group.size, TOKENS)[ctx.group.index]
+        coming = begin_reduce_scatter(of_taken, ctx.group, TOKENS_DIM)
+        mine = of_seen.chunk(ctx.group.size, TOKENS_DIM)[ctx.group.index]
         return coming.wait() + mine, None
 
 

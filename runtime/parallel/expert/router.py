@@ -92,7 +92,7 @@ def z_loss(routing: Routing) -> Tensor:
     return routing.logits.logsumexp(-1).square().sum()
 
 
-Rows = list[list[int]]
+RowCounts = list[list[int]]
 """Row counts by rank of ep, then by expert on the receiving rank."""
 
 
@@ -110,7 +110,7 @@ class Dispatch:
 
     rows: Tensor
     sent: list[int]
-    received: Rows
+    received: RowCounts
     place: Callable[[Tensor], Tensor]
 
 
@@ -158,7 +158,7 @@ def _order(routing: Routing, limit: int | None) -> Tensor:
     return order[is_late.to(torch.uint8).sort(stable=True).indices]
 
 
-def _exchange(counts: Tensor, group: Group) -> tuple[Rows, Rows]:
+def _exchange(counts: Tensor, group: Group) -> tuple[RowCounts, RowCounts]:
     """Return row counts sent to each rank's experts, and received from each rank by the local experts (collective).
 
     `counts` (E,) are the rows sent to each expert.

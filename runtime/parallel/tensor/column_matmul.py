@@ -28,7 +28,7 @@ from torch._C import _are_functorch_transforms_active, _is_any_autocast_enabled
 from torch.nn import functional
 
 from ...autograd.deferred_weight_grads import bias_gradient, defer, linear, weight_gradient
-from ...blocks.block_outlines import TOKENS
+from ...blocks.block_outlines import TOKENS_DIM
 from ...comm import Group
 from ...comm.autograd_collectives import (
     all_gather,
@@ -42,12 +42,17 @@ from ...comm.autograd_collectives import (
 )
 from ..dropout import ColumnRowPair
 
-Entry = Literal["copy", "gather", "none"]
+InputCommunication = Literal["copy", "gather", "none"]
 """Communication of a column layer's input; see the module."""
 
 
 def column_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: Entry, pair: ColumnRowPair | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: Group,
+    entry: InputCommunication,
+    pair: ColumnRowPair | None = None,
 ) -> Tensor:
     """Return `x` times this rank's columns: (…, in) to (…, out / size), for all ranks' tokens if these are gathered.
 
@@ -57,7 +62,7 @@ def column_product(
 
 
 def _column_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: Entry, pair: ColumnRowPair | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, entry: InputCommunication, pair: ColumnRowPair | None
 ) -> Tensor:
     if pair is not None and pair.columns > 1:
         return linear(pair.enter(x, partial(_enter, group, entry)), weight, bias)
@@ -66,22 +71,22 @@ def _column_product(
     rows: Tensor = _ColumnProduct.apply(x, weight, bias, group, entry)  # type: ignore[no-untyped-call]
     shape = [*x.shape[:-1], weight.shape[0]]
     if entry == "gather":
-        shape[TOKENS] *= group.size
+        shape[TOKENS_DIM] *= group.size
     return rows.view(shape)
 
 
-_aside: Callable[[Tensor, Tensor, Tensor | None, Group, Entry, ColumnRowPair | None], Tensor] = outside_compiled(
-    _column_product
+_aside: Callable[[Tensor, Tensor, Tensor | None, Group, InputCommunication, ColumnRowPair | None], Tensor] = (
+    outside_compiled(_column_product)
 )
 """`_column_product` outside of compiled code: ranks must issue the same collectives whether they compile or not."""
 
 
-def _enter(group: Group, entry: Entry, x: Tensor) -> Tensor:
+def _enter(group: Group, entry: InputCommunication, x: Tensor) -> Tensor:
     match entry:
         case "copy":
             return copy_to_group(x, group)
         case "gather":
-            return all_gather(x, group, TOKENS)
+            return all_gather(x, group, TOKENS_DIM)
         case "none":
             return x
 
@@ -96,11 +101,11 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, entry: Entry
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, entry: InputCommunication
     ) -> Tensor:
         ctx.bias, ctx.group, ctx.gathers = bias, group, entry == "gather"
         ctx.save_for_backward(x, weight)
-        whole = begin_all_gather(x, group, TOKENS).wait() if ctx.gathers else x
+        whole = begin_all_gather(x, group, TOKENS_DIM).wait() if ctx.gathers else x
         ctx.shape = whole.shape
         return functional.linear(
             whole.reshape(-1, whole.shape[-1]), weight, bias
@@ -112,11 +117,13 @@ class _ColumnProduct(torch.autograd.Function):
             return _recorded_backward(ctx, gradient)
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        coming = begin_all_gather(x, ctx.group, TOKENS) if ctx.gathers and needs_weight else None
+        coming = begin_all_gather(x, ctx.group, TOKENS_DIM) if ctx.gathers and needs_weight else None
         going = None
         if needs_x:
             of_x = gradient.mm(weight).view(ctx.shape)
-            going = begin_reduce_scatter(of_x, ctx.group, TOKENS) if ctx.gathers else begin_all_reduce(of_x, ctx.group)
+            going = (
+                begin_reduce_scatter(of_x, ctx.group, TOKENS_DIM) if ctx.gathers else begin_all_reduce(of_x, ctx.group)
+            )
         of_weight = of_bias = None
         if needs_weight:
             given = (x if coming is None else coming.wait()).reshape(-1, x.shape[-1])
@@ -130,7 +137,7 @@ def _recorded_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tens
     """Compute the same gradients by differentiable operations, for double backward, without overlap."""
     x, weight = ctx.saved_tensors
     of_x = gradient.mm(weight).view(ctx.shape)
-    of_x = reduce_scatter(of_x, ctx.group, TOKENS) if ctx.gathers else reduce_from_group(of_x, ctx.group)
+    of_x = reduce_scatter(of_x, ctx.group, TOKENS_DIM) if ctx.gathers else reduce_from_group(of_x, ctx.group)
     entered = _enter(ctx.group, "gather" if ctx.gathers else "copy", x)
     of_weight = weight_gradient(gradient, entered.reshape(-1, x.shape[-1]))
     return of_x, of_weight, None if ctx.bias is None else bias_gradient(gradient), None, None

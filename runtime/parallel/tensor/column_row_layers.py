@@ -16,16 +16,16 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quintsched.arguments import WHOLE, ours, takes
+from quintsched.arguments import WHOLE_NUMBER, ours, takes
 from quintsched.errors import MisfitError
 
 from ...autograd.deferred_weight_grads import embedding, linear
-from ...blocks.block_outlines import TOKENS
+from ...blocks.block_outlines import TOKENS_DIM
 from ...comm import Group
 from ...comm.autograd_collectives import reduce_from_group, reduce_scatter, scatter_to_group
-from ...settings.tensor_rules import Parts
+from ...settings.tensor_rules import FusedParts
 from ..dropout import ColumnRowPair
-from .column_matmul import Entry, column_product
+from .column_matmul import InputCommunication, column_product
 from .cuttable_layers import is_conv1d, sizes_of
 from .parameter_shards import Shard, gather_blocks, mark_shard, require_same, take_shard
 
@@ -44,7 +44,7 @@ class ShardedModule(nn.Module):
         self.group = group
         self._shards: dict[str, Shard] = {}
 
-    def _adopt(self, name: str, full: Tensor | None, dim: int | None, parts: Parts = 1) -> None:
+    def _adopt(self, name: str, full: Tensor | None, dim: int | None, parts: FusedParts = 1) -> None:
         """Register a parameter `name`: this rank's slice of `full` along `dim`, or a copy of all if `dim` is None."""
         if full is None:
             self.register_parameter(name, None)
@@ -99,8 +99,8 @@ class ColumnParallelLinear(ShardedModule):
 
     @takes(
         "ColumnParallelLinear(in_features, out_features, group)",
-        in_features=WHOLE,
-        out_features=WHOLE,
+        in_features=WHOLE_NUMBER,
+        out_features=WHOLE_NUMBER,
         group=ours("Group"),
     )
     def __init__(
@@ -110,9 +110,9 @@ class ColumnParallelLinear(ShardedModule):
         group: Group,
         *,
         bias: bool = True,
-        parts: Parts = 1,
+        parts: FusedParts = 1,
         gather_output: bool = False,
-        entry: Entry = "copy",
+        entry: InputCommunication = "copy",
         transposed: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -123,13 +123,19 @@ class ColumnParallelLinear(ShardedModule):
         self.transposed = transposed
         self.parts = parts
         self.gather_output = gather_output
-        self.entry: Entry = entry
+        self.entry: InputCommunication = entry
         self.pair: ColumnRowPair | None = None
         self._take(_full_linear(in_features, out_features, bias, device, dtype, transposed))
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Module, group: Group, *, parts: Parts = 1, gather_output: bool = False, entry: Entry = "copy"
+        cls,
+        linear: nn.Module,
+        group: Group,
+        *,
+        parts: FusedParts = 1,
+        gather_output: bool = False,
+        entry: InputCommunication = "copy",
     ) -> ColumnParallelLinear:
         """Take this rank's slice of a linear layer."""
         has, flipped = linear.bias is not None, is_conv1d(linear)
@@ -191,8 +197,8 @@ class RowParallelLinear(ShardedModule):
 
     @takes(
         "RowParallelLinear(in_features, out_features, group)",
-        in_features=WHOLE,
-        out_features=WHOLE,
+        in_features=WHOLE_NUMBER,
+        out_features=WHOLE_NUMBER,
         group=ours("Group"),
     )
     def __init__(
@@ -269,7 +275,7 @@ class RowParallelLinear(ShardedModule):
             case "sum":
                 return reduce_from_group(partial, self.group)
             case "scatter":
-                return reduce_scatter(partial, self.group, TOKENS)
+                return reduce_scatter(partial, self.group, TOKENS_DIM)
             case "none":
                 return partial
 
@@ -308,8 +314,8 @@ class VocabParallelEmbedding(ShardedModule):
 
     @takes(
         "VocabParallelEmbedding(num_embeddings, embedding_dim, group)",
-        num_embeddings=WHOLE,
-        embedding_dim=WHOLE,
+        num_embeddings=WHOLE_NUMBER,
+        embedding_dim=WHOLE_NUMBER,
         group=ours("Group"),
     )
     def __init__(

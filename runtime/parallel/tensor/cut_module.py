@@ -25,7 +25,7 @@ from ...comm import Group, as_group
 from ...settings.tensor_rules import TensorSplit
 from ..dropout import KeyedDropout
 from ..expert.moe import TensorBoundary, mixtures
-from .column_matmul import Entry
+from .column_matmul import InputCommunication
 from .column_row_layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
 from .cut_rules import Rules, find_cuts, require_pairs
 from .cuttable_layers import REGISTERED, Cut, cut_weights, is_linear, join, pairs_of
@@ -43,7 +43,7 @@ __all__ = [
     "take_shard",
 ]
 
-Way = tuple[Entry, Exit]
+LayerCommunication = tuple[InputCommunication, Exit]
 
 
 @takes("apply_tensor_parallel(module, group, rules)", module=instance("a module", nn.Module), rules=MAPPING, path=TEXT)
@@ -135,13 +135,15 @@ def _mixtures_cut(module: nn.Module, cuts: Sequence[Cut]) -> set[nn.Module]:
     return {m for m in mixtures(module).values() if all(id(weight) in cut for weight in m.experts.parameters())}
 
 
-def _ways(module: nn.Module, cuts: Sequence[Cut], bounded: Set[nn.Module], sequence_parallel: bool) -> dict[int, Way]:
+def _ways(
+    module: nn.Module, cuts: Sequence[Cut], bounded: Set[nn.Module], sequence_parallel: bool
+) -> dict[int, LayerCommunication]:
     """Return the entry and exit of each layer that is cut, by its id; experts take whole tokens."""
-    alone: Way = ("copy", "sum")
-    sliced: Way = ("gather", "scatter") if sequence_parallel else alone
+    alone: LayerCommunication = ("copy", "sum")
+    sliced: LayerCommunication = ("gather", "scatter") if sequence_parallel else alone
     ways = {id(cut.layer): sliced if cut.is_paired else alone for cut in cuts}
     for mixture in mixtures(module).values():
-        of_experts: Way = ("none", "none") if mixture in bounded else alone
+        of_experts: LayerCommunication = ("none", "none") if mixture in bounded else alone
         ways |= {id(layer): of_experts for layer in mixture.experts.modules()}
     return ways
 
@@ -159,7 +161,7 @@ def require_like_experts(module: nn.Module, cuts: Sequence[Cut], path: str) -> N
             raise MisfitError(f"rules cut experts 0 and {odd} of {where!r} differently over tp; cut all of them alike")
 
 
-def _cut_layer(cut: Cut, group: Group, way: Way, cut_logits: bool) -> nn.Module:
+def _cut_layer(cut: Cut, group: Group, way: LayerCommunication, cut_logits: bool) -> nn.Module:
     entry, leaving = way
     match cut.split, cut.layer:
         case TensorSplit.COLUMN | TensorSplit.VOCABULARY, linear if is_linear(linear):

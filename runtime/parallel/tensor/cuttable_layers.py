@@ -18,7 +18,7 @@ from torch import nn
 
 from ...comm import Group
 from ...objects.spaces import hooks_on, is_hooked
-from ...settings.tensor_rules import Parts, TensorSplit
+from ...settings.tensor_rules import FusedParts, TensorSplit
 
 _OF_TORCH = (nn.Linear, nn.Embedding, nn.Module, object)
 _FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.Embedding)}
@@ -48,7 +48,7 @@ class Cut:
     path: str
     layer: nn.Module
     split: TensorSplit
-    parts: Parts = 1
+    parts: FusedParts = 1
     is_paired: bool = False
     is_told: bool = False
     """Whether a rule set `parts`."""
@@ -68,7 +68,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Place:
+class NamedLayer:
     """A layer with its parent, its name there, and its full name."""
 
     parent: nn.Module
@@ -187,7 +187,7 @@ def is_adapted(module: nn.Module) -> bool:
     return isinstance(first, nn.ModuleDict) and isinstance(second, nn.ModuleDict) and len(first) == len(second)
 
 
-def layers_at(scope: nn.Module, path: str, name: str, split: TensorSplit) -> list[Place]:
+def layers_at(scope: nn.Module, path: str, name: str, split: TensorSplit) -> list[NamedLayer]:
     """Return the linear layer of a name, followed by the adapter matrices that are cut with it; empty if none."""
     *owners, last = name.split(".")
     parent: nn.Module = scope
@@ -201,10 +201,10 @@ def layers_at(scope: nn.Module, path: str, name: str, split: TensorSplit) -> lis
         return []
     here = join(path, name)
     if not is_adapted(child):
-        return [Place(parent, last, here, child)] if is_linear(child) else []
+        return [NamedLayer(parent, last, here, child)] if is_linear(child) else []
     adapters = child.get_submodule("lora_A" if split is TensorSplit.ROW else "lora_B")
     of_adapters = [
-        Place(adapters, key, f"{here}.lora_{'A' if split is TensorSplit.ROW else 'B'}.{key}", layer)
+        NamedLayer(adapters, key, f"{here}.lora_{'A' if split is TensorSplit.ROW else 'B'}.{key}", layer)
         for key, layer in adapters.named_children()
     ]
-    return [Place(child, "base_layer", f"{here}.base_layer", child.get_submodule("base_layer")), *of_adapters]
+    return [NamedLayer(child, "base_layer", f"{here}.base_layer", child.get_submodule("base_layer")), *of_adapters]

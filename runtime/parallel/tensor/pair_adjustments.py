@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...blocks.block_outlines import TOKENS
+from ...blocks.block_outlines import TOKENS_DIM
 from ...comm import Group
 from ...comm.autograd_collectives import all_gather
 from ..dropout import ColumnRowPair, KeyedDropout
@@ -127,9 +127,9 @@ def _gather_tokens(
     if pair is not None:
         pair.is_gathered = True
     if args:
-        return (all_gather(args[0], group, TOKENS), *args[1:]), kwargs
+        return (all_gather(args[0], group, TOKENS_DIM), *args[1:]), kwargs
     name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-    return args, {**kwargs, name: all_gather(kwargs[name], group, TOKENS)}
+    return args, {**kwargs, name: all_gather(kwargs[name], group, TOKENS_DIM)}
 
 
 def part_pairs(block: nn.Module) -> bool:

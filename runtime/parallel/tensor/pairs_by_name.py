@@ -17,8 +17,8 @@ from math import gcd
 
 from torch import nn
 
-from ...settings.tensor_rules import Parts, TensorRule, TensorSplit
-from .cuttable_layers import Cut, Place, is_adapted, is_layer, is_linear, is_plain, layers_at, sizes_of
+from ...settings.tensor_rules import FusedParts, TensorRule, TensorSplit
+from .cuttable_layers import Cut, NamedLayer, is_adapted, is_layer, is_linear, is_plain, layers_at, sizes_of
 from .parameter_shards import divides, require_even
 
 
@@ -141,12 +141,12 @@ def pair_cuts(
 
 
 def _cuts_at(
-    places: Mapping[Place, TensorSplit],
-    told: Mapping[Place, TensorRule],
+    places: Mapping[NamedLayer, TensorSplit],
+    told: Mapping[NamedLayer, TensorRule],
     scope: nn.Module,
     owners: tuple[nn.Module, ...],
     family: Family,
-    parts: Parts,
+    parts: FusedParts,
     *,
     is_alone: bool,
 ) -> list[Cut]:
@@ -185,7 +185,7 @@ def families_in(scope: nn.Module) -> Iterator[Family]:
             column = name
 
 
-def _places(path: str, scope: nn.Module, family: Family) -> dict[TensorSplit, list[list[Place]]]:
+def _places(path: str, scope: nn.Module, family: Family) -> dict[TensorSplit, list[list[NamedLayer]]]:
     """Return the layers of a family's names, each with its LoRA adapters; empty unless the pair is complete."""
     columns = [layers_at(scope, path, name, TensorSplit.COLUMN) for name in family.columns]
     row = next((found for name in family.rows if (found := layers_at(scope, path, name, TensorSplit.ROW))), [])
@@ -195,20 +195,20 @@ def _places(path: str, scope: nn.Module, family: Family) -> dict[TensorSplit, li
     return {TensorSplit.COLUMN: [found for found in columns if found], TensorSplit.ROW: [row]}
 
 
-def owner_of(scope: nn.Module, place: Place, path: str) -> nn.Module:
+def owner_of(scope: nn.Module, place: NamedLayer, path: str) -> nn.Module:
     """Return the module within a scope that calls a layer: its parent, or the parent of the LoRA module around it."""
     inner = place.path.removeprefix(f"{path}.") if path else place.path
     owner, _, _ = inner.removesuffix(".base_layer").rpartition(".")
     return scope.get_submodule(owner)
 
 
-def _parts_at(rule: TensorRule | None, assumed: Parts, split: TensorSplit) -> Parts:
+def _parts_at(rule: TensorRule | None, assumed: FusedParts, split: TensorSplit) -> FusedParts:
     if split is not TensorSplit.COLUMN:
         return 1
     return rule.parts if rule is not None and rule.parts is not None else assumed
 
 
-def _assumed_parts(family: Family, outputs: Sequence[int], width: int, *, strict: bool) -> Parts | None:
+def _assumed_parts(family: Family, outputs: Sequence[int], width: int, *, strict: bool) -> FusedParts | None:
     """Return the fused blocks of a family's columns, inferred from their output sizes and the row's input `width`.
 
     None if the sizes do not fit. Keys and values may have fewer heads than queries (GQA).
@@ -223,7 +223,7 @@ def _assumed_parts(family: Family, outputs: Sequence[int], width: int, *, strict
     return 1 if family.by_heads and first > width else grouped_parts(first, width)
 
 
-def grouped_parts(total: int, width: int) -> Parts | None:
+def grouped_parts(total: int, width: int) -> FusedParts | None:
     """Return the proportions of fused [queries; keys; values] (GQA) of `total` outputs, with queries of `width`."""
     if not width < total < 3 * width or (total - width) % 2:
         return None
@@ -232,7 +232,7 @@ def grouped_parts(total: int, width: int) -> Parts | None:
     return (width // unit, rest // unit, rest // unit)
 
 
-def head_counts(owners: Sequence[nn.Module], width: int, kv_width: int, parts: Parts = 1) -> dict[str, int]:
+def head_counts(owners: Sequence[nn.Module], width: int, kv_width: int, parts: FusedParts = 1) -> dict[str, int]:
     """Return the numbers of heads of modules: from their attributes, or from `head_dim` and the widths."""
     stated: dict[str, int] = {}
     head_dim = None

@@ -25,7 +25,7 @@ from ...comm import Group, ReduceOp
 from ...comm.autograd_collectives import gather_from_group
 from ...objects.library_or_user import is_ours
 from ...objects.spaces import hooks_on
-from ...settings.tensor_rules import Parts
+from ...settings.tensor_rules import FusedParts
 from .cuttable_layers import is_replaced, join
 
 
@@ -34,7 +34,7 @@ class Shard:
     """Slice `index` of `size` along `dim`, taken from each of the fused blocks (`parts`) and concatenated."""
 
     dim: int
-    parts: Parts
+    parts: FusedParts
     index: int
     size: int
 
@@ -90,7 +90,7 @@ def gather_full(param: Tensor, group: Group, shard: Shard | None = None) -> Tens
     return gather_blocks(mine, group, shard.dim, shard.parts).clone()
 
 
-def gather_blocks(tensor: Tensor, group: Group, dim: int, parts: Parts) -> Tensor:
+def gather_blocks(tensor: Tensor, group: Group, dim: int, parts: FusedParts) -> Tensor:
     """All-gather the members' slices along `dim` (from 0, or -1), block by block; the backward slices the gradient."""
     if isinstance(parts, int):
         at = dim % tensor.dim()
@@ -100,14 +100,14 @@ def gather_blocks(tensor: Tensor, group: Group, dim: int, parts: Parts) -> Tenso
     return torch.cat([gather_from_group(piece, group, dim) for piece in pieces], dim)
 
 
-def block_sizes(total: int, parts: Parts) -> list[int]:
+def block_sizes(total: int, parts: FusedParts) -> list[int]:
     """Return the sizes of the fused blocks of a dimension of length `total`, which `parts` must divide."""
     proportions = (1,) * parts if isinstance(parts, int) else parts
     unit = total // sum(proportions)
     return [unit * proportion for proportion in proportions]
 
 
-def require_even(total: int, size: int, what: str, parts: Parts = 1) -> None:
+def require_even(total: int, size: int, what: str, parts: FusedParts = 1) -> None:
     """Check that each of the fused blocks of `total` can be cut into `size`.
 
     Raises:
@@ -119,7 +119,7 @@ def require_even(total: int, size: int, what: str, parts: Parts = 1) -> None:
         raise MisfitError(f"tp={size} does not divide the {total} {what}{blocks}; choose tp from {choices or 'none'}")
 
 
-def divides(total: int, size: int, parts: Parts) -> bool:
+def divides(total: int, size: int, parts: FusedParts) -> bool:
     """Whether each of the fused blocks of `total` can be cut into `size`."""
     if isinstance(parts, int):
         return total % (parts * size) == 0

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...blocks.block_outlines import TOKENS, Carry, Parcel, split_result
+from ...blocks.block_outlines import TOKENS_DIM, Carry, Parcel, split_result
 from ...blocks.trees import TensorSpec, TreeSpec
 from ...comm import Group
 from ...comm.autograd_collectives import gather_from_group, scatter_to_group
@@ -100,7 +100,7 @@ class SequenceParallel:
         samples, *rest = left.shape
         if len(rest) < 2 or rest[0] % self._group.size:
             raise MisfitError(
-                f"sequence parallelism slices tokens, dimension {TOKENS}, over tp={self._group.size}, but block "
+                f"sequence parallelism slices tokens, dimension {TOKENS_DIM}, over tp={self._group.size}, but block "
                 f"{number} leaves {left}, which does not divide; choose another length or tp"
             )
         shape = (samples, rest[0] // self._group.size, *rest[1:])
@@ -111,8 +111,8 @@ def run_on_slices(block: nn.Module, group: Group | None, given: Any, taken: Mapp
     """Run a block on whole tokens: if it works on slices over a group, scatter its input and gather its output."""
     if group is None:
         return block(given, **taken)
-    output, riders, auxiliary = split_result(block(scatter_to_group(given, group, TOKENS), **taken))
-    return Carry(gather_from_group(output, group, TOKENS), **riders), auxiliary
+    output, riders, auxiliary = split_result(block(scatter_to_group(given, group, TOKENS_DIM), **taken))
+    return Carry(gather_from_group(output, group, TOKENS_DIM), **riders), auxiliary
 
 
 def partial_weights(block: nn.Module) -> frozenset[nn.Parameter]:
@@ -135,7 +135,7 @@ class _Scatter(nn.Module):
         self.group = group
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return scatter_to_group(tokens, self.group, TOKENS)
+        return scatter_to_group(tokens, self.group, TOKENS_DIM)
 
 
 class _Gather(nn.Module):
@@ -144,4 +144,4 @@ class _Gather(nn.Module):
         self.group = group
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return gather_from_group(tokens, self.group, TOKENS)
+        return gather_from_group(tokens, self.group, TOKENS_DIM)

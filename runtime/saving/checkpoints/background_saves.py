@@ -29,7 +29,7 @@ from quintsched.files.strictjson import parse_strict
 
 from ...comm.clocks import now_s
 from ...comm.device import is_accelerator, synchronize
-from ...comm.host_collectives import MOST_WORDS, ControlGroup
+from ...comm.host_collectives import MOST_ERROR_BYTES, ControlGroup
 from ..write_tensors import WHAT, WrittenFile, entries_of
 
 MOST_NOTE = 2**16
@@ -225,7 +225,7 @@ class Writer:
             self._thread = self._error = None
             raise error
         if error is not None:
-            return FAILED + f"{type(error).__name__}:{error}".encode(errors="replace")[:MOST_WORDS]
+            return FAILED + f"{type(error).__name__}:{error}".encode(errors="replace")[:MOST_ERROR_BYTES]
         return UNDER_WAY if self._thread.is_alive() else WRITTEN
 
     def _raise(self, failed: str) -> None:

@@ -31,7 +31,7 @@ from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.files.atomic import whole_path, write_whole, writing
 from quintsched.files.plain_files import read_plain, require_folder
 from quintsched.files.strictjson import parse_strict
-from quintsched.formats.run_plan import NAMES as PLAN_FILES
+from quintsched.formats.run_plan import PLAN_FILE_NAMES as PLAN_FILES
 from quintsched.formats.run_plan import file_of
 from quintsched.plan import Plan
 
@@ -46,7 +46,7 @@ from ..verbs.engine_saves import EngineSaves
 from ..write_tensors import WHAT, WrittenFile, entries_of, hash_file, require_intact, write_tensors
 from .background_saves import HostBuffer, JointWrite, Writer
 from .folder_owner import COSTS, OpenRun, open_run
-from .manifest import MANIFEST, VERSION, DcpManifest, Manifest, file_name, make_manifest, read_manifest
+from .manifest import MANIFEST, MANIFEST_VERSION, DcpManifest, Manifest, file_name, make_manifest, read_manifest
 from .run_folder import SavedStep, saved_steps, step_folder
 
 Format = Literal["native", "dcp"]
@@ -57,7 +57,7 @@ LOADER = "loader.state"
 LOADERS = "loader.replica"
 """Prefix of the names of replicas' loader states, in PyTorch's format."""
 
-MOST_WORDS = 1000
+MOST_REASON_LETTERS = 1000
 
 
 def plan_digest(plan: Plan) -> str:
@@ -65,7 +65,7 @@ def plan_digest(plan: Plan) -> str:
     return hashlib.sha256(plan.to_json().encode()).hexdigest()
 
 
-class Found:
+class FoundCheckpoint:
     """A checkpoint whose files, those that this rank verifies, are intact; raises `InputError` where one is not.
 
     Attributes:
@@ -132,7 +132,7 @@ class SavedCheckpoints:
     def __init__(self, saves: EngineSaves, directory: Path) -> None:
         self._saves, self.directory, self._everyone = saves, directory, saves.rank.everyone
 
-    def newest_whole(self) -> Found | None:
+    def newest_whole(self) -> FoundCheckpoint | None:
         """Return the newest checkpoint that is whole on all ranks, or None where the folder has none at all.
 
         Raises, on all ranks alike, `InputError` where there are some but none is whole, `MisfitError` for one of
@@ -161,18 +161,18 @@ class SavedCheckpoints:
         seen = json.loads(everyone.share_bytes(names)[0])
         return [SavedStep(step, is_newer, directory / name) for step, is_newer, name in seen]
 
-    def _examined(self, saved: SavedStep) -> tuple[Found | None, str]:
+    def _examined(self, saved: SavedStep) -> tuple[FoundCheckpoint | None, str]:
         """Return a checkpoint, if it is whole on all ranks, or what the first rank says that finds it is not."""
 
-        def examine() -> tuple[Found | None, str]:
+        def examine() -> tuple[FoundCheckpoint | None, str]:
             try:
                 require_folder(saved.folder, WHAT)
-                return Found(self._saves, saved), ""
+                return FoundCheckpoint(self._saves, saved), ""
             except InputError as error:
                 return None, str(error)
 
         found, words = self._everyone.together(examine)
-        first = first_said(words[:MOST_WORDS], self._saves.rank.groups.world)
+        first = first_said(words[:MOST_REASON_LETTERS], self._saves.rank.groups.world)
         return (None, first) if first else (found, "")
 
 
@@ -257,7 +257,7 @@ class OpenCheckpoints(SavedCheckpoints):
         said = everyone.share_bytes(b"\n".join(file.model_dump_json().encode() for file in mine))
         manifest = DcpManifest(
             format="quintsched.dcp",
-            version=VERSION,
+            version=MANIFEST_VERSION,
             run=self.run,
             step=step,
             replicas=num_replicas,

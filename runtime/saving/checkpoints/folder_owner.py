@@ -137,7 +137,7 @@ def _run_of(saved: SavedStep) -> str | None:
 
 
 LOCK = "run.lock"
-MOST_BYTES = 4096
+MOST_OWNER_BYTES = 4096
 _POLL_S = 0.05
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
 """Error codes of file systems without locks: no run is locked out there; nor on Windows, which has no `flock`."""
@@ -224,7 +224,7 @@ def _holder(path: Path) -> str:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        found = parse_strict(read_plain(path, "the lock", MOST_BYTES))
+        found = parse_strict(read_plain(path, "the lock", MOST_OWNER_BYTES))
     except InputError:
         return {}
     return found if isinstance(found, dict) else {}

@@ -32,10 +32,10 @@ from ..write_tensors import WHAT, Digest, WrittenFile
 MANIFEST = "manifest.json"
 """File name of a manifest."""
 
-MOST_BYTES = 2**25
+MOST_MANIFEST_BYTES = 2**25
 """Longest manifest that is read, in bytes: that of a hundred thousand ranks is shorter."""
 
-VERSION: Final = 2
+MANIFEST_VERSION: Final = 2
 
 RunId = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
 """Identifier of a run, 16 hexadecimal digits."""
@@ -100,7 +100,7 @@ def make_manifest(
     """Return the manifest of these files, in the order of ranks."""
     return Manifest(
         format="quintsched.checkpoint",
-        version=VERSION,
+        version=MANIFEST_VERSION,
         run=run,
         step=step,
         plan_sha256=plan_sha256,
@@ -122,7 +122,7 @@ def read_manifest(path: Path, step: int) -> Manifest | DcpManifest:
 
     Raises `InputError` that names the file and the first fault, by its JSON pointer.
     """
-    content = read_plain(path, WHAT, MOST_BYTES)
+    content = read_plain(path, WHAT, MOST_MANIFEST_BYTES)
     try:
         return parse_manifest(content, step)
     except InputError as error:
@@ -159,11 +159,17 @@ def _without_seal(content: bytes) -> dict[str, Any]:
     version = found.get("version") if isinstance(found, dict) else None
     if not isinstance(found, dict) or type(version) is not int:
         raise InputError("the file is damaged: it is no manifest with a version")
-    if version > VERSION:
-        raise InputError(f"/version: {version} is newer than the {VERSION} that this version of quintsched reads")
-    if version == VERSION and not sealed:
+    if version > MANIFEST_VERSION:
+        raise InputError(
+            f"/version: {version} is newer than the {MANIFEST_VERSION} that this version of quintsched reads"
+        )
+    if version == MANIFEST_VERSION and not sealed:
         raise InputError("the file is damaged: its first line is not a checksum")
-    return found | {"version": VERSION, "run": None} if version == 1 and not sealed and "run" not in found else found
+    return (
+        found | {"version": MANIFEST_VERSION, "run": None}
+        if version == 1 and not sealed and "run" not in found
+        else found
+    )
 
 
 def _require_ranks(manifest: Manifest) -> None:

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     """Run one command; returns the exit code."""
     command, given = argv
     try:
-        return COMMANDS[command](**json_text.loads(given))
+        return OFFLINE_COMMANDS[command](**json_text.loads(given))
     except QuintschedError as error:
         write_error(error)
         return error.exit_code
@@ -112,7 +112,7 @@ def _say(json: bool, words: str, **values: Any) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[..., int]] = {
+OFFLINE_COMMANDS: dict[str, Callable[..., int]] = {
     "show": _show,
     "verify": _verify,
     "reshard": _reshard,

@@ -38,7 +38,7 @@ from ..stored_tensors import open_folder
 from ..tensor_placement import LAYOUT, Placement, StateLayout
 from ..write_tensors import WHAT, FileEntry, WrittenFile, in_file_order, write_tensors
 
-ALL = 2**31
+KEEP_ALL = 2**31
 """Number of checkpoints kept: all."""
 
 
@@ -78,7 +78,7 @@ def _write_step(output: Path, step: int, write: Callable[[Path], Manifest]) -> P
         try:
             attempt.mkdir()
             write_whole(attempt / MANIFEST, write(attempt).to_json(), WHAT, durable=True)
-            folder.complete(attempt, step, ALL)
+            folder.complete(attempt, step, KEEP_ALL)
         except BaseException:
             shutil.rmtree(attempt, ignore_errors=True)
             raise

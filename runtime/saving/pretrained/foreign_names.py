@@ -154,8 +154,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 NEEDS = "norm: layernorm, positions: learned, activation: gelu_tanh, biases, and no kv_heads, head_size or qk_norm"
-HEAD = "lm_head.weight"
-TOKENS = "transformer.wte.weight"
+LM_HEAD_NAME = "lm_head.weight"
+TOKEN_EMBEDDING_NAME = "transformer.wte.weight"
 _LAYER = re.compile(r"(?:transformer\.)?h\.(\d+)\.")
 _APPROXIMATIONS = {"gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 
@@ -172,7 +172,7 @@ def _conv1d(ours: str, theirs: str) -> dict[str, Origin]:
 
 
 _FIRST = {
-    "tokens.weight": Origin(TOKENS),
+    "tokens.weight": Origin(TOKEN_EMBEDDING_NAME),
     "positions.weight": Origin("transformer.wpe.weight", is_cut_short=True),
 }
 _LAYERS = {
@@ -183,7 +183,7 @@ _LAYERS = {
     **_conv1d("mlp.fc1", "h.{layer}.mlp.c_fc"),
     **_conv1d("mlp.fc2", "h.{layer}.mlp.c_proj"),
 }
-_LAST = {**_norm("norm", "ln_f"), "head.weight": Origin(HEAD, otherwise=TOKENS)}
+_LAST = {**_norm("norm", "ln_f"), "head.weight": Origin(LM_HEAD_NAME, otherwise=TOKEN_EMBEDDING_NAME)}
 
 
 def is_gpt(blocks: Sequence[nn.Module]) -> bool:

@@ -32,7 +32,7 @@ from ...comm import Group
 from ...comm.host_collectives import share_bytes
 from ..rank_tensors import HeldTensor, RankTensors, gather_boxes
 from ..replaced_folder import replace_folder
-from ..stored_tensors import CONFIG, INDEX, ONE_FILE
+from ..stored_tensors import CONFIG, ONE_FILE, SAFETENSORS_INDEX_FILE
 from ..write_tensors import FileEntry, in_file_order, write_tensors
 from .foreign_names import Origin, gpt2_config
 from .tensor_names import ModelNames
@@ -152,7 +152,7 @@ def write_index(folder: Path, homes: Mapping[str, str], num_bytes: int) -> None:
     """Write the index, tensor to file, where there are several files; raises `UsageError`."""
     if len(set(homes.values())) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": dict(sorted(homes.items()))}
-        _write_json(folder / INDEX, index)
+        _write_json(folder / SAFETENSORS_INDEX_FILE, index)
 
 
 def _gathered(

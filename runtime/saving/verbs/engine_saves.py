@@ -227,17 +227,17 @@ class EngineSaves:
         return load_dcp(Path(path), self.rank, fresh=fresh, strict=strict, optimizer=optimizer, beside=beside)
 
 
-Given = ParamSpec("Given")
-Found = TypeVar("Found")
+Arguments = ParamSpec("Arguments")
+Returned = TypeVar("Returned")
 Owner = TypeVar("Owner")
 
 
 def _passed(
-    method: Callable[Concatenate[Owner, Given], Found], owner: Callable[[WeightState], Owner]
-) -> Callable[Concatenate[WeightState, Given], Found]:
+    method: Callable[Concatenate[Owner, Arguments], Returned], owner: Callable[[WeightState], Owner]
+) -> Callable[Concatenate[WeightState, Arguments], Returned]:
     """Return a method of an engine that calls `method` on one of its objects; it keeps signature and docstring."""
 
-    def passed(engine: WeightState, /, *given: Given.args, **named: Given.kwargs) -> Found:
+    def passed(engine: WeightState, /, *given: Arguments.args, **named: Arguments.kwargs) -> Returned:
         return method(owner(engine), *given, **named)
 
     update_wrapper(passed, method)
@@ -252,8 +252,8 @@ def _saves(engine: WeightState) -> EngineSaves:
     return engine.saves
 
 
-def _shown(read: Callable[[EngineWeights], Found], like: object) -> Found:
-    return cast(Found, property(lambda engine: read(engine.weights), doc=like.__doc__))
+def _shown(read: Callable[[EngineWeights], Returned], like: object) -> Returned:
+    return cast(Returned, property(lambda engine: read(engine.weights), doc=like.__doc__))
 
 
 class WeightState:

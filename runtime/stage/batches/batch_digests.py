@@ -24,11 +24,11 @@ from torch import Tensor
 from quintsched.errors import MisfitError, listed_ranks
 
 from ...blocks.trees import flatten
-from .tree_digests import Number, differ, digest, samples_of, structure_of, top_bits
+from .tree_digests import DigestNumber, differ, digest, samples_of, structure_of, top_bits
 
-KINDS = ("inputs", "targets", "extras")
+DATA_KINDS = ("inputs", "targets", "extras")
 
-_WIDTH = 3 * len(KINDS)
+_WIDTH = 3 * len(DATA_KINDS)
 _BITS = 20
 _MOST_SLOTS = 64
 """Number of replicas that are compared in one step; where there are more, they take turns."""
@@ -42,18 +42,18 @@ ADVICE = (
 )
 
 
-class Mark(NamedTuple):
+class DataDigest(NamedTuple):
     """Mark of one kind of data: a number below 2^20, and the data's structure, in words.
 
     `is_given` is 1, or 0 for a placeholder.
     """
 
-    number: Number
-    is_given: Number
+    number: DigestNumber
+    is_given: DigestNumber
     words: str
 
 
-_NO_EXTRAS = Mark(0, 1, "nothing")
+_NO_EXTRAS = DataDigest(0, 1, "nothing")
 
 
 class DataMarks:
@@ -87,9 +87,9 @@ class DataMarks:
         self._slots = -(-len(members) // self._turns)
         self._compares = max(map(len, self._members)) > 1
         self._nothing = torch.zeros(self._slots * _WIDTH, dtype=torch.float64, device=device)
-        self._latest: tuple[list[Number], Tensor, list[Mark | None]] = [], self._nothing, []
-        self._marks: list[Mark | None] | None = None
-        self._taken: list[Mark | None] = []
+        self._latest: tuple[list[DigestNumber], Tensor, list[DataDigest | None]] = [], self._nothing, []
+        self._marks: list[DataDigest | None] | None = None
+        self._taken: list[DataDigest | None] = []
         self._turn = self._noted = 0
         self._equal: Sequence[float] = ()
 
@@ -123,7 +123,7 @@ class DataMarks:
             return self._nothing
         if self._latest[2] and all(map(is_, marks, self._latest[2])):
             return self._latest[1]
-        row: list[Number] = [0] * (self._slots * _WIDTH)
+        row: list[DigestNumber] = [0] * (self._slots * _WIDTH)
         for kind, mark in enumerate(marks):
             if mark is not None:
                 at, number, is_given = slot * _WIDTH + 3 * kind, mark.number, mark.is_given
@@ -156,14 +156,14 @@ class DataMarks:
         all_told = dict(zip(self._ranks, map(json.loads, self._share(json.dumps(told).encode())), strict=False))
         given = {rank: (all_told[rank][0], all_told[rank][1]) for rank in members if all_told.get(rank) is not None}
         error = MisfitError(
-            f"{listed_ranks(members)} belong to one replica, but were not all given the same {KINDS[kind]} in this "
-            f"step, which changed no weights{who_is_odd(given)}: {ADVICE}"
+            f"{listed_ranks(members)} belong to one replica, but were not all given the same {DATA_KINDS[kind]} in "
+            f"this step, which changed no weights{who_is_odd(given)}: {ADVICE}"
         )
         self._tell(error)
         raise error
 
 
-def mark_of(tree: Any, *, is_needed: bool, turn: int = 0) -> Mark | None:
+def mark_of(tree: Any, *, is_needed: bool, turn: int = 0) -> DataDigest | None:
     """Return the mark of a tree; None: missing or a placeholder, on a rank that does not need it."""
     if tree is None and not is_needed:
         return None
@@ -179,7 +179,7 @@ def mark_of(tree: Any, *, is_needed: bool, turn: int = 0) -> Mark | None:
     if isinstance(is_given, int) and not is_given:
         return None
     words = structure_of(built, tensors)
-    return Mark(top_bits(digest(words, samples), _BITS), is_given, words)
+    return DataDigest(top_bits(digest(words, samples), _BITS), is_given, words)
 
 
 def is_place_holder(tree: Any) -> bool:
@@ -209,8 +209,8 @@ def who_is_odd(given: Mapping[int, tuple[int, str]]) -> str:
     return said + (")" if are_built_alike else f": {words[odd[0]]}, and not {words[usual[0]]})")
 
 
-def _folded(before: Mark | None, now: Mark | None) -> Mark | None:
+def _folded(before: DataDigest | None, now: DataDigest | None) -> DataDigest | None:
     if before is None or now is None:
         return None
     number = (before.number * 31 + now.number) % 2**_BITS
-    return Mark(number, before.is_given * now.is_given, now.words)
+    return DataDigest(number, before.is_given * now.is_given, now.words)

@@ -23,7 +23,7 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
 from ...blocks.trees import (
-    PLAIN,
+    ONE_TENSOR,
     Tensors,
     TensorSpec,
     Tree,
@@ -33,7 +33,7 @@ from ...blocks.trees import (
     map_tensors,
     require_known,
 )
-from ...parallel.context.context_parallel import WHOLE, SequenceShard
+from ...parallel.context.context_parallel import WHOLE_SEQUENCE, SequenceShard
 from ..stage_forward import Extras
 from .row_checks import fewest_rows, require_as_many_samples, require_no_rows
 
@@ -56,7 +56,7 @@ class Batch:
     targets: Sequence[Any]
     extras: Sequence[Extras]
     microbatches: int
-    input_tree: Tree = PLAIN
+    input_tree: Tree = ONE_TENSOR
     num_samples: int | None = None
     kind: object = None
 
@@ -111,12 +111,12 @@ NOTHING = Batch((), (), (), 0)
 """The batch between steps: no step's data is kept."""
 
 
-Sizes = tuple[int, ...]
+MicrobatchSizes = tuple[int, ...]
 """Number of samples of each microbatch."""
 
 
 @lru_cache
-def sizes_of(samples: int, count: int, planned: int) -> Sizes:
+def sizes_of(samples: int, count: int, planned: int) -> MicrobatchSizes:
     """Return the sizes of `count` microbatches: as even as possible, larger ones first.
 
     The remaining ones, up to `planned`, have none.
@@ -130,7 +130,7 @@ class Division:
     """Division of a batch: samples into microbatches of some sizes, each of these into slices."""
 
     samples: int | None
-    sizes: Sizes
+    sizes: MicrobatchSizes
     slices: int
 
     @property
@@ -221,7 +221,7 @@ class BatchCutter:
         samples = self._num_samples(needed, extras)
         into = Division(samples, sizes_of(samples or 0, min(count, spec.microbatches), spec.microbatches), spec.slices)
         length = _length(inputs) if self._needs_inputs else None
-        tree, rows = self._rows(into, "inputs", inputs) if self._needs_inputs else (PLAIN, ())
+        tree, rows = self._rows(into, "inputs", inputs) if self._needs_inputs else (ONE_TENSOR, ())
         units = range(spec.num_units)
         of_extras = dict[str, Sequence[Any]]()
         for name, extra in extras.items():
@@ -243,7 +243,7 @@ class BatchCutter:
 
     def _cut_alike(self, latest: _Cut, inputs: Tensor, targets: Tensor) -> Batch:
         rows = self._cut("inputs", inputs, latest.inputs, self._dtype, self._shard) if self._needs_inputs else ()
-        shard = self._shard if self._needs_targets and targets.dim() > 1 else WHOLE
+        shard = self._shard if self._needs_targets and targets.dim() > 1 else WHOLE_SEQUENCE
         return Batch(
             inputs=list(zip(rows, strict=True)),
             targets=self._cut("targets", targets, latest.targets, None, shard) if self._needs_targets else (),
@@ -284,7 +284,7 @@ class BatchCutter:
     def _rows(self, into: Division, name: str, given: Any) -> tuple[Tree, Sequence[Tensors]]:
         """Return the structure of a tree, and the tensors of each of its units."""
         if isinstance(given, Tensor):
-            return PLAIN, [(unit,) for unit in self._units(into, name, given)]
+            return ONE_TENSOR, [(unit,) for unit in self._units(into, name, given)]
         tree, tensors = flatten(given)
         require_known(name, tree)
         require_as_many_samples(name, tree, tensors)
@@ -331,7 +331,7 @@ class BatchCutter:
         return [unit for whole in microbatches for unit in whole.split(first.shape[1] // into.slices, 1)]
 
     def _microbatches(
-        self, into: Division, name: str, tensor: Tensor, shard: SequenceShard = WHOLE
+        self, into: Division, name: str, tensor: Tensor, shard: SequenceShard = WHOLE_SEQUENCE
     ) -> Sequence[Tensor]:
         if tensor.layout is not torch.strided or tensor.is_nested:
             raise MisfitError(f"{name} is a tensor of layout {tensor.layout}, which cannot be cut; give a dense one")

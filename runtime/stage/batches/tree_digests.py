@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...blocks.trees import Branch, Leaf, Node, Place, Tree
+from ...blocks.trees import Branch, Leaf, Node, TensorSlot, Tree
 from ...data.loader_digests import scattered
 
-Number = int | Tensor
+DigestNumber = int | Tensor
 """An int, or a 0-dimensional int64 tensor on the data's device, so that the host need not wait for it."""
 
 _WHOLE_BYTES = 2**18
@@ -34,14 +34,14 @@ _OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, t
 
 def structure_of(tree: Tree, tensors: Sequence[Tensor]) -> str:
     """Return the structure of a tree, with its plain values, and the dtypes and shapes of its tensors, in words."""
-    if tree.root is Place.TENSOR:
+    if tree.root is TensorSlot.TENSOR:
         return _tensor_words(tensors[0].shape, tensors[0].dtype)
     return _words(tree.root, iter(tensors))
 
 
-def digest(words: str, samples: Sequence[Tensor]) -> Number:
+def digest(words: str, samples: Sequence[Tensor]) -> DigestNumber:
     """Return the digest of a structure and of samples, (n,) each: an int below 2^64, or a tensor of the same bits."""
-    total: Number = _digest_words(words)
+    total: DigestNumber = _digest_words(words)
     for numbers in samples:
         found = _digest(numbers)
         both_here = type(total) is int and type(found) is int
@@ -49,9 +49,9 @@ def digest(words: str, samples: Sequence[Tensor]) -> Number:
     return total
 
 
-def top_bits(number: Number, count: int) -> Number:
+def top_bits(number: DigestNumber, count: int) -> DigestNumber:
     """Return the highest bits of a digest."""
-    found: Number = (number >> (_BITS - count)) & (2**count - 1)
+    found: DigestNumber = (number >> (_BITS - count)) & (2**count - 1)
     return found
 
 
@@ -71,7 +71,7 @@ def samples_of(tensor: Tensor, turn: int = 0) -> list[Tensor] | None:
     return [_scattered(tensor), _neighbours(tensor, _WHOLE_BYTES // tensor.itemsize, turn).contiguous().view(-1)]
 
 
-def differ(samples: Sequence[Tensor]) -> Number:
+def differ(samples: Sequence[Tensor]) -> DigestNumber:
     """Return whether any sample has unequal numbers: 1 or 0, as a tensor on an accelerator."""
     found = []
     for numbers in samples:
@@ -91,7 +91,7 @@ def _tensor_words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def _words(node: Node, tensors: Iterator[Tensor]) -> str:
-    if node is Place.TENSOR:
+    if node is TensorSlot.TENSOR:
         tensor = next(tensors)
         return _tensor_words(tensor.shape, tensor.dtype)
     if isinstance(node, Leaf):
@@ -118,7 +118,7 @@ def _digest_words(words: str) -> int:
     return int.from_bytes(hashlib.blake2b(words.encode(errors="replace"), digest_size=8).digest(), "little")
 
 
-def _joined_on_device(before: Number, now: Number) -> Number:
+def _joined_on_device(before: DigestNumber, now: DigestNumber) -> DigestNumber:
     """Combine two digests into one, order-dependent, modulo 2^64."""
     rotated = before * _signed(_ODD) if isinstance(before, Tensor) else _signed(before * _ODD)
     return rotated + (_signed(now) if isinstance(now, int) else now)
@@ -154,7 +154,7 @@ def _neighbours(tensor: Tensor, most: int, turn: int) -> Tensor:
     return tensor
 
 
-def _digest(numbers: Tensor) -> Number:
+def _digest(numbers: Tensor) -> DigestNumber:
     """Return the weighted sum over the bits of contiguous numbers, (n,)."""
     if numbers.device.type != "cpu":
         return digest_on_device(numbers)

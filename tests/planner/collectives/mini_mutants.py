@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quintsched.collectives import CollectivePlan, spell
-from quintsched.collectives.collective_program import RecvChunk, SendChunk, SendRecv, Step
+from quintsched.collectives.collective_program import CollectiveStep, RecvChunk, SendChunk, SendRecv
 
 Numbers = npt.NDArray[np.float64]
-Programs = list[list[Step]]
+Programs = list[list[CollectiveStep]]
 
 
 def doubling() -> CollectivePlan:
@@ -72,7 +72,7 @@ def mini_mutant(plan: CollectivePlan, random: Random) -> CollectivePlan:
     return plan
 
 
-def _place(programs: Programs, random: Random) -> tuple[list[Step], int]:
+def _place(programs: Programs, random: Random) -> tuple[list[CollectiveStep], int]:
     program = random.choice([program for program in programs if program])
     return program, random.randrange(len(program))
 
@@ -198,7 +198,7 @@ class Execution:
         if any(at < len(program) for at, program in zip(self.counters, self.programs, strict=True)):
             self.faults.append("somebody waits for ever")
 
-    def _step(self, rank: int) -> Step | None:
+    def _step(self, rank: int) -> CollectiveStep | None:
         at = self.counters[rank]
         return self.programs[rank][at] if at < len(self.programs[rank]) else None
 

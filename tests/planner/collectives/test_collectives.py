@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched.collectives import NATIVE, CollectivePlan, Communication, Wire, spell
 from quintsched.collectives.collective_json import dumps, loads
-from quintsched.collectives.collective_program import RecvChunk, SendChunk, SendRecv, Step
+from quintsched.collectives.collective_program import CollectiveStep, RecvChunk, SendChunk, SendRecv
 from quintsched.collectives.collective_timing import (
     TREE_CHOICES,
     crossover_bytes,
@@ -135,7 +135,7 @@ def test_closed_forms_are_what_the_simulator_finds_and_native_bounds_them() -> N
     assert least_bytes("all_gather", 4, 100) == 75
 
 
-def with_step(plan: CollectivePlan, rank: int, index: int, *steps: Step) -> CollectivePlan:
+def with_step(plan: CollectivePlan, rank: int, index: int, *steps: CollectiveStep) -> CollectivePlan:
     """Return the plan with other steps in the place of one."""
     program = plan.programs[rank]
     changed = (*program[:index], *steps, *program[index + 1 :])
@@ -145,7 +145,7 @@ def with_step(plan: CollectivePlan, rank: int, index: int, *steps: Step) -> Coll
 def halved(plan: CollectivePlan) -> CollectivePlan:
     """Return a plan in which everybody sends, then receives."""
 
-    def apart(step: Step) -> tuple[Step, ...]:
+    def apart(step: CollectiveStep) -> tuple[CollectiveStep, ...]:
         assert isinstance(step, SendRecv)
         return SendChunk(step.to, step.send_chunk), RecvChunk(step.source, step.recv_chunk, step.reduce)
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from quintsched.files import progress_line as module
-from quintsched.files.progress_line import CLEAR, Progress, progress
+from quintsched.files.progress_line import CLEAR, ProgressLine, progress
 
 
 class Screen(io.StringIO):
@@ -81,7 +81,7 @@ def test_a_line_is_no_longer_than_the_terminal_and_harms_it_not(screen):
 
 
 def test_a_line_says_how_far_it_is():
-    found = Progress("searching")
+    found = ProgressLine("searching")
     assert found.line == "searching, 0 s"
     found.at(5, 0)
     assert found.line == "searching, 0 s"

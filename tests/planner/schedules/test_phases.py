@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd, Overlap
 from quintsched.schedules import find_schedule
-from quintsched.schedules.kit.phases import KINDS, Both, Lane, Phase, Turn, number, windows
+from quintsched.schedules.kit.phases import TURN_COMPUTES, Both, Lane, Phase, Turn, number, windows
 
 
 def walked(phases: list[Phase], lanes: tuple[Lane, Lane]) -> list[Compute | Overlap]:
@@ -25,7 +25,7 @@ def walked(phases: list[Phase], lanes: tuple[Lane, Lane]) -> list[Compute | Over
             if turn is Turn.W:
                 kind, (lane, k) = BwdWeight, pending.popleft()
             else:
-                kind, lane = KINDS[turn]
+                kind, lane = TURN_COMPUTES[turn]
                 count = forwards if kind is Fwd else backwards
                 k = count[lane]
                 count[lane] += 1

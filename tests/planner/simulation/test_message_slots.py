@@ -15,7 +15,7 @@ from quintsched.errors import UsageError
 from quintsched.graph.transport_profiles import PROFILES
 from quintsched.ir.dataflow import Flow
 from quintsched.ir.instruction_set import Message, OffloadAct, Recv, Send
-from quintsched.ir.values import MAX_SKIPS, SKIPS, Kind, Value
+from quintsched.ir.values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.passes.place_offloads import least_cap
 from quintsched.schedules import Schedule, all_schedules
 from quintsched.simulation.message_slots import (
@@ -115,8 +115,8 @@ class Walk:
             for made in flow.produces
             if self._plan.mode == "train"
             and unit_of(made) == unit_of(value)
-            and (made.kind in KEEPS or (made.kind is value.kind is Kind.SKIP and lane_of(made) == lane_of(value)))
-            and not (made.kind is Kind.SAVED and OffloadAct(made.stage, made.number) in self._program)
+            and (made.kind in KEEPS or (made.kind is value.kind is ValueKind.SKIP and lane_of(made) == lane_of(value)))
+            and not (made.kind is ValueKind.SAVED and OffloadAct(made.stage, made.number) in self._program)
         }
 
     def _walk_sends(self) -> Iterator[set[Value]]:
@@ -137,8 +137,8 @@ class Walk:
                 older.append(flow.consumes[0])
             flying |= {*placed[index]}
             yield set(flying)
-            answered = {v for v in flow.consumes if v.kind is Kind.OUTPUT_GRAD and v in from_others}
-            flying -= {Value(Kind.OUTPUT, v.stage, v.number) for v in answered}
+            answered = {v for v in flow.consumes if v.kind is ValueKind.OUTPUT_GRAD and v in from_others}
+            flying -= {Value(ValueKind.OUTPUT, v.stage, v.number) for v in answered}
 
 
 def require_minimal(plan: qs.Plan, rule: MessageRule) -> None:
@@ -240,8 +240,8 @@ def test_an_unsound_plan_has_no_slots() -> None:
 
 
 def test_what_keeps_memory_is_what_lasts_until_a_backward_has_ended() -> None:
-    assert {Kind.SAVED, Kind.PENDING, Kind.CHECKPOINT} <= {*KEEPS}
-    assert not {Kind.OUTPUT, Kind.OUTPUT_GRAD, Kind.WEIGHT_GRAD, Kind.LOSS} & {*KEEPS}
+    assert {ValueKind.SAVED, ValueKind.PENDING, ValueKind.CHECKPOINT} <= {*KEEPS}
+    assert not {ValueKind.OUTPUT, ValueKind.OUTPUT_GRAD, ValueKind.WEIGHT_GRAD, ValueKind.LOSS} & {*KEEPS}
 
 
 def test_messages_are_all_there_is() -> None:

@@ -19,10 +19,10 @@ from quintsched.ir.instruction_set import ClipGrad, Message, OnBucket, Recv, Sen
 from quintsched.plan import Plan
 from quintsched.simulation.message_slots import MessageRule, receive_lifetimes, send_lifetimes
 from quintsched.stalls.partners import Partners
-from quintsched.stalls.states import RankState, Wait
+from quintsched.stalls.states import BlockingCall, RankState
 
 FaultKind = Literal["freeze", "skip", "none"]
-NOTHING = Wait("nothing")
+NOTHING = BlockingCall("nothing")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Said:
     """Reports of a rank, with their times."""
 
     times: list[float] = field(default_factory=list)
-    entries: list[tuple[int, int | None, Wait]] = field(default_factory=list)
+    entries: list[tuple[int, int | None, BlockingCall]] = field(default_factory=list)
 
 
 Action = tuple[str, object]
@@ -101,7 +101,7 @@ class Execution:
                 due.append((self.now + 1e-6, other))
         return not going
 
-    def _say(self, rank: int, run: int, index: int | None, awaits: Wait) -> None:
+    def _say(self, rank: int, run: int, index: int | None, awaits: BlockingCall) -> None:
         said = self.said[rank]
         if not said.entries or said.entries[-1] != (run, index, awaits):
             said.times.append(self.now)
@@ -144,7 +144,7 @@ class Execution:
                 rank,
                 step,
                 index,
-                Wait("receive", receive),
+                BlockingCall("receive", receive),
                 lambda key=(source[0], step, source[1]): key in self._issued,
             )
         if isinstance(instruction, OnBucket):
@@ -176,7 +176,7 @@ class Execution:
     ) -> Iterator[Action]:
         if len(group) > 1:
             yield from self._wait(
-                rank, step, index, Wait("collective", ranks=group), lambda: self._met[key] >= set(group)
+                rank, step, index, BlockingCall("collective", ranks=group), lambda: self._met[key] >= set(group)
             )
 
     def _meet(
@@ -196,13 +196,13 @@ class Execution:
                 rank,
                 step,
                 index,
-                Wait("send", send),
+                BlockingCall("send", send),
                 lambda key=(target[0], step, target[1]): key in self._posted,
             )
             outstanding.discard(send)
 
     def _wait(
-        self, rank: int, step: int, index: int | None, awaits: Wait, ready: Callable[[], bool]
+        self, rank: int, step: int, index: int | None, awaits: BlockingCall, ready: Callable[[], bool]
     ) -> Iterator[Action]:
         if not ready():
             self._say(rank, step, index, awaits)

@@ -7,7 +7,7 @@ import pytest
 import quintsched as qs
 from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.stall_report import StallReport
-from quintsched.stalls.states import Fate, RankState, Wait
+from quintsched.stalls.states import BlockingCall, Fate, RankState
 
 PLAN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4)
 
@@ -102,14 +102,14 @@ def test_victims_alone_are_not_to_blame():
 
 
 def test_victims_tell_who_stands():
-    waits = Wait("receive", 4)
+    waits = BlockingCall("receive", 4)
     report = find_culprit(
         PLAN,
         [
             state(0, LOST, awaits=waits),
-            state(1, awaits=Wait("nothing"), index=1),
-            state(2, LOST, awaits=Wait("collective", ranks=(0, 1, 2, 3)), index=None),
-            state(3, LOST, awaits=Wait("collective", ranks=(0, 1, 2, 3)), index=None),
+            state(1, awaits=BlockingCall("nothing"), index=1),
+            state(2, LOST, awaits=BlockingCall("collective", ranks=(0, 1, 2, 3)), index=None),
+            state(3, LOST, awaits=BlockingCall("collective", ranks=(0, 1, 2, 3)), index=None),
         ],
     )
     assert report.ranks == (1,)
@@ -117,9 +117,9 @@ def test_victims_tell_who_stands():
 
 
 def test_an_early_end_is_found_by_those_who_wait():
-    world = Wait("collective", ranks=(0, 1, 2, 3))
+    world = BlockingCall("collective", ranks=(0, 1, 2, 3))
     states = [state(rank, awaits=world, index=None) for rank in range(3)]
-    ended = RankState(3, "a", 13, "ended", 2, "train", None, 60.0, 60.0, Fate("exit", 0), Wait("nothing"), 2)
+    ended = RankState(3, "a", 13, "ended", 2, "train", None, 60.0, 60.0, Fate("exit", 0), BlockingCall("nothing"), 2)
     report = find_culprit(PLAN, [*states, ended])
     assert report.ranks == (3,)
     assert "at the end of its run after step 2" in report.words()
@@ -128,7 +128,7 @@ def test_an_early_end_is_found_by_those_who_wait():
 def test_a_message_that_does_not_fit_is_its_senders():
     fate = Fate("error", 3, "MisfitError: 12 bytes, not 16")
     report = find_culprit(
-        PLAN, [state(0, index=6), state(1, fate, index=1, awaits=Wait("receive", 0)), state(2), state(3)]
+        PLAN, [state(0, index=6), state(1, fate, index=1, awaits=BlockingCall("receive", 0)), state(2), state(3)]
     )
     assert report.ranks == (0,)
     assert report.culprits[0].place.microbatch == 0
@@ -145,7 +145,7 @@ def test_a_message_of_an_earlier_step_was_passed_over_by_its_receiver():
     )
     states = [
         state(0, index=6),
-        state(1, Fate("error", 4, text), index=1, awaits=Wait("receive", 0)),
+        state(1, Fate("error", 4, text), index=1, awaits=BlockingCall("receive", 0)),
         state(2),
         state(3),
     ]
@@ -155,7 +155,7 @@ def test_a_message_of_an_earlier_step_was_passed_over_by_its_receiver():
     assert (culprit.fault, culprit.step, culprit.place.index) == ("skipped", 2, 0)
     assert "passed over its instruction 0 of 20: RecvAct(" in report.words()
     other = text.replace("came is: activation of stage 1, microbatch 0", "came is: activation of stage 1, microbatch 1")
-    states[1] = state(1, Fate("error", 4, other), index=1, awaits=Wait("receive", 0))
+    states[1] = state(1, Fate("error", 4, other), index=1, awaits=BlockingCall("receive", 0))
     assert find_culprit(PLAN, states).ranks == (0,)
 
 
@@ -167,26 +167,26 @@ def test_who_is_aborted_is_named_unless_the_sender_says_that_it_sent_too_much(fa
         return find_culprit(PLAN, [first, aborted, state(2), state(3)])
 
     for sender in (2, 6):
-        report = find_with(sender, Wait("receive", 0), sent=5000, sent_at=1)
+        report = find_with(sender, BlockingCall("receive", 0), sent=5000, sent_at=1)
         assert report.ranks == (0,)
         assert report.culprits[0].place.index == 1
         assert "rank 0 (host a, dp=0, pp=0) sent what does not fit in step 3: its instruction 1 of 20" in report.words()
         assert "(rank 1: it was aborted as 5000 bytes came, where it had room for 4096)" in report.words()
     for sent in ({}, {"sent": 4000, "sent_at": 1}, {"sent": 5000, "sent_at": 3}):
-        for awaits in (Wait("receive", 0), Wait("nothing")):
+        for awaits in (BlockingCall("receive", 0), BlockingCall("nothing")):
             report = find_with(6, awaits, **sent)
             assert report.ranks == (1,)
             assert "it did so itself, or gloo did as more came than there was room for" in report.words()
             assert "messages of rank 0 were on the way" in report.words()
-    report = find_with(0, Wait("nothing"))
+    report = find_with(0, BlockingCall("nothing"))
     assert report.ranks == (1,)
     assert "gloo" not in report.words(), "nothing was on its way"
 
 
 @pytest.mark.parametrize("fate", [None, Fate("gone"), Fate("exit", 0)])
 def test_who_leaves_its_loop_while_others_go_on_is_said_to_have_left(fate):
-    left = RankState(1, "a", 13, "ended", 5, "train", None, 0.3, 0.3, fate, Wait("nothing"), 2)
-    waits = [state(rank, awaits=Wait("collective", ranks=(0, 1, 2, 3)), index=None) for rank in (0, 2, 3)]
+    left = RankState(1, "a", 13, "ended", 5, "train", None, 0.3, 0.3, fate, BlockingCall("nothing"), 2)
+    waits = [state(rank, awaits=BlockingCall("collective", ranks=(0, 1, 2, 3)), index=None) for rank in (0, 2, 3)]
     report = find_culprit(PLAN, [waits[0], left, *waits[1:]])
     assert report.ranks == (1,)
     assert report.words().startswith(
@@ -196,8 +196,8 @@ def test_who_leaves_its_loop_while_others_go_on_is_said_to_have_left(fate):
 
 def test_ranks_in_other_calls_are_told_apart_though_nobody_is_named():
     lost = Fate("error", 4, "StallError: a peer died")
-    evaluates = replace(state(0, lost, phase="evaluate", index=2, awaits=Wait("receive", 2)), program="forward")
-    states = [evaluates, state(1, lost, awaits=Wait("receive", 4)), state(2, lost), state(3, lost)]
+    evaluates = replace(state(0, lost, phase="evaluate", index=2, awaits=BlockingCall("receive", 2)), program="forward")
+    states = [evaluates, state(1, lost, awaits=BlockingCall("receive", 4)), state(2, lost), state(3, lost)]
     report = find_culprit(PLAN, states)
     assert report.ranks == ()
     assert (
@@ -207,7 +207,7 @@ def test_ranks_in_other_calls_are_told_apart_though_nobody_is_named():
     assert "same calls" not in trains.words()
 
 
-@pytest.mark.parametrize("awaits", [Wait("nothing"), Wait("collective", ranks=(1, 3)), None])
+@pytest.mark.parametrize("awaits", [BlockingCall("nothing"), BlockingCall("collective", ranks=(1, 3)), None])
 def test_who_is_aborted_beside_partners_in_a_collective_is_doubted_for_these(awaits):
     plan = qs.compile("1f1b", mesh="tp=2,pp=2", microbatches=4)
     where = replace(state(1, Fate("signal", 6), index=1, awaits=awaits), room=4096)
@@ -227,7 +227,9 @@ def test_who_is_aborted_beside_partners_in_a_collective_is_doubted_for_these(awa
 def test_an_error_of_a_ranks_own_is_its_own_though_it_waited_for_a_message():
     for text in ("TimeoutError: my own time limit", "RuntimeError: DataLoader worker (pid 7) is killed by signal"):
         fate = Fate("error", 1, text)
-        report = find_culprit(PLAN, [state(0), state(1, fate, index=1, awaits=Wait("receive", 0)), state(2), state(3)])
+        report = find_culprit(
+            PLAN, [state(0), state(1, fate, index=1, awaits=BlockingCall("receive", 0)), state(2), state(3)]
+        )
         assert report.ranks == (1,)
         assert f"raised {text} (exit code 1), in step 3" in report.words()
 
@@ -249,48 +251,53 @@ def test_what_ranks_and_files_say_is_fit_for_a_terminal():
 
 
 def test_a_phase_that_others_wait_for():
-    world = Wait("collective", ranks=(0, 1, 2, 3))
+    world = BlockingCall("collective", ranks=(0, 1, 2, 3))
     states = [state(rank, awaits=world, index=None, phase="data") for rank in range(3)]
-    slow = state(3, awaits=Wait("nothing"), index=None, phase="save", since_s=30.0)
+    slow = state(3, awaits=BlockingCall("nothing"), index=None, phase="save", since_s=30.0)
     report = find_culprit(PLAN, [*states, slow])
     assert report.ranks == (3,)
     assert "has not gone on for 30.0 s saving a checkpoint after step 3" in report.words()
 
 
 def test_all_load_slowly_and_nobody_waits():
-    states = [state(rank, awaits=Wait("nothing"), index=None, phase="data", since_s=60) for rank in range(4)]
+    states = [state(rank, awaits=BlockingCall("nothing"), index=None, phase="data", since_s=60) for rank in range(4)]
     assert find_culprit(PLAN, states).ranks == ()
 
 
 def test_who_has_gone_on_is_not_named():
-    waits = state(0, awaits=Wait("receive", 4))
-    assert find_culprit(PLAN, [waits, state(1, awaits=Wait("nothing"), index=1, since_s=0.3)]).ranks == ()
-    assert find_culprit(PLAN, [waits, state(1, awaits=Wait("nothing"), index=1, heard_s=4.0)]).ranks == ()
-    assert find_culprit(PLAN, [waits, state(1, awaits=Wait("nothing"), index=1)]).ranks == (1,)
-    assert find_culprit(PLAN, [waits, state(1, awaits=Wait("nothing"), index=1)], still_s=8).ranks == ()
+    waits = state(0, awaits=BlockingCall("receive", 4))
+    assert find_culprit(PLAN, [waits, state(1, awaits=BlockingCall("nothing"), index=1, since_s=0.3)]).ranks == ()
+    assert find_culprit(PLAN, [waits, state(1, awaits=BlockingCall("nothing"), index=1, heard_s=4.0)]).ranks == ()
+    assert find_culprit(PLAN, [waits, state(1, awaits=BlockingCall("nothing"), index=1)]).ranks == (1,)
+    assert find_culprit(PLAN, [waits, state(1, awaits=BlockingCall("nothing"), index=1)], still_s=8).ranks == ()
 
 
 def test_what_cannot_be_is_not_asked():
     odd = [
-        state(0, awaits=Wait("receive", 999)),
-        state(1, index=10**6, awaits=Wait("send", 0)),
-        state(2, awaits=Wait("collective", ranks=(7, 99))),
-        state(3, awaits=Wait("receive")),
+        state(0, awaits=BlockingCall("receive", 999)),
+        state(1, index=10**6, awaits=BlockingCall("send", 0)),
+        state(2, awaits=BlockingCall("collective", ranks=(7, 99))),
+        state(3, awaits=BlockingCall("receive")),
         RankState(44, "z", 1, "step", 1, "train", 1, 1.0, 1.0),
     ]
     assert find_culprit(PLAN, odd).ranks == ()
     assert find_culprit(PLAN, []).ranks == ()
-    other = [RankState(r, "a", 1, "evaluate", 3, "forward", 2, 9.0, 0.1, None, Wait("receive", 0), 5) for r in range(4)]
+    other = [
+        RankState(r, "a", 1, "evaluate", 3, "forward", 2, 9.0, 0.1, None, BlockingCall("receive", 0), 5)
+        for r in range(4)
+    ]
     assert find_culprit(PLAN, other).ranks == ()
 
 
 def test_a_large_world_is_told_in_a_few_lines():
     plan = qs.compile("1f1b", mesh="dp=64,pp=4", microbatches=4)
     states = [
-        RankState(r, "h", r, "step", 2, "train", None, 9.0, 0.1, None, Wait("collective", ranks=tuple(range(256))), 2)
+        RankState(
+            r, "h", r, "step", 2, "train", None, 9.0, 0.1, None, BlockingCall("collective", ranks=tuple(range(256))), 2
+        )
         for r in range(256)
     ]
-    states[77] = RankState(77, "h", 77, "step", 2, "train", 3, 9.0, 0.1, Fate("signal", 9), Wait("nothing"), 2)
+    states[77] = RankState(77, "h", 77, "step", 2, "train", 3, 9.0, 0.1, Fate("signal", 9), BlockingCall("nothing"), 2)
     words = find_culprit(plan, states).words()
     assert words.startswith("rank 77 (host h, dp=19, pp=1) was killed by SIGKILL in step 2 at instruction 3 of")
     assert "247 other ranks" in words

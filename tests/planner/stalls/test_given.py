@@ -7,7 +7,7 @@ import pytest
 import quintsched as qs
 from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.stall_report import StallReport
-from quintsched.stalls.states import Fate, Given, RankState, Wait
+from quintsched.stalls.states import BlockingCall, Fate, GivenBatch, RankState
 
 PLAN = qs.compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=4)
 ABORTED = Fate("signal", 6)
@@ -21,10 +21,10 @@ def states(given, fates=(), phase="step"):
     ]
 
 
-EVEN = [Given(7, 8, 0, 8)] * 8
+EVEN = [GivenBatch(7, 8, 0, 8)] * 8
 
 
-FEWER = Given(7, 4, 0, 4)
+FEWER = GivenBatch(7, 4, 0, 4)
 
 
 def odd(*ranks, given=FEWER):
@@ -51,10 +51,10 @@ def test_of_two_nobody_is_odd():
 
 
 def test_lengths_and_targets_are_compared_where_a_rank_needs_them():
-    longer = find_culprit(PLAN, states(odd(2, given=Given(7, 8, 12, 0)), {1: ABORTED}))
+    longer = find_culprit(PLAN, states(odd(2, given=GivenBatch(7, 8, 12, 0)), {1: ABORTED}))
     assert longer.ranks == (2,)
     assert "rank 2 was given 8 samples of length 12" in longer.words()
-    given = [Given(7, 8 * (rank % 4 < 2), 5, 6 if rank == 3 else 8 * (rank % 4 > 1)) for rank in range(8)]
+    given = [GivenBatch(7, 8 * (rank % 4 < 2), 5, 6 if rank == 3 else 8 * (rank % 4 > 1)) for rank in range(8)]
     found = find_culprit(PLAN, states(given, {0: ABORTED}))
     assert found.ranks == (2, 3)
     assert "rank 3 was given targets of 6 rows" in found.words()
@@ -68,14 +68,17 @@ def test_what_data_do_not_cause_is_not_blamed_on_them(fate):
 def test_other_replicas_and_batches_of_another_number_say_nothing():
     assert find_culprit(PLAN, states(odd(4, 5, 6, 7), {5: ABORTED})).ranks == (5,), "a replica may have fewer"
     assert find_culprit(PLAN, states(odd(4), {1: ABORTED})).ranks == (1,), "of the other replica"
-    ahead = odd(4, given=Given(8, 4, 0, 4))
+    ahead = odd(4, given=GivenBatch(8, 4, 0, 4))
     assert find_culprit(PLAN, states(ahead, {5: ABORTED})).ranks == (5,)
     loading = find_culprit(PLAN, states(odd(4), {5: Fate("error", 1, "OSError: no file")}, phase="data"))
     assert loading.ranks == (5,)
 
 
 def test_a_stall_of_ranks_with_other_data_is_theirs():
-    found = [replace(one, awaits=Wait("collective", ranks=(0, 1)) if one.rank < 2 else None) for one in states(odd(1))]
+    found = [
+        replace(one, awaits=BlockingCall("collective", ranks=(0, 1)) if one.rank < 2 else None)
+        for one in states(odd(1))
+    ]
     assert find_culprit(PLAN, found).ranks == (1,)
 
 

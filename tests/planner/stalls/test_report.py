@@ -9,14 +9,14 @@ import quintsched as qs
 from quintsched.errors import InputError, UsageError
 from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.stall_report import StallReport
-from quintsched.stalls.states import Fate, RankState, Wait
+from quintsched.stalls.states import BlockingCall, Fate, RankState
 
 PLAN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
 
 
 @pytest.fixture
 def report():
-    awaits = [Wait("receive", 2), Wait("nothing"), Wait("collective", ranks=(0, 1, 2, 3)), None]
+    awaits = [BlockingCall("receive", 2), BlockingCall("nothing"), BlockingCall("collective", ranks=(0, 1, 2, 3)), None]
     return find_culprit(
         PLAN,
         [

@@ -71,7 +71,7 @@ def test_long_values_are_cut_where_they_differ(monkeypatch: pytest.MonkeyPatch) 
     assert "xa" in words
     assert "xb" in words
     assert len(words) < 400
-    monkeypatch.setattr(sections, "MOST_BYTES", 200)
+    monkeypatch.setattr(sections, "MOST_SECTION_BYTES", 200)
     assert "some is" in compared([{"text": "x" * 1000}, {"text": "y" * 1000}])
 
 

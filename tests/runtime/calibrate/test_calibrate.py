@@ -92,9 +92,9 @@ def test_what_was_measured_outlives_an_interruption(
 def test_parts_of_another_machine_are_measured_anew_and_nonsense_is_refused(tmp_path: Path) -> None:
     file, partial = tmp_path / "mine.json", tmp_path / "mine.json.partial"
     partial.write_text('{"machine": "another", "missing": [], "measured": {"attention": {}}}')
-    assert measured_parts.Parts(file, CPU).done == []
-    assert measured_parts.Parts(file, CPU).missing == list(measured_parts.PARTS)
-    ours = measured_parts.Parts(file, CPU)._machine
+    assert measured_parts.MeasuredParts(file, CPU).done == []
+    assert measured_parts.MeasuredParts(file, CPU).missing == list(measured_parts.PARTS)
+    ours = measured_parts.MeasuredParts(file, CPU)._machine
     for text in ("{", "[]", "{}", json.dumps({"machine": ours, "measured": {"attention": {"matmul": 3}}})):
         partial.write_text(text)
         with pytest.raises(InputError, match=r"mine.json.partial: not what calibrate has left .* remove it"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from quintsched.collectives import Wire
-from quintsched.collectives.gradient_exchange import Call, spelled_out
+from quintsched.collectives.gradient_exchange import CollectiveCall, spelled_out
 from quintsched.ir.communication import Means
 from quintsched.runtime.comm import Transport
 from quintsched.runtime.comm.message_collectives import SpelledGroup
 
 WORLD = 3
-CALLS: list[tuple[Means, list[Call]]] = [
+CALLS: list[tuple[Means, list[CollectiveCall]]] = [
     ("ring", [("all_reduce", WORLD), ("reduce_scatter", WORLD), ("all_gather", WORLD)]),
     ("tree", [("all_reduce", WORLD)]),
 ]

@@ -11,7 +11,7 @@ from quintsched.runtime.comm.torch_groups import TorchGroup, as_stall
 from quintsched.runtime.watch.publisher import Publisher
 from quintsched.runtime.watch.rank_position import NOTHING
 from quintsched.runtime.watch.watcher import Answer
-from quintsched.stalls.verdict_text import NOBODY
+from quintsched.stalls.verdict_text import NO_CULPRIT
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")
 VERDICT = "rank 1 (host a) was killed by SIGKILL"
@@ -43,7 +43,7 @@ def test_a_peer_that_is_lost_in_the_users_own_collective_is_the_verdicts(error: 
     assert (str(found), found.was_told) == (VERDICT, True)
 
 
-@pytest.mark.parametrize("message", [None, "", f"{NOBODY}; the ranks were last heard of here:"])
+@pytest.mark.parametrize("message", [None, "", f"{NO_CULPRIT}; the ranks were last heard of here:"])
 def test_without_a_verdict_that_names_a_rank_the_error_is_said_itself(message: str | None) -> None:
     assert as_stall(LOST, Heard(message)) is LOST
 

@@ -23,7 +23,15 @@ import quintsched as qs
 from quintsched.errors import MisfitError, QuintschedError, StallError
 from quintsched.runtime.comm import Transport, connect, run_local
 from quintsched.runtime.comm.checked.framed_messages import FramedReceive, room_for
-from quintsched.runtime.comm.checked.message_frame import FRAME_BYTES, KINDS, Frame, Label, Stamp, head_of, own_part
+from quintsched.runtime.comm.checked.message_frame import (
+    FRAME_BYTES,
+    MESSAGE_KINDS,
+    Frame,
+    Label,
+    Stamp,
+    head_of,
+    own_part,
+)
 from quintsched.runtime.comm.torch_backends import GlooTransport
 from quintsched.runtime.engine import Engine
 
@@ -49,7 +57,7 @@ class Case:
     def of(cls, number: int) -> Case:
         draw = random.Random(number)
         shape = tuple(draw.randint(1, 40) for _ in range(draw.randint(0, 4)))
-        label = Label(draw.choice(KINDS[1:]), draw.randint(0, 3), draw.randint(0, 9), 0, draw.randint(0, 2), 7)
+        label = Label(draw.choice(MESSAGE_KINDS[1:]), draw.randint(0, 3), draw.randint(0, 9), 0, draw.randint(0, 2), 7)
         fault = FAULTS[number % len(FAULTS)]
         return cls(fault, draw.choice(DTYPES), shape, label, draw.random() < 0.5, draw.randint(0, 10**6))
 
@@ -74,7 +82,7 @@ class Case:
         if self.fault in ("microbatch", "stage", "place"):
             return tensor, replace(label, **{self.fault: getattr(label, self.fault) + 1})
         if self.fault == "kind":
-            return tensor, replace(label, kind=next(kind for kind in KINDS[1:] if kind != label.kind))
+            return tensor, replace(label, kind=next(kind for kind in MESSAGE_KINDS[1:] if kind != label.kind))
         return tensor, label
 
 

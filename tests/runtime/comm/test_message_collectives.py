@@ -10,7 +10,7 @@ from torch import Tensor
 
 import quintsched as qs
 from quintsched.collectives import Wire
-from quintsched.collectives.gradient_exchange import Call, spelled_out
+from quintsched.collectives.gradient_exchange import CollectiveCall, spelled_out
 from quintsched.ir.communication import Means
 from quintsched.runtime.comm import Group, ReduceOp, Rules, Transport, run_local
 from quintsched.runtime.comm.message_collectives import SpelledGroup, cut_chunks
@@ -22,7 +22,9 @@ STRICT: tuple[Rules, ...] = ("nccl", "rendezvous")
 SIZES = range(2, 9)
 
 
-def spelled(transport: Transport, means: Means, calls: list[Call], wire: Wire | None = None) -> tuple[Group, Group]:
+def spelled(
+    transport: Transport, means: Means, calls: list[CollectiveCall], wire: Wire | None = None
+) -> tuple[Group, Group]:
     """Return a group of all ranks whose collectives are spelled out, and one of the same ranks whose are not."""
     communication = spelled_out(means, calls, wire or Wire())
     native = transport.make_group([tuple(range(transport.world_size))])

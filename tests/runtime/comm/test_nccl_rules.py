@@ -14,7 +14,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError, StallError, UsageError
 from quintsched.ir.instruction_set import ShareMetrics, SyncTied
 from quintsched.runtime.comm import LocalTransport, LocalWorld, Rules, Transport, Work, run_local
-from quintsched.runtime.comm.local.simulated_nccl import Wire
+from quintsched.runtime.comm.local.simulated_nccl import LocalChannels
 
 from ...planner.verify.judge import Judge
 from ...planner.verify.judge_hosts import Hosts
@@ -276,7 +276,7 @@ def timed(work: Work) -> float:
 
 
 def test_a_channel_carries_one_message_at_a_time_and_each_direction_is_its_own() -> None:
-    wire = Wire("mailbox", 1.0)
+    wire = LocalChannels("mailbox", 1.0)
     began = time.perf_counter()
     ends = [(0, 1, 5), (0, 1, 6), (0, 1, 5), (1, 0, 5), (0, 2, 5)]
     first, second, third, back, other = (wire.send(*end, numbered(0)).arrival_s or 0.0 for end in ends)
@@ -285,7 +285,7 @@ def test_a_channel_carries_one_message_at_a_time_and_each_direction_is_its_own()
 
 
 def test_a_channel_that_was_idle_starts_at_once() -> None:
-    wire = Wire("nccl", 0.001)
+    wire = LocalChannels("nccl", 0.001)
     assert wire.send(0, 1, 0, numbered(0)).arrival_s is None
     assert wire.receive(0, 1, 0, numbered(0)).arrival_s is not None
     time.sleep(0.01)
@@ -321,7 +321,7 @@ def test_sends_do_not_wait_for_the_wire_and_receives_do() -> None:
 
 def test_every_channel_may_have_its_own_wire() -> None:
     """Channels that are not named have no wire."""
-    wire = Wire("mailbox", {(0, 1): 1.0, (1, 0): 3.0})
+    wire = LocalChannels("mailbox", {(0, 1): 1.0, (1, 0): 3.0})
     ends = [(0, 1, 5), (1, 0, 5), (0, 1, 6), (1, 2, 5)]
     first, back, second, other = (wire.send(*end, numbered(0)).arrival_s or 0.0 for end in ends)
     assert first + 2.0 <= back <= time.perf_counter() + 3.0

@@ -18,7 +18,7 @@ from quintsched.runtime.data import IGNORED_TARGET, PADDING, TokenDataset, Token
 from quintsched.runtime.data import token_windows as windows_module
 from quintsched.runtime.data.keyed_order import permuted
 from quintsched.runtime.data.prefetch import prefetched
-from quintsched.runtime.data.token_samples import BLOCK, shares_of
+from quintsched.runtime.data.token_samples import MIXTURE_BLOCK, shares_of
 from quintsched.runtime.settings.job_file import DataConfig
 from quintsched.tokens import TokenWriter
 
@@ -172,9 +172,9 @@ def test_a_mixture_has_its_weights_in_every_block(tmp_path: Path) -> None:
     for name, lengths in (("few", [6, 9]), ("many", [40] * 12), ("some", [20] * 5)):
         write(tmp_path / name, lengths)
     mixture = [{"path": "few", "weight": 1}, {"path": "many", "weight": 6.5}, {"path": "some", "weight": 2.5}]
-    samples = load(tmp_path, sequence=4, mixture=mixture, samples=3 * BLOCK).train
-    owners, windows = samples.windows(np.arange(3 * BLOCK), seed=9)
-    for block in owners.reshape(3, BLOCK):
+    samples = load(tmp_path, sequence=4, mixture=mixture, samples=3 * MIXTURE_BLOCK).train
+    owners, windows = samples.windows(np.arange(3 * MIXTURE_BLOCK), seed=9)
+    for block in owners.reshape(3, MIXTURE_BLOCK):
         assert np.bincount(block).tolist() == [1000, 6500, 2500]
     early = np.bincount(owners[:500], minlength=3) / 500
     assert abs(early - [0.1, 0.65, 0.25]).max() < 0.06
@@ -187,7 +187,7 @@ def test_a_mixture_has_its_weights_in_every_block(tmp_path: Path) -> None:
     again = samples.windows(np.array([29_999, 12_345, 7]), seed=9)
     assert again[0].tolist() == owners[[29_999, 12_345, 7]].tolist()
     assert again[1].tolist() == windows[[29_999, 12_345, 7]].tolist()
-    assert (samples.windows(np.arange(BLOCK), seed=8)[0] != owners[:BLOCK]).any()
+    assert (samples.windows(np.arange(MIXTURE_BLOCK), seed=8)[0] != owners[:MIXTURE_BLOCK]).any()
     assert shares_of([1, 1, 1]) == [3334, 3333, 3333]
 
 

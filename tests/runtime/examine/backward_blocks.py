@@ -5,7 +5,7 @@ import types
 import torch
 from torch import nn
 
-from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, Given, GivenTree
+from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
 
 
 def backward_of(change):
@@ -91,7 +91,7 @@ OTHERS = {
 }
 
 
-ARRIVAL = Arrival(GivenTree([Given(torch.tensor([[0.1, -0.4, 0.9], [-1.3, 0.2, 0.6]], dtype=torch.float64))]))
+ARRIVAL = Arrival(GivenTree([TrialInput(torch.tensor([[0.1, -0.4, 0.9], [-1.3, 0.2, 0.6]], dtype=torch.float64))]))
 
 
 def run(number, block, given, taken):

@@ -101,8 +101,10 @@ def found_of(block, samples=SAMPLES, seed=0, **extras):
     torch.manual_seed(seed)
     block = block.double()
     before = {name: weight.clone() for name, weight in block.state_dict().items()}
-    extras = {name: GivenTree([trial_inputs.Given(extra)]) for name, extra in extras.items()}
-    arrival = Arrival(GivenTree([trial_inputs.Given(torch.randn(samples, WIDTH, dtype=torch.float64))]), {}, extras)
+    extras = {name: GivenTree([trial_inputs.TrialInput(extra)]) for name, extra in extras.items()}
+    arrival = Arrival(
+        GivenTree([trial_inputs.TrialInput(torch.randn(samples, WIDTH, dtype=torch.float64))]), {}, extras
+    )
 
     def alike(some):
         torch.manual_seed(some.start)

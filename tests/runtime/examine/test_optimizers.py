@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.examine.optimizers import STEPS, Coupling, coupling_of, require_steppable
+from quintsched.runtime.examine.optimizers import COUPLING_BY_CLASS, Coupling, coupling_of, require_steppable
 
 from ..optim.optimizers import LargestNorm, Lookahead, SignMomentum, Trust, plain
 from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
@@ -79,7 +79,7 @@ def test_classes_say_what_updates_depend_on(name: str) -> None:
 
 def test_every_optimizer_of_torch_is_known_or_refused() -> None:
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
-    others = {kind.__name__ for kind in kinds if kind not in STEPS}
+    others = {kind.__name__ for kind in kinds if kind not in COUPLING_BY_CLASS}
     assert others == {"Optimizer", "LBFGS", "SparseAdam"}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.examine import refused_combinations
-from quintsched.runtime.examine.refused_combinations import REFUSALS, Run, require_usable_blocks
+from quintsched.runtime.examine.refused_combinations import REFUSALS, BlockUse, require_usable_blocks
 from quintsched.runtime.parallel.expert.moe import MoE
 from quintsched.runtime.stage.build_stages import cuts_of
 
@@ -112,12 +112,12 @@ CASES: tuple[Case, ...] = (
 """One for each row, in the same order."""
 
 
-def run_of(case: Case) -> Run:
+def run_of(case: Case) -> BlockUse:
     """Return what a case asks about."""
     plan = qs.compile(case.schedule, mesh=case.mesh, microbatches=4, **case.more)
     blocks = [block() for block in case.blocks]
     cuts = cuts_of(plan, blocks, None)
-    return Run(
+    return BlockUse(
         plan, torch.device(case.device), blocks, cuts, lambda number: case.is_sliced, case.buffers, case.cuda_graph
     )
 

@@ -128,14 +128,14 @@ def launch(folder: str, injected: dict[str, Any] | None, machine: Sequence[str] 
     os.dup2(said, 2)
     injection = None if injected is None else Injection(**injected)
 
-    class Forked(local_launcher.Ranks):
+    class Forked(local_launcher.RankProcesses):
         """Ranks that are forked instead of executed."""
 
         def _start(self, local_rank: int) -> None:
             environment = self._place.environment(local_rank, self._attempt, self._restarts)
             self._running[local_rank] = _Forked(Path(folder), environment, self._command[1:], injection)  # type: ignore[assignment]
 
-    local_launcher.Ranks = Forked  # type: ignore[misc]
+    local_launcher.RankProcesses = Forked  # type: ignore[misc]
     code = local_launcher.main(["--config", f"{folder}/job.yaml", *machine])
     sys.stdout.flush()
     sys.stderr.flush()

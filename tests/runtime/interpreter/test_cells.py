@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 import quintsched as qs
-from quintsched.ir.values import Kind, Value
+from quintsched.ir.values import Value, ValueKind
 from quintsched.runtime.interpreter.recorder import Recorder
 from quintsched.runtime.interpreter.value_cells import Cells, Waits
 
-ACTIVATION, GRADIENT = Value(Kind.OUTPUT, 0, 3), Value(Kind.OUTPUT_GRAD, 0, 3)
+ACTIVATION, GRADIENT = Value(ValueKind.OUTPUT, 0, 3), Value(ValueKind.OUTPUT_GRAD, 0, 3)
 
 
 class Noted:

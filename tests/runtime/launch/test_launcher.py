@@ -17,7 +17,7 @@ import pytest
 from quintsched.runtime.launch import local_launcher
 from quintsched.runtime.launch.job_plan import Worlds
 from quintsched.runtime.launch.local_launcher import start_ranks
-from quintsched.runtime.launch.rank_processes import Ranks
+from quintsched.runtime.launch.rank_processes import RankProcesses
 from quintsched.runtime.launch.stop_request import StopNow, StopRequest
 from quintsched.runtime.watch.hang_monitor import Hub
 from quintsched.runtime.watch.wall_time import now_s
@@ -214,7 +214,7 @@ def test_ranks_that_the_launcher_ends_slowly_are_blamed_for_nothing(
     hubs: list[Hub] = []
     fates = {0: Fate("signal", signal.SIGKILL)}
 
-    class SlowRanks(Ranks):
+    class SlowRanks(RankProcesses):
         def _start(self, local_rank: int) -> None:
             hubs[0]._members[local_rank].has_come = True
 
@@ -232,7 +232,7 @@ def test_ranks_that_the_launcher_ends_slowly_are_blamed_for_nothing(
             super().start()
 
     wakes = iter([[signal.SIGINT, signal.SIGINT]])
-    monkeypatch.setattr(local_launcher, "Ranks", SlowRanks)
+    monkeypatch.setattr(local_launcher, "RankProcesses", SlowRanks)
     monkeypatch.setattr(local_launcher, "_serve", lambda listener: listener.close())
     monkeypatch.setattr("quintsched.runtime.launch.supervise.Hub", KnownHub)
     monkeypatch.setattr("quintsched.runtime.launch.rank_processes.Wakes.wait", lambda *_: next(wakes))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quintsched.runtime.blocks.block_outlines import Block, Blocks
+from quintsched.runtime.blocks.block_outlines import BlockOrBuilder, Blocks
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 
@@ -18,7 +18,7 @@ DEPTH, LENGTH = 4, 16
 TIES = gpt_tied(GPTOptions(depth=DEPTH, tied=True))
 
 
-def livelier(build: Block) -> Callable[[], nn.Module]:
+def livelier(build: BlockOrBuilder) -> Callable[[], nn.Module]:
     """Build a block with weights that are further from zero, and from each other."""
 
     def built() -> nn.Module:

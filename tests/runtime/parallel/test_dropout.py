@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Group, SelfGroup
-from quintsched.runtime.parallel.dropout import ColumnRowPair, KeyedDropout, Masks, Unit, key_dropouts
+from quintsched.runtime.parallel.dropout import ColumnRowPair, KeyedDropout, Masks, MaskUnit, key_dropouts
 
 from ..toys import sgd
 
@@ -28,17 +28,17 @@ def keyed(p: float = 0.5, name: str = "drop", number: int = 3, masks: Masks | No
     return layer
 
 
-def drawn(layer: KeyedDropout, unit: Unit, *shape: int) -> Tensor:
+def drawn(layer: KeyedDropout, unit: MaskUnit, *shape: int) -> Tensor:
     """Return the output of a dropout for ones: 0, or 1 / (1 - p)."""
     with layer.masks.of(unit):
         out: Tensor = layer(torch.ones(shape, dtype=torch.float64))
     return out
 
 
-SOME = Unit(5, range(16, 24))
+SOME = MaskUnit(5, range(16, 24))
 
 
-def normal(layer: KeyedDropout, unit: Unit = SOME) -> Tensor:
+def normal(layer: KeyedDropout, unit: MaskUnit = SOME) -> Tensor:
     """A mask as numbers of mean 0 and variance 1."""
     stays = drawn(layer, unit, 8, 64, 256).bool()
     numbers: Tensor = (stays.double() - (1 - layer.p)) / (layer.p * (1 - layer.p)) ** 0.5
@@ -69,7 +69,7 @@ def test_bits_are_as_good_as_independent(p: float) -> None:
 
 def test_pairs_of_features_are_no_more_alike_than_independent_ones() -> None:
     layer = keyed(0.5)
-    bits = drawn(layer, Unit(0, range(4)), 4, 256, 1024).flatten(0, 1).sub(1).float()  # -1 or 1
+    bits = drawn(layer, MaskUnit(0, range(4)), 4, 256, 1024).flatten(0, 1).sub(1).float()  # -1 or 1
     alike = (bits.T @ bits).square().fill_diagonal_(0.0).double() / len(bits)
     pairs = 1024 * 1023 / 2
     assert abs(float(alike.sum()) / 2 / pairs - 1) < 4 * (2 / pairs) ** 0.5
@@ -86,8 +86,8 @@ def test_sites_steps_seeds_and_calls_are_independent() -> None:
         again,
         normal(keyed(p, "drop1", masks=masks)),
         normal(keyed(p, number=4, masks=masks)),
-        normal(layer, Unit(6, SOME.samples)),
-        normal(layer, Unit(5, range(24, 32))),
+        normal(layer, MaskUnit(6, SOME.samples)),
+        normal(layer, MaskUnit(5, range(24, 32))),
         normal(keyed(p, masks=Masks(1))),
     ]
     assert torch.equal(drawn(layer, SOME, 8, 64, 256) > 0, twice[0] > 0)
@@ -142,12 +142,12 @@ def test_a_dropout_in_place_changes_what_it_is_given() -> None:
 
 def test_parts_of_samples_and_tokens_have_their_parts_of_the_mask() -> None:
     layer, whole = keyed(), drawn(keyed(), SOME, 8, 12, 6)
-    assert torch.equal(drawn(layer, Unit(5, range(18, 20)), 2, 12, 6), whole[2:4])
+    assert torch.equal(drawn(layer, MaskUnit(5, range(18, 20)), 2, 12, 6), whole[2:4])
     places = torch.tensor([0, 1, 2, 9, 10, 11])
-    assert torch.equal(drawn(layer, Unit(5, SOME.samples, places), 8, 6, 6), whole[:, places])
-    assert torch.equal(drawn(layer, Unit(5, SOME.samples, places), 8 * 6, 6), whole[:, places].flatten(0, 1))
-    assert torch.equal(drawn(layer, Unit(5, SOME.samples, places), 8, 3, 2, 6), whole[:, places].view(8, 3, 2, 6))
-    assert torch.equal(drawn(layer, Unit(5, SOME.samples, places), 8, 4, 6), whole[:, :4])
+    assert torch.equal(drawn(layer, MaskUnit(5, SOME.samples, places), 8, 6, 6), whole[:, places])
+    assert torch.equal(drawn(layer, MaskUnit(5, SOME.samples, places), 8 * 6, 6), whole[:, places].flatten(0, 1))
+    assert torch.equal(drawn(layer, MaskUnit(5, SOME.samples, places), 8, 3, 2, 6), whole[:, places].view(8, 3, 2, 6))
+    assert torch.equal(drawn(layer, MaskUnit(5, SOME.samples, places), 8, 4, 6), whole[:, :4])
 
 
 def member(index: int, size: int) -> Group:
@@ -172,7 +172,7 @@ def test_a_shared_sequence_is_given_its_share_of_the_tokens() -> None:
     assert torch.equal(drawn(layer, SOME, 8, 4, 6), whole[:, 8:])
     assert torch.equal(drawn(layer, SOME, 8, 2, 2, 6), whole[:, 8:].view(8, 2, 2, 6))
     places = torch.tensor([0, 1, 2, 9, 10, 11])
-    assert torch.equal(drawn(layer, Unit(5, SOME.samples, places), 8, 2, 6), whole[:, 10:])
+    assert torch.equal(drawn(layer, MaskUnit(5, SOME.samples, places), 8, 2, 6), whole[:, 10:])
 
 
 # ---------------------------------------------------------------- modules

@@ -15,7 +15,7 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.comm.generators import SeededGenerators
-from quintsched.runtime.parallel.dropout import Masks, Unit
+from quintsched.runtime.parallel.dropout import Masks, MaskUnit
 from quintsched.runtime.parallel.keyed_draws import BlockDraws
 
 from ..toys import sgd
@@ -27,7 +27,7 @@ def draws() -> Any:
     mode = BlockDraws(masks, {0: nn.Identity()})
 
     def run(function: Callable[[], Any]) -> Any:
-        with masks.of(Unit(0, range(4))), mode.running(0):
+        with masks.of(MaskUnit(0, range(4))), mode.running(0):
             return function()
 
     return run

@@ -20,7 +20,7 @@ from quintsched.errors import InputError, MisfitError, QuintschedError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.comm.host_collectives import ControlGroup
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, Found
+from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, FoundCheckpoint
 from quintsched.runtime.saving.checkpoints.manifest import (
     MANIFEST,
     DcpManifest,
@@ -81,10 +81,10 @@ def saved(folder: Path, plan: qs.Plan = PLAN) -> Path:
     return folder / f"step-{STEP:08d}" / MANIFEST
 
 
-def load(folder: Path, plan: qs.Plan = PLAN) -> list[Found]:
+def load(folder: Path, plan: qs.Plan = PLAN) -> list[FoundCheckpoint]:
     """Load the newest checkpoint on all ranks, and require that they got what was saved."""
 
-    def load_one(engine: Engine) -> Found | None:
+    def load_one(engine: Engine) -> FoundCheckpoint | None:
         with Checkpoints(folder, 1).opened(engine.saves, "resume") as saves:
             found = saves.newest_whole()
             if found is not None:

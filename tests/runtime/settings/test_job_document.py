@@ -14,7 +14,7 @@ from quintsched.files.strictyaml import parse_yaml
 from quintsched.runtime.launch import print_job
 from quintsched.runtime.settings.job_document import job_yaml
 from quintsched.runtime.settings.job_file import JobConfig, load_job, marked
-from quintsched.runtime.settings.run_settings import Mark, Settings
+from quintsched.runtime.settings.run_settings import SettingRule, Settings
 
 from ...helpers.commands import run
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 def given(settings: Settings, prefix: str = "") -> set[str]:
     """Return the keys that mean something by being given, and are."""
     fields = type(settings).model_fields
-    found = {f"{prefix}{name}" for name in settings.model_fields_set if Mark.GIVEN in fields[name].metadata}
+    found = {f"{prefix}{name}" for name in settings.model_fields_set if SettingRule.GIVEN in fields[name].metadata}
     for name in fields:
         if isinstance(below := getattr(settings, name), Settings):
             found |= given(below, f"{prefix}{name}.")
@@ -65,7 +65,7 @@ def test_what_asks_whether_a_key_was_given_is_marked() -> None:
     found = {name for name, text in texts.items() if ".model_fields_set" in text and name != "job_document.py"}
     known = {"job_file.py", "optimizer_settings.py", "job_optimizer.py", "trainer.py", "auto_plan.py"}
     assert found == known, "mark the settings that are asked for with Mark.GIVEN, then name the file here"
-    names = set(marked(Mark.GIVEN))
+    names = set(marked(SettingRule.GIVEN))
     assert {"train.epochs", "train.optimizer.betas", "parallel.mesh", "parallel.sequence_parallel"} <= names
     assert "train.batch_size" not in names
 

@@ -8,10 +8,12 @@ from pathlib import Path
 
 from quintsched.runtime.agreement.run_records import flatten
 from quintsched.runtime.settings.job_file import JobConfig, marked
-from quintsched.runtime.settings.run_settings import Mark, RunSettings
+from quintsched.runtime.settings.run_settings import RunSettings, SettingRule
 
 ROOT = Path(__file__).parents[3]
-WHOLE = {name for name, _ in flatten(JobConfig().model_dump())} - {*marked(Mark.OPEN)} - {"mode"}  # torch's word, too
+WHOLE = (
+    {name for name, _ in flatten(JobConfig().model_dump())} - {*marked(SettingRule.OPEN)} - {"mode"}
+)  # torch's word, too
 MOST = 3
 """So many names of settings a class or a function may have by chance, or to act on them."""
 
@@ -37,7 +39,7 @@ def with_defaults(node: ast.AST) -> set[str]:
 
 def test_there_are_settings_to_look_for() -> None:
     assert len(WHOLE) > 70
-    assert {"train.clip", "runtime.precision", "model.tied"} <= WHOLE | {*marked(Mark.OPEN)}
+    assert {"train.clip", "runtime.precision", "model.tied"} <= WHOLE | {*marked(SettingRule.OPEN)}
 
 
 def test_no_other_room_names_a_setting() -> None:

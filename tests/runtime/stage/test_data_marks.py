@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.stage.batches.batch_digests import Mark, mark_of, who_is_odd
+from quintsched.runtime.stage.batches.batch_digests import DataDigest, mark_of, who_is_odd
 from quintsched.runtime.stage.batches.same_data import fingerprint
 from quintsched.runtime.stage.batches.tree_digests import (
     _ODD,
@@ -116,7 +116,7 @@ def test_a_meta_tensor_is_refused_where_it_is_needed() -> None:
 
 def number_of(tree: Any, turn: int = 0) -> int:
     mark = mark_of(tree, is_needed=True, turn=turn)
-    assert isinstance(mark, Mark)
+    assert isinstance(mark, DataDigest)
     return int(mark.number)
 
 

@@ -16,7 +16,7 @@ from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import GPTOptions, gpt
-from quintsched.runtime.parallel.dropout import Masks, Unit, key_dropouts
+from quintsched.runtime.parallel.dropout import Masks, MaskUnit, key_dropouts
 from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
 
 from ..toys import CLASSES, difference, sgd
@@ -77,7 +77,7 @@ def train_alone(blocks: Blocks, shapes: Sequence[Shape]) -> Run:
         for inputs, targets in batches(shape, step):
             if not len(inputs):
                 continue
-            with masks.of(Unit(trained, range(first, first + len(inputs)))):
+            with masks.of(MaskUnit(trained, range(first, first + len(inputs)))):
                 output = model(inputs)
             first += len(inputs)
             loss, of_replica = cross_entropy_sum(output, targets)

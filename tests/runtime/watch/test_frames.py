@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quintsched.runtime.watch.monitor_sockets import (
-    HEAD,
+    FRAME_HEAD,
     JSON,
-    MOST_BYTES,
+    MOST_FRAME_BYTES,
     MOST_OF_STRANGERS,
     PLAN,
     FrameError,
@@ -43,16 +43,18 @@ def test_frames_come_whole_however_they_are_cut(cuts: list[int], text: str) -> N
     assert plan_of(found[1][1]) == (3, text.encode())
 
 
-@pytest.mark.parametrize(("kind", "length"), [(JSON, MOST_BYTES[JSON] + 1), (PLAN, MOST_BYTES[PLAN] + 1), (b"X", 1)])
+@pytest.mark.parametrize(
+    ("kind", "length"), [(JSON, MOST_FRAME_BYTES[JSON] + 1), (PLAN, MOST_FRAME_BYTES[PLAN] + 1), (b"X", 1)]
+)
 def test_a_length_is_refused_before_it_is_read(kind: bytes, length: int) -> None:
     with pytest.raises(FrameError):
-        list(reader().feed(HEAD.pack(kind, length)))
+        list(reader().feed(FRAME_HEAD.pack(kind, length)))
 
 
 @pytest.mark.parametrize(("kind", "length"), [(JSON, MOST_OF_STRANGERS + 1), (PLAN, 1)])
 def test_strangers_may_say_little(kind: bytes, length: int) -> None:
     with pytest.raises(FrameError):
-        list(FrameReader().feed(HEAD.pack(kind, length)))
+        list(FrameReader().feed(FRAME_HEAD.pack(kind, length)))
 
 
 @pytest.mark.parametrize("payload", [b"", b"[]", b"null", b"{", b"\xff", b"[" * 50_000])

@@ -17,8 +17,8 @@ import quintsched as qs
 from quintsched.runtime.watch import announce_verdict
 from quintsched.runtime.watch.connect_to_monitor import WatchOptions, find_watch, tell_end, tell_refusal
 from quintsched.runtime.watch.hang_monitor import Hub
-from quintsched.runtime.watch.monitor_sockets import HEAD, JSON, KEY
-from quintsched.runtime.watch.rank_position import INDEX, START, WORLD_CODE, Cell, CellReader
+from quintsched.runtime.watch.monitor_sockets import FRAME_HEAD, JSON, KEY
+from quintsched.runtime.watch.rank_position import INDEX, START, WORLD_CODE, CellReader, PositionCell
 from quintsched.runtime.watch.verdict_timing import Member
 from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import Fate
@@ -254,7 +254,12 @@ def test_a_rank_that_cannot_connect_says_why_and_where(
 
 def test_strangers_learn_nothing_and_cannot_speak(hub: Hub) -> None:
     host, port = hub.address.split(":")
-    for said in (b"GET / HTTP/1.0\r\n\r\n", HEAD.pack(JSON, 10**9), _frame({"answer": "?", "rank": 0}), _frame({})):
+    for said in (
+        b"GET / HTTP/1.0\r\n\r\n",
+        FRAME_HEAD.pack(JSON, 10**9),
+        _frame({"answer": "?", "rank": 0}),
+        _frame({}),
+    ):
         with socket.create_connection((host, int(port)), timeout=5) as stranger:
             asked = stranger.recv(4096)
             assert hub.key.encode() not in asked
@@ -283,7 +288,7 @@ def test_a_rank_that_does_not_know_the_key_is_heard_by_nobody(hub: Hub, monkeypa
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no nameless files")
 def test_a_cell_is_read_through_its_file() -> None:
-    cell = Cell(3, shared=True)
+    cell = PositionCell(3, shared=True)
     assert cell.file is not None
     reader = CellReader(os.getpid(), cell.file, 3)
     cell.numbers[INDEX] = 17
@@ -297,7 +302,7 @@ def test_a_cell_is_read_through_its_file() -> None:
 
 def _frame(message: dict[str, object]) -> bytes:
     payload = json.dumps(message).encode()
-    return HEAD.pack(JSON, len(payload)) + payload
+    return FRAME_HEAD.pack(JSON, len(payload)) + payload
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "slow"])

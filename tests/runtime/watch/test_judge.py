@@ -2,21 +2,21 @@
 
 import pytest
 
-from quintsched.runtime.watch.rank_position import NOTHING, START, WORLD_CODE, Place
-from quintsched.runtime.watch.stall_limits import FLOOR_S, Patience, Progress
+from quintsched.runtime.watch.rank_position import NOTHING, START, WORLD_CODE, RankPosition
+from quintsched.runtime.watch.stall_limits import FLOOR_S, Patience, PositionTracker
 from quintsched.runtime.watch.verdict_timing import Judge, Member, Ruling
 from quintsched.stalls.states import Fate
 
-STEP = Place(4, 7, 0, "step", NOTHING, 7, 14)
+STEP = RankPosition(4, 7, 0, "step", NOTHING, 7, 14)
 KILLED = Fate("signal", 9)
 
 
 class Run:
     """Three ranks in the midst of a step, and their judge."""
 
-    def __init__(self, place: Place = STEP) -> None:
+    def __init__(self, place: RankPosition = STEP) -> None:
         self.members = [Member(rank, place=place, has_come=True, is_here=True) for rank in range(3)]
-        self.judge = Judge(self.members, Progress(Patience()))
+        self.judge = Judge(self.members, PositionTracker(Patience()))
         self.now_s = 50.0
         self.judge.look(self.now_s)
 

@@ -5,25 +5,25 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from quintsched.runtime.watch.rank_position import NOTHING, START, UNKNOWN, Place, receive_code
-from quintsched.runtime.watch.stall_limits import FLOOR_S, Patience, Progress
+from quintsched.runtime.watch.rank_position import NOTHING, START, UNKNOWN, RankPosition, receive_code
+from quintsched.runtime.watch.stall_limits import FLOOR_S, Patience, PositionTracker
 
 TICK_S = 0.1
 WAITS = receive_code(1)
 
 
-def place(at: int = 0, step: int = 1, phase: str = "step", *, wait: int = NOTHING, entered: int = 1) -> Place:
-    return Place(at, step, 0, phase, wait, step, entered)  # type: ignore[arg-type]
+def place(at: int = 0, step: int = 1, phase: str = "step", *, wait: int = NOTHING, entered: int = 1) -> RankPosition:
+    return RankPosition(at, step, 0, phase, wait, step, entered)  # type: ignore[arg-type]
 
 
 @dataclass
 class Run:
     """A run of two ranks whose places the test sets, watched as the hub watches it."""
 
-    progress: Progress
+    progress: PositionTracker
     now_s: float = 100.0
     step: int = 0
-    places: dict[int, Place] = field(default_factory=lambda: {0: START, 1: START})
+    places: dict[int, RankPosition] = field(default_factory=lambda: {0: START, 1: START})
     told_after_s: float | None = None
 
     def stand(self, seconds: float, *, stopped: bool = False) -> bool:
@@ -37,7 +37,7 @@ class Run:
                 return True
         return False
 
-    def go(self, rank: int, to: Place) -> None:
+    def go(self, rank: int, to: RankPosition) -> None:
         self.now_s += 0.01
         self.places = {**self.places, rank: to}
         self.progress.look(self.now_s, self.places)
@@ -52,7 +52,7 @@ class Run:
 
 
 def warm(patience: Patience | None = None) -> Run:
-    run = Run(Progress(patience or Patience()))
+    run = Run(PositionTracker(patience or Patience()))
     for _ in range(5):
         run.make_step()
     return run
@@ -82,7 +82,7 @@ def test_what_steps_usually_take_is_no_stall_and_one_pause_is_not_usual() -> Non
 
 
 def test_a_first_step_may_take_as_long_as_a_wait() -> None:
-    run = Run(Progress(Patience(timeout_s=100)))
+    run = Run(PositionTracker(Patience(timeout_s=100)))
     run.make_step(60)
     assert run.told_after_s is None
     assert run.stand(60)
@@ -111,9 +111,9 @@ def test_a_limit_that_is_given_is_the_limit() -> None:
 
 
 def test_a_limit_that_is_given_is_not_that_of_a_first_step() -> None:
-    run = Run(Progress(Patience(stall_after=3)))
+    run = Run(PositionTracker(Patience(stall_after=3)))
     assert not run.make_step(50)
-    run = Run(Progress(Patience(stall_after=3)))
+    run = Run(PositionTracker(Patience(stall_after=3)))
     assert run.make_step(70)
 
 

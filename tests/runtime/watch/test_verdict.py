@@ -4,17 +4,17 @@ import pytest
 
 import quintsched as qs
 from quintsched.runtime.watch.announce_verdict import Plans, Verdict, make_verdict, own_errors
-from quintsched.runtime.watch.rank_position import NOTHING, WORLD_CODE, Place
+from quintsched.runtime.watch.rank_position import NOTHING, WORLD_CODE, RankPosition
 from quintsched.runtime.watch.verdict_timing import ErrorKind, Member
 from quintsched.stalls.states import Fate
 
 NOW_S = 70_000.0
-STEP = Place(4, 7, 0, "step", NOTHING, 7, 14)
+STEP = RankPosition(4, 7, 0, "step", NOTHING, 7, 14)
 PLANS = Plans()
 PLANS.add(0, qs.compile("1f1b", mesh="pp=2", microbatches=2).to_json().encode())
 
 
-def members(place: Place = STEP) -> list[Member]:
+def members(place: RankPosition = STEP) -> list[Member]:
     """Return two ranks in the midst of a step."""
     return [Member(rank, "a", place=place, changed_s=NOW_S - 3, has_come=True, is_here=True) for rank in range(2)]
 

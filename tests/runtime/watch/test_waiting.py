@@ -19,7 +19,7 @@ from quintsched.runtime.watch.rank_position import (
     send_code,
     wait_of,
 )
-from quintsched.stalls.states import Wait
+from quintsched.stalls.states import BlockingCall
 
 from ..toys import Task, sgd, share, tiny_vit
 
@@ -27,10 +27,10 @@ from ..toys import Task, sgd, share, tiny_vit
 def test_a_cell_says_what_it_was_given():
     groups = [(0, 1), (0, 2)]
     assert wait_of(UNKNOWN, groups) is None
-    assert wait_of(NOTHING, groups) == Wait("nothing")
-    assert wait_of(receive_code(7), groups) == Wait("receive", index=7)
-    assert wait_of(send_code(0), groups) == Wait("send", index=0)
-    assert wait_of(collective_code(1), groups) == Wait("collective", ranks=(0, 2))
+    assert wait_of(NOTHING, groups) == BlockingCall("nothing")
+    assert wait_of(receive_code(7), groups) == BlockingCall("receive", index=7)
+    assert wait_of(send_code(0), groups) == BlockingCall("send", index=0)
+    assert wait_of(collective_code(1), groups) == BlockingCall("collective", ranks=(0, 2))
     assert wait_of(collective_code(2), groups) is None
 
 

@@ -16,7 +16,7 @@ from quintsched.errors import MisfitError
 
 from ....comm import Group
 from ....comm.generators import SeededGenerators
-from ...dropout import BY_SAMPLES, WORD, CutSite, Masks, Unit
+from ...dropout import BY_SAMPLES, WORD, CutSite, Masks, MaskUnit
 from ...keyed_draws import BlockDraws
 from ..block_twins import SEED
 from ..trial_inputs import Arrival
@@ -58,7 +58,7 @@ def note_draws(twin: nn.Module, number: int, arrival: Arrival, masks: NotedMasks
     not make for its part of a tensor.
     """
     draws = BlockDraws(masks, {number: twin.train()}, lambda number: sliced)
-    with torch.no_grad(), masks.of(Unit(0, range(arrival.samples))), draws.running(number):
+    with torch.no_grad(), masks.of(MaskUnit(0, range(arrival.samples))), draws.running(number):
         outputs_of(twin, arrival, sliced=sliced)
     return masks.found
 

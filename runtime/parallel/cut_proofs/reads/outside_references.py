@@ -16,8 +16,8 @@ from torch import nn
 
 from quintsched.errors import MisfitError
 
-from ....objects.library_or_user import PLAIN, is_of_library
-from ....objects.spaces import HOOKS, OF_TORCH, Cells, attributes_of, defaults_of, parts_of
+from ....objects.library_or_user import PLAIN_TYPES, is_of_library
+from ....objects.spaces import HOOKS, OF_TORCH, ClosureCells, attributes_of, defaults_of, parts_of
 
 _MOST = 10_000
 """Maximum number of objects visited."""
@@ -48,7 +48,7 @@ class _Walk:
     def find(self, thing: Any, *, is_shared: bool) -> str:
         """Return the name of a layer or weight that an object refers to, or ""; `is_shared`: deep copies share it."""
         key = id(thing), is_shared
-        if isinstance(thing, PLAIN) or key in self._seen or len(self._seen) > _MOST:
+        if isinstance(thing, PLAIN_TYPES) or key in self._seen or len(self._seen) > _MOST:
             return ""
         self._seen[key] = thing
         if isinstance(thing, nn.Parameter):
@@ -62,7 +62,7 @@ class _Walk:
 
 def _parts(thing: Any) -> Iterable[Any]:
     if isinstance(thing, FunctionType):
-        return () if is_of_library(thing) else (*Cells(thing).read().values(), *defaults_of(thing), vars(thing))
+        return () if is_of_library(thing) else (*ClosureCells(thing).read().values(), *defaults_of(thing), vars(thing))
     if isinstance(thing, MethodType) and isinstance(thing.__self__, nn.Module):
         return ()
     if isinstance(thing, tuple | MethodType | partial):

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ....autograd.kv_store import Past, Store
 from ....comm import SelfGroup
 from ...context.context_parallel import Context, SequenceShard
-from ..feature_owners import FeatureOwners, Place, line
+from ..feature_owners import CodePlace, FeatureOwners, line
 from ..marks.owner_rules import MOVING, Joined, goes_by_data, name_of, require_one
 from .token_labels import TokenLabels, looked_up, placed
 
@@ -53,7 +53,7 @@ class TokenOwners(FeatureOwners):
     """
 
     def __init__(
-        self, flipped: Set[Place] = frozenset(), to_draw: Sequence[Sequence[torch.Size]] | None = None
+        self, flipped: Set[CodePlace] = frozenset(), to_draw: Sequence[Sequence[torch.Size]] | None = None
     ) -> None:
         super().__init__(trusts=False, flipped=flipped)
         self.drawn: list[Sequence[torch.Size]] = []

@@ -22,22 +22,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from ....autograd.kv_store import Store
-from ....blocks.block_outlines import TOKENS, seeded
+from ....blocks.block_outlines import TOKENS_DIM, seeded
 from ....settings.tensor_rules import TensorSplit
-from ...context.context_parallel import WHOLE, SequenceShard
+from ...context.context_parallel import WHOLE_SEQUENCE, SequenceShard
 from ...dropout import KeyedDropout
 from ...tensor.cuttable_layers import Cut, pairs_of
 from ..block_twins import SEED, Blueprint
-from ..feature_owners import NothingDropped, Place
+from ..feature_owners import CodePlace, NothingDropped
 from ..marks.owner_rules import Joined
-from ..trial_inputs import Arrival, Given, cut_dimension
-from ..trial_twins import LOSS, Setting, Tensors, outputs_of
+from ..trial_inputs import Arrival, TrialInput, cut_dimension
+from ..trial_twins import LOSS, Setting, TwinTensors, outputs_of
 from .token_labels import TokenLabels, placed
 from .token_owners import MANY, FollowedContext, FollowedPast, Marked, TokenOwners, TokenReads
 
 
 @dataclass(frozen=True)
-class Gathered:
+class TokenGathers:
     """Gathers and scatters of tokens around the pairs of a block under sequence parallelism.
 
     Attributes:
@@ -71,9 +71,9 @@ class Gathered:
         def scatter(module: nn.Module, args: Any, result: Tensor) -> Tensor:
             with owners.unfollowed():
                 here = vector.nonzero()[:, 0]
-                mine = result.index_select(TOKENS, here) if is_part else result
-                owners.labels.note(mine, owners.labels.of(result).index_select(TOKENS, here))
-                shape = [-1 if dim == TOKENS else 1 for dim in range(mine.dim())]
+                mine = result.index_select(TOKENS_DIM, here) if is_part else result
+                owners.labels.note(mine, owners.labels.of(result).index_select(TOKENS_DIM, here))
+                shape = [-1 if dim == TOKENS_DIM else 1 for dim in range(mine.dim())]
                 many = bool((owners.of(result) == MANY).any())
                 of = torch.full_like(vector[vector != 0], MANY) if many else vector[vector != 0]
                 owners.note(mine, of.reshape(shape).expand(mine.shape))
@@ -103,7 +103,7 @@ _BY_PLACES = "does to some tokens by their places what it does not do to others,
 
 
 def why_tokens_meet(
-    blueprint: Blueprint, arrival: Arrival, setting: Setting, device: torch.device, gathered: Gathered | None = None
+    blueprint: Blueprint, arrival: Arrival, setting: Setting, device: torch.device, gathered: TokenGathers | None = None
 ) -> str:
     """Return why a block may compute other numbers for cut sequences, in words; empty: it keeps tokens apart.
 
@@ -139,7 +139,7 @@ class _Follower:
         arrival: Arrival,
         setting: Setting,
         device: torch.device,
-        gathered: Gathered | None,
+        gathered: TokenGathers | None,
         *,
         trains: bool,
     ) -> None:
@@ -147,7 +147,7 @@ class _Follower:
         self._blueprint, self._arrival, self._setting = blueprint, arrival, setting
         self._device, self._trains, self._length = device, trains, _length(arrival)
 
-    def run(self, flipped: Set[Place] = frozenset()) -> _Run:
+    def run(self, flipped: Set[CodePlace] = frozenset()) -> _Run:
         """Run the block on whole sequences; raises `Joined` if tokens of several ranks meet in an output."""
         owners, told = TokenOwners(flipped), list[Marked]()
         vector = _owners_of(self._length, self._setting).to(self._device)
@@ -155,7 +155,7 @@ class _Follower:
         for _ in range(2 if self._trains else 1):
             told.clear()
             with self._mode():
-                beside = self._beside(owners, WHOLE, vector, told)
+                beside = self._beside(owners, WHOLE_SEQUENCE, vector, told)
                 owners.require_apart(self._outputs(twin, owners, vector, told, beside))
         return _Run(owners, told)
 
@@ -175,7 +175,7 @@ class _Follower:
 
     def _outputs(
         self, twin: nn.Module, owners: TokenOwners, vector: Tensor, told: list[Marked], beside: Mapping[str, Any]
-    ) -> Tensors:
+    ) -> TwinTensors:
         """Run a block on the tokens of these owners, `vector` (tokens,); those of owner 0 are left out."""
         owners.begin(TokenLabels(twin))
         arrival = _owned(owners, self._arrival, vector)
@@ -198,7 +198,7 @@ class _Follower:
         owners.note(context.positions, vector[vector != 0])
         return {"context": context}
 
-    def require_same(self, whole: _Run, condition: Place) -> None:
+    def require_same(self, whole: _Run, condition: CodePlace) -> None:
         """Raise `Joined` if a block's outputs change when a condition on numbers of tokens is negated."""
         try:
             other = self.run(frozenset([condition])).owners.seen
@@ -288,7 +288,7 @@ def _owned(owners: TokenOwners, arrival: Arrival, vector: Tensor) -> Arrival:
     """Return copies of the inputs with owners and labels set; tokens of owner 0 are left out."""
     numbers = count()
 
-    def own(given: Given) -> Given:
+    def own(given: TrialInput) -> TrialInput:
         tensor, dim = given.tensor.clone(memory_format=torch.contiguous_format), given.tokens
         if dim is not None:
             each = vector.repeat_interleave(tensor.shape[dim] // len(vector))
@@ -297,6 +297,6 @@ def _owned(owners: TokenOwners, arrival: Arrival, vector: Tensor) -> Arrival:
             owners.note(tensor, each[each != 0].reshape(shape).expand(tensor.shape))
         of = placed(given.tensor, f"given {next(numbers)}")
         owners.labels.note(tensor, of if dim is None else of.index_select(dim, each.nonzero()[:, 0]))
-        return Given(tensor, dim)
+        return TrialInput(tensor, dim)
 
     return arrival.changed(own)

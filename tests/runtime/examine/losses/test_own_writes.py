@@ -15,7 +15,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.examine.losses.real_batches import RealBatch, Unit
+from quintsched.runtime.examine.losses.real_batches import RealBatch, SampleUnit
 from quintsched.runtime.examine.losses.watched_loss import Examined
 
 RANDOM = torch.Generator().manual_seed(5)
@@ -80,7 +80,7 @@ class Late(Writing):
         return loss / (self.first or 1.0)
 
 
-def step(examined: Examined, loss: Any, output: Tensor, probe: Unit | None = None) -> Unit | None:
+def step(examined: Examined, loss: Any, output: Tensor, probe: SampleUnit | None = None) -> SampleUnit | None:
     """Step as an engine does, with two microbatches; return a few samples."""
     examined.begin(None)
     real = RealBatch(2)

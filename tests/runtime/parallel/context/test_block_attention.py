@@ -18,9 +18,9 @@ from quintsched.runtime.parallel.context.block_attention import (
     CPU_FLASH,
     CUDA_EFFICIENT,
     CUDA_FLASH,
-    PLAIN,
-    Block,
+    PLAIN_KERNEL,
     Kernel,
+    QueryKeyValue,
     attend,
     choose,
     gradients,
@@ -38,7 +38,7 @@ def gpu_that_can(monkeypatch: pytest.MonkeyPatch, *, flash: bool = True, efficie
         yield
 
 
-def drawn(dtype: torch.dtype, groups: int, queries: int, keys: int, size: int) -> tuple[Block, Tensor]:
+def drawn(dtype: torch.dtype, groups: int, queries: int, keys: int, size: int) -> tuple[QueryKeyValue, Tensor]:
     """Return a block of two key heads with so many query heads each, and the gradient of its mean."""
     random = torch.Generator().manual_seed(queries)
     shapes = [(2, 2, groups, queries, size), (2, 2, keys, size), (2, 2, keys, size), (2, 2, groups, queries, size)]
@@ -46,7 +46,7 @@ def drawn(dtype: torch.dtype, groups: int, queries: int, keys: int, size: int) -
     return (query, key, value), gradient
 
 
-def by_autograd(block: Block, gradient: Tensor, is_diagonal: bool) -> tuple[Tensor, Tensor, Block]:
+def by_autograd(block: QueryKeyValue, gradient: Tensor, is_diagonal: bool) -> tuple[Tensor, Tensor, QueryKeyValue]:
     """Return mean, weight and gradients of a block, in double precision and one piece."""
     query, key, value = (tensor.double().requires_grad_() for tensor in block)
     scores = query @ key[:, :, None].mT / query.shape[-1] ** 0.5
@@ -63,11 +63,11 @@ def by_autograd(block: Block, gradient: Tensor, is_diagonal: bool) -> tuple[Tens
         (F16, 64, CUDA_FLASH),
         (BF16, 128, CUDA_FLASH),
         (BF16, 8, CUDA_FLASH),
-        (BF16, 12, PLAIN),
+        (BF16, 12, PLAIN_KERNEL),
         (F32, 64, CUDA_EFFICIENT),
         (F32, 12, CUDA_EFFICIENT),
-        (F32, 6, PLAIN),
-        (F64, 64, PLAIN),
+        (F32, 6, PLAIN_KERNEL),
+        (F64, 64, PLAIN_KERNEL),
     ],
 )
 def test_the_kernel_of_a_gpu_goes_by_type_and_size(
@@ -81,16 +81,16 @@ def test_a_gpu_is_asked_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
     with gpu_that_can(monkeypatch, flash=False):
         assert choose(torch.empty(1, 2, 16, 64, dtype=BF16, device="cuda")) is CUDA_EFFICIENT
     with gpu_that_can(monkeypatch, flash=False, efficient=False):
-        assert choose(torch.empty(1, 2, 16, 64, dtype=BF16, device="cuda")) is PLAIN
+        assert choose(torch.empty(1, 2, 16, 64, dtype=BF16, device="cuda")) is PLAIN_KERNEL
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
 def test_the_kernel_of_a_cpu_is_torchs_unless_switched_off(dtype: torch.dtype) -> None:
     key = torch.empty(1, 2, 16, 5, dtype=dtype)
     assert choose(key) is CPU_FLASH
-    assert choose(key.to("meta")) is PLAIN
+    assert choose(key.to("meta")) is PLAIN_KERNEL
     with sdpa_kernel(SDPBackend.MATH):
-        assert choose(key) is PLAIN
+        assert choose(key) is PLAIN_KERNEL
 
 
 BLOCKS = [(9, 9, True), (130, 130, True), (9, 18, False), (18, 9, False)]
@@ -99,7 +99,7 @@ BLOCKS = [(9, 9, True), (130, 130, True), (9, 18, False), (18, 9, False)]
 @pytest.mark.parametrize("most_scores", [1, 2000, 1 << 24])
 @pytest.mark.parametrize(("queries", "keys", "is_diagonal"), BLOCKS)
 @pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("kernel", [CPU_FLASH, PLAIN], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [CPU_FLASH, PLAIN_KERNEL], ids=lambda kernel: kernel.name)
 def test_a_block_is_attention(
     monkeypatch: pytest.MonkeyPatch,
     kernel: Kernel,
@@ -125,13 +125,13 @@ def test_half_precision_is_as_exact_as_products_with_sums_of_single(dtype: torch
     block, gradient = drawn(dtype, 2, 256, 256, 32)
     mean, weight, expected = by_autograd(block, gradient, is_diagonal)
     errors = {}
-    for kernel in (CPU_FLASH, PLAIN):
+    for kernel in (CPU_FLASH, PLAIN_KERNEL):
         seen, by = attend(kernel, block, is_diagonal)
         back = gradients(kernel, gradient, block, mean.to(dtype), weight.float(), is_diagonal)
         assert by.dtype == F32
         both = zip((seen, *back), (mean, *expected), strict=True)
         errors[kernel.name] = [float((one - other).norm() / other.norm()) for one, other in both]
-    for fused, plain in zip(errors[CPU_FLASH.name], errors[PLAIN.name], strict=True):
+    for fused, plain in zip(errors[CPU_FLASH.name], errors[PLAIN_KERNEL.name], strict=True):
         assert fused <= plain <= 0.7 * torch.finfo(dtype).eps, errors
 
 
@@ -166,7 +166,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("kernel", [CPU_FLASH, PLAIN], ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [CPU_FLASH, PLAIN_KERNEL], ids=lambda kernel: kernel.name)
 def test_no_tensor_grows_with_the_square_of_the_tokens(monkeypatch: pytest.MonkeyPatch, kernel: Kernel) -> None:
     monkeypatch.setattr(block_attention, "MOST_SCORES", 1 << 14)
     for tokens in (64, 512):

@@ -21,7 +21,7 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.context.context_parallel import Context
 from quintsched.runtime.parallel.cut_proofs.block_twins import Blueprint
 from quintsched.runtime.parallel.cut_proofs.tokens.tokens_apart import why_tokens_meet
-from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, Given, GivenTree
+from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
 from quintsched.runtime.parallel.cut_proofs.trial_twins import Setting
 
 from ...toys import sgd
@@ -54,7 +54,9 @@ class Attending(nn.Module):
 
 def why(mix: Mix, setting: Setting, tokens: int = TOKENS) -> str:
     x = torch.randn(2, tokens, WIDTH, generator=torch.Generator().manual_seed(0))
-    return why_tokens_meet(Blueprint(Attending(mix)), Arrival(GivenTree([Given(x, 1)])), setting, torch.device("cpu"))
+    return why_tokens_meet(
+        Blueprint(Attending(mix)), Arrival(GivenTree([TrialInput(x, 1)])), setting, torch.device("cpu")
+    )
 
 
 def whole(y: Tensor, context: Context | None) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.ir.values import Kind, Value
+from quintsched.ir.values import Value, ValueKind
 from quintsched.runtime import Carry, Engine
 from quintsched.runtime.blocks.block_outlines import build_block
 from quintsched.runtime.comm import Group, Transport, run_local
@@ -31,7 +31,7 @@ def saved_bytes(mesh: str, **more: Any) -> tuple[float, tuple[int, ...]]:
         _, counted = engine.step_counting_saved(*share(engine, task.inputs[0], task.targets[0]))
         costs = engine.saved_costs(counted)
         state = engine._runner.interpreters["train"].state
-        (spec,) = state.messages.shape.cargo.specs(Value(Kind.OUTPUT, 0, 0))
+        (spec,) = state.messages.shape.cargo.specs(Value(ValueKind.OUTPUT, 0, 0))
         return costs.activation[1], spec.shape
 
     return run_local(qs.Mesh.parse(mesh).size, run)[0]
