@@ -28,7 +28,7 @@ from quintsched.ir.layout import Layout
 from quintsched.ir.ragged import Ragged
 from quintsched.ir.values import SKIPS, TRAVELS, Numbering
 from quintsched.ir.values import Value as Value
-from quintsched.ir.values import ValueKind as Kind
+from quintsched.ir.values import ValueKind as ValueKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +181,13 @@ class _Reader:
     def of(cls, columns: Columns, layout: Layout, gatherings: Ints | None) -> _Reader:
         if gatherings is None:
             gatherings = gatherings_of(columns) if layout.zero.shards_weights else np.zeros(len(columns), np.int64)
-        counts = dict.fromkeys(Kind, layout.num_microbatches)
-        counts[Kind.METRICS] = counts[Kind.NORM] = columns.num_ranks
-        counts[Kind.REDUCED] = len(layout.buckets) * layout.most_reductions
-        counts[Kind.TIED] = max((tie.number for tie in layout.ties), default=0) + 1
-        counts[Kind.PARAMS] = int(gatherings.max(initial=0)) + 1
-        counts[Kind.STEPPED] = len(layout.buckets)
-        counts[Kind.SKIP] = counts[Kind.SKIP_GRAD] = layout.num_microbatches * len(layout.skips)
+        counts = dict.fromkeys(ValueKind, layout.num_microbatches)
+        counts[ValueKind.METRICS] = counts[ValueKind.NORM] = columns.num_ranks
+        counts[ValueKind.REDUCED] = len(layout.buckets) * layout.most_reductions
+        counts[ValueKind.TIED] = max((tie.number for tie in layout.ties), default=0) + 1
+        counts[ValueKind.PARAMS] = int(gatherings.max(initial=0)) + 1
+        counts[ValueKind.STEPPED] = len(layout.buckets)
+        counts[ValueKind.SKIP] = counts[ValueKind.SKIP_GRAD] = layout.num_microbatches * len(layout.skips)
         numbering = Numbering(len(layout.stage_to_pp), counts, len(layout.buckets), len(layout.skips))
         return cls(columns, layout, numbering, gatherings, np.array(layout.stage_to_pp, np.int64))
 
@@ -232,7 +232,9 @@ class _Reader:
         layout, columns = self.layout, self.columns
         if not layout.skips:
             return _Cells(rows[:0], rows[:0], rows[:0])
-        hops = np.array(layout.skip_hops if term.kind is Kind.SKIP else layout.skip_chains, np.int64).reshape(-1, 3)
+        hops = np.array(layout.skip_hops if term.kind is ValueKind.SKIP else layout.skip_chains, np.int64).reshape(
+            -1, 3
+        )
         skip, earlier, later = hops.T
         own, other = (earlier, later) if term.whose is Whose.LATER else (later, earlier)
         at, hop = Ragged.group(own, np.arange(len(hops)), len(self.holders)).expand(columns.stage[rows])
