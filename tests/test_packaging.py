@@ -171,7 +171,7 @@ def test_each_install_line_of_the_readme_works_in_an_empty_environment(
     with tarfile.open(file) as archive:
         archive.extractall(tmp_path, filter="data")
     (folder,) = tmp_path.iterdir()
-    succeed(sys.executable, "-m", "venv", tmp_path / "empty", cwd=tmp_path)
+    succeed(sys.executable, "-m", "venv", tmp_path / "empty", cwd=tmp_path, timeout=600)
     python = tmp_path / "empty" / "bin" / "python"
     succeed(python, "-m", "pip", "install", "--quiet", *shlex.split(line), cwd=folder, timeout=1500)
     succeed(python, "-c", USES[line], cwd=tmp_path)

@@ -109,7 +109,7 @@ def test_files_of_tutorials_are_what_they_are_called(
             assert plan_of(load_job(Path(name))).check().sound
 
 
-@pytest.mark.parametrize("page", [README, *PAGES], ids=name_of)
+@pytest.mark.parametrize("page", [README, *PAGES, *sorted((ROOT / "docs").glob("*.md"))], ids=name_of)
 def test_prose_is_easy_to_read(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert reading_ease(text) >= 50

@@ -37,7 +37,7 @@ def run(
     ] = None,
     overrides: Overrides = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="DIR", help="Write down there when each instruction ran.")
+        Path | None, typer.Option("--trace", metavar="DIR", help="Write a trace there: when each instruction ran.")
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest whole checkpoint.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run's checkpoints away; start anew.")] = False,

@@ -36,10 +36,10 @@ class Wire:
 
     latency_s: float = field(
         default=20e-6,
-        metadata={"metavar": "S", "doc": "Seconds that a message costs, which communication auto reckons with."},
+        metadata={"metavar": "S", "doc": "Seconds that a message costs, for communication auto."},
     )
     bandwidth: float = field(
-        default=1e9, metadata={"metavar": "B/S", "doc": "Bytes per second between two ranks, likewise."}
+        default=1e9, metadata={"metavar": "B/S", "doc": "Bytes per second between two ranks, for communication auto."}
     )
 
     def __post_init__(self) -> None:

@@ -220,7 +220,7 @@ class CompileRequest:
         normal=setting_readers.means_in,
     )
     wire: Wire | None = _setting(
-        "the latency and bandwidth that communication auto reckons with.",
+        "the latency and bandwidth for communication auto.",
         setting_readers.optional(setting_readers.read_wire),
         "WIRE",
         default=None,

@@ -24,7 +24,7 @@ CPU = "cpu"
 def calibrate(
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE.json", help="Default for cpu: what --hardware cpu means."),
+        typer.Option("--output", "-o", metavar="FILE.json", help="For cpu by default what --hardware cpu reads."),
     ] = None,
     device: Annotated[
         str, typer.Option("--device", metavar="KIND", help="What to measure: cpu, or cuda and its like.")
