@@ -25,7 +25,7 @@ from quintsched.errors import InputError, UsageError
 from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import shorten
 from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
-from quintsched.request import CompileRequest, Entry, entries
+from quintsched.request import CompileRequest, RequestOption, entries
 
 from .intervals import Every, EveryOrEpoch
 from .optimizer_settings import LearningRateConfig as LearningRateConfig
@@ -58,7 +58,7 @@ _PLAN_MARKS = {"costs": (SettingRule.OF_A_MACHINE,), "schedule": (SettingRule.CO
 _TYPES: dict[type, dict[str, Any]] = {int: {"type": "integer"}, float: {"type": "number"}, bool: {"type": "boolean"}}
 
 
-def _schema_of(entry: Entry) -> dict[str, Any]:
+def _schema_of(entry: RequestOption) -> dict[str, Any]:
     """Return the JSON Schema of a setting of the plan."""
     text: dict[str, Any] = {"type": "string"}
     stages: dict[str, Any] = {"type": "array", "items": {"type": "integer"}}
@@ -75,7 +75,7 @@ def _schema_of(entry: Entry) -> dict[str, Any]:
     return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
 
 
-def _plan_field(entry: Entry) -> tuple[str, Any]:
+def _plan_field(entry: RequestOption) -> tuple[str, Any]:
     """Return a pydantic field for a setting of the plan in a job file: its name, with its type and its field."""
 
     def check(value: Any) -> Any:
