@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .odd_mlps import HEADS, HIDDEN, SIZE, TOKENS, WIDTH
+from .odd_mlps import HEADS, HIDDEN, SIZE, TOKENS, WIDTH, made
 
 
 class Attention(nn.Module):
-    """x + proj(mix(q, k, v))."""
+    """x + o_proj(mix(q, k, v)), causal."""
 
     kv_heads = HEADS
 
@@ -23,20 +24,29 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(WIDTH, WIDTH)
         self.k_proj, self.v_proj = (nn.Linear(WIDTH, self.kv_heads * SIZE) for _ in range(2))
         self.o_proj = nn.Linear(WIDTH, WIDTH)
-        self.set_up()
+        for name, value in self.has().items():
+            setattr(self, name, value)
 
-    def set_up(self) -> None:
-        """Make what is between."""
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = self.norm(x)
-        q, k, v = (p(y).unflatten(-1, (-1, SIZE)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        return q, k, v
+    def has(self) -> Mapping[str, Any]:
+        """Attributes that a kind has besides, or instead."""
+        return {}
 
     def forward(self, x: Tensor) -> Any:
-        return x + self.o_proj(self.mix(*self.heads(x)).transpose(1, 2).flatten(2))
+        y = self.norm(x)
+        flat = self.projected(self.q_proj(y), self.k_proj(y), self.v_proj(y))
+        heads = self.headed(*(self.apart(part, x).transpose(1, 2) for part in flat))
+        return x + self.o_proj(self.mix(x, *heads).transpose(1, 2).flatten(2))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def projected(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return q, k, v
+
+    def apart(self, part: Tensor, x: Tensor) -> Tensor:
+        return part.unflatten(-1, (-1, SIZE))
+
+    def headed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return q, k, v
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         scores = self.scores(q @ k.mT / SIZE**0.5)
@@ -50,48 +60,11 @@ class Attention(nn.Module):
         return weights @ v
 
 
-class PerHeadNorms(Attention):
-    """Qwen3's."""
-
-    def set_up(self) -> None:
-        self.q_norm, self.k_norm = nn.RMSNorm(SIZE, eps=1e-6), nn.LayerNorm(SIZE)
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().heads(x)
-        return self.q_norm(q), self.k_norm(k), v
-
-
-class WideNorms(Attention):
-    """OLMo2's."""
-
-    def set_up(self) -> None:
-        self.q_norm, self.k_norm = nn.RMSNorm(WIDTH, eps=1e-6), nn.RMSNorm(WIDTH, eps=1e-6)
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = self.norm(x)
-        split = (self.q_norm(self.q_proj(y)), self.k_norm(self.k_proj(y)), self.v_proj(y))
-        q, k, v = (t.unflatten(-1, (-1, SIZE)).transpose(1, 2) for t in split)
-        return q, k, v
-
-
-class TalkingHeads(Attention):
-    def set_up(self) -> None:
-        self.talk = nn.Parameter(torch.eye(HEADS) + 0.1)
-
-    def scores(self, scores: Tensor) -> Tensor:
-        return torch.einsum("bhqk,hg->bgqk", scores, self.talk)
-
-
-class HeadsAveraged(Attention):
-    def scores(self, scores: Tensor) -> Tensor:
-        return scores + scores.mean(1, keepdim=True)
-
-
 class RelativeBias(Attention):
     """A bias for each head and distance."""
 
-    def set_up(self) -> None:
-        self.bias = nn.Embedding(4 * TOKENS, HEADS)
+    def has(self) -> Mapping[str, Any]:
+        return {"bias": nn.Embedding(4 * TOKENS, HEADS)}
 
     def scores(self, scores: Tensor) -> Tensor:
         tokens = torch.arange(scores.shape[-1], device=scores.device)
@@ -102,102 +75,155 @@ class Alibi(Attention):
     """A slope for each head, by its number."""
 
     def scores(self, scores: Tensor) -> Tensor:
-        heads = scores.shape[1]
-        slopes = 2.0 ** -torch.arange(1, heads + 1, dtype=scores.dtype, device=scores.device)
+        slopes = 2.0 ** -torch.arange(1, scores.shape[1] + 1, dtype=scores.dtype, device=scores.device)
         tokens = torch.arange(scores.shape[-1], device=scores.device)
         return scores - slopes[:, None, None] * (tokens[:, None] - tokens).abs()
-
-
-class Temperatures(Attention):
-    """A temperature for each head."""
-
-    def set_up(self) -> None:
-        self.temperature = nn.Parameter(torch.linspace(0.5, 2, HEADS)[:, None, None])
-
-    def scores(self, scores: Tensor) -> Tensor:
-        return scores * self.temperature
-
-
-class Sinks(Attention):
-    """A logit for each head that nothing is behind, as gpt-oss has it."""
-
-    def set_up(self) -> None:
-        self.sinks = nn.Parameter(torch.linspace(-1, 1, HEADS))
-
-    def mixed(self, weights: Tensor, v: Tensor) -> Tensor:
-        return (weights @ v) * self.sinks[: v.shape[1], None, None].sigmoid()
-
-
-class GroupedQueries(Attention):
-    kv_heads = 2
-
-
-class OneKeyHead(Attention):
-    kv_heads = 1
-
-
-class TiedQueries(Attention):
-    """Queries and keys are one."""
-
-    def set_up(self) -> None:
-        self.k_proj = self.q_proj
-
-
-class CrossedHeads(Attention):
-    """Each head of queries meets another one's keys."""
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().mix(q, k.roll(1, 1), v)
 
 
 class CountedHeads(Attention):
     """Heads are counted in what it was built from."""
 
-    def set_up(self) -> None:
-        self.config = SimpleNamespace(num_heads=HEADS, width=WIDTH)
+    def has(self) -> Mapping[str, Any]:
         del self.num_heads
+        return {"config": SimpleNamespace(num_heads=HEADS, width=WIDTH)}
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y, shape = self.norm(x), (*x.shape[:2], self.config.num_heads, -1)
-        q, k, v = (p(y).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        return q, k, v
-
-
-class WidthsOfInput(Attention):
-    """nanoGPT's: widths are those of the input."""
-
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        (b, t, width), y = x.shape, self.norm(x)
-        shape = (b, t, self.num_heads, width // self.num_heads)
-        q, k, v = (p(y).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        return q, k, v
-
-
-class GatedHeads(Attention):
-    """Outputs of heads are gated by the input."""
-
-    def set_up(self) -> None:
-        self.head_gate = nn.Linear(WIDTH, HEADS)
-
-    def forward(self, x: Tensor) -> Any:
-        mixed = self.mix(*self.heads(x)) * self.head_gate(x).sigmoid().transpose(1, 2)[..., None]
-        return x + self.o_proj(mixed.transpose(1, 2).flatten(2))
+    def apart(self, part: Tensor, x: Tensor) -> Tensor:
+        return part.view(*x.shape[:2], self.config.num_heads, -1)
 
 
 class Flat(Attention):
     """An attention and an MLP in one module."""
 
-    def set_up(self) -> None:
-        self.fc1, self.fc2 = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+    def has(self) -> Mapping[str, Any]:
+        return {"fc1": nn.Linear(WIDTH, HIDDEN), "fc2": nn.Linear(HIDDEN, WIDTH)}
 
     def forward(self, x: Tensor) -> Any:
         x = super().forward(x)
         return x + self.fc2(F.gelu(self.fc1(x)))
 
 
-class Parallel(Flat):
+SEPARATE: Mapping[type[nn.Module], Mapping[str, Mapping[str, Any]]] = {
+    Attention: {
+        "PerHeadNorms": {  # Qwen3's
+            "has": lambda self: {"q_norm": nn.RMSNorm(SIZE, eps=1e-6), "k_norm": nn.LayerNorm(SIZE)},
+            "headed": lambda self, q, k, v: (self.q_norm(q), self.k_norm(k), v),
+        },
+        "WideNorms": {  # OLMo2's
+            "has": lambda self: {name: nn.RMSNorm(WIDTH, eps=1e-6) for name in ("q_norm", "k_norm")},
+            "projected": lambda self, q, k, v: (self.q_norm(q), self.k_norm(k), v),
+        },
+        "TalkingHeads": {
+            "has": lambda self: {"talk": nn.Parameter(torch.eye(HEADS) + 0.1)},
+            "scores": lambda self, scores: torch.einsum("bhqk,hg->bgqk", scores, self.talk),
+        },
+        "HeadsAveraged": {"scores": lambda self, scores: scores + scores.mean(1, keepdim=True)},
+        "Temperatures": {  # one for each head
+            "has": lambda self: {"temperature": nn.Parameter(torch.linspace(0.5, 2, HEADS)[:, None, None])},
+            "scores": lambda self, scores: scores * self.temperature,
+        },
+        "Sinks": {  # a logit for each head that nothing is behind, as gpt-oss has it
+            "has": lambda self: {"sinks": nn.Parameter(torch.linspace(-1, 1, HEADS))},
+            "mixed": lambda self, weights, v: weights @ v * self.sinks[: v.shape[1], None, None].sigmoid(),
+        },
+        "GroupedQueries": {"kv_heads": 2},
+        "OneKeyHead": {"kv_heads": 1},
+        "TiedQueries": {"has": lambda self: {"k_proj": self.q_proj}},
+        "CrossedHeads": {"headed": lambda self, q, k, v: (q, k.roll(1, 1), v)},
+        "WidthsOfInput": {  # nanoGPT's
+            "apart": lambda self, part, x: part.view(*x.shape[:2], self.num_heads, x.shape[2] // self.num_heads)
+        },
+        "GatedHeads": {  # by the input
+            "has": lambda self: {"head_gate": nn.Linear(WIDTH, HEADS)},
+            "mix": lambda self, x, *heads: (
+                Attention.mix(self, x, *heads) * self.head_gate(x).sigmoid().transpose(1, 2)[..., None]
+            ),
+        },
+        "Adapted": {  # with LoRA, as PEFT writes it
+            "has": lambda self: {name: Adapter(getattr(self, name)) for name in ("q_proj", "v_proj", "o_proj")}
+        },
+    },
+    Flat: {
+        "Parallel": {"forward": lambda self, x: Attention.forward(self, x) + self.fc2(F.gelu(self.fc1(self.norm(x))))}
+    },
+}
+
+
+class Adapter(nn.Module):
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(WIDTH, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, WIDTH, bias=False)})
+        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(0.3)})
+
     def forward(self, x: Tensor) -> Any:
-        return Attention.forward(self, x) + self.fc2(F.gelu(self.fc1(self.norm(x))))
+        given = self.base_layer(x)
+        return given + 2 * self.lora_B["default"](self.lora_A["default"](self.lora_dropout["default"](x)))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """(samples, tokens, heads, size) to (samples, tokens, heads * size)."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2).flatten(2)
+
+
+class Fused(nn.Module):
+    """Queries, keys and values of one product: (3, heads, size), as timm has it."""
+
+    outputs = 3 * WIDTH
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.num_heads = nn.LayerNorm(WIDTH), HEADS
+        self.qkv, self.proj = nn.Linear(WIDTH, self.outputs), nn.Linear(WIDTH, WIDTH)
+        vars(self).update(self.has())
+
+    def has(self) -> Mapping[str, Any]:
+        return {}
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.proj(self.mix(self.qkv(self.norm(x))))
+
+    def mix(self, fused: Tensor) -> Tensor:
+        return attend(*fused.unflatten(-1, (3, self.num_heads, -1)).unbind(2))
+
+
+class MegatronGroups(Fused):
+    """(groups, heads of a group + 2, size), as Megatron has queries that share keys."""
+
+    outputs = WIDTH + 2 * 2 * SIZE
+
+    def mix(self, fused: Tensor) -> Tensor:
+        q, k, v = fused.unflatten(-1, (-1, 4, SIZE)).split((2, 1, 1), -2)
+        return attend(q.flatten(2, 3), k.flatten(2, 3), v.flatten(2, 3))
+
+
+class Phi3(Fused):
+    """[q; k; v] with fewer heads of keys and values."""
+
+    outputs = WIDTH + 2 * 2 * SIZE
+
+    def mix(self, fused: Tensor) -> Tensor:
+        parts = fused.split([n * fused.shape[-1] // 4 for n in (2, 1, 1)], -1)
+        return attend(*(part.unflatten(-1, (-1, SIZE)) for part in parts))
+
+
+FUSED: Mapping[type[nn.Module], Mapping[str, Mapping[str, Any]]] = {
+    Fused: {
+        "NeoX": {  # (heads, 3, size), as GPT-NeoX and BLOOM have it
+            "mix": lambda self, fused: attend(*fused.unflatten(-1, (self.num_heads, 3, -1)).unbind(3))
+        },
+        "Configured": {  # heads are counted where no cut sees it
+            "has": lambda self: {"cfg": SimpleNamespace(n_heads=HEADS)},
+            "mix": lambda self, fused: attend(
+                *(part.view(*fused.shape[:2], self.cfg.n_heads, -1) for part in fused.chunk(3, -1))
+            ),
+        },
+        "SummedHeads": {  # heads are mixed between the pair
+            "mix": lambda self, fused: Fused.mix(self, fused).unflatten(-1, (self.num_heads, -1)).cumsum(2).flatten(2)
+        },
+    }
+}
 
 
 class Conv1D(nn.Module):
@@ -225,9 +251,8 @@ class Turned(nn.Module):
         self.mlp = nn.ModuleDict({"c_fc": Conv1D(HIDDEN, WIDTH), "c_proj": Conv1D(WIDTH, HIDDEN)})
 
     def forward(self, x: Tensor) -> Any:
-        q, k, v = (t.unflatten(-1, (-1, SIZE)).transpose(1, 2) for t in self.c_attn(x).split(self.split_size, 2))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.c_proj(mixed.transpose(1, 2).flatten(2))
+        parts = (part.unflatten(-1, (-1, SIZE)) for part in self.c_attn(x).split(self.split_size, 2))
+        x = x + self.c_proj(attend(*parts))
         return x + self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](x)))
 
 
@@ -236,9 +261,8 @@ class Bert(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.ModuleDict(
-            {"self": BertSelf(), "output": nn.ModuleDict({"dense": nn.Linear(WIDTH, WIDTH)})}
-        )
+        dense = nn.ModuleDict({"dense": nn.Linear(WIDTH, WIDTH)})
+        self.attention = nn.ModuleDict({"self": BertSelf(), "output": dense})
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(WIDTH, HIDDEN)})
         self.output = nn.ModuleDict({"dense": nn.Linear(HIDDEN, WIDTH)})
 
@@ -255,27 +279,9 @@ class BertSelf(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         shape = (*x.shape[:2], self.num_attention_heads, self.attention_head_size)
-        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return mixed.transpose(1, 2).reshape(*x.shape[:2], self.all_head_size)
+        mixed = attend(*(layer(x).view(shape) for layer in (self.query, self.key, self.value)))
+        return mixed.reshape(*x.shape[:2], self.all_head_size)
 
 
-class Adapted(Attention):
-    """With LoRA, as PEFT writes it."""
-
-    def set_up(self) -> None:
-        for name in ("q_proj", "v_proj", "o_proj"):
-            setattr(self, name, Adapter(getattr(self, name)))
-
-
-class Adapter(nn.Module):
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base.requires_grad_(False)
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(WIDTH, 2, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, WIDTH, bias=False)})
-        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(0.3)})
-
-    def forward(self, x: Tensor) -> Any:
-        given = self.base_layer(x)
-        return given + 2 * self.lora_B["default"](self.lora_A["default"](self.lora_dropout["default"](x)))
+CLASSES = (RelativeBias, Alibi, CountedHeads, Flat, Fused, MegatronGroups, Phi3, Turned, Bert)
+ODD_ATTENTIONS = {kind.__name__: kind for kind in CLASSES} | made(SEPARATE) | made(FUSED)

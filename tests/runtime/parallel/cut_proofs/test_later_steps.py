@@ -30,11 +30,10 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.objects.steering import SteeringState
 
 from ...toys import sgd
-from .odd_mlps import HIDDEN, TOKENS, WIDTH
-from .test_features_apart import Between, loss
+from .odd_mlps import HIDDEN, TOKENS
+from .training import Between, Seeing, Trained, batch, loss, refusal, require_equal, train
 
 SETTINGS: dict[str, Any] = {}
-Step = Callable[[Any, Tensor], Tensor]
 
 
 def places(y: Tensor) -> Tensor:
@@ -54,21 +53,11 @@ class Places(nn.Tanh):
         return places(input)
 
 
-class Later(Between):
-    """x + fc2(between(fc1(x), k)) with what may be set in many places."""
+class Later(Seeing):
+    """x + fc2(between(fc1(x))) with what may be set in many places."""
 
-    def __init__(self, between: Step) -> None:
-        super().__init__(between)
-        self.act: Any = nn.Tanh()
-        self.partial = functools.partial(switched, hot=False)
-        self.k = 0
-
-    def forward(self, x: Tensor, k: int = 0) -> Tensor:
-        object.__setattr__(self, "k", k)
-        try:
-            return super().forward(x)
-        finally:
-            object.__setattr__(self, "k", 0)
+    def has(self) -> dict[str, Any]:
+        return {"act": nn.Tanh(), "partial": functools.partial(switched, hot=False)}
 
 
 def layer(block: Any, name: str) -> nn.Module:
@@ -91,7 +80,7 @@ class Joining(TorchFunctionMode):
         return places(found) if func is torch.sigmoid else found
 
 
-NONE: dict[str, tuple[Step, Callable[[Any], object]]] = {
+NONE: dict[str, tuple[Between, Callable[[Any], object]]] = {
     "a flag": (lambda self, y: places(y) if self.config.hot else y, lambda block: setattr(block.config, "hot", True)),
     "a global": (lambda self, y: switched(y, SETTINGS["hot"]), lambda block: SETTINGS.update(hot=True)),
     "a module": (lambda self, y: self.act(y), lambda block: setattr(block, "act", nn.Softmax(-1))),
@@ -126,7 +115,7 @@ NONE: dict[str, tuple[Step, Callable[[Any], object]]] = {
     "a function's": (lambda self, y: switched(y), lambda block: setattr(switched, "hot", True)),
     "a default": (lambda self, y: switched(y), lambda block: setattr(switched, "__defaults__", (True,))),
     "a mode": (lambda self, y: places(y) if self.act.training != self.training else y, lambda block: block.act.eval()),
-    "an extra": (lambda self, y: places(y) if self.k else y, lambda block: None),
+    "an extra": (lambda self, y: places(y) if self.extra else y, lambda block: None),
     "a length": (lambda self, y: places(y) if y.shape[1] > TOKENS else y, lambda block: None),
     "a group": (
         lambda self, y: y.reshape(-1, 4 if y.shape[1] == TOKENS else y.shape[-1]).softmax(-1).view_as(y),
@@ -143,7 +132,7 @@ NONE: dict[str, tuple[Step, Callable[[Any], object]]] = {
     "a width": (lambda self, y: y * (y.shape[-1] if y.shape[1] > TOKENS else 1), lambda block: None),
     "samples": (lambda self, y: y * (y.shape[-1] if len(y) > 2 else HIDDEN), lambda block: None),
 }
-STILL: dict[str, tuple[Step, Callable[[Any], object]]] = {
+STILL: dict[str, tuple[Between, Callable[[Any], object]]] = {
     "a mode around": (lambda self, y: F.gelu(y), lambda block: Halving().__enter__()),
     "a module": (lambda self, y: self.act(y), lambda block: setattr(block, "act", nn.Sigmoid())),
     "a hook": (lambda self, y: y, lambda block: layer(block, "fc1").register_forward_hook(lambda m, a, out: out * 1.5)),
@@ -161,29 +150,32 @@ def as_before() -> Any:
     switched.__defaults__ = (False,)
 
 
-def train(transport: Transport, mesh: str, between: Step, change: Callable[[Any], object], what: str) -> list[float]:
-    plan = qs.compile("gpipe", mesh=mesh, microbatches=1)
-    engine = Engine(plan, [lambda: Later(between)], loss, sgd, dtype=torch.float64, transport=transport)
-    generator, losses = torch.Generator().manual_seed(1), []
-    for step in range(3):
-        length = 2 * TOKENS if step and what.startswith(("a length", "a group", "a width")) else TOKENS
-        samples = 4 if step and what == "samples" else 2
-        x, y = (torch.randn(samples, length, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
-        if step == 1:
-            for stage in engine.stages.values():
-                for block in stage.blocks.values():
-                    change(block)
-        losses.append(float(engine.step(x, y, k=int(step > 0 and what == "an extra")).loss))
-    return losses
+def steps_of(what: str, change: Callable[[Any], object]) -> dict[str, Any]:
+    """Return how to train in three steps, before the second of which a block is changed, or other batches come."""
+    more = {"length": 2 * TOKENS} if what.startswith(("a length", "a group", "a width")) else {}
+    later = {"samples": 4 if what == "samples" else 2} | more
+    return {
+        "batches": [batch(1, samples=2), batch(2, **later), batch(3, **later)],
+        "microbatches": 1,
+        "change": lambda block, step: step == 1 and change(block),
+        "extras": (lambda step: {"extra": int(step > 0)}) if what == "an extra" else None,
+    }
 
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("what", NONE)
 def test_what_is_no_pair_any_more_is_refused_before_the_step(what: str) -> None:
-    with pytest.raises(
-        MisfitError, match=r"block 0 \(Later\) over tp=2 is cut in pairs, .* (was set, and now|given) .*"
-    ):
-        run_local(2, lambda transport: train(transport, "tp=2", *NONE[what], what))
+    between, change = NONE[what]
+    said = refusal("tp=2", [lambda: Later(between)], **steps_of(what, change))
+    assert re.match(r"block 0 \(Later\) over tp=2 is cut in pairs, .* (was set, and now|given) .*", said)
+
+
+def equal_to_one_process(
+    between: Between, what: str = "", change: Callable[[Any], object] = lambda block: None
+) -> None:
+    steps = steps_of(what, change)
+    (alone,) = train("pp=1", [lambda: Later(between)], **steps)
+    require_equal(train("tp=2", [lambda: Later(between)], **steps), alone, 1e-8)
 
 
 ON_LAYERS: dict[str, tuple[Callable[[Any], object], str]] = {
@@ -221,21 +213,20 @@ def test_what_is_set_on_a_layer_of_which_ranks_have_shards_is_refused(
     def between(self: Any, y: Tensor) -> Tensor:
         return places(y) if getattr(self.fc1, "hot", False) else y
 
-    with pytest.raises(MisfitError, match=said):
-        run_local(2, lambda tr: train(tr, "tp=2", between, lambda block: change(layer(block, "fc1")), ""))
+    steps = steps_of(what, lambda block: change(layer(block, "fc1")))
+    assert re.search(said, refusal("tp=2", [lambda: Later(between)], **steps))
 
 
 @pytest.mark.slow
 def test_labels_that_no_code_names_may_be_set_on_layers() -> None:
-    run_local(2, lambda tr: train(tr, "tp=2", lambda self, y: y, lambda b: setattr(layer(b, "fc1"), "label", 1), ""))
+    equal_to_one_process(lambda self, y: y, change=lambda block: setattr(layer(block, "fc1"), "label", 1))
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("what", STILL)
 def test_what_is_a_pair_still_goes_on(what: str) -> None:
-    (alone,) = run_local(1, lambda transport: train(transport, "pp=1", *STILL[what], what))
-    found, _ = run_local(2, lambda transport: train(transport, "tp=2", *STILL[what], what))
-    assert found == pytest.approx(alone, rel=1e-10)
+    between, change = STILL[what]
+    equal_to_one_process(between, what, change)
 
 
 def test_dictionaries_of_modules_of_libraries_are_not_walked() -> None:
@@ -255,48 +246,32 @@ class Setting(nn.Module):
         return x
 
 
-def run_set_within(transport: Transport, by: str) -> None:
-    """Run steps in which a block, the loss, or a block of an evaluation sets what steers a pair."""
-    box = {"hot": False}
-
-    def setting_loss(output: Tensor, targets: Tensor) -> Any:
-        if by == "the loss":
-            box["hot"] = bool(targets.max() > 5)
-        elif "back" in by:
-            box["hot"] = False
-        return loss(output, targets)
-
-    blocks = [
-        lambda: Setting(box if by != "the loss" else {}),
-        lambda: Later(lambda self, y: places(y) if box["hot"] else y),
-    ]
-    plan = qs.compile("gpipe", mesh="tp=2", microbatches=2)
-    engine = Engine(plan, blocks, setting_loss, sgd, dtype=torch.float64, transport=transport)
-    x, y = torch.randn(2, 4, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    engine.step(x, y)
-    before = engine.full_weights()
-    half = slice(2) if "back" in by else slice(2, 4)  # which the other one would undo
-    x[half], y[half] = 9.0, 9.0
-    try:
-        float(engine.evaluate(x, y).loss) if by == "an evaluation" else engine.step(x, y)
-    finally:
-        for name, weight in engine.full_weights().items():
-            assert torch.equal(weight, before[name])
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("by", ["a block", "the loss", "an evaluation", "a block, and back"])
 def test_what_is_set_while_a_step_runs_is_refused_before_weights_change(by: str) -> None:
-    with pytest.raises(
-        MisfitError, match=r"block 1 \(Later\) .*\['hot'\]\" was changed while a step ran, .* extra, or let"
-    ):
-        run_local(2, lambda transport: run_set_within(transport, by))
+    def run(transport: Transport) -> None:
+        box = {"hot": False}
 
+        def setting_loss(output: Tensor, targets: Tensor) -> Any:
+            if by == "the loss" or "back" in by:
+                box["hot"] = by == "the loss" and bool(targets.max() > 5)
+            return loss(output, targets)
 
-OUTSIDE = (
-    *("the environment", "a context variable", "a switch of torch", "an event", "an array", "bytes", "a number of C"),
-    *("a weak reference", "a cache", "a getter", "a tensor of nobody", "identities"),
-)
+        first = Setting({} if by == "the loss" else box)
+        blocks = [lambda: first, lambda: Later(lambda self, y: places(y) if box["hot"] else y)]
+        plan = qs.compile("gpipe", mesh="tp=2", microbatches=2)
+        engine = Engine(plan, blocks, setting_loss, sgd, dtype=torch.float64, transport=transport)
+        x, y = batch(1)
+        engine.step(x, y)
+        before = engine.full_weights()
+        half = slice(2) if "back" in by else slice(2, 4)  # which the other one would undo
+        x[half], y[half] = 9.0, 9.0
+        says = r"block 1 \(Later\) .*\['hot'\]\" was changed while a step ran, .* extra, or let"
+        with pytest.raises(MisfitError, match=says):
+            float(engine.evaluate(x, y).loss) if by == "an evaluation" else engine.step(x, y)
+        assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
+
+    run_local(2, run)
 
 
 class Switch:
@@ -306,13 +281,13 @@ class Switch:
         self.on = False
 
 
-def steered_by(what: str) -> tuple[Step, Callable[[Any], object]]:
-    """Return what is between the layers of a block, steered by what nobody can compare, and what sets that."""
+def outside() -> dict[str, tuple[Callable[[Any], Any], Callable[[Any], object]]]:
+    """Return what nobody can compare: what asks for it, and what sets it."""
     switch, numbers, buffer, tensor = Switch(), array.array("i", [0]), bytearray(1), torch.zeros(1)
     reference, event, cached = weakref.ref(switch), threading.Event(), functools.lru_cache(lambda: switch.on)
     getter, variable = operator.attrgetter("on"), contextvars.ContextVar("variable", default=False)
     count = ctypes.c_int(0)
-    asks: dict[str, tuple[Callable[[Any], Any], Callable[[Any], object]]] = {
+    return {
         "the environment": (lambda _: os.environ.get("HEAT"), lambda _: os.environ.update(HEAT="1")),
         "a context variable": (lambda _: variable.get(), lambda _: variable.set(True)),
         "a switch of torch": (
@@ -329,23 +304,25 @@ def steered_by(what: str) -> tuple[Step, Callable[[Any], object]]:
         "a tensor of nobody": (lambda _: tensor, lambda _: tensor.fill_(1)),
         "identities": (lambda self: SETTINGS.get(f"{id(self)}"), lambda self: SETTINGS.update({f"{id(self)}": True})),
     }
-    ask, change = asks[what]
-    if what == "a tensor of nobody":
-        return lambda self, y: y + ask(self) * places(y), change
-    return lambda self, y: places(y) if ask(self) else y, change
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("what", OUTSIDE)
+@pytest.mark.parametrize("what", outside())
 def test_what_nobody_can_compare_has_layers_cut_one_by_one(what: str, caplog: pytest.LogCaptureFixture) -> None:
-    try:
-        (alone,) = run_local(1, lambda transport: train(transport, "pp=1", *steered_by(what), what))
-        clear()
-        between, change = steered_by(what)
-        found, _ = run_local(2, lambda transport: train(transport, "tp=2", between, change, what))
-    finally:
-        clear()
-    assert found == pytest.approx(alone, rel=1e-10)
+    def trained(mesh: str) -> list[Trained]:
+        ask, change = outside()[what]
+
+        def between(self: Any, y: Tensor) -> Tensor:
+            if what == "a tensor of nobody":
+                return y + ask(self) * places(y)
+            return places(y) if ask(self) else y
+
+        try:
+            return train(mesh, [lambda: Later(between)], **steps_of(what, change))
+        finally:
+            clear()
+
+    require_equal(trained("tp=2"), trained("pp=1")[0], 1e-8)
     assert "are cut one by one over tp, for as a pair, it " in caplog.text
 
 
@@ -355,7 +332,7 @@ def clear() -> None:
     torch.set_float32_matmul_precision("highest")
 
 
-DRAWN: dict[str, Step] = {
+DRAWN: dict[str, Between] = {
     "a number for all": lambda self, y: y * torch.rand((), dtype=y.dtype),
     "rows": lambda self, y: y * (torch.rand(y.shape[0], 1, 1, dtype=y.dtype) > 0.4),
     "tokens": lambda self, y: y * (torch.rand(y.shape[:2], dtype=y.dtype) > 0.4)[..., None],
@@ -378,8 +355,6 @@ def test_what_is_drawn_between_the_layers_is_that_of_one_process(what: str, capl
     def between(self: Any, y: Tensor) -> Tensor:
         return DRAWN[what](self, y) if self.training else y
 
-    (alone,) = run_local(1, lambda transport: train(transport, "pp=1", between, lambda block: None, what))
-    found, _ = run_local(2, lambda transport: train(transport, "tp=2", between, lambda block: None, what))
-    assert found == pytest.approx(alone, rel=1e-10)
+    equal_to_one_process(between)
     is_parted = bool(re.search("cut one by one over tp, for as a pair, (block 0|it) draws by", caplog.text))
     assert is_parted == (what in ("tokens", "channels", "channels that are features", "an order of tokens"))

@@ -2,142 +2,87 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime.autograd.kv_store import Past
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.comm.connection import connect_for
-from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.context.context_parallel import Context
-from quintsched.runtime.parallel.tensor.column_row_layers import ColumnParallelLinear
 from tests.compiling import torch_compiles
 
-from ....helpers.commands import run as run_command
-from ...test_matrix_processes import ROOT
-from ...toys import sgd
-from .odd_attentions import PerHeadNorms, Turned, WideNorms
+from ...ranks import run_ranks
 from .odd_blocks import BLIND, COUNTING, ODD, PAIRED
-from .odd_mlps import TOKENS, WIDTH, ChosenMixture, FusedExperts, Mixture, SoftmaxBetween
-
-X, Y = (torch.randn(4, TOKENS, WIDTH, generator=torch.Generator().manual_seed(n), dtype=torch.float64) for n in (1, 2))
-
-
-def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    weight = torch.tensor(targets.numel() / WIDTH, dtype=torch.float64)
-    return (output - targets).square().sum(), weight
-
-
-def train(
-    transport: Transport, mesh: str, blocks: Sequence[type[nn.Module]], schedule: str = "gpipe", **more: Any
-) -> tuple[Mapping[str, Tensor], bool]:
-    """Return the weights after two steps, and whether the first block has pairs that are cut."""
-    options = {"slices": more.pop("slices")} if "slices" in more else {}
-    plan = qs.compile(schedule, mesh=mesh, microbatches=2, **options)
-    engine = Engine(plan, blocks, loss, sgd, dtype=torch.float64, transport=transport, **more)
-    for _ in range(2):
-        engine.step(X, Y)
-    modules = (module for stage in engine.stages.values() for module in stage.modules())
-    in_pairs = any(isinstance(module, ColumnParallelLinear) and module.pair is not None for module in modules)
-    return engine.full_weights(), in_pairs
+from .training import Trained, refusal, require_equal, train, train_rank
 
 
 @cache
-def alone(block: type[nn.Module]) -> Mapping[str, Tensor]:
-    return run_local(1, lambda transport: train(transport, "pp=1", [block]))[0][0]
+def alone(name: str) -> Trained:
+    return train("pp=1", [ODD[name]])[0]
 
 
-def is_equal(blocks: Sequence[type[nn.Module]], mesh: str, **more: Any) -> tuple[bool, bool]:
-    """Return whether blocks ran on a mesh, and whether in pairs; what ran has to be equal."""
-    try:
-        ranks = run_local(qs.Mesh.parse(mesh).size, lambda transport: train(transport, mesh, blocks, **more))
-    except MisfitError as error:
-        if "block 0 " not in str(error):
-            raise
-        return False, False
-    weights = {name: weight for of_rank, _ in ranks for name, weight in of_rank.items()}
-    for name, weight in alone(blocks[0]).items():
-        assert (weights[name] - weight).abs().max() <= 1e-9 * max(1.0, float(weight.abs().max())), name
-    return True, any(in_pairs for _, in_pairs in ranks)
+def train_equal(name: str, mesh: str, *behind: type[nn.Module], **more: Any) -> list[Trained]:
+    """Train a block on a mesh, and require equality with one process."""
+    ranks = train(mesh, [ODD[name], *behind], **more)
+    require_equal(ranks, alone(name))
+    return ranks
 
 
 @pytest.mark.sampled(8)
-@pytest.mark.parametrize("block", ODD)
-def test_over_tp(block: type[nn.Module]) -> None:
-    ran, in_pairs = is_equal([block], "tp=2")
-    assert ran
-    if block in PAIRED:
-        assert in_pairs
+@pytest.mark.parametrize("name", ODD)
+def test_over_tp(name: str) -> None:
+    ranks = train_equal(name, "tp=2")
+    assert ranks[0].has_pairs or name not in PAIRED
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", ODD)
+@pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize(("mesh", "more"), [("tp=4", {}), ("tp=2", {"sequence_parallel": True})])
-def test_over_other_meshes(block: type[nn.Module], mesh: str, more: dict[str, Any]) -> None:
-    ran, _ = is_equal([block], mesh, **more)
-    assert ran
+def test_over_other_meshes(name: str, mesh: str, more: dict[str, Any]) -> None:
+    train_equal(name, mesh, **more)
 
 
 @pytest.mark.slow
 @torch_compiles
 def test_what_is_proved_may_be_compiled() -> None:
-    assert is_equal([WideNorms], "tp=2", compiled=True)[0]
+    train_equal("WideNorms", "tp=2", compiled=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_of_short_types_are_cut_alike(dtype: torch.dtype) -> None:
-    plan = qs.compile("gpipe", mesh="tp=2", microbatches=1)
-
-    def run(transport: Transport) -> str | None:
-        blocks = [PerHeadNorms, SoftmaxBetween, Mixture]
-        engine = Engine(plan, blocks, loss, sgd, dtype=dtype, transport=transport)
-        engine.step(X, Y)
-        return engine.tensor_cuts
-
+    blocks = [ODD[name] for name in ("PerHeadNorms", "SoftmaxBetween", "Mixture")]
     pairs = ", ".join(["0.q_proj", *(f"2.experts.{number}.fc1" for number in range(4))])
-    proved = f"pairs proved at all numbers: {pairs}"
     whole = "whole: 2.gate; in no pair, so that a rule has to cut them, rules={'*.gate': 'column'}: 2.gate"
-    said = f"tp=2 cuts 22 of 45 weights; {whole}; {proved}; one by one: 1.fc1, 1.fc2"
-    assert run_local(2, run)[0] == said
+    said = f"tp=2 cuts 22 of 45 weights; {whole}; pairs proved at all numbers: {pairs}; one by one: 1.fc1, 1.fc2"
+    assert train("tp=2", blocks, dtype=dtype)[0].engine.tensor_cuts == said
+
+
+PROCESSES = ("PerHeadNorms", "WideNorms", "SoftmaxBetween", "Turned")
+
+
+def train_process(folder: str) -> None:
+    """Train on one rank of two, and save its weights."""
+    for name in PROCESSES:
+        transport = connect_for(qs.compile("gpipe", mesh="tp=2", microbatches=2), 60, "gloo", None)
+        weights = train_rank(transport, "tp=2", [ODD[name]]).weights
+        torch.save(weights, Path(folder, f"{name}-{transport.rank}.pt"))
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_two_processes_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    code, _, err = run_command(sys.executable, *torchrun, "-m", __name__, str(tmp_path), timeout_s=100)
-    assert code == 0, err
-    for block in PROCESSES:
-        found = torch.load(tmp_path / f"{block.__name__}.pt")
-        for name, weight in alone(block).items():
-            assert (found[name] - weight).abs().max() <= 1e-9 * max(1.0, float(weight.abs().max())), name
-
-
-PROCESSES = (PerHeadNorms, WideNorms, SoftmaxBetween, Turned)
-
-
-def main(folder: Path) -> None:
-    """Train on one rank of two."""
-    dist.init_process_group("gloo")
-    for block in PROCESSES:
-        plan = qs.compile("gpipe", mesh="tp=2", microbatches=2)
-        transport = connect_for(plan, 60)
-        weights, _ = train(transport, "tp=2", [block])
-        if transport.rank == 0:
-            torch.save(weights, folder / f"{block.__name__}.pt")
-    dist.destroy_process_group()
+def test_two_processes_equal_one(tmp_path: Path) -> None:
+    assert run_ranks(train_process, 2, str(tmp_path)) == [0, 0]
+    for name in PROCESSES:
+        weights = {name: weight for path in tmp_path.glob(f"{name}-*.pt") for name, weight in torch.load(path).items()}
+        assert weights.keys() == alone(name).weights.keys()
+        for weight, expected in alone(name).weights.items():
+            torch.testing.assert_close(weights[weight], expected, rtol=1e-9, atol=1e-9)
 
 
 class Anchor(nn.Module):
@@ -148,37 +93,25 @@ class Anchor(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", ODD)
+@pytest.mark.parametrize("name", ODD)
 @pytest.mark.parametrize(
     ("mesh", "more"), [("cp=2", {}), ("cp=2,tp=2", {}), ("pp=2", {"schedule": "seq-1f1b", "slices": 2})]
 )
-def test_where_sequences_are_cut(block: type[nn.Module], mesh: str, more: dict[str, Any]) -> None:
-    counts = block in COUNTING and "slices" in more
-    assert is_equal([block, Anchor], mesh, **more)[0] == (block not in BLIND and not counts)
+def test_where_sequences_are_cut(name: str, mesh: str, more: dict[str, Any]) -> None:
+    if name in BLIND or (name in COUNTING and "slices" in more):
+        assert "block 0 " in refusal(mesh, [ODD[name], Anchor], **more)
+    else:
+        train_equal(name, mesh, Anchor, **more)
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("mesh", ["ep=2", "ep=2,tp=2"])
-@pytest.mark.parametrize("block", [Mixture, ChosenMixture, FusedExperts])
+@pytest.mark.parametrize("name", ["Mixture", "ChosenMixture", "FusedExperts"])
 def test_experts_of_others_are_replicas_over_ep_and_named(
-    block: type[nn.Module], mesh: str, caplog: pytest.LogCaptureFixture
+    name: str, mesh: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plan = qs.compile("gpipe", mesh=mesh, microbatches=1)
-
-    def run(transport: Transport) -> tuple[Mapping[str, Tensor], str | None]:
-        engine = Engine(plan, [block], loss, sgd, dtype=torch.float64, transport=transport)
-        share = slice(2 * engine.replica, 2 * engine.replica + 2)
-        for _ in range(2):
-            engine.step(X[share], Y[share])
-        return engine.full_weights(), engine.expert_shares
-
-    for weights, said in run_local(plan.mesh.size, run):
-        for name, weight in alone(block).items():
-            assert (weights[name] - weight).abs().max() <= 1e-9 * max(1.0, float(weight.abs().max())), name
-        assert str(said).startswith("ep=2 shares out no experts; on all ranks alike, as over dp: 0.experts (")
+    for rank in train_equal(name, mesh, microbatches=1):
+        assert str(rank.engine.expert_shares).startswith(
+            "ep=2 shares out no experts; on all ranks alike, as over dp: 0.experts ("
+        )
     assert "shares out no experts" in caplog.text
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(Path(sys.argv[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,6 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime.autograd.kv_store import Past
-from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
@@ -24,26 +24,15 @@ from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, moe_gp
 from quintsched.runtime.parallel.context.context_parallel import Context
 from quintsched.runtime.parallel.cut_proofs import compare_twins
 from quintsched.runtime.parallel.cut_proofs.block_kinds import kind_of
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
-from ...toys import ids_task, sgd, train_on
-from .user_blocks import (
-    HEADS,
-    SAMPLES,
-    TOKENS,
-    WIDTH,
-    Mlp,
-    NeoX,
-    Softmax,
-    Timm,
-    X,
-    Y,
-    attend,
-    loss,
-    refusal,
-    require_equal,
-    train,
-    trained_alone,
-)
+from ...toys import ids_task, sgd
+from .odd_attentions import attend
+from .odd_blocks import ODD
+from .odd_mlps import HEADS, TOKENS, WIDTH, Mlp
+from .training import batch, loss, refusal, train, train_equal
+
+NeoX, Timm = ODD["NeoX"], ODD["Fused"]
 
 
 def test_each_kind_is_proved_once_and_says_what_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,26 +44,14 @@ def test_each_kind_is_proved_once_and_says_what_is_cut(monkeypatch: pytest.Monke
         return whole(block, arrival)
 
     monkeypatch.setattr(compare_twins, "run_whole", counted)
-    _, _, engine = train("tp=2", [Mlp, Timm, Mlp, Mlp, Timm])
+    engine = train("tp=2", [Mlp, Timm, Mlp, Mlp, Timm])[0].engine
     # on two ranks: built, in training; in the first step, twice
-    assert sorted(runs) == ["Mlp"] * 8 + ["Timm"] * 8
+    assert sorted(runs) == ["Fused"] * 8 + ["Mlp"] * 8
     proved = "pairs proved at all numbers: 0,2-3.fc1, 1,4.qkv"
     assert engine.tensor_cuts == f"tp=2 cuts 15 of 30 weights; whole: only norms and biases; {proved}"
     runs.clear()
     train("tp=2", [Mlp, Timm], prove="none")
     assert runs == []
-
-
-def count_proofs(monkeypatch: pytest.MonkeyPatch, blocks: Blocks, mesh: str, schedule: str, **more: Any) -> int:
-    """Return how many kinds of blocks are run cut on all ranks; what differs would be refused."""
-    runs: list[object] = []
-    cut = compare_twins.run_cut
-    monkeypatch.setattr(compare_twins, "run_cut", lambda *args: runs.append(args) or cut(*args))
-    slices = more.pop("slices", None)
-    plan = qs.compile(schedule, mesh=mesh, microbatches=4, **({} if slices is None else {"slices": slices}))
-    task = ids_task(1, 8, 16)
-    train_on(plan, task, blocks, dtype=torch.float64, **more)
-    return len(runs)
 
 
 LLAMA = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "kv_heads": 2}
@@ -102,9 +79,17 @@ def test_built_in_blocks_prove_too_and_run_only_if_asked(
         if "experts" in model
         else gpt(data, GPTOptions(hidden=16, depth=2, heads=4, **model))
     )
-    assert count_proofs(monkeypatch, blocks, mesh, schedule, prove="all", **more) > 0
+    runs: list[object] = []
+    cut = compare_twins.run_cut
+    monkeypatch.setattr(compare_twins, "run_cut", lambda *args: runs.append(args) or cut(*args))
+    task = ids_task(1, 8, 16)
+    given = {"microbatches": 4, "schedule": schedule, "loss_fn": cross_entropy_sum, **more}
+    train(mesh, blocks, [(task.inputs[0], task.targets[0])], prove="all", **given)
+    assert runs  # what differs would be refused
+    runs.clear()
     if mesh == "tp=2":
-        assert count_proofs(monkeypatch, blocks, mesh, schedule, **more) == 0
+        train(mesh, blocks, [(task.inputs[0], task.targets[0])], **given)
+    assert not runs
 
 
 class Noisy(Mlp):
@@ -124,17 +109,16 @@ def test_a_proof_leaves_generators_and_statistics_alone() -> None:
     torch.manual_seed(5)
     plan = qs.compile("gpipe", mesh="tp=2", microbatches=2)
 
-    def run(transport: Transport) -> tuple[Tensor, Tensor]:
+    def run(transport: Transport) -> bool:
         engine = Engine(plan, [Noisy], loss, sgd, transport=transport, dtype=torch.float64)
-        batch = engine._model.batches(plan, X, Y, {})
+        given = engine._model.batches(plan, *batch(1), {})
         state = torch.get_rng_state()
-        engine._runner.prepare(plan, batch)
+        engine._runner.prepare(plan, given)
         engine.everyone.barrier()
         assert torch.equal(torch.get_rng_state(), state)
-        return engine.stages[0].get_buffer("blocks.0.counted.running_mean"), torch.tensor(0)
+        return bool(engine.stages[0].get_buffer("blocks.0.counted.running_mean").any())
 
-    for mean, _ in run_local(2, run):
-        assert not mean.any()
+    assert run_local(2, run) == [False, False]
     assert torch.equal(torch.randn(4), expected)
 
 
@@ -158,17 +142,13 @@ class WholeShifted(Whole):
 
 @pytest.mark.slow
 def test_attentions_that_are_kept_whole_get_whole_tokens_or_are_refused(caplog: pytest.LogCaptureFixture) -> None:
-    blocks: list[type[nn.Module]] = [Mlp, Whole, Mlp]
-    weights, _, engine = train("tp=2", blocks, sequence_parallel=True)
-    require_equal(weights, trained_alone(blocks, {}))
+    engine = train_equal("tp=2", [Mlp, Whole, Mlp], sequence_parallel=True).engine
     assert [engine._model.tensor.tokens.inside(number) for number in range(3)] == [True, False, True]
     assert "block 1 (Whole) is given whole tokens under sequence_parallel, for with slices, " in caplog.text
-    shift = torch.randn(SAMPLES, TOKENS, dtype=torch.float64)
+    shift = torch.randn(4, TOKENS, dtype=torch.float64)
     said = refusal("tp=2", [Mlp, WholeShifted], sequence_parallel=True, extras={"shift": shift})
     assert "block 1 (WholeShifted) over tp=2 is given a slice of the tokens by sequence_parallel, and " in said
-    blocks = [Mlp, NeoX]
-    weights, _, _ = train("tp=2", blocks, sequence_parallel=True)
-    require_equal(weights, trained_alone(blocks, {}))
+    train_equal("tp=2", [Mlp, NeoX], sequence_parallel=True)
 
 
 class Seeing(nn.Module):
@@ -212,13 +192,10 @@ CUTS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("mesh", "more", "name"), CUTS)
 def test_every_attention_is_asked_for_the_whole_sequence(mesh: str, more: dict[str, Any], name: str) -> None:
-    more = {"schedule": "1f1b", **more}
-    blocks: list[Callable[[], nn.Module]] = [Seeing, Mlp, Seeing]
-    weights, _, _ = train(mesh, blocks, **more)
-    require_equal(weights, trained_alone(blocks, {}))
+    train_equal(mesh, [Seeing, Mlp], **more)
     for block, why in ((HalfSeeing, "not all of its attentions use"), (Blind, "its forward does not take")):
-        with pytest.raises(MisfitError, match=rf"block 2 \({block.__name__}\).* gives other numbers .*{why} `{name}`"):
-            train(mesh, [Seeing, Mlp, block], **more)
+        said = refusal(mesh, [Seeing, Mlp, block], **more)
+        assert re.search(rf"block 2 \({block.__name__}\).* gives other numbers .*{why} `{name}`", said)
 
 
 class Uncopied(Mlp):
@@ -229,9 +206,7 @@ class Uncopied(Mlp):
 
 
 def test_blocks_that_cannot_be_copied_are_built_again_or_kept_whole_or_refused() -> None:
-    weights, cut, _ = train("tp=2", [Uncopied, Timm])
-    require_equal(weights, trained_alone([Uncopied, Timm], {}))
-    assert "0.fc1.weight" in cut
+    assert "0.fc1.weight" in train_equal("tp=2", [Uncopied, Timm]).cut
     with pytest.raises(MisfitError, match=r"block 0 \(Uncopied\) cannot be copied: there is one of it; .* a function"):
         train("tp=2", [Uncopied()])
     built = Uncopied()
@@ -253,7 +228,7 @@ def test_functions_that_build_around_one_weight_are_found() -> None:
                 train(mesh, blocks)
 
 
-class Alone(Softmax):
+class Alone(ODD["SoftmaxBetween"]):
     """Cannot be run by others than a step: it wants to be in training."""
 
     def between(self, y: Tensor) -> Tensor:
@@ -263,9 +238,7 @@ class Alone(Softmax):
 
 
 def test_what_nobody_can_prove_is_parted(caplog: pytest.LogCaptureFixture) -> None:
-    weights, cut, _ = train("tp=2", [Mlp, Alone])
-    require_equal(weights, trained_alone([Mlp, Alone], {}))
-    assert "1.fc1.weight" in cut
+    assert "1.fc1.weight" in train_equal("tp=2", [Mlp, Alone]).cut
     assert "block 1 (Alone) over tp=2: its layers are cut one by one, for it is not proved" in caplog.text
 
 
@@ -316,5 +289,4 @@ def test_blocks_that_do_something_else_by_their_place_are_proved_apart() -> None
 
         return build
 
-    blocks = [placed(0), placed(1)]
-    require_equal(train("tp=2", blocks)[0], trained_alone(blocks, {}))
+    train_equal("tp=2", [placed(0), placed(1)])

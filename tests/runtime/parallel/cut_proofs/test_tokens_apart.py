@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,21 +12,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime.autograd.kv_store import Past
-from quintsched.runtime.comm import Group, Transport, run_local
-from quintsched.runtime.engine import Engine
+from quintsched.runtime.comm import Group
 from quintsched.runtime.parallel.context.context_parallel import Context
 from quintsched.runtime.parallel.cut_proofs.block_twins import Blueprint
 from quintsched.runtime.parallel.cut_proofs.tokens.tokens_apart import why_tokens_meet
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
 from quintsched.runtime.parallel.cut_proofs.trial_twins import Setting
 
-from ...toys import sgd
 from .odd_mlps import TOKENS, WIDTH, Mlp
-from .test_features_apart import loss
+from .training import batch, refusal, train
 
+ONE = [batch(1, samples=1)]
 Mix = Callable[[Any, Tensor, Context | None], Tensor]
 
 
@@ -205,46 +201,27 @@ def test_the_whole_of_a_context_may_be_looked_at() -> None:
     ],
 )
 def test_blocks_that_join_tokens_are_refused_on_all_ranks(mesh: str, more: dict[str, Any], says: str) -> None:
-    plan = qs.compile(**{"schedule": "gpipe", **more}, mesh=mesh, microbatches=1)
     blocks = [lambda: Attending(lambda self, y, context: y), lambda: Attending(JOINED[0][0])]
-
-    def run(transport: Transport) -> str:
-        engine = Engine(plan, blocks, loss, sgd, dtype=torch.float64, transport=transport)
-        x = torch.ones(1, TOKENS, WIDTH, dtype=torch.float64)
-        with pytest.raises(MisfitError) as error:
-            engine.step(x, x)
-        return str(error.value)
-
-    first, second = run_local(2, run)
-    assert first == second
-    assert re.search(rf"block 1 \(Attending\) may give other numbers where sequences are cut {says}", first)
+    said = refusal(mesh, blocks, ONE, microbatches=1, **more)
+    assert re.search(rf"block 1 \(Attending\) may give other numbers where sequences are cut {says}", said)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("what", ["a length", "an attribute"])
-def test_what_joins_tokens_in_a_later_step_is_refused_before_it(what: str) -> None:
+@pytest.mark.parametrize(
+    ("length", "says"),
+    [(4 * TOKENS, r"given float64 \(1, \d+, 16\), it "), (TOKENS, r"'block 0 \(Attending\).*' was set, and now it ")],
+)
+def test_what_joins_tokens_in_a_later_step_is_refused_before_it(length: int, says: str) -> None:
     def joins_later(self: Any, y: Tensor, context: Context | None) -> Tensor:
         return y + 1e-9 * y.cumsum(1) if y.shape[1] > TOKENS or hasattr(self, "hot") else y
 
-    def run(transport: Transport) -> None:
-        plan = qs.compile("gpipe", mesh="cp=2", microbatches=1)
-        blocks = [lambda: Attending(joins_later)]
-        engine = Engine(plan, blocks, loss, sgd, dtype=torch.float64, transport=transport)
-        x = torch.ones(1, TOKENS, WIDTH, dtype=torch.float64)
-        for _ in range(2):
-            engine.step(x, x)
-        for stage in engine.stages.values() if what == "an attribute" else ():
-            for block in stage.blocks.values():
-                block.hot = True
-        longer = x.repeat(1, 4 if what == "a length" else 1, 1)
-        says = {
-            "a length": r"given float64 \(1, \d+, 16\), it ",
-            "an attribute": "'block 0 \\(Attending\\).*' was set, and now it ",
-        }
-        with pytest.raises(MisfitError, match=rf"cut over cp=2: {says[what]}"):
-            engine.step(longer, longer)
+    def change(block: Any, step: int) -> None:
+        if step == 2 and length == TOKENS:
+            block.hot = True
 
-    run_local(2, run)
+    steps = [*ONE, *ONE, batch(2, samples=1, length=length)]
+    said = refusal("cp=2", [lambda: Attending(joins_later)], steps, microbatches=1, change=change)
+    assert re.search(rf"cut over cp=2: {says}", said)
 
 
 class Sliced(Mlp):
@@ -258,31 +235,24 @@ class Sliced(Mlp):
         return super().forward(x) + (self.more(x) if self.training else 0)
 
 
+SLICED: list[tuple[Callable[[Tensor], Tensor], str]] = [
+    (lambda x: x * torch.rand_like(x[..., :1]), "it draws by rand_like for its part of the tokens in line"),
+    (lambda x: x.roll(1, 1), "meet in add in line"),
+    (lambda x: x / x.shape[1], f"calls div {TOKENS} in line"),
+    (lambda x: F.dropout(x, 1 / x.shape[1]), "calls mul_ 1.06667 in line"),
+    (lambda x: torch.cat([x[:, :1] * torch.ones(()), x[:, 1:]], 1), "does to some tokens by their places"),
+    (
+        lambda x: x * torch.rand(x.shape[:2]).argsort(1)[..., None],
+        "it draws by rand for its part of the tokens in line",
+    ),
+]
+
+
 def test_what_joins_tokens_that_sequence_parallelism_slices_is_refused() -> None:
-    plan = qs.compile("gpipe", mesh="tp=2", microbatches=1)
+    def more(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.2) * torch.rand(1, 1, 1)
 
-    def run(transport: Transport, more: Callable[[Tensor], Tensor]) -> str:
-        blocks, x = [lambda: Sliced(more)], torch.ones(1, TOKENS, WIDTH, dtype=torch.float64)
-        settings: dict[str, Any] = {"dtype": torch.float64, "transport": transport, "sequence_parallel": True}
-        try:
-            Engine(plan, blocks, loss, sgd, **settings).step(x, x)
-        except MisfitError as error:
-            return str(error)
-        return ""
-
-    noise = lambda x: nn.functional.dropout(x, 0.2) * torch.rand(1, 1, 1)  # noqa: E731
-    assert run_local(2, partial(run, more=noise)) == ["", ""]
-    for found in run_local(2, lambda transport: run(transport, lambda x: x * torch.rand_like(x[..., :1]))):
-        assert "draws by rand_like for its part of the tokens" in found
-    for more, why in (
-        (lambda x: x.roll(1, 1), "meet in add in line"),
-        (lambda x: x / x.shape[1], f"calls div {TOKENS} in line"),
-        (lambda x: nn.functional.dropout(x, 1 / x.shape[1]), "calls mul_ 1.06667 in line"),
-        (lambda x: torch.cat([x[:, :1] * torch.ones(()), x[:, 1:]], 1), "does to some tokens by their places"),
-        (
-            lambda x: x * torch.rand(x.shape[:2]).argsort(1)[..., None],
-            "it draws by rand for its part of the tokens in line",
-        ),
-    ):
-        for said in run_local(2, lambda transport, more=more: run(transport, more)):
-            assert re.search(rf"cut over tp, by sequence_parallel: .*{why} .*; run without sequence_parallel", said)
+    train("tp=2", [lambda: Sliced(more)], ONE, microbatches=1, sequence_parallel=True)
+    for mixes, why in SLICED:
+        said = refusal("tp=2", [lambda m=mixes: Sliced(m)], ONE, microbatches=1, sequence_parallel=True)
+        assert re.search(rf"cut over tp, by sequence_parallel: .*{why} .*; run without sequence_parallel", said)

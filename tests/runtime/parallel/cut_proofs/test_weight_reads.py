@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -11,17 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quintsched.errors import MisfitError
-from quintsched.runtime.comm import run_local
-
-from .test_features_apart import Between, said_of, train
+from .training import SCALED, Between, Seeing, refusal, require_equal, train, verdict
 
 
 def largest(self: Any, y: Tensor) -> Tensor:
     return y * 0.5 if self.training and self.fc1.weight.abs().max() > 99 else y
 
 
-READS: list[Callable[[Any, Tensor], Tensor]] = [
+READS: list[Between] = [
     largest,
     lambda self, y: y / self.fc2.weight.data.norm().clamp(min=99),
     lambda self, y: y + F.relu(self.fc1.bias.sum() - 99) if not self.training else y,
@@ -36,43 +34,39 @@ HOOKS: list[Callable[[Any], Any]] = [
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("between", READS)
-def test_layers_whose_weights_are_read_are_whole(
-    between: Callable[[Any, Tensor], Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
-    assert said_of(between).endswith("whole: 0.fc1, 0.fc2")
+def test_layers_whose_weights_are_read_are_whole(between: Between, caplog: pytest.LogCaptureFixture) -> None:
+    assert verdict(between).endswith("whole: 0.fc1, 0.fc2")
     assert "'0.fc1' and '0.fc2' are kept whole over tp, for it gives the weights of '0.fc" in caplog.text
 
 
 def test_types_and_sizes_of_weights_may_be_read() -> None:
-    assert "pairs proved" in said_of(lambda self, y: y.to(self.fc2.weight.dtype) + 0 * self.fc2.weight.dim())
+    assert "pairs proved" in verdict(lambda self, y: y.to(self.fc2.weight.dtype) + 0 * self.fc2.weight.dim())
 
 
 @pytest.mark.parametrize("rule", ["column", {"cut": "column", "alone": True}])
 def test_a_rule_that_cuts_a_layer_whose_weights_are_read_is_refused(rule: Any) -> None:
-    with pytest.raises(MisfitError, match=r"cannot be cut at '0.fc1'.*, for it gives .* in line .*: rules=\{'\*.fc1'"):
-        run_local(
-            2, lambda tr: train(tr, "tp=2", lambda: Between(largest), rules={"*.fc1": rule, "*.fc2": "replicate"})
-        )
+    said = refusal("tp=2", [lambda: Seeing(largest)], rules={"*.fc1": rule, "*.fc2": "replicate"})
+    assert re.search(r"cannot be cut at '0.fc1'.*, for it gives .* in line .*: rules=\{'\*.fc1'", said)
+
+
+def whole(block: Callable[[], nn.Module], rules: dict[str, str], **more: Any) -> tuple[str, str]:
+    """Return what is said of a block whose layers are whole over tp, and why rules that cut them are refused."""
+    ranks = train("tp=2", [block], SCALED, **more)
+    require_equal(ranks, train("pp=1", [block], SCALED, **more)[0], 1e-8)
+    return str(ranks[0].engine.tensor_cuts), refusal("tp=2", [block], SCALED, rules=rules, **more)
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("hook", HOOKS)
 def test_layers_with_hooks_on_their_weights_are_whole(hook: Callable[[Any], Any]) -> None:
-    class Hooked(Between):
-        def __init__(self) -> None:
-            super().__init__(lambda self, y: y)
-            hook(self)
-
     def block() -> nn.Module:
-        return Hooked()
+        made = Seeing(lambda self, y: y)
+        hook(made)
+        return made
 
-    meant = {"loss_over": "microbatch"}  # one of the hooks divides by a norm
-    (alone, _), *_ = run_local(1, lambda transport: train(transport, "pp=1", block, **meant))
-    losses, said = run_local(2, lambda transport: train(transport, "tp=2", block, **meant))[0]
-    assert losses == pytest.approx(alone, rel=1e-8)
+    said, why = whole(block, {"*.fc?": "row"}, loss_over="microbatch")  # one of the hooks divides by a norm
     assert "whole: 0.fc1, 0.fc2; whole for hooks on their weights: 0.fc" in said
-    with pytest.raises(MisfitError, match="a plain Linear without hooks, also on its weights"):
-        run_local(2, lambda transport: train(transport, "tp=2", block, rules={"*.fc?": "row"}))
+    assert "a plain Linear without hooks, also on its weights" in why
 
 
 class Dropping(nn.Linear):
@@ -122,27 +116,23 @@ OWN: dict[str, Callable[[int, int], nn.Linear]] = {
 }
 
 
-class Made(Between):
-    def __init__(self, make: Callable[[int, int], nn.Linear]) -> None:
-        super().__init__(lambda self, y: F.gelu(y))
-        self.fc1 = make(self.fc1.in_features, self.fc1.out_features)
+def made(make: Callable[[int, int], nn.Linear]) -> Callable[[], nn.Module]:
+    def block() -> nn.Module:
+        built = Seeing(lambda self, y: F.gelu(y))
+        built.fc1 = make(built.fc1.in_features, built.fc1.out_features)
+        return built
+
+    return block
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("why", OWN)
 def test_layers_with_forwards_of_their_own_are_whole(why: str) -> None:
-    def block() -> nn.Module:
-        return Made(OWN[why])
-
-    (alone, _), *_ = run_local(1, lambda transport: train(transport, "pp=1", block))
-    losses, said = run_local(2, lambda transport: train(transport, "tp=2", block))[0]
-    assert losses == pytest.approx(alone, rel=1e-8)
+    said, refused = whole(made(OWN[why]), {"*.fc1": "column"})
     assert "whole: 0.fc1, 0.fc2; whole for forwards of their own: 0.fc1" in said
-    with pytest.raises(MisfitError, match=rf"{why}; keep it whole, by a rule before others: {{'0.fc1': 'replicate'}}"):
-        run_local(2, lambda transport: train(transport, "tp=2", block, rules={"*.fc1": "column"}))
+    assert f"{why}; keep it whole, by a rule before others: {{'0.fc1': 'replicate'}}" in refused
 
 
 @pytest.mark.slow
 def test_a_linear_layer_by_another_name_is_cut() -> None:
-    _, said = run_local(2, lambda transport: train(transport, "tp=2", lambda: Made(Named)))[0]
-    assert "pairs proved" in said
+    assert "pairs proved" in str(train("tp=2", [made(Named)])[0].engine.tensor_cuts)
