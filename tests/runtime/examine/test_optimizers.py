@@ -10,12 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import quintsched as qs
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import UsageError
 from quintsched.runtime.examine.optimizers import COUPLING_BY_CLASS, Coupling, coupling_of, require_steppable
 
-from ..optim.optimizers import LargestNorm, Lookahead, SignMomentum, Trust, plain
-from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
+from ..optim.optimizers import LargestNorm, Lookahead, SignMomentum, Trust
 
 
 def stand_ins() -> list[nn.Parameter]:
@@ -81,49 +79,6 @@ def test_every_optimizer_of_torch_is_known_or_refused() -> None:
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
     others = {kind.__name__ for kind in kinds if kind not in COUPLING_BY_CLASS}
     assert others == {"Optimizer", "LBFGS", "SparseAdam"}
-
-
-TASK = (2, 8, 8)
-
-
-def train(build: Any, mesh: str, zero: int = 0) -> list[Outcome]:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
-    return train_on(plan, ids_task(*TASK), tiny_gpt(8, depth=2), build, dtype=torch.float64, bucket_mb=0.004)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    "build",
-    [
-        LargestNorm,
-        lambda p: Lookahead(torch.optim.AdamW(p, lr=1e-3)),
-        lambda p: [LargestNorm([one for one in p if one.dim() > 1]), Trust([one for one in p if one.dim() < 2])],
-    ],
-)
-def test_what_is_not_said_is_stepped_by_one_replica(build: Any, zero: int, caplog: pytest.LogCaptureFixture) -> None:
-    alone = train_plainly(ids_task(*TASK), tiny_gpt(8, depth=2), 4, plain(build), dtype=torch.float64)
-    assert worst_difference(train(build, "dp=2", zero), alone) <= 1e-9
-    assert (".needs_whole_parameters = True or False to share them out" in caplog.text) == (zero > 0)
-
-
-@pytest.mark.parametrize("build", [LargestNorm, lambda p: Lookahead(torch.optim.AdamW(p))])
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
-def test_what_is_not_said_is_refused_where_ranks_have_shares(build: Any, mesh: str) -> None:
-    with pytest.raises(MisfitError, match=r"(LargestNorm|Lookahead) does not say .*needs_whole_parameters = False"):
-        train(build, mesh)
-
-
-class Noisy(Trust):
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for p in (p for group in self.param_groups for p in group["params"]):
-            p.add_(p.grad + torch.randn_like(p), alpha=-0.1)
-
-
-def test_who_draws_random_numbers_is_refused_in_the_first_step() -> None:
-    with pytest.raises(UsageError, match="Noisy draws random numbers"):
-        train(Noisy, "tp=2")
 
 
 def test_closures_and_sparse_gradients_are_refused() -> None:

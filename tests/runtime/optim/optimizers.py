@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -103,6 +103,58 @@ class Lookahead(Optimizer):
                 p.copy_(slow.lerp_(p, 0.5))
 
 
+def gradients(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters that have gradients."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+class Lamb(Optimizer):
+    """You et al. 2020: Adam's update, as long as the parameter; gradients are clipped first."""
+
+    needs_whole_parameters = True
+
+    def __init__(self, params: Any, lr: float = 0.01, clip: float | None = None) -> None:
+        super().__init__(params, {"lr": lr})
+        self.clip = clip
+        self.needs_gradient_norm = clip is not None
+
+    def divisor(self) -> float:
+        norm = torch.stack([p.grad.norm() for p in gradients(self)]).norm()  # type: ignore[union-attr]
+        return 1.0 if self.clip is None else float(torch.clamp(norm / self.clip, min=1.0))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        divisor = self.divisor()
+        for p in gradients(self):
+            state, gradient = self.state[p], p.grad / divisor  # type: ignore[operator]
+            first = state.setdefault("first", torch.zeros_like(p)).lerp_(gradient, 0.1)
+            second = state.setdefault("second", torch.zeros_like(p)).lerp_(gradient.square(), 0.01)
+            update = first / (second.sqrt() + 1e-6) + 0.1 * p
+            trust = p.norm() / update.norm()
+            p.add_(update * torch.where(trust > 0, trust, 1.0), alpha=-self.defaults["lr"])
+
+
+class Lars(Lamb):
+    """You et al. 2017: momentum, in proportion to the parameter's norm."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        divisor = self.divisor()
+        for p in gradients(self):
+            update = p.grad / divisor + 0.01 * p  # type: ignore[operator]
+            trust = (p.norm() + 0.1) / (update.norm() + 0.1)
+            momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(update * trust)
+            p.add_(momentum, alpha=-0.05)
+
+
+class ClippingAdamW(torch.optim.AdamW):
+    needs_whole_parameters, needs_gradient_norm = False, True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        nn.utils.clip_grad_norm_(gradients(self), 0.1)
+        super().step(closure)
+
+
 def by_dims(parameters: Sequence[nn.Parameter]) -> Optimizer:
     """AdamW that decays matrices only, as nanoGPT does."""
     return torch.optim.AdamW(
@@ -154,3 +206,26 @@ def plain(build: Any) -> Any:
         return Several(made) if isinstance(made, list) else made
 
     return built
+
+
+def scaling(factors: Callable[[list[torch.Tensor]], list[float]]) -> Callable[..., None]:
+    """Return a hook that scales each of the gradients by a number."""
+
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        found = [p.grad for p in gradients(optimizer)]
+        for gradient, factor in zip(found, factors(found), strict=True):  # type: ignore[arg-type]
+            gradient.mul_(factor)  # type: ignore[union-attr]
+
+    return hook
+
+
+def hooked(hook: Callable[[], Any], kind: Any = torch.optim.SGD, **said: bool) -> Callable[[Any], Optimizer]:
+    """Return what builds an optimizer with a hook before its steps, and says something of it."""
+
+    def build(parameters: Any) -> Optimizer:
+        made: Optimizer = kind(parameters, lr=0.1)
+        made.register_step_pre_hook(hook())
+        vars(made).update(said)
+        return made
+
+    return build

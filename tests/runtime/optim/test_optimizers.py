@@ -1,21 +1,29 @@
-"""Optimizers of every kind give the numbers of one process, on replicas that shard and on cut matrices."""
+"""Optimizers of every kind, and their step hooks, give the numbers of one process; those that cannot are refused.
+
+Some clip by the norm of all gradients themselves, where ranks have some of the parameters. Some do not say what their
+steps depend on: then one replica steps all, and a mesh on which ranks have shares of weights is refused.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import quintsched as qs
-from quintsched.errors import QuintschedError
-from quintsched.runtime.blocks.block_outlines import Blocks
+from quintsched.errors import MisfitError, UsageError
 
 from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
 from .optimizers import (
+    ClippingAdamW,
+    Lamb,
+    LargestNorm,
+    Lars,
     Lookahead,
     Shampoo,
     SignMomentum,
@@ -23,13 +31,47 @@ from .optimizers import (
     adafactor,
     by_dims,
     by_shape,
+    gradients,
+    hooked,
     muon,
     plain,
+    scaling,
 )
 
-LENGTH, SAMPLES = 8, 8
-slow = pytest.mark.slow
+TASK = ids_task(3, 8, 8)
+NAMES = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop")
+TORCHS: dict[str, Callable[..., Any]] = {name: partial(getattr(torch.optim, name), lr=0.01) for name in NAMES}
 
+
+def warming_up() -> Any:
+    steps: list[int] = []
+    return scaling(lambda found: [min(1.0, len(steps) / 3)] * len(found) if steps.append(1) is None else [])
+
+
+def clipping_by_history() -> Any:
+    norms: list[float] = []
+
+    def factors(found: list[torch.Tensor]) -> list[float]:
+        norms.append(float(torch.stack([gradient.norm() for gradient in found]).norm()))
+        return [min(1.0, float(torch.tensor(norms).quantile(0.3)) / norms[-1])] * len(found)
+
+    return scaling(factors)
+
+
+def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    nn.utils.clip_grad_norm_(gradients(optimizer), 0.1)
+
+
+EACH, NORM = {"needs_whole_parameters": False}, {"needs_whole_parameters": False, "needs_gradient_norm": True}
+UNSAID: dict[str, Callable[..., Any]] = {
+    "largest norm": LargestNorm,
+    "lookahead": lambda p: Lookahead(AdamW(p, lr=1e-3)),
+    "two, of which one is not said": lambda p: [
+        LargestNorm([one for one in p if one.dim() > 1]),
+        Trust([one for one in p if one.dim() < 2]),
+    ],
+    "a hook by places": hooked(lambda: scaling(lambda found: [0.8**n for n in range(len(found))])),
+}
 BUILDS: dict[str, Callable[..., Any]] = {
     "by dims": by_dims,
     "by shape": by_shape,
@@ -38,51 +80,103 @@ BUILDS: dict[str, Callable[..., Any]] = {
     "shampoo": Shampoo,
     "trust": Trust,
     "sign momentum": SignMomentum,
-    "lookahead": lambda parameters: Lookahead(torch.optim.AdamW(parameters, lr=1e-3)),
+    "lamb": Lamb,
+    "lamb that clips": partial(Lamb, clip=0.3),
+    "lars": Lars,
+    "lars that clips": partial(Lars, clip=0.3),
+    "AdamW that clips": ClippingAdamW,
+    "a hook that clips": hooked(lambda: clip, partial(SGD, momentum=0.9), **NORM),
+    "a hook that counts": hooked(warming_up, **EACH),
+    "a hook with a history": hooked(clipping_by_history, **NORM),
+    "a hook on one that makes state as it is built": hooked(
+        lambda: lambda optimizer, *_: nn.utils.clip_grad_value_(gradients(optimizer), 0.01),
+        partial(Adagrad, eps=1e-3),
+        **EACH,
+    ),
 }
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop")
+PLANS = [
+    *(("dp=2", zero) for zero in (0, 1, 2, 3)),
+    *(("dp=2,pp=2", zero) for zero in (0, 1, 3)),
+    *(("dp=2,tp=2", zero) for zero in (0, 2, 3)),
+    *(("tp=2", 0), ("pp=2", 0), ("tp=2,pp=2", 0)),
+]
+
+
+CASES = [
+    *((name, mesh, zero) for name in BUILDS for mesh, zero in PLANS),
+    *((name, "dp=2,pp=2", 1) for name in TORCHS),  # in segments
+]
+
+
+def train(plan: qs.Plan, build: Any, clip: float | None = None) -> list[Outcome]:
+    return train_on(plan, TASK, tiny_gpt(8, depth=2), build, clip, 0.004, torch.float64)
 
 
 @cache
-def alone(name: str) -> Outcome:
-    build = BUILDS.get(name) or partial(getattr(torch.optim, name), lr=0.01)
-    return train_plainly(ids_task(2, SAMPLES, LENGTH), blocks(), 4, plain(build), dtype=torch.float64)
+def alone(name: str, clip: float | None = None) -> Outcome:
+    return train_plainly(TASK, tiny_gpt(8, depth=2), 4, plain((BUILDS | TORCHS | UNSAID)[name]), clip, torch.float64)
 
 
-def blocks() -> Blocks:
-    return tiny_gpt(LENGTH, depth=2)
-
-
-def require_equality(name: str, plan: qs.Plan, **more: Any) -> None:
-    build = BUILDS.get(name) or partial(getattr(torch.optim, name), lr=0.01)
-    task = ids_task(2, SAMPLES, LENGTH)
-    found = train_on(plan, task, blocks(), build, dtype=torch.float64, bucket_mb=0.004, **more)
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("name", "mesh", "zero"), CASES)
+def test_optimizers_equal_one_process(name: str, mesh: str, zero: int) -> None:
+    found = train(qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero), (BUILDS | TORCHS)[name])
     assert worst_difference(found, alone(name)) <= 1e-9
 
 
-MESHES = ("dp=2,pp=2", "dp=2,tp=2", "dp=2", "tp=2,pp=2")
-
-
-def _cases() -> list[Any]:
-    found = []
-    for place, (name, mesh, zero) in enumerate(product(BUILDS, MESHES, (0, 1, 2, 3))):
-        if zero == 0 or "dp" in mesh:
-            daily = place % 11 == 0 or (zero == 1 and mesh == MESHES[0])
-            found.append(pytest.param(name, mesh, zero, marks=() if daily else slow))
-    return found
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("name", "mesh", "zero"), _cases())
-def test_optimizers_equal_one_process(name: str, mesh: str, zero: int) -> None:
-    if name == "lookahead" and ("tp" in mesh or "pp" in mesh):
-        with pytest.raises(QuintschedError, match=r"Lookahead\.needs_whole_parameters"):
-            require_equality(name, qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero))
-        return
-    require_equality(name, qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero))
-
-
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", ELEMENTWISE)
-def test_torchs_own_equal_one_process_in_segments(name: str) -> None:
-    require_equality(name, qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=1))
+@pytest.mark.parametrize(("mesh", "zero"), PLANS)
+@pytest.mark.parametrize("name", UNSAID)
+def test_what_is_not_said_is_stepped_by_one_replica_or_refused(
+    name: str, mesh: str, zero: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
+    if mesh != "dp=2":
+        with pytest.raises(MisfitError, match=r"does not say .*needs_whole_parameters = False"):
+            train(plan, UNSAID[name])
+        return
+    assert worst_difference(train(plan, UNSAID[name]), alone(name)) <= 1e-9
+    assert (".needs_whole_parameters = True or False to share them out" in caplog.text) == (zero > 0)
+
+
+@pytest.mark.slow
+def test_the_norm_is_that_of_gradients_that_the_engine_has_clipped() -> None:
+    found = train(qs.compile("1f1b", mesh="pp=2", microbatches=2), BUILDS["lamb that clips"], 0.35)
+    assert worst_difference(found, alone("lamb that clips", 0.35)) <= 1e-9
+
+
+class Noisy(Trust):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            p.add_(p.grad + torch.randn_like(p), alpha=-0.1)
+
+
+def of_some_parameters(parameters: Any) -> list[Optimizer]:
+    return [ClippingAdamW([p for p in parameters if p.dim() > 1]), SGD([p for p in parameters if p.dim() < 2])]
+
+
+def with_own_parameters(parameters: Any) -> Optimizer:
+    some = list(parameters)
+    return hooked(lambda: lambda *_: nn.utils.clip_grad_norm_(some, 0.1) and None)(some)  # type: ignore[no-any-return]
+
+
+MODEL = nn.Linear(2, 2)
+
+
+def by_a_global(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    nn.utils.clip_grad_norm_(MODEL.parameters(), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (of_some_parameters, MisfitError, r"depends on all parameters, .* let the engine clip \(clip=…\)"),
+        (with_own_parameters, UsageError, r"a step hook of SGD has parameters .* lambda optimizer, args, kwargs"),
+        (hooked(lambda: by_a_global), UsageError, "a step hook of SGD has parameters or modules by itself"),
+        (Noisy, UsageError, "Noisy draws random numbers"),
+    ],
+)
+def test_what_ranks_cannot_step_is_refused(build: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        train(qs.compile("1f1b", mesh="pp=2", microbatches=2), build)

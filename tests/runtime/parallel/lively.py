@@ -15,6 +15,7 @@ from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from ..toys import CLASSES
 
 DEPTH, LENGTH = 4, 16
+LLAMA: dict[str, Any] = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "heads": 8, "kv_heads": 4}
 TIES = gpt_tied(GPTOptions(depth=DEPTH, tied=True))
 
 

@@ -19,7 +19,7 @@ from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.parallel.context.context_parallel import Context
 
-WIDTH, LENGTH, SAMPLES = 8, 5, 8
+WIDTH, LENGTH, SAMPLES = 8, 8, 8
 
 
 def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
@@ -72,7 +72,8 @@ def losses_of(plan: qs.Plan, blocks: Blocks, steps: int = 2, **options: Any) -> 
     """The losses of some steps and of an evaluation, the same on all ranks."""
 
     def run(transport: Transport) -> list[float]:
-        engine = Engine(plan, blocks, squares, slow_sgd, dtype=torch.float64, seed=3, transport=transport, **options)
+        given = {"loss_fn": squares, "dtype": torch.float64, "seed": 3} | options
+        engine = Engine(plan, blocks, optimizer=slow_sgd, transport=transport, **given)
         found = []
         for step in range(steps):
             random = torch.Generator().manual_seed(step)
@@ -312,18 +313,9 @@ def test_shards_of_heads_and_features_draw_their_shards(mesh: str, core: bool) -
 
 
 def test_slices_of_tokens_draw_their_slices() -> None:
-    def losses(tp: int, **options: Any) -> list[float]:
-        def run(transport: Transport) -> list[float]:
-            plan = qs.compile("1f1b", mesh=f"tp={tp}", microbatches=2)
-            engine = Engine(plan, blocks, squares, slow_sgd, dtype=torch.float64, transport=transport, **options)
-            random = torch.Generator().manual_seed(0)
-            x, y = torch.randn(2, SAMPLES, 6, WIDTH, generator=random, dtype=torch.float64)
-            return [engine.step(x, y).loss.item() for _ in range(3)]
-
-        return run_local(tp, run, timeout_s=60)[0]
-
     blocks: Blocks = [lambda: nn.Linear(WIDTH, WIDTH), Layer, lambda: nn.Linear(WIDTH, WIDTH)]
-    assert losses(2, sequence_parallel=True, rules=HEADS) == pytest.approx(losses(1), rel=1e-9)
+    plan = qs.compile("1f1b", mesh="tp=2", microbatches=4)
+    assert losses_of(plan, blocks, sequence_parallel=True, rules=HEADS) == pytest.approx(plain(blocks), rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -336,24 +328,16 @@ def test_slices_of_tokens_draw_their_slices() -> None:
     ids=str,
 )
 def test_draws_for_a_part_are_refused_but_for_dropouts_and_samples(request_of: dict[str, Any], part: str) -> None:
-    def between(draw: Callable[[Tensor], Tensor]) -> Callable[[Transport], float]:
-        def run(transport: Transport) -> float:
-            rules = {"*.fc1": "column", "*.fc2": "row"} if "tp" in request_of["mesh"] else {}
-            blocks = [lambda: Between(draw)] * 2
-            engine = Engine(plan, blocks, of_tokens, slow_sgd, dtype=torch.float64, transport=transport, rules=rules)
-            random = torch.Generator().manual_seed(0)
-            x, y = torch.randn(2, SAMPLES, 8, WIDTH, generator=random, dtype=torch.float64)
-            return [engine.step(x, y).loss.item() for _ in range(3)][-1]
+    def losses(request_of: dict[str, Any], draw: Callable[[Tensor], Tensor]) -> list[float]:
+        rules = {"*.fc1": "column", "*.fc2": "row"} if "tp" in request_of["mesh"] else {}
+        plan = qs.compile(**request_of, microbatches=2)
+        return losses_of(plan, [lambda: Between(draw)] * 2, loss_fn=of_tokens, rules=rules)
 
-        return run
-
-    plan = qs.compile(**request_of, microbatches=2)
     with pytest.raises(qs.MisfitError, match=f"draws by randn_like for its part of {part}"):
-        run_local(plan.mesh.size, between(lambda x: x + torch.randn_like(x)), timeout_s=60)
+        losses(request_of, lambda x: x + torch.randn_like(x))
     draw = lambda x: functional.dropout(x, 0.2) * torch.rand(len(x), 1, 1, dtype=x.dtype)  # noqa: E731
-    found = run_local(plan.mesh.size, between(draw), timeout_s=60)
-    plan, request_of = qs.compile("1f1b", mesh="pp=1", microbatches=2), {"mesh": "pp=1"}
-    assert found == pytest.approx(run_local(1, between(draw)) * len(found), rel=1e-9)
+    expected = losses({"schedule": "1f1b", "mesh": "pp=1"}, draw)
+    assert losses(request_of, draw) == pytest.approx(expected, rel=1e-9)
 
 
 class Between(nn.Module):

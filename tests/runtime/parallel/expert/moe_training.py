@@ -1,24 +1,26 @@
-"""Training a transformer with experts on a plan, and in one process by a loop that owes nothing to the engine."""
+"""Training a transformer, with experts or without, on a plan by NCCL's rules and in one process."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_outlines import Blocks, build_model
+from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import MoEGPTOptions, gpt_tied, moe_gpt
+from quintsched.runtime.parallel.dropout import Masks
 from quintsched.runtime.parallel.expert.moe import mixtures
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
-from ...toys import CLASSES, Task, difference, ids_task, sgd, share
+from ....helpers.training import Outcome, call_with_share, copied, difference, train_alone
+from ...toys import CLASSES, Task, cross_entropy_plainly, ids_task, sgd
 from ..lively import livelier
 
 DEPTH, LENGTH, HIDDEN = 2, 8, 16
@@ -32,79 +34,55 @@ def moe_blocks(length: int = LENGTH, **options: Any) -> Blocks:
 
 
 @dataclass(frozen=True)
-class Trained:
-    losses: list[float]
-    norms: list[float]
-    weights: dict[str, Tensor]
-    tokens: dict[str, list[int]]
+class Trained(Outcome):
+    """An outcome with the rows that each expert was given."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
 
 
-def train_plainly(task: Task, blocks: Blocks, microbatches: int, clip: float, tied: dict[str, Any]) -> Trained:
-    """Train in one process, with auxiliary losses: a loop that owes nothing to the engine."""
-    model = build_model(blocks, 0, torch.float64)
-    for first, *others in tied.values():
-        for other in others:
-            owner, _, name = other.rpartition(".")
-            setattr(model.get_submodule(owner), name, model.get_parameter(first))
-    stepper = sgd(list(model.parameters()))
-    losses, norms = [], []
-    for inputs, targets in zip(task.inputs, task.targets, strict=True):
-        weight, total = (targets != -100).sum(), 0.0
-        stepper.zero_grad()
-        for some, wanted in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
-            given, loss = some, torch.zeros((), dtype=torch.float64)
-            for block in model:
-                result = block(given)
-                given, auxiliary = result if isinstance(result, tuple) else (result, None)
-                loss = loss if auxiliary is None else loss + auxiliary
-            loss = loss + cross_entropy_sum(given, wanted)[0]
-            loss.backward()
-            total += loss.item()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= weight
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
-        stepper.step()
-        losses.append(total / float(weight))
-    weights = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
-    return Trained(losses, norms, weights, {name: m.expert_tokens.tolist() for name, m in mixtures(model).items()})
+def train_plainly(task: Task, blocks: Blocks, microbatches: int, tied: Mapping[str, Any]) -> Trained:
+    """Train in one process, with auxiliary losses and the masks of dropouts."""
+    tokens: dict[str, list[int]] = {}
+
+    def count(model: Any, step: int) -> None:
+        tokens.update({name: layer.expert_tokens.tolist() for name, layer in mixtures(model).items()})
+
+    settings: dict[str, Any] = {"microbatches": microbatches, "clip": 1.0, "tied": tied, "masks": Masks(0)}
+    alone = train_alone(blocks, cross_entropy_plainly, sgd, task.batches, after=count, **settings)
+    return Trained(**vars(alone), tokens=tokens)
 
 
-def train_on(
-    plan: qs.Plan, task: Task, blocks: Blocks, clip: float, tied: dict[str, Any], **more: Any
-) -> list[Trained]:
+def train_on(plan: qs.Plan, task: Task, blocks: Blocks, tied: Mapping[str, Any], **more: Any) -> list[Trained]:
+    settings = {"clip": 1.0, "bucket_mb": 0.01, "dtype": torch.float64, "tied": tied, **more}
+
     def run(transport: Transport) -> Trained:
-        engine = Engine(
-            plan,
-            blocks,
-            cross_entropy_sum,
-            sgd,
-            clip=clip,
-            bucket_mb=0.01,
-            dtype=torch.float64,
-            tied=tied,
-            transport=transport,
-            **more,
-        )
-        results = [engine.step(*share(engine, *step)) for step in zip(task.inputs, task.targets, strict=True)]
+        engine = Engine(plan, copied(blocks), cross_entropy_sum, sgd, transport=transport, **settings)
+        results = [call_with_share(engine, engine.step, batch) for batch in task.batches]
         norms = [result.grad_norm.item() for result in results if result.grad_norm is not None]
         tokens = {name: row.tolist() for name, row in engine.expert_tokens().items()}
         assert not any(row.any() for row in engine.expert_tokens().values())
-        return Trained([result.loss.item() for result in results], norms, engine.full_weights(), tokens)
+        return Trained([result.loss.item() for result in results], engine.full_weights(), norms, tokens)
 
     return run_local(plan.mesh.size, run, timeout_s=300, rules="nccl")
 
 
-def require_equality(plan: qs.Plan, more: dict[str, Any] | None = None, *, tied: bool = False, **options: Any) -> None:
-    """Train on a plan by NCCL's rules, and in one process; `more` is for the engine."""
-    task, blocks = ids_task(2, 8, LENGTH), moe_blocks(tied=tied, **options)
-    ties = gpt_tied(MoEGPTOptions(depth=DEPTH, tied=tied))
+def require_same(found: Sequence[Trained], expected: Sequence[Trained]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert all(difference(weight, other.weights[name]) <= 1e-12 for name, weight in one.weights.items())
+        assert one.losses == pytest.approx(other.losses, abs=1e-12)
+        assert one.norms == pytest.approx(other.norms, rel=1e-12)
+        assert one.tokens == other.tokens
+
+
+def require_equality(
+    plan: qs.Plan, more: Mapping[str, Any] | None = None, *, tied: bool = False, **options: Any
+) -> None:
+    """Train on a plan, and in one process; `more` is for the engine, `options` the model's, or blocks."""
+    ties = options.pop("ties", None) or gpt_tied(MoEGPTOptions(depth=DEPTH, tied=tied))
+    task = options.pop("task", None) or ids_task(2, 8, LENGTH)
+    blocks = options.pop("blocks", None) or moe_blocks(tied=tied, **options)
     replicas = plan.mesh.axis_size("dp") * plan.mesh.axis_size("ep")
-    alone = train_plainly(task, blocks, replicas * plan.schedule.microbatches, 1.0, ties)
-    found = train_on(plan, task, blocks, 1.0, ties, **(more or {}))
-    assert {name for rank in found for name in rank.weights} == set(alone.weights)
-    for rank in found:
-        assert rank.losses == pytest.approx(alone.losses, abs=1e-12)
-        assert rank.norms == pytest.approx(alone.norms, rel=1e-12)
-        assert all(difference(weight, alone.weights[name]) <= 1e-12 for name, weight in rank.weights.items())
-        assert rank.tokens == alone.tokens
+    alone = train_plainly(task, blocks, replicas * plan.schedule.microbatches, ties)
+    ranks = train_on(plan, task, blocks, ties, **(more or {}))
+    assert {name for rank in ranks for name in rank.weights} == alone.weights.keys()
+    require_same(ranks, [alone] * len(ranks))

@@ -154,14 +154,14 @@ def test_experts_under_tp_communicate_once_for_all() -> None:
 def test_experts_that_do_not_divide_are_refused() -> None:
     plan = qs.compile("1f1b", mesh="ep=3", microbatches=1)
     with pytest.raises(qs.MisfitError, match="ep=3 does not divide 4 experts; choose ep from 1, 2, 4"):
-        train_on(plan, ids_task(1, 3, LENGTH), moe_blocks(), 1.0, {})
+        train_on(plan, ids_task(1, 3, LENGTH), moe_blocks(), {})
 
 
 def test_experts_that_are_not_cut_alike_are_refused() -> None:
     plan = qs.compile("1f1b", mesh="ep=2,tp=2", microbatches=1)
     rules = {"*.experts.3.*": "replicate"}
     with pytest.raises(qs.MisfitError, match=r"rules cut experts 0 and 3 of '1\.mlp' differently over tp; cut all of"):
-        train_on(plan, ids_task(1, 4, LENGTH), moe_blocks(), 1.0, {}, rules=rules)
+        train_on(plan, ids_task(1, 4, LENGTH), moe_blocks(), {}, rules=rules)
 
 
 def test_experts_with_dropout_are_refused() -> None:

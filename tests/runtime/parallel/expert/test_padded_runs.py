@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,20 +18,9 @@ from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ...steps import changing
 from ...steps.changing import Shape
-from ...toys import difference, ids_task, sgd
-from .moe_training import LENGTH, Trained, moe_blocks, train_on, train_plainly
-from .test_moe_runs import LLAMA, MESHES, train_job
-
-DROPLESS = {"capacity_factor": 2.0, "pad_to_capacity": True}
-"""Of four experts a token uses two: no expert is ever given more."""
-
-
-def require_same(found: Sequence[Trained], expected: Sequence[Trained]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.losses == pytest.approx(other.losses, abs=1e-12)
-        assert one.norms == pytest.approx(other.norms, rel=1e-12)
-        assert one.tokens == other.tokens
-        assert all(difference(weight, other.weights[name]) <= 1e-12 for name, weight in one.weights.items())
+from ...toys import ids_task, sgd
+from ..lively import LLAMA
+from .moe_training import LENGTH, Trained, moe_blocks, require_same, train_on, train_plainly
 
 
 def train_both(plan: qs.Plan, factor: float, more: dict[str, Any] | None = None, **options: Any) -> list[Trained]:
@@ -41,29 +28,14 @@ def train_both(plan: qs.Plan, factor: float, more: dict[str, Any] | None = None,
     runs = []
     for pads in (True, False):
         blocks = moe_blocks(capacity_factor=factor, pad_to_capacity=pads, **options)
-        runs.append(train_on(plan, ids_task(2, 8, LENGTH), blocks, 1.0, {}, **(more or {})))
+        runs.append(train_on(plan, ids_task(2, 8, LENGTH), blocks, {}, **(more or {})))
     require_same(*runs)
     return runs[0]
 
 
-def require_one_process(found: Sequence[Trained], plan: qs.Plan, **options: Any) -> None:
-    """Equal one process in which nothing is dropped or padded."""
-    replicas = plan.mesh.axis_size("dp") * plan.mesh.axis_size("ep")
-    count = replicas * plan.schedule.microbatches
-    alone = train_plainly(ids_task(2, 8, LENGTH), moe_blocks(**options), count, 1.0, {})
-    require_same(found, [alone] * len(found))
-
-
-@pytest.mark.sampled(10)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_padded_meshes_equal_one_process(mesh: str) -> None:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=1)
-    require_one_process(train_on(plan, ids_task(2, 8, LENGTH), moe_blocks(**DROPLESS), 1.0, {}), plan)
-
-
 CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ("zb-h1", "pp=2,ep=2", {}, {}, {"shared_experts": 1}),
-    ("zb-h1", "ep=2,tp=2", {"recompute": 1}, {"sequence_parallel": True}, LLAMA),
+    ("zb-h1", "ep=2,tp=2", {"recompute": 1}, {"sequence_parallel": True}, LLAMA | {"shared_experts": 2}),
     ("1f1b", "cp=2,ep=2", {"recompute": 2}, {}, {}),
     ("1f1b", "ep=4", {}, {}, {}),
     ("interleaved-1f1b", "ep=2,pp=2", {"chunks": 2, "recompute": 1}, {}, {"top_k": 1, "balance": 0.3}),
@@ -83,7 +55,10 @@ def test_padding_changes_no_run(case: tuple[Any, ...], factor: float | str) -> N
     plan = qs.compile(schedule, mesh=mesh, microbatches=4 if schedule == "dualpipe-v" else 2, **shape)
     found = train_both(plan, number, more, **options)
     if isinstance(factor, str):
-        require_one_process(found, plan, **options)
+        replicas = plan.mesh.axis_size("dp") * plan.mesh.axis_size("ep")
+        microbatches = replicas * plan.schedule.microbatches
+        alone = train_plainly(ids_task(2, 8, LENGTH), moe_blocks(**options), microbatches, {})
+        require_same(found, [alone] * len(found))
 
 
 # Steps of any shape.
@@ -186,12 +161,3 @@ def test_shapes_that_depend_on_data_are_refused() -> None:
     with pytest.raises(qs.MisfitError, match="blocks depend on data; take pad_to_capacity=False"):
         changing.train_on(plan, [first, Counting, *others], UNEVEN[:1])
     changing.train_on(plan, [first, Counting, *padding(pads=False)[1:]], UNEVEN[:1])
-
-
-def test_a_job_pads_to_the_losses_of_one_that_does_not(tmp_path: Path) -> None:
-    pads = ("--set", "model.options.pad_to_capacity=true")
-    alone = train_job(tmp_path / "alone", "pp=1", 4)
-    ranks = train_job(tmp_path / "ranks", "ep=2,pp=2", 2, *pads, capacity="2.0")
-    for one, other in zip(alone, ranks, strict=True):
-        assert other.get("loss") == pytest.approx(one.get("loss"), abs=1e-10)
-        assert other.get("expert_tokens") == one.get("expert_tokens")
