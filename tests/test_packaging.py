@@ -171,10 +171,11 @@ def test_each_install_line_of_the_readme_works_in_an_empty_environment(
     with tarfile.open(file) as archive:
         archive.extractall(tmp_path, filter="data")
     (folder,) = tmp_path.iterdir()
-    succeed(sys.executable, "-m", "venv", tmp_path / "empty", cwd=tmp_path, timeout=600)
+    succeed(sys.executable, "-m", "venv", "--without-pip", tmp_path / "empty", cwd=tmp_path)
     python = tmp_path / "empty" / "bin" / "python"
     pinned = () if "-c" in line else ("-c", "constraints.txt")  # not the newest torch, which is large
-    succeed(python, "-m", "pip", "install", "--quiet", *shlex.split(line), *pinned, cwd=folder, timeout=1500)
+    pip = sys.executable, "-m", "pip", "--python", python
+    succeed(*pip, "install", "--quiet", *shlex.split(line), *pinned, cwd=folder, timeout=1500)
     succeed(python, "-c", USES[line], cwd=tmp_path)
 
 
