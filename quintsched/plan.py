@@ -38,7 +38,7 @@ class Plan(PlanData):
         from quintsched.collectives import CollectivePlan
 
         values = {field.name: getattr(data, field.name) for field in fields(data)}
-        if spelled := {name: CollectivePlan.of(mini) for name, mini in data.communication.plans.items()}:
+        if spelled := {name: CollectivePlan.from_program(mini) for name, mini in data.communication.plans.items()}:
             values["communication"] = replace(data.communication, plans=spelled)
         plan = cls(**values)
         plan._remembered.update(data._remembered)

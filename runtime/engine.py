@@ -177,7 +177,7 @@ class Engine(EngineBase, EngineState):
         result = self._model.running(partial(self._runner.run, step, last=last))
         if last and not result.skipped and self._averages.all:
             self._averages.update()
-        self._bad_steps.note(step, result, last=last)
+        self._bad_steps.note_step(step, result, last=last)
         return result
 
     @property

@@ -130,7 +130,7 @@ class EngineBase(WeightState, RankView):
         """Make what runs steps, and what hands weights over by the names that the model has for them."""
         self.clock = Clock(self.transport.device)
         self._runner = PlanRunner(self._model, self._state, self._groups, self.transport, self.clock, options, recorder)
-        names = ModelNames.of(blocks, self._model.outlines, self._model.tied.names)
+        names = ModelNames.from_blocks(blocks, self._model.outlines, self._model.tied.names)
         runner, averages = self._runner, self._averages
         self._rank = RankTensors(self._model, self._state, self._groups, names, runner.steps, self._scale, averages)
         self.weights = EngineWeights(self._rank)
@@ -154,7 +154,7 @@ class EngineBase(WeightState, RankView):
                 if plan.mode == "train":
                     self.weights.require_unchanged()
                 for source in self._model.sources:
-                    source.follow()
+                    source.follow_model()
                 prepared = targets if targets is None or self._prepare is None else self._prepare(targets)
                 batch = self._model.batches(plan, inputs, prepared, extras, microbatches, needs_loss=needs_loss)
             except (MisfitError, UsageError) as error:
@@ -178,7 +178,7 @@ class EngineBase(WeightState, RankView):
 
         1 minus it is the measured bubble, waits and everything between instructions included.
         """
-        busy, all_seconds = self.everyone.add(self.clock.read_s(), seconds)
+        busy, all_seconds = self.everyone.add_numbers(self.clock.read_s(), seconds)
         return busy / all_seconds
 
     def close(self) -> None:

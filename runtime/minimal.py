@@ -111,10 +111,10 @@ class _Rank:
         self.loss, self.weight = torch.zeros(()), 1 / (count * len(self.replicas))
         for instruction in self.program:
             for side in instruction.sides:  # the instruction, or the forward and the backward of an Overlap
-                self.run(side)
+                self.run_instruction(side)
         return float(self.loss)
 
-    def run(self, instruction: ins.Instruction) -> None:
+    def run_instruction(self, instruction: ins.Instruction) -> None:
         """Execute one instruction. Messages between stages are named after the output of the earlier stage."""
         line, send, receive = self.pipeline, self.wires.send, self.wires.receive
         match instruction:

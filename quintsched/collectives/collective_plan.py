@@ -22,7 +22,7 @@ class CollectivePlan(CollectiveProgram):
     """Spelled-out collective with its methods; see `CollectiveProgram` for its fields."""
 
     @classmethod
-    def of(cls, program: CollectiveProgram) -> CollectivePlan:
+    def from_program(cls, program: CollectiveProgram) -> CollectivePlan:
         """Return the plan with these programs."""
         return cls(**{field.name: getattr(program, field.name) for field in fields(program)})
 
@@ -45,7 +45,7 @@ class CollectivePlan(CollectiveProgram):
     @classmethod
     def load(cls, path: Path) -> CollectivePlan:
         """Read a file; raises `UsageError` for a missing one, `InputError` for a broken one."""
-        return cls.of(collective_json.load(path))
+        return cls.from_program(collective_json.load(path))
 
 
 def spell(kind: str, algorithm: str, size: int, chunks: int | None = None) -> CollectivePlan:
@@ -54,4 +54,4 @@ def spell(kind: str, algorithm: str, size: int, chunks: int | None = None) -> Co
     `chunks` is a multiple of `size` for a ring (default: `size`), an even number for a tree (default: 8).
     Raises `UsageError` for an unknown kind or algorithm, and for a combination that is impossible.
     """
-    return CollectivePlan.of(spelled(kind, algorithm, size, chunks))
+    return CollectivePlan.from_program(spelled(kind, algorithm, size, chunks))

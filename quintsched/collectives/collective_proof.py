@@ -159,7 +159,7 @@ def _broken_channels(plan: CollectiveProgram) -> Iterator[Finding]:
 
 def _deadlock(plan: CollectiveProgram) -> Iterator[Finding]:
     graph = event_graph(plan)
-    run = graph.run()
+    run = graph.run_events()
     if run.finished:
         return
     waits = stretches(graph.cycle(run.waiting))
@@ -185,7 +185,7 @@ def _incomplete(plan: CollectiveProgram) -> Iterator[Finding]:
         yield from _wrongly_moved(plan, sums, sent, received, came, there)
         if _sends_same(plan.programs[received.rank][received.step]):
             before[received.rank, received.step] = there  # the send half of this step sends the old contents
-        held[received.rank][received.chunk] = sums.add(came, there) if received.reduce else came
+        held[received.rank][received.chunk] = sums.add_symbols(came, there) if received.reduce else came
     for rank, chunks in enumerate(held):
         for chunk, found in enumerate(chunks):
             if fault := _wrong_at_last(plan, sums, rank, chunk, found, held[0][chunk]):
@@ -231,7 +231,7 @@ def _wrong_at_last(
 def _in_order(plan: CollectiveProgram) -> list[ChunkMessage]:
     """Return the messages in a topological order."""
     graph = event_graph(plan)
-    starts = graph.starts(np.ones(len(plan.messages)), np.array(graph.run().order))
+    starts = graph.starts(np.ones(len(plan.messages)), np.array(graph.run_events().order))
     order: Sequence[int] = np.argsort(starts, kind="stable").tolist()
     return [plan.messages[event] for event in order]
 
@@ -266,7 +266,7 @@ class Sums:
         self._made: dict[tuple[int, int], int] = {}
         self._held = [1 << symbol for symbol in range(2 * size)]
 
-    def add(self, one: int, other: int) -> int:
+    def add_symbols(self, one: int, other: int) -> int:
         """Return the symbol of a sum."""
         pair = min(one, other), max(one, other)
         if pair not in self._made:

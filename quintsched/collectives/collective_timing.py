@@ -72,7 +72,7 @@ def simulate(plan: CollectiveProgram, num_bytes: float, wire: Wire) -> Collectiv
     prove(plan).raise_if_unsound()
     seconds = wire.seconds(num_bytes / plan.chunks)
     graph = event_graph(plan)
-    run = graph.run()
+    run = graph.run_events()
     if not run.finished:
         raise UnsoundError(f"{plan.title} cannot finish")
     starts = graph.starts(np.full(len(plan.messages), seconds), np.array(run.order))

@@ -110,7 +110,7 @@ def unpack(data: bytes) -> PlanData:
     op = _read_ops(stream.numbers(int(first[-1]), 1), kinds, first)
     read = _Reading(first, op, file.table)
     for name, width in file.columns.items():
-        read.take(name, stream, width)
+        read.read_column(name, stream, width)
     stream.require_end()
     return wellformed(plan_of(file, Programs(Columns(first, op, read.columns, tuple(read.table)))))
 
@@ -173,7 +173,7 @@ class _Reading:
             raise InputError("/table: a value is given twice")
         self.columns: dict[str, Ints] = {}
 
-    def take(self, name: str, stream: _Stream, width: int) -> None:
+    def read_column(self, name: str, stream: _Stream, width: int) -> None:
         """Read the column of a field; raises `InputError`."""
         has = np.array([name in FIELDS[kind] for kind in ins.ALL])[self.op]
         size = 2 if name in PAIRS else 1

@@ -131,7 +131,7 @@ def _program_as_written(text: str) -> Columns:
 def _loads_strictly(text: str | bytes) -> PlanData:
     file = _head(text)
     programs = [tuple(_decode_program(program, rank)) for rank, program in enumerate(file.programs)]
-    return wellformed(plan_of(file, Programs.of(programs)))
+    return wellformed(plan_of(file, Programs.from_programs(programs)))
 
 
 def _head(text: str | bytes) -> PlanFile:

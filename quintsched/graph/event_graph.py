@@ -47,9 +47,9 @@ class EventGraph:
     targets: Ints
     ranks: Ints
 
-    def run(self) -> EventRun:
+    def run_events(self) -> EventRun:
         """Run every event whose dependencies can be met (Kahn's algorithm); O(events + edges)."""
-        successors = _Neighbours.of(self.num_events, self.sources, self.targets)
+        successors = _Neighbours.from_edges(self.num_events, self.sources, self.targets)
         first, second, third = (column.tolist() for column in successors.columns)
         counts = [np.bincount(c[c != NONE], minlength=self.num_events) for c in successors.columns]
         waiting: list[int] = np.sum(counts, axis=0).tolist()
@@ -118,7 +118,7 @@ class EventGraph:
 
     @cached_property
     def _predecessors(self) -> _Neighbours:
-        return _Neighbours.of(self.num_events, self.targets, self.sources)
+        return _Neighbours.from_edges(self.num_events, self.targets, self.sources)
 
     def cycle(self, waiting: Sequence[int]) -> list[tuple[int, int]]:
         """Return one cycle of events that never ran, as (event, rank on which the next one waits for it).
@@ -166,7 +166,7 @@ class _Neighbours:
     more: dict[int, list[int]]
 
     @classmethod
-    def of(cls, num_events: int, events: Ints, others: Ints) -> _Neighbours:
+    def from_edges(cls, num_events: int, events: Ints, others: Ints) -> _Neighbours:
         """Group the edges by the event at one end, in the order given."""
         columns = []
         for _ in range(COLUMNS):

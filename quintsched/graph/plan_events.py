@@ -51,7 +51,7 @@ class Channels:
     receives: Ends
 
     @classmethod
-    def of(cls, columns: Columns) -> Channels:
+    def from_columns(cls, columns: Columns) -> Channels:
         """Find the channel of every message, and its position there."""
         num_ranks = columns.num_ranks
         sent, received = columns.rows_where(Send), columns.rows_where(Recv)
@@ -140,7 +140,7 @@ class Events:
     @classmethod
     def _merge(cls, plan: PlanData) -> Events:
         columns = plan.columns
-        channels = Channels.of(columns)
+        channels = Channels.from_columns(columns)
         leader = np.arange(len(columns))
         sent, received = channels.pairs
         leader[sent] = leader[received] = np.minimum(sent, received)

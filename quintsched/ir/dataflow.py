@@ -124,7 +124,7 @@ def flow(instruction: ins.Instruction, layout: Layout, rank: int, *gatherings: i
     """
     programs = [[instruction] if k == rank else [] for k in range(max(layout.num_ranks, rank + 1))]
     known = np.array(gatherings or [0] * len(instruction.sides))
-    return flows_of(Columns.of(programs), layout, known).of_rows(range(1))[0]
+    return flows_of(Columns.from_programs(programs), layout, known).of_rows(range(1))[0]
 
 
 def flows_of(columns: Columns, layout: Layout, gatherings: Ints | None = None) -> Flows:
@@ -134,12 +134,12 @@ def flows_of(columns: Columns, layout: Layout, gatherings: Ints | None = None) -
     `columns.apart` the number of the gathering of its stage's weights that it makes, uses or ends.
     """
     apart, origin = columns.apart
-    reader = _Reader.of(apart, layout, gatherings)
+    reader = _Reader.from_columns(apart, layout, gatherings)
     found: dict[Role, list[tuple[Ints, Ints]]] = {role: [] for role in Role}
     for kind, terms in RULES.items():
         rows = apart.rows_where(kind)
         for term in terms if len(rows) else ():
-            used, places = reader.read(term, rows)
+            used, places = reader.read_term(term, rows)
             if len(used):
                 found[term.role].append((origin[used], places))
     return Flows(reader.numbering, *(_joined(found[role]) for role in (CONSUMES, READS, PRODUCES, FOLLOWS)))
@@ -178,7 +178,7 @@ class _Reader:
     holders: Ints
 
     @classmethod
-    def of(cls, columns: Columns, layout: Layout, gatherings: Ints | None) -> _Reader:
+    def from_columns(cls, columns: Columns, layout: Layout, gatherings: Ints | None) -> _Reader:
         if gatherings is None:
             gatherings = gatherings_of(columns) if layout.zero.shards_weights else np.zeros(len(columns), np.int64)
         counts = dict.fromkeys(ValueKind, layout.num_microbatches)
@@ -191,7 +191,7 @@ class _Reader:
         numbering = Numbering(len(layout.stage_to_pp), counts, len(layout.buckets), len(layout.skips))
         return cls(columns, layout, numbering, gatherings, np.array(layout.stage_to_pp, np.int64))
 
-    def read(self, term: Term, rows: Ints) -> tuple[Ints, Ints]:
+    def read_term(self, term: Term, rows: Ints) -> tuple[Ints, Ints]:
         """Return (rows, places) of the uses that a term yields for rows of one class of instruction."""
         cells = self._skips(term, rows) if term.kind in SKIPS else self._whose(term.whose, rows)
         if term.when in _OF_PLAN and not _OF_PLAN[term.when](self.layout):
@@ -216,7 +216,7 @@ class _Reader:
             held = Ragged.group(self.holders, np.arange(len(self.holders)), columns.num_ranks)
             at, stages = held.expand(columns.rank[rows])
         elif whose is Whose.NAMED:
-            named = Ragged.of(columns.values("stages", rows))
+            named = Ragged.from_lists(columns.values("stages", rows))
             at, stages = named.expand(np.arange(len(rows)))
             here = self.holders[stages] == columns.rank[rows[at]]
             at, stages = at[here], stages[here]
@@ -272,7 +272,7 @@ class _Reader:
             reductions = _count_from_zero(layout.num_reductions[stages])
             return _each(_Cells(rows[at], stages[at], reductions * len(layout.buckets)), buckets)
         if which is Which.EVERY_TIE:
-            ties = Ragged.of([tie.number for tie in layout.ties_of(s)] for s in range(len(self.holders)))
+            ties = Ragged.from_lists([tie.number for tie in layout.ties_of(s)] for s in range(len(self.holders)))
             at, numbers = ties.expand(stages)
             return _Cells(rows[at], stages[at], numbers)
         if which is Which.REDUCED_UNITS:

@@ -79,7 +79,7 @@ class Columns:
         return Columns, (self.first, self.op, dict(self.columns), self.table)
 
     @classmethod
-    def of(cls, programs: Iterable[Iterable[Instruction]]) -> Columns:
+    def from_programs(cls, programs: Iterable[Iterable[Instruction]]) -> Columns:
         """Build the arrays from programs; O(instructions).
 
         Raises `UnsoundError` for an object that is no instruction, or a field of the wrong type: numbers must be
@@ -253,7 +253,7 @@ class Columns:
             columns.pop(name)
         return Apart(Columns(first, op, columns, self.table), _read_only(origin))
 
-    def take(self, rows: Ints, first: Ints) -> Columns:
+    def take_rows(self, rows: Ints, first: Ints) -> Columns:
         """Return columns of these rows, in this order; `first` gives the start of each rank."""
         return Columns(first, self.op[rows], {name: c[rows] for name, c in self.columns.items()}, self.table)
 

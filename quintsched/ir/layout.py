@@ -173,7 +173,7 @@ class Layout:
         """
         numbers = np.zeros((len(self.stage_to_pp), self.num_microbatches), np.int64)
         if self.zero.shards_gradients:
-            order = Ragged.of(self.backward_order)
+            order = Ragged.from_lists(self.backward_order)
             stage, unit = order.expand(np.arange(len(numbers)))
             once = np.array([bool(self.ties_of(number)) for number in range(len(numbers))])
             numbers[~once] = -1

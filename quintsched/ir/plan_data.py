@@ -95,7 +95,7 @@ class PlanData:
     blocks_per_stage: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "programs", Programs.of(self.programs))
+        object.__setattr__(self, "programs", Programs.from_programs(self.programs))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlanData):

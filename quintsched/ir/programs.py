@@ -53,9 +53,9 @@ class Programs(Sequence[Program]):
         self.columns = columns
 
     @classmethod
-    def of(cls, programs: Iterable[Iterable[Instruction]]) -> Programs:
-        """Build columns from programs; raises as `Columns.of` does."""
-        return programs if isinstance(programs, cls) else cls(Columns.of(programs))
+    def from_programs(cls, programs: Iterable[Iterable[Instruction]]) -> Programs:
+        """Build columns from programs; raises as `Columns.from_programs` does."""
+        return programs if isinstance(programs, cls) else cls(Columns.from_programs(programs))
 
     def __len__(self) -> int:
         return self.columns.num_ranks

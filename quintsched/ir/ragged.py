@@ -22,7 +22,7 @@ class Ragged:
     values: Ints
 
     @classmethod
-    def of(cls, lists: Iterable[Sequence[int]]) -> Ragged:
+    def from_lists(cls, lists: Iterable[Sequence[int]]) -> Ragged:
         """Concatenate lists into one ragged array."""
         kept = [np.asarray(entries, np.int64) for entries in lists]
         return cls(np.cumsum([0, *map(len, kept)]), np.concatenate([np.zeros(0, np.int64), *kept]))

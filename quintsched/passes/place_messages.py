@@ -64,11 +64,11 @@ def place_messages(plan: PlanData) -> PlanData:
     events = Events.merge(plan)
     durations = event_durations(plan, events, Costs())
     graph = build_graph(events, plan.flows, PROFILES["channel"])
-    run = graph.run()
+    run = graph.run_events()
     if not run.finished:
         raise UnsoundError(_explain_order(plan, np.array(run.waiting)[events.of]))
     start = graph.starts(durations, np.array(run.order))[events.of]
-    messages = _Messages.of(plan)
+    messages = _Messages.from_plan(plan)
     times, phases = messages.moments(start, start + durations[events.of])
     rank = np.concatenate([messages.source, messages.target, columns.rank])
     order = _sorted(
@@ -78,7 +78,7 @@ def place_messages(plan: PlanData) -> PlanData:
         np.concatenate([messages.number, messages.number, np.arange(len(columns))]),
     )
     first = np.r_[0, np.cumsum(np.bincount(rank, minlength=columns.num_ranks))]
-    return replace(plan, programs=Programs(messages.beside(plan).take(order, first)))
+    return replace(plan, programs=Programs(messages.beside(plan).take_rows(order, first)))
 
 
 def _sorted(rank: Ints, times: Times, phases: Ints, numbers: Ints) -> Ints:
@@ -104,7 +104,7 @@ class _Messages:
     keys: Ints
 
     @classmethod
-    def of(cls, plan: PlanData) -> _Messages:
+    def from_plan(cls, plan: PlanData) -> _Messages:
         """Find every value that is produced on one rank and consumed on another."""
         flows, rank = plan.flows, plan.columns.rank
         keys = flows.keys(flows.consumes.places)

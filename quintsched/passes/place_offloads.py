@@ -44,7 +44,7 @@ def place_offloads(plan: PlanData, cap: float | None, costs: Costs | None = None
     costs = costs or Costs()
     costs.check_fits(plan.schedule, len(plan.stage_to_pp), plan.columns.num_ranks)
     costs = costs.spread(plan.stage_shares, plan.schedule.slices)
-    kept, changes = _Kept.of(plan, costs), activation_changes(plan, costs)
+    kept, changes = _Kept.from_plan(plan, costs), activation_changes(plan, costs)
     ranks = [_Rank(plan, kept, changes, rank, cap) for rank in range(plan.columns.num_ranks)]
     if not all(rank.fits() for rank in ranks):
         least = least_cap(plan, costs)
@@ -59,7 +59,7 @@ def place_offloads(plan: PlanData, cap: float | None, costs: Costs | None = None
 def least_cap(plan: PlanData, costs: Costs | None = None) -> float:
     """Return the least cap that works: the peak if all activations that can be offloaded are, as early as possible."""
     costs = (costs or Costs()).spread(plan.stage_shares, plan.schedule.slices)
-    kept = _Kept.of(plan, costs)
+    kept = _Kept.from_plan(plan, costs)
     offloads = [(cell, forward + 1) for cell, forward in kept.forwards.items()]
     fetches = [(cell, kept.backwards[cell]) for cell in kept.forwards]
     return max(peak_activations(_with_copies(plan, offloads, fetches), costs), default=0.0)
@@ -86,7 +86,7 @@ class _Kept(NamedTuple):
     amounts: dict[int, float]
 
     @classmethod
-    def of(cls, plan: PlanData, costs: Costs) -> _Kept:
+    def from_plan(cls, plan: PlanData, costs: Costs) -> _Kept:
         """Find the activations of all stages that are not recomputed."""
         apart, origin = plan.columns.apart
         units, found = plan.schedule.num_units, list[dict[int, int]]()

@@ -20,7 +20,7 @@ def step_optimizer(plan: PlanData) -> PlanData:
     and bucket follows.
     """
     layout = plan.layout
-    blocks = [Columns.of([OptStep(layout.stages_of(rank))] for rank in range(layout.num_ranks))]
+    blocks = [Columns.from_programs([OptStep(layout.stages_of(rank))] for rank in range(layout.num_ranks))]
     if plan.zero.shards_optimizer and not plan.zero.shards_weights:
         blocks.append(_gathers(plan))
     return replace(plan, programs=Programs(plan.columns.append(*blocks)))
@@ -32,4 +32,4 @@ def _gathers(plan: PlanData) -> Columns:
         [AllGatherBucket(stage, bucket, axes) for stage in layout.stages_of(rank) for bucket, axes in layout.reductions]
         for rank in range(layout.num_ranks)
     ]
-    return Columns.of(programs)
+    return Columns.from_programs(programs)

@@ -82,7 +82,7 @@ class MessageRule:
     max_sends: int | None = MAX_SENDS
 
     @classmethod
-    def of(cls, profile: Profile, *, may_wait: bool) -> MessageRule:
+    def from_profile(cls, profile: Profile, *, may_wait: bool) -> MessageRule:
         """Return the runtime's rule on a transport; `may_wait`: the plan is free of deadlock under `blocking`."""
         return cls(AHEAD if profile.matches_by_tag else None, MAX_SENDS if may_wait else None)
 
@@ -183,7 +183,7 @@ def _messages(plan: PlanData, uses: Uses, kind: type[Message]) -> tuple[Ints, In
 def _posted(plan: PlanData, ahead: int | Callable[[Value], int], rows: Ints, places: Ints, taken: Ints) -> Ints:
     """Return the rows before which receives are posted, ahead of their own rows."""
     columns, flows = plan.columns, plan.flows
-    names = _Names.of(plan, flows.keys(places))
+    names = _Names.from_keys(plan, flows.keys(places))
     order, begins = _grouped(columns.rank[rows], columns.peer[rows], names.kinds, names.stages, names.lanes)
     first, alike = np.unique(begins, return_inverse=True)
     if callable(ahead):
@@ -220,7 +220,10 @@ def _let_go(plan: PlanData) -> Ints:
     if not plan.layout.trains:
         return flows.first_takers
     made, taken = flows.produces, flows.consumes
-    of_made, of_taken = _Names.of(plan, flows.keys(made.places)), _Names.of(plan, flows.keys(taken.places))
+    of_made, of_taken = (
+        _Names.from_keys(plan, flows.keys(made.places)),
+        _Names.from_keys(plan, flows.keys(taken.places)),
+    )
     units = plan.layout.num_microbatches
     codes = [uses.rows * units + names.units for uses, names in ((made, of_made), (taken, of_taken))]
     keeps = np.isin(of_made.kinds, KEEPS)
@@ -257,7 +260,7 @@ class _Names(NamedTuple):
     lanes: Ints
 
     @classmethod
-    def of(cls, plan: PlanData, keys: Ints) -> _Names:
+    def from_keys(cls, plan: PlanData, keys: Ints) -> _Names:
         """Return the names of values; meaningless for kinds that are not per microbatch."""
         numbering = plan.flows.numbering
         counts = np.maximum([numbering.counts[kind] for kind in ValueKind], 1)
@@ -272,7 +275,7 @@ def _answers(plan: PlanData, keys: Ints) -> tuple[Flags, Ints]:
 
     Its consumer waits for the gradient, which cannot come before the activation has arrived.
     """
-    columns, flows, names = plan.columns, plan.flows, _Names.of(plan, keys)
+    columns, flows, names = plan.columns, plan.flows, _Names.from_keys(plan, keys)
     is_output = names.kinds == ValueKind.OUTPUT
     gradients = flows.numbering.keys(ValueKind.OUTPUT_GRAD, names.stages * is_output, names.units * is_output)
     makers, takers = flows.first_makers[gradients], flows.first_takers[gradients]

@@ -104,7 +104,7 @@ class Simulation:
         """
         events = Events.merge(self.plan)
         graph = build_graph(events, self.plan.flows, PROFILES["channel"])
-        ends, order = self.end[events.first_rows], graph.run().order
+        ends, order = self.end[events.first_rows], graph.run_events().order
         event, path = (int(ends.argmax()) if len(ends) else NONE), []
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
@@ -195,7 +195,7 @@ def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
     graph = build_graph(events, plan.flows, PROFILES["channel"])
     order = meeting_order(plan)
     if order is None or not graph.agrees(order):
-        run = graph.run()
+        run = graph.run_events()
         if not run.finished:
             raise UnsoundError("the plan cannot finish: an instruction waits for something that nothing makes")
         order = np.array(run.order)

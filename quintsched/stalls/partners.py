@@ -91,7 +91,7 @@ class Partners:
     def _ahead(self) -> Ints:
         """Row before which each message is issued at the latest, if messages match by tag."""
         found = np.arange(len(self._columns))
-        rule = MessageRule.of(find_profile("tagged"), may_wait=True)
+        rule = MessageRule.from_profile(find_profile("tagged"), may_wait=True)
         for lifetimes in (receive_lifetimes(self._plan, rule), send_lifetimes(self._plan, rule)):
             found[lifetimes.rows] = lifetimes.first
         return found

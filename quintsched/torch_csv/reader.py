@@ -126,13 +126,13 @@ def _draft(cells: Sequence[CsvCell], mesh: Mesh, name: str, zero: Zero) -> PlanD
         stage_to_pp=stage_to_pp,
         routes=(Route(tuple(range(len(home))), tuple(range(microbatches))),),
         buckets_per_stage=1,
-        programs=Programs.of([]),
+        programs=Programs.from_programs([]),
         zero=replace(zero, every=microbatches) if zero.shards_gradients else zero,
     )
     programs: list[list[Instruction]] = [[] for _ in range(mesh.pp)]
     for found in by_place(cells):
         programs[found[0].rank] += _instructions(found, draft)
-    return replace(draft, programs=Programs.of(map(_with_last_frees, programs)))
+    return replace(draft, programs=Programs.from_programs(map(_with_last_frees, programs)))
 
 
 def _zero(stage: int, mesh: Mesh) -> Zero:

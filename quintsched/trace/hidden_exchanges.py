@@ -57,7 +57,7 @@ class Pairs:
     backward_unit: Ints
 
     @classmethod
-    def of(cls, columns: Columns) -> Pairs:
+    def from_columns(cls, columns: Columns) -> Pairs:
         """Find the overlapped pairs of a plan."""
         rows = columns.rows_where(Overlap)
         return cls(rows, *columns.pairs("forward", rows), *columns.pairs("backward", rows))

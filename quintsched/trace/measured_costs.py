@@ -82,7 +82,7 @@ class RowTimes:
     end: Times
     wait: Times
 
-    def of(self, replica: int, step: int) -> RowTimes:
+    def of_step(self, replica: int, step: int) -> RowTimes:
         """Times of one step of one replica."""
         return RowTimes(self.start[replica, step], self.end[replica, step], self.wait[replica, step])
 
@@ -109,7 +109,7 @@ def measure(plan: PlanData, times: RowTimes, unit: str, per_microbatch: bool) ->
 
 def _of_stages(plan: PlanData, run: Times) -> dict[str, list[float]]:
     """Return the times of computations per stage, and, for overlapped ones, of their exchanges."""
-    columns, pairs = plan.columns, Pairs.of(plan.columns)
+    columns, pairs = plan.columns, Pairs.from_columns(plan.columns)
     found: dict[str, list[float]] = {"forward": _of_kind(plan, run, Fwd)[0]}
     if plan.mode == "train":
         found["backward_input"], found["backward_weight"] = _halves(*_backwards(plan, run))
@@ -141,7 +141,7 @@ def _alone(plan: PlanData, run: Times) -> Alone:
 
 def _factors(plan: PlanData, run: Times) -> tuple[dict[tuple[type[Compute], ...], Times], Times]:
     """Return the factors of units on the usual time of computations, and the rows' times divided by them."""
-    columns, pairs, visits = plan.columns, Pairs.of(plan.columns), plan.layout.visits_all
+    columns, pairs, visits = plan.columns, Pairs.from_columns(plan.columns), plan.layout.visits_all
     took = {kinds: _took(plan, run, kinds) for kinds in COMPUTES_BY_COST.values()}
     found = {kinds: unit_factors(of_kinds, visits) for kinds, of_kinds in took.items()}
     if not len(pairs):
@@ -276,7 +276,7 @@ def _host_bandwidth(plan: PlanData, times: RowTimes, scale: float) -> float | No
 
 def _p2p(plan: PlanData, times: RowTimes, scale: float, decimals: int) -> float | Wires:
     """Return the median transfer time of messages that were waited for, with links for pairs of ranks that differ."""
-    channels = Channels.of(plan.columns)
+    channels = Channels.from_columns(plan.columns)
     sent, received = channels.pairs
     way = np.maximum(times.end[..., received] - times.end[..., sent], 0.0)
     wait = times.wait[..., received]

@@ -99,7 +99,7 @@ class Trace:
         if number not in self.steps:
             raise UsageError(f"step {number} was not recorded{suggest(str(number), map(str, self.steps))}")
         replica = next(place for place, group in enumerate(self._replicas) if rank in group)
-        times = self._times.of(replica, self.steps.index(number))
+        times = self._times.of_step(replica, self.steps.index(number))
         return MeasuredStep(self.plan, number, unit, _timeline(self.plan, times, per_second(unit)))
 
     def costs(self, unit: str = "ms", *, per_microbatch: bool = False) -> Costs:

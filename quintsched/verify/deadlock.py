@@ -33,7 +33,7 @@ def deadlocks(
             return dict.fromkeys(PROFILES, True), found
     for name in (name for name in PROFILES if name not in free):
         graph = build_graph(events, plan.flows, PROFILES[name], one_host=True)
-        run = graph.run()
+        run = graph.run_events()
         free[name] = run.finished
         if run.finished and not flow_is_broken:
             return dict.fromkeys(PROFILES, True) | free, found

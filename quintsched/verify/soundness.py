@@ -60,7 +60,7 @@ class Verdict:
         """Number of receive and send slots of each pp rank under the profile; empty unless the plan is sound."""
         if not self.sound:
             return MessageSlots((), ())
-        rule = MessageRule.of(find_profile(self.profile), may_wait=self.profiles.get("blocking", False))
+        rule = MessageRule.from_profile(find_profile(self.profile), may_wait=self.profiles.get("blocking", False))
         return self.plan.remember(f"slots {rule}", lambda: message_slots(self.plan, rule))
 
     @property

@@ -21,7 +21,7 @@ class SymbolicRank:
     reduced: dict[tuple[int, int], Gradient] = field(default_factory=dict)
     applied: dict[tuple[int, int], list[Gradient]] = field(default_factory=dict)
 
-    def take(self, kind: ValueKind, stage: int, unit: int) -> Any:
+    def take_value(self, kind: ValueKind, stage: int, unit: int) -> Any:
         """Consume a value; raises `Fault` if it is not on this rank."""
         value = Value(kind, stage, unit)
         self.look_at(value)

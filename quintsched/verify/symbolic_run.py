@@ -74,7 +74,7 @@ class SymbolicRun:
 
 
 def _send(run: SymbolicRun, rank: SymbolicRank, i: ins.Send) -> None:
-    run.channels.setdefault((rank.number, i.peer), deque()).append(rank.take(*_carried(run, i)))
+    run.channels.setdefault((rank.number, i.peer), deque()).append(rank.take_value(*_carried(run, i)))
 
 
 def _recv(run: SymbolicRun, rank: SymbolicRank, i: ins.Recv) -> None:
@@ -108,10 +108,12 @@ def _carried(run: SymbolicRun, i: ins.Message) -> tuple[ValueKind, int, int]:
 def _fwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Fwd) -> None:
     layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
     before = layout.before(s, u)
-    x = model.inputs[u] if before < 0 else rank.take(ValueKind.OUTPUT, before, u)
+    x = model.inputs[u] if before < 0 else rank.take_value(ValueKind.OUTPUT, before, u)
     saved = Saved(x, _keys_before(run, rank, i))
     y, keys = forward(_weights(run, rank, s), saved)
-    skips = {h.skip: rank.take(ValueKind.SKIP, s, u * MAX_SKIPS + h.skip) for h in layout.skip_hops if h.later == s}
+    skips = {
+        h.skip: rank.take_value(ValueKind.SKIP, s, u * MAX_SKIPS + h.skip) for h in layout.skip_hops if h.later == s
+    }
     skipped = sum((model.takes[skip, layout.part_of(s)] * number for skip, number in skips.items()), model.zero)
     y = model.modulo(y + skipped)
     for hop in layout.skip_hops:
@@ -131,7 +133,7 @@ def _fwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Fwd) -> None:
 
 
 def _recompute(run: SymbolicRun, rank: SymbolicRank, i: ins.Recompute) -> None:
-    x, skipped = rank.take(ValueKind.CHECKPOINT, i.stage, i.microbatch)
+    x, skipped = rank.take_value(ValueKind.CHECKPOINT, i.stage, i.microbatch)
     saved = Saved(x, _keys_before(run, rank, i))
     _save(run, rank, i, saved, run.model.modulo(forward(_weights(run, rank, i.stage), saved)[0] + skipped))
 
@@ -149,7 +151,7 @@ def _gather_params(run: SymbolicRun, rank: SymbolicRank, i: ins.GatherParams) ->
 
 
 def _free_params(run: SymbolicRun, rank: SymbolicRank, i: ins.FreeParams) -> None:
-    rank.take(ValueKind.PARAMS, i.stage, 0)
+    rank.take_value(ValueKind.PARAMS, i.stage, 0)
 
 
 def _keys_before(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> ModularNumber:
@@ -172,25 +174,25 @@ def _has_loss(run: SymbolicRun, i: ins.Compute) -> bool:
 
 
 def _offload_act(run: SymbolicRun, rank: SymbolicRank, i: ins.OffloadAct) -> None:
-    rank.put(ValueKind.OFFLOADED, i.stage, i.microbatch, rank.take(ValueKind.SAVED, i.stage, i.microbatch))
+    rank.put(ValueKind.OFFLOADED, i.stage, i.microbatch, rank.take_value(ValueKind.SAVED, i.stage, i.microbatch))
 
 
 def _fetch_act(run: SymbolicRun, rank: SymbolicRank, i: ins.FetchAct) -> None:
-    rank.put(ValueKind.FETCHED, i.stage, i.microbatch, rank.take(ValueKind.OFFLOADED, i.stage, i.microbatch))
+    rank.put(ValueKind.FETCHED, i.stage, i.microbatch, rank.take_value(ValueKind.OFFLOADED, i.stage, i.microbatch))
 
 
 def _backward_of(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Gradient:
     """Run the backward of a unit and pass its gradients on; return the gradient of the weights."""
     layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
     fetched = Value(ValueKind.FETCHED, s, u) in rank.values
-    saved, grad_y = rank.take(ValueKind.FETCHED if fetched else ValueKind.SAVED, s, u)
+    saved, grad_y = rank.take_value(ValueKind.FETCHED if fetched else ValueKind.SAVED, s, u)
     if layout.after(s, u) >= 0:
-        grad_y = grad_y + rank.take(ValueKind.OUTPUT_GRAD, s, u)
+        grad_y = grad_y + rank.take_value(ValueKind.OUTPUT_GRAD, s, u)
     grad_y = _pass_skip_grads(run, rank, i, grad_y)
     grad_k = model.zero
     if (u + 1) % layout.slices:
-        rank.take(ValueKind.KEYS, s, u)
-        grad_k = rank.take(ValueKind.KEYS_GRAD, s, u)
+        rank.take_value(ValueKind.KEYS, s, u)
+        grad_k = rank.take_value(ValueKind.KEYS_GRAD, s, u)
     of_input, of_keys, share = backward(_weights(run, rank, s), saved, grad_y, grad_k)
     if layout.before(s, u) >= 0:
         rank.put(ValueKind.OUTPUT_GRAD, layout.before(s, u), u, of_input)
@@ -203,7 +205,7 @@ def _pass_skip_grads(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, grad_
     """Add the gradients of skips that a stage makes to its output's, and its own to those of skips that it takes."""
     layout, model, s, u = run.plan.layout, run.model, i.stage, i.microbatch
     sums = {
-        hop.skip: rank.take(ValueKind.SKIP_GRAD, hop.later, u * MAX_SKIPS + hop.skip)
+        hop.skip: rank.take_value(ValueKind.SKIP_GRAD, hop.later, u * MAX_SKIPS + hop.skip)
         for hop in layout.skip_chains
         if hop.earlier == s
     }
@@ -232,7 +234,7 @@ def _bwd_input(run: SymbolicRun, rank: SymbolicRank, i: ins.BwdInput) -> None:
 
 
 def _bwd_weight(run: SymbolicRun, rank: SymbolicRank, i: ins.BwdWeight) -> None:
-    _add(run, rank, i, rank.take(ValueKind.PENDING, i.stage, i.microbatch))
+    _add(run, rank, i, rank.take_value(ValueKind.PENDING, i.stage, i.microbatch))
 
 
 def _add(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute, share: Gradient) -> None:

@@ -36,7 +36,7 @@ def agree_on_options(plan: Plan, options: Mapping[str, Any], world: Group) -> No
     Costs of blocks are left out: they may be measured on each rank, and the resulting stages are compared later.
     """
     said = {f"engine.{name}": _plain(value) for name, value in options.items() if name != "block_costs"}
-    sections = {"plan": plan_section(plan), "options": Section.of(said)}
+    sections = {"plan": plan_section(plan), "options": Section.from_settings(said)}
     require_same(sections, world, "the plan and the engine's options", "give all ranks the same")
 
 
@@ -55,7 +55,7 @@ def agree_on_functions(
 ) -> None:
     """Raise `MisfitError` where the ranks that use them have another loss, metric or optimizer (collective)."""
     found = None if functions is None else {name: describe_function(given) for name, given in functions.items()}
-    same = None if found is None else Section.of({name: described.what for name, described in found.items()})
+    same = None if found is None else Section.from_settings({name: described.what for name, described in found.items()})
     sections = {"functions": same, "optimizer": optimizer}
     require_same(sections, world, "the loss and the optimizer", "give all ranks the same")
     _compare_values({"values": None if found is None else _values(found)}, world)
@@ -68,7 +68,9 @@ def _compare_values(sections: Sections, world: Group) -> None:
 
 def _values(found: Mapping[str, Described]) -> Section:
     """Return the plain values that described objects read, keyed by the object's name and the value's."""
-    return Section.of({f"{name}, {key}": value for name, one in found.items() for key, value in one.read.items()})
+    return Section.from_settings(
+        {f"{name}, {key}": value for name, one in found.items() for key, value in one.read.items()}
+    )
 
 
 def _blocks_section(outlines: Sequence[nn.Module], cuts: Sequence[range]) -> Section:
@@ -107,7 +109,7 @@ def optimizer_section(optimizers: Sequence[Optimizer]) -> Section:
             for key, value in group.items():
                 if key != "params":
                     found[f"{of_group}.{key}"] = _plain(value)
-    return Section.of(found)
+    return Section.from_settings(found)
 
 
 def _plain(value: Any) -> Plain:

@@ -106,8 +106,8 @@ def agreed_settings(job: JobConfig, plan: Plan, transport: Transport) -> dict[st
     settings = {**job_settings(job), **code_settings(job)}
     require_same(
         {
-            "world": Section.of(world_settings(transport)),
-            "job": Section.of(of_all_ranks(settings)),
+            "world": Section.from_settings(world_settings(transport)),
+            "job": Section.from_settings(of_all_ranks(settings)),
             "plan": plan_section(plan),
         },
         transport.world_group(),
@@ -119,7 +119,7 @@ def agreed_settings(job: JobConfig, plan: Plan, transport: Transport) -> dict[st
 
 def agree_on_start(start: str, overrides: Sequence[str], transport: Transport) -> None:
     """Raise `MisfitError`, on all ranks, where some ranks resume a run and others do not (collective)."""
-    said = Section.of({"start": start, "--override": " ".join(sorted(overrides))})
+    said = Section.from_settings({"start": start, "--override": " ".join(sorted(overrides))})
     advice = "start all ranks with the same options"
     require_same({"start": said}, transport.world_group(), "how the run begins", advice)
 

@@ -49,7 +49,7 @@ class Section:
     record: Callable[[], Record]
 
     @classmethod
-    def of(cls, record: Record) -> Section:
+    def from_settings(cls, record: Record) -> Section:
         """Return a section of the given settings."""
         return cls(json.dumps(record, sort_keys=True), lambda: record)
 
@@ -80,7 +80,7 @@ def agree(what: str, fingerprint: str, group: Group) -> None:
 
     The message names each fingerprint and the ranks that have it.
     """
-    require_same({what: Section.of({what: fingerprint})}, group, what, "give all of them the same")
+    require_same({what: Section.from_settings({what: fingerprint})}, group, what, "give all of them the same")
 
 
 def warn_of_differences(sections: Sections, group: Group, what: str, advice: str) -> None:

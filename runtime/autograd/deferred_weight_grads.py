@@ -71,7 +71,7 @@ class Products:
     def __exit__(self, *_: object) -> None:
         self._queue.collecting = None
 
-    def add(self, parameter: nn.Parameter, compute: Callable[..., Tensor], held: tuple[Tensor, ...]) -> None:
+    def add_product(self, parameter: nn.Parameter, compute: Callable[..., Tensor], held: tuple[Tensor, ...]) -> None:
         """Queue a product, its tensors detached from the autograd graph."""
         kept = [tensor.detach() if tensor.requires_grad else tensor for tensor in held]
         self._waiting.append(Product(parameter, compute, kept, [tensor._version for tensor in kept]))
@@ -185,7 +185,7 @@ def _defer(
         return False
     if not _is_accumulated(accumulator or get_gradient_edge(owner).node):
         return False
-    queue.collecting.add(owner, product, held)
+    queue.collecting.add_product(owner, product, held)
     return True
 
 

@@ -87,7 +87,7 @@ def trace_shapes(
         except Exception as error:
             hint = _hint(error, [earlier.state for earlier in left])
             raise MisfitError(_cannot_take(number, module, given, taken, error) + hint) from error
-        watch.note(number)
+        watch.note_mutations(number)
         spec, has_loss = _spec_of_output(number, module, given), auxiliary is not None
         for name, tensor in fresh.items():
             if name in (*beside, *riders, TARGETS):
@@ -102,7 +102,9 @@ def trace_shapes(
     return [
         replace(
             parcel,
-            riders=tuple((n, TensorSpec.of(ride.tensor)) for n, ride in riders.items() if ride.since <= k < ride.until),
+            riders=tuple(
+                (n, TensorSpec.from_tensor(ride.tensor)) for n, ride in riders.items() if ride.since <= k < ride.until
+            ),
             changes=watch.changes(k),
             strides=watch.strides(k),
         )
@@ -267,7 +269,7 @@ def _cannot_take(number: int, module: nn.Module, given: object, taken: Mapping[s
     """Return a message with the inputs on which a block raised an error, and the submodule that raised it."""
     none = [f"{name}=None" for name, extra in taken.items() if extra is None]
     return (
-        f"block {number} cannot take {TreeSpec.of(given)}: {error} (in {place_of(error, number, module)}"
+        f"block {number} cannot take {TreeSpec.from_tree(given)}: {error} (in {place_of(error, number, module)}"
         f"{''.join(f', {word}' for word in none)}; shapes are found by running the blocks on torch's meta device)"
     )
 
@@ -318,7 +320,7 @@ def _besides(
 
 def _spec_of_output(number: int, block: nn.Module, output: object) -> TreeSpec:
     """Return the spec of a block's output; raises `MisfitError` if it has no tensors, or some that cannot be sent."""
-    spec = TreeSpec.of(output)
+    spec = TreeSpec.from_tree(output)
     if not spec.tensors:
         raise MisfitError(
             f"block {number} ({type(block).__name__}) returns {spec.tree}, in which there is no tensor; it must return "
@@ -366,7 +368,7 @@ class InPlace:
         tensors |= {name: extra for name, extra in beside.items() if isinstance(extra, Tensor)}
         self._arrived.append({key: (tensor, tensor._version) for key, tensor in tensors.items()})
 
-    def note(self, block: int) -> None:
+    def note_mutations(self, block: int) -> None:
         """Attribute to a block that has run the mutations of all inputs recorded so far."""
         for taker, tensors in enumerate(self._arrived):
             for key, (tensor, version) in tensors.items():

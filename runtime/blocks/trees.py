@@ -62,7 +62,7 @@ class TensorSpec:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorSpec:
+    def from_tensor(cls, tensor: Tensor) -> TensorSpec:
         """Return the spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype)
 
@@ -189,10 +189,10 @@ class TreeSpec:
     tensors: tuple[TensorSpec, ...]
 
     @classmethod
-    def of(cls, tree: object) -> TreeSpec:
+    def from_tree(cls, tree: object) -> TreeSpec:
         """Return the spec of a tree."""
         found, tensors = flatten(tree)
-        return cls(found, tuple(map(TensorSpec.of, tensors)))
+        return cls(found, tuple(map(TensorSpec.from_tensor, tensors)))
 
     @classmethod
     def plain(cls, tensor: TensorSpec) -> TreeSpec:

@@ -143,7 +143,7 @@ class Coming:
         self._given = given
         self._works = works
 
-    def wait(self) -> Tensor:
+    def wait_result(self) -> Tensor:
         """Return the result, once it is complete."""
         for work in self._works:
             work.wait()
@@ -183,7 +183,7 @@ def _view(x: Tensor, _group: Group, _dim: int) -> Tensor:
 
 
 def _sum(x: Tensor, group: Group, _dim: int) -> Tensor:
-    return begin_all_reduce(x.clone(memory_format=torch.contiguous_format), group).wait()
+    return begin_all_reduce(x.clone(memory_format=torch.contiguous_format), group).wait_result()
 
 
 def _slice(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -191,11 +191,11 @@ def _slice(x: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def _join(x: Tensor, group: Group, dim: int) -> Tensor:
-    return begin_all_gather(x, group, dim).wait()
+    return begin_all_gather(x, group, dim).wait_result()
 
 
 def _sum_slice(x: Tensor, group: Group, dim: int) -> Tensor:
-    return begin_reduce_scatter(x, group, dim).wait()
+    return begin_reduce_scatter(x, group, dim).wait_result()
 
 
 def _swap(x: Tensor, group: Group, dim: int) -> Tensor:

@@ -86,9 +86,9 @@ class ControlGroup:
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
-        self.add(0)
+        self.add_numbers(0)
 
-    def add(self, *numbers: float) -> list[float]:
+    def add_numbers(self, *numbers: float) -> list[float]:
         """Return the sums of the numbers over all ranks."""
         sums = torch.tensor(numbers, dtype=torch.float64, device=self._world.device)
         self._world.all_reduce(sums).wait()

@@ -65,7 +65,7 @@ class Overlaps:
                 self._note(Side.FORWARD, stages[0], forward)
                 self._note(Side.BACKWARD, stages[1], backward)
             elif self._turns[stages]:
-                self._sides.run(forward, backward, self._turns[stages], self._device)
+                self._sides.run_sides(forward, backward, self._turns[stages], self._device)
             else:
                 forward()
                 backward()
@@ -91,7 +91,7 @@ class Overlaps:
                 )
         return str([(key, notes[0].waits) for key, notes in sorted(self._notes.items())])
 
-    def settle(self, holders: Group) -> None:
+    def settle_turns(self, holders: Group) -> None:
         """Settle the turns of each pair, after all holders of the stages have recorded the same waits (collective)."""
         of_side = {key: self._mean_seconds(key, holders) for key in sorted(self._notes)}
         self._turns = {
@@ -102,7 +102,7 @@ class Overlaps:
         self.is_open = False
 
     def _note(self, side: Side, stage: int, call: Call) -> None:
-        self._notes.setdefault((side, stage), []).append(self._sides.note(side, call, self._device))
+        self._notes.setdefault((side, stage), []).append(self._sides.record_side(side, call, self._device))
 
     def _mean_seconds(self, key: tuple[Side, int], holders: Group) -> list[float]:
         """Return the duration of each stretch of a side: its minimum on each rank, averaged over all holders."""

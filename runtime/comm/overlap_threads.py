@@ -91,7 +91,7 @@ class Sides:
         self._turns: _Turns | None = None
         self._jobs: SimpleQueue[BoundCall | None] | None = None
 
-    def note(self, side: Side, call: BoundCall, device: torch.device) -> Note:
+    def record_side(self, side: Side, call: BoundCall, device: torch.device) -> Note:
         """Run one side alone, and return its record."""
         self.current, self._note = side, Note(device)
         try:
@@ -101,22 +101,22 @@ class Sides:
         finally:
             self.current, self._note = Side.FORWARD, None
 
-    def run(self, forward: BoundCall, backward: BoundCall, turns: Sequence[Side], device: torch.device) -> None:
+    def run_sides(self, forward: BoundCall, backward: BoundCall, turns: Sequence[Side], device: torch.device) -> None:
         """Run both, in their turns; raises an error of either.
 
         Raises `MisfitError` where a side waits more or less often than the turns have it.
         """
         self._turns = both = _Turns(turns, device, self._enter)
         self.current, thread_state, variables = turns[0], _ThreadState(device), copy_context()
-        self._second_thread().put(lambda: variables.run(both.run, Side.BACKWARD, backward, thread_state))
+        self._second_thread().put(lambda: variables.run(both.run_side, Side.BACKWARD, backward, thread_state))
         try:
-            both.run(Side.FORWARD, forward)
+            both.run_side(Side.FORWARD, forward)
             both.ended.acquire()
         finally:
             self.current, self._turns = Side.FORWARD, None
         both.raise_failure()
 
-    def wait(self, work: Work, what: str) -> None:
+    def wait_collective(self, work: Work, what: str) -> None:
         """Wait for a collective inside a stage; before that the other side runs, if it is its turn."""
         if self._turns is not None:
             self._turns.next(self.current)
@@ -161,7 +161,7 @@ class _Turns:
             if side is not turns[0]:
                 self._baton[side].acquire()
 
-    def run(self, side: Side, call: BoundCall, state: AbstractContextManager[object] | None = None) -> None:
+    def run_side(self, side: Side, call: BoundCall, state: AbstractContextManager[object] | None = None) -> None:
         """Run one side, on its thread, from its first turn to its last."""
         try:
             with state or ExitStack():
@@ -270,7 +270,7 @@ class _SidedWork:
         self._work, self._sides, self._what = work, sides, what
 
     def wait(self) -> None:
-        self._sides.wait(self._work, self._what)
+        self._sides.wait_collective(self._work, self._what)
 
 
 class SidedGroup(Group):

@@ -162,7 +162,7 @@ class _TorchTransport(Transport):
     def begin_run(self) -> None:
         """Record in the store that the run has begun; an unreachable store means that nobody will restart the run."""
         if self.attempt is not None:
-            run_bounded(self.attempt.begin, BEGIN_WAITS_S)
+            run_bounded(self.attempt.record_begin, BEGIN_WAITS_S)
 
     def _new_process_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Create the process group of `ranks`; None on ranks that are not members."""

@@ -244,7 +244,7 @@ class Transport(ABC):
         self.checks_everything = False
         self.waits = WaitCell()
         self.publisher = publisher or Publisher()
-        self.publisher.follow(self.waits)
+        self.publisher.follow_waits(self.waits)
         self.groups: list[tuple[int, ...]] = []
 
     def world_group(self) -> Group:

@@ -93,7 +93,7 @@ class TokenSamples:
         for number in np.unique(owners):
             mine = owners == number
             source = self.sources[number]
-            source.windows.read(windows[mine] + source.first, into, rows[mine])
+            source.windows.read_windows(windows[mine] + source.first, into, rows[mine])
         inputs, targets, documents = (None if part is None else torch.from_numpy(part) for part in into.samples())
         return inputs, targets, {} if documents is None else {DOCUMENT_IDS: documents}
 

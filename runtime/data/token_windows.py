@@ -84,7 +84,7 @@ class Windows(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def read(self, windows: Indices, into: BatchRows, rows: Indices) -> None:
+    def read_windows(self, windows: Indices, into: BatchRows, rows: Indices) -> None:
         """Read windows, by their numbers, into rows of a batch; raises `InputError` for ids that are none."""
 
 
@@ -105,7 +105,7 @@ class PackedWindows(Windows):
     def __len__(self) -> int:
         return int(self._before[-1])
 
-    def read(self, windows: Indices, into: BatchRows, rows: Indices) -> None:
+    def read_windows(self, windows: Indices, into: BatchRows, rows: Indices) -> None:
         """Read windows into rows of a batch: those of a shard at once."""
         shards = np.searchsorted(self._before, windows, side="right") - 1
         for number in np.unique(shards):
@@ -147,7 +147,7 @@ class DocumentWindows(Windows):
     def __len__(self) -> int:
         return int(self._before[-1])
 
-    def read(self, windows: Indices, into: BatchRows, rows: Indices) -> None:
+    def read_windows(self, windows: Indices, into: BatchRows, rows: Indices) -> None:
         """Read windows into rows of a batch."""
         if into.ids is None:
             return

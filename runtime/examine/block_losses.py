@@ -107,10 +107,14 @@ def examine_block_loss(
     asked = list[str]()
     with versions_kept(block), untouched(block):
         _leave_batches_out(block)
-        found = _Examination(run, number, block, arrival, samples, alike, agree, asked, records).run(is_brief)
+        found = _Examination(run, number, block, arrival, samples, alike, agree, asked, records).examine_losses(
+            is_brief
+        )
         if not found.over and not found.why:  # for blocks that draw per microbatch, not per sample
             by_unit = lambda some: alike(range(len(some)))  # noqa: E731
-            found = _Examination(run, number, block, arrival, samples, by_unit, agree, asked, records).run(is_brief)
+            found = _Examination(run, number, block, arrival, samples, by_unit, agree, asked, records).examine_losses(
+                is_brief
+            )
     elsewhere = f"it asks {asked[0]}" if asked else unseen and f"it goes by {unseen!r}, which nobody can compare"
     return found._replace(over=(), why=f"{elsewhere}, and may be another then") if elsewhere else found
 
@@ -152,7 +156,7 @@ class _Examination:
         self._is_alone = not is_sharded(block) and all(layer.group.size == 1 for layer in mixtures(block).values())
         self._num_leaves = len(arrival.tensors)
 
-    def run(self, is_brief: bool) -> BlockLoss:
+    def examine_losses(self, is_brief: bool) -> BlockLoss:
         """Return the finding that all experiments agree on; if it `is_brief`, of the first with drawn weights."""
         name, parts = f"block {self._number} ({type(self._block).__name__})", self._drawn(0, self._arrival)
         candidates: dict[LossWeight, None] = dict.fromkeys([LossWeight(Over.SUM), LossWeight(Over.SAMPLES)])

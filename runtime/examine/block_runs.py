@@ -39,7 +39,7 @@ class Ran(NamedTuple):
 def drawing(masks: Masks, number: int, block: nn.Module, samples: range, sliced: Sliced) -> Iterator[None]:
     """Context in which a block draws the same each time for these samples, on all ranks, in forward and backward."""
     unit, draws = MaskUnit(0, samples), _DrawsBySample(masks, {number: block}, sliced)
-    with masks.of(unit), masks.again(unit), draws.running(number):
+    with masks.draw_for(unit), masks.again(unit), draws.running(number):
         yield
 
 

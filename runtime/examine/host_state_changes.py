@@ -34,7 +34,7 @@ class SharedOrigin(Protocol):
     evaluates: bool | None
     """Whether blocks are in evaluation mode, as an engine sets it before running them; None: by their own flags."""
 
-    def follow(self) -> None:
+    def follow_model(self) -> None:
         """Update the blocks to the present state of the model; raise `MisfitError` where that is impossible."""
 
     def tensors_read(self) -> list[Tensor]:
@@ -45,11 +45,11 @@ class SharedOrigin(Protocol):
 def sources_of(blocks: Iterable[nn.Module]) -> list[SharedOrigin]:
     """Return the distinct origins of blocks."""
     found: list[Any] = [getattr(block, "_origin", None) for block in blocks]
-    return list({id(source): source for source in found if hasattr(source, "follow")}.values())
+    return list({id(source): source for source in found if hasattr(source, "follow_model")}.values())
 
 
 class Followed:
-    """Host state that some modules of a model read, recorded by `note`.
+    """Host state that some modules of a model read, recorded by `record_state`.
 
     Args:
         model: the model; it is not kept alive.
@@ -69,7 +69,7 @@ class Followed:
         near = {name: model.get_submodule(name) for name in self._names}
         near |= {f"{n}.{key}".lstrip("."): child for n, m in [*near.items()] for key, child in m.named_children()}
         self._spaces = {name: vars(module) for name, module in near.items()}
-        self.note()
+        self.record_state()
 
     def model(self) -> nn.Module | None:
         """Return the model; None where it is gone."""
@@ -79,7 +79,7 @@ class Followed:
         """Return the tensors that its code reads in containers and objects."""
         return [tensor for tensor, *_ in self._tensors]
 
-    def note(self) -> None:
+    def record_state(self) -> None:
         """Record the present state."""
         model = self._model()
         if model is None:
@@ -109,7 +109,7 @@ class Followed:
         return {name: own["training"] for name, own in self._spaces.items()}
 
     def changed(self) -> str | None:
-        """Return the name of a place that has changed since `note`; None where none has."""
+        """Return the name of a place that has changed since `record_state`; None where none has."""
         if self._state is None:
             return None
         if any(t._version != version or numbers_of(t) != numbers for t, version, numbers in self._tensors):
@@ -268,10 +268,10 @@ class Copies(SharedOrigin):
             if weight is not None and own is not None and not own.is_meta and is_apart:
                 self._tied.append(_Tied(weight if weight in here else None, own, reference, key, name, own in here))
 
-    def follow(self) -> None:
+    def follow_model(self) -> None:
         """Copy attributes that were set on the model's own modules; raise `MisfitError` for another structure."""
         for tied in self._tied:
-            tied.follow()
+            tied.follow_changes()
         if (name := self._structure.changed()) is not None:
             raise MisfitError(f"{name} is no longer what it was when the model was split; {SPLIT_AGAIN}")
         for module, reference, noted in self._pairs:
@@ -296,7 +296,7 @@ class _Tied:
         self._is_trained, self._own = is_trained, weakref.ref(own)
         self._share(own)
 
-    def follow(self) -> None:
+    def follow_changes(self) -> None:
         """Copy changes made by the loop; raise `MisfitError`, on all ranks, for changes that cannot be followed."""
         its, own = self._module(), self._own()
         if its is None:

@@ -161,7 +161,7 @@ class LateState:
         self._handles: list[RemovableHandle] = []
         self._between: list[Marks] = []
 
-    def begin(self, *, is_due: bool) -> None:
+    def begin_step(self, *, is_due: bool) -> None:
         """Record all state before a step, or an evaluation; if it is due, the costly part too."""
         self._is_due = is_due
         self._frozen = dict(self._frozen_now()) if is_due else {}
@@ -269,7 +269,7 @@ def _holders_in(blocks: Mapping[str, nn.Module]) -> Iterator[Holder]:
             token = id(space.holder)
             if isinstance(space, Entries) and space.names is not None:
                 of_modules.setdefault(token, (space.holder, set()))[1].update(space.names)
-                held.update(tensor for value in space.read().values() for tensor in tensors_of(mark_of(value)))
+                held.update(tensor for value in space.read_values().values() for tensor in tensors_of(mark_of(value)))
             elif token not in seen and not isinstance(space, Trained):
                 seen.add(token)
                 found.append(Holder(space, partial(_said, number, block), name, token in attributes, _NO_KEYS))

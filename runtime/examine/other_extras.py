@@ -48,7 +48,7 @@ def others_of(arrival: Arrival, block: nn.Module, agree: Agree) -> Iterator[tupl
 
 
 def _with_extras(arrival: Arrival, others: dict[tuple[str, int], Tensor]) -> Arrival:
-    made = {place: MadeUp.of(other) for place, other in others.items()}
+    made = {place: MadeUp.from_leaf(other) for place, other in others.items()}
     extras = {
         name: GivenTree(
             [TrialInput(made.get((name, k), p.tensor), p.tokens) for k, p in enumerate(tree.parts)], tree.tree

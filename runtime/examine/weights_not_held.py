@@ -61,7 +61,7 @@ class WeightsElsewhere:
         self._experts = set[nn.Parameter]()
         self._is_resident = True
 
-    def settle(self, here: Iterable[nn.Module], *, is_resident: bool) -> None:
+    def settle_stages(self, here: Iterable[nn.Module], *, is_resident: bool) -> None:
         """Add the stages that this rank trains, and whether their weights are resident between steps."""
         self._is_resident = is_resident
         for stage in here:

@@ -168,7 +168,7 @@ class PlanRunner:
         spec, shapes = (shape := self._settler.any_shape()).spec, shape.parcels
         given = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
         settled = {"the inputs and extras of a step": given, "the shapes of what travels": " ".join(map(str, shapes))}
-        require_same({"step": Section.of(settled)}, self._alike, "a step", "give all of them the same")
+        require_same({"step": Section.from_settings(settled)}, self._alike, "a step", "give all of them the same")
         self.losses.first.expect(plan.mode, shapes)
         if not self.interpreters:
             most = int(greatest(world, [max(map(len, units.samples), default=0)])[0])
@@ -200,7 +200,7 @@ class PlanRunner:
         """Have the prover examine units of other shapes than those of the first step."""
         one = slice(unit, unit + 1)
         units = FirstUnits(spec.inputs, dict(spec.extras), batch.inputs[one], batch.targets[one], batch.extras[one])
-        self._model.prover.follow(units, parcels)
+        self._model.prover.follow_units(units, parcels)
         if spec.mode == "train":
             self.losses.blocks.follow(units, parcels)
 
@@ -249,7 +249,7 @@ class PlanRunner:
         if (overlaps := state.compute.overlaps).is_open and (noted := overlaps.end_step()) is not None:
             # after the first steps, the same way on all holders of the same stages
             agree("what overlapping stages exchange", noted, self._groups.holders)
-            overlaps.settle(self._groups.holders)
+            overlaps.settle_turns(self._groups.holders)
         if self._options.shows_modules:
             self._state.weights.settle()
         self._is_broken, outcome = False, state.step_end.outcome
@@ -284,7 +284,7 @@ class PlanRunner:
             layer.tokens_alike = step.units.alike
         if trains:
             model.boundaries.begin_step(step.units.first_spec, is_first=not self._samples_before, is_last=last)
-        self._transport.stamp.begin(number + 1)
+        self._transport.stamp.begin_run(number + 1)
         if (reducer := self._state.gradients.reducer).program is not state.flows.program:
             reducer.follow(state.flows.program)
 

@@ -123,7 +123,7 @@ class RunLosses:
         holds_all = self._model.pp_rank == plan.layout.rank_of(plan.routes[0].stages[-1])
         is_alone = self._num_shares == 1 and len(plan.routes) == 1
         given = [some for some in targets if some is not None] if holds_all else []
-        self.loss.begin(given, self._device, None if is_alone else self._groups.metrics)
+        self.loss.begin_means(given, self._device, None if is_alone else self._groups.metrics)
 
     def expect_others(
         self, plan: Plan, batch: Batch, samples: Sequence[range], usual: int, parcels: Sequence[Parcel]
@@ -199,7 +199,7 @@ class RunLosses:
         if self._trains and self.blocks.losses:
             self.blocks.begin()
         for examined in self._watched:
-            examined.begin(targets[0])
+            examined.begin_step(targets[0])
         is_new = self._is_due or (bool(self._watched) and any(examined.since for examined in self._watched))
         for of, reads in self._reads:
             of.watched = reads if is_new else NO_CONTEXT

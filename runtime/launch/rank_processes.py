@@ -136,7 +136,7 @@ class Wakes:
     def __init__(self, reader: socket.socket) -> None:
         self._reader = reader
 
-    def wait(self, timeout_s: float) -> list[int]:
+    def wait_signals(self, timeout_s: float) -> list[int]:
         """Wait for the next signal, at most so long; return the signals that ask for a stop, in their order."""
         select.select([self._reader], [], [], timeout_s)
         with contextlib.suppress(BlockingIOError):

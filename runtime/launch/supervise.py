@@ -164,7 +164,7 @@ def supervise(
     on_end = on_end or say_end
     asked: int | None = None
     while True:
-        for number in wakes.wait(LOOK_S):
+        for number in wakes.wait_signals(LOOK_S):
             if asked is not None and number == signal.SIGINT:
                 return Ended(128 + number, is_final=True, was_asked=True, by_signal=True)
             if asked is None:
@@ -193,7 +193,7 @@ def wait_for_machines(wakes: Wakes, machines: Machines, ended: Ended) -> Ended:
     looks = (FAILED_WAITS_S if ended.code else GOOD_WAITS_S) / LOOK_S
     while not machines.are_gone:
         looks -= 1
-        if signal.SIGINT in wakes.wait(LOOK_S) or looks < 0 or machines.is_lost:
+        if signal.SIGINT in wakes.wait_signals(LOOK_S) or looks < 0 or machines.is_lost:
             return Ended((machines.failure or ended).code or DIED, is_final=True)
     return machines.failure or ended
 
@@ -244,5 +244,5 @@ def note_end(hub: Hub | None, machines: Machines | None, rank: int, code: int) -
         sleep(SPEAK_S if code else 0.0)
         return
     hub.ended(rank, code)
-    if code and hub.wait(VERDICT_S) is None:
+    if code and hub.wait_verdict(VERDICT_S) is None:
         say_end(rank, code)

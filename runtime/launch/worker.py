@@ -194,7 +194,9 @@ def train(
         reporter.say(line)
     stop = stop or StopRequest()
     if job.mode == "forward":
-        ForwardRun(job, plan, transport, reporter, wants_stop=lambda: stop.asked, overrides=tuple(overrides)).run()
+        ForwardRun(
+            job, plan, transport, reporter, wants_stop=lambda: stop.asked, overrides=tuple(overrides)
+        ).write_outputs()
         return
     Trainer.of_job(job, plan, transport, reporter, wants_stop=lambda: stop.asked, overrides=overrides).fit(start)
 

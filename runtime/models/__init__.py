@@ -44,7 +44,7 @@ class ModelKind(Generic[Options]):
     sizes: Callable[[DataSpec, Options], Model]
     tied: Callable[[Options], TiedNames] = lambda _: {}
 
-    def read(self, options: Mapping[str, Any]) -> Options:
+    def read_options(self, options: Mapping[str, Any]) -> Options:
         """Check the options of a job."""
         return read_settings(self.options, options, "job", prefix="model.options")
 
@@ -72,7 +72,7 @@ def build_model(config: ModelConfig, data: DataSpec, seed: int = 0) -> Blocks:
             given, options = _user_arguments(config, data)
             return _user_blocks(config.name, call_object(config.name, *given, **options))
     kind = _kind(config.name)
-    return kind.build(data, kind.read(config.options))
+    return kind.build(data, kind.read_options(config.options))
 
 
 def tied_weights(config: ModelConfig) -> TiedNames:
@@ -83,7 +83,7 @@ def tied_weights(config: ModelConfig) -> TiedNames:
     if names_file(config.name) or config.tied:
         return dict(config.tied)
     kind = _kind(config.name)
-    return kind.tied(kind.read(config.options))
+    return kind.tied(kind.read_options(config.options))
 
 
 def model_sizes(config: ModelConfig, data: DataSpec) -> Model:
@@ -96,7 +96,7 @@ def model_sizes(config: ModelConfig, data: DataSpec) -> Model:
             f"model.name: {config.name} is a function, whose sizes no prediction knows; there is: " + ", ".join(MODELS)
         )
     kind = _kind(config.name)
-    options = kind.read(config.options)
+    options = kind.read_options(config.options)
     kind.build(data, options)
     return kind.sizes(data, options)
 

@@ -67,7 +67,7 @@ def describe_module(module: nn.Module) -> Described:
     found, kind = _Reading(), type(module)
     found.read_class(kind)
     for number, hook in enumerate((*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
-        found.read(f"hook {number}", hook)
+        found.read_value(f"hook {number}", hook)
     if is_of_library(kind):
         return Described(f"{kind.__name__} {_settings_of(module)}{found.code()}", found.values)
     found.read_object("", module)
@@ -113,18 +113,18 @@ class _Reading:
         """Read the plain public attributes of an object, and those that are functions."""
         for key, value in sorted(vars(holder).items()):
             if not key.startswith("_") and key != "training" and not _is_of_rank(key):
-                self.read(f"{name}.{key}".lstrip("."), value)
+                self.read_value(f"{name}.{key}".lstrip("."), value)
 
-    def read(self, name: str, value: Any) -> None:
+    def read_value(self, name: str, value: Any) -> None:
         """Read a value that code refers to by a name."""
         if isinstance(value, MethodType):
             value = value.__func__
         if isinstance(value, PLAIN_TYPES):
             self._note(name, value)
         elif isinstance(value, functools.partial):
-            self.read(name, value.func)
+            self.read_value(name, value.func)
             for key, given in value.keywords.items():
-                self.read(f"{name}, {key}", given)
+                self.read_value(f"{name}, {key}", given)
         elif (
             isinstance(value, list | tuple) and len(value) <= _DIGITS and all(isinstance(x, PLAIN_TYPES) for x in value)
         ):
@@ -144,7 +144,7 @@ class _Reading:
         self._codes.append(repr(_code(function.__code__)))
         elsewhere = function.__globals__
         by_name = [
-            *ClosureCells(function).read().items(),
+            *ClosureCells(function).read_values().items(),
             *((n, elsewhere[n]) for n in names_of(function.__code__) if n in elsewhere),
         ]
         for name, value in (
@@ -152,7 +152,7 @@ class _Reading:
             *((f"{function.__qualname__}, default {k}", value) for k, value in enumerate(function.__defaults__ or ())),
             *((name, value) for name, value in by_name if not _is_of_rank(name)),
         ):
-            self.read(name, value)
+            self.read_value(name, value)
 
     def _note(self, name: str, value: object) -> None:
         if len(self.values) < _MOST:

@@ -160,7 +160,7 @@ class Snapshot:
     def changes(self) -> Iterator[ChangedPlace]:
         """Yield places whose values have changed, and tensors that were written to."""
         for name, space, before in self._filled():
-            now = space.read()
+            now = space.read_values()
             if not _is_same_dict(before, now):
                 for key in [*before, *(key for key in now if key not in before)]:
                     was, found = before.get(key, GONE), now.get(key, GONE)
@@ -216,11 +216,11 @@ class Snapshot:
                 if tensor.grad_fn is not None and id(tensor) in self._free and not tensor._is_view():
                     tensor.detach_()  # changed in place by what requires a gradient in a trial
         for _, space, before in self._filled():
-            if not _is_same_dict(before, space.read()):
+            if not _is_same_dict(before, space.read_values()):
                 space.put_back(before)
 
     def _hold(self, name: str, space: Space) -> Mapping[Any, Any]:
-        self._held.append(_Held(name, space, dict(space.read())))
+        self._held.append(_Held(name, space, dict(space.read_values())))
         return self._held[-1].before
 
     def _all_held(self) -> list[_Held]:

@@ -64,14 +64,14 @@ class Space:
         self.holder, self.form = holder, form
         self.keys, self.reader, self.write = keys, reader, write
 
-    def read(self) -> Mapping[Any, Any]:
+    def read_values(self) -> Mapping[Any, Any]:
         """Return the present values of all places."""
         found = [(key, self.reader(key)()) for key in self.keys()]
         return {key: value for key, value in found if value is not GONE}
 
     def put_back(self, before: Mapping[Any, Any]) -> None:
-        """Restore the values that `read` returned before."""
-        now = self.read()
+        """Restore the values that `read_values` returned before."""
+        now = self.read_values()
         for key in {**before, **now}:
             if now.get(key, GONE) is not before.get(key, GONE):
                 self.write(key, before.get(key, GONE))
@@ -110,9 +110,9 @@ class Entries(Space):
         """Set an entry, or delete it."""
         _put(self.holder, key, value, setitem, delitem)
 
-    def read(self) -> Mapping[Any, Any]:
+    def read_values(self) -> Mapping[Any, Any]:
         """Return the dict itself, or the entries of `names`."""
-        return self.holder if self.names is None else super().read()
+        return self.holder if self.names is None else super().read_values()
 
     def put_back(self, before: Mapping[Any, Any]) -> None:
         """Restore the entries from before, in their order."""
@@ -130,7 +130,7 @@ class Items(Space):
         read = partial(partial, _entry_of, holder)
         super().__init__(holder, "[{}]", lambda: range(len(holder)), read, partial(setitem, holder))
 
-    def read(self) -> Mapping[Any, Any]:
+    def read_values(self) -> Mapping[Any, Any]:
         """Return all entries."""
         return {entry: entry for entry in self.holder} if isinstance(self.holder, set) else dict(enumerate(self.holder))
 
@@ -196,7 +196,7 @@ class Trained(Space):
     def __init__(self, holder: Tensor) -> None:
         self.holder, self.form, self.write = holder, ".{}", partial(_put, holder)
 
-    def read(self) -> Mapping[Any, Any]:
+    def read_values(self) -> Mapping[Any, Any]:
         """Return the flag by its name."""
         return {"requires_grad": self.holder.requires_grad}
 
@@ -272,7 +272,7 @@ def own_attributes(holder: Any) -> Any:
 def attributes_of(holder: Any) -> dict[str, Any]:
     """Return the attributes of an object by name, those in `__slots__` included."""
     own = own_attributes(holder)
-    return {**(own if isinstance(own, dict) else {}), **Slots(holder, of_libraries=True).read()}
+    return {**(own if isinstance(own, dict) else {}), **Slots(holder, of_libraries=True).read_values()}
 
 
 @once_per_class

@@ -91,7 +91,9 @@ class Holder(NamedTuple):
         if isinstance(holder, np.ndarray) and holder.nbytes > _MOST_BYTES and not is_due:
             return {}
         return {
-            key: mark_of(value, is_due=is_due) for key, value in self.space.read().items() if key not in self.skipped
+            key: mark_of(value, is_due=is_due)
+            for key, value in self.space.read_values().items()
+            if key not in self.skipped
         }
 
     @property
@@ -106,7 +108,7 @@ class Holder(NamedTuple):
             return [self.said(self.name)], {}
         said = {key: self.said(self.space.label(self.name, key)) for key in changed}
         new = [key for key in changed if was.get(key) is None]
-        values = self.space.read() if new else {}
+        values = self.space.read_values() if new else {}
         return [said[k] for k in changed if k not in new], {said[k]: _words_of(values.get(k)) for k in new}
 
 

@@ -79,7 +79,7 @@ class KeptMemory:
         }
         kept.clear()
 
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def take_tensor(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the tensor that `flat_of` names so: the kept one if it matches, or a new one."""
         found = self._free.pop(name, None)
         if found is not None and (tuple(found.shape), found.dtype, found.device) == (tuple(shape), dtype, device):

@@ -94,12 +94,12 @@ class OwnState:
     def begin_step(self) -> None:
         """Record the groups before a step."""
         for group in self._groups:
-            group.begin()
+            group.record_entries()
 
     def end_step(self) -> None:
         """Find the group entries that the step has changed."""
         for group in self._groups:
-            group.end()
+            group.find_changes()
 
     def pack(self, names: Names) -> dict[str, Tensor]:
         """Return it as tensors; raises `UsageError` for values that no file of tensors can hold."""
@@ -110,7 +110,7 @@ class OwnState:
         found: dict[str, Tensor] = {}
         try:
             for entries in self._attributes:
-                entries.end()
+                entries.find_changes()
             for entries in (*self._groups, *self._attributes):
                 found |= entries.pack(known)
             for name, one in self._states:
@@ -171,7 +171,7 @@ class OwnState:
             return unpack(name, state, device, tensors.__getitem__)
 
         for entries in self._attributes:
-            entries.end()
+            entries.find_changes()
         for entries in (*self._groups, *self._attributes):
             entries.load(state, given)
         for name, one in self._states:
@@ -231,7 +231,7 @@ def _own_attributes(optimizer: Optimizer, seen: Collection[int]) -> dict[str, An
 
 
 class _Entries:
-    """Entries of a group, or attributes, of which those are saved that have changed since `begin`.
+    """Entries of a group, or attributes, of which those are saved that have changed since `record_entries`.
 
     Args:
         prefix: prefix of their names in a state.
@@ -249,13 +249,13 @@ class _Entries:
         self._moved: set[str] = set()
         values = read()
         self._initial = dict.fromkeys(values, _LOST) | _plain_of(values)
-        self.begin()
+        self.record_entries()
 
-    def begin(self) -> None:
+    def record_entries(self) -> None:
         """Record all entries."""
         self._before = {key: token_of(value) for key, value in self._read().items()}
 
-    def end(self) -> None:
+    def find_changes(self) -> None:
         """Find the entries that have changed."""
         now = {key: token_of(value) for key, value in self._read().items()}
         self._moved |= {key for key in {**now, **self._before} if now.get(key, _GONE) != self._before.get(key, _GONE)}

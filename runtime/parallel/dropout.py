@@ -128,7 +128,7 @@ class Masks:
         """Sites whose tensor is cut along another dimension than in `words`, to that dimension; None: it is whole."""
 
     @contextmanager
-    def of(self, unit: MaskUnit) -> Iterator[None]:
+    def draw_for(self, unit: MaskUnit) -> Iterator[None]:
         """Draw for `unit` in its forward; a site's first call in here is its call 0."""
         self._forward = drawing = _Drawing(unit)
         try:

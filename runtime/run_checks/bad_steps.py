@@ -206,7 +206,7 @@ class BadSteps:
         self._parts: list[PreparedStep] = []
         self._in_row = 0
 
-    def note(self, step: PreparedStep, result: StepResult, *, last: bool) -> None:
+    def note_step(self, step: PreparedStep, result: StepResult, *, last: bool) -> None:
         """Count a step, or a part of one with gradient accumulation (collective).
 
         Raises `NotFiniteError` where too many consecutive steps were skipped.

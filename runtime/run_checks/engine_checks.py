@@ -143,7 +143,7 @@ class EngineChecks:
         step = self.settle(self.model.plan, inputs, targets, extras)
         with observer.watching():
             result = self.runner.run(step, step.interpreter.watched(observer))
-        observer.end(result)
+        observer.end_step(result)
         return result
 
 

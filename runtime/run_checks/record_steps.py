@@ -163,7 +163,7 @@ class StepObserver(StepWatch):
         if self._is_forward:  # not of recomputation
             self._recording.note_output(self._step, name, self._unit, output)
 
-    def end(self, result: StepResult) -> None:
+    def end_step(self, result: StepResult) -> None:
         """Record the loss and gradient norm of the step."""
         norm = math.nan if result.grad_norm is None else result.grad_norm.item()
         self._recording.figures.append({"loss": result.loss.item(), "grad_norm": norm})

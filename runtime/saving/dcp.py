@@ -170,9 +170,9 @@ def load_dcp(
             for chunk in kind.chunks:
                 offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
                 stored = chunk_of(reader, name, offsets, sizes, kind.properties.dtype)
-                saved.add(called, name, Placement(tuple(kind.size), sizes, offsets), stored)
+                saved.add_piece(called, name, Placement(tuple(kind.size), sizes, offsets), stored)
         else:
-            saved.values[called] = partial(reader.read, MetadataIndex(name))
+            saved.values[called] = partial(reader.read_piece, MetadataIndex(name))
     fresh = rank.names.may_stay(fresh)
     tensors = {n: k for n, k in table.state_dict_metadata.items() if isinstance(k, TensorStorageMetadata)}
     lacking: dict[str, str] = {}
@@ -328,7 +328,7 @@ class DcpReader:
     table: Metadata
     _last: tuple[MetadataIndex | None, object] = field(default=(None, None))
 
-    def read(self, index: MetadataIndex) -> Any:
+    def read_piece(self, index: MetadataIndex) -> Any:
         """Return a piece, or a value; raises `InputError` for one that is missing, damaged, or no plain data."""
         if self._last[0] == index:
             return self._last[1]
@@ -358,7 +358,7 @@ def chunk_of(
     """Return a chunk of a tensor as stored; reading any part of it loads the whole chunk."""
 
     def read(places: tuple[slice, ...]) -> Tensor:
-        found = reader.read(MetadataIndex(name, offsets))
+        found = reader.read_piece(MetadataIndex(name, offsets))
         if not isinstance(found, Tensor) or tuple(found.shape) != sizes:
             raise InputError(f"{reader.folder}: the chunk of {name!r} at {offsets} is not what {TABLE} says")
         return found[places]

@@ -143,7 +143,7 @@ class StateLoader:
             numbers = one.numbers.detach()
             self._fill(MODEL, one, numbers)
             for prefix, average in zip(self._averaged(), self._rank.averages.all, strict=True):
-                mine = average.of(one.name)
+                mine = average.average_of(one.name)
                 if mine is not None and not self._fill(prefix, one, mine) and not self._is_part:
                     mine.copy_(numbers)
             kept = self._rank.kept(one) if self._takes_states else None
@@ -174,13 +174,13 @@ class StateLoader:
                 continue
             is_cut = name in self._saved.pieces and self._saved.shape(name) == placement.shape and placement.shape
             if is_cut and not is_text(key):
-                flat[key] = memory.take(key, placement.held, self._saved.dtype(name), home)
+                flat[key] = memory.take_tensor(key, placement.held, self._saved.dtype(name), home)
                 self._saved.fill(name, list(placement.boxes(flat[key])))
                 continue
             value = (
                 self._whole(name, key, placement) if name in self._saved.pieces else self._beside(name, key, placement)
             )
-            flat[key] = memory.take(key, value.shape, value.dtype, home).copy_(value)
+            flat[key] = memory.take_tensor(key, value.shape, value.dtype, home).copy_(value)
         kept.state.update(kept_of(flat, kept.handle.device))
 
     def _whole(self, name: str, key: str, placement: Placement) -> Tensor:

@@ -57,7 +57,7 @@ class OutputFiles:
         self._num_bytes = self._first = self._samples = 0
         self._files: list[dict[str, Any]] = []
 
-    def add(self, outputs: Any, samples: int) -> None:
+    def add_outputs(self, outputs: Any, samples: int) -> None:
         """Take the outputs of further samples, a tree; raises `UsageError` where they cannot be written."""
         named = named_outputs(outputs)
         size = sum(tensor.nbytes for tensor in named.values())
@@ -67,7 +67,7 @@ class OutputFiles:
         self._num_bytes += size
         self._samples += samples
 
-    def finish(self) -> list[dict[str, Any]]:
+    def finish_files(self) -> list[dict[str, Any]]:
         """Write what is left, and return what the index says of each file, samples counted within the replica."""
         if self._kept:
             self._write()

@@ -127,7 +127,7 @@ class RankTensors:
         numbers: Tensor | None = local_of(tensor)
         if isinstance(tensor, nn.Parameter):
             numbers, span = masters.of(tensor), masters.span_of(tensor)
-        placement = Placement.of(tensor, span)
+        placement = Placement.from_tensor(tensor, span)
         if numbers is not None and tuple(numbers.shape) == placement.local:
             placement = replace(placement, span=None)
         replicas = groups.expert_replicas if is_of_experts else groups.replicas

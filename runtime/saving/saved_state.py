@@ -72,7 +72,7 @@ class SavedPiece:
         memory = self.stored.memory
         return self.placement.boxes(torch.empty(self.placement.held, device="meta") if memory is None else memory)
 
-    def read(self, part: Tensor) -> Tensor:
+    def read_part(self, part: Tensor) -> Tensor:
         """Return the numbers of a part of one of its boxes."""
         if not part.is_meta:
             return part
@@ -165,7 +165,7 @@ class SavedState:
                 raise InputError(f"{where}: {name!r} is {shape}, but its layout says {piece.placement.held}")
             self.pieces.setdefault(name, []).append(piece)
 
-    def add(self, called: str, name: str, placement: Placement, stored: StoredTensor) -> None:
+    def add_piece(self, called: str, name: str, placement: Placement, stored: StoredTensor) -> None:
         """Add a piece of the tensor `called`, which a file stores as `name`."""
         self.pieces.setdefault(called, []).append(SavedPiece(name, placement, stored, StateLayout(), self.where))
 
@@ -278,7 +278,7 @@ def _take(piece: SavedPiece, region: TensorPiece, box: TensorPiece) -> Iterator[
         return
     inside = region.within(common.offsets, common.numbers.shape)
     assert inside is not None
-    common.numbers.copy_(piece.read(inside.numbers))
+    common.numbers.copy_(piece.read_part(inside.numbers))
     yield from box.without(common)
 
 

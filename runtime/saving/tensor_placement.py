@@ -100,7 +100,7 @@ class Placement:
         return cls(tuple(shape), tuple(shape), (0,) * len(shape), None, span)
 
     @classmethod
-    def of(cls, tensor: Tensor, span: Range | None = None) -> Placement:
+    def from_tensor(cls, tensor: Tensor, span: Range | None = None) -> Placement:
         """Return the placement of a parameter or buffer in the full one; `span` is the flat range of a ZeRO segment."""
         if isinstance(tensor, DTensor):
             local, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

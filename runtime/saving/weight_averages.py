@@ -98,7 +98,7 @@ class WeightAverage:
         """Decay as a state dict stores it; -1 for a function."""
         return torch.tensor(-1.0 if callable(self._decay) else self._decay, dtype=torch.float64)
 
-    def of(self, name: str) -> Tensor | None:
+    def average_of(self, name: str) -> Tensor | None:
         """Return this rank's part of the average of a weight, or None."""
         return self._averages.get(name)
 

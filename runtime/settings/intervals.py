@@ -2,7 +2,7 @@
 
     50   "200 steps"   "5M tokens"   "90 s"   "10 min"   "1.5 h"
 
-A job file writes them as numbers (steps) or as words; `Interval.read` parses either.
+A job file writes them as numbers (steps) or as words; `Interval.from_text` parses either.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Interval(NamedTuple):
     unit: IntervalUnit = "steps"
 
     @classmethod
-    def read(cls, written: int | str) -> Interval:
+    def from_text(cls, written: int | str) -> Interval:
         """Parse an interval as a job file writes it; raises `ValueError`."""
         if isinstance(written, int):
             return cls(written)
@@ -52,7 +52,7 @@ def _checked(least: int) -> BeforeValidator:
 
     def check(written: object) -> object:
         if isinstance(written, str):
-            Interval.read(written)
+            Interval.from_text(written)
         elif isinstance(written, bool) or not isinstance(written, int) or written < least:
             raise ValueError(f"{written!r} {_HOW}")
         return written

@@ -63,7 +63,7 @@ def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], watch: Be
     try:
         with torch.enable_grad(), modes_kept() as walk.around, nullcontext() if watch is None else watch.drawn:
             with asking_elsewhere() if watch else nullcontext(list[str]()) as asked:
-                walk.run(inputs)
+                walk.run_forward(inputs)
             walk.around.require_kept(f"the forward of {type(frame.root).__name__}")
     except RuntimeError as error:
         if "does not require grad" not in str(error):
@@ -363,7 +363,7 @@ class _Experiment(SpanWalk):
         self._has_unknown = False
         self._ridden = {place for rider in riders for place in rider.takers}
         with modes_kept():
-            self.output = self.run(inputs)
+            self.output = self.run_forward(inputs)
 
     def fill(self, like: Tensor) -> Tensor:
         filled = super().fill(like)

@@ -89,7 +89,7 @@ class TraceSource:
         """Return the tensors in containers and objects that code between layers reads."""
         return self._followed.tensors()
 
-    def follow(self) -> None:
+    def follow_model(self) -> None:
         """Update the graphs to the model's present host state; raises `MisfitError` where their operations change."""
         model = self._followed.model()
         if model is None:
@@ -109,7 +109,7 @@ class TraceSource:
             if not all(map(_same_but_numbers, self._graphs[key], now)):
                 raise MisfitError(f"{says}, and steers what its forward does; {SPLIT_AGAIN}")
         self._graphs = graphs
-        self._followed.note()
+        self._followed.record_state()
         for segment in self.segments:
             segment.changes += 1
 

@@ -86,7 +86,7 @@ class Origin:
         """Return the tensors in containers and objects that code between layers reads."""
         return [] if self._watched is None else self._watched[0].tensors()
 
-    def follow(self) -> None:
+    def follow_model(self) -> None:
         """Update the forward to the model's present host state; raises `MisfitError` where it does something else."""
         if self._watched is None or (model := self._watched[0].model()) is None:
             return
@@ -109,7 +109,7 @@ class Origin:
         for frame in self.frames:
             followed.copy_attributes(frame.root)
             frame.follow_tensors(model)
-        followed.note()
+        followed.record_state()
         says = f"{changed} is no longer what it was when the {type(model).__name__} was split"
         with draws_undone():
             try:

@@ -129,7 +129,7 @@ def _result_of(
         changes = [c for c in kept.snapshot.changes() if c.owner.startswith(".0") and c.place[1] != "training"]
         buffers = {name: buffer.clone() for name, buffer in modules[0].named_buffers()}
         copied = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in outputs]
-        return _Result(copied, sums.of(outputs), buffers, has_drawn, {change.place[0] for change in changes})
+        return _Result(copied, sums.of_outputs(outputs), buffers, has_drawn, {change.place[0] for change in changes})
 
 
 class _Sums:
@@ -156,7 +156,7 @@ class _Sums:
 
         return {name: tree_map(partial(enter, name), given) for name, given in inputs.items()}
 
-    def of(self, outputs: Sequence[Any]) -> dict[str, tuple[float, float]] | None:
+    def of_outputs(self, outputs: Sequence[Any]) -> dict[str, tuple[float, float]] | None:
         """Return the sums for a run's outputs; None where these have no gradients."""
         numbers = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
         leaves = [(name, leaf) for name, leaf in self._leaves if leaf.requires_grad]  # a forward may freeze its own

@@ -96,7 +96,7 @@ def _steady(tracer: _Tracer) -> Traced:
     host, generators = HostChanges(tracer.root), AllGenerators()
     try:
         with asking_elsewhere(backwards=False) as tracer.asked:
-            traced, changed = tracer.run(), host.first()
+            traced, changed = tracer.trace_forward(), host.first()
     finally:
         host.put_back()
     require_plain(type(tracer.root).__name__, tracer.asked)
@@ -182,7 +182,7 @@ class _Tracer(fx.Tracer):
             kind: type = type(module)
             module.__class__ = _watched(kind, frozenset(name for name in plain if hasattr(kind, name)))
 
-    def run(self) -> Traced:
+    def trace_forward(self) -> Traced:
         """Return the trace of the root's forward."""
         symbols = {name: self.create_proxy("placeholder", name, (), {}) for name in needed(self.root)}
         with modes_kept() as around:

@@ -217,7 +217,7 @@ class SpanWalk(Walk):
         self._tell_training()
         with modes_kept() as self._around:  # the walk may end before the code that switches them back
             try:
-                return self.run(arguments)
+                return self.run_forward(arguments)
             except Stop:
                 return None
 

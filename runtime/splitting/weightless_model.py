@@ -163,7 +163,7 @@ class Walk:
         self.frame, self.device = frame, device
         self.calls, self.inside = 0, False
 
-    def run(self, arguments: Mapping[str, Any]) -> Any:
+    def run_forward(self, arguments: Mapping[str, Any]) -> Any:
         """Run the forward, with arguments by name."""
         self.frame.move(self.device)
         token = _CURRENT.set(self)

@@ -117,7 +117,7 @@ class BoundaryGradients:
         before = self._outlines[: self._starts[stage]]
         return trace_graphs(before, flags, unit.inputs, dict(unit.extras), self._dtype)
 
-    def note(self, stage: int, given: Sequence[Tensor]) -> None:
+    def note_gradients(self, stage: int, given: Sequence[Tensor]) -> None:
         """Record which inputs of a stage have got a gradient in a backward, as long as some have had none."""
         without = {place for place, tensor in enumerate(given) if tensor.grad is None and tensor.requires_grad}
         self._missing[stage] = missing = self._missing.get(stage, without) & without

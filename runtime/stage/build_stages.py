@@ -175,7 +175,7 @@ def build_stages(
         choice = prover.choose(number, module, builder)
         apply_expert_parallel(module, groups.experts, groups.context, tokens_alike=True)  # set anew per step
         cut = tensor.apply(number, module, choice)
-        prover.note(number, cut)
+        prover.record_block(number, cut)
         return cut
 
     def made(stage: int) -> Stage:

@@ -25,7 +25,9 @@ class Copied:
     places: frozenset[int] = frozenset()
     names: frozenset[str] = frozenset()
 
-    def of(self, given: tuple[Tensor, ...], extras: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], Mapping[str, Any]]:
+    def copies_of(
+        self, given: tuple[Tensor, ...], extras: Mapping[str, Any]
+    ) -> tuple[tuple[Tensor, ...], Mapping[str, Any]]:
         """Return the inputs and extras, with clones of those that blocks mutate."""
         row = tuple([tensor.clone() if place in self.places else tensor for place, tensor in enumerate(given)])
         if not self.names:

@@ -195,7 +195,9 @@ class WeighedLoss:
                     found = self.function(output, targets)
                 if isinstance(found, tuple):
                     return Over.STATED
-                weight = LossExamination(self.function, output, targets, samples, apart=self.apart).run().weight
+                weight = (
+                    LossExamination(self.function, output, targets, samples, apart=self.apart).examine_loss().weight
+                )
             return Over.SAMPLES if weight is None else weight.over
         except Exception:  # user code may raise on numbers that no block computed
             return Over.SAMPLES
@@ -269,7 +271,7 @@ class WeighedLoss:
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: torch.where(nothing[0], 0.0, gradient))
 
-    def begin(self, targets: Iterable[Any], device: torch.device, group: Group | None) -> None:
+    def begin_means(self, targets: Iterable[Any], device: torch.device, group: Group | None) -> None:
         """Sum the number of elements of each mean of a `SumOfMeans`, over all microbatches (collective)."""
         assert self.means is not None
         total = torch.zeros(len(self.means.terms), dtype=torch.float64, device=device)
@@ -359,7 +361,7 @@ def _stated(found: object) -> Counted:
     loss, weight = found if isinstance(found, tuple) and len(found) == 2 else (found, 0)
     is_weight = (isinstance(weight, Tensor) and not weight.dim()) or isinstance(weight, Real)
     if loss is found or not isinstance(loss, Tensor) or loss.dim() or loss.is_complex() or not is_weight:
-        named = str(TensorSpec.of(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        named = str(TensorSpec.from_tensor(found)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
         named += "" if is_weight else f" whose second thing, a {type(weight).__name__}, is no weight"
         raise MisfitError(
             f"the loss function must give a real tensor of no dimensions, or (sum, weight); it gave {named}"

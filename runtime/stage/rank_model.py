@@ -180,7 +180,7 @@ class RankModel:
             dtype=options.dtype,
             device=device,
         )
-        self.tensor.settle(self.prover.share(self._groups.world))
+        self.tensor.settle_choices(self.prover.share(self._groups.world))
         if options.sequence_parallel:  # known only after the proof
             self._require_usable(self.tensor.tokens.inside)
         self.boundaries = BoundaryGradients(blocks, self.outlines, self.cuts, [*self.stages], options.dtype)
@@ -194,7 +194,7 @@ class RankModel:
         self._num_steps = self._num_evaluations = 0
         self._published: tuple[object, tuple[int, int, int]] = None, (0, 0, 0)
         is_resident = not self.plan.zero.shards_weights or self.num_replicas == 1
-        self.elsewhere.settle(self.stages.values(), is_resident=is_resident)
+        self.elsewhere.settle_stages(self.stages.values(), is_resident=is_resident)
         if options.compiled:
             leave_uncompiled(self.stages)
         self.expert_load = ExpertLoad(blocks, self.stages, self._groups.tensor, self._groups.world)
@@ -235,7 +235,7 @@ class RankModel:
         needed = {"inputs": self.needs_inputs, "targets": self.needs_targets}
         given = {"inputs": inputs, "targets": targets}
         if plan.mode == "train":
-            has_inputs, has_targets = self.marks.note(given, needed, extras)
+            has_inputs, has_targets = self.marks.note_batch(given, needed, extras)
             if not self.needs_inputs and inputs is not None and has_inputs:
                 self._transport.publisher.note_given(*shape_of(inputs), 0)
             if not self.needs_targets and targets is not None and has_targets:
@@ -294,7 +294,7 @@ class RankModel:
             self.common = self.shared_state.common(self.own_blocks)
         self._num_steps += not evaluates
         if self.common is not None:
-            self.common.begin()
+            self.common.begin_step()
         self._num_evaluations += evaluates
         count = self._num_evaluations if evaluates else self._num_steps
         is_due = not (count - 1) & (count - 2)
@@ -303,7 +303,7 @@ class RankModel:
         shares = is_first and self.num_replicas > 1 and not self._groups.tensor.index
         tells = (is_due or not self.late_state.is_plain) and (is_one_of_all or shares)
         if tells:
-            self.late_state.begin(is_due=is_due)
+            self.late_state.begin_step(is_due=is_due)
         try:
             result = run()
             if self.common is not None:

@@ -55,4 +55,4 @@ class RankView:
 
         Per mixture of experts, by its name in the whole model: (experts,), int64, over the whole batches.
         """
-        return self._model.expert_load.read()
+        return self._model.expert_load.read_counts()

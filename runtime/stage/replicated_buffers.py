@@ -45,7 +45,7 @@ class _Average:
     updates: int
 
     @classmethod
-    def of(cls, norm: _NormBase) -> _Average:
+    def from_norm(cls, norm: _NormBase) -> _Average:
         """Copy the running statistics of a norm."""
         assert norm.running_mean is not None
         assert norm.running_var is not None
@@ -86,7 +86,7 @@ class SharedBuffers:
     @contextmanager
     def shared(self) -> Iterator[None]:
         """Return a context for one training step; after it buffers are equal on all replicas (collective)."""
-        averages = [_Average.of(norm) for _, norm in self._norms] if self._choice == "merge" else []
+        averages = [_Average.from_norm(norm) for _, norm in self._norms] if self._choice == "merge" else []
         is_first = self._known is None
         states = [_state(module, key, is_first) for _, module, key in self._buffers]
         yield

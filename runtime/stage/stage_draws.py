@@ -116,7 +116,7 @@ class StageDraws:
                     return plain(given, extras)
                 self._settle(unit)
                 extras = {name: extra for name, extra in extras.items() if name != UNIT}
-                with self.masks.of(unit):
+                with self.masks.draw_for(unit):
                     return (watched if self._watched else plain)(given, extras)
 
         run.plain = plain if beside is None else None  # type: ignore[attr-defined]

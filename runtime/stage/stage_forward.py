@@ -71,7 +71,7 @@ class Chain:
         """Return the last block's output row, and the sum of auxiliary losses (None where no block has one)."""
         width = self._width
         if self._copied is not None:
-            given, extras = self._copied.of(given, extras)
+            given, extras = self._copied.copies_of(given, extras)
         first = given[0] if self._tree is None else self._tree().build(given[:width])
         beside = {**extras, **dict(zip(self._arriving, given[width:], strict=True))} if self._arriving else extras
         outputs, total = self._through((first,), beside)

@@ -64,8 +64,8 @@ def called(
         raise
     except Exception as error:
         raise CodeError(
-            f"{name} raised {said(error)}; it was given {TreeSpec.of(output)}, and targets {TreeSpec.of(targets)}"
-            f"{_why_of_some(name, function.function, targets, samples, units)}"
+            f"{name} raised {said(error)}; it was given {TreeSpec.from_tree(output)}, and targets "
+            f"{TreeSpec.from_tree(targets)}{_why_of_some(name, function.function, targets, samples, units)}"
         ) from error
 
 
@@ -74,7 +74,7 @@ def _why_of_some(name: str, function: Any, targets: Any, samples: int, units: Un
     sizes = {units.num_samples, units.num_samples * units.num_replicas} - {samples}
     if not sizes:
         return ""
-    spec = TreeSpec.of(targets)
+    spec = TreeSpec.from_tree(targets)
     given = zip(spec.tree.paths, (tuple(tensor.shape) for tensor in spec.tensors), strict=True)
     wide = [f"targets{path} {shape}" for path, shape in given if sizes & {*shape[1:]}]
     found = [*tensors_with_rows(name, function, sizes), *wide][:_MOST_NAMED]

@@ -161,15 +161,15 @@ class Trial:
                     where = type(block).__name__
                     if model.tensor.tokens.inside(int(number)):
                         where += ", which sequence_parallel gives a slice of the tokens: run without it"
-                    words = f"block {number} cannot take {TreeSpec.of(given)}: {error} (in its {where})"
+                    words = f"block {number} cannot take {TreeSpec.from_tree(given)}: {error} (in its {where})"
                     announcer.refuse(MisfitError(words))
                     raise MisfitError(words) from error
                 riders = {**riders, **fresh}
-                of_riders = {name: to_words(TreeSpec.of(rider)) for name, rider in fresh.items()}
-                found.append([to_words(TreeSpec.of(given)), of_riders, auxiliary is not None, records, state])
+                of_riders = {name: to_words(TreeSpec.from_tree(rider)) for name, rider in fresh.items()}
+                found.append([to_words(TreeSpec.from_tree(given)), of_riders, auxiliary is not None, records, state])
         given, riders = map_tensors(Tensor.contiguous, given), {n: rider.contiguous() for n, rider in riders.items()}
-        of_riders = {name: to_words(TreeSpec.of(rider)) for name, rider in riders.items()}
-        announcer.announce([], json.dumps([found, to_words(TreeSpec.of(given)), of_riders]))
+        of_riders = {name: to_words(TreeSpec.from_tree(rider)) for name, rider in riders.items()}
+        announcer.announce([], json.dumps([found, to_words(TreeSpec.from_tree(given)), of_riders]))
         return (given, riders), found
 
     def _extras(self, spec: UnitSpec, batch: Batch, unit: int) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Trans
     together = ControlGroup(world).together
     found = together(lambda: load_dataset(data, *replica) if has_extras(data) or needs else None)
     said = {} if found is None else _described(found, data)
-    section = Section.of(said) if said else None
+    section = Section.from_settings(said) if said else None
     require_same({"data": section}, world, "the data", "give all ranks the same data set")
     dataset = found if isinstance(found, Dataset | TokenDataset) else None
     sizes = _broadcast_sizes(dataset, plan, transport)
@@ -219,7 +219,7 @@ class UserFeed:
             "batches of validation": 0 if self._validation is None else self._validation.num_batches,
         }
         advice = "give each replica as many, or say Loaders(…, batches=…)"
-        require_same({"loaders": Section.of(said)}, world, "the lengths of their loaders", advice)
+        require_same({"loaders": Section.from_settings(said)}, world, "the lengths of their loaders", advice)
 
     def train(self, epoch: int, start: int) -> Iterator[Batch]:
         """Yield the batches of an epoch from number `start` on."""
@@ -330,7 +330,7 @@ def drained(loader: Iterable[Any] | None, engine: EngineBase) -> Iterator[Any]:
     batches, nothing = iter(loader or ()), None
     while True:
         batch = next(batches, None)
-        if not any(engine.everyone.add(float(batch is not None))):
+        if not any(engine.everyone.add_numbers(float(batch is not None))):
             return
         if batch is not None:
             nothing = without_samples(batch) if nothing is None else nothing

@@ -29,7 +29,7 @@ class Due:
     """
 
     def __init__(self, written: int | str, everyone: ControlGroup, tokens_per_step: Callable[[], int]) -> None:
-        self._written, self._interval = written, Interval.read(written)
+        self._written, self._interval = written, Interval.from_text(written)
         self._everyone, self._tokens_per_step = everyone, tokens_per_step
         self._began, self._steps, self._next = now_s(), 0, 1
 

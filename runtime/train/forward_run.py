@@ -79,7 +79,7 @@ class ForwardRun:
         last = plan.layout.rank_of(plan.routes[0].stages[-1])
         self._writes = plan.mesh.pp_rank(transport.rank) == last and not (at.get("tp", 0) or at.get("cp", 0))
 
-    def run(self) -> int:
+    def write_outputs(self) -> int:
         """Write the outputs of all samples, and return how many these are; 0 where the run was asked to stop."""
         samples, engine = 0, self.engine
         with self._reporter as reporter:
@@ -114,12 +114,12 @@ class ForwardRun:
         for inputs, targets, extras in batches:
             takes = {"targets": targets} if engine.needs_targets else {}
             outputs = engine.run(inputs, **takes, **extras)
-            add = partial(files.add, outputs, most_rows(inputs) or 0)
+            add = partial(files.add_outputs, outputs, most_rows(inputs) or 0)
             everyone.together(add if self._writes and outputs is not None else lambda: None)
-            if everyone.add(self._wants_stop())[0]:
+            if everyone.add_numbers(self._wants_stop())[0]:
                 raise StopAskedError
         with self._publisher.phase("save"):
-            mine = everyone.together(lambda: files.finish() if self._writes else [])
+            mine = everyone.together(lambda: files.finish_files() if self._writes else [])
             told = map(json.loads, everyone.share_bytes(json.dumps([engine.replica, mine]).encode()))
             of_replicas = [said for _, said in sorted(one for one in told if one[1])]
             samples, _ = everyone.together(lambda: write_index(folder, of_replicas) if everyone.is_first else (0, 0))

@@ -125,7 +125,7 @@ def require_group_names(config: OptimizerConfig, engine: Engine) -> None:
         for name, _ in block.named_parameters()
     ]
     patterns = [(k, pattern) for k, group in enumerate(config.groups) for pattern in group.params]
-    found = engine.everyone.add(*(any(fnmatchcase(name, pattern) for name in names) for _, pattern in patterns))
+    found = engine.everyone.add_numbers(*(any(fnmatchcase(name, pattern) for name in names) for _, pattern in patterns))
     for (k, pattern), matches in zip(patterns, found, strict=True):
         if not matches:
             raise UsageError(

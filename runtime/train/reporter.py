@@ -94,7 +94,7 @@ class Sinks:
     ) -> None:
         self._close()
 
-    def take(self, record: Mapping[str, object]) -> None:
+    def pass_record(self, record: Mapping[str, object]) -> None:
         """Pass the metrics of a record to every sink."""
         prefix, step = PREFIXES.get(str(record.get("event"))), record.get("step")
         if not self._open or prefix is None or not isinstance(step, int):
@@ -186,7 +186,7 @@ class Reporter:
 
     def record(self, record: Mapping[str, object]) -> None:
         """Write one record to the log, and pass it to the sinks; raises `UsageError` if the log fails."""
-        self.sinks.take(record)
+        self.sinks.pass_record(record)
         file = self._file
         if file is None:
             return

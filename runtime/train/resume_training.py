@@ -165,7 +165,7 @@ class Scale:
         """Return the factor for the sums of a checkpoint, after the first step; the first call is collective."""
         before = progress.weighing
         if self._weighing is None:
-            is_used = self._engine.everyone.add(self._engine.loss_is_bare)[0] > 0
+            is_used = self._engine.everyone.add_numbers(self._engine.loss_is_bare)[0] > 0
             self._weighing = Weighing(self._engine.usual_samples, self._microbatches, is_used)
         progress.weighing = self._weighing
         return self._weighing.rescales(before)
@@ -192,7 +192,7 @@ class StepSamples:
         """Expect the number of a checkpoint, if it has one."""
         self._before, self._where = found.manifest.settings.get(SAMPLES_SETTING), f"the checkpoint {found.folder}"
 
-    def take(self, batch: Any) -> None:
+    def count_batch(self, batch: Any) -> None:
         """Count a replica's batch before its step; the first one is collective. The last of an epoch may be smaller.
 
         Raises `MisfitError` for another number than expected.
@@ -223,5 +223,5 @@ class StepSamples:
 
     def note_varying(self) -> None:
         """Record in the settings, before a save, whether the number has varied (collective)."""
-        if self._feed.is_of_loaders and self._engine.everyone.add(self.varies)[0]:
+        if self._feed.is_of_loaders and self._engine.everyone.add_numbers(self.varies)[0]:
             self._settings[SAMPLES_SETTING] = None

@@ -167,7 +167,7 @@ class Sums:
         self._scale = scale
         self._latest: deque[StepResult] = deque()
 
-    def add(self, result: StepResult) -> None:
+    def add_result(self, result: StepResult) -> None:
         """Add a batch's sums."""
         if self._scale is not None:
             factor, self._scale = self._scale(), None
@@ -180,7 +180,7 @@ class Sums:
         for name, value in self._latest.popleft().sums.items():
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
-    def read(self) -> dict[str, float]:
+    def read_sums(self) -> dict[str, float]:
         """Return the sums as numbers."""
         while self._latest:
             self._add_oldest()
@@ -196,14 +196,14 @@ class Window:
     def _restart(self) -> None:
         self.steps, self._began, self._sums = 0, now_s(), Sums({})
 
-    def add(self, result: StepResult) -> None:
+    def add_step(self, result: StepResult) -> None:
         """Add a step."""
-        self._sums.add(result)
+        self._sums.add_result(result)
         self.steps += 1
 
-    def take(self) -> tuple[int, float, dict[str, float]]:
+    def take_window(self) -> tuple[int, float, dict[str, float]]:
         """Return (steps, seconds, sums) and begin anew."""
-        sums, steps = self._sums.read(), self.steps
+        sums, steps = self._sums.read_sums(), self.steps
         seconds = now_s() - self._began
         self._restart()
         return steps, seconds, sums

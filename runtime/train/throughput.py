@@ -28,7 +28,7 @@ _BACKWARD_AND_FORWARD = 3
 
 
 class Throughput:
-    """Counts what a run processes; `read` gives the rates of the steps since the last call.
+    """Counts what a run processes; `read_rates` gives the rates of the steps since the last call.
 
     Args:
         engine: the engine whose steps they are.
@@ -50,7 +50,7 @@ class Throughput:
         self._tokens = self._samples = 0
         self._per_step: tuple[int, int] | None = None
 
-    def note(self, inputs: Any, targets: Any) -> None:
+    def note_batch(self, inputs: Any, targets: Any) -> None:
         """Count a replica's batch of one step; collective in the first step, whose sizes all ranks are told."""
         engine = self._engine
         ids = isinstance(inputs, Tensor) and inputs.dim() == 2 and not inputs.is_floating_point()
@@ -73,11 +73,11 @@ class Throughput:
     def _over_replicas(self, tokens: int, samples: int) -> tuple[int, int]:
         """Return the sums over replicas of what each rank that needs inputs has counted (collective)."""
         engine = self._engine
-        all_tokens, all_samples, holders = engine.everyone.add(tokens, samples, engine.needs_inputs)
+        all_tokens, all_samples, holders = engine.everyone.add_numbers(tokens, samples, engine.needs_inputs)
         share = engine.num_replicas / max(holders, 1)
         return round(all_tokens * share), round(all_samples * share)
 
-    def read(self, seconds: float) -> dict[str, float]:
+    def read_rates(self, seconds: float) -> dict[str, float]:
         """Return the rates since the last call, in which so many seconds have passed (collective)."""
         tokens, samples = self._over_replicas(self._tokens, self._samples)
         self._tokens = self._samples = 0

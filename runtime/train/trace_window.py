@@ -46,7 +46,7 @@ class TracedSteps:
         if self._left == 0 and self._directory is not None:
             engine.save_trace(self._directory)
 
-    def finish(self, engine: Engine) -> None:
+    def finish_trace(self, engine: Engine) -> None:
         """Write the trace, if it is not yet written: no more steps follow."""
         if self._left > 0 and self._directory is not None:
             engine.save_trace(self._directory)

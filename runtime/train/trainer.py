@@ -260,7 +260,7 @@ class Trainer:
                     reporter.say(line)
             begun = {"plan": self.plan.title, "step": self.progress.step}
             reporter.record({"event": "start", **begun, "deferred_share": self.engine.deferred_share})
-            self._loop.run()
+            self._loop.train_steps()
             if not self._loop.is_stopped:
                 self._export()
         return self.progress.history
@@ -283,7 +283,7 @@ class Trainer:
                 self._reporter.say(saves.moved)
             yield
             with self._publisher.phase("save"):
-                saves.finish()
+                saves.finish_save()
 
     def record(self, steps: int) -> Recording:
         """Train at most so many steps from the start, and return each one's tensors on this rank."""

@@ -94,14 +94,14 @@ class TrainingLoop:
         """Return whether all steps are made, or the training has stopped early."""
         return self.progress.stopped or self.is_stopped or self.progress.step >= self.total_steps
 
-    def run(self) -> None:
+    def train_steps(self) -> None:
         """Train to the end."""
         began, first = now_s(), self.progress.step
         if not self.is_over():
             traced = TracedSteps(self._job.runtime, self.total_steps - first)
             while not self.is_over():
                 self._train_epoch(traced)
-            traced.finish(self._engine)
+            traced.finish_trace(self._engine)
             if not self.is_stopped:
                 self._summarize(self.progress.step - first, now_s() - began)
 
@@ -113,8 +113,8 @@ class TrainingLoop:
         began, first_batch = now_s(), progress.batch
         totals, has_logged = Sums(progress.totals, lambda: self._scale.of_sums(progress)), False
         for result in self._steps(traced):
-            totals.add(result)
-            self._window.add(result)
+            totals.add_result(result)
+            self._window.add_step(result)
             reporter.advance()
             if result.skipped:
                 reporter.say(f"step {progress.step} was skipped: its gradient is not finite")
@@ -123,17 +123,17 @@ class TrainingLoop:
                 has_logged = True
                 self._log(result)
             if result.stop_asked:
-                progress.totals = totals.read()
+                progress.totals = totals.read_sums()
                 self._stop()
                 return
             if not ends and self._validation_is_due.after(progress.step):
                 self._validate_between(result)
             if not ends and self._save_is_due.after(progress.step):  # at an end: after the validation
-                progress.totals = totals.read()
+                progress.totals = totals.read_sums()
                 self._save()
             if progress.stopped or (ends and progress.batch < self._feed.num_batches):
                 break  # behind the last batch of an epoch the feed checks its own end
-        steps, sums = progress.batch - first_batch, totals.read()
+        steps, sums = progress.batch - first_batch, totals.read_sums()
         if progress.batch == self._feed.num_batches:
             progress.epoch, progress.batch, progress.totals = progress.epoch + 1, 0, {}
         else:
@@ -149,8 +149,8 @@ class TrainingLoop:
         progress, accumulate = self.progress, self._job.train.accumulate
         for inputs, targets, extras in self._publisher.fetching(self._feed.train(progress.epoch, start=progress.batch)):
             self.set_learning_rate()
-            self.samples.take((inputs, targets))
-            self._throughput.note(inputs, targets)
+            self.samples.count_batch((inputs, targets))
+            self._throughput.note_batch(inputs, targets)
             *before, (inputs, targets, extras) = parts_of((inputs, targets, extras), accumulate)
             earlier = [self._engine.step(x, y, last=False, **beside) for x, y, beside in before]
             result = self._engine.step(inputs, targets, **extras).with_earlier(earlier)
@@ -168,7 +168,7 @@ class TrainingLoop:
 
     def _log(self, result: StepResult) -> None:
         """Record the figures of the last steps; collective, for the bubble, the rates and the experts."""
-        steps, seconds, sums = self._window.take()
+        steps, seconds, sums = self._window.take_window()
         progress, norm = self.progress, result.grad_norm
         groups = [group for optimizer in self._engine.optimizers.values() for group in optimizer.param_groups]
         bubble = 1 - self._engine.busy_share(seconds)
@@ -183,7 +183,7 @@ class TrainingLoop:
             "skipped": result.skipped,
             "step_s": seconds / steps,
             "bubble": bubble,
-            **self._throughput.read(seconds),
+            **self._throughput.read_rates(seconds),
             "left_s": (self.total_steps - progress.step) * seconds / steps,
             **expert_figures(self._engine.expert_tokens()),
         }
@@ -215,7 +215,7 @@ class TrainingLoop:
         self._reporter.say(f"{where}  {figures_in_words(record)}{said}  {record['samples_per_s']:.0f} samples/s")
         if validation:
             self.watch_for_gain(validation["loss"], "epochs", str(progress.epoch))
-        if not self.is_over() and self._engine.everyone.add(self.must_stop())[0]:
+        if not self.is_over() and self._engine.everyone.add_numbers(self.must_stop())[0]:
             self._stop()  # a rank was asked to while it validated
         elif self.is_over() or self._save_is_due.is_at_epochs or self._save_is_due.after(progress.step):
             self._save()
@@ -240,8 +240,8 @@ class TrainingLoop:
         """Return the means over all batches of validation, the same on every rank; without such, NaN."""
         totals = Sums({})
         for inputs, targets, extras in self._publisher.fetching(self._feed.validation()):
-            totals.add(self._engine.evaluate(inputs, targets, **extras))
-        return self._means(totals.read())
+            totals.add_result(self._engine.evaluate(inputs, targets, **extras))
+        return self._means(totals.read_sums())
 
     def _means(self, sums: dict[str, float]) -> dict[str, float]:
         """Return loss and metrics per loss weight, and the perplexity of token models; without any, NaN."""
@@ -272,7 +272,7 @@ class TrainingLoop:
             state = self._engine.everyone.together(self._feed.state)
             self.saves.save(self.progress.step, asdict(self.progress), state)
             if waits:
-                self.saves.finish()
+                self.saves.finish_save()
 
     def _stop(self) -> None:
         """Save the run as it is, since a rank was asked to stop, or could not write the last save."""

@@ -35,7 +35,7 @@ class Plans:
     def __init__(self) -> None:
         self._plans: dict[int, Plan] = {}
 
-    def add(self, number: int, text: bytes) -> None:
+    def add_plan(self, number: int, text: bytes) -> None:
         """Add a plan file; an invalid one is ignored: the verdict then goes without."""
         try:
             self._plans[number] = Plan.from_json(text)
@@ -69,7 +69,7 @@ class Verdict:
     comes_again: bool = False
     writing: Thread | None = None
 
-    def finish(self) -> None:
+    def wait_report(self) -> None:
         """Wait until the report is written, or a timeout."""
         if self.writing is not None:
             self.writing.join(LATE_REPORT_S)

@@ -80,7 +80,7 @@ class Hub:
         self._is_closing = False
         self._lonely_s = now_s() + ALONE_AT_FIRST_S
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self.run, name="quintsched watch hub", daemon=True)
+        self._thread = threading.Thread(target=self.watch_ranks, name="quintsched watch hub", daemon=True)
 
     @property
     def address(self) -> str:
@@ -102,7 +102,7 @@ class Hub:
             self._ended[rank] = returncode
         self._listener.wake()
 
-    def wait(self, timeout_s: float) -> Verdict | None:
+    def wait_verdict(self, timeout_s: float) -> Verdict | None:
         """Return the verdict; None once there is nothing left to judge, or after the timeout."""
         self._is_over.wait(timeout_s)
         return self.verdict
@@ -118,13 +118,13 @@ class Hub:
         """Stop, and close all connections."""
         self.stop()
         if self.verdict is not None:
-            self.verdict.finish()
+            self.verdict.wait_report()
         self._listener.close()
         for member in self._members:
             if member.reader is not None:
                 member.reader.close()
 
-    def run(self) -> None:
+    def watch_ranks(self) -> None:
         """Watch until the hub is closed, or all ranks have ended and disconnected."""
         try:
             while not self._is_closing:
@@ -139,7 +139,7 @@ class Hub:
 
     def _hear(self) -> None:
         seeks = any(member.closed_s is not None and member.fate is None for member in self._members)
-        for connection in self._listener.wait(HURRY_S if seeks else TICK_S):
+        for connection in self._listener.wait_connections(HURRY_S if seeks else TICK_S):
             for message in connection.receive():
                 try:
                     self._take(connection, message)
@@ -164,13 +164,13 @@ class Hub:
         if "group" in message:
             member.groups.append(tuple(map(int, message["group"])))
         if "plan" in message:
-            self._plans.add(int(message["plan"]), message["text"])
+            self._plans.add_plan(int(message["plan"]), message["text"])
         if "error" in message:
             member.fail(message["kind"], printable(str(message["error"])), int(message.get("code", 1)), now)
             if self.verdict is not None:
                 self._announce(connection)
         if "leaves" in message:
-            member.end(Fate("exit", int(message["leaves"])), now)
+            member.record_end(Fate("exit", int(message["leaves"])), now)
         if "bye" in message:
             self._read(member, now)
             member.has_ended = True
@@ -221,7 +221,7 @@ class Hub:
         for member in self._members:
             self._read(member, now)
             if member.rank in ended:
-                member.end(fate_of_code(ended[member.rank]), now)
+                member.record_end(fate_of_code(ended[member.rank]), now)
             elif member.closed_s is not None and member.fate is None:
                 self._seek_fate(member, now)
             elif member.is_here and member.has_come and member.lives:
@@ -246,24 +246,24 @@ class Hub:
     def _read(self, member: Member, now: float) -> None:
         if member.reader is not None and not member.has_ended:
             with suppress(ValueError):
-                member.move(member.reader.read(), now)
+                member.move(member.reader.read_position(), now)
 
     def _seek_fate(self, member: Member, now: float) -> None:
         """Find the exit of a disconnected process; one that still runs after a while stays without connection."""
         assert member.closed_s is not None
         if not member.is_here:
-            member.end(Fate("unreachable" if member.is_cut else "gone"), now)
+            member.record_end(Fate("unreachable" if member.is_cut else "gone"), now)
             return
         fate = fate_of(look_at(member.process))
         if fate is not None and _went_with_launcher(member, fate):
             fate = replace(fate, text=f"as its launcher, process {member.launcher.pid}, has ended")
         if fate is not None and fate.kind in ("exit", "signal"):
-            member.end(fate, now)
+            member.record_end(fate, now)
         elif now > member.closed_s + FATE_S:
             if fate is not None and fate.kind == "gone":
-                member.end(fate, now)
+                member.record_end(fate, now)
             elif member.is_cut:
-                member.end(Fate("unreachable"), now)
+                member.record_end(Fate("unreachable"), now)
             else:
                 member.closed_s = None
 
@@ -310,7 +310,7 @@ def main() -> int:
     """Run a hub in a process of its own until all ranks have ended; print the verdict where no rank survives."""
     file, num_ranks = int(sys.argv[1]), int(sys.argv[2])
     hub = Hub(num_ranks, key=os.environ[KEY], listening=socket.socket(fileno=file))
-    hub.run()
+    hub.watch_ranks()
     hub.close()
     if hub.verdict is not None and not hub.verdict.has_survivors:
         write_error(hub.verdict.message)

@@ -231,11 +231,11 @@ class Listener:
         self._connections: dict[socket.socket, Connection] = {}
 
     def wake(self) -> None:
-        """Wake the thread in `wait`."""
+        """Wake the thread in `wait_connections`."""
         with suppress(OSError):
             os.write(self._wake, b"!")
 
-    def wait(self, timeout_s: float) -> Iterator[Connection]:
+    def wait_connections(self, timeout_s: float) -> Iterator[Connection]:
         """Wait up to a timeout, and yield connections that have received data, or have ended."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listening:

@@ -59,7 +59,7 @@ class Publisher:
         self._programs: dict[int, tuple[int, ref[Plan]]] = {}
         self._num_programs = 0
 
-    def follow(self, waits: WaitCell) -> None:
+    def follow_waits(self, waits: WaitCell) -> None:
         """Move a wait cell's number into the rank's cell."""
         waits.move(self.numbers, WAIT)
 

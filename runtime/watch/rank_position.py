@@ -128,7 +128,7 @@ class PositionCell:
         self.numbers[SENT_AT] = NOWHERE
         self.numbers[WAIT] = NOTHING
 
-    def read(self) -> RankPosition:
+    def read_position(self) -> RankPosition:
         """Return the position of the rank."""
         return place_of(self._view.tolist())
 
@@ -156,7 +156,7 @@ class CellReader:
             self.close()
             raise OSError(f"process {pid} has no cell of rank {rank} there")
 
-    def read(self) -> RankPosition:
+    def read_position(self) -> RankPosition:
         """Return the current or last position of the rank."""
         return place_of(self._numbers())
 

@@ -104,7 +104,7 @@ class Member:
         if place != self.place:
             self.place, self.changed_s = place, now_s
 
-    def end(self, fate: Fate, now_s: float) -> None:
+    def record_end(self, fate: Fate, now_s: float) -> None:
         """Record the exit of its process; a more certain fate replaces a less certain one."""
         if self.fate is None:
             self.fate_s = now_s

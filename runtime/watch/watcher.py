@@ -204,7 +204,7 @@ class Watcher:
                 return
             for _, payload in self._reader.feed(data or b""):
                 self._hear(message_of(payload))
-            place, now_s = self._cell.read(), wall_time.now_s()
+            place, now_s = self._cell.read_position(), wall_time.now_s()
             if not self._is_seen and (place != sent or now_s > sent_s + BEAT_S):
                 sent, sent_s = place, now_s
                 self._say_place()
@@ -263,7 +263,7 @@ class Watcher:
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.tell_error(error)
-        self.close(clean=error is None and self._cell.read().phase in RESTING)
+        self.close(clean=error is None and self._cell.read_position().phase in RESTING)
         if isinstance(error, StallError):
             _exit(error.exit_code)
 

@@ -110,7 +110,7 @@ def test_a_dropout_draws_what_it_draws_on_the_host(machine: Machine) -> None:
     key_dropouts(layer, 0, masks)
     found = []
     for device in (machine.device, "cpu"):
-        with masks.of(MaskUnit(7, range(8, 16), torch.arange(4, 8, device=device))):
+        with masks.draw_for(MaskUnit(7, range(8, 16), torch.arange(4, 8, device=device))):
             found.append(layer(torch.ones(8, 4, 300, device=device)).cpu())
     assert torch.equal(*found)
 

@@ -80,7 +80,7 @@ def train_alone(
         for number in range(count):
             inputs, targets, extras = cut_batch(batch, number, count)
             samples = num_samples(inputs)
-            with around(), masks.of(MaskUnit(step, range(first, first + samples))) if masks else nullcontext():
+            with around(), masks.draw_for(MaskUnit(step, range(first, first + samples))) if masks else nullcontext():
                 found, auxiliary = run_model(model, inputs, targets, extras)
                 value = loss(found, targets)
                 own, its_weight = value if isinstance(value, tuple) else (value, 1.0)

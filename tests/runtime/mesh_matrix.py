@@ -288,7 +288,7 @@ def train_plainly(
         weight, total = (targets != -100).sum(), 0.0
         stepper.zero_grad()
         for samples in torch.arange(len(inputs)).chunk(microbatches):
-            with masks.of(MaskUnit(step, range(int(samples[0]), int(samples[-1]) + 1))):
+            with masks.draw_for(MaskUnit(step, range(int(samples[0]), int(samples[-1]) + 1))):
                 loss = _loss(model, inputs[samples], targets[samples])
             loss.backward()
             total += loss.item()

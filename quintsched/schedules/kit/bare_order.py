@@ -61,6 +61,6 @@ def _program(schedule: Schedule, rank: int, shape: Shape) -> Columns:
         if not isinstance(found, COMPUTING):
             raise UnsoundError(f"{where}: the schedule yields {found!r} at {index}; it may yield computations only")
     try:
-        return Columns.of([program])
+        return Columns.from_programs([program])
     except UnsoundError as error:
         raise UnsoundError(f"{where}: {str(error).removeprefix('rank 0 ')}") from None

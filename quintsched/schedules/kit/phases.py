@@ -72,8 +72,8 @@ def number(phases: Iterable[Phase], lanes: tuple[Lane, Lane]) -> Order:
         walked = min(times, count.left(turns))
         for turn in turns * walked:
             if isinstance(turn, Both):
-                yield from _side_by_side(count.take(turn.forward), count.take(turn.backward))
-            elif (found := count.take(turn)) is not None:
+                yield from _side_by_side(count.take_turn(turn.forward), count.take_turn(turn.backward))
+            elif (found := count.take_turn(turn)) is not None:
                 yield found
         if times > walked:
             yield from count.skip(turns, times - walked)
@@ -99,7 +99,7 @@ class _Count:
         """Return how often these turns must be repeated until all of them are beyond their lanes."""
         return max([0, *(self._ends[lane] - self._done[kind][lane] for kind, lane in _counted(turns))])
 
-    def take(self, turn: Turn) -> Compute | None:
+    def take_turn(self, turn: Turn) -> Compute | None:
         """Return the computation of a turn; None if it is beyond the lane's microbatches."""
         if turn is Turn.W:
             kind: type[Compute] = BwdWeight

@@ -83,7 +83,7 @@ def _ordered(
     ranks = [_Rank(rank, run.work, cap) for rank, cap in enumerate(caps)]
     while run.events:
         for rank in run.advance(ranks):
-            ranks[rank].begin(run)
+            ranks[rank].begin_first(run)
     return tuple(tuple(rank.order) for rank in ranks)
 
 
@@ -174,14 +174,14 @@ class _Run:
             rank = self.work.shape.stage_to_pp[found.stage]
             touched.add(rank)
             if ended:
-                ranks[rank].end(found)
+                ranks[rank].end_computation(found)
                 self._reach(number, now)
             else:
                 ranks[rank].offer(found, (self._priority(found), number))
         self.now = now
         return sorted(touched)
 
-    def begin(self, number: int) -> None:
+    def begin_computation(self, number: int) -> None:
         """Begin a computation now."""
         heappush(self.events, (self.now + self.work.durations[number], number, True))
 
@@ -229,7 +229,7 @@ class _Rank:
         else:
             heappush(self._others, entry)
 
-    def begin(self, run: _Run) -> None:
+    def begin_first(self, run: _Run) -> None:
         """Begin what comes first, if the rank is free and anything can run."""
         entries = [entry for entry in (self._next_forward(), *self._others[:1]) if entry is not None]
         if self._busy or not entries:
@@ -242,9 +242,9 @@ class _Rank:
             heappop(self._others)
         self._busy = True
         self.order.append(found)
-        run.begin(number)
+        run.begin_computation(number)
 
-    def end(self, computation: Compute) -> None:
+    def end_computation(self, computation: Compute) -> None:
         """Take note that a computation has ended."""
         self._busy = False
         held, after = (

@@ -60,7 +60,7 @@ class Runs:
     @cached_property
     def _both_ways(self) -> Ragged:
         """Runs in order, followed by all runs reversed."""
-        return Ragged.of([*self.stages, *(run[::-1] for run in self.stages)])
+        return Ragged.from_lists([*self.stages, *(run[::-1] for run in self.stages)])
 
     def expand(self, order: Columns, shape: Shape, where: str) -> Columns:
         """Return one rank's order with the schedule's stages expanded to the plan's stages.
@@ -77,7 +77,7 @@ class Runs:
         rows, stages = self._both_ways.expand(each.stage + in_reverse * len(self.own))
         recomputed = np.array(shape.recompute or (0,) * len(shape.stage_to_pp)) > 0
         kept = np.flatnonzero(recomputed[stages] | ~each.are(Recompute)[rows])
-        taken = each.take(rows[kept], np.array([0, len(kept)]))
+        taken = each.take_rows(rows[kept], np.array([0, len(kept)]))
         alone = replace(taken, columns={**taken.columns, "stage": stages[kept]})
         return _side_by_side(alone, origin[rows[kept]], order.are(Overlap))
 
@@ -107,7 +107,7 @@ def _side_by_side(alone: Columns, origin: Ints, overlap: Flags) -> Columns:
     place = np.cumsum(stays) - 1
     rest = np.setdiff1d(np.flatnonzero(stays), forwards)
     first_rows = np.array([0, int(stays.sum())])
-    return woven(first_rows, (place[rest], alone.take(rest, np.array([0, len(rest)]))), (place[forwards], pairs))
+    return woven(first_rows, (place[rest], alone.take_rows(rest, np.array([0, len(rest)]))), (place[forwards], pairs))
 
 
 def find_runs(schedule: Schedule, own: tuple[int, ...], wanted: tuple[int, ...]) -> Runs | None:

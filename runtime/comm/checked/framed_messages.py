@@ -262,11 +262,11 @@ class FramedReceive:
                 self._buffer.copy_(payload)
 
     def _is_whole(self) -> bool:
-        frame = Frame.read(bytes(self._bytes[self._nbytes : self._end]))
+        frame = Frame.from_bytes(bytes(self._bytes[self._nbytes : self._end]))
         return frame is not None and frame.checksum == zlib.crc32(self._bytes[: self._nbytes])
 
     def _refuse(self, expected: bytes) -> NoReturn:
-        wanted = Frame.read(own_part(self._label.instruction, None) + expected)
+        wanted = Frame.from_bytes(own_part(self._label.instruction, None) + expected)
         assert wanted is not None
         came = find_frame(bytes(self._bytes), self._nbytes, expected[-len(self._stamp.bytes) :])
         raise mismatch(wanted, came, self._rank, self._peer)
@@ -294,7 +294,7 @@ class _InPlaceReceive(FramedReceive):
         self._frame = None
         if self._arriving is None:
             self._post_payload().wait()
-        found = Frame.read(bytes(self._bytes[:FRAME_BYTES]))
+        found = Frame.from_bytes(bytes(self._bytes[:FRAME_BYTES]))
         assert found is not None
         if found.checksum is not None and found.checksum != zlib.crc32(self._payload.numpy().data):
             self._refuse(self._head + self._stamp.bytes)

@@ -89,9 +89,9 @@ class Stamp:
 
     def __init__(self) -> None:
         self._run = 0
-        self.begin(0)
+        self.begin_run(0)
 
-    def begin(self, step: int) -> None:
+    def begin_run(self, step: int) -> None:
         """Begin another run, of a step or an evaluation; all ranks do so alike."""
         self._run += 1
         self.step, self.bytes = step, _STAMP.pack(step, self._run)
@@ -139,7 +139,7 @@ class Frame:
     checksum: int | None
 
     @classmethod
-    def read(cls, data: bytes) -> Frame | None:
+    def from_bytes(cls, data: bytes) -> Frame | None:
         """Return the frame at the start of these bytes; None where there is none, or an invalid one."""
         if len(data) < FRAME_BYTES or data[OWN_BYTES : OWN_BYTES + len(MAGIC)] != MAGIC:
             return None
@@ -168,13 +168,13 @@ class Frame:
 
 def find_frame(data: bytes, at: int, stamp: bytes) -> Frame | None:
     """Return the frame of a received message: at its place, or one of this step at the place its own length implies."""
-    found = Frame.read(data[at : at + FRAME_BYTES])
+    found = Frame.from_bytes(data[at : at + FRAME_BYTES])
     if found is not None and data[at + FRAME_BYTES - len(WIPED) : at + FRAME_BYTES] != WIPED:
         return found
     end = data.find(stamp)
     while end >= 0:
         at = end + len(stamp) - FRAME_BYTES
-        found = Frame.read(data[at : at + FRAME_BYTES]) if at >= 0 else None
+        found = Frame.from_bytes(data[at : at + FRAME_BYTES]) if at >= 0 else None
         if found is not None and found.nbytes == at:
             return found
         end = data.find(stamp, end + 1)

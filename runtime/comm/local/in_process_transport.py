@@ -57,7 +57,7 @@ class LocalTransport(Transport):
     def begin_run(self) -> None:
         """Record that the run has begun, where its process may be restarted."""
         if self.attempt is not None:
-            self.attempt.begin()
+            self.attempt.record_begin()
 
     def _make_group(self, partition: Sequence[tuple[int, ...]]) -> Group:
         call, self._num_groups = self._num_groups, self._num_groups + 1

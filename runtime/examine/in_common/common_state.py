@@ -71,7 +71,7 @@ class CommonState:
         self._before: list[Any] = []
         self._num_steps, self._why = 0, ""
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Record the places' values before a step."""
         self._num_steps += 1
         self._before = [spot.read() for spot in self.spots]
@@ -137,7 +137,7 @@ def _is_kept(was: Mapping[Any, Any] | Sequence[Any], now: Mapping[Any, Any] | Se
 
 
 def _content_of(space: Space) -> Mapping[Any, Any] | Sequence[Any]:
-    return dict(space.read()) if not isinstance(space, Items) else tuple(space.holder)
+    return dict(space.read_values()) if not isinstance(space, Items) else tuple(space.holder)
 
 
 def _place_of(read: Callable[[], Any]) -> Mapping[Any, Any]:

@@ -28,7 +28,7 @@ class MetricExamination(LossExamination):
 
     called = "the metric"
 
-    def run(self) -> WeightFinding:
+    def examine_loss(self) -> WeightFinding:
         """Return the finding that all values agree on."""
         parts = self.usable()
         if parts is None or not any(parts.units):
@@ -84,7 +84,7 @@ class MetricExamination(LossExamination):
 class StatedMetricExamination(MetricExamination):
     """Experiments on a metric that returns (sum, weight), whose quotient is reported."""
 
-    def run(self) -> WeightFinding:
+    def examine_loss(self) -> WeightFinding:
         """Return that its reduction is stated, or the reason why its weight is wrong."""
         stated, parts = LossWeight(Over.STATED), self.usable()
         if parts is None or not any(parts.units):

@@ -80,7 +80,9 @@ def _telling_targets(parts: LossParts, *, is_safe: bool) -> LossParts:
         if parts.units[len(parts.outputs) + place] and leaf.numel():
             is_ignored = is_safe and leaf.dtype in _INTEGERS and int(leaf.max()) < 0
             if is_ignored and (classes := _num_classes(parts, leaf)):
-                targets[place] = MadeUp.of(_filled(leaf, torch.arange(classes, dtype=leaf.dtype, device=leaf.device)))
+                targets[place] = MadeUp.from_leaf(
+                    _filled(leaf, torch.arange(classes, dtype=leaf.dtype, device=leaf.device))
+                )
             elif is_mask(leaf) and not leaf.any():
                 targets[place] = torch.ones_like(leaf)
     return replace(parts, targets=targets)
@@ -157,7 +159,7 @@ def _changed(
     """Return parts with another leaf of targets, changed in each part."""
     a, b = parts.cut(len(parts.outputs) + place, leaf)
     targets = [*parts.targets]
-    targets[place] = MadeUp.of(torch.cat([first(a), rest(b)], parts.along))
+    targets[place] = MadeUp.from_leaf(torch.cat([first(a), rest(b)], parts.along))
     return replace(parts, targets=targets)
 
 

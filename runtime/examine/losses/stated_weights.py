@@ -29,7 +29,7 @@ class StatedExamination(LossExamination):
         super().__init__(*args, **more)
         self.weights: list[float] = []
 
-    def run(self) -> WeightFinding:
+    def examine_loss(self) -> WeightFinding:
         """Return that its reduction is stated, or the first experiment that fails."""
         doubt = self._doubt() or self.why_unlinear(LossWeight(Over.STATED))
         return WeightFinding(None if doubt else LossWeight(Over.STATED), doubt)

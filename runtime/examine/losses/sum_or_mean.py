@@ -124,7 +124,7 @@ class LossExamination:
         self._is_linear, self._factors = True, cycle(FACTORS)
         self._of_rest = ""
 
-    def run(self) -> WeightFinding:
+    def examine_loss(self) -> WeightFinding:
         """Return the finding that all experiments agree on."""
         finding = self._agreed()
         why = "" if finding.weight is None else self.why_unlinear(finding.weight)
@@ -220,7 +220,7 @@ class LossExamination:
             values += (self._tables[weight.table] == 0).nonzero().flatten().tolist()[:1]
         for value in values:
             targets = list(parts.targets)
-            targets[place] = MadeUp.of(torch.full_like(targets[place], value))
+            targets[place] = MadeUp.from_leaf(torch.full_like(targets[place], value))
             tried = self.try_once(parts.outputs, targets, may_be_infinite=True)
             if tried is not None:
                 fails = any(g is not None and not bool(g.isfinite().all()) for g in tried.gradients)

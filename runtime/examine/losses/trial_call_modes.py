@@ -55,7 +55,7 @@ class MadeUp(Tensor):
         return made
 
     @classmethod
-    def of(cls, leaf: Tensor) -> Tensor:
+    def from_leaf(cls, leaf: Tensor) -> Tensor:
         """Return a leaf as made-up ids; floating-point tensors and masks as they are."""
         is_whole = not leaf.is_floating_point() and leaf.dtype is not torch.bool
         return cls(leaf) if is_whole and not isinstance(leaf, cls) else leaf
@@ -65,7 +65,7 @@ class MadeUp(Tensor):
         if func.namespace != "aten" or any(word in func.__name__ for word in _UNCHECKED):
             raise ValueError(f"{func} may read memory that is not there by numbers that are made up")
         bare = tree_map(lambda one: one._numbers if isinstance(one, cls) else one, (args, kwargs or {}))
-        return tree_map(lambda one: cls.of(one) if isinstance(one, Tensor) else one, func(*bare[0], **bare[1]))
+        return tree_map(lambda one: cls.from_leaf(one) if isinstance(one, Tensor) else one, func(*bare[0], **bare[1]))
 
     def tolist(self) -> Any:
         """Return the ids as a list."""

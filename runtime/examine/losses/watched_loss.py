@@ -85,7 +85,7 @@ class Examined:
         """Return whether its values are compared in each step."""
         return not self._is_known and self._way is not None and not self.refusal
 
-    def begin(self, targets: Any) -> None:
+    def begin_step(self, targets: Any) -> None:
         """Begin a step, or an evaluation: check whether state that it reads was changed from outside.
 
         Numbers among the targets that belong to no sample count as such state.
@@ -193,7 +193,7 @@ class Examined:
                 self._first.put_back()
             try:
                 its = self._kind(self._function, output, targets, samples, sliced=self._is_cut, apart=self.apart)
-                finding = its.run()
+                finding = its.examine_loss()
             finally:
                 after.put_back()
         return finding

@@ -179,7 +179,7 @@ def _backward(
                 if len(given) == 1 and given[0].grad is not None:
                     reached.add(stage)
                 else:
-                    boundaries.note(stage, given)
+                    boundaries.note_gradients(stage, given)
             if conclude is not None and stage not in reached:
                 conclude()
             give(tuple([_gradient_of(t, spans) if place in wanted else None for place, t in enumerate(given)]))

@@ -293,7 +293,7 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
     spec = agreed.output.tensors[0] if only_one else None
 
     def check(outputs: Outputs, agreed: Parcel) -> None:
-        found = [TreeSpec.of(output) for output in outputs]
+        found = [TreeSpec.from_tree(output) for output in outputs]
         if found != list(map(TreeSpec.plain, agreed.specs)):
             gave, shapes = " + ".join(map(str, found)), [[t.shape for t in one.tensors] for one in found]
             is_cast = shapes == [[t.shape for t in TreeSpec.plain(one).tensors] for one in agreed.specs]

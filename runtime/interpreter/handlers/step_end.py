@@ -67,7 +67,7 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         weight = tally.weight(wait, earlier)
         earlier.clear()
         total = weight * scale.value if scale.value != 1 else weight
-        figures, work = norm.divide(total, absent.suspects(), tally.figures.rest[-2], row=marks.take())
+        figures, work = norm.divide(total, absent.suspects(), tally.figures.rest[-2], row=marks.take_row())
         wait([work])
         return figures
 

@@ -46,7 +46,7 @@ class Arrival(NamedTuple):
     tensor: Tensor
     works: tuple[Work, ...]
 
-    def wait(self) -> Tensor:
+    def wait_tensor(self) -> Tensor:
         """Wait for the works, and return the tensor."""
         for work in self.works:
             work.wait()
@@ -109,9 +109,9 @@ class _RingAttention(torch.autograd.Function):
         seen = _Seen.nothing(kernel, _by_key_head(query, key))
         for step in range(ring.size):
             coming = ring.shift(passing) if step + 1 < ring.size else None
-            seen.add(passing, _part(ring, step, key.shape[-2], causal))
+            seen.add_block(passing, _part(ring, step, key.shape[-2], causal))
             if coming is not None:
-                passing = coming.wait()
+                passing = coming.wait_tensor()
         mixed = seen.mean.to(query.dtype).flatten(1, 2)
         ctx.ring, ctx.causal, ctx.kernel = ring, causal, kernel
         ctx.save_for_backward(query, key, value, mixed, seen.weight)
@@ -123,7 +123,7 @@ class _RingAttention(torch.autograd.Function):
         query, key, value, mixed, weight = ctx.saved_tensors
         ring: Ring = ctx.ring
         grouped, gradient, mixed = (_by_key_head(_rows(tensor), key) for tensor in (query, gradient, mixed))
-        back = _Back.begin(ctx.kernel, grouped, gradient, mixed, weight)
+        back = _Back.begin_backward(ctx.kernel, grouped, gradient, mixed, weight)
         passing = _pack(key, value)
         home = torch.zeros_like(passing, dtype=weight.dtype)
         arriving: Arrival | None = None
@@ -132,18 +132,18 @@ class _RingAttention(torch.autograd.Function):
             coming = ring.shift(passing) if step + 1 < ring.size else None
             behind = ring.expect(home) if step else None
             made = torch.zeros_like(home) if step else home
-            back.add(passing, _part(ring, step, key.shape[-2], ctx.causal), made)
+            back.add_gradients(passing, _part(ring, step, key.shape[-2], ctx.causal), made)
             if arriving is not None:
-                made += arriving.wait()
+                made += arriving.wait_tensor()
             if step:
                 sent.wait()
                 sent = ring.hand_on(made)
             arriving = behind
             if coming is not None:
-                passing = coming.wait()
+                passing = coming.wait_tensor()
         sent.wait()
         if arriving is not None:
-            home += arriving.wait()
+            home += arriving.wait_tensor()
         of_key, of_value = home.to(key.dtype)
         return back.of_query.to(query.dtype).flatten(1, 2), of_key, of_value, None, None
 
@@ -182,7 +182,7 @@ class _Seen(NamedTuple):
         mean = torch.zeros_like(query, dtype=wide(query.dtype), memory_format=torch.contiguous_format)
         return cls(kernel, query, mean, mean.new_full(query.shape[:-1], -torch.inf))
 
-    def add(self, passing: Tensor, block: _ScoreBlock) -> None:
+    def add_block(self, passing: Tensor, block: _ScoreBlock) -> None:
         """Merge a block into the running result. In step 0 each query sees its own key, so no weight stays zero."""
         key, value = passing[..., block.keys, :]
         mixed, fresh = attend(self.kernel, (self.query[..., block.queries, :], key, value), block.is_diagonal)
@@ -203,11 +203,11 @@ class _Back(NamedTuple):
     of_query: Tensor
 
     @classmethod
-    def begin(cls, kernel: Kernel, query: Tensor, gradient: Tensor, mixed: Tensor, weight: Tensor) -> _Back:
+    def begin_backward(cls, kernel: Kernel, query: Tensor, gradient: Tensor, mixed: Tensor, weight: Tensor) -> _Back:
         of_query = torch.zeros_like(query, dtype=weight.dtype, memory_format=torch.contiguous_format)
         return cls(kernel, query, gradient, mixed, weight, of_query)
 
-    def add(self, passing: Tensor, block: _ScoreBlock, made: Tensor) -> None:
+    def add_gradients(self, passing: Tensor, block: _ScoreBlock, made: Tensor) -> None:
         """Accumulate a block's gradients: of the local queries, and into `made` those of its keys and values."""
         key, value = passing[..., block.keys, :]
         query, gradient, mixed = (tensor[..., block.queries, :] for tensor in (self.query, self.gradient, self.mixed))

@@ -137,7 +137,7 @@ class _Walk:
         if isinstance(thing, FunctionType):
             parts = (
                 thing.__code__,
-                *ClosureCells(thing).read().values(),
+                *ClosureCells(thing).read_values().values(),
                 thing.__defaults__,
                 thing.__kwdefaults__,
                 vars(thing),

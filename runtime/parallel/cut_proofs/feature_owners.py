@@ -105,8 +105,8 @@ class FeatureOwners(TorchDispatchMode):
     def _follow(self, func: Any, args: Any, given: Mapping[str, Any], result: Any) -> None:
         """Propagate owners through a call, to its results and mutated arguments."""
         try:
-            for tensor, owners in owners_of_results(func, args, given, result, self.of):
-                self.note(tensor, owners)
+            for tensor, owners in owners_of_results(func, args, given, result, self.owners_of):
+                self.set_owners(tensor, owners)
         except Joined as why:
             if not (self._trusts and isinstance(why, Unknown)):
                 raise Joined(f"{why}{line()}") from None
@@ -132,17 +132,17 @@ class FeatureOwners(TorchDispatchMode):
 
     def known(self, tensor: Tensor) -> Tensor | None:
         """Return the owners of a tensor's elements, or None if its storage is not tracked."""
-        return self.of(tensor) if key_of(tensor) in self._shadows else None
+        return self.owners_of(tensor) if key_of(tensor) in self._shadows else None
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def owners_of(self, tensor: Tensor) -> Tensor:
         """Return the owners of a tensor's elements, int8 of its shape; 0 without an owner."""
-        found = self._shadows.of(tensor)
+        found = self._shadows.marks_of(tensor)
         return torch.zeros(tensor.shape, dtype=torch.int8, device=tensor.device) if found is None else found
 
-    def note(self, tensor: Tensor, owners: Tensor) -> None:
+    def set_owners(self, tensor: Tensor, owners: Tensor) -> None:
         """Set the owners of a tensor's elements."""
         if key_of(tensor) in self._shadows or owners.any():
-            self._shadows.note(tensor, owners)
+            self._shadows.set_marks(tensor, owners)
 
     @contextmanager
     def unfollowed(self) -> Iterator[None]:
@@ -184,7 +184,7 @@ class FeatureOwners(TorchDispatchMode):
     def _giving(self, layout: Tensor) -> Callable[[nn.Module, Any, Tensor], None]:
         def give(module: nn.Module, args: Any, result: Tensor) -> None:
             self._known += 1
-            self.note(result, layout.to(result.device))
+            self.set_owners(result, layout.to(result.device))
             self._known -= 1
 
         return give
@@ -196,15 +196,15 @@ class FeatureOwners(TorchDispatchMode):
             x = args[0] if args else None
             if isinstance(x, Tensor) and x.shape[-1] == len(layout):
                 self._known += 1
-                owners = self.of(x)
+                owners = self.owners_of(x)
                 if bool(((owners != 0) & (owners != layout.to(x.device))).any()):
                     raise Joined(f"gives {type(module).__name__} features in another order{line()}")
 
         def behind(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
             x = args[0] if args else None
             if isinstance(x, Tensor) and x.shape[-1] == len(layout):
-                if width is not None and isinstance(result, Tensor) and bool(self.of(x).any()):
-                    self.note(result, layout.to(result.device))
+                if width is not None and isinstance(result, Tensor) and bool(self.owners_of(x).any()):
+                    self.set_owners(result, layout.to(result.device))
                 self._known -= 1
 
         hooks.enter_context(module.register_forward_pre_hook(before))
@@ -212,7 +212,7 @@ class FeatureOwners(TorchDispatchMode):
 
     def require_none(self, result: object) -> None:
         """Raise `Joined` if sharded features leave the block in its result."""
-        if any(bool(self.of(leaf).any()) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
+        if any(bool(self.owners_of(leaf).any()) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
             raise Joined("gives features that are cut to other blocks")
 
 

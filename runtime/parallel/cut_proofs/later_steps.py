@@ -179,7 +179,7 @@ class LaterSteps:
         self._noted = ""
         self._calls: dict[tuple[int, str], Called | None] = {}
 
-    def follow(self, kinds: Sequence[Followed], units: FirstUnits) -> None:
+    def follow_kinds(self, kinds: Sequence[Followed], units: FirstUnits) -> None:
         """Check these kinds from now on; the shapes of `units` are proved for cut sequences."""
         self.followed, self._lengths = list(kinds), {_shapes_of(units)}
         self._watch()

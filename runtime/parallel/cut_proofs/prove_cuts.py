@@ -135,9 +135,9 @@ class Prover:
             _logger.warning("%s is kept whole over tp, for it cannot be copied: %s", title, error)
         return Choice(replicated(cuts), slices=False)
 
-    def note(self, number: int, block: nn.Module) -> None:
+    def record_block(self, number: int, block: nn.Module) -> None:
         """Record a block after it has been cut."""
-        self._cut.add(block, str(number))
+        self._cut.add_block(block, str(number))
         if number in self._numbers:
             self._numbers[number].blocks.append(block)
 
@@ -192,7 +192,7 @@ class Prover:
         refusal = next((text for kind, arrival, _ in proved if (text := self._refusal(kind, arrival))), "")
         followed = [self._followed(*kind_and_given) for kind_and_given in proved]
         refusal = refusal or next(filter(None, (self._note_draws(one, masks) for one in followed)), "")
-        self.later.follow([one for one in followed if one.in_pairs or one.cuts_tokens], units.first)
+        self.later.follow_kinds([one for one in followed if one.in_pairs or one.cuts_tokens], units.first)
         return refusal or self.later.why_unsound(units.first, parcels)
 
     def _part_places(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
@@ -206,7 +206,7 @@ class Prover:
             self._numbers |= apart
             self._kinds += apart.values()
 
-    def follow(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
+    def follow_units(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
         """Check pairs again before units of new shapes, without communication: other ranks may have other shapes.
 
         Raises `MisfitError` if a pair in a block of this rank is not sound for these.

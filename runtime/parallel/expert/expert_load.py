@@ -38,7 +38,7 @@ class ExpertLoad:
         """Number of experts of every mixture in the model, by name."""
         return {name: m.num_experts for name, m in named_modules(self._blocks) if isinstance(m, MoE)}
 
-    def read(self) -> dict[str, Tensor]:
+    def read_counts(self) -> dict[str, Tensor]:
         """Return the counts of each mixture since the last call, (experts,), int64, and reset them (collective)."""
         if not self._sizes:
             return {}

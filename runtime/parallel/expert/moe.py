@@ -329,7 +329,7 @@ class _GatherForBoth(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, group: Group) -> tuple[Tensor, Tensor]:
         ctx.group = group
-        whole = begin_all_gather(tokens, group, TOKENS_DIM).wait()
+        whole = begin_all_gather(tokens, group, TOKENS_DIM).wait_result()
         return whole, whole.clone()
 
     @staticmethod
@@ -337,7 +337,7 @@ class _GatherForBoth(torch.autograd.Function):
     def backward(ctx: Any, of_seen: Tensor, of_taken: Tensor) -> tuple[Tensor, None]:
         coming = begin_reduce_scatter(of_taken, ctx.group, TOKENS_DIM)
         mine = of_seen.chunk(ctx.group.size, TOKENS_DIM)[ctx.group.index]
-        return coming.wait() + mine, None
+        return coming.wait_result() + mine, None
 
 
 def _gather_for_both(tokens: Tensor, group: Group) -> tuple[Tensor, Tensor]:

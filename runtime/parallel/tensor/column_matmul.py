@@ -105,7 +105,7 @@ class _ColumnProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.bias, ctx.group, ctx.gathers = bias, group, entry == "gather"
         ctx.save_for_backward(x, weight)
-        whole = begin_all_gather(x, group, TOKENS_DIM).wait() if ctx.gathers else x
+        whole = begin_all_gather(x, group, TOKENS_DIM).wait_result() if ctx.gathers else x
         ctx.shape = whole.shape
         return functional.linear(
             whole.reshape(-1, whole.shape[-1]), weight, bias
@@ -126,11 +126,11 @@ class _ColumnProduct(torch.autograd.Function):
             )
         of_weight = of_bias = None
         if needs_weight:
-            given = (x if coming is None else coming.wait()).reshape(-1, x.shape[-1])
+            given = (x if coming is None else coming.wait_result()).reshape(-1, x.shape[-1])
             of_weight = None if defer(weight, weight_gradient, (gradient, given)) else weight_gradient(gradient, given)
         if needs_bias:
             of_bias = None if defer(ctx.bias, bias_gradient, (gradient,)) else bias_gradient(gradient)
-        return None if going is None else going.wait(), of_weight, of_bias, None, None
+        return None if going is None else going.wait_result(), of_weight, of_bias, None, None
 
 
 def _recorded_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:

@@ -181,7 +181,7 @@ class CutLayers:
         self.layers: list[tuple[str, nn.Module, type, Set[str]]] = []
         self._weights: list[tuple[str, nn.Parameter]] = []
 
-    def add(self, block: nn.Module, path: str) -> None:
+    def add_block(self, block: nn.Module, path: str) -> None:
         """Record the sharded layers of a block."""
         for name, module in block.named_modules(prefix=path):
             weights = [(join(name, key), p) for key, p in module._parameters.items() if p is not None and shard_of(p)]

@@ -95,7 +95,7 @@ class TensorCuts:
         """Whether a block, cut by a choice, has column/row pairs."""
         return any(cut.is_paired for cut in self._cuts_of(number, self._outlines[number], choice))
 
-    def settle(self, choices: Mapping[int, Choice]) -> None:
+    def settle_choices(self, choices: Mapping[int, Choice]) -> None:
         """Apply the choices that proofs on any rank have made for blocks: update cuts, report and token slicing."""
         for number, choice in choices.items():
             self.cuts[number] = self._cuts_of(number, self._outlines[number], choice)

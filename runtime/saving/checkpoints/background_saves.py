@@ -50,7 +50,7 @@ class HostBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
-    def take(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def copy_state(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return copies of tensors on the host, which the next call overwrites."""
         entries = entries_of(state)
         num_bytes = sum(entry.nbytes for entry in entries)
@@ -93,7 +93,9 @@ class JointWrite:
     patience_s: float
     given_up: threading.Event
 
-    def run(self, write: Callable[[Path], WrittenFile], complete: Callable[[Sequence[WrittenFile]], None]) -> None:
+    def write_part(
+        self, write: Callable[[Path], WrittenFile], complete: Callable[[Sequence[WrittenFile]], None]
+    ) -> None:
         """Write this rank's part; the first rank then calls `complete` with the files of all.
 
         Raises `WriteError` where this rank fails, on the first one also where another does.
@@ -192,7 +194,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def finish(self, everyone: ControlGroup) -> None:
+    def finish_save(self, everyone: ControlGroup) -> None:
         """Wait until the pending save is on disk; all ranks call this.
 
         Raises the same error on all ranks as soon as one could not write; the others are not waited for.

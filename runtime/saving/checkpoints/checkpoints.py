@@ -113,7 +113,7 @@ class FoundCheckpoint:
             state = saves.load_dcp(self.folder, beside=[name]).beside[name]
             self.loader = state if isinstance(state, bytes) and self.manifest.replicas == replicas[1] else None
             return
-        are_own = saves.rank.everyone.add(float(self._fits))[0] == saves.plan.mesh.size
+        are_own = saves.rank.everyone.add_numbers(float(self._fits))[0] == saves.plan.mesh.size
         paths = self._paths[saves.rank.number : saves.rank.number + 1] if are_own else self._paths
         saves.load_state_files(paths, are_own=are_own)
         with SavedState.of_files(paths, lambda _: StateLayout(replicas)) as saved:
@@ -197,21 +197,21 @@ class OpenCheckpoints(SavedCheckpoints):
 
         Raises `UsageError` on all ranks where one could not write; in the background, the error of the previous save.
         """
-        self.finish()
+        self.finish_save()
         begin = self._save_dcp if self._how.format == "dcp" else self._begin_save
         begin(step, progress, loader)
         if not self._how.background:
-            self.finish()
+            self.finish_save()
 
     @property
     def has_failed(self) -> bool:
-        """Whether the pending save has failed on this rank; `finish` then raises on all ranks."""
+        """Whether the pending save has failed on this rank; `finish_save` then raises on all ranks."""
         return self._writer.has_failed
 
-    def finish(self) -> None:
+    def finish_save(self) -> None:
         """Wait until the last save is on disk; raises `UsageError` on all ranks where one could not write."""
         if self._writer.is_under_way:
-            self._writer.finish(self._everyone)
+            self._writer.finish_save(self._everyone)
 
     def give_up(self) -> None:
         """End because the run fails: a pending save counts if all ranks have written their parts."""
@@ -225,7 +225,7 @@ class OpenCheckpoints(SavedCheckpoints):
             state[LOADER] = torch.frombuffer(bytearray(loader), dtype=torch.uint8)
         entries = entries_of(state)
         if self._how.background:
-            state = self._buffer.take(state)
+            state = self._buffer.copy_state(state)
         final, mesh, digest = step_folder(self.folder.directory, step), saves.plan.mesh, plan_digest(saves.plan)
         patience_s, given_up = self._how.patience_s, self._writer.given_up
         joint = JointWrite(attempt, final, saves.rank.number, mesh.size, patience_s, given_up)
@@ -240,7 +240,7 @@ class OpenCheckpoints(SavedCheckpoints):
             manifest = make_manifest(self.run, step, digest, mesh, files, progress, self._settings)
             self._complete(attempt, manifest)
 
-        self._writer.start(partial(joint.run, write, complete))
+        self._writer.start(partial(joint.write_part, write, complete))
 
     def _save_dcp(self, step: int, progress: Mapping[str, Any], loader: bytes | None) -> None:
         saves, everyone, attempt = self._saves, self._everyone, self.folder.next_attempt()
@@ -314,7 +314,7 @@ class Checkpoints:
             except BaseException:
                 run.give_up()
                 raise
-            run.finish()
+            run.finish_save()
         finally:
             if opened.lock is not None:
                 opened.lock.release()

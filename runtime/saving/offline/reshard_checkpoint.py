@@ -163,7 +163,7 @@ def import_weights(source: Path, output: Path) -> Path:
         raise InputError(f"{source}: there are no tensors in it")
     saved = SavedState(str(source))
     for name, stored in tensors.items():
-        saved.add(MODEL + name, name, Placement.whole(stored.shape), stored)
+        saved.add_piece(MODEL + name, name, Placement.whole(stored.shape), stored)
     entries = in_file_order(FileEntry(name, name, saved.dtype(name), saved.shape(name)) for name in saved.pieces)
 
     def write(attempt: Path) -> Manifest:

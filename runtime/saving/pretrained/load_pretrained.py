@@ -72,7 +72,7 @@ def load_pretrained(
             shape = tensor.shape
             if origin.is_cut_short and shape[1:] == shapes[name][1:] and shape[0] > shapes[name][0]:
                 shape = shapes[name]
-            saved.add(MODEL + name, next(iter(stored)), Placement.whole(shape), tensor)
+            saved.add_piece(MODEL + name, next(iter(stored)), Placement.whole(shape), tensor)
     found = [name for name in folder.tensors if not OLD_BUFFERS.search(name) or name in used]
     unused = require_names(folder.path, found, used, lacking, names.may_stay(fresh), strict=strict)
     StateLoader(saved, rank, is_part=True).load(everyone.together)

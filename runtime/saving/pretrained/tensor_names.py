@@ -41,7 +41,9 @@ class ModelNames:
     optional: Collection[str] = ()
 
     @classmethod
-    def of(cls, blocks: Blocks, outlines: Sequence[nn.Module], tied: Mapping[str, Sequence[str]]) -> ModelNames:
+    def from_blocks(
+        cls, blocks: Blocks, outlines: Sequence[nn.Module], tied: Mapping[str, Sequence[str]]
+    ) -> ModelNames:
         """Return the names that blocks declare."""
         said = (getattr(blocks, name, None) for name in ("own_names", "config", "conversions", "generation_config"))
         own, config, conversions, generation_config = said

@@ -93,7 +93,7 @@ class DataMarks:
         self._turn = self._noted = 0
         self._equal: Sequence[float] = ()
 
-    def note(self, given: Mapping[str, Any], needed: Mapping[str, bool], extras: Mapping[str, Any]) -> list[bool]:
+    def note_batch(self, given: Mapping[str, Any], needed: Mapping[str, bool], extras: Mapping[str, Any]) -> list[bool]:
         """Record marks of this rank's data for a step, or for one more batch of it.
 
         `given` and `needed` have "inputs" and "targets": return whether the rank is known to have real data, not a
@@ -111,7 +111,7 @@ class DataMarks:
         self._marks = found
         return [mark is not None and isinstance(mark.is_given, int) for mark in found[:2]]
 
-    def take(self) -> Tensor | None:
+    def take_row(self) -> Tensor | None:
         """Return the step's row, to be summed over the ranks: (n,), float64; None where nothing is compared."""
         marks, self._marks = self._marks, None
         if not self._compares:

@@ -62,15 +62,15 @@ class Batch:
 
     def input_spec(self, unit: int = 0) -> TreeSpec:
         """Return the spec of a unit of inputs."""
-        return TreeSpec(self.input_tree, tuple(map(TensorSpec.of, self.inputs[unit])))
+        return TreeSpec(self.input_tree, tuple(map(TensorSpec.from_tensor, self.inputs[unit])))
 
     def target_spec(self, unit: int = 0) -> TreeSpec:
         """Return the spec of a unit of targets."""
-        return TreeSpec.of(self.targets[unit])
+        return TreeSpec.from_tree(self.targets[unit])
 
     def extra_specs(self, unit: int = 0) -> tuple[tuple[str, TreeSpec], ...]:
         """Return the specs of a unit of extras, by name."""
-        return tuple([(name, TreeSpec.of(extra)) for name, extra in sorted(self.extras[unit].items())])
+        return tuple([(name, TreeSpec.from_tree(extra)) for name, extra in sorted(self.extras[unit].items())])
 
     def cut_extras(self, slices: int) -> frozenset[str]:
         """Return the names of extras of which the second microbatch gets other tensors than the first."""

@@ -138,7 +138,7 @@ class Attempt:
     goes_on: bool
     _run: Store
 
-    def begin(self) -> None:
+    def record_begin(self) -> None:
         """Record that the run has begun: its folder exists. Later attempts resume it."""
         self._run.set(_BEGUN, "1")
 

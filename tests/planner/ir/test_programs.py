@@ -43,7 +43,7 @@ PROGRAMS = st.lists(st.lists(INSTRUCTIONS, max_size=6), min_size=1, max_size=4)
 
 @given(programs=PROGRAMS)
 def test_they_show_what_was_put_in(programs):
-    shown = Programs.of(programs)
+    shown = Programs.from_programs(programs)
     assert [list(program) for program in shown] == programs
     assert shown == programs
     assert shown == [tuple(program) for program in programs]
@@ -59,13 +59,13 @@ def test_they_show_what_was_put_in(programs):
 
 @given(one=PROGRAMS, other=PROGRAMS)
 def test_they_are_equal_if_their_instructions_are(one, other):
-    assert (Programs.of(one) == Programs.of(other)) == (one == other)
-    assert Columns.of(one) == Columns.of([[*program] for program in one])
+    assert (Programs.from_programs(one) == Programs.from_programs(other)) == (one == other)
+    assert Columns.from_programs(one) == Columns.from_programs([[*program] for program in one])
 
 
 @given(programs=PROGRAMS, data=st.data())
 def test_rows_are_put_in_where_they_belong(programs, data):
-    columns = Columns.of(programs)
+    columns = Columns.from_programs(programs)
     marks: list[list[Instruction]] = [[] for _ in programs]
     before, expected = [], [list(program) for program in programs]
     for rank, program in enumerate(programs):
@@ -75,8 +75,8 @@ def test_rows_are_put_in_where_they_belong(programs, data):
             before.append(int(columns.first[rank]) + index)
             expected[rank].insert(index + number, Fwd(rank, number))
     if before:
-        assert Programs(columns.insert(np.array(before), Columns.of(marks))) == expected
-    ends = Columns.of([[ClipGrad()] for _ in programs])
+        assert Programs(columns.insert(np.array(before), Columns.from_programs(marks))) == expected
+    ends = Columns.from_programs([[ClipGrad()] for _ in programs])
     assert Programs(columns.append(ends)) == [[*program, ClipGrad()] for program in programs]
 
 

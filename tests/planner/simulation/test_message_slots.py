@@ -228,8 +228,8 @@ def test_zbv_needs_fewer_receive_slots_than_pools_per_stage_and_direction() -> N
 
 
 def test_the_rule_is_that_of_the_profile_and_of_what_may_be_awaited() -> None:
-    assert MessageRule.of(PROFILES["channel"], may_wait=True) == MessageRule(None, MAX_SENDS)
-    assert MessageRule.of(PROFILES["tagged"], may_wait=False) == MessageRule(AHEAD, None)
+    assert MessageRule.from_profile(PROFILES["channel"], may_wait=True) == MessageRule(None, MAX_SENDS)
+    assert MessageRule.from_profile(PROFILES["tagged"], may_wait=False) == MessageRule(AHEAD, None)
 
 
 def test_an_unsound_plan_has_no_slots() -> None:

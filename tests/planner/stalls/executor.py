@@ -53,7 +53,7 @@ class Execution:
         self.plan, self.fault, self.steps = plan, fault, steps
         self.mesh, self.partners = plan.mesh, Partners(plan)
         self.random = random.Random(seed)
-        rule = MessageRule.of(find_profile("tagged" if ahead else "channel"), may_wait=True)
+        rule = MessageRule.from_profile(find_profile("tagged" if ahead else "channel"), may_wait=True)
         self._receives, self._sends, self._releases = self._messages(rule)
         self._issued: set[tuple[int, int, int]] = set()
         self._posted: set[tuple[int, int, int]] = set()

@@ -80,7 +80,7 @@ def test_microbatches_of_different_lengths_in_pairs(tmp_path, name, pp, microbat
 
 
 def pairs(*found: tuple[tuple[int, int], tuple[int, int]]) -> Pairs:
-    return Pairs.of(Columns.of([[Overlap(*pair) for pair in found]]))
+    return Pairs.from_columns(Columns.from_programs([[Overlap(*pair) for pair in found]]))
 
 
 def alone(forward, backward, num=(3, 3)) -> Alone:

@@ -96,7 +96,7 @@ def queues_are_free(plan: Plan, profile: str) -> bool:
     """Whether a plan is sound but for the order in which hosts issue it."""
     if any(finding.point is not Point.DEADLOCK for finding in plan.check(profile=profile).findings):
         return False
-    return build_graph(Events.merge(plan), plan.flows, find_profile(profile)).run().finished
+    return build_graph(Events.merge(plan), plan.flows, find_profile(profile)).run_events().finished
 
 
 @pytest.mark.sampled(2)

@@ -36,7 +36,7 @@ mse = nn.functional.mse_loss
 def compared(records: list[Record | None]) -> str:
     def run(transport: Transport) -> None:
         record = records[transport.rank]
-        said = None if record is None else Section.of(record)
+        said = None if record is None else Section.from_settings(record)
         require_same({"some": said}, transport.world_group(), "the weather", "look outside")
 
     (words,) = set(refusals(len(records), run))

@@ -73,7 +73,7 @@ def test_a_tree_is_taken_apart_and_put_together(tree: Any) -> None:
 
 @pytest.mark.parametrize("tree", [t for t in TREES if not isinstance(t, torch.return_types.max)], ids=str)
 def test_a_spec_survives_as_text(tree: Any) -> None:
-    spec = TreeSpec.of(tree)
+    spec = TreeSpec.from_tree(tree)
     assert from_words(to_words(spec)) == spec
 
 
@@ -87,7 +87,7 @@ def test_what_is_built_otherwise_differs() -> None:
 
 def test_paths_are_as_one_writes_them() -> None:
     assert flatten({"a": [X, State(X)]})[0].paths == ["['a'][0]", "['a'][1].hidden"]
-    assert str(TreeSpec.of({"a": X, "b": None})) == "dict(a: tensor, b: None) (['a']: float32 (2, 3))"
+    assert str(TreeSpec.from_tree({"a": X, "b": None})) == "dict(a: tensor, b: None) (['a']: float32 (2, 3))"
 
 
 def test_values_that_differ_are_kept_apart() -> None:
@@ -107,7 +107,7 @@ def test_unknown_objects_and_local_classes_are_refused() -> None:
         x: Tensor
 
     with pytest.raises(qs.MisfitError, match=r"Local, a class inside of a function.*top of its module"):
-        to_words(TreeSpec.of(Local(X)))
+        to_words(TreeSpec.from_tree(Local(X)))
 
 
 def test_a_loss_beside_an_output_is_told_from_a_tuple() -> None:
@@ -129,4 +129,4 @@ def test_what_transformers_gives_is_a_tree() -> None:
     assert again.last_hidden_state is X
     assert again.past_key_values is None
     assert list(again) == list(given)
-    assert from_words(to_words(TreeSpec.of(given))) == TreeSpec.of(given)
+    assert from_words(to_words(TreeSpec.from_tree(given))) == TreeSpec.from_tree(given)

@@ -190,7 +190,7 @@ def test_what_is_built_or_tried_draws_nothing() -> None:
         expected = draws()
     with draws_undone():
         built = [build_block(Drawn, number) for number in (0, 1, 0)]
-        trace_shapes(built, TreeSpec.of(torch.ones(2, 3)), {})
+        trace_shapes(built, TreeSpec.from_tree(torch.ones(2, 3)), {})
         with untouched(built[0]):
             built[0](torch.ones(2, 3))
         assert draws() == expected

@@ -97,14 +97,14 @@ def send_wrongly(transport: GlooTransport, case: Case, tag: int) -> None:
         transport._post_send(tensor.flatten().view(torch.uint8), (tensor.dtype, tensor.shape), 1, tag).wait()
     else:
         if case.fault == "step":
-            transport.stamp.begin(transport.stamp.step + 1)
+            transport.stamp.begin_run(transport.stamp.step + 1)
         transport.sender(1, tag, label)(tensor).wait()
 
 
 def receive(transport: Transport, case: Case, tag: int) -> str:
     """Return what is said of a message; empty where it was taken."""
     if case.fault == "step":  # the sender has begun another walk: from here on both are in the same one again
-        transport.stamp.begin(transport.stamp.step)
+        transport.stamp.begin_run(transport.stamp.step)
     expected = case.expected()
     buffer, room = torch.zeros_like(expected), None
     if case.has_room:
@@ -131,13 +131,13 @@ def run_cases(folder: Path, count: int) -> None:
         if rank == 0:
             send_wrongly(transport, case, number + 1)
             if case.fault == "step":
-                transport.stamp.begin(transport.stamp.step - 1)
+                transport.stamp.begin_run(transport.stamp.step - 1)
             good = case.expected()
             transport.sender(1, number + 1, case.label)(good).wait()
         else:
             said.append(receive(transport, case, number + 1))
             if case.fault == "step":
-                transport.stamp.begin(transport.stamp.step)
+                transport.stamp.begin_run(transport.stamp.step)
             again = torch.zeros_like(case.expected())
             transport.receiver(again, 0, number + 1, case.label)().wait()  # the wire goes on
             assert torch.equal(again, case.expected())
@@ -298,17 +298,17 @@ def train_here(transport: Transport, fault: str) -> None:
 
 def test_a_frame_says_what_it_is() -> None:
     label, stamp = Label("gradient", 2, 5, 1, 0, 17), Stamp()
-    stamp.begin(9)
+    stamp.begin_run(9)
     data = own_part(17, 99) + head_of(label, torch.bfloat16, (3, 4), 1, 2) + stamp.bytes
     assert len(data) == FRAME_BYTES
-    found = Frame.read(data)
+    found = Frame.from_bytes(data)
     assert found is not None
     assert (found.label, found.nbytes, found.source, found.destination, found.checksum) == (label, 24, 1, 2, 99)
     assert (
         str(found) == "gradient of stage 2, microbatch 5, slice 1, bfloat16 (3, 4), of step 9 (rank 1, instruction 17)"
     )
-    assert Frame.read(data[:-1]) is None
-    assert Frame.read(b"x" + data) is None
+    assert Frame.from_bytes(data[:-1]) is None
+    assert Frame.from_bytes(b"x" + data) is None
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -342,6 +342,6 @@ def test_shapes_of_many_dimensions_have_frames() -> None:
 def test_steps_have_stamps_of_their_own() -> None:
     stamp, seen = Stamp(), set()
     for step in (1, 1, 2):
-        stamp.begin(step)
+        stamp.begin_run(step)
         seen.add(stamp.bytes)
     assert len(seen) == 3

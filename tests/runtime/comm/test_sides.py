@@ -66,7 +66,7 @@ class Talk:
         def run() -> None:
             for number in range(waits):
                 self.said.append(f"{name}{number}")
-                self.sides.wait(DoneWork(), "all_reduce over tp")
+                self.sides.wait_collective(DoneWork(), "all_reduce over tp")
             self.said.append(f"{name}{waits}")
             then()
 
@@ -94,7 +94,7 @@ def fail(error: BaseException) -> None:
 def test_sides_go_on_in_their_turns(talk: Talk, turns: tuple[Side, ...], said: str) -> None:
     for _ in range(3):
         talk.said.clear()
-        talk.sides.run(talk.side("f", 2), talk.side("b", 1), turns, CPU)
+        talk.sides.run_sides(talk.side("f", 2), talk.side("b", 1), turns, CPU)
         assert " ".join(talk.said) == said
         assert talk.sides.current is F
 
@@ -110,9 +110,9 @@ def test_what_fails_on_one_side_ends_both_and_the_next_pair_runs(
     calls = {name: talk.side(name, 2) for name in "fb"}
     calls[guilty] = talk.side(guilty, waits, lambda: fail(error))
     with pytest.raises(ValueError, match="no such thing"):
-        talk.sides.run(calls["f"], calls["b"], turns, CPU)
+        talk.sides.run_sides(calls["f"], calls["b"], turns, CPU)
     talk.said.clear()
-    talk.sides.run(talk.side("f", 2), talk.side("b", 2), turns, CPU)
+    talk.sides.run_sides(talk.side("f", 2), talk.side("b", 2), turns, CPU)
     assert len(talk.said) == 6
 
 
@@ -121,7 +121,7 @@ def test_a_side_that_waits_more_or_less_often_than_was_noted_is_refused(
     talk: Talk, forward: int, backward: int
 ) -> None:
     with pytest.raises(qs.MisfitError, match=r"overlaps waits for others (more|less) often than in the second step"):
-        talk.sides.run(talk.side("f", forward), talk.side("b", backward), (F, B, F, B, F, B), CPU)
+        talk.sides.run_sides(talk.side("f", forward), talk.side("b", backward), (F, B, F, B, F, B), CPU)
 
 
 def test_random_numbers_are_those_of_one_after_the_other(talk: Talk) -> None:
@@ -131,7 +131,7 @@ def test_random_numbers_are_those_of_one_after_the_other(talk: Talk) -> None:
     def draw() -> None:
         for _ in range(3):
             drawn.append(torch.rand(2))
-            talk.sides.wait(DoneWork(), "")
+            talk.sides.wait_collective(DoneWork(), "")
 
     def rerun() -> None:
         with torch.random.fork_rng(devices=[]):
@@ -144,7 +144,7 @@ def test_random_numbers_are_those_of_one_after_the_other(talk: Talk) -> None:
     after, expected = torch.rand(2), [*drawn]
     drawn.clear()
     torch.manual_seed(1)
-    talk.sides.run(draw, rerun, (F, B, F, B, F, B, F, B), CPU)
+    talk.sides.run_sides(draw, rerun, (F, B, F, B, F, B, F, B), CPU)
     assert torch.equal(torch.rand(2), after)
     assert {tuple(t.tolist()) for t in drawn} == {tuple(t.tolist()) for t in expected}
 
@@ -156,8 +156,8 @@ def test_the_second_side_computes_under_what_the_first_one_does(talk: Talk) -> N
         found.append((torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()))
 
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        talk.sides.run(look, look, (F, B), CPU)
-    talk.sides.run(look, look, (B, F), CPU)
+        talk.sides.run_sides(look, look, (F, B), CPU)
+    talk.sides.run_sides(look, look, (B, F), CPU)
     assert found == [(True, False)] * 2 + [(False, True)] * 2
 
 
@@ -170,8 +170,8 @@ def test_the_second_side_sees_context_variables_and_modes(talk: Talk) -> None:
 
     variable.set(7)
     with torch.device("meta"), flops:
-        talk.sides.run(compute, compute, (F, B), CPU)
-    talk.sides.run(compute, compute, (B, F), CPU)
+        talk.sides.run_sides(compute, compute, (F, B), CPU)
+    talk.sides.run_sides(compute, compute, (B, F), CPU)
     assert found == [(7, "meta")] * 2 + [(7, "cpu")] * 2
     assert flops.get_total_flops() == 2 * 2 * 27
 
@@ -189,7 +189,7 @@ def test_microbatches_that_exchange_differently_are_refused(talk: Talk) -> None:
 
 def test_the_second_thread_ends_with_its_sides(talk: Talk) -> None:
     before = {*threading.enumerate()}
-    talk.sides.run(talk.side("f", 0), talk.side("b", 0), (F, B), CPU)
+    talk.sides.run_sides(talk.side("f", 0), talk.side("b", 0), (F, B), CPU)
     (thread,) = {*threading.enumerate()} - before
     del talk.sides
     thread.join(5)

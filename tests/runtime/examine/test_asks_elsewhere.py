@@ -242,5 +242,5 @@ def test_what_is_compared_by_value_is_followed(what, kind):
     blocks = split(model, example=x)
     change()
     for source in sources_of(blocks):
-        source.follow()
+        source.follow_model()
     torch.testing.assert_close(chain(blocks, x), model(x))

@@ -106,7 +106,7 @@ def common_of(write, read):
 )
 def test_what_another_stage_reads_is_seen_however_it_is_written(write, read, name):
     block, state = common_of(write, read)
-    state.begin()
+    state.begin_step()
     assert not state.why_changed()
     block(torch.ones(1))
     says = rf"block 0 \(Writes\), or what runs on its stage, sets {name} in a forward, .* block 1 \(Reads\) reads it"

@@ -53,7 +53,7 @@ def test_what_begins_late_is_named_once(caplog):
     for step in range(5):
         model[0].rate *= 0.5
         model[0].go = step > 1
-        state.begin(is_due=False)
+        state.begin_step(is_due=False)
         model(torch.ones(1, 1) + (step == 1))
         caplog.clear()
         with caplog.at_level(logging.WARNING, "quintsched"):
@@ -67,7 +67,7 @@ def test_what_was_named_before_is_not_said_again(caplog):
     model = Counter()
     state = LateState({"0": model}, are_whole=True)
     state.known, model.go = ["block 0 (Counter).calls", "Counter.total", "RUNS"], True
-    state.begin(is_due=False)
+    state.begin_step(is_due=False)
     model(torch.ones(1, 1))
     state.tell(2, 1)
     assert not caplog.records
@@ -251,7 +251,7 @@ def test_all_that_code_can_change_is_named_whenever_it_begins(does, has, name, b
     state = LateState({"0": layer}, are_whole=True)
     for step in range(begins + 3):
         layer.late = step >= begins
-        state.begin(is_due=step in (0, 1, 2, 4))
+        state.begin_step(is_due=step in (0, 1, 2, 4))
         layer.does(layer)
         caplog.clear() if step < begins else None
         state.tell(2, 1)
@@ -271,7 +271,7 @@ def test_what_is_as_it_was_or_a_table_is_not_named(caplog):
     layer.array = np.zeros(2)
     state = LateState({"0": layer}, are_whole=True)
     for _ in range(3):
-        state.begin(is_due=True)
+        state.begin_step(is_due=True)
         layer.does(layer)
         state.tell(2, 2)
     assert not caplog.records
@@ -282,7 +282,7 @@ def test_what_a_loop_puts_in_is_looked_at_too(caplog):
     state = LateState({"0": layer}, are_whole=True)
     for step in range(4):
         layer.stats = Stats() if step == 2 else layer.stats
-        state.begin(is_due=False)
+        state.begin_step(is_due=False)
         if step == 3:
             layer.does(layer)
         state.tell(2, 1)

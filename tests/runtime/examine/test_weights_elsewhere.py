@@ -38,7 +38,7 @@ READS_NOT = {
 def test_what_others_train_is_seen(name):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
     weights = WeightsElsewhere(model)
-    weights.settle([nn.ModuleList([model[1]])], is_resident=True)
+    weights.settle_stages([nn.ModuleList([model[1]])], is_resident=True)
     reads = ReadsElsewhere(weights, "the loss")
     for _ in range(2):
         with reads:
@@ -54,7 +54,7 @@ def test_what_this_rank_has_a_shard_of_is_seen(is_cut, words):
     for number, module in enumerate(model):
         module.weight.data = buffer[4 * number : 4 * number + 4].view(2, 2)
     weights = WeightsElsewhere(model)
-    weights.settle([stage], is_resident=is_cut)
+    weights.settle_stages([stage], is_resident=is_cut)
     if is_cut:
         mark_shard(model[0].weight, Shard(0, 1, 0, 2))
         with (whole := ReadsElsewhere(weights, "the loss")):
@@ -69,7 +69,7 @@ def test_weights_that_were_cut_are_seen_where_a_list_still_has_them():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     before, weights = [*model.parameters()], WeightsElsewhere(model)
     model[0] = nn.Linear(2, 1)
-    weights.settle([nn.ModuleDict({"0": model[0], "1": model[1]})], is_resident=True)
+    weights.settle_stages([nn.ModuleDict({"0": model[0], "1": model[1]})], is_resident=True)
     with (reads := ReadsElsewhere(weights, "the loss")):
         sum(weight.norm() for weight in before)
     assert "'0.weight'" in reads.refusal

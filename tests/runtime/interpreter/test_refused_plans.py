@@ -105,7 +105,7 @@ def queues_are_free(plan: qs.Plan) -> bool:
     """Whether a plan is sound but for the order in which hosts issue it."""
     if any(finding.point is not Point.DEADLOCK for finding in plan.check(profile="channel").findings):
         return False
-    return build_graph(Events.merge(plan), plan.flows, find_profile("channel")).run().finished
+    return build_graph(Events.merge(plan), plan.flows, find_profile("channel")).run_events().finished
 
 
 def is_runnable(plan: qs.Plan) -> bool:

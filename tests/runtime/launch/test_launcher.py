@@ -223,7 +223,7 @@ def test_ranks_that_the_launcher_ends_slowly_are_blamed_for_nothing(
 
         def kill(self) -> None:
             for rank, fate in fates.items():
-                hubs[0]._members[rank].end(fate, now_s())
+                hubs[0]._members[rank].record_end(fate, now_s())
             time.sleep(1.0)
 
     class KnownHub(Hub):

@@ -35,11 +35,11 @@ def test_only_a_tensor_that_is_alike_and_by_itself_is_taken(case: str) -> None:
     state = TAKEN[case]({"a": torch.zeros(2, 3), "step": torch.tensor(1.0)}, parameter)
     before = state["a"]
     memory = KeptMemory(state, parameter)
-    found = memory.take("a", (2, 3), torch.float32, CPU)
+    found = memory.take_tensor("a", (2, 3), torch.float32, CPU)
     assert not state
     assert (isinstance(before, Tensor) and found.data_ptr() == before.data_ptr()) == (case == "by itself")
     assert (found.shape, found.dtype, found.is_contiguous()) == ((2, 3), torch.float32, True)
-    assert memory.take("a", (2, 3), torch.float32, CPU).data_ptr() != found.data_ptr(), "nothing is taken twice"
+    assert memory.take_tensor("a", (2, 3), torch.float32, CPU).data_ptr() != found.data_ptr(), "nothing is taken twice"
 
 
 def files(engine: Engine, folder: Path) -> Callable[[], None]:

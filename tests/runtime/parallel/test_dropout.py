@@ -30,7 +30,7 @@ def keyed(p: float = 0.5, name: str = "drop", number: int = 3, masks: Masks | No
 
 def drawn(layer: KeyedDropout, unit: MaskUnit, *shape: int) -> Tensor:
     """Return the output of a dropout for ones: 0, or 1 / (1 - p)."""
-    with layer.masks.of(unit):
+    with layer.masks.draw_for(unit):
         out: Tensor = layer(torch.ones(shape, dtype=torch.float64))
     return out
 
@@ -78,7 +78,7 @@ def test_pairs_of_features_are_no_more_alike_than_independent_ones() -> None:
 def test_sites_steps_seeds_and_calls_are_independent() -> None:
     masks, p = Masks(0), 0.3
     layer = keyed(p, masks=masks)
-    with masks.of(SOME):
+    with masks.draw_for(SOME):
         twice = [layer(torch.ones(8, 64, 256)) for _ in range(2)]
     again = (twice[1].double() / twice[1].max() - (1 - p)) / (p * (1 - p)) ** 0.5
     others = [
@@ -98,7 +98,7 @@ def test_sites_steps_seeds_and_calls_are_independent() -> None:
 
 def test_what_stays_is_scaled_and_the_backward_drops_the_same() -> None:
     layer, x = keyed(0.2), torch.randn(8, 3, 5, dtype=torch.float64, requires_grad=True)
-    with layer.masks.of(SOME):
+    with layer.masks.draw_for(SOME):
         y = layer(x)
     kept = drawn(layer, SOME, 8, 3, 5)
     assert set(kept.unique().tolist()) == {0.0, 1.25}
@@ -117,7 +117,7 @@ def test_a_backward_keeps_a_byte_per_number(dtype: torch.dtype) -> None:
         saved.append(tensor.nbytes)
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), layer.masks.of(SOME):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), layer.masks.draw_for(SOME):
         y = layer(x)
     assert y.dtype == dtype
     assert sum(saved) == x.numel()
@@ -135,7 +135,7 @@ def test_a_dropout_in_place_changes_what_it_is_given() -> None:
     layer, plain = keyed(), keyed()
     layer.inplace = True
     x = torch.ones(8, 4, dtype=torch.float64)
-    with layer.masks.of(SOME):
+    with layer.masks.draw_for(SOME):
         layer(x)
     assert torch.equal(x, drawn(plain, SOME, 8, 4))
 

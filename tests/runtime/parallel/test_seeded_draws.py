@@ -27,7 +27,7 @@ def draws() -> Any:
     mode = BlockDraws(masks, {0: nn.Identity()})
 
     def run(function: Callable[[], Any]) -> Any:
-        with masks.of(MaskUnit(0, range(4))), mode.running(0):
+        with masks.draw_for(MaskUnit(0, range(4))), mode.running(0):
             return function()
 
     return run

@@ -83,7 +83,7 @@ def file_of(folder: Path, step: int) -> Any:
 
 def test_the_memory_of_a_save_serves_again() -> None:
     buffer = HostBuffer(torch.device("cpu"))
-    first, second = (buffer.take({"a": torch.full((1000,), x)})["a"] for x in (1.0, 2.0))
+    first, second = (buffer.copy_state({"a": torch.full((1000,), x)})["a"] for x in (1.0, 2.0))
     assert first.data_ptr() == second.data_ptr()
     assert torch.equal(second, torch.full((1000,), 2.0))
 
@@ -176,7 +176,7 @@ def test_checkpoints_go_where_they_began_to_whatever_becomes_of_the_current_dire
 
 def join(folder: Path, rank: int, patience_s: float, given_up: threading.Event | None = None) -> None:
     joint = JointWrite(folder / ".saving", folder / "step-00000001", rank, 2, patience_s, given_up or threading.Event())
-    joint.run(lambda attempt: WrittenFile(name="f", bytes=0, sha256="0" * 64), lambda files: None)
+    joint.write_part(lambda attempt: WrittenFile(name="f", bytes=0, sha256="0" * 64), lambda files: None)
 
 
 def test_a_rank_that_never_writes_is_not_waited_for_without_end(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_what_goes_on_is_waited_for(tmp_path: Path) -> None:
         other = pool.submit(grow)
         joint = JointWrite(tmp_path / ".saving", tmp_path / "step", 0, 2, 0.5, threading.Event())
         file = WrittenFile(name="f", bytes=0, sha256="0" * 64)
-        joint.run(lambda attempt: file, lambda files: (tmp_path / ".saving").rename(tmp_path / "step"))  # type: ignore[func-returns-value, arg-type, return-value]
+        joint.write_part(lambda attempt: file, lambda files: (tmp_path / ".saving").rename(tmp_path / "step"))  # type: ignore[func-returns-value, arg-type, return-value]
         other.result()
 
 

@@ -269,14 +269,14 @@ def test_buffers_are_part_of_it(tmp_path: Path) -> None:
 def test_no_rank_reads_more_than_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begin(tmp_path, Run("dp=2", 2))
     read: list[int] = []
-    reading = SavedPiece.read
+    reading = SavedPiece.read_part
 
     def counted(piece: SavedPiece, part: Tensor) -> Tensor:
         found = reading(piece, part)
         read.append(found.untyped_storage().nbytes())
         return found
 
-    monkeypatch.setattr(SavedPiece, "read", counted)
+    monkeypatch.setattr(SavedPiece, "read_part", counted)
     found = go_on(tmp_path, 2, Run("pp=2,tp=2"))
     total = sum(tensor.nbytes for name, tensor in found[0][0].items() if "." in name)
     assert len(found) == 4

@@ -65,7 +65,7 @@ def test_safetensors_reads_what_we_write_and_we_what_it_writes(tmp_path: Path, m
 def test_a_save_that_is_waited_for_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_tensors, "BYTES_AT_ONCE", 16)
     state = tensors() | {"long": torch.arange(50, dtype=torch.float64), "cut": torch.arange(40.0).reshape(8, 5)[:, :3]}
-    copies = HostBuffer(torch.device("cpu")).take(state)
+    copies = HostBuffer(torch.device("cpu")).copy_state(state)
     files = [write(tmp_path / str(number), given, {"key": "text"}) for number, given in enumerate((state, copies))]
     assert files[0].sha256 == files[1].sha256
 

@@ -412,7 +412,7 @@ def test_copies_around_shared_weights_follow_the_models_own_modules():
     blocks, x = split(model), inputs().float()
     first.tau, model[3].fc.tau = 0.5, 2.0
     for source in chain(blocks.copies):
-        source.follow()
+        source.follow_model()
     expected = model(x)
     for block in blocks:
         x = block(x)
@@ -420,7 +420,7 @@ def test_copies_around_shared_weights_follow_the_models_own_modules():
     assert blocks[3].fc.tau == 2.0
     model[1] = nn.Identity()
     with pytest.raises(MisfitError, match=r"model\.1 is no longer what it was"):
-        blocks.copies[0].follow()
+        blocks.copies[0].follow_model()
 
 
 class Scheduled:
@@ -488,7 +488,7 @@ def test_what_an_object_is_and_has_is_followed(change):
     model = Held()
     blocks, x = split(model), inputs().float()
     change(model)
-    blocks[0]._origin.follow()
+    blocks[0]._origin.follow_model()
     expected = model(x)
     for block in blocks:
         x = block(x)
@@ -505,7 +505,7 @@ def test_what_code_of_a_trace_leads_to_is_followed(change):
         model.scheduled = 0.5
     else:
         (settings if change == "module" else model.config).rate = 0.5
-    blocks[0]._origin.follow()
+    blocks[0]._origin.follow_model()
     expected = model(x)
     for block in blocks:
         x = block(x)

@@ -135,7 +135,7 @@ def test_another_class_or_forward_of_a_layer_is_refused(kind, name, value):
     found = split(model, example=torch.ones(2, 3))
     setattr(model.layers[1], name, value)
     with pytest.raises(MisfitError, match=r"model\.layers\.1.* is no longer what it was when the model was split"):
-        found.copies[0].follow()
+        found.copies[0].follow_model()
 
 
 class Twice(Model):

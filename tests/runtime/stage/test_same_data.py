@@ -161,8 +161,8 @@ def test_many_replicas_take_turns() -> None:
     for _ in range(3):
         for rank, mark in enumerate(marks):
             x = torch.arange(8.0) + (rank == 77)
-            mark.note({"inputs": x, "targets": None}, {"inputs": True, "targets": False}, {})
-        sums = sum((row for mark in marks if (row := mark.take()) is not None), start=torch.zeros(()))
+            mark.note_batch({"inputs": x, "targets": None}, {"inputs": True, "targets": False}, {})
+        sums = sum((row for mark in marks if (row := mark.take_row()) is not None), start=torch.zeros(()))
         try:
             marks[0].require_equal(sums.tolist())
         except qs.MisfitError as error:

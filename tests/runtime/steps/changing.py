@@ -77,7 +77,7 @@ def train_alone(blocks: Blocks, shapes: Sequence[Shape]) -> Run:
         for inputs, targets in batches(shape, step):
             if not len(inputs):
                 continue
-            with masks.of(MaskUnit(trained, range(first, first + len(inputs)))):
+            with masks.draw_for(MaskUnit(trained, range(first, first + len(inputs)))):
                 output = model(inputs)
             first += len(inputs)
             loss, of_replica = cross_entropy_sum(output, targets)

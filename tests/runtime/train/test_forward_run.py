@@ -78,7 +78,7 @@ def run(job: JobConfig, said: list[str] | None = None, *, stops: bool = False) -
 
     def start(transport: Transport) -> int:
         say = said.append if said is not None and transport.rank == 0 else lambda line: None
-        return ForwardRun(job, plan, transport, Reporter(None, say), wants_stop=lambda: stops).run()
+        return ForwardRun(job, plan, transport, Reporter(None, say), wants_stop=lambda: stops).write_outputs()
 
     (samples,) = set(run_local(plan.mesh.size, start))
     return samples

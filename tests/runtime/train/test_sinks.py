@@ -119,8 +119,8 @@ def test_weights_and_biases_is_sent_it(tmp_path: Path, monkeypatch: pytest.Monke
     sinks = [SinkConfig(name="wandb", options={"project": "mine"})]
     require_sinks(sinks)
     with Sinks(sinks) as opened:
-        opened.take({"event": "step", "step": 4, "epoch": 1, "loss": 2.5, "expert_tokens": {"1.mlp": [3, 4]}})
-        opened.take({"event": "start", "step": 0})
+        opened.pass_record({"event": "step", "step": 4, "epoch": 1, "loss": 2.5, "expert_tokens": {"1.mlp": [3, 4]}})
+        opened.pass_record({"event": "start", "step": 0})
     import wandb
 
     expected: Mapping[str, float] = {

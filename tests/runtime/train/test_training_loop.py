@@ -117,10 +117,10 @@ def test_a_record_has_rates_and_memory(tmp_path: Path) -> None:
     ],
 )
 def test_intervals_are_read(written: int | str, expected: tuple[float, str]) -> None:
-    assert Interval.read(written) == expected
+    assert Interval.from_text(written) == expected
 
 
 @pytest.mark.parametrize("written", ["", "often", "0 s", "1.5 steps", "-3 s", "5 apples"])
 def test_other_words_are_no_interval(written: str) -> None:
     with pytest.raises(ValueError, match=r"no interval|no whole number"):
-        Interval.read(written)
+        Interval.from_text(written)

@@ -101,7 +101,7 @@ def test_a_killed_rank_is_named_with_the_place_of_its_last_store(
     ranks = [start_rank(0), start_rank(1)]
     ranks[1].kill()
     began = time.monotonic()
-    found = hub.wait(5)
+    found = hub.wait_verdict(5)
     assert found is not None
     assert time.monotonic() - began < 2
     assert found.culprits == (1,)
@@ -136,7 +136,7 @@ def test_a_rank_hears_whether_its_refusal_was_said(
         for rank in refusing:
             ranks[rank].stdin.write(f"{words}\n")  # type: ignore[union-attr]
             ranks[rank].stdin.flush()  # type: ignore[union-attr]
-        found = hub.wait(5)
+        found = hub.wait_verdict(5)
         assert (found is None) is (refusing == (0, 1))
         assert found is None or (found.culprits == (1,) and "failed: no" in found.message)
         for rank in refusing:
@@ -158,7 +158,7 @@ def test_a_rank_whose_own_code_failed_as_it_communicated_says_so_before_the_verd
         rank.stdin.flush()
         assert rank.stdout.readline() == "Answer(message='', was_told=False)\n"
         assert hub.verdict is None
-    found = hub.wait(5)
+    found = hub.wait_verdict(5)
     assert found is not None
     assert (found.culprits, found.exit_code) == ((1,), 1)
     assert "raised RuntimeError: gloo said so" in found.message
@@ -170,7 +170,7 @@ def test_a_stopped_rank_is_named_when_the_limit_is_passed(
 ) -> None:
     ranks = [start_rank(0), start_rank(1)]
     ranks[0].send_signal(signal.SIGSTOP)
-    found = hub.wait(8)
+    found = hub.wait_verdict(8)
     assert found is not None
     assert found.culprits == (0,)
     assert "stop" in found.message
@@ -187,7 +187,7 @@ def test_a_stopped_rank_elsewhere_is_named_since_it_does_not_answer(
     ranks = [start_rank(0), start_rank(1)]
     time.sleep(1.0)  # where they are is sampled
     ranks[1].send_signal(signal.SIGSTOP)
-    found = hub.wait(8)
+    found = hub.wait_verdict(8)
     assert found is not None
     assert found.culprits == (1,)
     assert "does not answer, as if it were stopped; it was last heard of in step 3 at instruction 5" in found.message
@@ -205,7 +205,7 @@ def test_a_launcher_elsewhere_tells_how_a_rank_ended(
     time.sleep(1.0)  # where they are is sampled
     ranks[1].kill()
     assert tell_end(f"{hub.address} {hub.key}", 1, -signal.SIGKILL)
-    verdict = hub.wait(5)
+    verdict = hub.wait_verdict(5)
     assert verdict is not None
     assert verdict.culprits == (1,)
     assert "was killed by SIGKILL in step 3" in verdict.message
@@ -226,7 +226,7 @@ def test_ranks_that_end_with_their_launcher_say_so(hub: Hub, tmp_path: Path) -> 
         assert process.stdout is not None
         assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
         process.kill()
-        verdict = hub.wait(10)
+        verdict = hub.wait_verdict(10)
     assert verdict is not None
     assert verdict.culprits == (0, 1)
     assert verdict.message.count(f"(as its launcher, process {process.pid}, has ended)") == 2
@@ -244,7 +244,7 @@ def test_a_rank_that_cannot_connect_says_why_and_where(
         monkeypatch.setenv(name, value)
     start_rank(0)
     assert tell_refusal(1, f"model.py:3: the import failed: ValueError {letter * 2000}", 2)
-    verdict = hub.wait(5)
+    verdict = hub.wait_verdict(5)
     assert verdict is not None
     assert (verdict.culprits, verdict.exit_code, verdict.comes_again) == ((1,), 2, False)
     assert verdict.message.startswith(
@@ -292,8 +292,8 @@ def test_a_cell_is_read_through_its_file() -> None:
     assert cell.file is not None
     reader = CellReader(os.getpid(), cell.file, 3)
     cell.numbers[INDEX] = 17
-    assert reader.read() == cell.read()
-    assert reader.read().at == 17
+    assert reader.read_position() == cell.read_position()
+    assert reader.read_position().at == 17
     with pytest.raises(OSError, match="no cell of rank 2"):
         CellReader(os.getpid(), cell.file, 2)
     reader.close()
@@ -317,7 +317,7 @@ def test_the_verdict_waits_for_no_report(tmp_path: Path, monkeypatch: pytest.Mon
         writes = announce_verdict.write_plain
         monkeypatch.setattr(announce_verdict, "write_plain", lambda *given: (time.sleep(1.5), writes(*given)))
     plans = announce_verdict.Plans()
-    plans.add(0, qs.compile("1f1b", mesh="pp=2", microbatches=2).to_json().encode())
+    plans.add_plan(0, qs.compile("1f1b", mesh="pp=2", microbatches=2).to_json().encode())
     members = [Member(0, has_come=True), Member(1, has_come=True, fate=Fate("signal", 9))]
     began = time.monotonic()
     made = announce_verdict.make_verdict(members, plans, path, 1.0, still_s=1.0)
@@ -326,7 +326,7 @@ def test_the_verdict_waits_for_no_report(tmp_path: Path, monkeypatch: pytest.Mon
     assert {"fifo": "it is a FIFO", "link": "it is a symbolic link", "slow": "still being written"}[
         kind
     ] in made.message
-    made.finish()
+    made.wait_report()
     assert precious.read_text() == "mine"
     assert kind != "slow" or StallReport.load(path).ranks == (1,)
 
@@ -335,7 +335,7 @@ def test_before_there_is_a_plan_there_are_words_as_well() -> None:
     plans, waits = announce_verdict.Plans(), START._replace(wait=WORLD_CODE)
     members = [Member(0, "a", place=waits, has_come=True), Member(1, "b"), Member(2, "c", place=waits)]
     members[1].fail("own", "ValueError: no such file", 1, 3.0)
-    members[1].end(Fate("exit", 1), 3.5)
+    members[1].record_end(Fate("exit", 1), 3.5)
     made = announce_verdict.make_verdict(members, plans, None, 4.0, still_s=1.0)
     assert made.culprits == (1,)
     assert made.message == (

@@ -31,7 +31,7 @@ class Run:
 
 def test_a_killed_rank_is_judged_when_late_words_are_in() -> None:
     run = Run()
-    run.members[1].end(KILLED, run.now_s)
+    run.members[1].record_end(KILLED, run.now_s)
     assert run.after(0.2) is Ruling.GO_ON
     assert run.after(0.2) is Ruling.JUDGE
 
@@ -40,7 +40,7 @@ def test_ranks_that_complain_are_heard_at_once_where_another_has_ended() -> None
     run = Run()
     run.members[0].error = "stall", "connection closed by peer"
     assert run.after(0.5) is Ruling.GO_ON
-    run.members[1].end(KILLED, run.now_s)
+    run.members[1].record_end(KILLED, run.now_s)
     assert run.after(0.4) is Ruling.JUDGE
 
 
@@ -55,7 +55,7 @@ def test_the_traceback_of_a_rank_comes_before_the_verdict() -> None:
     run = Run()
     run.members[1].error = "own", "ValueError: boom"
     assert run.after(1.0) is Ruling.GO_ON
-    run.members[1].end(Fate("exit", 1), run.now_s)
+    run.members[1].record_end(Fate("exit", 1), run.now_s)
     assert run.after(0.4) is Ruling.JUDGE
 
 
@@ -64,14 +64,14 @@ def test_ranks_that_all_refuse_are_left_to_say_so() -> None:
     for member in run.members:
         member.error = "refusal", "the batch does not divide"
         assert run.after(0.3) in (Ruling.GO_ON, Ruling.OVER)
-    run.members[0].end(Fate("exit", 3), run.now_s)
+    run.members[0].record_end(Fate("exit", 3), run.now_s)
     assert run.after(10) is Ruling.OVER
 
 
 def test_a_rank_that_refuses_alone_is_judged() -> None:
     run = Run()
     run.members[2].error = "refusal", "the batch does not divide"
-    run.members[2].end(Fate("exit", 3), run.now_s)
+    run.members[2].record_end(Fate("exit", 3), run.now_s)
     assert run.after(5) is Ruling.JUDGE
 
 
@@ -103,20 +103,20 @@ def test_a_run_that_ends_as_it_should_is_over() -> None:
 def test_a_run_that_is_ended_from_outside_needs_no_verdict() -> None:
     run = Run()
     for member in run.members:
-        member.end(Fate("signal", 15), run.now_s)
+        member.record_end(Fate("signal", 15), run.now_s)
     assert run.after(1) is Ruling.OVER
 
 
 def test_processes_that_come_to_their_end_without_a_word_are_no_failure() -> None:
     run = Run(START)
     for member in run.members:
-        member.end(Fate("exit", 0), run.now_s)
+        member.record_end(Fate("exit", 0), run.now_s)
     assert run.after(10) is Ruling.OVER
 
 
 def test_one_that_leaves_in_set_up_is_judged_if_another_waits_for_it() -> None:
     run = Run(START)
-    run.members[0].end(Fate("exit", 0), run.now_s)
+    run.members[0].record_end(Fate("exit", 0), run.now_s)
     assert run.after(3) is Ruling.GO_ON
     run.members[1].place = START._replace(wait=WORLD_CODE)
     assert run.after(1.8) is Ruling.JUDGE
@@ -152,7 +152,7 @@ def test_a_complaint_waits_for_a_silent_machine_to_be_found_cut_off(is_cut: bool
     away.heard_s = run.now_s - 5
     assert run.after(5) is Ruling.GO_ON
     if is_cut:
-        away.end(Fate("unreachable"), run.now_s)
+        away.record_end(Fate("unreachable"), run.now_s)
         assert run.after(0.4) is Ruling.JUDGE
     else:
         assert run.after(4) is Ruling.GO_ON

@@ -11,7 +11,7 @@ from quintsched.stalls.states import Fate
 NOW_S = 70_000.0
 STEP = RankPosition(4, 7, 0, "step", NOTHING, 7, 14)
 PLANS = Plans()
-PLANS.add(0, qs.compile("1f1b", mesh="pp=2", microbatches=2).to_json().encode())
+PLANS.add_plan(0, qs.compile("1f1b", mesh="pp=2", microbatches=2).to_json().encode())
 
 
 def members(place: RankPosition = STEP) -> list[Member]:
@@ -32,7 +32,7 @@ def test_an_error_has_its_exit_code_on_whatever_rank_and_however_that_ends(
     ranks = members()
     ranks[rank].fail(kind, "what it said", code, NOW_S - 2)
     if end is not None:
-        ranks[rank].end(end, NOW_S - 1)
+        ranks[rank].record_end(end, NOW_S - 1)
     found = judge(ranks)
     assert (found.culprits, found.exit_code, found.comes_again) == ((rank,), code, again)
 
@@ -46,7 +46,7 @@ def test_an_error_is_as_old_as_its_word() -> None:
 
 def test_who_raised_long_after_another_was_killed_is_not_the_first() -> None:
     ranks = members()
-    ranks[0].end(Fate("signal", 9), NOW_S - 5)
+    ranks[0].record_end(Fate("signal", 9), NOW_S - 5)
     ranks[1].fail("own", "RuntimeError: something of a library's", 1, NOW_S - 2)
     assert (judge(ranks).culprits, judge(ranks).exit_code) == ((0,), 4)
 
@@ -54,7 +54,7 @@ def test_who_raised_long_after_another_was_killed_is_not_the_first() -> None:
 def test_a_rank_that_never_connected_is_on_an_unknown_host() -> None:
     ranks = members()
     ranks[1] = Member(1)
-    ranks[1].end(Fate("exit", 2), NOW_S - 1)
+    ranks[1].record_end(Fate("exit", 2), NOW_S - 1)
     assert judge(ranks).message.startswith("rank 1 (host unknown, pp=1) ended with exit code 2 setting up")
 
 
@@ -82,13 +82,13 @@ def test_what_failed_in_code_that_communicates_is_its_own_where_no_other_rank_is
         case "complains alike":
             ranks[0].fail("unclear", "RuntimeError: gloo said so", 1, NOW_S - 2)
         case "was killed":
-            ranks[0].end(Fate("signal", 9), NOW_S - 1)
+            ranks[0].record_end(Fate("signal", 9), NOW_S - 1)
         case "raised":
             ranks[0].fail("own", "ValueError", 1, NOW_S - 1)
         case "left its loop":
             ranks[0].has_ended = True
     if others == "gave up":
-        ranks[0].end(Fate("exit", 4), NOW_S - 1)
+        ranks[0].record_end(Fate("exit", 4), NOW_S - 1)
     found = own_errors(ranks, PLANS, NOW_S, still_s=1.0)
     assert [member.rank for member in found] == [member.rank for member in ranks if member.is_unclear] * own
     for member in found:

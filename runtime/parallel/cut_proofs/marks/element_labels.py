@@ -49,11 +49,11 @@ class Labels:
         self.whole_numbers: list[Tensor] = []
         """Integer tensors that no tracked operator made, in order of first use."""
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def labels_of(self, tensor: Tensor) -> Tensor:
         """Return the labels of a tensor's elements, of its shape."""
         if key_of(tensor) not in self._shadows:
             self._begin(tensor)
-        labels = self._shadows.of(tensor)
+        labels = self._shadows.marks_of(tensor)
         assert labels is not None
         return labels
 
@@ -63,9 +63,9 @@ class Labels:
         if start is None and not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta):
             self.whole_numbers.append(tensor.detach().clone())
         places = torch.arange(memory_of(tensor), dtype=LABEL, device=tensor.device)
-        self._shadows.add(tensor, mixed(places + start_of(start or self._next())))
+        self._shadows.add_storage(tensor, mixed(places + start_of(start or self._next())))
 
-    def follow(
+    def follow_call(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, of_features: bool
     ) -> None:
         """Propagate labels through a call, to its results and mutated arguments; `of_features`: some are features."""
@@ -78,11 +78,11 @@ class Labels:
         if base in FILLED:
             word = repr(kwargs.get("fill_value", args[-1])) if base in ("full", "fill") and not beside else base
             label = torch.full((), crc32(word.encode()) >> 2, dtype=LABEL, device=result.device)
-            self.note(result, blended(base, label, *map(self.of, beside)))
+            self.set_labels(result, blended(base, label, *map(self.labels_of, beside)))
         elif base in DRAWN:
             self.place(result)
             if beside:
-                self.note(result, blended(name, self.of(result), *map(self.of, beside)))
+                self.set_labels(result, blended(name, self.labels_of(result), *map(self.labels_of, beside)))
         elif of_features or name in MOVING or is_pointwise(name, func):
             self._blend(func, args, kwargs, result, of_features=of_features)
         else:
@@ -94,21 +94,21 @@ class Labels:
         word = repr([leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)])
         is_each = name_of(func) not in MOVING and is_pointwise(name_of(func), func)
         try:
-            for tensor, labels in list(owners_of_results(func, args, kwargs, result, self.of)):
-                self.note(tensor, blended(word, labels) if is_each else labels)
+            for tensor, labels in list(owners_of_results(func, args, kwargs, result, self.labels_of)):
+                self.set_labels(tensor, blended(word, labels) if is_each else labels)
         except Joined:
             leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
             if not (of_features and self._trusts):
                 self._lose(func, (args, kwargs), leaves)
                 return
             for leaf in leaves:
-                self.note(leaf, torch.full((), start_of(self._next()), dtype=LABEL, device=leaf.device))
+                self.set_labels(leaf, torch.full((), start_of(self._next()), dtype=LABEL, device=leaf.device))
 
-    def note(self, tensor: Tensor, labels: Tensor) -> None:
+    def set_labels(self, tensor: Tensor, labels: Tensor) -> None:
         """Set the labels of a tensor's elements."""
         if key_of(tensor) not in self._shadows and tensor.numel() < memory_of(tensor):
             self._begin(tensor)
-        self._shadows.note(tensor, labels)
+        self._shadows.set_marks(tensor, labels)
 
     def place(self, result: Any, owners: Tensor | None = None) -> None:
         """Label elements by their positions; features, given their `owners`, by positions on their rank."""
@@ -120,7 +120,7 @@ class Labels:
                     if owners is not None and owners.shape == leaf.shape:
                         places = _places_on_ranks(owners, dim)
                     labels = mixed(labels + mixed(places.to(LABEL)).view([-1] + [1] * (leaf.dim() - dim - 1)))
-                self.note(leaf, labels)
+                self.set_labels(leaf, labels)
 
     def _lose(self, func: Any, given: Any, results: Sequence[Tensor]) -> None:
         """Label the results of an unknown operator."""
@@ -130,7 +130,7 @@ class Labels:
         """Assign fresh labels to elements."""
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and key_of(leaf) in self._shadows:
-                self._shadows.note(leaf, mixed(self.of(leaf) + start_of(self._next())))
+                self._shadows.set_marks(leaf, mixed(self.labels_of(leaf) + start_of(self._next())))
 
     def _next(self) -> int:
         self._last += 1
@@ -169,7 +169,7 @@ class Shadows:
     def __contains__(self, key: int) -> bool:
         return key in self._found
 
-    def of(self, tensor: Tensor) -> Tensor | None:
+    def marks_of(self, tensor: Tensor) -> Tensor | None:
         """Return the marks of a tensor's elements, of its shape; None: its storage has none."""
         if (found := self._found.get(key_of(tensor))) is None:
             return None
@@ -177,10 +177,10 @@ class Shadows:
         places = _places(tensor, unit, shadow)
         return require_one(places, [places.dim() - 1], keeps=False) if tensor.is_complex() else places.clone()
 
-    def note(self, tensor: Tensor, marks: Tensor) -> None:
+    def set_marks(self, tensor: Tensor, marks: Tensor) -> None:
         """Set the marks of a tensor's elements; other elements of a new storage get 0."""
         if key_of(tensor) not in self._found:
-            self.add(tensor, torch.zeros(memory_of(tensor), dtype=self._dtype, device=tensor.device))
+            self.add_storage(tensor, torch.zeros(memory_of(tensor), dtype=self._dtype, device=tensor.device))
         _, unit, shadow = self._found[key_of(tensor)]
         places = _places(tensor, unit, shadow)
         marks = (marks[..., None] if tensor.is_complex() else marks).expand_as(places)
@@ -189,7 +189,7 @@ class Shadows:
                 places, marks = places.narrow(dim, 0, 1), marks.narrow(dim, 0, 1)
         places.copy_(marks)
 
-    def add(self, tensor: Tensor, shadow: Tensor) -> None:
+    def add_storage(self, tensor: Tensor, shadow: Tensor) -> None:
         """Set the marks of the whole storage of a tensor."""
         self._found[key_of(tensor)] = tensor.untyped_storage(), _unit(tensor), shadow
 

@@ -108,7 +108,7 @@ class _Calls(TorchDispatchMode):
             return result
         if name in _COPIES:
             with self._unfollowed():
-                self._labels.follow(func, args, given, result, of_features=False)
+                self._labels.follow_call(func, args, given, result, of_features=False)
             return result
         return self._hear(func, name, args, given, result)
 
@@ -149,7 +149,7 @@ class _Calls(TorchDispatchMode):
         if its.takes and isinstance(x, Tensor) and not self._inside and self._is_on:
             with self._unfollowed():
                 if its.is_row or self._has_features(x, its.takes):
-                    self.taken.append(_Taken(self._labels.of(x), type(module).__name__, line()))
+                    self.taken.append(_Taken(self._labels.labels_of(x), type(module).__name__, line()))
         self._inside += 1
 
     def _leave(self, its: Apart, module: nn.Module, args: Any, result: Any) -> Any:
@@ -160,7 +160,7 @@ class _Calls(TorchDispatchMode):
                 if not isinstance(module, _DropoutNd):
                     self._labels.place(given, self._owners_of(given) if its.gives else None)
                 elif module.training and module.p:
-                    self._labels.note(given, blended("dropout", self._labels.of(args[0])))
+                    self._labels.set_labels(given, blended("dropout", self._labels.labels_of(args[0])))
         return given if its.is_row else None
 
 
@@ -186,7 +186,7 @@ class WholeCalls(_Calls):
         self.calls.append(_Call(name, kept, owned, _shapes(result), answer))
         of_features = any(owners is not None for owners in owned)
         with self._unfollowed():
-            self._labels.follow(func, args, kwargs, result, of_features=of_features)
+            self._labels.follow_call(func, args, kwargs, result, of_features=of_features)
         return result
 
     @contextmanager
@@ -200,10 +200,10 @@ class WholeCalls(_Calls):
         return self._labels.whole_numbers
 
     def _owners_of(self, result: Tensor) -> Tensor | None:
-        return self._owners.of(result)
+        return self._owners.owners_of(result)
 
     def _has_features(self, x: Tensor, width: int) -> bool:
-        return bool(self._owners.of(x).any())
+        return bool(self._owners.owners_of(x).any())
 
     def _give(self, result: Tensor) -> Tensor:
         self.rows.append(result.detach().clone())
@@ -246,7 +246,7 @@ class CutCalls(_Calls):
         if why:
             raise Joined(f"goes by a size that is cut: it gives {why} to {name}{line()}")
         of_features = any(owners is not None for owners in was.owners)
-        self._labels.follow(func, args, kwargs, result, of_features=of_features)
+        self._labels.follow_call(func, args, kwargs, result, of_features=of_features)
         if isinstance(was.result, Tensor):
             return result.copy_(was.result) if result.shape == was.result.shape else result
         return result if was.result is None else was.result

@@ -58,7 +58,7 @@ def note_draws(twin: nn.Module, number: int, arrival: Arrival, masks: NotedMasks
     not make for its part of a tensor.
     """
     draws = BlockDraws(masks, {number: twin.train()}, lambda number: sliced)
-    with torch.no_grad(), masks.of(MaskUnit(0, range(arrival.samples))), draws.running(number):
+    with torch.no_grad(), masks.draw_for(MaskUnit(0, range(arrival.samples))), draws.running(number):
         outputs_of(twin, arrival, sliced=sliced)
     return masks.found
 

@@ -62,7 +62,11 @@ class _Walk:
 
 def _parts(thing: Any) -> Iterable[Any]:
     if isinstance(thing, FunctionType):
-        return () if is_of_library(thing) else (*ClosureCells(thing).read().values(), *defaults_of(thing), vars(thing))
+        return (
+            ()
+            if is_of_library(thing)
+            else (*ClosureCells(thing).read_values().values(), *defaults_of(thing), vars(thing))
+        )
     if isinstance(thing, MethodType) and isinstance(thing.__self__, nn.Module):
         return ()
     if isinstance(thing, tuple | MethodType | partial):

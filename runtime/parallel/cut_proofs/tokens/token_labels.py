@@ -47,7 +47,7 @@ class TokenLabels(Labels):
             labels = mixed(labels + placed(memory, line()))
         else:
             self._plain.add(key_of(tensor))
-        self._shadows.add(tensor, labels)
+        self._shadows.add_storage(tensor, labels)
 
     def hear(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, *, is_owned: bool) -> None:
         """Propagate labels through a call, to its results and mutated arguments; `is_owned`: some are of tokens."""
@@ -70,18 +70,18 @@ class TokenLabels(Labels):
     def _follow_one(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any, *, is_owned: bool) -> None:
         name = name_of(func)
         if name == "arange":
-            self.note(result, _by_values(result))
+            self.set_labels(result, _by_values(result))
         elif name == "nonzero" and is_owned:  # lookups by them go by their values
-            self.note(result, torch.zeros_like(result, dtype=LABEL))
+            self.set_labels(result, torch.zeros_like(result, dtype=LABEL))
         elif name == "nonzero":
-            self.note(result, self.of(args[0])[args[0] != 0][:, None])
+            self.set_labels(result, self.labels_of(args[0])[args[0] != 0][:, None])
         elif name == "sort" and args[0].dim() == 1:
             for one in result:
-                self.note(one, self.of(args[0])[result[1]])
-        elif (labels := looked_up(func, args, kwargs, result, self.of, self._of_index)) is not None:
-            self.note(result, labels)
+                self.set_labels(one, self.labels_of(args[0])[result[1]])
+        elif (labels := looked_up(func, args, kwargs, result, self.labels_of, self._of_index)) is not None:
+            self.set_labels(result, labels)
         else:
-            self.follow(func, args, kwargs, result, of_features=True)
+            self.follow_call(func, args, kwargs, result, of_features=True)
 
     def lose(self, *made: Tensor) -> None:
         """Mark tensors as having no labels from here on."""
@@ -95,19 +95,21 @@ class TokenLabels(Labels):
         """Label an attention's result by its queries alone: labels do not track which keys they see."""
         if not self.is_lost(query):
             self._lost.pop(key_of(result), None)
-            self.note(result, require_one(self.of(query), [query.dim() - 1], keeps=True).expand(result.shape))
+            self.set_labels(
+                result, require_one(self.labels_of(query), [query.dim() - 1], keeps=True).expand(result.shape)
+            )
 
     def _is_plain(self, tensor: Tensor) -> bool:
         key, is_whole = key_of(tensor), not (tensor.is_floating_point() or tensor.is_complex())
         return is_whole and (key in self._plain or not (key in self._shadows or key in self._starts))
 
     def _of_index(self, tensor: Tensor) -> Tensor:
-        return torch.zeros_like(tensor, dtype=LABEL) if self._is_plain(tensor) else self.of(tensor)
+        return torch.zeros_like(tensor, dtype=LABEL) if self._is_plain(tensor) else self.labels_of(tensor)
 
     def _lose(self, func: Any, given: Any, results: Sequence[Tensor]) -> None:
-        made_of = [identity(self.of(leaf)) for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+        made_of = [identity(self.labels_of(leaf)) for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         for number, result in enumerate(results if made_of else ()):
-            self.note(result, blended(f"{name_of(func)} {number}", placed(result, ""), *made_of))
+            self.set_labels(result, blended(f"{name_of(func)} {number}", placed(result, ""), *made_of))
 
 
 def placed(tensor: Tensor, what: str) -> Tensor:

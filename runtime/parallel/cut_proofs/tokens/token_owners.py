@@ -66,7 +66,7 @@ class TokenOwners(FeatureOwners):
         self._places: dict[int, torch.UntypedStorage] = {}
         """Storages of results of `nonzero` and comparisons of these: positions, which Python may read."""
 
-    def begin(self, labels: TokenLabels) -> None:
+    def begin_run(self, labels: TokenLabels) -> None:
         """Start another run, with these labels."""
         self.labels = labels
         self.drawn.clear()
@@ -83,7 +83,7 @@ class TokenOwners(FeatureOwners):
 
     def marked(self, tensor: Tensor) -> Marked:
         """Return a copy of a tensor with its labels."""
-        return tensor.detach().clone(), None if self.labels.is_lost(tensor) else self.labels.of(tensor)
+        return tensor.detach().clone(), None if self.labels.is_lost(tensor) else self.labels.labels_of(tensor)
 
     def _see(self, name: str, tensor: Tensor) -> None:
         pass
@@ -118,7 +118,7 @@ class TokenOwners(FeatureOwners):
                 f"draws by {name} for its part of the tokens{line()}: draw a number for each sample, or use a dropout"
             )
         for tensor in tensors:
-            self.labels.note(tensor, placed(tensor, f"draw {number}"))
+            self.labels.set_labels(tensor, placed(tensor, f"draw {number}"))
 
     def _are_places(self, func: Any, args: Any, result: Any) -> bool:
         """Whether an operator returns positions of tokens, or compares these with untracked numbers."""
@@ -126,7 +126,7 @@ class TokenOwners(FeatureOwners):
         self.is_routed |= goes_by_data(func, tensors)
         others = [tensor for tensor in tensors if tensor.untyped_storage()._cdata not in self._places]
         compares = torch.Tag.pointwise in func.tags and len(others) < len(tensors) and not func._schema.is_mutable
-        if func._schema.name != "aten::nonzero" and not (compares and not any(self.of(t).any() for t in others)):
+        if func._schema.name != "aten::nonzero" and not (compares and not any(self.owners_of(t).any() for t in others)):
             return False
         for found in tree_leaves(result):
             self._places[found.untyped_storage()._cdata] = found.untyped_storage()
@@ -135,8 +135,8 @@ class TokenOwners(FeatureOwners):
     def _meet(self, func: Any, given: Any, result: Any, why: str) -> None:
         """Set the owner of all of an operator's results to that of its arguments: one, or `MANY`."""
         tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-        most = [int(of.max()) for of in map(self.of, tensors) if of.numel()]
-        least = [int(of[of > 0].min()) for of in map(self.of, tensors) if bool((of > 0).any())]
+        most = [int(of.max()) for of in map(self.owners_of, tensors) if of.numel()]
+        least = [int(of[of > 0].min()) for of in map(self.owners_of, tensors) if bool((of > 0).any())]
         owner = max(most, default=0)
         if owner != min(least, default=owner):
             owner = MANY
@@ -147,36 +147,36 @@ class TokenOwners(FeatureOwners):
             if isinstance(found, Tensor) and (
                 func._schema.is_mutable or found.untyped_storage()._cdata not in memories
             ):
-                self.note(found, torch.full(found.shape, owner, dtype=torch.int8, device=found.device))
+                self.set_owners(found, torch.full(found.shape, owner, dtype=torch.int8, device=found.device))
 
     def _looked_up(self, func: Any, args: Sequence[Any], given: Mapping[str, Any], result: Any) -> bool:
         """Propagate owners through lookups and routing by tokens, as in mixtures of experts; False for other calls."""
         name = name_of(func)
         if name == "nonzero":  # positions, not numbers of tokens
-            owners = self.of(args[0])[args[0] != 0]
-            self.note(result, owners.masked_fill(owners == MANY, 0)[:, None].expand(result.shape))
+            owners = self.owners_of(args[0])[args[0] != 0]
+            self.set_owners(result, owners.masked_fill(owners == MANY, 0)[:, None].expand(result.shape))
         elif name == "sort" and args[0].dim() == 1 and not args[0].is_floating_point():  # routing to experts
             self._meet(func, args, result, "sort")
-            self.note(result[1], self.of(args[0])[result[1]])
-        elif (found := looked_up(func, args, given, result, self.of, self.of)) is not None:
-            self.note(result, found)
+            self.set_owners(result[1], self.owners_of(args[0])[result[1]])
+        elif (found := looked_up(func, args, given, result, self.owners_of, self.owners_of)) is not None:
+            self.set_owners(result, found)
         else:
             return False
         return True
 
     def require_apart(self, outputs: Mapping[str, Tensor]) -> None:
         """Raise `Joined` if an output has elements computed from tokens of several ranks."""
-        if any(bool((self.of(output) == MANY).any()) for output in outputs.values()):
+        if any(bool((self.owners_of(output) == MANY).any()) for output in outputs.values()):
             raise Joined(next(iter(self.reasons), "lets tokens of several ranks meet"))
 
     def note_common(self, given: Tensor, common: Tensor, labels: Tensor | None = None) -> Tensor:
         """Mark a tensor that all ranks have (gathered from `given`) as without owner, with these labels; return it."""
         if labels is not None:
-            self.labels.note(common, labels)
-        if bool((self.of(given) == MANY).any()):
-            self.note(common, torch.full(common.shape, MANY, dtype=torch.int8, device=common.device))
-        elif self.of(common).any():
-            self.note(common, torch.zeros(common.shape, dtype=torch.int8, device=common.device))
+            self.labels.set_labels(common, labels)
+        if bool((self.owners_of(given) == MANY).any()):
+            self.set_owners(common, torch.full(common.shape, MANY, dtype=torch.int8, device=common.device))
+        elif self.owners_of(common).any():
+            self.set_owners(common, torch.zeros(common.shape, dtype=torch.int8, device=common.device))
         return common
 
 
@@ -210,12 +210,12 @@ class FollowedContext(Context):
         with self._owners.unfollowed():
             for tensor in (query, key, value):
                 self._owners.show("attention", tensor)
-            of_query = require_one(self._owners.of(query), [query.dim() - 1], keeps=True)
+            of_query = require_one(self._owners.owners_of(query), [query.dim() - 1], keeps=True)
             mixed, _ = self._tell(lambda: (_attention(query, key, value, causal), None))
             if self._shard.size > 1:
                 mixed = self._shard.cut("tokens", mixed.transpose(1, 2)).transpose(1, 2).contiguous()
-            many = any(bool((self._owners.of(tensor) == MANY).any()) for tensor in (key, value))
-            self._owners.note(mixed, torch.full_like(of_query, MANY) if many else of_query)
+            many = any(bool((self._owners.owners_of(tensor) == MANY).any()) for tensor in (key, value))
+            self._owners.set_owners(mixed, torch.full_like(of_query, MANY) if many else of_query)
             self._owners.labels.note_attention(query, mixed)
         return mixed
 
@@ -277,7 +277,7 @@ class TokenReads(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _READS and args[0].is_floating_point() and self._owners.of(args[0]).any():
+        if name in _READS and args[0].is_floating_point() and self._owners.owners_of(args[0]).any():
             raise Joined(f"reads numbers of tokens on the host ({name}{line()})")
         result = func(*args, **(kwargs or {}))
         if name == "scaled_dot_product_attention" and self._owners.labels.is_lost(result):

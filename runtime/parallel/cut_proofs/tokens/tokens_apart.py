@@ -72,11 +72,11 @@ class TokenGathers:
             with owners.unfollowed():
                 here = vector.nonzero()[:, 0]
                 mine = result.index_select(TOKENS_DIM, here) if is_part else result
-                owners.labels.note(mine, owners.labels.of(result).index_select(TOKENS_DIM, here))
+                owners.labels.set_labels(mine, owners.labels.labels_of(result).index_select(TOKENS_DIM, here))
                 shape = [-1 if dim == TOKENS_DIM else 1 for dim in range(mine.dim())]
-                many = bool((owners.of(result) == MANY).any())
+                many = bool((owners.owners_of(result) == MANY).any())
                 of = torch.full_like(vector[vector != 0], MANY) if many else vector[vector != 0]
-                owners.note(mine, of.reshape(shape).expand(mine.shape))
+                owners.set_owners(mine, of.reshape(shape).expand(mine.shape))
             return mine
 
         rows = [cut for cut in cuts if cut.is_paired and cut.split is TensorSplit.ROW]
@@ -113,7 +113,7 @@ def why_tokens_meet(
     try:
         for trains in (True, False):
             follower = _Follower(blueprint, arrival, setting, device, gathered, trains=trains)
-            whole = follower.run()
+            whole = follower.run_block()
             for condition in list(whole.owners.conditions)[:_MOST_CONDITIONS]:
                 follower.require_same(whole, condition)
             follower.require_same_of_parts(whole)
@@ -147,7 +147,7 @@ class _Follower:
         self._blueprint, self._arrival, self._setting = blueprint, arrival, setting
         self._device, self._trains, self._length = device, trains, _length(arrival)
 
-    def run(self, flipped: Set[CodePlace] = frozenset()) -> _Run:
+    def run_block(self, flipped: Set[CodePlace] = frozenset()) -> _Run:
         """Run the block on whole sequences; raises `Joined` if tokens of several ranks meet in an output."""
         owners, told = TokenOwners(flipped), list[Marked]()
         vector = _owners_of(self._length, self._setting).to(self._device)
@@ -177,7 +177,7 @@ class _Follower:
         self, twin: nn.Module, owners: TokenOwners, vector: Tensor, told: list[Marked], beside: Mapping[str, Any]
     ) -> TwinTensors:
         """Run a block on the tokens of these owners, `vector` (tokens,); those of owner 0 are left out."""
-        owners.begin(TokenLabels(twin))
+        owners.begin_run(TokenLabels(twin))
         arrival = _owned(owners, self._arrival, vector)
         pairs = self._gathered.around(twin, owners, vector, told) if self._gathered is not None else nullcontext()
         with pairs, NothingDropped(), TokenReads(owners), owners:
@@ -195,13 +195,13 @@ class _Follower:
         if self._setting.context is None:
             return {"past": FollowedPast(owners, Store(), 0, 1, self._length)}
         context = FollowedContext(owners, self._length, shard, self._device, told)
-        owners.note(context.positions, vector[vector != 0])
+        owners.set_owners(context.positions, vector[vector != 0])
         return {"context": context}
 
     def require_same(self, whole: _Run, condition: CodePlace) -> None:
         """Raise `Joined` if a block's outputs change when a condition on numbers of tokens is negated."""
         try:
-            other = self.run(frozenset([condition])).owners.seen
+            other = self.run_block(frozenset([condition])).owners.seen
         except Joined:
             raise
         except Exception:  # an unreachable branch, or a check of the block itself
@@ -294,9 +294,9 @@ def _owned(owners: TokenOwners, arrival: Arrival, vector: Tensor) -> Arrival:
             each = vector.repeat_interleave(tensor.shape[dim] // len(vector))
             tensor = tensor.index_select(dim, each.nonzero()[:, 0])
             shape = [-1 if other == dim else 1 for other in range(tensor.dim())]
-            owners.note(tensor, each[each != 0].reshape(shape).expand(tensor.shape))
+            owners.set_owners(tensor, each[each != 0].reshape(shape).expand(tensor.shape))
         of = placed(given.tensor, f"given {next(numbers)}")
-        owners.labels.note(tensor, of if dim is None else of.index_select(dim, each.nonzero()[:, 0]))
+        owners.labels.set_labels(tensor, of if dim is None else of.index_select(dim, each.nonzero()[:, 0]))
         return TrialInput(tensor, dim)
 
     return arrival.changed(own)

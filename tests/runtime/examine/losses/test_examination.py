@@ -32,7 +32,7 @@ CTC = (LABELS[:, :2].clamp(min=1), torch.full((SAMPLES,), TOKENS), LENGTHS)
 
 def examine_loss(loss: Any, output: Any, targets: Any, samples: int, *, sliced: bool = False) -> Any:
     with versions_kept(loss):
-        return LossExamination(loss, output, targets, samples, sliced=sliced).run()
+        return LossExamination(loss, output, targets, samples, sliced=sliced).examine_loss()
 
 
 def each(output: Tensor, targets: Tensor) -> Tensor:
@@ -202,7 +202,7 @@ def test_slices_of_sequences_have_to_hold_too() -> None:
     ],
 )
 def test_a_metric_is_a_sum_or_a_mean(metric: Any, over: Over | None) -> None:
-    weight, why = MetricExamination(metric, ROWS, IDS, SAMPLES).run()
+    weight, why = MetricExamination(metric, ROWS, IDS, SAMPLES).examine_loss()
     assert (weight is None) == bool(why)
     assert (weight and weight.over) == over
 
@@ -217,7 +217,7 @@ def test_a_metric_is_a_sum_or_a_mean(metric: Any, over: Over | None) -> None:
     ],
 )
 def test_a_metric_that_says_its_weight_is_the_quotient_of_the_sums(metric: Any, is_sound: bool) -> None:
-    finding = StatedMetricExamination(metric, ROWS, IDS, SAMPLES).run()
+    finding = StatedMetricExamination(metric, ROWS, IDS, SAMPLES).examine_loss()
     assert (finding.weight is not None) is is_sound
 
 

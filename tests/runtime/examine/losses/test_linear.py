@@ -55,7 +55,7 @@ def pair(off):
     ],
 )
 def test_one_number(loss, over):
-    weight = LossExamination(loss, OUTPUT, TARGETS, 4).run().weight
+    weight = LossExamination(loss, OUTPUT, TARGETS, 4).examine_loss().weight
     assert (weight and weight.over) == over
 
 
@@ -69,6 +69,6 @@ def test_one_number(loss, over):
     ],
 )
 def test_sum_and_weight(loss, is_right):
-    doubt = StatedExamination(loss, OUTPUT, TARGETS, 4).run().why
+    doubt = StatedExamination(loss, OUTPUT, TARGETS, 4).examine_loss().why
     assert ("as a clamp or a sign does" in doubt) != is_right
     assert not (doubt and is_right)

@@ -82,7 +82,7 @@ class Late(Writing):
 
 def step(examined: Examined, loss: Any, output: Tensor, probe: SampleUnit | None = None) -> SampleUnit | None:
     """Step as an engine does, with two microbatches; return a few samples."""
-    examined.begin(None)
+    examined.begin_step(None)
     real = RealBatch(2)
     for part, targets in zip(output.chunk(2), NUMBERS.chunk(2), strict=True):
         real.keep(part, targets, len(part))

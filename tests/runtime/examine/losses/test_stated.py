@@ -65,21 +65,21 @@ OF_SLICES: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SOUND)
 def test_a_sum_with_its_weight_is_left_alone(name: str) -> None:
-    assert StatedExamination(SOUND[name], LOGITS, IDS, 2, sliced=True).run().why == ""
+    assert StatedExamination(SOUND[name], LOGITS, IDS, 2, sliced=True).examine_loss().why == ""
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", UNSOUND)
 def test_what_is_no_sum_with_its_weight_is_doubted(name: str) -> None:
     loss, words = UNSOUND[name]
-    assert words in StatedExamination(loss, LOGITS, IDS, 2).run().why
+    assert words in StatedExamination(loss, LOGITS, IDS, 2).examine_loss().why
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OF_SLICES)
 def test_slices_weigh_as_much_as_they_have(name: str) -> None:
-    assert StatedExamination(OF_SLICES[name], LOGITS, IDS, 2).run().why == ""
-    assert "slices" in StatedExamination(OF_SLICES[name], LOGITS, IDS, 2, sliced=True).run().why
+    assert StatedExamination(OF_SLICES[name], LOGITS, IDS, 2).examine_loss().why == ""
+    assert "slices" in StatedExamination(OF_SLICES[name], LOGITS, IDS, 2, sliced=True).examine_loss().why
 
 
 @pytest.mark.sampled(2)

@@ -260,6 +260,6 @@ def test_draws_of_python_are_no_pair_and_have_to_be_alike_on_all_ranks(
 def test_marks_of_an_expanded_tensor_are_those_of_the_elements_that_it_has():
     shadows, memory = Shadows(torch.int64), torch.zeros(3)
     expanded = memory[None, :, None].expand(2, -1, 4)
-    shadows.note(expanded, torch.arange(3)[:, None].expand(2, 3, 4))
-    assert torch.equal(shadows.of(expanded), torch.arange(3)[:, None].expand(2, 3, 4))
-    assert torch.equal(shadows.of(memory), torch.arange(3))
+    shadows.set_marks(expanded, torch.arange(3)[:, None].expand(2, 3, 4))
+    assert torch.equal(shadows.marks_of(expanded), torch.arange(3)[:, None].expand(2, 3, 4))
+    assert torch.equal(shadows.marks_of(memory), torch.arange(3))

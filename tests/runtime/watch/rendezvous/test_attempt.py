@@ -41,7 +41,7 @@ def test_an_attempt_goes_on_with_a_run_that_had_begun() -> None:
     first = all_meet(store, 2)
     second = all_meet(store, 2)
     assert not any(attempt.goes_on for attempt in (*first, *second))
-    second[0].begin()
+    second[0].record_begin()
     assert all(attempt.goes_on for attempt in all_meet(store, 2))
 
 
