@@ -119,7 +119,7 @@ def _require_none_beside_job(settings: dict[str, Any], print_after: str | None) 
     if given:
         name = "mesh" if given[0] in AXIS_OPTIONS else given[0]
         raise UsageError(
-            f"{option_of(given[0])} beside a job file: its section parallel says the plan; "
+            f"{option_of(given[0])} beside a job file: its section parallel defines the plan; "
             f"change that, or write --set parallel.{name}=…"
         )
     if print_after is not None:
