@@ -46,7 +46,7 @@ BUDGET = {
     "launch": 1163,
     "optim": 919,
     "steps": 1070,
-    "train": 1583,
+    "train": 1586,
     "run_checks": 753,
     "data": 1121,
     "models": 512,

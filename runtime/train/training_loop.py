@@ -97,13 +97,16 @@ class TrainingLoop:
     def train_steps(self) -> None:
         """Train to the end."""
         began, first = now_s(), self.progress.step
-        if not self.is_over():
-            traced = TracedSteps(self._job.runtime, self.total_steps - first)
-            while not self.is_over():
-                self._train_epoch(traced)
-            traced.finish_trace(self._engine)
-            if not self.is_stopped:
-                self._summarize(self.progress.step - first, now_s() - began)
+        if self.is_over():
+            why = "the run had stopped early" if self.progress.stopped else f"it has {self.total_steps} steps"
+            self._reporter.say(f"nothing is left to train: {why}")
+            return
+        traced = TracedSteps(self._job.runtime, self.total_steps - first)
+        while not self.is_over():
+            self._train_epoch(traced)
+        traced.finish_trace(self._engine)
+        if not self.is_stopped:
+            self._summarize(self.progress.step - first, now_s() - began)
 
     def _train_epoch(self, traced: TracedSteps) -> None:
         progress, reporter = self.progress, self._reporter

@@ -110,8 +110,9 @@ def _begin(folder: RunFolder, start: Start, launch: str, beside: Sequence[str]) 
         return launch, f"the run that was saved in {folder.directory} is now in {', '.join(map(str, homes))}"
     if start == "new":
         raise UsageError(
-            f"{folder.directory}: an earlier run was saved there, up to step {steps[0].step}; go on with it "
-            "(--resume), move it away (--fresh), or give this run a checkpoint.dir of its own"
+            f"{folder.directory}: an earlier run was saved there, up to step {steps[0].step}; continue it (--resume, "
+            'in Python fit("resume")), move it away (--fresh, fit("fresh")), or give this run a checkpoint.dir of its '
+            "own"
         )
     run = _only_run(folder.directory, steps, runs) or launch
     folder.clear()

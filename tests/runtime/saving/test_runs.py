@@ -58,7 +58,8 @@ def test_a_fresh_run_moves_the_old_one_away_and_a_resumed_one_goes_on_with_the_f
     assert "resumed after step 8" in resumed[2]
     assert figures(resumed[0]) == figures(fit(job(data_file, train={"seed": 7}))[0][0])
     again = job(data_file, checkpoint={"dir": str(folder / f"run-{old}")})
-    assert "resumed after step 18" in fit(again, resume=True)[0][2]
+    said = fit(again, resume=True)[0][2]
+    assert said[-2:] == ["resumed after step 18", "nothing is left to train: it has 18 steps"]
 
 
 def test_a_folder_with_steps_of_two_runs_is_refused(data_file: Path, tmp_path: Path) -> None:
