@@ -102,9 +102,7 @@ def trace_shapes(
     return [
         replace(
             parcel,
-            riders=tuple(
-                (n, TensorSpec.from_tensor(ride.tensor)) for n, ride in riders.items() if ride.since <= k < ride.until
-            ),
+            riders=tuple((n, TensorSpec.from_tensor(r.tensor)) for n, r in riders.items() if r.since <= k < r.until),
             changes=watch.changes(k),
             strides=watch.strides(k),
         )
@@ -219,11 +217,9 @@ def _kept_again(
     return {place for place, now in made.items() if place[0] not in growing and is_same(later.get(place), now)}
 
 
-def _rebound(
-    bare: nn.Module, before: Sequence[tuple[str, Tensor, int]], now: Mapping[str, Tensor]
-) -> Iterator[MutatedState]:
+def _rebound(bare: nn.Module, was: list[tuple[str, Tensor, int]], now: Mapping[str, Tensor]) -> Iterator[MutatedState]:
     """Yield the buffers that a block has rebound or mutated in `functional_call`."""
-    for name, tensor, version in before:
+    for name, tensor, version in was:
         path, _, key = name.rpartition(".")
         if now[name] is not tensor or tensor._version != version:
             yield MutatedState(label_in(bare, path), is_attribute=False)

@@ -30,21 +30,9 @@ from ..examine.drawn_values import DrawnValues, memory_of
 from ..examine.steady_state import BetweenLayers, HostChanges
 from ..objects.library_or_user import arguments_of, is_of_framework, is_of_library
 from ..objects.plain_code import asking_elsewhere
+from . import walk_log
 from .build_blocks import materialised
-from .walk_log import (
-    HIDDEN,
-    CallArguments,
-    CallResult,
-    Flow,
-    Placeholder,
-    Rider,
-    Span,
-    SpanWalk,
-    by_place,
-    is_number,
-    is_unknown,
-    replaced,
-)
+from .walk_log import HIDDEN, CallArguments, CallResult, Flow, Placeholder, Rider, Span, SpanWalk
 from .weightless_model import Frame, Walk
 
 ArgumentPlace = tuple[int, str]
@@ -95,22 +83,22 @@ class _Capture(Walk):
         self._version: int | None = None
 
     def layer(self, layer: nn.Module, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        flow, given = self.flow, by_place((args, kwargs))
+        flow, given = self.flow, walk_log.by_place((args, kwargs))
         left, version = self._hidden, self._version
         is_unchanged = left is not None and (version is None or left._version == version)
         is_same = is_unchanged and any(leaf is left for leaf in given.values())
-        hidden = left if is_same else next(filter(is_number, given.values()), None)
+        hidden = left if is_same else next(filter(walk_log.is_number, given.values()), None)
         marks = {place: HIDDEN if leaf is hidden else leaf for place, leaf in given.items()}
         places = [place for place, leaf in marks.items() if leaf is HIDDEN]
         is_next = is_same or not number
         is_plain = bool(places) and all(isinstance(leaf, Placeholder | bool | str | None) for leaf in marks.values())
         modes = Modes.now().apart_from(self.around)
         with nullcontext() if self._watch is None else self._watch.within(layer, counts=False):
-            made = self._made(layer, args, kwargs, given)
+            made = self._made(layer, (args, kwargs), given)
         flow.modes.append(modes)
         flow.calls.append(self.frame.name_of(layer))
         flow.entries.append(places[0] if places else "")
-        flow.arguments.append(replaced((args, kwargs), marks) if is_plain and is_next else None)
+        flow.arguments.append(walk_log.replaced((args, kwargs), marks) if is_plain and is_next else None)
         flow.repeats.append(len(places) == 1 and is_next)
         flow.keeps.append(hidden is not None and made.sample.shape == hidden.shape)
         flow.results.append(made)
@@ -121,25 +109,23 @@ class _Capture(Walk):
         self._version = None if self._hidden.is_inference() else self._hidden._version
         return made.rebuilt(self._hidden, (args, kwargs))
 
-    def _made(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]
-    ) -> CallResult:
+    def _made(self, layer: nn.Module, call: CallArguments, given: dict[str, Any]) -> CallResult:
         """Run a layer for the form of its result: on the meta device, or with real numbers if it reads values."""
         name = self.frame.name_of(layer)
         self.inside = True
         try:
-            made, tensors = self._run_layer(name, layer, (args, kwargs), "meta")
+            made, tensors = self._run_layer(name, layer, call, "meta")
         except Exception:
             own = self._model.get_submodule(name)
             if any(p.is_meta for p in own.parameters()):
                 own = materialised(self._model, partial(self._model.get_submodule, name))
             with untouched(own):
-                made, tensors = self._run_layer(name, own, (args, kwargs), "cpu")
+                made, tensors = self._run_layer(name, own, call, "cpu")
         finally:
             self.inside = False
         places = {id(tensor): place for tensor, place in zip(tensors, given, strict=True) if isinstance(tensor, Tensor)}
         leaves, form = tree_flatten(made)
-        first = next((leaf for leaf in leaves if is_number(leaf)), None)
+        first = next((leaf for leaf in leaves if walk_log.is_number(leaf)), None)
         if first is None:
             raise MisfitError(f"{name!r} gives no tensor of floating point")
         marks: list[str | Placeholder | None] = [HIDDEN if leaf is first else places.get(id(leaf)) for leaf in leaves]
@@ -294,7 +280,7 @@ def find_riders(
             found = place if old is None else old.found
             riders[value] = Rider(name, source, found, (*(old.takers if old else ()), place))
     last = _Experiment(frame, flow, len(spans) - 1, spans, inputs, [*riders.values()])
-    if any(is_unknown(leaf) for leaf in tree_flatten(select(last.output))[0]):
+    if any(walk_log.is_unknown(leaf) for leaf in tree_flatten(select(last.output))[0]):
         raise MisfitError(
             f"what follows the last layer, {flow.calls[-1]!r}, uses more than what that gives: a value that an "
             "earlier block has made; name blocks that keep them together"
@@ -316,7 +302,7 @@ def find_unneeded(
     parameters = [*arguments_of(frame.root.forward).values()]
     optional = {p.name for p in parameters[1:] if p.default is not p.empty}
     for name, tensor in inputs.items():
-        if name in optional or not is_number(tensor):
+        if name in optional or not walk_log.is_number(tensor):
             continue
         shapes: list[list[torch.Size]] = []
         for factor in (1, 2):
@@ -328,7 +314,7 @@ def find_unneeded(
                 )[0]
             except Exception:
                 break
-            if any(map(is_unknown, output)):
+            if any(map(walk_log.is_unknown, output)):
                 shapes = []
                 break
             shapes.append([leaf.shape for leaf in output if isinstance(leaf, Tensor)])
@@ -368,11 +354,11 @@ class _Experiment(SpanWalk):
     def fill(self, like: Tensor) -> Tensor:
         filled = super().fill(like)
         is_own = self.calls in self.span.phases and not self._has_unknown
-        return _finite(filled) if is_own and is_number(filled) else filled
+        return _finite(filled) if is_own and walk_log.is_number(filled) else filled
 
     def beside(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call as other walks do; results computed from unknown arguments stay unknown."""
-        self._has_unknown = any(map(is_unknown, tree_flatten((args, kwargs))[0]))
+        self._has_unknown = any(map(walk_log.is_unknown, tree_flatten((args, kwargs))[0]))
         try:
             return super().beside(module, args, kwargs)
         finally:
@@ -382,10 +368,10 @@ class _Experiment(SpanWalk):
         """Record the arguments of a call; results of the block's own calls are finite, all others unknown."""
         result, span = self._known(layer, number), self.span
         if number == 0 and span.enters_call:
-            args, kwargs = replaced((args, kwargs), {self.flow.entries[0]: self.hidden})
-        given = by_place((args, kwargs))
+            args, kwargs = walk_log.replaced((args, kwargs), {self.flow.entries[0]: self.hidden})
+        given = walk_log.by_place((args, kwargs))
         for place, leaf in given.items():
-            if is_number(leaf):
+            if walk_log.is_number(leaf):
                 self._note((number, place), leaf)
         self._alive.append(given)
         if number == span.calls.start - 1:
@@ -394,7 +380,7 @@ class _Experiment(SpanWalk):
         if number not in span.calls:
             return result.rebuilt(Walk.fill(self, result.sample), (args, kwargs))
         leaves = [
-            given[leaf] if isinstance(leaf, str) else _finite(constant) if is_number(constant) else constant
+            given[leaf] if isinstance(leaf, str) else _finite(constant) if walk_log.is_number(constant) else constant
             for leaf, constant in zip(result.leaves, result.constants, strict=True)
         ]
         return tree_unflatten(leaves, result.spec)
@@ -402,7 +388,7 @@ class _Experiment(SpanWalk):
     def _note(self, place: ArgumentPlace, leaf: Tensor) -> None:
         if place in self._ridden:
             return
-        if is_unknown(leaf):
+        if walk_log.is_unknown(leaf):
             self.unknown.append(place)
         elif place[0] >= self.span.calls.stop:
             self.known[place] = leaf

@@ -31,7 +31,7 @@ _SCALES = ((1, 0.5), (0.5, 1), (0.01, 0.1), (1, 0.1), (1, 10), (100, 10))
 _OTHER_SIDE = ((-1, -0.5), (-10, -30))
 
 
-class LossLeaves(Protocol):
+class Leaves(Protocol):
     """Leaves of an output and of targets."""
 
     @property
@@ -230,7 +230,7 @@ def is_mask(leaf: Tensor) -> bool:
     return is_number and bool(((leaf == 0) | (leaf == 1)).all())
 
 
-def rows_of_leaves(tree: Tree, leaves: Sequence[Tensor], samples: int, apart: Collection[str] = ()) -> list[int]:
+def leaf_rows(tree: Tree, leaves: Sequence[Tensor], samples: int, apart: Collection[str] = ()) -> list[int]:
     """Return the rows per sample of each leaf of a tree; 0: it belongs to no sample, as those in `apart`."""
     rows = [rows_of_each(leaf, samples) for leaf in leaves]
     return [0 if path in apart else n for path, n in zip(tree.paths, rows, strict=True)] if apart else rows

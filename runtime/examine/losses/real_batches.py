@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...blocks.trees import DIFFERENTIABLE, Tree, flatten
-from .loss_parts import rows_of_each, rows_of_leaves, shortened
+from .loss_parts import leaf_rows, rows_of_each, shortened
 from .loss_weights import LossWeight, Over
 from .sum_or_mean import LossExamination, Tried
 
@@ -162,7 +162,7 @@ class RealBatch:
             leaves, given = map(list, shortened(leaves, given, samples))  # type: ignore[assignment]
         count = min(samples, self._free * samples // max(1, sum(leaf.nbytes for leaf in leaves)))
         if count or len(self._units) < 2:
-            rows = rows_of_leaves(tree, leaves, samples, apart) + rows_of_leaves(target_tree, given, samples)
+            rows = leaf_rows(tree, leaves, samples, apart) + leaf_rows(target_tree, given, samples)
             unit = SampleUnit(tree, target_tree, leaves, given, samples, rows).cut(0, max(1, count))
             self._units.append(unit._replace(outputs=[leaf.clone() for leaf in unit.outputs]))
 

@@ -24,16 +24,7 @@ from torch import Tensor
 
 from ...blocks.trees import flatten
 from ..function_state import FunctionKept, FunctionState, class_weights, whole_numbers
-from .loss_parts import (
-    LossLeaves,
-    LossParts,
-    along_samples,
-    along_tokens,
-    cut_elsewhere,
-    ratio_of,
-    rows_of_leaves,
-    shortened,
-)
+from .loss_parts import Leaves, LossParts, along_samples, along_tokens, cut_elsewhere, leaf_rows, ratio_of, shortened
 from .loss_weights import WITHOUT_GRADIENT, LossWeight, Over, WeightFinding
 from .losses_mixing_tokens import OF_SLICES, mixes_tokens
 from .losses_with_state import depends_on_calls, goes_by_written
@@ -179,8 +170,8 @@ class LossExamination:
 
     def _rows_of(self, outputs: Sequence[Tensor], targets: Sequence[Tensor]) -> list[int]:
         """Return the number of rows per sample, of each leaf."""
-        of_outputs = rows_of_leaves(self._output_tree, outputs, self._samples, self._apart)
-        return of_outputs + rows_of_leaves(self._target_tree, targets, self._samples)
+        of_outputs = leaf_rows(self._output_tree, outputs, self._samples, self._apart)
+        return of_outputs + leaf_rows(self._target_tree, targets, self._samples)
 
     def chosen(self, candidates: Candidates) -> LossWeight:
         """Return one of the weights that fit; where ids could not be tried, the one that allows ignored targets."""
@@ -228,7 +219,7 @@ class LossExamination:
                 weight = replace(weight, is_guarded=weight.is_guarded or fails, is_clamped=is_clamped)
         return weight
 
-    def depends_on_calls(self, parts: LossLeaves, state: FunctionState | None = None) -> str | None:
+    def depends_on_calls(self, parts: Leaves, state: FunctionState | None = None) -> str | None:
         """Return the name of the state that its own calls write and then read, since `state` was noted; None: none.
 
         Generators are restored.

@@ -37,7 +37,7 @@ from ..tensor.cuttable_layers import Cut, pairs_of
 from ..tensor.pair_adjustments import wide_norms
 from ..tensor.whole_model_cuts import TensorCuts
 from .candidate_cuts import CandidateRules, alone, replicated, ways_of
-from .compare_twins import Bench, BlockKind, CutFinding
+from .compare_twins import Bench, BlockKind, CutGap
 from .reads.drawn_parts import undisturbed
 from .trial_inputs import Arrival, Arrivals, guesses
 from .trial_twins import Figures, Setting, outputs_of
@@ -125,7 +125,7 @@ class Chooser:
         """Return the first equivalent way to cut a pair, with all others whole; and weights with partial gradients."""
         others = replicated(cut for other in pairs if other is not pair for cut in other)
         is_asked = self._tensor.are_ruled(pair)
-        first: CutFinding | None = None
+        first: CutGap | None = None
         ways = ways_of(pair, is_asked=is_asked)
         for way in ways if is_asked else ways[:-1]:
             settled = self._settled(kind, Choice({**others, **way}), self._setting, arrival, whole)
@@ -142,7 +142,7 @@ class Chooser:
         self._say(kind, pair, ways[-1], first)
         return ways[-1], frozenset()
 
-    def _say(self, kind: BlockKind, pair: Sequence[Cut], way: CandidateRules, first: CutFinding | None) -> None:
+    def _say(self, kind: BlockKind, pair: Sequence[Cut], way: CandidateRules, first: CutGap | None) -> None:
         what = {str(way == alone(pair)): "cut one by one", str(way == replicated(pair)): "kept whole"}.get("True")
         if what is None or first is None or self._bench.group.index:
             return

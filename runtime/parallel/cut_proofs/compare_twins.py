@@ -88,7 +88,7 @@ class BlockKind:
 
 
 @dataclass(frozen=True)
-class CutFinding:
+class CutGap:
     """Largest difference between a block cut and whole; `trouble` is an error that cutting or running raised."""
 
     what: str = ""
@@ -167,15 +167,15 @@ class Bench:
 
     def find(
         self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice
-    ) -> CutFinding | None:
+    ) -> CutGap | None:
         """Run a kind's twin cut, and return the largest difference on any rank; None if within the tolerance."""
         setting = replace(setting, partial=choice.partial)
         found, trouble = self._differences(kind, arrival, setting, whole, choice)
         failed, most, least = self.most([float(bool(trouble)), float(len(found)), -float(len(found))], setting)
         if failed:
-            return CutFinding(off=float("inf"), trouble=trouble or "another rank raised an error")
+            return CutGap(off=float("inf"), trouble=trouble or "another rank raised an error")
         if most != -least:
-            return CutFinding(off=float("inf"), trouble="ranks have other outputs and gradients to compare")
+            return CutGap(off=float("inf"), trouble="ranks have other outputs and gradients to compare")
         offs = self.most([difference.off for difference, _ in found], setting)
         worst = max(range(len(offs)), key=offs.__getitem__)
         limit = CUT_TOLERANCE
@@ -186,7 +186,7 @@ class Bench:
             return None
         only_weights = all(found[n][0].what == OF_WEIGHT and found[n][1] for n in wrong)
         weights = frozenset(found[n][0].name for n in wrong) if only_weights else frozenset[str]()
-        return CutFinding(str(found[worst][0]), offs[worst], weights=weights)
+        return CutGap(str(found[worst][0]), offs[worst], weights=weights)
 
     def _differences(
         self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice
@@ -206,7 +206,7 @@ class Bench:
         except Exception as error:
             return [], f"cut, it raises {type(error).__name__}: {error}"
 
-    def unsound(self, kind: BlockKind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> CutFinding | None:
+    def unsound(self, kind: BlockKind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> CutGap | None:
         """Return why a kind's pairs may not be equivalent for other numbers, dtypes or modes, on any rank (collective).
 
         `is_asked`: a rule demands them. None: they are sound, which is recorded in `kind.proved`.
@@ -216,12 +216,12 @@ class Bench:
             return None
         setting, why = Setting(tensor=self.group), self.why(kind, arrival, choice, is_asked=is_asked)
         if self.most([float(bool(why))], setting)[0]:
-            return CutFinding(off=float("inf"), trouble=why or "another rank found that it is none")
+            return CutGap(off=float("inf"), trouble=why or "another rank found that it is none")
         unlike = self.unlike(kind, arrival, replace(setting, trains=True), choice)
         kind.proved |= {cut.path for cut in pairs if unlike is None}
         return unlike
 
-    def unlike(self, kind: BlockKind, arrival: Arrival, setting: Setting, choice: Choice) -> CutFinding | None:
+    def unlike(self, kind: BlockKind, arrival: Arrival, setting: Setting, choice: Choice) -> CutGap | None:
         """Return the difference in a setting, if any; for a kind that draws randomly, only draws that are refused."""
         whole = self.whole(kind, arrival, setting)
         if whole is None:
@@ -230,7 +230,7 @@ class Bench:
             return self._unlike_draws(kind, arrival, setting, choice) if setting.trains else None
         finding = self.find(kind, arrival, setting, whole, choice)
         where = ("as it is given", "in training")[setting.trains]
-        return finding and CutFinding(off=finding.off, trouble=f"{finding}, {where}")
+        return finding and CutGap(off=finding.off, trouble=f"{finding}, {where}")
 
     def _draws(self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures) -> bool:
         """Whether a kind's outputs depend on random draws, or are not finite."""
@@ -240,7 +240,7 @@ class Bench:
             other = outputs_of(self._drawn(kind, setting), arrival)
         return not all(torch.equal(other[name], output) for name, output in whole.outputs.items())
 
-    def _unlike_draws(self, kind: BlockKind, arrival: Arrival, setting: Setting, choice: Choice) -> CutFinding | None:
+    def _unlike_draws(self, kind: BlockKind, arrival: Arrival, setting: Setting, choice: Choice) -> CutGap | None:
         """Return a finding if a kind draws for a shard of a tensor in a way that is refused, on any rank."""
         trouble = ""
         with suppress(Exception):  # other runs report other errors
@@ -249,7 +249,7 @@ class Bench:
             except MisfitError as error:
                 trouble = str(error)
         is_refused = self.most([float(bool(trouble))], setting)[0]
-        return CutFinding(off=float("inf"), trouble=trouble or "another rank draws for a part") if is_refused else None
+        return CutGap(off=float("inf"), trouble=trouble or "another rank draws for a part") if is_refused else None
 
     def note_draws(self, kind: BlockKind, arrival: Arrival, setting: Setting, choice: Choice) -> Shapes:
         """Run a kind's cut twin in training mode, and return the shapes that its dropouts draw; see `note_draws`."""
@@ -257,11 +257,11 @@ class Bench:
         twin = self.twin(kind, replace(setting, trains=True), choice, masks)
         return note_draws(twin, kind.number, arrival, masks, sliced)
 
-    def unsound_tokens(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> CutFinding | None:
+    def unsound_tokens(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> CutGap | None:
         """Return why sequences may not be cut for a kind, for any inputs, on any rank (collective); None: they may."""
         why = self.why_tokens_meet(kind, arrival, setting)
         if self.most([float(bool(why))], setting)[0]:
-            return CutFinding(off=float("inf"), trouble=why or "another rank found that tokens of several ranks meet")
+            return CutGap(off=float("inf"), trouble=why or "another rank found that tokens of several ranks meet")
         cut = kind.choice if setting.cuts == 1 else Choice()
         setting = replace(setting, tensor=None, slices_tokens=False) if setting.cuts > 1 else setting
         others = [(arrival.scaled(scale), f"{scale:g} times as large") for scale in SCALES]
@@ -271,7 +271,7 @@ class Bench:
             finite = whole is not None and whole.is_finite
             finding = self.find(kind, other, setting, whole, cut) if whole is not None and finite else None
             if finding is not None:
-                return CutFinding(off=finding.off, trouble=f"{finding}, where it is given numbers {words}")
+                return CutGap(off=finding.off, trouble=f"{finding}, where it is given numbers {words}")
         return None
 
     def why_tokens_meet(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> str:

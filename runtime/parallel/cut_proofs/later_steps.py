@@ -40,7 +40,7 @@ from ..dropout import CutSite
 from ..tensor.cut_rules import Choice
 from ..tensor.sequence_parallel import SequenceParallel
 from .block_kinds import content_of
-from .compare_twins import Bench, BlockKind, CutFinding
+from .compare_twins import Bench, BlockKind, CutGap
 from .reads.drawn_parts import unusual_parts
 from .trial_inputs import Arrival, Arrivals, FirstUnits, specs_of
 from .trial_twins import Figures, Setting
@@ -49,7 +49,7 @@ from .trial_twins import Figures, Setting
 class BenchHere(Bench):
     """A bench without communication: it runs the parts of all ranks of tp in this process, one after the other."""
 
-    def unsound_again(self, kind: BlockKind, arrival: Arrival, *, is_asked: bool) -> CutFinding | None:
+    def unsound_again(self, kind: BlockKind, arrival: Arrival, *, is_asked: bool) -> CutGap | None:
         """Return why a kind's pairs may be unsound for its present state and these inputs; None: they are sound."""
         finding = self.unlike(kind, arrival, Setting(tensor=self.group), kind.choice)
         return finding or self.unsound(kind, arrival, kind.choice, is_asked=is_asked)
@@ -96,7 +96,7 @@ class BenchHere(Bench):
 
     def find(
         self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice
-    ) -> CutFinding | None:
+    ) -> CutGap | None:
         """Run a kind's twin cut for each rank in turn; return the largest difference, None if within the tolerance."""
         group = self.group
         try:
@@ -106,7 +106,7 @@ class BenchHere(Bench):
                 lambda mine: Bench(mine, self.rules).find(kind, arrival, replace(setting, tensor=mine), whole, choice),
             )[0]
         except StallError as error:
-            return CutFinding(off=float("inf"), trouble=f"ranks of tp do other things: {error}")
+            return CutGap(off=float("inf"), trouble=f"ranks of tp do other things: {error}")
 
     def most(self, numbers: Sequence[float], setting: Setting) -> list[float]:
         """Return the numbers unchanged: no other ranks take part."""

@@ -39,7 +39,7 @@ from .block_kinds import Content, choice_for, kind_of, kinds_apart
 from .block_twins import Blueprint
 from .candidate_cuts import CandidateRules, alone, everywhere, paired_ways, replicated
 from .choose_cuts import Chooser, share
-from .compare_twins import Bench, BlockKind, CutFinding
+from .compare_twins import Bench, BlockKind, CutGap
 from .later_steps import BenchHere, Called, Followed, LaterSteps
 from .trial_inputs import TRIAL_SAMPLES, Arrival, Arrivals, FirstUnits, specs_of
 from .trial_twins import Figures, Setting
@@ -321,9 +321,7 @@ class Prover:
         if _part(kind):
             _logger.warning("%s: its layers are cut one by one, for it is not proved", self._title(kind))
 
-    def _is_parted(
-        self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, finding: CutFinding
-    ) -> bool:
+    def _is_parted(self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, finding: CutGap) -> bool:
         """Part the pairs of a kind's blocks if that makes them equivalent; return whether it does."""
         paired = (cut for pair in pairs_of(kind.cuts) if not kind.why_kept(pair) for cut in pair if cut.is_paired)
         choice = Choice({**kind.choice.rules, **alone(paired)})
@@ -337,7 +335,7 @@ class Prover:
 
     def _advice(
         self, kind: BlockKind, arrival: Arrival, whole: Figures
-    ) -> tuple[Sequence[Cut], CutFinding, CandidateRules] | None:
+    ) -> tuple[Sequence[Cut], CutGap, CandidateRules] | None:
         """Return the pair at fault, its finding, and rules by which it is equivalent (or {}); None if no pair is."""
         setting = Setting(tensor=self._setting.tensor)
         for pair in pairs_of(kind.cuts):
@@ -358,7 +356,7 @@ class Prover:
             return pair, fault, next(tried, {})
         return None
 
-    def _refused_cut(self, kind: BlockKind, arrival: Arrival, whole: Figures, finding: CutFinding) -> str:
+    def _refused_cut(self, kind: BlockKind, arrival: Arrival, whole: Figures, finding: CutGap) -> str:
         """Return the refusal of a cut, with the pair at fault and the rules that help."""
         found = self._advice(kind, arrival, whole)
         if found is None:
@@ -377,7 +375,7 @@ class Prover:
         )
         return "" if finding is None else self._bench.refusal_of_tokens(kind, setting, finding)
 
-    def _refused_slices(self, kind: BlockKind, finding: CutFinding) -> str:
+    def _refused_slices(self, kind: BlockKind, finding: CutGap) -> str:
         setting = self._setting
         name, what = ("context", f"cp={setting.cuts}") if setting.context is not None else ("past", "slices")
         block = kind.blueprint.bare
