@@ -128,9 +128,10 @@ class _Capture(Walk):
         first = next((leaf for leaf in leaves if walk_log.is_number(leaf)), None)
         if first is None:
             raise MisfitError(f"{name!r} gives no tensor of floating point")
-        marks: list[str | Placeholder | None] = [HIDDEN if leaf is first else places.get(id(leaf)) for leaf in leaves]
         return CallResult(
-            form, tuple(marks), tuple(leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+            form,
+            tuple(HIDDEN if leaf is first else places.get(id(leaf)) for leaf in leaves),
+            tuple(leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves),
         )
 
     def _run_layer(self, name: str, layer: nn.Module, call: CallArguments, device: str) -> tuple[Any, list[Any]]:
