@@ -60,7 +60,24 @@ def main() -> int:
     for name in OWN:
         rows, named = read_rows(name)
         print(f"{name}: efficiency {fit_efficiency(named):.3f}, from two of {len(rows)} runs")
+        for model, (efficiency, error) in left_out_models(rows).items():
+            print(f"    from all runs but those of {model}: {efficiency:.3f}; those are then {error:.1%} off")
     return 0
+
+
+def left_out_models(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Return for each model the efficiency fitted on the runs of all others, and the mean error of its own runs."""
+    names = [find_model(row["model"]).name for row in rows]
+    found = {}
+    for name in dict.fromkeys(names):
+        apart = [
+            [row for row, other in zip(rows, names, strict=True) if (other == name) is own] for own in (False, True)
+        ]
+        efficiency = fit_efficiency(apart[0])
+        hardware = find_hardware(rows[0]["hardware"]).model_copy(update={"efficiency": efficiency})
+        errors = np.expm1(step_errors([{**row, "hardware": hardware} for row in apart[1]], CONSTANTS))
+        found[name] = efficiency, float(np.abs(errors).mean())
+    return found
 
 
 def read_rows(name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

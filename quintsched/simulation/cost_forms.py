@@ -4,6 +4,7 @@
     [18.5, 20.1]                                            a list: one value per stage
     {"stages": …, "microbatches": [1, 2], "slices": [1, 3]} an object: either of these, times a factor per
                                                             microbatch, times a factor per slice
+    {"stages": …, "cells": [[1, 1.2], [0.9, 1]]}            and times a factor per stage and unit
 
     {"latency": 0.1, "bandwidth": 4}                        a message of size s takes 0.1 + s / 4
     {…, "nodes": [0, 0, 1, 1], "within": {…}, "across": {…}, "links": [{"source": 1, "destination": 2, …}]}
@@ -74,6 +75,8 @@ class PerUnit(PerMicrobatch):
 
     slices: tuple[Factor, ...] | None = None
     """One factor per slice; None: those of the file. For a scalar cost, 1 is an equal share of the microbatch."""
+    cells: tuple[tuple[Factor, ...], ...] | None = None
+    """Rows of stages, with one factor per microbatch and slice each, besides the others; None: all 1."""
 
 
 MicrobatchCost = Annotated[

@@ -140,6 +140,7 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
 
     def _misfits(self, counts: Counts, num_stages: int, num_ranks: int) -> Iterator[tuple[str, str]]:
         lengths = {"stages": num_stages, "microbatches": counts.microbatches, "slices": counts.slices}
+        lengths["units"] = counts.microbatches * counts.slices
         for name, value in self:
             if name in lengths:
                 lists = [(f"/{name}", name, value)]
@@ -147,6 +148,10 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
                 lists = [(f"/{name}/{what}", what, own) for what, own in value]
             else:
                 lists = [(f"/{name}", "stages", value)]
+            cells = value.cells if isinstance(value, PerUnit) else None
+            lists = [one for one in lists if one[1] != "cells"]
+            lists += [] if cells is None else [(f"/{name}/cells", "stages", cells)]
+            lists += [(f"/{name}/cells/{at}", "units", row) for at, row in enumerate(cells or ())]
             for place, what, values in lists:
                 if isinstance(values, tuple) and len(values) != lengths[what]:
                     yield f"{place} has {len(values)} values", f"{lengths[what]} {what}"
@@ -214,6 +219,9 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
         """Return the values of a cost with their factors, in the units of the file."""
         value, factors = self._of_stages(name), self.factors(name, counts)
         each: Amounts = np.array(value)[stages] if isinstance(value, tuple) else np.full(len(stages), float(value))
+        own = self._of(name)
+        if isinstance(own, PerUnit) and own.cells is not None:
+            each = each * np.array(own.cells)[stages, units]
         return each if factors is None else each * factors[units]
 
     def factors(self, name: str, counts: Counts) -> Amounts | None:

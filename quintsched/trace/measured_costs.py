@@ -65,6 +65,14 @@ COMPUTES_BY_COST: dict[str, tuple[type[Compute], ...]] = {
     "recompute": RECOMPUTES,
 }
 """Computations from which the factors of each cost are taken."""
+COSTS_BY_COMPUTES: dict[tuple[type[Compute], ...], tuple[str, ...]] = {
+    FORWARDS: ("forward",),
+    BACKWARDS: ("backward_input", "backward_weight"),
+    RECOMPUTES: ("recompute",),
+}
+"""Costs that make up the time of these computations."""
+LEAST_CELL = 0.01
+"""Least difference from 1 of a factor of a stage and a unit; if all are smaller, they are left out."""
 
 
 def per_second(unit: str) -> float:
@@ -99,9 +107,14 @@ def measure(plan: PlanData, times: RowTimes, unit: str, per_microbatch: bool) ->
         found["optimizer"] = _optimizer(plan, run)
         found["clip"] = _clip(plan, times.start, until, scale)
     rounded: dict[str, Any] = {n: tuple(round(value, decimals) for value in values) for n, values in found.items()}
+    overlaps, more = bool(len(Pairs.from_columns(plan.columns))), dict[str, PerUnit]()
     for name, kinds in COMPUTES_BY_COST.items():
         if kinds in factors and name in rounded:
-            rounded[name] = PerUnit(stages=rounded[name], **_by_slice(plan, factors[kinds]))
+            by_slice = _by_slice(plan, factors[kinds])
+            usual_of = np.sum([found[cost] for cost in COSTS_BY_COMPUTES[kinds]], axis=0)
+            cells = None if overlaps else _cells(_took(plan, run, kinds), usual_of, by_slice)
+            more[name] = PerUnit(stages=rounded[name], cells=cells, **by_slice)
+    rounded |= more
     link = _host_bandwidth(plan, times, scale)
     rounded |= {} if link is None else {"host_bandwidth": link}
     return Costs(unit=unit, p2p=_p2p(plan, times, scale, decimals), **rounded)
@@ -164,6 +177,16 @@ def _took(plan: PlanData, run: Times, kinds: tuple[type[Compute], ...]) -> Times
     if len(rows):
         np.add.at(took, (columns.stage[rows], columns.unit[rows]), np.median(run[..., rows], axis=(0, 1)))
     return took
+
+
+def _cells(took: Times, usual: Times, factors: dict[str, tuple[float, ...]]) -> tuple[tuple[float, ...], ...] | None:
+    """Return the factors of stages and units, (stages, units), beyond those of units; None if all are about 1."""
+    of_units = np.outer(factors["microbatches"], factors.get("slices", (1.0,))).ravel()
+    expected = usual[:, None] * of_units
+    cells = np.divide(took, expected, out=np.ones_like(took), where=(took > 0) & (expected > 0))
+    if np.abs(cells - 1).max(initial=0.0) < LEAST_CELL:
+        return None
+    return tuple(map(tuple, np.round(cells, FACTOR_DIGITS).tolist()))
 
 
 def _by_slice(plan: PlanData, of_units: Times) -> dict[str, tuple[float, ...]]:

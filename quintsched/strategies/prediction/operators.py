@@ -253,14 +253,17 @@ def _feed_forward(model: Model, sizes: Sizes, ffn: float, tokens: Array, name: s
 
 
 def _mixture(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
-    """Return router, permutation, grouped experts of this rank, and the way back; at even loads."""
+    """Return router, permutation, grouped experts of this rank, and the way back; at even loads.
+
+    Rows are sorted by rank before the exchange over ep, and by expert after it.
+    """
     if model.experts is None:
         raise ValueError("a model without experts has no mixture")
     experts, tokens = model.experts, sizes.tokens
     resident = experts.count / sizes.ep
     routed = tokens * experts.rows
     hidden = np.full_like(tokens, model.hidden)
-    moved = routed * model.hidden * sizes.width * 2
+    moved = routed * model.hidden * sizes.width * 2 * np.where((sizes.ep > 1) & (resident > 1), 2.0, 1.0)
     shared = (
         _feed_forward(model, sizes, float(experts.ffn * experts.shared), tokens, "shared") if experts.shared else ()
     )

@@ -19,7 +19,15 @@ from quintsched.strategies.descriptions.strategy_validity import resolved
 Ints = NDArray[np.int64]
 CODED = ("schedule", "recompute", "dtype", "gradients", "stages")
 """Columns that hold an index into the distinct values of `Table.values`."""
-SWITCHES = ("sequence_parallel", "overlap", "ep_overlap", "tp_overlap", "fused_accumulation", "fused_loss")
+SWITCHES = (
+    "sequence_parallel",
+    "overlap",
+    "pp_duplex",
+    "ep_overlap",
+    "tp_overlap",
+    "fused_accumulation",
+    "fused_loss",
+)
 """Columns of 0 and 1."""
 
 
@@ -41,6 +49,7 @@ class Table:
     zero: Ints
     zero_every: Ints
     overlap: Ints
+    pp_duplex: Ints
     ep_overlap: Ints
     tp_overlap: Ints
     fused_accumulation: Ints

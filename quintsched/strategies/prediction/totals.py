@@ -203,13 +203,14 @@ def _of_one_way(each: PerMicrobatch, table: Table) -> PerMicrobatch:
 def messages_s(model: Model, hardware: Hardware, table: Table, constants: Constants) -> Array:
     """Return the wait of a rank for its neighbours' messages: two exchanges per chunk, each one in and one out at once.
 
-    Links are full duplex, so an exchange takes as long as one message. The tp ranks hold the same activation and send a
-    slice each.
+    Links are full duplex, so an exchange takes as long as one message, if both are sent at once. The tp ranks hold the
+    same activation and send a slice each.
     """
     width = widths(table)
     moved = table.microbatch * table.seq / table.cp * model.hidden * width / table.tp
     stride = table.gpus // table.pp
-    return np.where(table.pp > 1, 2.0 * table.chunks * message_s(moved, stride, hardware, constants), 0.0)
+    exchanges = np.where(table.pp_duplex > 0, 2.0, 4.0) * table.chunks
+    return np.where(table.pp > 1, exchanges * message_s(moved, stride, hardware, constants), 0.0)
 
 
 def sharded_s(

@@ -46,6 +46,7 @@ class Choices(Description):
     """With ZeRO-2 and 3, number of microbatches after which gradients are reduced."""
     overlap: tuple[bool, ...] = (True,)
     """Whether communication of replicas runs beside backwards and forwards; searched on request only."""
+    pp_duplex: tuple[bool, ...] = Field(default=(True,), max_length=1)
     ep_overlap: tuple[bool, ...] = Field(default=(True,), max_length=1)
     tp_overlap: tuple[bool, ...] = Field(default=(True,), max_length=1)
     fused_accumulation: tuple[bool, ...] = Field(default=(False,), max_length=1)

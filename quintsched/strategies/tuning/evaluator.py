@@ -21,7 +21,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.memory.terms import COMES_AND_GOES
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import Evaluated, evaluate, held
-from quintsched.strategies.tuning.space import MESH, PER_STAGE, Columns, Ints, Mask, Space
+from quintsched.strategies.tuning.space import FIXED, MESH, PER_STAGE, Columns, Ints, Mask, Space
 
 Floats = NDArray[np.float64]
 ENDS = ("dp", "optimizer")
@@ -90,15 +90,15 @@ class Evaluator:
         """Return the rows as the prediction's table, optionally without the time of adding up gradients."""
         rows = len(columns["pp"])
         choices = self.space.choices
-        fused = choices.fused_accumulation[0] or without_accumulation
-        values = {"gpus": self.space.gpus, "batch": self.space.batch, "seq": self.space.seq}
-        values |= {"fused_accumulation": int(fused), "fused_loss": int(choices.fused_loss[0])}
-        values |= {
-            "ep_overlap": int(choices.ep_overlap[0]),
-            "tp_overlap": int(choices.tp_overlap[0]),
+        values = {
+            "gpus": self.space.gpus,
+            "batch": self.space.batch,
+            "seq": self.space.seq,
             "gradients": 0,
             "stages": 0,
         }
+        values |= {name: int(getattr(choices, name)[0]) for name in FIXED}
+        values["fused_accumulation"] |= int(without_accumulation)
         constant = {name: np.full(rows, value, np.int64) for name, value in values.items()}
         recompute, recomputes = self._recomputes(columns, numbers)
         return Table(

@@ -81,6 +81,7 @@ TAKEN = (
     "zero",
     "zero_every",
     "overlap",
+    "pp_duplex",
     "ep_overlap",
     "tp_overlap",
     "fused_accumulation",

@@ -35,6 +35,8 @@ Columns = dict[str, Ints]
 MESH = ("pp", "tp", "cp", "ep", "dp")
 FRAME = (*MESH, "schedule", "chunks", "microbatch")
 SWITCHES = ("dtype", "zero", "zero_every", "overlap", "sequence_parallel", "recompute")
+FIXED = ("pp_duplex", "ep_overlap", "tp_overlap", "fused_accumulation", "fused_loss")
+"""Switches that all strategies of a search share."""
 NONE, SELECTIVE, FULL, PER_STAGE = 0, -1, -2, -3
 """Codes of the column `recompute` that are no numbers of layers."""
 WORDS = {"none": NONE, "selective": SELECTIVE, "full": FULL, "per-stage": PER_STAGE}
@@ -202,10 +204,7 @@ class Space:
             schedule=schedule,
             dtype=self.choices.dtype[at["dtype"]],
             overlap=bool(at["overlap"]),
-            ep_overlap=self.choices.ep_overlap[0],
-            tp_overlap=self.choices.tp_overlap[0],
-            fused_accumulation=self.choices.fused_accumulation[0],
-            fused_loss=self.choices.fused_loss[0],
+            **{name: getattr(self.choices, name)[0] for name in FIXED},
             gradients=self.choices.gradients[0],
             sequence_parallel=bool(at["sequence_parallel"]),
             recompute=recompute,

@@ -3,12 +3,14 @@
 import json
 import re
 
+import numpy as np
 import pytest
 
 import quintsched as qs
+from quintsched.errors import InputError
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.schedules import all_schedules
-from quintsched.simulation.cost_forms import Wires
+from quintsched.simulation.cost_forms import PerUnit, Wires
 from quintsched.trace.measured_trace import Trace
 from tests.traces import rank_traces, write_trace
 
@@ -252,3 +254,25 @@ def test_files_are_written_whole_or_not_at_all(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(qs.UsageError, match="cannot write the trace"):
         of_rank.save(tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "seq-1f1b"])
+def test_jitter_of_each_stage_and_microbatch_comes_back(tmp_path, name):
+    random = np.random.default_rng(0)
+    stages, units = 4 if name == "interleaved-1f1b" else 2, 12 if name == "seq-1f1b" else 6
+
+    def jittered(usual):
+        return PerUnit(stages=(usual,) * stages, cells=random.uniform(0.5, 1.5, (stages, units)).tolist())
+
+    costs = qs.Costs(unit="ms", forward=jittered(90.0), backward_input=jittered(80.0), backward_weight=70.0, p2p=0.0)
+    simulation = simulated(name, microbatches=6, costs=costs)
+    trace = write_trace(tmp_path, simulation)
+    found = simulation.plan.simulate(trace.costs(per_microbatch=True)).makespan / simulation.makespan - 1
+    assert abs(found) < (0.003 if name != "zb-h1" else 0.02), "halves of a backward have factors in common"
+    assert abs(simulation.plan.simulate(trace.costs()).makespan / simulation.makespan - 1) > 0.01
+
+
+def test_cells_are_of_the_stages_and_units_of_the_plan():
+    few = qs.Costs(forward=PerUnit(stages=1.0, cells=[[1.0, 1.0]] * 2))
+    with pytest.raises(InputError, match="/forward/cells/0 has 2 values, but the plan has 4 units"):
+        qs.compile("1f1b", mesh="pp=2", microbatches=4).simulate(few)

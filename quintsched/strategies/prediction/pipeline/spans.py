@@ -74,6 +74,7 @@ DECIDES = (
     "dtype",
     "gradients",
     "zero_every",
+    "pp_duplex",
     "ep_overlap",
     "tp_overlap",
     "fused_accumulation",
