@@ -3,6 +3,7 @@
 import functools
 import logging
 import os
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -10,14 +11,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Carry, Engine, MoE, run_local
-from quintsched.runtime.blocks.block_outlines import build_model
+from quintsched.runtime import Carry, MoE, run_local
 from quintsched.runtime.examine.block_losses import examine_block_loss
 from quintsched.runtime.examine.losses.loss_weights import Over
 from quintsched.runtime.parallel.cut_proofs import trial_inputs
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree
+
+from ...helpers.training import train_alone
+from .trials import engine_of, ones, refused, sgd, step, taken
 
 WIDTH, SAMPLES = 4, 13
 
@@ -154,15 +156,8 @@ class Penalty(nn.Linear):
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
 def test_rows_of_what_belongs_to_no_sample_are_not_taken_for_samples(mesh, asks, rows):
-    plan = qs.compile("1f1b" if mesh == "pp=2" else "gpipe", mesh=mesh, microbatches=2)
-
-    def work(transport):
-        blocks = [lambda: Beside(rows, asks=asks), lambda: Penalty(WIDTH, WIDTH)]
-        engine = Engine(plan, blocks, pair, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport)
-        with pytest.raises(MisfitError, match="it goes by what it is given that belongs to no sample"):
-            engine.step(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
-
-    run_local(2, work)
+    blocks = [lambda: Beside(rows, asks=asks), lambda: Penalty(WIDTH, WIDTH)]
+    assert "it goes by what it is given that belongs to no sample" in refused(blocks, ones(4, WIDTH), pair, mesh)
 
 
 class Dropping(Block):
@@ -191,39 +186,27 @@ def pair(output, targets):
     ],
 )
 def test_all_ranks_refuse_what_is_neither(mesh, block, loss_fn, options, said):
-    plan = qs.compile("1f1b" if mesh == "pp=2" else "gpipe", mesh=mesh, microbatches=2, zero=3 if mesh == "dp=2" else 0)
+    options = options | {"mesh": mesh, "zero": 3 if mesh == "dp=2" else 0}
+    batches = ones(4 if mesh == "dp=2" else 2, WIDTH)  # microbatches of one sample
 
-    def work(transport):
-        blocks = [nn.Linear(WIDTH, WIDTH), block()]
-        engine = Engine(plan, blocks, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport, **options)
-        x = torch.ones(2, WIDTH)  # microbatches of one sample
-        with pytest.raises(MisfitError, match=said) if said else nullcontext():
-            engine.step(x, x)
+    def blocks():
+        return [nn.Linear(WIDTH, WIDTH), block()]
 
-    run_local(2, work)
+    if said:
+        assert re.search(said, refused(blocks, batches, loss_fn, **options))
+    else:
+        taken(blocks, batches, loss_fn, **options)
 
 
 def test_what_is_set_later_is_examined_again():
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    def change(blocks, number):
+        if number in (1, 2):
+            blocks[0].loss = lambda b, y, by=1 - number / 10: by * MEAN(b, y)
+        elif number == 3:
+            blocks[0].loss = VARIANCE
 
-    def work(transport):
-        block = Block(MEAN)
-        engine = Engine(plan, [block, nn.Linear(WIDTH, WIDTH)], F.mse_loss, torch.optim.SGD, transport=transport)
-        x = torch.ones(4, WIDTH)
-        for coefficient in (0.9, 0.8):
-            engine.step(x, x)
-            block.loss = lambda b, y, by=coefficient: by * MEAN(b, y)
-        engine.step(x, x)
-        before = engine.full_weights()
-        engine.evaluate(x, x)
-        block.loss = VARIANCE
-        engine.evaluate(x, x)
-        with pytest.raises(MisfitError, match=r"since block 0 .*loss.* has changed, block 0 .* neither a sum"):
-            engine.step(x, x)
-        after = engine.full_weights()
-        assert all(torch.equal(weight, before[name]) for name, weight in after.items())
-
-    run_local(2, work)
+    said = refused([Block(MEAN), nn.Linear(WIDTH, WIDTH)], ones(4, WIDTH, steps=4), change=change)
+    assert re.search(r"since block 0 .*loss.* has changed, block 0 .* neither a sum", said)
 
 
 class OtherInEvaluations(Block):
@@ -255,15 +238,12 @@ EVALUATIONS = {
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
 def test_losses_are_of_one_kind_in_evaluations_too(mesh, trains, name):
     loss, other, by_mode, loss_fn, said = EVALUATIONS[name]
-    plan = qs.compile("1f1b" if mesh == "pp=2" else "gpipe", mesh=mesh, microbatches=2)
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(8, WIDTH, generator=random, dtype=torch.float64)
-    refused = "in evaluations, block 1 .*" + said
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    refusal = "in evaluations, block 1 .*" + said
 
     def work(transport):
         blocks = [lambda: nn.Linear(WIDTH, WIDTH), lambda: OtherInEvaluations(loss, other, by_mode=by_mode)]
-        options = {"transport": transport, "dtype": torch.float64}
-        engine = Engine(plan, blocks, loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), **options)
+        engine = engine_of(transport, blocks, loss_fn, mesh, dtype=torch.float64)
         mine = x.chunk(engine.num_replicas)[engine.replica]
         with torch.inference_mode(mesh == "dp=2"):
             engine.evaluate(mine, None, outputs=True)
@@ -271,21 +251,19 @@ def test_losses_are_of_one_kind_in_evaluations_too(mesh, trains, name):
             engine.step(mine, mine)
         result = engine.evaluate(mine, mine, outputs=True) if said and trains else None
         inference = torch.inference_mode(mesh == "dp=2")
-        with inference, pytest.raises(MisfitError, match=refused) if said else nullcontext():
+        with inference, pytest.raises(MisfitError, match=refusal) if said else nullcontext():
             engine.evaluate(mine, mine)
         if result is not None:
-            with pytest.raises(MisfitError, match=refused):
+            with pytest.raises(MisfitError, match=refusal):
                 result.loss  # noqa: B018
 
     run_local(2, work)
 
 
 def test_what_is_set_between_steps_is_examined_in_the_next_evaluation():
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-
     def work(transport):
         block, x = OtherInEvaluations(MEAN, MEAN), torch.ones(4, WIDTH)
-        engine = Engine(plan, [block, nn.Linear(WIDTH, WIDTH)], F.mse_loss, torch.optim.SGD, transport=transport)
+        engine = engine_of(transport, [block, nn.Linear(WIDTH, WIDTH)])
         engine.step(x, x)
         engine.evaluate(x, x)
         block.other = SUM
@@ -297,12 +275,10 @@ def test_what_is_set_between_steps_is_examined_in_the_next_evaluation():
 
 
 def test_evaluations_leave_weights_and_their_masters():
-    plan, x = qs.compile("gpipe", mesh="dp=2", microbatches=2), torch.randn(4, WIDTH)
+    x = torch.randn(4, WIDTH)
 
     def work(transport, evaluates):
-        options = {"transport": transport, "dtype": torch.bfloat16}
-        blocks = [lambda: OtherInEvaluations(MEAN, MEAN)]
-        engine = Engine(plan, blocks, F.mse_loss, lambda p: torch.optim.SGD(p, lr=1e-3), **options)
+        engine = engine_of(transport, [lambda: OtherInEvaluations(MEAN, MEAN)], mesh="dp=2", dtype=torch.bfloat16)
         for _ in range(8):
             engine.step(x, x)
             if evaluates:
@@ -328,27 +304,23 @@ def of_level(block, y):
 
 @pytest.mark.parametrize("fills", [True, False])
 def test_a_buffer_that_the_loop_fills_and_a_loggers_level_count(fills):
+    def change(blocks, number):
+        if number:
+            blocks[0].phase.fill_(1) if fills else LOGGER.setLevel(1)
+
     block = Filled() if fills else Block(of_level)
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=2)
-    engine = Engine(plan, [block, nn.Linear(WIDTH, WIDTH)], F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
-    x = torch.randn(4, WIDTH)
-    engine.step(x, x)
+    batches = [(torch.randn(4, WIDTH),) * 2] * 2
     try:
-        block.phase.fill_(1) if fills else LOGGER.setLevel(1)
-        with pytest.raises(MisfitError, match=r"since block 0.*(phase|level) has changed"):
-            engine.step(x, x)
+        said = refused([block, nn.Linear(WIDTH, WIDTH)], batches, mesh="pp=1", change=change)
     finally:
         LOGGER.setLevel(logging.NOTSET)
+    assert re.search(r"since block 0.*(phase|level) has changed", said)
 
 
 @pytest.mark.parametrize("by", [RATES, lambda: len(os.listdir()) > 0])
 def test_what_nobody_can_compare_may_not_steer_a_loss(by):
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=2)
-    blocks = [Block(lambda b, y: by() * MEAN(b, y)), nn.Linear(WIDTH, WIDTH)]
-    engine = Engine(plan, blocks, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
-    x = torch.randn(4, WIDTH)
-    with pytest.raises(MisfitError, match=r"it (asks|goes by) .*, and may be another then"):
-        engine.step(x, x)
+    said = refused([Block(lambda b, y: by() * MEAN(b, y))], [(torch.randn(4, WIDTH),) * 2], mesh="pp=1")
+    assert re.search(r"it (asks|goes by) .*, and may be another then", said)
 
 
 class Given(Block):
@@ -399,37 +371,19 @@ def test_labels_of_one_sample_are_tried_as_others():
 
 
 def test_plain_values_of_extras_are_examined_when_they_come():
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-
-    def work(transport):
-        torch.manual_seed(0)
-        block = Given(in_phase)
-        engine = Engine(plan, [block, nn.Linear(WIDTH, WIDTH)], F.mse_loss, torch.optim.SGD, transport=transport)
-        x = torch.ones(4, WIDTH)
-        for _ in range(2):
-            engine.step(x, x, extra=0)
-        with pytest.raises(
-            MisfitError, match=r"since 'extra', which the step is given, has changed, block 0 \(Given\)"
-        ):
-            engine.step(x, x, extra=1)
-
-    run_local(2, work)
+    x = torch.ones(4, WIDTH)
+    said = refused([Given(in_phase), nn.Linear(WIDTH, WIDTH)], [(x, x, {"extra": extra}) for extra in (0, 0, 1)])
+    assert "since 'extra', which the step is given, has changed, block 0 (Given)" in said
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("wide", [False, True])
 def test_microbatches_of_one_sample_hide_nothing(wide):
-    plan = qs.compile("1f1b", mesh="dp=1", microbatches=4)
-
     def above(block, y):
         return y[y > 0].square().mean() if wide else y.norm()
 
-    def work(transport):
-        engine = Engine(plan, [Block(above)], F.mse_loss, torch.optim.SGD, transport=transport)
-        with pytest.raises(MisfitError, match=r"block 0 \(Block\) gives a loss.*neither a sum"):
-            engine.step(torch.ones(4, WIDTH), torch.ones(4, WIDTH))
-
-    run_local(1, work)
+    said = refused([Block(above)], ones(4, WIDTH), mesh="dp=1", microbatches=4)
+    assert re.search(r"block 0 \(Block\) gives a loss.*neither a sum", said)
 
 
 class Late(nn.Linear):
@@ -442,55 +396,42 @@ class Late(nn.Linear):
 
 @pytest.mark.parametrize(("microbatches", "loss_over"), [(1, None), (2, "samples"), (2, "microbatch")])
 def test_a_loss_that_begins_later_is_refused_on_all_ranks(microbatches, loss_over):
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=microbatches)
+    def change(blocks, number):
+        blocks[0].gives = number == 1
 
-    def work(transport):
-        block, options = Late(WIDTH, WIDTH), {"transport": transport, "loss_over": loss_over}
-        engine = Engine(plan, [block, nn.Linear(WIDTH, WIDTH)], F.mse_loss, torch.optim.SGD, **options)
-        x = torch.ones(4, WIDTH)
-        engine.step(x, x)
-        block.gives = True
-        refused = pytest.raises(MisfitError, match=r"block 0 \(Late\) returns a loss.*new_zeros\(\(\)\)")
-        with nullcontext() if loss_over == "microbatch" else refused:
-            engine.step(x, x)
+    more = {"microbatches": microbatches, "loss_over": loss_over, "change": change}
+    given = [Late(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], ones(4, WIDTH, steps=2)
+    if loss_over == "microbatch":
+        taken(*given, **more)
+    else:
+        assert re.search(r"block 0 \(Late\) returns a loss.*new_zeros\(\(\)\)", refused(*given, **more))
 
-    run_local(2, work)
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, targets):
+        y = self.inner(x)
+        return y, F.cross_entropy(y, targets)
+
+
+def squares(output, targets):
+    return output.square().mean()
 
 
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,pp=2"])
 def test_a_block_with_targets_goes_with_targets_that_count_evenly(mesh):
-    class Deep(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x, targets):
-            y = self.inner(x)
-            return y, F.cross_entropy(y, targets)
-
-    has_stages = "pp" in mesh
-    losses = (0, 1) if has_stages else ()
-    plan = qs.compile("1f1b" if has_stages else "gpipe", mesh=mesh, microbatches=2, losses=losses)
     random = torch.Generator().manual_seed(0)
     x = torch.randn(8, WIDTH, generator=random, dtype=torch.float64)
     targets = torch.randint(0, WIDTH, (8,), generator=random)
-    uneven = targets.clone()
-    uneven[:1] = -100
-
-    def work(transport):
-        options = {"transport": transport, "dtype": torch.float64}
-        engine = Engine(plan, [Deep, Deep], lambda o, t: o.square().mean(), torch.optim.SGD, **options)
-        mine = slice(engine.replica * 4, engine.replica * 4 + 4)
-        loss = engine.step(x[mine], targets[mine]).loss.item()
-        with pytest.raises(MisfitError, match="a mean over targets"):
-            engine.step(x[mine], uneven[mine])
-        return loss
-
-    model = build_model([Deep, Deep], 0, torch.float64)
-    y, first = model[0](x, targets)
-    z, second = model[1](y, targets)
-    for loss in run_local(len(mesh.split(",")) * 2, work):
-        assert loss == pytest.approx((z.square().mean() + first + second).item(), rel=1e-12)
+    uneven = targets.masked_fill(torch.arange(8) == 0, -100)
+    more = {"losses": (0, 1) if "pp" in mesh else (), "dtype": torch.float64}
+    (expected,) = train_alone([Deep, Deep], squares, sgd, [(x, targets)]).losses
+    for found in step([Deep, Deep], [(x, targets), (x, uneven)], squares, mesh, **more):
+        assert found[0] == pytest.approx(expected, rel=1e-12)
+        assert "a mean over targets" in found[1]
 
 
 @pytest.mark.sampled(50)

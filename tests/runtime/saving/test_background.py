@@ -27,7 +27,7 @@ from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 
 from ...helpers.jobs import data_file, figures, fit, job, plan_of
-from .test_crashes import PLAN, Counter
+from .holders import PLAN, Holder
 
 __all__ = ["data_file"]
 
@@ -50,7 +50,7 @@ def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, monkeypatch: 
     gate, first = Gate(monkeypatch), torch.full((3,), 1.0)
 
     def act(transport: Transport) -> None:
-        holder: Any = Counter(PLAN, transport, 0.0)
+        holder: Any = Holder(PLAN, transport)
         state = {"model.0.weight": first.clone(), "tied": torch.zeros(2, 2, dtype=torch.bfloat16)}
         state |= {"same": state["model.0.weight"], "turned": torch.arange(6.0).reshape(2, 3).T, "empty": torch.empty(0)}
         holder.state_dict = lambda: dict(state)

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 
 import quintsched as qs
 from quintsched.errors import InputError, MisfitError, QuintschedError
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.comm.host_collectives import ControlGroup
-from quintsched.runtime.engine import Engine
-from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, FoundCheckpoint
 from quintsched.runtime.saving.checkpoints.manifest import (
     MANIFEST,
     DcpManifest,
@@ -33,77 +28,29 @@ from quintsched.runtime.saving.checkpoints.manifest import (
     seal,
 )
 
+from .holders import Holder, load, on_ranks, opened
+from .holders import save as save_step
+
 STEP = 12
 PLAN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
 DATA = save({"model.0.weight": torch.ones(2)})
 
 
-class Holder:
-    """Stand-in for an engine with the attributes that checkpoints use, for ranks that all hold the same."""
-
-    def __init__(self, plan: qs.Plan, transport: Transport) -> None:
-        self.plan, self.transport = plan, transport
-        world = transport.make_group([tuple(range(plan.mesh.size))])
-        self.rank = SimpleNamespace(
-            everyone=ControlGroup(world), number=world.index, replicas=(0, 1), groups=SimpleNamespace(world=world)
-        )
-        self.loaded: dict[str, torch.Tensor] = {}
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"model.0.weight": torch.ones(2)}
-
-    def state_metadata(self, state: Any = None) -> dict[str, str]:
-        return {}
-
-    @property
-    def saves(self) -> Holder:
-        return self
-
-    def holds_file(self, path: Path) -> bool:
-        return True
-
-    def load_state_files(self, paths: Sequence[Path], *, are_own: bool = False) -> None:
-        self.loaded = load_file(paths[0])
-
-
-def on_ranks(plan: qs.Plan, act: Callable[[Engine], Any]) -> list[Any]:
-    return run_local(plan.mesh.size, lambda transport: act(cast(Engine, Holder(plan, transport))))
-
-
 def saved(folder: Path, plan: qs.Plan = PLAN) -> Path:
     """Save a checkpoint of a plan's ranks and return the path of its manifest."""
-
-    def save(engine: Engine) -> None:
-        with Checkpoints(folder, 1).opened(engine.saves) as saves:
-            saves.save(STEP, {"epoch": 1})
-
-    on_ranks(plan, save)
+    save_step(folder, STEP, 1.0, plan=plan)
     return folder / f"step-{STEP:08d}" / MANIFEST
-
-
-def load(folder: Path, plan: qs.Plan = PLAN) -> list[FoundCheckpoint]:
-    """Load the newest checkpoint on all ranks, and require that they got what was saved."""
-
-    def load_one(engine: Engine) -> FoundCheckpoint | None:
-        with Checkpoints(folder, 1).opened(engine.saves, "resume") as saves:
-            found = saves.newest_whole()
-            if found is not None:
-                found.load()
-                assert torch.equal(cast(Any, engine).loaded["model.0.weight"], torch.ones(2))
-            return found
-
-    return on_ranks(plan, load_one)
 
 
 def refusals(folder: Path, plan: qs.Plan = PLAN) -> list[Exception]:
     """Return what each rank raises as it loads."""
 
-    def refused(engine: Engine) -> Exception:
-        with pytest.raises(QuintschedError) as error, Checkpoints(folder, 1).opened(engine.saves, "resume") as saves:
+    def refused(holder: Holder) -> Exception:
+        with pytest.raises(QuintschedError) as error, opened(holder, folder) as saves:
             saves.newest_whole()
         return error.value
 
-    return on_ranks(plan, refused)
+    return on_ranks(refused, plan)
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
@@ -111,7 +58,9 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     manifest = read_manifest(path, STEP)
     assert manifest.to_json() == path.read_bytes()
     assert [file.name for file in manifest.files] == [file_name(rank) for rank in range(4)]
-    assert [found.manifest.progress for found in load(tmp_path)] == [{"epoch": 1}] * 4
+    found = load(tmp_path, PLAN)
+    assert found is not None
+    assert found.manifest.progress == {"number": 1.0}
 
 
 def test_a_mesh_of_one_rank_has_no_axes(tmp_path: Path) -> None:
@@ -121,7 +70,7 @@ def test_a_mesh_of_one_rank_has_no_axes(tmp_path: Path) -> None:
     path.write_bytes(alone.to_json())
     assert read_manifest(path, STEP) == alone
     saved(tmp_path / "run", plan)
-    assert load(tmp_path / "run", plan)[0].manifest.progress == {"epoch": 1}
+    assert load(tmp_path / "run", plan) is not None
 
 
 def manifest_of(mesh: qs.Mesh) -> Manifest:
@@ -206,7 +155,7 @@ def test_every_fault_is_said_with_its_place(spoil: Callable[[Any], object], mess
 
 def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
     content = saved(tmp_path).read_bytes()
-    assert parse_manifest(content, STEP).progress == {"epoch": 1}
+    assert parse_manifest(content, STEP).progress == {"number": 1.0}
     for bit in range(8 * len(content)):
         changed = bytearray(content)
         changed[bit // 8] ^= 1 << bit % 8
@@ -231,7 +180,9 @@ def test_a_manifest_of_version_1_is_read(tmp_path: Path) -> None:
         del file["bytes"]
     old = {key: value for key, value in manifest.items() if key not in ("run", "settings")} | {"version": 1}
     path.write_text(json.dumps(old, indent=1))
-    assert [found.manifest.run for found in load(tmp_path)] == [None] * 4
+    found = load(tmp_path, PLAN)
+    assert found is not None
+    assert found.manifest.run is None
     path.write_text(json.dumps(manifest, indent=1))
     for refused in refusals(tmp_path):
         assert "the file is damaged: its first line is not a checksum" in str(refused)

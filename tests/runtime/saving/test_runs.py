@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,18 @@ from quintsched.runtime.launch.worker import main
 from quintsched.runtime.saving.checkpoints.folder_owner import LOCK, lock_folder
 from quintsched.runtime.saving.checkpoints.manifest import read_manifest
 from quintsched.runtime.saving.checkpoints.run_folder import RunFolder
+from quintsched.runtime.settings.job_file import JobConfig
 
-from ...helpers.jobs import data_file, figures, fit, interrupt_after, job
+from ...helpers import jobs
+from ...helpers.jobs import data_file, figures, fit, interrupt_after
 
 __all__ = ["data_file"]
+
+
+def job(data_file: Path, folder: Path | None = None, epochs: int = 2, seed: int = 0, **more: Any) -> JobConfig:
+    """A job of two stages, and six steps an epoch; `more` is of its checkpoints."""
+    checkpoint = {"dir": None if folder is None else str(folder)} | more
+    return jobs.job(data_file, parallel={"mesh": "pp=2"}, train={"epochs": epochs, "seed": seed}, checkpoint=checkpoint)
 
 
 def steps_in(folder: Path) -> list[str]:
@@ -34,7 +43,7 @@ def run_in(folder: Path, step: int) -> str | None:
 
 
 def test_a_new_run_does_not_start_where_another_one_was_saved(data_file: Path, tmp_path: Path) -> None:
-    config = job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / "c"), "every": 3})
+    config = job(data_file, tmp_path / "c", epochs=1, every=3)
     fit(config)
     with pytest.raises(qs.UsageError, match=r"an earlier run was saved there, up to step 6; .*--resume.*--fresh"):
         fit(config)
@@ -46,29 +55,27 @@ def test_a_fresh_run_moves_the_old_one_away_and_a_resumed_one_goes_on_with_the_f
     data_file: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "c"
-    config = job(data_file, checkpoint={"dir": str(folder), "every": 4})
-    other = job(data_file, train={"seed": 7}, checkpoint={"dir": str(folder), "every": 4})
+    config, other = (job(data_file, folder, seed=seed, every=4) for seed in (0, 7))
     fit(config)
-    old = run_in(folder, 18)
+    old = run_in(folder, 12)
     interrupt_after(other, steps=10, start="fresh")
     assert steps_in(folder) == ["step-00000004", "step-00000008"]
-    assert steps_in(folder / f"run-{old}") == ["step-00000016", "step-00000018"]
+    assert steps_in(folder / f"run-{old}") == ["step-00000008", "step-00000012"]
     assert run_in(folder, 8) != old
     resumed = fit(other, resume=True)[0]
     assert "resumed after step 8" in resumed[2]
-    assert figures(resumed[0]) == figures(fit(job(data_file, train={"seed": 7}))[0][0])
-    again = job(data_file, checkpoint={"dir": str(folder / f"run-{old}")})
-    said = fit(again, resume=True)[0][2]
-    assert said[-2:] == ["resumed after step 18", "nothing is left to train: it has 18 steps"]
+    assert figures(resumed[0]) == figures(fit(job(data_file, seed=7))[0][0])
+    said = fit(job(data_file, folder / f"run-{old}"), resume=True)[0][2]
+    assert said[-2:] == ["resumed after step 12", "nothing is left to train: it has 12 steps"]
 
 
 def test_a_folder_with_steps_of_two_runs_is_refused(data_file: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        fit(job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / name), "every": 3}))
+        fit(job(data_file, tmp_path / name, epochs=1, every=3))
     shutil.rmtree(tmp_path / "b" / "step-00000003")
     shutil.rmtree(tmp_path / "a" / "step-00000006")
     shutil.move(tmp_path / "a" / "step-00000003", tmp_path / "b" / "step-00000003")
-    config = job(data_file, checkpoint={"dir": str(tmp_path / "b")})
+    config = job(data_file, tmp_path / "b")
     with pytest.raises(qs.UsageError, match=r"the steps there are of 2 runs \((3; 6|6; 3)\); move all but one"):
         fit(config, resume=True)
     fit(config, fresh=True)
@@ -82,7 +89,7 @@ def test_a_run_that_lives_keeps_others_out_and_a_dead_one_does_not(
     script = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True)"
     folder = tmp_path / "c"
     folder.mkdir()
-    config = job(data_file, train={"epochs": 1}, checkpoint={"dir": str(folder)})
+    config = job(data_file, folder, epochs=1)
     with subprocess.Popen(
         [sys.executable, "-c", f"{script}; time.sleep(60)", str(folder / LOCK)], stdout=subprocess.PIPE
     ) as other:
@@ -136,31 +143,31 @@ def test_a_lock_that_is_no_file_is_refused(data_file: Path, tmp_path: Path, kind
             case _:
                 server.bind(str(path))
         with pytest.raises(qs.UsageError, match="cannot write the checkpoint"):
-            fit(job(data_file, checkpoint={"dir": str(tmp_path)}))
+            fit(job(data_file, tmp_path))
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_the_newest_whole_step_is_taken_and_said_so(data_file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "c"
-    config = job(data_file, checkpoint={"dir": str(folder), "every": 4, "keep": 3})
+    config = job(data_file, folder, every=3, keep=3)
     expected = figures(fit(job(data_file))[0][0])
-    interrupt_after(config, steps=13)
-    assert steps_in(folder) == ["step-00000004", "step-00000008", "step-00000012"]
-    (folder / "step-00000012" / "rank-00003.safetensors").write_bytes(b"")
-    os.truncate(folder / "step-00000008" / "manifest.json", 100)
+    interrupt_after(config, steps=10)
+    assert steps_in(folder) == ["step-00000003", "step-00000006", "step-00000009"]
+    (folder / "step-00000009" / "rank-00001.safetensors").write_bytes(b"")
+    os.truncate(folder / "step-00000006" / "manifest.json", 100)
     for history, _, said in fit(config, resume=True):
         assert re.fullmatch(
-            r"the checkpoint of step 12 is not whole, step 4 is taken: \S+/step-00000012/rank-00003\.safetensors: "
+            r"the checkpoint of step 9 is not whole, step 3 is taken: \S+/step-00000009/rank-00001\.safetensors: "
             r"the file is damaged: it has 0 bytes, not the \d+ of the manifest",
             said[0],
         )
-        assert said[1].startswith("the checkpoint of step 8 is not whole, step 4 is taken: ")
-        assert said[2] == "resumed after step 4"
+        assert said[1].startswith("the checkpoint of step 6 is not whole, step 3 is taken: ")
+        assert said[2] == "resumed after step 3"
         assert figures(history) == expected
 
 
 def test_where_no_step_is_whole_all_are_named(data_file: Path, tmp_path: Path) -> None:
-    config = job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path), "every": 3})
+    config = job(data_file, tmp_path, epochs=1, every=3)
     fit(config)
     for step in (3, 6):
         (tmp_path / f"step-{step:08d}" / "manifest.json").unlink()
@@ -171,22 +178,23 @@ def test_where_no_step_is_whole_all_are_named(data_file: Path, tmp_path: Path) -
 
 
 def test_later_steps_that_were_damaged_are_set_aside_by_the_first_save(data_file: Path, tmp_path: Path) -> None:
-    config = job(data_file, checkpoint={"dir": str(tmp_path), "every": 4, "keep": 9})
-    interrupt_after(config, steps=13)
-    mode = (tmp_path / "step-00000012" / "rank-00001.safetensors").read_bytes()
-    (tmp_path / "step-00000012" / "rank-00001.safetensors").write_bytes(mode[:-1])
-    interrupt_after(job(data_file, checkpoint={"dir": str(tmp_path), "every": 5}), steps=11, start="resume")
-    assert "step-00000012" not in steps_in(tmp_path)
-    assert len(list(tmp_path.glob("set-aside-*/step-00000012"))) == 1
-    assert "resumed after step 10" in fit(config, resume=True)[0][2]
+    config = job(data_file, tmp_path, every=3, keep=9)
+    interrupt_after(config, steps=10)
+    path = tmp_path / "step-00000009" / "rank-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    interrupt_after(job(data_file, tmp_path, every=4), steps=9, start="resume")
+    assert "step-00000009" not in steps_in(tmp_path)
+    assert len(list(tmp_path.glob("set-aside-*/step-00000009"))) == 1
+    assert "resumed after step 8" in fit(config, resume=True)[0][2]
 
 
 def test_the_command_line_says_it_in_one_line(
     data_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, folder = tmp_path / "job.yaml", tmp_path / "c"
-    config = job(
+    config = jobs.job(
         data_file,
+        parallel={"mesh": "pp=2"},
         train={"epochs": 1, "batch_size": 16},
         runtime={"transport": "local"},
         checkpoint={"dir": str(folder), "every": 2, "keep": 1},

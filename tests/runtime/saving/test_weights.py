@@ -15,14 +15,12 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_outlines import Blocks, build_block, build_model
+from quintsched.runtime.blocks.block_outlines import Blocks, build_block
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
-from ..optim.optimizers import adafactor, muon
-from ..toys import CLASSES, Outcome, adam, difference, ids_task, share, tiny_gpt
+from ...helpers.training import train_alone
+from ..toys import adam, cross_entropy_plainly, difference, ids_task, share, tiny_gpt
 
 LENGTH, SAMPLES, DECAY = 8, 8, 0.8
 MESHES = [("dp=2,pp=2", 0), ("dp=2,pp=2", 1), ("dp=2,tp=2", 2), ("dp=2,pp=2", 3), ("dp=2,tp=2", 3)]
@@ -45,27 +43,21 @@ def train(engine: Engine, steps: Sequence[int]) -> list[float]:
 @cache
 def alone() -> tuple[dict[str, Tensor], float]:
     """Return the average of the weights of one process after three steps, and its loss on the fourth batch."""
-    task, model = ids_task(4, SAMPLES, LENGTH), build_model(tiny_gpt(LENGTH, depth=2), 0, torch.float64)
-    stepper = adam(list(model.parameters()))
-    averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+    *batches, last = ids_task(4, SAMPLES, LENGTH).batches
+    averages: dict[str, Tensor] = {}
 
-    def loss(step: int) -> Tensor:
-        targets = task.targets[step].flatten()
-        logits = model(task.inputs[step]).flatten(0, -2)
-        summed = nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
-        return summed / (targets != -100).sum()
+    def average(model: nn.Module, step: int) -> None:
+        for name, p in model.named_parameters():
+            averages[name] = averages.get(name, p.detach()).lerp(p.detach(), 1 - DECAY)
+        if step == 2:
+            model.load_state_dict(averages)
 
-    for step in range(3):
-        stepper.zero_grad()
-        loss(step).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        stepper.step()
-        for name, p in model.named_parameters():
-            averages[name] = DECAY * averages[name] + (1 - DECAY) * p.detach()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.copy_(averages[name])
-        return averages, float(loss(3))
+    def begin(model: nn.Module, step: int) -> None:
+        averages.update({name: p.detach().clone() for name, p in model.named_parameters() if step == 0})
+
+    blocks, settings = tiny_gpt(LENGTH, depth=2), {"clip": 1.0, "before": begin, "after": average}
+    found = train_alone(blocks, cross_entropy_plainly, adam, batches, evaluated=last, **settings)
+    return averages, found.losses[-1]
 
 
 @pytest.mark.sampled(2)
@@ -93,74 +85,6 @@ def test_averages_are_those_of_one_process(mesh: str, zero: int) -> None:
     for weights, found in run_local(4, run, timeout_s=60):
         assert abs(found - loss) <= 1e-12
         assert max(difference(weight, expected[name]) for name, weight in weights.items()) <= 1e-12
-
-
-def joined(states: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: tensor for state in states for name, tensor in state.items()}
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("optimizer"), [adam, adafactor, muon])
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [(("dp=2,pp=2", 1), ("dp=2,tp=2", 0)), (("dp=2,tp=2", 3), ("pp=2", 0)), (("tp=2", 0), ("dp=4", 2))],
-)
-def test_a_full_state_goes_to_any_mesh(source: tuple[str, int], target: tuple[str, int], optimizer: Any) -> None:
-    def begin(transport: Transport) -> tuple[dict[str, Tensor], dict[str, Tensor], Outcome]:
-        engine = make(transport, *source, optimizer)
-        engine.ema(DECAY)
-        train(engine, [0, 1])
-        mine, whole = engine.full_state_dict(), engine.full_state_dict(all_blocks=True)
-        losses = train(engine, [2, 3])
-        return mine, whole, Outcome(losses, engine.full_state_dict(all_blocks=True))
-
-    began = run_local(qs.Mesh.parse(source[0]).size, begin, timeout_s=60)
-    state = joined([mine for mine, _, _ in began])
-    for _, whole, _ in began:
-        assert whole.keys() == state.keys()
-        assert all(torch.equal(whole[name], tensor) for name, tensor in state.items())
-
-    def go_on(transport: Transport) -> Outcome:
-        engine = make(transport, *target, optimizer)
-        engine.ema(DECAY)
-        engine.load_full_state_dict(state)
-        assert all(torch.equal(state[name], tensor) for name, tensor in engine.full_state_dict().items())
-        return Outcome(train(engine, [2, 3]), engine.full_state_dict(all_blocks=True))
-
-    expected = began[0][2]
-    for found in run_local(qs.Mesh.parse(target[0]).size, go_on, timeout_s=60):
-        assert found.losses == pytest.approx(expected.losses, rel=1e-12)
-        assert found.weights.keys() == expected.weights.keys()
-        assert max(difference(tensor, expected.weights[name]) for name, tensor in found.weights.items()) <= 1e-9
-
-
-def test_a_full_state_has_masters_and_ties() -> None:
-    options = GPTOptions(hidden=16, depth=2, tied=True)
-    blocks = gpt(DataSpec(input_shape=(LENGTH,), num_classes=CLASSES), options)
-
-    def run(transport: Transport, mesh: str, state: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        pp = qs.Mesh.parse(mesh).axis_size("pp")
-        tied = {"embedding": (0, pp - 1)} if pp > 1 else {}
-        plan = qs.compile("1f1b", mesh=mesh, microbatches=2, tied=tied, zero=1 if "dp" in mesh else 0)
-        engine = Engine(
-            plan,
-            blocks,
-            cross_entropy_sum,
-            adam,
-            dtype=torch.bfloat16,
-            tied=gpt_tied(options),
-            transport=transport,
-        )
-        if state is not None:
-            engine.load_full_state_dict(state)
-        else:
-            train(engine, [0, 1])
-        return engine.full_state_dict(all_blocks=True)
-
-    first = run_local(1, lambda transport: run(transport, "pp=1", None))[0]
-    assert first["model.0.tokens.weight"].dtype == torch.float32
-    for found in run_local(4, lambda transport: run(transport, "dp=2,pp=2", first)):
-        assert all(torch.equal(found[name], tensor) for name, tensor in first.items())
 
 
 @pytest.mark.sampled(2)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-import quintsched as qs
-from quintsched.errors import MisfitError
-from quintsched.runtime import Engine, run_local
+from ....helpers.training import train_alone
+from ..trials import refused, sgd, taken
 
 SAMPLES = 8
 
@@ -53,43 +50,37 @@ OF_NO_SAMPLE = {"memory": (attends, MEMORY), "positions": (places, torch.arange(
 OF_SAMPLES = {"weights": (scales_samples, MEMORY[0]), "domains": (adds_domain, torch.arange(SAMPLES) % 3)}
 
 
-def run(forward, extra, microbatches):
-    """Return the loss of a step, and that of one process."""
+def given(forward, extra):
+    """Return blocks, and a batch."""
     torch.manual_seed(0)
     blocks = [of_kind(forward)().double(), nn.Linear(SAMPLES, 3).double()]
     inputs = torch.randn(SAMPLES, SAMPLES, 6, dtype=torch.float64)
-    targets = torch.randn(SAMPLES, SAMPLES, 3, dtype=torch.float64)
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=microbatches)
+    return blocks, [(inputs, torch.randn(SAMPLES, SAMPLES, 3, dtype=torch.float64), {"extra": extra})]
 
-    def train(transport):
-        engine = Engine(
-            plan, copy.deepcopy(blocks), F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport
-        )
-        return float(engine.step(inputs, targets, extra=extra).loss)
 
-    expected = F.mse_loss(blocks[1](blocks[0](inputs, extra)), targets) if torch.is_tensor(extra) else None
-    return run_local(2, train)[0], None if expected is None else expected.item()
+def require_equality(forward, extra, microbatches):
+    blocks, batches = given(forward, extra)
+    expected = train_alone(blocks, F.mse_loss, sgd, batches).losses  # which is given the extra whole
+    assert taken(blocks, batches, microbatches=microbatches) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("microbatches", [2, SAMPLES])
 @pytest.mark.parametrize("name", OF_SAMPLES)
 def test_those_of_samples_are_cut(name, microbatches):
-    found, expected = run(*OF_SAMPLES[name], microbatches)
-    assert found == pytest.approx(expected, rel=1e-12)
+    require_equality(*OF_SAMPLES[name], microbatches)
 
 
 @pytest.mark.parametrize("microbatches", [2, SAMPLES])
 @pytest.mark.parametrize("name", OF_NO_SAMPLE)
 def test_those_of_no_sample_are_refused(name, microbatches):
-    with pytest.raises(MisfitError, match=r"uses 'extra' for all samples alike|cannot take"):
-        run(*OF_NO_SAMPLE[name], microbatches)
+    said = refused(*given(*OF_NO_SAMPLE[name]), microbatches=microbatches)
+    assert "uses 'extra' for all samples alike" in said or "cannot take" in said
 
 
 @pytest.mark.parametrize("name", ["positions", "scale"])
 def test_they_are_taken_with_one_row(name):
     forward, extra = OF_NO_SAMPLE[name]
-    found, expected = run(forward, extra[None], SAMPLES)
-    assert found == pytest.approx(expected, rel=1e-12)
+    require_equality(forward, extra[None], SAMPLES)
 
 
 def of_list(self, x, extra):
@@ -97,7 +88,7 @@ def of_list(self, x, extra):
 
 
 def test_lists_with_an_entry_for_each_sample_are_refused():
-    with pytest.raises(MisfitError, match="extra is a list of 8 values beside as many samples"):
-        run(of_list, list(range(SAMPLES)), 2)
-    run(of_list, list(range(SAMPLES)), 1)
-    run(of_list, list(range(SAMPLES + 1)), 2)
+    of_each = list(range(SAMPLES))
+    assert "extra is a list of 8 values beside as many samples" in refused(*given(of_list, of_each))
+    taken(*given(of_list, of_each), microbatches=1)
+    taken(*given(of_list, [*of_each, 8]))

@@ -1,7 +1,5 @@
 """Losses whose first microbatches tell little, or of which one weighs nothing: as of the whole batch, or refused."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -9,8 +7,8 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import run_local
+
+from ....helpers.training import require_equal, sgd, train_alone, train_ranks
 
 MESHES = [("pp=1", 4), ("pp=2", 2), ("dp=2", 1), ("dp=2,pp=2", 4)]
 
@@ -37,39 +35,13 @@ def batch(step, samples):
     return x, {"y": y, "ids": ids, "mask": mask, "beta": torch.tensor(0.5, dtype=torch.float64)}
 
 
-def sgd(weights):
-    return torch.optim.SGD(weights, lr=0.05)
-
-
 def train(loss, mesh, microbatches, samples=8, steps=4, given=batch):
-    """Return the losses of a run, and those of one process, which has the same weights."""
+    """Train on a mesh, and require losses and weights of one process."""
     torch.manual_seed(0)
-    start = nn.Sequential(nn.Linear(4, 4), Heads()).double()
+    blocks, batches = [nn.Linear(4, 4).double(), Heads().double()], [given(step, samples) for step in range(steps)]
     plan = qs.compile("1f1b", mesh=mesh, microbatches=microbatches)
-
-    def run(transport):
-        engine, found = Engine(plan, list(copy.deepcopy(start)), loss, sgd, transport=transport), []
-        for step in range(steps):
-            x, targets = given(step, samples)
-            places = torch.arange(samples).tensor_split(engine.num_replicas)[engine.replica]
-            mine = {name: t[places] if t.dim() else t for name, t in targets.items()}
-            found.append(engine.step(x[places], mine).loss.item())
-        return found, {name: weight.sum().item() for name, weight in engine.full_weights().items()}
-
-    model, alone = copy.deepcopy(start), []
-    optimizer = sgd(model.parameters())
-    for step in range(steps):
-        x, targets = given(step, samples)
-        optimizer.zero_grad()
-        value = loss(model(x), targets)
-        value.backward()
-        optimizer.step()
-        alone.append(value.item())
-    told = run_local(plan.mesh.size, run)
-    weights = {name: weight for _, its in told for name, weight in its.items()}
-    expected = {name: weight.sum().item() for name, weight in model.named_parameters()}
-    assert weights == pytest.approx(expected, rel=1e-11)
-    return told[0][0], alone
+    ranks = train_ranks(plan, blocks, loss, sgd, batches)
+    require_equal(ranks, train_alone(blocks, loss, sgd, batches), 1e-11)
 
 
 EQUAL = {
@@ -92,8 +64,7 @@ EQUAL = {
 @pytest.mark.parametrize("loss", EQUAL.values(), ids=EQUAL)
 def test_what_weighs_nothing_in_a_microbatch_is_nothing_of_the_batch(loss, mesh, microbatches):
     for samples in (8, 7):
-        found, expected = train(loss, mesh, microbatches, samples)
-        assert found == pytest.approx(expected, rel=1e-11)
+        train(loss, mesh, microbatches, samples)
 
 
 def by_domain(step, samples):
@@ -133,5 +104,4 @@ def over_lengths(output, targets):
 
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
 def test_a_mean_over_lengths_is_weighed_by_these(mesh, microbatches):
-    found, expected = train(over_lengths, mesh, microbatches, given=lengths)
-    assert found == pytest.approx(expected, rel=1e-11)
+    train(over_lengths, mesh, microbatches, given=lengths)

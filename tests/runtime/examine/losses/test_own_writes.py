@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import quintsched as qs
-from quintsched.errors import MisfitError
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.examine.losses.real_batches import RealBatch, SampleUnit
 from quintsched.runtime.examine.losses.watched_loss import Examined
+
+from ..trials import refused
 
 RANDOM = torch.Generator().manual_seed(5)
 OUTPUT = torch.randn(4, 5, generator=RANDOM, dtype=torch.float64)
@@ -159,17 +157,15 @@ class Collecting(nn.Module):
 def test_what_calls_have_written_may_not_matter_later_either(
     kind: Callable[[], Any], mesh: str, microbatches: int
 ) -> None:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=microbatches)
-    losses = [kind() for _ in range(plan.mesh.size)]
+    losses: dict[int, Any] = {}
 
-    def run(transport: Transport) -> None:
-        loss, block = losses[transport.rank], nn.Linear(3, 3).double()
-        engine = Engine(plan, [block], loss, partial(torch.optim.SGD, lr=0.1), transport=transport)
-        x = torch.ones(4, 3, dtype=torch.float64)
-        for _ in range(4):
-            engine.step(x, 2 * x)
-        loss.epoch = 1
-        with pytest.raises(MisfitError, match=r"has changed, its calls write .*, which it goes by"):
-            engine.step(x, 2 * x)
+    def loss_of(blocks: Any) -> Any:
+        return losses.setdefault(id(blocks), kind())
 
-    run_local(plan.mesh.size, run)
+    def change(blocks: Any, number: int) -> None:
+        losses[id(blocks)].epoch = int(number == 4)
+
+    x = torch.ones(4, 3, dtype=torch.float64)
+    more = {"mesh": mesh, "microbatches": microbatches, "change": change, "loss_of": loss_of}
+    said = refused([nn.Linear(3, 3).double()], [(x, 2 * x)] * 5, **more)
+    assert re.search(r"has changed, its calls write .*, which it goes by", said)

@@ -15,13 +15,12 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.examine.function_state import FunctionState
 from quintsched.runtime.examine.losses.loss_value_checks import is_known
 
-from ...toys import sgd
+from ....helpers.training import train_alone
+from ..trials import engine_of, refused, sgd, step, taken
 
 CLASSES = 5
 BLOCKS = [partial(nn.Linear, 4, 8), partial(nn.Linear, 8, CLASSES)]
@@ -61,41 +60,18 @@ def in_batches(output: Tensor, targets: Tensor) -> Tensor:
     return losses.mean() if len(losses) != len(LABELS) else losses.topk(CLASSES).values.mean()
 
 
-def step_all(
-    mesh: str, loss: Any, targets: list[Any], change: Callable[[int], None] = lambda _: None, microbatches: int = 4
-) -> list[Any]:
-    """Return of each rank the losses of its steps; a refusal in place of that of the step that is refused."""
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=microbatches if "dp" not in mesh else 2)
-
-    def run(transport: Transport) -> list[Any]:
-        engine = Engine(plan, BLOCKS, loss, sgd, transport=transport, dtype=torch.float64)
-        cut = lambda t: t.chunk(engine.num_replicas)[engine.replica] if isinstance(t, Tensor) and t.dim() else t  # noqa: E731
-        found: list[Any] = []
-        for number, some in enumerate(targets):
-            change(number)
-            given = tuple(map(cut, some)) if isinstance(some, tuple) else cut(some)
-            before = engine.full_weights()
-            try:
-                found.append(engine.step(cut(INPUTS), given).loss.item())
-            except MisfitError as error:
-                after = engine.full_weights()
-                assert all(torch.equal(after[name], weight) for name, weight in before.items())
-                return [*found, str(error)]
-        return found
-
-    return run_local(plan.mesh.size, run)
+def settings_of(mesh: str, microbatches: int = 4) -> dict[str, Any]:
+    return {"mesh": mesh, "microbatches": 2 if "dp" in mesh else microbatches, "dtype": torch.float64}
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["pp=1", "dp=2,pp=2"])
 def test_a_later_microbatch_shows_what_the_first_has_not(mesh: str) -> None:
-    for (said,) in step_all(mesh, in_batches, [LABELS]):
-        assert "in step 0 it is not so" in said
-        assert "return (sum, weight)" in said
-    large = [NUMBERS, NUMBERS, NUMBERS, 1e6 * NUMBERS]
-    for found in step_all(mesh, by_size, large):
-        assert len(found) == 4
-        assert "in step 3 it is not so" in found[-1]
+    said = refused(BLOCKS, [(INPUTS, LABELS)], in_batches, **settings_of(mesh))
+    assert "in step 0 it is not so" in said
+    assert "return (sum, weight)" in said
+    large = [(INPUTS, NUMBERS)] * 3 + [(INPUTS, 1e6 * NUMBERS)]
+    assert "in step 3 it is not so" in refused(BLOCKS, large, by_size, **settings_of(mesh))
 
 
 TABLE = torch.arange(200) % CLASSES
@@ -121,17 +97,17 @@ def test_what_comes_late_is_seen_in_that_step_by_values(mesh: str) -> None:
     void = LABELS.clone()
     void[0] = void[2] = 5  # as many in each microbatch of the first replica
 
-    def change(number: int) -> None:
+    def change(_: Any, number: int) -> None:
         SETTING[500] = number == 3
 
-    for loss, usual, late, of in (
-        (of_raw_ids, LABELS, void, lambda _: None),
-        (of_a_setting, NUMBERS, NUMBERS, change),
-        (of_all_ids, LABELS, void, lambda _: None),
+    for loss, usual, late, more in (
+        (of_raw_ids, LABELS, void, {}),
+        (of_a_setting, NUMBERS, NUMBERS, {"change": change}),
+        (of_all_ids, LABELS, void, {}),
     ):
-        for found in step_all(mesh, loss, [usual, usual, usual, late], of):
-            assert len(found) == 4
-            assert "in step 3 it is not so: of all together it is" in found[-1]
+        batches = [(INPUTS, usual)] * 3 + [(INPUTS, late)]
+        said = refused(BLOCKS, batches, loss, **settings_of(mesh), **more)
+        assert "in step 3 it is not so: of all together it is" in said
 
 
 class Penalised(nn.Linear):
@@ -143,12 +119,11 @@ class Penalised(nn.Linear):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
 def test_what_comes_late_is_seen_in_evaluations_and_beside_losses_of_blocks(mesh: str) -> None:
-    plan = qs.compile("1f1b" if mesh == "pp=2" else "gpipe", mesh=mesh, microbatches=2)
     blocks, void = [BLOCKS[0], partial(Penalised, 8, CLASSES)], LABELS.clone()
     void[0] = void[2] = 5  # as many in each microbatch of the first replica
 
     def run(transport: Transport) -> None:
-        engine = Engine(plan, blocks, of_raw_ids, sgd, transport=transport, dtype=torch.float64)
+        engine = engine_of(transport, blocks, of_raw_ids, mesh, dtype=torch.float64)
         inputs, usual, late = (t.chunk(engine.num_replicas)[engine.replica] for t in (INPUTS, LABELS, void))
         for _ in range(3):
             engine.step(inputs, usual)
@@ -159,7 +134,7 @@ def test_what_comes_late_is_seen_in_evaluations_and_beside_losses_of_blocks(mesh
         with pytest.raises(MisfitError, match="in step 3 it is not so"):
             engine.step(inputs, late)
 
-    run_local(plan.mesh.size, run)
+    run_local(2, run)
 
 
 def test_a_loss_that_changes_what_it_is_given_is_refused() -> None:
@@ -168,8 +143,8 @@ def test_a_loss_that_changes_what_it_is_given_is_refused() -> None:
         return F.cross_entropy(output, targets)
 
     for loss in (relabelled, lambda output, targets: F.cross_entropy(output.div_(2), targets)):
-        for (said,) in step_all("pp=1", loss, [LABELS.clone()]):
-            assert "write targets = targets.masked_fill(…)" in said
+        said = refused(BLOCKS, [(INPUTS, LABELS.clone())], loss, **settings_of("pp=1"))
+        assert "write targets = targets.masked_fill(…)" in said
 
 
 def test_ranks_of_one_rule_agree_though_one_alone_has_seen_nothing() -> None:
@@ -179,9 +154,7 @@ def test_ranks_of_one_rule_agree_though_one_alone_has_seen_nothing() -> None:
 
     few = LABELS.clamp(min=1)
     few[:6] = 0
-    for losses in step_all("dp=2,pp=2", mean_of_some, [LABELS.clamp(min=1), few]):
-        assert len(losses) == 2
-        assert all(isinstance(loss, float) for loss in losses)
+    taken(BLOCKS, [(INPUTS, LABELS.clamp(min=1)), (INPUTS, few)], mean_of_some, **settings_of("dp=2,pp=2"))
 
 
 def test_hooks_of_the_first_step_are_no_change_of_a_loss() -> None:
@@ -203,35 +176,30 @@ def test_torchs_own_losses_are_not_compared_by_values() -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["pp=1", "dp=2,pp=2"])
 def test_a_loss_without_gradient_is_examined_when_it_has_one(mesh: str) -> None:
-    for first, said in step_all(mesh, rooted, [(NUMBERS, 0.0), (NUMBERS, 1.0)]):
-        assert first == 0
-        assert "of microbatches it is not that of the batch" in said
+    batches = [(INPUTS, (NUMBERS, factor)) for factor in (0.0, 1.0)]
+    said = refused(BLOCKS, batches, rooted, **settings_of(mesh))
+    assert "of microbatches it is not that of the batch" in said
 
 
 def test_what_a_loop_changes_is_seen_in_that_step() -> None:
-    places, loss = torch.arange(8), Scheduled()
+    batches, loss, weighted = [(INPUTS, torch.arange(8))] * 4, Scheduled(), Scheduled()
+    weights = torch.rand(CLASSES, generator=RANDOM, dtype=torch.float64)
 
-    def change(number: int) -> None:
+    def change(_: Any, number: int) -> None:
         loss.alpha = float(number == 3)
 
-    for found in step_all("dp=2,pp=2", loss, [places] * 4, change):
-        assert len(found) == 4
-        assert "since the loss (Scheduled).alpha has changed" in found[-1]
-
-    weighted, weights = Scheduled(), torch.rand(CLASSES, generator=RANDOM, dtype=torch.float64)
-
-    def weigh(number: int) -> None:
+    def weigh(_: Any, number: int) -> None:
         weighted.weight = weights if number == 3 else None
 
-    found = step_all("pp=1", weighted, [places] * 4, weigh)[0]
-    assert len(found) == 4
+    said = refused(BLOCKS, batches, loss, change=change, **settings_of("dp=2,pp=2"))
+    assert "since the loss (Scheduled).alpha has changed" in said
+    assert len(step(BLOCKS, batches, weighted, change=weigh, **settings_of("pp=1"))[0]) == 4
 
 
 def test_targets_are_told_apart_by_their_names() -> None:
     ids = torch.tensor([1, 2, -100, 3, -100, -100, -100, 0])
     loss = lambda output, targets: F.cross_entropy(output, targets["ids"])  # noqa: E731
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=4)
-    engine = Engine(plan, BLOCKS, loss, sgd, dtype=torch.float64)
+    engine = engine_of(None, BLOCKS, loss, **settings_of("pp=1"))
     for targets in ({"ids": ids, "others": LABELS}, {"others": LABELS, "ids": ids}, {"others": LABELS, "ids": ids}):
         weight = engine.step(INPUTS, targets).weight
         assert weight.item() == 4
@@ -246,10 +214,9 @@ def test_weights_of_a_loss_that_nobody_trains_are_refused() -> None:
         def forward(self, output: Tensor, targets: Tensor) -> Tensor:
             return self.scale * F.mse_loss(output, targets)
 
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=4)
     with pytest.raises(UsageError, match=r"requires_grad_\(False\)"):
-        Engine(plan, BLOCKS, Learnt(), sgd)
-    Engine(plan, BLOCKS, Learnt().requires_grad_(requires_grad=False), sgd)
+        engine_of(None, BLOCKS, Learnt(), **settings_of("pp=1"))
+    engine_of(None, BLOCKS, Learnt().requires_grad_(requires_grad=False), **settings_of("pp=1"))
 
 
 class Beside(nn.Linear):
@@ -284,12 +251,9 @@ RESTS: dict[str, tuple[Any, Any, str]] = {
 
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
 @pytest.mark.parametrize("name", RESTS)
-def test_what_belongs_to_no_sample_is_the_same_in_all_microbatches(
-    mesh: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_belongs_to_no_sample_is_the_same_in_all_microbatches(mesh: str, name: str) -> None:
     find, loss, said = RESTS[name]
-    monkeypatch.setattr(f"{__name__}.BLOCKS", [BLOCKS[0], partial(Beside, find)])
-    for found in step_all(mesh, loss, [LABELS]):
+    for found in step([BLOCKS[0], partial(Beside, find)], [(INPUTS, LABELS)], loss, **settings_of(mesh)):
         assert said in str(found[-1])
         assert isinstance(found[-1], str) == bool(said)
 
@@ -319,25 +283,15 @@ def with_stated_prototypes(output: Any, targets: Tensor, times: float = 1) -> An
 @pytest.mark.parametrize("rows", [2, 8, 1])
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
-def test_what_has_as_many_rows_as_samples_may_belong_to_none(
-    mesh: str, asks: bool, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocks = [BLOCKS[0], partial(Prototypes, rows, asks=asks)]
-    monkeypatch.setattr(f"{__name__}.BLOCKS", blocks)
-    model = build_model(blocks, 0, torch.float64)
-    optimizer, right = sgd(list(model.parameters())), []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = with_prototypes(model(INPUTS), LABELS)
-        loss.backward()
-        optimizer.step()
-        right.append(loss.item())
-    microbatches = 8 if rows == 1 else 4
-    for found in step_all(mesh, with_prototypes, [LABELS] * 2, microbatches=microbatches):
+def test_what_has_as_many_rows_as_samples_may_belong_to_none(mesh: str, asks: bool, rows: int) -> None:
+    blocks, batches = [BLOCKS[0], partial(Prototypes, rows, asks=asks)], [(INPUTS, LABELS)] * 2
+    settings = settings_of(mesh, 8 if rows == 1 else 4)
+    right = train_alone(blocks, with_prototypes, sgd, batches).losses
+    for found in step(blocks, batches, with_prototypes, **settings):
         assert found == pytest.approx(right, abs=1e-12)
-    for loss_fn in (partial(with_prototypes, reduction="sum"), with_stated_prototypes):
-        for (said,) in step_all(mesh, loss_fn, [LABELS], microbatches=microbatches):
-            assert "output['others'][0] belongs to no sample, and so is in each microbatch" in said
+    for loss in (partial(with_prototypes, reduction="sum"), with_stated_prototypes):
+        said = refused(blocks, batches[:1], loss, **settings)
+        assert "output['others'][0] belongs to no sample, and so is in each microbatch" in said
 
 
 @pytest.mark.parametrize(
@@ -351,8 +305,7 @@ def test_what_has_as_many_rows_as_samples_may_belong_to_none(
 )
 def test_a_mean_over_unlike_numbers_for_a_sample_is_refused(loss: Any, is_right: bool) -> None:
     def run(transport: Transport) -> str:
-        plan = qs.compile("gpipe", mesh="dp=2", microbatches=1)
-        engine = Engine(plan, [lambda: nn.Linear(4, 4)], loss, sgd, dtype=torch.float64, transport=transport)
+        engine = engine_of(transport, [lambda: nn.Linear(4, 4)], loss, "dp=2", microbatches=1, dtype=torch.float64)
         x = torch.randn(3, 5 + 2 * transport.rank, 4, dtype=torch.float64)
         try:
             engine.step(x, x.flip(0))
@@ -375,13 +328,13 @@ def test_a_metric_that_is_a_sum_is_over_samples_whatever_microbatches_there_are(
     inputs, right = torch.randn(8, 8), lambda output, targets: (output.argmax(-1) == targets).sum()
     targets = blocks[1](blocks[0](inputs)).argmax(-1)
     targets[:3] = (targets[:3] + 1) % CLASSES
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=microbatches)
 
     def run(transport: Transport) -> tuple[float, float, float]:
-        own = copy.deepcopy(blocks)
-        engine = Engine(plan, own, mean_of_each, sgd, transport=transport, metrics={"right": right})
+        more = {"microbatches": microbatches, "metrics": {"right": right}}
+        engine = engine_of(transport, copy.deepcopy(blocks), mean_of_each, mesh, **more)
         mine = (t.chunk(engine.num_replicas)[engine.replica] for t in (inputs, targets))
         result = engine.step(*mine)
         return float(result.metrics["right"]), float(result.weight), float(result.sums["right"])
 
-    assert run_local(plan.mesh.size, run) == [(5 / 8, 8, 5)] * plan.mesh.size
+    size = qs.Mesh.parse(mesh).size
+    assert run_local(size, run) == [(5 / 8, 8, 5)] * size

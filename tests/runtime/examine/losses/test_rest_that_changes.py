@@ -1,7 +1,5 @@
 """Losses that go by what belongs to no sample and is another in each step: compared in the step where it matters."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -9,8 +7,9 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Engine, SumOfMeans
-from quintsched.runtime.comm import run_local
+from quintsched.runtime import SumOfMeans
+
+from ....helpers.training import require_equal, sgd, train_alone, train_ranks
 
 
 class Uncertain(nn.Module):
@@ -41,34 +40,13 @@ def batch(step, sizes):
     return numbers[:, :4], numbers[:, 4:]
 
 
-def sgd(weights):
-    return torch.optim.SGD(weights, lr=0.05)
-
-
 def train(head, loss, targets_of, mesh, microbatches, sizes):
-    """Return the losses of a run, and those of one process."""
+    """Train on a mesh, and require losses and weights of one process."""
     torch.manual_seed(0)
-    start = nn.Sequential(nn.Linear(4, 4), head()).double()
+    blocks = [nn.Linear(4, 4).double(), head().double()]
+    batches = [(x, targets_of(y, step)) for step in range(len(sizes)) for x, y in [batch(step, sizes)]]
     plan = qs.compile("gpipe", mesh=mesh, microbatches=microbatches)
-
-    def run(transport):
-        engine, found = Engine(plan, list(copy.deepcopy(start)), loss, sgd, transport=transport), []
-        for step in range(len(sizes)):
-            x, y = (tensor.chunk(engine.num_replicas)[engine.replica] for tensor in batch(step, sizes))
-            found.append(engine.step(x, targets_of(y, step)).loss.item())
-        return found
-
-    model, alone = copy.deepcopy(start), []
-    optimizer = sgd(model.parameters())
-    for step in range(len(sizes)):
-        x, y = batch(step, sizes)
-        optimizer.zero_grad()
-        value = loss(model(x), targets_of(y, step))
-        value = value[0] / value[1] if isinstance(value, tuple) else value
-        value.backward()
-        optimizer.step()
-        alone.append(value.item())
-    return run_local(plan.mesh.size, run)[0], alone
+    require_equal(train_ranks(plan, blocks, loss, sgd, batches), train_alone(blocks, loss, sgd, batches))
 
 
 MESHES = [("pp=2", 2), ("dp=2", 1), ("dp=2,pp=2", 2)]
@@ -125,10 +103,10 @@ def test_terms_that_begin_at_nothing_are_seen_before_weights_change(loss, mesh, 
 
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
 def test_a_factor_of_all_is_no_matter(mesh, microbatches):
-    found, expected = train(
-        lambda: nn.Linear(4, 3), lambda o, t: F.mse_loss(o, t["y"]) * (1 + t["a"]), beside, mesh, microbatches, [8] * 3
-    )
-    assert found == pytest.approx(expected, abs=1e-12)
+    def loss(output, targets):
+        return F.mse_loss(output, targets["y"]) * (1 + targets["a"])
+
+    train(lambda: nn.Linear(4, 3), loss, beside, mesh, microbatches, [8] * 3)
 
 
 @pytest.mark.parametrize("classes", [5, 6, 7, 9])
@@ -139,5 +117,4 @@ def test_rows_of_no_sample_are_none_whatever_the_number_of_samples(mesh, microba
         kind = y.argmax(1)
         return F.cross_entropy(logits, kind) + 0.1 * (features - centres[kind]).square().sum(1).mean()
 
-    found, expected = train(lambda: Centred(classes), loss, alone, mesh, microbatches, [8, 8, 8, 5])
-    assert found == pytest.approx(expected, abs=1e-12)
+    train(lambda: Centred(classes), loss, alone, mesh, microbatches, [8, 8, 8, 5])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError
-from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.examine.losses.stated_weights import StatedExamination
 
-from ...toys import sgd
+from ....helpers.training import call_with_share
+from ..trials import engine_of, refused, step
 
 CLASSES, TOKENS = 5, 6
 RANDOM = torch.Generator().manual_seed(3)
@@ -85,53 +85,37 @@ def test_slices_weigh_as_much_as_they_have(name: str) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
 def test_a_mean_with_a_weight_is_refused_on_all_ranks_unless_it_is_meant(mesh: str) -> None:
-    plan, inputs = qs.compile("1f1b", mesh=mesh, microbatches=2), torch.randn(8, 4, generator=RANDOM)
-    loss = UNSOUND["mean"][0]
+    batches, loss = [(torch.randn(8, 4, generator=RANDOM), LABELS)], UNSOUND["mean"][0]
+    said = refused(BLOCKS, batches, loss, mesh)
+    assert 'reduction="sum"), (targets != -100).sum()' in said
+    assert 'loss_over="microbatch"' in said
 
-    def run(transport: Transport) -> tuple[str, float]:
-        engine = Engine(plan, BLOCKS, loss, sgd, transport=transport)
-        mine = slice(engine.replica, None, engine.num_replicas)
-        with pytest.raises(MisfitError) as caught:
-            engine.step(inputs[mine], LABELS[mine])
-        meant = Engine(plan, BLOCKS, loss, sgd, transport=transport, loss_over="microbatch")
-        return str(caught.value), meant.step(inputs[mine], LABELS[mine]).weight.item()
+    def run(transport: Transport) -> float:
+        meant = engine_of(transport, BLOCKS, loss, mesh, loss_over="microbatch")
+        return call_with_share(meant, meant.step, batches[0]).weight.item()  # type: ignore[no-any-return]
 
-    for words, weight in run_local(plan.mesh.size, run):
-        assert 'reduction="sum"), (targets != -100).sum()' in words
-        assert 'loss_over="microbatch"' in words
-        assert weight == 8
+    assert set(run_local(qs.Mesh.parse(mesh).size, run)) == {8}
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
 def test_a_weight_with_a_gradient_is_refused_whenever_it_comes(mesh: str) -> None:
-    plan, inputs = qs.compile("1f1b", mesh=mesh, microbatches=1), torch.randn(8, 4, generator=RANDOM)
-
     def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         weights = output.sigmoid() if targets[0, 0] > 0 else output.detach().sigmoid()
         return (weights * (output - targets).square()).sum(), weights.sum()
 
-    def run(transport: Transport) -> None:
-        engine = Engine(plan, BLOCKS, loss, sgd, transport=transport)
-        engine.step(inputs, -torch.ones(8, CLASSES))
-        with pytest.raises(MisfitError, match=r"its weight has a gradient.*weight\.detach\(\)"):
-            engine.step(inputs, torch.ones(8, CLASSES))
-
-    run_local(plan.mesh.size, run)
+    batches = [(torch.ones(8, 4), sign * torch.ones(8, CLASSES)) for sign in (-1, 1)]
+    said = refused(BLOCKS, batches, loss, mesh, microbatches=1)
+    assert re.search(r"its weight has a gradient.*weight\.detach\(\)", said)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=1"])
 def test_what_weighs_nothing_may_be_a_sum_of_something(mesh: str) -> None:
-    plan, inputs = qs.compile("1f1b", mesh=mesh, microbatches=2), torch.randn(8, 4, generator=RANDOM)
+    inputs = torch.randn(8, 4, generator=RANDOM)
 
     def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         return output.square().sum(), (targets > 0).sum()
 
-    def run(transport: Transport) -> list[float]:
-        engine = Engine(plan, BLOCKS, loss, sgd, transport=transport)
-        mine = slice(engine.replica * 8 // engine.num_replicas, (engine.replica + 1) * 8 // engine.num_replicas)
-        targets = torch.tensor([1, 0, 0, 0, 0, 0, 0, 0])
-        return [engine.step(inputs[mine], targets[mine]).loss.item() for _ in range(4)]
-
     whole = build_model(BLOCKS)(inputs).square().sum().item()
-    assert all(losses[0] == pytest.approx(whole) for losses in run_local(plan.mesh.size, run))
+    batches = [(inputs, torch.tensor([1, 0, 0, 0, 0, 0, 0, 0]))] * 4
+    assert all(losses[0] == pytest.approx(whole) for losses in step(BLOCKS, batches, loss, mesh))
