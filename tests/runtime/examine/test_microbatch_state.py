@@ -20,11 +20,22 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Engine, split
-from quintsched.runtime.comm import run_local
+from quintsched.runtime import split
 from quintsched.runtime.examine.microbatch_state import LateState
 
+from ...helpers.training import require_equal, train_alone, train_ranks
+from .trials import engine_of, ones, sgd, taken
+
 RUNS = 0
+
+
+@pytest.fixture
+def named(caplog):
+    """Return what gives the places that were said to be changed."""
+    caplog.set_level(logging.WARNING, "quintsched")
+    return lambda words="changed by forwards": [
+        record.message.partition(": ")[0] for record in caplog.records if words in record.message
+    ]
 
 
 class Counter(nn.Module):
@@ -47,7 +58,7 @@ class Counter(nn.Module):
         RUNS += 1
 
 
-def test_what_begins_late_is_named_once(caplog):
+def test_what_begins_late_is_named_once(caplog, named):
     model = nn.Sequential(Counter(), nn.Linear(1, 1))
     state, lines = LateState({"3": model}, are_whole=True), []
     for step in range(5):
@@ -56,9 +67,8 @@ def test_what_begins_late_is_named_once(caplog):
         state.begin_step(is_due=False)
         model(torch.ones(1, 1) + (step == 1))
         caplog.clear()
-        with caplog.at_level(logging.WARNING, "quintsched"):
-            state.tell(2, 2)
-        lines.append([record.message.partition(": ")[0] for record in caplog.records])
+        state.tell(2, 2)
+        lines.append(named(""))
     amax, calls = "block 3 (Sequential).0.amax", "block 3 (Sequential).0.calls"
     assert lines == [[], [amax] * 2, [f"{calls}, Counter.total, RUNS"] * 2, [], []]
 
@@ -95,71 +105,6 @@ def in_evaluations(layer):
     if not layer.training:
         layer.n += 1
     return 1 / (1 + layer.n)
-
-
-WRITTEN_LATER = {
-    "a list": lambda: [0.0],
-    "a dict": lambda: {"m": 0.0},
-    "a deque": lambda: deque([0.0], maxlen=3),
-    "a namespace": lambda: SimpleNamespace(m=0.0),
-    "nested": lambda: {"m": [0.0]},
-    "a tensor": lambda: torch.zeros(()),
-}
-
-
-class Holding(nn.Module):
-    """Writes what it holds from some step on, or makes it then."""
-
-    def __init__(self, kind, late):
-        super().__init__()
-        self.fc, self.kind, self.late = nn.Linear(3, 3), kind, not late
-        if kind != "of another module" and kind != "none before":
-            self.held = WRITTEN_LATER[kind]()
-
-    def forward(self, x):
-        x = x + torch.tanh(self.fc(x))
-        if self.late and self.training:
-            self.write(x.detach().mean())
-        return x
-
-    def write(self, v):
-        match self.kind:
-            case "a list":
-                self.held[0] = v
-            case "a dict":
-                self.held.update(m=v)
-            case "a deque":
-                self.held.append(v)
-            case "a namespace":
-                self.held.m = v
-            case "nested":
-                self.held["m"].append(v)
-            case "of another module":
-                self.fc.held = v
-            case _:
-                self.held = v
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
-@pytest.mark.parametrize("kind", [*WRITTEN_LATER, "of another module", "none before"])
-def test_what_forwards_hold_and_write_is_named_whenever_it_begins(kind, mesh, late, caplog):
-    torch.manual_seed(0)
-    blocks = [Holding(kind, late), nn.Linear(3, 3)]
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2 if mesh == "pp=2" else 1)
-
-    def run(transport):
-        own = copy.deepcopy(blocks)
-        engine = Engine(plan, own, F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
-        for step in range(4):
-            own[0].late = not late or step > 1
-            engine.step(torch.ones(4, 3), torch.ones(4, 3))
-
-    with caplog.at_level(logging.WARNING, "quintsched"):
-        run_local(2, run)
-    place = "fc.held" if kind == "of another module" else "held"
-    assert any(f"block 0 (Holding).{place}" in record.message for record in caplog.records)
 
 
 class Stats:
@@ -232,6 +177,17 @@ MOVES = {
     "setattr": (by_name, {"n": 0}, "block 0 (Layer).n"),
     "__dict__": (lambda layer: vars(layer).update(n=layer.n + 1), {"n": 0}, "block 0 (Layer).n"),
     "a fraction": (by_fraction, {"n": Fraction(1)}, "block 0 (Layer).n"),
+    "a list": (lambda layer: layer.held.__setitem__(0, layer.held[0] + 1), {"held": [0]}, "block 0 (Layer).held[0]"),
+    "a dict": (lambda layer: layer.held.update(m=layer.held["m"] + 1), {"held": {"m": 0}}, "block 0 (Layer).held['m']"),
+    "a deque": (lambda layer: layer.held.append(layer.held[0] + 1), {"held": deque([0], maxlen=1)}, "(Layer).held[0]"),
+    "a namespace": (lambda layer: layer.held.__dict__.update(m=layer.held.m + 1), {"held": SimpleNamespace(m=0)}, "m"),
+    "nested": (lambda layer: layer.held["m"].append(1), {"held": {"m": [0]}}, "block 0 (Layer).held['m']"),
+    "none before": (lambda layer: vars(layer).update(new=vars(layer).get("new", 0) + 1), {}, "block 0 (Layer).new"),
+    "of another module": (
+        lambda layer: vars(layer.fc).update(n=vars(layer.fc).get("n", 0) + 1),
+        {},
+        "block 0 (Layer).fc.n",
+    ),
     "a list around": (around([0], lambda kept: kept.append(1)), {}, "kept"),
     "a dict around": (around({}, lambda kept: kept.update(n=kept.get("n", 0) + 1)), {}, "kept['n']"),
     "a tensor around": (around(torch.zeros(()), lambda kept: kept.add_(1)), {}, "kept"),
@@ -246,7 +202,7 @@ MOVES = {
 
 @pytest.mark.parametrize("begins", [0, 2])
 @pytest.mark.parametrize(("does", "has", "name"), MOVES.values(), ids=MOVES)
-def test_all_that_code_can_change_is_named_whenever_it_begins(does, has, name, begins, caplog):
+def test_all_that_code_can_change_is_named_whenever_it_begins(does, has, name, begins, caplog, named):
     layer = Layer(lambda layer, does=does: does(layer) if layer.late else None, **copy.deepcopy(has))
     state = LateState({"0": layer}, are_whole=True)
     for step in range(begins + 3):
@@ -255,9 +211,8 @@ def test_all_that_code_can_change_is_named_whenever_it_begins(does, has, name, b
         layer.does(layer)
         caplog.clear() if step < begins else None
         state.tell(2, 1)
-    said = [record.message.partition(": ")[0] for record in caplog.records]
-    assert len(said) == 1
-    assert said[0].endswith(name)
+    (said,) = named("")
+    assert said.endswith(name)
     vars(Layer).get("made") and delattr(Layer, "made")
 
 
@@ -277,7 +232,7 @@ def test_what_is_as_it_was_or_a_table_is_not_named(caplog):
     assert not caplog.records
 
 
-def test_what_a_loop_puts_in_is_looked_at_too(caplog):
+def test_what_a_loop_puts_in_is_looked_at_too(named):
     layer = Layer(of_object, stats=None)
     state = LateState({"0": layer}, are_whole=True)
     for step in range(4):
@@ -286,7 +241,7 @@ def test_what_a_loop_puts_in_is_looked_at_too(caplog):
         if step == 3:
             layer.does(layer)
         state.tell(2, 1)
-    assert [record.message.partition(": ")[0] for record in caplog.records] == ["block 0 (Layer).stats.n"]
+    assert named("") == ["block 0 (Layer).stats.n"]
 
 
 def turned(layer):
@@ -336,17 +291,15 @@ LATE = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize(("does", "has", "name"), LATE.values(), ids=LATE)
-def test_what_begins_in_a_step_or_an_evaluation_of_a_run_is_named(does, has, name, evaluates, caplog):
+def test_what_begins_in_a_step_or_an_evaluation_of_a_run_is_named(does, has, name, evaluates, named):
     def begins(layer):
         if layer.late and layer.training is not evaluates:
             does(layer)
         return 1.0
 
     layer = Layer(begins, **{name: held() if held is Event else held for name, held in has.items()})
-    with caplog.at_level(logging.WARNING, "quintsched"):
-        Context().run(losses, layer, steps=5)
-    said = [record.message.partition(": ")[0] for record in caplog.records if "changed by forwards" in record.message]
-    assert [line.rpartition(".")[2] for line in said] == [name.rpartition(".")[2]]
+    Context().run(losses, layer, steps=5)
+    assert [line.rpartition(".")[2] for line in named()] == [name.rpartition(".")[2]]
 
 
 class Running(nn.Module):
@@ -372,22 +325,21 @@ def with_module(layer):
 
 
 @pytest.mark.parametrize(("puts", "name"), [(with_hook, "running (Running).mean"), (with_module, "act.mean")])
-def test_what_a_loop_puts_in_later_is_looked_at_from_then_on(puts, name, caplog):
-    torch.manual_seed(0)
-    layer = Layer(lambda layer: 1.0)
-    layer.act = nn.Identity()
-    layer.forward = lambda x: layer.act(layer.fc(x))
-    engine = Engine(
-        qs.compile("gpipe", mesh="pp=1", microbatches=2), [layer], F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1)
-    )
-    with caplog.at_level(logging.WARNING, "quintsched"):
-        for step in range(6):
-            if step == 3:
-                puts(layer)
-            engine.step(torch.ones(4, 3), torch.ones(4, 3))
-    said = [record.message.partition(": ")[0] for record in caplog.records if "changed by forwards" in record.message]
-    assert len(said) == 1
-    assert said[0].endswith(name)
+def test_what_a_loop_puts_in_later_is_looked_at_from_then_on(puts, name, named):
+    def make():
+        torch.manual_seed(0)
+        layer = Layer(lambda layer: 1.0)
+        layer.act = nn.Identity()
+        layer.forward = lambda x: layer.act(layer.fc(x))
+        return [layer]
+
+    def change(blocks, step):
+        if step == 3:
+            puts(blocks[0])
+
+    taken(make, ones(4, 3, steps=6), mesh="pp=1", schedule="gpipe", change=change)
+    (said,) = named()
+    assert said.endswith(name)
 
 
 class ByStatistics(nn.Module):
@@ -404,18 +356,9 @@ class ByStatistics(nn.Module):
 
 
 @pytest.mark.parametrize(("mesh", "microbatches", "says"), [("dp=2", 1, "replicas"), ("dp=1", 2, "microbatches")])
-def test_statistics_of_norms_that_a_forward_goes_by_are_named(mesh, microbatches, says, caplog):
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=microbatches)
-
-    def run(transport):
-        blocks = [nn.Linear(3, 3), ByStatistics()]
-        engine = Engine(plan, blocks, F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
-        for _ in range(2):
-            engine.step(torch.ones(4, 3), torch.ones(4, 3))
-
-    with caplog.at_level(logging.WARNING, "quintsched"):
-        run_local(plan.mesh.size, run)
-    assert any("block 1 (ByStatistics).norm.running_mean" in r.message and says in r.message for r in caplog.records)
+def test_statistics_of_norms_that_a_forward_goes_by_are_named(mesh, microbatches, says, named):
+    taken([nn.Linear(3, 3), ByStatistics()], ones(4, 3, steps=2), mesh=mesh, microbatches=microbatches)
+    assert any("block 1 (ByStatistics).norm.running_mean" in place for place in named(says))
 
 
 def normed(layer, x):
@@ -445,20 +388,11 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize(("does", "names"), [(normed, ["scale"]), (tabled, []), (previous, ["found['scale']"])])
-def test_what_replicas_make_of_their_own_samples_is_named(does, names, caplog):
-    plan = qs.compile("1f1b", mesh="dp=2", microbatches=1)
-
-    def run(transport):
-        torch.manual_seed(0)
-        engine = Engine(plan, [Scaled(does)], F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
-        for step in range(3):
-            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + transport.rank))
-            engine.step(x, x)
-
-    with caplog.at_level(logging.WARNING, "quintsched"):
-        run_local(2, run)
-    said = [record.message.partition(": ")[0] for record in caplog.records if "replicas" in record.message]
-    assert said == [f"block 0 (Scaled).{name}" for name in names]
+def test_what_replicas_make_of_their_own_samples_is_named(does, names, named):
+    torch.manual_seed(0)
+    x = torch.randn(3, 8, 3)
+    taken([Scaled(does)], list(zip(x, x, strict=True)), mesh="dp=2", microbatches=1)
+    assert named("replicas") == [f"block 0 (Scaled).{name}" for name in names]
 
 
 class Cached(nn.Module):
@@ -474,17 +408,9 @@ class Cached(nn.Module):
         return self.fc(x) * self.tables[x.shape[1]]
 
 
-def test_a_table_that_is_made_once_is_no_state_of_replicas(caplog):
-    plan = qs.compile("1f1b", mesh="dp=2", microbatches=1)
-
-    def run(transport):
-        engine = Engine(plan, [Cached], F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
-        for _ in range(3):
-            engine.step(torch.ones(4, 3), torch.ones(4, 3))
-
-    with caplog.at_level(logging.WARNING, "quintsched"):
-        run_local(2, run)
-    assert not [record for record in caplog.records if "changed by forwards" in record.message]
+def test_a_table_that_is_made_once_is_no_state_of_replicas(named):
+    taken([Cached()], ones(8, 3, steps=3), mesh="dp=2", microbatches=1)
+    assert named() == []
 
 
 def averaged(layer):
@@ -504,8 +430,7 @@ def halved(layer):
 def losses(layer, steps=4, microbatches=2):
     torch.manual_seed(0)
     blocks = [nn.Linear(3, 3), layer, nn.Linear(3, 3)]
-    plan = qs.compile("gpipe", mesh="pp=1", microbatches=microbatches)
-    engine, found = Engine(plan, blocks, F.mse_loss, lambda weights: torch.optim.SGD(weights, lr=0.1)), []
+    engine, found = engine_of(None, blocks, mesh="pp=1", schedule="gpipe", microbatches=microbatches), []
     for step in range(steps):
         layer.late = step > 1
         x = torch.ones(4, 3) * (1 + step)
@@ -538,11 +463,9 @@ NAMED = {
 
 
 @pytest.mark.parametrize(("layer", "name"), NAMED.values(), ids=NAMED)
-def test_what_forwards_change_late_is_named_in_a_run(layer, name, caplog):
-    with caplog.at_level(logging.WARNING, "quintsched"):
-        losses(layer, steps=6)
-    said = [record.message for record in caplog.records if "changed by forwards" in record.message]
-    assert [line.partition(": ")[0] for line in said] == [name]
+def test_what_forwards_change_late_is_named_in_a_run(layer, name, named):
+    losses(layer, steps=6)
+    assert named() == [name]
 
 
 def appended(layer):
@@ -576,7 +499,7 @@ def test_trials_put_back_what_is_in_memory(does, held):
     assert losses(layers[0], microbatches=1) == losses(layers[1], microbatches=1)
 
 
-def taken(layer):
+def next_of(layer):
     if layer.held is None:
         layer.held = iter([1.0] * 100)
     return next(layer.held)
@@ -587,7 +510,7 @@ def queued(layer):
     return 1 / layer.held.qsize()
 
 
-@pytest.mark.parametrize(("does", "held"), [(taken, None), (queued, SimpleQueue())])
+@pytest.mark.parametrize(("does", "held"), [(next_of, None), (queued, SimpleQueue())])
 def test_what_cannot_be_put_back_is_refused_when_it_is_made_too(does, held):
     with pytest.raises(MisfitError, match=r"block 1 \(Layer\) goes by .*\.held, a .*cannot be put back"):
         losses(Layer(does, held=held))
@@ -617,32 +540,15 @@ class Whole(nn.Module):
 
 
 def test_a_forward_that_freezes_its_own_weights_is_split():
-    torch.manual_seed(0)
-    start, x = Whole(), torch.ones(4, 3)
-
-    def run(transport):
-        model = copy.deepcopy(start)
-        blocks = split(model, example=x)
-        plan = qs.compile("gpipe", mesh="pp=2", microbatches=2)
-        engine = Engine(plan, blocks, F.mse_loss, lambda weights: torch.optim.SGD(weights, lr=0.1), transport=transport)
-        found = []
-        for step in range(3):
-            for layer in model.layers:
-                layer.step = step
-            found.append(engine.step(x, 2 * x).loss.item())
-        return found
-
-    model, expected = copy.deepcopy(start), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
+    def change(model, step):
         for layer in model.layers:
             layer.step = step
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(x), 2 * x)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    assert run_local(2, run)[0] == pytest.approx(expected, rel=1e-6)
+
+    torch.manual_seed(0)
+    model, x = Whole(), torch.ones(4, 3)
+    given = model, F.mse_loss, sgd, [(x, 2 * x)] * 3
+    ranks = train_ranks(qs.compile("gpipe", mesh="pp=2", microbatches=2), *given, before=change)
+    require_equal(ranks, train_alone(*given, dtype=None, before=change), 1e-6)
 
 
 FACTOR = ContextVar("factor", default=0.0)
@@ -664,30 +570,10 @@ class Contextual(nn.Module):
 @pytest.mark.parametrize("mesh", ["pp=1", "tp=2"])
 def test_what_trials_put_into_context_variables_is_gone(mesh):
     torch.manual_seed(0)
-    block, plan = Contextual(), qs.compile("1f1b", mesh=mesh, microbatches=1)
-
-    def numbers(step):
-        return torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
-
-    def plain():
-        own = copy.deepcopy(block)
-        optimizer, found = torch.optim.SGD(own.parameters(), lr=0.1), []
-        for step in range(3):
-            optimizer.zero_grad()
-            loss = F.mse_loss(own(numbers(step)), numbers(step + 9))
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-        return found
-
-    def run(transport):
-        engine = Engine(
-            plan, [copy.deepcopy(block)], F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport
-        )
-        return [engine.step(numbers(step), numbers(step + 9)).loss.item() for step in range(3)]
-
-    found = run_local(plan.mesh.size, lambda transport: Context().run(run, transport))
-    assert found == [pytest.approx(Context().run(plain), rel=1e-5)] * plan.mesh.size
+    numbers = [torch.randn(4, 3, generator=torch.Generator().manual_seed(step)) for step in range(6)]
+    given = [Contextual()], F.mse_loss, sgd, list(zip(numbers[:3], numbers[3:], strict=True))
+    ranks = train_ranks(qs.compile("1f1b", mesh=mesh, microbatches=1), *given)
+    require_equal(ranks, Context().run(lambda: train_alone(*given, dtype=torch.float32)), 1e-5)
 
 
 class Warming(nn.Module):
@@ -704,29 +590,16 @@ class Warming(nn.Module):
         return self.head(x)
 
 
-def test_a_buffer_of_the_model_that_code_between_layers_changes_is_named(caplog):
-    plan, model = qs.compile("1f1b", mesh="pp=2", microbatches=2), Warming()
-
-    def run(transport):
-        blocks = split(copy.deepcopy(model), example=torch.ones(4, 3))
-        engine = Engine(plan, blocks, F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
-        engine.step(torch.ones(4, 3), torch.ones(4, 3))
-
-    with caplog.at_level(logging.WARNING, "quintsched"):
-        run_local(2, run)
-    assert any("steps: changed by forwards, of which a step has 2" in message for message in caplog.messages)
+def test_a_buffer_of_the_model_that_code_between_layers_changes_is_named(caplog, named):
+    taken(lambda: split(Warming(), example=torch.ones(4, 3)), ones(4, 3))
+    assert "steps" in [place.rpartition(".")[2] for place in named("changed by forwards, of which a step has 2")]
 
 
 def test_a_buffer_that_the_loop_deletes_is_none_of_replicas():
-    plan = qs.compile("1f1b", mesh="dp=2", microbatches=1)
+    def change(blocks, step):
+        if step == 1:
+            del blocks[0].n
+            blocks[0].n = 0.5
 
-    def run(transport):
-        layer = with_buffer(lambda layer: 1 + layer.n)
-        engine = Engine(plan, [layer], F.mse_loss, lambda w: torch.optim.SGD(w, lr=0.1), transport=transport)
-        for step in range(3):
-            if step == 1:
-                del layer.n
-                layer.n = 0.5
-            engine.step(torch.ones(4, 3), torch.ones(4, 3))
-
-    run_local(2, run)
+    layer = with_buffer(lambda layer: 1 + layer.n)
+    taken([layer], ones(8, 3, steps=3), mesh="dp=2", microbatches=1, change=change)

@@ -1,19 +1,19 @@
 """Blocks whose backward is another for microbatches are refused on all ranks, before weights change."""
 
-import contextlib
+import re
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-import quintsched as qs
-from quintsched.errors import MisfitError
-from quintsched.runtime import Engine, run_local
 from quintsched.runtime.examine.gradients import nonlinear_backwards
 from quintsched.runtime.examine.gradients.nonlinear_backwards import why_unlinear
 
 from .backward_blocks import INSTALLED, AddsLoss, Block, backward_of, hooked, sign
+from .trials import ones, refused, taken
+
+X3 = ones(4, 3, dtype=torch.float64)
 
 
 class Limited(Block):
@@ -35,40 +35,19 @@ LATE = {
     "name", ["number", "hook", *(pytest.param(n, marks=pytest.mark.slow) for n in ("flag", "function"))]
 )
 def test_what_comes_later_is_refused_before_weights_change(name, monkeypatch):
+    def change(blocks, number):
+        if number == 2:
+            LATE[name](blocks[1])
+
     monkeypatch.setattr(Limited, "is_hot", name == "number")
-
-    def work(transport):
-        blocks = [nn.Linear(3, 3, dtype=torch.float64), Limited()]
-        plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-        engine = Engine(plan, blocks, F.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport)
-        x = torch.ones(4, 3, dtype=torch.float64)
-        engine.step(x, x)
-        engine.step(x, x)
-        LATE[name](blocks[1])
-        before = [p.clone() for block in blocks for p in block.parameters()]
-        with pytest.raises(MisfitError, match="changes gradients"):
-            engine.step(x, x)
-        assert all(map(torch.equal, before, [p for block in blocks for p in block.parameters()]))
-
-    run_local(2, work)
+    blocks = [nn.Linear(3, 3, dtype=torch.float64), Limited()]
+    assert "changes gradients" in refused(blocks, X3 * 3, change=change)
 
 
 def test_what_is_added_is_refused_where_microbatches_are_unlike():
-    def work(transport):
-        engine = Engine(
-            qs.compile("1f1b", mesh="pp=2", microbatches=2),
-            [Block(), Block(lambda x: AddsLoss.apply(x, x.pow(2).mean()))],
-            F.mse_loss,
-            lambda p: torch.optim.SGD(p, lr=0.1),
-            loss_over="samples",
-            transport=transport,
-        )
-        x = torch.ones(4, 3, dtype=torch.float64)
-        engine.step(x, x)
-        with pytest.raises(MisfitError, match="adds to gradients"):
-            engine.step(x[:3], x[:3])
-
-    run_local(2, work)
+    blocks = [Block(), Block(lambda x: AddsLoss.apply(x, x.pow(2).mean()))]
+    said = refused(blocks, X3 + ones(3, 3, dtype=torch.float64), loss_over="samples")
+    assert "adds to gradients" in said
 
 
 @pytest.mark.parametrize(
@@ -84,26 +63,18 @@ def test_what_is_added_is_refused_where_microbatches_are_unlike():
     ],
 )
 def test_all_ranks_refuse_what_microbatches_change(name, loss, options, said):
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-
-    def builder():
-        return {
+    def blocks():
+        last = {
             "clamp": lambda: Block(backward_of(lambda g: g.clamp(-0.01, 0.01))),
             "clip of a weight": lambda: hooked("register_hook", lambda g: g.clamp(-0.01, 0.01)),
             "loss added": lambda: Block(lambda x: AddsLoss.apply(x, x.pow(2).mean())),
-        }[name]()
+        }
+        return [Block(), last[name]()]
 
-    def work(transport):
-        given = dict(transport=transport, **options)
-        engine = Engine(plan, [Block(), builder()], loss, lambda p: torch.optim.SGD(p, lr=0.1), **given)
-        x = torch.ones(4, 3, dtype=torch.float64)
-        if said:
-            with pytest.raises(MisfitError, match=said):
-                engine.step(x, x)
-        else:
-            engine.step(x, x)
-
-    run_local(2, work)
+    if said:
+        assert re.search(said, refused(blocks, X3, loss, **options))
+    else:
+        taken(blocks, X3, loss, **options)
 
 
 class Phased(Block):
@@ -141,16 +112,9 @@ class DividedEach(Block):
     ],
 )
 def test_extras_that_are_others_later_are_tried(block, first, later):
-    def run(transport):
-        plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-        engine = Engine(plan, [block(), Block()], F.mse_loss, torch.optim.SGD, dtype=torch.float64, transport=transport)
-        x = torch.ones(4, 3, dtype=torch.float64)
-        if later is not None:
-            engine.step(x, x, phase=first)
-        with pytest.raises(MisfitError, match=r"changes gradients by more than|mixes samples in its backward"):
-            engine.step(x, x, phase=first if later is None else later)
-
-    run_local(2, run)
+    batches = [(*X3[0], {"phase": phase}) for phase in ([first] if later is None else [first, later])]
+    said = refused(lambda: [block(), Block()], batches)
+    assert "changes gradients by more than" in said or "mixes samples in its backward" in said
 
 
 class Seeing(Block):
@@ -169,30 +133,20 @@ class Seeing(Block):
 
 @pytest.mark.parametrize("begins", [0, 2, None])
 def test_a_forward_that_goes_by_gradients_that_were_seen_is_refused(begins):
-    def run(transport):
-        block, plan = Seeing(begins == 0), qs.compile("1f1b", mesh="dp=1", microbatches=1)
-        engine = Engine(plan, [block], F.mse_loss, torch.optim.SGD, transport=transport)
-        x = torch.ones(4, 3, dtype=torch.float64)
-        for step in range(4):
-            block.goes = block.goes or step == begins
-            says = pytest.raises(MisfitError, match=r"block 0 \(Seeing\) goes in its forward by gradients")
-            with says if block.goes else contextlib.nullcontext():
-                engine.step(x, x)
-            if block.goes:
-                break
-        assert block.goes is (begins is not None)
+    def change(blocks, number):
+        blocks[0].goes = blocks[0].goes or number == begins
 
-    run_local(1, run)
+    more = {"mesh": "dp=1", "microbatches": 1, "change": change}
+    if begins is None:
+        taken([Seeing(goes=False)], X3 * 4, **more)
+    else:
+        said = refused([Seeing(begins == 0)], X3 * (begins + 1), **more)
+        assert "block 0 (Seeing) goes in its forward by gradients" in said
 
 
 def test_extras_that_leave_a_backward_as_it_is_are_taken():
-    def run(transport):
-        plan = qs.compile("1f1b", mesh="dp=1", microbatches=4)  # of one sample
-        engine = Engine(plan, [DividedEach()], F.mse_loss, torch.optim.SGD, dtype=torch.float64, transport=transport)
-        x = torch.ones(4, 3, dtype=torch.float64)
-        engine.step(x, x, phase=torch.arange(1.0, 5))
-
-    run_local(1, run)
+    batch = (*X3[0], {"phase": torch.arange(1.0, 5)})
+    taken([DividedEach()], [batch], mesh="dp=1", microbatches=4)  # of one sample
 
 
 def clamping_if(asks):
@@ -231,16 +185,11 @@ ASKING = {
 @pytest.mark.parametrize("name", ASKING)
 def test_data_that_steer_a_backward_later_are_tried(name):
     build, is_refused = ASKING[name]
-
-    def backwards(transport):
-        engine = Engine(plan, [build()], F.mse_loss, torch.optim.SGD, dtype=torch.float64, transport=transport)
-        x = torch.ones(4, 3, dtype=torch.float64)
-        refused = pytest.raises(MisfitError, match="a tensor that it asks for its value has another")
-        with refused if is_refused else contextlib.nullcontext():
-            engine.step(x, x)
-
-    plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
-    run_local(1, backwards)
+    if is_refused:
+        said = refused(lambda: [build()], X3, mesh="dp=1")
+        assert "a tensor that it asks for its value has another" in said
+    else:
+        taken(lambda: [build()], X3, mesh="dp=1")
 
 
 TURNED = backward_of(torch.neg)
@@ -271,11 +220,5 @@ def test_blocks_of_one_kind_are_tried_once(others, count, monkeypatch):
 
     monkeypatch.setattr(nonlinear_backwards, "why_unlinear", why)
 
-    def work(transport):
-        plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
-        engine = Engine(plan, [Turning(), *others()], F.mse_loss, torch.optim.SGD, transport=transport)
-        x = torch.ones(4, 3, dtype=torch.float64)
-        engine.step(x, x)
-
-    run_local(1, work)
+    taken(lambda: [Turning(), *others()], X3, mesh="dp=1")
     assert len(set(tried)) == count
