@@ -3,7 +3,8 @@
     {"model_type": "llama", "hidden_size": 4096, …}  ──▶  {"hidden": 4096, …, "activation": "swiglu", "norm": "rmsnorm"}
 
 A family gives its names of sizes, the properties that all its models share, and defaults for keys that a file omits.
-Options that a description cannot express (sliding windows, scaled rotations) change no size and are ignored.
+Options that a description cannot express (scaled rotations, windows of other families than GPT-OSS) change no size and
+are ignored.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen3_moe": _Family(_LLAMA | {"qk_norm": True}),
     "deepseek_v2": _Family(_LLAMA),
     "deepseek_v3": _Family(_LLAMA),
+    "gpt_oss": _Family(_LLAMA | {"biases": True}),
     "gpt2": _Family(_GPT, tied=True, dropout=True),
     "gpt_neox": _Family({"activation": "gelu", "positions": "rope"}),
     "opt": _Family(_GPT | {"activation": "relu", "extra_positions": 2}, tied=True, dropout=True),
@@ -134,6 +136,8 @@ def _own(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
             "norm_biases": has_biases,
             "positions": "alibi" if attention.get("alibi", True) else "learned",
         }
+    if kind == "gpt_oss":  # windows in every second layer
+        return {"window": config.get("sliding_window"), "window_except": 2}
     if kind == "opt" and config.get("word_embed_proj_dim", config.get("hidden_size")) != config.get("hidden_size"):
         raise InputError("/word_embed_proj_dim: an embedding of another width than the layers is not described")
     if kind == "vit":

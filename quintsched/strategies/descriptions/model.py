@@ -141,6 +141,10 @@ class Model(Description):
     attention: Literal["unfused", "flash", "flash2"] = "flash"
     """Attention kernel: "unfused" materialises scores (Megatron before 2023); "flash" does not (arXiv:2205.14135);
     "flash2" is the same with faster kernels (arXiv:2307.08691)."""
+    window: Size | None = None
+    """Most keys that a query attends to in layers with a sliding window; None: no layer has one."""
+    window_except: Count = 0
+    """Interval k: every k-th layer attends to all keys in spite of `window`; 0: none does."""
     experts: Experts | None = None
     latent: LatentAttention | None = None
     images: Images | None = None
@@ -156,6 +160,8 @@ class Model(Description):
             yield f"hidden={self.hidden} does not divide into heads={self.heads}; give head_size where they differ"
         if self.heads % self.num_kv_heads:
             yield f"heads={self.heads} does not divide into groups for kv_heads={self.num_kv_heads}"
+        if self.window is not None and (self.attention == "unfused" or not self.causal):
+            yield "window is for causal attention that is fused"
         if self.vocab == 0 and self.images is None:
             yield "vocab is 0, which is for models that read images; give its size, or images"
         if self.experts is not None and self.experts.top_k > self.experts.count:

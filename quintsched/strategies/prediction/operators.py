@@ -224,8 +224,11 @@ def _core(model: Model, sizes: Sizes, heads: Array, head: int, values: int) -> t
     batch = sizes.microbatch * heads
     scores = batch * rows * columns
     if model.attention != "unfused":
-        seen = 0.5 if model.causal else 1.0
-        flops, length = 2 * scores * (head + values) * seen, columns * seen / sizes.cp
+        keys = columns * (0.5 if model.causal else 1.0)
+        if model.window is not None:  # of the layers together
+            whole = 1 / model.window_except if model.window_except else 0.0
+            keys = whole * keys + (1 - whole) * np.minimum(model.window, keys)
+        flops, length = 2 * batch * rows * keys * (head + values), keys / sizes.cp
         return (Attention("attention", flops, head, length, model.attention, batch, rows, sizes.cp),)
     depth, value = np.full_like(rows, head), np.full_like(rows, values)
     passes = Pass("softmax", scores * 2 * width, scores * 3 * width, module="core_attn")

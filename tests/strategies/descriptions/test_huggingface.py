@@ -74,6 +74,22 @@ DEEPSEEK_V3 = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 36,
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "vocab_size": 201088,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+}
 GPT2 = {
     "activation_function": "gelu_new",
     "attn_pdrop": 0.1,
@@ -113,6 +129,7 @@ VIT = {
         (MIXTRAL, "mixtral-8x7b"),
         (QWEN3_MOE, "qwen3-30b-a3b"),
         (DEEPSEEK_V3, "deepseek-v3"),
+        (GPT_OSS, "gpt-oss-120b"),
         (GPT2, "gpt2"),
         (BLOOM, "bloom-176b"),
         (VIT, "vit-b-16"),

@@ -125,6 +125,17 @@ def test_gradients_of_several_microbatches_are_held_and_may_take_two_bytes():
     assert step(**sizes, **turns).breakdown_bytes["gradients"] == pytest.approx((8 / 3 + 1) * each, rel=0.02)
 
 
+def test_a_window_saves_attention_of_all_layers_but_every_kth():
+    sizes = {"gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 32768}
+    whole = find_model("llama-3-70b")
+    every, half, none = (
+        predict(whole.model_copy(update=more), A100, Strategy(**sizes)).breakdown_s["compute"]
+        for more in ({"window": 1024}, {"window": 1024, "window_except": 2}, {})
+    )
+    assert every < half < none
+    assert half - every == pytest.approx(none - half, rel=0.1)
+
+
 def test_exchanges_of_tokens_hide_behind_the_other_microbatch():
     sizes = {"ep": 64, "tp": 1, "pp": 16, "gpus": 1024, "batch": 4096, "seq": 4096}
     both, apart = (step("deepseek-v3", **sizes, schedule=name).breakdown_s for name in ("dualpipe", "1f1b"))
