@@ -397,5 +397,4 @@ class _Experiment(SpanWalk):
 
 def _finite(like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(like.numel())
-    numbers = torch.rand(like.shape, generator=generator, dtype=torch.float64) + 0.1
-    return numbers.to(like.dtype)
+    return (torch.rand(like.shape, generator=generator, dtype=torch.float64) + 0.1).to(like.dtype)
