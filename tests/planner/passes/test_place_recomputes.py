@@ -1,7 +1,6 @@
 """Recomputation: every schedule stays sound and equivalent, memory falls, and plans that do it wrongly are refused."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,15 +10,15 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched import torch_csv
 from quintsched.compiler import ORDER
-from quintsched.ir.instruction_set import Bwd, Fwd, Instruction, Recompute, short
+from quintsched.ir.instruction_set import Bwd, Fwd, Recompute, short
 from quintsched.ir.plan_data import MAX_RECOMPUTE
 from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.simulation.time_grid import time_grid
 from quintsched.testing import assert_plan_sound
 from tests.planner.passes.shapes import TRAINING, shapes_of
+from tests.planner.verify.edits import Edit, add, drop, edited, move
 from tests.planner.verify.judge import Judge
-from tests.planner.verify.mutants import with_program
 
 
 @pytest.mark.sampled(4)
@@ -116,39 +115,26 @@ def test_a_schedule_that_places_it_wrongly_is_refused():
 PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=2, recompute=1)
 
 
-def at(program: list[Instruction], wanted: Instruction) -> int:
-    return program.index(wanted)
-
-
-def _twice(program: list[Instruction]) -> None:
-    program.insert(at(program, Bwd(0, 0)), Recompute(0, 0))
-
-
-def _missing(program: list[Instruction]) -> None:
-    program.remove(Recompute(0, 1))
-
-
-def _late(program: list[Instruction]) -> None:
-    program.insert(at(program, Bwd(0, 1)) + 1, program.pop(at(program, Recompute(0, 1))))
-
-
-def _early(program: list[Instruction]) -> None:
-    program.insert(0, program.pop(at(program, Recompute(0, 0))))
-
-
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("edit", "words"),
     [
-        (_twice, "rank 0 runs Recompute(stage=0, microbatch=0) 2 times instead of once"),
-        (_missing, "rank 0 runs Recompute(stage=0, microbatch=1) 0 times instead of once"),
-        (_late, "needs the saved activations of stage 0, microbatch 1, made only later, by rank 0 instruction"),
-        (_early, "needs the checkpoint of stage 0, microbatch 0, made only later, by rank 0 instruction 1, Fwd"),
+        (
+            add(Recompute(0, 0), before=Bwd(0, 0)),
+            "rank 0 runs Recompute(stage=0, microbatch=0) 2 times instead of once",
+        ),
+        (drop(Recompute(0, 1)), "rank 0 runs Recompute(stage=0, microbatch=1) 0 times instead of once"),
+        (
+            move(Recompute(0, 1), after=Bwd(0, 1)),
+            "needs the saved activations of stage 0, microbatch 1, made only later, by rank 0 instruction",
+        ),
+        (
+            move(Recompute(0, 0), before=Fwd(0, 0)),
+            "needs the checkpoint of stage 0, microbatch 0, made only later, by rank 0 instruction 1, Fwd",
+        ),
     ],
 )
-def test_a_broken_plan_is_refused(change: Callable[[list[Instruction]], None], words: str):
-    program = list(PLAN.programs[0])
-    change(program)
-    broken = with_program(PLAN, 0, program)
+def test_a_broken_plan_is_refused(edit: Edit, words: str):
+    broken = edited(PLAN, 0, edit)
     assert words in broken.check(profile="blocking").explain()
     assert not Judge(broken).good
     with pytest.raises(qs.UnsoundError):
@@ -163,9 +149,7 @@ def test_nothing_is_recomputed_that_was_kept():
 def test_slices_need_the_keys_before_them():
     plan = qs.compile("seq-1f1b", mesh="pp=1", microbatches=1, slices=2, recompute=1)
     assert [short(i, with_stage=False) for i in plan.programs[0]][:6] == ["F0", "F1", "RF1", "B1", "RF0", "B0"]
-    program = list(plan.programs[0])
-    program.insert(1, program.pop(at(program, Recompute(0, 1))))
-    explained = with_program(plan, 0, program).check().explain()
+    explained = edited(plan, 0, move(Recompute(0, 1), after=Fwd(0, 0))).check().explain()
     assert "needs the checkpoint of stage 0, microbatch 1, made only later" in explained
 
 

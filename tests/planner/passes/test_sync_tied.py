@@ -1,7 +1,6 @@
 """Named tied weights: every schedule adds them up soundly, and plans that do it wrongly are refused."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +16,7 @@ from quintsched.plan import Plan
 from quintsched.testing import assert_plan_sound
 from quintsched.verify.equivalence import equivalence
 from tests.planner.passes.shapes import TRAINING, shapes_of
+from tests.planner.verify.edits import Edit, add, drop, edited, move, put, swap
 from tests.planner.verify.judge import Judge
 from tests.planner.verify.mutants import with_program
 
@@ -77,63 +77,25 @@ def test_tied_weights_change_the_gradient():
 PLAN = qs.compile("1f1b", mesh="dp=2,pp=3", microbatches=3, tied={"a": (0, 1, 2), "embedding": (0, 2), "z": (0, 2)})
 
 
-def at(program: list[Instruction], wanted: Instruction | type[Instruction]) -> int:
-    return next(k for k, i in enumerate(program) if wanted in (i, type(i)))
-
-
-def _missing(program: list[Instruction]) -> None:
-    program.remove(SyncTied("embedding", (0, 2)))
-
-
-def _after_the_sum_over_replicas(program: list[Instruction]) -> None:
-    sync = program.pop(at(program, SyncTied("z", (0, 2))))
-    program.insert(at(program, AllReduceBucket) + 1, sync)
-
-
-def _before_the_last_backward(program: list[Instruction]) -> None:
-    program.insert(at(program, Bwd(0, 2)), program.pop(at(program, SyncTied("a", (0, 1, 2)))))
-
-
-def _other_order(program: list[Instruction]) -> None:
-    first = at(program, SyncTied("embedding", (0, 2)))
-    program[first : first + 2] = reversed(program[first : first + 2])
-
-
-def _other_order_of_groups(program: list[Instruction]) -> None:
-    first = at(program, SyncTied("a", (0, 1, 2)))
-    program.insert(first + 2, program.pop(first))
-
-
-def _twice(program: list[Instruction]) -> None:
-    program.insert(at(program, OptStep), SyncTied("a", (0, 1, 2)))
-
-
-def _unknown(program: list[Instruction]) -> None:
-    program[at(program, SyncTied("z", (0, 2)))] = SyncTied("y", (0, 2))
-
-
-def _other_stages(program: list[Instruction]) -> None:
-    program[at(program, SyncTied("z", (0, 2)))] = SyncTied("z", (0, 1))
+A, EMBEDDING, Z = (SyncTied(name, stages) for name, stages in PLAN.tied.items())
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("edit", "words"),
     [
-        (_missing, "which nothing on its rank makes"),
-        (_missing, "all members must issue the same collectives in the same order"),
-        (_after_the_sum_over_replicas, "needs the tied gradient of stage 0, tie 3, made only later"),
-        (_before_the_last_backward, "needs the weight gradient of stage 0, microbatch 2, made only later"),
-        (_other_order, "all members must issue the same collectives in the same order"),
-        (_other_order_of_groups, "close a circle"),
-        (_twice, "makes the tied gradient of stage 0, tie 1 a second time"),
-        (_unknown, "the plan ties no weight 'y'"),
-        (_other_stages, "it must name all stages that hold 'z': (0, 2)"),
+        (drop(EMBEDDING), "which nothing on its rank makes"),
+        (drop(EMBEDDING), "all members must issue the same collectives in the same order"),
+        (move(Z, after=AllReduceBucket), "needs the tied gradient of stage 0, tie 3, made only later"),
+        (move(A, before=Bwd(0, 2)), "needs the weight gradient of stage 0, microbatch 2, made only later"),
+        (swap(EMBEDDING, Z), "all members must issue the same collectives in the same order"),
+        (move(A, after=Z), "close a circle"),
+        (add(A, before=OptStep), "makes the tied gradient of stage 0, tie 1 a second time"),
+        (put(Z, SyncTied("y", (0, 2))), "the plan ties no weight 'y'"),
+        (put(Z, SyncTied("z", (0, 1))), "it must name all stages that hold 'z': (0, 2)"),
     ],
 )
-def test_a_broken_plan_is_refused(change: Callable[[list[Instruction]], None], words: str):
-    program = list(PLAN.programs[0])
-    change(program)
-    broken = with_program(PLAN, 0, program)
+def test_a_broken_plan_is_refused(edit: Edit, words: str):
+    broken = edited(PLAN, 0, edit)
     assert words in broken.check(profile="blocking").explain()
     assert not Judge(broken).good
 

@@ -29,6 +29,7 @@ from quintsched.plan import Plan
 from quintsched.testing import assert_plan_sound
 from quintsched.verify.equivalence import equivalence
 from tests.planner.passes.shapes import TRAINING, cells, takes
+from tests.planner.verify.edits import edited, move
 from tests.planner.verify.judge import Judge
 from tests.planner.verify.mutants import with_program
 
@@ -253,11 +254,7 @@ def test_a_share_that_is_not_gathered_again():
 
 
 def test_gradients_may_not_pile_up():
-    program = list(ZERO_2.programs[0])
-    first, *_ = (index for index, i in enumerate(program) if isinstance(i, ReduceScatterBucket))
-    second = program.index(Bwd(0, 1))
-    program.insert(second, program.pop(first))
-    explained = with_program(ZERO_2, 0, program).check().explain()
+    explained = edited(ZERO_2, 0, move(ReduceScatterBucket, after=Bwd(0, 1))).check().explain()
     assert "Bwd(stage=0, microbatch=1) needs the reduced gradient of stage 0, bucket 0, made only later" in explained
 
 

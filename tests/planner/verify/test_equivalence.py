@@ -17,7 +17,6 @@ from quintsched.ir.instruction_set import (
     ClipGrad,
     Compute,
     Fwd,
-    Instruction,
     OptStep,
     RecvAct,
     RecvSkipGrad,
@@ -31,6 +30,7 @@ from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.verify.algebra import PRIME, Model, Saved, Sequential, Weights, backward, forward
 from quintsched.verify.equivalence import equivalence
+from tests.planner.verify.edits import Edit, double, drop, edited, move, put, swap
 from tests.planner.verify.mutants import any_mutant, with_program
 from tests.planner.verify.small_plans import EACH, Recipe, any_plan
 
@@ -103,212 +103,121 @@ def test_the_backward_undoes_nothing_and_sees_everything():
     assert [int(part[0]) for part in of_weights] == [13, 1, 17, 1700, 1300]
 
 
-def changed(plan: Plan, rank: int, change) -> str:
-    """Return what the symbolic run says of a plan with one program changed; the checker has to refuse it too."""
-    program = list(plan.programs[rank])
-    change(program)
-    broken = with_program(plan, rank, program)
-    assert not broken.check(profile="tagged").sound
-    found = equivalence(broken)
-    assert not found.holds
-    assert found.explain().startswith("not equivalent to the sequential program")
-    return found.explain()
-
-
-def index_of(program: list[Instruction], *wanted: object) -> int:
-    return next(k for k, i in enumerate(program) if i in wanted or type(i) in wanted)
-
-
 PLAIN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4)
 SPLIT = qs.compile("zb-h1", mesh="dp=2,pp=2", microbatches=4)
+ALONE = qs.compile("1f1b", mesh="dp=2,pp=1", microbatches=3)
+EXPERTS = qs.compile("1f1b", mesh="dp=2,ep=2,pp=2", microbatches=2)
+SKIPS = qs.compile("1f1b", mesh="pp=3", microbatches=3, skip={"h": (0, 1, 2), "k": (0, 2)}, losses=(1, 2))
+TWO_SKIPS = qs.compile("gpipe", mesh="pp=2", microbatches=2, skip={"h": (0, 1), "k": (0, 1)})
+FEW = qs.compile("gpipe", mesh="pp=2", microbatches=2)
+SLICED = qs.compile(SLICES, mesh="pp=1", microbatches=1, slices=2)
+OF_EXPERTS = AllReduceBucket(1, 1, ("dp",))
+FAULTS: dict[str, tuple[Plan, int, list[Edit], list[str]]] = {
+    "a microbatch backward twice and another never": (
+        *(PLAIN, 1, [put(Bwd(1, 2), Bwd(1, 1))]),
+        ["Bwd(stage=1, microbatch=1): needs the saved activations of stage 1, microbatch 1"],
+    ),
+    "a weight half twice and another never": (
+        *(SPLIT, 1, [put(BwdWeight(1, 2), BwdWeight(1, 1))]),
+        ["needs the pending weight half of stage 1, microbatch"],
+    ),
+    "a backward that is left out": (
+        *(ALONE, 0, [drop(Bwd(0, 1))]),
+        [
+            "stage 0 adds up the gradient of microbatch 1 0 times instead of once",
+            "the optimizer steps stage 0 with another gradient than the sequential program's",
+            "the saved activations of stage 0, microbatch 1 is left over on rank 0",
+        ],
+    ),
+    "weights before inputs": (
+        *(SPLIT, 1, [swap(BwdInput(1, 0), BwdWeight(1, 0))]),
+        ["BwdWeight(stage=1, microbatch=0): needs the pending weight half of stage 1, microbatch 0"],
+    ),
+    "no reduction": (PLAIN, 1, [drop(AllReduceBucket)], ["the optimizer steps stage 1 with another gradient"]),
+    "experts summed over the dense weights' axes": (
+        *(EXPERTS, 1, [put(OF_EXPERTS, replace(OF_EXPERTS, axes=("dp", "ep")))]),
+        ["the axes must be those of the replicas, ('dp',)"],
+    ),
+    "experts never summed": (EXPERTS, 1, [drop(OF_EXPERTS)], ["the optimizer steps stage 1 with another gradient"]),
+    "an early reduction": (
+        *(PLAIN, 1, [move(AllReduceBucket, before=Bwd(1, 3))]),
+        ["the optimizer steps stage 1 with another gradient"],
+    ),
+    "a reduction after the norm": (
+        *(PLAIN, 1, [move(AllReduceBucket, after=ClipGrad)]),
+        ["OptStep(stages=1): uses another gradient of stage 1 than the one in the norm"],
+    ),
+    "crossing sends": (
+        *(FEW, 0, [swap(SendAct(0, 0, 1), SendAct(0, 1, 1)), move(Fwd(0, 1), after=Fwd(0, 0))]),
+        [
+            "stage 0 computes another gradient for microbatch 0 than the sequential program",
+            "rank 0 ends with another loss",
+        ],
+    ),
+    "receives in another order": (
+        *(PLAIN, 1, [put(RecvAct(1, 0, 0), RecvAct(1, 1, 0))]),
+        ["needs the output of stage 0, microbatch 0"],
+    ),
+    "a send too many": (
+        *(PLAIN, 0, [double(SendAct)]),
+        ["needs the output of stage 0, microbatch 0, which is not on rank 0"],
+    ),
+    "a send too few": (PLAIN, 0, [drop(SendAct)], ["rank 1 waits for ever at instruction"]),
+    "a step before the metrics": (
+        *(PLAIN, 0, [move(OptStep, before=ShareMetrics)]),
+        ["OptStep(stages=0): needs the metrics"],
+    ),
+    "no step": (PLAIN, 0, [drop(OptStep)], ["stage 0 never gets its optimizer step"]),
+    "a skip of another name": (
+        *(SKIPS, 0, [put(SendSkip(0, 0, 2, "h"), SendSkip(0, 0, 2, "k"))]),
+        ["needs the skip 1 at stage 2, microbatch 0"],
+    ),
+    "a skip of another microbatch": (
+        *(SKIPS, 0, [swap(SendSkip(0, 0, 1, "h"), SendSkip(0, 1, 1, "h"))]),
+        ["needs the skip 0 at stage 1, microbatch 1"],
+    ),
+    "no gradient of a skip": (SKIPS, 2, [drop(SendSkipGrad(2, 1, 1, "h"))], ["waits for ever at"]),
+    "the gradient of a skip twice": (
+        *(SKIPS, 2, [double(SendSkipGrad(2, 1, 1, "h"))]),
+        ["needs the gradient of skip 0 at stage 2, microbatch 1"],
+    ),
+    "the gradient of another skip": (
+        *(SKIPS, 1, [put(RecvSkipGrad(1, 1, 2, "h"), RecvSkipGrad(1, 2, 2, "h"))]),
+        ["needs the gradient of skip 0 at stage 2, microbatch 1"],
+    ),
+    "gradients of skips that change places": (
+        *(TWO_SKIPS, 0, [swap(RecvSkipGrad(0, 0, 1, "h"), RecvSkipGrad(0, 0, 1, "k"))]),
+        ["stage 0 computes another gradient for microbatch 0"],
+    ),
+    "slices forward out of order": (
+        *(SLICED, 0, [swap(Fwd(0, 0), Fwd(0, 1))]),
+        ["needs the keys and values of stage 0, microbatch 0"],
+    ),
+    "slices backward out of order": (
+        *(SLICED, 0, [swap(Bwd(0, 0), Bwd(0, 1))]),
+        ["needs the gradient of the keys and values of stage 0, microbatch 0"],
+    ),
+    "a malformed plan": (PLAIN, 0, [put(Fwd, Fwd(7, 0))], ["stage 7 is out of range"]),
+}
 
 
-def test_a_microbatch_backward_twice_and_another_never():
-    def change(program):
-        program[index_of(program, Bwd(1, 2))] = Bwd(1, 1)
-
-    assert "Bwd(stage=1, microbatch=1): needs the saved activations of stage 1, microbatch 1" in changed(
-        PLAIN, 1, change
-    )
-
-
-def test_a_weight_half_twice_and_another_never():
-    def change(program):
-        program[index_of(program, BwdWeight(1, 2))] = BwdWeight(1, 1)
-
-    assert "needs the pending weight half of stage 1, microbatch" in changed(SPLIT, 1, change)
-
-
-def test_a_backward_that_is_left_out_is_missing_in_the_sum():
-    plan = qs.compile("1f1b", mesh="dp=2,pp=1", microbatches=3)
-
-    def change(program):
-        del program[index_of(program, Bwd(0, 1))]
-
-    words = changed(plan, 0, change)
-    assert "stage 0 adds up the gradient of microbatch 1 0 times instead of once" in words
-    assert "the optimizer steps stage 0 with another gradient than the sequential program's" in words
-    assert "the saved activations of stage 0, microbatch 1 is left over on rank 0" in words
-
-
-def test_weights_before_inputs():
-    def change(program):
-        k = index_of(program, BwdInput(1, 0))
-        at = index_of(program, BwdWeight(1, 0))
-        program[k], program[at] = program[at], program[k]
-
-    assert "BwdWeight(stage=1, microbatch=0): needs the pending weight half of stage 1, microbatch 0" in changed(
-        SPLIT, 1, change
-    )
-
-
-def test_a_missing_reduction():
-    def change(program):
-        del program[index_of(program, AllReduceBucket)]
-
-    assert "the optimizer steps stage 1 with another gradient" in changed(PLAIN, 1, change)
-
-
-def test_experts_summed_over_the_dense_weights_axes():
-    plan = qs.compile("1f1b", mesh="dp=2,ep=2,pp=2", microbatches=2)
-    experts = AllReduceBucket(1, 1, ("dp",))
-
-    def dense(program):
-        program[index_of(program, experts)] = replace(experts, axes=("dp", "ep"))
-
-    def never(program):
-        del program[index_of(program, experts)]
-
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_said_in_words_and_refused_by_the_checker(name: str):
+    plan, rank, edits, words = FAULTS[name]
+    broken = edited(plan, rank, *edits)
+    found = equivalence(broken)
     assert equivalence(plan).holds
-    assert "the axes must be those of the replicas, ('dp',)" in changed(plan, 1, dense)
-    assert "the optimizer steps stage 1 with another gradient" in changed(plan, 1, never)
+    assert not found.holds
+    assert not broken.check(profile="tagged").sound
+    assert found.explain().startswith("not equivalent to the sequential program")
+    assert all(word in found.explain() for word in words)
 
 
-def test_an_early_reduction():
-    def change(program):
-        program.insert(index_of(program, Bwd(1, 3)), program.pop(index_of(program, AllReduceBucket)))
-
-    assert "the optimizer steps stage 1 with another gradient" in changed(PLAIN, 1, change)
-
-
-def test_a_reduction_after_the_norm():
-    def change(program):
-        at = index_of(program, ClipGrad)
-        program.insert(at, program.pop(index_of(program, AllReduceBucket)))
-
-    assert "OptStep(stages=1): uses another gradient of stage 1 than the one in the norm" in changed(PLAIN, 1, change)
-
-
-def test_a_missing_sum_over_twins():
+def test_a_missing_sum_over_twins_and_a_missing_program():
     plan = qs.compile(TWINS, mesh="pp=2", microbatches=4)
     without = replace(plan, programs=tuple(tuple(i for i in p if not isinstance(i, SyncTied)) for p in plan.programs))
     assert not without.check().sound
     assert "the optimizer steps stage 0 with another gradient" in equivalence(without).explain()
-
-
-def test_crossing_sends():
-    plan = qs.compile("gpipe", mesh="pp=2", microbatches=2)
-
-    def change(program):
-        first, second = (k for k, i in enumerate(program) if isinstance(i, SendAct))
-        program[first], program[second] = program[second], program[first]
-        program.insert(1, program.pop(2))  # both forwards first
-
-    words = changed(plan, 0, change)
-    assert "stage 0 computes another gradient for microbatch 0 than the sequential program" in words
-    assert "rank 0 ends with another loss" in words
-
-
-def test_receives_in_another_order():
-    def change(program):
-        program[index_of(program, RecvAct(1, 0, 0))] = RecvAct(1, 1, 0)
-
-    assert "needs the output of stage 0, microbatch 0" in changed(PLAIN, 1, change)
-
-
-def test_a_send_too_many_and_one_too_few():
-    def twice(program):
-        at = index_of(program, SendAct)
-        program.insert(at, program[at])
-
-    def never(program):
-        del program[index_of(program, SendAct)]
-
-    assert "needs the output of stage 0, microbatch 0, which is not on rank 0" in changed(PLAIN, 0, twice)
-    assert "rank 1 waits for ever at instruction" in changed(PLAIN, 0, never)
-
-
-def test_a_step_before_the_metrics_and_no_step():
-    def early(program):
-        program.insert(index_of(program, ShareMetrics), program.pop(index_of(program, OptStep)))
-
-    def none(program):
-        del program[index_of(program, OptStep)]
-
-    assert "OptStep(stages=0): needs the metrics" in changed(PLAIN, 0, early)
-    assert "stage 0 never gets its optimizer step" in changed(PLAIN, 0, none)
-
-
-SKIPS = qs.compile("1f1b", mesh="pp=3", microbatches=3, skip={"h": (0, 1, 2), "k": (0, 2)}, losses=(1, 2))
-
-
-def test_a_skip_of_another_name_or_microbatch():
-    def renamed(program):
-        program[index_of(program, SendSkip(0, 0, 2, "h"))] = SendSkip(0, 0, 2, "k")
-
-    def late(program):
-        first, second = index_of(program, SendSkip(0, 0, 1, "h")), index_of(program, SendSkip(0, 1, 1, "h"))
-        program[first], program[second] = program[second], program[first]
-
-    assert equivalence(SKIPS).holds
-    assert "needs the skip 1 at stage 2, microbatch 0" in changed(SKIPS, 0, renamed)
-    assert "needs the skip 0 at stage 1, microbatch 1" in changed(SKIPS, 0, late)
-
-
-def test_the_gradient_of_a_skip_twice_or_never():
-    def never(program):
-        del program[index_of(program, SendSkipGrad(2, 1, 1, "h"))]
-
-    def twice(program):
-        at = index_of(program, SendSkipGrad(2, 1, 1, "h"))
-        program.insert(at, program[at])
-
-    def another(program):
-        program[index_of(program, RecvSkipGrad(1, 1, 2, "h"))] = RecvSkipGrad(1, 2, 2, "h")
-
-    assert "waits for ever at" in changed(SKIPS, 2, never)
-    assert "needs the gradient of skip 0 at stage 2, microbatch 1" in changed(SKIPS, 2, twice)
-    assert "needs the gradient of skip 0 at stage 2, microbatch 1" in changed(SKIPS, 1, another)
-
-
-def test_gradients_of_skips_that_change_places_are_other_gradients():
-    plan = qs.compile("gpipe", mesh="pp=2", microbatches=2, skip={"h": (0, 1), "k": (0, 1)})
-
-    def change(program):
-        first, second = index_of(program, RecvSkipGrad(0, 0, 1, "h")), index_of(program, RecvSkipGrad(0, 0, 1, "k"))
-        program[first], program[second] = program[second], program[first]
-
-    assert "stage 0 computes another gradient for microbatch 0" in changed(plan, 0, change)
-
-
-def test_slices_out_of_order():
-    plan = qs.compile(SLICES, mesh="pp=1", microbatches=1, slices=2)
-
-    def forwards(program):
-        program[:2] = program[1::-1]
-
-    def backwards(program):
-        program[2:4] = program[3:1:-1]
-
-    assert "needs the keys and values of stage 0, microbatch 0" in changed(plan, 0, forwards)
-    assert "needs the gradient of the keys and values of stage 0, microbatch 0" in changed(plan, 0, backwards)
-
-
-def test_a_malformed_plan_is_not_run():
-    def change(program):
-        program[index_of(program, Fwd)] = Fwd(7, 0)
-
-    assert "stage 7 is out of range" in changed(PLAIN, 0, change)
     assert not equivalence(replace(PLAIN, programs=PLAIN.programs[:1])).holds
 
 
