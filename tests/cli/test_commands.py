@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -40,33 +39,12 @@ def test_compile_to_a_file(cli, tmp_path):
     assert (tmp_path / "plan.json").read_text() == plan.to_json()
 
 
-def test_compile_to_standard_output(cli):
-    done = cli("compile", "-s", "afab", "--mesh", "dp=2,pp=2", "-m", 3, "--buckets-per-stage", 2)
-    assert done.code == 0
-    expected = qs.compile("gpipe", mesh="dp=2,pp=2", microbatches=3, buckets_per_stage=2)
-    assert qs.Plan.from_json(done.out) == expected
-    assert done.err.startswith("gpipe on dp=2,pp=2, 3 microbatches\nsound: ")
-
-
 def test_compile_reports_as_json(cli, tmp_path):
     command = ("compile", "-s", "interleaved-1f1b", "--mesh", "pp=2", "-m", 4, "--chunks", 3)
     report = cli(*command, "-o", tmp_path / "p.json", "--json").data
     assert report["sound"] is True
     assert report["plan"] == str(tmp_path / "p.json")
     assert qs.Plan.load(tmp_path / "p.json").schedule.chunks == 3
-
-
-def test_compile_slices(cli):
-    done = cli("compile", "-s", "seq-1f1b", "--mesh", "pp=2", "-m", 3, "--slices", 2)
-    assert qs.Plan.from_json(done.out) == qs.compile("seq-1f1b", mesh="pp=2", microbatches=3, slices=2)
-
-
-def test_compile_refuses_what_a_schedule_does_not_take(refused, tmp_path):
-    (tmp_path / "costs.json").write_text("{}")
-    command = ("compile", "-s", "1f1b", "--mesh", "pp=2", "-m", 3)
-    assert "slices is 2; this schedule takes exactly 1" in refused(2, *command, "--slices", 2)
-    for option in (("--costs", "costs.json"), ("--memory-cap", 4)):
-        assert "does not depend on costs or a memory cap" in refused(2, *command, *option)
 
 
 @pytest.fixture
@@ -256,32 +234,6 @@ def test_a_plan_from_standard_input(cli, plan_file, monkeypatch):
         assert cli("check", "-").code == 0
 
 
-@pytest.fixture
-def drawn(monkeypatch) -> list[tuple[str, object, Path]]:
-    """Take the place of viz, and return what it was asked to draw."""
-    from quintsched import viz
-
-    calls: list[tuple[str, object, Path]] = []
-    for name in ("render", "compare"):
-        monkeypatch.setattr(viz, name, lambda what, path, name=name: calls.append((name, what, path)), raising=False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    return calls
-
-
-def test_render_asks_viz(cli, plan_file, drawn, tmp_path):
-    assert cli("render", plan_file, "-o", "out.svg").out == "out.svg: 1f1b on dp=2,pp=2,tp=2, 4 microbatches\n"
-    assert cli("render", plan_file, "-o", "out.PNG", "--json").data["makespan"] == 15
-    assert [(name, path) for name, _, path in drawn] == [("render", Path("out.svg")), ("render", Path("out.PNG"))]
-    assert isinstance(drawn[0][1], qs.Simulation)
-
-
-def test_compare_asks_viz(cli, drawn):
-    assert cli("compare", "1f1b", "gpipe", "--pp", 2, "-m", 2, "-o", "c.png").code == 0
-    ((name, simulations, path),) = drawn
-    assert (name, path) == ("compare", Path("c.png"))
-    assert [simulation.plan.schedule.name for simulation in simulations] == ["1f1b", "gpipe"]
-
-
 def test_pictures_that_cannot_be(refused, plan_file, monkeypatch):
     assert "name it .png or .svg" in refused(2, "render", plan_file, "-o", "out.gif")
     assert "name it .png or .svg" in refused(2, "compare", "1f1b", "--pp", 2, "-m", 2, "-o", "out")
@@ -291,10 +243,12 @@ def test_pictures_that_cannot_be(refused, plan_file, monkeypatch):
 
 def test_a_real_picture(cli, refused, plan_file, tmp_path):
     pytest.importorskip("matplotlib")
-    assert cli("render", plan_file, "-o", "out.svg").code == 0
-    assert "<svg" in (tmp_path / "out.svg").read_text()
-    assert cli("compare", "1f1b", "gpipe", "--pp", 2, "-m", 2, "-o", "out.png").code == 0
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert cli("render", plan_file, "-o", "out.svg").out == "out.svg: 1f1b on dp=2,pp=2,tp=2, 4 microbatches\n"
+    assert cli("render", plan_file, "-o", "out.PNG", "--json").data["makespan"] == 15
+    assert cli("compare", "1f1b", "gpipe", "--pp", 2, "-m", 2, "-o", "both.svg").code == 0
+    assert (tmp_path / "out.PNG").read_bytes().startswith(b"\x89PNG")
+    one, both = ((tmp_path / name).read_text() for name in ("out.svg", "both.svg"))
+    assert ("gpipe on" in one, "gpipe on" in both, "1f1b on" in both) == (False, True, True)
     assert "cannot write the picture" in refused(2, "render", plan_file, "-o", "no/such/folder.png")
 
 
@@ -315,92 +269,73 @@ def test_runs():
     assert runs([1, 2, 3, 5, 7, 8]) == "1..3, 5, 7..8"
 
 
-def test_the_readme_line_of_the_issue(cli, tmp_path):
-    assert (
-        cli("compile", "--schedule", "1f1b", "--mesh", "dp=2,pp=2,tp=2", "--microbatches", 8, "-o", "p.json").code == 0
-    )
-    assert cli("check", "p.json").code == 0
-    assert json.loads(cli("simulate", "p.json", "--json").out)["makespan"] == 27
-    assert cli("show", "p.json", "--rank", 5).code == 0
+MESH = ("--mesh", "pp=2", "-m", 4)
+INTERLEAVED = ("interleaved-1f1b", *MESH, "--chunks", 2)
+REPLICAS = ("interleaved-1f1b", "--mesh", "dp=2,pp=2", "-m", 4)
+TIED = ("1f1b", "--mesh", "dp=2,pp=3", "-m", 4)
 
 
-def test_compile_recomputes(cli, refused):
-    command = ("compile", "-s", "1f1b", "--mesh", "pp=2", "-m", 3, "--recompute")
-    for text, recompute in (("1", 1), ("0,2", (0, 2)), ("0", 0)):
-        found = qs.Plan.from_json(cli(*command, text).out)
-        assert found == qs.compile("1f1b", mesh="pp=2", microbatches=3, recompute=recompute)
-    assert "RF2" in cli("show", save(cli, *command, "1")).out
-    assert "--recompute: cannot read 'all'; write whole numbers" in refused(2, *command, "all")
-    assert "--recompute: cannot read '1,'" in refused(2, *command, "1,")
-    assert "recompute names 3 stages, but there are 2" in refused(2, *command, "1,1,1")
-    assert "recompute is 99999999" in refused(2, *command, "99999999")
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [
+        (("afab", *MESH, "--buckets-per-stage", 2), {"buckets_per_stage": 2}),
+        (("seq-1f1b", *MESH, "--slices", 2), {"slices": 2}),
+        (("1f1b", *MESH, "--recompute", "1"), {"recompute": 1}),
+        (("1f1b", *MESH, "--recompute", "0,2"), {"recompute": (0, 2)}),
+        (("1f1b", *MESH, "--recompute", "0"), {}),
+        (
+            (*TIED, "--tied", "embedding=0,2", "--tied", "a=b=0,1"),
+            {"mesh": "dp=2,pp=3", "tied": {"embedding": (0, 2), "a=b": (0, 1)}},
+        ),
+        (
+            (*INTERLEAVED, "--skip", "h=0,1,3", "--skip", "k=1,2", "--losses", "1,3"),
+            {"chunks": 2, "skip": {"h": (0, 1, 3), "k": (1, 2)}, "losses": (1, 3)},
+        ),
+        ((*REPLICAS, "--zero", 2, "--zero-every", 2), {"mesh": "dp=2,pp=2", "zero": 2, "zero_every": 2}),
+    ],
+)
+def test_options_are_those_of_compile(cli, arguments, options):
+    done = cli("compile", "-s", *arguments)
+    plan = qs.compile(arguments[0], **{"mesh": "pp=2", "microbatches": 4} | options)
+    assert qs.Plan.from_json(done.out) == plan
+    assert done.err.startswith(f"{plan.title}\nsound: ")
 
 
-def test_compile_ties(cli, refused):
-    command = ("compile", "-s", "1f1b", "--mesh", "dp=2,pp=3", "-m", 3)
-    tied = {"embedding": (0, 2), "a=b": (0, 1)}
-    found = qs.Plan.from_json(cli(*command, "--tied", "embedding=0,2", "--tied", "a=b=0,1").out)
-    assert found == qs.compile("1f1b", mesh="dp=2,pp=3", microbatches=3, tied=tied)
-    plan = save(cli, *command, "--tied", "embedding=0,2")
-    assert "SyncTied(params=embedding, stages=0+2)" in cli("show", plan, "--rank", 2).out
-    assert "tied weights" in refused(2, "export", plan, "--to", "torch-csv")
-    assert "Recompute" not in cli("export", plan, "--to", "promela").out
-    for text, words in (
-        ("embedding", "--tied: cannot read 'embedding'; write a name and the stages"),
-        ("embedding=0;2", "--tied: cannot read '0;2'"),
-        ("=0,2", "'' is not a name"),
-        ("embedding=0", "at least two stages"),
-        ("embedding=0,9", "no route visits all stages"),
-    ):
-        assert words in refused(2, *command, "--tied", text)
-    assert "'w' is given twice" in refused(2, *command, "--tied", "w=0,1", "--tied", "w=0,2")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("1f1b", *MESH, "--slices", 2), "slices is 2; this schedule takes exactly 1"),
+        (("1f1b", *MESH, "--costs", "costs.json"), "does not depend on costs or a memory cap"),
+        (("1f1b", *MESH, "--memory-cap", 4), "does not depend on costs or a memory cap"),
+        (("1f1b", *MESH, "--recompute", "all"), "--recompute: cannot read 'all'; write whole numbers"),
+        (("1f1b", *MESH, "--recompute", "1,"), "--recompute: cannot read '1,'"),
+        (("1f1b", *MESH, "--recompute", "1,1,1"), "recompute names 3 stages, but there are 2"),
+        ((*TIED, "--tied", "embedding"), "--tied: cannot read 'embedding'; write a name and the stages"),
+        ((*TIED, "--tied", "embedding=0;2"), "--tied: cannot read '0;2'"),
+        ((*TIED, "--tied", "=0,2"), "'' is not a name"),
+        ((*TIED, "--tied", "embedding=0"), "at least two stages"),
+        ((*TIED, "--tied", "w=0,1", "--tied", "w=0,2"), "'w' is given twice"),
+        (
+            (*INTERLEAVED, "--skip", "h"),
+            "--skip: cannot read 'h'; write a name and the stages that make and take it: h=0,3,5",
+        ),
+        ((*INTERLEAVED, "--skip", "a-b=0,2"), "'a-b' is not a name that a block's forward can take"),
+        ((*INTERLEAVED, "--skip", "h=0,1", "--skip", "h=0,2"), "'h' is given twice"),
+        ((*INTERLEAVED, "--losses", "0,1"), "end with the last one; they are (0, 1)"),
+        (("dualpipe", *MESH, "--skip", "h=0,1"), "take 2 routes; skips need a single one"),
+        (("dualpipe", *MESH, "--losses", "0,1"), "take 2 routes, of which only the last stage can have one"),
+        ((*REPLICAS, "--zero", 4), "zero is 4"),
+        (("1f1b", *MESH, "--zero", 1), "has none"),
+    ],
+)
+def test_options_that_cannot_be(refused, tmp_path, arguments, words):
+    (tmp_path / "costs.json").write_text("{}")
+    assert words in refused(2, "compile", "-s", *arguments)
 
 
-def test_compile_skips_and_losses(cli, refused):
-    command = ("compile", "-s", "interleaved-1f1b", "--mesh", "pp=2", "-m", 4, "--chunks", 2)
-    found = qs.Plan.from_json(cli(*command, "--skip", "h=0,1,3", "--skip", "k=1,2", "--losses", "1,3").out)
-    wanted = {"skip": {"h": (0, 1, 3), "k": (1, 2)}, "losses": (1, 3)}
-    assert found == qs.compile("interleaved-1f1b", mesh="pp=2", microbatches=4, chunks=2, **wanted)
-    plan = save(cli, *command, "--skip", "h=0,1,3")
-    assert "SendSkip(stage=0, microbatch=0, peer=1, skip=h)" in cli("show", plan, "--rank", 0).out
-    assert "exchange skips, 'h'" in refused(2, "export", plan, "--to", "torch-csv")
-    assert "RecvSkipGrad(stage=0, microbatch=0, peer=1, skip=h)" in cli("export", plan, "--to", "promela").out
-    for text, words in (
-        ("h", "--skip: cannot read 'h'; write a name and the stages that make and take it: h=0,3,5"),
-        ("a-b=0,2", "'a-b' is not a name that a block's forward can take"),
-        ("h=2,0", "each once and later on the route than the one before"),
-        ("h=2", "must name the stage that makes it, then those that take it"),
-        ("h=0,9", "'h' names stage 9; the plan has the stages 0 to 3"),
-    ):
-        assert words in refused(2, *command, "--skip", text)
-    assert "'h' is given twice" in refused(2, *command, "--skip", "h=0,1", "--skip", "h=0,2")
-    assert "end with the last one; they are (0, 1)" in refused(2, *command, "--losses", "0,1")
-    losses = save(cli, *command, "--losses", "1,3")
-    assert "stages 1, 3 have losses" in refused(2, "export", losses, "--to", "torch-csv")
-    both = ("compile", "-s", "dualpipe", "--mesh", "pp=2", "-m", 4)
-    assert "take 2 routes; skips need a single one" in refused(2, *both, "--skip", "h=0,1")
-    assert "take 2 routes, of which only the last stage can have one" in refused(2, *both, "--losses", "0,1")
-
-
-def test_compile_shares_out(cli, refused, tmp_path):
-    command = ("compile", "-s", "interleaved-1f1b", "--mesh", "dp=2,pp=2", "-m", 4, "--zero")
-    found = qs.Plan.from_json(cli(*command, 2, "--zero-every", 2).out)
-    assert found == qs.compile("interleaved-1f1b", mesh="dp=2,pp=2", microbatches=4, zero=2, zero_every=2)
-    plan = save(cli, *command, 3)
-    assert "GatherParams(stage=2)" in cli("show", plan, "--rank", 0).out
-    assert "ZeRO-3" in cli("show", plan).out
-    assert cli("check", plan).code == 0
-    assert "peak state" not in cli("simulate", plan).out
+def test_costs_of_state_are_in_the_report_of_a_plan_that_shares_it_out(cli, tmp_path):
+    assert cli("compile", "-s", *REPLICAS, "--zero", 3, "-o", "made.json").code == 0
+    assert "peak state" not in cli("simulate", "made.json").out
     (tmp_path / "costs.json").write_text('{"weights": 4.0, "gradients": 4.0, "optimizer_state": 8.0}')
-    told = cli("simulate", plan, "--costs", "costs.json").out
+    told = cli("simulate", "made.json", "--costs", "costs.json").out
     assert "peak state by pipeline rank, weights, gradients and optimizer (and with activations): 0: 14 (16.5)" in told
-    assert "GatherParams(stage=0)" in cli("export", plan, "--to", "promela").out
-    assert "ZeRO-3" in refused(2, "export", plan, "--to", "torch-csv")
-    assert "zero is 4" in refused(2, *command, 4)
-    assert "has none" in refused(2, "compile", "-s", "1f1b", "--mesh", "pp=2", "-m", 4, "--zero", 1)
-
-
-def save(cli, *command: object) -> str:
-    """Compile to a file and return its name."""
-    assert cli(*command, "-o", "made.json").code == 0
-    return "made.json"

@@ -15,7 +15,17 @@ from typing import Any
 
 import torch
 
-_PRELOADED = ["torch", "torch.distributed", "quintsched", "quintsched.compiler", "quintsched.runtime.engine"]
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "quintsched.compiler",
+    "quintsched.runtime.launch.local_launcher",
+    "quintsched.runtime.launch.worker",
+    "quintsched.runtime.train.trainer",
+    "quintsched.runtime.comm.connection",
+    "quintsched.stalls.culprit",
+]
+"""Modules that the server imports: the first use in a process decides, so that all uses have the same."""
 
 
 def run_ranks(
@@ -23,7 +33,7 @@ def run_ranks(
 ) -> list[int | None]:
     """Call `target(*arguments)` in a process per rank, and return their exit codes; none is left running."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     port = free_port()
     processes = [
         context.Process(target=_run_rank, args=(rank, world_size, port, target, arguments))

@@ -22,18 +22,9 @@ from typing import Any
 import quintsched as qs
 from quintsched.stalls.stall_report import StallReport
 
+from ..ranks import PRELOADED
 from .injection import Injection, as_arguments
 
-PRELOADED = [
-    "torch",
-    "torch.distributed",
-    "quintsched.compiler",
-    "quintsched.runtime.launch.local_launcher",
-    "quintsched.runtime.launch.worker",
-    "quintsched.runtime.train.trainer",
-    "quintsched.runtime.comm.connection",
-    "quintsched.stalls.culprit",
-]
 HERE = Path(__file__).parent
 STALL_AFTER_S = 1.5
 REFUSED = 3

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from pathlib import Path
 
 from quintsched.runtime.agreement.run_records import flatten
 from quintsched.runtime.settings.job_file import JobConfig, marked
-from quintsched.runtime.settings.run_settings import RunSettings, SettingRule
+from quintsched.runtime.settings.run_settings import SettingRule, RunSettings
 
-ROOT = Path(__file__).parents[3]
-WHOLE = (
-    {name for name, _ in flatten(JobConfig().model_dump())} - {*marked(SettingRule.OPEN)} - {"mode"}
-)  # torch's word, too
+from ...layers import sources, tree_of
+
+WHOLE = {name for name, _ in flatten(JobConfig().model_dump())} - {*marked(SettingRule.OPEN)} - {"mode"}  # torch's word, too
 MOST = 3
 """So many names of settings a class or a function may have by chance, or to act on them."""
-
-
-def others() -> Iterator[tuple[str, ast.AST]]:
-    for path in sorted((ROOT / "runtime").rglob("*.py")):
-        if "settings" not in path.relative_to(ROOT / "runtime").parts:
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                yield f"{path.relative_to(ROOT)}, line {getattr(node, 'lineno', 0)}", node
 
 
 def with_defaults(node: ast.AST) -> set[str]:
@@ -42,13 +32,11 @@ def test_there_are_settings_to_look_for() -> None:
     assert {"train.clip", "runtime.precision", "model.tied"} <= WHOLE | {*marked(SettingRule.OPEN)}
 
 
-def test_no_other_room_names_a_setting() -> None:
-    for where, node in others():
+def test_no_other_room_names_a_setting_or_states_settings_and_their_defaults() -> None:
+    others = [path for path in sources("quintsched.runtime") if path.parent.name != "settings"]
+    for path, node in ((file, node) for file in others for node in ast.walk(tree_of(file))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            assert node.value.partition("=")[0] not in WHOLE, f"{where} names {node.value}: mark it in settings"
-
-
-def test_no_other_room_states_settings_and_their_defaults() -> None:
-    for where, node in others():
-        found = with_defaults(node) & set(RunSettings.model_fields)
-        assert len(found) < MOST, f"{where} states {sorted(found)}: take RunSettings"
+            named = node.value.partition("=")[0]
+            assert named not in WHOLE, f"{path}, line {node.lineno} names {named}: mark it in settings"
+        found = with_defaults(node) & RunSettings.model_fields.keys()
+        assert len(found) < MOST, f"{path} states {sorted(found)}: take RunSettings"

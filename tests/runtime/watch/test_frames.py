@@ -2,6 +2,7 @@
 
 import struct
 import zlib
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -43,32 +44,37 @@ def test_frames_come_whole_however_they_are_cut(cuts: list[int], text: str) -> N
     assert plan_of(found[1][1]) == (3, text.encode())
 
 
-@pytest.mark.parametrize(
-    ("kind", "length"), [(JSON, MOST_FRAME_BYTES[JSON] + 1), (PLAN, MOST_FRAME_BYTES[PLAN] + 1), (b"X", 1)]
-)
-def test_a_length_is_refused_before_it_is_read(kind: bytes, length: int) -> None:
-    with pytest.raises(FrameError):
-        list(reader().feed(FRAME_HEAD.pack(kind, length)))
-
-
-@pytest.mark.parametrize(("kind", "length"), [(JSON, MOST_OF_STRANGERS + 1), (PLAN, 1)])
-def test_strangers_may_say_little(kind: bytes, length: int) -> None:
-    with pytest.raises(FrameError):
-        list(FrameReader().feed(FRAME_HEAD.pack(kind, length)))
-
-
-@pytest.mark.parametrize("payload", [b"", b"[]", b"null", b"{", b"\xff", b"[" * 50_000])
-def test_what_is_no_message_is_refused(payload: bytes) -> None:
-    with pytest.raises(FrameError):
-        message_of(payload)
+KNOWN, STRANGER = reader, FrameReader
 
 
 @pytest.mark.parametrize(
-    "payload", [b"", b"\0\0\0", b"\0\0\0\1nothing", struct.pack(">I", 1) + zlib.compress(b"x")[:-1]]
+    ("made", "kind", "length"),
+    [
+        (KNOWN, JSON, MOST_FRAME_BYTES[JSON] + 1),
+        (KNOWN, PLAN, MOST_FRAME_BYTES[PLAN] + 1),
+        (KNOWN, b"X", 1),
+        (STRANGER, JSON, MOST_OF_STRANGERS + 1),
+        (STRANGER, PLAN, 1),
+    ],
 )
-def test_what_is_no_plan_is_refused(payload: bytes) -> None:
+def test_a_length_is_refused_before_it_is_read_and_strangers_may_say_little(
+    made: Callable[[], FrameReader], kind: bytes, length: int
+) -> None:
     with pytest.raises(FrameError):
-        plan_of(payload)
+        list(made().feed(FRAME_HEAD.pack(kind, length)))
+
+
+@pytest.mark.parametrize(
+    ("read", "payload"),
+    [
+        *((message_of, payload) for payload in (b"", b"[]", b"null", b"{", b"\xff", b"[" * 50_000)),
+        *((plan_of, payload) for payload in (b"", b"\0\0\0", b"\0\0\0\1nothing")),
+        (plan_of, struct.pack(">I", 1) + zlib.compress(b"x")[:-1]),
+    ],
+)
+def test_what_is_no_message_or_no_plan_is_refused(read: Callable[[bytes], object], payload: bytes) -> None:
+    with pytest.raises(FrameError):
+        read(payload)
 
 
 def test_a_plan_that_swells_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

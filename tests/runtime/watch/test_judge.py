@@ -1,5 +1,7 @@
 """Time of a verdict: by a clock that the tests move, and members that they write."""
 
+from dataclasses import dataclass
+
 import pytest
 
 from quintsched.runtime.watch.rank_position import NOTHING, START, WORLD_CODE, RankPosition
@@ -29,57 +31,61 @@ class Run:
         return ruling
 
 
-def test_a_killed_rank_is_judged_when_late_words_are_in() -> None:
+@dataclass(frozen=True)
+class Ends:
+    rank: int
+    fate: Fate
+
+
+@dataclass(frozen=True)
+class Says:
+    rank: int
+    kind: str
+    words: str = "of its own"
+
+
+LOST = "connection closed by peer"
+ASKED = Ends(0, Fate("exit", 3))
+SCENARIOS: dict[str, tuple[Ends | Says | tuple[float, Ruling], ...]] = {
+    "a killed rank, when late words are in": (Ends(1, KILLED), (0.2, Ruling.GO_ON), (0.2, Ruling.JUDGE)),
+    "ranks that complain, at once where another has ended": (
+        *(Says(0, "stall", LOST), (0.5, Ruling.GO_ON)),
+        *(Ends(1, KILLED), (0.4, Ruling.JUDGE)),
+    ),
+    "a complaint without a cause, after a while": (
+        *(Says(0, "stall", "timed out"), (1.8, Ruling.GO_ON)),
+        (0.5, Ruling.JUDGE),
+    ),
+    "a rank with an error of its own, when its traceback is out": (
+        *(Says(1, "own", "ValueError: boom"), (1.0, Ruling.GO_ON)),
+        *(Ends(1, Fate("exit", 1)), (0.4, Ruling.JUDGE)),
+    ),
+    "a rank that refuses alone": (Says(2, "refusal"), Ends(2, Fate("exit", 3)), (5, Ruling.JUDGE)),
+    "a refusal that others lost their peer by, at once": (
+        *(Says(2, "refusal"), Says(0, "stall", LOST)),
+        (0.4, Ruling.JUDGE),
+    ),
+    "nobody where all refuse, who say so themselves": (
+        *(Says(0, "refusal"), (0.3, Ruling.GO_ON), Says(1, "refusal"), (0.3, Ruling.GO_ON), Says(2, "refusal")),
+        *((0.3, Ruling.OVER), ASKED, (10, Ruling.OVER)),
+    ),
+    "nobody where all are ended from outside": (
+        *(Ends(rank, Fate("signal", 15)) for rank in range(3)),
+        (1, Ruling.OVER),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_who_is_judged_and_when(name: str) -> None:
     run = Run()
-    run.members[1].record_end(KILLED, run.now_s)
-    assert run.after(0.2) is Ruling.GO_ON
-    assert run.after(0.2) is Ruling.JUDGE
-
-
-def test_ranks_that_complain_are_heard_at_once_where_another_has_ended() -> None:
-    run = Run()
-    run.members[0].error = "stall", "connection closed by peer"
-    assert run.after(0.5) is Ruling.GO_ON
-    run.members[1].record_end(KILLED, run.now_s)
-    assert run.after(0.4) is Ruling.JUDGE
-
-
-def test_a_complaint_without_a_cause_is_judged_after_a_while() -> None:
-    run = Run()
-    run.members[0].error = "stall", "timed out"
-    assert run.after(1.8) is Ruling.GO_ON
-    assert run.after(0.5) is Ruling.JUDGE
-
-
-def test_the_traceback_of_a_rank_comes_before_the_verdict() -> None:
-    run = Run()
-    run.members[1].error = "own", "ValueError: boom"
-    assert run.after(1.0) is Ruling.GO_ON
-    run.members[1].record_end(Fate("exit", 1), run.now_s)
-    assert run.after(0.4) is Ruling.JUDGE
-
-
-def test_ranks_that_all_refuse_are_left_to_say_so() -> None:
-    run = Run()
-    for member in run.members:
-        member.error = "refusal", "the batch does not divide"
-        assert run.after(0.3) in (Ruling.GO_ON, Ruling.OVER)
-    run.members[0].record_end(Fate("exit", 3), run.now_s)
-    assert run.after(10) is Ruling.OVER
-
-
-def test_a_rank_that_refuses_alone_is_judged() -> None:
-    run = Run()
-    run.members[2].error = "refusal", "the batch does not divide"
-    run.members[2].record_end(Fate("exit", 3), run.now_s)
-    assert run.after(5) is Ruling.JUDGE
-
-
-def test_a_refusal_that_others_lost_their_peer_by_is_judged_at_once() -> None:
-    run = Run()
-    run.members[2].error = "refusal", "the batch does not divide"
-    run.members[0].error = "stall", "connection closed by peer"
-    assert run.after(0.4) is Ruling.JUDGE
+    for event in SCENARIOS[name]:
+        if isinstance(event, Ends):
+            run.members[event.rank].record_end(event.fate, run.now_s)
+        elif isinstance(event, Says):
+            run.members[event.rank].error = event.kind, event.words
+        else:
+            assert run.after(event[0]) is event[1]
 
 
 def test_a_rank_that_refuses_before_others_have_connected_is_judged_when_they_have() -> None:
@@ -100,26 +106,14 @@ def test_a_run_that_ends_as_it_should_is_over() -> None:
     assert run.after(0.1) is Ruling.OVER
 
 
-def test_a_run_that_is_ended_from_outside_needs_no_verdict() -> None:
-    run = Run()
-    for member in run.members:
-        member.record_end(Fate("signal", 15), run.now_s)
-    assert run.after(1) is Ruling.OVER
-
-
-def test_processes_that_come_to_their_end_without_a_word_are_no_failure() -> None:
+@pytest.mark.parametrize("another_waits", [False, True])
+def test_processes_that_come_to_their_end_in_set_up_are_no_failure_unless_another_waits(another_waits: bool) -> None:
     run = Run(START)
-    for member in run.members:
+    for member in run.members[: 1 if another_waits else 3]:
         member.record_end(Fate("exit", 0), run.now_s)
-    assert run.after(10) is Ruling.OVER
-
-
-def test_one_that_leaves_in_set_up_is_judged_if_another_waits_for_it() -> None:
-    run = Run(START)
-    run.members[0].record_end(Fate("exit", 0), run.now_s)
-    assert run.after(3) is Ruling.GO_ON
+    assert run.after(3) is (Ruling.GO_ON if another_waits else Ruling.OVER)
     run.members[1].place = START._replace(wait=WORLD_CODE)
-    assert run.after(1.8) is Ruling.JUDGE
+    assert run.after(1.8) is (Ruling.JUDGE if another_waits else Ruling.OVER)
 
 
 @pytest.mark.parametrize("moves", [False, True])

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,8 @@ from quintsched.runtime.watch.stall_limits import FLOOR_S, Patience, PositionTra
 
 TICK_S = 0.1
 WAITS = receive_code(1)
+ALONE = ("setup", "data", "save", "idle")
+"""Phases in which a rank waits for no other."""
 
 
 def place(at: int = 0, step: int = 1, phase: str = "step", *, wait: int = NOTHING, entered: int = 1) -> RankPosition:
@@ -88,39 +91,41 @@ def test_a_first_step_may_take_as_long_as_a_wait() -> None:
     assert run.stand(60)
 
 
-@pytest.mark.parametrize("phase", ["setup", "data", "save", "load", "idle"])
-def test_what_is_no_step_may_take_as_long_as_a_wait(phase: str) -> None:
-    run = warm(Patience(timeout_s=100))
-    run.go(0, place(phase=phase))
-    assert not run.stand(95)
-    assert run.stand(10)
+@pytest.mark.parametrize(
+    ("patience", "ranks", "to", "least_s", "most_s"),
+    [
+        *(
+            (Patience(timeout_s=100), [0], {"phase": phase}, 95, 10)
+            for phase in ("setup", "data", "save", "load", "idle")
+        ),
+        *((Patience(timeout_s=30), [0, 1], {"phase": phase}, 300, None) for phase in ("setup", "data", "save", "idle")),
+        (None, [0, 1], {"wait": UNKNOWN}, 0, FLOOR_S + 1),
+    ],
+)
+def test_what_is_no_step_may_take_as_long_as_a_wait_and_any_time_where_nobody_waits(
+    patience: Patience | None, ranks: list[int], to: dict[str, Any], least_s: float, most_s: float | None
+) -> None:
+    run = warm(patience)
+    for rank in ranks:
+        run.go(rank, place(**to))
+    assert not run.stand(least_s)
+    assert most_s is None or run.stand(most_s)
 
 
-@pytest.mark.parametrize("phase", ["setup", "data", "save", "idle"])
-def test_ranks_that_nobody_waits_for_may_take_any_time(phase: str) -> None:
-    run = warm(Patience(timeout_s=30))
-    for rank in (0, 1):
-        run.go(rank, place(phase=phase))
-    assert not run.stand(300)
-
-
-def test_a_limit_that_is_given_is_the_limit() -> None:
-    run = warm(Patience(stall_after=3))
-    assert not run.make_step(2.8)
-    assert run.make_step(3.5)
-
-
-def test_a_limit_that_is_given_is_not_that_of_a_first_step() -> None:
-    run = Run(PositionTracker(Patience(stall_after=3)))
-    assert not run.make_step(50)
-    run = Run(PositionTracker(Patience(stall_after=3)))
-    assert run.make_step(70)
-
-
-def test_a_compiled_run_may_compile_anew() -> None:
-    run = warm(Patience(timeout_s=1800, compiles=True))
-    assert not run.make_step(290)
-    assert run.make_step(310)
+@pytest.mark.parametrize(
+    ("patience", "is_warm", "passes_s", "stalls_s"),
+    [
+        (Patience(stall_after=3), True, 2.8, 3.5),
+        (Patience(stall_after=3), False, 50, None),
+        (Patience(stall_after=3), False, 0, 70),
+        (Patience(timeout_s=1800, compiles=True), True, 290, 310),
+    ],
+    ids=["given", "given, first step", "first step", "compiled anew"],
+)
+def test_the_limit_of_a_pause(patience: Patience, is_warm: bool, passes_s: float, stalls_s: float | None) -> None:
+    run = warm(patience) if is_warm else Run(PositionTracker(patience))
+    assert not (passes_s and run.make_step(passes_s))
+    assert stalls_s is None or run.make_step(stalls_s)
 
 
 def test_a_rank_that_is_stopped_has_the_time_of_a_step_wherever_it_is() -> None:
@@ -135,13 +140,6 @@ def test_no_time_passes_while_the_hub_does_not_run() -> None:
     run.now_s += 3600
     assert not run.stand(FLOOR_S - 1.5)
     assert run.stand(2)
-
-
-def test_a_device_that_waits_in_its_hosts_stead_is_watched_in_steps() -> None:
-    run = warm()
-    for rank in (0, 1):
-        run.go(rank, place(wait=UNKNOWN))
-    assert run.stand(FLOOR_S + 1)
 
 
 def test_slow_loading_does_not_lengthen_the_limit_of_steps() -> None:
