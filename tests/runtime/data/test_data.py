@@ -43,6 +43,11 @@ def write_mnist(folder: Path, *, zipped: bool = False, dotted: bool = False) -> 
             (folder / (name + ".gz" * zipped)).write_bytes(content)
 
 
+WHOLE = gzip.compress(idx(np.arange(200, dtype=np.uint8)), compresslevel=0)
+FLIPPED = WHOLE[:-20] + bytes([WHOLE[-20] ^ 1]) + WHOLE[-19:]
+"""A bit is flipped, which fails the checksum."""
+
+
 class TestSampler:
     @settings(deadline=None)
     @given(num_samples=sizes, batch_size=sizes, seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 9))
@@ -166,33 +171,32 @@ class TestIdx:
         with contextlib.suppress(InputError):
             assert read_idx(file, dims=1).tobytes() == content[8:]
 
-    def test_a_flipped_bit_fails_the_checksum(self, tmp_path: Path) -> None:
-        whole = bytearray(gzip.compress(idx(np.arange(200, dtype=np.uint8)), compresslevel=0))
-        whole[-20] ^= 1
-        (tmp_path / "labels").write_bytes(whole)
-        with pytest.raises(InputError, match="gzip"):
-            read_idx(tmp_path / "labels", dims=1)
+    @pytest.mark.parametrize(
+        ("content", "dims", "fault"),
+        [
+            (FLIPPED, 1, "gzip"),
+            (bytes([0, 0, 8, 3]) + b"\xff" * 12, 3, "only 0 bytes"),  # absurd sizes, which take no memory
+            (idx(np.zeros(3, dtype=np.uint8)), 3, "starts with 00 00 08 01, not with IDX's 00 00 08 03"),
+        ],
+    )
+    def test_what_is_no_such_file(self, tmp_path: Path, content: bytes, dims: int, fault: str) -> None:
+        (tmp_path / "file").write_bytes(content)
+        with pytest.raises(InputError, match=fault):
+            read_idx(tmp_path / "file", dims=dims)
 
-    def test_absurd_sizes_take_no_memory(self, tmp_path: Path) -> None:
-        (tmp_path / "images").write_bytes(bytes([0, 0, 8, 3]) + b"\xff" * 12)
-        with pytest.raises(InputError, match="only 0 bytes"):
-            read_idx(tmp_path / "images", dims=3)
-
-    def test_labels_where_images_should_be(self, tmp_path: Path) -> None:
-        (tmp_path / "images").write_bytes(idx(np.zeros(3, dtype=np.uint8)))
-        with pytest.raises(InputError, match="starts with 00 00 08 01, not with IDX's 00 00 08 03"):
-            read_idx(tmp_path / "images", dims=3)
-
-    def test_counts_must_be_equal(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("name", "shape", "fault"),
+        [
+            ("labels-idx1", (3,), r"t10k-labels-idx1-ubyte: 3 labels, but .* holds 4 images"),
+            ("images-idx3", (4, 2, 2), "differ in size"),
+        ],
+    )
+    def test_counts_and_sizes_must_be_equal(
+        self, tmp_path: Path, name: str, shape: tuple[int, ...], fault: str
+    ) -> None:
         write_mnist(tmp_path)
-        (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.zeros(3, dtype=np.uint8)))
-        with pytest.raises(InputError, match=r"t10k-labels-idx1-ubyte: 3 labels, but .* holds 4 images"):
-            load_dataset(DataConfig(path=str(tmp_path)))
-
-    def test_image_sizes_must_be_equal(self, tmp_path: Path) -> None:
-        write_mnist(tmp_path)
-        (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(np.zeros((4, 2, 2), dtype=np.uint8)))
-        with pytest.raises(InputError, match="differ in size"):
+        (tmp_path / f"t10k-{name}-ubyte").write_bytes(idx(np.zeros(shape, dtype=np.uint8)))
+        with pytest.raises(InputError, match=fault):
             load_dataset(DataConfig(path=str(tmp_path)))
 
     def test_nothing_there(self, tmp_path: Path) -> None:

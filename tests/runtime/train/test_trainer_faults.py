@@ -207,10 +207,14 @@ def checkpointed(data_file: Path, tmp_path: Path, **sections: Any) -> Any:
     return job(data_file, checkpoint={"dir": str(tmp_path / "c")} | sections.pop("checkpoint", {}), **sections)
 
 
-def test_resume_where_checkpoints_fall_on_the_end_of_an_epoch(data_file: Path, tmp_path: Path) -> None:
-    config = checkpointed(data_file, tmp_path, checkpoint={"every": 6})
-    interrupt_after(config, steps=7)
+def test_resume_where_checkpoints_fall_on_the_end_of_an_epoch_and_few_steps_are_left_to_trace(
+    data_file: Path, tmp_path: Path
+) -> None:
+    runtime = {"trace": str(tmp_path / "trace"), "trace_first": 2, "trace_steps": 8}
+    interrupt_after(checkpointed(data_file, tmp_path, checkpoint={"every": 6}), steps=13)
+    config = checkpointed(data_file, tmp_path, checkpoint={"every": 6}, runtime=runtime)
     assert figures(fit(config, resume=True)[0][0]) == figures(fit(job(data_file))[0][0])
+    assert len(list((tmp_path / "trace").glob("rank*.json"))) == 4
 
 
 def test_the_only_checkpoint_is_never_taken_away(
