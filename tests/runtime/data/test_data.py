@@ -228,5 +228,5 @@ class TestNames:
         )
         dataset = load_dataset(DataConfig(name=f"{file}:load", path="here", options={"size": 3}))
         assert (dataset.name, len(dataset.train)) == ("here", 3)
-        with pytest.raises(UsageError, match="returned a int"):
+        with pytest.raises(UsageError, match="wrong returned 3; return a data set"):
             load_dataset(DataConfig(name=f"{file}:wrong"))

@@ -6,11 +6,13 @@ import ast
 
 from quintsched.runtime.agreement.run_records import flatten
 from quintsched.runtime.settings.job_file import JobConfig, marked
-from quintsched.runtime.settings.run_settings import SettingRule, RunSettings
+from quintsched.runtime.settings.run_settings import RunSettings, SettingRule
 
 from ...layers import sources, tree_of
 
-WHOLE = {name for name, _ in flatten(JobConfig().model_dump())} - {*marked(SettingRule.OPEN)} - {"mode"}  # torch's word, too
+WHOLE = (
+    {name for name, _ in flatten(JobConfig().model_dump())} - {*marked(SettingRule.OPEN)} - {"mode"}
+)  # torch's word, too
 MOST = 3
 """So many names of settings a class or a function may have by chance, or to act on them."""
 
