@@ -162,12 +162,13 @@ def read_flag(name: str, text: Any, several: bool = False) -> Any:
 
 
 def read_settings(option: str, text: str, others: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the row of text such as "dp=8,tp=4,recompute=full"; numbers per stage are joined by +: recompute=1+0+0.
+    """Return the row of text such as "dp=8,tp=4,recompute=full"; numbers per stage, and modules, are joined by +:
+    recompute=1+0+0, recompute=layernorm+moe_act.
 
     `others` are further keys, whose values are text.
     """
     found: dict[str, Any] = {}
-    known = (*FLAGS, "sequence_parallel", *others)
+    known = (*FLAGS, *SWITCHES, *others)
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         name = name.replace("-", "_")
@@ -175,7 +176,8 @@ def read_settings(option: str, text: str, others: Sequence[str] = ()) -> dict[st
             raise UsageError(f"{option}: unknown key {name!r}{suggest(name, known)}")
         if not equals or not value:
             raise UsageError(f"{option}: cannot read {part!r} in {text!r}; write it like dp=8,tp=4,recompute=full")
-        found[name] = value if name in others else read_flag(name, value.replace("+", ","))
+        numbers = value.replace("+", ",") if value[0].isdecimal() else value
+        found[name] = value if name in others else read_flag(name, numbers)
     return found
 
 

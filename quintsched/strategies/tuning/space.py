@@ -249,13 +249,18 @@ class Space:
                         yield pp, tp, cp, ep, dp, number, chunks, size
 
     def _chunks(self, name: str, pp: int) -> list[int]:
-        """Return the numbers of chunks to try: without empty stages, and only even splits if there are any."""
+        """Return the numbers of chunks to try: without empty stages, and only even splits if there are any.
+
+        Else the least number, and its doubles, as far as stages have a layer.
+        """
         least, most = find_schedule(name).min_chunks, find_schedule(name).max_chunks
         if pp == 1 and self.choices.chunks is None:
             return [least] if least <= self.model.layers else []
         room = [v for v in range(least, min(most, self.model.layers // pp) + 1) if allows(self.choices.chunks, v)]
         even = [v for v in room if self.model.layers % (pp * v) == 0]
-        return even if even or self.choices.even else room[:1]
+        if even or self.choices.even or not room:
+            return even
+        return [v for v in room if v % room[0] == 0 and (v // room[0]).bit_count() == 1]
 
 
 def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) -> Space:

@@ -9,8 +9,12 @@ import pytest
 from benchmarks.fit_cost_model import DATA, OWN, fit_efficiency, layer_errors, read_rows, step_errors
 from benchmarks.prediction import BEYOND, LIMITS, MEMORY_LIMIT, memory_errors, ours, read_cases, roofline, score_of
 from quintsched.strategies.descriptions.library import find_hardware, hardware_names
+from quintsched.strategies.descriptions.strategy_text import strategy_name
+from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.efficiency import CONSTANTS
 from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.tuning.choices import Choices
+from quintsched.strategies.tuning.space import FIXED, MESH, make_space
 
 
 def read(name):
@@ -87,6 +91,17 @@ def test_published_recipes_fit_and_take_as_long_as_they_took():
         assert found.fits
         error = abs(found.step_s / case.measured_s - 1)
         assert error <= (0.165 if row["name"] in BEYOND else row["limit"]), row["name"]
+
+
+def test_published_recipes_are_strategies_of_the_search():
+    for case in read_cases(read("recipes")):
+        wanted, sizes = case.row.strategy, case.row.strategy
+        open_ones = {name: getattr(wanted, name) for name in ("dtype", "zero_every", "recompute", *FIXED)}
+        space = make_space(case.row.model, sizes.gpus, sizes.batch, sizes.seq, Choices.read(open_ones))
+        schedule = space.choices.schedule.index(resolved(wanted).schedule)
+        frame = [*(getattr(wanted, axis) for axis in MESH), schedule, resolved(wanted).chunks, wanted.microbatch]
+        assert (space.frames == frame).all(axis=1).any(), strategy_name(wanted)
+        assert [wanted.zero, wanted.zero_every if wanted.zero > 1 else 1] in space.zeros.tolist()
 
 
 def test_table_5_and_the_layers_it_was_fitted_with():

@@ -155,7 +155,8 @@ def _schedules(given: Problem, pp: int) -> Iterator[tuple[str, int]]:
         found = find_schedule(name)
         takes = list(range(found.min_chunks, min(found.max_chunks, given.model.layers // pp) + 1))
         even = [v for v in takes if given.model.layers % (pp * v) == 0]
-        yield from ((name, v) for v in even or takes[:1])
+        doubles = [takes[0] * 2**k for k in range(8) if takes[0] * 2**k in takes] if takes else []
+        yield from ((name, v) for v in even or doubles)
 
 
 def _recomputes(given: Problem, schedule: str, pp: int, chunks: int) -> Iterator[tuple[list[object], tuple[bool, ...]]]:
