@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -40,6 +41,8 @@ class Outcome:
     losses: list[float]
     weights: dict[str, Tensor]
     norms: list[float] = field(default_factory=list)
+    idle: frozenset[str] = frozenset()
+    """Names of what a whole module has and its training gives no gradient, which need not be on any rank."""
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -69,11 +72,12 @@ def train_alone(
     A loss is (sum, weight), or a mean over its microbatch; gradients are divided by the weight of the whole batch. The
     loss of the batch `evaluated` comes last.
     """
-    model = copy.deepcopy(model) if isinstance(model, nn.Module) else build_model(copied(model), seed, dtype)
+    is_whole = isinstance(model, nn.Module)
+    model = copy.deepcopy(model) if is_whole else build_model(copied(model), seed, dtype)
     for number, block in enumerate(model.children() if masks else ()):
         key_dropouts(block, number, masks)  # type: ignore[arg-type]
     tie(model, tied or {})
-    stepper, losses, norms = optimizer(list(model.parameters())), [], []
+    stepper, losses, norms, trained = optimizer(list(model.parameters())), [], [], set[str]()
 
     def run(batch: Batch, step: int, count: int, *, learns: bool) -> float:
         total, weight, first = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
@@ -88,8 +92,9 @@ def train_alone(
                 if learns:
                     own.backward()
             total, weight, first = total + own.detach(), weight + its_weight, first + samples
-        for parameter in model.parameters():
-            if learns and parameter.grad is not None:
+        for name, parameter in model.named_parameters() if learns else ():
+            if parameter.grad is not None:
+                trained.add(name)
                 parameter.grad /= weight.to(parameter.grad.dtype)
         return float(total / weight)
 
@@ -106,13 +111,14 @@ def train_alone(
     if evaluated is not None:
         with torch.no_grad():
             losses.append(run(evaluated, len(batches), 1, learns=False))
-    return Outcome(losses, {name: held.detach().clone() for name, held in model.state_dict().items()}, norms)
+    weights = {name: held.detach().clone() for name, held in model.state_dict().items()}
+    return Outcome(losses, weights, norms, frozenset(weights.keys() - trained if is_whole else ()))
 
 
 def train_ranks(
     plan: qs.Plan,
     model: Any,
-    loss: Callable[[Any, Any], Any],
+    loss: Callable[[Any, Any], Any] | None,
     optimizer: Any,
     batches: Sequence[Batch],
     *,
@@ -121,14 +127,15 @@ def train_ranks(
     after: Change | None = None,
     evaluated: Batch | None = None,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    cut: Callable[[nn.Module], Any] | None = None,
     **settings: Any,
 ) -> list[Outcome]:
-    """Train with the engine on every rank of the plan, in this process; a module is split into blocks on each rank."""
+    """Train with the engine on every rank of the plan, in this process; a module is split, by `cut` if given."""
 
     def run(transport: Transport) -> Outcome:
         own = copied(model) if not isinstance(model, nn.Module) else copy.deepcopy(model)
         with around():
-            return train_rank(transport, plan, own, loss, optimizer, batches, before, after, evaluated, **settings)
+            return train_rank(transport, plan, own, loss, optimizer, batches, before, after, evaluated, cut, **settings)
 
     return run_local(plan.mesh.size, run, timeout_s=60, rules=wire)
 
@@ -137,17 +144,19 @@ def train_rank(
     transport: Transport,
     plan: qs.Plan,
     model: Any,
-    loss: Callable[[Any, Any], Any],
+    loss: Callable[[Any, Any], Any] | None,
     optimizer: Any,
     batches: Sequence[Batch],
     before: Change | None = None,
     after: Change | None = None,
     evaluated: Batch | None = None,
+    cut: Callable[[nn.Module], Any] | None = None,
     **settings: Any,
 ) -> Outcome:
-    """Train with the engine on one rank, on this replica's share of each batch."""
-    blocks = split(model, example=batches[0][0]) if isinstance(model, nn.Module) else model
-    engine = Engine(plan, blocks, loss, optimizer, transport=transport, **settings)
+    """Train with the engine on one rank, on this replica's share of each batch; without a loss, by the model's own."""
+    cut = cut or partial(split, example=batches[0][0])
+    blocks = cut(model) if isinstance(model, nn.Module) else model
+    engine = Engine(plan, blocks, loss or blocks.loss_fn, optimizer, transport=transport, **settings)
     losses, norms = [], []
     for step, batch in enumerate(batches):
         if before is not None:
@@ -221,10 +230,16 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 def worst_difference(outcomes: Sequence[Outcome], expected: Outcome) -> float:
     """The largest difference of any rank's losses or weights, or not a number; every weight must be on some rank."""
-    assert {name for outcome in outcomes for name in outcome.weights} == set(expected.weights)
+    held = {name for outcome in outcomes for name in outcome.weights}
+    assert set(expected.weights) - expected.idle <= held <= set(expected.weights)
     losses = torch.tensor(expected.losses, dtype=torch.float64)
     found = [difference(torch.tensor(o.losses, dtype=torch.float64), losses) for o in outcomes]
-    found += [difference(weight, expected.weights[name]) for o in outcomes for name, weight in o.weights.items()]
+    found += [
+        difference(weight, expected.weights[name])
+        for o in outcomes
+        for name, weight in o.weights.items()
+        if name not in expected.idle
+    ]
     return float(torch.tensor(found, dtype=torch.float64).max())
 
 

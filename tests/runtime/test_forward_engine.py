@@ -19,8 +19,8 @@ import quintsched as qs
 from quintsched.runtime import Engine, ForwardEngine, Transport, build_model, run_local, split
 
 from .parallel.expert.moe_training import moe_blocks
-from .splitting.test_own_models import IDS as WORDS
-from .splitting.test_own_models import NanoGPT
+from .splitting.models import IDS as WORDS
+from .splitting.models import NanoGPT
 from .toys import adam, cross_entropy_sum, difference, tiny_gpt
 
 LENGTH = 8

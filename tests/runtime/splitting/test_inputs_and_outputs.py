@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -13,23 +14,17 @@ from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local, split
 from quintsched.runtime.splitting.split_proof import chain
 
+from ...helpers.training import check_equality, run_model, sgd
+from .models import Block
+
 WIDTH = 4
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.fc(x).tanh()
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
-        self.layers = nn.ModuleList([Layer() for _ in range(2)])
+        self.layers = nn.ModuleList([Block() for _ in range(2)])
         self.null = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x):
@@ -41,36 +36,17 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def drawn(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[-1])).double()
 
 
-def train(kind, loss, batches, example=None, **settings):
-    """Return losses of steps on two stages, and those of a plain loop; a batch is inputs by name."""
+def check_steps(kind, loss, batches, example=None, **settings):
+    """Train on two stages as in one process; a batch is inputs by name."""
     torch.manual_seed(0)
-    model, targets = kind().double(), drawn(4, 2)
-    plain, plan = copy.deepcopy(model), qs.compile("1f1b", mesh="pp=2", microbatches=2)
-    optimizer, expected = sgd(plain.parameters()), []
-    for batch in batches:
-        optimizer.zero_grad()
-        value = loss(plain(**batch), targets)
-        value.backward()
-        optimizer.step()
-        expected.append(value.item())
-
-    def work(transport):
-        own = copy.deepcopy(model)
-        engine = Engine(plan, split(own, example=example or batches[0]), loss, sgd, transport=transport, **settings)
-        return [
-            engine.step(batch["x"], targets, **{n: t for n, t in batch.items() if n != "x"}).loss.item()
-            for batch in batches
-        ]
-
-    return run_local(2, work), [pytest.approx(expected, rel=1e-12)] * 2
+    model, targets, plan = kind().double(), drawn(4, 2), qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    given = [(batch["x"], targets, {name: t for name, t in batch.items() if name != "x"}) for batch in batches]
+    cut = partial(split, example=example or batches[0])
+    check_equality(plan, model, loss, sgd, given, cut=cut, **settings)
 
 
 X, COND = drawn(4, 3), drawn(4)
@@ -100,13 +76,12 @@ class Otherwise(Model):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Optional, OptionalFlag])
 def test_an_input_that_a_step_leaves_out_has_its_default(kind):
-    found, expected = train(kind, F.mse_loss, [{"x": X}, {"x": X, "cond": COND}, {"x": X}], {"x": X, "cond": COND})
-    assert found == expected
+    check_steps(kind, F.mse_loss, [{"x": X}, {"x": X, "cond": COND}, {"x": X}], {"x": X, "cond": COND})
 
 
 def test_weights_that_the_example_did_not_lead_to_are_refused():
     with pytest.raises(MisfitError, match=r"the forward of Otherwise uses 'null' in this step"):
-        train(Otherwise, F.mse_loss, [{"x": X, "cond": COND}, {"x": X}])
+        check_steps(Otherwise, F.mse_loss, [{"x": X, "cond": COND}, {"x": X}])
 
 
 class Tuple(Model):
@@ -148,13 +123,11 @@ def loss_of_all(output, targets):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [Tuple, Dict])
 def test_the_loss_has_all_that_a_model_returns(kind):
-    found, expected = train(kind, loss_of_all, [{"x": X}])
-    assert found == expected
+    check_steps(kind, loss_of_all, [{"x": X}])
 
 
 def test_a_mean_of_each_microbatch_beside_the_output_counts_as_is_said():
-    found, expected = train(Penalised, loss_of_all, [{"x": X}], loss_over="samples")
-    assert found == expected
+    check_steps(Penalised, loss_of_all, [{"x": X}], loss_over="samples")
 
 
 def test_an_output_that_is_no_tree_is_refused():
@@ -187,10 +160,7 @@ class Guessing(Model):
 def test_inputs_named_as_targets_ride_along_in_models_of_ones_own():
     model, labels = Labelled().double(), drawn(4, 2)
     blocks = split(model, example={"x": X, "labels": labels})
-    given = X
-    for block in blocks:
-        given = block(given, labels=labels)
-    assert torch.equal(given, model(X, labels))
+    assert torch.equal(run_model(nn.ModuleList(blocks), X, None, {"labels": labels})[0], model(X, labels))
 
 
 def test_a_batch_may_be_the_one_input():

@@ -1,58 +1,15 @@
 """Forwards that switch modes, and read or write what the model keeps, train as in one piece, or are refused."""
 
-import copy
 import random
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
-import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime import Engine, run_local, split
+from quintsched.runtime import split
+from quintsched.runtime.splitting.split_proof import chain
 
-WIDTH = 4
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH)
-
-    def forward(self, x):
-        return x + self.fc2(F.gelu(self.fc1(x)))
-
-
-class Traced(nn.Module):
-    """Three attributes and no list: found by tracing. `middle` is between its modules."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.teacher, self.head = nn.Linear(3, WIDTH), Block(), nn.Linear(WIDTH, 2)
-        self.make_layers()
-        self.tau, self.count, self.flag, self.last, self.options = 1.0, 0, True, None, {"tau": 1.0}
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def make_layers(self):
-        self.first, self.second = Block(), Block()
-
-    def forward(self, x):
-        return self.head(self.second(self.middle(self.first(self.stem(x)))))
-
-
-class Walked(Traced):
-    """The same with a list of layers, of which an example is given."""
-
-    def make_layers(self):
-        self.layers = nn.ModuleList([Block(), Block()])
-
-    def forward(self, x):
-        x = self.stem(x)
-        for layer in self.layers:
-            x = self.middle(layer(x))
-        return self.head(x)
+from .models import KINDS, Traced, Walked, check, inputs, made, nothing
 
 
 def no_grad(self, x):
@@ -102,10 +59,6 @@ def drawing_free(self, x):
     return x * self.last
 
 
-def nothing(model):
-    pass
-
-
 def set_tau(model):
     model.tau *= 0.7
 
@@ -126,87 +79,31 @@ def replace_mean(model):
     model.mean = model.mean + 0.5
 
 
-def made(kind, middle, dtype=torch.float64):
-    torch.manual_seed(0)
-    model = type(middle.__name__, (kind,), {"middle": middle, "__module__": __name__})().to(dtype)
-    for layer in (model.teacher, model.head):
-        nn.init.normal_(layer.fc2.weight if layer is model.teacher else layer.weight, std=0.2)
-    return model
-
-
-def inputs(dtype=torch.float64):
-    return torch.randn(8, 3, 3, generator=torch.Generator().manual_seed(1), dtype=dtype)
-
-
-def loss(output, targets):
-    return (output.flatten(1).sum(1) - targets).square().sum(), len(targets)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.003)
-
-
-def trained(model, change, mesh, steps=3):
-    """Return the losses and buffers of each rank, and of a plain loop over the same microbatches."""
-    batch = inputs(model.head.weight.dtype)
-    example = batch[:2] if isinstance(model, Walked) else None
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=4 // (2 if "dp" in mesh else 1))
-
-    def work(transport):
-        own = copy.deepcopy(model)
-        engine = Engine(plan, split(own, example=example), loss, sgd, transport=transport)
-        mine, losses = batch.chunk(engine.num_replicas)[engine.replica], []
-        for _ in range(steps):
-            losses.append(engine.step(mine, mine[:, 0, 0]).loss.item())
-            change(own)
-        return losses
-
-    plain, expected = copy.deepcopy(model), []
-    optimizer = sgd(plain.parameters())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        totals = [loss(plain(piece), piece[:, 0, 0])[0] for piece in batch.split(2)]
-        (sum(totals) / 8).backward()
-        optimizer.step()
-        change(plain)
-        expected.append(sum(totals).item() / 8)
-    return run_local(plan.mesh.size, work), expected
-
-
 CASES = [
-    *((middle, nothing) for middle in (no_grad, all_modes)),
+    *((middle, nothing) for middle in (no_grad, all_modes, drawing_free)),
     *[(temperature, set_tau), (option, set_option), (on_head, set_scale), (buffer, set_mean), (buffer, replace_mean)],
 ]
 
 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
-@pytest.mark.parametrize("kind", [Traced, Walked])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("middle", "change"), CASES)
 def test_modes_and_what_is_read_are_the_models_own(kind, middle, change, mesh):
-    found, expected = trained(made(kind, middle), change, mesh)
-    assert found == [pytest.approx(expected, rel=1e-10)] * len(found)
+    check(made(kind, middle), change, mesh)
 
 
-@pytest.mark.parametrize("kind", [Traced, Walked])
+@pytest.mark.parametrize("kind", KINDS)
 def test_autocast_inside_a_forward(kind):
-    found, expected = trained(made(kind, autocast, torch.float32), nothing, "pp=2")
-    assert found == [pytest.approx(expected, rel=1e-3)] * 2
+    check(made(kind, autocast, torch.float32), tolerance=1e-3)
 
 
 def test_a_buffer_is_counted_on_by_the_block_that_has_it():
     model = made(Traced, counting)
     blocks = split(model, example=inputs()[:2])
     assert model.steps == 0
-    x = inputs()
-    for block in blocks:
-        x = block(x)
+    chain(blocks, inputs())
     assert model.steps == 1
-
-
-def test_a_table_that_a_forward_makes_of_shapes_may_be_kept():
-    found, expected = trained(made(Walked, drawing_free), nothing, "pp=2")
-    assert found == [pytest.approx(expected, rel=1e-10)] * 2
 
 
 def set_count(self, x):
@@ -239,21 +136,82 @@ def set_on_head(self, x):
     return x
 
 
-@pytest.mark.parametrize(
-    ("middle", "says"),
-    [
-        (set_count, r"model[\w ().]*\.count \(.*test_modes_and_state.py:\d+\)"),
-        (set_flag, r"model[\w ().]*\.flag \(.*:\d+\)"),
-        (remember, r"model[\w ().]*\.last \(.*:\d+\)"),
-        (rebind, r"model[\w ().]*\.mean \(.*:\d+\)"),
-        (append, r"model[\w ().]*\.options.* \(.*:\d+\)"),
-        (set_on_head, r"model\.head[\w ().]*\.calls \(.*:\d+\)"),
-    ],
-)
-@pytest.mark.parametrize("kind", [Traced, Walked])
-def test_what_a_forward_sets_is_refused_by_attribute_and_line(kind, middle, says):
+def in_a_list(self, x):
+    self.options["seen"][0].add_(1)
+    return x
+
+
+def past_setattr(self, x):
+    self.__dict__["count"] = self.count + 1
+    return x
+
+
+def of_the_class(self, x):
+    type(self).tally = getattr(type(self), "tally", 0) + 1
+    return x
+
+
+def as_evaluated(self, x):
+    if not self.training:
+        type(self).tally = getattr(type(self), "tally", 0) + 1
+    return x
+
+
+def on_a_layer_of_torch(self, x):
+    self.head.seen = getattr(self.head, "seen", 0) + 1
+    return x
+
+
+def a_weight(self, x):
+    with torch.no_grad():
+        self.head.weight.mul_(0.9)
+    return x
+
+
+def a_weights_data(self, x):
+    self.head.weight.data = self.head.weight.data * 0.9
+    return x
+
+
+def a_new_buffer(self, x):
+    self.register_buffer("late", x.detach().mean())
+    return x
+
+
+def looking(self, x):
+    assert bool(torch.isfinite(x).all())
+    return x
+
+
+TRACED = r"the forward changes .*which no other rank would see"
+SET = [
+    (set_count, KINDS, r"model[\w ().]*\.count \(.*test_modes_and_state.py:\d+\)"),
+    (set_flag, KINDS, r"model[\w ().]*\.flag \(.*:\d+\)"),
+    (remember, KINDS, r"model[\w ().]*\.last \(.*:\d+\)"),
+    (rebind, KINDS, r"model[\w ().]*\.mean \(.*:\d+\)"),
+    (append, KINDS, r"model[\w ().]*\.options.* \(.*:\d+\)"),
+    (set_on_head, KINDS, r"model\.head[\w ().]*\.calls \(.*:\d+\)"),
+    (in_a_list, [Walked], r"options\['seen'\]\[0\]"),
+    (past_setattr, [Walked], "count"),
+    (of_the_class, [Walked], "tally"),
+    (as_evaluated, [Walked], "tally"),
+    (on_a_layer_of_torch, [Walked], "seen"),
+    (a_new_buffer, [Walked], "late"),
+    (looking, [Walked], r"numbers between its layers are unknown \(AssertionError.*test_modes_and_state.py:\d+\)"),
+    (a_weight, [Walked], "head.weight"),
+    (a_weights_data, [Walked], "head.weight"),
+    (a_weight, [Traced], r"changes the weight 'head.weight'|sets .data of a tensor"),
+    (a_weights_data, [Traced], r"changes the weight 'head.weight'|sets .data of a tensor"),
+    *((middle, [Traced], TRACED) for middle in (in_a_list, past_setattr, of_the_class)),
+]
+
+
+@pytest.mark.parametrize(("middle", "kind", "says"), [(m, kind, says) for m, kinds, says in SET for kind in kinds])
+def test_what_a_forward_sets_is_refused_by_attribute_and_line(middle, kind, says):
+    model = made(kind, middle)
+    model.options |= {"seen": [torch.zeros(())]} if middle is in_a_list else {}
     with pytest.raises((MisfitError, UsageError), match=says):
-        split(made(kind, middle), example=inputs()[:2])
+        split(model, example=inputs()[:2])
 
 
 def skip(self, x):
@@ -269,7 +227,7 @@ def scaled(self, x):
 
 
 @pytest.mark.parametrize("middle", [skip, skip_by_tensor, scaled])
-@pytest.mark.parametrize("kind", [Traced, Walked])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_python_value_of_a_draw_is_refused_under_every_seed(kind, middle):
     model = made(kind, middle)
     for seed in range(4):
@@ -288,10 +246,10 @@ def cut(self, x):
 
 
 @pytest.mark.parametrize(("middle", "name"), [(steered, "flag"), (cut, "count")])
-@pytest.mark.parametrize("kind", [Traced, Walked])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_steers_the_flow_may_not_change(kind, middle, name):
     def change(model):
         setattr(model, name, 1 - getattr(model, name))
 
     with pytest.raises(MisfitError, match=rf"{name} is no longer what it was .* split the model again"):
-        trained(made(kind, middle), change, "pp=2")
+        check(made(kind, middle), change)

@@ -1,15 +1,19 @@
 """Attributes that a loop sets in the layers of its model hold in the blocks; those set by layers reach the model."""
 
-import copy
+from collections import OrderedDict
+from itertools import chain
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Engine, run_local, split
+from quintsched.runtime import split
+from quintsched.runtime.splitting.split_proof import chain as run_chain
+
+from .models import Traced, check, inputs, require_chain
 
 WIDTH = 4
 
@@ -58,47 +62,14 @@ def made():
     return Model()
 
 
-def loss(output, targets):
-    return (output.sum(1) - targets).square().sum(), len(targets)
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05)
-
-
-def trained(start, change, mesh, x):
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-
-    def work(transport):
-        model = copy.deepcopy(start)
-        engine = Engine(plan, split(model, example=x[:2]), loss, sgd, transport=transport)
-        losses = []
-        for _ in range(3):
-            losses.append(float(engine.step(x, x[:, 0]).loss))
-            for layer in model.layers:
-                change(layer)
-        return losses
-
-    return run_local(plan.mesh.size, work)
-
-
 @pytest.mark.parametrize("mesh", ["pp=1", "pp=2"])
 @pytest.mark.parametrize("change", [anneal, switch, exchange, shift])
 def test_what_is_set_in_a_layer_holds_in_its_block(change, mesh):
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
-    start, expected = made(), []
-    model = copy.deepcopy(start)
-    optimizer = sgd(model.parameters())
-    for _ in range(3):
-        optimizer.zero_grad()
-        total = loss(model(x), x[:, 0])[0] / len(x)
-        total.backward()
-        optimizer.step()
-        expected.append(total.item())
+    def change_all(model):
         for layer in model.layers:
             change(layer)
-    for losses in trained(start, change, mesh, x):
-        assert losses == pytest.approx(expected, rel=1e-5)
+
+    check(made().double(), change_all, mesh, cut=lambda own: split(own, example=inputs()[:2]))
 
 
 def test_what_a_block_sets_is_in_the_layer():
@@ -155,10 +126,7 @@ def test_a_parametrized_layer_may_be_called_twice():
     model, x = Twice().double(), torch.ones(2, 3, dtype=torch.float64)
     found = split(model, example=x)
     assert len(found.tied) == 3
-    expected = model(x)
-    for block in found:
-        x = block(x)
-    assert torch.allclose(x, expected)
+    assert torch.allclose(run_chain(found, x), model(x))
 
 
 class Pair(nn.Module):
@@ -192,3 +160,109 @@ def test_a_model_with_lazy_layers_is_refused():
         MisfitError, match=r"the model \(Sequential\): '1\.weight' has no shape before the first forward"
     ):
         split(nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2)), example=torch.ones(2, 3))
+
+
+class Scaled(nn.Module):
+    def __init__(self, weight=None):
+        super().__init__()
+        self.fc, self.tau = nn.Linear(4, 4), 1.0
+        self.fc.weight = self.fc.weight if weight is None else weight
+
+    def forward(self, x):
+        return (self.fc(x) * self.tau).tanh()
+
+
+def test_copies_around_shared_weights_follow_the_models_own_modules():
+    model = nn.Sequential(nn.Linear(3, 4), first := Scaled(), first, Scaled(first.fc.weight), nn.Linear(4, 2))
+    blocks, x = split(model), torch.randn(8, 3)
+    first.tau, model[3].fc.tau = 0.5, 2.0
+    for source in chain(blocks.copies):
+        source.follow_model()
+    require_chain(blocks, model, x)
+    assert blocks[3].fc.tau == 2.0
+    model[1] = nn.Identity()
+    with pytest.raises(MisfitError, match=r"model\.1 is no longer what it was"):
+        blocks.copies[0].follow_model()
+
+
+class Scheduled:
+    """A descriptor that keeps the value itself."""
+
+    def __init__(self):
+        self.values = {}
+
+    def __get__(self, owner, kind):
+        return self.values.get("now", 1.0)
+
+    def __set__(self, owner, value):
+        self.values["now"] = value
+
+
+def delegating(settings):
+    class Delegating(Traced):
+        scheduled = Scheduled()
+
+        def __init__(self):
+            super().__init__()
+            self.config = SimpleNamespace(rate=1.0)
+
+        def __getattr__(self, name):
+            return self.__dict__["config"].rate if name == "rate" else super().__getattr__(name)
+
+        def middle(self, x):
+            return x * self.rate * self.scheduled * settings.rate
+
+    return Delegating()
+
+
+class Rate(float):
+    factor = 1.0
+
+
+class Half:
+    factor = 0.5
+
+
+class Whole:
+    factor = 1.0
+
+
+class Held(Traced):
+    def __init__(self):
+        super().__init__()
+        self.rate, self.table, self.whole = Rate(1.0), OrderedDict(), Whole()
+
+    def middle(self, x):
+        factor = self.rate.factor * getattr(self.table, "factor", 1.0) * self.whole.factor
+        return x * factor * (0.5 if any(name.startswith("late_") for name in vars(self)) else 1.0)
+
+
+CHANGES = {
+    "of a number": lambda model: setattr(model.rate, "factor", 0.5),
+    "of a dict": lambda model: setattr(model.table, "factor", 0.5),
+    "its class": lambda model: setattr(model.whole, "__class__", Half),
+    "a name": lambda model: setattr(model, "late_name", 1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_an_object_is_and_has_is_followed(change):
+    model = Held()
+    blocks, x = split(model), torch.randn(8, 3)
+    change(model)
+    blocks[0]._origin.follow_model()
+    require_chain(blocks, model, x)
+
+
+@pytest.mark.parametrize("change", ["config", "descriptor", "module"])
+def test_what_code_of_a_trace_leads_to_is_followed(change):
+    settings = ModuleType("settings_of_a_user")
+    settings.rate = 1.0
+    model = delegating(settings)
+    blocks, x = split(model), torch.randn(8, 3)
+    if change == "descriptor":
+        model.scheduled = 0.5
+    else:
+        (settings if change == "module" else model.config).rate = 0.5
+    blocks[0]._origin.follow_model()
+    require_chain(blocks, model, x)

@@ -1,6 +1,7 @@
 """Models of one's own, cut by their lists of layers, by names, or as they are: the chain is the model."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -12,74 +13,21 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, build_model, run_local, split
 from quintsched.runtime.splitting.split_proof import chain
 
-WIDTH, IDS = 8, 11
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.fc1, self.fc2 = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-
-    def forward(self, x, scale):
-        return x + scale * self.fc2(F.gelu(self.fc1(self.norm(x))))
-
-
-class NanoGPT(nn.Module):
-    """As nanoGPT has it: a dictionary of modules, a head that is the embedding, and code between all of them."""
-
-    def __init__(self, layer=Layer):
-        super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(IDS, WIDTH),
-                "wpe": nn.Embedding(16, WIDTH),
-                "drop": nn.Dropout(0.0),
-                "h": nn.ModuleList([layer() for _ in range(3)]),
-                "ln_f": nn.LayerNorm(WIDTH),
-            }
-        )
-        self.lm_head = nn.Linear(WIDTH, IDS, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, idx, targets=None):
-        positions = torch.arange(idx.shape[1], device=idx.device)
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))
-        for block in self.transformer.h:
-            x = block(x, idx.gt(3)[..., None].to(x.dtype))
-        x = self.transformer.ln_f(x) * self.scale
-        return self.lm_head(x), None
+from ...helpers.training import check_equality, sgd
+from .models import HIDDEN, IDS, Layer, NanoGPT
 
 
 def ids(samples=4, length=6):
     return torch.randint(0, IDS, (samples, length), generator=torch.Generator().manual_seed(1))
 
 
-def loss(logits, targets):
+def loss(output, targets):
+    logits = output[0] if isinstance(output, tuple) else output
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def trained(model, plan, steps=3, **settings):
-    """Return the losses of each rank, and of a plain loop."""
-
-    def work(transport):
-        engine = Engine(plan, split(copy.deepcopy(model), example=ids()), loss, sgd, transport=transport, **settings)
-        return [engine.step(ids(8), ids(8)).loss.item() for _ in range(steps)]
-
-    plain = copy.deepcopy(model)
-    optimizer = sgd(plain.parameters())
-    expected = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        total, weight = loss(plain(ids(8))[0], ids(8))
-        (total / weight).backward()
-        optimizer.step()
-        expected.append((total / weight).item())
-    return run_local(plan.mesh.size, work), expected
+def check_ids(model, plan, steps=3, **how):
+    check_equality(plan, model, loss, sgd, [(ids(8), ids(8))] * steps, cut=partial(split, example=ids()), **how)
 
 
 @pytest.fixture
@@ -92,8 +40,7 @@ def nano():
 @pytest.mark.parametrize(("schedule", "mesh"), [("1f1b", "pp=2"), ("zb-h1", "pp=4"), ("interleaved-1f1b", "pp=2")])
 def test_a_split_model_trains_as_in_one_piece(nano, schedule, mesh):
     plan = qs.compile(schedule, mesh=mesh, microbatches=4)
-    found, expected = trained(nano, plan)
-    assert found == [pytest.approx(expected, rel=1e-12)] * plan.mesh.size
+    check_ids(nano, plan)
 
 
 def test_blocks_have_the_models_names_and_ties(nano):
@@ -118,9 +65,9 @@ class Shared(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(IDS, WIDTH)
+        self.embed = nn.Embedding(IDS, HIDDEN)
         self.layers = nn.ModuleList([Layer() for _ in range(4)])
-        self.head = nn.Linear(WIDTH, IDS)
+        self.head = nn.Linear(HIDDEN, IDS)
 
     def forward(self, ids):
         first = x = self.embed(ids)
@@ -143,25 +90,8 @@ class Kept(Shared):
 def test_values_of_earlier_blocks_ride_along(kind):
     torch.manual_seed(0)
     model = kind().double()
-    plan = qs.compile("1f1b", mesh="pp=4", microbatches=2)
-
-    def work(transport):
-        engine = Engine(plan, split(copy.deepcopy(model), example=ids()), loss, sgd, transport=transport)
-        return [engine.step(ids(8), ids(8)).loss.item() for _ in range(3)]
-
-    losses = run_local(4, work)
-    alone = qs.compile("gpipe", mesh="dp=1", microbatches=2)
-    chain = list(split(copy.deepcopy(model), example=ids()))
-    assert len(chain) == 6
-    optimizer, expected = sgd(model.parameters()), []
-    for _ in range(3):
-        optimizer.zero_grad()
-        total, weight = loss(model(ids(8)), ids(8))
-        (total / weight).backward()
-        optimizer.step()
-        expected.append((total / weight).item())
-    assert losses == [pytest.approx(expected, rel=1e-12)] * 4
-    assert alone.mesh.size == 1
+    assert len(split(model, example=ids())) == 6
+    check_ids(model, qs.compile("1f1b", mesh="pp=4", microbatches=2))
 
 
 class Mixing(Shared):
@@ -190,38 +120,28 @@ def test_what_cannot_be_found_again_is_refused():
 
 
 def test_a_sequential_is_its_children():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 2)))
-    blocks = split(model)
+    blocks = split(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 2))))
     assert len(blocks) == 3
-    assert blocks.own_names == {
-        "0.weight": "0.weight",
-        "0.bias": "0.bias",
-        "2.0.weight": "2.0.weight",
-        "2.0.bias": "2.0.bias",
-    }
+    names = ["0.weight", "0.bias", "2.0.weight", "2.0.bias"]
+    assert blocks.own_names == dict(zip(names, names, strict=True))
 
 
 class Plain(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.norm = nn.Embedding(IDS, WIDTH), nn.LayerNorm(WIDTH)
-        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
-        self.head = nn.Linear(WIDTH, IDS)
+        self.embed, self.norm = nn.Embedding(IDS, HIDDEN), nn.LayerNorm(HIDDEN)
+        self.body = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN))
+        self.head = nn.Linear(HIDDEN, IDS)
 
     def forward(self, ids):
         return self.head(self.norm(self.body[2](self.body[1](self.body[0](self.embed(ids))))))
 
 
 def test_blocks_by_name():
-    model = Plain()
-    blocks = split(model, blocks=["embed", "body.*", "norm", "head"], example=ids())
+    blocks = split(Plain(), blocks=["embed", "body.*", "norm", "head"], example=ids())
     assert len(blocks) == 6
-    assert [name for name in blocks.own_names.values() if name.startswith("body")] == [
-        "body.0.weight",
-        "body.0.bias",
-        "body.2.weight",
-        "body.2.bias",
-    ]
+    found = [name for name in blocks.own_names.values() if name.startswith("body")]
+    assert found == ["body.0.weight", "body.0.bias", "body.2.weight", "body.2.bias"]
 
 
 class PlainAsking(Plain):
@@ -289,7 +209,7 @@ class Dropping(Shared):
 def test_code_between_layers_knows_that_it_trains():
     model = Dropping()
     blocks = split(model, example=ids())
-    hidden = torch.randn(4, 6, WIDTH)
+    hidden = torch.randn(4, 6, HIDDEN)
     for block in blocks[2:5]:
         block.train()
         trained = block(hidden, ids=ids())
@@ -307,4 +227,4 @@ def test_shapes_are_found_in_the_type_that_is_trained_in(nano):
         return engine.step(ids(), ids()).loss.item()
 
     first, second = run_local(2, work)
-    assert first == second == pytest.approx(loss(nano(ids())[0], ids())[0].item() / ids().numel(), rel=0.02)
+    assert first == second == pytest.approx(loss(nano(ids()), ids())[0].item() / ids().numel(), rel=0.02)

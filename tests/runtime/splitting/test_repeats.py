@@ -1,6 +1,7 @@
 """Layers that a model uses more than once: each use is a block, and their weights stay one."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from torch import nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Engine, run_local, split
+from quintsched.runtime import Engine, split
+
+from ...helpers.training import check_equality, sgd
 
 WIDTH = 4
 
@@ -57,24 +60,8 @@ def sequential():
     return nn.Sequential(one, act, other, act, one, other)
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def batch():
     return torch.randn(2, 8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-
-def losses_of_one_process(model, steps):
-    x, y = batch()
-    optimizer, losses = sgd(model.parameters()), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 class KeepsItsMethod(Layer):
@@ -104,26 +91,13 @@ class OwnMethods(Row):
 @pytest.mark.parametrize("kind", [Row, Loop, sequential, OwnMethods])
 def test_layers_that_come_again_stay_one(kind, example, mesh):
     torch.manual_seed(0)
-    model = kind().double()
-    x, y = batch()
-    given = {"example": x[:2]} if example else {}
-
-    def work(transport):
-        blocks = split(copy.deepcopy(model), **given)
-        assert len(blocks) == 6
-        assert sorted(map(len, blocks.tied.values())) == [2] * 8
-        plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-        engine = Engine(plan, blocks, nn.MSELoss(), sgd, transport=transport)
-        losses = [engine.step(x, y).loss.item() for _ in range(3)]
-        return losses, engine.full_state_dict(all_blocks=True), blocks.own_names
-
-    plain = copy.deepcopy(model)
-    expected = losses_of_one_process(plain, 3)
-    losses, weights, names = run_local(int(mesh[-1]), work)[0]
-    assert losses == pytest.approx(expected, abs=1e-12)
-    whole = plain.state_dict()
-    for block, own in names.items():
-        torch.testing.assert_close(weights[f"model.{block}"], whole[own], rtol=0, atol=1e-12)
+    model, (x, y) = kind().double(), batch()
+    cut = partial(split, example=x[:2]) if example else split
+    blocks = cut(copy.deepcopy(model))
+    assert len(blocks) == 6
+    assert sorted(map(len, blocks.tied.values())) == [2] * 8
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+    check_equality(plan, model, nn.MSELoss(), sgd, [(x, y)] * 3, cut=cut)
 
 
 def freeze(model, is_trained=False):
@@ -144,35 +118,20 @@ def load(model):
     model.load_state_dict({name: held * 0.9 for name, held in model.state_dict().items()})
 
 
+def hook(model):
+    model.layers[0].fc.weight.register_hook(lambda grad: grad * 0.1)
+
+
 @pytest.mark.parametrize("schedule", [{"schedule": "1f1b"}, {"schedule": "interleaved-1f1b", "chunks": 2}])
 def test_copies_follow_what_a_loop_does_to_weights(schedule):
     torch.manual_seed(0)
-    model, (x, y) = Row().double(), batch()
-    plain, does = copy.deepcopy(model), [freeze, shrink, rebind, load]
-    optimizer, expected = sgd(plain.parameters()), []
-    for do in does:
-        do(plain)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(plain(x), y)
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-
-    def work(transport):
-        mine = copy.deepcopy(model)
-        plan = qs.compile(**schedule, mesh="pp=2", microbatches=2)
-        engine = Engine(plan, split(mine, example=x[:2]), nn.MSELoss(), sgd, transport=transport)
-        losses = []
-        for do in does:
-            do(mine)
-            losses.append(engine.step(x, y).loss.item())
-        mine.layers[0].fc.weight.register_hook(lambda grad: grad * 0.1)
-        with pytest.raises(MisfitError, match=r"fc\.weight has a hook, and is a weight of several stages"):
-            engine.step(x, y)
-        return losses
-
-    for losses in run_local(2, work):
-        assert losses == pytest.approx(expected, abs=1e-12)
+    model, (x, y), plan = Row().double(), batch(), qs.compile(**schedule, mesh="pp=2", microbatches=2)
+    does = [freeze, shrink, rebind, load]
+    how = {"before": lambda model, step: does[step](model), "cut": partial(split, example=x[:2])}
+    check_equality(plan, model, nn.MSELoss(), sgd, [(x, y)] * 4, **how)
+    does = [load, hook]
+    with pytest.raises(MisfitError, match=r"fc\.weight has a hook, and is a weight of several stages"):
+        check_equality(plan, model, nn.MSELoss(), sgd, [(x, y)] * 2, **how)
 
 
 class AsksWhatTrains(Row):

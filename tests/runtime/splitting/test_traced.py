@@ -1,6 +1,5 @@
 """Models that are traced: the chain of their segments is the model, while it trains and while it does not."""
 
-import copy
 import threading
 
 import pytest
@@ -10,10 +9,13 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime import Engine, run_local, split
+from quintsched.runtime import split
 from quintsched.runtime.splitting.split_proof import chain
 from quintsched.runtime.splitting.split_traced import segments
 from quintsched.runtime.splitting.symbolic_trace import Untraceable, trace
+
+from ...helpers.training import check_equality
+from .models import loss, sgd
 
 WIDTH = 8
 
@@ -169,21 +171,4 @@ def test_tracing_touches_no_other_thread():
 def test_it_trains_as_in_one_piece(kind, width):
     model, batch = drawn(kind), inputs(width)
     plan = qs.compile("zb-h1", mesh="pp=2", microbatches=4)
-
-    def loss(output, targets):
-        return (output.flatten(1).sum(1) - targets).square().sum(), len(targets)
-
-    def work(transport):
-        parts = split(copy.deepcopy(model))
-        sgd = torch.optim.SGD
-        engine = Engine(plan, parts, loss, lambda p: sgd(p, lr=0.01), transport=transport)
-        engine.step(batch, batch[:, 0, 0])
-        return {parts.own_names[name]: weight for name, weight in engine.full_weights().items()}
-
-    found = {name: weight for rank in run_local(2, work) for name, weight in rank.items()}
-    plain = copy.deepcopy(model)
-    for piece in batch.split(2):
-        loss(plain(piece), piece[:, 0, 0])[0].backward()
-    for name, parameter in plain.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / len(batch)
-        assert torch.allclose(found[name], parameter - 0.01 * gradient, rtol=0, atol=1e-12), name
+    check_equality(plan, model, loss, sgd, [(batch, batch[:, 0, 0])], microbatches=4, cut=split)

@@ -1,15 +1,17 @@
 """Models of transformers: split by their own forward, they give the numbers that they give in one piece."""
 
-import copy
 import runpy
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Engine, build_model, run_local, split
+from quintsched.runtime import build_model, split
+
+from ...helpers.training import require_equal, sgd, train_alone, train_ranks
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,69 +45,64 @@ def batch(length=LENGTH):
     return ids, mask, ids.masked_fill(mask == 0, -100)
 
 
-def plain_losses(model, steps=2, *, mask=None, labels=None, positions=None):
-    ids, _, _ = batch()
-    labels = ids if labels is None else labels
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        weight, total = (labels[:, 1:] != -100).sum(), 0.0
-        for rows in torch.arange(SAMPLES).chunk(MICROBATCHES):
-            given = {} if mask is None else {"attention_mask": mask[rows]}
-            given |= {} if positions is None else {"position_ids": positions[rows]}
-            logits = model(ids[rows], **given).logits[:, :-1]
-            loss = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), labels[rows, 1:].flatten(), ignore_index=-100, reduction="sum"
-            )
-            (loss / weight).backward()
-            total += loss.item() / weight.item()
-        optimizer.step()
-        losses.append(total)
-    return losses
+def shifted(output, labels):
+    """The loss of language models, of the model's output or of its logits."""
+    losses = functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return losses, (labels[:, 1:] != -100).sum()
 
 
-def split_losses(model, plan, give, steps=2, **settings):
-    def work(transport):
-        blocks = split(copy.deepcopy(model))
-        engine = Engine(
-            plan, blocks, blocks.loss_fn, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport, **settings
-        )
-        return [give(engine).loss.item() for _ in range(steps)]
+def own(output, labels):
+    """The loss that the model itself has found of labels."""
+    weight = (labels[:, 1:] != -100).sum() if labels.dim() > 1 else len(labels)
+    return output.loss * weight, weight
 
-    return run_local(plan.mesh.size, work)
+
+def plain_losses(model, given, loss=shifted):
+    return train_alone(model, loss, sgd, [given] * 2, microbatches=MICROBATCHES).losses
+
+
+def split_losses(model, request_of, given, **settings):
+    plan = qs.compile(**{"schedule": "1f1b", "microbatches": MICROBATCHES, **request_of})
+    return [found.losses for found in train_ranks(plan, model, None, sgd, [given] * 2, cut=split, **settings)]
+
+
+def check(model, request_of, given, *, rel=1e-9, alone=None, loss=shifted, **settings):
+    """Losses of all ranks are those of the model in one piece, which may be given the batch otherwise."""
+    expected = plain_losses(model, given if alone is None else alone, loss)
+    for losses in split_losses(model, request_of, given, **settings):
+        assert losses == pytest.approx(expected, rel=rel)
 
 
 @pytest.mark.parametrize(
-    ("kind", "mesh", "schedule", "settings"),
+    ("kind", "options", "request_of", "settings"),
     [
-        ("llama", "pp=2", "zb-h1", {}),
-        ("llama", "cp=2,pp=2", "1f1b", {}),
-        ("llama", "tp=2,pp=2", "1f1b", {"sequence_parallel": True}),
-        ("gpt2", "cp=2,tp=2", "gpipe", {"context": "gather"}),
-        ("gpt2", "pp=2", "seq-1f1b", {}),
-        ("gemma2", "pp=2", "1f1b", {}),
+        ("llama", {}, {"mesh": "pp=2", "schedule": "zb-h1"}, {}),
+        ("llama", {}, {"mesh": "cp=2,pp=2"}, {}),
+        ("llama", {}, {"mesh": "tp=2,pp=2"}, {"sequence_parallel": True}),
+        ("gpt2", {}, {"mesh": "cp=2,tp=2", "schedule": "gpipe"}, {"context": "gather"}),
+        ("gpt2", {}, {"mesh": "pp=2", "schedule": "seq-1f1b", "slices": 2}, {}),
+        ("gemma2", {}, {"mesh": "pp=2"}, {}),
+        (
+            "mistral",
+            {"sliding_window": 3, "num_key_value_heads": 2},
+            {"mesh": "pp=2", "schedule": "seq-1f1b", "slices": 2},
+            {},
+        ),
     ],
+    ids=str,
 )
-def test_a_model_trains_as_in_one_piece(kind, mesh, schedule, settings):
-    model = model_of(kind)
-    plan = qs.compile(
-        schedule, mesh=mesh, microbatches=MICROBATCHES, **({"slices": 2} if schedule == "seq-1f1b" else {})
-    )
-    ids, _, _ = batch()
-    found = split_losses(model, plan, lambda engine: engine.step(ids, ids), **settings)
-    assert found == [pytest.approx(plain_losses(model), rel=1e-9)] * plan.mesh.size
+def test_a_model_trains_as_in_one_piece(kind, options, request_of, settings):
+    check(model_of(kind, **options), request_of, (batch()[0], batch()[0]), **settings)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_padded_batches(attention):
-    model = model_of("llama", attn_implementation=attention)
-    ids, mask, labels = batch()
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=MICROBATCHES)
-    expected = plain_losses(copy.deepcopy(model), mask=mask, labels=labels)
-    as_extra = split_losses(model, plan, lambda engine: engine.step(ids, labels, attention_mask=mask))
-    whole = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    as_batch = split_losses(model, plan, lambda engine: engine.step(whole, labels))
-    assert as_extra == as_batch == [pytest.approx(expected, rel=1e-9)] * 2
+    model, (ids, mask, labels) = model_of("llama", attn_implementation=attention), batch()
+    as_extra = (ids, labels, {"attention_mask": mask})
+    check(model, {"mesh": "pp=2"}, as_extra)
+    check(
+        model, {"mesh": "pp=2"}, ({"input_ids": ids, "attention_mask": mask, "labels": labels}, labels), alone=as_extra
+    )
 
 
 PACKED = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).repeat(SAMPLES, 1)
@@ -116,25 +113,12 @@ PACKED = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).repeat(SAMPLES, 1)
     [("llama", True, "dp=1"), ("llama", False, "dp=1"), ("gpt2", False, "dp=1"), ("gpt2", True, "cp=2")],
 )
 def test_packed_sequences_are_what_the_models_own_forward_makes_of_them(kind, keeps_cache, mesh):
-    model, ids = model_of(kind, use_cache=keeps_cache), batch()[0]
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=MICROBATCHES)
-    expected = plain_losses(copy.deepcopy(model), positions=PACKED)
-    found = split_losses(model, plan, lambda engine: engine.step(ids, ids, position_ids=PACKED))
-    assert found == [pytest.approx(expected, rel=1e-9)] * plan.mesh.size
+    check(model_of(kind, use_cache=keeps_cache), {"mesh": mesh}, (batch()[0], batch()[0], {"position_ids": PACKED}))
 
 
 def test_packed_sequences_that_are_read_apart_are_refused_where_they_are_cut():
-    plan, ids = qs.compile("1f1b", mesh="cp=2", microbatches=MICROBATCHES), batch()[0]
     with pytest.raises(MisfitError, match="several sequences out of them"):
-        split_losses(model_of(use_cache=False), plan, lambda engine: engine.step(ids, ids, position_ids=PACKED))
-
-
-def test_a_window_is_kept_where_sequences_come_in_slices():
-    model = model_of("mistral", sliding_window=3, num_key_value_heads=2)
-    plan = qs.compile("seq-1f1b", mesh="pp=2", microbatches=MICROBATCHES, slices=2)
-    ids, _, _ = batch()
-    found = split_losses(model, plan, lambda engine: engine.step(ids, ids))
-    assert found == [pytest.approx(plain_losses(model), rel=1e-9)] * 2
+        split_losses(model_of(use_cache=False), {"mesh": "cp=2"}, (batch()[0], batch()[0], {"position_ids": PACKED}))
 
 
 @pytest.mark.parametrize(
@@ -147,10 +131,8 @@ def test_a_window_is_kept_where_sequences_come_in_slices():
     ],
 )
 def test_attention_that_slices_cannot_have_is_refused(kind, model, said):
-    ids, _, _ = batch()
-    plan = qs.compile("gpipe", mesh="cp=2", microbatches=MICROBATCHES)
     with pytest.raises(MisfitError, match=said):
-        split_losses(model_of(kind, **model), plan, lambda engine: engine.step(ids, ids))
+        split_losses(model_of(kind, **model), {"mesh": "cp=2"}, (batch()[0], batch()[0]))
 
 
 @pytest.mark.parametrize("mesh", ["cp=2", "cp=2,pp=2"])
@@ -161,29 +143,16 @@ def test_sequences_that_are_cut_are_classified_as_whole_ones(mesh):
     model = transformers.LlamaForSequenceClassification(config).double()
     ids, mask, _ = batch()
     ids, labels = ids * mask, torch.arange(SAMPLES) % 3  # the last token that is no padding lies in any slice
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=MICROBATCHES)
-    found = split_losses(model, plan, lambda engine: engine.step(ids, labels))
-    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(2):
-        optimizer.zero_grad()
-        loss = model(ids, labels=labels).loss
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    assert found == [pytest.approx(expected, rel=1e-9)] * plan.mesh.size
+    check(model, {"mesh": mesh}, (ids, labels), alone=(ids, labels, {"labels": labels}), loss=own)
 
 
 def test_a_loss_that_shifts_is_refused_where_sequences_are_cut():
     def shifting(logits, labels):
-        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
-    plan = qs.compile("gpipe", mesh="cp=2", microbatches=MICROBATCHES)
-
-    def work(transport):
-        Engine(plan, split(model_of()), shifting, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport)
-
+    plan, ids = qs.compile("gpipe", mesh="cp=2", microbatches=MICROBATCHES), batch()[0]
     with pytest.raises(MisfitError, match="the loss shifts its targets by a token"):
-        run_local(2, work)
+        train_ranks(plan, model_of(), shifting, sgd, [(ids, ids)], cut=split)
 
 
 KINDS = {
@@ -232,27 +201,6 @@ def build_llama():
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def built_losses(mesh):
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=MICROBATCHES)
-
-    def work(transport):
-        blocks = split(build_llama)
-        assert not any(isinstance(block, torch.nn.Module) for block in blocks)
-        engine = Engine(
-            plan,
-            blocks,
-            blocks.loss_fn,
-            lambda p: torch.optim.SGD(p, lr=0.1),
-            transport=transport,
-            dtype=torch.float64,
-            seed=3,
-        )
-        ids, _, _ = batch()
-        return [engine.step(ids, ids).loss.item() for _ in range(2)]
-
-    return run_local(plan.mesh.size, work)
-
-
 def test_a_layer_that_looks_at_its_numbers_is_built_without_weights():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = transformers.MixtralConfig(**sizes, num_key_value_heads=4, vocab_size=IDS, num_local_experts=2)
@@ -261,8 +209,13 @@ def test_a_layer_that_looks_at_its_numbers_is_built_without_weights():
 
 
 def test_a_model_built_without_weights_starts_alike_on_every_mesh():
-    (alone,) = built_losses("dp=1")
-    assert built_losses("pp=2") == [pytest.approx(alone, rel=1e-12)] * 2
+    def built_losses(mesh):
+        blocks, plan = split(build_llama), qs.compile("1f1b", mesh=mesh, microbatches=MICROBATCHES)
+        assert not any(isinstance(block, torch.nn.Module) for block in blocks)
+        more = {"dtype": torch.float64, "seed": 3}
+        return train_ranks(plan, blocks, blocks.loss_fn, sgd, [(batch()[0], batch()[0])] * 2, **more)
+
+    require_equal(built_losses("pp=2"), built_losses("dp=1")[0])
 
 
 def test_weights_that_are_made_block_by_block_are_the_models_own():
@@ -292,26 +245,14 @@ def mixture(**settings):
 def test_losses_of_routers_are_the_models_own(mesh):
     model, (ids, mask, _) = mixture(), batch()
     labels = ids.masked_fill(mask == 0, -100)
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=MICROBATCHES)
-    found = split_losses(model, plan, lambda engine: engine.step(ids, labels, attention_mask=mask))
-    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), []
-    weight = (labels[:, 1:] != -100).sum()
-    for _ in range(2):
-        optimizer.zero_grad()
-        parts = torch.arange(SAMPLES).chunk(MICROBATCHES)
-        shares = [(labels[rows, 1:] != -100).sum() / weight for rows in parts]
-        own = [model(ids[rows], attention_mask=mask[rows], labels=labels[rows]).loss for rows in parts]
-        loss = sum(share * part for share, part in zip(shares, own, strict=True))
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    assert found == [pytest.approx(expected, rel=1e-5)] * plan.mesh.size
+    given = (ids, labels, {"attention_mask": mask})
+    alone = (ids, labels, {"attention_mask": mask, "labels": labels})
+    check(model, {"mesh": mesh}, given, alone=alone, loss=own, rel=1e-5)
 
 
 def test_losses_of_routers_are_refused_where_they_are_not_known():
     config = mixture().config
     with pytest.raises(MisfitError, match="adds a loss of the routers"):
         split(transformers.MixtralForTokenClassification(config))
-    plan = qs.compile("1f1b", mesh="cp=2", microbatches=MICROBATCHES)
     with pytest.raises(MisfitError, match="adds a loss of all tokens"):
-        split_losses(mixture(), plan, lambda engine: engine.step(batch()[0], batch()[0]))
+        split_losses(mixture(), {"mesh": "cp=2"}, (batch()[0], batch()[0]))
