@@ -193,9 +193,7 @@ class Case:
 
     def alone(self, dtype: torch.dtype, clip: float | None = None) -> Outcome:
         """Return the result of one process; tied weights under all their names."""
-        found = train_alone(self.model, self.depth, self.in_step, dtype, clip)
-        copies = {other: found.weights[first] for first, *others in self.tied.values() for other in others}
-        return Outcome(found.losses, found.weights | copies)
+        return train_alone(self.model, self.depth, self.in_step, dtype, clip)
 
     @property
     def orders(self) -> tuple[frozenset[tuple[int, ...]], ...]:

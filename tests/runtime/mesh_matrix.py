@@ -28,11 +28,12 @@ from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
-from quintsched.runtime.parallel.dropout import Masks, MaskUnit, key_dropouts
+from quintsched.runtime.parallel.dropout import Masks
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
+from ..helpers import training
 from .parallel.expert.moe_training import moe_blocks
-from .toys import Task, difference, ids_task, share
+from .toys import Task, cross_entropy_plainly, difference, ids_task, share
 
 DEPTH, CLIP, MICROBATCHES = 2, 0.5, 2
 AXES = ("dp", "pp", "tp", "cp", "ep")
@@ -276,40 +277,20 @@ def train_alone(model: str, microbatches: int, length: int, steps: int, dtype: t
 def train_plainly(
     name: str, options: Mapping[str, Any], task: Task, microbatches: int, dtype: torch.dtype, seed: int = 0
 ) -> Trained:
-    """Train in one process: a loop that owes nothing to the engine, but dropouts draw by its masks, of `seed`."""
-    model, masks = build_model(moe_blocks(task.inputs.shape[-1], **options), 0, dtype), Masks(seed)
-    for number, block in enumerate(model):
-        key_dropouts(block, number, masks)
-    for first, other in ties_of(name).values():
-        owner, _, last = other.rpartition(".")
-        setattr(model.get_submodule(owner), last, model.get_parameter(first))
-    stepper, losses, norms = NotingSGD(model.parameters()), [], []
-    for step, (inputs, targets) in enumerate(zip(task.inputs, task.targets, strict=True)):
-        weight, total = (targets != -100).sum(), 0.0
-        stepper.zero_grad()
-        for samples in torch.arange(len(inputs)).chunk(microbatches):
-            with masks.draw_for(MaskUnit(step, range(int(samples[0]), int(samples[-1]) + 1))):
-                loss = _loss(model, inputs[samples], targets[samples])
-            loss.backward()
-            total += loss.item()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= weight
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
-        stepper.step()
-        losses.append(total / float(weight))
-    found = dict(model.named_parameters(remove_duplicate=False))
-    given = {id(parameter): gradient for parameter, gradient in stepper.noted}
-    gradients = {name: given[id(parameter)] for name, parameter in found.items()}
-    return Trained(losses, norms, gradients, {name: parameter.detach() for name, parameter in found.items()})
+    """Train in one process; dropouts draw by the engine's masks, of `seed`."""
+    steppers: list[NotingSGD] = []
 
+    def optimizer(parameters: Any) -> NotingSGD:
+        steppers.append(NotingSGD(parameters))
+        return steppers[0]
 
-def _loss(model: Iterable[nn.Module], inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the summed loss of a microbatch, auxiliary losses added."""
-    auxiliaries: list[Tensor] = []
-    for block in model:
-        result = block(inputs)
-        inputs, *more = result if isinstance(result, tuple) else (result,)
-        auxiliaries += more
-    loss = nn.functional.cross_entropy(inputs.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
-    return sum(auxiliaries, loss)
+    blocks, how = moe_blocks(task.inputs.shape[-1], **options), {"tied": ties_of(name), "masks": Masks(seed)}
+    loss: Any = cross_entropy_plainly
+    found = training.train_alone(
+        blocks, loss, optimizer, task.batches, microbatches=microbatches, dtype=dtype, clip=CLIP, **how
+    )
+    model, places = build_model(blocks, 0, dtype), iter(steppers[0].noted)
+    training.tie(model, ties_of(name))
+    noted = {id(parameter): next(places)[1] for parameter in model.parameters()}
+    gradients = {name: noted[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    return Trained(found.losses, found.norms, gradients, found.weights)

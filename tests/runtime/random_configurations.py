@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from random import Random
 from typing import Any
 
@@ -28,13 +28,14 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import QuintschedError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_outlines import Blocks, build_model
+from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_tied, moe_gpt
 from quintsched.runtime.models.vit import ViTOptions, vit
 
-from .toys import difference
+from ..helpers import training
+from ..helpers.training import Outcome, call_with_share, worst_difference
 
 CLASSES, LENGTH, TOLERANCE = 12, 8, 1e-10
 SHAPES = {"vit": (1, 8, 8), "own": (6,), "odd": (6,)}
@@ -202,30 +203,13 @@ def _draw(seed: int, random: Random) -> Configuration:
     )
 
 
-Found = tuple[list[float], dict[str, Tensor]]
-
-
-def train_alone(case: Configuration) -> Found:
-    """Train in one process on whole batches: a loop that owes nothing to the engine but the initial weights."""
-    model = build_model(case.blocks(), case.engine["seed"], torch.float64)
-    for first, *others in case.tied.values():
-        for other in others:
-            owner, _, name = other.rpartition(".")
-            setattr(model.get_submodule(owner), name, model.get_parameter(first))
-    stepper, losses = OPTIMIZERS[case.optimizer](model.parameters()), []
+def train_alone(case: Configuration) -> Outcome:
+    """Train in one process on whole batches, which it knows no microbatches of."""
     *steps, last = case.data()
-    for group in in_groups(steps, case.accumulates):
-        total, weight = map(sum, zip(*(ce_sum(_output(model, x), y) for x, y in group), strict=True))
-        stepper.zero_grad()
-        (total / weight).backward()
-        if "clip" in case.engine:
-            nn.utils.clip_grad_norm_(model.parameters(), case.engine["clip"])
-        stepper.step()
-        if not case.accumulates:
-            losses.append((total / weight).item())
-    total, weight = ce_sum(_output(model, last[0]), last[1])
-    weights = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
-    return [*losses, (total / weight).item()], weights
+    groups = [tuple(map(torch.cat, zip(*group, strict=True))) for group in in_groups(steps, case.accumulates)]
+    how: dict[str, Any] = {"seed": case.engine["seed"], "clip": case.engine.get("clip"), "tied": case.tied}
+    found = training.train_alone(case.blocks(), ce_sum, OPTIMIZERS[case.optimizer], groups, evaluated=last, **how)
+    return Outcome(found.losses[-1:], found.weights) if case.accumulates else found
 
 
 def in_groups(steps: Sequence[Any], accumulates: bool) -> list[Sequence[Any]]:
@@ -233,14 +217,7 @@ def in_groups(steps: Sequence[Any], accumulates: bool) -> list[Sequence[Any]]:
     return [steps[:2], steps[2:]] if accumulates else [[step] for step in steps]
 
 
-def _output(model: nn.Module, inputs: Any) -> Tensor:
-    for block in model.children():
-        inputs = block(inputs)
-        inputs = inputs[0] if isinstance(inputs, tuple) else inputs
-    return inputs
-
-
-def train_rank(case: Configuration, transport: Transport) -> Found:
+def train_rank(case: Configuration, transport: Transport) -> Outcome:
     """Train with the engine on one rank."""
     engine = Engine(
         case.plan,
@@ -253,16 +230,12 @@ def train_rank(case: Configuration, transport: Transport) -> Found:
         **case.engine,
     )
 
-    def share(batch: tuple[Tensor, Tensor]) -> Any:
-        inputs, targets = (part.chunk(engine.num_replicas)[engine.replica] for part in batch)
-        return inputs if engine.needs_inputs else None, targets if engine.needs_targets else None
-
     losses = []
     *steps, last = case.data()
     for group in in_groups(steps, case.accumulates):
-        results = [engine.step(*share(step), last=step is group[-1]) for step in group]
+        results = [call_with_share(engine, partial(engine.step, last=step is group[-1]), step) for step in group]
         losses += [] if case.accumulates else [results[-1].loss.item()]
-    return [*losses, engine.evaluate(*share(last)).loss.item()], engine.full_weights()
+    return Outcome([*losses, call_with_share(engine, engine.evaluate, last).loss.item()], engine.full_weights())
 
 
 def judge(case: Configuration) -> tuple[str, str]:
@@ -271,12 +244,7 @@ def judge(case: Configuration) -> tuple[str, str]:
         ranks = run_local(case.plan.mesh.size, lambda t: train_rank(case, t), timeout_s=120, rules=case.rules)  # type: ignore[arg-type]
     except QuintschedError as error:
         return "refused", str(error).splitlines()[0]
-    losses, weights = train_alone(case)
-    if {name for rank in ranks for name in rank[1]} != set(weights):
-        return "unequal", "not all weights came back"
-    wanted = torch.tensor(losses, dtype=torch.float64)
-    worst = max(difference(torch.tensor(rank[0], dtype=torch.float64), wanted) for rank in ranks)
-    worst = max([worst, *(difference(w, weights[name]) for rank in ranks for name, w in rank[1].items())])
+    worst = worst_difference(ranks, train_alone(case))
     return "equal" if worst <= TOLERANCE else "unequal", f"{worst:.1e}"
 
 

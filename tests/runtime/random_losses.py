@@ -27,8 +27,9 @@ from quintsched.errors import QuintschedError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 
+from ..helpers import training
+from ..helpers.training import cut_tree, difference
 from .random_configurations import judge_many
-from .toys import difference
 
 WIDTH, CLASSES, STEPS, TOLERANCE = 6, 5, 5, 1e-8
 MESHES = [("pp=2", 2, 0), ("dp=2", 1, 0), ("dp=2,pp=2", 4, 0), ("dp=2", 2, 1), ("pp=1", 4, 0)]
@@ -210,29 +211,16 @@ def sgd(weights: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(weights, lr=0.03)
 
 
-def of_pair(found: Any) -> Tensor:
-    """Return a loss, which may be (sum, weight)."""
-    value: Tensor = found[0] / found[1] if isinstance(found, tuple) else found
-    return value
-
-
 def train_alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses of a plain loop, that of an evaluation and its metric; and the weights."""
-    model = nn.Sequential(*copy.deepcopy(case.blocks))
-    optimizer, told = sgd(model.parameters()), []
-    for step in range(STEPS):
-        inputs, targets = case.batch(step)
-        optimizer.zero_grad()
-        loss = of_pair(case.loss(model(inputs), targets))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        told.append(loss.item())
-    inputs, targets = case.batch(STEPS)
-    with torch.no_grad():
-        output = model(inputs)
-        told.append(of_pair(case.loss(output, targets)).item())
-        told.append(float(case.metric[1](output, targets)) if case.metric else 0.0)
-    return told, {name: weight.detach() for name, weight in model.named_parameters()}
+    whole, last = nn.Sequential(*copy.deepcopy(case.blocks)), case.batch(STEPS)
+    found = training.train_alone(whole, case.loss, sgd, [case.batch(step) for step in range(STEPS)], evaluated=last)
+    metric = 0.0
+    if case.metric:
+        whole.load_state_dict(found.weights)
+        with torch.no_grad():
+            metric = float(case.metric[1](whole(last[0]), last[1]))
+    return [*found.losses, metric], found.weights
 
 
 def train_rank(case: Case, transport: Transport) -> tuple[list[float], float, dict[str, Tensor]]:
@@ -241,10 +229,8 @@ def train_rank(case: Case, transport: Transport) -> tuple[list[float], float, di
     metrics = {"metric": case.metric[1]} if case.metric else {}
     engine = Engine(plan, copy.deepcopy(case.blocks), case.loss, sgd, transport=transport, metrics=metrics)
 
-    def share(step: int, part: int = 0, parts: int = 1) -> tuple[Tensor, Given]:
-        inputs, targets = case.batch(step)
-        mine = torch.arange(len(inputs)).tensor_split(engine.num_replicas)[engine.replica].tensor_split(parts)[part]
-        return inputs[mine], {name: t[mine] if t.dim() else t for name, t in targets.items()}
+    def share(step: int, part: int = 0, parts: int = 1) -> Any:
+        return cut_tree(cut_tree(case.batch(step), engine.replica, engine.num_replicas), part, parts)
 
     told = []
     for step in range(STEPS):

@@ -10,6 +10,7 @@ import torch
 
 import quintsched as qs
 
+from ..helpers.training import require_same_bits
 from .matrix import CASES, LAST_FIRST, Case
 from .toys import Outcome, train_on, worst_difference
 
@@ -52,13 +53,6 @@ def trained(case: Case) -> list[Outcome]:
 @cache
 def first_of_its_like() -> dict[tuple[object, ...], Case]:
     return {case.sums: case for case in reversed(CASES)}
-
-
-def require_same_bits(found: list[Outcome], expected: list[Outcome]) -> None:
-    weights = {name: weight for outcome in expected for name, weight in outcome.weights.items()}
-    for outcome in found:
-        for name, weight in outcome.weights.items():
-            assert torch.equal(weight, weights[name]), name
 
 
 @pytest.mark.sampled(11)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from inspect import Parameter, Signature
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Overlap
-from quintsched.runtime import Carry, Engine
+from quintsched.runtime import Carry
 from quintsched.runtime.autograd.kv_store import Past
-from quintsched.runtime.blocks.block_outlines import build_block, split_result
-from quintsched.runtime.comm import Rules, Transport, run_local
+from quintsched.runtime.comm import Rules
 
+from ..helpers import training
+from ..helpers.training import Outcome, worst_difference
 from ..planner.verify.mutants import any_mutant
 from ..planner.verify.small_plans import DRAWN, OVERLAPPING, Recipe, any_plan
-from .toys import Outcome, worst_difference
 
 WIDTH, LENGTH, STEPS = 3, 4, 2
 TRAINING = [recipe for recipe in DRAWN if recipe.schedule.mode == "train"]
@@ -118,45 +118,15 @@ def tied_weights(tied: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, ...]
 @cache
 def train_alone(shape: ModelShape) -> Outcome:
     """Train the pieces in one process, on the whole batch at once; tied weights under all their names."""
-    built = (build_block(block, number, 0, torch.float64) for number, block in enumerate(shape.blocks()))
-    model = nn.Sequential(*built)
-    names = tied_weights(dict(shape.tied))
-    for first, *others in names.values():
-        for other in others:
-            owner, _, name = other.rpartition(".")
-            setattr(model.get_submodule(owner), name, model.get_parameter(first))
-    inputs, targets = batch(shape.samples)
-    losses, stepper = [], sgd(list(model.parameters()))
-    for _ in range(STEPS):
-        stepper.zero_grad()
-        y, riders, exits = inputs, dict[str, Tensor](), 0.0
-        for piece, block in enumerate(model):
-            taken = {name: riders[name] for name, pieces in shape.skips if piece in pieces[1:]}
-            y, fresh, own = split_result(block(y, **taken, **({"targets": targets} if block.has_loss else {})))
-            riders, exits = {**riders, **fresh}, exits + (0.0 if own is None else own)
-        loss, weight = squared_sum(y, targets)
-        loss = loss + exits
-        (loss / weight).backward()
-        stepper.step()
-        losses.append(float(loss.detach()) / weight)
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    weights |= {other: weights[first] for first, *others in names.values() for other in others}
-    return Outcome(losses, weights)
+    batches, tied = [batch(shape.samples)] * STEPS, tied_weights(dict(shape.tied))
+    return training.train_alone(shape.blocks(), squared_sum, sgd, batches, tied=tied)
 
 
 def train(plan: qs.Plan, rules: Rules) -> list[Outcome]:
     shape = shape_of(plan)
-    inputs, targets = batch(shape.samples)
-
-    def run(transport: Transport) -> Outcome:
-        blocks, dtype, names = shape.blocks(), torch.float64, tied_weights(dict(shape.tied))
-        engine = Engine(plan, blocks, squared_sum, sgd, dtype=dtype, tied=names, transport=transport)
-        mine = (tensor.chunk(engine.num_replicas)[engine.replica] for tensor in (inputs, targets))
-        share = tuple(mine)
-        losses = [engine.step(*share).loss.item() for _ in range(STEPS)]
-        return Outcome(losses, engine.full_weights())
-
-    return run_local(plan.mesh.size, run, timeout_s=60, rules=rules)
+    batches, tied = [batch(shape.samples)] * STEPS, tied_weights(dict(shape.tied))
+    how: dict[str, Any] = {"dtype": torch.float64, "tied": tied, "wire": rules}
+    return training.train_ranks(plan, shape.blocks(), squared_sum, sgd, batches, **how)
 
 
 def shape_of(plan: qs.Plan) -> ModelShape:

@@ -2,11 +2,14 @@
 
 from copy import deepcopy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Carry, Engine, Transport, run_local
+
+from ...helpers.training import train_alone, train_ranks
 
 given: dict[int, list[Tensor]] = {}
 """By stage: the masks that its block was given, kept, so that no number of an object comes twice."""
@@ -74,14 +77,8 @@ def test_a_hook_that_comes_later_is_given_new_objects_and_hooks_on_these_go_with
     found, _ = run_local(2, train)
     assert len({*map(id, seen)}) == len(seen) >= 2 * 4
     assert len(gradients) == 2 * 4
-    whole = nn.Sequential(*blocks)
-    optimizer = torch.optim.SGD(whole.parameters())
-    for loss in found:
-        mean = nn.functional.mse_loss(whole(x), y)
-        assert abs(mean.item() - loss) < 1e-6
-        optimizer.zero_grad()
-        mean.backward()
-        optimizer.step()
+    expected = train_alone(nn.Sequential(*blocks), nn.functional.mse_loss, torch.optim.SGD, [(x, y)] * 7)
+    assert found == pytest.approx(expected.losses, abs=1e-6)
 
 
 class Bank(nn.Linear):
@@ -101,14 +98,10 @@ def test_what_a_stage_keeps_of_its_input_stays() -> None:
     model = nn.Sequential(nn.Linear(3, 3), Bank()).double()
     x, y = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
-    def losses(mesh: str) -> list[float]:
-        plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-
-        def train(transport: Transport) -> list[float]:
-            mine = deepcopy(model)
-            engine = Engine(plan, list(mine), nn.functional.mse_loss, torch.optim.SGD, transport=transport)
-            return [float(engine.step(x * step, y).loss) for step in range(1, 5)]
-
-        return run_local(plan.mesh.size, train)[-1]
-
-    assert losses("pp=2") == losses("dp=1")
+    batches = [(x * step, y) for step in range(1, 5)]
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    found = train_ranks(plan, list(model), nn.functional.mse_loss, torch.optim.SGD, batches)
+    alone = train_ranks(
+        qs.compile("1f1b", mesh="dp=1", microbatches=2), list(model), nn.functional.mse_loss, torch.optim.SGD, batches
+    )
+    assert found[-1].losses == alone[0].losses

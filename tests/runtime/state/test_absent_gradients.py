@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import quintsched as qs
 from quintsched.runtime import Engine, MoE
-from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.state import grad_buckets
 
+from ...helpers.training import Outcome, call_with_share, cut_tree, require_equal, require_same_bits, train_alone
 from ..optim.optimizers import plain
-from ..toys import difference, share
 
 WIDTH = 8
 
@@ -46,12 +46,12 @@ def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
     return (output - targets).square().sum(), float(len(output))
 
 
-def batches() -> list[tuple[Tensor, Tensor, Tensor]]:
+def batches() -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
     random = torch.Generator().manual_seed(0)
     found = []
     for signs in ([1, 1, 1, 1], [-1, -1, -1, -1], [1, 1, 1, -1], [1, 1, 1, 1]):
         inputs, targets = torch.randn(2, 8, WIDTH, generator=random, dtype=torch.float64).unbind()
-        found.append((inputs, targets, torch.tensor(signs, dtype=torch.float64).repeat_interleave(2)))
+        found.append((inputs, targets, {"choose": torch.tensor(signs, dtype=torch.float64).repeat_interleave(2)}))
     return found
 
 
@@ -66,23 +66,10 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def alone(
-    optimizer: str, given: Sequence[Callable[[], nn.Module]] | None = None, tied: Sequence[str] = ()
-) -> dict[str, Tensor]:
+def alone(optimizer: str, given: Sequence[Callable[[], nn.Module]] | None = None, tied: Sequence[str] = ()) -> Outcome:
     """Train in one process, gradients set to none between steps."""
-    model = build_model(given or blocks(), 0, torch.float64)
-    for name in tied[1:]:
-        owner, _, own = name.rpartition(".")
-        setattr(model.get_submodule(owner), own, model.get_parameter(tied[0]))
-    stepper = plain(OPTIMIZERS[optimizer])(list(model.parameters()))
-    for inputs, targets, choose in batches():
-        stepper.zero_grad()
-        for x, y, c in zip(inputs.split(2), targets.split(2), choose.split(2), strict=True):
-            for block in model:
-                x = block(x, c)
-            (loss(x, y)[0] / 8).backward()
-        stepper.step()
-    return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    ties, stepper = {"shared": tied} if tied else {}, plain(OPTIMIZERS[optimizer])
+    return train_alone(given or blocks(), loss, stepper, batches(), microbatches=4, tied=ties)
 
 
 @pytest.mark.sampled(18)
@@ -91,15 +78,11 @@ def alone(
     ("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2,pp=2", 1), ("dp=2,pp=2", 3), ("dp=2", 2), ("dp=4", 1), ("pp=2", 0)]
 )
 def test_what_nobody_used_is_not_stepped(optimizer: str, mesh: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = qs.Mesh.parse(mesh).size
     plan = qs.compile("1f1b", mesh=mesh, microbatches=4 // qs.Mesh.parse(mesh).axis_size("dp"), zero=zero)
-    expected = alone(optimizer)
-    trained = train(plan, OPTIMIZERS[optimizer], ranks)
-    for weights in trained:
-        for name, weight in weights.items():
-            assert difference(weight, expected[name]) <= 1e-12, name
+    trained = train(plan, OPTIMIZERS[optimizer])
+    require_equal(trained, alone(optimizer))
     monkeypatch.setattr(grad_buckets, "IN_CACHE", 0)  # the first gradient of a step is copied
-    require_same_bits(trained, train(plan, OPTIMIZERS[optimizer], ranks))
+    require_same_bits(trained, train(plan, OPTIMIZERS[optimizer]))
 
 
 @pytest.mark.sampled(1)
@@ -108,10 +91,10 @@ def test_gradients_have_the_same_bits_whether_a_step_begins_at_zero_or_with_a_co
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = qs.compile(schedule, mesh="dp=2,pp=2", microbatches=2, chunks=2 if schedule[0] == "i" else 1)
-    trained = [train(plan, OPTIMIZERS["adamw"], 4, parts=parts) for parts in (1, 2)]
+    trained = [train(plan, OPTIMIZERS["adamw"], parts=parts) for parts in (1, 2)]
     monkeypatch.setattr(grad_buckets, "IN_CACHE", 0)
     for parts, weights in zip((1, 2), trained, strict=True):
-        require_same_bits(weights, train(plan, OPTIMIZERS["adamw"], 4, parts=parts))
+        require_same_bits(weights, train(plan, OPTIMIZERS["adamw"], parts=parts))
 
 
 SCHEDULES = [s.name for s in qs.all_schedules() if s.mode == "train" and s.max_slices == 1]
@@ -125,9 +108,7 @@ def test_on_every_schedule_recomputed_and_accumulated_too(schedule: str, zero: i
     microbatches = 4 if schedule == "dualpipe" else 2
     plan = qs.compile(schedule, mesh="dp=2,pp=2", microbatches=microbatches, zero=zero, recompute=recompute)
     given = blocks(len(plan.stage_to_pp))
-    expected = alone("adamw", given)
-    for weights in train(plan, OPTIMIZERS["adamw"], 4, parts=parts, given=given):
-        assert all(difference(weight, expected[name]) <= 1e-12 for name, weight in weights.items())
+    require_equal(train(plan, OPTIMIZERS["adamw"], parts=parts, given=given), alone("adamw", given))
 
 
 class Pair(Choosing):
@@ -221,10 +202,8 @@ def test_on_every_mesh(kind: str, zero: int) -> None:
     given, optimizer, mesh, options = KINDS[kind]
     plan = qs.compile(**{"schedule": "1f1b", "mesh": mesh, "microbatches": 2, "zero": zero, **options})
     tied = TIED if plan.tied else ()
-    expected = alone(optimizer, given, tied)
-    for weights in train(plan, OPTIMIZERS[optimizer], 4, given=given, tied={"shared": tied} if tied else {}):
-        for name, weight in weights.items():
-            assert difference(weight, expected[name]) <= 1e-12, name
+    found = train(plan, OPTIMIZERS[optimizer], given=given, tied={"shared": tied} if tied else {})
+    require_equal(found, alone(optimizer, given, tied))
 
 
 @pytest.mark.sampled(4)
@@ -235,9 +214,7 @@ def test_masters_of_short_weights_are_not_stepped_either(dtype: torch.dtype) -> 
     def run(transport: Transport) -> None:
         engine = Engine(plan, blocks(), loss, OPTIMIZERS["adamw"], dtype=dtype, transport=transport)
         before = {name: weight.clone() for name, weight in engine.full_weights().items()}
-        inputs, targets, choose = batches()[0]
-        mine = choose.chunk(2)[engine.replica]
-        engine.step(*(t.to(dtype) for t in share(engine, inputs, targets) if t is not None), choose=mine)
+        call_with_share(engine, engine.step, pytree.tree_map(lambda x: x.to(dtype), batches()[0]))
         for name, weight in engine.full_weights().items():
             assert torch.equal(weight, before[name]) is not ("positive" in name), name
 
@@ -247,36 +224,23 @@ def test_masters_of_short_weights_are_not_stepped_either(dtype: torch.dtype) -> 
 def train(
     plan: qs.Plan,
     optimizer: Any,
-    ranks: int,
     *,
     parts: int = 1,
     given: Sequence[Callable[[], nn.Module]] | None = None,
     tied: Mapping[str, Sequence[str]] | None = None,
-) -> list[dict[str, Tensor]]:
-    """Return all ranks' weights; gradients are accumulated over some parts of every batch."""
+) -> list[Outcome]:
+    """Train; gradients are accumulated over some parts of every batch."""
 
-    def run(transport: Transport) -> dict[str, Tensor]:
-        engine = Engine(
-            plan,
-            given or blocks(max(2, len(plan.stage_to_pp))),
-            loss,
-            optimizer,
-            dtype=torch.float64,
-            transport=transport,
-            bucket_mb=0.0005,
-            tied=tied,
-        )
-        for inputs, targets, choose in batches():
-            mine = choose.chunk(engine.num_replicas)[engine.replica]
-            x, y = share(engine, inputs, targets)
+    def run(transport: Transport) -> Outcome:
+        own, more = given or blocks(max(2, len(plan.stage_to_pp))), {"bucket_mb": 0.0005, "tied": tied}
+        engine, losses = Engine(plan, own, loss, optimizer, dtype=torch.float64, transport=transport, **more), []
+        for batch in batches():
+            mine = cut_tree(batch, engine.replica, engine.num_replicas)
+            results = []
             for part in range(parts):
-                some = [None if t is None else t.chunk(parts)[part] for t in (x, y)]
-                engine.step(*some, choose=mine.chunk(parts)[part], last=part == parts - 1)
-        return engine.full_weights()
+                inputs, targets, extras = cut_tree(mine, part, parts)
+                results.append(engine.step(inputs, targets, last=part == parts - 1, **extras))
+            losses.append(results[-1].with_earlier(results[:-1]).loss.item())
+        return Outcome(losses, engine.full_weights())
 
-    return run_local(ranks, run, timeout_s=60)
-
-
-def require_same_bits(some: list[dict[str, Tensor]], others: list[dict[str, Tensor]]) -> None:
-    for mine, other in zip(some, others, strict=True):
-        assert all(torch.equal(weight, other[name]) for name, weight in mine.items())
+    return run_local(plan.mesh.size, run, timeout_s=60)
