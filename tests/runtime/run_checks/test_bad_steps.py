@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -136,76 +137,56 @@ def test_good_steps_between_are_counted_from_the_start() -> None:
         engine.step(spoiled_batch(0, math.nan), X)
 
 
-@pytest.mark.parametrize("mesh", ["pp=1", "pp=2", "pp=4", "dp=2,pp=2"])
-def test_the_block_and_the_microbatch_are_named(mesh: str) -> None:
-    _, words = stopped(mesh, spoiled_batch(3), (2, "output"))
-    replicas = 2 if "dp" in mesh else 1
-    stages = {"pp=1": 1, "pp=4": 4}.get(mesh, 2)
-    stage = 2 * stages // BLOCKS
-    microbatch = 3 if replicas == 1 else 2  # the second replica has the second half, two samples each
-    rank = stage + (stages if replicas > 1 else 0)
-    assert "are in the activations: " in words
-    assert f"rank {rank} (" in words
-    assert f"stage {stage}, block 2 (Block), microbatch {microbatch}" in words
-    assert "inf among" in words
+def weighed(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    is_bad = not output.is_meta and float(output.detach().max()) > 100
+    return (output - targets).square().sum(), targets.new_tensor(math.nan if is_bad else float(len(output)))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("mesh", ["pp=1", "pp=2", "pp=4"])
-def test_a_gradient_that_is_not_finite_is_named(mesh: str, schedule: str) -> None:
-    _, words = stopped(mesh, spoiled_batch(1), (2, "gradient"), schedule=schedule)
-    assert "are in the gradients: " in words
-    assert "block 2 (Block), microbatch 1" in words
+def weightless(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return (output - targets).square().sum() * 0, targets.new_zeros(())
 
 
-def test_a_block_that_is_run_again_is_looked_at_too() -> None:
-    _, words = stopped("pp=2", spoiled_batch(1), (2, "gradient"), recompute=1)
-    assert "block 2 (Block), microbatch 1" in words
-    _, words = stopped("pp=2", spoiled_batch(1), (2, "output"), recompute=1)
-    assert "are in the activations: rank 1 (pp=1), stage 1, block 2 (Block), microbatch 1" in words
+def spoil(engine: Engine) -> None:
+    engine.set_weights({"1.layer.bias": torch.full((WIDTH,), math.nan)})
 
 
-def test_a_loss_that_is_not_finite_is_named() -> None:
-    _, words = stopped("pp=2", spoiled_batch(3), loss=bad_loss)
-    assert "are in the loss: rank 1 (pp=1), the loss function, microbatch 3: the loss is inf" in words
+ACTIVATIONS, GRADIENTS = "are in the activations: rank ", "are in the gradients: rank "
+IN_TWO = {"schedule": "interleaved-1f1b", "chunks": 2}
+OF_OUTPUT = "microbatch 1: gradient of its output, which was finite as the next stage"
+OF_WEIGHTS = "are in the weights: rank 0 (dp=0, pp=0), stage 0, block 1 (Block): 1.layer.bias: "
+OF_LOSS = ", the loss function, microbatch "
+NAMED: list[tuple[str, tuple[int, str] | None, int, dict[str, Any], tuple[str, ...]]] = [
+    ("pp=1", (2, "output"), 3, {}, (f"{ACTIVATIONS}0 (", "stage 0, block 2 (Block), microbatch 3", "inf among")),
+    ("pp=2", (2, "output"), 3, {}, (f"{ACTIVATIONS}1 (", "stage 1, block 2 (Block), microbatch 3")),
+    ("pp=4", (2, "output"), 3, {}, (f"{ACTIVATIONS}2 (", "stage 2, block 2 (Block), microbatch 3")),
+    # the second replica has the second half, two samples each
+    ("dp=2,pp=2", (2, "output"), 3, {}, (f"{ACTIVATIONS}3 (", "stage 1, block 2 (Block), microbatch 2")),
+    ("pp=2", (2, "output"), 1, {"recompute": 1}, (f"{ACTIVATIONS}1 (pp=1), stage 1, block 2 (Block), microbatch 1",)),
+    *(
+        (mesh, (2, "gradient"), 1, more, (GRADIENTS, "block 2 (Block), microbatch 1"))
+        for mesh, more in (
+            *product(("pp=1", "pp=2", "pp=4"), ({}, {"schedule": "zb-h1"})),
+            ("pp=2", {"recompute": 1}),
+        )
+    ),
+    ("pp=2", (1, "hook"), 1, {}, (f"{GRADIENTS}0 (pp=0), stage 0, ", f"block 1 (Block), {OF_OUTPUT}")),
+    ("pp=2", (0, "hook"), 1, IN_TWO, (f"{GRADIENTS}0 (pp=0), stage 0, ", f"block 0 (Block), {OF_OUTPUT}")),
+    ("pp=2", None, 3, {"loss": bad_loss}, (f"are in the loss: rank 1 (pp=1){OF_LOSS}3: the loss is inf",)),
+    ("pp=2", None, 3, {"loss": weighed}, ("are in the loss: rank ", OF_LOSS, ": the weight that it gives is nan. ")),
+    ("dp=2,pp=2", None, 3, {"loss": weighed}, ("are in the loss: rank ", OF_LOSS, ": the weight that it gives is nan")),
+    ("pp=2", None, 3, {"loss": weightless}, ("its total weight is 0",)),
+    # weights come before all else
+    ("dp=2,pp=2", (0, "output"), 3, {"change": spoil, "before": 1}, (OF_WEIGHTS,)),
+    ("dp=2,pp=2", (0, "output"), 3, {"change": spoil, "before": 1, "zero": 3}, (OF_WEIGHTS,)),
+]
 
 
-def test_a_loss_weight_that_is_not_finite_is_named() -> None:
-    def weighed(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        is_bad = not output.is_meta and float(output.detach().max()) > 100
-        return (output - targets).square().sum(), targets.new_tensor(math.nan if is_bad else float(len(output)))
-
-    for mesh in ("pp=2", "dp=2,pp=2"):
-        _, words = stopped(mesh, spoiled_batch(3), loss=weighed)  # type: ignore[arg-type]
-        assert "are in the loss: rank " in words
-        assert ", the loss function, microbatch " in words
-        assert ": the weight that it gives is nan. " in words
-
-
-@pytest.mark.parametrize("chunks", [1, 2])
-def test_a_gradient_that_is_spoiled_at_the_end_of_a_stage_is_its_own(chunks: int) -> None:
-    spoiled: dict[str, Any] = {"schedule": "interleaved-1f1b", "chunks": 2} if chunks == 2 else {}
-    number = BLOCKS // (2 * chunks) - 1
-    _, words = stopped("pp=2", spoiled_batch(1), (number, "hook"), **spoiled)
-    assert "are in the gradients: rank 0 (pp=0), stage 0, " in words
-    assert f"block {number} (Block), microbatch 1: gradient of its output, which was finite as the next stage" in words
-
-
-def test_weights_that_are_not_finite_come_before_all_else() -> None:
-    def spoil(engine: Engine) -> None:
-        engine.set_weights({"1.layer.bias": torch.full((WIDTH,), math.nan)})
-
-    for zero in (0, 3):
-        _, words = stopped("dp=2,pp=2", spoiled_batch(3, math.nan), change=spoil, before=1, zero=zero)
-        assert "are in the weights: rank 0 (dp=0, pp=0), stage 0, block 1 (Block): 1.layer.bias: " in words
-
-
-def test_no_targets_that_count_are_said() -> None:
-    def weighed(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return (output - targets).square().sum() * 0, targets.new_zeros(())
-
-    _, words = stopped("pp=2", X, loss=weighed)  # type: ignore[arg-type]
-    assert "its total weight is 0" in words
+@pytest.mark.parametrize(("mesh", "spoils", "microbatch", "more", "words"), NAMED)
+def test_the_first_numbers_that_are_not_finite_are_named(
+    mesh: str, spoils: tuple[int, str] | None, microbatch: int, more: Any, words: tuple[str, ...]
+) -> None:
+    _, said = stopped(mesh, spoiled_batch(microbatch), spoils, **more)
+    assert [one for one in words if one not in said] == []
 
 
 def test_the_batch_is_written_down(tmp_path: Path) -> None:

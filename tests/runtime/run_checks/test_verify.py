@@ -87,12 +87,12 @@ def test_the_first_block_that_differs_is_named(tmp_path: Path, monkeypatch: pyte
     assert "the output of block 2 (Mean) for microbatch 0" in found.explain()
 
 
-@pytest.mark.processes
-def test_the_command_compares_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["local", pytest.param("gloo", marks=[pytest.mark.slow, pytest.mark.processes])])
+def test_the_command_compares_runs(transport: str, tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
-    path.write_text(JOB.replace("local", "gloo").replace("dp=2,pp=2", "pp=2"))
+    path.write_text(JOB.replace("local", transport).replace("dp=2,pp=2", "pp=2"))
     found = CliRunner().invoke(make_app(SECTIONS), ["verify", str(path), "--json", "--steps", "1"])
-    assert found.exit_code == 0
+    assert found.exit_code == 0, found.output
 
 
 class Odd(nn.Module):

@@ -22,7 +22,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.dcp import read_table
 
-from .test_safetensors import Split, batches, loss_of, plan_of
+from .split_models import Split, batches, loss_of, plan_of
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 MESHES = [("dp=1", 0), ("pp=2", 0), ("tp=2", 0), ("dp=2", 0), ("dp=2", 1), ("dp=2", 3), ("dp=2,tp=2", 3)]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -23,13 +22,13 @@ from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
-from quintsched.runtime.saving import stored_tensors
+from quintsched.runtime.saving.stored_tensors import MappedFile
 from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.runtime.train.trainer import Trainer
 
-from ..toys import CLASSES, ids_task, sgd, share
+from ..toys import CLASSES, sgd
 
 HIDDEN, DEPTH, HEADS, LENGTH = 16, 2, 4, 8
 OPTIONS = GPTOptions(hidden=HIDDEN, depth=DEPTH, heads=HEADS, activation="gelu_tanh")
@@ -160,33 +159,23 @@ def test_several_files_are_one_checkpoint(tmp_path: Path) -> None:
         torch.testing.assert_close(logits_of(load_alone(path), ids), run_gpt2(weights, ids), rtol=0, atol=1e-10)
 
 
-def train(mesh: str, path: Path, options: GPTOptions) -> list[tuple[list[float], Weights]]:
-    """Train three steps from a checkpoint on every rank; returns each rank's losses and whole weights."""
-    axes = qs.Mesh.parse(mesh)
-    tied = {"embedding": (0, axes.pp - 1)} if options.tied and axes.pp > 1 else {}
-    plan = qs.compile("1f1b", mesh=axes, microbatches=4 // axes.axis_size("dp"), tied=tied)
-    task = ids_task(3, 8, LENGTH)
-
-    def body(transport: Transport) -> tuple[list[float], Weights]:
-        engine = make_engine(transport, plan, options)
-        engine.load_pretrained(path)
-        steps = zip(task.inputs, task.targets, strict=True)
-        return [engine.step(*share(engine, *batch)).loss.item() for batch in steps], engine.full_weights()
-
-    return run_local(plan.mesh.size, body, rules="nccl")
-
-
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mesh", ["pp=2", "tp=2", "dp=2,pp=2", "pp=2,tp=2", "dp=2,tp=4"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_mesh_goes_on_from_it_alike(tmp_path: Path, mesh: str, tied: bool) -> None:
+def test_every_mesh_has_it_alike(tmp_path: Path, mesh: str, tied: bool) -> None:
     path, options = write(tmp_path, draw_checkpoint()), OPTIONS.model_copy(update={"tied": tied})
-    ((losses, weights),) = train("dp=1", path, options)
-    for found, own in train(mesh, path, options):
-        assert found == pytest.approx(losses, abs=1e-10)
-        for name, weight in own.items():
-            torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-10, msg=name)
-    assert losses[0] != pytest.approx(losses[2], abs=1e-3)
+    axes = qs.Mesh.parse(mesh)
+    plan = qs.compile("1f1b", mesh=axes, microbatches=2, tied={"embedding": (0, 1)} if tied and axes.pp > 1 else {})
+
+    def body(transport: Transport) -> Weights:
+        engine = make_engine(transport, plan, options)
+        engine.load_pretrained(path)
+        return engine.full_weights()
+
+    found = {name: weight for rank in run_local(plan.mesh.size, body) for name, weight in rank.items()}
+    expected = load_alone(path, options).full_weights()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 def test_masters_keep_what_bfloat16_does_not(tmp_path: Path) -> None:
@@ -198,59 +187,29 @@ def test_masters_keep_what_bfloat16_does_not(tmp_path: Path) -> None:
     assert torch.equal(low, state.to(torch.bfloat16))
 
 
-class Counting:
-    """A safetensors file that counts the bytes that are asked of it."""
-
-    def __init__(self, path: Path, framework: str, asked: list[int]) -> None:
-        self._file, self._asked = safetensors.safe_open(path, framework=framework), asked
-
-    def keys(self) -> Sequence[str]:
-        names: Sequence[str] = self._file.keys()
-        return names
-
-    def get_slice(self, name: str) -> CountingSlice:
-        return CountingSlice(self._file.get_slice(name), self._asked)
-
-
-class CountingSlice:
-    def __init__(self, lying: Any, asked: list[int]) -> None:
-        self._lying, self._asked = lying, asked
-
-    def get_shape(self) -> list[int]:
-        shape: list[int] = self._lying.get_shape()
-        return shape
-
-    def get_dtype(self) -> str:
-        dtype: str = self._lying.get_dtype()
-        return dtype
-
-    def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
-        found: Tensor = self._lying[place]
-        self._asked.append(found.nbytes)
-        return found
-
-
 def test_a_rank_reads_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, draw_checkpoint())
     plan = qs.compile("1f1b", mesh="pp=2,tp=2", microbatches=2)
-    asked: dict[int, list[int]] = {}
+    asked: dict[int, int] = {}
+    reading = MappedFile._read_places
 
-    def counting(path: Path, framework: str) -> Counting:
-        return Counting(path, framework, asked.setdefault(threading.get_ident(), []))
-
-    monkeypatch.setattr(stored_tensors, "safe_open", counting)
+    def counted(file: MappedFile, name: str, places: Any) -> Tensor:
+        found = reading(file, name, places)
+        asked[threading.get_ident()] = asked.get(threading.get_ident(), 0) + found.nbytes
+        return found
 
     def body(transport: Transport) -> int:
         engine = make_engine(transport, plan)
         engine.load_pretrained(path)
-        read = sum(asked[threading.get_ident()])
+        read = asked[threading.get_ident()]
         assert read == sum(p.nbytes for stage in engine.stages.values() for p in stage.parameters())
         return read
 
+    monkeypatch.setattr(MappedFile, "_read_places", counted)
     read = run_local(4, body)
     asked.clear()
     load_alone(path)
-    assert max(read) <= 0.3 * sum(map(sum, asked.values()))
+    assert max(read) <= 0.3 * sum(asked.values())
 
 
 def raised_by(path: Path, options: GPTOptions = OPTIONS, **settings: Any) -> QuintschedError:
@@ -259,28 +218,18 @@ def raised_by(path: Path, options: GPTOptions = OPTIONS, **settings: Any) -> Qui
     return caught.value
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "message"),
-    [
-        (
-            "h.1.mlp.c_fc.weight",
-            (16, 60),
-            r"'h.1.mlp.c_fc.weight' is (16, 60), but 2.mlp.fc1.weight needs (16, 64): axis 1",
-        ),
-        (
-            "h.0.attn.c_attn.bias",
-            (50,),
-            "'h.0.attn.c_attn.bias' is (50,), but 1.attention.qkv.bias needs (48,): axis 0",
-        ),
-        ("wpe.weight", (7, 16), "'wpe.weight' is (7, 16), but 0.positions.weight needs (8, 16): axis 0"),
-        ("wte.weight", (11, 16), "'wte.weight' is (11, 16), but 0.tokens.weight needs (10, 16): axis 0"),
-        ("ln_f.bias", (16, 1), "'ln_f.bias' is (16, 1), but 3.norm.bias needs (16,): it has other axes"),
-    ],
-)
-def test_other_shapes(tmp_path: Path, name: str, shape: tuple[int, ...], message: str) -> None:
-    error = raised_by(write(tmp_path, draw_checkpoint() | {name: torch.zeros(shape)}))
-    assert isinstance(error, MisfitError)
-    assert message in str(error)
+def test_other_shapes(tmp_path: Path) -> None:
+    weights = draw_checkpoint()
+    for name, shape, needs in (
+        ("h.1.mlp.c_fc.weight", (16, 60), "2.mlp.fc1.weight needs (16, 64): axis 1"),
+        ("h.0.attn.c_attn.bias", (50,), "1.attention.qkv.bias needs (48,): axis 0"),
+        ("wpe.weight", (7, 16), "0.positions.weight needs (8, 16): axis 0"),
+        ("wte.weight", (11, 16), "0.tokens.weight needs (10, 16): axis 0"),
+        ("ln_f.bias", (16, 1), "3.norm.bias needs (16,): it has other axes"),
+    ):
+        error = raised_by(write(tmp_path, weights | {name: torch.zeros(shape)}))
+        assert isinstance(error, MisfitError)
+        assert f"{name!r} is {shape}, but {needs}" in str(error)
 
 
 @pytest.mark.parametrize(

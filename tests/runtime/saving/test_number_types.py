@@ -20,7 +20,7 @@ from quintsched.runtime.blocks.number_types import TYPES
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
 
-from .test_offline import main
+from .offline_command import main
 
 INPUTS, TARGETS = torch.ones(4, 6), torch.ones(4, 6)
 

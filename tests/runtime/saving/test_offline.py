@@ -27,13 +27,13 @@ from quintsched.runtime.saving import saved_state
 from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
 from quintsched.runtime.saving.checkpoints.folder_owner import lock_folder
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, read_manifest
-from quintsched.runtime.saving.offline import __main__ as offline
 from quintsched.runtime.saving.offline import reshard_checkpoint as resharding
 from quintsched.runtime.saving.write_tensors import hash_file
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ..toys import CLASSES, adam, ids_task, share, tiny_gpt
-from .test_safetensors import Split
+from .offline_command import main
+from .split_models import Split
 
 LENGTH = 8
 
@@ -89,18 +89,6 @@ def weights_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def main(words: list[str]) -> int:
-    """Run a command as the command line gives it: path, then flags."""
-    command, path, *rest = words
-    given: dict[str, Any] = {"path": path}
-    for place, word in enumerate(rest):
-        if word.startswith("--"):
-            value = rest[place + 1] if place + 1 < len(rest) and not rest[place + 1].startswith("--") else True
-            is_number = isinstance(value, str) and value.isdecimal()
-            given[word[2:].replace("-", "_")] = int(value) if is_number else value
-    return offline.main([command, json.dumps(given)])
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> Any:
@@ -173,10 +161,6 @@ def test_a_resharded_checkpoint_is_the_same(
         with safe_open(path, "pt") as file:
             stored += sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
     assert stored == sum(tensor.numel() for tensor in state.values())
-
-
-def test_a_step_of_one_mesh_and_the_next_of_another(made: Made, tmp_path: Path) -> None:
-    require_equal(resume(made[0], "pp=2"), made[1])
 
 
 def test_export_and_import(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,62 +20,9 @@ from quintsched.runtime.saving.pretrained import save_pretrained
 from quintsched.runtime.saving.pretrained.load_pretrained import LoadedWeights
 
 from ..toys import adam
+from .split_models import WIDTH, Layer, Split, batches, loss_of, plan_of
 
-WIDTH = 16
 Weights = dict[str, Tensor]
-
-
-class Attention(nn.Module):
-    """A fused product of queries, keys and values, which tp cuts in three blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = 4, WIDTH // 4
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
-        out: Tensor = self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return out
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = Attention()
-        self.fc1, self.fc2 = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
-        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
-        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(x)
-        out: Tensor = x * self.scale * self.frozen + self.fc2(torch.relu(self.fc1(x)))
-        return out
-
-
-class Split(list[nn.Module]):
-    """Blocks that know what a library calls their tensors."""
-
-    def __init__(self, prefix: str = "") -> None:
-        super().__init__([nn.Linear(8, WIDTH), *(Layer() for _ in range(3)), nn.Linear(WIDTH, 4)])
-        for number, block in enumerate(self):
-            block.to(torch.float64)
-            random = torch.Generator().manual_seed(number)
-            for tensor in block.state_dict().values():
-                tensor.copy_(torch.randn(tensor.shape, generator=random, dtype=torch.float64) / 4)
-        self.config = {"model_type": "toy"}
-        self.own_names: Mapping[str, str] = {
-            f"{number}.{name}": prefix + self._own(number, name)
-            for number, block in enumerate(self)
-            for name in block.state_dict()
-        }
-
-    def _own(self, number: int, name: str) -> str:
-        return {0: f"embed.{name}", len(self) - 1: f"head.{name}"}.get(number, f"layers.{number - 1}.{name}")
-
-
-def loss_of(output: Tensor, targets: Tensor) -> Tensor:
-    return (output.flatten(1).mean(1) - targets).square().sum()
 
 
 def run(
@@ -88,13 +35,20 @@ def run(
     return run_local(plan.mesh.size, start, timeout_s=60)
 
 
-def batches(engine: Engine, steps: int = 2) -> Iterator[tuple[Tensor, Tensor]]:
-    random = torch.Generator().manual_seed(9)
-    for _ in range(steps):
-        inputs = torch.randn(8, 5, 8, generator=random, dtype=torch.float64)
-        targets = torch.randn(8, generator=random, dtype=torch.float64)
-        mine = slice(engine.replica * 8 // engine.num_replicas, (engine.replica + 1) * 8 // engine.num_replicas)
-        yield inputs[mine], targets[mine]
+def loaded(folder: Path, blocks: Callable[[], Sequence[nn.Module]], **how: Any) -> Weights:
+    """Return the weights of one process that has loaded a folder."""
+
+    def body(engine: Engine) -> Weights:
+        engine.load_pretrained(folder, **how)
+        return engine.full_weights()
+
+    weights: Weights = run(plan_of("dp=1", 0), blocks, body)[0]
+    return weights
+
+
+def unnamed() -> list[nn.Module]:
+    """Return blocks of the same kinds with other weights, which know no other names."""
+    return [nn.Linear(8, WIDTH).double(), *(Layer().double() for _ in range(3)), nn.Linear(16, 4).double()]
 
 
 def own_state(blocks: Split) -> Weights:
@@ -112,10 +66,6 @@ MESHES = [
     ("dp=2,tp=2", 3),
     ("pp=2,tp=2", 0),
 ]
-
-
-def plan_of(mesh: str, zero: int) -> qs.Plan:
-    return qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
 
 
 @pytest.mark.sampled(3)
@@ -184,12 +134,7 @@ def test_short_types_are_saved_as_blocks_compute_or_as_their_masters(tmp_path: P
 def test_a_first_part_of_names_may_be_there_or_not(tmp_path: Path, stored: str, needed: str) -> None:
     weights = own_state(Split(stored))
     save_file(weights, tmp_path / "model.safetensors")
-
-    def body(engine: Engine) -> Weights:
-        engine.load_pretrained(tmp_path)
-        return engine.full_weights()
-
-    (found,) = run(plan_of("dp=1", 0), lambda: Split(needed), body)
+    found = loaded(tmp_path, lambda: Split(needed))
     assert all(torch.equal(found[ours], weights[own]) for ours, own in Split(stored).own_names.items())
 
 
@@ -240,42 +185,20 @@ def test_a_shape_on_another_rank_is_everybodys_fault(tmp_path: Path) -> None:
 
 
 def test_names_may_be_given(tmp_path: Path) -> None:
-    own = Split().own_names
     save_file(own_state(Split()), tmp_path / "model.safetensors")
-
-    def body(engine: Engine) -> Weights:
-        engine.load_pretrained(tmp_path, names=own)
-        return engine.full_weights()
-
-    def shuffled() -> list[nn.Module]:
-        return [
-            nn.Linear(8, WIDTH, dtype=torch.float64),
-            *(Layer().double() for _ in range(3)),
-            nn.Linear(16, 4).double(),
-        ]
-
-    (found,) = run(plan_of("dp=1", 0), shuffled, body)
+    found = loaded(tmp_path, unnamed, names=Split().own_names)
     assert all(torch.equal(found[ours], tensor) for ours, tensor in nn.Sequential(*Split()).state_dict().items())
     with pytest.raises(UsageError, match=r"the model has no tensor '4\.wieght'; did you mean '4\.weight'"):
-        run(plan_of("dp=1", 0), shuffled, lambda engine: engine.load_pretrained(tmp_path, names={"4.wieght": "x"}))
+        loaded(tmp_path, unnamed, names={"4.wieght": "x"})
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
 def test_blocks_of_ones_own_go_by_our_names(tmp_path: Path, mesh: str) -> None:
-    plan = plan_of(mesh, 0)
-    run(plan, lambda: [*Split()], lambda engine: engine.save_pretrained(tmp_path / "out"))
-    found = read_folder(tmp_path / "out")
+    run(plan_of(mesh, 0), lambda: [*Split()], lambda engine: engine.save_pretrained(tmp_path / "out"))
     expected = nn.Sequential(*Split()).state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-    def body(engine: Engine) -> Weights:
-        engine.load_pretrained(tmp_path / "out")
-        return engine.full_weights()
-
-    fresh = [nn.Linear(8, WIDTH).double(), *(Layer().double() for _ in range(3)), nn.Linear(16, 4).double()]
-    (loaded,) = run(plan_of("dp=1", 0), lambda: fresh, body)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+    for found in (read_folder(tmp_path / "out"), loaded(tmp_path / "out", unnamed)):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_a_folder_is_replaced_whole_and_other_files_stay(tmp_path: Path) -> None:

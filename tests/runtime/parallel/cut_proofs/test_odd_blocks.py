@@ -104,9 +104,16 @@ def test_where_sequences_are_cut(name: str, mesh: str, more: dict[str, Any]) -> 
         train_equal(name, mesh, Anchor, **more)
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("mesh", ["ep=2", "ep=2,tp=2"])
-@pytest.mark.parametrize("name", ["Mixture", "ChosenMixture", "FusedExperts"])
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("FusedExperts", "ep=2"),
+        *(
+            pytest.param(name, mesh, marks=pytest.mark.slow)
+            for name, mesh in (("Mixture", "ep=2"), ("ChosenMixture", "ep=2,tp=2"), ("FusedExperts", "ep=2,tp=2"))
+        ),
+    ],
+)
 def test_experts_of_others_are_replicas_over_ep_and_named(
     name: str, mesh: str, caplog: pytest.LogCaptureFixture
 ) -> None:

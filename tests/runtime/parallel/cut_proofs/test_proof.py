@@ -182,14 +182,13 @@ class Blind(Seeing):
         return super().forward(x)
 
 
-CUTS: list[tuple[str, dict[str, Any], str]] = [
+CUTS = [
     ("cp=2", {}, "context"),
-    ("cp=2,tp=2", {"context": "gather"}, "context"),
+    pytest.param("cp=2,tp=2", {"context": "gather"}, "context", marks=pytest.mark.slow),
     ("pp=2", {"schedule": "seq-1f1b", "slices": 2}, "past"),
 ]
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("mesh", "more", "name"), CUTS)
 def test_every_attention_is_asked_for_the_whole_sequence(mesh: str, more: dict[str, Any], name: str) -> None:
     train_equal(mesh, [Seeing, Mlp], **more)

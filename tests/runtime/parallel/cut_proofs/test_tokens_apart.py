@@ -248,11 +248,13 @@ SLICED: list[tuple[Callable[[Tensor], Tensor], str]] = [
 ]
 
 
-def test_what_joins_tokens_that_sequence_parallelism_slices_is_refused() -> None:
-    def more(x: Tensor) -> Tensor:
-        return F.dropout(x, 0.2) * torch.rand(1, 1, 1)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("more", "why"), SLICED)
+def test_what_joins_tokens_that_sequence_parallelism_slices_is_refused(more: Any, why: str) -> None:
+    said = refusal("tp=2", [lambda: Sliced(more)], ONE, microbatches=1, sequence_parallel=True)
+    assert re.search(rf"cut over tp, by sequence_parallel: .*{why} .*; run without sequence_parallel", said)
 
-    train("tp=2", [lambda: Sliced(more)], ONE, microbatches=1, sequence_parallel=True)
-    for mixes, why in SLICED:
-        said = refusal("tp=2", [lambda m=mixes: Sliced(m)], ONE, microbatches=1, sequence_parallel=True)
-        assert re.search(rf"cut over tp, by sequence_parallel: .*{why} .*; run without sequence_parallel", said)
+
+def test_draws_of_a_dropout_and_of_numbers_for_all_tokens_are_taken_over_slices() -> None:
+    blocks = [lambda: Sliced(lambda x: F.dropout(x, 0.2) * torch.rand(1, 1, 1))]
+    train("tp=2", blocks, ONE, microbatches=1, sequence_parallel=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Engine, MoE, apply_expert_parallel, apply_tensor_parallel
+from quintsched.runtime import MoE, apply_expert_parallel, apply_tensor_parallel
 from quintsched.runtime.blocks.block_costs import estimate_costs
 from quintsched.runtime.blocks.block_outlines import build_block
 from quintsched.runtime.blocks.module_state import saved_tensors
@@ -23,17 +23,9 @@ from quintsched.runtime.parallel.expert.moe import expert_weights
 from quintsched.runtime.stage.build_stages import Stage
 from quintsched.runtime.state.grad_buckets import cut_buckets
 
-from ...toys import CLASSES, difference, ids_task, sgd
+from ...toys import CLASSES, difference, ids_task
+from .mixtures import mixture
 from .moe_training import DEPTH, HIDDEN, LENGTH, moe_blocks, train_on
-
-
-def mixture(**options: Any) -> MoE:
-    torch.manual_seed(0)
-    shared = Mlp(6, 5, bias=False) if options.pop("shared", False) else None
-    layer = MoE(6, 5, lambda: Mlp(6, 7, bias=False), shared=shared, **options).double()
-    with torch.no_grad():
-        layer.router.weight.mul_(4)
-    return layer
 
 
 def slowly(layer: MoE, tokens: Tensor) -> tuple[Tensor, Tensor, list[int]]:
@@ -162,15 +154,6 @@ def test_experts_that_are_not_cut_alike_are_refused() -> None:
     rules = {"*.experts.3.*": "replicate"}
     with pytest.raises(qs.MisfitError, match=r"rules cut experts 0 and 3 of '1\.mlp' differently over tp; cut all of"):
         train_on(plan, ids_task(1, 4, LENGTH), moe_blocks(), {}, rules=rules)
-
-
-def test_experts_with_dropout_are_refused() -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4, bias=False), nn.Dropout(0.1))
-
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
-    with pytest.raises(qs.MisfitError, match="block 0 has a dropout within the experts of 'itself', whose rows are no"):
-        Engine(plan, [MoE(4, 2, make)], nn.functional.mse_loss, sgd)
 
 
 def test_a_rank_holds_its_share_under_the_names_of_the_whole() -> None:

@@ -14,15 +14,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quintsched as qs
-from quintsched.runtime import Engine, MoE, apply_expert_parallel
+from quintsched.runtime import MoE, apply_expert_parallel
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import MoEGPTOptions
 from quintsched.runtime.models.layers import Mlp
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
-from ...toys import difference, sgd
-from .moe_training import moe_blocks
-from .test_moe import mixture, slowly
+from ...toys import difference
+from .mixtures import mixture
 
 EXPERTS, WIDTH = 5, 6
 
@@ -58,15 +56,6 @@ def test_padding_changes_no_number(options: dict[str, Any], factor: float | str,
     for wanted, value in zip(expected, found, strict=True):
         assert difference(wanted, value) <= 1e-12 if value.numel() else wanted.shape == value.shape
     assert torch.equal(padded.expert_tokens, plain.expert_tokens)
-
-
-@pytest.mark.parametrize("factor", [0.5, 1.0, 100.0])
-def test_padding_equals_a_loop_over_tokens(factor: float) -> None:
-    layer = mixture(top_k=2, balance=0.3, z=0.1, capacity_factor=factor, pad_to_capacity=True)
-    tokens, parameters = tokens_of(12), list(layer.parameters())
-    found = results_of(layer, tokens, parameters)
-    expected = results_of(lambda x: slowly(layer, x), tokens, parameters)
-    assert all(difference(a, b) <= 1e-12 for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("options", ROUTINGS, ids=str)
@@ -247,14 +236,3 @@ def test_only_padding_does_without_a_wait() -> None:
 def test_rows_that_fill_up_cost_as_much(factor: float, pads: bool, fraction: float) -> None:
     layer = mixture(top_k=2, capacity_factor=factor, pad_to_capacity=pads)
     assert [share for _, share in layer.touched_parameters()] == pytest.approx([fraction] * 10)
-
-
-def test_an_engine_says_that_its_mixtures_do_not_wait() -> None:
-    def run(transport: Transport) -> list[bool]:
-        plan = qs.compile("1f1b", mesh="ep=2", microbatches=1)
-        blocks = moe_blocks(capacity_factor=2.0, pad_to_capacity=True)
-        engine = Engine(plan, blocks, cross_entropy_sum, sgd, transport=transport)
-        stages = engine.stages.values()
-        return [m.waits_for_routing for stage in stages for m in stage.modules() if isinstance(m, MoE)]
-
-    assert run_local(2, run) == [[False, False]] * 2

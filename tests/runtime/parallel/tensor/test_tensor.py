@@ -1,7 +1,9 @@
 """A cut module against the full one, in float64: outputs, gradients of inputs and of every weight."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -138,11 +140,44 @@ ATTENTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("names", "row"), ATTENTIONS)
-@pytest.mark.parametrize("size", [2, 4])
-def test_attention_equals_the_full_one(names: tuple[str, ...], row: str, size: int) -> None:
-    cut = check_equal(seeded(Attention(names, row)), torch.randn(2, 5, 8), size)
-    assert cut == [{f"{n}.{p}" for n in names for p in ("weight", "bias")} | {f"{row}.weight"}] * size
+def both(*layers: str) -> set[str]:
+    return {f"{layer}.{name}" for layer in layers for name in ("weight", "bias")}
+
+
+OF_BLOCK = both("attn.qkv", "mlp.fc1") | {"attn.proj.weight", "mlp.fc2.weight"}
+OF_ATTENTION, OF_MLP = both("attn.qkv") | {"attn.proj.weight"}, {"fc1.weight", "fc2.weight"}
+EQUAL: list[tuple[Any, tuple[int, ...], int, dict[str, str], set[str]]] = [
+    *(
+        (partial(Attention, names, row), (2, 5, 8), size, {}, both(*names) | {f"{row}.weight"})
+        for (names, row), size in product(ATTENTIONS, (2, 4))
+    ),
+    *(
+        (partial(Mlp, bias), shape, 3, {}, OF_MLP | ({"fc1.bias"} if bias else set()))
+        for bias, shape in product((True, False), ((3, 8), (2, 5, 8), (8,), (2, 1, 3, 8)))
+    ),
+    (Gated, (2, 3, 8), 2, {}, both("up_proj") | {"gate_proj.weight", "down_proj.weight"}),
+    (lambda: nn.Sequential(nn.Linear(6, 8), Block(), nn.Linear(8, 3)), (2, 5, 6), 2, {}, {f"1.{n}" for n in OF_BLOCK}),
+    *((lambda: nn.Sequential(nn.Linear(8, 6)), shape, 2, {"0": "column"}, both("0")) for shape in ((3, 8), (2, 5, 8))),
+    *((lambda: nn.Sequential(nn.Linear(8, 6)), shape, 2, {"0": "row"}, {"0.weight"}) for shape in ((3, 8), (2, 5, 8))),
+    (lambda: nn.Linear(8, 6), (2, 5, 8), 2, {"*": "row"}, {"weight"}),
+    (Block, (2, 5, 8), 2, {"mlp.fc2": "replicate", "mlp.*": "replicate"}, OF_ATTENTION),
+    (Block, (2, 5, 8), 2, {"attn.*": "replicate", "*": "replicate"}, set()),
+    (
+        lambda: nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)),
+        (3, 8),
+        2,
+        {"0": "column", "*": "row"},
+        both("0") | {"2.weight"},
+    ),
+    (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 3, 8), 2, {}, set()),
+]
+
+
+@pytest.mark.parametrize(("make", "shape", "size", "rules", "cut"), EQUAL)
+def test_a_cut_module_equals_the_full_one(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], size: int, rules: dict[str, str], cut: set[str]
+) -> None:
+    assert check_equal(seeded(make()), torch.randn(shape), size, rules) == [cut] * size
 
 
 def test_attention_with_fewer_key_and_value_heads() -> None:
@@ -150,27 +185,6 @@ def test_attention_with_fewer_key_and_value_heads() -> None:
     check_equal(seeded(Attention(names, "o_proj", kv_heads=2)), torch.randn(2, 3, 8), 2)
     with pytest.raises(MisfitError, match=r"tp=4 does not divide the 2 key/value heads of ''; choose tp from 1, 2"):
         apply_tensor_parallel(Attention(names, "o_proj", kv_heads=2), lone_group(4))
-
-
-@pytest.mark.parametrize("shape", [(3, 8), (2, 5, 8), (8,), (2, 1, 3, 8)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_mlp_equals_the_full_one_for_any_leading_dimensions(shape: tuple[int, ...], bias: bool) -> None:
-    cut = check_equal(seeded(Mlp(bias)), torch.randn(shape), 3)
-    assert cut[0] == {"fc1.weight", "fc2.weight"} | ({"fc1.bias"} if bias else set())
-
-
-def test_gated_mlp_and_whole_blocks() -> None:
-    assert len(check_equal(seeded(Gated()), torch.randn(2, 3, 8), 2)[0]) == 4
-    model = nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 3))
-    cut = check_equal(seeded(model), torch.randn(2, 5, 6), 2)
-    assert {name.split(".")[0] for name in cut[0]} == {"1", "2"}
-
-
-@pytest.mark.parametrize("rule", ["column", "row"])
-@pytest.mark.parametrize("shape", [(3, 8), (2, 5, 8)])
-def test_a_layer_alone_takes_and_gives_full_tensors(rule: str, shape: tuple[int, ...]) -> None:
-    check_equal(seeded(nn.Sequential(nn.Linear(8, 6))), torch.randn(shape), 2, {"0": rule})
-    check_equal(seeded(nn.Linear(8, 6)), torch.randn(shape), 2, {"*": rule})
 
 
 def test_gathered_output_of_fused_parts() -> None:
@@ -203,21 +217,6 @@ def test_ids_out_of_range_raise_on_every_rank(bad: int) -> None:
     run_local(3, body)
 
 
-def test_rules_win_over_names_and_the_first_match_counts() -> None:
-    assert (
-        check_equal(seeded(Block()), torch.randn(2, 5, 8), 2, {"mlp.fc2": "replicate", "mlp.*": "replicate"})
-        == [{"attn.qkv.weight", "attn.qkv.bias", "attn.proj.weight"}] * 2
-    )
-    cut = check_equal(seeded(Block()), torch.randn(2, 5, 8), 2, {"attn.*": "replicate", "*": "replicate"})
-    assert cut == [set(), set()]
-    strange = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
-    assert check_equal(seeded(strange), torch.randn(3, 8), 2, {"0": "column", "*": "row"})[0] == {
-        "0.weight",
-        "0.bias",
-        "2.weight",
-    }
-
-
 def test_pairs_that_do_not_match_stay_whole() -> None:
     odd = Mlp()
     odd.fc2 = nn.Linear(12, 8)
@@ -235,8 +234,7 @@ def test_pairs_that_do_not_match_stay_whole() -> None:
 
 
 def test_modules_that_bypass_their_layers_are_left_alone() -> None:
-    full = seeded(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
-    assert check_equal(full, torch.randn(2, 3, 8), 2) == [set(), set()]
+    full = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     with pytest.raises(MisfitError, match=r"'self_attn\.out_proj', but TransformerEncoderLayer '' uses the weights"):
         apply_tensor_parallel(full, lone_group(), {"*out_proj": "row"})
 
@@ -275,12 +273,12 @@ def test_other_refusals() -> None:
         apply_tensor_parallel(tied, lone_group(), {"embed": "vocabulary"})
     with pytest.raises(MisfitError, match="max_norm"):
         VocabParallelEmbedding.from_embedding(nn.Embedding(4, 4, max_norm=1.0), lone_group())
-
-
-def test_a_full_input_to_a_row_that_expects_its_share_is_refused() -> None:
-    layer = RowParallelLinear(8, 4, lone_group(), bias=False)
     with pytest.raises(MisfitError, match=r"takes 4 of 8 features, but its input is \(2, 8\)"):
-        layer(torch.zeros(2, 8))
+        RowParallelLinear(8, 4, lone_group(), bias=False)(torch.zeros(2, 8))
+    with pytest.raises(MisfitError, match=r"tp=4 does not divide the 6 features of \(6, 2\)"):
+        take_shard(torch.zeros(6, 2), Shard(0, 1, 0, 4))
+    with pytest.raises(MisfitError, match="cut into 3 cannot be gathered over a group of 2"):
+        gather_full(torch.zeros(2), lone_group(), Shard(0, 1, 0, 3))
 
 
 def test_ranks_that_start_from_different_parameters_are_refused_on_all() -> None:
@@ -353,13 +351,6 @@ def test_taking_and_gathering_are_inverse(shard: Shard) -> None:
         return gather_full(take_shard(full, mine), world_group(t), mine)
 
     assert all(torch.equal(result, full) for result in run_local(shard.size, body))
-
-
-def test_shards_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(MisfitError, match=r"tp=4 does not divide the 6 features of \(6, 2\)"):
-        take_shard(torch.zeros(6, 2), Shard(0, 1, 0, 4))
-    with pytest.raises(MisfitError, match="cut into 3 cannot be gathered over a group of 2"):
-        gather_full(torch.zeros(2), lone_group(), Shard(0, 1, 0, 3))
 
 
 def test_constructors_from_sizes_draw_what_the_full_layer_draws() -> None:
