@@ -61,6 +61,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "cli",
         "testing",
         "sweep",
+        "solve",
         "compiler",
         "request",
         "user_code",

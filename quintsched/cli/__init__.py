@@ -22,13 +22,14 @@ from quintsched.cli.new import new
 from quintsched.cli.pictures import render
 from quintsched.cli.run_and_verify import inspect, run, verify
 from quintsched.cli.simulate_and_compare import compare, simulate
+from quintsched.cli.solve import certify, solve
 from quintsched.files.terminal import standard_streams
 from quintsched.strategies.commands.calibrate import calibrate
 from quintsched.strategies.commands.predict_command import predict
 from quintsched.strategies.commands.tune_command import tune
 
 SECTIONS: dict[str, tuple[Callable[..., None] | Group, ...]] = {
-    "Plans": (schedules, compile, show, check, simulate, compare, render, new),
+    "Plans": (schedules, compile, show, check, simulate, compare, render, new, solve, certify),
     "Runs": (
         run,
         verify,

@@ -17,6 +17,7 @@ MODULES = (
     "quintsched",
     "quintsched.instructions",
     "quintsched.schedules",
+    "quintsched.solve",
     "quintsched.testing",
     "quintsched.runtime",
     "quintsched.viz",

@@ -1,7 +1,7 @@
 """Models that are split: a traced one, one with a list of layers, and nanoGPT; between their layers is code of a test.
 
-    made(Walked, middle)    a Walked whose `middle(self, x)` runs between its layers
-    check(model, change)    trains it on a mesh and in one process, where a loop calls `change(model)` after each step
+made(Walked, middle)    a Walked whose `middle(self, x)` runs between its layers
+check(model, change)    trains it on a mesh and in one process, where a loop calls `change(model)` after each step
 """
 
 import torch

@@ -1,0 +1,161 @@
+"""`quintsched solve` and `certify`: the best order for given costs and memory, and the check of its lower bound."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quintsched.cli.shared_options import (
+    AsJson,
+    CostsFile,
+    Microbatches,
+    PlanFile,
+    emit,
+    note,
+    percent,
+    read_costs,
+    read_plan,
+    refuse_input,
+    say,
+)
+from quintsched.errors import UsageError
+from quintsched.files.progress_line import progress
+
+if TYPE_CHECKING:
+    from quintsched.solve import Solution
+    from quintsched.solve.order_search import Attempt
+
+
+def solve(
+    microbatches: Microbatches,
+    pp: Annotated[int | None, typer.Option("--pp", metavar="P", help="Pipeline ranks; or give --mesh.")] = None,
+    mesh: Annotated[str | None, typer.Option("--mesh", metavar="MESH", help="Mesh of the plan: dp=2,pp=4.")] = None,
+    placement: Annotated[
+        str, typer.Option("--placement", metavar="NAME", help="linear, loop, v, or auto: each of them.")
+    ] = "auto",
+    chunks: Annotated[
+        int | None, typer.Option("--chunks", metavar="V", help="Stages on each rank, for loop and v; default: 2.")
+    ] = None,
+    memory_cap: Annotated[
+        float | None,
+        typer.Option("--memory-cap", metavar="X", help="Most activations on a rank, in microbatches of a whole rank."),
+    ] = None,
+    costs: CostsFile = None,
+    objective: Annotated[
+        str,
+        typer.Option("--objective", metavar="TIME", help="span (the longest of a rank) or makespan (of all ranks)."),
+    ] = "span",
+    effort: Annotated[int, typer.Option("--effort", metavar="N", help="Work of the search.")] = 4,
+    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="End after this time at the latest.")] = 60.0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the search.")] = 0,
+    log: Annotated[
+        Path | None, typer.Option("--log", metavar="FILE", help="Write each improvement there, a JSON line each.")
+    ] = None,
+    certificate: Annotated[
+        Path | None, typer.Option("--certificate", metavar="FILE", help="Write the lower bound, for `certify`.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", metavar="PLAN", help="Write the plan file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Search for the fastest order of computation.
+
+    Starts from all named schedules that fit, and improves the best by list scheduling, local search and, with
+    quintsched[solve], constraint programming. Ctrl-C ends it with the best plan so far.
+    """
+    from quintsched.solve import solve as solve_order
+
+    if objective not in ("span", "makespan"):
+        raise UsageError(f"--objective is {objective!r}; give span or makespan")
+    for file in (output, log, certificate):
+        refuse_input(file, costs)
+    with progress("solving") as shown:
+
+        def told(attempt: Attempt, taken_s: float) -> None:
+            bound = max(attempt.bound.value, attempt.proved)
+            shown.at(taken_s, seconds, f"{attempt.value:g} at most, {bound:g} at least ({attempt.origin})")
+
+        found = solve_order(
+            pp=pp,
+            mesh=mesh,
+            microbatches=microbatches,
+            placement=placement,
+            chunks=chunks,
+            memory_cap=memory_cap,
+            costs=read_costs(costs),
+            objective="span" if objective == "span" else "makespan",
+            effort=effort,
+            seconds=seconds,
+            seed=seed,
+            told=told,
+        )
+    _write(found, output, certificate, log)
+    if as_json:
+        emit(_as_json(found))
+    else:
+        say(_in_words(found))
+        if output is None:
+            note("no plan was written: give -o PLAN")
+
+
+def certify(
+    plan: PlanFile,
+    certificate: Annotated[Path, typer.Argument(metavar="CERTIFICATE", help="The file that `solve` has written.")],
+    as_json: AsJson = False,
+) -> None:
+    """Verify a solved plan and its lower bound, without a search."""
+    from quintsched.solve import Certificate
+    from quintsched.solve import certify as verify
+
+    found = verify(read_plan(plan), Certificate.load(certificate))
+    claim = found.certificate
+    if as_json:
+        keys = {"objective": claim.objective, "value": claim.value, "bound": claim.bound, "gap": claim.gap}
+        emit({**keys, "optimal": found.is_optimal, "peak_activations": found.peaks})
+        return
+    reason = f"rank {claim.rank} by {claim.reason}"
+    best = "no order of this placement is faster" if found.is_optimal else f"at most {percent(claim.gap)} can be gained"
+    say(f"certified: {claim.objective} {claim.value:g}, at least {claim.bound:g} ({reason}): {best}")
+
+
+def _write(found: Solution, output: Path | None, certificate: Path | None, log: Path | None) -> None:
+    from quintsched.files.atomic import write_whole
+
+    if output is not None:
+        found.plan.save(output)
+    if certificate is not None:
+        found.certificate.save(certificate)
+    if log is not None:
+        rows = (dict(zip(("seconds", "value", "bound", "origin"), row, strict=True)) for row in found.log)
+        write_whole(log, "".join(json.dumps(row) + "\n" for row in rows), "the log")
+
+
+def _as_json(found: Solution) -> dict[str, object]:
+    claim = found.certificate
+    return {
+        "placement": found.placement,
+        "objective": claim.objective,
+        "value": claim.value,
+        "bound": claim.bound,
+        "proved": found.proved,
+        "gap": found.gap,
+        "status": found.status,
+        "origin": found.origin,
+        "rank": claim.rank,
+        "reason": claim.reason,
+    }
+
+
+def _in_words(found: Solution) -> str:
+    claim = found.certificate
+    lines = [
+        f"{claim.objective} {claim.value:g} {claim.costs.unit}, placement {found.placement}, found by: {found.origin}",
+        f"certified bound {claim.bound:g} (rank {claim.rank} by {claim.reason})",
+    ]
+    if found.proved is not None and found.proved > claim.bound:
+        lines.append(f"bound proved by CP-SAT {found.proved:g}")
+    state = {"certified": "optimal, certified", "solver-proved": "optimal, proved by the solver"}
+    lines.append(state.get(found.status, f"gap {percent(found.gap)}"))
+    return "\n".join(lines)

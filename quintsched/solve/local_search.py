@@ -1,0 +1,111 @@
+"""Local search: computations on a critical path move within their ranks' orders, by simulated annealing.
+
+    rank 1   F2 B0 [F3 B1 W0] F4 …       a block of the critical path: its first or last computation moves across
+                                         others, so that what waits for the block, or what it waits for, goes first
+
+A move that breaks a cap or closes a circle is dropped; one that lengthens the step is kept with falling probability
+(Kirkpatrick et al. 1983; moves on critical blocks: Nowicki and Smutnicki 1996). Ranks cannot run out of
+memory, as a cap depends on a rank's own order alone.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from time import monotonic
+
+from quintsched.solve.order_problem import EPSILON, Problem
+from quintsched.solve.order_timing import Objective, Timing, has_room, time_orders
+
+FARTHEST = 8
+"""Most computations that a move jumps over."""
+HOT, COLD = (4e-3, 1e-3), 1e-4
+"""First temperatures, which take turns, and the last one, as shares of the value."""
+
+
+def anneal(
+    problem: Problem,
+    orders: list[list[int]],
+    objective: Objective,
+    rng: random.Random,
+    *,
+    hot: float,
+    moves: int,
+    ends_s: float,
+    found: Callable[[list[list[int]], float], bool],
+) -> None:
+    """Improve orders; `found` takes each that is the best so far, and returns whether to go on.
+
+    Args:
+        problem: the problem.
+        orders: orders that keep to all caps.
+        objective: what is minimised.
+        hot: first temperature, as a share of the value.
+        rng: source of all decisions: equal seeds give equal results, as long as time does not run out.
+        moves: number of moves that are tried.
+        ends_s: moment (of `time.monotonic`) at which the search ends in any case.
+        found: called with orders and value.
+    """
+    orders = [list(order) for order in orders]
+    timing = time_orders(problem, orders)
+    assert timing is not None
+    value = best = timing.value(objective)
+    path = _critical(problem, orders, timing, objective)
+    for step in range(moves):
+        if step % 64 == 0 and monotonic() > ends_s:
+            return
+        temperature = value * hot * (COLD / hot) ** (step / moves)
+        rank, source, target = _move(orders, path, rng)
+        order = orders[rank]
+        if source == target:
+            continue
+        number = order.pop(source)
+        order.insert(target, number)
+        fresh = time_orders(problem, orders) if has_room(problem, rank, order) else None
+        after = fresh.value(objective) if fresh else math.inf
+        if fresh is None or (after > value + EPSILON and rng.random() >= math.exp((value - after) / temperature)):
+            order.pop(target)
+            order.insert(source, number)
+            continue
+        value, timing = after, fresh
+        path = _critical(problem, orders, timing, objective)
+        if value < best - EPSILON:
+            best = value
+            if not found(orders, value):
+                return
+
+
+def _move(orders: list[list[int]], path: list[tuple[int, int]], rng: random.Random) -> tuple[int, int, int]:
+    """Return rank, place and new place of a computation on the critical path."""
+    rank, place = path[rng.randrange(len(path))]
+    far = 1 if rng.random() < 0.4 else rng.randint(1, FARTHEST)
+    target = place - far if rng.random() < 0.5 else place + far
+    return rank, place, min(max(target, 0), len(orders[rank]) - 1)
+
+
+def _critical(problem: Problem, orders: list[list[int]], timing: Timing, objective: Objective) -> list[tuple[int, int]]:
+    """Return (rank, place) of the computations of a critical path, from the end to the beginning."""
+    starts, durations, needs, lags = timing.starts, problem.durations, problem.needs, problem.lags
+    ends = [starts[order[-1]] + durations[order[-1]] for order in orders]
+    values = ends if objective == "makespan" else timing.spans
+    rank = max(range(problem.pp), key=values.__getitem__)
+    place = len(orders[rank]) - 1
+    places: dict[int, int] = {}
+    path = []
+    while True:
+        path.append((rank, place))
+        number = orders[rank][place]
+        start, needed = starts[number], needs[number]
+        if place:
+            before = orders[rank][place - 1]
+            if starts[before] + durations[before] >= start - EPSILON:
+                place -= 1
+                continue
+        if needed < 0 or start <= EPSILON or starts[needed] + durations[needed] + lags[number] < start - EPSILON:
+            return path
+        rank = problem.ranks[needed]
+        place = places.get(needed, -1)
+        if place < 0:
+            places |= {other: at for at, other in enumerate(orders[rank])}
+            place = places[needed]

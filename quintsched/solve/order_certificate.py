@@ -1,0 +1,118 @@
+"""Certificate of a solved plan: its value, and a lower bound with the rank and the reason that it follows from.
+
+    {"objective": "span", "value": 41.0, "bound": 36.0, "rank": 0, "reason": "memory", "memory_cap": 2.0, "costs": {…}}
+
+`certify` adds everything up again: the plan is sound, keeps to the cap, takes as long as stated, and no order of the
+same placement can be faster than the bound. It does not search, and knows nothing of how the plan was found.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from quintsched.errors import InputError, UnsoundError
+from quintsched.files.atomic import read_whole, write_whole
+from quintsched.files.strictjson import describe_faults, parse_strict
+from quintsched.plan import Plan
+from quintsched.simulation.costs import Costs
+from quintsched.solve.order_bounds import Reason, bound_of
+from quintsched.solve.order_problem import Problem, problem_of
+from quintsched.solve.order_timing import Objective, time_orders
+from quintsched.solve.starting_orders import orders_of_plan
+
+MAX_BYTES = 2**24
+TOLERANCE = 1e-9
+
+
+class Certificate(BaseModel):
+    """Claims about a solved plan."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    objective: Objective
+    value: float
+    """Time of the plan, in the unit of the costs."""
+    bound: float
+    """Time that no order with this placement can be below."""
+    rank: int
+    """Pipeline rank that the bound follows from."""
+    reason: Reason
+    memory_cap: float | None = None
+    """Most activations of a rank, in microbatches of a whole rank; None: any number."""
+    costs: Costs = Costs()
+
+    @classmethod
+    def load(cls, path: Path) -> Certificate:
+        """Read a certificate; raises `UsageError` (missing) or `InputError` (broken), with the place."""
+        text = read_whole(path, MAX_BYTES, "the certificate")
+        try:
+            return cls.model_validate_json(json.dumps(parse_strict(text)))
+        except ValidationError as error:
+            raise InputError(f"{path}: {describe_faults(error)}") from error
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from error
+
+    def save(self, path: Path) -> None:
+        """Write the certificate; raises `UsageError` if it cannot be written."""
+        text = json.dumps(self.model_dump(mode="json", exclude_unset=True), indent=1)
+        write_whole(path, text + "\n", "the certificate")
+
+    @property
+    def gap(self) -> float:
+        """Fraction of the time by which the plan may be longer than the best order."""
+        return 1 - self.bound / self.value if self.value else 0.0
+
+
+@dataclass(frozen=True)
+class Certified:
+    """Result of a check: the certificate, and the peak of activations of each rank."""
+
+    certificate: Certificate
+    peaks: tuple[float, ...]
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether no order with this placement is faster."""
+        return self.certificate.gap <= TOLERANCE
+
+
+def certify(plan: Plan, certificate: Certificate) -> Certified:
+    """Verify all claims of a certificate about a plan.
+
+    Raises:
+        UnsoundError: a claim that does not hold, or a plan that is not sound.
+    """
+    plan.check(profile="blocking").raise_if_unsound()
+    routes = plan.routes
+    if plan.mode != "train" or len(routes) != 1 or plan.schedule.slices != 1:
+        raise UnsoundError("the certificate is of a training plan with one route and whole sequences; this is none")
+    problem = problem_of(
+        plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp, certificate.costs, certificate.memory_cap
+    )
+    simulated = plan.simulate(certificate.costs)
+    value = simulated.span if certificate.objective == "span" else computed_until(plan, problem, certificate.costs)
+    _require(abs(value - certificate.value) <= TOLERANCE * max(value, 1.0), f"its {certificate.objective} is {value:g}")
+    peaks = tuple(simulated.peak_activations)
+    for rank, (held, cap) in enumerate(zip(peaks, problem.caps, strict=True)):
+        _require(held <= cap * (1 + TOLERANCE), f"rank {rank} holds {held:g} microbatches, above the cap of {cap:g}")
+    _require(0 <= certificate.rank < plan.mesh.pp, f"it has no pipeline rank {certificate.rank}")
+    bound = bound_of(problem, certificate.objective, certificate.rank, certificate.reason)
+    where = f"rank {certificate.rank} by {certificate.reason}"
+    _require(certificate.bound <= bound + TOLERANCE * max(bound, 1.0), f"{where} proves {bound:g} only")
+    return Certified(certificate, peaks)
+
+
+def computed_until(plan: Plan, problem: Problem, costs: Costs) -> float:
+    """Return the time until the last computation of a step ends, without its messages, reductions and optimizer."""
+    timing = time_orders(problem, orders_of_plan(plan, problem))
+    assert timing is not None, "a sound plan runs to its end"
+    return timing.makespan
+
+
+def _require(holds: bool, truth: str) -> None:
+    if not holds:
+        raise UnsoundError(f"the certificate does not hold for this plan: {truth}")

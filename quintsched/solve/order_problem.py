@@ -1,0 +1,195 @@
+"""Problem of a solver: computations of a step with their times, messages and activations, on ranks with a memory cap.
+
+Every backward is split: its weight half may directly follow its input half, and then takes as long as a whole one. A
+computation is a number, `(kind * num_stages + stage) * microbatches + microbatch`, with the kinds forward, input half
+and weight half. All times are in the unit of the costs, all activations in microbatches of a whole rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from quintsched.errors import UsageError
+from quintsched.ir.instruction_columns import Amounts, Ints
+from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd
+from quintsched.schedules.kit.registry import Shape
+from quintsched.simulation.costs import Costs
+
+FORWARD, INPUT_HALF, WEIGHT_HALF = range(3)
+KINDS: tuple[type[Compute], ...] = (Fwd, BwdInput, BwdWeight)
+EPSILON = 1e-9
+
+Orders = tuple[tuple[int, ...], ...]
+"""For each rank, the numbers of its computations in order."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Computations of one step, numbered; each attribute but the first three has one entry per computation.
+
+    Attributes:
+        pp, microbatches, stage_to_pp: sizes, and the pipeline rank of each stage.
+        durations: time of each computation.
+        needs: the computation that another one waits for (-1: none), beside the order of its rank: forwards wait for
+            that of the stage before, input halves for that of the stage after (the last stage: for its forward),
+            weight halves for their input half.
+        lags: time from the end of `needs` to the earliest start: the message between them.
+        holds: activations that begin to be held when a computation starts (a forward), and that are freed when it ends
+            (negative: the two halves of a backward).
+        caps: most activations of each rank; infinity: any number.
+    """
+
+    pp: int
+    microbatches: int
+    stage_to_pp: tuple[int, ...]
+    durations: tuple[float, ...]
+    needs: tuple[int, ...]
+    lags: tuple[float, ...]
+    holds: tuple[float, ...]
+    caps: tuple[float, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.stage_to_pp)
+
+    def number(self, kind: int, stage: int, microbatch: int) -> int:
+        """Return the number of a computation."""
+        return (kind * self.num_stages + stage) * self.microbatches + microbatch
+
+    def place_of(self, number: int) -> tuple[int, int, int]:
+        """Return kind, stage and microbatch of a computation."""
+        rest, microbatch = divmod(number, self.microbatches)
+        return *divmod(rest, self.num_stages), microbatch
+
+    def computation(self, number: int) -> Compute:
+        """Return the instruction of a computation."""
+        kind, stage, microbatch = self.place_of(number)
+        return KINDS[kind](stage, microbatch)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of each computation."""
+        return tuple(self.stage_to_pp[self.place_of(number)[1]] for number in range(len(self.durations)))
+
+    @cached_property
+    def followers(self) -> tuple[tuple[int, ...], ...]:
+        """Computations that wait for each one."""
+        found: list[list[int]] = [[] for _ in self.durations]
+        for number, needed in enumerate(self.needs):
+            if needed >= 0:
+                found[needed].append(number)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Time that each rank computes."""
+        found = [0.0] * self.pp
+        for number, duration in enumerate(self.durations):
+            found[self.ranks[number]] += duration
+        return tuple(found)
+
+    @cached_property
+    def are_alike(self) -> bool:
+        """Whether all microbatches have the same times, messages and activations: then they may go in their order."""
+        tables = (self.durations, self.lags, self.holds)
+        return all(len(set(rows)) == 1 for table in tables for rows in _rows(table, self.microbatches))
+
+
+def _rows(table: Sequence[float], length: int) -> list[Sequence[float]]:
+    return [table[first : first + length] for first in range(0, len(table), length)]
+
+
+def problem_of(
+    pp: int,
+    microbatches: int,
+    stage_to_pp: Sequence[int],
+    costs: Costs | None = None,
+    memory_cap: float | Sequence[float] | None = None,
+) -> Problem:
+    """Return the problem of these sizes and costs.
+
+    Args:
+        pp: number of pipeline ranks.
+        microbatches: number of microbatches.
+        stage_to_pp: the pipeline rank of each stage; every rank has as many.
+        costs: times, messages and activations; None: unit costs.
+        memory_cap: most activations that a rank holds, in microbatches of a whole rank: one number, or one per rank.
+
+    Raises:
+        UsageError: a cap in which one microbatch has no room: names the smallest that works.
+        InputError: costs of other numbers of stages, microbatches or ranks.
+    """
+    costs, stages = costs or Costs(), len(stage_to_pp)
+    shape = Shape(pp, microbatches, stages // pp, tuple(stage_to_pp), costs=costs)
+    costs.check_fits(shape, stages, pp)
+    every, units = np.indices((stages, microbatches)).reshape(2, -1)
+
+    def of(*names: str) -> list[float]:
+        added: Amounts = np.add.reduce([costs.of_units(name, every, units, shape) for name in names]) / shape.chunks
+        return [float(one) for one in added]
+
+    after = of("activation_after_input")
+    held = [max(both) for both in zip(of("activation"), after, strict=True)]
+    holds = [*held, *(left - most for left, most in zip(after, held, strict=True)), *(-left for left in after)]
+    passes = (("forward", "exchange"), ("backward_input", "exchange_backward"), ("backward_weight",))
+    problem = Problem(
+        pp=pp,
+        microbatches=microbatches,
+        stage_to_pp=tuple(stage_to_pp),
+        durations=tuple(time for names in passes for time in of(*names)),
+        needs=tuple(_needs(stages, microbatches)),
+        lags=tuple(_lags(costs, shape, every, units)),
+        holds=tuple(holds),
+        caps=_caps(pp, memory_cap),
+    )
+    _require_room(problem)
+    return problem
+
+
+def _needs(stages: int, microbatches: int) -> list[int]:
+    each, last = stages * microbatches, (stages - 1) * microbatches
+    forwards = [number - microbatches if number >= microbatches else -1 for number in range(each)]
+    halves = [each + number + microbatches if number < last else number for number in range(each)]
+    return [*forwards, *halves, *range(each, 2 * each)]
+
+
+def _lags(costs: Costs, shape: Shape, every: Ints, units: Ints) -> list[float]:
+    ranks, stages = np.array(shape.stage_to_pp), len(shape.stage_to_pp)
+
+    def messages(named: Ints, source: Ints, target: Ints) -> list[float]:
+        sends = (source >= 0) & (target >= 0) & (source < stages) & (target < stages)
+        ends = ranks[np.where(sends, source, 0)], ranks[np.where(sends, target, 0)]
+        times = costs.message_times(np.where(sends, named, 0), units, *ends, shape)
+        return list(np.where(sends & (ends[0] != ends[1]), times, 0.0))
+
+    forwards = messages(every - 1, every - 1, every)
+    return [*map(float, forwards), *map(float, messages(every, every + 1, every)), *([0.0] * len(forwards))]
+
+
+def _caps(pp: int, memory_cap: float | Sequence[float] | None) -> tuple[float, ...]:
+    caps = tuple(memory_cap) if isinstance(memory_cap, Sequence) else (memory_cap,) * pp
+    if len(caps) != pp:
+        raise UsageError(f"memory_cap has {len(caps)} values; give one, or one for each of the {pp} pipeline ranks")
+    return tuple(math.inf if cap is None else float(cap) for cap in caps)
+
+
+def _require_room(problem: Problem) -> None:
+    """Raise `UsageError` for a cap in which the largest microbatch has no room: one at a time, any larger works."""
+    least = [0.0] * problem.pp
+    for microbatch in range(problem.microbatches):
+        needed = [0.0] * problem.pp
+        for stage, rank in enumerate(problem.stage_to_pp):
+            needed[rank] += problem.holds[problem.number(FORWARD, stage, microbatch)]
+        least = list(map(max, least, needed))
+    for rank, (cap, need) in enumerate(zip(problem.caps, least, strict=True)):
+        if cap + EPSILON < need:
+            raise UsageError(
+                f"the memory cap of rank {rank} is {cap:g}, but one microbatch holds {need:g}; the smallest that "
+                f"works: {need:g}"
+            )

@@ -1,0 +1,197 @@
+"""Search for the best order: starting points, local search, and constraint programming where it is installed.
+
+    named schedules ┐                ┌ annealing ┐
+    list scheduling ┼─▶ the best ──▶ ┤           ├ in turn, each from the best so far ──▶ the best order, and a bound
+    round times     ┘                └ CP-SAT    ┘
+
+Round times: durations as small whole numbers of one unit, for which CP-SAT is quick; the order that is best for these
+is nearly so for the real ones. Each placement begins, and those that lag behind are given up.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from time import monotonic
+
+from quintsched.simulation.costs import Costs
+from quintsched.solve import constraint_programming as exact
+from quintsched.solve.list_policies import policies, schedule_by
+from quintsched.solve.local_search import HOT, anneal
+from quintsched.solve.order_bounds import Bound, lower_bound
+from quintsched.solve.order_problem import EPSILON, Orders, Problem
+from quintsched.solve.order_timing import Objective, time_orders
+from quintsched.solve.starting_orders import named_orders
+
+POLICIES, MOVES, PROOF, USUAL_SIZE = 100, 5_000, 0.5, 400
+"""List schedules of a placement (of so many computations; of larger ones fewer), moves of an annealing, and CP-SAT's
+deterministic seconds, for an effort of 1."""
+LAGS_BEHIND = 1.05
+"""A placement whose order takes longer than the best by this factor after its start is given up."""
+COARSE = (1, 2, 3)
+"""Numbers of units that the shortest computation takes in round times."""
+ENOUGH = 1e-9
+
+
+@dataclass
+class Attempt:
+    """Search with one placement: its problem, the best orders so far, and where they came from."""
+
+    problem: Problem
+    objective: Objective
+    bound: Bound
+    value: float = math.inf
+    orders: Orders = ()
+    origin: str = ""
+    rounds: int = 0
+    """Number of annealings."""
+    proved: float = -math.inf
+    """Lower bound that CP-SAT has proved; the one with a certificate is `bound`."""
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether nothing better exists with this placement."""
+        return self.value <= max(self.bound.value, self.proved) * (1 + ENOUGH)
+
+
+@dataclass
+class Search:
+    """State of a search; `log` has (seconds, value, bound, origin) of each improvement."""
+
+    objective: Objective
+    seed: int
+    ends_s: float
+    told: Callable[[Attempt, float], None]
+    began_s: float = field(default_factory=monotonic)
+    log: list[tuple[float, float, float, str]] = field(default_factory=list)
+    best: Attempt | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its time is over."""
+        return monotonic() > self.ends_s
+
+    def keep(self, attempt: Attempt, orders: list[list[int]], value: float, origin: str) -> bool:
+        """Keep orders that are better than an attempt's; return whether the search goes on."""
+        if value < attempt.value - EPSILON:
+            attempt.value, attempt.orders = value, tuple(map(tuple, orders))
+            attempt.origin = origin
+            if self.best is None or value < self.best.value - EPSILON:
+                self.best = attempt
+                taken = monotonic() - self.began_s
+                self.log.append((taken, value, max(attempt.bound.value, attempt.proved), origin))
+                self.told(attempt, taken)
+        return not self.is_over and not attempt.is_optimal
+
+    def try_orders(self, attempt: Attempt, orders: list[list[int]] | None, origin: str) -> None:
+        """Time orders, and keep them where they are better."""
+        timing = time_orders(attempt.problem, orders) if orders else None
+        if orders and timing:
+            self.keep(attempt, orders, timing.value(self.objective), origin)
+
+
+def search(
+    problems: list[Problem],
+    costs: Costs | None,
+    objective: Objective,
+    *,
+    seed: int,
+    effort: int,
+    seconds: float,
+    told: Callable[[Attempt, float], None],
+) -> Search:
+    """Search with each problem (one for each placement); an interrupt ends it with the best so far."""
+    state = Search(objective, seed, monotonic() + seconds, told)
+    attempts = [Attempt(problem, objective, lower_bound(problem, objective)) for problem in problems]
+    try:
+        for attempt in attempts:
+            _begin(state, attempt, costs, effort)
+        for attempt in attempts:
+            _improve_by_moves(state, attempt, effort)
+        for attempt in sorted(attempts, key=lambda attempt: attempt.value):
+            best = state.best.value if state.best else math.inf
+            if attempt.value <= best * LAGS_BEHIND and attempt.bound.value < best - EPSILON:
+                _finish(state, attempt, effort)
+    except KeyboardInterrupt:
+        if state.best is None:
+            raise
+    return state
+
+
+def _begin(state: Search, attempt: Attempt, costs: Costs | None, effort: int) -> None:
+    """Try the named schedules and list schedules."""
+    rng = random.Random(state.seed)
+    for name, orders in named_orders(attempt.problem, costs):
+        state.try_orders(attempt, orders, name)
+    count = max(16, POLICIES * effort * USUAL_SIZE // max(len(attempt.problem.durations), USUAL_SIZE))
+    for policy in islice(policies(attempt.problem, rng), count):
+        if (state.is_over and attempt.orders) or attempt.is_optimal:
+            return
+        state.try_orders(attempt, schedule_by(attempt.problem, policy), "list schedule")
+
+
+def _improve_by_moves(state: Search, attempt: Attempt, effort: int, rounds: int = 2) -> None:
+    """Anneal from the best orders, with other random numbers each time."""
+    for _ in range(rounds):
+        if state.is_over or attempt.is_optimal:
+            return
+        attempt.rounds += 1
+        anneal(
+            attempt.problem,
+            [list(order) for order in attempt.orders],
+            state.objective,
+            random.Random(state.seed + attempt.rounds),
+            hot=HOT[attempt.rounds % len(HOT)],
+            moves=MOVES * effort,
+            ends_s=state.ends_s,
+            found=lambda orders, value: state.keep(attempt, orders, value, "annealing"),
+        )
+
+
+def _finish(state: Search, attempt: Attempt, effort: int) -> None:
+    """Solve with round times and with real ones, and anneal between."""
+    problem = attempt.problem
+    can_solve = exact.is_installed() and len(problem.durations) <= exact.MOST_COMPUTATIONS
+    rounded = [_rounded(problem, units) for units in COARSE] if can_solve else []
+    for simpler in filter(None, rounded):
+        if not (state.is_over or attempt.is_optimal):
+            _solve(state, attempt, simpler, PROOF * effort)
+            _improve_by_moves(state, attempt, effort)
+    if can_solve and not (state.is_over or attempt.is_optimal):
+        _solve(state, attempt, problem, PROOF * effort)
+    _improve_by_moves(state, attempt, effort, rounds=8)
+    if can_solve and not (state.is_over or attempt.is_optimal):
+        _solve(state, attempt, problem, 4 * PROOF * effort)
+
+
+def _rounded(problem: Problem, units: int) -> Problem | None:
+    """Return the problem with durations as whole numbers, the shortest `units`; None if they are such multiples."""
+    times = [time for time in problem.durations if time > 0]
+    unit = min(times, default=1.0) / units
+    if all(abs(time / unit - round(time / unit)) < EPSILON for time in (*times, *problem.lags)):
+        return None
+    durations = tuple(float(max(round(time / unit), time > 0)) for time in problem.durations)
+    return replace(problem, durations=durations, lags=tuple(float(round(lag / unit)) for lag in problem.lags))
+
+
+def _solve(state: Search, attempt: Attempt, problem: Problem, effort: float) -> None:
+    """Let CP-SAT improve the best orders, under the times of `problem`."""
+    timing = time_orders(problem, attempt.orders)
+    if timing is None:
+        return
+    answer = exact.improve(
+        problem,
+        timing.starts,
+        timing.value(state.objective),
+        state.objective,
+        seed=state.seed,
+        effort=effort,
+        seconds=state.ends_s - monotonic(),
+        stops=lambda: state.is_over,
+    )
+    if answer.bound is not None and problem is attempt.problem:
+        attempt.proved = max(attempt.proved, answer.bound)
+    state.try_orders(attempt, answer.orders, "constraint programming")

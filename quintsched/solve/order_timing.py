@@ -1,0 +1,80 @@
+"""Time of an order of computation: each computation starts when its rank is free and its input has arrived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quintsched.solve.order_problem import EPSILON, FORWARD, Orders, Problem
+
+Objective = Literal["span", "makespan"]
+"""Time that is minimised: the longest span of a rank, from its first forward to its last weight half, or the makespan,
+from the first computation of any rank to the last."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Start of each computation, and the span of each rank."""
+
+    starts: list[float]
+    spans: list[float]
+    makespan: float
+
+    def value(self, objective: Objective) -> float:
+        """Return the time that is minimised."""
+        return self.makespan if objective == "makespan" else max(self.spans)
+
+
+def time_orders(problem: Problem, orders: list[list[int]] | Orders) -> Timing | None:
+    """Return the times of these orders; None if they wait for each other in a circle."""
+    durations, needs, lags, ranks = problem.durations, problem.needs, problem.lags, problem.ranks
+    starts, ends = [0.0] * len(durations), [-1.0] * len(durations)
+    places, free, waiting = [0] * problem.pp, [0.0] * problem.pp, dict[int, int]()
+    ready, left = list(range(problem.pp)), len(durations)
+    while ready:
+        rank = ready.pop()
+        order, place, now = orders[rank], places[rank], free[rank]
+        while place < len(order):
+            number = order[place]
+            needed = needs[number]
+            if needed >= 0:
+                end = ends[needed]
+                if end < 0:
+                    waiting[needed] = rank
+                    break
+                arrival = end + lags[number]
+                if arrival > now:
+                    now = arrival
+            starts[number] = now
+            now += durations[number]
+            ends[number] = now
+            left -= 1
+            place += 1
+            other = waiting.pop(number, None)
+            if other is not None and other != ranks[number]:
+                ready.append(other)
+        places[rank], free[rank] = place, now
+    if left:
+        return None
+    spans = [end - starts[order[0]] if order else 0.0 for end, order in zip(free, orders, strict=True)]
+    return Timing(starts, spans, max(free))
+
+
+def has_room(problem: Problem, rank: int, order: list[int]) -> bool:
+    """Return whether a rank's order keeps to its cap, which its own order decides alone."""
+    held, most, holds = 0.0, problem.caps[rank] + EPSILON, problem.holds
+    each = problem.num_stages * problem.microbatches
+    for number in order:
+        held += holds[number]
+        if number < each and held > most:
+            return False
+    return True
+
+
+def peak(problem: Problem, order: list[int] | tuple[int, ...]) -> float:
+    """Return the most activations that a rank holds in this order, in microbatches of a whole rank."""
+    held = most = 0.0
+    for number in order:
+        held += problem.holds[number]
+        most = max(most, held) if problem.place_of(number)[0] == FORWARD else most
+    return most

@@ -1,0 +1,181 @@
+"""Entry point of the solver: `solve(pp=8, microbatches=16, memory_cap=6)` returns a proved plan and its bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from quintsched.compiler import compile
+from quintsched.errors import UsageError, suggest
+from quintsched.ir.mesh import Mesh
+from quintsched.ir.placement import linear, loop, v
+from quintsched.plan import Plan
+from quintsched.schedules import Order, Shape, find_schedule
+from quintsched.simulation.costs import Costs
+from quintsched.solve.order_certificate import Certificate
+from quintsched.solve.order_problem import Orders, Problem, problem_of
+from quintsched.solve.order_search import Attempt, search
+from quintsched.solve.order_timing import Objective
+
+PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"linear": linear, "loop": loop, "v": v}
+"""Placements by name, as functions of pp and chunks."""
+
+EFFORT, SECONDS = 4, 60.0
+NAME = "solved"
+"""Name of the schedule of solved plans."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Best plan that was found.
+
+    Attributes:
+        plan: the plan; its order is proved sound under the strictest transport profile.
+        certificate: its value and a lower bound, as `certify` verifies them.
+        placement: name of its placement.
+        origin: the part of the search that found it; a name of a schedule where nothing better was found.
+        proved: lower bound that CP-SAT has proved for this placement (None: none). `certify` cannot verify it.
+        log: (seconds, value, lower bound, origin) of each improvement.
+    """
+
+    plan: Plan
+    certificate: Certificate
+    placement: str
+    origin: str
+    proved: float | None
+    log: tuple[tuple[float, float, float, str], ...]
+
+    @property
+    def gap(self) -> float:
+        """Fraction by which the best order with this placement may be faster, by the better of both bounds."""
+        value, bound = self.certificate.value, max(self.certificate.bound, self.proved or 0.0)
+        return max(0.0, 1 - bound / value) if value else 0.0
+
+    @property
+    def status(self) -> str:
+        """State of the proof: "certified" or "solver-proved" optimal, or "open"."""
+        if self.certificate.gap <= 1e-9:
+            return "certified"
+        return "solver-proved" if self.gap <= 1e-9 else "open"
+
+    def __repr__(self) -> str:
+        sizes = f"{self.placement}, {self.certificate.objective} {self.certificate.value:g}"
+        return f"Solution({sizes}, gap {100 * self.gap:.1f} %, {self.status})"
+
+
+def solve(
+    *,
+    pp: int | None = None,
+    microbatches: int,
+    mesh: Mesh | str | None = None,
+    placement: str = "auto",
+    chunks: int | None = None,
+    memory_cap: float | None = None,
+    costs: Costs | None = None,
+    objective: Objective = "span",
+    effort: int = EFFORT,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    told: Callable[[Attempt, float], None] = lambda attempt, seconds: None,
+) -> Solution:
+    """Search for the order of computation with the shortest step, under costs and a memory cap.
+
+    It starts from all named schedules that fit, so it is never worse than the best of them, and is deterministic for a
+    seed and an effort unless `seconds` cut it off. An interrupt (Ctrl-C) ends it with the best plan so far.
+
+    Args:
+        pp: number of pipeline ranks; or give a `mesh`.
+        microbatches: number of microbatches.
+        mesh: mesh of the plan, like "dp=2,pp=4".
+        placement: "linear" (one stage on each rank), "loop" or "v" (several), or "auto": each in turn.
+        chunks: stages on each rank, for "loop" and "v"; default: 2.
+        memory_cap: most activations that a rank holds, in microbatches of a whole rank.
+        costs: times and sizes; None: unit costs. Lists per stage need one placement.
+        objective: "span" (the longest span of a rank) or "makespan".
+        effort: work of the search; 1 takes a second for small problems.
+        seconds: most seconds that it takes.
+        seed: of the random numbers.
+        told: called with each improvement and the seconds that have passed.
+
+    Raises:
+        UsageError: wrong sizes, or a cap in which one microbatch has no room: it names the smallest that works.
+        InputError: costs of another number of stages or microbatches.
+    """
+    found = _mesh(pp, mesh)
+    _require_positive(microbatches=microbatches, effort=effort)
+    if not seconds > 0:
+        raise UsageError(f"seconds is {seconds:g}; give a positive number")
+    if objective not in ("span", "makespan"):
+        raise UsageError(f'objective is {objective!r}; give "span" or "makespan"')
+    names = _placements(placement, chunks, found.pp)
+    problems = [problem_of(found.pp, microbatches, placed, costs, memory_cap) for placed in names.values()]
+    done = search(problems, costs, objective, seed=seed, effort=effort, seconds=seconds, told=told)
+    best = done.best
+    if best is None:
+        raise UsageError(f"no order was found within {seconds:g} s; allow more seconds")
+    name = list(names)[problems.index(best.problem)]
+    bound = best.bound
+    certificate = Certificate(
+        objective=objective,
+        value=best.value,
+        bound=min(bound.value, best.value),
+        rank=bound.rank,
+        reason=bound.reason,
+        memory_cap=memory_cap,
+        costs=costs or Costs(),
+    )
+    proved = None if math.isinf(best.proved) else best.proved
+    plan = plan_of(best.problem, best.orders, found)
+    return Solution(plan, certificate, name, best.origin, proved, tuple(done.log))
+
+
+def plan_of(problem: Problem, orders: Orders, mesh: Mesh) -> Plan:
+    """Return the proved plan of an order."""
+    chunks = problem.num_stages // problem.pp
+
+    def order(rank: int, shape: Shape) -> Order:
+        return [problem.computation(number) for number in orders[rank]]
+
+    solved = replace(
+        find_schedule("1f1b"),
+        name=NAME,
+        order=order,
+        summary="the order that `quintsched solve` has found",
+        bubble="searched",
+        memory="the memory cap",
+        aliases=(),
+        placement=lambda pp, chunks: problem.stage_to_pp,
+        min_chunks=chunks,
+        max_chunks=chunks,
+        constraint=lambda shape: None,
+    )
+    return compile(solved, mesh=mesh, microbatches=problem.microbatches, chunks=chunks)
+
+
+def _mesh(pp: int | None, mesh: Mesh | str | None) -> Mesh:
+    if (pp is None) == (mesh is None):
+        raise UsageError("give pp, the number of pipeline ranks, or a mesh, like dp=2,pp=4")
+    if mesh is not None:
+        return Mesh.parse(mesh) if isinstance(mesh, str) else mesh
+    assert pp is not None
+    _require_positive(pp=pp)
+    return Mesh(pp=pp)
+
+
+def _placements(name: str, chunks: int | None, pp: int) -> dict[str, tuple[int, ...]]:
+    if name != "auto" and name not in PLACEMENTS:
+        raise UsageError(f"unknown placement {name!r}{suggest(name, [*PLACEMENTS, 'auto'])}")
+    several = 2 if chunks is None else chunks
+    _require_positive(chunks=several)
+    if name == "linear" and several > 1 and chunks is not None:
+        raise UsageError(f"placement linear has one stage on each rank; leave chunks={chunks} out, or choose loop or v")
+    names: Sequence[str] = [*PLACEMENTS] if name == "auto" else [name]
+    found = {one: PLACEMENTS[one](pp, 1 if one == "linear" else several) for one in names}
+    return {one: placed for one, placed in found.items() if one == "linear" or len(found) == 1 or pp > 1}
+
+
+def _require_positive(**values: int) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UsageError(f"{name} is {value!r}; give a whole number from 1 on")

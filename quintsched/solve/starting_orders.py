@@ -1,0 +1,73 @@
+"""Starting points of a search: the orders of all named schedules that fit, under the problem's own costs and caps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quintsched.errors import InputError, UnsoundError, UsageError
+from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
+from quintsched.ir.plan_data import PlanData
+from quintsched.schedules import Schedule, Shape, all_schedules
+from quintsched.simulation.costs import Costs
+from quintsched.solve.order_problem import FORWARD, INPUT_HALF, WEIGHT_HALF, Problem
+from quintsched.solve.order_timing import has_room
+
+KINDS: dict[type[Compute], tuple[int, ...]] = {
+    Fwd: (FORWARD,),
+    BwdInput: (INPUT_HALF,),
+    BwdWeight: (WEIGHT_HALF,),
+    Bwd: (INPUT_HALF, WEIGHT_HALF),
+}
+"""Computations of a problem that an instruction stands for."""
+
+
+def named_orders(problem: Problem, costs: Costs | None) -> Iterator[tuple[str, list[list[int]]]]:
+    """Yield name and orders of each registered schedule that has this placement and keeps to all caps."""
+    for schedule in all_schedules():
+        shape = _shape(schedule, problem, costs)
+        if shape is not None:
+            orders = _orders(schedule, shape, problem)
+            if all(has_room(problem, rank, order) for rank, order in enumerate(orders)):
+                yield schedule.name, orders
+
+
+def _shape(schedule: Schedule, problem: Problem, costs: Costs | None) -> Shape | None:
+    """Return the shape for which a schedule is asked; None where it does not fit."""
+    if schedule.mode != "train" or schedule.bidirectional or schedule.routes is not None or not schedule.built_in:
+        return None
+    chunks = problem.num_stages // problem.pp
+    searched = {"costs": costs, "memory_cap": min(problem.caps)} if schedule.searches else {}
+    if searched.get("memory_cap") == float("inf"):
+        searched["memory_cap"] = None
+    try:
+        shape = schedule.shape(problem.pp, problem.microbatches, chunks, **searched)  # type: ignore[arg-type]
+    except (UsageError, UnsoundError, InputError):
+        return None
+    return shape if shape.stage_to_pp == problem.stage_to_pp else None
+
+
+def _orders(schedule: Schedule, shape: Shape, problem: Problem) -> list[list[int]]:
+    return [
+        [
+            problem.number(kind, side.stage, side.microbatch)
+            for found in schedule.order(rank, shape)
+            for side in found.sides
+            if isinstance(side, Compute)
+            for kind in KINDS.get(type(side), ())
+        ]
+        for rank in range(problem.pp)
+    ]
+
+
+def orders_of_plan(plan: PlanData, problem: Problem) -> list[list[int]]:
+    """Return the computations of a plan, rank by rank, as numbers of a problem."""
+    return [
+        [
+            problem.number(kind, side.stage, side.microbatch)
+            for found in program
+            for side in found.sides
+            if isinstance(side, Compute)
+            for kind in KINDS.get(type(side), ())
+        ]
+        for program in plan.programs
+    ]

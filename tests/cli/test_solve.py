@@ -1,0 +1,29 @@
+"""`quintsched solve` and `certify`."""
+
+import json
+
+
+def test_a_solved_plan_is_an_ordinary_plan_with_a_certificate(cli, tmp_path):
+    plan, certificate, log = tmp_path / "plan.json", tmp_path / "certificate.json", tmp_path / "log.jsonl"
+    files = ("-o", plan, "--certificate", certificate, "--log", log)
+    found = cli("solve", "--pp", 4, "-m", 8, "--memory-cap", 2, "--placement", "linear", "--effort", 1, *files)
+    assert found.code == 0
+    assert found.out.startswith("span 41 forward, placement linear")
+    assert "optimal, proved by the solver" in found.out
+    assert cli("check", plan).code == 0
+    assert json.loads(log.read_text().splitlines()[-1])["value"] == 41
+    told = cli("certify", plan, certificate)
+    assert (told.code, told.out.startswith("certified: span 41, at least 36 (rank 0 by memory)")) == (0, True)
+    certificate.write_text(certificate.read_text().replace('"bound": 36.0', '"bound": 37.0'))
+    told = cli("certify", plan, certificate)
+    assert (told.code, "proves 36 only" in told.err) == (1, True)
+    certificate.write_text("{}")
+    assert cli("certify", plan, certificate).code == 1
+
+
+def test_json_and_wrong_requests(cli):
+    found = cli("solve", "--pp", 2, "-m", 4, "--effort", 1, "--json")
+    assert json.loads(found.out)["status"] == "certified"
+    told = cli("solve", "--pp", 2, "-m", 4, "--memory-cap", 0.5)
+    assert (told.code, "the smallest that works: 1" in told.err) == (2, True)
+    assert cli("solve", "--pp", 2, "-m", 4, "--objective", "period").code == 2

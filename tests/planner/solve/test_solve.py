@@ -1,0 +1,169 @@
+"""Solved plans: as good as the best known, never worse than a named schedule, with bounds that hold."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+import quintsched as qs
+from quintsched.errors import InputError, UnsoundError, UsageError
+from quintsched.ir.placement import linear, v
+from quintsched.simulation.costs import Costs
+from quintsched.solve import Certificate, certify, constraint_programming, solve
+from quintsched.solve.order_bounds import lower_bound
+from quintsched.solve.order_problem import problem_of
+from quintsched.solve.order_timing import has_room, time_orders
+from quintsched.solve.starting_orders import named_orders, orders_of_plan
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("pp", "microbatches", "placement", "cap", "best", "status"),
+    [
+        (4, 8, "linear", 2, 41.0, "solver-proved"),
+        (4, 8, "linear", 3, 31.0, "solver-proved"),
+        (8, 16, "linear", 8, 55.0, "certified"),
+        (4, 8, "v", 4, 24.0, "certified"),
+        pytest.param(8, 16, "linear", 6, 61.0, "solver-proved", marks=SLOW),
+        pytest.param(8, 16, "v", 5, 56.5, "open", marks=SLOW),
+    ],
+)
+def test_it_finds_the_best_known(
+    pp: int, microbatches: int, placement: str, cap: float, best: float, status: str
+) -> None:
+    found = solve(pp=pp, microbatches=microbatches, placement=placement, memory_cap=cap, effort=4, seconds=120)
+    assert found.certificate.value == pytest.approx(best)
+    assert found.status == status
+    assert found.plan.simulate().span == pytest.approx(best)
+    assert max(found.plan.simulate().peak_activations) <= cap
+    certified = certify(found.plan, found.certificate)
+    assert certified.is_optimal == (status == "certified")
+
+
+def drawn(seed: int) -> tuple[int, int, tuple[int, ...], Costs, float]:
+    """Return an instance with unlike stages and messages, and a cap between one and pp microbatches."""
+    rng = random.Random(seed)
+    pp = rng.choice((2, 3, 4))
+    chunks = rng.choice((1, 2))
+    placed = linear(pp, 1) if chunks == 1 else v(pp, 2)
+    each = lambda: tuple(rng.uniform(0.5, 2.0) for _ in placed)  # noqa: E731
+    costs = Costs(forward=each(), backward_input=each(), backward_weight=each(), p2p=rng.choice((0.0, 0.2)))
+    return pp, rng.randint(2, 2 * pp), placed, costs, rng.randint(1, pp)
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=SLOW) for seed in range(4, 40))])
+def test_it_is_never_worse_than_a_named_schedule_and_its_certificate_holds(seed: int) -> None:
+    pp, microbatches, placed, costs, cap = drawn(seed)
+    placement = "linear" if len(placed) == pp else "v"
+    sizes = {"pp": pp, "microbatches": microbatches, "placement": placement, "memory_cap": cap}
+    found = solve(**sizes, costs=costs, effort=1, seconds=30)
+    problem = problem_of(pp, microbatches, placed, costs, cap)
+    for name, orders in named_orders(problem, costs):
+        timing = time_orders(problem, orders)
+        assert timing is not None
+        assert found.certificate.value <= timing.value("span") + 1e-9, name
+    timed = found.plan.simulate(costs)
+    assert timed.span == pytest.approx(found.certificate.value)
+    assert max(timed.peak_activations) <= cap + 1e-9
+    assert found.certificate.bound <= found.certificate.value
+    certify(found.plan, found.certificate)
+
+
+def test_equal_seeds_give_equal_plans() -> None:
+    costs = Costs(forward=(1.0, 1.3, 0.8), p2p=0.1)
+    first, again = (
+        solve(pp=3, microbatches=4, placement="linear", memory_cap=2, costs=costs, effort=1, seconds=300).plan
+        for _ in range(2)
+    )
+    assert first.to_json() == again.to_json()
+
+
+def interleavings(chains: list[list[int]]) -> list[list[int]]:
+    """Return all orders that keep to each chain."""
+    if not any(chains):
+        return [[]]
+    return [
+        [chain[0], *rest]
+        for number, chain in enumerate(chains)
+        if chain
+        for rest in interleavings([one[1:] if k == number else one for k, one in enumerate(chains)])
+    ]
+
+
+@pytest.mark.parametrize(("costs", "cap"), [(None, 1), (None, None), (Costs(forward=(1.0, 2.5), p2p=0.5), 2)])
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_it_finds_what_all_orders_tried_one_by_one_find(costs: Costs | None, cap: float | None, objective: str) -> None:
+    problem = problem_of(2, 2, (0, 1), costs, cap)
+    each = [
+        [
+            order
+            for order in interleavings([[problem.number(kind, rank, k) for kind in range(3)] for k in range(2)])
+            if has_room(problem, rank, order)
+        ]
+        for rank in range(2)
+    ]
+    timings = (time_orders(problem, list(orders)) for orders in itertools.product(*each))
+    best = min(timing.value(objective) for timing in timings if timing is not None)  # type: ignore[arg-type]
+    found = solve(
+        pp=2,
+        microbatches=2,
+        placement="linear",
+        costs=costs,
+        memory_cap=cap,
+        objective=objective,
+        effort=1,  # type: ignore[arg-type]
+    )
+    assert found.certificate.value == pytest.approx(best)
+    assert lower_bound(problem, objective).value <= best + 1e-9  # type: ignore[arg-type]
+    orders = orders_of_plan(found.plan, problem)
+    assert all(has_room(problem, rank, order) for rank, order in enumerate(orders))
+
+
+def test_claims_that_do_not_hold_are_refused() -> None:
+    found = solve(pp=2, microbatches=4, memory_cap=1, placement="linear", effort=1)
+    claim = found.certificate
+    other = qs.compile("gpipe", mesh="pp=2", microbatches=4)
+    wrong: list[tuple[qs.Plan, dict[str, object], str]] = [
+        (found.plan, {"value": claim.value - 1}, "its span is"),
+        (found.plan, {"bound": claim.bound + 0.5}, "proves .* only"),
+        (found.plan, {"rank": 2}, "no pipeline rank 2"),
+        (other, {"value": other.simulate().span}, "above the cap of 1"),
+        (qs.compile("dualpipe", mesh="pp=2", microbatches=4), {}, "one route"),
+    ]
+    for plan, changed, why in wrong:
+        with pytest.raises(UnsoundError, match=why):
+            certify(plan, claim.model_copy(update=changed))
+
+
+def test_wrong_sizes_are_refused_with_what_works() -> None:
+    for options, why in (
+        ({"memory_cap": 0.5}, "the smallest that works: 1"),
+        ({"placement": "w"}, "unknown placement 'w'"),
+        ({"placement": "linear", "chunks": 2}, "leave chunks=2 out"),
+        ({"effort": 0}, "effort is 0"),
+        ({"seconds": 0}, "seconds is 0"),
+        ({"mesh": "pp=2"}, "give pp"),
+        ({"objective": "period"}, "objective is 'period'"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            solve(pp=2, microbatches=4, **options)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="/forward has 3 values"):
+        solve(pp=2, microbatches=4, placement="linear", costs=Costs(forward=(1.0, 1.0, 1.0)))
+
+
+def test_without_or_tools_it_searches_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraint_programming, "is_installed", lambda: False)
+    found = solve(pp=4, microbatches=8, placement="linear", memory_cap=3, effort=1)
+    assert (found.certificate.value, found.status) == (31.0, "open")
+
+
+def test_an_interrupt_returns_the_best_so_far() -> None:
+    def told(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    found = solve(pp=4, microbatches=8, placement="linear", memory_cap=3, effort=1, told=told)
+    assert found.plan.check().sound
+    assert isinstance(found.certificate, Certificate)
