@@ -96,7 +96,7 @@ def improve(
     solver.parameters.max_deterministic_time = effort
     solver.parameters.max_time_in_seconds = max(seconds, 0.1)
 
-    class _Watch(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]
+    class _Watch(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
             if stops():
                 self.stop_search()
