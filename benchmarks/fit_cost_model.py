@@ -106,7 +106,7 @@ def step_errors(rows: list[dict[str, Any]], constants: Constants) -> Vector:
     found = []
     for row in rows:
         asked = read_row({name: value for name, value in row.items() if name not in NOT_FLAGS})
-        step_s = evaluate(asked.model, asked.hardware, Table.of([asked.strategy]), constants).step_s[0]
+        step_s = evaluate(asked.model, asked.hardware, Table.from_strategies([asked.strategy]), constants).step_s[0]
         found.append(np.log(step_s / row["measured_s"]))
     return np.array(found)
 
@@ -120,7 +120,7 @@ def layer_errors(layers: list[dict[str, Any]], constants: Constants) -> Vector:
         asked = read_row(
             {**settings, "dtype": "fp16", "sequence_parallel": layer["sequence_parallel"], "recompute": "selective"}
         )
-        block = distinct_blocks(model, hardware, Table.of([asked.strategy]), constants).dense
+        block = distinct_blocks(model, hardware, Table.from_strategies([asked.strategy]), constants).dense
         forward = float((block.forward + block.waits_forward)[0])
         backward = float((block.backward_input + block.backward_weight + block.waits_backward)[0])
         backward += {"none": 0.0, "selective": float(block.selective[0]), "full": forward}[layer["recompute"]]

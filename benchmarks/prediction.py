@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from quintsched.strategies.descriptions.flag_rows import Row, read_row
+from quintsched.strategies.descriptions.flag_rows import PredictionRow, read_row
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.efficiency import peak
@@ -73,7 +73,7 @@ USUAL_SHARE = 0.55
 class Case:
     """One measured run, with its strategy, or the best of the candidates for it."""
 
-    row: Row
+    row: PredictionRow
     measured_s: float
     group: str | None
     """Runs of one group are alternatives to each other."""
@@ -156,7 +156,7 @@ def _case(row: dict[str, Any], choose: dict[str, Any]) -> Case:
     return Case(asked, measured_s, row.get("group"), gib * 2**30 if gib else None)
 
 
-def _chosen(flags: dict[str, Any], choose: dict[str, Any]) -> Row:
+def _chosen(flags: dict[str, Any], choose: dict[str, Any]) -> PredictionRow:
     """Return the fastest fitting choice of a row's open settings."""
     whole = read_row(flags)
     layers = whole.model.layers // whole.strategy.pp
@@ -168,23 +168,23 @@ def _chosen(flags: dict[str, Any], choose: dict[str, Any]) -> Row:
         size = option.replicas * option.microbatch
         if option.batch % size == 0 and (option.chunks == 1 or option.batch // size % option.pp == 0):
             options.append(option)
-    found = evaluate(whole.model, whole.hardware, Table.of(options), simulate=True)
+    found = evaluate(whole.model, whole.hardware, Table.from_strategies(options), simulate=True)
     best = int(np.where(found.fits, found.step_s, np.inf).argmin())
-    return Row(whole.model, whole.hardware, options[best])
+    return PredictionRow(whole.model, whole.hardware, options[best])
 
 
-def ours(row: Row) -> float:
+def ours(row: PredictionRow) -> float:
     """Return our own prediction."""
     return predict(row.model, row.hardware, row.strategy).step_s
 
 
-def simple_rule(row: Row) -> float:
+def simple_rule(row: PredictionRow) -> float:
     """Return six operations for each parameter and token, at a usual share of the peak."""
     tokens = row.strategy.batch * row.strategy.seq
     return 6 * _parameters(row.model) * tokens / (USUAL_MFU * _peak(row))
 
 
-def megatron_formula(row: Row) -> float:
+def megatron_formula(row: PredictionRow) -> float:
     """Narayanan et al. 2021: operations with full recomputation, at a usual share, and the pipeline's bubble."""
     s = row.strategy
     flops = megatron_flops(row.model, s) * (1.0 if s.recompute == "full" else 0.75)
@@ -192,7 +192,7 @@ def megatron_formula(row: Row) -> float:
     return flops / (USUAL_SHARE * _peak(row)) * (1 + bubble)
 
 
-def roofline(row: Row) -> float:
+def roofline(row: PredictionRow) -> float:
     """Return a prediction in Calculon's manner: a block's products at a fixed share, memory traffic, tp's all-reduces.
 
     Like Calculon it leaves out the embedding and the head; gradients are added up after the last backward.
@@ -215,7 +215,7 @@ def roofline(row: Row) -> float:
     return float(whole + summed + 30 * weights / shards / (0.85 * hardware.memory_gbps * 1e9))
 
 
-PREDICTORS: dict[str, Callable[[Row], float]] = {
+PREDICTORS: dict[str, Callable[[PredictionRow], float]] = {
     "ours": ours,
     "roofline": roofline,
     "megatron": megatron_formula,
@@ -233,7 +233,7 @@ def _parameters(model: Model) -> float:
     return model_flops(model, 1) / 6
 
 
-def _peak(row: Row) -> float:
+def _peak(row: PredictionRow) -> float:
     return peak(row.hardware, row.strategy.dtype) * row.strategy.gpus
 
 

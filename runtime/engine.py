@@ -118,7 +118,7 @@ class Engine(EngineBase, EngineState):
             wants_stop=wants_stop,
             shows_modules=any(isinstance(block, nn.Module) for block in blocks),
         )
-        self._recorder = Recorder.of(self.plan, self.transport, trace_steps)
+        self._recorder = Recorder.from_plan(self.plan, self.transport, trace_steps)
         self._bind(blocks, options, self._recorder)
         held, world, most = self._rank.held, self._groups.world, self.settings.max_skipped
         self._bad_steps = BadSteps(self._runner, self._model, self._state, held, world, most, spike_dir)
@@ -174,7 +174,7 @@ class Engine(EngineBase, EngineState):
         return count
 
     def _run(self, step: PreparedStep, *, last: bool = True) -> StepResult:
-        result = self._model.running(partial(self._runner.run, step, last=last))
+        result = self._model.running(partial(self._runner.run_step, step, last=last))
         if last and not result.skipped and self._averages.all:
             self._averages.update()
         self._bad_steps.note_step(step, result, last=last)

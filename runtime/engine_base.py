@@ -171,7 +171,9 @@ class EngineBase(WeightState, RankView):
         """Run a batch forward only, with the blocks in evaluation mode; targets may be None who `wants_outputs`."""
         plan = self._plans.evaluation(microbatches)
         step = self._settle(plan, inputs, targets, extras, microbatches, needs_loss=not wants_outputs)
-        return self._model.evaluating(partial(torch.no_grad()(self._runner.run), step, wants_outputs=wants_outputs))
+        return self._model.evaluating(
+            partial(torch.no_grad()(self._runner.run_step), step, wants_outputs=wants_outputs)
+        )
 
     def busy_share(self, seconds: float) -> float:
         """Return the share of `seconds` in which ranks computed, over all of them, since the last call (collective).

@@ -150,7 +150,7 @@ def alone(device: torch.device) -> Transport:
 
 def masters_of(engine: Engine) -> dict[str, Tensor]:
     stages = engine.stages.values()
-    return {name: engine.masters.of(p) for stage in stages for name, p in stage.named_weights().items()}
+    return {name: engine.masters.master_of(p) for stage in stages for name, p in stage.named_weights().items()}
 
 
 def synchronize(device: torch.device) -> None:

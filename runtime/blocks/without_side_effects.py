@@ -30,7 +30,7 @@ from ..objects.spaces import is_of_torch
 from .block_outlines import split_result
 from .trees import DIFFERENTIABLE, map_tensors
 
-Returned = TypeVar("Returned")
+Result = TypeVar("Result")
 
 BlockResult = tuple[tuple[Any, dict[str, Tensor], Tensor | None], bool]
 """A block's result (see `split_result`), without an autograd graph, and whether the block needed one."""
@@ -109,7 +109,7 @@ def run_block(
     return run_alone(lambda arguments: split_result(run(*arguments)), (given, dict(taken)), name)
 
 
-def run_alone(run: Callable[[Any], Returned], given: Any, name: str) -> tuple[Returned, bool]:
+def run_alone(run: Callable[[Any], Result], given: Any, name: str) -> tuple[Result, bool]:
     """Return the result of a call without an autograd graph, and whether the call needed one.
 
     It runs under no_grad, and again with a graph if it fails for lack of one. Where grad mode is already off, the

@@ -15,7 +15,7 @@ the two run one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -23,10 +23,9 @@ import torch
 
 from quintsched.errors import MisfitError
 
-from .overlap_threads import Note, Side, Sides
+from .overlap_threads import BoundCall, Note, Side, Sides
 from .transport_interface import Group
 
-Call = Callable[[], None]
 Pair = tuple[int, int]
 """(stage of a forward, stage of the overlapped backward)."""
 
@@ -55,7 +54,7 @@ class Overlaps:
         self._pairs: set[Pair] = set()
         self._is_warm = self.is_open = False
 
-    def pair(self, forward: Call, backward: Call, stages: Pair) -> Call:
+    def pair(self, forward: BoundCall, backward: BoundCall, stages: Pair) -> BoundCall:
         """Return a call that runs a forward and a backward, of these two stages, interleaved."""
         self._pairs.add(stages)
         self.is_open = self._turns is None
@@ -101,7 +100,7 @@ class Overlaps:
         self._notes.clear()
         self.is_open = False
 
-    def _note(self, side: Side, stage: int, call: Call) -> None:
+    def _note(self, side: Side, stage: int, call: BoundCall) -> None:
         self._notes.setdefault((side, stage), []).append(self._sides.record_side(side, call, self._device))
 
     def _mean_seconds(self, key: tuple[Side, int], holders: Group) -> list[float]:

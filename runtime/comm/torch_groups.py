@@ -38,7 +38,7 @@ from ..watch.rank_position import NOTHING, WaitCell
 from .device import current_device
 from .transport_interface import Group, ReduceOp, SelfGroup, Work, describe
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 _NOT_A_STALL = re.compile(
     r"scalar type|unsupported|not supported|no backend type|invalid (argument|usage)", re.IGNORECASE
@@ -86,9 +86,9 @@ def as_stall(error: Exception, publisher: Publisher) -> Exception:
     return stall
 
 
-def run_bounded(call: Callable[[], Answer], timeout_s: float) -> Answer | None:
+def run_bounded(call: Callable[[], Result], timeout_s: float) -> Result | None:
     """Return `call()`, or None where it fails or takes longer than `timeout_s`; never hangs, never raises."""
-    answers: list[Answer] = []
+    answers: list[Result] = []
 
     def run() -> None:
         try:

@@ -20,11 +20,10 @@ from quintsched.ir.values import Value, ValueKind
 from ..autograd.kv_store import Store
 from ..autograd.saved_tensor_offload import SavedActivations, SavedMemory, Track, identities, vacate
 from ..comm.host_link import Copy, HostLink
+from ..comm.overlap_threads import BoundCall
 from ..stage.stage_forward import Outputs
 from .program_values import ProgramFlow
 from .value_cells import Waits
-
-Call = Callable[[], None]
 
 
 @dataclass
@@ -77,7 +76,7 @@ class HostCopies:
         self._room: list[tuple[int, Copy]] = []
         self._coming: dict[Value, tuple[int, Copy]] = {}
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Start a step: collect the resident tensors anew."""
         self._resident = identities(self._find_resident())
 
@@ -136,12 +135,12 @@ class HostCopies:
 
     def _wait(self, index: int, copied: int, copy: Copy) -> None:
         """Wait for a copy, and record its duration as that of instruction `copied`."""
-        self._waits.wait((copy,), index)
+        self._waits.wait_works((copy,), index)
         if self._waits.recorder is not None:
             self._waits.recorder.mark(copied, start=copy.begin, end=copy.end)
 
 
-def bind_offload_act(copies: HostCopies, index: int, instruction: ins.OffloadAct) -> Call:
+def bind_offload_act(copies: HostCopies, index: int, instruction: ins.OffloadAct) -> BoundCall:
     """Free the memory of activations that have been copied to the host."""
     (taken,), (made,) = (
         copies.flows.taken(instruction, ValueKind.SAVED),
@@ -150,7 +149,7 @@ def bind_offload_act(copies: HostCopies, index: int, instruction: ins.OffloadAct
     return partial(copies.free, index, taken, made)
 
 
-def bind_fetch_act(copies: HostCopies, index: int, instruction: ins.FetchAct) -> Call:
+def bind_fetch_act(copies: HostCopies, index: int, instruction: ins.FetchAct) -> BoundCall:
     """Start the copy of offloaded activations back to the device."""
     (taken,), (made,) = (
         copies.flows.taken(instruction, ValueKind.OFFLOADED),
@@ -159,7 +158,7 @@ def bind_fetch_act(copies: HostCopies, index: int, instruction: ins.FetchAct) ->
     return partial(copies.fetch, index, taken, made)
 
 
-def with_room(copies: HostCopies, index: int, call: Call) -> Call:
+def with_room(copies: HostCopies, index: int, call: BoundCall) -> BoundCall:
     """Return a computation that first waits, where it follows an `OffloadAct`, until that memory is free."""
     if index not in copies.first_behind:
         return call

@@ -64,7 +64,7 @@ class StepGraphs:
         self._modules = [module for stage in model.stages.values() for module in stage.modules()]
         self._shapes = Latest[_Shape](MOST_GRAPHS)
 
-    def run(self, step: PreparedStep, number: int, watch: Callable[[], None] = lambda: None) -> None:
+    def run_step(self, step: PreparedStep, number: int, watch: Callable[[], None] = lambda: None) -> None:
         """Run a whole step, the `number`-th of the training; `watch` is called before a step that runs by instructions.
 
         Raises `UsageError` where it cannot be captured, or where its graph no longer gives what its instructions give.
@@ -78,13 +78,13 @@ class StepGraphs:
         shape.seen += 1
         if shape.excuse or shape.seen < WARM_UP:
             watch()
-            step.interpreter.run(step.batch, -1)
+            step.interpreter.run_program(step.batch, -1)
         elif shape.seen == WARM_UP:
             watch()
             excuse = excuse or self._warm_up(step, given, shape.changing)
         else:
             shape.captured = shape.captured or self._capture(step, number, shape)
-            excuse = shape.captured.run(given, number)
+            excuse = shape.captured.replay_step(given, number)
         if excuse and not shape.excuse:
             _logger.warning("cuda_graph: a step runs by its instructions: %s", excuse)
             shape.excuse, shape.captured = excuse, None
@@ -94,7 +94,7 @@ class StepGraphs:
         try:
             host, generators = HostState(self._blocks, self._functions), AllGenerators(self._device)
         except Exception as error:  # raised by user objects when they are inspected
-            step.interpreter.run(step.batch, -1)
+            step.interpreter.run_program(step.batch, -1)
             return f"what the host keeps cannot be looked into: {type(error).__name__}: {error}"
         parameters, buffers = self._weights()
         versions = [tensor._version for tensor in (*parameters, *given)]
@@ -182,7 +182,7 @@ class CapturedStep:
         self._discard_step()
         _logger.info("step %d is captured; steps of its shape run from its graph", number)
 
-    def run(self, given: Sequence[Tensor], number: int) -> str:
+    def replay_step(self, given: Sequence[Tensor], number: int) -> str:
         """Replay the step on these tensors, copied into those of the capture.
 
         Return why the graph is not to be used again, as its first replay shows; "": it is right.
@@ -211,7 +211,7 @@ class CapturedStep:
             )
         self._replays += 1
         self._tally.note_stop()
-        figures[2:3] = self._tally.figures.read().rest[-2]
+        figures[2:3] = self._tally.figures.read_sums().rest[-2]
         self._look()
         self._interpreter.conclude(figures)
         return "" if is_right else "its graph has other numbers"
@@ -244,7 +244,7 @@ class CapturedStep:
 
     def _discard_step(self) -> None:
         """Discard a step that was not ended."""
-        self._interpreter.state.end()
+        self._interpreter.state.end_step()
         self._reducer.clear_all()
 
 

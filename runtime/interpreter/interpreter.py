@@ -24,6 +24,7 @@ from torch import Tensor
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.instruction_set import Instruction
 
+from ..comm.overlap_threads import BoundCall
 from ..comm.torch_groups import as_stall
 from ..stage.batches.microbatches import Batch
 from ..steps.error_location import explained
@@ -48,16 +49,16 @@ from .send_and_receive import bind_receives, bind_sends, post_all
 
 ALL_CALLS = slice(None)
 
-Call = Callable[[], None]
-Entry = tuple[int, int, Call]
+BoundCalls = list[BoundCall]
+BoundInstruction = tuple[int, int, BoundCall]
 """(place published before the call, index of its instruction, the call)."""
-Handler = tuple[Callable[[RankState], Any], Callable[[Any, int, Any], Call]]
+Handler = tuple[Callable[[RankState], Any], Callable[[Any, int, Any], BoundCall]]
 """The view of the rank's state that an instruction is bound to, and the function that binds it."""
 View = TypeVar("View")
 
 
 def _seeing(
-    view: Callable[[RankState], View], binds: Mapping[type[Instruction], Callable[[View, int, Any], Call]]
+    view: Callable[[RankState], View], binds: Mapping[type[Instruction], Callable[[View, int, Any], BoundCall]]
 ) -> dict[type[Instruction], Handler]:
     """Return handlers that take a rank's state from handlers that take one view of it."""
     return {kind: (view, bind) for kind, bind in binds.items()}
@@ -108,7 +109,7 @@ HANDLERS: dict[type[Instruction], Handler] = {
 class Observer(Protocol):
     """Wraps every call of a program: a trace, a memory count."""
 
-    def wrap(self, index: int, call: Call) -> Call:
+    def wrap(self, index: int, call: BoundCall) -> BoundCall:
         """Return the replacement of `call`, one of the calls of instruction `index`."""
 
 
@@ -132,7 +133,7 @@ class Interpreter:
             recorder.forget_calls()
         self._recorded = self.watched(recorder) if recorder else []
 
-    def _bind(self) -> list[tuple[int, int, int, Call]]:
+    def _bind(self) -> list[tuple[int, int, int, BoundCall]]:
         """Return (place, order at this place, index, call) for every call of the program.
 
         At one place, receives are posted first, then sends that were ready earlier, then the instruction itself.
@@ -146,7 +147,7 @@ class Interpreter:
         ]
         return [*received, *sent, *others]
 
-    def _handle(self, index: int, instruction: Instruction) -> Call:
+    def _handle(self, index: int, instruction: Instruction) -> BoundCall:
         view, bind = HANDLERS[type(instruction)]
         call = bind(view(self.state), index, instruction)
         if not instruction.computes:
@@ -154,7 +155,7 @@ class Interpreter:
         call = with_full_weights(self.state.zero, index, instruction, call)
         return with_room(self.state.compute.host, index, call)
 
-    def watched(self, observer: Observer) -> list[Call]:
+    def watched(self, observer: Observer) -> list[BoundCall]:
         """Return the calls, each wrapped by an observer."""
         return [observer.wrap(index, call) for index, call in zip(self._places, self._calls, strict=True)]
 
@@ -162,9 +163,9 @@ class Interpreter:
         """Whether a step, counted from the start of the run, is traced."""
         return self._recorder is not None and self._recorder.wants(step)
 
-    def run(self, batch: Batch, step: int, calls: list[Call] | None = None) -> None:
+    def run_program(self, batch: Batch, step: int, calls: BoundCalls | None = None) -> None:
         """Walk the program once; `calls` replace the bound calls, untraced. `step` counts from the start of the run."""
-        self.state.begin(batch)  # may wait for sends of the program that ran before
+        self.state.begin_step(batch)  # may wait for sends of the program that ran before
         self.announce()
         recorder = self._recorder if calls is None else None
         if recorder is not None and recorder.begin_step(step):
@@ -176,7 +177,7 @@ class Interpreter:
         if self.state.waits.recorder is not None:
             self.state.waits.recorder.end_step()
             self.state.waits.recorder = None
-        self.state.end()
+        self.state.end_step()
 
     @cached_property
     def _clip(self) -> tuple[int, ClipHalves]:
@@ -189,7 +190,7 @@ class Interpreter:
 
         All work that the device does without the host lies before it: see `ClipHalves`.
         """
-        self.state.begin(batch)
+        self.state.begin_step(batch)
         self.announce()
         found: list[Tensor] = []
         clip, halves = self._clip
@@ -201,13 +202,13 @@ class Interpreter:
         """Walk from the middle of `ClipGrad` to the end of the step."""
         clip, halves = self._clip
         self._walk(self._part([partial(halves.conclude, figures), *self._calls[clip + 1 :]], slice(clip, None)))
-        self.state.end()
+        self.state.end_step()
 
-    def _part(self, calls: Sequence[Call], part: slice = ALL_CALLS) -> list[Entry]:
+    def _part(self, calls: Sequence[BoundCall], part: slice = ALL_CALLS) -> list[BoundInstruction]:
         """Return entries of `calls` that replace a part of the bound calls, with their places."""
         return list(zip(self._marks[part], self._places[part], calls, strict=True))
 
-    def _walk(self, entries: Iterable[Entry]) -> None:
+    def _walk(self, entries: Iterable[BoundInstruction]) -> None:
         numbers, index, call = self._publisher.numbers, 0, None
         try:
             for mark, index, call in entries:  # noqa: B007
@@ -225,9 +226,9 @@ class Interpreter:
             raise found from error
 
 
-def _merged(state: MessageState, entries: Sequence[Entry]) -> list[Entry]:
+def _merged(state: MessageState, entries: Sequence[BoundInstruction]) -> list[BoundInstruction]:
     """Return the entries with consecutive posts of receives at one place merged into one call."""
-    found: list[Entry] = []
+    found: list[BoundInstruction] = []
     for (place, posts), some in groupby(entries, key=lambda entry: (entry[0], hasattr(entry[2], "receives"))):
         alike = list(some)
         receives = [one for _, _, call in alike for one in getattr(call, "receives", ())]

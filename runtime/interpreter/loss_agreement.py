@@ -29,7 +29,7 @@ class Told(NamedTuple):
     has_supposed: Sequence[bool]
 
     @classmethod
-    def of(cls, texts: Sequence[str]) -> Told:
+    def from_texts(cls, texts: Sequence[str]) -> Told:
         """Parse the JSON texts of all ranks."""
         return cls(*zip(*map(itemgetter(*cls._fields), map(json.loads, texts)), strict=True))
 

@@ -45,7 +45,7 @@ from ..steps.units import Latest, Units, UnitShape, UnitSpec
 from .activation_offload import HostCopies
 from .busy_clock import Clock
 from .cuda_graphs import StepGraphs
-from .interpreter import Call, Interpreter, PreparedStep
+from .interpreter import BoundCalls, Interpreter, PreparedStep
 from .program_values import ProgramFlow
 from .rank_state import (
     NO_CONTEXT,
@@ -54,7 +54,7 @@ from .rank_state import (
     MessageState,
     RankState,
     RunOptions,
-    Saved,
+    SavedForward,
     StepEndState,
     ZeroState,
 )
@@ -63,7 +63,7 @@ from .run_losses import RunLosses
 from .saved_bytes import resident_tensors
 from .send_and_receive import outgrows
 from .tally import StepResult, Tally
-from .value_cells import Cells, ReceiveBuffers, Waits
+from .value_cells import ReceiveBuffers, ValueCells, Waits
 
 MOST_BOUND = 8
 """Number of bound programs that are kept: of several plans, and of output structures that change between steps."""
@@ -148,7 +148,7 @@ class PlanRunner:
         if plan.mode not in self.interpreters:
             units = self._settle_first(plan, batch, compare)
         else:
-            units = self._settler.settle(plan, batch)
+            units = self._settler.settle_units(plan, batch)
             compare()
         if self._same is None or self._same[0] is not plan or self._same[1] is not units:
             self._same = plan, units, self._interpreter_of(plan, units)
@@ -158,7 +158,7 @@ class PlanRunner:
         """Agree on the first step of a mode; an error of one rank is raised on all in the same words."""
         model, world, problem = self._model, self._groups.world, None
         try:
-            units = self._settler.settle(plan, batch)
+            units = self._settler.settle_units(plan, batch)
             _require_takers(batch.extras[0], model.outlines)
         except (MisfitError, UsageError) as error:
             problem = error
@@ -202,15 +202,15 @@ class PlanRunner:
         units = FirstUnits(spec.inputs, dict(spec.extras), batch.inputs[one], batch.targets[one], batch.extras[one])
         self._model.prover.follow_units(units, parcels)
         if spec.mode == "train":
-            self.losses.blocks.follow(units, parcels)
+            self.losses.blocks.follow_units(units, parcels)
 
     @property
     def accumulates(self) -> bool:
         """Whether gradients are accumulated over further batches."""
         return self._state.gradients.reducer.accumulates
 
-    def run(
-        self, step: PreparedStep, calls: list[Call] | None = None, *, last: bool = True, wants_outputs: bool = False
+    def run_step(
+        self, step: PreparedStep, calls: BoundCalls | None = None, *, last: bool = True, wants_outputs: bool = False
     ) -> StepResult:
         """Run a prepared step; `calls` replace the bound calls.
 
@@ -225,7 +225,7 @@ class PlanRunner:
         if self._is_broken:
             raise UsageError("an earlier step failed half-way, so gradients and messages are lost; make a new engine")
         if self._latest is not None and self._latest is not interpreter:
-            self._latest.state.cells.settle()
+            self._latest.state.cells.release_sends()
             self._buffers.generation += 1  # receives of all plans share them
         trains = state.flows.trains
         self._begin(step, last=last, wants_outputs=wants_outputs)
@@ -239,10 +239,10 @@ class PlanRunner:
         with shared, watched:
             alone = trains and last and calls is None and not self._samples_before
             if self._graphs and alone and not interpreter.records(self.steps.in_run):
-                self._graphs.run(step, self.steps.total + 1, watch)
+                self._graphs.run_step(step, self.steps.total + 1, watch)
             else:
                 watch()
-                interpreter.run(step.batch, self.steps.in_run if last else -1, calls)
+                interpreter.run_program(step.batch, self.steps.in_run if last else -1, calls)
             if not trains:
                 self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
         masks.alarms += bool(before) and not all(map(torch.equal, before, generator_states(device)))
@@ -251,7 +251,7 @@ class PlanRunner:
             agree("what overlapping stages exchange", noted, self._groups.holders)
             overlaps.settle_turns(self._groups.holders)
         if self._options.shows_modules:
-            self._state.weights.settle()
+            self._state.weights.wait_gathers()
         self._is_broken, outcome = False, state.step_end.outcome
         if trains:
             samples = self._model.num_replicas * step.units.num_samples
@@ -274,7 +274,7 @@ class PlanRunner:
         interpreter, state, model = step.interpreter, step.interpreter.state, self._model
         current, trains, number = state.current, state.flows.trains, self.steps.total
         if self.losses.loss.means is not None:
-            self.losses.begin(state.flows.plan, step.given_targets, last=last)
+            self.losses.begin_step(state.flows.plan, step.given_targets, last=last)
         for stage in model.stages.values() if trains else ():
             stage.require_known_weights(self._state.gradients.reducer.known)
         self._latest, self._is_broken = interpreter, True
@@ -286,7 +286,7 @@ class PlanRunner:
             model.boundaries.begin_step(step.units.first_spec, is_first=not self._samples_before, is_last=last)
         self._transport.stamp.begin_run(number + 1)
         if (reducer := self._state.gradients.reducer).program is not state.flows.program:
-            reducer.follow(state.flows.program)
+            reducer.follow_program(state.flows.program)
 
     def _join_outputs(self, step: PreparedStep) -> Any:
         current = step.interpreter.state.current
@@ -320,11 +320,11 @@ class PlanRunner:
         tokens = model.tensor.tokens
         layout, current, waits = flows.plan.layout, CurrentStep(), Waits(self._transport.waits)
         pieces = 1 + max(map(layout.part_of, range(len(layout.stage_to_pp))))
-        gradients.reducer.follow(flows.program)
+        gradients.reducer.follow_program(flows.program)
         room = gradients.reducer.room_among(self._groups.metrics) if flows.trains else None
         device, asks = self._transport.device, (options.wants_stop, self.losses.is_doubted, model.prover.later.look)
         tally = Tally(len(options.metrics), layout.num_microbatches, pieces, device, room, *asks, is_read=flows.clips)
-        cells, saved = Cells(waits), dict[Value, Saved]()
+        cells, saved = ValueCells(waits), dict[Value, SavedForward]()
         resident = lambda: resident_tensors(model.stages, self._state.weights, current.batch)  # noqa: E731
         compute = ComputeState(
             flows=flows,
@@ -357,7 +357,7 @@ class PlanRunner:
             clip=options.settings.clip,
             scale=options.scale,
             marks=model.marks,
-            settle_loss=partial(self.losses.settle, flows.plan),
+            settle_loss=partial(self.losses.settle_unit, flows.plan),
             earlier=self.losses.earlier,
         )
         messages = MessageState(flows, current, cells, shape, self._transport, options.max_sends, self._buffers)

@@ -6,7 +6,7 @@
     AllReduceBucket, ClipGrad, OptStep, …           StepEndState     gradients, optimizers, the tally
     GatherParams, FreeParams, AllGatherBucket       ZeroState        sharded weights, gradients
 
-Values pass from one instruction to another through `Cells`; `CurrentStep` is the batch that all of them run.
+Values pass from one instruction to another through `ValueCells`; `CurrentStep` is the batch that all of them run.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ..autograd.recompute import Rerun
 from ..autograd.run_backward import Root, edge_of
 from ..comm import Group, Transport, Work
 from ..comm.overlap_order import Overlaps
+from ..comm.overlap_threads import BoundCall
 from ..optim.gathered_steps import Stepper
 from ..optim.loss_scale import LossScale
 from ..parallel.dropout import MaskUnit
@@ -39,16 +40,15 @@ from ..stage.mean_losses import WeighedLoss
 from ..stage.stage_forward import Outputs, StageForward
 from ..stage.weighed_metrics import WeighedMetric
 from ..state.master_weights import Masters
-from ..state.training_state import Gradients
+from ..state.training_state import GradientHandling
 from ..state.zero_params import ShardedWeights
 from ..steps.units import NO_UNITS, Units, UnitShape
 from .activation_offload import HostCopies
 from .busy_clock import Clock
 from .program_values import ProgramFlow
-from .tally import Figures, Tally
-from .value_cells import Cell, Cells, ReceiveBuffers, Waits
+from .tally import StepFigures, Tally
+from .value_cells import ReceiveBuffers, ValueCell, ValueCells, Waits
 
-Call = Callable[[], None]
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 MetricFn = Callable[[Any, Any], Tensor]
 
@@ -83,7 +83,7 @@ ONLY = (0,)
 """The output numbers of a backward with a single output."""
 
 
-class Start(NamedTuple):
+class BackwardRoots(NamedTuple):
     """Roots of a backward: autograd edges of outputs, whose gradients are received, then those of losses.
 
     `numbers` are the output numbers of the first ones; `ones` are the gradients of the others, times the loss scale.
@@ -99,27 +99,27 @@ class Start(NamedTuple):
             return of_outputs[:1]
         return (*[of_outputs[number] for number in self.numbers], *self.ones) if self.numbers else self.ones
 
-    def with_loss(self, loss: Tensor, scale: LossScale, times: float = 1.0) -> Start:
+    def with_loss(self, loss: Tensor, scale: LossScale, times: float = 1.0) -> BackwardRoots:
         """Return a start with `loss` as a root as well, if it requires a gradient; scaled, and times its factor."""
         if not loss.requires_grad:
             return self
         return start_of(((*self.roots, edge_of(loss)), self.numbers, (*self.ones, scale.gradient_of(loss, times))))
 
 
-start_of: Callable[[tuple[Any, ...]], Start] = partial(tuple.__new__, Start)
+start_of: Callable[[tuple[Any, ...]], BackwardRoots] = partial(tuple.__new__, BackwardRoots)
 
 
-class Saved(NamedTuple):
+class SavedForward(NamedTuple):
     """State that a forward keeps for its backward; `unit` is set where blocks draw random numbers."""
 
     given: Outputs
-    start: Start
+    start: BackwardRoots
     reruns: list[Rerun]
     unit: MaskUnit | None = None
 
 
-saved_of: Callable[[tuple[Any, ...]], Saved] = partial(tuple.__new__, Saved)
-"""Make a `Saved` from one tuple, without the call overhead of its constructor; as `start_of` does."""
+saved_of: Callable[[tuple[Any, ...]], SavedForward] = partial(tuple.__new__, SavedForward)
+"""Make a `SavedForward` from one tuple, without the call overhead of its constructor; as `start_of` does."""
 
 
 @dataclass
@@ -138,7 +138,7 @@ class CurrentStep:
     samples_before: int = 0
     outputs: dict[int, Any] | None = None
 
-    def unless_empty(self, unit: int, call: Call, otherwise: Call | None = None) -> Call:
+    def unless_empty(self, unit: int, call: BoundCall, otherwise: BoundCall | None = None) -> BoundCall:
         """Return `call` so that it is skipped for a unit without samples, or `otherwise` called instead.
 
         In a step without empty units, `call` itself is used.
@@ -166,7 +166,7 @@ class ComputeState:
 
     flows: ProgramFlow
     current: CurrentStep
-    cells: Cells
+    cells: ValueCells
     clock: Clock
     tally: Tally
     forwards: Mapping[int, StageForward]
@@ -177,12 +177,12 @@ class ComputeState:
     loss_fn: WeighedLoss
     scale: LossScale
     metrics: Mapping[str, WeighedMetric]
-    gradients: Gradients
+    gradients: GradientHandling
     queues: Mapping[int, WeightQueue]
     host: HostCopies
     boundaries: BoundaryGradients
     overlaps: Overlaps
-    saved: dict[Value, Saved] = field(default_factory=dict)
+    saved: dict[Value, SavedForward] = field(default_factory=dict)
     pending: dict[Value, Products] = field(default_factory=dict)
     stores: dict[tuple[int, int], Store] = field(default_factory=dict)
 
@@ -191,7 +191,7 @@ class BoundReceive(NamedTuple):
     """Posts of one receive, given by its index in the program, into its buffers; valid until a buffer grows."""
 
     place: int
-    cell: Cell
+    cell: ValueCell
     shape: UnitShape
     generation: int
     tensors: Outputs
@@ -208,7 +208,7 @@ class MessageState:
 
     flows: ProgramFlow
     current: CurrentStep
-    cells: Cells
+    cells: ValueCells
     shape: UnitShape
     transport: Transport
     max_sends: int | None
@@ -239,14 +239,14 @@ class StepEndState:
     waits: Waits
     tally: Tally
     metrics_group: Group
-    gradients: Gradients
+    gradients: GradientHandling
     masters: Masters
     steppers: Mapping[tuple[int, ...], Stepper]
     clip: float | None
     scale: LossScale
     marks: DataMarks
     settle_loss: Callable[..., None]
-    earlier: list[Figures]
+    earlier: list[StepFigures]
     outcome: GradOutcome = field(default_factory=GradOutcome)
 
 
@@ -256,7 +256,7 @@ class ZeroState:
 
     waits: Waits
     weights: ShardedWeights
-    gradients: Gradients
+    gradients: GradientHandling
 
 
 @dataclass(frozen=True)
@@ -265,28 +265,28 @@ class RankState:
 
     flows: ProgramFlow
     current: CurrentStep
-    cells: Cells
+    cells: ValueCells
     waits: Waits
     compute: ComputeState
     messages: MessageState
     step_end: StepEndState
     zero: ZeroState
 
-    def begin(self, batch: Batch) -> None:
+    def begin_step(self, batch: Batch) -> None:
         """Start a step on `batch`."""
         self.compute.clock.add_up()
-        self.cells.settle()
+        self.cells.release_sends()
         self.current.batch = batch
         accumulates = self.flows.trains and not self.current.last
-        self.compute.tally.begin(alone=accumulates)
+        self.compute.tally.begin_step(alone=accumulates)
         if self.compute.host.moves_some:
-            self.compute.host.begin()
+            self.compute.host.begin_step()
         outcome = self.step_end.outcome
         outcome.norm, outcome.skipped, outcome.empty, outcome.stop_asked = None, False, False, False
         if self.flows.trains:
             self.compute.gradients.reducer.accumulates = accumulates
-            self.compute.gradients.reducer.begin(self.compute.tally.passengers)
+            self.compute.gradients.reducer.begin_step(self.compute.tally.passengers)
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """End the step: drop its batch."""
         self.current.batch = NOTHING

@@ -12,7 +12,7 @@ While a step runs, only timestamps of a clock are kept (`busy_clock`); they beco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,10 +27,10 @@ from quintsched.trace.trace_json import RankTrace, digest_of
 
 from ..comm import Transport
 from ..comm.device import is_accelerator
+from ..comm.overlap_threads import BoundCall
 from .busy_clock import EventClock, HostClock, Stamp, TraceClock
 
-Call = Callable[[], None]
-STEPS = range(2, 10)
+RECORDED_STEPS = range(2, 10)
 """Steps that are recorded by default: the first ones still warm up."""
 
 
@@ -47,7 +47,7 @@ class _Step:
 class Recorder:
     """Records the requested steps only; `active`: the running step is one of them."""
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device, steps: Collection[int] = STEPS) -> None:
+    def __init__(self, plan: Plan, rank: int, device: torch.device, steps: Collection[int] = RECORDED_STEPS) -> None:
         self.active = False
         self._plan, self._rank = plan, rank
         self._pp_rank = plan.mesh.pp_rank(rank)
@@ -63,7 +63,7 @@ class Recorder:
         self._recorded: list[_Step] = []
 
     @classmethod
-    def of(cls, plan: Plan, transport: Transport, steps: Collection[int] | None) -> Recorder | None:
+    def from_plan(cls, plan: Plan, transport: Transport, steps: Collection[int] | None) -> Recorder | None:
         """Return the recorder of a rank; None where no steps are requested."""
         return None if steps is None else cls(plan, transport.rank, transport.device, steps)
 
@@ -71,7 +71,7 @@ class Recorder:
         """Prepare for the calls of a program that is bound again."""
         self._wrapped.clear()
 
-    def wrap(self, index: int, call: Call) -> Call:
+    def wrap(self, index: int, call: BoundCall) -> BoundCall:
         """Return `call` so that its time is recorded as that of instruction `index`.
 
         An instruction of several calls lasts from the start of the call that is wrapped first to the end of the call

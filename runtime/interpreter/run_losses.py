@@ -34,11 +34,11 @@ from ..stage.mean_losses import LEARNED, NO_WEIGHT, NOT_STATED, SUMS, WeighedLos
 from ..stage.rank_model import RankModel
 from ..stage.sliced_losses import FirstLosses, cuts_sequences
 from ..stage.weighed_metrics import WeighedMetric
-from ..steps.block_examinations import BlockExaminations, Gathered
+from ..steps.block_examinations import BlockExaminations, GatheredWeights
 from ..steps.units import Units
 from .loss_agreement import Told, rule_in_words, rule_of, why_uneven, with_nothing
 from .rank_state import NO_CONTEXT, RunOptions
-from .tally import Figures
+from .tally import StepFigures
 
 _HAS_LOSS = attrgetter("has_loss")
 _FREE_BYTES = 2 << 20
@@ -88,7 +88,7 @@ class RunLosses:
         self.metrics = {name: WeighedMetric(name, metric, self.loss) for name, metric in options.metrics.items()}
         for weighed in self.metrics.values():
             weighed.misuses = self.loss.misuses
-        self.earlier: list[Figures] = []
+        self.earlier: list[StepFigures] = []
         self.first = FirstLosses(is_meant=options.settings.loss_over == "microbatch")
         self._examined = [*self.loss.examined, *(metric.examined for metric in self.metrics.values())]
         self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")
@@ -111,7 +111,7 @@ class RunLosses:
         self._step = self._num_evaluations = 0
         self._rule, self.of_evaluation, self.unit = self.loss.rule, "", 1
 
-    def begin(self, plan: Plan, targets: Sequence[Any], *, last: bool) -> None:
+    def begin_step(self, plan: Plan, targets: Sequence[Any], *, last: bool) -> None:
         """Pass its batch to a loss that is a `SumOfMeans` (collective).
 
         `targets` are those of each unit, as far as the rank has them. Raises `UsageError` under gradient accumulation.
@@ -161,7 +161,7 @@ class RunLosses:
         """Whether `here` is true on any rank (collective)."""
         return greatest(self._groups.world, [here])[0] > 0
 
-    def examine_blocks(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
+    def examine_blocks(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: GatheredWeights) -> None:
         """Examine block backwards and losses before the first step (collective); see `BlockExaminations`."""
         if self.loss.rule != LossWeight(Over.MICROBATCH):
             self.blocks.examine_backwards(units, parcels, gathered)
@@ -197,7 +197,7 @@ class RunLosses:
         is_first = is_part and self._first_parts == number
         self._is_due = is_compared = self._is_watched and (is_first or not number & (number - 1))
         if self._trains and self.blocks.losses:
-            self.blocks.begin()
+            self.blocks.begin_step()
         for examined in self._watched:
             examined.begin_step(targets[0])
         is_new = self._is_due or (bool(self._watched) and any(examined.since for examined in self._watched))
@@ -230,7 +230,7 @@ class RunLosses:
         if self.loss.was_called:
             self._look()
         if self._trains:
-            self.blocks.end()
+            self.blocks.end_step()
             self._has_doubt |= self.loss.has_others and self.loss.weighs_otherwise
         self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self.loss.misuses)
         self._has_doubt |= bool(self.blocks.since or self.first.refusal)
@@ -246,7 +246,7 @@ class RunLosses:
         late = [examined.late.is_off for examined in self._watched if examined.late is not None]
         return sum(late[1:], late[0]) if late and not self._has_doubt else self._has_doubt
 
-    def settle(self, plan: Plan, *, accumulates: bool, again: bool = False) -> None:
+    def settle_unit(self, plan: Plan, *, accumulates: bool, again: bool = False) -> None:
         """Agree across ranks on the unit of the loss's mean, before weights change (collective in some steps).
 
         Collective until a rank has found it, in steps that are compared on all ranks, and `again` after a doubt.
@@ -290,7 +290,7 @@ class RunLosses:
         """Agree across ranks after an evaluation; one that only returns outputs may never find a loss."""
         if wants_outputs and self._asked_in_vain:
             return
-        self.settle(plan, accumulates=False)
+        self.settle_unit(plan, accumulates=False)
         if self.loss.has_others:
             self._require_even()
         why = "" if self.loss.is_alone and self.loss.is_bare else self.blocks.why_wrong(self._rule, evaluates=True)
@@ -323,7 +323,7 @@ class RunLosses:
         for examined in self._watched:
             examined.conclude(self._step)
         texts = share_texts(self._groups.world, json.dumps(self._mine()))
-        told = Told.of(texts)
+        told = Told.from_texts(texts)
         since = next(filter(None, told.since), "")
         if since:
             self.blocks.examine_again()

@@ -9,7 +9,7 @@ count as well.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from statistics import median
 from types import TracebackType
@@ -27,12 +27,11 @@ from ..blocks.dtensor import is_sharded
 from ..blocks.trees import tensors_of
 from ..comm import Group
 from ..comm.host_collectives import greatest
+from ..comm.overlap_threads import BoundCall
 from ..stage.batches.microbatches import Batch
 from ..stage.build_stages import Stage
 from ..state.zero_params import ShardedWeights
 from .rank_state import RankState
-
-Call = Callable[[], None]
 
 
 class _SavedTensor:
@@ -43,7 +42,7 @@ class _SavedTensor:
     def __init__(self, tensor: Tensor, count: SavedBytes) -> None:
         self.tensor = tensor.detach()
         self.count = count
-        count.add(self.tensor)
+        count.add_tensor(self.tensor)
 
     def __del__(self) -> None:
         self.count.remove(self.tensor)
@@ -79,7 +78,7 @@ class SavedBytes:
         self._hooks.__exit__(kind, error, trace)
         self._host.track = None
 
-    def add(self, tensor: Tensor) -> None:
+    def add_tensor(self, tensor: Tensor) -> None:
         """Count a saved tensor."""
         storage = tensor.untyped_storage()
         if identity(storage) in self._resident:
@@ -98,7 +97,7 @@ class SavedBytes:
         if not self._references[identity(storage)]:
             self._bytes -= storage.nbytes()
 
-    def wrap(self, index: int, call: Call) -> Call:
+    def wrap(self, index: int, call: BoundCall) -> BoundCall:
         """Return `call` so that its change of saved bytes is attributed to its instruction."""
         instruction = self._flows.program[index]
         if not isinstance(instruction, Compute):
@@ -114,7 +113,7 @@ class SavedBytes:
 
         return counted
 
-    def _products_of(self, instruction: Compute) -> Call:
+    def _products_of(self, instruction: Compute) -> BoundCall:
         """Return a function that counts the deferred products of a `BwdInput`, or drops those of a `BwdWeight`."""
         products, key = self._products, (instruction.stage, instruction.microbatch)
         pending = self._flows.made(instruction, ValueKind.PENDING)

@@ -25,6 +25,7 @@ from quintsched.ir.values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots, receive_lifetimes, send_lifetimes
 
 from ..comm.checked.message_frame import Label
+from ..comm.overlap_threads import BoundCall
 from ..stage.stage_messages import Cargo
 from ..steps.units import NO_UNITS, UnitShape
 from ..watch.rank_position import receive_code, send_code
@@ -35,8 +36,6 @@ AHEAD_BYTES = 2**18
 """More receives than `AHEAD` are in flight while the buffers of a stage stay below this number of bytes together."""
 
 MOST_TAGS = 2**31
-
-Call = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def unit_of(value: Value) -> int:
     return value.number // MAX_SKIPS if value.kind in SKIPS else value.number
 
 
-def bind_receives(state: MessageState) -> list[tuple[Posting, Call]]:
+def bind_receives(state: MessageState) -> list[tuple[Posting, BoundCall]]:
     """Return the calls that post the receives, in the order in which they are issued."""
     specs_of = cache(state.shape.cargo.specs)
     postings = plan_receives(state.flows, message_rule(state), specs_of)
@@ -114,16 +113,21 @@ def bind_receives(state: MessageState) -> list[tuple[Posting, Call]]:
     ]
 
 
-def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -> Call:
+def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -> BoundCall:
     """Return a call that posts a receive into its buffers, bound again when the shape of its unit changes."""
-    cell, value, unit, current = state.cells.of(posting.value), posting.value, unit_of(posting.value), state.current
+    cell, value, unit, current = (
+        state.cells.cell_of(posting.value),
+        posting.value,
+        unit_of(posting.value),
+        state.current,
+    )
     buffers, transport, marks = state.buffers, state.transport, _marks(state, value, posting.index)
     cell.receive, cell.receive_said = posting.index, receive_code(posting.index)
     places, index = list(zip(kinds, posting.slots, strict=True)), posting.index
 
     def bind(shape: UnitShape) -> BoundReceive:
         placed = [*zip(places, shape.cargo.specs(value), strict=True)]
-        tensors = tuple([buffers.of(*place, spec) for place, spec in placed])
+        tensors = tuple([buffers.buffer_of(*place, spec) for place, spec in placed])
         posts = [
             transport.receiver(tensor, posting.peer, *mark, buffers.room(*place, spec))
             for tensor, mark, (place, spec) in zip(tensors, marks, placed, strict=True)
@@ -142,7 +146,7 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
     return post_all(state, [(index, ready)])
 
 
-def post_all(state: MessageState, receives: Sequence[tuple[int, Callable[[], BoundReceive | None]]]) -> Call:
+def post_all(state: MessageState, receives: Sequence[tuple[int, Callable[[], BoundReceive | None]]]) -> BoundCall:
     """Return a call that posts receives one after the other; its `index` is that of the receive being posted.
 
     They are bound again where the units differ, a buffer has grown, or another plan has run since.
@@ -166,7 +170,7 @@ def post_all(state: MessageState, receives: Sequence[tuple[int, Callable[[], Bou
     return run
 
 
-def bind_sends(state: MessageState) -> list[tuple[int, int, Call]]:
+def bind_sends(state: MessageState) -> list[tuple[int, int, BoundCall]]:
     """Return (place, index, call) for every send: one call that issues it, and one that releases it.
 
     An activation is released when the gradient that belongs to it is taken. Any other is released where the next send
@@ -186,8 +190,8 @@ def bind_sends(state: MessageState) -> list[tuple[int, int, Call]]:
     return [*releases, *sends]
 
 
-def _bind_release(state: MessageState, value: Value, index: int) -> Call:
-    cell, cells = state.cells.of(value), state.cells
+def _bind_release(state: MessageState, value: Value, index: int) -> BoundCall:
+    cell, cells = state.cells.cell_of(value), state.cells
 
     def run() -> None:
         if cell.sent is not None:
@@ -196,8 +200,8 @@ def _bind_release(state: MessageState, value: Value, index: int) -> Call:
     return run
 
 
-def _bind_send(state: MessageState, value: Value, peer: int, index: int) -> Call:
-    cell, unit, current = state.cells.of(value), unit_of(value), state.current
+def _bind_send(state: MessageState, value: Value, peer: int, index: int) -> BoundCall:
+    cell, unit, current = state.cells.cell_of(value), unit_of(value), state.current
     sends = [state.transport.sender(peer, tag, label) for tag, label in _marks(state, value, index)]
     state.cells.sending.append(cell)
     cell.send_said = send_code(index)

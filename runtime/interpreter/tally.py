@@ -37,15 +37,15 @@ Column = list[tuple[int, Tensor | float]]
 """Figures, each with its place in a row of the table."""
 
 
-class Figures:
+class StepFigures:
     """Totals of a step: `rows` (figures, microbatches) and `auxiliary` losses, as parts of one `table`, float64.
 
     Its last three numbers count the losses that are sums, which nothing divides; the ranks that were asked to stop;
     and the units computed on last stages.
 
     Attributes:
-        sums: loss, weight, sums of metrics and their weights, 0-dimensional each, not to be modified; set by `read`.
-        rest: auxiliary losses and the last three numbers: a list, or a tensor on the device; set by `read`.
+        sums: loss, weight, sums of metrics and their weights, 0-dimensional, not to be modified; set by `read_sums`.
+        rest: auxiliary losses and the last three numbers: a list, or a tensor on the device; set by `read_sums`.
     """
 
     __slots__ = ("_is_read", "_numbers", "_rows", "rest", "sums", "table", "work")
@@ -59,7 +59,7 @@ class Figures:
         self.table, self._rows, self.work = table, rows, work
         self._is_read, self._numbers = False, numbers
 
-    def read(self) -> Figures:
+    def read_sums(self) -> StepFigures:
         """Wait for the reduction, and add the rows up, once; return self."""
         if not self._is_read:
             self._is_read = True
@@ -74,12 +74,14 @@ class Figures:
         return self
 
 
-def added(first: Figures, others: Sequence[Figures] = ()) -> Sequence[Tensor]:
+def added(first: StepFigures, others: Sequence[StepFigures] = ()) -> Sequence[Tensor]:
     """Return the sums over the batches of one accumulated step; where losses are sums, the loss weight is 1."""
-    num_summed: Any = first.read().rest[-3]
+    num_summed: Any = first.read_sums().rest[-3]
     if not others and not isinstance(num_summed, Tensor) and not num_summed:
         return first.sums
-    total = [sum(more, start=mine) for mine, *more in zip(first.sums, *[f.read().sums for f in others], strict=True)]
+    total = [
+        sum(more, start=mine) for mine, *more in zip(first.sums, *[f.read_sums().sums for f in others], strict=True)
+    ]
     total[1] = total[1] + (sum((figures.rest[-3] for figures in others), start=num_summed) > 0)
     return total
 
@@ -128,10 +130,10 @@ class Tally:
         self.passengers = (lambda: self._collect()[0]) if self._room is not None else None
         self._latest: tuple[Tensor | None, Tensor] = None, torch.empty(0)
         unknown = torch.full((self._size,), torch.nan, dtype=torch.float64, device=device)
-        self._unknown = Figures(unknown, self._rows_of(unknown))
-        self.begin()
+        self._unknown = StepFigures(unknown, self._rows_of(unknown))
+        self.begin_step()
 
-    def begin(self, *, alone: bool = False) -> None:
+    def begin_step(self, *, alone: bool = False) -> None:
         """Start a step, with unknown figures; `alone`: no gradients are reduced that they could be piggybacked on."""
         self._rides, self._keeps = self._room is not None and not alone, self._is_read and not alone
         self.figures = self._unknown
@@ -150,11 +152,11 @@ class Tally:
         """Start an all-reduce of the collected figures, unless they are piggybacked on gradients."""
         if not self._rides:
             table, numbers = self._collect()
-            self.figures = Figures(table, self._rows_of(table), group.all_reduce(table), numbers)
+            self.figures = StepFigures(table, self._rows_of(table), group.all_reduce(table), numbers)
 
     def replay(self, table: Tensor) -> None:
         """Set the figures of this step from a table (figures,), float64, which belongs to this step alone."""
-        self.figures = Figures(table, self._rows_of(table))
+        self.figures = StepFigures(table, self._rows_of(table))
 
     def _rows_of(self, table: Tensor) -> Tensor:
         """Return a view of a table as rows, cached as the table is mostly the same."""
@@ -214,7 +216,7 @@ class Tally:
             table[-2:-1].add_(doubt * DOUBT)
         return table, numbers
 
-    def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[Figures] = ()) -> Tensor:
+    def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[StepFigures] = ()) -> Tensor:
         """Return the total loss weight of this batch and earlier ones, 0-dimensional; waits until it is known.
 
         Figures that were piggybacked on gradients are read from their buffer.
@@ -243,7 +245,7 @@ class StepResult:
     asked to stop after this step. Its `repr` reads the figures, on this rank alone.
     """
 
-    _figures: Figures
+    _figures: StepFigures
     _metrics: Sequence[str]
     _norm: Callable[[], Tensor] | None = None
     skipped: bool = False
@@ -253,7 +255,7 @@ class StepResult:
     _if_doubted: str = ""
     _refusal: str = ""
     _unit: int = 1
-    _earlier: tuple[Figures, ...] = ()
+    _earlier: tuple[StepFigures, ...] = ()
 
     def __repr__(self) -> str:
         try:
@@ -271,7 +273,7 @@ class StepResult:
         """Return all sums; raises `MisfitError` for an evaluation whose loss is refused, or doubted by a rank."""
         if self._refusal:
             raise MisfitError(self._refusal)
-        if self._if_doubted and self._figures.read().rest[-2] >= DOUBT:
+        if self._if_doubted and self._figures.read_sums().rest[-2] >= DOUBT:
             raise MisfitError(self._if_doubted)
         return added(self._figures, self._earlier)
 

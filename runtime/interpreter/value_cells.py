@@ -24,11 +24,11 @@ from .recorder import Recorder
 _MOST_VIEWS = 64
 """Number of views (shapes) that are cached per buffer."""
 
-Parts = Sequence[tuple[Value, Sequence[int]]]
+RowParts = Sequence[tuple[Value, Sequence[int]]]
 """Values that together make up one row of tensors, each with the places of its tensors in the row."""
 
 
-class Cell:
+class ValueCell:
     """The slot of one value between two instructions; if it is sent to another rank, until the send is done.
 
     A received value is waited for when it is taken; `receive` is the index of its receive in the program.
@@ -62,7 +62,7 @@ class ReceiveBuffers:
         self._views: dict[tuple[int, int], dict[TensorSpec, Tensor]] = {}
         self.generation = 0
 
-    def of(self, kind: int, number: int, spec: TensorSpec) -> Tensor:
+    def buffer_of(self, kind: int, number: int, spec: TensorSpec) -> Tensor:
         """Return a buffer viewed as a tensor of a spec."""
         place = kind, number
         views = self._views.setdefault(place, {})
@@ -97,7 +97,7 @@ class Waits:
         self.cell = cell or WaitCell()
         self.recorder: Recorder | None = None
 
-    def wait(self, works: Iterable[Work], index: int, receive: int | None = None) -> None:
+    def wait_works(self, works: Iterable[Work], index: int, receive: int | None = None) -> None:
         """Wait for works; the time is recorded for instruction `index`, and for its receive."""
         recorder = self.recorder
         if recorder is None:
@@ -114,7 +114,7 @@ class Waits:
             recorder.mark(receive, end=until)
 
 
-class Cells:
+class ValueCells:
     """All cells of one rank.
 
     Attributes:
@@ -123,13 +123,13 @@ class Cells:
 
     def __init__(self, waits: Waits) -> None:
         self._waits = waits
-        self._cells: dict[Value, Cell] = {}
-        self.sending: list[Cell] = []
+        self._cells: dict[Value, ValueCell] = {}
+        self.sending: list[ValueCell] = []
 
-    def of(self, value: Value) -> Cell:
+    def cell_of(self, value: Value) -> ValueCell:
         """Return the cell of a value."""
         if value not in self._cells:
-            self._cells[value] = Cell()
+            self._cells[value] = ValueCell()
         return self._cells[value]
 
     def taker(self, value: Value, index: int) -> Callable[[], Outputs]:
@@ -137,7 +137,7 @@ class Cells:
 
         A received gradient implies that the activation it belongs to has arrived: that send is released.
         """
-        cell, await_value = self.of(value), self.awaiter(value, index)
+        cell, await_value = self.cell_of(value), self.awaiter(value, index)
 
         def take() -> Outputs:
             if cell.works:
@@ -149,8 +149,8 @@ class Cells:
 
     def awaiter(self, value: Value, index: int) -> Callable[[], None]:
         """Return a function that waits for the receive of a value, if any, on behalf of instruction `index`."""
-        cell, waits = self.of(value), self._waits
-        answered = self.of(activation_of(value)) if value.kind is ValueKind.OUTPUT_GRAD else None
+        cell, waits = self.cell_of(value), self._waits
+        answered = self.cell_of(activation_of(value)) if value.kind is ValueKind.OUTPUT_GRAD else None
 
         def wait() -> None:
             works, cell.works = cell.works, ()
@@ -162,14 +162,14 @@ class Cells:
                 for work in works:
                     work.wait()
             else:
-                waits.wait(works, index, cell.receive)
+                waits.wait_works(works, index, cell.receive)
             said.memory[said.at] = NOTHING
             if answered is not None and answered.sent is not None:
                 self.release(answered, index)
 
         return wait
 
-    def row_taker(self, parts: Parts, index: int) -> Callable[[], Outputs]:
+    def row_taker(self, parts: RowParts, index: int) -> Callable[[], Outputs]:
         """Return a function that takes several values as one row of tensors; None at places without a value."""
         width = 1 + max([max(places) for _, places in parts])
         if len(parts) == 1 and len(parts[0][1]) == width:
@@ -185,9 +185,9 @@ class Cells:
 
         return take
 
-    def row_giver(self, parts: Parts) -> Callable[[Outputs], None]:
+    def row_giver(self, parts: RowParts) -> Callable[[Outputs], None]:
         """Return a function that stores a row of tensors in the cells of its values."""
-        cells = [(self.of(value), places) for value, places in parts]
+        cells = [(self.cell_of(value), places) for value, places in parts]
         only, places_of_only = cells[0]
         width = len(places_of_only) if len(cells) == 1 and [*places_of_only] == [*range(len(places_of_only))] else -1
 
@@ -200,7 +200,7 @@ class Cells:
 
         return give
 
-    def release(self, cell: Cell, index: int) -> None:
+    def release(self, cell: ValueCell, index: int) -> None:
         """Wait for the sends from a cell, then drop the tensors that were sent."""
         if cell.sent is not None:
             works, cell.sent = cell.sent[0], None
@@ -210,10 +210,10 @@ class Cells:
                 for work in works:
                     work.wait()
             else:
-                self._waits.wait(works, index)
+                self._waits.wait_works(works, index)
             said.memory[said.at] = NOTHING
 
-    def settle(self) -> None:
+    def release_sends(self) -> None:
         """Release the sends of the previous step: the next one, of any plan, begins when they are complete."""
         for cell in self.sending:
             if cell.sent is not None:

@@ -17,14 +17,14 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "quintsched"
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 _MOST_CLASSES = 4096
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-def once_per_class(find: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
+def once_per_class(find: Callable[[Any], Result]) -> Callable[[Any], Result]:
     """Return a function of classes that computes its result once per class, by id: metaclasses may override hash."""
-    known: dict[int, tuple[Any, Answer]] = {}
+    known: dict[int, tuple[Any, Result]] = {}
 
-    def look_up(kind: Any) -> Answer:
+    def look_up(kind: Any) -> Result:
         if id(kind) not in known:
             if len(known) > _MOST_CLASSES:
                 known.clear()

@@ -44,7 +44,7 @@ from ..saving.rank_tensors import HeldTensor
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
-from .record_steps import ALL_UNITS, Call, StepWatch
+from .record_steps import ALL_UNITS, BoundCall, StepWatch
 
 TENSOR_KINDS = ("weights", "inputs", "targets", "activations", "loss", "gradients")
 """Kinds of tensors that may not be finite, in the order in which one causes the next."""
@@ -126,7 +126,7 @@ class FiniteChecks(StepWatch):
         if not is_finite(tensor):
             self.found.append(NotFinite(kind, unit, block, f"{words}{describe(tensor)}"))
 
-    def _run(self, unit: int, is_forward: bool, call: Call) -> None:
+    def _run(self, unit: int, is_forward: bool, call: BoundCall) -> None:
         of_losses = (self._tally.losses, "the loss is"), (self._tally.weights, "the weight that it gives is")
         known = [len(numbers) for numbers, _ in of_losses]
         super()._run(unit, is_forward, call)
@@ -248,7 +248,7 @@ class BadSteps:
             checks.look_at_batch(part.batch)
             with checks.watching():
                 calls = part.interpreter.watched(checks)
-                runner.run(part, calls, last=part is parts[-1])
+                runner.run_step(part, calls, last=part is parts[-1])
             looked.append(checks)
         return looked
 

@@ -59,7 +59,7 @@ class EngineChecks:
         """Run a `step`, and count the bytes that autograd saves for backward, by storage, weights not included."""
         step = self.settle(self.model.plan, inputs, targets, extras)
         with SavedBytes(step.interpreter.state, self.model.stages, step.batch) as counted:
-            result = self.runner.run(step, step.interpreter.watched(counted))
+            result = self.runner.run_step(step, step.interpreter.watched(counted))
         return result, counted
 
     def forward_flops(self) -> float | None:
@@ -92,7 +92,7 @@ class EngineChecks:
         blocks = {int(n): block for stage in self.model.stages.values() for n, block in stage.blocks.items()}
         before = {n: {name: b.clone() for name, b in block.named_buffers()} for n, block in blocks.items()}
         step = self.settle(self.model.plan, inputs, targets, extras)
-        self.runner.run(step)
+        self.runner.run_step(step)
         changed = {
             n: [name for name, b in block.named_buffers() if name in before[n] and not torch.equal(b, before[n][name])]
             for n, block in blocks.items()
@@ -142,7 +142,7 @@ class EngineChecks:
     def _run_observed(self, observer: StepObserver, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> StepResult:
         step = self.settle(self.model.plan, inputs, targets, extras)
         with observer.watching():
-            result = self.runner.run(step, step.interpreter.watched(observer))
+            result = self.runner.run_step(step, step.interpreter.watched(observer))
         observer.end_step(result)
         return result
 

@@ -24,6 +24,7 @@ from quintsched.plan import Plan
 from ..blocks.block_outlines import split_result
 from ..blocks.dtensor import local_of
 from ..blocks.trees import tensors_of
+from ..comm.overlap_threads import BoundCall
 from ..interpreter.tally import StepResult
 from ..saving.rank_tensors import HeldTensor
 from ..stage.rank_model import RankModel
@@ -36,7 +37,6 @@ ALL_UNITS = -1
 """Unit index of tensors that belong to all units."""
 
 ResultKind = Literal["output", "gradient", "weight", "figure"]
-Call = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class StepWatch:
         self._masters, self._held = masters, held
         self._unit, self._is_forward, self._has_gradients = ALL_UNITS, False, False
 
-    def wrap(self, index: int, call: Call) -> Call:
+    def wrap(self, index: int, call: BoundCall) -> BoundCall:
         """Return the call that replaces the call of an instruction."""
         if isinstance(self._program[index], ins.OptStep):
             return partial(self._run_step, call)
@@ -105,19 +105,19 @@ class StepWatch:
         side = min(sides, key=lambda side: not isinstance(side, ins.Fwd), default=None)
         return call if side is None else partial(self._run, side.microbatch, isinstance(side, ins.Fwd), call)
 
-    def _run(self, unit: int, is_forward: bool, call: Call) -> None:
+    def _run(self, unit: int, is_forward: bool, call: BoundCall) -> None:
         self._unit, self._is_forward = self._first_unit + unit, is_forward
         try:
             call()
         finally:
             self._unit, self._is_forward = ALL_UNITS, False
 
-    def _run_step(self, call: Call) -> None:
+    def _run_step(self, call: BoundCall) -> None:
         """Observe the accumulated gradients before the optimizer steps."""
         if not self._has_gradients:
             self._has_gradients = True
             for held in self._held():
-                master = self._masters.of(held.tensor) if isinstance(held.tensor, nn.Parameter) else None
+                master = self._masters.master_of(held.tensor) if isinstance(held.tensor, nn.Parameter) else None
                 if master is not None and master.grad is not None:
                     self._look_at_sum(held, master.grad)
         call()

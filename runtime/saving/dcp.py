@@ -76,7 +76,7 @@ UNSAVED = ("params", "param_names")
 def save_dcp(path: Path, rank: RankTensors, beside: Mapping[str, object]) -> None:
     """Write the folder; see `EngineSaves.save_dcp`. All ranks call this; `beside` are values of this rank's own."""
     everyone, number = rank.everyone, rank.number
-    kept_beside = everyone.together(rank.training.beside.read)
+    kept_beside = everyone.together(rank.training.beside.read_tensors)
     require_alike(kept_beside, rank.groups.world)
     everyone.together(lambda: _require_places(rank))
     values = {**({STEP: torch.tensor(rank.steps.total)} if number == 0 else {}), **kept_beside, **beside}

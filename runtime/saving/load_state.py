@@ -234,7 +234,7 @@ class StateLoader:
         """Return the present further state of modules and optimizers, of the kinds that the saved state lacks."""
         there = {kind for kind in self._kinds if any(name.startswith(kind) for name in self._saved.pieces)}
         stays = [kind for kind in _BESIDE if kind not in there and not (self._is_training and kind in self._kinds)]
-        mine = self._rank.training.beside.read() if stays else {}
+        mine = self._rank.training.beside.read_tensors() if stays else {}
         return {name: kept for name, kept in mine.items() if name.startswith(tuple(stays))}
 
     def _own_layout(self) -> StateLayout | None:

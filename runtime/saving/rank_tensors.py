@@ -114,7 +114,7 @@ class RankTensors:
 
     def held(self) -> list[HeldTensor]:
         """Return the weights and buffers of this rank's stages; a tied one under each of its names."""
-        self.training.weights.settle()
+        self.training.weights.wait_gathers()
         return [
             self._held(name.removeprefix("blocks."), number, tensor, id(tensor) in experts)
             for number, stage in self.model.stages.items()
@@ -126,7 +126,7 @@ class RankTensors:
         masters, groups, span = self.training.masters, self.groups, None
         numbers: Tensor | None = local_of(tensor)
         if isinstance(tensor, nn.Parameter):
-            numbers, span = masters.of(tensor), masters.span_of(tensor)
+            numbers, span = masters.master_of(tensor), masters.span_of(tensor)
         placement = Placement.from_tensor(tensor, span)
         if numbers is not None and tuple(numbers.shape) == placement.local:
             placement = replace(placement, span=None)
@@ -275,7 +275,9 @@ def full_state(rank: RankTensors, *, all_blocks: bool) -> dict[str, Tensor]:
     They are those of the ranks that hold the same stages; with `all_blocks`, of all. Further state of modules and
     optimizers is included; raises `MisfitError` where it differs between ranks.
     """
-    beside = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rank.training.beside.read().items()}
+    beside = {
+        name: tensor.detach().to("cpu", copy=True) for name, tensor in rank.training.beside.read_tensors().items()
+    }
     require_alike(beside, rank.groups.world)
     group = rank.groups.world if all_blocks else rank.groups.holders
     return dict(_gathered(rank, {**rank.tensors(), **beside}, group))

@@ -23,14 +23,14 @@ ALIGNMENT = 32
 
 
 @dataclass(frozen=True)
-class Segment:
+class ShardSegment:
     """Part of a parameter in this rank's shard: its numbers [start, stop), at offset `at` of the shard."""
 
     start: int
     stop: int
     at: int
 
-    def of(self, shard: Tensor) -> Tensor:
+    def view_of(self, shard: Tensor) -> Tensor:
         """Return the segment as a view of a shard: one dimension."""
         return shard[self.at : self.at + self.stop - self.start]
 
@@ -110,7 +110,7 @@ class FlatLayout:
     def held(self, shard: Tensor) -> list[Tensor | None]:
         """Return views of this rank's shard per parameter, None without a part of it; whole ones in their shapes."""
         return [
-            None if segment is None else segment.of(shard).view(shape if self.is_whole else -1)
+            None if segment is None else segment.view_of(shard).view(shape if self.is_whole else -1)
             for segment, shape in zip(self.segments(), self.shapes, strict=True)
         ]
 
@@ -124,7 +124,7 @@ class FlatLayout:
                 counts[index] += max(0, min(stop, first + self.shard_size) - max(start, first))
         return counts
 
-    def segments(self) -> list[Segment | None]:
+    def segments(self) -> list[ShardSegment | None]:
         """Return the segment of each parameter in this rank's shard; None where there is none."""
         first = self.index * self.shard_size
         return [
@@ -133,6 +133,6 @@ class FlatLayout:
         ]
 
 
-def _overlap(start: int, stop: int, first: int, last: int) -> Segment | None:
+def _overlap(start: int, stop: int, first: int, last: int) -> ShardSegment | None:
     low, high = max(start, first), min(stop, last)
-    return Segment(low - start, high - start, low - first) if low < high else None
+    return ShardSegment(low - start, high - start, low - first) if low < high else None

@@ -43,7 +43,7 @@ from .master_weights import Masters
 from .memory_stats import MemoryKind, MemoryStats, ResizableStorage
 from .piggybacked_metrics import Room, room_for
 
-Wait = Callable[[Iterable[Work]], None]
+WaitForWorks = Callable[[Iterable[Work]], None]
 """Waits for works with other ranks."""
 
 _VERSION = attrgetter("_version")
@@ -62,7 +62,7 @@ class PlanBucket(NamedTuple):
     number: int
 
 
-class Arrivals(list[Tensor]):
+class ArrivedParameters(list[Tensor]):
     """Parameters that backwards have come to; as a hook on a parameter, adds it, without a call of Python."""
 
     __call__ = list.append
@@ -120,7 +120,7 @@ class GradBucket:
     ) -> None:
         self.plan_bucket, self.stage, self.parameters = plan_bucket, plan_bucket.stage, tuple(parameters)
         self._all, self.comes_summed = frozenset(parameters), comes_summed(parameters[0])
-        self.arrived = Arrivals()
+        self.arrived = ArrivedParameters()
         local = [local_of(parameter) for parameter in parameters]
         dtype, device = torch.float32 if is_low(local[0].dtype) else local[0].dtype, local[0].device
         self._is_sharded, self._layout = layout is not None, layout or FlatLayout.sharded(local, multiple=1)
@@ -139,8 +139,8 @@ class GradBucket:
         self.firsts = torch.tensor(places, dtype=torch.int64, device=device)
         self._storage = ResizableStorage(self.flat, MemoryKind.GRADIENTS, stats or MemoryStats())
         if self.reshards and stats is not None:
-            stats.add(MemoryKind.GRADIENTS, self.shard.nbytes)
-        pairs = zip(map(masters.of, parameters), self.held(), strict=True)
+            stats.add_bytes(MemoryKind.GRADIENTS, self.shard.nbytes)
+        pairs = zip(map(masters.master_of, parameters), self.held(), strict=True)
         self._grads = [(stepped, view) for stepped, view in pairs if stepped is not None and view is not None]
         self.clear()
         both = zip(self.views, parameters, strict=True)
@@ -169,7 +169,7 @@ class GradBucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view if self.adds_in_place else None
 
-    def add(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
+    def add_gradient(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
         """Add to a parameter's gradient, which is this view; the first of a step is copied where there are no zeros."""
         if self.begins_at_zero or parameter not in self.blank:
             view.add_(gradient)

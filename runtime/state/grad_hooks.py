@@ -65,7 +65,7 @@ class GradHooks:
         """
         return partial(_arrived_last, ref(self), ref(bucket))
 
-    def settle(self) -> None:
+    def settle_gradients(self) -> None:
         """Take in the gradients of a backward that has ended; it may have come to weights of other stages too."""
         for bucket in self._hooked:
             if bucket.arrived:
@@ -120,7 +120,7 @@ class GradHooks:
     def _accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add to a parameter's gradient in its bucket."""
         bucket, view = self._home[parameter]
-        bucket.add(parameter, view, gradient)
+        bucket.add_gradient(parameter, view, gradient)
 
 
 def _arrived_last(hooks: ref[GradHooks], bucket: ref[GradBucket], parameter: Tensor) -> None:

@@ -58,7 +58,10 @@ class GradNorm:
         self._buckets, self._groups, self._tied, self._sharded = buckets, groups, tied, sharded
         self._device = groups.world.device
         shares = [
-            (bucket.comes_summed, _Share.of(bucket.shard, [] if bucket.stage in twin_stages else self._counted(bucket)))
+            (
+                bucket.comes_summed,
+                _Share.from_sums(bucket.shard, [] if bucket.stage in twin_stages else self._counted(bucket)),
+            )
             for bucket in buckets.all
         ]
         self._reduced = [share for comes_summed, share in shares if not comes_summed]
@@ -123,7 +126,7 @@ class _Share(NamedTuple):
     pieces: Sequence[tuple[Tensor, Sequence[Tensor]]]
 
     @classmethod
-    def of(cls, sums: Tensor, counted: Sequence[Tensor]) -> _Share:
+    def from_sums(cls, sums: Tensor, counted: Sequence[Tensor]) -> _Share:
         whole = as_real(sums)  # a complex quotient would change the signs of zeros, see `NO_GRADIENT`
         if sums.device.type == "cpu" and len(counted) == 1 and counted[0] is sums:
             return cls([(some, (some,)) for some in whole.split(IN_CACHE)])
@@ -190,6 +193,6 @@ class AbsentGradients:
         """Set `.grad` to None for the absent parameters of these stages, until the next step."""
         for stage in stages if self._found else ():
             for parameter in self._found.get(stage, ()):
-                master = self._masters.of(parameter)
+                master = self._masters.master_of(parameter)
                 if master is not None:
                     master.grad = None

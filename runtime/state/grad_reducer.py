@@ -25,7 +25,7 @@ from quintsched.ir.instruction_set import AllReduceBucket, Instruction, ReduceSc
 from ..comm import Group, Work
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.tied_weights import TiedWeights
-from .grad_buckets import GradBucket, GradBuckets, PlanBucket, Wait
+from .grad_buckets import GradBucket, GradBuckets, PlanBucket, WaitForWorks
 from .piggybacked_metrics import Room
 
 
@@ -100,7 +100,7 @@ class GradReducer:
                 other.copy_(copies[0])
         self._sums.clear()
 
-    def follow(self, program: Sequence[Instruction]) -> None:
+    def follow_program(self, program: Sequence[Instruction]) -> None:
         """Adopt the order of a program's reductions, with repetitions, before its step begins."""
         if program is self.program:
             return
@@ -109,7 +109,7 @@ class GradReducer:
         buckets = (bucket for i in reductions for bucket in of_plan.get(PlanBucket(i.stage, i.bucket), ()))
         self._order = [bucket for bucket in buckets if not bucket.comes_summed]
 
-    def begin(self, passengers: Callable[[], Tensor] | None = None) -> None:
+    def begin_step(self, passengers: Callable[[], Tensor] | None = None) -> None:
         """Prepare parameters for new gradients, whatever was done to them between steps.
 
         `passengers` returns the figures to piggyback on the last reduction; called when that is launched.
@@ -132,7 +132,7 @@ class GradReducer:
         last = self._order[-1] if self._order else None
         return last.room if last is not None and last.replicas.ranks == group.ranks else None
 
-    def allocate_full(self, stage: int, wait: Wait) -> None:
+    def allocate_full(self, stage: int, wait: WaitForWorks) -> None:
         """Allocate full gradients of `stage`, after pending reductions have freed theirs."""
         self.finish_reductions(wait)
         for bucket in self._buckets.of_stages([stage]):
@@ -162,7 +162,7 @@ class GradReducer:
                 bucket.room.board(self._passengers())  # the last reduction: all forwards are done
             self._under_way.append((bucket, bucket.reduce()))
 
-    def hold(self, wait: Wait) -> None:
+    def hold(self, wait: WaitForWorks) -> None:
         """End a step whose gradients are accumulated further."""
         self._end_sums()
         self.finish_reductions(wait)
@@ -170,7 +170,7 @@ class GradReducer:
         for bucket in self._buckets.all:
             bucket.missing, bucket.ready, bucket.notes_arrivals = set(bucket.parameters), False, False
 
-    def finish_reductions(self, wait: Wait) -> None:
+    def finish_reductions(self, wait: WaitForWorks) -> None:
         """Wait for the pending reductions, and add their results to shards."""
         if self._under_way:
             buckets, works = zip(*self._under_way, strict=True)
@@ -180,7 +180,7 @@ class GradReducer:
                 if bucket.reshards:
                     bucket.finish_reduction()
 
-    def complete(self, wait: Wait) -> None:
+    def complete(self, wait: WaitForWorks) -> None:
         """Wait until all gradients are complete sums."""
         if self._sums:
             self._end_sums()

@@ -48,7 +48,7 @@ def take_in(bucket: GradBucket) -> list[Tensor]:
             else:
                 gradient = local_gradient(parameter)
                 bucket.allocate_full()
-                bucket.add(parameter, view, gradient)
+                bucket.add_gradient(parameter, view, gradient)
         parameter.grad = view if keeps_view else None
     if views:
         torch._foreach_add_(views, gradients)

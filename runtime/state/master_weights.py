@@ -73,7 +73,7 @@ class Masters:
             for low, high in zip(lows, highs, strict=True):
                 high.copy_(torch.where(low == high.to(low.dtype), high, low.to(high.dtype)))
 
-    def of(self, parameter: nn.Parameter) -> nn.Parameter | None:
+    def master_of(self, parameter: nn.Parameter) -> nn.Parameter | None:
         """Return the master of a parameter: itself where it has 32 bits or more; for a DTensor its local shard.
 
         With ZeRO it is the segment that this rank steps; None where it has none.

@@ -33,20 +33,20 @@ class StateBytes:
 
 
 class MemoryStats:
-    """Counts resident bytes; peaks are since the last `read`, or the beginning."""
+    """Counts resident bytes; peaks are since the last `read_peaks`, or the beginning."""
 
     def __init__(self) -> None:
         self._resident = dict.fromkeys(MemoryKind, 0)
         self._peaks = dict.fromkeys(MemoryKind, 0)
         self._peak = 0
 
-    def add(self, kind: MemoryKind, num_bytes: int) -> None:
+    def add_bytes(self, kind: MemoryKind, num_bytes: int) -> None:
         """Count bytes that become resident or, if negative, are freed."""
         self._resident[kind] += num_bytes
         self._peaks[kind] = max(self._peaks[kind], self._resident[kind])
         self._peak = max(self._peak, sum(self._resident.values()))
 
-    def read(self, optimizer: int) -> StateBytes:
+    def read_peaks(self, optimizer: int) -> StateBytes:
         """Return the peaks, and reset them; `optimizer` bytes count as always resident."""
         weights, gradients = self._peaks[MemoryKind.WEIGHTS], self._peaks[MemoryKind.GRADIENTS]
         found = StateBytes(weights, gradients, optimizer, self._peak + optimizer)
@@ -65,18 +65,18 @@ class ResizableStorage:
         self._num_bytes, self._counted = self._storage.nbytes(), tensor.nbytes
         self._kind, self._stats = kind, stats
         self.is_resident = True
-        stats.add(kind, self._counted)
+        stats.add_bytes(kind, self._counted)
 
     def allocate(self) -> None:
         """Allocate the memory, uninitialized, where it is not resident."""
         if not self.is_resident:
             self.is_resident = True
             self._storage.resize_(self._num_bytes)
-            self._stats.add(self._kind, self._counted)
+            self._stats.add_bytes(self._kind, self._counted)
 
     def free(self) -> None:
         """Free the memory."""
         if self.is_resident:
             self.is_resident = False
             self._storage.resize_(0)
-            self._stats.add(self._kind, -self._counted)
+            self._stats.add_bytes(self._kind, -self._counted)

@@ -80,7 +80,7 @@ def require_states(listed: Tensor | None, names: Collection[str], where: str) ->
 
 def named_masters(stages: Stages, masters: Masters) -> dict[str, nn.Parameter]:
     """Return the tensors that this rank steps, by the names of weights."""
-    named = ((name, masters.of(p)) for stage in stages.values() for name, p in stage.named_weights().items())
+    named = ((name, masters.master_of(p)) for stage in stages.values() for name, p in stage.named_weights().items())
     return {name: master for name, master in named if master is not None}
 
 
@@ -90,7 +90,7 @@ class BesideTensors:
     def __init__(self, stages: Stages, steppers: Steppers, masters: Masters) -> None:
         self._stages, self._steppers, self._masters = stages, steppers, masters
 
-    def read(self) -> dict[str, Tensor]:
+    def read_tensors(self) -> dict[str, Tensor]:
         """Return it as tensors; entries that differ between a rank's optimizers are named by the stages of each."""
         found: dict[str, Tensor] = {}
         for stage in self._stages.values():

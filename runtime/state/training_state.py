@@ -38,10 +38,10 @@ from .memory_stats import MemoryKind, MemoryStats, StateBytes
 from .state_dict import BesideTensors, named_masters, of_model
 from .zero_params import ShardedMasters, ShardedWeights, WeightBucket
 
-Cut = list[tuple[PlanBucket, list[nn.Parameter]]]
+BucketCut = list[tuple[PlanBucket, list[nn.Parameter]]]
 
 
-class Gradients(NamedTuple):
+class GradientHandling(NamedTuple):
     """Handling of one rank's gradients: filled by `hooks`, then reduced, measured and clipped."""
 
     hooks: GradHooks
@@ -107,7 +107,7 @@ class TrainingState:
         self.weights, self._whole, self._at_one_place = ShardedWeights(), builds.whole, builds.at_one_place
         buckets = self._buckets = self._make_buckets(plan, pp_rank, bucket_bytes)
         self.gradients = self._make_gradients(plan, buckets)
-        self.steppers = builds.bind(self.masters.of)
+        self.steppers = builds.bind(self.masters.master_of)
         self.beside = BesideTensors(stages, self.steppers, self.masters)
         self.zero_split = self._describe_split(builds.why)
         self.read_bytes()  # resets peaks: weights were resident twice while they were sharded
@@ -138,7 +138,7 @@ class TrainingState:
         else:
             self.masters = Masters(self._stages, stepped=trains)
             held = (local_of(p) for stage in self._stages.values() for p in stage.named_weights().values())
-            self._stats.add(MemoryKind.WEIGHTS, sum(weight.nbytes for weight in held))
+            self._stats.add_bytes(MemoryKind.WEIGHTS, sum(weight.nbytes for weight in held))
             last = self._last_reduced(cut, plan.programs[pp_rank])
         buckets = [
             GradBucket(
@@ -154,7 +154,7 @@ class TrainingState:
         ]
         return GradBuckets(buckets, self._stages, self._groups, first_expert_bucket=plan.buckets_per_stage)
 
-    def _last_reduced(self, cut: Cut, program: Sequence[Instruction]) -> int | None:
+    def _last_reduced(self, cut: BucketCut, program: Sequence[Instruction]) -> int | None:
         """Return the index of the bucket that is reduced last, if there are several replicas."""
         order = [PlanBucket(i.stage, i.bucket) for i in program if isinstance(i, AllReduceBucket)]
         found = [number for reduced in order for number, (plan_bucket, _) in enumerate(cut) if plan_bucket == reduced]
@@ -181,7 +181,7 @@ class TrainingState:
             stats=self._stats,
         )
 
-    def _make_gradients(self, plan: Plan, buckets: GradBuckets) -> Gradients:
+    def _make_gradients(self, plan: Plan, buckets: GradBuckets) -> GradientHandling:
         sharded = self._zero.shards_optimizer
         reducer = GradReducer(buckets, self._groups, self._tied, sharded=sharded, in_turn=self._zero.shards_weights)
         norm = GradNorm(
@@ -192,7 +192,7 @@ class TrainingState:
             sharded=sharded,
         )
         absent = AbsentGradients(buckets, self.masters, sharded=sharded)
-        return Gradients(GradHooks(buckets, reducer), reducer, norm, absent)
+        return GradientHandling(GradHooks(buckets, reducer), reducer, norm, absent)
 
     @property
     def optimizers(self) -> dict[tuple[int, ...], Optimizer]:
@@ -214,7 +214,7 @@ class TrainingState:
 
     def kept_for(self, stage: int, parameter: nn.Parameter) -> KeptState:
         """Return the optimizer state of a parameter of a stage."""
-        master = self.masters.of(parameter)
+        master = self.masters.master_of(parameter)
         stepper = next((stepper for stages, stepper in self.steppers.items() if stage in stages), None)
         if master is None or stepper is None:
             return KeptState(master, {}, is_shard=True)
@@ -231,7 +231,7 @@ class TrainingState:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Return a context for changes to the stepped tensors; after it blocks have the same numbers (collective)."""
-        self.weights.settle()
+        self.weights.wait_gathers()
         yield
         self.masters.publish(list(self._stages))
         self.weights.gather_again()
@@ -273,4 +273,4 @@ class TrainingState:
         states = (kept for optimizer in self.optimizers.values() for kept in optimizer.state.values())
         values = (value for kept in states for value in (kept.values() if isinstance(kept, Mapping) else [kept]))
         tensors = (value for value in values if isinstance(value, Tensor))
-        return self._stats.read(self.masters.num_bytes + sum(tensor.nbytes for tensor in tensors))
+        return self._stats.read_peaks(self.masters.num_bytes + sum(tensor.nbytes for tensor in tensors))

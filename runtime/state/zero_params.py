@@ -31,7 +31,7 @@ from ..comm import Group, Work
 from ..parallel.tensor.parameter_shards import mark_shard, shard_of
 from ..stage.build_stages import Stage
 from .flat_buffer import FlatLayout
-from .grad_buckets import PlanBucket, Wait
+from .grad_buckets import PlanBucket, WaitForWorks
 from .master_weights import Masters
 from .memory_stats import MemoryKind, MemoryStats, ResizableStorage
 
@@ -151,7 +151,7 @@ class ShardedMasters(Masters):
 
 
 class ShardedWeights:
-    """All weights of a rank's stages that are sharded over replicas; `wait` before they are read.
+    """All weights of a rank's stages that are sharded over replicas; `wait_gather` before they are read.
 
     Without ZeRO it is empty, and every method does nothing.
     """
@@ -189,22 +189,22 @@ class ShardedWeights:
             if work is not None:
                 self._under_way.setdefault(stage, []).append(work)
 
-    def wait(self, stage: int, wait: Wait) -> None:
+    def wait_gather(self, stage: int, wait: WaitForWorks) -> None:
         """Wait for a pending gather of a stage's weights."""
         works = self._under_way.pop(stage, None)
         if works:
             wait(works)
 
-    def free(self, stage: int, wait: Wait) -> None:
+    def free(self, stage: int, wait: WaitForWorks) -> None:
         """Free a stage's full weights."""
-        self.wait(stage, wait)
+        self.wait_gather(stage, wait)
         for bucket in self._of_stage.get(stage, ()):
             bucket.free()
 
-    def settle(self) -> None:
+    def wait_gathers(self) -> None:
         """Wait for all pending gathers."""
         for stage in list(self._under_way):
-            self.wait(stage, wait_for)
+            self.wait_gather(stage, wait_for)
 
     @property
     def are_resident(self) -> bool:
@@ -231,15 +231,15 @@ class ShardedWeights:
         if not self._reshards:
             for stage in self._of_stage:
                 self.gather(stage)
-            self.settle()
+            self.wait_gathers()
 
     @contextmanager
     def gathered(self, stage: int) -> Iterator[None]:
         """Return a context in which the full weights of a stage are resident (collective over replicas)."""
-        self.settle()
+        self.wait_gathers()
         if self._reshards:
             self.gather(stage)
-            self.settle()
+            self.wait_gathers()
         try:
             yield
         finally:

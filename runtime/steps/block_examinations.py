@@ -7,7 +7,7 @@ each kind of block here, run on a few samples ─▶ findings ──sent to all 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
@@ -29,7 +29,7 @@ from ..comm.host_collectives import first_said, greatest, share_texts
 from ..examine.block_losses import DRAWN_SAMPLES, BlockLoss, examine_block_loss
 from ..examine.block_runs import RunBlock, drawing
 from ..examine.extras.rows_of_samples import OF_NO_SAMPLE, extra_of_no_sample
-from ..examine.gradients.nonlinear_backwards import BlockBackwards, Unlinear
+from ..examine.gradients.nonlinear_backwards import BlockBackwards, GatheredWeights, Unlinear
 from ..examine.losses.loss_weights import LossWeight, Over
 from ..objects.host_state import HostState
 from ..parallel.cut_proofs.block_kinds import content_of
@@ -41,8 +41,6 @@ from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.cut_rules import is_built_in
 from ..stage.mean_losses import SUMS
 from ..stage.rank_model import RankModel
-
-Gathered = Callable[[int], AbstractContextManager[None]]
 
 _FREE_BYTES = 32 << 20
 NO_BLOCK_LOSS = (
@@ -87,7 +85,7 @@ class BlockExaminations:
         self._given_others: list[int] = []
         self._arrivals: dict[tuple[int | None, bool, int], Arrivals] = {}
 
-    def examine_backwards(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
+    def examine_backwards(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: GatheredWeights) -> None:
         """Find the blocks whose backward is not linear in its gradients (collective over ranks with the same blocks).
 
         Args:
@@ -106,7 +104,7 @@ class BlockExaminations:
         self._backwards = BlockBackwards(blocks, self._run, self._alike, gathered, self._agree, overtaken)
         self._backwards.examine(arrival_of)
 
-    def follow(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
+    def follow_units(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
         """Schedule blocks for a new examination that receive extras of a tree or plain value not seen before."""
         known, now = self._trees, {(name, spec.tree) for name, spec in units.extra_specs.items()}
         self._trees = now | (known or set())
@@ -132,7 +130,7 @@ class BlockExaminations:
             self._backwards.again({int(number) for text in told for number in text.split()})
             self.changed = []
 
-    def examine_losses(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
+    def examine_losses(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: GatheredWeights) -> None:
         """Determine the reductions of losses of blocks that are not built in (collective); see `examine_backwards`.
 
         Raises `MisfitError` for extras that blocks use for all samples alike, and that are cut with these.
@@ -142,7 +140,7 @@ class BlockExaminations:
         if self._find_kinds(parcels):
             self._examine()
 
-    def expect_evaluation(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
+    def expect_evaluation(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: GatheredWeights) -> None:
         """Store the first units of evaluations, for `examine_evaluation`; see `examine_backwards`."""
         self._gathered = gathered
         self._evaluated = (units, parcels) if self._find_kinds(parcels) else None
@@ -158,7 +156,7 @@ class BlockExaminations:
         self.in_evaluations = self._found_of(self._evaluated, is_brief=self._is_brief, evaluates=True)
         return True
 
-    def _examine_extras(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: Gathered) -> None:
+    def _examine_extras(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: GatheredWeights) -> None:
         """Refuse extras that are cut with the samples, but that a block uses as a whole (collective).
 
         Raises `MisfitError`. Blocks that communicate with other replicas in their forwards are not tried.
@@ -257,13 +255,13 @@ class BlockExaminations:
             for name, over, why, where in json.loads(text)
         ]
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Begin a step: check whether state that the blocks' code reads was changed from outside."""
         if self._state is not None and not self.since:
             found = (*self._moved(), *self._filled())
             self.since = next((name for name in found if name not in self._own), "")
 
-    def end(self) -> None:
+    def end_step(self) -> None:
         """End a step: state that forwards changed themselves counts as their own from now on, and triggers nothing."""
         if self._backwards is not None:
             self.changed, self._given_others = [*self._backwards.changed(), *self._given_others], []

@@ -27,8 +27,8 @@ from ..stage.rank_model import RankModel
 
 _logger = logging.getLogger("quintsched.runtime")
 
-State = tuple[int, float, float]
-Changed = dict[str, State]
+WeightSums = tuple[int, float, float]
+Changed = dict[str, WeightSums]
 """Weights that forwards have changed, by block and name, with the state that detects a change."""
 
 
@@ -78,7 +78,7 @@ def _why_lost(model: RankModel, parameter: Tensor) -> str:
     return ""
 
 
-def _why_apart(model: RankModel, known: State, now: State) -> str:
+def _why_apart(model: RankModel, known: WeightSums, now: WeightSums) -> str:
     """Return the reason why replicas would differ from one process, which makes the change in all forwards; else ""."""
     is_settled = all(isclose(one, other, rel_tol=1e-5) for one, other in zip(known[1:], now[1:], strict=True))
     return "" if is_settled or model.num_replicas == 1 else "each replica does so in its own forwards only"
@@ -109,9 +109,9 @@ def _watch(number: str, block: nn.Module, changed: Changed, model: RankModel) ->
     return [block.register_forward_pre_hook(begin), block.register_forward_hook(end)]
 
 
-def _states(block: nn.Module) -> dict[str, State]:
+def _states(block: nn.Module) -> dict[str, WeightSums]:
     """Return (address or version, sum, sum of squares) by weight; a clamp that clips nothing moves only the version."""
-    found: dict[str, State] = {}
+    found: dict[str, WeightSums] = {}
     with torch._C.DisableTorchFunction(), torch.no_grad():  # modes around the block must not see this
         for name, weight in block.named_parameters():
             if isinstance(weight, DTensor):

@@ -18,10 +18,10 @@ from ..comm import Group
 from ..comm.host_collectives import ControlGroup, first_said, share_texts
 from .error_location import rank_in_words
 
-Refusal = MisfitError | UsageError
+JointRefusal = MisfitError | UsageError
 
 
-def refuse_together(problem: Refusal | None, world: Group, alike: Group, mesh: Mesh) -> None:
+def refuse_together(problem: JointRefusal | None, world: Group, alike: Group, mesh: Mesh) -> None:
     """Raise, on all ranks, where some of them have a problem (collective over all).
 
     `alike`: the ranks that compute the same as this one, which is among them.

@@ -42,7 +42,7 @@ _logger = logging.getLogger("quintsched.runtime")
 FindShapes = Callable[[UnitSpec, Batch, int], tuple[list[Parcel], bool]]
 """Function that returns the parcel of every block, for a unit of a batch by its number, and whether that took data."""
 
-Extras = tuple[tuple[tuple[str, TreeSpec], ...], ...]
+ExtraSpecs = tuple[tuple[tuple[str, TreeSpec], ...], ...]
 """Specs of the extras, by name, of a unit of each size."""
 
 
@@ -75,7 +75,7 @@ class StepSettler:
             self._targets.refuse(error)
         self._are_alike(str(error))
 
-    def settle(self, plan: Plan, batch: Batch) -> Units:
+    def settle_units(self, plan: Plan, batch: Batch) -> Units:
         """Return the units of a step (collective over the pipeline; and over replicas, where models draw).
 
         Raises `MisfitError` where blocks cannot take them, or ranks have other numbers of samples or microbatches.
@@ -139,7 +139,7 @@ class StepSettler:
         """Return whether all ranks of ep have the same text (collective); True without mixtures that pad."""
         return self._experts is None or is_same(self._experts, words)
 
-    def _extras_of_each_size(self, batch: Batch, sizes: MicrobatchSizes, slices: int) -> Extras:
+    def _extras_of_each_size(self, batch: Batch, sizes: MicrobatchSizes, slices: int) -> ExtraSpecs:
         return tuple(batch.extra_specs(unit) for unit in self._first_of_each_size(sizes, slices).values())
 
     def any_shape(self) -> UnitShape:
@@ -151,7 +151,7 @@ class StepSettler:
             raise UsageError("the first step of a replica needs samples, by which the shapes of what travels are found")
         return self._latest
 
-    def _given(self, plan: Plan, inputs: str, targets: str, extras: Extras) -> list[UnitSpec]:
+    def _given(self, plan: Plan, inputs: str, targets: str, extras: ExtraSpecs) -> list[UnitSpec]:
         """Return the specs of the units of each size."""
         of_targets = self._read(targets) if targets else [None] * len(extras)
         return [

@@ -13,8 +13,7 @@ from shapes of inputs; a later step in which one differs raises.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -31,13 +30,11 @@ from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import Tree, TreeSpec, map_tensors, tensors_of
 from ..blocks.without_side_effects import BlockResult, run_block, untouched
 from ..comm import Group
+from ..examine.gradients.nonlinear_backwards import GatheredWeights
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
 from .step_header import Announcer
 from .units import UnitSpec
-
-Gathered = Callable[[int], AbstractContextManager[None]]
-"""Context in which the full weights of a stage are resident."""
 
 
 class ParcelFinder:
@@ -53,7 +50,7 @@ class ParcelFinder:
             whose number does not double with the number of samples.
     """
 
-    def __init__(self, model: RankModel, pipeline: Group, gathered: Gathered) -> None:
+    def __init__(self, model: RankModel, pipeline: Group, gathered: GatheredWeights) -> None:
         self._model, self._trial = model, Trial(model, pipeline, gathered)
         self._known, self.apart = dict[tuple[Tree, ...], list[frozenset[int]]](), frozenset[str]()
 
@@ -73,7 +70,7 @@ class ParcelFinder:
                     f"{error}; where replicas meet within a stage, blocks whose shapes depend on data take units of "
                     "one shape: pad sequences to one length, and give as many samples in every step"
                 ) from error
-            parcels = self._trial.run(spec, batch, unit)
+            parcels = self._trial.run_unit(spec, batch, unit)
         if any(len(parcel.specs) > 1 for parcel in (parcels if needs_data else parcels[-1:])):
             parcels = self._with_apart(spec, parcels, _twice(batch, unit, spec.num_samples) if needs_data else None)
         return parcels, needs_data
@@ -90,7 +87,7 @@ class ParcelFinder:
         structure = tuple(parcel.output.tree for parcel in parcels)
         if structure not in self._known:
             try:
-                found = self._trace(spec.twice()) if batch is None else self._trial.run(spec.twice(), batch, 0)
+                found = self._trace(spec.twice()) if batch is None else self._trial.run_unit(spec.twice(), batch, 0)
             except MisfitError:  # blocks that take no other number of samples
                 found = []
             self._known[structure] = [_apart(*pair) for pair in zip(parcels, found, strict=False)]
@@ -109,10 +106,10 @@ class Trial:
         gathered: makes weights resident.
     """
 
-    def __init__(self, model: RankModel, pipeline: Group, gathered: Gathered) -> None:
+    def __init__(self, model: RankModel, pipeline: Group, gathered: GatheredWeights) -> None:
         self._model, self._pipeline, self._gathered = model, pipeline, gathered
 
-    def run(self, spec: UnitSpec, batch: Batch, unit: int) -> list[Parcel]:
+    def run_unit(self, spec: UnitSpec, batch: Batch, unit: int) -> list[Parcel]:
         """Return the parcel of every block for a unit (collective over the pipeline, and over replicas that
         communicate within stages).
 

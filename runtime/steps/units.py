@@ -22,7 +22,7 @@ from ..blocks.trees import TreeSpec
 from ..parallel.context.context_parallel import Context
 from ..stage.stage_messages import Cargo
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 MOST_SHAPES = 512
 """Shapes of units that are cached."""
@@ -121,18 +121,18 @@ def samples_of(sizes: Sequence[int], slices: int, first: int) -> list[range]:
     return found
 
 
-class Latest(Generic[Made]):
+class Latest(Generic[Result]):
     """Cache of at most `most` values by key; the least recently used one is evicted."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._made: OrderedDict[Hashable, Made] = OrderedDict()
+        self._made: OrderedDict[Hashable, Result] = OrderedDict()
 
     def forget(self, key: Hashable) -> None:
         """Remove the value of a key."""
         del self._made[key]
 
-    def get(self, key: Hashable, make: Callable[[], Made]) -> Made:
+    def get(self, key: Hashable, make: Callable[[], Result]) -> Result:
         """Return the cached value of a key, or make it."""
         if key in self._made:
             self._made.move_to_end(key)

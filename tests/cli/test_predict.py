@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.strategies.commands.flags import FLAGS, SWITCHES, option_of
+from quintsched.strategies.commands.flags import FLAGS, SWITCH_FLAGS, option_of
 from quintsched.strategies.descriptions.flag_rows import KEYS
 
 GPT3 = {"model": "gpt3-175b", "hardware": "a100-80gb", "gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 2048}
@@ -27,7 +27,7 @@ def flags(row: dict[str, Any]) -> list[str]:
 
 
 def test_every_key_of_a_row_has_a_flag() -> None:
-    assert {*FLAGS, *SWITCHES} == set(KEYS)
+    assert {*FLAGS, *SWITCH_FLAGS} == set(KEYS)
 
 
 def test_the_terms_add_up(cli) -> None:

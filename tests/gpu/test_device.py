@@ -61,7 +61,7 @@ def bf16_outcome(machine: Machine, schedule: str, chunks: int) -> tuple[list[flo
     with sdpa_kernel(SDPBackend.MATH):
         losses = [engine.step(*batch).loss.item() for batch in zip(task.inputs, task.targets, strict=True)]
     weights = {
-        name: engine.masters.of(parameter).detach()
+        name: engine.masters.master_of(parameter).detach()
         for stage in engine.stages.values()
         for name, parameter in stage.named_weights().items()
     }

@@ -115,7 +115,7 @@ def train(engine: Engine) -> tuple[list[float], Mapping[str, Tensor]]:
     losses = [engine.step(*share(engine, *batch)).loss.item() for batch in batches]
     stages = engine.stages.values()
     return losses, {
-        name: engine.masters.of(p).detach() for stage in stages for name, p in stage.named_weights().items()
+        name: engine.masters.master_of(p).detach() for stage in stages for name, p in stage.named_weights().items()
     }
 
 

@@ -153,7 +153,7 @@ def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[Found]]:
 def test_ranks_hold_what_is_predicted(name: str) -> None:
     model, given = CASES[name]
     strategy = strategy_of(model, given)
-    terms, kinds = held(model, HARDWARE, Table.of([strategy]), each_rank=True)
+    terms, kinds = held(model, HARDWARE, Table.from_strategies([strategy]), each_rank=True)
     plan, measured = measure(model, strategy)
     for rank, found in enumerate(measured):
         place = list(kinds.rank[0]).index(plan.mesh.coordinates(rank).get("pp", 0))

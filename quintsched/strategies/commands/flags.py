@@ -61,7 +61,7 @@ FLAGS: dict[str, Flag] = {
 }
 """Flags with a value."""
 
-SWITCHES: dict[str, str] = {
+SWITCH_FLAGS: dict[str, str] = {
     "sequence_parallel": "Whether tp's ranks share out the tokens between products.",
     "overlap": "Whether gradients are reduced beside backwards, and weights gathered beside forwards (default: yes).",
     "pp_duplex": "Whether a message in and one out between stages are exchanged at once (default: yes).",
@@ -79,7 +79,7 @@ CHOSEN = tuple(name for name in FLAGS if name != "stages")
 def taking_flags(*names: str, several: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command all flags, or those named; it gets the given values as `flags`."""
     chosen = {name: FLAGS[name] for name in (names or FLAGS)}
-    switches = list(SWITCHES)
+    switches = list(SWITCH_FLAGS)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**options: Any) -> None:
@@ -141,7 +141,7 @@ def _option(name: str, flag: Flag, several: bool) -> inspect.Parameter:
 
 
 def _switch(name: str) -> inspect.Parameter:
-    option = typer.Option(f"{option_of(name)}/{option_of(f'no_{name}')}", help=SWITCHES[name])
+    option = typer.Option(f"{option_of(name)}/{option_of(f'no_{name}')}", help=SWITCH_FLAGS[name])
     kind = Annotated[bool | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
@@ -153,7 +153,7 @@ def option_of(name: str) -> str:
 
 def read_flag(name: str, text: Any, several: bool = False) -> Any:
     """Return the value of a flag, or a list if several may be given; raises UsageError."""
-    if name in SWITCHES:
+    if name in SWITCH_FLAGS:
         return text if isinstance(text, bool) else _truth(name, text)
     flag = FLAGS[name]
     if several and flag.has_choice:

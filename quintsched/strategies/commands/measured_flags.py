@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quintsched.strategies.profiles.profile import Profile
 
 PLAN = "plan"
-AXES = ("gpus", "dp", "tp", "pp", "cp", "ep")
+COUNTED_AXES = ("gpus", "dp", "tp", "pp", "cp", "ep")
 """Axes: if one of these is given, the others are derived anew."""
 
 ProfileFile = Annotated[
@@ -46,7 +46,7 @@ class MeasuredStart:
     """Flags that were different when the trace was taken."""
 
     @classmethod
-    def of(cls, path: Path | None, at: str | None) -> MeasuredStart | None:
+    def from_options(cls, path: Path | None, at: str | None) -> MeasuredStart | None:
         """Return the values of the two options; raises `UsageError` if they are invalid, or the first is missing."""
         if path is None and at is not None:
             raise UsageError("--profile-at says under what --profile was taken; give that too")
@@ -59,6 +59,10 @@ class MeasuredStart:
 
         changed = dict(self.changes)
         plan = changed.pop(PLAN, None)
-        kept = {name: value for name, value in row.items() if name not in AXES} if changed.keys() & set(AXES) else row
+        kept = (
+            {name: value for name, value in row.items() if name not in COUNTED_AXES}
+            if changed.keys() & set(COUNTED_AXES)
+            else row
+        )
         taken = read_row({**kept, **changed})
         return read_profile(self.path, Measured(taken.model, taken.strategy, read_plan(str(plan)) if plan else None))

@@ -24,7 +24,7 @@ from quintsched.strategies.commands.prediction_report import as_data, describe
 if TYPE_CHECKING:
     from quintsched.strategies.prediction.step import Prediction
 
-MOST_BYTES = 2**26
+MOST_ROWS_BYTES = 2**26
 """Maximum number of bytes of a file of rows."""
 
 Files = Annotated[
@@ -61,7 +61,7 @@ def predict(
         flags = row_of_job(files) | flags
     if simulate and profile is not None:
         raise UsageError("--simulate times a plan by the model's own costs, not by those of --profile; leave out one")
-    start = MeasuredStart.of(profile, profile_at)
+    start = MeasuredStart.from_options(profile, profile_at)
     if rows is not None:
         emit(_answers(read_rows(rows), flags, start, simulate))
         return
@@ -79,7 +79,7 @@ def read_rows(file: Path) -> list[Any]:
     from quintsched.files.atomic import read_whole
     from quintsched.files.strictjson import parse_strict
 
-    content = read_whole(file, MOST_BYTES, "the rows")
+    content = read_whole(file, MOST_ROWS_BYTES, "the rows")
     try:
         found = parse_strict(content)
     except InputError as error:

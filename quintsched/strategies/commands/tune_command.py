@@ -93,7 +93,7 @@ def tune(
     for written in (output, certificate):
         refuse_input(written, flags.get("model"), flags.get("hardware"), profile)
     path = None if output is None else picture_path(output, (*PICTURES, PAGE))
-    found = _search(flags, top, exhaustive, MeasuredStart.of(profile, profile_at), headroom / 100)
+    found = _search(flags, top, exhaustive, MeasuredStart.from_options(profile, profile_at), headroom / 100)
     if certificate is not None:
         _certify(found, certificate)
     explanation = None if explain is None else _explain(found, explain)

@@ -26,19 +26,19 @@ from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import MODULES, Strategy, modules_of
 
-AXES = ("tp", "cp", "ep", "dp", "pp")
+INNERMOST_FIRST = ("tp", "cp", "ep", "dp", "pp")
 """Axes from the innermost, whose ranks are nearest neighbours."""
 
 KEYS = ("model", "hardware", "gpus_per_node", *Strategy.model_fields)
 """Keys of a row."""
 
 
-MOST = 2**40
+LARGEST_SIZE = 2**40
 """Largest size."""
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictionRow:
     """Input of one prediction."""
 
     model: Model
@@ -46,7 +46,7 @@ class Row:
     strategy: Strategy
 
 
-def read_row(values: Mapping[str, Any]) -> Row:
+def read_row(values: Mapping[str, Any]) -> PredictionRow:
     """Return a row with its missing values filled in.
 
     Raises UsageError for an unknown key or an invalid value; InputError for a broken description.
@@ -56,7 +56,7 @@ def read_row(values: Mapping[str, Any]) -> Row:
         if name not in KEYS:
             raise UsageError(f"unknown key {quoted(name)}{suggest(name, KEYS)}")
     model, hardware = find_parts(given)
-    return Row(model, hardware, read_strategy(model, given))
+    return PredictionRow(model, hardware, read_strategy(model, given))
 
 
 def find_parts(given: Mapping[str, Any]) -> tuple[Model, Hardware]:
@@ -93,8 +93,8 @@ def read_strategy(model: Model, given: Mapping[str, Any]) -> Strategy:
 
 def _mesh(given: Mapping[str, Any]) -> dict[str, int]:
     """Return the axes and the GPUs, with missing ones derived from the rest."""
-    sizes = {name: _size(name, given[name]) for name in ("gpus", *AXES) if name in given}
-    found = {name: sizes.get(name, 1) for name in AXES}
+    sizes = {name: _size(name, given[name]) for name in ("gpus", *INNERMOST_FIRST) if name in given}
+    found = {name: sizes.get(name, 1) for name in INNERMOST_FIRST}
     product = math.prod(found.values())
     gpus = sizes.get("gpus", product)
     if "dp" not in sizes:
@@ -114,8 +114,8 @@ def _product(sizes: Mapping[str, int]) -> str:
 
 def _size(name: str, value: object) -> int:
     size = whole_number(value)
-    if size is None or not 1 <= size <= MOST:
-        raise UsageError(f"{name} is {quoted(value)}; give a whole number from 1 to {MOST}")
+    if size is None or not 1 <= size <= LARGEST_SIZE:
+        raise UsageError(f"{name} is {quoted(value)}; give a whole number from 1 to {LARGEST_SIZE}")
     return size
 
 
@@ -147,7 +147,7 @@ def _numbers(value: object) -> int | tuple[int, ...] | None:
         parts: list[object] = [int(part) if part.strip().isdecimal() else None for part in value.split(",")]
         value = parts[0] if len(parts) == 1 else parts
     found = [whole_number(part) for part in (value if isinstance(value, list | tuple) else [value])]
-    numbers = tuple(part for part in found if part is not None and 0 <= part <= MOST)
+    numbers = tuple(part for part in found if part is not None and 0 <= part <= LARGEST_SIZE)
     if not numbers or len(numbers) < len(found):
         return None
     return numbers if isinstance(value, list | tuple) else numbers[0]

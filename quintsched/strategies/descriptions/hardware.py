@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from pydantic import Field, model_validator
 
-from quintsched.strategies.descriptions.model import Amount, Description, Figure, Ranks, Size
+from quintsched.strategies.descriptions.model import Amount, Description, Figure, RankCount, Size
 
 
 class Curve(Description):
@@ -50,17 +50,17 @@ class Measured(Description):
     """Step of AdamW in float32: elements per second, by elements."""
     link: Curve | None = None
     """Message between two neighbours: bytes per second, by bytes."""
-    all_reduce: dict[Ranks, Curve] = Field(default_factory=dict)
+    all_reduce: dict[RankCount, Curve] = Field(default_factory=dict)
     """All-reduce over that many ranks: bytes of the tensor per second, by bytes."""
     link_work: Curve | None = None
     """On a CPU: core time that a message costs if many ranks compute: bytes per second of a core, by bytes."""
-    all_reduce_work: dict[Ranks, Curve] = Field(default_factory=dict)
+    all_reduce_work: dict[RankCount, Curve] = Field(default_factory=dict)
     """The same for an all-reduce over that many ranks: bytes of the tensor per second of a core."""
     kernel_s: Amount | None = None
     """Seconds of one operation of negligible size (launch overhead); 0 for steps captured as graphs, or compiled."""
     cores: Size | None = None
     """On a CPU: number of cores that the processes share."""
-    sharing: dict[Ranks, Figure] = Field(default_factory=dict)
+    sharing: dict[RankCount, Figure] = Field(default_factory=dict)
     """On a CPU: speed of one of that many processes while it has a core, relative to a single process."""
 
     @model_validator(mode="after")

@@ -33,7 +33,7 @@ from quintsched.strategies.descriptions.simumax import is_system, read_system
 
 PRESETS = Path(__file__).parent / "presets"
 
-MOST_BYTES = 2**20
+MOST_DESCRIPTION_BYTES = 2**20
 """Maximum number of bytes of a description."""
 
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -42,10 +42,10 @@ CALIBRATED = Path("~/.cache/quintsched/cpu.json")
 """File in which `quintsched calibrate` stores the rates of this machine."""
 
 D = TypeVar("D", bound=Description)
-Source = str | Path | Mapping[str, Any]
+DescriptionSource = str | Path | Mapping[str, Any]
 
 
-def find_model(what: Source | Model) -> Model:
+def find_model(what: DescriptionSource | Model) -> Model:
     """Return the model of a preset's name, a file (also transformers' `config.json`, or its folder) or a mapping.
 
     Raises `UsageError` for an unknown name, `InputError` with the place for a broken description.
@@ -62,7 +62,7 @@ def find_model(what: Source | Model) -> Model:
     return _model(_read(path, "the model"), str(path))
 
 
-def find_hardware(what: Source | Hardware) -> Hardware:
+def find_hardware(what: DescriptionSource | Hardware) -> Hardware:
     """Return the hardware of a preset's name, a file or a mapping; raises as `find_model` does."""
     if isinstance(what, Hardware):
         return what
@@ -116,7 +116,7 @@ def _model(values: Mapping[str, Any], source: str) -> Model:
     return _checked(Model, values, source, find_model)
 
 
-def _checked(kind: type[D], values: Mapping[str, Any], source: str, find: Callable[[Source], D]) -> D:
+def _checked(kind: type[D], values: Mapping[str, Any], source: str, find: Callable[[DescriptionSource], D]) -> D:
     """Return the validated record; fields that are left out come from the one it is `like`."""
     given = dict(values)
     if "like" in given:
@@ -153,7 +153,7 @@ def _calibrated() -> Path:
 
 
 def _read(path: Path, what: str) -> Mapping[str, Any]:
-    content = read_whole(path, MOST_BYTES, what)
+    content = read_whole(path, MOST_DESCRIPTION_BYTES, what)
     try:
         found = parse_strict(content) if path.suffix == ".json" else parse_yaml(content, str(path))
     except InputError as error:

@@ -19,7 +19,7 @@ Size = Annotated[int, Field(ge=1, le=2**31, strict=True)]
 Layers = Annotated[int, Field(ge=1, le=2**14, strict=True)]
 Count = Annotated[int, Field(ge=0, le=2**31)]
 """Size that may be 0."""
-Ranks = Annotated[int, Field(ge=1, le=2**31)]
+RankCount = Annotated[int, Field(ge=1, le=2**31)]
 """Number of ranks as a key of an object, which JSON writes as text."""
 Figure = Annotated[float, Field(gt=1e-12, le=1e15)]
 """Positive figure from a measurement or a datasheet, with generous bounds that keep results finite."""

@@ -20,10 +20,10 @@ import numpy as np
 
 from quintsched.strategies.descriptions.model import Model
 
-Ints: TypeAlias = Any
+IntOrArray: TypeAlias = Any
 """Integer, or an array of them."""
 
-KINDS = ("embedding", "positions", "attention", "ffn", "router", "experts", "norms", "biases", "head")
+PARAMETER_KINDS = ("embedding", "positions", "attention", "ffn", "router", "experts", "norms", "biases", "head")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Weight:
 
     name: str
     kind: str
-    units: Ints
+    units: IntOrArray
     each: int
     is_cut: bool = False
     """Whether tp shards it."""
@@ -44,7 +44,7 @@ class Weight:
         """Elements of all copies, unsharded."""
         return self.units * self.each * self.copies
 
-    def on_rank(self, tp: Ints) -> Any:
+    def on_rank(self, tp: IntOrArray) -> Any:
         """Elements of one copy on the tp rank that holds most."""
         return -(-self.units // tp) * self.each if self.is_cut else self.units * self.each
 
@@ -67,7 +67,7 @@ def block_weights(model: Model, *, has_experts: bool) -> tuple[Weight, ...]:
     )
 
 
-def embedding_weights(model: Model, seq: Ints | None = None) -> tuple[Weight, ...]:
+def embedding_weights(model: Model, seq: IntOrArray | None = None) -> tuple[Weight, ...]:
     """Return the weights before the first block, for sequences of `seq` tokens (None: the model's)."""
     hidden = model.hidden
     if model.images is not None:
@@ -95,8 +95,8 @@ def head_weights(model: Model) -> tuple[Weight, ...]:
 
 
 def count(model: Model, seq: int | None = None) -> dict[str, int]:
-    """Return the number of parameters by kind (`KINDS`); a tied head counts as the embedding."""
-    found = dict.fromkeys(KINDS, 0)
+    """Return the number of parameters by kind (`PARAMETER_KINDS`); a tied head counts as the embedding."""
+    found = dict.fromkeys(PARAMETER_KINDS, 0)
     for has_experts in (False, True):
         layers = model.has_experts.count(has_experts)
         _add(found, block_weights(model, has_experts=has_experts) if layers else (), layers)
@@ -120,7 +120,7 @@ def active(model: Model, seq: int | None = None) -> int:
     return total(model, seq) - one_of_each_layer * (model.experts.count - model.experts.top_k)
 
 
-def on_rank(weights: Iterable[Weight], *, tp: Ints, ep: Ints = 1) -> Held:
+def on_rank(weights: Iterable[Weight], *, tp: IntOrArray, ep: IntOrArray = 1) -> Held:
     """Return the number of parameters of some weights on a rank; experts are divided over `ep`."""
     dense: Any = 0
     per_unit: dict[tuple[int, int], int] = {}

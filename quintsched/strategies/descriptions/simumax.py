@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-SIZES = tuple(float(2**power) for power in range(10, 35, 2))
+SIZE_KEYS = tuple(float(2**power) for power in range(10, 35, 2))
 """Bytes at which curves of passes and links are sampled."""
 GROUPS = (2, 4, 8)
 """Numbers of ranks of collectives."""
@@ -110,4 +110,4 @@ def _all_reduce(network: Mapping[str, Any], ranks: int) -> dict[str, list[float]
 
 
 def _curve(rate: float, latency_s: float) -> dict[str, list[float]]:
-    return {"sizes": list(SIZES), "rates": [size / (size / rate + latency_s) for size in SIZES]}
+    return {"sizes": list(SIZE_KEYS), "rates": [size / (size / rate + latency_s) for size in SIZE_KEYS]}

@@ -22,7 +22,7 @@ recomputed activations are kept in 8 bits."""
 _NAMED = "|".join(MODULES)
 Modules = Annotated[str, Field(pattern=rf"^({_NAMED})(\+({_NAMED}))*$")]
 """Some of `MODULES`: "layernorm+moe_act"."""
-Recompute = Literal["none", "selective", "full"] | Modules | Count | tuple[int, ...]
+RecomputeRule = Literal["none", "selective", "full"] | Modules | Count | tuple[int, ...]
 """Recomputed layers of each stage: none, attention's scores only, some modules of each layer, all, a number of layers,
 or a number per stage."""
 
@@ -54,7 +54,7 @@ class Strategy(Description):
     """Stages per pipeline rank; None: the fewest that the schedule takes."""
     schedule: str | None = None
     """Name of the schedule; None: "1f1b", or "interleaved-1f1b" with more than one chunk."""
-    recompute: Recompute = "none"
+    recompute: RecomputeRule = "none"
     sequence_parallel: bool = False
     zero: Literal[0, 1, 2, 3] = 0
     zero_every: Size = 1

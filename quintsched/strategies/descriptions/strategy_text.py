@@ -6,7 +6,7 @@ import math
 
 from quintsched.strategies.descriptions.strategy import Strategy
 
-AXES = ("dp", "pp", "ep", "cp", "tp")
+OUTERMOST_FIRST = ("dp", "pp", "ep", "cp", "tp")
 """Axes in the order in which meshes are written: innermost last."""
 
 TERMS = {
@@ -60,7 +60,7 @@ def strategy_name(strategy: Strategy) -> str:
 
 def strategy_mesh(strategy: Strategy) -> str:
     """Return the axes of size > 1: "dp=8,pp=4,tp=2"."""
-    axes = {axis: getattr(strategy, axis) for axis in AXES}
+    axes = {axis: getattr(strategy, axis) for axis in OUTERMOST_FIRST}
     return ",".join(f"{axis}={size}" for axis, size in axes.items() if size > 1) or "one rank"
 
 

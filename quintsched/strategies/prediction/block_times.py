@@ -28,7 +28,7 @@ from quintsched.strategies.prediction.efficiency import (
     launches,
     operator_times,
 )
-from quintsched.strategies.prediction.operators import Array, Operator, Product, Sizes
+from quintsched.strategies.prediction.operators import Array, BlockSizes, Operator, Product
 from quintsched.strategies.prediction.predicted_collectives import (
     all_reduce_s,
     exchange_s,
@@ -36,13 +36,13 @@ from quintsched.strategies.prediction.predicted_collectives import (
     overlap,
 )
 
-T = TypeVar("T", bound="Rows")
+T = TypeVar("T", bound="ArrayRecord")
 
 
-class Rows:
+class ArrayRecord:
     """Base class of frozen records of arrays, or of such records, that all have one entry per configuration."""
 
-    def take(self: T, index: NDArray[np.int64]) -> T:
+    def take_rows(self: T, index: NDArray[np.int64]) -> T:
         """Return the record with these entries only."""
         return type(self)(**{field.name: _taken(getattr(self, field.name), index) for field in fields(self)})  # type: ignore[arg-type]
 
@@ -53,7 +53,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Layer(Rows):
+class Layer(ArrayRecord):
     """Times of one layer, or of the embedding or the head: seconds of a microbatch on one GPU.
 
     Communication is the exposed part; `hidden` is the part that overlaps with computation. Times of computation include
@@ -95,7 +95,7 @@ class Layer(Rows):
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks(Rows):
+class Blocks(ArrayRecord):
     """Times of a model's kinds of layers, and of its embedding and head."""
 
     dense: Layer
@@ -104,7 +104,7 @@ class Blocks(Rows):
     last: Layer
 
 
-def blocks(model: Model, hardware: Hardware, sizes: Sizes, dtype: str, constants: Constants = CONSTANTS) -> Blocks:
+def blocks(model: Model, hardware: Hardware, sizes: BlockSizes, dtype: str, constants: Constants = CONSTANTS) -> Blocks:
     """Return the times of a model's kinds of layers for n sizes, all of one dtype."""
     dense = operators.block(model, sizes, experts=False)
     mixture = operators.block(model, sizes, experts=True) if model.experts else dense
@@ -122,7 +122,7 @@ def blocks(model: Model, hardware: Hardware, sizes: Sizes, dtype: str, constants
 class _LayerTimes:
     """Converter from operators to Layers."""
 
-    def __init__(self, model: Model, hardware: Hardware, sizes: Sizes, dtype: str, constants: Constants) -> None:
+    def __init__(self, model: Model, hardware: Hardware, sizes: BlockSizes, dtype: str, constants: Constants) -> None:
         self.model, self.hardware, self.sizes = model, hardware, sizes
         self.dtype, self.constants = dtype, constants
 
@@ -242,7 +242,7 @@ def _launched(device: Times, number: Times, waits: tuple[Array, Array], hardware
     )
 
 
-def _looked_up(model: Model, sizes: Sizes) -> Array:
+def _looked_up(model: Model, sizes: BlockSizes) -> Array:
     """Return the parameters of an embedding that is not tied; a tied one is counted in the head."""
     return np.zeros_like(sizes.tokens) if model.tied else model.vocab * model.hidden / sizes.tp
 
@@ -259,10 +259,10 @@ def _weights(operator: Operator) -> Array:
 
 
 def _joined(one: object, other: object) -> object:
-    if isinstance(one, Rows) and isinstance(other, Rows):
+    if isinstance(one, ArrayRecord) and isinstance(other, ArrayRecord):
         return one.joined(other)
     return np.concatenate((np.asarray(one), np.asarray(other)))
 
 
 def _taken(value: object, index: NDArray[np.int64]) -> object:
-    return value.take(index) if isinstance(value, Rows) else np.asarray(value)[index]
+    return value.take_rows(index) if isinstance(value, ArrayRecord) else np.asarray(value)[index]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quintsched.strategies.descriptions.hardware import Curve, Hardware
-from quintsched.strategies.prediction.operators import Array, Attention, Operator, Product
+from quintsched.strategies.prediction.operators import Array, AttentionKernel, Operator, Product
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def operator_times(
         zero = np.zeros_like(forward)
         halves = (inputs, weights) if operator.weighted else (inputs + weights, zero)
         return Times(forward, *halves, forward if operator.module == "core_attn" else zero)
-    if isinstance(operator, Attention):
+    if isinstance(operator, AttentionKernel):
         return _attention_times(operator, hardware, dtype, constants)
     forward = memory_s(operator.forward, hardware, constants)
     backward = memory_s(operator.backward, hardware, constants)
@@ -142,7 +142,7 @@ def launches(operator: Operator) -> Times:
         one = np.ones_like(operator.m)
         halves = (one, one) if operator.weighted else (2 * one, 0 * one)
         return Times(one, *halves, one * (operator.module == "core_attn"))
-    if isinstance(operator, Attention):
+    if isinstance(operator, AttentionKernel):
         calls = np.maximum(operator.ring, 1.0)
         return Times(calls, calls, 0 * calls, calls)
     one = np.where(operator.forward > 0, 1.0, 0.0)
@@ -252,7 +252,7 @@ def curve_rate(curve: Curve, size: Array) -> Array:
     return found
 
 
-def _attention_times(attention: Attention, hardware: Hardware, dtype: str, constants: Constants) -> Times:
+def _attention_times(attention: AttentionKernel, hardware: Hardware, dtype: str, constants: Constants) -> Times:
     measured, dtype = hardware.measured, "bf16" if dtype == "fp8" else dtype
     if measured is not None and dtype in measured.attention and dtype in measured.attention_backward:
         curves = measured.attention[dtype], measured.attention_backward[dtype]
@@ -277,7 +277,7 @@ def _attention_times(attention: Attention, hardware: Hardware, dtype: str, const
 
 
 def _ring_s(
-    attention: Attention, hardware: Hardware, curves: tuple[Curve, Curve], constants: Constants
+    attention: AttentionKernel, hardware: Hardware, curves: tuple[Curve, Curve], constants: Constants
 ) -> tuple[Array, Array]:
     """Return the seconds of ring attention over the cp axis: forward and backward.
 

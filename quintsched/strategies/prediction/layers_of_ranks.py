@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.strategy import Recompute
+from quintsched.strategies.descriptions.strategy import RecomputeRule
 from quintsched.strategies.prediction.operators import Array
 
 V_SHAPED = frozenset({"zbv", "v-half", "v-min", "dualpipe-v"})
@@ -28,14 +28,14 @@ BIDIRECTIONAL = frozenset({"dualpipe"})
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayerLayout:
     """Settings that determine the layers of each rank."""
 
     pp: int
     chunks: int
     schedule: str
     stages: tuple[int, ...] | None
-    recompute: Recompute
+    recompute: RecomputeRule
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Kinds:
     """1 if all stages hold the same layers, except for embedding and head, or each rank has one stage; a property of
     the layout, repeated in every column."""
 
-    def take(self, index: NDArray[np.int64]) -> Kinds:
+    def take_layouts(self, index: NDArray[np.int64]) -> Kinds:
         """Return the kinds of these layouts; the result is stored kind by kind, contiguous over layouts."""
         return Kinds(**{name: np.take(values.T, index, axis=1).T for name, values in vars(self).items()})
 
@@ -142,7 +142,7 @@ def _together(stages: Sequence[RankKind]) -> RankKind:
     return RankKind(*(sum(column) for column in zip(*(vars(stage).values() for stage in stages), strict=True)))
 
 
-def rank_stages(model: Model, layout: Layout) -> list[list[RankKind]]:
+def rank_stages(model: Model, layout: LayerLayout) -> list[list[RankKind]]:
     """Return the layers of each stage of each pipeline rank."""
     count = layout.pp * layout.chunks
     layers = layout.stages or stage_layers(model.layers, count)
@@ -158,7 +158,7 @@ def rank_stages(model: Model, layout: Layout) -> list[list[RankKind]]:
     return [[stages[stage] for stage in of_rank] for of_rank in held]
 
 
-def _alike(layout: Layout, of_ranks: list[list[RankKind]]) -> float:
+def _alike(layout: LayerLayout, of_ranks: list[list[RankKind]]) -> float:
     """Return 1 if all stages hold the same layers, except for embedding and head, or each rank has one; 0 for twins."""
     several = {(one.dense, one.mixture, one.full_dense, one.full_mixture) for own in of_ranks for one in own}
     return float(layout.schedule not in BIDIRECTIONAL and (layout.chunks == 1 or len(several) == 1))
@@ -172,7 +172,7 @@ def has_experts(model: Model, layer: int) -> bool:
     )
 
 
-def kinds(model: Model, layouts: Sequence[Layout], *, each_rank: bool = False) -> Kinds:
+def kinds(model: Model, layouts: Sequence[LayerLayout], *, each_rank: bool = False) -> Kinds:
     """Return the kinds of ranks of several layouts, as runs of equal ranks; `each_rank`: one kind per rank."""
     columns = [_columns(model, layout, each_rank) for layout in layouts]
     most = max(len(column) for column in columns)
@@ -182,7 +182,7 @@ def kinds(model: Model, layouts: Sequence[Layout], *, each_rank: bool = False) -
 
 
 @lru_cache(maxsize=2**16)
-def _columns(model: Model, layout: Layout, each_rank: bool) -> tuple[tuple[float, ...], ...]:
+def _columns(model: Model, layout: LayerLayout, each_rank: bool) -> tuple[tuple[float, ...], ...]:
     """Return each kind of rank of a layout, as the fields of `Kinds`."""
     runs: list[tuple[RankKind, list[int]]] = []
     of_ranks = rank_stages(model, layout)
@@ -194,7 +194,7 @@ def _columns(model: Model, layout: Layout, each_rank: bool) -> tuple[tuple[float
     return tuple((*vars(kind).values(), len(ranks), ranks[0], alike) for kind, ranks in runs)
 
 
-def recomputed_layers(layers: Sequence[int], recompute: Recompute) -> list[int]:
+def recomputed_layers(layers: Sequence[int], recompute: RecomputeRule) -> list[int]:
     """Return the number of fully recomputed layers of each stage."""
     if recompute == "full":
         return list(layers)

@@ -27,7 +27,7 @@ FP32 = 4.0
 
 
 @dataclass(frozen=True, eq=False)
-class Sizes:
+class BlockSizes:
     """Sizes that determine the time of a block, for each of n configurations; all arrays of length n."""
 
     tp: Array
@@ -79,7 +79,7 @@ class Product:
 
 
 @dataclass(frozen=True, eq=False)
-class Attention:
+class AttentionKernel:
     """Fused attention kernel, which never materialises the scores."""
 
     name: str
@@ -110,10 +110,10 @@ class Pass:
     module: str = ""
 
 
-Operator: TypeAlias = Product | Attention | Pass
+Operator: TypeAlias = Product | AttentionKernel | Pass
 
 
-def block(model: Model, sizes: Sizes, *, experts: bool) -> tuple[Operator, ...]:
+def block(model: Model, sizes: BlockSizes, *, experts: bool) -> tuple[Operator, ...]:
     """Return the operators of one layer; `experts`: of a layer with a mixture of experts."""
     feed_forward = (
         _mixture(model, sizes) if experts else _feed_forward(model, sizes, model_ffn(model), sizes.tokens, "ffn")
@@ -128,7 +128,7 @@ def block(model: Model, sizes: Sizes, *, experts: bool) -> tuple[Operator, ...]:
     )
 
 
-def attention(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
+def attention(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
     """Return the projections and the kernel of self-attention."""
     head = head_size(model)
     heads = model.heads / sizes.tp
@@ -145,7 +145,7 @@ def attention(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
     )
 
 
-def head(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
+def head(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
     """Return the operators after the last block: the final norm, the logits and their cross-entropy."""
     tokens, width = sizes.tokens, sizes.width
     classes = model.images.classes if model.images else model.vocab
@@ -163,7 +163,7 @@ def head(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
     )
 
 
-def embedding(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
+def embedding(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
     """Return the operators before the first block: token lookup, or patch projection."""
     tokens, width = sizes.tokens, sizes.width
     elements = tokens * model.hidden
@@ -189,7 +189,7 @@ def gated(model: Model) -> bool:
     return model.activation in ("swiglu", "geglu")
 
 
-def _projections(model: Model, sizes: Sizes, heads: Array, key_heads: Array, head: int) -> tuple[Operator, ...]:
+def _projections(model: Model, sizes: BlockSizes, heads: Array, key_heads: Array, head: int) -> tuple[Operator, ...]:
     tokens, width = sizes.tokens, sizes.width
     hidden = np.full_like(tokens, model.hidden)
     if model.latent is None:
@@ -218,7 +218,7 @@ def _rotary(model: Model, tokens: Array, heads: Array, head: int, width: Array) 
     return (*norms, *rotary)
 
 
-def _core(model: Model, sizes: Sizes, heads: Array, head: int, values: int) -> tuple[Operator, ...]:
+def _core(model: Model, sizes: BlockSizes, heads: Array, head: int, values: int) -> tuple[Operator, ...]:
     """Return the core of attention: fused, or scores, softmax with mask, dropout, and values as separate operators."""
     rows, columns, width = sizes.seq / sizes.cp, sizes.seq, sizes.width
     batch = sizes.microbatch * heads
@@ -229,7 +229,7 @@ def _core(model: Model, sizes: Sizes, heads: Array, head: int, values: int) -> t
             whole = 1 / model.window_except if model.window_except else 0.0
             keys = whole * keys + (1 - whole) * np.minimum(model.window, keys)
         flops, length = 2 * batch * rows * keys * (head + values), keys / sizes.cp
-        return (Attention("attention", flops, head, length, model.attention, batch, rows, sizes.cp),)
+        return (AttentionKernel("attention", flops, head, length, model.attention, batch, rows, sizes.cp),)
     depth, value = np.full_like(rows, head), np.full_like(rows, values)
     passes = Pass("softmax", scores * 2 * width, scores * 3 * width, module="core_attn")
     dropped = scores * (2 * width + 1)
@@ -242,7 +242,7 @@ def _core(model: Model, sizes: Sizes, heads: Array, head: int, values: int) -> t
     )
 
 
-def _feed_forward(model: Model, sizes: Sizes, ffn: float, tokens: Array, name: str) -> tuple[Operator, ...]:
+def _feed_forward(model: Model, sizes: BlockSizes, ffn: float, tokens: Array, name: str) -> tuple[Operator, ...]:
     hidden = np.full_like(tokens, model.hidden)
     wide = np.full_like(tokens, ffn) / sizes.tp
     inputs = 2 if gated(model) else 1
@@ -255,7 +255,7 @@ def _feed_forward(model: Model, sizes: Sizes, ffn: float, tokens: Array, name: s
     )
 
 
-def _mixture(model: Model, sizes: Sizes) -> tuple[Operator, ...]:
+def _mixture(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
     """Return router, permutation, grouped experts of this rank, and the way back; at even loads.
 
     Rows are sorted by rank before the exchange over ep, and by expert after it.
@@ -308,7 +308,7 @@ def _bias(name: str, elements: Array, width: Array, *, present: bool) -> tuple[P
     return (Pass(f"{name} bias", np.zeros_like(elements), elements * width),) if present else ()
 
 
-def _add(name: str, model: Model, sizes: Sizes) -> Pass:
+def _add(name: str, model: Model, sizes: BlockSizes) -> Pass:
     """Return bias, dropout and residual in one kernel; its backward also adds the gradients of both branches."""
     elements = sizes.between * model.hidden
     mask = 1.0 if model.dropout else 0.0

@@ -19,7 +19,7 @@ from quintsched.strategies.descriptions.hardware import Curve, Hardware
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, curve_rate
 from quintsched.strategies.prediction.operators import Array
 
-Numbers: TypeAlias = Array | NDArray[np.int64]
+GroupSizes: TypeAlias = Array | NDArray[np.int64]
 """Sizes of groups and strides, as integer columns or arrays."""
 LINK_LATENCY_S = 3e-6
 """Latency of one hop inside a node: NCCL's own figures for the simple protocol over NVLink, rounded."""
@@ -31,7 +31,7 @@ NETWORK_LATENCY_S = 8e-6
 
 
 def ring_s(
-    moved: Array, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS
+    moved: Array, ranks: GroupSizes, stride: GroupSizes, hardware: Hardware, constants: Constants = CONSTANTS
 ) -> Array:
     """Return the seconds of one pass around a ring: an all-gather or reduce-scatter of `moved` bytes in total."""
     members = _in_node(ranks, stride, hardware)
@@ -48,14 +48,14 @@ def ring_s(
 
 
 def all_reduce_s(
-    moved: Array, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS
+    moved: Array, ranks: GroupSizes, stride: GroupSizes, hardware: Hardware, constants: Constants = CONSTANTS
 ) -> Array:
     """Return the seconds of an all-reduce of `moved` bytes: two passes around the ring."""
     return 2 * ring_s(moved, ranks, stride, hardware, constants)
 
 
 def all_to_all_s(
-    moved: Array, ranks: Numbers, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS
+    moved: Array, ranks: GroupSizes, stride: GroupSizes, hardware: Hardware, constants: Constants = CONSTANTS
 ) -> Array:
     """Return the seconds of an all-to-all in which each rank sends `moved` bytes in all, 1/n of them to each rank.
 
@@ -72,8 +72,8 @@ def exchange_s(
     moved: Array,
     rows: float,
     nodes: int | None,
-    ranks: Numbers,
-    stride: Numbers,
+    ranks: GroupSizes,
+    stride: GroupSizes,
     hardware: Hardware,
     constants: Constants = CONSTANTS,
 ) -> Array:
@@ -102,7 +102,7 @@ def exchange_s(
     return np.where(ranks > 1, latency + np.maximum(inside, across), 0.0)
 
 
-def message_s(moved: Array, stride: Numbers, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
+def message_s(moved: Array, stride: GroupSizes, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
     """Return the seconds of one message to the rank `stride` away; over the network unless a node holds both."""
     near = 2 * stride <= hardware.gpus_per_node
     if hardware.measured is not None and hardware.measured.link is not None:
@@ -122,7 +122,7 @@ def overlap(seconds: Array, beside: Array, constants: Constants = CONSTANTS) -> 
     return exposed, seconds - exposed
 
 
-def _measured_all_reduce_s(moved: Array, ranks: Numbers, curves: Mapping[int, Curve]) -> Array:
+def _measured_all_reduce_s(moved: Array, ranks: GroupSizes, curves: Mapping[int, Curve]) -> Array:
     """Return the seconds of an all-reduce, interpolated linearly between the measured numbers of ranks."""
     moved, ranks = np.broadcast_arrays(moved, ranks)
     numbers = [1, *sorted(curves)]
@@ -140,12 +140,12 @@ def _curve_s(curve: Curve, moved: Array) -> Array:
     return size / curve_rate(curve, size)
 
 
-def _in_node(ranks: Numbers, stride: Numbers, hardware: Hardware) -> NDArray[np.int64]:
+def _in_node(ranks: GroupSizes, stride: GroupSizes, hardware: Hardware) -> NDArray[np.int64]:
     """Return the number of members of a group that share a node."""
     return np.clip(hardware.gpus_per_node // stride, 1, ranks)
 
 
-def _rate(moved: Array, ranks: Numbers, members: Numbers, hardware: Hardware, constants: Constants) -> Array:
+def _rate(moved: Array, ranks: GroupSizes, members: GroupSizes, hardware: Hardware, constants: Constants) -> Array:
     link = _link(moved, hardware, constants)
     network = members * hardware.network_gbps * 1e9 * constants.network
     found: Array = np.where(ranks > members, np.minimum(link, network), link)

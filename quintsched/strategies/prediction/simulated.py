@@ -47,7 +47,7 @@ class Agreement:
 
 def agreement(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Agreement:
     """Compile and simulate a strategy's plan, and compare; raises `UsageError` if the strategy is invalid."""
-    found = evaluate(model, hardware, Table.of([strategy]), constants, simulate=True)
+    found = evaluate(model, hardware, Table.from_strategies([strategy]), constants, simulate=True)
     return Agreement(float(found.step_s[0]), simulated_step_s(model, hardware, strategy, constants))
 
 
@@ -107,6 +107,6 @@ def costs_of(model: Model, hardware: Hardware, strategy: Strategy, constants: Co
 def _stage_times(
     model: Model, hardware: Hardware, strategy: Strategy, constants: Constants
 ) -> tuple[Table, Kinds, StageTimes]:
-    table = Table.of([strategy])
+    table = Table.from_strategies([strategy])
     stages, blocks = distinct_stages(model, table), distinct_blocks(model, hardware, table, constants)
     return table, stages, stage_times(model, hardware, table, blocks, stages, constants)

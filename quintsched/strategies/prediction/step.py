@@ -13,7 +13,15 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, peak
-from quintsched.strategies.prediction.operators import Attention, Operator, Product, Sizes, block, embedding, head
+from quintsched.strategies.prediction.operators import (
+    AttentionKernel,
+    BlockSizes,
+    Operator,
+    Product,
+    block,
+    embedding,
+    head,
+)
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import evaluate, held
 
@@ -55,7 +63,7 @@ def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Con
     Raises UsageError if the strategy is invalid.
     """
     check(model, hardware, strategy)
-    table = Table.of([strategy])
+    table = Table.from_strategies([strategy])
     found = evaluate(model, hardware, table, constants, simulate=True)
     of_ranks, _ = held(model, hardware, table, each_rank=True)
     step_s, memory = float(found.step_s[0]), float(found.memory_bytes[0])
@@ -84,7 +92,7 @@ def model_flops(model: Model, seq: int) -> float:
     if model.experts is not None:
         model = model.model_copy(update={"experts": model.experts.model_copy(update={"padded_to": None})})
     one = np.ones(1)
-    sizes = Sizes(tp=one, cp=one, ep=one, sequence_parallel=0 * one, microbatch=one, seq=seq * one, width=one)
+    sizes = BlockSizes(tp=one, cp=one, ep=one, sequence_parallel=0 * one, microbatch=one, seq=seq * one, width=one)
     mixed = sum(model.has_experts)
     layers = (model.layers - mixed) * _flops(model, block(model, sizes, experts=False))
     if mixed:
@@ -99,6 +107,6 @@ def _flops(model: Model, operators: Iterable[Operator]) -> float:
     for operator in operators:
         if isinstance(operator, Product):
             found += float((2.0 * operator.batch * operator.m * operator.n * operator.k).item())
-        elif isinstance(operator, Attention):
+        elif isinstance(operator, AttentionKernel):
             found += float(operator.flops.item()) / seen
     return found

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.strategy import MODULES, Strategy, modules_of
 from quintsched.strategies.descriptions.strategy_validity import resolved
 
-Ints = NDArray[np.int64]
 CODED = ("schedule", "recompute", "dtype", "gradients", "stages")
 """Columns that hold an index into the distinct values of `Table.values`."""
-SWITCHES = (
+SWITCH_COLUMNS = (
     "sequence_parallel",
     "overlap",
     "pp_duplex",
@@ -63,7 +63,7 @@ class Table:
     """Values of the codes in the columns CODED."""
 
     @classmethod
-    def of(cls, strategies: Iterable[Strategy]) -> Table:
+    def from_strategies(cls, strategies: Iterable[Strategy]) -> Table:
         """Return a table of strategies, with defaults of `chunks` and `schedule` filled in."""
         rows = [resolved(strategy) for strategy in strategies]
         columns: dict[str, Ints] = {}
@@ -89,7 +89,7 @@ class Table:
         """Number of microbatches per replica."""
         return self.batch // (self.replicas * self.microbatch)
 
-    def take(self, index: slice | NDArray[Any]) -> Table:
+    def take_rows(self, index: slice | NDArray[Any]) -> Table:
         """Return the table of these rows."""
         columns = {field.name: getattr(self, field.name)[index] for field in fields(self) if field.name != "values"}
         return Table(**columns, values=self.values)
@@ -101,7 +101,7 @@ class Table:
             if field.name != "values":
                 code = int(getattr(self, field.name)[row])
                 found[field.name] = self.values[field.name][code] if field.name in CODED else code
-        return Strategy(**found | {name: bool(found[name]) for name in SWITCHES})
+        return Strategy(**found | {name: bool(found[name]) for name in SWITCH_COLUMNS})
 
 
 def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:

@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import MODULES, modules_of
 from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.block_times import Blocks, blocks
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
-from quintsched.strategies.prediction.layers_of_ranks import Kinds, Layout, kinds
+from quintsched.strategies.prediction.layers_of_ranks import Kinds, LayerLayout, kinds
 from quintsched.strategies.prediction.memory.ranks import held_terms
-from quintsched.strategies.prediction.operators import Array, Sizes
+from quintsched.strategies.prediction.operators import Array, BlockSizes
 from quintsched.strategies.prediction.strategy_columns import (
     WIDTHS,
-    Ints,
     Table,
     distinct,
     gradient_bytes,
@@ -41,7 +41,7 @@ ROWS_AT_ONCE = 1 << 15
 """Number of rows processed at a time, so that columns stay in the processor's cache."""
 
 
-KERNELS = ("tp_overlap", "fused_loss", "fused_accumulation", "gradients")
+TIMED_KERNELS = ("tp_overlap", "fused_loss", "fused_accumulation", "gradients")
 """Columns of what kernels do at once."""
 
 
@@ -70,7 +70,7 @@ def evaluate(
     Without a closed form, the time is a lower bound, or, with `simulate`, comes from a simulation.
     """
     parts = [
-        _evaluate(model, hardware, table.take(slice(start, start + ROWS_AT_ONCE)), constants, simulate)
+        _evaluate(model, hardware, table.take_rows(slice(start, start + ROWS_AT_ONCE)), constants, simulate)
         for start in range(0, len(table), ROWS_AT_ONCE)
     ]
     seconds = {name: _joined([part[0][name] for part in parts]) for name in parts[0][0]}
@@ -101,41 +101,41 @@ def held(model: Model, hardware: Hardware, table: Table, *, each_rank: bool = Fa
 
 def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS) -> Blocks:
     """Return the block times of every row, computed once per distinct key."""
-    names = ("tp", "cp", "ep", "sequence_parallel", "microbatch", "seq", "dtype", *KERNELS)
+    names = ("tp", "cp", "ep", "sequence_parallel", "microbatch", "seq", "dtype", *TIMED_KERNELS)
     modules = np.array(
         [sum(1 << MODULES.index(one) for one in modules_of(value)) for value in table.values["recompute"]]
     )
     first, inverse = distinct([*(getattr(table, name) for name in names), modules[table.recompute]])
-    keys = table.take(first)
+    keys = table.take_rows(first)
     made: list[Blocks] = []
     order: list[Ints] = []
     for code, dtype in enumerate(table.values["dtype"]):
         rows = np.flatnonzero(keys.dtype == code)
         if len(rows):
-            made.append(blocks(model, hardware, sizes_of(keys.take(rows), dtype), dtype, constants))
+            made.append(blocks(model, hardware, sizes_of(keys.take_rows(rows), dtype), dtype, constants))
             order.append(rows)
-    return reduce(Blocks.joined, made).take(np.argsort(np.concatenate(order))[inverse])
+    return reduce(Blocks.joined, made).take_rows(np.argsort(np.concatenate(order))[inverse])
 
 
 def distinct_kinds(model: Model, table: Table, *, each_rank: bool = False) -> Kinds:
     """Return the kinds of ranks of every row, computed once per distinct layout."""
     layouts, which = _layouts(table)
-    return kinds(model, layouts, each_rank=each_rank).take(which)
+    return kinds(model, layouts, each_rank=each_rank).take_layouts(which)
 
 
 def distinct_stages(model: Model, table: Table) -> Kinds:
     """Return the stages of every row, as if each were on a rank of its own."""
     layouts, which = _layouts(table)
-    apart = [Layout(each.pp * each.chunks, 1, "1f1b", each.stages, each.recompute) for each in layouts]
-    return kinds(model, apart, each_rank=True).take(which)
+    apart = [LayerLayout(each.pp * each.chunks, 1, "1f1b", each.stages, each.recompute) for each in layouts]
+    return kinds(model, apart, each_rank=True).take_layouts(which)
 
 
-def _layouts(table: Table) -> tuple[list[Layout], Ints]:
+def _layouts(table: Table) -> tuple[list[LayerLayout], Ints]:
     """Return the distinct layouts, and the index of each row's layout."""
     names = ("pp", "chunks", "schedule", "stages", "recompute")
     first, which = distinct([getattr(table, name) for name in names])
     layouts = [
-        Layout(
+        LayerLayout(
             int(table.pp[row]),
             int(table.chunks[row]),
             table.values["schedule"][table.schedule[row]],
@@ -147,13 +147,13 @@ def _layouts(table: Table) -> tuple[list[Layout], Ints]:
     return layouts, which
 
 
-def sizes_of(table: Table, dtype: str) -> Sizes:
+def sizes_of(table: Table, dtype: str) -> BlockSizes:
     """Return the columns that block times depend on, for a table of one dtype."""
     columns = {
         name: getattr(table, name).astype(np.float64)
         for name in ("tp", "cp", "ep", "sequence_parallel", "microbatch", "seq")
     }
-    return Sizes(
+    return BlockSizes(
         **columns,
         width=np.full(len(table), WIDTHS[dtype]),
         accumulated=2 * gradient_bytes(table) * table.fused_accumulation,

@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.prediction.block_times import Blocks, Layer
@@ -21,7 +22,7 @@ from quintsched.strategies.prediction.efficiency import Constants, curve_rate, m
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, PAIRED, Kinds, PerMicrobatch
 from quintsched.strategies.prediction.memory.ranks import fullest, held_terms
 from quintsched.strategies.prediction.operators import Array
-from quintsched.strategies.prediction.pipeline.spans import Rows, StageTimes, spans
+from quintsched.strategies.prediction.pipeline.spans import RowNumbers, StageTimes, spans
 from quintsched.strategies.prediction.predicted_collectives import message_s, overlap, ring_s
 from quintsched.strategies.prediction.shared_cores import (
     cores_s,
@@ -31,7 +32,7 @@ from quintsched.strategies.prediction.shared_cores import (
     shares_cores,
     stepped_s,
 )
-from quintsched.strategies.prediction.strategy_columns import WIDTHS, Ints, Table, gradient_bytes, widths
+from quintsched.strategies.prediction.strategy_columns import WIDTHS, Table, gradient_bytes, widths
 
 STEP_BYTES = 66.0
 """Bytes that an optimizer step reads and writes per parameter updated by a rank: its gradient is cleared (4), divided
@@ -91,10 +92,10 @@ def step_terms(
     else:
         reduction, gathering = beside_passes(table, each, kinds, reduction, gathering, constants, table.chunks)
 
-    def of_rows(rows: Rows) -> StageTimes:
+    def of_rows(rows: RowNumbers) -> StageTimes:
         assert stages is not None
-        some = table.take(rows)
-        return stage_times(model, hardware, some, blocks.take(rows), stages(some), constants)
+        some = table.take_rows(rows)
+        return stage_times(model, hardware, some, blocks.take_rows(rows), stages(some), constants)
 
     found = spans(table, each, blocks, kinds, reduction, of_rows if stages else None, tied=model.tied)
     makespan, summing = found.makespan, whole.max(axis=1)

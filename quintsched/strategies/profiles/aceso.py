@@ -26,16 +26,16 @@ from quintsched.errors import InputError, UsageError, suggest
 from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import describe_faults
 from quintsched.strategies.descriptions.hardware import Curve
-from quintsched.strategies.profiles.operator_layout import Layout, Placed, Stage
-from quintsched.strategies.profiles.profile import Kind, Measures, Operator, Profile
+from quintsched.strategies.profiles.operator_layout import OperatorLayout, Placed, Stage
+from quintsched.strategies.profiles.profile import Measures, Operator, Profile, WorkKind
 
-MOST_BYTES = 2**26
+MOST_ACESO_BYTES = 2**26
 MIB = float(2**20)
 FAILED = 1e7
 """Microseconds or MiB that the profiler writes for an operator that ran out of memory."""
 FAILED_COLLECTIVE = 1e6
 """Milliseconds that it writes for a failed collective."""
-WIDTH = 2.0
+FP16_BYTES = 2.0
 """Bytes of an fp16 element."""
 ACCUMULATION = 3.0
 """Bytes moved by adding a gradient to the sum, per byte of weights: two reads and one write."""
@@ -46,7 +46,7 @@ COLLECTIVE = re.compile(
     r"prim_gpt_(?P<size>\w+?)_(?P<kind>all_gather|all_reduce|reduce_scatter|all_to_all)_(?P<n>\d+)gpus"
 )
 WITHIN, ACROSS = "p2p_intra_node", "p2p_inter_node"
-MESSAGES = "p2p_"
+MESSAGES_PREFIX = "p2p_"
 """Prefix of files whose header is data too."""
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ Table = list[list[Any]]
 class Form:
     """Properties of a GPT's operator that the files do not contain."""
 
-    kind: Kind
+    kind: WorkKind
     wide: float = 1.0
     """Width of a product's output, in units of the hidden size."""
     deep: float = 1.0
@@ -101,7 +101,7 @@ ADDED = "enc-post-attention-dropout"
 
 
 @dataclass(frozen=True)
-class Row:
+class AcesoRow:
     """One line of a file, in seconds and bytes."""
 
     forward_s: float
@@ -175,11 +175,11 @@ def tables(named: Mapping[str, Any], source: str) -> dict[str, Table]:
         rows: list[Any] = [table["columns"], *table["rows"]] if isinstance(table["rows"], list) else [None]
         if not all(isinstance(row, list) for row in rows):
             raise InputError(f"{source}: /profiles/{name}: columns are a list, and rows a list of lists")
-        made[name] = rows if name.startswith(MESSAGES) else rows[1:]
+        made[name] = rows if name.startswith(MESSAGES_PREFIX) else rows[1:]
     return made
 
 
-def read_layout(config: Mapping[str, Any], gpus_per_node: int = 8) -> Layout:
+def read_layout(config: Mapping[str, Any], gpus_per_node: int = 8) -> OperatorLayout:
     """Return the layout of one of Aceso's configurations; its lists may be run-length encoded, [value, count].
 
     Raises `InputError` for one that is incomplete.
@@ -195,7 +195,7 @@ def read_layout(config: Mapping[str, Any], gpus_per_node: int = 8) -> Layout:
         raise InputError(f"not a configuration of Aceso: {type(error).__name__} {error}") from error
     if begin != len(sequence):
         raise InputError(f"the stages of the configuration hold {begin} operators, the model has {len(sequence)}")
-    return Layout(tuple(stages), batch, microbatch, gpus_per_node)
+    return OperatorLayout(tuple(stages), batch, microbatch, gpus_per_node)
 
 
 def _stage(config: Mapping[str, Any], number: int, names: tuple[str, ...]) -> Stage:
@@ -238,8 +238,8 @@ def _measures(operators: list[Operator]) -> Measures | None:
     score, dense, head = (one.get((name, 1)) for name in (SCORE, DENSE, HEAD))
     if not (score and dense and head):
         return None
-    hidden = round(sqrt(dense.weights / WIDTH))
-    heads, vocab = score.output / WIDTH / score.seq**2, head.weights / WIDTH / hidden
+    hidden = round(sqrt(dense.weights / FP16_BYTES))
+    heads, vocab = score.output / FP16_BYTES / score.seq**2, head.weights / FP16_BYTES / hidden
     return Measures(hidden=hidden, heads=round(heads), vocab=round(vocab))
 
 
@@ -260,8 +260,8 @@ def _operators(match: re.Match[str], table: Table) -> list[Operator]:
     if EMBEDDING not in rows or DENSE not in rows:
         return []
     hidden = rows[EMBEDDING].output
-    width = sqrt(rows[DENSE].weights * tp / WIDTH)
-    seq = round(hidden / WIDTH / width / microbatch)
+    width = sqrt(rows[DENSE].weights * tp / FP16_BYTES)
+    seq = round(hidden / FP16_BYTES / width / microbatch)
     values = (rows[QKV].output - hidden) / 3 if QKV in rows else 0.0
     scale = _Scale(tp, microbatch, cut, seq, hidden, values)
     return [_operator(name, row, scale) for name, row in rows.items() if name in GPT]
@@ -279,7 +279,7 @@ class _Scale:
     values: float
 
 
-def _operator(name: str, row: Row, scale: _Scale) -> Operator:
+def _operator(name: str, row: AcesoRow, scale: _Scale) -> Operator:
     form = GPT[name]
     passed = form.carries * scale.hidden + form.values * scale.values
     output = max(row.output - passed, 0.0)
@@ -314,26 +314,26 @@ def _operator(name: str, row: Row, scale: _Scale) -> Operator:
     )
 
 
-State = Literal["whole", "cut"]
+SplitState = Literal["whole", "cut"]
 
 
-def _cuts(form: Form, by_columns: bool, hidden: float) -> tuple[State, State, tuple[float, float]]:
+def _cuts(form: Form, by_columns: bool, hidden: float) -> tuple[SplitState, SplitState, tuple[float, float]]:
     """Return the tp states of an operator's input and output, and the bytes that forward and backward all-reduce."""
     if form.kind != "product":
-        state: State = "cut" if form.cut else "whole"
+        state: SplitState = "cut" if form.cut else "whole"
         return state, state, (0.0, 0.0)
     if by_columns:
         return "whole", "cut", (0.0, form.deep * hidden)
     return "cut", "whole", (form.wide * hidden, 0.0)
 
 
-def _row(row: list[Any]) -> Row | None:
+def _row(row: list[Any]) -> AcesoRow | None:
     """Return a line's measurements; None for an operator that ran out of memory."""
     forward, backward, *sizes = (float(cell) for cell in row[1:7])
     given, output, weights, activations = (size * MIB for size in sizes)
     if forward >= FAILED:
         return None
-    return Row(forward * 1e-6, backward * 1e-6, given, output, weights, activations)
+    return AcesoRow(forward * 1e-6, backward * 1e-6, given, output, weights, activations)
 
 
 def _collectives(tables: Mapping[str, Table], size: str) -> dict[str, dict[int, Curve]]:
@@ -360,8 +360,8 @@ def _messages(table: Table) -> Curve:
 
 def _read_csv(path: Path) -> Table:
     try:
-        text = read_whole(path, MOST_BYTES, "the table").decode("utf-8")
+        text = read_whole(path, MOST_ACESO_BYTES, "the table").decode("utf-8")
         rows: Table = [row for row in csv.reader(text.splitlines()) if row]
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path}: cannot be read: {error}") from error
-    return rows if path.stem.startswith(MESSAGES) else rows[1:]
+    return rows if path.stem.startswith(MESSAGES_PREFIX) else rows[1:]

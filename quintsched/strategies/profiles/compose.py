@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from quintsched.strategies.profiles.blocking_1f1b import blocking_1f1b
 from quintsched.strategies.profiles.memory import StageMemory, stage_memory
-from quintsched.strategies.profiles.operator_layout import Layout
+from quintsched.strategies.profiles.operator_layout import OperatorLayout
 from quintsched.strategies.profiles.profile import Profile
 from quintsched.strategies.profiles.rates import Rates
 from quintsched.strategies.profiles.stage_times import StageTime, end_s, exchange, stage_time, tied_s
@@ -58,7 +58,7 @@ class Composed:
         return sum(self.exchanges_s[max(stage - 1, 0) : stage + 1])
 
 
-def compose(profile: Profile, layout: Layout) -> Composed:
+def compose(profile: Profile, layout: OperatorLayout) -> Composed:
     """Return the composed step of a layout; raises `MisfitError` for operators or sizes that the profile lacks."""
     rates = Rates(profile)
     stages = [stage_time(rates, layout, stage) for stage in layout.stages]

@@ -25,15 +25,15 @@ from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.profiles.profile import Kind, MeasuredStep, Profile
+from quintsched.strategies.profiles.profile import MeasuredStep, Profile, WorkKind
 
-MOST_BYTES = 2**31
+MOST_KINETO_BYTES = 2**31
 MICROSECOND = 1e-6
-KERNELS = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+KERNEL_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
 STEP, OPTIMIZER = "ProfilerStep#", "Optimizer.step#"
 
-NAMES: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+KERNEL_NAMES: tuple[tuple[WorkKind, re.Pattern[str]], ...] = (
     ("communication", re.compile(r"nccl|rccl|gloo:|c10d::|all_?reduce|all_?gather|reduce_?scatter|SendRecv", re.I)),
     ("attention", re.compile(r"flash|fmha|scaled_dot_product|attention", re.I)),
     (
@@ -66,7 +66,7 @@ class Event:
 
 def read_kineto(path: Path, model: Model, strategy: Strategy) -> Profile:
     """Return the profile of a trace of `model` under `strategy`; raises `InputError` for anything but such a trace."""
-    content = read_whole(path, MOST_BYTES, "the trace")
+    content = read_whole(path, MOST_KINETO_BYTES, "the trace")
     try:
         trace = parse_strict(content)
     except InputError as error:
@@ -78,8 +78,8 @@ def from_trace(trace: object, model: Model, strategy: Strategy, source: str) -> 
     """Return the profile of a parsed trace; raises as `read_kineto` does."""
     events = list(_events(trace, source))
     steps = len({event.name for event in events if event.name.startswith(STEP)}) or 1
-    on_device = [event for event in events if event.category in KERNELS]
-    seconds = dict[Kind, float]()
+    on_device = [event for event in events if event.category in KERNEL_CATEGORIES]
+    seconds = dict[WorkKind, float]()
     for kind, took in _kernels(on_device, events) if on_device else _operators(events):
         seconds[kind] = seconds.get(kind, 0.0) + took * MICROSECOND / steps
     if not seconds:
@@ -91,9 +91,9 @@ def from_trace(trace: object, model: Model, strategy: Strategy, source: str) -> 
     return Profile(name=model.name, source=source, steps=(measured,))
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> WorkKind:
     """Return the kind of work of a kernel, or of an operator, by its name."""
-    return next((kind for kind, pattern in NAMES if pattern.search(name)), "pass")
+    return next((kind for kind, pattern in KERNEL_NAMES if pattern.search(name)), "pass")
 
 
 def _events(trace: object, source: str) -> Iterator[Event]:
@@ -112,7 +112,7 @@ def _events(trace: object, source: str) -> Iterator[Event]:
         yield Event(str(event["cat"]), str(event.get("name")), start, duration, thread, correlation)
 
 
-def _kernels(kernels: Iterable[Event], events: list[Event]) -> Iterator[tuple[Kind, float]]:
+def _kernels(kernels: Iterable[Event], events: list[Event]) -> Iterator[tuple[WorkKind, float]]:
     """Yield the times of kernels by kind; those launched within an optimizer's step count as optimizer."""
     launched = {event.correlation: event for event in events if event.category in LAUNCHES}
     of_optimizer = _Spans(event for event in events if event.name.startswith(OPTIMIZER) and event.category in ANNOTATED)
@@ -127,7 +127,7 @@ def _kernels(kernels: Iterable[Event], events: list[Event]) -> Iterator[tuple[Ki
 ANNOTATED = frozenset({"user_annotation", "cpu_op"})
 
 
-def _operators(events: list[Event]) -> Iterator[tuple[Kind, float]]:
+def _operators(events: list[Event]) -> Iterator[tuple[WorkKind, float]]:
     """Yield the self times of operators on their threads by kind."""
     of_optimizer = _Spans(event for event in events if event.name.startswith(OPTIMIZER) and event.category in ANNOTATED)
     of_thread: dict[tuple[str, str], list[Event]] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quintsched.strategies.profiles.operator_layout import Layout, Stage
+from quintsched.strategies.profiles.operator_layout import OperatorLayout, Stage
 from quintsched.strategies.profiles.profile import Operator
 from quintsched.strategies.profiles.rates import Rates
 from quintsched.strategies.profiles.stage_times import found
@@ -42,7 +42,7 @@ class StageMemory:
 
 
 @dataclass(frozen=True)
-class Segment:
+class OperatorSegment:
     """Operators `begin` to `end` - 1 of a stage, recomputed together or not at all."""
 
     begin: int
@@ -50,7 +50,7 @@ class Segment:
     recomputed: bool
 
 
-def stage_memory(rates: Rates, layout: Layout, number: int) -> StageMemory:
+def stage_memory(rates: Rates, layout: OperatorLayout, number: int) -> StageMemory:
     """Return the peak memory of stage `number` under 1F1B."""
     stage = layout.stages[number]
     operators = [found(rates, layout, placed) for placed in stage.operators]
@@ -68,19 +68,19 @@ def stage_memory(rates: Rates, layout: Layout, number: int) -> StageMemory:
     )
 
 
-def segments(stage: Stage, breaks: tuple[str, ...]) -> list[Segment]:
+def segments(stage: Stage, breaks: tuple[str, ...]) -> list[OperatorSegment]:
     """Return the segments of a stage: consecutive recomputed operators, split before each name in `breaks`."""
-    made: list[Segment] = []
+    made: list[OperatorSegment] = []
     for place, placed in enumerate(stage.operators):
         last = made[-1] if made else None
         if last and last.recomputed and placed.recompute and placed.name not in breaks:
-            made[-1] = Segment(last.begin, place + 1, True)
+            made[-1] = OperatorSegment(last.begin, place + 1, True)
         else:
-            made.append(Segment(place, place + 1, placed.recompute))
+            made.append(OperatorSegment(place, place + 1, placed.recompute))
     return made
 
 
-def _resident(operators: list[Operator], kept: list[float], cuts: list[Segment]) -> list[float]:
+def _resident(operators: list[Operator], kept: list[float], cuts: list[OperatorSegment]) -> list[float]:
     """Return the bytes that each operator keeps until the backward.
 
     A recomputed segment keeps its input, its output if the next operator needs it, and tensors inside it that later
@@ -99,7 +99,7 @@ def _resident(operators: list[Operator], kept: list[float], cuts: list[Segment])
     return resident
 
 
-def _taken_behind(operators: list[Operator], cut: Segment) -> float:
+def _taken_behind(operators: list[Operator], cut: OperatorSegment) -> float:
     """Return the bytes of a segment's tensors for later operators, without its output: a residual, attention values."""
     inside = operators[cut.begin : cut.end]
     taken = 0.0
@@ -111,7 +111,7 @@ def _taken_behind(operators: list[Operator], cut: Segment) -> float:
 
 
 def _fullest_backward(
-    operators: list[Operator], kept: list[float], resident: list[float], cuts: list[Segment]
+    operators: list[Operator], kept: list[float], resident: list[float], cuts: list[OperatorSegment]
 ) -> float:
     fullest = 0.0
     for cut in cuts:

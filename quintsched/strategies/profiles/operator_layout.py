@@ -35,7 +35,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Layout:
+class OperatorLayout:
     """Stages of the model, and the batch."""
 
     stages: tuple[Stage, ...]
@@ -60,7 +60,7 @@ class Layout:
         return self.first_gpu(left) // self.gpus_per_node != last // self.gpus_per_node
 
 
-def even_layout(profile: Profile, strategy: Strategy, layers: int, gpus_per_node: int) -> Layout:
+def even_layout(profile: Profile, strategy: Strategy, layers: int, gpus_per_node: int) -> OperatorLayout:
     """Return the layout of a strategy: layers as even as possible over stages, all cut alike.
 
     Raises `MisfitError` for a strategy that a profile of operators cannot express.
@@ -81,7 +81,7 @@ def even_layout(profile: Profile, strategy: Strategy, layers: int, gpus_per_node
             Placed(name, strategy.tp, strategy.dp, recompute=again) for name, again in (*head, *names, *tail)
         )
         stages.append(Stage(operators, strategy.tp * strategy.dp))
-    return Layout(tuple(stages), strategy.batch, strategy.microbatch * strategy.dp, gpus_per_node)
+    return OperatorLayout(tuple(stages), strategy.batch, strategy.microbatch * strategy.dp, gpus_per_node)
 
 
 def _check(strategy: Strategy) -> None:

@@ -19,10 +19,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from quintsched.strategies.descriptions.hardware import Curve
-from quintsched.strategies.descriptions.model import Amount, Count, Description, Figure, Model, Ranks, Size
+from quintsched.strategies.descriptions.model import Amount, Count, Description, Figure, Model, RankCount, Size
 from quintsched.strategies.descriptions.strategy import Strategy
 
-Kind = Literal["product", "attention", "pass", "block", "communication", "optimizer"]
+WorkKind = Literal["product", "attention", "pass", "block", "communication", "optimizer"]
 """Kind of work: bound by matrix products, fused attention, memory passes, a whole block, waiting for other ranks, or
 the optimizer step."""
 
@@ -33,7 +33,7 @@ class Operator(Description):
     """One operator of a block, sharded over `tp` GPUs, for one microbatch: its times, and its memory on one GPU."""
 
     name: str
-    kind: Kind = "block"
+    kind: WorkKind = "block"
     tp: Size = 1
     microbatch: Size = 1
     seq: Size
@@ -96,7 +96,7 @@ class MeasuredStep(Description):
 
     model: Model
     strategy: Strategy
-    seconds: dict[Kind, Amount]
+    seconds: dict[WorkKind, Amount]
     """Seconds of the GPU's busy time by kind; missing kinds were not measured."""
 
 
@@ -120,7 +120,7 @@ class Profile(Description):
     """Bytes moved by gradient accumulation, per byte of weights and microbatch, if `backward_s` does not include it."""
     memory_rate: Figure | None = None
     """Bytes per second of a memory pass."""
-    collectives: dict[str, dict[Ranks, Curve]] = Field(default_factory=dict)
+    collectives: dict[str, dict[RankCount, Curve]] = Field(default_factory=dict)
     """"all_reduce", "all_gather" …: by number of ranks, bytes per second by bytes of one rank's tensor."""
     message: Curve | None = None
     """Messages between two GPUs of a node: bytes per second by bytes."""

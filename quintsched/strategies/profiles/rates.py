@@ -28,11 +28,11 @@ from quintsched.errors import MisfitError, suggest
 from quintsched.strategies.descriptions.hardware import Curve
 from quintsched.strategies.profiles.profile import Operator, Profile
 
-SLACK = 1e-9
+SIZE_TOLERANCE = 1e-9
 """Relative tolerance within which two products count as the same size."""
 SAME_SIZE = 0.01
 """Relative tolerance within which a size counts as a measured one."""
-SIZES = ("input", "output", "passed", "whole", "kept", "aside")
+RATE_SIZES = ("input", "output", "passed", "whole", "kept", "aside")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Rates:
     def product_s(self, operator: Operator) -> float:
         """Return the seconds of an operator's matrix product, by the best rate among products of no more work."""
         sizes, rates = self._best_rates
-        place = int(np.searchsorted(sizes, operator.flops * (1 + SLACK), side="right")) - 1
+        place = int(np.searchsorted(sizes, operator.flops * (1 + SIZE_TOLERANCE), side="right")) - 1
         if place < 0:
             return operator.forward_s
         return operator.flops / float(rates[place])
@@ -145,7 +145,7 @@ class Rates:
             found[f"all_reduce_{way}"] *= samples
         found["flops"] *= samples * share
         found["weights"] *= share
-        found |= {size: found[size] * samples for size in SIZES}
+        found |= {size: found[size] * samples for size in RATE_SIZES}
         for size in ("output", "kept"):
             found[size] *= share if near.leaves == "cut" else 1.0
         return Operator.model_validate(found)

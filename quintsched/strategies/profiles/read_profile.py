@@ -23,7 +23,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.profiles import aceso, kineto, traces
 from quintsched.strategies.profiles.profile import Profile
 
-MOST_BYTES = 2**28
+MOST_PROFILE_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,6 @@ def _taken_under(path: Path, measured: Measured) -> tuple[Model, Strategy]:
 
 def _json(path: Path) -> object:
     try:
-        return parse_strict(read_whole(path, MOST_BYTES, "the profile"))
+        return parse_strict(read_whole(path, MOST_PROFILE_BYTES, "the profile"))
     except InputError as error:
         raise InputError(f"{path}: {error}") from None

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from quintsched.strategies.profiles.operator_layout import Layout, Placed, Stage
+from quintsched.strategies.profiles.operator_layout import OperatorLayout, Placed, Stage
 from quintsched.strategies.profiles.profile import Operator
 from quintsched.strategies.profiles.rates import Rates
 
@@ -53,7 +53,7 @@ class Exchange:
     share the path through the host's memory."""
 
 
-def stage_time(rates: Rates, layout: Layout, stage: Stage) -> StageTime:
+def stage_time(rates: Rates, layout: OperatorLayout, stage: Stage) -> StageTime:
     """Return the times of a stage for one microbatch."""
     forward = backward = rerun = again = communication = weights = 0.0
     for placed in stage.operators:
@@ -83,7 +83,7 @@ def stage_time(rates: Rates, layout: Layout, stage: Stage) -> StageTime:
     )
 
 
-def exchange(rates: Rates, layout: Layout, left: int) -> Exchange:
+def exchange(rates: Rates, layout: OperatorLayout, left: int) -> Exchange:
     """Return the exchanges between the stage `left` and the next one.
 
     A tensor that is replicated on all GPUs of a stage is sent in parts, one by each GPU, and gathered after the
@@ -101,7 +101,7 @@ def exchange(rates: Rates, layout: Layout, left: int) -> Exchange:
     return Exchange(message + gathers[0], message + gathers[1], message * (1 if network else 2) + max(gathers))
 
 
-def tied_s(rates: Rates, layout: Layout) -> float:
+def tied_s(rates: Rates, layout: OperatorLayout) -> float:
     """Return the seconds of summing the tied embedding's gradients between the first stage and the head."""
     if len(layout.stages) == 1 or not rates.profile.first:
         return 0.0
@@ -109,7 +109,7 @@ def tied_s(rates: Rates, layout: Layout) -> float:
     return 2 * rates.message_s(size, network=layout.crosses(0, len(layout.stages) - 1))
 
 
-def end_s(rates: Rates, layout: Layout, stage: Stage, weights: float) -> float:
+def end_s(rates: Rates, layout: OperatorLayout, stage: Stage, weights: float) -> float:
     """Return the seconds of a stage's work after its last backward, without tied embeddings."""
     replicas = max(placed.dp for placed in stage.operators)
     reduction = rates.collective_s("all_reduce", replicas, weights)
@@ -118,16 +118,16 @@ def end_s(rates: Rates, layout: Layout, stage: Stage, weights: float) -> float:
     return rates.pass_s((REDUCTION_PASSES + OPTIMIZER_PASSES) * weights) + reduction
 
 
-def found(rates: Rates, layout: Layout, placed: Placed) -> Operator:
+def found(rates: Rates, layout: OperatorLayout, placed: Placed) -> Operator:
     """Return the profile's operator for an operator of the layout."""
     return rates.find(*_key(layout, placed))
 
 
-def _key(layout: Layout, placed: Placed) -> tuple[str, int, int, int]:
+def _key(layout: OperatorLayout, placed: Placed) -> tuple[str, int, int, int]:
     return placed.name, placed.tp, max(layout.microbatch // placed.dp, 1), placed.cut
 
 
-def _accumulate_s(rates: Rates, layout: Layout, stage: Stage) -> float:
+def _accumulate_s(rates: Rates, layout: OperatorLayout, stage: Stage) -> float:
     """Return the seconds of gradient accumulation per microbatch; the first microbatch needs none."""
     first = set(rates.profile.first)
     moved = sum(found(rates, layout, placed).weights for placed in stage.operators if placed.name not in first)
@@ -135,7 +135,7 @@ def _accumulate_s(rates: Rates, layout: Layout, stage: Stage) -> float:
     return rates.pass_s(moved * rates.profile.accumulation_bytes * added)
 
 
-def _reshard_s(rates: Rates, layout: Layout, stage: Stage) -> tuple[float, float]:
+def _reshard_s(rates: Rates, layout: OperatorLayout, stage: Stage) -> tuple[float, float]:
     """Return the seconds of gathering, forward and backward, between neighbours on a stage that are cut differently."""
     forward = backward = 0.0
     for before, after in pairwise(stage.operators):

@@ -15,12 +15,12 @@ from quintsched.simulation.costs import Costs
 from quintsched.strategies.descriptions.hardware import Curve
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.profiles.profile import Kind, MeasuredStep, Profile
+from quintsched.strategies.profiles.profile import MeasuredStep, Profile, WorkKind
 from quintsched.trace.measured_trace import Trace
 
 COMPUTED = ("forward", "backward_input", "backward_weight")
 """Costs that are computation, in every run."""
-WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 def read_trace(directory: Path, plan: PlanData, model: Model, strategy: Strategy) -> Profile:
@@ -37,7 +37,7 @@ def from_costs(costs: Costs, plan: PlanData, model: Model, strategy: Strategy, s
     schedule, stages = plan.schedule, range(len(plan.stage_to_pp))
     names = (*COMPUTED, "recompute") if costs.recompute is not None else COMPUTED
     whole = sum(costs.of_stage(name, stage, schedule.chunks, schedule.slices) for name in names for stage in stages)
-    seconds: dict[Kind, float] = {"block": whole / schedule.chunks * schedule.microbatches / strategy.pp}
+    seconds: dict[WorkKind, float] = {"block": whole / schedule.chunks * schedule.microbatches / strategy.pp}
     return Profile(
         name=model.name,
         source=source,
@@ -48,7 +48,7 @@ def from_costs(costs: Costs, plan: PlanData, model: Model, strategy: Strategy, s
 
 def _message(costs: Costs, model: Model, strategy: Strategy) -> Curve | None:
     took = costs.p2p.latency if isinstance(costs.p2p, Wires) else costs.p2p
-    size = strategy.microbatch * strategy.seq // strategy.cp * model.hidden * WIDTHS[strategy.dtype]
+    size = strategy.microbatch * strategy.seq // strategy.cp * model.hidden * ELEMENT_BYTES[strategy.dtype]
     return Curve(sizes=(float(size),), rates=(size / took,)) if took > 0 else None
 
 

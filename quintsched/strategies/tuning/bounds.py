@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.tuning.evaluator import STATE, Evaluator, Floats
-from quintsched.strategies.tuning.space import FRAME, FULL, NONE, PER_STAGE, SELECTIVE, Columns, Ints, Space
+from quintsched.strategies.tuning.space import FRAME, FULL, NONE, PER_STAGE, SELECTIVE, Columns, Space
 
-SLACK = 1e-9
+BOUND_MARGIN = 1e-9
 """Relative margin by which bounds are lowered, because of rounding."""
 
 
@@ -45,14 +46,14 @@ def time_bounds(space: Space, evaluator: Evaluator, frames: Ints) -> Floats:
             for code in least_recomputes(space):
                 rows = relaxed(space, frames, dtype, 0, int(sequence_parallel), code)
                 time = np.minimum(time, evaluator.pipeline_s(rows))
-    return time * (1 - SLACK)
+    return time * (1 - BOUND_MARGIN)
 
 
 def memory_bounds(space: Space, evaluator: Evaluator, frames: Ints) -> Floats:
     """Return a lower bound on the peak bytes of all leaves of each frame."""
     dtypes = range(len(space.choices.dtype))
     held = [_least_bytes(space, evaluator, frames, dtype) for dtype in dtypes]
-    return np.asarray(np.minimum.reduce(held) * (1 - SLACK))
+    return np.asarray(np.minimum.reduce(held) * (1 - BOUND_MARGIN))
 
 
 def _least_bytes(space: Space, evaluator: Evaluator, frames: Ints, dtype: int) -> Floats:

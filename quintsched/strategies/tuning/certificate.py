@@ -23,19 +23,20 @@ from pydantic import Field, ValidationError
 from quintsched.errors import InputError
 from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict
+from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Description, Model, Size
 from quintsched.strategies.tuning.bounds import Bounds, frame_bounds, mesh_bounds
 from quintsched.strategies.tuning.choices import Choices
 from quintsched.strategies.tuning.evaluator import Evaluator
 from quintsched.strategies.tuning.ranking import Candidates
-from quintsched.strategies.tuning.space import MESH, Ints
+from quintsched.strategies.tuning.space import MESH
 from quintsched.strategies.tuning.tune import Tuning
 
-MAX_BYTES = 2**28
+MOST_CERTIFICATE_BYTES = 2**28
 
 
-class Box(Description):
+class LeftOut(Description):
     """Mesh or frame that was left out."""
 
     box: tuple[int, ...]
@@ -77,7 +78,7 @@ class Certificate(Description):
     top: int = Field(ge=1)
     strategies: int
     best: tuple[Winner, ...]
-    pruned: tuple[Box, ...]
+    pruned: tuple[LeftOut, ...]
     evaluated: tuple[tuple[int, ...], ...]
     per_stage: tuple[Least, ...]
 
@@ -89,7 +90,9 @@ class Certificate(Description):
 def load_certificate(path: str | Path) -> Certificate:
     """Read a certificate; raises `UsageError` if it cannot be opened, `InputError` with the fault and its place."""
     try:
-        return Certificate.model_validate(parse_strict(read_whole(Path(path), MAX_BYTES, "the certificate")))
+        return Certificate.model_validate(
+            parse_strict(read_whole(Path(path), MOST_CERTIFICATE_BYTES, "the certificate"))
+        )
     except ValidationError as error:
         raise InputError(f"{path}: {describe_faults(error)}") from None
     except InputError as error:
@@ -131,7 +134,7 @@ def _winners(best: Candidates) -> tuple[Winner, ...]:
     )
 
 
-def _pruned(tuning: Tuning) -> list[Box]:
+def _pruned(tuning: Tuning) -> list[LeftOut]:
     """Return a box for each mesh that can be left out as a whole, and for each such frame of the others."""
     space, found = tuning.space, tuning.found
     if not found.pruned:
@@ -150,9 +153,9 @@ def _pruned(tuning: Tuning) -> list[Box]:
     return boxes + _boxes(space.frames, bounds, bounds.memory_bytes > capacity, rest)
 
 
-def _boxes(columns: Ints, bounds: Bounds, large: np.ndarray, chosen: Ints) -> list[Box]:
+def _boxes(columns: Ints, bounds: Bounds, large: np.ndarray, chosen: Ints) -> list[LeftOut]:
     return [
-        Box(
+        LeftOut(
             box=tuple(columns[row].tolist()),
             reason="memory" if large[row] else "time",
             bound=float(bounds.memory_bytes[row] if large[row] else bounds.time_s[row]),

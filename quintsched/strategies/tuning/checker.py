@@ -17,14 +17,15 @@ from typing import NoReturn
 import numpy as np
 
 from quintsched.errors import UnsoundError
-from quintsched.strategies.tuning.bounds import SLACK, frame_bounds, mesh_bounds
-from quintsched.strategies.tuning.certificate import Box, Certificate, Winner
-from quintsched.strategies.tuning.evaluator import Evaluator, Outcome
+from quintsched.ir.instruction_columns import Ints
+from quintsched.strategies.tuning.bounds import BOUND_MARGIN, frame_bounds, mesh_bounds
+from quintsched.strategies.tuning.certificate import Certificate, LeftOut, Winner
+from quintsched.strategies.tuning.evaluator import Evaluator, StrategyOutcomes
 from quintsched.strategies.tuning.per_stage import is_new
-from quintsched.strategies.tuning.space import MESH, PER_STAGE, Ints, Mask, Space, make_space
+from quintsched.strategies.tuning.space import MESH, PER_STAGE, Mask, Space, make_space
 
 FRAMES_AT_ONCE = 1 << 12
-TOLERANCE = 1e-9
+CERTIFICATE_TOLERANCE = 1e-9
 """Relative tolerance of a certificate's figures, for rounding."""
 
 
@@ -71,7 +72,7 @@ def _meshes(space: Space) -> dict[tuple[int, ...], int]:
     return {tuple(row): mesh for mesh, row in enumerate(rows)}
 
 
-def _check_bounds(space: Space, evaluator: Evaluator, boxes: Sequence[Box], limit: float) -> None:
+def _check_bounds(space: Space, evaluator: Evaluator, boxes: Sequence[LeftOut], limit: float) -> None:
     """Check that every bound is right, and large enough to exclude its box."""
     if not boxes:
         return
@@ -89,28 +90,28 @@ def _check_bounds(space: Space, evaluator: Evaluator, boxes: Sequence[Box], limi
             _refuse(f"the box {list(entry.box)} may hold one of the best: its {entry.reason} may be {true!r}")
 
 
-Key = tuple[float, float, int, int, tuple[int, ...]]
+RankingKey = tuple[float, float, int, int, tuple[int, ...]]
 """Time, memory, place and numbers of a strategy; the sort key of the ranking."""
 
 
-def _leaves(space: Space, evaluator: Evaluator, frames: Ints, given: Certificate, limit: float) -> list[Key]:
+def _leaves(space: Space, evaluator: Evaluator, frames: Ints, given: Certificate, limit: float) -> list[RankingKey]:
     """Evaluate every leaf of the frames; return those that fit and are no slower than the limit."""
     solved = {entry.place: entry.least for entry in given.per_stage}
-    found: list[Key] = []
+    found: list[RankingKey] = []
     for start in range(0, len(frames), FRAMES_AT_ONCE):
         columns, place = space.expand(frames[start : start + FRAMES_AT_ONCE])
         outcome = evaluator.evaluate(columns)
         by_stage = columns["recompute"] == PER_STAGE
         fits = (outcome.memory_bytes <= evaluator.capacity_bytes) & ~by_stage
         found += _keys(space, evaluator, outcome, place, fits, limit)
-        open_leaves = by_stage & space.recomputes_by_stage(place[:, 0]) & (outcome.time_s * (1 - SLACK) <= limit)
+        open_leaves = by_stage & space.recomputes_by_stage(place[:, 0]) & (outcome.time_s * (1 - BOUND_MARGIN) <= limit)
         found += _per_stage(space, evaluator, place[open_leaves], solved, limit)
     return found
 
 
 def _per_stage(
     space: Space, evaluator: Evaluator, place: Ints, solved: dict[tuple[int, int], tuple[int, ...]], limit: float
-) -> list[Key]:
+) -> list[RankingKey]:
     """Return the least tuples of these leaves that are no slower than the limit; checks that less does not fit."""
     by_ranks: dict[int, list[tuple[int, int]]] = {}
     for frame, leaf in place.tolist():
@@ -122,7 +123,7 @@ def _per_stage(
         if not all(0 <= number <= space.model.layers + 1 for number in solved[frame, leaf]):
             _refuse(f"the leaf {[frame, leaf]} has numbers beyond the {space.model.layers} layers")
         by_ranks.setdefault(pp, []).append((frame, leaf))
-    found: list[Key] = []
+    found: list[RankingKey] = []
     for leaves in by_ranks.values():
         least, places = np.array([solved[leaf] for leaf in leaves], np.int64), np.array(leaves, np.int64)
         _check_least(space, evaluator, places, least)
@@ -146,7 +147,7 @@ def _check_least(space: Space, evaluator: Evaluator, place: Ints, least: Ints) -
             _refuse(f"rank {rank} of the leaf {place[row].tolist()} fits with {number} layers, fewer than said")
 
 
-def _check_best(best: Sequence[Winner], found: Sequence[Key]) -> None:
+def _check_best(best: Sequence[Winner], found: Sequence[RankingKey]) -> None:
     if len(best) != len(found):
         _refuse(f"it names {len(best)} best strategies, but there are {len(found)}")
     for rank, (winner, (time, memory, frame, leaf, numbers)) in enumerate(zip(best, found, strict=True), 1):
@@ -158,15 +159,15 @@ def _check_best(best: Sequence[Winner], found: Sequence[Key]) -> None:
 def _keys(
     space: Space,
     evaluator: Evaluator,
-    outcome: Outcome,
+    outcome: StrategyOutcomes,
     place: Ints,
     fits: Mask,
     limit: float,
     numbers: Ints | None = None,
-) -> list[Key]:
+) -> list[RankingKey]:
     """Return the strategies that fit and are no slower than the limit; simulated if there is no closed form."""
-    found: list[Key] = []
-    for row in np.flatnonzero(fits & (outcome.time_s * (1 - SLACK) <= limit)).tolist():
+    found: list[RankingKey] = []
+    for row in np.flatnonzero(fits & (outcome.time_s * (1 - BOUND_MARGIN) <= limit)).tolist():
         given = () if numbers is None else tuple(numbers[row].tolist())
         seconds = float(outcome.time_s[row])
         if not outcome.exact[row]:
@@ -177,7 +178,7 @@ def _keys(
 
 
 def _near(one: float, other: float) -> bool:
-    return abs(one - other) <= TOLERANCE * abs(other)
+    return abs(one - other) <= CERTIFICATE_TOLERANCE * abs(other)
 
 
 def _refuse(why: str) -> NoReturn:

@@ -18,7 +18,7 @@ from quintsched.errors import UsageError, quoted, suggest
 from quintsched.strategies.descriptions.model import Count, Description, Model, Size
 from quintsched.strategies.descriptions.strategy import Modules
 
-Recompute = Literal["none", "selective", "full", "per-stage"] | Modules | Count
+RecomputeChoice = Literal["none", "selective", "full", "per-stage"] | Modules | Count
 """Recomputed layers of each stage: none, attention's scores only, all, modules of each, a number; or a different number
 per stage."""
 DType = Literal["fp8", "bf16", "fp16", "fp32", "fp64"]
@@ -30,7 +30,7 @@ UNLIMITED = 2**40
 
 
 class Choices(Description):
-    """Values that each axis may take; None: all that divide. See the module; `read` converts errors to `UsageError`."""
+    """Values that each axis may take; None: all that divide. See the module; `from_values` raises `UsageError`."""
 
     dp: tuple[Size, ...] | None = None
     tp: tuple[Size, ...] | None = None
@@ -53,7 +53,7 @@ class Choices(Description):
     fused_loss: tuple[bool, ...] = Field(default=(False,), max_length=1)
     gradients: tuple[DType | None, ...] = Field(default=(None,), max_length=1)
     sequence_parallel: tuple[bool, ...] = (False, True)
-    recompute: tuple[Recompute, ...] = ("none", "selective", "full", "per-stage")
+    recompute: tuple[RecomputeChoice, ...] = ("none", "selective", "full", "per-stage")
     even: bool = Field(default=False)
     """Whether every stage must have the same number of layers."""
 
@@ -70,7 +70,7 @@ class Choices(Description):
         return self.model_copy(update={"schedule": MIXTURES}) if mixes else self
 
     @classmethod
-    def read(cls, given: Mapping[str, Any] | None) -> Choices:
+    def from_values(cls, given: Mapping[str, Any] | None) -> Choices:
         """Return the choices for `given`, axis → value or values; raises `UsageError` for unknown axes and values."""
         unknown = sorted(set(given or {}) - set(cls.model_fields))
         if unknown:

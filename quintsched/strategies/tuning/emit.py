@@ -28,9 +28,9 @@ from quintsched.strategies.prediction.strategy_plans import parallel, plan_of
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 OWN_MODEL = "my_model.py:build"
 OWN_DATA = "my_data.py:load"
-TOKENS = "tokens"
+TOKENS_FOLDER = "tokens"
 """Folder of token shards in a job file."""
-BYTES = 256
+BYTE_VOCABULARY = 256
 """Vocabulary of text read as bytes."""
 
 
@@ -150,7 +150,7 @@ def notes(model: Model, strategy: Strategy) -> Iterator[str]:
         yield f"data.name: your function that loads samples, {strategy.seq} tokens each"
     elif model.images:
         yield f"data: images of {model.images.size} x {model.images.size} pixels, {model.images.channels} channels"
-    elif model.vocab != BYTES:
+    elif model.vocab != BYTE_VOCABULARY:
         yield f"data.path: token shards of {model.vocab} token ids, which quintsched data tokenize writes"
     if modules_of(strategy.recompute):
         yield "recompute: the runtime recomputes blocks, not modules of them; nothing is recomputed here"
@@ -165,5 +165,5 @@ def _data(model: Model, strategy: Strategy, *, own: bool) -> dict[str, Any]:
         return {"name": OWN_DATA}
     if model.images:
         return {"name": "digits"}
-    source = {"name": "text"} if model.vocab == BYTES else {"name": "tokens", "path": TOKENS}
+    source = {"name": "text"} if model.vocab == BYTE_VOCABULARY else {"name": "tokens", "path": TOKENS_FOLDER}
     return {**source, "options": {"sequence": strategy.seq}}

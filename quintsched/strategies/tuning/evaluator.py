@@ -31,7 +31,7 @@ STATE = ("weights", "gradients", "optimizer")
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class StrategyOutcomes:
     """Results for n strategies; arrays of length n."""
 
     time_s: Floats
@@ -54,13 +54,13 @@ class Evaluator:
         """Memory of a GPU in bytes."""
         return self.hardware.memory_gb * 1e9
 
-    def evaluate(self, columns: Columns, numbers: Ints | None = None) -> Outcome:
+    def evaluate(self, columns: Columns, numbers: Ints | None = None) -> StrategyOutcomes:
         """Evaluate the rows; "per-stage" counts as "none".
 
         `numbers` (rows, pp), for rows of one pp: recomputed layers of each rank's stages.
         """
         found = self._evaluated(self.table(columns, numbers))
-        return Outcome(found.step_s, found.memory_bytes, found.exact)
+        return StrategyOutcomes(found.step_s, found.memory_bytes, found.exact)
 
     def pipeline_s(self, columns: Columns) -> Floats:
         """Return the step time without its end, and without adding up gradients, for rows without ZeRO."""
@@ -83,7 +83,7 @@ class Evaluator:
 
     def simulate(self, strategies: Sequence[Strategy]) -> Floats:
         """Return the seconds of steps, simulated where the schedule has no closed form."""
-        found = evaluate(self.space.model, self.hardware, Table.of(strategies), simulate=True)
+        found = evaluate(self.space.model, self.hardware, Table.from_strategies(strategies), simulate=True)
         return np.asarray(found.step_s)
 
     def table(self, columns: Columns, numbers: Ints | None = None, *, without_accumulation: bool = False) -> Table:

@@ -39,7 +39,7 @@ SMALL = 1e-3
 
 
 @dataclass(frozen=True)
-class Change:
+class FittingChange:
     """Change that would make a strategy fit."""
 
     strategy: Strategy
@@ -56,7 +56,7 @@ class Explanation:
     prediction: Prediction
     winner: Prediction | None
     """Prediction of the best strategy; None if nothing fits."""
-    change: Change | None
+    change: FittingChange | None
     """Smallest change that would make it fit; None if it fits, or no such change is known."""
     lines: tuple[str, ...]
     """Explanation as text."""
@@ -160,18 +160,18 @@ def least_memory(space: Space, hardware: Hardware) -> tuple[Strategy, float]:
     return space.strategy(columns, 0), best[0]
 
 
-def smallest_change(model: Model, hardware: Hardware, strategy: Strategy) -> Change | None:
+def smallest_change(model: Model, hardware: Hardware, strategy: Strategy) -> FittingChange | None:
     """Return the smallest change that makes a strategy fit, the fastest among those of one kind; None if unknown."""
     for _, same in groupby(_changes(model, strategy), key=lambda one: one[0]):
         placed = [(words, one) for _, words, one in same if _can_be_placed(model, hardware, one)]
         if not placed:
             continue
-        found = evaluate(model, hardware, Table.of([one for _, one in placed]))
+        found = evaluate(model, hardware, Table.from_strategies([one for _, one in placed]))
         fitting = [row for row in range(len(placed)) if found.fits[row]]
         if fitting:
             row = min(fitting, key=lambda row: float(found.step_s[row]))
             words, one = placed[row]
-            return Change(one, words, float(found.step_s[row]), float(found.memory_bytes[row]))
+            return FittingChange(one, words, float(found.step_s[row]), float(found.memory_bytes[row]))
     return None
 
 
@@ -249,7 +249,7 @@ def _can_be_placed(model: Model, hardware: Hardware, strategy: Strategy) -> bool
     return True
 
 
-def _freed(space: Space, hardware: Hardware, smallest: Strategy) -> Change | None:
+def _freed(space: Space, hardware: Hardware, smallest: Strategy) -> FittingChange | None:
     """Return the best change with one of the user's fixed axes freed."""
     free = Choices()
     order = ("sequence_parallel", "zero", "recompute", "microbatch", "chunks", "schedule", "pp", "tp", "cp", "ep", "dp")
@@ -263,7 +263,7 @@ def _freed(space: Space, hardware: Hardware, smallest: Strategy) -> Change | Non
     return None
 
 
-def _more_gpus(space: Space, hardware: Hardware, smallest: Strategy) -> Change | None:
+def _more_gpus(space: Space, hardware: Hardware, smallest: Strategy) -> FittingChange | None:
     gpus = space.gpus
     freed = space.choices.model_copy(update={"dp": None})
     while (gpus := 2 * gpus) <= min(MOST_GPUS, 64 * space.gpus):
@@ -273,7 +273,7 @@ def _more_gpus(space: Space, hardware: Hardware, smallest: Strategy) -> Change |
     return None
 
 
-def _fitting(space: Space, hardware: Hardware, smallest: Strategy, choices: Choices, gpus: int) -> Change | None:
+def _fitting(space: Space, hardware: Hardware, smallest: Strategy, choices: Choices, gpus: int) -> FittingChange | None:
     """Return the change to the strategy that fits with these choices and differs in the fewest fields."""
     try:
         wider = make_space(space.model, gpus, space.batch, space.seq, choices)
@@ -284,7 +284,7 @@ def _fitting(space: Space, hardware: Hardware, smallest: Strategy, choices: Choi
         return None
     found = predict(space.model, hardware, nearest)
     names = [name for name in type(smallest).model_fields if getattr(smallest, name) != getattr(nearest, name)]
-    return Change(nearest, _in_words(smallest, nearest, names), found.step_s, found.memory_bytes)
+    return FittingChange(nearest, _in_words(smallest, nearest, names), found.step_s, found.memory_bytes)
 
 
 def _nearest(space: Space, hardware: Hardware, wanted: Strategy) -> Strategy | None:
@@ -322,7 +322,7 @@ def _values(strategy: Strategy, space: Space, column: str) -> int:
     return space.words.get(value, -9) if isinstance(value, str) else int(value)
 
 
-def _too_large(found: Prediction, change: Change | None) -> Iterator[str]:
+def _too_large(found: Prediction, change: FittingChange | None) -> Iterator[str]:
     capacity = found.hardware.memory_gb * 1e9
     name, held = binding_term(found)
     yield (

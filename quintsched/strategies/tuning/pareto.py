@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.tuning.evaluator import Floats
-from quintsched.strategies.tuning.space import Ints, Mask
+from quintsched.strategies.tuning.space import Mask
 
 
 def pareto(time: Floats, memory: Floats, *ties: Ints) -> Ints:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.tuning.evaluator import Evaluator
 from quintsched.strategies.tuning.ranking import Candidates, nobody
-from quintsched.strategies.tuning.space import FULL, NONE, Ints, Mask, Space
+from quintsched.strategies.tuning.space import FULL, NONE, Mask, Space
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.tuning.evaluator import Floats
 from quintsched.strategies.tuning.pareto import dominated, pareto
-from quintsched.strategies.tuning.space import Ints, Mask
+from quintsched.strategies.tuning.space import Mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,7 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.time_s)
 
-    def take(self, index: Ints) -> Candidates:
+    def take_candidates(self, index: Ints) -> Candidates:
         """Return the candidates at these indices."""
         numbers = None if self.numbers is None else tuple(self.numbers[at] for at in index.tolist())
         return replace(
@@ -76,11 +77,11 @@ class Ranking:
             return
         if self.wants_front:
             self.front = self._front(found)
-        near = found.take(np.flatnonzero(found.time_s <= self.limit_s))
+        near = found.take_candidates(np.flatnonzero(found.time_s <= self.limit_s))
         if not len(near):
             return
         joined = self.best.joined(near)
-        self.best = joined.take(_order(joined)[: self.top])
+        self.best = joined.take_candidates(_order(joined)[: self.top])
 
     def hopeless(self, time: Floats, memory: Floats) -> Mask:
         """Return for each pair of bounds whether no strategy of that box can be kept."""
@@ -90,11 +91,13 @@ class Ranking:
         return slow & dominated(time, memory, self.front.time_s, self.front.memory_bytes)
 
     def _front(self, found: Candidates) -> Candidates:
-        new = found.take(
+        new = found.take_candidates(
             np.flatnonzero(~dominated(found.time_s, found.memory_bytes, self.front.time_s, self.front.memory_bytes))
         )
         joined = self.front.joined(new)
-        return joined.take(pareto(joined.time_s, joined.memory_bytes, joined.place[:, 0], joined.place[:, 1]))
+        return joined.take_candidates(
+            pareto(joined.time_s, joined.memory_bytes, joined.place[:, 0], joined.place[:, 1])
+        )
 
 
 def _order(found: Candidates) -> Ints:

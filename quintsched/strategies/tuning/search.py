@@ -17,12 +17,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.tuning.bounds import SLACK, memory_bounds, time_bounds
+from quintsched.strategies.tuning.bounds import BOUND_MARGIN, memory_bounds, time_bounds
 from quintsched.strategies.tuning.evaluator import Evaluator, Floats
 from quintsched.strategies.tuning.per_stage import solve
 from quintsched.strategies.tuning.ranking import Candidates, Ranking, nobody
-from quintsched.strategies.tuning.space import PER_STAGE, Ints, Mask, Space
+from quintsched.strategies.tuning.space import PER_STAGE, Mask, Space
 
 ROWS_AT_ONCE = 1 << 15
 """Number of leaves evaluated before the remaining frames are pruned again."""
@@ -33,12 +34,12 @@ GROUPS_AT_ONCE = 1 << 9
 SIMULATED_AT_ONCE = 1 << 4
 """Number of steps simulated at once."""
 
-Progress = Callable[[int, int, float], None]
+SearchProgress = Callable[[int, int, float], None]
 """Callback with frames done, frames in all, and the best time so far (inf: none)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class SearchResult:
     """Result of a search, with the fate of every frame."""
 
     ranking: Ranking
@@ -66,7 +67,7 @@ class Search:
         top: int = 1,
         front: bool = False,
         prune: bool = True,
-        progress: Progress | None = None,
+        progress: SearchProgress | None = None,
     ) -> None:
         self.space, self.evaluator, self.prune, self.progress = space, evaluator, prune, progress
         self.ranking = Ranking(top, front)
@@ -75,7 +76,7 @@ class Search:
         self.solved: list[tuple[Ints, Ints]] = []
         self.rows = self.put_off = self.worked_out = 0
 
-    def run(self) -> Found:
+    def search_space(self) -> SearchResult:
         """Search the space."""
         frames = np.arange(self.space.num_frames)
         times = None
@@ -85,7 +86,7 @@ class Search:
         evaluated = self._frames(frames, times)
         self._solve()
         self._simulate()
-        return Found(
+        return SearchResult(
             self.ranking,
             np.sort(evaluated),
             tuple(self.solved),
@@ -135,16 +136,16 @@ class Search:
         whole = Candidates(found.time_s, found.memory_bytes, place)
         solvable = by_stage & self.space.recomputes_by_stage(place[:, 0])
         if solvable.any():
-            self.by_stage.append(_lowered(whole.take(np.flatnonzero(solvable))))
+            self.by_stage.append(_lowered(whole.take_candidates(np.flatnonzero(solvable))))
         self._take(whole, found.exact, np.flatnonzero(~by_stage))
 
     def _take(self, found: Candidates, exact: Mask, rows: Ints) -> None:
         """Offer those of these rows that fit to the ranking; defer those without a closed form."""
         rows = rows[found.memory_bytes[rows] <= self.evaluator.capacity_bytes]
-        self.ranking.offer(found.take(rows[exact[rows]]))
+        self.ranking.offer(found.take_candidates(rows[exact[rows]]))
         unknown = rows[~exact[rows]]
         if len(unknown):
-            self.unknown.append(_lowered(found.take(unknown)))
+            self.unknown.append(_lowered(found.take_candidates(unknown)))
 
     def _solve(self) -> None:
         """Solve per-stage recomputation, by ascending bound."""
@@ -165,8 +166,8 @@ class Search:
         later = _sorted(self.unknown)
         self.put_off += len(later)
         for start in range(0, len(later), SIMULATED_AT_ONCE):
-            part = later.take(np.arange(start, min(start + SIMULATED_AT_ONCE, len(later))))
-            near = part.take(np.flatnonzero(part.time_s <= self.ranking.limit_s))
+            part = later.take_candidates(np.arange(start, min(start + SIMULATED_AT_ONCE, len(later))))
+            near = part.take_candidates(np.flatnonzero(part.time_s <= self.ranking.limit_s))
             if not len(near):
                 break
             self.worked_out += len(near)
@@ -182,7 +183,7 @@ def strategy_at(space: Space, found: Candidates, row: int) -> Strategy:
 
 
 def _lowered(found: Candidates) -> Candidates:
-    return replace(found, time_s=found.time_s * (1 - SLACK))
+    return replace(found, time_s=found.time_s * (1 - BOUND_MARGIN))
 
 
 def _sorted(parts: list[Candidates]) -> Candidates:
@@ -190,4 +191,4 @@ def _sorted(parts: list[Candidates]) -> Candidates:
     joined = parts[0]
     for part in parts[1:]:
         joined = joined.joined(part)
-    return joined.take(np.lexsort((joined.place[:, 1], joined.place[:, 0], joined.time_s)))
+    return joined.take_candidates(np.lexsort((joined.place[:, 1], joined.place[:, 0], joined.time_s)))

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintsched.errors import UsageError
+from quintsched.ir.instruction_columns import Ints
 from quintsched.ir.mesh import MAX_RANKS
 from quintsched.schedules.kit.registry import find_schedule
 from quintsched.strategies.descriptions.model import Model
@@ -29,7 +30,6 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.tuning.choices import MIXTURES, SCHEDULES, UNLIMITED, Choices, allows
 
-Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Columns = dict[str, Ints]
 MESH = ("pp", "tp", "cp", "ep", "dp")
@@ -285,7 +285,9 @@ def _way_out(space: Space) -> str:
     """Return the single choice that makes the space empty, as text; general advice if no single one does."""
     given = {name: value for name, value in space.choices if value != Choices.model_fields[name].default}
     for name in given:
-        freed = Choices.read({other: value for other, value in given.items() if other != name}).of_model(space.model)
+        freed = Choices.from_values({other: value for other, value in given.items() if other != name}).of_model(
+            space.model
+        )
         if Space(space.model, space.gpus, space.batch, space.seq, freed).num_frames:
             return f"without {name} = {', '.join(map(str, given[name]))} there would be one"
     return "free an axis or change the number of GPUs"

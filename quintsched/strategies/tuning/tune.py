@@ -24,7 +24,7 @@ from quintsched.strategies.tuning.bounds import relaxed
 from quintsched.strategies.tuning.choices import Choices
 from quintsched.strategies.tuning.evaluator import Evaluator
 from quintsched.strategies.tuning.ranking import Candidates
-from quintsched.strategies.tuning.search import Found, Progress, Search, strategy_at
+from quintsched.strategies.tuning.search import Search, SearchProgress, SearchResult, strategy_at
 from quintsched.strategies.tuning.space import FULL, Space, make_space
 
 HEADROOM = 0.06
@@ -57,7 +57,7 @@ class Tuning:
     strategies: int
     """Number of strategies in the space."""
     seconds: float
-    found: Found
+    found: SearchResult
 
     @property
     def model(self) -> Model:
@@ -90,7 +90,7 @@ def tune(
     top: int = 10,
     front: bool = True,
     prune: bool = True,
-    progress: Progress | None = None,
+    progress: SearchProgress | None = None,
     headroom: float = HEADROOM,
 ) -> Tuning:
     """Search all valid strategies of `model` on `gpus` GPUs for the `top` fastest that fit.
@@ -116,11 +116,11 @@ def tune(
         raise UsageError(f"tune: headroom is {headroom!r}; give a fraction of the memory, from 0 to less than 1")
     hardware = hardware.model_copy(update={"memory_gb": hardware.memory_gb * (1 - headroom)})
     began = time.perf_counter()
-    space = make_space(model, gpus, batch, model.seq if seq is None else seq, Choices.read(fixed))
+    space = make_space(model, gpus, batch, model.seq if seq is None else seq, Choices.from_values(fixed))
     for dtype in range(len(space.choices.dtype)):
         check(model, hardware, space.strategy(relaxed(space, np.zeros(1, np.int64), dtype, 0, 0, FULL), 0))
     search = Search(space, Evaluator(space, hardware), top=top, front=front, prune=prune, progress=progress)
-    found = search.run()
+    found = search.search_space()
     return Tuning(
         space=space,
         hardware=hardware,

@@ -18,15 +18,14 @@ from quintsched.ir import instruction_set as ins
 from quintsched.ir.values import ValueKind
 
 from ...autograd.run_backward import run_backward
+from ...comm.overlap_threads import BoundCall
 from ...stage.stage_forward import outside, spans_of
 from ..busy_clock import NoClock
 from ..rank_state import NO_CONTEXT, ComputeState
 from .forward import bind_fwd, parts_of
 
-Call = Callable[[], None]
 
-
-def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> Call:
+def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> BoundCall:
     """Rerun the blocks whose activations the forward dropped."""
     (checkpoint,) = state.flows.taken(instruction, ValueKind.CHECKPOINT)
     (made,) = state.flows.made(instruction, ValueKind.SAVED)
@@ -42,12 +41,12 @@ def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) 
     return state.current.unless_empty(instruction.microbatch, run)
 
 
-def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
+def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> BoundCall:
     """Run a full backward; in the stage's last one, gradients start to be reduced as they become ready."""
     backward, conclude = _backward(state, index, instruction)
     layout, stage = state.flows.plan.layout, instruction.stage
     comes_twice = bool(layout.twins(stage)) or layout.recompute_every(stage) > 1  # gradients are not complete at once
-    run: Call = partial(backward, None)
+    run: BoundCall = partial(backward, None)
     if state.flows.is_last_backward(instruction) and not comes_twice:
         run = _in_turn(partial(state.gradients.hooks.expect_last, stage), run)
     return _in_turn(
@@ -55,7 +54,7 @@ def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> Call:
     )
 
 
-def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> Call:
+def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> BoundCall:
     """Run a forward and a backward interleaved, once the inputs of both have arrived."""
     untimed = replace(state, clock=NoClock())
     forward, backward = ins.Fwd(*instruction.forward), ins.Bwd(*instruction.backward)
@@ -82,7 +81,7 @@ def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> C
     return run
 
 
-def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> Call | None:
+def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> BoundCall | None:
     """Return a call for after a stage's last backward that sums partial gradients over tp; None: it has none."""
     reducer, stage = state.gradients.reducer, instruction.stage
     if not state.flows.is_last_backward(instruction) or not reducer.has_partial_sums(stage):
@@ -90,7 +89,7 @@ def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> Call 
     return partial(reducer.add_partial_sums, stage)
 
 
-def _in_turn(first: Call, second: Call | None) -> Call:
+def _in_turn(first: BoundCall, second: BoundCall | None) -> BoundCall:
     if second is None:
         return first
 
@@ -101,7 +100,7 @@ def _in_turn(first: Call, second: Call | None) -> Call:
     return both
 
 
-def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -> Call:
+def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -> BoundCall:
     """Compute the input gradient; the operands of weight gradients are deferred."""
     backward, conclude = _backward(state, index, instruction)
     queue, pending = state.queues[instruction.stage], state.pending
@@ -115,7 +114,7 @@ def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -
     return state.current.unless_empty(instruction.microbatch, run, conclude)
 
 
-def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight) -> Call:
+def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight) -> BoundCall:
     """Compute the deferred weight gradients, and accumulate them; in the stage's last one, reductions start."""
     (taken,) = state.flows.taken(instruction, ValueKind.PENDING)
     hooks, pending, stage = state.gradients.hooks, state.pending, instruction.stage
@@ -134,7 +133,7 @@ def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight)
 
 def _backward(
     state: ComputeState, index: int, instruction: ins.Compute
-) -> tuple[Callable[[AbstractContextManager[object] | None], None], Call | None]:
+) -> tuple[Callable[[AbstractContextManager[object] | None], None], BoundCall | None]:
     """Return a function that runs autograd from saved roots, in an optional context; and a check after the last one.
 
     The input gradient is stored for the previous stage.
@@ -150,12 +149,12 @@ def _backward(
     give, wanted = cells.row_giver(back) if made else None, {place for _, places in back for place in places}
     forget = _forget_past(state, instruction)
     stage, boundaries, reached = instruction.stage, state.boundaries, state.boundaries.reached
-    conclude: Call | None = None
+    conclude: BoundCall | None = None
     if flows.is_last_of_inputs(instruction):
         conclude = partial(boundaries.require_reached, stage, forward.arriving, state.shape.parcels)
     note, now, saved, draws = state.clock.note, state.clock.now, state.saved, forward.draws
-    comes = all(cells.of(value).receive is not None for value in taken)
-    settle = state.gradients.hooks.settle
+    comes = all(cells.cell_of(value).receive is not None for value in taken)
+    settle = state.gradients.hooks.settle_gradients
     known, spans = None, spans_of(())
 
     def run(around: AbstractContextManager[object] | None) -> None:
@@ -190,7 +189,7 @@ def _backward(
     return run, conclude
 
 
-def _forget_past(state: ComputeState, instruction: ins.Compute) -> Call | None:
+def _forget_past(state: ComputeState, instruction: ins.Compute) -> BoundCall | None:
     """Return a call that drops a microbatch's keys and values; None unless this backward is of its first slice."""
     slices = state.flows.plan.schedule.slices
     microbatch, number = divmod(instruction.microbatch, slices)

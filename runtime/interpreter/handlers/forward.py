@@ -27,20 +27,20 @@ from ...autograd.run_backward import edge_of
 from ...blocks.block_outlines import TARGETS, Parcel
 from ...blocks.trees import TreeSpec, laid_out, map_tensors
 from ...blocks.without_side_effects import tensors_of_training
+from ...comm.overlap_threads import BoundCall
 from ...parallel.dropout import MaskUnit
 from ...stage.stage_forward import UNIT, Extras, Outputs, apart
 from ...stage.stage_messages import TakenSkips
 from ...steps.error_location import called
 from ...steps.units import UnitShape
-from ..rank_state import ONLY, ComputeState, Start, saved_of, start_of
-from ..value_cells import Cell, Parts
+from ..rank_state import ONLY, BackwardRoots, ComputeState, saved_of, start_of
+from ..value_cells import RowParts, ValueCell
 from .graph_leaves import leaves_maker
 
 _logger = logging.getLogger(__name__)
 
-Call = Callable[[], None]
 
-NOWHERE = Start()
+NO_ROOTS = BackwardRoots()
 
 _OTHER_STRIDES = (
     "stage %d (%s) leaves a tensor with strides %s, and left one with others where shapes were found, which later "
@@ -48,12 +48,12 @@ _OTHER_STRIDES = (
 )
 
 
-def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
+def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> BoundCall:
     """Run a stage forward on a unit; on the last stage of the route, compute the loss too."""
     return state.current.unless_empty(instruction.microbatch, _bind_fwd(state, index, instruction))
 
 
-def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
+def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> BoundCall:
     made, plan = state.flows.made(instruction, ValueKind.OUTPUT), state.flows.plan
     finish = (
         _hand_on(state, instruction)
@@ -67,8 +67,8 @@ def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> Call:
 
 
 def _bind_training(
-    state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start], kept: Value
-) -> Call:
+    state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], BackwardRoots], kept: Value
+) -> BoundCall:
     """Run a forward whose graph is kept; inputs require a gradient where an earlier stage made them."""
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
     take, extras_of, draws = _taker(state, index, instruction), _extras(state, instruction), forward.draws
@@ -80,7 +80,7 @@ def _bind_training(
     skips, weighed = _taken_skips(state, instruction), partial(_weigh_other, state, unit)
     shows_leaves = not moves and forward.is_of_torch
 
-    def compute(given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Start, Tensor | None]:
+    def compute(given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[BackwardRoots, Tensor | None]:
         outputs, auxiliary = forward(given, extras, reruns) if whole is None else whole(given, extras)
         return finish(outputs), auxiliary
 
@@ -136,7 +136,7 @@ def _shown(given: Outputs, shape: UnitShape | None, stage: int) -> Outputs:
     return tuple([one.view_as(one) for one in given])
 
 
-def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[Cell]:
+def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[ValueCell]:
     """Return the cells of outputs that later stages of this rank take: these may outlive the input of this stage.
 
     A skip that is taken and passed on is not among them: the plan keeps its memory alive for all stages that take it.
@@ -144,7 +144,7 @@ def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[Cell]:
     taken = {value.number for value in state.flows.taken(instruction, ValueKind.SKIP)}
     made = state.flows.made(instruction, ValueKind.OUTPUT, ValueKind.SKIP)
     own = [value for value in made if value.kind is ValueKind.OUTPUT or value.number not in taken]
-    return [state.cells.of(value) for value in own if not state.flows.is_sent(value)]
+    return [state.cells.cell_of(value) for value in own if not state.flows.is_sent(value)]
 
 
 def _store_of(state: ComputeState, instruction: ins.Compute) -> tuple[int, int]:
@@ -152,7 +152,9 @@ def _store_of(state: ComputeState, instruction: ins.Compute) -> tuple[int, int]:
     return instruction.stage, instruction.microbatch // state.flows.plan.schedule.slices
 
 
-def _bind_evaluation(state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], Start]) -> Call:
+def _bind_evaluation(
+    state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], BackwardRoots]
+) -> BoundCall:
     """Run a forward without a graph."""
     unit, current, stage = instruction.microbatch, state.current, instruction.stage
     forward, with_unit = state.forwards[stage], _with_unit(state, instruction)
@@ -223,7 +225,7 @@ def _taker(state: ComputeState, index: int, instruction: ins.Fwd) -> Callable[[]
     return state.cells.row_taker(parts_of(state, taken, arriving), index) if taken else None
 
 
-def parts_of(state: ComputeState, values: Sequence[Value], row: Parcel) -> Parts:
+def parts_of(state: ComputeState, values: Sequence[Value], row: Parcel) -> RowParts:
     """Return the places of values in the row of a parcel."""
     places = state.shape.cargo.places
     return [(value, places(value, row)) for value in values]
@@ -283,10 +285,10 @@ def _with_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Extras], 
     return with_unit
 
 
-def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Start]:
+def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], BackwardRoots]:
     """Return a function that stores a stage's outputs for later stages; raises where a shape is not the agreed one."""
     made, stage = state.flows.made(instruction, ValueKind.OUTPUT, ValueKind.SKIP), instruction.stage
-    cell, forward, parcel = state.cells.of(made[0]), state.forwards[stage], state.forwards[stage].parcel
+    cell, forward, parcel = state.cells.cell_of(made[0]), state.forwards[stage], state.forwards[stage].parcel
     give = state.cells.row_giver(parts_of(state, made, parcel))
     only_one, current, unit = len(parcel.specs) == 1 and not parcel.is_resident, state.current, instruction.microbatch
     known, agreed = None, state.shape.cargo.outputs_of(stage)
@@ -305,7 +307,7 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
             )
             raise MisfitError(f"stage {stage} ({forward.title}) gave {gave}; the ranks agreed on {agreed}: {why}")
 
-    def hand_on(outputs: Outputs) -> Start:
+    def hand_on(outputs: Outputs) -> BackwardRoots:
         nonlocal known, agreed, spec
         output, shape = outputs[0], current.units.shapes[unit]
         if shape is not known:
@@ -317,16 +319,16 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], S
                 _logger.warning(_OTHER_STRIDES, stage, forward.title, output.stride())
         if spec and isinstance(output, Tensor) and output.shape == spec.shape and output.dtype == spec.dtype:
             cell.value = (output.detach(),)
-            return start_of(((edge_of(output),), ONLY, ())) if output.requires_grad else NOWHERE
+            return start_of(((edge_of(output),), ONLY, ())) if output.requires_grad else NO_ROOTS
         check(outputs, agreed)
         give(forward.without_weights([output.detach() for output in outputs]))
         numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)
-        return Start(tuple(edge_of(outputs[number]) for number in numbers), numbers)
+        return BackwardRoots(tuple(edge_of(outputs[number]) for number in numbers), numbers)
 
     return hand_on
 
 
-def _lose(state: ComputeState, unit: int, slices: int, outputs: Outputs, targets: Any = None) -> Start:
+def _lose(state: ComputeState, unit: int, slices: int, outputs: Outputs, targets: Any = None) -> BackwardRoots:
     """Compute the loss of a unit, and add loss, weight and metrics to the tally; `targets` replace the batch's."""
     targets = state.current.batch.targets[unit] if targets is None else targets
     if torch.is_inference_mode_enabled():
@@ -345,7 +347,7 @@ def _lose(state: ComputeState, unit: int, slices: int, outputs: Outputs, targets
                 found, weight = called(f"metric {name!r}", metric, output, targets, units, unit)
                 column.append((unit, found))
                 own.append((unit, weight))
-    return NOWHERE.with_loss(loss, state.scale, times)
+    return NO_ROOTS.with_loss(loss, state.scale, times)
 
 
 def _tell_without_graph(state: ComputeState, unit: int, output: Any) -> None:

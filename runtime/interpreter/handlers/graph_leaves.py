@@ -27,7 +27,12 @@ def leaves_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Call
     taken, constant = state.flows.taken(instruction, ValueKind.OUTPUT, ValueKind.SKIP), state.boundaries.constant
     known: Outputs | None = None
     found: Outputs = ()
-    if state.host.moves(kept) or not forward.is_of_torch or len(taken) != 1 or state.cells.of(taken[0]).receive is None:
+    if (
+        state.host.moves(kept)
+        or not forward.is_of_torch
+        or len(taken) != 1
+        or state.cells.cell_of(taken[0]).receive is None
+    ):
         return lambda given: tuple([leaf(one) for one in given])
     hooks = forward.hooks
 
@@ -57,7 +62,7 @@ def _leaf_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Calla
     if not state.host.moves(kept):
         return lambda t: t.detach().requires_grad_(stage not in constant) if t.dtype in differentiable else t.detach()
     taken = state.flows.taken(instruction, ValueKind.OUTPUT, ValueKind.SKIP)
-    in_buffer = any(value.kind is ValueKind.SKIP or state.cells.of(value).receive is not None for value in taken)
+    in_buffer = any(value.kind is ValueKind.SKIP or state.cells.cell_of(value).receive is not None for value in taken)
 
     def own_leaf(tensor: Tensor) -> Tensor:
         leaf = tensor.detach().clone() if in_buffer else tensor.detach()

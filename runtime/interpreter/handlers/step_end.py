@@ -12,27 +12,26 @@ from torch import Tensor
 
 from quintsched.ir import instruction_set as ins
 
+from ...comm.overlap_threads import BoundCall
 from ...state.grad_buckets import PlanBucket
 from ...state.grad_norm import CLIP_EPSILON, clip_factor
 from ..rank_state import StepEndState
 from ..tally import DOUBT
 
-Call = Callable[[], None]
 
-
-def bind_sync_tied(state: StepEndState, index: int, instruction: ins.SyncTied) -> Call:
+def bind_sync_tied(state: StepEndState, index: int, instruction: ins.SyncTied) -> BoundCall:
     """Sum the gradients of tied weights over the stages that hold them."""
     return partial(state.gradients.reducer.add_tied, instruction.params, instruction.stages)
 
 
 def bind_reduce_bucket(
     state: StepEndState, index: int, instruction: ins.AllReduceBucket | ins.ReduceScatterBucket
-) -> Call:
+) -> BoundCall:
     """Launch the rest of a bucket's reduction: an all-reduce, or a reduce-scatter to each replica's shard."""
     return partial(state.gradients.reducer.reduce, PlanBucket(instruction.stage, instruction.bucket))
 
 
-def bind_share_metrics(state: StepEndState, index: int, instruction: ins.ShareMetrics) -> Call:
+def bind_share_metrics(state: StepEndState, index: int, instruction: ins.ShareMetrics) -> BoundCall:
     """Start an all-reduce of the tally over all ranks but tensor-parallel copies."""
     return partial(state.tally.reduce, state.metrics_group)
 
@@ -60,7 +59,7 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         state.outcome,
     )
     absent, scale, earlier = state.gradients.absent, state.scale, state.earlier
-    wait, marks = partial(state.waits.wait, index=index), state.marks
+    wait, marks = partial(state.waits.wait_works, index=index), state.marks
 
     def measure() -> Tensor:
         reducer.complete(wait)
@@ -90,10 +89,10 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
     return ClipHalves(measure, conclude)
 
 
-def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -> Call:
+def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -> BoundCall:
     """Divide the gradients by the batch's weight, compute their global norm, and clip them; or accumulate."""
     reducer, tally, earlier = state.gradients.reducer, state.tally, state.earlier
-    wait, (measure, conclude) = partial(state.waits.wait, index=index), halves_of_clip(state, index)
+    wait, (measure, conclude) = partial(state.waits.wait_works, index=index), halves_of_clip(state, index)
 
     def run() -> None:
         state.settle_loss(accumulates=reducer.accumulates)
@@ -106,7 +105,7 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
     return run
 
 
-def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> Call:
+def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> BoundCall:
     """Step the optimizer of these stages, unless the gradient is not finite; then clear their gradients."""
     stepper, stages = state.steppers.get(instruction.stages), instruction.stages
     reducer, masters, outcome = state.gradients.reducer, state.masters, state.outcome

@@ -7,20 +7,18 @@ a backward first finishes pending reductions, and allocates full gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from quintsched.ir import instruction_set as ins
 
+from ...comm.overlap_threads import BoundCall
 from ..rank_state import ZeroState
 
-Call = Callable[[], None]
 
-
-def bind_gather_params(state: ZeroState, index: int, instruction: ins.GatherParams) -> Call:
+def bind_gather_params(state: ZeroState, index: int, instruction: ins.GatherParams) -> BoundCall:
     """Start to gather a stage's full weights, into the memory of full gradients that have been reduced."""
     weights, reducer, stage = state.weights, state.gradients.reducer, instruction.stage
-    wait = partial(state.waits.wait, index=index)
+    wait = partial(state.waits.wait_works, index=index)
 
     def run() -> None:
         reducer.finish_reductions(wait)
@@ -29,12 +27,12 @@ def bind_gather_params(state: ZeroState, index: int, instruction: ins.GatherPara
     return run
 
 
-def bind_free_params(state: ZeroState, index: int, instruction: ins.FreeParams) -> Call:
+def bind_free_params(state: ZeroState, index: int, instruction: ins.FreeParams) -> BoundCall:
     """Free a stage's full weights."""
-    return partial(state.weights.free, instruction.stage, partial(state.waits.wait, index=index))
+    return partial(state.weights.free, instruction.stage, partial(state.waits.wait_works, index=index))
 
 
-def bind_all_gather_bucket(state: ZeroState, index: int, instruction: ins.AllGatherBucket) -> Call:
+def bind_all_gather_bucket(state: ZeroState, index: int, instruction: ins.AllGatherBucket) -> BoundCall:
     """Start to all-gather the full weights of a bucket, after each replica has stepped its shard."""
     weights, reducer = state.weights, state.gradients.reducer
 
@@ -45,15 +43,15 @@ def bind_all_gather_bucket(state: ZeroState, index: int, instruction: ins.AllGat
     return run
 
 
-def with_full_weights(state: ZeroState, index: int, instruction: ins.Instruction, call: Call) -> Call:
+def with_full_weights(state: ZeroState, index: int, instruction: ins.Instruction, call: BoundCall) -> BoundCall:
     """Return a computation preceded by waits for the full weights and gradients that it uses."""
     weights, reducer = state.weights, state.gradients.reducer
     if not weights:
         return call
-    wait, first = partial(state.waits.wait, index=index), list[Call]()
+    wait, first = partial(state.waits.wait_works, index=index), list[BoundCall]()
     for side in instruction.sides:
         if isinstance(side, ins.NEEDS_WEIGHTS):
-            first.append(partial(weights.wait, side.stage, wait))
+            first.append(partial(weights.wait_gather, side.stage, wait))
         if reducer.reshards and isinstance(side, ins.BEGINS_BACKWARD):
             first.append(partial(reducer.finish_reductions, wait))
         if reducer.reshards and isinstance(side, ins.ENDS_BACKWARD):

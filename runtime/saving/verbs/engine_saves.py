@@ -60,7 +60,7 @@ class EngineSaves:
         of optimizers and modules. Raises `UsageError` for optimizer state that no file can hold.
         """
         progress = self._progress()
-        state = apart({**self.rank.tensors(), **self.rank.training.beside.read(), **progress})
+        state = apart({**self.rank.tensors(), **self.rank.training.beside.read_tensors(), **progress})
         return {**state, **list_states(state)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -228,16 +228,16 @@ class EngineSaves:
 
 
 Arguments = ParamSpec("Arguments")
-Returned = TypeVar("Returned")
+Result = TypeVar("Result")
 Owner = TypeVar("Owner")
 
 
 def _passed(
-    method: Callable[Concatenate[Owner, Arguments], Returned], owner: Callable[[WeightState], Owner]
-) -> Callable[Concatenate[WeightState, Arguments], Returned]:
+    method: Callable[Concatenate[Owner, Arguments], Result], owner: Callable[[WeightState], Owner]
+) -> Callable[Concatenate[WeightState, Arguments], Result]:
     """Return a method of an engine that calls `method` on one of its objects; it keeps signature and docstring."""
 
-    def passed(engine: WeightState, /, *given: Arguments.args, **named: Arguments.kwargs) -> Returned:
+    def passed(engine: WeightState, /, *given: Arguments.args, **named: Arguments.kwargs) -> Result:
         return method(owner(engine), *given, **named)
 
     update_wrapper(passed, method)
@@ -252,8 +252,8 @@ def _saves(engine: WeightState) -> EngineSaves:
     return engine.saves
 
 
-def _shown(read: Callable[[EngineWeights], Returned], like: object) -> Returned:
-    return cast(Returned, property(lambda engine: read(engine.weights), doc=like.__doc__))
+def _shown(read: Callable[[EngineWeights], Result], like: object) -> Result:
+    return cast(Result, property(lambda engine: read(engine.weights), doc=like.__doc__))
 
 
 class WeightState:

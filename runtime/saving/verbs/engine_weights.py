@@ -49,7 +49,7 @@ class EngineWeights:
         With ZeRO-1 and 2 this waits for weights that are being gathered; with ZeRO-3 use `gathered`. Where collectives
         are expanded into messages, all ranks must read it at the same point.
         """
-        self._training.weights.settle()
+        self._training.weights.wait_gathers()
         return self._rank.model.stages
 
     @contextmanager
@@ -167,7 +167,7 @@ def _guard(training: TrainingState) -> Callable[..., None]:
     def before(module: nn.Module, prefix: str, keep_vars: bool, *_: Any) -> None:
         if keep_vars:
             return
-        training.weights.settle()
+        training.weights.wait_gathers()
         if not training.weights.are_resident:
             raise UsageError(
                 "with ZeRO-3 the blocks show their weights only while a step uses them; read them in `with "

@@ -131,7 +131,7 @@ def run(plan: qs.Plan, rules: Rules, steps: int = 2, blocks: Sequence[type[nn.Mo
             engine.step(inputs, targets)
         interpreter = engine._runner.interpreters["train"]
         watch = Watch(interpreter.state)
-        interpreter.run(engine._model.batches(plan, inputs, targets, {}), steps, interpreter.watched(watch))
+        interpreter.run_program(engine._model.batches(plan, inputs, targets, {}), steps, interpreter.watched(watch))
         return Used(len(interpreter.state.messages.buffers.all()), watch.receives, watch.receive_bytes, watch.sends)
 
     return run_local(plan.mesh.size, on_rank, rules=rules)

@@ -104,7 +104,7 @@ def test_what_was_sent_is_let_go_of(schedule: str, rules: Rules) -> None:
         engine.step(*batch)
         interpreter = engine._runner.interpreters["train"]
         watch = Watch(interpreter.state)
-        interpreter.run(engine._model.batches(plan, *batch, {}), 1, interpreter.watched(watch))
+        interpreter.run_program(engine._model.batches(plan, *batch, {}), 1, interpreter.watched(watch))
         return watch.kept, watch.rooted
 
     for kept, rooted in run_local(2, run, rules=rules):

@@ -89,7 +89,7 @@ def _expected(plan: qs.Plan, model: Model, options: dict[str, Any]) -> list[floa
         dtype="bf16" if "dtype" in options else "fp32",
         sequence_parallel=options.get("sequence_parallel", False),
     )
-    terms, _ = held(model, CPU, Table.of([strategy]), each_rank=True)
+    terms, _ = held(model, CPU, Table.from_strategies([strategy]), each_rank=True)
     kept = sum(bytes_[0] for name, bytes_ in terms.items() if name.startswith("activations") or name == "logits")
     return [float(kept[mesh.coordinates(rank).get("pp", 0)]) for rank in range(mesh.size)]
 

@@ -9,7 +9,7 @@ import torch
 import quintsched as qs
 from quintsched.ir.instruction_set import RecvGrad
 from quintsched.runtime.interpreter.busy_clock import EventClock
-from quintsched.runtime.interpreter.recorder import STEPS, Recorder
+from quintsched.runtime.interpreter.recorder import RECORDED_STEPS, Recorder
 from quintsched.trace.measured_trace import Trace
 
 PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=2)
@@ -131,7 +131,7 @@ def test_a_step_that_broke_off_leaves_nothing_behind(tmp_path, clock):
 
 def test_nothing_is_written_where_nothing_was_recorded(tmp_path):
     recorder = Recorder(PLAN, 0, CPU)
-    record_plain(recorder, 0, [0, 1, STEPS.stop, STEPS.stop + 1])
+    record_plain(recorder, 0, [0, 1, RECORDED_STEPS.stop, RECORDED_STEPS.stop + 1])
     recorder.save(tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -26,7 +26,7 @@ def test_the_segments_of_all_shards_are_the_parameters(shapes: list[list[int]], 
         for numbers, segment in zip(found, layout.segments(), strict=True):
             if segment is not None:
                 assert numbers[segment.start : segment.stop].isnan().all(), "two shards hold the same number"
-                numbers[segment.start : segment.stop] = segment.of(shard)
+                numbers[segment.start : segment.stop] = segment.view_of(shard)
     assert all(torch.equal(numbers, tensor.flatten()) for numbers, tensor in zip(found, tensors, strict=True))
 
 

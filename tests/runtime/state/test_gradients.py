@@ -44,8 +44,8 @@ def test_a_step_begins_with_nothing_and_what_no_gradient_comes_for_is_zero(
     bucket.attach()
     weight, view = layer.weight, bucket.views[0]
     assert weight.grad is (view if is_small else None)
-    bucket.add(weight, view, torch.ones(2, 3))
-    bucket.add(weight, view, torch.ones(2, 3))
+    bucket.add_gradient(weight, view, torch.ones(2, 3))
+    bucket.add_gradient(weight, view, torch.ones(2, 3))
     bucket.fill()
     bucket.give()
     assert bucket.flat.tolist() == [2.0] * 6 + [0.0] * 2
@@ -55,9 +55,9 @@ def test_a_step_begins_with_nothing_and_what_no_gradient_comes_for_is_zero(
     assert bucket.may_lack
     bucket.clear()
     bucket.attach()
-    bucket.add(weight, view, torch.ones(2, 3).to_sparse())
+    bucket.add_gradient(weight, view, torch.ones(2, 3).to_sparse())
     bucket.attach()  # as a further batch does whose gradients are added to these
-    bucket.add(layer.bias, bucket.views[1], torch.full((2,), -0.0))
+    bucket.add_gradient(layer.bias, bucket.views[1], torch.full((2,), -0.0))
     bucket.fill()
     assert view.tolist() == [[1.0] * 3] * 2
     assert not bucket.views[1].signbit().any()

@@ -18,7 +18,7 @@ from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.model import Experts, Model
 from quintsched.strategies.descriptions.parameters import total
 from quintsched.strategies.prediction.layers_of_ranks import stage_layers, stages_of_rank
-from quintsched.strategies.prediction.memory.buckets import Layout, stage_tensors
+from quintsched.strategies.prediction.memory.buckets import BucketLayout, stage_tensors
 
 VOCAB, SEQ, DEPTH, HIDDEN, HEADS = 96, 16, 4, 24, 4
 DENSE = Model(layers=DEPTH, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, seq=SEQ, tied=False, dropout=False)
@@ -87,7 +87,7 @@ def _place(mesh: qs.Mesh, rank: int, axes: tuple[str, ...]) -> int:
 def _expected(plan: qs.Plan, model: Model, rank: int, element: int, *, sequence_parallel: bool) -> dict[str, int]:
     mesh, schedule = plan.mesh, plan.schedule
     size = mesh.axis_size
-    layout = Layout(
+    layout = BucketLayout(
         tp=size("tp"),
         ep=size("ep"),
         replicas=size("dp") * size("cp") * size("ep"),
@@ -144,7 +144,7 @@ def test_the_runtime_holds_so_many_bytes(
 @pytest.mark.parametrize("model", [DENSE, TIED, LLAMA, MIXTURE])
 def test_counts_are_those_of_the_runtimes_models(model: Model) -> None:
     """The tensors of a stage with everything are the model's, and without shards their bytes are the formula's."""
-    tensors = stage_tensors(model, Layout(), range(model.layers), seq=SEQ, first=True, last=True)
+    tensors = stage_tensors(model, BucketLayout(), range(model.layers), seq=SEQ, first=True, last=True)
     numbers = total(model)
     assert sum(tensor.numbers for tensor in tensors) == numbers
     modules = [build() for build in _blocks(model)]

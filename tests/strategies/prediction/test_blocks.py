@@ -17,7 +17,7 @@ GRAPHS = H100.model_copy(update={"measured": Measured(kernel_s=0.0)})
 
 
 def table(**given):
-    return Table.of([Strategy(**{"gpus": 1, "batch": 8, "seq": 512} | given)])
+    return Table.from_strategies([Strategy(**{"gpus": 1, "batch": 8, "seq": 512} | given)])
 
 
 def layer(model=GPT, hardware=H100, **given):

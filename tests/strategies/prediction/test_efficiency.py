@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from quintsched.strategies.descriptions.hardware import Curve, Measured
 from quintsched.strategies.descriptions.library import find_hardware
 from quintsched.strategies.prediction.efficiency import CONSTANTS, full_waves, launch_s, operator_times
-from quintsched.strategies.prediction.operators import Attention, Pass, Product
+from quintsched.strategies.prediction.operators import AttentionKernel, Pass, Product
 from quintsched.strategies.prediction.predicted_collectives import (
     all_reduce_s,
     all_to_all_s,
@@ -62,7 +62,7 @@ def test_halves_of_a_backward():
 def test_fused_attention_is_faster_in_its_second_version_and_for_longer_sequences():
     def rate(kernel, keys, hardware=A100):
         ones = array(1)
-        return 1e12 / forward_s(Attention("a", array(1e12), 128, array(keys), kernel, ones, ones, ones), hardware)
+        return 1e12 / forward_s(AttentionKernel("a", array(1e12), 128, array(keys), kernel, ones, ones, ones), hardware)
 
     assert rate("flash", 1024) < rate("flash", 8192) < rate("flash2", 8192) < 312e12
     assert rate("flash2", 8192) < rate("flash2", 8192, find_hardware("h100")) < 2 * rate("flash2", 8192)
@@ -82,7 +82,7 @@ def test_a_ring_is_a_fused_call_for_each_step_and_adding_up_between_them():
     """On a CPU: calls that have fewer operations run at the rate of those."""
     curve = Curve(sizes=(1e6, 1e9), rates=(1e9, 4e9))
     of_step, ring, bytes_of_queries = 1e6, 4, 4 * 8 * 128 * 64
-    attention = Attention(
+    attention = AttentionKernel(
         "attention", array(ring * of_step), 64, array(64), "flash2", array(8), array(128), array(ring)
     )
     measured = Measured(

@@ -5,13 +5,13 @@ import pytest
 
 from quintsched.strategies.descriptions import parameters
 from quintsched.strategies.descriptions.library import find_model
-from quintsched.strategies.prediction.operators import Product, Sizes, block, embedding, head
+from quintsched.strategies.prediction.operators import BlockSizes, Product, block, embedding, head
 from quintsched.strategies.prediction.step import model_flops
 
 
 def sizes(tp=1, ep=1, seq=1024, cp=1, spread=0):
     numbers = {"tp": tp, "cp": cp, "ep": ep, "sequence_parallel": spread, "microbatch": 1, "seq": seq, "width": 2}
-    return Sizes(**{name: np.array([float(value)]) for name, value in numbers.items()})
+    return BlockSizes(**{name: np.array([float(value)]) for name, value in numbers.items()})
 
 
 def weights(operators):

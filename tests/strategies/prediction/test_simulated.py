@@ -56,7 +56,7 @@ def test_predictions_are_what_plans_take(sizes, overlap):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_under_each_schedule(schedule):
     given = strategy(dp=2, pp=4, batch=64, schedule=schedule, overlap=True)
-    found, quick = agreement(SMALL, A100, given), evaluate(SMALL, A100, Table.of([given]))
+    found, quick = agreement(SMALL, A100, given), evaluate(SMALL, A100, Table.from_strategies([given]))
     assert abs(found.error) < TOLERANCE
     if quick.exact[0]:
         assert quick.step_s[0] == pytest.approx(found.predicted_s)

@@ -96,7 +96,7 @@ def test_many_at_once_are_the_same_as_one_at_a_time():
     model = find_model("gpt3-175b")
     settings = [given for name, given in STRATEGIES if name == "gpt3-175b" and given.get("schedule") != "zbv"]
     rows = [Strategy(**{"gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 2048} | given) for given in settings]
-    found = evaluate(model, A100, Table.of(rows))
+    found = evaluate(model, A100, Table.from_strategies(rows))
     assert np.array_equal(found.step_s, [predict(model, A100, row).step_s for row in rows])
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Experts, Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.layers_of_ranks import Layout, kinds
+from quintsched.strategies.prediction.layers_of_ranks import LayerLayout, kinds
 from quintsched.strategies.prediction.table import Table, evaluate
 
 MODEL = Model(layers=6, hidden=512, heads=8)
@@ -18,7 +18,7 @@ def strategy(**given: object) -> Strategy:
 
 def test_kinds_are_runs_of_ranks_in_their_order():
     model = Model(layers=6, hidden=512, heads=8, experts=Experts(count=4, top_k=1, ffn=512, every=2))
-    found = kinds(model, [Layout(6, 1, "1f1b", None, "none"), Layout(3, 1, "1f1b", None, (1, 0, 1))])
+    found = kinds(model, [LayerLayout(6, 1, "1f1b", None, "none"), LayerLayout(3, 1, "1f1b", None, (1, 0, 1))])
     assert found.rank.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 0, 0]]
     assert found.ranks.tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]]
 
@@ -30,8 +30,8 @@ def test_a_row_is_the_same_beside_others_and_alone():
         strategy(dp=2, schedule="1f1b", chunks=1, recompute=(2, 1, 0), zero=1),
         strategy(tp=2, schedule="interleaved-1f1b", chunks=2, recompute="full"),
     ]
-    together = evaluate(MODEL, HARDWARE, Table.of(rows), simulate=True)
-    alone = [evaluate(MODEL, HARDWARE, Table.of([row]), simulate=True) for row in rows]
+    together = evaluate(MODEL, HARDWARE, Table.from_strategies(rows), simulate=True)
+    alone = [evaluate(MODEL, HARDWARE, Table.from_strategies([row]), simulate=True) for row in rows]
     assert together.step_s.tolist() == [one.step_s[0] for one in alone]
     assert together.memory_bytes.tolist() == [one.memory_bytes[0] for one in alone]
     for name, values in together.seconds.items():

@@ -14,7 +14,7 @@ from quintsched.strategies.descriptions.hardware import Curve
 from quintsched.strategies.profiles.aceso import read_folder, read_layout
 from quintsched.strategies.profiles.compose import compose
 from quintsched.strategies.profiles.memory import segments, stage_memory
-from quintsched.strategies.profiles.operator_layout import Layout, Placed, Stage
+from quintsched.strategies.profiles.operator_layout import OperatorLayout, Placed, Stage
 from quintsched.strategies.profiles.profile import Profile
 from quintsched.strategies.profiles.rates import Rates
 from quintsched.strategies.profiles.read_profile import read_profile, write_profile
@@ -46,8 +46,8 @@ def config(**changes: object) -> dict[str, object]:
     } | changes
 
 
-def one_stage(*names: str, tp: int = 1, recompute: bool = False) -> Layout:
-    return Layout((Stage(tuple(Placed(name, tp, recompute=recompute) for name in names), tp),), batch=4)
+def one_stage(*names: str, tp: int = 1, recompute: bool = False) -> OperatorLayout:
+    return OperatorLayout((Stage(tuple(Placed(name, tp, recompute=recompute) for name in names), tp),), batch=4)
 
 
 def test_sizes_of_the_model_follow_from_the_files(profile):
@@ -143,7 +143,7 @@ def test_segments_break_at_each_layer():
 
 def test_a_layer_keeps_what_the_paper_says(profile):
     """Korthikanti et al. (arXiv:2205.05198): a layer keeps s·b·h·(34 + 5·a·s/h) bytes, in fp16."""
-    layers = Layout((Stage(tuple(Placed(name) for name in profile.layer)),) * 2, batch=4)
+    layers = OperatorLayout((Stage(tuple(Placed(name) for name in profile.layer)),) * 2, batch=4)
     memory = stage_memory(Rates(profile), layers, 0)
     seq, hidden, heads = 2048, 2048, 32
     expected = seq * hidden * (34 + 5 * heads * seq / hidden)
@@ -153,7 +153,7 @@ def test_a_layer_keeps_what_the_paper_says(profile):
 
 def test_a_recomputed_layer_keeps_its_input_and_output(profile):
     stage = Stage(tuple(Placed(name, recompute=True) for name in profile.layer))
-    memory = stage_memory(Rates(profile), Layout((stage, stage), batch=4), 0)
+    memory = stage_memory(Rates(profile), OperatorLayout((stage, stage), batch=4), 0)
     assert memory.waiting == 2 * 8 * MIB
 
 
@@ -206,7 +206,7 @@ def test_terms_are_not_negative_where_collectives_are_most_of_a_recomputed_stage
         for kind, known in profile.collectives.items()
     }
     placed = tuple(Placed(name, tp=2, recompute=True) for name in profile.layer)
-    layout = Layout((Stage(placed), Stage(placed)), batch=8)
+    layout = OperatorLayout((Stage(placed), Stage(placed)), batch=8)
     found = compose(profile.model_copy(update={"collectives": curves}), layout).breakdown_s()
     assert found["tp"] > 0
     assert all(seconds >= -1e-12 for seconds in found.values())

@@ -195,7 +195,7 @@ def brute_force(given: Problem, top: int) -> list[tuple[float, float, Strategy]]
     """Return the best `top` groups' best strategies that fit, as (time, memory, strategy)."""
     found = groups(given)
     flat = [strategy for group in found for strategy in group.members]
-    outcome = evaluate(given.model, given.hardware, Table.of(flat), simulate=True)
+    outcome = evaluate(given.model, given.hardware, Table.from_strategies(flat), simulate=True)
     ranked, start = [], 0
     for group in found:
         rows = range(start, start + len(group.members))

@@ -16,7 +16,7 @@ MODEL = Model(layers=4, hidden=256, heads=4)
 
 
 def space(**choices: object) -> Space:
-    return make_space(MODEL, 8, 8, 128, Choices.read(choices))
+    return make_space(MODEL, 8, 8, 128, Choices.from_values(choices))
 
 
 @pytest.mark.parametrize("seed", range(0, 36, 4))

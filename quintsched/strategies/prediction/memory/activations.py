@@ -24,14 +24,14 @@ import numpy as np
 
 from quintsched.strategies.descriptions.model import Model
 
-KINDS = ("tokens", "masks", "attention", "scores", "ffn", "experts", "router")
+ACTIVATION_KINDS = ("tokens", "masks", "attention", "scores", "ffn", "experts", "router")
 
 FP32 = 4
 """Bytes of elements kept in single precision, whatever the model's precision."""
 
 
 @dataclass(frozen=True, eq=False)
-class Sizes:
+class ActivationSizes:
     """Sizes of one microbatch on a rank: numbers, or arrays of one length."""
 
     microbatch: Any
@@ -60,8 +60,10 @@ class Sizes:
         return self.tokens / np.where(np.asarray(self.sequence_parallel) > 0, self.tp, 1)
 
 
-def block_kept(model: Model, sizes: Sizes, *, has_experts: bool = False, fused: bool = True) -> dict[str, Any]:
-    """Return the bytes that a block keeps without recomputation, by those of `KINDS` that occur.
+def block_kept(
+    model: Model, sizes: ActivationSizes, *, has_experts: bool = False, fused: bool = True
+) -> dict[str, Any]:
+    """Return the bytes that a block keeps without recomputation, by those of `ACTIVATION_KINDS` that occur.
 
     `fused`: whether a gate and its activation are one kernel, as in Megatron-LM, Transformer Engine or after
     compilation; PyTorch's eager operators keep the activated gate too.
@@ -82,7 +84,9 @@ def block_kept(model: Model, sizes: Sizes, *, has_experts: bool = False, fused: 
     return found
 
 
-def block_rerun(model: Model, sizes: Sizes, rerun: Mapping[str, Any], *, has_experts: bool = False) -> dict[str, Any]:
+def block_rerun(
+    model: Model, sizes: ActivationSizes, rerun: Mapping[str, Any], *, has_experts: bool = False
+) -> dict[str, Any]:
     """Return the bytes of these that recomputed modules do not keep, by kind; `rerun` has 1 for each, else 0."""
     found = {"tokens": rerun["layernorm"] * sizes.between * 2 * sizes.kept * model.hidden}
     if model.attention == "unfused":
@@ -101,18 +105,18 @@ def block_rerun(model: Model, sizes: Sizes, rerun: Mapping[str, Any], *, has_exp
     return found
 
 
-def block_input(model: Model, sizes: Sizes) -> Any:
+def block_input(model: Model, sizes: ActivationSizes) -> Any:
     """Return the bytes of a block's input: kept by full recomputation, and sent between stages."""
     return sizes.between * sizes.element * model.hidden
 
 
-def embedding_kept(model: Model, sizes: Sizes) -> Any:
+def embedding_kept(model: Model, sizes: ActivationSizes) -> Any:
     """Return the bytes that the embedding keeps: the mask of its dropout, the input of its norm."""
     each = model.dropout + sizes.element * model.embedding_norm
     return sizes.between * model.hidden * each
 
 
-def head_kept(model: Model, sizes: Sizes, *, fused: Any = 0) -> dict[str, Any]:
+def head_kept(model: Model, sizes: ActivationSizes, *, fused: Any = 0) -> dict[str, Any]:
     """Return the bytes that the head keeps: the inputs of its norm and of its product, and logits.
 
     Logits are in 32 bits, or where the loss is `fused` in the model's precision.
@@ -124,7 +128,7 @@ def head_kept(model: Model, sizes: Sizes, *, fused: Any = 0) -> dict[str, Any]:
     return tokens | {"logits": sizes.tokens * width * _share(model.vocab, sizes.tp)}
 
 
-def _attention(model: Model, sizes: Sizes) -> Any:
+def _attention(model: Model, sizes: ActivationSizes) -> Any:
     """Return the bytes of queries, keys, values and the projection's input; qk norms keep queries and keys again."""
     queries = _share(model.heads, sizes.tp) * model.head_width
     keys = _share(model.num_kv_heads, sizes.tp) * model.head_width
@@ -132,7 +136,7 @@ def _attention(model: Model, sizes: Sizes) -> Any:
     return sizes.tokens * (sizes.element * kept + sizes.kept * queries)
 
 
-def _latent(model: Model, sizes: Sizes) -> Any:
+def _latent(model: Model, sizes: ActivationSizes) -> Any:
     """Return the bytes of latent vectors before and after their norms (replicated), and of this rank's heads."""
     latent = model.latent
     assert latent is not None
@@ -143,7 +147,7 @@ def _latent(model: Model, sizes: Sizes) -> Any:
     return sizes.tokens * (sizes.element * (heads * of_head + ranks + latent.rope_size) + sizes.kept * in_products)
 
 
-def _scores(model: Model, sizes: Sizes) -> Any:
+def _scores(model: Model, sizes: ActivationSizes) -> Any:
     """Return the bytes per pair of tokens, or, if scores are not materialised, per token."""
     heads = _share(model.heads, sizes.tp)
     if model.attention != "unfused":
@@ -152,11 +156,11 @@ def _scores(model: Model, sizes: Sizes) -> Any:
     return sizes.tokens * sizes.seq * heads * of_pair
 
 
-def _feed_forward(model: Model, sizes: Sizes, width: int, widths: int) -> Any:
+def _feed_forward(model: Model, sizes: ActivationSizes, width: int, widths: int) -> Any:
     return sizes.tokens * _share(width, sizes.tp) * _inside(sizes, widths)
 
 
-def _inside(sizes: Sizes, widths: int) -> Any:
+def _inside(sizes: ActivationSizes, widths: int) -> Any:
     """Return the bytes of a feed-forward network per unit of its width: the last is the input of its last product."""
     return sizes.element * (widths - 1) + sizes.kept
 
@@ -168,7 +172,7 @@ def _kept_widths(model: Model, fused: bool) -> int:
     return 1 if model.activation == "relu" else 2
 
 
-def _experts(model: Model, sizes: Sizes, widths: int) -> tuple[Any, Any]:
+def _experts(model: Model, sizes: ActivationSizes, widths: int) -> tuple[Any, Any]:
     """Return the bytes of routed tokens to and from the experts and inside them at even load, and of the router."""
     experts = model.experts
     assert experts is not None

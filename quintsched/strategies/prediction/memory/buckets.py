@@ -37,7 +37,7 @@ class Tensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """Layout of one rank's state in this project's runtime; see the module.
 
     `replica` and `expert_replica` are its indices among `replicas` and `expert_replicas`.
@@ -145,7 +145,7 @@ class _Bucket:
 
 
 def stage_tensors(
-    model: Model, layout: Layout, layers: Iterable[int], *, seq: int, first: bool, last: bool
+    model: Model, layout: BucketLayout, layers: Iterable[int], *, seq: int, first: bool, last: bool
 ) -> list[Tensor]:
     """Return the weights of one stage in the order of its modules; `first` has the embedding, `last` the head.
 
@@ -164,7 +164,9 @@ def stage_tensors(
     return found
 
 
-def _tensors(weights: Iterable[Weight], layout: Layout, *, partial: bool = False, apart: str = "") -> Iterator[Tensor]:
+def _tensors(
+    weights: Iterable[Weight], layout: BucketLayout, *, partial: bool = False, apart: str = ""
+) -> Iterator[Tensor]:
     """Yield the weights on one rank; experts follow each other, each with all of its weights."""
     listed = list(weights)
     experts = [weight for weight in listed if weight.copies > 1]

@@ -19,14 +19,20 @@ from typing import Any
 import numpy as np
 
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.prediction.memory.activations import FP32, Sizes, block_input, block_kept, head_kept
-from quintsched.strategies.prediction.memory.terms import Mesh, Ranks
+from quintsched.strategies.prediction.memory.activations import (
+    FP32,
+    ActivationSizes,
+    block_input,
+    block_kept,
+    head_kept,
+)
+from quintsched.strategies.prediction.memory.terms import Mesh, RankLayers
 
-INDEX = 8
+INDEX_BYTES = 8
 """Bytes of an index."""
 
 
-def own_activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+def own_activations(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: RankLayers) -> dict[str, Any]:
     """Return the peak bytes that autograd keeps on a rank, by kind, at even loads of experts.
 
     If blocks are recomputed, all of a stage are.
@@ -45,7 +51,7 @@ def own_activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dic
     return found
 
 
-def own_gathered(whole: Mapping[str, Any], sizes: Sizes, mesh: Mesh) -> Any:
+def own_gathered(whole: Mapping[str, Any], sizes: ActivationSizes, mesh: Mesh) -> Any:
     """Return the bytes that ZeRO makes resident for a while: a stage's full weights, and gradients before reduction.
 
     `whole` has the terms of the same rank without sharding.
@@ -56,7 +62,7 @@ def own_gathered(whole: Mapping[str, Any], sizes: Sizes, mesh: Mesh) -> Any:
     return np.where(is_shared, (weights + gradients) / mesh.chunks, 0.0)
 
 
-def _layers(model: Model, sizes: Sizes, ranks: Ranks) -> dict[str, Any]:
+def _layers(model: Model, sizes: ActivationSizes, ranks: RankLayers) -> dict[str, Any]:
     """Return the bytes that the layers of a rank keep of one microbatch, by kind."""
     found: dict[str, Any] = {}
     for has_experts, count in ((False, ranks.dense), (True, ranks.mixture if model.experts else 0)):
@@ -66,7 +72,7 @@ def _layers(model: Model, sizes: Sizes, ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-def own_block(model: Model, sizes: Sizes, *, has_experts: bool) -> dict[str, Any]:
+def own_block(model: Model, sizes: ActivationSizes, *, has_experts: bool) -> dict[str, Any]:
     """Return the bytes that one block keeps, by kind."""
     found = block_kept(model, sizes, has_experts=has_experts, fused=False)
     found["statistics"] = 2 * _norm(model, sizes.between, sizes.element)
@@ -84,7 +90,7 @@ def _norm(model: Model, rows: Any, element: Any) -> Any:
     return rows * (2 * wide - element) * model.hidden + rows * wide
 
 
-def _attention_copies(model: Model, sizes: Sizes) -> Any:
+def _attention_copies(model: Model, sizes: ActivationSizes) -> Any:
     heads, keys = model.heads / sizes.tp, model.num_kv_heads / sizes.tp
     of_head = sizes.tokens * sizes.element * model.head_width
     # With equal numbers of heads, queries, keys and values are views of one product, which the values keep alive.
@@ -95,7 +101,7 @@ def _attention_copies(model: Model, sizes: Sizes) -> Any:
     return of_head * (turned + copied) + tables
 
 
-def _add_experts(model: Model, sizes: Sizes, found: dict[str, Any]) -> None:
+def _add_experts(model: Model, sizes: ActivationSizes, found: dict[str, Any]) -> None:
     """Add the experts' outputs, and replace the router's terms."""
     experts, tokens, element = model.experts, sizes.tokens, sizes.element
     assert experts is not None
@@ -105,14 +111,14 @@ def _add_experts(model: Model, sizes: Sizes, found: dict[str, Any]) -> None:
     rounded = np.where(is_short, tokens * model.hidden * FP32 + experts.count * model.hidden * FP32, 0)
     unkept = np.where(is_short & (experts.shared == 0), tokens * model.hidden * element, 0)
     likelihoods = tokens * (2 * experts.count + 1) * FP32 + experts.count * FP32
-    found["router"] = likelihoods + choices * (2 * INDEX + np.minimum(element, FP32)) + rounded - unkept
+    found["router"] = likelihoods + choices * (2 * INDEX_BYTES + np.minimum(element, FP32)) + rounded - unkept
     if experts.padded_to is not None:  # rows out and rows back have indices of their own, and a mask marks dropped rows
         rows = tokens * experts.rows
-        found["router"] = found["router"] + rows * INDEX + choices
+        found["router"] = found["router"] + rows * INDEX_BYTES + choices
         found["experts"] = found["experts"] - rows * element * model.hidden
 
 
-def _embedding(model: Model, sizes: Sizes) -> Any:
+def _embedding(model: Model, sizes: ActivationSizes) -> Any:
     """Return the bytes that the embedding keeps: patches, or positions, and with a sharded vocabulary ids and a mask.
 
     Dropout's mask covers all tokens, even if sequence parallelism divides them in blocks.
@@ -121,11 +127,11 @@ def _embedding(model: Model, sizes: Sizes) -> Any:
     if model.images is not None:
         pixels = model.images.channels * model.images.patch**2
         return sizes.microbatch * (model.images.tokens - 1) * pixels * sizes.element + masks
-    cut = np.where(np.asarray(sizes.tp) > 1, sizes.tokens * (INDEX + 1), 0)
-    return cut + masks + (INDEX * sizes.seq / sizes.cp if model.positions == "learned" else 0)
+    cut = np.where(np.asarray(sizes.tp) > 1, sizes.tokens * (INDEX_BYTES + 1), 0)
+    return cut + masks + (INDEX_BYTES * sizes.seq / sizes.cp if model.positions == "learned" else 0)
 
 
-def _head(model: Model, sizes: Sizes) -> Any:
+def _head(model: Model, sizes: ActivationSizes) -> Any:
     """Return the bytes that the head keeps, for all tokens, even if sequence parallelism divides them in blocks."""
     element = sizes.element
     if model.images is not None:
@@ -134,9 +140,9 @@ def _head(model: Model, sizes: Sizes) -> Any:
     return sizes.tokens * model.hidden * element * 2 + _norm(model, sizes.tokens, element)
 
 
-def _loss(model: Model, sizes: Sizes) -> Any:
+def _loss(model: Model, sizes: ActivationSizes) -> Any:
     """Return the bytes that the loss keeps: probabilities and a scalar, or, if the vocabulary is cut, ids and masks."""
     logits = head_kept(model, sizes)["logits"]
     if model.images is not None:
         return logits + FP32
-    return logits + np.where(np.asarray(sizes.tp) > 1, sizes.tokens * (INDEX + 2), FP32)
+    return logits + np.where(np.asarray(sizes.tp) > 1, sizes.tokens * (INDEX_BYTES + 2), FP32)

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.prediction.layers_of_ranks import Kinds
-from quintsched.strategies.prediction.memory.activations import Sizes
+from quintsched.strategies.prediction.memory.activations import ActivationSizes
 from quintsched.strategies.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
 from quintsched.strategies.prediction.memory.own_runtime import own_activations, own_gathered
-from quintsched.strategies.prediction.memory.terms import Mesh, Ranks, memory_terms
+from quintsched.strategies.prediction.memory.terms import Mesh, RankLayers, memory_terms
 from quintsched.strategies.prediction.strategy_columns import Table, gradient_bytes, rerun_modules, widths
 
 
@@ -54,13 +54,13 @@ def stage_terms(model: Model, table: Table, stages: Kinds) -> dict[str, NDArray[
     return {name: np.broadcast_to(bytes_, stages.dense.shape) for name, bytes_ in terms.items()}
 
 
-def _cut(table: Table) -> tuple[Sizes, Mesh]:
+def _cut(table: Table) -> tuple[ActivationSizes, Mesh]:
     """Return the sizes and the mesh of strategies, as columns, (n, 1)."""
 
     def column(values: Any) -> Any:
         return np.asarray(values, np.float64)[:, None]
 
-    sizes = Sizes(
+    sizes = ActivationSizes(
         microbatch=column(table.microbatch),
         seq=column(table.seq),
         tp=column(table.tp),
@@ -104,7 +104,7 @@ def fullest(terms: Mapping[str, NDArray[np.float64]], kinds: Kinds) -> dict[str,
     return {name: bytes_[rows, most] for name, bytes_ in terms.items()}
 
 
-def _ranks(table: Table, kinds: Kinds) -> Ranks:
+def _ranks(table: Table, kinds: Kinds) -> RankLayers:
     flight, (first, logits) = np.zeros_like(kinds.dense), np.zeros((2, len(kinds.dense), 1))
     for code, schedule in enumerate(table.values["schedule"]):
         rows = np.flatnonzero(np.asarray(table.schedule) == code)
@@ -117,7 +117,7 @@ def _ranks(table: Table, kinds: Kinds) -> Ranks:
             )
             first[rows] = first_in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks)
             logits[rows] = logits_in_flight(schedule, microbatches=microbatches)
-    return Ranks(
+    return RankLayers(
         dense=kinds.dense,
         mixture=kinds.mixture,
         full_dense=kinds.full_dense,

@@ -21,7 +21,7 @@ import numpy as np
 
 from quintsched.strategies.descriptions.parameters import Held
 
-KINDS = ("weights", "gradients", "optimizer", "gathered")
+STATE_KINDS = ("weights", "gradients", "optimizer", "gathered")
 
 SHARDED_FROM = {"weights": 3, "gradients": 2, "optimizer": 1}
 """ZeRO stage from which on each kind is sharded."""
@@ -39,7 +39,7 @@ class Precision:
     optimizer: Any
 
     @classmethod
-    def of(cls, element: Any, *, gradient: Any = None) -> Precision:
+    def from_element(cls, element: Any, *, gradient: Any = None) -> Precision:
         """Return the bytes for weights of `element` bytes, and gradients of `gradient`.
 
         None: gradients are in 32 bits at least (as in Megatron: 18 bytes in all; DeepSpeed has 2 for them, 16 in all).
@@ -59,7 +59,7 @@ def state_bytes(
     expert_replicas: Any,
     pending: Any = 0,
 ) -> dict[str, Any]:
-    """Return the bytes of a rank's state by kind (`KINDS`).
+    """Return the bytes of a rank's state by kind (`STATE_KINDS`).
 
     Args:
         held: elements that the rank would hold without ZeRO.

@@ -28,7 +28,7 @@ from quintsched.strategies.descriptions.parameters import (
 from quintsched.strategies.descriptions.strategy import MODULES
 from quintsched.strategies.prediction.memory.activations import (
     FP32,
-    Sizes,
+    ActivationSizes,
     block_input,
     block_kept,
     block_rerun,
@@ -43,12 +43,12 @@ FRAGMENTATION = 0.03
 COMES_AND_GOES = ("gathered", "buffers", "temporary", "fragmentation")
 """Temporary terms: neither weights, gradients, optimizer state nor activations."""
 
-MESSAGES = 4
+MESSAGE_BUFFERS = 4
 """Number of message buffers between stages on a rank: two each for activations and for gradients."""
 
 
 @dataclass(frozen=True, eq=False)
-class Ranks:
+class RankLayers:
     """Layers of ranks, as counts, with those recomputed; a mixture layer has `descriptions.model.Experts`."""
 
     dense: Any
@@ -70,7 +70,7 @@ class Ranks:
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """Settings of the parallel layout that determine memory; `Sizes` has tp and cp."""
+    """Settings of the parallel layout that determine memory; `ActivationSizes` has tp and cp."""
 
     pp: Any
     dp: Any
@@ -89,18 +89,18 @@ class Mesh:
     """1 if the loss is computed from logits in the model's precision, and their gradient in place, else 0."""
 
 
-def memory_terms(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+def memory_terms(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: RankLayers) -> dict[str, Any]:
     """Return the bytes of each term; they add up to a rank's peak, without the hardware's reserve."""
     state = _state(model, sizes, mesh, ranks)
     kept = _activations(model, sizes, mesh, ranks)
     input_bytes = block_input(model, sizes)
-    buffers = np.where(np.asarray(mesh.pp) > 1, MESSAGES * input_bytes, 0.0)
+    buffers = np.where(np.asarray(mesh.pp) > 1, MESSAGE_BUFFERS * input_bytes, 0.0)
     temporary = _temporary(model, sizes, mesh, ranks)
     moving = sum(kept.values()) + buffers + temporary + state["gathered"]
     return state | kept | {"buffers": buffers, "temporary": temporary, "fragmentation": FRAGMENTATION * moving}
 
 
-def _state(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+def _state(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: RankLayers) -> dict[str, Any]:
     """Return the bytes of weights, gradients and optimizer state.
 
     A tied head is a second copy, unless its stage also has the embedding.
@@ -118,7 +118,7 @@ def _state(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, An
         has_mixture = np.asarray(ranks.mixture) > 0
         units = Held(np.maximum(unit, mixture.dense * has_mixture), mixture.experts * has_mixture)
     outer = mesh.dp * sizes.cp
-    precision = Precision.of(sizes.element, gradient=mesh.gradient)
+    precision = Precision.from_element(sizes.element, gradient=mesh.gradient)
     return state_bytes(
         held,
         units,
@@ -130,7 +130,7 @@ def _state(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, An
     )
 
 
-def _activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+def _activations(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: RankLayers) -> dict[str, Any]:
     """Return the bytes of activations in flight, by kind."""
     kept = _kept(model, sizes, mesh, ranks)
     found = {f"activations_{kind}": bytes_ * ranks.in_flight for kind, bytes_ in kept.items()}
@@ -140,7 +140,7 @@ def _activations(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[s
     return found | {"logits": ranks.last * logits * behind["logits"]}
 
 
-def _kept(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any]:
+def _kept(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: RankLayers) -> dict[str, Any]:
     """Return the bytes that the layers of a rank keep of one microbatch."""
     full = ranks.full_dense + ranks.full_mixture
     found = {"inputs": full * block_input(model, sizes)}
@@ -154,7 +154,7 @@ def _kept(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> dict[str, Any
     return found
 
 
-def _temporary(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Any:
+def _temporary(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: RankLayers) -> Any:
     """Return the temporary bytes of a backward: recomputed activations, and gradients of the widest activations.
 
     For one block at a time, or for logits, whose gradient is made in place and then, unless the loss is fused, rounded
@@ -177,7 +177,7 @@ def _temporary(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Any:
     return found + np.where(in_units, 0.0, sizes.element * _weight_gradients(model, sizes, mesh, ranks))
 
 
-def _weight_gradients(model: Model, sizes: Sizes, mesh: Mesh, ranks: Ranks) -> Any:
+def _weight_gradients(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: RankLayers) -> Any:
     """Return the elements of gradients of weights that are held while a block's backward, or the head's, runs."""
     fused = np.asarray(mesh.fused_accumulation) > 0
     head = ranks.last * on_rank(head_weights(model)[-1:], tp=sizes.tp).dense

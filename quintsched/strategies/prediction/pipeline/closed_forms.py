@@ -21,7 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
-from quintsched.strategies.prediction.pipeline.equal_ranks import Each, Pipelines, Place, Values, chunked
+from quintsched.strategies.prediction.pipeline.equal_ranks import Each, EndRanks, Pipelines, Values, chunked
 
 
 def gpipe(s: Pipelines) -> Values:
@@ -107,7 +107,7 @@ class _Zigzag:
         down = self.once - self.both.first(deepest) - 2 * self.s.c * deepest
         return np.where(deepest < self.s.p, down, 0.0)
 
-    def bottoms(self) -> Iterator[tuple[Place, Values, Values]]:
+    def bottoms(self) -> Iterator[tuple[EndRanks, Values, Values]]:
         """Yield (place, begins, ends) for the ranks at which paths may turn first and last.
 
         `begins`: from the first forward to this rank's turn, with its warm-up forwards at the slowest rank on the way.
@@ -127,7 +127,7 @@ class _Zigzag:
                 ends = np.maximum(ends, self.back.at(place) + ahead * left[place.run] + weights)
             yield place, begins, self.r.at(place) + ends
 
-    def around(self, top: Place, bottoms: list[tuple[Place, Values, Values]]) -> Values:
+    def around(self, top: EndRanks, bottoms: list[tuple[EndRanks, Values, Values]]) -> Values:
         """Return the length of the longest paths to a rank's first backward, and from its last forward on."""
         begins, ends = np.full((2, *self.s.c.shape), -np.inf)
         for bottom, begun, ended in bottoms:
@@ -139,7 +139,7 @@ class _Zigzag:
                 ends = np.where(possible, np.maximum(ends, on + ended), ends)
         return np.asarray(begins + ends)
 
-    def stays(self, top: Place, bottom: Place, room: Values) -> Values:
+    def stays(self, top: EndRanks, bottom: EndRanks, room: Values) -> Values:
         """Return the length of a path that goes back and forth between two ranks while it passes `room` forwards."""
         found = self._to_and_fro(top, bottom, room, 0.0)
         if self.is_late:  # first one sweep over all ranks, whose turn is at least as long as theirs
@@ -148,7 +148,7 @@ class _Zigzag:
             found = np.maximum(found, first)
         return found
 
-    def _to_and_fro(self, top: Place, bottom: Place, room: Values, turned: Values | float) -> Values:
+    def _to_and_fro(self, top: EndRanks, bottom: EndRanks, room: Values, turned: Values | float) -> Values:
         """Return the same after `turned` backwards."""
         r_top, r_bottom, w_top = self.r.at(top), self.r.at(bottom), self.late.at(top)
         room = np.maximum(room, 0.0)
@@ -168,7 +168,7 @@ class _Zigzag:
         turns = np.maximum(sweeps + 1 - np.ceil(np.maximum(top.rank - turned, 0.0) / length), 0.0)
         return np.asarray(sweeps * sweep + turns * w_top + np.where(rest > 0, short, 0.0))
 
-    def at_one_rank(self, place: Place) -> Values:
+    def at_one_rank(self, place: EndRanks) -> Values:
         """Return the length of paths that end at one rank with its cool-down, from its warm-up or first backward on."""
         s, ahead, w = self.s, self.s.p - 1 - place.rank, self.late.at(place)
         up = self.back.before(place) + s.c * place.rank
@@ -185,7 +185,7 @@ def interleaved(s: Pipelines) -> Values:
 
     to a rank   ▶ its warm-up, or the ring ▶   all its own work   ▶ its cool-down, or the ring ▶   to rank 0
     """
-    t = _Ring.of(s)
+    t = _Ring.from_passes(s)
     found = np.zeros_like(s.c)
     for place in s.places:
         run = place.run
@@ -212,21 +212,21 @@ class _Ring:
     rounds: Values
 
     @classmethod
-    def of(cls, s: Pipelines) -> _Ring:
+    def from_passes(cls, s: Pipelines) -> _Ring:
         """Divide a rank's passes into those of its chunks."""
         f, b = chunked(s, s.f, s.first.f, s.last.f), chunked(s, s.b, s.first.b, s.last.b)
         return cls(s, Each(s, f), Each(s, b), Each(s, s.r / s.v), s.v - 1)
 
-    def begins(self, place: Place) -> Values:
+    def begins(self, place: EndRanks) -> Values:
         """Return the way to a rank's first forward of the last chunk, beyond the forwards that it has done by then."""
         return self._way(place, self.f, 0.0, 0.0, self.s.first.f)
 
-    def ends(self, place: Place) -> Values:
+    def ends(self, place: EndRanks) -> Values:
         """Return the way from a rank's last backward of the last chunk, beyond its own remaining backwards."""
         return self._way(place, self.b, self.r.at(place), self.r.amounts[0], self.s.first.b)
 
     def _way(
-        self, place: Place, each: Each, again: Values | float, again_first: Values | float, extra: Values
+        self, place: EndRanks, each: Each, again: Values | float, again_first: Values | float, extra: Values
     ) -> Values:
         """Return the longest of three: around the ring; rank by rank; a round at rank 0, and then around the ring."""
         s, top = self.s, place.rank == 0
@@ -237,7 +237,7 @@ class _Ring:
         around: Values = self.rounds * ring + np.maximum(embeds, 0.0) + top * extra
         return np.asarray(straight + np.maximum(around - own, 0.0))
 
-    def laps(self, place: Place) -> Values:
+    def laps(self, place: EndRanks) -> Values:
         """Return the excess of ways over the last rank over a rank's own warm-up and cool-down.
 
         They go with its first backward, or after a round of units there with a forward; at the end after a round too.

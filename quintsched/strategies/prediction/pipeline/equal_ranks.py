@@ -69,19 +69,19 @@ class Pipelines(Passes):
         return found
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[EndRanks, ...]:
         """Both ends of each run, in order of rank, as far as any pipeline has them."""
         found = []
         for run, ranks in enumerate(self.ranks):
             if (ranks > 0).any():
-                found.append(Place(run, self.begin[run], 0.0, ranks > 0))
+                found.append(EndRanks(run, self.begin[run], 0.0, ranks > 0))
             if (ranks > 1).any():
-                found.append(Place(run, self.end[run], np.maximum(ranks - 1, 0.0), ranks > 1))
+                found.append(EndRanks(run, self.end[run], np.maximum(ranks - 1, 0.0), ranks > 1))
         return tuple(found)
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class EndRanks:
     """Rank of each pipeline at an end of a run; `inside` is the number of ranks of the run before it."""
 
     run: int
@@ -111,20 +111,20 @@ class Each:
         """Value of the last rank."""
         return self.s.at(self.amounts, self.s.p - 1)
 
-    def at(self, place: Place) -> Values:
+    def at(self, place: EndRanks) -> Values:
         """Value of the rank at a place."""
         return np.asarray(self.amounts[place.run])
 
-    def before(self, place: Place) -> Values:
+    def before(self, place: EndRanks) -> Values:
         """Sum over the ranks before a place."""
         within = place.inside * self.amounts[place.run]
         return np.asarray(within if place.run == 0 else self._sums[place.run - 1] + within)
 
-    def through(self, place: Place) -> Values:
+    def through(self, place: EndRanks) -> Values:
         """Sum over the ranks up to a place, included."""
         return np.asarray(self.before(place) + self.amounts[place.run])
 
-    def after(self, place: Place) -> Values:
+    def after(self, place: EndRanks) -> Values:
         """Sum over the ranks after a place."""
         return np.asarray(self.total - self.through(place))
 

@@ -31,7 +31,7 @@ from quintsched.passes.place_recomputes import place_recomputes
 from quintsched.schedules import find_schedule
 from quintsched.schedules.kit.bare_order import order_of_computation
 
-KINDS = (Fwd, BwdInput, BwdWeight, Bwd, Recompute, Message)
+TIMED_CLASSES = (Fwd, BwdInput, BwdWeight, Bwd, Recompute, Message)
 """Classes with a duration, in the order of a table of durations; a message counts with the stage whose input, or
 gradient of the input, it carries."""
 
@@ -65,7 +65,7 @@ class Levels:
 
     def ends(self, table: Times) -> Times:
         """Return the end time of each event, (events, n), for durations of (kinds, stages, n)."""
-        durations = table.reshape(len(KINDS) * self.num_stages, -1)
+        durations = table.reshape(len(TIMED_CLASSES) * self.num_stages, -1)
         ends = durations[self.durations_of]
         first, segments = self.first.tolist(), self.segments
         starts_of = np.r_[segments, len(self.sources)]
@@ -140,7 +140,7 @@ def _rows_of_table(plan: PlanData) -> Ints:
     """Return, for each row of the plan, its row in a table of durations, kinds x stages."""
     columns = plan.columns
     found = np.zeros(len(columns), np.int64)
-    for number, kind in enumerate(KINDS):
+    for number, kind in enumerate(TIMED_CLASSES):
         rows = columns.rows_where(kind)
         found[rows] = number * len(plan.stage_to_pp) + columns.stage[rows]
     outputs = columns.rows_where(SendAct, RecvGrad)

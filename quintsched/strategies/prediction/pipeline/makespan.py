@@ -28,11 +28,11 @@ from quintsched.simulation import activation_memory
 from quintsched.simulation.costs import Costs
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
 from quintsched.strategies.prediction.pipeline.equal_ranks import Each, Passes, Pipelines, Values, chunked
-from quintsched.strategies.prediction.pipeline.levels import KINDS, levels_of
+from quintsched.strategies.prediction.pipeline.levels import TIMED_CLASSES, levels_of
 
-Numbers: TypeAlias = float | npt.ArrayLike
+NumberOrArray: TypeAlias = float | npt.ArrayLike
 
-ROUNDS = 3
+SIMULATED_DEPTHS = 3
 """Simulated microbatches, in units of the pipeline's depth; after these, the steady state repeats."""
 FEWEST = 8
 """Minimum number of microbatches of a repetition."""
@@ -47,20 +47,20 @@ WHOLE_BACKWARDS = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", 
 def pipelines(
     schedule: str,
     *,
-    pp: Numbers,
-    microbatches: Numbers,
-    chunks: Numbers = 1,
-    forward: Numbers,
-    backward_input: Numbers,
-    backward_weight: Numbers,
-    recompute: Numbers = 0.0,
-    message: Numbers = 0.0,
-    first_forward: Numbers = 0.0,
-    first_backward_input: Numbers = 0.0,
-    first_backward_weight: Numbers = 0.0,
-    last_forward: Numbers = 0.0,
-    last_backward_input: Numbers = 0.0,
-    last_backward_weight: Numbers = 0.0,
+    pp: NumberOrArray,
+    microbatches: NumberOrArray,
+    chunks: NumberOrArray = 1,
+    forward: NumberOrArray,
+    backward_input: NumberOrArray,
+    backward_weight: NumberOrArray,
+    recompute: NumberOrArray = 0.0,
+    message: NumberOrArray = 0.0,
+    first_forward: NumberOrArray = 0.0,
+    first_backward_input: NumberOrArray = 0.0,
+    first_backward_weight: NumberOrArray = 0.0,
+    last_forward: NumberOrArray = 0.0,
+    last_backward_input: NumberOrArray = 0.0,
+    last_backward_weight: NumberOrArray = 0.0,
 ) -> Pipelines:
     """Return pipelines of equal stages, (n,) each.
 
@@ -94,14 +94,16 @@ def pipelines(
     return Pipelines(each[0], each[1], each[2], again, ranks, c, p, m, v, Passes(*x), Passes(*y), bent)
 
 
-def has_closed_form(schedule: str, microbatches: Numbers = np.inf, pp: Numbers = 1) -> npt.NDArray[np.bool_]:
+def has_closed_form(
+    schedule: str, microbatches: NumberOrArray = np.inf, pp: NumberOrArray = 1
+) -> npt.NDArray[np.bool_]:
     """Return whether a closed form gives the makespan of such pipelines: within 1 % of a simulation, mostly exactly."""
     name = find_schedule(schedule).name
     filled = np.asarray(microbatches) >= np.asarray(pp)
     return np.asarray((name in CLOSED_FORMS) & (filled | (name != "zb-h1")))
 
 
-def makespan(schedule: str, **times: Numbers) -> Values:
+def makespan(schedule: str, **times: NumberOrArray) -> Values:
     """Return the end of the last computation, (n,), in seconds; the arguments are those of `pipelines`.
 
     Raises `UsageError` for an unknown schedule, or, if it is simulated, for sizes that it does not take.
@@ -120,14 +122,14 @@ def rank_pipelines(
     *,
     ranks: npt.ArrayLike,
     microbatches: npt.ArrayLike,
-    chunks: Numbers = 1,
+    chunks: NumberOrArray = 1,
     forward: npt.ArrayLike,
     backward_input: npt.ArrayLike,
     backward_weight: npt.ArrayLike,
     recompute: npt.ArrayLike = 0.0,
-    message: Numbers = 0.0,
-    first: tuple[Numbers, Numbers, Numbers] = (0.0, 0.0, 0.0),
-    last: tuple[Numbers, Numbers, Numbers] = (0.0, 0.0, 0.0),
+    message: NumberOrArray = 0.0,
+    first: tuple[NumberOrArray, NumberOrArray, NumberOrArray] = (0.0, 0.0, 0.0),
+    last: tuple[NumberOrArray, NumberOrArray, NumberOrArray] = (0.0, 0.0, 0.0),
 ) -> Pipelines:
     """Return pipelines of runs of equal ranks, for `of_pipelines`, `bound_of` and `exposed_reductions`.
 
@@ -226,7 +228,7 @@ def staged(
     """
     few, more, times = repetition(pp, microbatches)
     require_simulable(schedule, pp, more, durations.shape[1])
-    recompute = tuple(bool(one) for one in (durations[KINDS.index(Recompute)] > 0).any(axis=1))
+    recompute = tuple(bool(one) for one in (durations[TIMED_CLASSES.index(Recompute)] > 0).any(axis=1))
     recompute = recompute if any(recompute) else ()
     levels = levels_of(schedule, pp, more, chunks, recompute)
     ends = levels.ends(durations)
@@ -255,13 +257,13 @@ def repetition(pp: int, microbatches: int) -> tuple[int, int, int]:
     `times` is 0 if `more` is all microbatches.
     """
     step = pp * -(-FEWEST // pp)
-    few = ROUNDS * step + microbatches % step
+    few = SIMULATED_DEPTHS * step + microbatches % step
     if microbatches <= few + step:
         return few, microbatches, 0
     return few, few + step, (microbatches - few) // step - 1
 
 
-def lower_bound(schedule: str, **times: Numbers) -> Values:
+def lower_bound(schedule: str, **times: NumberOrArray) -> Values:
     """Return a lower bound on the step time, (n,), in seconds; the arguments are those of `pipelines`."""
     return bound_of(schedule, pipelines(schedule, **times))
 

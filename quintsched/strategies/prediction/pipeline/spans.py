@@ -28,7 +28,7 @@ from quintsched.strategies.prediction.pipeline.makespan import (
 )
 from quintsched.strategies.prediction.strategy_columns import Table, distinct
 
-Rows = NDArray[np.int64]
+RowNumbers = NDArray[np.int64]
 Passes = tuple[Array, Array, Array]
 
 
@@ -90,7 +90,7 @@ def spans(
     blocks: Blocks,
     kinds: Kinds,
     reduction: Array,
-    of_stages: Callable[[Rows], StageTimes] | None,
+    of_stages: Callable[[RowNumbers], StageTimes] | None,
     *,
     tied: bool,
 ) -> Spans:
@@ -122,7 +122,7 @@ def spans(
 
 
 def _makespans(
-    table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, of: Rows
+    table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, of: RowNumbers
 ) -> tuple[Array, NDArray[np.bool_]]:
     """Return the makespan of these rows, (n,), and whether it is exact (no lower bound)."""
     makespan, exact = np.zeros(len(of)), np.zeros(len(of), bool)
@@ -142,7 +142,9 @@ def _makespans(
     return makespan, exact
 
 
-def _simulate(table: Table, rows: Rows, found: Spans, of_stages: Callable[[Rows], StageTimes], *, tied: bool) -> None:
+def _simulate(
+    table: Table, rows: RowNumbers, found: Spans, of_stages: Callable[[RowNumbers], StageTimes], *, tied: bool
+) -> None:
     """Simulate rows, all of one shape at once."""
     shapes = np.stack([table.schedule, table.pp, table.microbatches, table.chunks])[:, rows]
     distinct, which = np.unique(shapes, axis=1, return_inverse=True)
@@ -159,9 +161,11 @@ def _simulate(table: Table, rows: Rows, found: Spans, of_stages: Callable[[Rows]
         found.makespan[members], found.exposed[members], found.exact[members] = makespan, exposed, True
 
 
-def _pipelines(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: Rows) -> Pipelines:
+def _pipelines(
+    schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: RowNumbers
+) -> Pipelines:
     """Return the pipelines of rows of one schedule."""
-    first, last = blocks.first.take(rows), blocks.last.take(rows)
+    first, last = blocks.first.take_rows(rows), blocks.last.take_rows(rows)
     return _of_passes(
         schedule,
         table,
@@ -173,12 +177,14 @@ def _pipelines(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks,
     )
 
 
-def _computing(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: Rows) -> Pipelines:
+def _computing(
+    schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: RowNumbers
+) -> Pipelines:
     """Return the same with computation only, which is certain to run beside reductions.
 
     A recomputation does not wait for a gradient, so it does not delay the last gradient's way up the ranks.
     """
-    first, last = blocks.first.take(rows), blocks.last.take(rows)
+    first, last = blocks.first.take_rows(rows), blocks.last.take_rows(rows)
     return _of_passes(
         schedule,
         table,
@@ -191,7 +197,7 @@ def _computing(schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks,
 
 
 def _of_passes(
-    schedule: str, table: Table, kinds: Kinds, rows: Rows, passes: Passes, first: Passes, last: Passes
+    schedule: str, table: Table, kinds: Kinds, rows: RowNumbers, passes: Passes, first: Passes, last: Passes
 ) -> Pipelines:
     """Return pipelines with these passes; `first` and `last`: embedding and head."""
     forward, backward_input, backward_weight = (of_kinds.T[:, rows] for of_kinds in passes)

@@ -26,7 +26,7 @@ from quintsched.strategies.prediction.step import predict
 from quintsched.strategies.prediction.table import Table, sizes_of
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile
 
-ROUNDS = 4
+CORRECTIONS = 4
 """Number of corrections of the rates: because of kernel launches, times are not exactly proportional."""
 COMMUNICATION = ("tp", "cp", "ep", "pp", "dp")
 
@@ -35,7 +35,7 @@ def measured_hardware(hardware: Hardware, profile: Profile, constants: Constants
     """Return the hardware with the rates of a profile's steps; several steps are weighted by their time."""
     if not profile.steps:
         raise UsageError(f"{profile.name}: the profile has no steps to take rates from")
-    for _ in range(ROUNDS):
+    for _ in range(CORRECTIONS):
         took, expected = _sums(hardware, profile.steps, constants)
         hardware = _slowed(hardware, _ratios(took, expected))
     if profile.message:
@@ -105,7 +105,7 @@ def _curve(curve: Curve, slower: float) -> Curve:
 def work_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> dict[str, float]:
     """Return the expected seconds of a step on an average GPU, by kind of work: "product", "attention", "pass" and
     "communication"."""
-    table = Table.of([strategy])
+    table = Table.from_strategies([strategy])
     sizes = sizes_of(table, strategy.dtype)
     seconds = {"product": 0.0, "attention": 0.0, "pass": 0.0}
 

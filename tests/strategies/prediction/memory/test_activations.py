@@ -8,7 +8,7 @@ import pytest
 from quintsched.strategies.descriptions.library import find_model
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.prediction.memory.activations import (
-    Sizes,
+    ActivationSizes,
     block_input,
     block_kept,
     embedding_kept,
@@ -44,7 +44,7 @@ FIGURE_7 = {
 
 
 def _layer(model: Model, microbatch: int, *, sp: bool, selective: bool) -> float:
-    kept = block_kept(model, Sizes(microbatch, model.seq, tp=8, sequence_parallel=sp))
+    kept = block_kept(model, ActivationSizes(microbatch, model.seq, tp=8, sequence_parallel=sp))
     return float(sum(bytes_ for kind, bytes_ in kept.items() if not (selective and kind == "scores")))
 
 
@@ -69,7 +69,7 @@ def test_figure_7(name: str) -> None:
         "sp": _layer(model, microbatch, sp=True, selective=False),
         "sel": _layer(model, microbatch, sp=False, selective=True),
         "sp_sel": _layer(model, microbatch, sp=True, selective=True),
-        "full": float(block_input(model, Sizes(microbatch, model.seq, tp=8))),
+        "full": float(block_input(model, ActivationSizes(microbatch, model.seq, tp=8))),
     }
     percent = {mode: 100 * bytes_ / whole for mode, bytes_ in found.items()}
     assert percent == pytest.approx(FIGURE_7[name], abs=0.15)
@@ -81,7 +81,7 @@ def test_equations_of_the_paper(tp: int, sp: bool) -> None:
     """Korthikanti et al. 2022, equations 1 to 4, and section 4.3 for embedding and head."""
     model = find_model("gpt3-175b")
     s, b, h, a, t = 2048, 2, model.hidden, model.heads, tp
-    sizes = Sizes(b, s, tp=t, sequence_parallel=sp)
+    sizes = ActivationSizes(b, s, tp=t, sequence_parallel=sp)
     expected = s * b * h * ((34 + 5 * a * s / h) / t if sp else 10 + 24 / t + 5 * a * s / (h * t))
     assert sum(block_kept(model, sizes).values()) == pytest.approx(expected, rel=1e-12)
     between = s * b * h / (t if sp else 1)
@@ -94,37 +94,37 @@ def _with(**fields: object) -> Model:
 
 
 def test_flash_attention_keeps_a_number_per_head_and_token() -> None:
-    sizes = Sizes(1, 4096, tp=2)
+    sizes = ActivationSizes(1, 4096, tp=2)
     assert block_kept(_with(), sizes)["scores"] == 4096 * 16 * 4
     assert block_kept(_with(attention="unfused"), sizes)["scores"] == 4096 * 4096 * 16 * 2
     assert block_kept(_with(attention="unfused", dropout=True), sizes)["scores"] == 4096 * 4096 * 16 * 5
 
 
 def test_fewer_heads_of_keys_and_a_gate() -> None:
-    kept = block_kept(_with(), Sizes(1, 1000, tp=2))
+    kept = block_kept(_with(), ActivationSizes(1, 1000, tp=2))
     assert kept["attention"] == 1000 * 2 * (2 * 2048 + 2 * 512)
     assert kept["ffn"] == 1000 * 2 * 3 * 7168
-    eager = block_kept(_with(), Sizes(1, 1000, tp=2), fused=False)
+    eager = block_kept(_with(), ActivationSizes(1, 1000, tp=2), fused=False)
     assert eager["ffn"] == 1000 * 2 * 4 * 7168
     assert kept["tokens"] == 1000 * 2 * 4 * 4096
     assert "masks" not in kept
 
 
 def test_keys_are_kept_whole_by_more_ranks_than_heads() -> None:
-    kept = block_kept(_with(), Sizes(1, 1000, tp=16))
+    kept = block_kept(_with(), ActivationSizes(1, 1000, tp=16))
     assert kept["attention"] == 1000 * 2 * (2 * 256 + 2 * 128)
 
 
 def test_context_parallelism_shares_tokens_out_and_scores_once() -> None:
     model = find_model("megatron-22b")
-    whole, cut = (block_kept(model, Sizes(1, 4096, cp=cp)) for cp in (1, 4))
+    whole, cut = (block_kept(model, ActivationSizes(1, 4096, cp=cp)) for cp in (1, 4))
     assert {kind: 4 * bytes_ for kind, bytes_ in cut.items()} == whole
 
 
 @pytest.mark.parametrize(("element", "times"), [(4, 2), (8, 4)])
 def test_wider_elements(element: int, times: int) -> None:
     model = _with()
-    narrow, wide = (block_kept(model, Sizes(1, 128, element=size)) for size in (2, element))
+    narrow, wide = (block_kept(model, ActivationSizes(1, 128, element=size)) for size in (2, element))
     for kind in ("tokens", "attention", "ffn"):
         assert wide[kind] == times * narrow[kind]
     assert wide["scores"] == narrow["scores"]
@@ -132,7 +132,7 @@ def test_wider_elements(element: int, times: int) -> None:
 
 def test_experts_keep_the_tokens_that_are_sent_to_them() -> None:
     model = find_model("mixtral-8x7b")
-    kept = block_kept(model, Sizes(1, 100, tp=2), has_experts=True)
+    kept = block_kept(model, ActivationSizes(1, 100, tp=2), has_experts=True)
     assert kept["experts"] == 100 * 2 * 2 * (2 * 4096 + 3 * 7168)
     assert kept["router"] == 100 * (4 * 8 + 12 * 2)
     assert "ffn" not in kept
@@ -140,17 +140,17 @@ def test_experts_keep_the_tokens_that_are_sent_to_them() -> None:
 
 def test_shared_experts_and_latent_attention() -> None:
     model = find_model("deepseek-v3")
-    kept = block_kept(model, Sizes(1, 100), has_experts=True)
+    kept = block_kept(model, ActivationSizes(1, 100), has_experts=True)
     assert kept["experts"] == 100 * 2 * (8 * (2 * 7168 + 3 * 2048) + 3 * 2048)
     assert kept["attention"] == 100 * 2 * (128 * (2 * 192 + 2 * 128) + 2 * (1536 + 512) + 64)
 
 
 def test_sizes_may_be_arrays() -> None:
     model = find_model("gpt3-175b")
-    sizes = Sizes(1, 2048, tp=np.array([1, 8, 8]), sequence_parallel=np.array([0, 0, 1]))
+    sizes = ActivationSizes(1, 2048, tp=np.array([1, 8, 8]), sequence_parallel=np.array([0, 0, 1]))
     found = sum(block_kept(model, sizes).values())
     each = [
-        float(sum(block_kept(model, Sizes(1, 2048, tp=tp, sequence_parallel=sp)).values()))
+        float(sum(block_kept(model, ActivationSizes(1, 2048, tp=tp, sequence_parallel=sp)).values()))
         for tp, sp in ((1, 0), (8, 0), (8, 1))
     ]
     assert found.tolist() == each

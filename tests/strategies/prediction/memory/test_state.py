@@ -7,14 +7,16 @@ import pytest
 
 from quintsched.strategies.descriptions.library import find_model, model_names
 from quintsched.strategies.descriptions.parameters import Held, total
-from quintsched.strategies.prediction.memory.buckets import Layout, stage_tensors
+from quintsched.strategies.prediction.memory.buckets import BucketLayout, stage_tensors
 from quintsched.strategies.prediction.memory.state import Precision, state_bytes
 
 
 def test_bytes_of_megatron_and_deepspeed() -> None:
     whole = Held(1000, 0)
     for gradient, each in ((None, 18), (2, 16)):
-        found = state_bytes(whole, whole, Precision.of(2, gradient=gradient), zero=0, replicas=8, expert_replicas=8)
+        found = state_bytes(
+            whole, whole, Precision.from_element(2, gradient=gradient), zero=0, replicas=8, expert_replicas=8
+        )
         assert sum(found.values()) == each * 1000
 
 
@@ -24,7 +26,7 @@ def test_formulas_of_zero(element: int, parts: tuple[int, int, int]) -> None:
     weight, gradient, optimizer = parts
     held, unit, replicas = Held(1003, 0), Held(100, 0), 4
     found = state_bytes(
-        held, unit, Precision.of(element), zero=np.arange(4), replicas=replicas, expert_replicas=replicas
+        held, unit, Precision.from_element(element), zero=np.arange(4), replicas=replicas, expert_replicas=replicas
     )
     shard = 251
     assert found["weights"].tolist() == [weight * n for n in (1003, 1003, 1003, shard)]
@@ -34,9 +36,9 @@ def test_formulas_of_zero(element: int, parts: tuple[int, int, int]) -> None:
 
 
 def test_experts_have_fewer_replicas_and_no_replicas_nothing_to_gather() -> None:
-    found = state_bytes(Held(80, 400), Held(8, 40), Precision.of(2), zero=3, replicas=8, expert_replicas=2)
+    found = state_bytes(Held(80, 400), Held(8, 40), Precision.from_element(2), zero=3, replicas=8, expert_replicas=2)
     assert found["optimizer"] == 12 * (10 + 200)
-    alone = state_bytes(Held(80, 400), Held(8, 40), Precision.of(2), zero=3, replicas=1, expert_replicas=1)
+    alone = state_bytes(Held(80, 400), Held(8, 40), Precision.from_element(2), zero=3, replicas=1, expert_replicas=1)
     assert alone["gathered"] == 0
     assert alone["weights"] == 2 * 480
 
@@ -44,7 +46,7 @@ def test_experts_have_fewer_replicas_and_no_replicas_nothing_to_gather() -> None
 @pytest.mark.parametrize("name", model_names())
 def test_tensors_of_presets_are_all_their_numbers(name: str) -> None:
     model = find_model(name)
-    tensors = stage_tensors(model, Layout(), range(model.layers), seq=model.seq, first=True, last=True)
+    tensors = stage_tensors(model, BucketLayout(), range(model.layers), seq=model.seq, first=True, last=True)
     assert sum(tensor.numbers for tensor in tensors) == total(model)
 
 
@@ -52,12 +54,12 @@ def test_tensors_of_presets_are_all_their_numbers(name: str) -> None:
 @pytest.mark.parametrize("replicas", [1, 2, 5, 8])
 def test_buckets_are_the_formula_and_what_alignment_leaves_unused(zero: int, replicas: int) -> None:
     model = find_model("gpt2")
-    layout = Layout(replicas=replicas, expert_replicas=replicas, zero=zero, element=2)
+    layout = BucketLayout(replicas=replicas, expert_replicas=replicas, zero=zero, element=2)
     stage = stage_tensors(model, layout, range(3), seq=1024, first=True, last=False)
     numbers = sum(tensor.numbers for tensor in stage)
     found = layout.state_bytes([stage])
     held = Held(numbers, 0)
-    formula = state_bytes(held, held, Precision.of(2), zero=zero, replicas=replicas, expert_replicas=replicas)
+    formula = state_bytes(held, held, Precision.from_element(2), zero=zero, replicas=replicas, expert_replicas=replicas)
     moved = {2: 4 * numbers, 3: 6 * numbers}.get(zero, 0) if replicas > 1 else 0  # our unit is the stage, gathered once
     exact = sum(formula.values()) - formula["gathered"] + moved
     unused = 32 * (len(stage) + replicas) * 18

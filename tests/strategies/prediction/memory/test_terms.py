@@ -10,7 +10,7 @@ import pytest
 from quintsched.strategies.descriptions.library import find_hardware, find_model, model_names
 from quintsched.strategies.descriptions.parameters import total
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.memory.activations import Sizes, block_kept
+from quintsched.strategies.prediction.memory.activations import ActivationSizes, block_kept
 from quintsched.strategies.prediction.memory.terms import FRAGMENTATION
 from quintsched.strategies.prediction.step import predict
 from quintsched.strategies.prediction.strategy_columns import Table
@@ -22,7 +22,7 @@ GPT3, A100 = find_model("gpt3-175b"), find_hardware("a100-80gb")
 def terms_of(model: Any = GPT3, **asked: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Return each term for every pipeline rank."""
     strategy = Strategy(**{"gpus": 1, "batch": 64, "seq": 2048, **asked})
-    terms, _ = held(model, A100, Table.of([strategy]), each_rank=True)
+    terms, _ = held(model, A100, Table.from_strategies([strategy]), each_rank=True)
     return {name: bytes_[0] for name, bytes_ in terms.items()}
 
 
@@ -52,7 +52,7 @@ def test_bidirectional_ranks_hold_every_piece_twice() -> None:
 
 def test_activations_are_the_blocks_times_what_is_in_flight() -> None:
     terms = terms_of(gpus=32, pp=4, tp=8)
-    kept = block_kept(GPT3, Sizes(1, 2048, tp=8))
+    kept = block_kept(GPT3, ActivationSizes(1, 2048, tp=8))
     for kind in ("attention", "scores", "ffn", "masks"):
         assert terms[f"activations_{kind}"].tolist() == [24 * flight * kept[kind] for flight in (4, 3, 2, 1)]
     assert terms["logits"].tolist() == [0, 0, 0, 2048 * 4 * 51200 / 8]
@@ -69,7 +69,7 @@ def test_recomputation() -> None:
     assert full["activations_inputs"].tolist() == [24 * flight * 2048 * 12288 * 2 for flight in (4, 3, 2, 1)]
     assert (some["activations_inputs"] * 4 == full["activations_inputs"]).all()
     assert (some["activations_ffn"] * 24 == none["activations_ffn"] * 18).all()
-    layer = sum(block_kept(GPT3, Sizes(1, 2048, tp=8)).values())
+    layer = sum(block_kept(GPT3, ActivationSizes(1, 2048, tp=8)).values())
     assert (full["temporary"] - none["temporary"] == layer).all()  # the layer that is being recomputed
 
 
@@ -127,8 +127,8 @@ def test_many_strategies_hold_what_each_alone_does() -> None:
                 )
             )
     hardware = find_hardware("h100")
-    together = evaluate(model, hardware, Table.of(strategies))
-    alone = [evaluate(model, hardware, Table.of([strategy])) for strategy in strategies]
+    together = evaluate(model, hardware, Table.from_strategies(strategies))
+    alone = [evaluate(model, hardware, Table.from_strategies([strategy])) for strategy in strategies]
     assert together.memory_bytes == pytest.approx([float(one.memory_bytes[0]) for one in alone])
     for name, bytes_ in together.bytes.items():
         assert bytes_ == pytest.approx([float(one.bytes[name][0]) for one in alone]), name

@@ -7,7 +7,7 @@ import quintsched as qs
 from quintsched.schedules import all_schedules, find_schedule
 from quintsched.simulation.costs import Costs
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
-from quintsched.strategies.prediction.pipeline.levels import KINDS
+from quintsched.strategies.prediction.pipeline.levels import TIMED_CLASSES
 from quintsched.strategies.prediction.pipeline.makespan import (
     bound_of,
     has_closed_form,
@@ -152,7 +152,7 @@ def test_levels_are_timed_as_the_simulator_times_plans(name, recompute):
         stages = len(plan.stage_to_pp)
         durations = random_durations(stages, rng, recompute=recompute)
         reduction = np.zeros((stages, 1)) if find_schedule(name).bidirectional else rng.uniform(0, 3, (stages, 1))
-        rows = {kind.__name__: durations[number, :, 0].tolist() for number, kind in enumerate(KINDS)}
+        rows = {kind.__name__: durations[number, :, 0].tolist() for number, kind in enumerate(TIMED_CLASSES)}
         wanted = plan.simulate(
             Costs(
                 forward=rows["Fwd"],
