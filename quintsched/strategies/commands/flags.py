@@ -168,7 +168,7 @@ def read_settings(option: str, text: str, others: Sequence[str] = ()) -> dict[st
     `others` are further keys, whose values are text.
     """
     found: dict[str, Any] = {}
-    known = (*FLAGS, *SWITCHES, *others)
+    known = (*FLAGS, *SWITCH_FLAGS, *others)
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         name = name.replace("-", "_")
