@@ -228,70 +228,60 @@ def forget_after(tmp_path: Path, step: int) -> None:
             shutil.rmtree(folder)
 
 
-def require_alike(found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> None:
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+GOES_ON: dict[str, list[tuple[str, str, str, int, dict[str, Any]]]] = {
+    "where loaders were": [
+        ("mine", "dp=2,pp=2", "", 6, {}),
+        *((load, "dp=2,pp=2", "", step, {}) for load, step in (("mine", 3), ("endless", 9))),
+        *(("torchdata", "dp=2,pp=2", "", step, {}) for step in (3, 6)),
+    ],
+    "at the end of an epoch, which is the beginning of the next": [
+        ("mine", "dp=2,pp=2", "", 5, {"every": 0}),
+        *(("torchdata", "dp=2,pp=2", "", step, {"every": 0}) for step in (5, 10)),
+    ],
+    "on another mesh with as many replicas": [("mine", "dp=2", "dp=2,pp=2", 3, {})],
+    "with loaders of other replicas": [
+        ("whole", "dp=2", "pp=2", 9, {}),
+        *((load, "dp=2", "pp=2", step, {}) for load, step in (("sampled", 3), ("sampled", 6), ("whole_endless", 9))),
+    ],
+    "behind any batch, with loaders that have a position": [
+        ("plain", "dp=2", "", 6, {}),
+        *(("plain", "dp=2", "", step, {}) for step in (3, 15)),
+        *(("forgetful", "dp=2", "", step, {}) for step in (3, 6, 15)),
+    ],
+    "for other replicas, with loaders without a state": [
+        ("shared", "dp=1", "dp=2,pp=2", 9, {}),
+        ("shared", "dp=2", "dp=1", 9, {}),
+    ],
+    "behind a smaller last batch, which is no other number of samples": [
+        ("ragged", "dp=1", "", 9, {"every": 1}),
+        *(("ragged", "dp=1", "", step, {"every": 1}) for step in (3, 11, 12)),
+    ],
+}
+"""Loader, mesh, another mesh if any, and step of a run that goes on: of each kind, the first runs every day."""
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("form", ["native", "dcp"])
 @pytest.mark.parametrize(
-    ("load", "step"), [("mine", 3), ("mine", 6), ("endless", 9), ("torchdata", 3), ("torchdata", 6)]
+    ("load", "first", "second", "step", "more"),
+    [
+        pytest.param(*case[:4], case[4] | form, marks=[pytest.mark.slow] * bool(number or form), id=f"{kind}-{number}")
+        for kind, cases in GOES_ON.items()
+        for number, case in enumerate(cases)
+        for form in ({}, {"format": "dcp"})
+    ],
 )
-def test_a_run_goes_on_where_its_loaders_were(tmp_path: Path, load: str, step: int, form: str) -> None:
+def test_a_run_goes_on(tmp_path: Path, load: str, first: str, second: str, step: int, more: dict[str, Any]) -> None:
     if load == "torchdata":
         pytest.importorskip("torchdata")
-    settings = job(tmp_path, load, format=form)
-    expected = fit(settings)
+    expected = fit(job(tmp_path, load, mesh=first, **more))
+    forget_after(tmp_path, step)
     assert (tmp_path / "out" / f"step-{step:08d}" / "manifest.json").exists()
-    forget_after(tmp_path, step)
-    require_alike(fit(settings, resume=True), expected)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("load", "step"), [("mine", 5), ("torchdata", 5), ("torchdata", 10)])
-def test_the_end_of_an_epoch_is_the_beginning_of_the_next(tmp_path: Path, load: str, step: int) -> None:
-    if load == "torchdata":
-        pytest.importorskip("torchdata")
-    settings = job(tmp_path, load, every=0)
-    expected = fit(settings)
-    forget_after(tmp_path, step)
-    require_alike(fit(settings, resume=True), expected)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("form", ["native", "dcp"])
-def test_a_run_goes_on_on_another_mesh_with_as_many_replicas(tmp_path: Path, form: str) -> None:
-    expected = fit(job(tmp_path, "mine", mesh="dp=2", format=form))[0]
-    forget_after(tmp_path, 3)
-    found = {
-        name: tensor for rank in fit(job(tmp_path, "mine", format=form), resume=True) for name, tensor in rank.items()
-    }
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("form", ["native", "dcp"])
-@pytest.mark.parametrize(("load", "step"), [("sampled", 3), ("sampled", 6), ("whole", 9), ("whole_endless", 9)])
-def test_loaders_of_other_replicas_are_where_the_run_was(tmp_path: Path, load: str, step: int, form: str) -> None:
-    expected = fit(job(tmp_path, load, mesh="dp=2", format=form))[0]
-    forget_after(tmp_path, step)
-    for weights in fit(job(tmp_path, load, mesh="pp=2", format=form), resume=True):
-        for name, tensor in weights.items():
-            torch.testing.assert_close(expected[name], tensor, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("form", ["native", "dcp"])
-@pytest.mark.parametrize("step", [3, 6, 15])
-@pytest.mark.parametrize("load", ["forgetful", "plain"])
-def test_loaders_with_a_position_go_on_behind_any_batch(tmp_path: Path, load: str, step: int, form: str) -> None:
-    settings = job(tmp_path, load, mesh="dp=2", format=form)
-    expected = fit(settings)
-    forget_after(tmp_path, step)
-    require_alike(fit(settings, resume=True), expected)
+    found = fit(job(tmp_path, load, mesh=second or first, **more), resume=True)
+    near = {"rtol": 1e-4, "atol": 1e-5} if second else {"rtol": 0, "atol": 0}
+    whole = {name: weight for rank in expected for name, weight in rank.items()}
+    assert {name for rank in found for name in rank} == whole.keys()
+    for rank, weights in enumerate(found):
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, (whole if second else expected[rank])[name], **near)
 
 
 @pytest.mark.sampled(1)
@@ -312,15 +302,6 @@ def test_a_loader_with_neither_state_nor_position_is_refused_as_it_is_saved(tmp_
     fit(job(tmp_path, "stream", mesh="dp=2", dir=None))
 
 
-@pytest.mark.parametrize(("first", "second"), [("dp=2", "dp=1"), ("dp=1", "dp=2,pp=2")])
-def test_loaders_without_state_go_on_for_other_replicas(tmp_path: Path, first: str, second: str) -> None:
-    expected = {name: w for rank in fit(job(tmp_path, "shared", mesh=first)) for name, w in rank.items()}
-    forget_after(tmp_path, 9)
-    for weights in fit(job(tmp_path, "shared", mesh=second), resume=True):
-        for name, tensor in weights.items():
-            torch.testing.assert_close(expected[name], tensor, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("load", ["four", "endless_four"])
 def test_as_many_samples_make_a_step_as_before(tmp_path: Path, load: str) -> None:
@@ -335,15 +316,6 @@ def test_as_many_samples_make_a_step_as_before(tmp_path: Path, load: str) -> Non
         fit(one, resume=True)
     fit(one, resume=True, overrides=["data.samples_per_step"])
     fit(job(tmp_path, load, mesh="pp=2,dp=2"), resume=True, overrides=["data"])
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("step", [3, 9, 11, 12])
-def test_a_smaller_last_batch_is_no_other_number_of_samples(tmp_path: Path, step: int) -> None:
-    settings = job(tmp_path, "ragged", mesh="dp=1", every=1)
-    expected = fit(settings)
-    forget_after(tmp_path, step)
-    require_alike(fit(settings, resume=True), expected)
 
 
 @pytest.mark.parametrize(
