@@ -109,8 +109,8 @@ def train_alone(
         if after is not None:
             after(model, step)
     if evaluated is not None:
-        with torch.no_grad():
-            losses.append(run(evaluated, len(batches), 1, learns=False))
+        model.eval()
+        losses.append(run(evaluated, len(batches), microbatches, learns=False))
     weights = {name: held.detach().clone() for name, held in model.state_dict().items()}
     return Outcome(losses, weights, norms, frozenset(weights.keys() - trained if is_whole else ()))
 

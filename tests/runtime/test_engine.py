@@ -23,6 +23,7 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
 
+from ..helpers.training import check_equality
 from .toys import Task, difference, sgd, share, tiny_vit
 
 TASK = Task.make(3, 8, torch.float64)
@@ -123,28 +124,7 @@ def test_extras_auxiliary_losses_and_plain_losses() -> None:
     plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
     random = torch.Generator().manual_seed(1)
     x, bias, y = (torch.randn(8, 6, generator=random, dtype=torch.float64) for _ in range(3))
-    blocks = [Extra] * 4
-
-    def run(transport: Transport) -> tuple[float, dict[str, Tensor]]:
-        engine = Engine(plan, blocks, nn.functional.mse_loss, sgd, transport=transport, dtype=torch.float64)
-        half = slice(engine.replica * 4, engine.replica * 4 + 4)
-        result = engine.step(x[half], y[half], bias=bias[half])
-        return result.loss.item(), engine.full_weights()
-
-    model = build_model(blocks, 0, torch.float64)
-    optimizer = sgd(list(model.parameters()))
-    output, total = x, torch.zeros((), dtype=torch.float64)
-    for block in model:
-        output, auxiliary = block(output, bias)
-        total = total + auxiliary
-    total = total + nn.functional.mse_loss(output, y)
-    total.backward()
-    optimizer.step()
-    expected = dict(model.named_parameters())
-    for loss, weights in run_local(4, run):
-        assert loss == pytest.approx(total.item(), rel=1e-12)
-        for name, weight in weights.items():
-            assert difference(weight, expected[name].detach()) < 1e-12
+    check_equality(plan, [Extra] * 4, F.mse_loss, sgd, [(x, y, {"bias": bias})])
 
 
 def test_modules_built_by_the_user_start_alike_everywhere() -> None:

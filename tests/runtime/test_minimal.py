@@ -1,6 +1,5 @@
 """The smallest walk through a plan trains as one process does."""
 
-import copy
 import inspect
 
 import pytest
@@ -11,6 +10,8 @@ from torch.nn.functional import mse_loss
 import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.runtime import minimal
+
+from ..helpers.training import Outcome, require_equal, train_alone
 
 SCHEDULES = [schedule.name for schedule in qs.all_schedules() if schedule.mode == "train"]
 """Schedules of the package, before other tests register theirs."""
@@ -35,16 +36,9 @@ def adam(weights) -> torch.optim.Optimizer:
 def test_every_schedule_trains_as_one_process(name, dp):
     plan = qs.compile(name, mesh=f"dp={dp},pp=2", microbatches=4, buckets_per_stage=2, overlap=name == "dualpipe-v")
     pieces, given = pieces_of(plan), batches()
-    whole = copy.deepcopy(nn.Sequential(*pieces))
-    losses, optimizer = minimal.train(plan, pieces, mse_loss, adam, given), adam(whole.parameters())
-    for (inputs, targets), loss in zip(given, losses, strict=True):
-        expected = mse_loss(whole(inputs), targets)
-        expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert loss == pytest.approx(expected.item(), abs=1e-12)
-    for weight, expected in zip(nn.Sequential(*pieces).parameters(), whole.parameters(), strict=True):
-        assert torch.allclose(weight, expected, atol=1e-12, rtol=0)
+    expected = train_alone(nn.Sequential(*pieces), mse_loss, adam, given)
+    losses = minimal.train(plan, pieces, mse_loss, adam, given)
+    require_equal([Outcome(losses, nn.Sequential(*pieces).state_dict())], expected)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Engine, split
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import split
+
+from ..helpers.training import train_alone, train_ranks
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -66,37 +66,22 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return ids, ids.roll(-1, 1)
 
 
+BATCHES = [batch(step) for step in range(STEPS)]
+
+
 def losses(model: nn.Module, request_of: dict[str, Any], **options: Any) -> list[float]:
     plan = qs.compile(**{"schedule": "1f1b", "microbatches": 4, **request_of})
-    models = [copy.deepcopy(model) for _ in range(plan.mesh.size)]
-
-    def run(transport: Transport) -> list[float]:
-        blocks = split(models[transport.rank])
-        engine = Engine(plan, blocks, cross_entropy, adamw, transport=transport, **options)
-        found = []
-        for step in range(STEPS):
-            x, y = (part.chunk(engine.num_replicas)[engine.replica] for part in batch(step))
-            found.append(engine.step(x, y).loss.item())
-        return found
-
-    return run_local(plan.mesh.size, run, timeout_s=60)[0]
+    return train_ranks(plan, model, cross_entropy, adamw, BATCHES, cut=split, **options)[0].losses
 
 
 def plainly(model: nn.Module) -> list[float]:
-    optimizer, found = adamw([p for p in model.parameters() if p.requires_grad]), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss, weight = cross_entropy(model(input_ids=batch(step)[0]), batch(step)[1])
-        (loss / weight).backward()
-        optimizer.step()
-        found.append(loss.item() / weight)
-    return found
+    return train_alone(model, cross_entropy, adamw, BATCHES).losses
 
 
 def test_adapters_of_a_split_model_are_trained_as_in_one_process() -> None:
     model = adapted(llama)
     alone = losses(model, {"mesh": "dp=1"})
-    assert alone == pytest.approx(plainly(copy.deepcopy(model)), rel=1e-7)  # its norms are of float32
+    assert alone == pytest.approx(plainly(model), rel=1e-7)  # its norms are of float32
     for request_of in ({"mesh": "dp=2,pp=2", "microbatches": 2, "zero": 1}, {"mesh": "tp=2"}):
         assert losses(model, request_of) == pytest.approx(alone, rel=1e-8)
 
@@ -119,7 +104,7 @@ def test_a_base_of_bf16_has_adapters_of_float32() -> None:
     assert types == {torch.float32}
     alone = losses(model, {"mesh": "dp=1"})
     assert losses(model, {"mesh": "dp=2,pp=2", "microbatches": 2, "zero": 1}) == pytest.approx(alone, rel=1e-4)
-    assert alone == pytest.approx(plainly(copy.deepcopy(model)), rel=2e-2)
+    assert alone == pytest.approx(plainly(model), rel=2e-2)
 
 
 def test_prompts_that_a_wrapper_adds_are_refused() -> None:

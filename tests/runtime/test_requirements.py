@@ -21,7 +21,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.interpreter.rank_state import LossFn
 from quintsched.verify import soundness
 
-from .interpreter.test_refused_plans import WIDTH, Attention, alone, batch, linear, squared_sum, train
+from .linear_blocks import WIDTH, Attention, alone, batch, linear, squared_sum, train
 from .toys import sgd
 
 TWO_RANKS = qs.compile("1f1b", mesh="pp=2", microbatches=2)
@@ -38,7 +38,7 @@ def test_a_send_that_a_host_never_comes_to_is_refused_where_order_is_identity() 
     losses = [outcome.losses for outcome in train(late, [linear] * 2, batch(4))]
     assert losses == [outcome.losses for outcome in train(TWO_RANKS, [linear] * 2, batch(4))]
     with pytest.raises(qs.UnsoundError, match=r"rank 1: 7 ShareMetrics\(\) must end before 9 SendGrad\(") as refusal:
-        train(late, [linear] * 2, batch(4), rules="nccl")
+        train(late, [linear] * 2, batch(4), wire="nccl")
     assert "'channel' 2 waits close a circle" in str(refusal.value)
     assert late.check(profile="channel").explain() == str(refusal.value), "a run says what the check says"
 

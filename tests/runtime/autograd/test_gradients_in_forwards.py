@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -13,10 +13,9 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, split
-from quintsched.runtime.blocks.block_outlines import build_model, split_result
-from quintsched.runtime.comm import Transport, run_local
 
-from ..toys import adam, difference, share
+from ...helpers.training import check_equality
+from ..toys import adam
 
 WIDTH, SAMPLES, STEPS = 8, 8, 2
 
@@ -107,29 +106,6 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(inputs, targets) for inputs, targets in drawn]
 
 
-def alone(blocks: Sequence[Callable[[], nn.Module]], loss: Loss) -> tuple[dict[str, Tensor], float]:
-    """Train in one process; return the weights, and the loss of an evaluation."""
-    model = build_model(blocks, 0, torch.float64)
-    stepper = adam(list(model.parameters()))
-
-    def loss_of(x: Tensor, targets: Tensor) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for block in model:
-            x, _, auxiliary = split_result(block(x))
-            total = total if auxiliary is None else total + auxiliary
-        return total + loss(x, targets)[0]
-
-    for inputs, targets in batches():
-        stepper.zero_grad()
-        for x, y in zip(inputs.split(2), targets.split(2), strict=True):
-            (loss_of(x, y) / SAMPLES).backward()
-        stepper.step()
-    model.eval()
-    parts = zip(*(tensor.split(2) for tensor in batches()[0]), strict=True)
-    evaluated = sum(float(loss_of(*part).detach()) for part in parts) / SAMPLES
-    return {name: p.detach() for name, p in model.named_parameters()}, evaluated
-
-
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "mesh"),
@@ -139,20 +115,9 @@ def alone(blocks: Sequence[Callable[[], nn.Module]], loss: Loss) -> tuple[dict[s
 )
 def test_gradients_in_forwards_equal_one_process(name: str, mesh: str) -> None:
     blocks, loss = CASES[name]
-    expected, evaluated = alone(blocks * 2, loss)
     options = {"schedule": "1f1b", "microbatches": 2 if "dp=2" in mesh else 4, **PLANS[mesh]}
-    plan = qs.compile(mesh=mesh, **options)
-
-    def run(transport: Transport) -> None:
-        engine = Engine(plan, blocks * 2, loss, adam, dtype=torch.float64, transport=transport, bucket_mb=0.0005)
-        for inputs, targets in batches():
-            engine.step(*share(engine, inputs, targets))
-        for key, weight in engine.full_weights().items():
-            assert difference(weight, expected[key]) <= 1e-12, key
-        found = engine.evaluate(*share(engine, *batches()[0])).loss.item()
-        assert abs(found - evaluated) <= 1e-12 * max(1, abs(evaluated))
-
-    run_local(plan.mesh.size, run, timeout_s=60)
+    more: dict[str, Any] = {"microbatches": 4, "evaluated": batches()[0], "bucket_mb": 0.0005}
+    check_equality(qs.compile(mesh=mesh, **options), blocks * 2, loss, adam, batches(), **more)
 
 
 class Chained(nn.Module):

@@ -11,7 +11,6 @@ import torch
 import quintsched as qs
 
 from ...helpers.commands import run
-from ..test_matrix_processes import ROOT
 from ..toys import Outcome, tiny_gpt, train_plainly, worst_difference
 from .dtensor_worker import CASES, CLIP, TASK, shard_fully
 
@@ -22,7 +21,7 @@ RANKS = 4
 
 @pytest.mark.slow
 def test_they_train_to_the_numbers_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+    monkeypatch.chdir(Path(__file__).parents[3])
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
     worker = ("-m", "tests.runtime.blocks.dtensor_worker", str(tmp_path))
     code, _, err = run(sys.executable, *torchrun, *worker, timeout_s=100)

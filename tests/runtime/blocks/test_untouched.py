@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import quintsched as qs
-from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_outlines import build_block, build_model
 from quintsched.runtime.blocks.shape_inference import trace_shapes
 from quintsched.runtime.blocks.trees import TreeSpec
 from quintsched.runtime.blocks.without_side_effects import attributes_untouched, untouched
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.comm.generators import draws_undone
 
-from ..toys import difference, share
+from ...helpers.training import check_equality, sgd
 
 WIDTH = 4
 
@@ -81,10 +79,6 @@ class Looking(Counting):
         return super().forward(x * (2 if x.sum().item() > 0 else 1))
 
 
-def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
 def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
     return (output - targets).square().sum(), float(len(output))
 
@@ -95,17 +89,6 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(inputs, targets) for inputs, targets in pairs]
 
 
-def alone(block: Callable[[], nn.Module]) -> dict[str, Tensor]:
-    model = build_model([block, block], 0, torch.float64)
-    optimizer = sgd(list(model.parameters()))
-    for inputs, targets in batches():
-        optimizer.zero_grad()
-        for x, y in zip(inputs.split(4), targets.split(4), strict=True):
-            (loss(model(x), y)[0] / len(inputs)).backward()
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
 @pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
 @pytest.mark.parametrize("block", [Counting, Caching, Initialised, Looking])
 @pytest.mark.parametrize("is_built", [False, True])
@@ -113,18 +96,8 @@ def test_what_blocks_keep_in_attributes_is_as_in_one_process(
     block: Callable[[], nn.Module], mesh: str, is_built: bool
 ) -> None:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-
-    def train(transport: Transport) -> dict[str, Tensor]:
-        blocks = list(build_model([block, block], 0, torch.float64)) if is_built else [block, block]
-        engine = Engine(plan, blocks, loss, sgd, dtype=torch.float64, transport=transport)
-        for inputs, targets in batches():
-            engine.step(*share(engine, inputs, targets))
-        return engine.full_weights()
-
-    wanted = alone(block)
-    for weights in run_local(plan.mesh.size, train):
-        for name, weight in weights.items():
-            assert difference(weight, wanted[name]) <= 1e-12, name
+    blocks = list(build_model([block, block], 0, torch.float64)) if is_built else [block, block]
+    check_equality(plan, blocks, loss, sgd, batches(), microbatches=2)
 
 
 def test_weights_and_attributes_are_put_back_also_behind_an_error() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +11,8 @@ import quintsched as qs
 from quintsched.ir.diagnostics import Point
 from quintsched.ir.instruction_set import WHOLE_MESH, Message, Send
 from quintsched.runtime.comm import Transport, run_local
+
+from ..linear_blocks import mutant
 
 PLANS = [
     qs.compile("1f1b", mesh="pp=2", microbatches=4),
@@ -42,15 +43,6 @@ def replay(plan: qs.Plan) -> dict[int, int]:
     with pytest.raises(qs.StallError):
         run_local(len(ranks), walk, timeout_s=10, rules="rendezvous")
     return standing
-
-
-def mutant(plan: qs.Plan, chance: random.Random) -> qs.Plan:
-    """Move a message of one rank to another place in its program, past nothing of its own channel."""
-    rank = chance.randrange(len(plan.programs))
-    program = list(plan.programs[rank])
-    index = chance.choice([i for i, instruction in enumerate(program) if isinstance(instruction, Message)])
-    program.insert(max(0, index + chance.randint(-6, 6)), program.pop(index))
-    return replace(plan, programs=(*plan.programs[:rank], tuple(program), *plan.programs[rank + 1 :]))
 
 
 def test_a_sound_plan_does_not_block() -> None:

@@ -1,14 +1,12 @@
-"""Faults that a review of the interpreter found, each with the test that would have shown it.
+"""Plans that the planner calls free of deadlock run, or are refused; and what a step must not leave behind.
 
-Those of gradients are in `test_review_gradients`; what is refused rather than run is in `test_limits`. Models here are
-a few linear blocks; most runs are compared with the same blocks on one rank, where nothing is sent or sliced.
+Models are a few linear blocks; most runs are compared with the same blocks on one rank, where nothing is sent.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,58 +25,11 @@ from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.passes import TRAIN_PASSES, lower
 from quintsched.runtime import Engine
-from quintsched.runtime.autograd.kv_store import Past
-from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.comm import Rules, Transport, run_local
 
-from ..toys import Outcome, sgd, worst_difference
-from .test_counterexamples import mutant
-
-WIDTH = 6
-
-
-def batch(*shape: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, float64."""
-    source = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(2, *shape, WIDTH, generator=source, dtype=torch.float64)
-    return inputs, targets
-
-
-def squared_sum(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-    return (output - target).square().sum(), float(output.numel())
-
-
-def linear() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-def train(
-    plan: qs.Plan,
-    blocks: Blocks | Callable[[], Blocks],
-    data: tuple[Tensor, Tensor],
-    *,
-    rules: Rules = "mailbox",
-    steps: int = 2,
-    tied: Mapping[str, Sequence[str]] | None = None,
-    bucket_mb: float = 25.0,
-    **extras: Tensor,
-) -> list[Outcome]:
-    """Train in process; returns each rank's losses and weights. A function of `blocks` makes them on each rank."""
-
-    def run(transport: Transport) -> Outcome:
-        mine = blocks() if callable(blocks) else blocks
-        dtype = torch.float64
-        engine = Engine(plan, mine, squared_sum, sgd, tied=tied, bucket_mb=bucket_mb, dtype=dtype, transport=transport)
-        inputs, targets = (tensor.chunk(engine.num_replicas)[engine.replica] for tensor in data)
-        losses = [engine.step(inputs, targets, **extras).loss.item() for _ in range(steps)]
-        return Outcome(losses, engine.full_weights())
-
-    return run_local(plan.mesh.size, run, timeout_s=30, rules=rules)
-
-
-def alone(microbatches: int = 1) -> qs.Plan:
-    return qs.compile("1f1b", mesh="pp=1", microbatches=microbatches)
-
+from ...helpers.training import require_same_bits
+from ..linear_blocks import WIDTH, Attention, alone, batch, linear, mutant, squared_sum, train
+from ..toys import sgd, worst_difference
 
 # ---------------------------------------------------------------- order of messages and sums
 
@@ -120,7 +71,7 @@ def test_what_is_not_refused_runs_with_messages_in_order(plan: qs.Plan) -> None:
     blocks = [linear] * len(plan.stage_to_pp)
     expected = train(plan, blocks, data, steps=1)
     for loose in filter(is_runnable, plans):
-        found = train(loose, blocks, data, steps=1, rules="nccl")
+        found = train(loose, blocks, data, steps=1, wire="nccl")
         assert all(outcome.losses == expected[0].losses for outcome in found)
     assert not all(map(is_runnable, plans)), "all of them could have been run before"
 
@@ -134,10 +85,9 @@ def test_a_sum_of_tied_weights_may_stand_before_other_work(rules: Rules) -> None
     first.insert(1 + max(k for k, i in enumerate(first) if isinstance(i, ins.Bwd) and i.stage == 4), sync)
     early = replace(plan, programs=(tuple(first), plan.programs[1]))
     tied = {"w": ("1.weight", "4.weight")}
-    expected, found = (train(p, [linear] * 6, batch(4), tied=tied, rules=rules) for p in (plan, early))
-    for before, after in zip(expected, found, strict=True):
-        assert after.losses == before.losses
-        assert all(torch.equal(weight, before.weights[name]) for name, weight in after.weights.items())
+    expected, found = (train(p, [linear] * 6, batch(4), tied=tied, wire=rules) for p in (plan, early))
+    assert [after.losses for after in found] == [before.losses for before in expected]
+    require_same_bits(found, expected)
 
 
 class Added(nn.Module):
@@ -166,41 +116,6 @@ def test_gradients_of_complex_activations_come_back() -> None:
 
 
 # ---------------------------------------------------------------- recomputation and slices
-
-
-def test_a_recomputed_batch_norm_counts_once() -> None:
-    def normed() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-
-    inputs, targets = (tensor.float() for tensor in batch(8))
-
-    def buffers(recompute: int) -> dict[str, Tensor]:
-        plan = qs.compile("1f1b", mesh="pp=1", microbatches=2, recompute=recompute)
-        engine = Engine(plan, [normed, normed], squared_sum, sgd)
-        engine.step(inputs, targets)
-        return {name: tensor for name, tensor in engine.state_dict().items() if ".1.running" in name or "num_" in name}
-
-    kept, recomputed = buffers(0), buffers(1)
-    assert {int(tensor) for name, tensor in recomputed.items() if "num_" in name} == {2}
-    assert all(torch.equal(tensor, kept[name]) for name, tensor in recomputed.items())
-
-
-class Attention(nn.Module):
-    """Causal attention with one head over (samples, sequence, WIDTH); a sample's mean `shift` is added to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor, past: Past | None = None, shift: Tensor | None = None) -> Tensor:
-        query, keys, values = (layer(x).unsqueeze(1) for layer in (self.query, self.key, self.value))
-        if past is not None:
-            keys, values = past.extend(self, keys, values)
-        new, seen = query.shape[2], keys.shape[2]
-        mask = torch.ones(new, seen, dtype=torch.bool, device=x.device).tril(seen - new)
-        found = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
-        shifted = x if shift is None else x + shift.reshape(len(x), -1).mean(1)[:, None, None]
-        return shifted + found.squeeze(1)
 
 
 def split_in_slices(slices: int) -> qs.Plan:
@@ -279,14 +194,3 @@ def test_what_an_evaluation_sent_is_let_go_of_by_the_next_step() -> None:
 def sends_in_flight(engine: Engine) -> int:
     evaluation = engine._runner.interpreters["forward"]
     return sum(cell.sent is not None for cell in evaluation.state.cells.sending)
-
-
-@pytest.mark.parametrize("recompute", [0, 1])
-def test_a_first_operation_may_be_in_place(recompute: int) -> None:
-    """Inputs are leaves of the stage's graph, and given again if the stage is run again: so it gets a copy."""
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2, recompute=recompute)
-    plain = train(plan, [linear, lambda: nn.Sequential(nn.ReLU(), nn.Linear(WIDTH, WIDTH))], batch(4))
-    blocks = [linear, lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH))]
-    for one, other in zip(train(plan, blocks, batch(4)), plain, strict=True):
-        assert one.losses == other.losses
-        assert all(torch.equal(weight, other.weights[name]) for name, weight in one.weights.items())

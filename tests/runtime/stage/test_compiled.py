@@ -37,16 +37,17 @@ class Mlp(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "recompute"),
+    ("schedule", "more"),
     [
-        ("zb-h1", 0),
-        pytest.param("1f1b", 0, marks=slow),
-        pytest.param("zbv", 0, marks=slow),
-        pytest.param("1f1b", 1, marks=slow),
+        ("zb-h1", {"mesh": "pp=2"}),
+        *(pytest.param(schedule, {"mesh": "pp=2"}, marks=slow) for schedule in ("1f1b", "zbv")),
+        pytest.param("1f1b", {"mesh": "pp=2", "recompute": 1}, marks=slow),
+        *(pytest.param("zb-h1", {"mesh": "dp=2", "zero": zero}, marks=slow) for zero in (1, 2, 3)),
     ],
+    ids=str,
 )
-def test_compiled_stages_equal_plain_ones(schedule: str, recompute: int) -> None:
-    plan = qs.compile(schedule, mesh="pp=2", microbatches=4, recompute=recompute)
+def test_compiled_stages_equal_plain_ones(schedule: str, more: dict[str, Any]) -> None:
+    plan = qs.compile(schedule, microbatches=4, **more)
     inputs, targets = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
 
     def outcome(compiled: bool) -> list[tuple[float, dict[str, Tensor], float | None]]:

@@ -16,7 +16,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
-from ..interpreter.test_refused_plans import WIDTH, alone, batch, linear, squared_sum, train
+from ..linear_blocks import WIDTH, alone, batch, linear, squared_sum, train
 from ..toys import ids_task, sgd, tiny_gpt, worst_difference
 
 

@@ -1,0 +1,82 @@
+"""Models of a few linear blocks, or of causal attention, trained on any plan; and plans with a message moved.
+
+train(plan, [linear] * 4, batch(8))    ─▶ an Outcome per rank, to compare with train(alone(), …)
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.ir.instruction_set import Message
+from quintsched.runtime.autograd.kv_store import Past
+from quintsched.runtime.blocks.block_outlines import Blocks
+
+from ..helpers.training import Outcome, train_ranks
+from .toys import sgd
+
+WIDTH = 6
+
+
+def batch(*shape: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets, float64."""
+    source = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randn(2, *shape, WIDTH, generator=source, dtype=torch.float64)
+    return inputs, targets
+
+
+def squared_sum(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return (output - target).square().sum(), float(output.numel())
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+SETTINGS = ("tied", "bucket_mb", "wire")
+
+
+def train(
+    plan: qs.Plan, blocks: Blocks | Callable[[], Blocks], data: tuple[Tensor, Tensor], *, steps: int = 2, **more: Any
+) -> list[Outcome]:
+    """Train in process; returns each rank's losses and weights. `more` are settings of the engine, and extras."""
+    settings = {name: more.pop(name) for name in SETTINGS if name in more}
+    own = blocks() if callable(blocks) else blocks
+    return train_ranks(plan, own, squared_sum, sgd, [(*data, more)] * steps, dtype=torch.float64, **settings)
+
+
+def alone(microbatches: int = 1) -> qs.Plan:
+    return qs.compile("1f1b", mesh="pp=1", microbatches=microbatches)
+
+
+class Attention(nn.Module):
+    """Causal attention with one head over (samples, sequence, WIDTH); a sample's mean `shift` is added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, past: Past | None = None, shift: Tensor | None = None) -> Tensor:
+        query, keys, values = (layer(x).unsqueeze(1) for layer in (self.query, self.key, self.value))
+        if past is not None:
+            keys, values = past.extend(self, keys, values)
+        new, seen = query.shape[2], keys.shape[2]
+        mask = torch.ones(new, seen, dtype=torch.bool, device=x.device).tril(seen - new)
+        found = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+        shifted = x if shift is None else x + shift.reshape(len(x), -1).mean(1)[:, None, None]
+        return shifted + found.squeeze(1)
+
+
+def mutant(plan: qs.Plan, chance: random.Random) -> qs.Plan:
+    """Move a message of one rank to another place in its program, past nothing of its own channel."""
+    rank = chance.randrange(len(plan.programs))
+    program = list(plan.programs[rank])
+    index = chance.choice([i for i, instruction in enumerate(program) if isinstance(instruction, Message)])
+    program.insert(max(0, index + chance.randint(-6, 6)), program.pop(index))
+    return replace(plan, programs=(*plan.programs[:rank], tuple(program), *plan.programs[rank + 1 :]))
