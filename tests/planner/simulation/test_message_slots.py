@@ -198,12 +198,12 @@ def test_skips_have_slots_of_their_own(schedule: Schedule) -> None:
 
 def test_plans_in_odd_orders_too() -> None:
     random, found = Random(0), 0
-    for _ in range(200):
+    for _ in range(100):
         plan = any_mutant(any_plan(SMALL, random), random)
         if plan.check(profile="tagged").sound:
             found += 1
             require_minimal(plan, RULES[found % len(RULES)])
-    assert found > 8
+    assert found > 4
 
 
 def test_intervals_that_only_follow_each_other_share_a_slot() -> None:

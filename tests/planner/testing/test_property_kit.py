@@ -14,6 +14,8 @@ from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Fwd, Overlap
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.testing import assert_plan_sound, assert_sound, costs, meshes, microbatch_counts, placements
 
+FEW = {"pp": range(1, 5), "microbatches": range(1, 9), "max_examples": 30}
+
 
 def own(order, **options) -> Schedule:
     return Schedule("mine", order, "", "", "", **options)
@@ -113,8 +115,9 @@ def paired(rank: int, shape: Shape) -> Order:
 
 
 def test_a_schedule_of_pairs_passes():
-    assert_sound(own(paired), memory=lambda rank, shape: min(2 * (shape.pp - rank), shape.microbatches))
-    lines = failure(own(paired), memory=lambda rank, shape: min(2 * (shape.pp - rank) - 1, shape.microbatches))
+    assert_sound(own(paired), **FEW, memory=lambda rank, shape: min(2 * (shape.pp - rank), shape.microbatches))
+    less = {"memory": lambda rank, shape: min(2 * (shape.pp - rank) - 1, shape.microbatches)}
+    lines = failure(own(paired), **FEW, **less)
     assert lines[0] == "mine fails; the smallest shape that does: pp=1, 1 chunk, 2 microbatches"
     assert lines[2].startswith("memory: rank 0 holds up to 2 microbatches' activations"), "beside each other"
     assert lines[-1] == "rank 0 F0 F1&B0 -  B1 -"
@@ -136,18 +139,18 @@ def test_a_schedule_that_overlaps_is_tried_both_ways():
     def order(rank: int, shape: Shape) -> Order:
         return paired(rank, shape) if shape.overlap else one_by_one(rank, shape)
 
-    assert_sound(own(order, overlaps=True))
+    assert_sound(own(order, overlaps=True), **FEW)
 
     def forgets(rank: int, shape: Shape) -> Order:
         return list(order(rank, shape))[: -1 if shape.overlap and shape.pp == 2 else None]
 
-    lines = failure(own(forgets, overlaps=True))
+    lines = failure(own(forgets, overlaps=True), **FEW)
     assert lines[0] == "mine fails; the smallest shape that does: pp=2, 1 chunk, 1 microbatch, with overlap"
 
 
 def test_the_memory_that_its_author_states():
     assert_sound("1f1b", pp=range(1, 5), memory=lambda rank, shape: min(shape.pp - rank, shape.microbatches))
-    lines = failure("gpipe", memory=lambda rank, shape: shape.pp - rank)
+    lines = failure("gpipe", **FEW, memory=lambda rank, shape: shape.pp - rank)
     assert lines[0] == "gpipe fails; the smallest shape that does: pp=1, 1 chunk, 2 microbatches"
     assert lines[2] == ("memory: rank 0 holds up to 2 microbatches' activations; the bound that its author states is 1")
     assert lines[-1] == "rank 0 F0 F1 B0 -  B1 -"
@@ -194,7 +197,7 @@ def test_schedules_that_search_get_costs():
         seen.add(shape.costs)
         return one_by_one(rank, shape)
 
-    assert_sound(own(order, searches=True), pp=[1, 2], microbatches=[1, 2])
+    assert_sound(own(order, searches=True), pp=[1, 2], microbatches=[1, 2], max_examples=40)
     assert len(seen) > 5
 
 

@@ -108,10 +108,10 @@ def test_checker_and_run_agree_on_every_pair_of_a_small_plan():
 
 def test_mutants_offend_against_every_point():
     random = Random(0)
-    verdicts = [any_mutant(any_plan(DRAWN, random), random).check(profile="blocking") for _ in range(500)]
+    verdicts = [any_mutant(any_plan(DRAWN, random), random).check(profile="blocking") for _ in range(200)]
     points = {finding.point for verdict in verdicts for finding in verdict.findings}
     assert points == {*Point} - {Point.MEMORY}
-    assert sum(verdict.sound for verdict in verdicts) > 20, "some changes do no harm"
+    assert sum(verdict.sound for verdict in verdicts) > 8, "some changes do no harm"
 
 
 @pytest.mark.slow
