@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from quintsched.compiler import compile
-from quintsched.errors import UsageError, suggest
+from quintsched.errors import InputError, UsageError, suggest
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.placement import linear, loop, v
 from quintsched.plan import Plan
@@ -91,7 +91,7 @@ def solve(
         placement: "linear" (one stage on each rank), "loop" or "v" (several), or "auto": each in turn.
         chunks: stages on each rank, for "loop" and "v"; default: 2.
         memory_cap: most activations that a rank holds, in microbatches of a whole rank.
-        costs: times and sizes; None: unit costs. Lists per stage need one placement.
+        costs: times and sizes; None: unit costs. Lists per stage choose the placements with as many stages.
         objective: "span" (the longest span of a rank) or "makespan".
         effort: work of the search; 1 takes a second for small problems.
         seconds: most seconds that it takes.
@@ -109,12 +109,12 @@ def solve(
     if objective not in ("span", "makespan"):
         raise UsageError(f'objective is {objective!r}; give "span" or "makespan"')
     names = _placements(placement, chunks, found.pp)
-    problems = [problem_of(found.pp, microbatches, placed, costs, memory_cap) for placed in names.values()]
+    problems = _problems(found.pp, microbatches, names, costs, memory_cap)
     done = search(problems, costs, objective, seed=seed, effort=effort, seconds=seconds, told=told)
     best = done.best
     if best is None:
         raise UsageError(f"no order was found within {seconds:g} s; allow more seconds")
-    name = list(names)[problems.index(best.problem)]
+    name = next(name for name, placed in names.items() if placed == best.problem.stage_to_pp)
     bound = best.bound
     certificate = Certificate(
         objective=objective,
@@ -173,6 +173,21 @@ def _placements(name: str, chunks: int | None, pp: int) -> dict[str, tuple[int, 
     names: Sequence[str] = [*PLACEMENTS] if name == "auto" else [name]
     found = {one: PLACEMENTS[one](pp, 1 if one == "linear" else several) for one in names}
     return {one: placed for one, placed in found.items() if one == "linear" or len(found) == 1 or pp > 1}
+
+
+def _problems(
+    pp: int, microbatches: int, names: dict[str, tuple[int, ...]], costs: Costs | None, memory_cap: float | None
+) -> list[Problem]:
+    """Return the problem of each placement that the costs fit; raises the first error where they fit none."""
+    problems, errors = [], []
+    for placed in names.values():
+        try:
+            problems.append(problem_of(pp, microbatches, placed, costs, memory_cap))
+        except InputError as error:
+            errors.append(error)
+    if not problems:
+        raise errors[0]
+    return problems
 
 
 def _require_positive(**values: int) -> None:

@@ -154,6 +154,11 @@ def test_wrong_sizes_are_refused_with_what_works() -> None:
         solve(pp=2, microbatches=4, placement="linear", costs=Costs(forward=(1.0, 1.0, 1.0)))
 
 
+def test_costs_of_each_stage_choose_the_placements_that_have_as_many() -> None:
+    found = solve(pp=2, microbatches=4, costs=Costs(forward=(1.0, 2.0)), effort=1)
+    assert found.placement == "linear"
+
+
 def test_without_or_tools_it_searches_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constraint_programming, "is_installed", lambda: False)
     found = solve(pp=4, microbatches=8, placement="linear", memory_cap=3, effort=1)
