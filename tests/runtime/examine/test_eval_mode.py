@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-import quintsched as qs
-from quintsched.runtime import Engine, run_local
 from quintsched.runtime.examine.eval_mode import eval_mode_warning
+
+from .trials import engine_of, ones, taken
 
 
 class Attention(nn.Linear):
@@ -36,18 +36,9 @@ def test_what_eval_mode_leaves_out_is_named(modules, said):
 
 
 def test_one_rank_says_it_once(caplog):
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-
-    def work(transport):
-        blocks = [nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval() for _ in range(2)]
-        engine = Engine(plan, blocks, nn.MSELoss(), lambda p: torch.optim.SGD(p, lr=0.1), transport=transport)
-        for _ in range(2):
-            engine.step(torch.ones(2, 2), torch.ones(2, 2))
-
-    run_local(2, work)
-    said = [record.message for record in caplog.records if "eval mode" in record.message]
-    assert len(said) == 1
-    assert "call model.train()" in said[0]
+    taken([nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval() for _ in range(2)], ones(2, 2, steps=2))
+    (said,) = [record.message for record in caplog.records if "eval mode" in record.message]
+    assert "call model.train()" in said
 
 
 class Merged(nn.Linear):
@@ -69,9 +60,7 @@ class Merged(nn.Linear):
 
 def test_an_evaluation_ends_by_the_train_of_a_module():
     layer, frozen = Merged(), Merged().eval()
-    engine = Engine(
-        qs.compile("1f1b", mesh="dp=1", microbatches=1), [layer, nn.Sequential(frozen)], nn.MSELoss(), torch.optim.SGD
-    )
+    engine = engine_of(None, [layer, nn.Sequential(frozen)], mesh="dp=1", microbatches=1)
     x = torch.ones(2, 2)
     before = engine.step(x, x).loss
     after = engine.evaluate(x, x).loss

@@ -73,6 +73,10 @@ def save(engine: Engine, folder: Path) -> None:
     engine.everyone.barrier()
 
 
+def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
 def require_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     odd = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
@@ -91,7 +95,7 @@ def test_a_resumed_run_is_the_unbroken_one_whatever_the_form_of_saving(name: str
     full = engine.full_state_dict()
     engine.save_dcp(tmp_path / "dcp")
     train(engine, SECOND)
-    expected = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    expected = copied(engine.state_dict())
     loads: list[Callable[[Engine], object]] = [
         lambda engine: engine.load_state_dict(load_file(tmp_path / "0.safetensors")),
         lambda engine: engine.load_state_files([tmp_path / "0.safetensors"]),
@@ -109,11 +113,11 @@ def test_a_resumed_run_is_the_unbroken_one_whatever_the_form_of_saving(name: str
 def test_a_state_goes_into_an_engine_that_has_stepped(kind: Any) -> None:
     engine, other = make(kind), make(kind)
     fresh, weights = engine.state_dict(), engine.full_weights()
-    start = {name: tensor.clone() for name, tensor in fresh.items()}
+    start = copied(fresh)
     train(engine, FIRST)
-    stepped = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    stepped = copied(engine.state_dict())
     train(engine, SECOND)
-    expected = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+    expected = copied(engine.state_dict())
     engine.load_state_dict(stepped)
     train(engine, SECOND)
     require_same(engine.state_dict(), expected)
@@ -254,7 +258,7 @@ def test_a_state_that_lacks_what_an_optimizer_kept_is_refused_by_name(mesh: str,
         share = slice(engine.replica, None, engine.num_replicas)
         for step in FIRST:
             engine.step(INPUTS[step, share], TARGETS[step, share])
-        state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        state = copied(engine.state_dict())
         kept = [name for name in state if name.startswith("optimizer.")]
         again = engine_of(transport)
         again.load_state_dict(state)
