@@ -20,6 +20,7 @@ from quintsched.cli.request_options import NEEDED, option_of
 from quintsched.collectives import Wire
 from quintsched.compiler import compile_request
 from quintsched.ir.instruction_set import Bwd, Fwd
+from quintsched.ir.plan_data import MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY
 from quintsched.request import CompileRequest, entries
 from quintsched.request import settings as settings_of
 from quintsched.runtime.launch.job_plan import plan_of
@@ -228,6 +229,39 @@ def test_whole_numbers_of_numpy_are_taken_and_written(kind: type) -> None:
         ({"communication": ["ring"]}, "unknown communication"),
         ({"wire": 3}, "wire is 3"),
         ({"recompute": "11"}, "recompute is '11'"),
+        ({"recompute": -1}, "recompute is -1; give a whole number from 0 to 65536"),
+        ({"recompute": MAX_RECOMPUTE + 1}, "recompute is 65537"),
+        ({"recompute": (1,)}, "recompute names 1 stages, but there are 2"),
+        ({"recompute": ()}, "recompute names 0 stages, but there are 2"),
+        ({"recompute": (1, 2.0)}, "recompute is 2.0"),
+        ({"schedule": "inference", "recompute": 1}, "the plan only computes forward; there is nothing"),
+        ({"tied": {"w": (0,)}}, "must name at least two stages"),
+        ({"tied": {"w": ()}}, "must name at least two stages"),
+        ({"tied": {"w": 3}}, "must name at least two stages"),
+        ({"tied": {"w": (1, 0)}}, "in rising order"),
+        ({"tied": {"w": (1, 1)}}, "each once"),
+        ({"tied": {"w": (0, True)}}, "tied 'w' is True; give a whole number"),
+        ({"tied": {"w": (0, 2)}}, "no route visits all stages of 'w'.*the plan has 2 stages"),
+        ({"tied": {"w": (-1, 0)}}, "no route visits all stages"),
+        ({"tied": {"": (0, 1)}}, "is not a name"),
+        ({"tied": {"stage": (0, 1)}}, "'stage' is not a name of 1 to 200 printable letters other than 'stage'"),
+        ({"tied": {"\n": (0, 1)}}, "is not a name"),
+        ({"tied": {f"w{k}": (0, 1) for k in range(MAX_TIED + 1)}}, "1025 names are more than 1024"),
+        ({"schedule": "dualpipe", "tied": {"w": (0, 1)}}, "dualpipe: tied: stages have twins here"),
+        ({"mesh": "pp=2,tp=2", "zero": 2}, r"ZeRO-2 shares out over replicas; the mesh pp=2,tp=2 has none"),
+        ({"mesh": "dp=1,pp=2", "zero": 1}, r"has none \(no dp, cp or ep above 1\)"),
+        ({"mesh": "dp=2", "zero": 4}, r"zero is 4; give 0 \(nothing is shared out\), 1"),
+        ({"mesh": "dp=2", "zero": -1}, "zero is -1"),
+        ({"mesh": "dp=2", "zero": 2, "zero_every": 0}, "zero_every is 0; give a whole number of microbatches from 1"),
+        ({"mesh": "dp=2", "zero": 3, "zero_every": MAX_ZERO_EVERY + 1}, "zero_every is 16777217"),
+        *(
+            ({"mesh": "dp=2", "zero_every": 2} | zero, "only ZeRO-2 and 3 reduce gradients before the last microbatch")
+            for zero in ({}, {"zero": 1})
+        ),
+        *(
+            ({"schedule": "inference", "mesh": "dp=2", "zero": zero}, "only computes forward; there are no gradients")
+            for zero in (1, 2)
+        ),
     ],
 )
 def test_what_is_no_setting_is_refused_in_words(setting: dict[str, Any], words: str) -> None:

@@ -31,7 +31,7 @@ from quintsched.runtime.splitting.split_model import split
 
 Batch = Sequence[Any]
 Change = Callable[[Any, int], object]
-"""What the user's loop does to the model, (model, step): in training, nothing else may change it."""
+"""Change that the user's loop makes to the model, called with (model, step): nothing else may change it in training."""
 
 
 @dataclass(frozen=True)

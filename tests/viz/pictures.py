@@ -1,4 +1,4 @@
-"""What is in a picture: texts and paths of an SVG, and texts with their places in a drawing."""
+"""Contents of a picture: texts and paths of an SVG, and texts with their places in a drawing."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
+from quintsched.ir.plan_data import MAX_RECOMPUTE
 from quintsched.plan import Plan
 
 
@@ -213,12 +214,53 @@ def test_a_broken_plan_is_one_error_with_the_place(plan, name):
     assert_refused(json.dumps(head), message)
 
 
+FIELDS: list[tuple[str, object, str]] = [
+    ("zero", {"stage": 4, "every": 1}, "/zero/stage"),
+    ("zero", {"stage": 2, "every": 0}, "/zero/every"),
+    ("zero", {"stage": 2}, "/zero/every"),
+    ("zero", {"stage": True, "every": 1}, "/zero/stage"),
+    ("zero", {"stage": 2, "every": 1, "more": 1}, "/zero/more"),
+    ("zero", 2, "/zero"),
+    ("zero", {"stage": 0, "every": 2}, "only ZeRO-2 and 3"),
+    ("recompute", [1], "/recompute: it has 1 values, but there are 3 stages"),
+    ("recompute", [], "/recompute: it has 0 values"),
+    ("recompute", [0, -1, 0], "/recompute/1"),
+    ("recompute", [0, MAX_RECOMPUTE + 1, 0], "/recompute/1"),
+    ("recompute", [0, 1.0, 0], "/recompute/1"),
+    ("recompute", [0, True, 0], "/recompute/1"),
+    ("recompute", 1, "/recompute"),
+    ("tied", [], "/tied"),
+    ("tied", {"embedding": 3}, "/tied/embedding"),
+    ("tied", {"embedding": [0, 1.0]}, "/tied/embedding/1"),
+    ("tied", {"embedding": [0, -1]}, "/tied/embedding/1"),
+    ("tied", {"embedding": [0]}, "tied: 'embedding' must name at least two stages"),
+    ("tied", {"embedding": [2, 0]}, "in rising order"),
+    ("tied", {"embedding": [0, 3]}, "tied: no route visits all stages of 'embedding', (0, 3)"),
+    ("tied", {"\x1b[2J": [0, 1]}, "is not a name"),
+    ("skips", {"h": [0, 2, 1]}, "each once and later on the route than the one before"),
+    ("skips", {"h": [0]}, "must name the stage that makes it, then those that take it"),
+    ("skips", {"h": [0, 7]}, "names stage 7; the plan has the stages 0 to 2"),
+    ("skips", {"": [0, 1]}, "is not a name that a block's forward can take"),
+    ("skips", [0, 1], "/skips"),
+    ("skips", {"h": [0, True]}, "/skips/h/1"),
+    ("losses", [2, 1], "losses must name stages in the order of the route"),
+    ("losses", [0], "and end with the last one"),
+    ("losses", 2, "/losses"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), FIELDS)
+def test_a_field_that_names_what_is_not_there_is_one_error(field, value, message):
+    head = json.loads(qs.compile("1f1b", mesh="dp=2,pp=3", microbatches=2).to_json()) | {field: value}
+    assert_refused(json.dumps(head), message)
+
+
 def assert_refused(text: str | bytes, message: str = "", place: str = "") -> None:
     with pytest.raises(qs.InputError) as caught:
         Plan.from_json(text)
     assert str(caught.value).startswith(place)
     assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert not {"\n", "\x1b"} & {*str(caught.value)}
     assert len(str(caught.value)) < 500
 
 

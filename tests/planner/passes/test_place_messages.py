@@ -93,24 +93,3 @@ def test_a_message_of_a_skip_that_nobody_expects_is_malformed(i: SendSkip, words
     programs = ((i, *plan.programs[0]), *plan.programs[1:])
     verdict = replace(plan, programs=programs).check()
     assert words in verdict.explain()
-
-
-@pytest.mark.parametrize(
-    ("head", "words"),
-    [
-        ('"skips": {"h": [0, 2, 1]}', "each once and later on the route than the one before"),
-        ('"skips": {"h": [0]}', "must name the stage that makes it, then those that take it"),
-        ('"skips": {"h": [0, 7]}', "names stage 7; the plan has the stages 0 to 2"),
-        ('"skips": {"": [0, 1]}', "is not a name that a block's forward can take"),
-        ('"skips": [0, 1]', "/skips"),
-        ('"skips": {"h": [0, true]}', "/skips/h/1"),
-        ('"losses": [2, 1]', "losses must name stages in the order of the route"),
-        ('"losses": [0]', "and end with the last one"),
-        ('"losses": 2', "/losses"),
-    ],
-)
-def test_a_head_that_names_what_is_not_there_is_refused(head: str, words: str) -> None:
-    text = qs.compile("1f1b", mesh="pp=3", microbatches=2).to_json()
-    with pytest.raises(qs.InputError) as error:
-        Plan.from_json(text.replace(' "program_axes"', f' {head},\n "program_axes"'))
-    assert words in str(error.value)

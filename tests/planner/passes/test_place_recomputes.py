@@ -11,7 +11,6 @@ import quintsched as qs
 from quintsched import torch_csv
 from quintsched.compiler import ORDER
 from quintsched.ir.instruction_set import Bwd, Fwd, Recompute, short
-from quintsched.ir.plan_data import MAX_RECOMPUTE
 from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.simulation.time_grid import time_grid
@@ -56,6 +55,7 @@ def test_without_it_a_plan_is_as_before():
     assert qs.compile("zb-h1", mesh="pp=2", microbatches=4, recompute=(0, 0)) == plain
     assert "recompute" not in plain.to_json()
     assert plain.recompute == ()
+    assert qs.compile("inference", mesh="pp=2", microbatches=2, recompute=0).recompute == ()
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4, 8])
@@ -153,30 +153,6 @@ def test_slices_need_the_keys_before_them():
     assert "needs the checkpoint of stage 0, microbatch 1, made only later" in explained
 
 
-@pytest.mark.parametrize(
-    ("recompute", "words"),
-    [
-        (-1, "recompute is -1; give a whole number from 0 to 65536"),
-        (MAX_RECOMPUTE + 1, "recompute is 65537"),
-        (True, "recompute is True"),
-        (1.0, "recompute is 1.0"),
-        ("1", "recompute is '1'; give whole numbers"),
-        ((1,), "recompute names 1 stages, but there are 2"),
-        ((), "recompute names 0 stages, but there are 2"),
-        ((1, 2.0), "recompute is 2.0"),
-    ],
-)
-def test_what_makes_no_sense_is_wrong_usage(recompute, words):
-    with pytest.raises(qs.UsageError, match=words):
-        qs.compile("1f1b", mesh="pp=2", microbatches=2, recompute=recompute)
-
-
-def test_a_plan_without_backwards_has_nothing_to_recompute():
-    with pytest.raises(qs.UsageError, match="the plan only computes forward; there is nothing"):
-        qs.compile("inference", mesh="pp=2", microbatches=2, recompute=1)
-    assert qs.compile("inference", mesh="pp=2", microbatches=2, recompute=0).recompute == ()
-
-
 def test_round_trip():
     plan = qs.compile("interleaved-1f1b", mesh="pp=2", microbatches=2, chunks=2, recompute=(0, 1, 2, 0))
     text = plan.to_json()
@@ -185,25 +161,6 @@ def test_round_trip():
     assert plan.title.endswith(", recomputing")
     plain = json.loads(qs.compile("1f1b", mesh="pp=2", microbatches=2).to_json())
     assert Plan.from_json(json.dumps(plain | {"recompute": [0, 0]})).recompute == ()
-
-
-@pytest.mark.parametrize(
-    ("recompute", "words"),
-    [
-        ([1], "/recompute: it has 1 values, but there are 2 stages"),
-        ([], "/recompute: it has 0 values"),
-        ([0, -1], "/recompute/1"),
-        ([0, MAX_RECOMPUTE + 1], "/recompute/1"),
-        ([0, 1.0], "/recompute/1"),
-        ([0, True], "/recompute/1"),
-        (1, "/recompute"),
-    ],
-)
-def test_a_broken_field_of_a_plan_file(recompute, words):
-    head = json.loads(PLAN.to_json()) | {"recompute": recompute}
-    with pytest.raises(qs.InputError) as caught:
-        Plan.from_json(json.dumps(head))
-    assert words in str(caught.value)
 
 
 def test_torch_leaves_it_to_its_modules():

@@ -23,7 +23,6 @@ from quintsched.ir.instruction_set import (
     Message,
     ReduceScatterBucket,
 )
-from quintsched.ir.plan_data import MAX_ZERO_EVERY
 from quintsched.ir.zero_sharding import Zero
 from quintsched.plan import Plan
 from quintsched.testing import assert_plan_sound
@@ -256,50 +255,6 @@ def test_a_share_that_is_not_gathered_again():
 def test_gradients_may_not_pile_up():
     explained = edited(ZERO_2, 0, move(ReduceScatterBucket, after=Bwd(0, 1))).check().explain()
     assert "Bwd(stage=0, microbatch=1) needs the reduced gradient of stage 0, bucket 0, made only later" in explained
-
-
-@pytest.mark.parametrize(
-    ("mesh", "options", "words"),
-    [
-        ("pp=2,tp=2", {"zero": 2}, r"ZeRO-2 shares out over replicas; the mesh pp=2,tp=2 has none"),
-        ("dp=1,pp=2", {"zero": 1}, r"has none \(no dp, cp or ep above 1\)"),
-        ("dp=2", {"zero": 4}, r"zero is 4; give 0 \(nothing is shared out\), 1"),
-        ("dp=2", {"zero": True}, "zero is True"),
-        ("dp=2", {"zero": -1}, "zero is -1"),
-        ("dp=2", {"zero": 2, "zero_every": 0}, "zero_every is 0; give a whole number of microbatches from 1"),
-        ("dp=2", {"zero": 3, "zero_every": MAX_ZERO_EVERY + 1}, "zero_every is 16777217"),
-        ("dp=2", {"zero": 1, "zero_every": 2}, "only ZeRO-2 and 3 reduce gradients before the last microbatch"),
-        ("dp=2", {"zero_every": 2}, "only ZeRO-2 and 3 reduce gradients before the last microbatch"),
-    ],
-)
-def test_what_makes_no_sense_is_wrong_usage(mesh, options, words):
-    with pytest.raises(qs.UsageError, match=words):
-        qs.compile("1f1b", mesh=mesh, microbatches=2, **options)
-
-
-@pytest.mark.parametrize("zero", [1, 2])
-def test_inference_has_only_weights_to_share_out(zero):
-    with pytest.raises(qs.UsageError, match="only computes forward; there are no gradients"):
-        qs.compile("inference", mesh="dp=2,pp=2", microbatches=2, zero=zero)
-
-
-@pytest.mark.parametrize(
-    ("zero", "words"),
-    [
-        ({"stage": 4, "every": 1}, "/zero/stage"),
-        ({"stage": 2, "every": 0}, "/zero/every"),
-        ({"stage": 2}, "/zero/every"),
-        ({"stage": True, "every": 1}, "/zero/stage"),
-        ({"stage": 2, "every": 1, "more": 1}, "/zero/more"),
-        (2, "/zero"),
-        ({"stage": 0, "every": 2}, "only ZeRO-2 and 3"),
-    ],
-)
-def test_a_broken_field_of_a_plan_file(zero, words):
-    head = json.loads(ZERO_2.to_json()) | {"zero": zero}
-    with pytest.raises(qs.InputError) as caught:
-        Plan.from_json(json.dumps(head))
-    assert words in str(caught.value)
 
 
 def test_a_plain_plan_file_does_not_speak_of_it():

@@ -31,7 +31,8 @@ NAMES = {
     "InterleavedZeroBubble": "interleaved-zb",
     "Seq1F1B": "seq-1f1b",
 }
-ROWS = [row for row in UNIT_COST if row["schedule"].split()[0] in NAMES]
+PAIRED = {"ZBV": "zbv", "DualPipe": "dualpipe", "DualPipeV": "dualpipe-v"}
+"""Schedules whose number of chunks is given."""
 
 FORMS = [*NAMES.values(), "inference"]
 """The schedules whose closed forms stand here."""
@@ -138,16 +139,23 @@ def case_of_row(row: dict[str, Any]) -> Case:
     return Case(name, row["pp"], parts // slices, slices, row["microbatches"])
 
 
-def test_every_row_of_ours_is_tested():
-    rows = {(case_of_row(row).name, row["pp"], row["chunks"]) for row in ROWS}
+def plan_of_row(row: dict[str, Any]) -> Plan:
+    if row["schedule"] in PAIRED:
+        return qs.compile(PAIRED[row["schedule"]], mesh=qs.Mesh(pp=row["pp"]), microbatches=row["microbatches"])
+    return case_of_row(row).compiled()
+
+
+def test_every_row_is_of_a_schedule_that_is_tested():
+    ours = [row for row in UNIT_COST if row["schedule"] not in PAIRED]
+    rows = {(case_of_row(row).name, row["pp"], row["chunks"]) for row in ours}
     in_parts = {"bfs": (2, 4), "interleaved-1f1b": (2, 4), "interleaved-zb": (2, 4), "seq-1f1b": (2, 4)}
     assert rows == {(name, pp, parts) for name in NAMES.values() for pp in (4, 8) for parts in in_parts.get(name, (1,))}
-    assert {row["schedule"].split()[0] for row in UNIT_COST} - set(NAMES) == {"ZBV", "DualPipe", "DualPipeV"}
+    assert len(UNIT_COST) - len(ours) == 2 * len(PAIRED)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['schedule']}-{row['pp']}-{row['microbatches']}")
+@pytest.mark.parametrize("row", UNIT_COST, ids=lambda row: f"{row['schedule']}-{row['pp']}-{row['microbatches']}")
 def test_unit_cost_table(row):
-    simulation = case_of_row(row).compiled().simulate()
+    simulation = plan_of_row(row).simulate()
     assert simulation.makespan == row["makespan"]
     assert simulation.span == row["span"]
     assert simulation.busy == (row["ideal"],) * row["pp"]
@@ -248,33 +256,43 @@ def test_a_second_simulation_agrees(pp, chunks, microbatches):
 
 
 @pytest.mark.parametrize(
-    ("microbatches", "nearest"), [(1, "works: 4$"), (3, "works: 4$"), (6, "works: 4 or 8$"), (31, "works: 28 or 32$")]
-)
-@pytest.mark.parametrize("name", ["interleaved-1f1b", "interleaved-zb"])
-def test_interleaved_names_the_nearest_sizes(name, microbatches, nearest):
-    with pytest.raises(qs.UsageError, match=nearest):
-        qs.compile(name, mesh="pp=4", microbatches=microbatches)
-
-
-@pytest.mark.parametrize(
-    ("name", "chunks"), [("gpipe", 2), ("1f1b", 2), ("interleaved-1f1b", 1), ("inference", 0), ("bfs", 1), ("zb-h2", 2)]
-)
-def test_chunks_that_a_schedule_does_not_take(name, chunks):
-    with pytest.raises(qs.UsageError, match=f"{name}: chunks is {chunks}; this schedule takes"):
-        qs.compile(name, mesh="pp=4", microbatches=8, chunks=chunks)
-
-
-@pytest.mark.parametrize(
-    ("name", "slices", "allowed"),
+    ("name", "shape", "words"),
     [
-        ("1f1b", 2, "1f1b: slices is 2; .*exactly 1"),
-        ("seq-1f1b", 0, "seq-1f1b: slices is 0; .*1 to 4096"),
-        ("seq-1f1b", True, "slices is True; .*whole"),
+        *(
+            (name, {"microbatches": number}, words)
+            for name in ("interleaved-1f1b", "interleaved-zb")
+            for number, words in ((1, "works: 4$"), (3, "works: 4$"), (6, "works: 4 or 8$"), (31, "works: 28 or 32$"))
+        ),
+        *(
+            (name, {"chunks": chunks}, f"{name}: chunks is {chunks}; this schedule takes")
+            for name, chunks in (("gpipe", 2), ("1f1b", 2), ("interleaved-1f1b", 1), ("inference", 0), ("bfs", 1))
+        ),
+        ("zb-h2", {"chunks": 2}, "zb-h2: chunks is 2; this schedule takes"),
+        ("dualpipe", {"chunks": 2}, "dualpipe: chunks is 2; this schedule takes exactly 1"),
+        *(
+            (name, {"chunks": chunks}, f"{name}: chunks is {chunks}; this schedule takes exactly 2")
+            for name, chunks in product(("zbv", "v-half", "v-min", "dualpipe-v"), (1, 3))
+        ),
+        ("1f1b", {"slices": 2}, "1f1b: slices is 2; .*exactly 1"),
+        ("seq-1f1b", {"slices": 0}, "seq-1f1b: slices is 0; .*1 to 4096"),
+        ("seq-1f1b", {"slices": True}, "slices is True; .*whole"),
+        ("dualpipe", {"mesh": "pp=1"}, "pp is 1, which is odd; the nearest that works: 2$"),
+        ("dualpipe", {"mesh": "pp=3"}, "pp is 3, which is odd; the nearest that works: 2 or 4$"),
+        ("dualpipe", {"microbatches": 1}, "microbatches is 1, below 2 x pp = 8; the nearest that works: 8$"),
+        ("dualpipe", {"microbatches": 7}, "microbatches is 7, below 2 x pp = 8; the nearest that works: 8$"),
+        ("dualpipe", {"microbatches": 9}, "microbatches is 9, which is odd; the nearest that works: 8 or 10$"),
     ],
 )
-def test_slices_that_a_schedule_does_not_take(name, slices, allowed):
-    with pytest.raises(qs.UsageError, match=allowed):
-        qs.compile(name, mesh="pp=4", microbatches=8, slices=slices)
+def test_shapes_that_a_schedule_does_not_take(name, shape, words):
+    with pytest.raises(qs.UsageError, match=words):
+        qs.compile(name, **{"mesh": "pp=4", "microbatches": 8} | shape)
+
+
+@pytest.mark.parametrize("found", [found for found in all_schedules() if found.built_in], ids=lambda found: found.name)
+def test_the_same_request_gives_the_same_plan(found):
+    first = qs.compile(found, mesh="pp=4", microbatches=12).to_json()
+    qs.compile(found, mesh="pp=2", microbatches=8)
+    assert qs.compile(found, mesh="pp=4", microbatches=12).to_json() == first
 
 
 @pytest.mark.parametrize("name", [*FORMS, "afab", "zb-1p"])

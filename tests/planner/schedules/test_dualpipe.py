@@ -1,8 +1,5 @@
 """DualPipe and DualPipeV: soundness at all sizes, the table, idle time, twins, and sizes that are refused."""
 
-import json
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,11 +9,6 @@ from quintsched.ir.instruction_set import AllReduceBucket, Bwd, BwdInput, Fwd, S
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 
-TABLE = json.loads((Path(__file__).parents[2] / "data" / "schedules_unit_cost.json").read_text())["rows"]
-NAMES = {"DualPipe": "dualpipe", "DualPipeV": "dualpipe-v"}
-ROWS = [row for row in TABLE if row["schedule"] in NAMES]
-
-
 FUSED = {("dualpipe", 4, 8): 26, ("dualpipe", 8, 16): 54, ("dualpipe-v", 4, 8): 27, ("dualpipe-v", 8, 16): 55}
 """The makespans that the table's note states where a pair is one block."""
 
@@ -25,28 +17,12 @@ def planned(name: str, P: int, M: int, *, overlap: bool = False) -> Plan:
     return qs.compile(name, mesh=qs.Mesh(pp=P), microbatches=M, overlap=overlap)
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['schedule']}-{row['pp']}")
-def test_as_in_the_table(row):
-    simulation = planned(NAMES[row["schedule"]], row["pp"], row["microbatches"]).simulate()
-    assert (simulation.makespan, simulation.span) == (row["makespan"], row["span"])
-    assert list(simulation.peak_activations) == row["peaks"]
-
-
 @pytest.mark.parametrize(("shape", "makespan"), FUSED.items(), ids=str)
 def test_as_in_the_table_where_a_pair_is_one_block(shape, makespan):
     simulation = planned(*shape, overlap=True).simulate()
     assert simulation.makespan == makespan
     apart = planned(*shape).simulate()
     assert (simulation.busy, simulation.peak_activations) == (apart.busy, apart.peak_activations)
-
-
-def test_the_table_has_rows():
-    assert [(row["schedule"], row["pp"]) for row in ROWS] == [
-        ("DualPipeV", 4),
-        ("DualPipe", 4),
-        ("DualPipeV", 8),
-        ("DualPipe", 8),
-    ]
 
 
 @pytest.mark.parametrize("pp", range(1, 10))
@@ -134,29 +110,3 @@ def test_twins_add_up_their_gradients_before_the_replicas_do():
         reduced = {i.stage: k for k, i in enumerate(program) if isinstance(i, AllReduceBucket)}
         assert len(reduced) == 2
         assert all(added[stage] < reduced[stage] for stage in reduced)
-
-
-@pytest.mark.parametrize(
-    ("pp", "microbatches", "says"),
-    [
-        (1, 8, "pp is 1, which is odd; the nearest that works: 2$"),
-        (3, 8, "pp is 3, which is odd; the nearest that works: 2 or 4$"),
-        (4, 1, "microbatches is 1, below 2 x pp = 8; the nearest that works: 8$"),
-        (4, 7, "microbatches is 7, below 2 x pp = 8; the nearest that works: 8$"),
-        (4, 9, "microbatches is 9, which is odd; the nearest that works: 8 or 10$"),
-    ],
-)
-def test_dualpipe_names_the_nearest_sizes(pp, microbatches, says):
-    with pytest.raises(qs.UsageError, match=says):
-        planned("dualpipe", pp, microbatches)
-
-
-@pytest.mark.parametrize(("name", "chunks"), [("dualpipe", 2), ("dualpipe-v", 1), ("dualpipe-v", 3)])
-def test_chunks_that_do_not_work(name, chunks):
-    with pytest.raises(qs.UsageError, match=f"chunks is {chunks}; this schedule takes exactly"):
-        qs.compile(name, mesh="pp=4", microbatches=8, chunks=chunks)
-
-
-@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
-def test_the_same_request_gives_the_same_plan(name):
-    assert planned(name, 4, 10).to_json() == planned(name, 4, 10).to_json()
