@@ -230,12 +230,12 @@ def forget_after(tmp_path: Path, step: int) -> None:
 
 GOES_ON: dict[str, list[tuple[str, str, str, int, dict[str, Any]]]] = {
     "where loaders were": [
-        ("mine", "dp=2,pp=2", "", 6, {}),
+        ("mine", "dp=2", "", 6, {}),
         *((load, "dp=2,pp=2", "", step, {}) for load, step in (("mine", 3), ("endless", 9))),
         *(("torchdata", "dp=2,pp=2", "", step, {}) for step in (3, 6)),
     ],
     "at the end of an epoch, which is the beginning of the next": [
-        ("mine", "dp=2,pp=2", "", 5, {"every": 0}),
+        ("mine", "dp=2", "", 5, {"every": 0}),
         *(("torchdata", "dp=2,pp=2", "", step, {"every": 0}) for step in (5, 10)),
     ],
     "on another mesh with as many replicas": [("mine", "dp=2", "dp=2,pp=2", 3, {})],
@@ -249,8 +249,8 @@ GOES_ON: dict[str, list[tuple[str, str, str, int, dict[str, Any]]]] = {
         *(("forgetful", "dp=2", "", step, {}) for step in (3, 6, 15)),
     ],
     "for other replicas, with loaders without a state": [
-        ("shared", "dp=1", "dp=2,pp=2", 9, {}),
         ("shared", "dp=2", "dp=1", 9, {}),
+        ("shared", "dp=1", "dp=2,pp=2", 9, {}),
     ],
     "behind a smaller last batch, which is no other number of samples": [
         ("ragged", "dp=1", "", 9, {"every": 1}),
