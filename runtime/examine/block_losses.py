@@ -60,16 +60,23 @@ class BlockLoss(NamedTuple):
     """Finding about the loss of a kind of block.
 
     Attributes:
-        name: of the first block of the kind.
+        number: of the first block of the kind.
+        kind: its class.
         over: all reductions that fit; empty: neither a sum nor a mean, as far as known.
         why: the reason why it is not known; "": it could be run.
         where: the condition under which it is neither, if that is not its usual input.
     """
 
-    name: str
+    number: int
+    kind: str
     over: tuple[LossWeight, ...]
     why: str = ""
     where: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the first block of the kind."""
+        return f"block {self.number} ({self.kind})"
 
 
 class _Tried(NamedTuple):
@@ -158,7 +165,7 @@ class _Examination:
 
     def examine_losses(self, is_brief: bool) -> BlockLoss:
         """Return the finding that all experiments agree on; if it `is_brief`, of the first with drawn weights."""
-        name, parts = f"block {self._number} ({type(self._block).__name__})", self._drawn(0, self._arrival)
+        of, parts = (self._number, type(self._block).__name__), self._drawn(0, self._arrival)
         candidates: dict[LossWeight, None] = dict.fromkeys([LossWeight(Over.SUM), LossWeight(Over.SAMPLES)])
         if self._known is not None:
             of_targets = self._known.weights_of_targets(parts)
@@ -172,11 +179,11 @@ class _Examination:
             if whole is not None and a is not None and b is not None:
                 has_run = True
                 if self._goes_by_rest(some, whole):
-                    return BlockLoss(name, (), "it goes by what it is given that belongs to no sample")
+                    return BlockLoss(*of, (), "it goes by what it is given that belongs to no sample")
                 candidates = {w: None for w in candidates if self._holds(self._shares(w, some), some, (whole, a, b))}
                 if not candidates:
-                    return BlockLoss(name, (), where=some.words)
-        return BlockLoss(name, tuple(candidates)) if has_run else BlockLoss(name, (), _UNTRIED)
+                    return BlockLoss(*of, (), where=some.words)
+        return BlockLoss(*of, tuple(candidates)) if has_run else BlockLoss(*of, (), _UNTRIED)
 
     def _experiments(self, begin: int = 0) -> Iterator[LossParts]:
         for number, sizes in enumerate(_SIZES[begin:], begin):

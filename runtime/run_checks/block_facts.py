@@ -121,7 +121,7 @@ def _facts_of(
     model: RankModel, shape: UnitShape, losses: Sequence[BlockLoss], number: int, changed: Sequence[str], draws: str
 ) -> BlockFacts:
     outline, parcel = on_meta(model.outlines[number]), shape.parcels[number]
-    loss = next((one.over for one in losses if one.name.startswith(f"block {number} ")), ())
+    loss = next((one.over for one in losses if one.number == number), ())
     return BlockFacts(
         number,
         type(outline).__name__,

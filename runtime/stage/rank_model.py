@@ -37,7 +37,7 @@ from ..examine.weights_not_held import WeightsElsewhere
 from ..parallel.context.context_parallel import ContextParallel
 from ..parallel.cut_proofs.prove_cuts import Prover
 from ..parallel.dropout import Masks
-from ..parallel.expert.expert_load import ExpertLoad, expert_report
+from ..parallel.expert.expert_load import ExpertLoad, expert_report, replicated_experts
 from ..parallel.expert.moe import MoE, leave_uncompiled, mixtures
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.synced_norm import SyncedNorms
@@ -139,9 +139,9 @@ class RankModel:
             cut_logits=cut_logits,
             proved=options.prove != "none",
         )
-        shares = self.expert_shares or ""
+        shares = self.expert_shares if any(any(replicated_experts(one)) for one in self.outlines) else None
         in_eval_mode = eval_mode_warning(self.outlines) if self.plan.mode == "train" else None
-        for line in (shares if "; on all ranks alike" in shares else None, in_eval_mode):
+        for line in (shares, in_eval_mode):
             if line and self._transport.rank == 0:
                 _logger.warning("%s", line)
         self.target_stages = target_stages(self.cuts, self.outlines)

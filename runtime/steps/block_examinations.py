@@ -248,11 +248,11 @@ class BlockExaminations:
                 records = not evaluates or first[1][number].records
                 examine = partial(examine_block_loss, agree=self._agree, is_brief=is_brief, records=records)
                 found.append(examine(self._run, number, block, *given))
-        told = json.dumps([[one.name, list(map(asdict, one.over)), one.why, one.where] for one in found])
+        told = json.dumps([[*one[:2], list(map(asdict, one.over)), one.why, one.where] for one in found])
         return [
-            BlockLoss(name, tuple(LossWeight(**{**rule, "over": Over(rule["over"])}) for rule in over), why, where)
+            BlockLoss(number, kind, tuple(LossWeight(**{**rule, "over": Over(rule["over"])}) for rule in over), *why)
             for text in share_texts(self._groups.world, told)
-            for name, over, why, where in json.loads(text)
+            for number, kind, over, *why in json.loads(text)
         ]
 
     def begin_step(self) -> None:

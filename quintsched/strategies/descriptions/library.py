@@ -154,10 +154,13 @@ def _calibrated() -> Path:
 
 def _read(path: Path, what: str) -> Mapping[str, Any]:
     content = read_whole(path, MOST_DESCRIPTION_BYTES, what)
-    try:
-        found = parse_strict(content) if path.suffix == ".json" else parse_yaml(content, str(path))
-    except InputError as error:
-        raise InputError(str(error) if str(path) in str(error) else f"{path}: {error}") from None
+    if path.suffix == ".json":
+        try:
+            found = parse_strict(content)
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from None
+    else:
+        found = parse_yaml(content, str(path))
     if not isinstance(found, Mapping):
         raise InputError(f"{path}: /: {what} is described by names and sizes, not by a {type(found).__name__}")
     return found

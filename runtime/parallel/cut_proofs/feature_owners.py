@@ -34,7 +34,7 @@ from ..tensor.cuttable_layers import Cut, sizes_of
 from ..tensor.pair_adjustments import wide_norms
 from ..tensor.parameter_shards import Shard
 from .marks.element_labels import Shadows, key_of
-from .marks.owner_rules import COUNTS, Joined, Unknown, goes_by_data, owners_of_results, tells_numbers
+from .marks.owner_rules import COUNTS, Joined, JoinedAt, Unknown, goes_by_data, owners_of_results, tells_numbers
 
 _PASSED = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 _HOST_METHODS = {"tolist", "numpy", "data_ptr", "untyped_storage", "storage"}
@@ -109,7 +109,7 @@ class FeatureOwners(TorchDispatchMode):
                 self.set_owners(tensor, owners)
         except Joined as why:
             if not (self._trusts and isinstance(why, Unknown)):
-                raise Joined(f"{why}{line()}") from None
+                raise JoinedAt(f"{why}{line()}") from None
 
     def _read(self, number: object, tensor: Tensor, *, is_owned: bool) -> object:
         """Return the number that Python reads from a tensor; raises `Joined` if a pair may depend on it."""

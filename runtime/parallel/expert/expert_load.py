@@ -58,8 +58,10 @@ def expert_figures(tokens: Mapping[str, Tensor]) -> dict[str, object]:
     if not tokens:
         return {}
     counts = {name: [int(count) for count in row.tolist()] for name, row in tokens.items()}
-    imbalance = max(max(row) * len(row) / max(sum(row), 1) for row in counts.values())
-    return {"expert_tokens": counts, "expert_imbalance": imbalance}
+    return {
+        "expert_tokens": counts,
+        "expert_imbalance": max(max(row) * len(row) / max(sum(row), 1) for row in counts.values()),
+    }
 
 
 _NAMES = ("expert", "moe")
@@ -70,7 +72,7 @@ def expert_report(outlines: Sequence[nn.Module], size: int) -> str:
     shared = [
         f"{number}.{name}" if name else str(number) for number, block in enumerate(outlines) for name in mixtures(block)
     ]
-    copied = [f"{number}.{name}" for number, block in enumerate(outlines) for name in _foreign(block)]
+    copied = [f"{number}.{name}" for number, block in enumerate(outlines) for name in replicated_experts(block)]
     words = f"shares out the experts of {_listed(shared)}" if shared else "shares out no experts"
     others = (
         f"; on all ranks alike, as over dp: {_listed(copied)} (quintsched.runtime.MoE is shared out)" if copied else ""
@@ -78,8 +80,8 @@ def expert_report(outlines: Sequence[nn.Module], size: int) -> str:
     return f"ep={size} {words}{others}"
 
 
-def _foreign(block: nn.Module) -> Iterator[str]:
-    """Yield the names of modules that look like experts, and are not part of our `MoE`."""
+def replicated_experts(block: nn.Module) -> Iterator[str]:
+    """Yield the names of modules that look like experts, and are not part of our `MoE`: all ranks of ep have them."""
     ours = {id(inner) for layer in mixtures(block).values() for inner in layer.modules()}
     for name, module in block.named_modules():
         if id(module) in ours or isinstance(module, MoE) or not name:

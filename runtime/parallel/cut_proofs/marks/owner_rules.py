@@ -53,6 +53,10 @@ class Joined(Exception):
     """Raised where features of several ranks meet in one element, or may; the message says where."""
 
 
+class JoinedAt(Joined):
+    """`Joined` whose message names the line of user code."""
+
+
 class Unknown(Joined):
     """Raised for an operator without a rule: it is unknown whether features meet in it."""
 

@@ -23,7 +23,7 @@ from ....autograd.kv_store import Past, Store
 from ....comm import SelfGroup
 from ...context.context_parallel import Context, SequenceShard
 from ..feature_owners import CodePlace, FeatureOwners, line
-from ..marks.owner_rules import MOVING, Joined, goes_by_data, name_of, require_one
+from ..marks.owner_rules import MOVING, Joined, JoinedAt, goes_by_data, name_of, require_one
 from .token_labels import TokenLabels, looked_up, placed
 
 MANY = 127
@@ -104,7 +104,7 @@ class TokenOwners(FeatureOwners):
             if not self._looked_up(func, args, given, result):
                 super()._follow(func, args, given, result)
         except (Joined, RuntimeError, IndexError) as why:
-            self._meet(func, (args, given), result, str(why))
+            self._meet(func, (args, given), result, str(why), says_line=isinstance(why, JoinedAt))
 
     def _note_draws(self, func: Any, args: Any, given: Mapping[str, Any], drawn: Any) -> None:
         name, number = name_of(func), len(self.drawn)
@@ -132,7 +132,7 @@ class TokenOwners(FeatureOwners):
             self._places[found.untyped_storage()._cdata] = found.untyped_storage()
         return True
 
-    def _meet(self, func: Any, given: Any, result: Any, why: str) -> None:
+    def _meet(self, func: Any, given: Any, result: Any, why: str, *, says_line: bool = False) -> None:
         """Set the owner of all of an operator's results to that of its arguments: one, or `MANY`."""
         tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
         most = [int(of.max()) for of in map(self.owners_of, tensors) if of.numel()]
@@ -140,8 +140,7 @@ class TokenOwners(FeatureOwners):
         owner = max(most, default=0)
         if owner != min(least, default=owner):
             owner = MANY
-            where = "" if " in line " in why else line()
-            self.reasons[f"{why.replace('features', 'tokens')}{where}"] = None
+            self.reasons[f"{why.replace('features', 'tokens')}{'' if says_line else line()}"] = None
         memories = {tensor.untyped_storage()._cdata for tensor in tensors}
         for found in tree_leaves(result):
             if isinstance(found, Tensor) and (
