@@ -97,7 +97,7 @@ def test_published_recipes_are_strategies_of_the_search():
     for case in read_cases(read("recipes")):
         wanted, sizes = case.row.strategy, case.row.strategy
         open_ones = {name: getattr(wanted, name) for name in ("dtype", "zero_every", "recompute", *FIXED)}
-        space = make_space(case.row.model, sizes.gpus, sizes.batch, sizes.seq, Choices.read(open_ones))
+        space = make_space(case.row.model, sizes.gpus, sizes.batch, sizes.seq, Choices.from_values(open_ones))
         schedule = space.choices.schedule.index(resolved(wanted).schedule)
         frame = [*(getattr(wanted, axis) for axis in MESH), schedule, resolved(wanted).chunks, wanted.microbatch]
         assert (space.frames == frame).all(axis=1).any(), strategy_name(wanted)
