@@ -104,7 +104,7 @@ def operator_times(
 ) -> Times:
     """Return the times of an operator; curves of `hardware.measured` take precedence over the fitted model.
 
-    `accumulated`: as in `operators.Sizes`.
+    `accumulated`: as in `operators.BlockSizes`.
     """
     if isinstance(operator, Product):
         dtype, cast = ("bf16", False) if dtype == "fp8" and not _is_short(operator) else (dtype, dtype == "fp8")

@@ -190,7 +190,7 @@ def stage_durations(
     recompute: npt.ArrayLike = 0.0,
     message: npt.ArrayLike = 0.0,
 ) -> Values:
-    """Return the durations argument of `staged`: (kinds, stages, n), in the order of `levels.KINDS`.
+    """Return the durations argument of `staged`: (kinds, stages, n), in the order of `levels.TIMED_CLASSES`.
 
     Each argument is (stages, n), or broadcasts to that; `message` is that of a stage's input, or its gradient.
     """
