@@ -223,7 +223,7 @@ MOVES = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "first", "second"), MOVES, ids=str)
 def test_a_run_goes_on_on_another_mesh(name: str, first: Run, second: Run, tmp_path: Path) -> None:
     saved = begin(tmp_path, first, KINDS[name])
