@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -38,6 +38,7 @@ from quintsched.runtime.interpreter.rank_state import RankState
 from quintsched.schedules import all_schedules
 from quintsched.simulation.message_slots import receive_lifetimes
 
+from ...helpers.training import check_equality
 from ..toys import sgd
 
 WIDTH, SAMPLES = 4, 2
@@ -143,39 +144,32 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(send_and_receive, "AHEAD_BYTES", 0)
 
 
-def compiled(name: str, recompute: int = 0, *, overlap: bool = False) -> qs.Plan:
+def compiled(name: str, recompute: int = 0, **more: Any) -> qs.Plan:
     schedule = next(found for found in TRAINING if found.name == name)
-    slices = 2 if schedule.max_slices > 1 else 1
-    chunks = 2 if name in CHUNKED else None
-    return qs.compile(
-        name, mesh="pp=4", microbatches=8, chunks=chunks, slices=slices, recompute=recompute, overlap=overlap
-    )
+    shape: dict[str, Any] = {"mesh": "pp=4", "microbatches": 8, "chunks": 2 if name in CHUNKED else None}
+    return qs.compile(name, **shape, slices=min(2, schedule.max_slices), recompute=recompute, **more)
 
 
-@pytest.mark.sampled(20)
+OVERLAPPED = ("dualpipe", "dualpipe-v", "interleaved-1f1b")
+SKIPPING = (("1f1b", 4, 1), ("gpipe", 4, 1), ("interleaved-1f1b", 2, 2), ("dualpipe-v", 2, 2))
+PLANS: dict[str, Callable[[], qs.Plan]] = {
+    **{f"{one.name} {again}": partial(compiled, one.name, again) for one in TRAINING for again in (0, 1)},
+    **{f"{name} overlapped": partial(compiled, name, overlap=True) for name in OVERLAPPED},
+}
+
+
+@pytest.mark.sampled(24)
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
-@pytest.mark.parametrize("recompute", [0, 1])
-@pytest.mark.parametrize("name", [found.name for found in TRAINING])
-def test_a_run_uses_as_many_buffers_as_its_plan_says(name: str, recompute: int, rules: Rules) -> None:
-    plan = compiled(name, recompute)
-    require_as_planned(plan, rules)
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.usefixtures("large")
-@pytest.mark.parametrize("rules", ["nccl", "mailbox"])
-@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v", "interleaved-1f1b"])
-def test_overlapped_plans_too(name: str, rules: Rules) -> None:
-    require_as_planned(compiled(name, overlap=True), rules)
+@pytest.mark.parametrize("name", PLANS)
+def test_a_run_uses_as_many_buffers_as_its_plan_says(name: str, rules: Rules) -> None:
+    require_as_planned(PLANS[name](), rules)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
-@pytest.mark.parametrize(
-    ("name", "pp", "chunks"), [("1f1b", 4, 1), ("gpipe", 4, 1), ("interleaved-1f1b", 2, 2), ("dualpipe-v", 2, 2)]
-)
+@pytest.mark.parametrize(("name", "pp", "chunks"), SKIPPING)
 def test_skips_too(name: str, pp: int, chunks: int, rules: Rules) -> None:
     plan = qs.compile(name, mesh=qs.Mesh(pp=pp), microbatches=8, chunks=chunks, skip={"h": (0, 1, 3)})
     require_as_planned(plan, rules, [Source, Taker, Layer, Taker])
@@ -187,10 +181,9 @@ def test_skips_too(name: str, pp: int, chunks: int, rules: Rules) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv", "dualpipe", "seq-1f1b"])
 def test_what_goes_to_the_host_needs_no_buffer_meanwhile(name: str, rules: Rules) -> None:
     stays = compiled(name)
-    shape = {"mesh": stays.mesh, "microbatches": 8, "chunks": stays.schedule.chunks, "slices": stays.schedule.slices}
-    plan = qs.compile(name, **shape, offload=least_cap(stays))
-    slots = [sum(one.check(profile="channel").slots.receive) for one in (plan, stays)]
-    assert slots[0] < slots[1]
+    plan = compiled(name, offload=least_cap(stays))
+    fewer, more = (sum(one.check(profile="channel").slots.receive) for one in (plan, stays))
+    assert fewer < more
     require_as_planned(plan, rules)
 
 
@@ -293,18 +286,5 @@ def put_off(units: int) -> qs.Plan:
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
 def test_a_stage_that_changes_nothing_hands_no_buffer_on(rules: Rules) -> None:
     """Inputs that the next stage on its rank keeps for its weights outlive the plan's use of the buffer."""
-    plan = put_off(4)
-    inputs, targets = torch.randn(2, 8, LENGTH, WIDTH, dtype=torch.float64)
-    blocks = [Layer, nn.Identity, Layer]
-
-    def on_rank(transport: Transport) -> dict[str, Tensor]:
-        engine = Engine(plan, blocks, squares, sgd, dtype=torch.float64, transport=transport)
-        engine.step(inputs, targets)
-        return {name: p.detach() for stage in engine.stages.values() for name, p in stage.named_parameters()}
-
-    alone = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=4), blocks, squares, sgd, dtype=torch.float64)
-    alone.step(inputs, targets)
-    expected = {name: p.detach() for stage in alone.stages.values() for name, p in stage.named_parameters()}
-    for found in run_local(2, on_rank, rules=rules):
-        for name, weight in found.items():
-            torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-12)
+    batch = tuple(torch.randn(2, 8, LENGTH, WIDTH, dtype=torch.float64))
+    check_equality(put_off(4), [Layer, nn.Identity, Layer], squares, sgd, [batch], wire=rules)

@@ -41,15 +41,12 @@ def test_steps_from_graphs_have_the_same_bits(schedule: str, chunks: int, graphs
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "option", [{"clip": 0.1}, {"clip": 1e6}, {"bucket_mb": 1e-3}, {"dtype": torch.bfloat16}], ids=str
+    "option", [{"clip": 0.1}, {"clip": 1e6}, {"bucket_mb": 1e-3}, {"dtype": torch.bfloat16}, {"recompute": 1}], ids=str
 )
 def test_options(option: dict[str, Any]) -> None:
-    require_same(lambda **more: engine_of(**option, **more))
-
-
-def test_recomputation() -> None:
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=4, recompute=1)
-    require_same(lambda **more: engine_of(plan, **more))
+    settings = {name: value for name, value in option.items() if name != "recompute"}
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=4, recompute=option.get("recompute", 0))
+    require_same(lambda **more: engine_of(plan, **settings, **more))
 
 
 def test_several_shapes_have_a_graph_each(graphs: list[OpTape]) -> None:
@@ -100,16 +97,8 @@ class Averaging(nn.Module):
 
 
 def test_buffers_that_forwards_change() -> None:
-    found = []
-    for is_captured in (True, False):
-        blocks = tiny_gpt(LENGTH, depth=2)
-        engine = engine_of(blocks=[*blocks[:2], Averaging, *blocks[2:]], cuda_graph=is_captured)
-        figures, _ = trained(engine)
-        found.append((figures, {name: buffer.clone() for name, buffer in engine.stages[0].named_buffers()}))
-    (mine, my_buffers), (theirs, their_buffers) = found
-    assert all(map(torch.equal, mine, theirs))
-    assert my_buffers["blocks.2.norm.num_batches_tracked"] == 4 * STEPS
-    assert all(torch.equal(buffer, their_buffers[name]) for name, buffer in my_buffers.items())
+    engine, _ = require_same(lambda **more: engine_of(blocks=with_block(Averaging), **more))
+    assert engine.full_weights()["2.norm.num_batches_tracked"] == 4 * STEPS
 
 
 class Unused(nn.Module):
@@ -124,40 +113,34 @@ class Unused(nn.Module):
 
 
 def test_weights_without_gradients_stay() -> None:
-    def make(**more: Any) -> Engine:
-        blocks = tiny_gpt(LENGTH, depth=2)
-        decaying = lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.5)  # noqa: E731
-        return engine_of(blocks=[*blocks[:2], Unused, *blocks[2:]], optimizer=decaying, **more)
+    decaying = lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.5)  # noqa: E731
+    engine, _ = require_same(lambda **more: engine_of(blocks=with_block(Unused), optimizer=decaying, **more))
+    assert torch.equal(engine.full_weights()["2.unused"], torch.ones(300, 300, dtype=torch.float64))
 
-    require_same(make)
-    engine = make(cuda_graph=True)
-    _, weights = trained(engine)
-    assert torch.equal(weights["2.unused"], torch.ones(300, 300, dtype=torch.float64))
+
+class Scaled(nn.Module):
+    """An embedding that is given a scale beside its ids."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, given: dict[str, Tensor]) -> Tensor:
+        return self.embedding(given["ids"]) * given["scale"]
 
 
 def test_a_step_that_is_not_finite_is_skipped() -> None:
+    skipped: list[int] = []
+
     def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
         scale = torch.full((SAMPLES, 1, 1), torch.inf if number in (4, 6) else 1.0, dtype=torch.float64)
-        return engine.step({"ids": inputs, "scale": scale}, targets)
+        result = engine.step({"ids": inputs, "scale": scale}, targets)
+        skipped.extend([number] if result.skipped else [])
+        return result
 
-    class Scaled(nn.Module):
-        def __init__(self, embedding: nn.Module) -> None:
-            super().__init__()
-            self.embedding = embedding
-
-        def forward(self, given: dict[str, Tensor]) -> Tensor:
-            return self.embedding(given["ids"]) * given["scale"]
-
-    skipped = []
-    for is_captured in (True, False):
-        first, *rest = tiny_gpt(LENGTH, depth=2)
-        engine = engine_of(blocks=[lambda first=first: Scaled(first()), *rest], cuda_graph=is_captured)
-        task = ids_task(STEPS, SAMPLES, LENGTH)
-        results = [step(engine, n, *batch) for n, batch in enumerate(zip(task.inputs, task.targets, strict=True))]
-        skipped.append(([result.skipped for result in results], engine.full_weights()))
-    assert skipped[0][0] == skipped[1][0]
-    assert [number for number, was in enumerate(skipped[0][0]) if was] == [4, 6]
-    assert all(torch.equal(weight, skipped[1][1][name]) for name, weight in skipped[0][1].items())
+    first, *rest = tiny_gpt(LENGTH, depth=2)
+    require_same(lambda **more: engine_of(blocks=[lambda: Scaled(first()), *rest], **more), step)
+    assert skipped == [4, 6] * 2
 
 
 @pytest.mark.parametrize("asked", [2, 3, 6])
@@ -171,9 +154,7 @@ def test_a_stop_that_is_asked_for_is_seen_once(asked: int) -> None:
 
 
 def test_traces_and_recordings_are_of_instructions(tmp_path: Path) -> None:
-    require_same(lambda **more: engine_of(trace_steps=range(4, 6), **more))
-    engine = engine_of(trace_steps=range(4, 6), cuda_graph=True)
-    trained(engine)
+    engine, _ = require_same(lambda **more: engine_of(trace_steps=range(4, 6), **more))
     engine.save_trace(tmp_path)
     assert any(tmp_path.iterdir())
 
@@ -205,21 +186,28 @@ def moe_blocks(*, pads: bool) -> Any:
 
 
 def test_experts_that_pad() -> None:
-    require_same(lambda **more: engine_of(blocks=moe_blocks(pads=True), **more))
-    tokens = []
-    for is_captured in (True, False):
-        engine = engine_of(blocks=moe_blocks(pads=True), cuda_graph=is_captured)
-        trained(engine)
-        tokens.append(engine.expert_tokens())
-    assert all(torch.equal(count, tokens[1][name]) for name, count in tokens[0].items())
+    engines = require_same(lambda **more: engine_of(blocks=moe_blocks(pads=True), **more))
+    mine, theirs = (engine.expert_tokens() for engine in engines)
+    assert all(torch.equal(count, theirs[name]) for name, count in mine.items())
 
 
 # What is refused.
 
 
-def test_experts_that_ask_how_many_tokens_go_where() -> None:
-    with pytest.raises(UsageError, match="asks the device how many tokens go to each expert"):
-        engine_of(blocks=moe_blocks(pads=False), cuda_graph=True)
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: {"blocks": moe_blocks(pads=False)}, "asks the device how many tokens go to each expert"),
+        (lambda: {"blocks": with_block(lambda: nn.Dropout(0.1))}, r"blocks draw random numbers \(dropout\)"),
+        (
+            lambda: {"plan": qs.compile("gpipe", mesh="pp=1", microbatches=4, offload=1)},
+            "cuda_graph: no step of this plan can be captured: activations go to the host",
+        ),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_at_the_start(made: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        engine_of(cuda_graph=True, **made())
 
 
 @pytest.mark.parametrize(
@@ -237,23 +225,10 @@ def test_the_plan_decides(settings: dict[str, Any], why: str) -> None:
     assert any(why in obstacle for obstacle in plan.capture_obstacles())
 
 
-def test_what_the_plan_refuses_the_engine_does() -> None:
-    plan = qs.compile("gpipe", mesh="pp=1", microbatches=4, offload=1)
-    with pytest.raises(
-        UsageError, match="cuda_graph: no step of this plan can be captured: activations go to the host"
-    ):
-        engine_of(plan, cuda_graph=True)
-
-
 def test_a_device_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with pytest.raises(MisfitError, match="cuda_graph wants a CUDA device, and this run is on cpu"):
         engine_of(cuda_graph=True)
-
-
-def test_dropout_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"blocks draw random numbers \(dropout\)"):
-        engine_of(blocks=with_block(lambda: nn.Dropout(0.1)), cuda_graph=True)
 
 
 class Asking(nn.Module):

@@ -70,7 +70,7 @@ def run_in_slices(model: nn.Sequential, ids: Tensor, bounds: Sequence[int]) -> T
     return torch.cat(pieces, 1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     samples=st.integers(1, 3),
     length=st.integers(1, 9),
@@ -172,7 +172,7 @@ def test_it_learns_to_repeat() -> None:
     torch.manual_seed(0)
     model = build_model(gpt(TEXT, GPTOptions(hidden=32, depth=2)))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(150):
+    for _ in range(100):
         text = torch.randint(20, (32, 3)).repeat(1, 5)[:, :13]
         logits = model(text[:, :-1])[:, 3:]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 4:].flatten())
@@ -224,7 +224,7 @@ JOB = """
 model: {name: gpt, options: {hidden: 32, depth: 3, tied: true}}
 data: {name: "DATA:load"}
 parallel: {mesh: "pp=2", schedule: SCHEDULE, microbatches: 2, slices: SLICES, balance: measured}
-train: {epochs: 2, batch_size: 16, optimizer: {name: adam, lr: 0.01}}
+train: {epochs: 1, batch_size: 16, optimizer: {name: adam, lr: 0.01}}
 runtime: {transport: local, precision: float64}
 log: {path: LOG, every: 1}
 """
@@ -233,7 +233,7 @@ log: {path: LOG, every: 1}
 def test_a_job_trains_a_tied_gpt_in_slices_and_whole_to_the_same_losses(tmp_path: Path) -> None:
     (tmp_path / "data.py").write_text(COUNTING)
     losses = []
-    for schedule, slices in (("seq-1f1b", 4), ("1f1b", 1), ("zb-h1", 1)):
+    for schedule, slices in (("seq-1f1b", 4), ("1f1b", 1)):
         log = tmp_path / f"{schedule}.jsonl"
         text = JOB.replace("DATA", str(tmp_path / "data.py")).replace("SCHEDULE", schedule)
         job = tmp_path / "job.yaml"
@@ -242,5 +242,4 @@ def test_a_job_trains_a_tied_gpt_in_slices_and_whole_to_the_same_losses(tmp_path
         records = [json.loads(line) for line in log.read_text().splitlines()]
         losses.append([record["loss"] for record in records if record["event"] == "step"])
     assert losses[0] == pytest.approx(losses[1], abs=1e-10)
-    assert losses[2] == pytest.approx(losses[1], abs=1e-10)
     assert losses[0][-1] < losses[0][0]

@@ -54,7 +54,7 @@ def test_compiled_stages_equal_plain_ones(schedule: str, more: dict[str, Any]) -
         def run(transport: Transport) -> tuple[float, dict[str, Tensor], float | None]:
             engine = Engine(
                 plan,
-                [Mlp] * 4,
+                [Mlp] * 2,
                 nn.functional.mse_loss,
                 sgd,
                 dtype=torch.float64,

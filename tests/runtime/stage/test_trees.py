@@ -215,3 +215,10 @@ def test_targets_may_have_several_rows_for_each_sample(mesh: str) -> None:
 
     found = [run_local(plan.mesh.size, partial(run, given=given)) for given in (targets, targets.view(-1))]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("recompute", [0, 1])
+def test_a_first_operation_may_be_in_place(recompute: int) -> None:
+    """Inputs are leaves of a stage's graph, and given again if the stage is run again: so it gets a copy."""
+    blocks = [partial(Morph, 6), partial(Morph, 6, in_place=True), Last]
+    check(qs.compile("1f1b", mesh="pp=2", microbatches=MICROBATCHES, stages=[1, 2], recompute=recompute), blocks)
