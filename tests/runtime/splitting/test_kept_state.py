@@ -304,6 +304,14 @@ def row_with(has_own):
     return made(type("TracedRow", (TracedRow,), {"has_own": has_own}), Traced.middle)
 
 
+def shifted(self, x):
+    return x + self.mean
+
+
+def renew_mean(model):
+    model.mean = model.mean + 0.5
+
+
 def with_dropout(kind):
     model = made(kind, taught)
     model.teacher = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)).double()
@@ -327,6 +335,7 @@ FOLLOWED = {
     **{f"a dropout beside weights, {kind.__name__}": (partial(with_dropout, kind), nothing, "pp=2") for kind in KINDS},
     **{f"hooks of the model, {kind.__name__}": (partial(with_hook, kind), nothing, "pp=2") for kind in KINDS},
     "done in place, though it does nothing yet": (partial(made, Walked, in_place), halve, "pp=1"),
+    "a buffer that is replaced, Traced": (partial(made, Traced, shifted), renew_mean, "pp=2"),
     "buffers that are replaced": (lambda: OfGates().double(), replace_gates, "pp=2"),
     "buffers that are replaced, on replicas": (lambda: OfGates().double(), replace_gates, "dp=2"),
     "buffers that are filled": (lambda: OfGates().double(), fill_gates, "pp=2"),
