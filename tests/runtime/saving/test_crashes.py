@@ -53,7 +53,7 @@ SITUATIONS: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
     "a killed save": (a_killed_save, {}),
     "an older step, in the background": (lambda folder: save(folder, 2, 20.0), {"background": True}),
 }
-"""What is there when a save begins, and how it saves."""
+"""Folder when a save begins, and the way of saving."""
 
 
 @pytest.mark.sampled(3)
