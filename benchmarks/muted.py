@@ -40,11 +40,17 @@ class MutedTransport(Transport):
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
         self._real.open_channels(channels)
 
+    def _sender(self, peer: int, tag: int, label: Label) -> Callable[[Tensor], Work]:
+        return lambda tensor: DONE if self.is_muted else self._real._send(tensor, peer, tag, label)
+
+    def _receiver(self, buffer: Tensor, peer: int, tag: int, label: Label, room: Tensor | None) -> Callable[[], Work]:
+        return lambda: DONE if self.is_muted else self._real._recv(buffer, peer, tag, label)
+
     def _send(self, tensor: Tensor, peer: int, tag: int, label: Label) -> Work:
-        return DONE if self.is_muted else self._real._send(tensor, peer, tag, label)
+        return self._sender(peer, tag, label)(tensor)
 
     def _recv(self, buffer: Tensor, peer: int, tag: int, label: Label) -> Work:
-        return DONE if self.is_muted else self._real._recv(buffer, peer, tag, label)
+        return self._receiver(buffer, peer, tag, label, None)()
 
     def abort(self, error: BaseException) -> None:
         self._real.abort(error)
@@ -59,12 +65,16 @@ class MutedGroup(Group):
     def __init__(self, transport: MutedTransport, real: Group) -> None:
         super().__init__(real.ranks, real.index, real.device)
         self._transport, self._real = transport, real
-        self._given: dict[tuple[object, int], Tensor] = {}
+        self._given: dict[tuple[str | int, int], Tensor] = {}
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        return self._give((op, tensor.numel()), tensor, lambda: self._real.all_reduce(tensor, op))
+        key = op._value_, tensor.numel()
+        if self._transport.is_muted:
+            tensor.copy_(self._given[key])
+            return DONE
+        return self._give(key, tensor, lambda: self._real.all_reduce(tensor, op))
 
-    def _give(self, key: tuple[object, int], tensor: Tensor, collect: Callable[[], Work]) -> Work:
+    def _give(self, key: tuple[str | int, int], tensor: Tensor, collect: Callable[[], Work]) -> Work:
         if self._transport.is_muted:
             tensor.copy_(self._given[key])
         else:
@@ -84,6 +94,9 @@ class MutedGroup(Group):
         return self._real.all_to_all(output, tensor, received, sent)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
+        if self._transport.is_muted:
+            tensor.copy_(self._given[source, tensor.numel()])
+            return DONE
         return self._give((source, tensor.numel()), tensor, lambda: self._real.broadcast(tensor, source))
 
 

@@ -27,7 +27,7 @@ from .comm.host_collectives import ControlGroup
 from .interpreter.busy_clock import Clock
 from .interpreter.interpreter import PreparedStep
 from .interpreter.plan_runner import PlanRunner
-from .interpreter.rank_state import NO_CONTEXT, RunOptions
+from .interpreter.rank_state import RunOptions
 from .interpreter.recorder import Recorder
 from .interpreter.tally import StepResult
 from .optim.build_optimizers import OptimizerBuilds
@@ -149,21 +149,23 @@ class EngineBase(WeightState, RankView):
         """Cut a batch, and settle with the other ranks what its units are."""
         if self._is_closed:
             raise UsageError("this engine was closed; make a new one")
-        with tensors_of_training() if torch.is_inference_mode_enabled() else NO_CONTEXT:
-            try:
-                if plan.mode == "train":
-                    self.weights.require_unchanged()
-                for source in self._model.sources:
-                    source.follow_model()
-                prepared = targets if targets is None or self._prepare is None else self._prepare(targets)
-                batch = self._model.batches(plan, inputs, prepared, extras, microbatches, needs_loss=needs_loss)
-            except (MisfitError, UsageError) as error:
-                self._runner.refuse(plan, error)
-                raise
-            if self._no_samples is None:
-                self._no_samples = without_samples(inputs), without_samples(targets), without_samples(dict(extras))
-            self._model.publish(batch.kind, inputs, targets)
-            return self._runner.prepare(plan, batch, partial(self._model.compare, plan, inputs, targets, extras))
+        if torch.is_inference_mode_enabled():
+            with tensors_of_training():
+                return self._settle(plan, inputs, targets, extras, microbatches, needs_loss=needs_loss)
+        try:
+            if plan.mode == "train" and self._state.masters.are_watched:
+                self.weights.require_unchanged()
+            for source in self._model.sources:
+                source.follow_model()
+            prepared = targets if targets is None or self._prepare is None else self._prepare(targets)
+            batch = self._model.batches(plan, inputs, prepared, extras, microbatches, needs_loss=needs_loss)
+        except (MisfitError, UsageError) as error:
+            self._runner.refuse(plan, error)
+            raise
+        if self._no_samples is None:
+            self._no_samples = without_samples(inputs), without_samples(targets), without_samples(dict(extras))
+        self._model.publish(batch.kind, inputs, targets)
+        return self._runner.prepare(plan, batch, (inputs, targets, extras))
 
     def _run_forward(
         self, inputs: Any, targets: Any, extras: Mapping[str, Any], microbatches: int | None, *, wants_outputs: bool

@@ -1,4 +1,4 @@
-"""Names of dtypes in safetensors files, and the conversions that are allowed when weights are loaded.
+"""Names of dtypes in safetensors files, the conversions that are allowed when weights are loaded, and numbers to try.
 
 whole numbers     int8 … uint64, bool        a float32 weight is loaded from bfloat16 or float8,
 real numbers      float8 … float64           but not from int8: that is quantized, and stands for other numbers,
@@ -8,6 +8,7 @@ complex numbers   complex64                  nor from complex64, whose imaginary
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError, UsageError
 
@@ -64,3 +65,10 @@ def require_kind(where: str, name: str, found: torch.dtype, weight: str, wanted:
 
 def _kind(dtype: torch.dtype) -> str:
     return "complex" if dtype.is_complex else "real" if dtype.is_floating_point else "whole"
+
+
+def some_numbers(tensor: Tensor) -> Tensor:
+    """Return a tensor of small distinct numbers (repeating every 13), or of zeros for integer types."""
+    if not tensor.is_floating_point():
+        return torch.zeros_like(tensor)
+    return (torch.arange(tensor.numel(), device=tensor.device) % 13 - 6).div(7).to(tensor.dtype).view(tensor.shape)

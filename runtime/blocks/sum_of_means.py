@@ -58,3 +58,10 @@ class SumOfMeans:
         whole = torch.where(weights == 0, 1, weights)
         parts = [total / whole[number].to(total.device, total.dtype) for number, total in enumerate(sums)]
         return torch.stack(parts).sum()
+
+
+def term_of(
+    add: Callable[[Any, Any], Tensor], count: Callable[[Any], Tensor | float], output: Any, targets: Any
+) -> tuple[Tensor, Tensor | float]:
+    """Return the sum of a term, and the number of things it is over."""
+    return add(output, targets), count(targets)

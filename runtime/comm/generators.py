@@ -20,6 +20,8 @@ from torch import Tensor
 
 from .device import ACCELERATORS
 
+_state_of_host = torch.default_generator.get_state
+
 GENERATORS = threading.RLock()
 """Held while torch's global generators are read, set, or temporarily seeded: ranks that are threads share them."""
 
@@ -29,6 +31,14 @@ def generator_states(device: torch.device) -> tuple[Tensor, ...]:
     with GENERATORS:
         host = torch.default_generator.get_state()
         return (host, torch.get_device_module(device).get_rng_state(device)) if device.type in ACCELERATORS else (host,)
+
+
+def generator_bytes(device: torch.device) -> tuple[bytes, ...]:
+    """Return the same states as bytes, which are compared in a fraction of the time of tensors."""
+    if device.type in ACCELERATORS:
+        return tuple([state.numpy().tobytes() for state in generator_states(device)])
+    with GENERATORS:
+        return (_state_of_host().numpy().tobytes(),)
 
 
 def restore_generators(device: torch.device, states: tuple[Tensor, ...]) -> None:

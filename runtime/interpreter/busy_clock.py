@@ -16,6 +16,9 @@ import torch
 from ..comm.clocks import now_s, time_of_day_s
 from ..comm.device import is_accelerator, timing_event
 
+MOST_MOMENTS = 4096
+"""Number of timestamps on a host that are kept before they are added up."""
+
 Stamp = Any
 """A timestamp as a clock records it: only the clock that made it can read it."""
 
@@ -48,6 +51,11 @@ class Clock:
         finally:
             self._is_off = False
             del self._moments[noted:]
+
+    def begin_step(self) -> None:
+        """Drop the beginning of a stretch that ended in an error, and add up now and then."""
+        if len(self._moments) & 1 or len(self._moments) > MOST_MOMENTS or not self._is_on_host:
+            self.add_up()
 
     def add_up(self) -> None:
         """Add up the noted stretches; one that ended in an error has only a beginning, which is dropped."""

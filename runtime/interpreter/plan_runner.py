@@ -9,12 +9,10 @@ does not depend on shapes: the units of each step carry them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from quintsched.errors import MisfitError, UsageError, nearest
@@ -24,7 +22,7 @@ from quintsched.plan import Plan
 from ..agreement.sections import Section, agree, require_same
 from ..blocks.block_outlines import Parcel, accepted_extras
 from ..comm import Group, Transport
-from ..comm.generators import generator_states
+from ..comm.generators import generator_bytes
 from ..comm.host_collectives import greatest
 from ..comm.overlap_order import Overlaps
 from ..objects.library_or_user import arguments_of
@@ -41,7 +39,7 @@ from ..steps.join_outputs import OutputJoiner
 from ..steps.joint_refusal import refuse_together
 from ..steps.settle_step import StepSettler
 from ..steps.trial_unit import ParcelFinder
-from ..steps.units import Latest, Units, UnitShape, UnitSpec
+from ..steps.units import Latest, StepCount, Units, UnitShape, UnitSpec
 from .activation_offload import HostCopies
 from .busy_clock import Clock
 from .cuda_graphs import StepGraphs
@@ -69,17 +67,8 @@ MOST_BOUND = 8
 """Number of bound programs that are kept: of several plans, and of output structures that change between steps."""
 
 
-@dataclass
-class StepCount:
-    """Number of training steps: in this run, and including those of the runs that it resumes."""
-
-    in_run: int = 0
-    total: int = 0
-    """The steps of all runs."""
-
-    def take_back(self) -> None:
-        """Uncount the last step."""
-        self.in_run, self.total = self.in_run - 1, self.total - 1
+Given = tuple[Any, Any, Mapping[str, Any]]
+"""Inputs, targets and extras of a step, as the caller gives them."""
 
 
 class PlanRunner:
@@ -117,6 +106,7 @@ class PlanRunner:
         self._bound = Latest[Interpreter](MOST_BOUND)
         self._graphs = options.settings.cuda_graph and StepGraphs(model, state, clock, device, options.functions)
         self._same: tuple[Plan, Units, Interpreter] | None = None
+        self._settles_weights = options.shows_modules and bool(state.weights)
         self._overlaps: dict[int, Overlaps] = {}
         self.interpreters: dict[str, Interpreter] = {}
         self.steps, self._is_broken = StepCount(), False
@@ -131,10 +121,10 @@ class PlanRunner:
         if plan.mode not in self.interpreters:
             refuse_together(error, self._groups.world, self._alike, plan.mesh)
 
-    def prepare(self, plan: Plan, batch: Batch, compare: Callable[[], None] = lambda: None) -> PreparedStep:
+    def prepare(self, plan: Plan, batch: Batch, given: Given | None = None) -> PreparedStep:
         """Agree on a step with the other ranks; the first of a mode, and of a plan, is collective over all of them.
 
-        `compare` raises `MisfitError` where ranks have different data.
+        `given` are the inputs, targets and extras that the batch was cut from, to be compared between ranks.
 
         Raises:
             UsageError: an extra that no block takes.
@@ -146,15 +136,16 @@ class PlanRunner:
             self._transport.publisher.enter("evaluate")
         self._model.prover.require_sound_state()
         if plan.mode not in self.interpreters:
-            units = self._settle_first(plan, batch, compare)
+            units = self._settle_first(plan, batch, given)
         else:
             units = self._settler.settle_units(plan, batch)
-            compare()
+            if given is not None:
+                self._model.compare(plan, *given)
         if self._same is None or self._same[0] is not plan or self._same[1] is not units:
             self._same = plan, units, self._interpreter_of(plan, units)
         return PreparedStep(batch, units, self._same[2])
 
-    def _settle_first(self, plan: Plan, batch: Batch, compare: Callable[[], None]) -> Units:
+    def _settle_first(self, plan: Plan, batch: Batch, given: Given | None) -> Units:
         """Agree on the first step of a mode; an error of one rank is raised on all in the same words."""
         model, world, problem = self._model, self._groups.world, None
         try:
@@ -164,10 +155,11 @@ class PlanRunner:
             problem = error
         refuse_together(problem, world, self._alike, plan.mesh)
         agree("how many steps the loaded state has behind it", str(self.steps.total), world)
-        compare()
+        if given is not None:
+            model.compare(plan, *given)
         spec, shapes = (shape := self._settler.any_shape()).spec, shape.parcels
-        given = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
-        settled = {"the inputs and extras of a step": given, "the shapes of what travels": " ".join(map(str, shapes))}
+        words = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
+        settled = {"the inputs and extras of a step": words, "the shapes of what travels": " ".join(map(str, shapes))}
         require_same({"step": Section.from_settings(settled)}, self._alike, "a step", "give all of them the same")
         self.losses.first.expect(plan.mode, shapes)
         if not self.interpreters:
@@ -229,28 +221,22 @@ class PlanRunner:
             self._buffers.generation += 1  # receives of all plans share them
         trains = state.flows.trains
         self._begin(step, last=last, wants_outputs=wants_outputs)
-        is_part = trains and (not last or bool(self.losses.earlier))
-        given = state.flows.plan, step.units, step.batch.targets
-        watch = partial(self.losses.watch, *given, self.steps.in_run, is_part=is_part)
-        shared = self._model.buffers.shared() if trains and self._model.buffers.are_shared else NO_CONTEXT
-        watched = weights_unchanged(self._model, self._groups) if trains and not self.steps.in_run else NO_CONTEXT
-        masks, device = self._model.masks, self._transport.device
-        before = generator_states(device) if masks.alarms < MOST_ALARMS else ()
-        with shared, watched:
-            alone = trains and last and calls is None and not self._samples_before
-            if self._graphs and alone and not interpreter.records(self.steps.in_run):
-                self._graphs.run_step(step, self.steps.total + 1, watch)
-            else:
-                watch()
-                interpreter.run_program(step.batch, self.steps.in_run if last else -1, calls)
-            if not trains:
-                self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
-        masks.alarms += bool(before) and not all(map(torch.equal, before, generator_states(device)))
+        masks, device, buffers = self._model.masks, self._transport.device, self._model.buffers
+        before = generator_bytes(device) if masks.alarms < MOST_ALARMS else ()
+        if trains and (buffers.are_shared or not self.steps.in_run):
+            watched = NO_CONTEXT if self.steps.in_run else weights_unchanged(self._model, self._groups)
+            with buffers.shared() if buffers.are_shared else NO_CONTEXT, watched:
+                self._walk(step, calls, last=last)
+        else:
+            self._walk(step, calls, last=last)
+        if not trains:
+            self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
+        masks.alarms += bool(before) and before != generator_bytes(device)
         if (overlaps := state.compute.overlaps).is_open and (noted := overlaps.end_step()) is not None:
             # after the first steps, the same way on all holders of the same stages
             agree("what overlapping stages exchange", noted, self._groups.holders)
             overlaps.settle_turns(self._groups.holders)
-        if self._options.shows_modules:
+        if self._settles_weights:
             self._state.weights.wait_gathers()
         self._is_broken, outcome = False, state.step_end.outcome
         if trains:
@@ -267,7 +253,20 @@ class PlanRunner:
         self._transport.publisher.enter("idle")
         told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked
         doubts = ("", "") if trains else (self.losses.why_late(), self.losses.of_evaluation)
-        return StepResult(state.compute.tally.figures, (*self._options.metrics,), *told, *doubts, self.losses.unit)
+        return StepResult(state.compute.tally.figures, self._options.metrics, *told, *doubts, self.losses.unit)
+
+    def _walk(self, step: PreparedStep, calls: BoundCalls | None, *, last: bool) -> None:
+        """Walk a step's program, or replay its graph."""
+        interpreter, number = step.interpreter, self.steps.in_run
+        trains, plan = interpreter.state.flows.trains, interpreter.state.flows.plan
+        is_part = trains and (not last or bool(self.losses.earlier))
+        is_whole = self._graphs and trains and last and calls is None and not self._samples_before
+        if self._graphs and is_whole and not interpreter.records(number):
+            watch = partial(self.losses.watch, plan, step.units, step.batch.targets, number, is_part=is_part)
+            self._graphs.run_step(step, self.steps.total + 1, watch)
+        else:
+            self.losses.watch(plan, step.units, step.batch.targets, number, is_part=is_part)
+            interpreter.run_program(step.batch, number if last else -1, calls)
 
     def _begin(self, step: PreparedStep, *, last: bool, wants_outputs: bool) -> None:
         """Set up per-step state in all objects that outlive a step; until the step ends, the engine is broken."""

@@ -11,7 +11,7 @@ Values pass from one instruction to another through `ValueCells`; `CurrentStep` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -188,14 +188,14 @@ class ComputeState:
 
 
 class BoundReceive(NamedTuple):
-    """Posts of one receive, given by its index in the program, into its buffers; valid until a buffer grows."""
+    """Post of one receive, given by its index in the program, into its buffers; valid until a buffer grows."""
 
     place: int
     cell: ValueCell
     shape: UnitShape
     generation: int
     tensors: Outputs
-    posts: Sequence[Callable[[], Work]]
+    post: Callable[[], Work]
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class RankState:
 
     def begin_step(self, batch: Batch) -> None:
         """Start a step on `batch`."""
-        self.compute.clock.add_up()
+        self.compute.clock.begin_step()
         self.cells.release_sends()
         self.current.batch = batch
         accumulates = self.flows.trains and not self.current.last

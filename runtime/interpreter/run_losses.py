@@ -20,6 +20,7 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
 from ..blocks.block_outlines import Parcel
+from ..blocks.number_types import some_numbers
 from ..blocks.trees import map_tensors
 from ..blocks.without_side_effects import tensors_of_training
 from ..comm.host_collectives import greatest, share_texts
@@ -30,14 +31,14 @@ from ..examine.weights_not_held import ReadsElsewhere
 from ..parallel.cut_proofs.trial_inputs import FirstUnits
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.batches.microbatches import Batch
-from ..stage.mean_losses import LEARNED, NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss, some_numbers
+from ..stage.mean_losses import LEARNED, NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss
 from ..stage.rank_model import RankModel
 from ..stage.sliced_losses import FirstLosses, cuts_sequences
 from ..stage.weighed_metrics import WeighedMetric
 from ..steps.block_examinations import BlockExaminations, GatheredWeights
 from ..steps.units import Units
 from .loss_agreement import Told, rule_in_words, rule_of, why_uneven, with_nothing
-from .rank_state import NO_CONTEXT, RunOptions
+from .rank_state import RunOptions
 from .tally import StepFigures
 
 _HAS_LOSS = attrgetter("has_loss")
@@ -45,7 +46,6 @@ _FREE_BYTES = 2 << 20
 """Bytes of outputs that are kept in steps whose values alone are compared."""
 _MOST_SHAPES = 64
 """Number of unit shapes that are compared at their first occurrence."""
-
 
 _UNLIKE_FIRST = (
     "blocks have losses of their own beside it, which were weighed before it was called first; give a first step whose "
@@ -184,9 +184,9 @@ class RunLosses:
         `units`, with their `targets` or None, are one object for all steps of the same shapes; `is_part`: gradient
         accumulation.
         """
-        self._trains, sizes = plan.mode == "train", frozenset(map(len, units.samples))
+        self._trains = plan.mode == "train"
         if self._trains:
-            self._sizes = sizes | (self._sizes if self.earlier else frozenset())
+            self._sizes = units.sizes | (self._sizes if self.earlier else frozenset())
         else:
             number, self._num_evaluations = self._num_evaluations, self._num_evaluations + 1
             self._examine_evaluation()
@@ -202,7 +202,7 @@ class RunLosses:
             examined.begin_step(targets[0])
         is_new = self._is_due or (bool(self._watched) and any(examined.since for examined in self._watched))
         for of, reads in self._reads:
-            of.watched = reads if is_new else NO_CONTEXT
+            of.watched = reads if is_new else None
         self.loss.is_alone = (num_units := len(units.samples)) * self._num_shares == 1 and not is_part
         self._before = None if self._trains and not (is_part and self.earlier) else self._before
         if not self._watched:

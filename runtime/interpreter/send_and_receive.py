@@ -24,13 +24,16 @@ from quintsched.ir.instruction_set import Message
 from quintsched.ir.values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots, receive_lifetimes, send_lifetimes
 
+from ..comm import Work
 from ..comm.checked.message_frame import Label
 from ..comm.overlap_threads import BoundCall
+from ..stage.stage_forward import Outputs
 from ..stage.stage_messages import Cargo
 from ..steps.units import NO_UNITS, UnitShape
 from ..watch.rank_position import receive_code, send_code
 from .program_values import ProgramFlow, activation_of
 from .rank_state import BoundReceive, MessageState
+from .value_cells import Together, ValueCell
 
 AHEAD_BYTES = 2**18
 """More receives than `AHEAD` are in flight while the buffers of a stage stay below this number of bytes together."""
@@ -132,7 +135,8 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
             transport.receiver(tensor, posting.peer, *mark, buffers.room(*place, spec))
             for tensor, mark, (place, spec) in zip(tensors, marks, placed, strict=True)
         ]
-        return BoundReceive(index, cell, shape, buffers.generation, tensors, posts)
+        post = posts[0] if len(posts) == 1 else lambda: Together([post() for post in posts])
+        return BoundReceive(index, cell, shape, buffers.generation, tensors, post)
 
     bound = bind(state.shape)
 
@@ -152,7 +156,7 @@ def post_all(state: MessageState, receives: Sequence[tuple[int, Callable[[], Bou
     They are bound again where the units differ, a buffer has grown, or another plan has run since.
     """
     current, buffers, units, generation = state.current, state.buffers, NO_UNITS, -1
-    bound: list[BoundReceive] = []
+    bound: list[tuple[int, ValueCell, Outputs, Callable[[], Work]]] = []
 
     def run() -> None:
         nonlocal units, generation
@@ -161,10 +165,14 @@ def post_all(state: MessageState, receives: Sequence[tuple[int, Callable[[], Bou
             bound.clear()
             for run.index, ready in receives:  # type: ignore[attr-defined]
                 if (one := ready()) is not None:
-                    bound.append(one)
-        for run.index, cell, _, _, tensors, posts in bound:  # type: ignore[attr-defined]
-            cell.value = tensors
-            cell.works = (posts[0](),) if len(posts) == 1 else [post() for post in posts]
+                    bound.append((one.place, one.cell, one.tensors, one.post))
+        index = -1
+        try:
+            for index, cell, tensors, post in bound:  # noqa: B007
+                cell.value, cell.works = tensors, (post(),)
+        except Exception:
+            run.index = index  # type: ignore[attr-defined]
+            raise
 
     run.receives = receives  # type: ignore[attr-defined]
     return run

@@ -12,9 +12,10 @@ in one order, that of model pieces and microbatches: the sums are bitwise the sa
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ DOUBT = 1 << 20
 DONE = DoneWork()
 
 Column = list[tuple[int, Tensor | float]]
-"""Figures, each with its place in a row of the table."""
+"""StepFigures, each with its place in a row of the table."""
 
 
 class StepFigures:
@@ -44,39 +45,42 @@ class StepFigures:
     and the units computed on last stages.
 
     Attributes:
-        sums: loss, weight, sums of metrics and their weights, 0-dimensional, not to be modified; set by `read_sums`.
-        rest: auxiliary losses and the last three numbers: a list, or a tensor on the device; set by `read_sums`.
+        sums: loss, weight, sums of metrics and their weights: (figures,), not to be modified; set by `read`.
+        rest: auxiliary losses and the last three numbers: a list, or a tensor on the device; set by `read`.
     """
 
-    __slots__ = ("_is_read", "_numbers", "_rows", "rest", "sums", "table", "work")
+    __slots__ = ("_numbers", "_rows", "is_read", "rest", "sums", "table", "work")
 
-    sums: Sequence[Tensor]
+    sums: Tensor
     rest: list[Any] | Tensor
 
     def __init__(
         self, table: Tensor, rows: Tensor, work: Work = DONE, numbers: memoryview[float] | None = None
     ) -> None:
         self.table, self._rows, self.work = table, rows, work
-        self._is_read, self._numbers = False, numbers
+        self.is_read, self._numbers = False, numbers
 
     def read_sums(self) -> StepFigures:
         """Wait for the reduction, and add the rows up, once; return self."""
-        if not self._is_read:
-            self._is_read = True
-            self.work.wait()
+        if not self.is_read:
+            self.is_read = True
+            if self.work is not DONE:
+                self.work.wait()
             begin, numbers = self._rows.numel(), self._numbers
             if numbers is None and is_at_hand(self.table.device):
                 numbers = numbers_of(self.table)
             self.rest = self.table[begin:] if numbers is None else numbers.tolist()[begin:]
-            self.sums = self._rows.sum(1).unbind()
+            self.sums = self._rows.sum(1)
             if numbers is None or any(self.rest[:-3]):
                 self.sums[0].add_(self.table[begin:-3].sum())
         return self
 
 
-def added(first: StepFigures, others: Sequence[StepFigures] = ()) -> Sequence[Tensor]:
+def added(first: StepFigures, others: Sequence[StepFigures] = ()) -> Tensor | Sequence[Tensor]:
     """Return the sums over the batches of one accumulated step; where losses are sums, the loss weight is 1."""
-    num_summed: Any = first.read_sums().rest[-3]
+    if not first.is_read:
+        first.read_sums()
+    num_summed: Any = first.rest[-3]
     if not others and not isinstance(num_summed, Tensor) and not num_summed:
         return first.sums
     total = [
@@ -118,9 +122,10 @@ class Tally:
         self._device, self._num_rows, self.num_units = device, 2 + 2 * num_metrics, num_units
         self._size = (self._num_rows + num_pieces) * num_units + 3
         self._wants_stop, self._is_doubted = wants_stop, is_doubted
-        self._num_computed = self._num_summed = 0
+        self._num_summed = 0
         self._times: list[float] = []
         self._kept: tuple[Tensor, memoryview[float], memoryview[float]] | None = None
+        self._in_order = [*range(num_units)]
         self._columns: list[Column] = [[] for _ in range(self._num_rows + 1)]
         self.losses, self.weights, *metrics, self.auxiliary = self._columns
         self.metrics, self.of_metrics = metrics[:num_metrics], metrics[num_metrics:]
@@ -141,7 +146,6 @@ class Tally:
     def add_loss(self, unit: int, found: Counted) -> tuple[Tensor, float]:
         """Collect the result of a loss function for a unit; return its loss, and the factor that it counts by."""
         loss, weight, times, is_sum = found
-        self._num_computed += 1
         self._num_summed += is_sum
         self.losses.append((unit, loss.detach()))
         self._times.append(times)
@@ -193,20 +197,23 @@ class Tally:
             numbers[:] = zeros
         if {*self._times} - {1}:
             self.losses[:] = _counted(self.losses, self._times, here=here)
+        num_computed = len(self._times)
         self._times.clear()
         for row, column in enumerate(self._columns):
             if column:
                 begin = row * self.num_units
                 if numbers is None:
                     _fill(table[begin:], column, self._places_of)
+                elif [place for place, _ in column] == self._in_order:
+                    numbers[begin : begin + len(column)] = array("d", [float(x) for _, x in column])
                 else:
                     for place, x in column:
-                        numbers[begin + place] = x.item() if isinstance(x, Tensor) else x
+                        numbers[begin + place] = float(x)
                 column.clear()
         doubt = self._is_doubted()
         asked = self._wants_stop() + (0 if isinstance(doubt, Tensor) else DOUBT * doubt)
-        last = {-3: self._num_summed, -2: asked, -1: self._num_computed}
-        self._num_computed = self._num_summed = 0
+        last = {-3: self._num_summed, -2: asked, -1: num_computed}
+        self._num_summed = 0
         for place, number in last.items():
             if number and numbers is not None:
                 numbers[place] = number
@@ -219,11 +226,12 @@ class Tally:
     def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[StepFigures] = ()) -> Tensor:
         """Return the total loss weight of this batch and earlier ones, 0-dimensional; waits until it is known.
 
-        Figures that were piggybacked on gradients are read from their buffer.
+        StepFigures that were piggybacked on gradients are read from their buffer.
         """
         if self._room is not None and self._rides:
             self.replay(self._room.alight(self._size))
         wait([self.figures.work])
+        self.figures.work = DONE
         return added(self.figures, earlier)[1]
 
     def _places_of(self, places: tuple[int, ...]) -> Tensor:
@@ -236,7 +244,7 @@ class Tally:
 _FLAGS = ("skipped", "empty", "stop_asked")
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class StepResult:
     """Results of a step, on every rank. Reading a figure waits until it is reduced over the ranks.
 
@@ -246,7 +254,7 @@ class StepResult:
     """
 
     _figures: StepFigures
-    _metrics: Sequence[str]
+    _metrics: Collection[str]
     _norm: Callable[[], Tensor] | None = None
     skipped: bool = False
     empty: bool = False
@@ -269,7 +277,7 @@ class StepResult:
         """Return the result of a step with gradient accumulation, over all its batches."""
         return replace(self, _earlier=tuple(result._figures for result in results))
 
-    def _sums(self) -> Sequence[Tensor]:
+    def _sums(self) -> Tensor | Sequence[Tensor]:
         """Return all sums; raises `MisfitError` for an evaluation whose loss is refused, or doubted by a rank."""
         if self._refusal:
             raise MisfitError(self._refusal)
@@ -290,8 +298,8 @@ class StepResult:
     @property
     def loss(self) -> Tensor:
         """The loss of the whole batch: summed losses over total weight; 0-dimensional, float64."""
-        total, weight, *_ = self._sums()
-        return total / weight
+        sums = self._sums()
+        return sums[0] / sums[1]
 
     @property
     def sums(self) -> dict[str, Tensor]:
@@ -320,13 +328,12 @@ def _counted(column: Column, times: Sequence[float], *, here: bool) -> Column:
 
     The product of two 24-bit significands is exact in one of 53 bits, so that it is rounded once.
     """
-    kinds = {loss.dtype if isinstance(loss, Tensor) else None for _, loss in column}
+    units, losses = zip(*column, strict=True)
+    kinds = {loss.dtype if isinstance(loss, Tensor) else None for loss in losses}
     code = _CODES.get(kinds.pop()) if here and len(kinds) == 1 else None
     if code is None:
         return [(unit, loss if often == 1 else loss * often) for (unit, loss), often in zip(column, times, strict=True)]
-    rounded = zip(column, array(code, times), strict=True)
-    products = array(code, [float(loss) * often for (_, loss), often in rounded])
-    return [(unit, product) for (unit, _), product in zip(column, products, strict=True)]
+    return [*zip(units, array(code, map(mul, map(float, losses), array(code, times))), strict=True)]
 
 
 def _fill(row: Tensor, column: Column, places_of: Callable[[tuple[int, ...]], Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Cells: values between two instructions of a rank, with the receives and sends that fill and drain them.
 
 RecvAct ──works──▶ ┌──────┐                    Fwd ──value──▶ ┌──────┐ ──▶ SendAct: in flight until it is received
-                   │ Cell │ ──take: waits──▶ Fwd              │ Cell │
+                   │ ValueCell │ ──take: waits──▶ Fwd              │ ValueCell │
                    └──────┘                                   └──────┘ ──▶ or the next stage on this rank
 """
 
@@ -43,6 +43,18 @@ class ValueCell:
         self.sent: tuple[Sequence[Work], Outputs] | None = None
         self.receive: int | None = None
         self.receive_said = self.send_said = NOTHING
+
+
+class Together:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
 
 
 class ReceiveBuffers:
@@ -122,7 +134,7 @@ class ValueCells:
     """
 
     def __init__(self, waits: Waits) -> None:
-        self._waits = waits
+        self._waits, self._memory, self._at = waits, waits.cell.memory, waits.cell.at
         self._cells: dict[Value, ValueCell] = {}
         self.sending: list[ValueCell] = []
 
@@ -131,6 +143,22 @@ class ValueCells:
         if value not in self._cells:
             self._cells[value] = ValueCell()
         return self._cells[value]
+
+    def only(self, parts: RowParts) -> ValueCell | None:
+        """Return the cell of values that make up one row of a single tensor; None for other rows."""
+        return self.cell_of(parts[0][0]) if len(parts) == 1 and [*parts[0][1]] == [0] else None
+
+    def source(
+        self, parts: RowParts, index: int
+    ) -> tuple[ValueCell | None, Callable[[], None], Callable[[], Outputs] | None]:
+        """Return the cell of the only tensor that instruction `index` takes, and a function that waits for it.
+
+        Otherwise no cell, and a function that takes the row, None where there are no values.
+        """
+        cell = self.only(parts)
+        if cell is not None:
+            return cell, self.awaiter(parts[0][0], index), None
+        return None, _nothing, self.row_taker(parts, index) if parts else None
 
     def taker(self, value: Value, index: int) -> Callable[[], Outputs]:
         """Return a function that takes a value for instruction `index`, and waits for its receive if there is one.
@@ -149,23 +177,22 @@ class ValueCells:
 
     def awaiter(self, value: Value, index: int) -> Callable[[], None]:
         """Return a function that waits for the receive of a value, if any, on behalf of instruction `index`."""
-        cell, waits = self.cell_of(value), self._waits
+        cell, waits, release, memory, at = self.cell_of(value), self._waits, self.release, self._memory, self._at
         answered = self.cell_of(activation_of(value)) if value.kind is ValueKind.OUTPUT_GRAD else None
 
         def wait() -> None:
             works, cell.works = cell.works, ()
             if not works:
                 return
-            said = waits.cell
-            said.memory[said.at] = cell.receive_said
+            memory[at] = cell.receive_said
             if waits.recorder is None:
                 for work in works:
                     work.wait()
             else:
                 waits.wait_works(works, index, cell.receive)
-            said.memory[said.at] = NOTHING
+            memory[at] = NOTHING
             if answered is not None and answered.sent is not None:
-                self.release(answered, index)
+                release(answered, index)
 
         return wait
 
@@ -202,19 +229,22 @@ class ValueCells:
 
     def release(self, cell: ValueCell, index: int) -> None:
         """Wait for the sends from a cell, then drop the tensors that were sent."""
-        if cell.sent is not None:
-            works, cell.sent = cell.sent[0], None
-            said = self._waits.cell
-            said.memory[said.at] = cell.send_said
-            if self._waits.recorder is None:
-                for work in works:
+        sent, cell.sent = cell.sent, None
+        if sent is not None:
+            memory, at, waits = self._memory, self._at, self._waits
+            memory[at] = cell.send_said
+            if waits.recorder is None:
+                for work in sent[0]:
                     work.wait()
             else:
-                self._waits.wait_works(works, index)
-            said.memory[said.at] = NOTHING
+                waits.wait_works(sent[0], index)
+            memory[at] = NOTHING
 
     def release_sends(self) -> None:
         """Release the sends of the previous step: the next one, of any plan, begins when they are complete."""
         for cell in self.sending:
             if cell.sent is not None:
                 self.release(cell, NOWHERE)  # nothing is recorded between steps
+
+
+def _nothing() -> None: ...

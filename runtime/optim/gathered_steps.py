@@ -159,11 +159,14 @@ class Stepper:
             matrix.gather()
         for own in self._foreign:
             own.begin_step()
-        with (
-            self._refusing_draws() if self._is_first and self._has_shares else _NO_CONTEXT,
-            _NO_CONTEXT if norm is None else rest_of_norm(self.optimizer, norm),
-        ):
+        if norm is None and not (self._is_first and self._has_shares):
             self.optimizer.step()
+        else:
+            with (
+                self._refusing_draws() if self._is_first and self._has_shares else _NO_CONTEXT,
+                _NO_CONTEXT if norm is None else rest_of_norm(self.optimizer, norm),
+            ):
+                self.optimizer.step()
         for own in self._foreign:
             own.end_step()
         for matrix in self._gathered:

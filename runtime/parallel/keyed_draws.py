@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from quintsched.errors import MisfitError
 
 from ..comm import Group
-from ..comm.generators import SeededGenerators, generator_states
+from ..comm.generators import SeededGenerators, generator_bytes
 from .dropout import ColumnRowPair, Masks, MaskUnit, words
 from .expert.moe import mixtures
 
@@ -99,10 +99,10 @@ class BlockDraws(TorchFunctionMode):
             self._calls.clear()
         self._number, self._seed, self._count = number, self._masks.key(f"block {number}"), 0
         with SeededGenerators(self._seed, self._device):
-            first = () if number in self.drawn else generator_states(self._device)
+            first = () if number in self.drawn else generator_bytes(self._device)
             with self:
                 yield
-            if first and not all(map(torch.equal, first, generator_states(self._device))):
+            if first and first != generator_bytes(self._device):
                 self.drawn.add(number)
 
     @contextmanager
@@ -245,7 +245,7 @@ class BlockDraws(TorchFunctionMode):
             )
 
     def _state(self) -> tuple[int, ...]:
-        return tuple(hash(state.numpy().tobytes()) for state in generator_states(self._device))
+        return tuple(hash(state) for state in generator_bytes(self._device))
 
 
 def _pairs_of(block: nn.Module) -> list[ColumnRowPair]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..blocks.sum_of_means import SumOfMeans
+from ..blocks.sum_of_means import SumOfMeans, term_of
 from ..blocks.trees import DIFFERENTIABLE, TensorSpec, map_tensors, tensors_of
 from ..comm import Group
 from ..examine.function_state import FunctionKept, versions_kept
@@ -95,7 +95,7 @@ class WeighedLoss:
         was_called: whether it was called in this step.
         is_known: whether its unit is known on this rank, and the state that it reads is unchanged.
         is_settled: whether all ranks have agreed on its unit.
-        watched: the context that the user's function runs in.
+        watched: the context that the user's function runs in, if any.
         apart: paths of output tensors without a sample dimension, whatever their rows.
         misuses: why this rank refuses its result, in words, exchanged when ranks settle the step; None: raise at once.
     """
@@ -110,16 +110,18 @@ class WeighedLoss:
     ) -> None:
         self.function, self.is_wanted, self.has_others = loss_fn, True, False
         self.is_cut, self.means = is_cut, loss_fn if isinstance(loss_fn, SumOfMeans) else None
-        functions = [loss_fn] if self.means is None else [partial(_term, *term) for term in self.means.terms]
+        functions = [loss_fn] if self.means is None else [partial(term_of, *term) for term in self.means.terms]
         self.examined = [Examined(function, "the loss", is_cut=is_cut) for function in functions if over is None]
         self._weight = None if over is None else LossWeight(Over(over))
         self._is_given, self._is_captured = over is not None, is_captured
         self._evens, self._beside = list[EvenWeights](), list[LossWeight]()
         self._nothing = [torch.zeros((), dtype=torch.bool)]
         self._totals = torch.zeros(0, dtype=torch.float64)
+        self._shares: dict[object, tuple[Any, ...]] = {}
+        self._shares_of, self._is_usual = self._weight, False
         self.real: RealBatch | None = None
         self.is_settled = self.was_called = self.is_alone = self.is_uneven = self.is_learned = False
-        self.watched: AbstractContextManager[Any] = nullcontext()
+        self.watched: AbstractContextManager[Any] | None = None
         self._refusal, self.is_known = "", over is not None
         self.supposed, self.has_supposed = Over.SAMPLES, False
         self.apart, self.misuses = frozenset[str](), None if is_captured else list[str]()
@@ -218,12 +220,21 @@ class WeighedLoss:
         `samples` is its number of samples; one of `usual` samples weighs 1 where the loss is weighted by samples.
         Each sequence is cut into as many `slices`.
         """
-        self.was_called = True
+        if not self.was_called:
+            self._begin_calls()
+        if self._is_usual and isinstance(output, Tensor):
+            found = self.function(output, targets)
+            if isinstance(found, Tensor) and not found.dim() and not found.is_complex():
+                key = output.shape, output.dtype, samples, usual, slices
+                if key not in self._shares:
+                    self._shares[key] = self._weigh(found, output, targets, samples, usual, slices)[1:]
+                return _counted((found, *self._shares[key]))
+            return self._result(found, output, targets, samples, usual, slices)
         if self.real is not None:
             self.real.keep(output, targets, samples, self.apart)
         if self.means is not None:
             self._find_terms(output, targets, samples)
-            with self.watched:
+            with self.watched or nullcontext():
                 return Counted(self.means.over(output, targets, self._totals), 0.0, is_sum=True)
         if not self.is_known:
             output = _without_leaves(output)
@@ -233,16 +244,25 @@ class WeighedLoss:
             output = _without_leaves(output)
             self._guard(output)
         given = [] if self.is_known or self.is_alone else [(t, t._version) for t in tensors_of((output, targets))]
-        with self.watched:
+        with self.watched or nullcontext():
             found = self.function(output, targets)
         if given and any(tensor._version != version for tensor, version in given):
             raise MisfitError(IN_PLACE_OPERATIONS)
+        return self._result(found, output, targets, samples, usual, slices)
+
+    def _begin_calls(self) -> None:
+        """Find whether microbatches of one shape weigh the same in this step, and are neither kept nor examined."""
+        rule, self.was_called = self._weight, True
+        if rule is not self._shares_of:
+            self._shares_of, self._shares = rule, {}
+        bare = rule is not None and not rule.is_guarded and (rule.over in _BY_SAMPLES or rule.over is Over.TOKENS)
+        others = self.real, self.means, self.watched
+        self._is_usual = bare and self.is_known and not self._evens and all(one is None for one in others)
+
+    def _result(self, found: LossResult, output: Any, targets: Any, samples: int, usual: int, slices: int) -> Counted:
+        """Return what the user's function has returned, with its weight."""
         is_number = isinstance(found, Tensor) and not found.dim() and not found.is_complex()
-        if (
-            not is_number
-            and isinstance(found, tuple)
-            and any(isinstance(w, Tensor) and w.requires_grad for w in found[1:])
-        ):
+        if isinstance(found, tuple) and any(isinstance(w, Tensor) and w.requires_grad for w in found[1:]):
             self.is_learned, found = True, (found[0], *map_tensors(Tensor.detach, found[1:]))
         if not self.is_known and (is_number or (isinstance(found, tuple) and len(found) == 2)):
             self._find(found, output, targets, samples)
@@ -313,9 +333,10 @@ class WeighedLoss:
         if rule.over in _BY_SAMPLES:
             share = samples / usual
             return _counted((found, share if rule.by_slices else share / slices, share, False))
-        weight = self._weight_by(rule, output, targets, samples)
         if rule.over is Over.TOKENS:
-            return _counted((found, weight, float(weight), False))
+            share = float(self._weight_by(rule, output, targets, samples))
+            return _counted((found, share, share, False))
+        weight = self._weight_by(rule, output, targets, samples)
         if rule.is_clamped:
             weight = _clamped(torch.as_tensor(weight), found.detach())
         is_nothing = self._nothing[0] = (weight == 0) & found.detach().isnan()  # 0 / 0; others are reported
@@ -369,19 +390,6 @@ def _stated(found: object) -> Counted:
     return Counted(loss, weight.detach() if isinstance(weight, Tensor) else float(weight))
 
 
-def _term(
-    add: Callable[[Any, Any], Tensor], count: Callable[[Any], Tensor | float], output: Any, targets: Any
-) -> tuple[Tensor, Tensor | float]:
-    return add(output, targets), count(targets)
-
-
 def _clamped(weight: Tensor, found: Tensor) -> Tensor:
     """Return the weight of a microbatch; an empty one gets one that is negligible unless all are empty."""
     return torch.where((weight == 0) & found.isfinite(), _NEXT_TO_NOTHING, weight.double())
-
-
-def some_numbers(tensor: Tensor) -> Tensor:
-    """Return a tensor of small distinct numbers (repeating every 13), or of zeros for integer types."""
-    if not tensor.is_floating_point():
-        return torch.zeros_like(tensor)
-    return (torch.arange(tensor.numel(), device=tensor.device) % 13 - 6).div(7).to(tensor.dtype).view(tensor.shape)

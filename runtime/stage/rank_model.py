@@ -44,7 +44,7 @@ from ..parallel.synced_norm import SyncedNorms
 from ..parallel.tensor.cut_rules import is_built_in
 from ..parallel.tensor.whole_model_cuts import TensorCuts
 from ..settings.run_settings import RunSettings
-from .batches.batch_digests import DataMarks, is_place_holder
+from .batches.batch_digests import DataMarks, is_place_holder, is_real
 from .batches.microbatches import BatchCutter, shape_of
 from .batches.same_data import SameData
 from .boundary_gradients import BoundaryGradients
@@ -235,10 +235,10 @@ class RankModel:
         needed = {"inputs": self.needs_inputs, "targets": self.needs_targets}
         given = {"inputs": inputs, "targets": targets}
         if plan.mode == "train":
-            has_inputs, has_targets = self.marks.note_batch(given, needed, extras)
-            if not self.needs_inputs and inputs is not None and has_inputs:
+            marks = self.marks.note(given, needed, extras)
+            if not self.needs_inputs and inputs is not None and is_real(marks[0]):
                 self._transport.publisher.note_given(*shape_of(inputs), 0)
-            if not self.needs_targets and targets is not None and has_targets:
+            if not self.needs_targets and targets is not None and is_real(marks[1]):
                 self._transport.publisher.note_given(0, 0, shape_of(targets)[0])
         if self.same_data.is_due(plan.mode):
             compared = {n: g if needed[n] or not is_place_holder(g) else None for n, g in given.items()}
@@ -297,11 +297,12 @@ class RankModel:
             self.common.begin_step()
         self._num_evaluations += evaluates
         count = self._num_evaluations if evaluates else self._num_steps
-        is_due = not (count - 1) & (count - 2)
-        is_one_of_all = not (self.replica or self._groups.tensor.index or self._groups.context.index)
-        is_first = self._num_steps == 1 and not evaluates and not self.late_state.is_empty
-        shares = is_first and self.num_replicas > 1 and not self._groups.tensor.index
-        tells = (is_due or not self.late_state.is_plain) and (is_one_of_all or shares)
+        is_due, tells = not (count - 1) & (count - 2), False
+        if is_due or not self.late_state.is_plain:
+            is_one_of_all = not (self.replica or self._groups.tensor.index or self._groups.context.index)
+            is_first = self._num_steps == 1 and not evaluates and not self.late_state.is_empty
+            shares = is_first and self.num_replicas > 1 and not self._groups.tensor.index
+            tells = is_one_of_all or shares
         if tells:
             self.late_state.begin_step(is_due=is_due)
         try:

@@ -86,6 +86,18 @@ class Chain:
         prepares = self._copied is not None or self._tree is not None or self._arriving or self._leaves_tree
         return self if prepares else self._through
 
+    @property
+    def only(self) -> Callable[[Any], Any] | None:
+        """The block of a chain that is no more than this block on one tensor; None for other chains."""
+        return self._blocks[0][2] if len(self._blocks) == 1 and not self._names and self.direct == self._run else None
+
+    def take_apart(self, result: Any) -> tuple[Outputs, Tensor | None]:
+        """Return what the chain returns, for a result of its `only` block that is no tensor."""
+        activation, _, auxiliary = split_result(result)
+        if auxiliary is not None:
+            self._begins(*self._blocks[0][:2])
+        return (activation,), auxiliary
+
     def _run(self, given: Outputs, beside: Extras) -> tuple[Outputs, Tensor | None]:
         """Return the last block's output with the tensors carried along, and the sum of auxiliary losses."""
         activation: Any = given[0]
@@ -203,8 +215,8 @@ class StageForward:
                 begins=begins,
                 copied=copied_in(range(first, end), parcels, arriving, skips),
             )
-            watched = chain_of(called=self.draws.around).direct
-            made = self.draws.by_unit(chain_of().direct, watched, chain_of(compiled=True).direct if compiled else None)
+            watched, self._latest = chain_of(called=self.draws.around).direct, (plain := chain_of())
+            made = self.draws.by_unit(plain.direct, watched, chain_of(compiled=True).direct if compiled else None)
             if any(parcels[number].records for number in some):
                 made = partial(_run_recorded, made)
             if dropped and end == len(parcels):
@@ -230,6 +242,15 @@ class StageForward:
             if auxiliary is not None:
                 total = auxiliary if total is None else total + auxiliary
         return given if self._final is None else self._final.output(given), total
+
+    @property
+    def only(self) -> Callable[[Any], Any] | None:
+        """The block of a stage that is no more than this block on one tensor; None for other stages."""
+        return self._latest.only if self.plain is not None and self.plain == self._latest.direct else None
+
+    def take_apart(self, result: Any) -> tuple[Outputs, Tensor | None]:
+        """Return what the stage returns, for a result of its `only` block that is no tensor."""
+        return self._latest.take_apart(result)
 
     @cached_property
     def is_of_torch(self) -> bool:

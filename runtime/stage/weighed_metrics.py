@@ -30,14 +30,14 @@ class WeighedMetric:
     Attributes:
         function: the user function.
         examined: findings about it.
-        watched: the context that the user's function runs in.
+        watched: the context that the user's function runs in, if any.
         misuses: why this rank refuses its result, see `WeighedLoss`.
     """
 
     def __init__(self, name: str, metric: Callable[..., Any], loss: WeighedLoss) -> None:
         self._name, self.function, self._loss = name, metric, loss
         self.examined = Examined(metric, f"metric {name!r}", is_loss=False, is_cut=loss.is_cut)
-        self.watched: AbstractContextManager[Any] = nullcontext()
+        self.watched: AbstractContextManager[Any] | None = None
         self.misuses: list[str] | None = None
 
     @property
@@ -56,7 +56,7 @@ class WeighedMetric:
         rule = self.examined.rule
         if rule is None:
             self.examined.before_call(output)
-        with self.watched:
+        with self.watched or nullcontext():
             found = self.function(output, targets)
         if rule is None:
             rule = self.examined.find(found, output, targets, samples)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from operator import attrgetter, itemgetter
+from operator import attrgetter, eq, is_, itemgetter
 from typing import NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ from .piggybacked_metrics import Room, room_for
 WaitForWorks = Callable[[Iterable[Work]], None]
 """Waits for works with other ranks."""
 
-_VERSION = attrgetter("_version")
+_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
 
 IN_CACHE = 2**16
 """Count of numbers that fit into a core's cache."""
@@ -166,6 +166,8 @@ class GradBucket:
         if self.begins_at_zero and self._versions is None:
             self.flat.zero_()
             self._versions = list(map(_VERSION, self.views))
+        if self.adds_in_place and all(map(is_, map(_GRAD, self.parameters), self.views)):
+            return
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view if self.adds_in_place else None
 
@@ -183,6 +185,9 @@ class GradBucket:
     def fill(self) -> None:
         """Set missing gradients to `NO_GRADIENT`, before all are read together."""
         if not self.blank or not self._storage.is_resident:
+            return
+        if self._versions is not None and not any(map(eq, map(_VERSION, self.views), self._versions)):
+            self.blank.clear()  # all have come
             return
         for number, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             came = self._versions is not None and view._version != self._versions[number]

@@ -65,8 +65,15 @@ class GradHooks:
         """
         return partial(_arrived_last, ref(self), ref(bucket))
 
-    def settle_gradients(self) -> None:
-        """Take in the gradients of a backward that has ended; it may have come to weights of other stages too."""
+    def settler(self) -> Callable[[], None]:
+        """Return a function that takes in the gradients of a backward that has ended.
+
+        It may have come to weights of other stages too.
+        """
+        in_place = self._in_place
+        return partial(keep_in_place, in_place[0]) if len(in_place) == 1 and not self._hooked else self._settle_all
+
+    def _settle_all(self) -> None:
         for bucket in self._hooked:
             if bucket.arrived:
                 self._expect_as_last(bucket, bucket.arrived[-1])

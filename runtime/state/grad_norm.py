@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import ReduceOp, Work
-from ..comm.device import is_at_hand, numbers_of
+from ..comm.device import is_accelerator, is_at_hand, numbers_of
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.tied_weights import TiedWeights
 from .grad_buckets import IN_CACHE, GradBucket, GradBuckets, as_real, is_untouched
@@ -77,12 +77,14 @@ class GradNorm:
         differs_along_ep = self._sharded or self._buckets.is_of_experts(self._buckets.home[parameter][0])
         return self._tied.counts(parameter) and self._groups.counts(parameter, is_expert=differs_along_ep)
 
-    def divide(self, weight: Tensor, *beside: Tensor | float, row: Tensor | None = None) -> tuple[Tensor, Work]:
+    def divide(
+        self, weight: Tensor, *beside: Tensor | float, row: Tensor | Sequence[Tensor | float] = ()
+    ) -> tuple[Tensor, Work]:
         """Divide the gradient sums, which are complete, by the batch's total loss weight, a 0-dimensional tensor.
 
         Return the squared 2-norm of the whole model's gradient, and the sums of `beside` and `row` over ranks, with a
         work to wait for: one tensor (1 + beside + row,), float64, valid until the next step divides. Each of `beside`
-        is 0-dimensional, `row` (n,), float64.
+        is 0-dimensional, `row` (n,), float64; `read` returns that tensor's numbers.
         """
         is_here = is_at_hand(self._device)
         square = _divide(self._reduced, weight, is_here=is_here)
@@ -94,16 +96,28 @@ class GradNorm:
                 self._groups.replicas.all_reduce(summed).wait()
                 square = square + summed if self._groups.experts.index == 0 else square  # ranks along ep meet below
         if is_here:
-            here = [float(square), *map(float, beside), *(() if row is None else row.tolist())]
+            here = [square, *beside, *row]
             if self._row is None or len(self._row[1]) != len(here):
                 figures = torch.empty(len(here), dtype=torch.float64)
                 self._row = figures, numbers_of(figures)
             figures, numbers = self._row
-            numbers[:] = array("d", here)
+            numbers[:] = array("d", here)  # which takes 0-dimensional tensors for numbers too
         else:
-            there = [torch.as_tensor(n).to(self._device, torch.float64, non_blocking=True) for n in (square, *beside)]
-            figures = torch.cat([torch.stack(there), *(() if row is None else (row,))])
+            is_there = isinstance(row, Tensor)
+            there = torch.stack([self._there(n) for n in (square, *beside, *(() if is_there else row))])
+            figures = torch.cat([there, row]) if isinstance(row, Tensor) else there
         return figures, (self._groups.world if self._sharded else self._groups.model).all_reduce(figures)
+
+    def _there(self, number: Tensor | float) -> Tensor:
+        """Return a number as a tensor on the device, float64; it may come from the host in a capture, too."""
+        if isinstance(number, Tensor):
+            return number.to(self._device, torch.float64, non_blocking=True)
+        return torch.full((), number, dtype=torch.float64, device=self._device)
+
+    def read(self, figures: Tensor) -> list[float]:
+        """Return the numbers of what `divide` has returned."""
+        found: list[float] = figures.tolist() if self._row is None or figures is not self._row[0] else [*self._row[1]]
+        return found
 
     def clip(self, norm: Tensor, threshold: float) -> None:
         """Scale every gradient so that the global norm, which is `norm`, is at most `threshold`."""
@@ -160,19 +174,20 @@ class AbsentGradients:
         sharded: whether replicas hold shards of the reduced gradients.
 
     Attributes:
+        found: the parameters without a gradient in this step, by stage.
         forget: starts a step, in which none is known to be absent.
     """
 
     def __init__(self, buckets: GradBuckets, masters: Masters, *, sharded: bool) -> None:
         self._buckets, self._masters, self._sharded = buckets, masters, sharded
-        self._found: dict[int, list[nn.Parameter]] = {}
-        self.forget = self._found.clear
-        device = next((bucket.shard.device for bucket in buckets.all), None)
-        self._none = torch.zeros((), dtype=torch.float64, device=device)
+        self.found: dict[int, list[nn.Parameter]] = {}
+        self.forget = self.found.clear
+        device = next((bucket.shard.device for bucket in buckets.all), torch.device("cpu"))
+        self._none = torch.zeros((), dtype=torch.float64, device=device) if is_accelerator(device) else 0.0
 
-    def suspects(self) -> Tensor:
-        """Return the number of parameters that may have no gradient: 0-dimensional, float64."""
-        self._found.clear()
+    def suspects(self) -> Tensor | float:
+        """Return the number of parameters that may have no gradient: 0-dimensional, float64, or a number."""
+        self.found.clear()
         lacking = [*filter(_MAY_LACK, self._buckets.all)]
         firsts = [b.shard.index_select(0, b.firsts) for b in lacking if len(b.firsts)] if lacking else ()
         return is_untouched(torch.cat(firsts)).sum(dtype=torch.float64) if firsts else self._none
@@ -187,12 +202,12 @@ class AbsentGradients:
                 bucket.replicas.all_reduce(everywhere, ReduceOp.MIN).wait()
                 untouched = [bool(flag) for flag in everywhere.tolist()]
             absent = [p for p, is_absent in zip(bucket.parameters, untouched, strict=True) if is_absent]
-            self._found.setdefault(bucket.stage, []).extend(absent)
+            self.found.setdefault(bucket.stage, []).extend(absent)
 
     def take_away(self, stages: Collection[int]) -> None:
         """Set `.grad` to None for the absent parameters of these stages, until the next step."""
-        for stage in stages if self._found else ():
-            for parameter in self._found.get(stage, ()):
+        for stage in stages:
+            for parameter in self.found.get(stage, ()):
                 master = self._masters.master_of(parameter)
                 if master is not None:
                     master.grad = None

@@ -184,7 +184,8 @@ class GradReducer:
         """Wait until all gradients are complete sums."""
         if self._sums:
             self._end_sums()
-        self.finish_reductions(wait)
+        if self._under_way:
+            self.finish_reductions(wait)
         if self._sharded:
             wait([self._groups.tensor.all_reduce(bucket.shard) for bucket in self._buckets.partial_sums])
         self._num_launched = 0

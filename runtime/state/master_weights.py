@@ -40,7 +40,8 @@ class Masters:
     def _watch(self, named: Iterable[tuple[str, nn.Parameter]], *, moves: bool = False) -> None:
         """Watch weights for changes by user code; `moves`: their memory changes by itself (resharding)."""
         self._watched = [(name, weight) for name, weight in named if not isinstance(weight, DTensor)]
-        self._moves = moves
+        self._moves, self.are_watched = moves, bool(self._watched)
+        """Whether any weights are watched."""
         self.note_versions()
 
     def note_versions(self) -> None:

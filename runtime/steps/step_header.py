@@ -67,12 +67,15 @@ class Announcer:
         if self._speaks:
             self._send(numbers, _FINE, text)
             return list(numbers), text
-        heard = self._hear(self._heard)
+        self._group.broadcast(self._heard, self._source).wait()
+        heard = self._heard.tolist()
         if heard == self._told[0]:
             return self._told[1]
         kind, number, length, *said = heard
         if length:
-            text = bytes(self._hear(self._heard.new_zeros(length))).decode()
+            memory = self._heard.new_zeros(length)
+            self._group.broadcast(memory, self._source).wait()
+            text = bytes(memory.tolist()).decode()
         else:
             text = next(known for known, its in self._texts.items() if its == number)
         if kind != _FINE:
@@ -104,9 +107,3 @@ class Announcer:
             del self._texts[next(iter(self._texts))]
         self._texts[text] = self._num_texts
         self._num_texts += 1
-
-    def _hear(self, memory: Tensor) -> list[int]:
-        """Receive a broadcast of the source into a buffer, and return it as a list."""
-        self._group.broadcast(memory, self._source).wait()
-        found: list[int] = memory.tolist()
-        return found

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import torch
@@ -103,6 +104,11 @@ class Units:
     alike: bool = True
     num_replicas: int = 1
 
+    @cached_property
+    def sizes(self) -> frozenset[int]:
+        """The numbers of samples that units have."""
+        return frozenset(map(len, self.samples))
+
     def first_spec(self) -> UnitSpec | None:
         """Return the spec of the first unit with samples."""
         return next((shape.spec for shape in self.shapes if shape is not None), None)
@@ -119,6 +125,19 @@ def samples_of(sizes: Sequence[int], slices: int, first: int) -> list[range]:
         found += [range(first, first + size)] * slices
         first += size
     return found
+
+
+@dataclass
+class StepCount:
+    """Number of training steps: in this run, and including those of the runs that it resumes."""
+
+    in_run: int = 0
+    total: int = 0
+    """The steps of all runs."""
+
+    def take_back(self) -> None:
+        """Uncount the last step."""
+        self.in_run, self.total = self.in_run - 1, self.total - 1
 
 
 class Latest(Generic[Result]):

@@ -19,10 +19,14 @@ from quintsched.ir.values import ValueKind
 
 from ...autograd.run_backward import run_backward
 from ...comm.overlap_threads import BoundCall
-from ...stage.stage_forward import outside, spans_of
+from ...stage.stage_forward import Outputs, outside, spans_of
 from ..busy_clock import NoClock
-from ..rank_state import NO_CONTEXT, ComputeState
+from ..rank_state import NO_CONTEXT, ONLY, ComputeState
+from ..value_cells import RowParts
 from .forward import bind_fwd, parts_of
+
+Spans = Sequence[tuple[int, int]]
+"""Addresses where memory begins and ends: that of tensors."""
 
 
 def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> BoundCall:
@@ -144,9 +148,8 @@ def _backward(
     taken = flows.taken(instruction, ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)
     made = flows.made(instruction, ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)
     forward = state.forwards[instruction.stage]
-    take = cells.row_taker(parts_of(state, taken, forward.parcel), index) if taken else None
-    back = parts_of(state, made, forward.arriving)
-    give, wanted = cells.row_giver(back) if made else None, {place for _, places in back for place in places}
+    source, wait, take = cells.source(parts_of(state, taken, forward.parcel), index)
+    give = _giver(state, parts_of(state, made, forward.arriving), len(forward.arriving.specs)) if made else None
     forget = _forget_past(state, instruction)
     stage, boundaries, reached = instruction.stage, state.boundaries, state.boundaries.reached
     conclude: BoundCall | None = None
@@ -154,12 +157,16 @@ def _backward(
         conclude = partial(boundaries.require_reached, stage, forward.arriving, state.shape.parcels)
     note, now, saved, draws = state.clock.note, state.clock.now, state.saved, forward.draws
     comes = all(cells.cell_of(value).receive is not None for value in taken)
-    settle = state.gradients.hooks.settle_gradients
-    known, spans = None, spans_of(())
+    settle, known, spans = state.gradients.hooks.settler(), None, spans_of(())
 
     def run(around: AbstractContextManager[object] | None) -> None:
         nonlocal known, spans
-        gradients = () if take is None else take()
+        if source is not None:
+            if source.works:
+                wait()
+            gradients, source.value = source.value, ()
+        else:
+            gradients = () if take is None else take()
         if gradients is not known:
             known, spans = gradients if comes else None, spans_of(gradients)
         if arrive is not None:
@@ -167,7 +174,8 @@ def _backward(
         note(now())
         given, start, _, unit = saved.pop(kept_as)
         if around is None and unit is None and draws.beside is None:
-            run_backward(start.roots, start.gradients(gradients))
+            roots, numbers, ones = start
+            run_backward(roots, gradients if numbers is ONLY and not ones else start.gradients(gradients))
         else:
             beside = draws.beside if unit is None else draws.again(unit)
             with around or NO_CONTEXT, beside or NO_CONTEXT:
@@ -181,7 +189,7 @@ def _backward(
                     boundaries.note_gradients(stage, given)
             if conclude is not None and stage not in reached:
                 conclude()
-            give(tuple([_gradient_of(t, spans) if place in wanted else None for place, t in enumerate(given)]))
+            give(given, spans)
         if forget is not None:
             forget()
         note(now())
@@ -198,7 +206,26 @@ def _forget_past(state: ComputeState, instruction: ins.Compute) -> BoundCall | N
     return partial(state.stores.__delitem__, (instruction.stage, microbatch))
 
 
-def _gradient_of(given: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """Return a stage's input gradient, in memory outside of `spans`; zeros where no output depends on the input."""
+def _giver(state: ComputeState, parts: RowParts, width: int) -> Callable[[Outputs, Spans], None]:
+    """Return a function that stores the gradients of a stage's inputs, in memory outside of spans.
+
+    They are zeros where no output depends on an input. `width` is the number of inputs; `parts` have gradients.
+    """
+    only = state.cells.only(parts) if width == 1 else None
+    if only is not None:
+
+        def give_one(given: Outputs, spans: Spans) -> None:
+            only.value = (_gradient_of(given[0], spans),)
+
+        return give_one
+    give, wanted = state.cells.row_giver(parts), {place for _, places in parts for place in places}
+
+    def give_row(given: Outputs, spans: Spans) -> None:
+        give(tuple([_gradient_of(t, spans) if place in wanted else None for place, t in enumerate(given)]))
+
+    return give_row
+
+
+def _gradient_of(given: Tensor, spans: Spans) -> Tensor:
     gradient, given.grad = given.grad, None
     return torch.zeros_like(given) if gradient is None else outside(gradient, spans)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,26 +20,26 @@ from quintsched.errors import MisfitError
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.values import Value, ValueKind
 
-from ...autograd.kv_store import Past, Store
 from ...autograd.recompute import Rerun
 from ...autograd.run_backward import edge_of
-from ...blocks.block_outlines import TARGETS, Parcel
+from ...blocks.block_outlines import Parcel
 from ...blocks.trees import TreeSpec, laid_out, map_tensors
 from ...blocks.without_side_effects import tensors_of_training
 from ...comm.overlap_threads import BoundCall
-from ...parallel.dropout import MaskUnit
-from ...stage.stage_forward import UNIT, Extras, Outputs, apart
+from ...stage.stage_forward import UNIT, Outputs, RunBlocks, apart
 from ...stage.stage_messages import TakenSkips
 from ...steps.error_location import called
-from ...steps.units import UnitShape
-from ..rank_state import ONLY, BackwardRoots, ComputeState, saved_of, start_of
+from ...steps.units import NO_UNITS, Units, UnitShape
+from ..rank_state import NO_CONTEXT, ONLY, BackwardRoots, ComputeState, saved_of, start_of
 from ..value_cells import RowParts, ValueCell
-from .graph_leaves import leaves_maker
+from .extras import extras_maker, unit_adder
+from .graph_leaves import leaves_of
 
 _logger = logging.getLogger(__name__)
 
 
 NO_ROOTS = BackwardRoots()
+NO_RERUNS: list[Rerun] = []
 
 _OTHER_STRIDES = (
     "stage %d (%s) leaves a tensor with strides %s, and left one with others where shapes were found, which later "
@@ -58,7 +57,7 @@ def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> BoundCal
     finish = (
         _hand_on(state, instruction)
         if made
-        else partial(_lose, state, instruction.microbatch, plan.schedule.slices * plan.mesh.axis_size("cp"))
+        else _loser(state, instruction.microbatch, plan.schedule.slices * plan.mesh.axis_size("cp"))
     )
     kept = state.flows.made(instruction, ValueKind.SAVED, ValueKind.CHECKPOINT)
     if kept:
@@ -70,60 +69,105 @@ def _bind_training(
     state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], BackwardRoots], kept: Value
 ) -> BoundCall:
     """Run a forward whose graph is kept; inputs require a gradient where an earlier stage made them."""
-    forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
-    take, extras_of, draws = _taker(state, index, instruction), _extras(state, instruction), forward.draws
-    with_unit, note, now = _with_unit(state, instruction), state.clock.note, state.clock.now
-    saved, losses, whole, plain = state.saved, state.tally.auxiliary, forward.whole, forward.plain
-    look, host, stores, store = state.tally.look, state.host, state.stores, _store_of(state, instruction)
-    moves, leaves = host.moves(kept), leaves_maker(state, instruction, kept)
-    place, neighbours, stage = _place_of_loss(state, instruction), _neighbours(state, instruction), instruction.stage
-    skips, weighed = _taken_skips(state, instruction), partial(_weigh_other, state, unit)
-    shows_leaves = not moves and forward.is_of_torch
-
-    def compute(given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[BackwardRoots, Tensor | None]:
-        outputs, auxiliary = forward(given, extras, reruns) if whole is None else whole(given, extras)
-        return finish(outputs), auxiliary
+    stage, unit, current = instruction.stage, instruction.microbatch, state.current
+    forward = state.forwards[stage]
+    source, wait, take = state.cells.source(_parts_taken(state, instruction), index)
+    draws, masks, saved, is_fed = forward.draws, forward.draws.masks, state.saved, not (source is None and take is None)
+    note, now, constant, moves = state.clock.note, state.clock.now, state.boundaries.constant, state.host.moves(kept)
+    leaves, may_stay, hooks = leaves_of(state, instruction, kept)
+    run_other, with_loss, plain = _bind_other(state, instruction, finish, kept, is_fed=is_fed)
+    only, take_apart, shows_leaves = forward.only, forward.take_apart, not is_fed or (not moves and forward.is_of_torch)
+    buffer: Outputs | None = None
+    row: Outputs = ()
+    units: Units = NO_UNITS
+    shape: UnitShape | None = None
+    strides: Sequence[tuple[int, ...] | None] | None = None
 
     def run() -> None:
-        given = current.batch.inputs[unit] if take is None else take()
+        nonlocal buffer, row, units, shape, strides
+        if source is not None:
+            if source.works:
+                wait()
+            given, source.value = source.value, ()
+        else:
+            given = current.batch.inputs[unit] if take is None else take()
         note(now())
-        shape = current.units.shapes[unit]
-        if shape is not None and stage in shape.cargo.strides:
-            given = tuple(map(laid_out, given, shape.cargo.strides[stage]))
-        if take is not None:
+        if current.units is not units:
+            units, shape = current.units, current.units.shapes[unit]
+            strides = None if shape is None else shape.cargo.strides.get(stage)
+        if strides:
+            given = tuple(map(laid_out, given, strides))
+        if may_stay:
+            leaf = row[0] if given is buffer else None
+            if leaf is None or leaf.grad is not None or leaf._backward_hooks is not None or constant or any(hooks):
+                buffer, row = given, leaves(given)
+            given = row
+        elif is_fed:
             given = leaves(given)
+        seen, extras = given if shows_leaves else _shown(given, shape, stage), current.batch.extras[unit]
+        if plain is None or extras or draws.may_draw or draws.alarms != masks.alarms:
+            run_other(given, seen)
+            return
+        outputs, auxiliary = plain(seen, extras) if only is None else ((only(seen[0]),), None)
+        if only is not None and not isinstance(outputs[0], Tensor):
+            outputs, auxiliary = take_apart(outputs[0])
+        start = finish(outputs)
+        saved[kept] = saved_of((given, start if auxiliary is None else with_loss(start, auxiliary), NO_RERUNS, None))
+        note(now())
+
+    return run
+
+
+class _Other(NamedTuple):
+    """The rest of a forward: `run` takes (inputs, these as blocks see them) where blocks draw, recompute, ….
+
+    `with_loss` adds an auxiliary loss to a start; `plain` runs a stage that needs none of this, if there is one.
+    """
+
+    run: Callable[[Outputs, Outputs], None]
+    with_loss: Callable[[BackwardRoots, Tensor], BackwardRoots]
+    plain: RunBlocks | None
+
+
+def _bind_other(
+    state: ComputeState, instruction: ins.Fwd, finish: Callable[[Outputs], BackwardRoots], kept: Value, *, is_fed: bool
+) -> _Other:
+    forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
+    extras_of, with_unit, draws = extras_maker(state, instruction), unit_adder(state, instruction), forward.draws
+    note, now, saved, losses = state.clock.note, state.clock.now, state.saved, state.tally.auxiliary
+    look, host, stores, store = state.tally.look, state.host, state.stores, _store_of(state, instruction)
+    place, neighbours, moves = _place_of_loss(state, instruction), _neighbours(state, instruction), host.moves(kept)
+    skips, whole = _taken_skips(state, instruction), forward.whole
+
+    def with_loss(start: BackwardRoots, auxiliary: Tensor) -> BackwardRoots:
+        auxiliary = _weigh_other(state, unit, auxiliary)
+        losses.append((place, auxiliary.detach()))
+        return start.with_loss(auxiliary, state.scale)
+
+    def run(given: Outputs, seen: Outputs) -> None:
         reruns: list[Rerun] = []
         extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
-        want_unit = draws.may_draw or draws.alarms != draws.masks.alarms
-        if want_unit:
+        if draws.may_draw or draws.alarms != draws.masks.alarms:
             extras = with_unit(extras)
         versions = skips and skips.versions(given)
         activations = host.activations(stores.get(store)) if moves else None
-        seen = given if take is None or shows_leaves else _shown(given, shape, stage)
-        if activations is None and plain is not None and not want_unit:
-            outputs, auxiliary = plain(seen, extras)
+        with NO_CONTEXT if activations is None else activations.saving():
+            outputs, auxiliary = forward(seen, extras, reruns) if whole is None else whole(seen, extras)
             start = finish(outputs)
-        elif activations is None:
-            start, auxiliary = compute(seen, extras, reruns)
-        else:
-            with activations.saving():
-                start, auxiliary = compute(seen, extras, reruns)
         if skips and versions:
             skips.require_unchanged(given, versions)
         for neighbour in neighbours:
             neighbour.value = tuple([apart(output, given) for output in neighbour.value])
         if look is not None:
             look()
-        if auxiliary is not None:
-            auxiliary = weighed(auxiliary)
-            start = start.with_loss(auxiliary, state.scale)
-            losses.append((place, auxiliary.detach()))
-        saved[kept] = saved_of((given, start, reruns, extras.get(UNIT) if extras else None))
+        start = start if auxiliary is None else with_loss(start, auxiliary)
+        saved[kept] = saved_of((given, start, reruns, extras.get(UNIT)))
         note(now())
         if activations is not None:
-            host.leave(kept, activations, given if take is not None else ())
+            host.leave(kept, activations, given if is_fed else ())
 
-    return run
+    plain = None if skips or moves or neighbours or look or extras_of else forward.plain
+    return _Other(run, with_loss, plain)
 
 
 def _shown(given: Outputs, shape: UnitShape | None, stage: int) -> Outputs:
@@ -157,8 +201,10 @@ def _bind_evaluation(
 ) -> BoundCall:
     """Run a forward without a graph."""
     unit, current, stage = instruction.microbatch, state.current, instruction.stage
-    forward, with_unit = state.forwards[stage], _with_unit(state, instruction)
-    take, extras_of, draws = _taker(state, index, instruction), _extras(state, instruction), forward.draws
+    forward, with_unit = state.forwards[stage], unit_adder(state, instruction)
+    parts = _parts_taken(state, instruction)
+    take = state.cells.row_taker(parts, index) if parts else None
+    extras_of, draws = extras_maker(state, instruction), forward.draws
     note, now = state.clock.note, state.clock.now
     losses, place, look = state.tally.auxiliary, _place_of_loss(state, instruction), state.tally.look
     skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, ValueKind.OUTPUT))
@@ -218,11 +264,10 @@ def _weigh_other(state: ComputeState, unit: int, loss: Tensor) -> Tensor:
     return state.loss_fn.weigh_other(loss, len(state.current.units.samples[unit]), state.usual_samples)
 
 
-def _taker(state: ComputeState, index: int, instruction: ins.Fwd) -> Callable[[], Outputs] | None:
-    """Return a function that takes a forward's input; None where the input comes from the batch."""
+def _parts_taken(state: ComputeState, instruction: ins.Fwd) -> RowParts:
+    """Return the places of a forward's inputs; none where the input comes from the batch."""
     taken = state.flows.taken(instruction, ValueKind.OUTPUT, ValueKind.SKIP)
-    arriving = state.forwards[instruction.stage].arriving
-    return state.cells.row_taker(parts_of(state, taken, arriving), index) if taken else None
+    return parts_of(state, taken, state.forwards[instruction.stage].arriving)
 
 
 def parts_of(state: ComputeState, values: Sequence[Value], row: Parcel) -> RowParts:
@@ -231,68 +276,15 @@ def parts_of(state: ComputeState, values: Sequence[Value], row: Parcel) -> RowPa
     return [(value, places(value, row)) for value in values]
 
 
-def _extras(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras] | None:
-    """Return a function that makes a stage's extras: those of the unit, past keys and values, its context, targets.
-
-    None where they are those of the unit alone.
-    """
-    stage, unit, current = instruction.stage, instruction.microbatch, state.current
-    if state.forwards[stage].takes_targets:
-        extras_of = _extras_of_unit(state, instruction) or (lambda given: current.batch.extras[unit])
-        return lambda given: {**extras_of(given), TARGETS: current.batch.targets[unit]}
-    return _extras_of_unit(state, instruction)
-
-
-def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras] | None:
-    stage, unit, current = instruction.stage, instruction.microbatch, state.current
-    slices, stores = state.flows.plan.schedule.slices, state.stores
-    if state.shape.context is not None:
-
-        def with_context(given: Outputs) -> Extras:
-            shape = current.units.shapes[unit]
-            assert shape is not None
-            return {**current.batch.extras[unit], "context": shape.context}
-
-        return with_context
-    if slices == 1:
-        return None
-    microbatch, number = divmod(unit, slices)
-    key, token_shards = (stage, microbatch), state.token_shards.get(stage, 1)
-
-    def extras(given: Outputs) -> Extras:
-        if number == 0:
-            stores[key] = Store()
-        past = Past(stores[key], number, slices, given[0].shape[1] * token_shards)
-        return {**current.batch.extras[unit], "past": past}
-
-    return extras
-
-
-def _with_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Extras], Extras]:
-    """Return a function that adds the unit to the extras, the key of random draws; evaluations have negative steps."""
-    current, trains = state.current, state.flows.trains
-    slices, unit, device = state.flows.plan.schedule.slices, instruction.microbatch, state.device
-
-    def with_unit(extras: Extras) -> Extras:
-        shape, samples = current.units.shapes[unit], current.units.samples[unit]
-        assert shape is not None
-        step = current.number if trains else -1 - current.number
-        positions = shape.positions(unit % slices, slices, device)
-        before = current.samples_before
-        samples = range(before + samples.start, before + samples.stop)
-        return {**extras, UNIT: MaskUnit(step, samples, positions)}
-
-    return with_unit
-
-
 def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], BackwardRoots]:
     """Return a function that stores a stage's outputs for later stages; raises where a shape is not the agreed one."""
     made, stage = state.flows.made(instruction, ValueKind.OUTPUT, ValueKind.SKIP), instruction.stage
     cell, forward, parcel = state.cells.cell_of(made[0]), state.forwards[stage], state.forwards[stage].parcel
     give = state.cells.row_giver(parts_of(state, made, parcel))
     only_one, current, unit = len(parcel.specs) == 1 and not parcel.is_resident, state.current, instruction.microbatch
-    known, agreed = None, state.shape.cargo.outputs_of(stage)
-    spec = agreed.output.tensors[0] if only_one else None
+    units, agreed = NO_UNITS, state.shape.cargo.outputs_of(stage)
+    size: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
 
     def check(outputs: Outputs, agreed: Parcel) -> None:
         found = [TreeSpec.from_tree(output) for output in outputs]
@@ -308,16 +300,17 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], B
             raise MisfitError(f"stage {stage} ({forward.title}) gave {gave}; the ranks agreed on {agreed}: {why}")
 
     def hand_on(outputs: Outputs) -> BackwardRoots:
-        nonlocal known, agreed, spec
-        output, shape = outputs[0], current.units.shapes[unit]
-        if shape is not known:
+        nonlocal units, agreed, size, dtype
+        output = outputs[0]
+        if current.units is not units:
+            units, shape = current.units, current.units.shapes[unit]
             assert shape is not None
-            known, agreed = shape, shape.cargo.outputs_of(stage)
-            spec = agreed.output.tensors[0] if only_one else None
+            agreed = shape.cargo.outputs_of(stage)
+            size, dtype = (agreed.specs[0].shape, agreed.specs[0].dtype) if only_one else (None, None)
             left = shape.cargo.strides.get(stage + 1, [None])[0]
             if unit == 0 and isinstance(output, Tensor) and output.is_contiguous() is (left is not None):
                 _logger.warning(_OTHER_STRIDES, stage, forward.title, output.stride())
-        if spec and isinstance(output, Tensor) and output.shape == spec.shape and output.dtype == spec.dtype:
+        if isinstance(output, Tensor) and output.dtype is dtype and output.shape == size:
             cell.value = (output.detach(),)
             return start_of(((edge_of(output),), ONLY, ())) if output.requires_grad else NO_ROOTS
         check(outputs, agreed)
@@ -328,26 +321,35 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], B
     return hand_on
 
 
-def _lose(state: ComputeState, unit: int, slices: int, outputs: Outputs, targets: Any = None) -> BackwardRoots:
-    """Compute the loss of a unit, and add loss, weight and metrics to the tally; `targets` replace the batch's."""
-    targets = state.current.batch.targets[unit] if targets is None else targets
-    if torch.is_inference_mode_enabled():
-        with tensors_of_training():  # losses are examined by graphs
-            return _lose(state, unit, slices, *map_tensors(torch.clone, (outputs[:1], targets)))
-    tally, units, usual, output = state.tally, state.current.units, state.usual_samples, outputs[0]
-    if tally.look is not None:
-        tally.look()  # detects changes by blocks, before the loss can undo them
-    found = called("the loss function", state.loss_fn, output, targets, units, unit, usual=usual, slices=slices)
-    loss, times = tally.add_loss(unit, found)
-    if state.flows.trains and not loss.requires_grad:
-        _tell_without_graph(state, unit, output)
-    if state.metrics:
-        with torch.no_grad():
-            for column, own, (name, metric) in zip(tally.metrics, tally.of_metrics, state.metrics.items(), strict=True):
-                found, weight = called(f"metric {name!r}", metric, output, targets, units, unit)
-                column.append((unit, found))
-                own.append((unit, weight))
-    return NO_ROOTS.with_loss(loss, state.scale, times)
+def _loser(state: ComputeState, unit: int, slices: int) -> Callable[..., BackwardRoots]:
+    """Return a function that computes the loss of a unit, and adds loss, weight and metrics to the tally."""
+    current, tally, loss_fn, usual, scale = state.current, state.tally, state.loss_fn, state.usual_samples, state.scale
+    metrics, trains, look = state.metrics, state.flows.trains, state.tally.look
+
+    def lose(outputs: Outputs, targets: Any = None) -> BackwardRoots:
+        """Use `targets` in place of the batch's, if they are given."""
+        targets = current.batch.targets[unit] if targets is None else targets
+        if torch.is_inference_mode_enabled():
+            with tensors_of_training():  # losses are examined by graphs
+                return lose(*map_tensors(torch.clone, (outputs[:1], targets)))
+        units, output = current.units, outputs[0]
+        if look is not None:
+            look()  # detects changes by blocks, before the loss can undo them
+        found = called("the loss function", loss_fn, output, targets, units, unit, usual=usual, slices=slices)
+        loss, times = tally.add_loss(unit, found)
+        if metrics:
+            with torch.no_grad():
+                for column, own, (name, metric) in zip(tally.metrics, tally.of_metrics, metrics.items(), strict=True):
+                    found, weight = called(f"metric {name!r}", metric, output, targets, units, unit)
+                    column.append((unit, found))
+                    own.append((unit, weight))
+        if loss.requires_grad:
+            return start_of(((edge_of(loss),), (), (scale.gradient_of(loss, times),)))
+        if trains:
+            _tell_without_graph(state, unit, output)
+        return NO_ROOTS
+
+    return lose
 
 
 def _tell_without_graph(state: ComputeState, unit: int, output: Any) -> None:

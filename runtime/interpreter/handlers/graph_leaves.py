@@ -7,6 +7,7 @@ receive buffer ──▶ detached ──▶ leaf ──▶ blocks ──▶ … 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,35 +19,25 @@ from ...stage.stage_forward import Outputs
 from ..rank_state import ComputeState
 
 
-def leaves_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Callable[[Outputs], Outputs]:
-    """Return a function that makes inputs leaves of the forward's graph.
+class Leaves(NamedTuple):
+    """A function that makes inputs leaves of a forward's graph; may they stay so, unless one of these dicts is filled?
 
-    An input received into a stage of torch modules alone, whose code cannot keep it, stays one leaf for all units.
+    An input received into a stage of torch modules alone, whose code cannot keep it, stays one leaf for all units, as
+    long as it has neither a gradient nor hooks.
     """
+
+    make: Callable[[Outputs], Outputs]
+    may_stay: bool
+    hooks: list[dict[int, object]]
+
+
+def leaves_of(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Leaves:
+    """Return how inputs become leaves."""
     leaf, forward = _leaf_maker(state, instruction, kept), state.forwards[instruction.stage]
-    taken, constant = state.flows.taken(instruction, ValueKind.OUTPUT, ValueKind.SKIP), state.boundaries.constant
-    known: Outputs | None = None
-    found: Outputs = ()
-    if (
-        state.host.moves(kept)
-        or not forward.is_of_torch
-        or len(taken) != 1
-        or state.cells.cell_of(taken[0]).receive is None
-    ):
-        return lambda given: tuple([leaf(one) for one in given])
-    hooks = forward.hooks
-
-    def keep(given: Outputs) -> Outputs:
-        nonlocal known, found
-        is_same = given is known and not constant and not any(hooks)
-        for one in found:  # it may have a gradient by now, or hooks
-            is_same = is_same and one.grad is None and one._backward_hooks is None
-        if not is_same:
-            found = tuple([leaf(one) for one in given])
-            known = None if constant or any(hooks) else given
-        return found
-
-    return keep
+    taken = state.flows.taken(instruction, ValueKind.OUTPUT, ValueKind.SKIP)
+    stays = len(taken) == 1 and state.cells.cell_of(taken[0]).receive is not None and not state.host.moves(kept)
+    stays = stays and forward.is_of_torch and len(forward.arriving.specs) == 1
+    return Leaves(lambda given: tuple([leaf(one) for one in given]), stays, forward.hooks if stays else [])
 
 
 def _leaf_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Callable[[Tensor], Tensor]:

@@ -71,10 +71,11 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         return figures
 
     def conclude(figures: Tensor) -> None:
-        square, suspects, asked, *sums = figures.tolist()
+        square, suspects, asked, *sums = norm.read(figures)
         length = math.sqrt(square) if square >= 0 else square
         outcome.norm = partial(torch.full, (), length, dtype=figures.dtype, device=figures.device)
-        marks.require_equal(sums)
+        if sums != marks.equal:
+            marks.require_equal(sums)
         if asked >= DOUBT:
             state.settle_loss(accumulates=reducer.accumulates, again=True)
         outcome.stop_asked, outcome.skipped = asked % DOUBT > 0, not math.isfinite(length)
@@ -120,7 +121,8 @@ def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> 
         if reducer.accumulates:
             return
         if stepper is not None and not outcome.skipped:
-            absent.take_away(stages)
+            if absent.found:
+                absent.take_away(stages)
             stepper.step(norm() if goes_by_norm else None)
             masters.publish(stages)
         for bucket in buckets:

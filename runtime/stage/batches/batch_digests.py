@@ -23,7 +23,8 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, listed_ranks
 
-from ...blocks.trees import flatten
+from ...blocks.trees import ONE_TENSOR, flatten
+from ...comm.device import is_accelerator
 from .tree_digests import DigestNumber, differ, digest, samples_of, structure_of, top_bits
 
 DATA_KINDS = ("inputs", "targets", "extras")
@@ -31,9 +32,9 @@ DATA_KINDS = ("inputs", "targets", "extras")
 _WIDTH = 3 * len(DATA_KINDS)
 _BITS = 20
 _MOST_SLOTS = 64
-"""Number of replicas that are compared in one step; where there are more, they take turns."""
+"""DigestNumber of replicas that are compared in one step; where there are more, they take turns."""
 _MOST_LETTERS = 300
-"""Number of characters of a structure's description in messages."""
+"""DigestNumber of characters of a structure's description in messages."""
 
 ADVICE = (
     "give all ranks of a replica the same samples in the same order, sequences whole, chosen by engine.replica and "
@@ -53,7 +54,16 @@ class DataDigest(NamedTuple):
     words: str
 
 
+Row = Tensor | Sequence[DigestNumber]
+Marks = list[DataDigest | None]
+"""Marks of the inputs, the targets and the extras of a step."""
+
 _NO_EXTRAS = DataDigest(0, 1, "nothing")
+
+
+def is_real(mark: DataDigest | None) -> bool:
+    """Whether the data of a mark are known to be real, and no placeholder."""
+    return mark is not None and isinstance(mark.is_given, int)
 
 
 class DataMarks:
@@ -86,36 +96,40 @@ class DataMarks:
         self._turns = -(-len(members) // _MOST_SLOTS)
         self._slots = -(-len(members) // self._turns)
         self._compares = max(map(len, self._members)) > 1
-        self._nothing = torch.zeros(self._slots * _WIDTH, dtype=torch.float64, device=device)
-        self._latest: tuple[list[DigestNumber], Tensor, list[DataDigest | None]] = [], self._nothing, []
-        self._marks: list[DataDigest | None] | None = None
-        self._taken: list[DataDigest | None] = []
+        self._is_there = is_accelerator(device)
+        self._nothing = self._there([0] * (self._slots * _WIDTH))
+        self._latest: tuple[list[DigestNumber], Row, Marks] = [], self._nothing, []
+        self._marks: Marks | None = None
+        self._taken: Marks = []
         self._turn = self._noted = 0
-        self._equal: Sequence[float] = ()
+        self.equal: Sequence[float] = ()
+        """The last sums of equal marks."""
 
-    def note_batch(self, given: Mapping[str, Any], needed: Mapping[str, bool], extras: Mapping[str, Any]) -> list[bool]:
-        """Record marks of this rank's data for a step, or for one more batch of it.
+    def note(self, given: Mapping[str, Any], needed: Mapping[str, bool], extras: Mapping[str, Any]) -> Marks:
+        """Record marks of this rank's data for a step, or for one more batch of it, and return them.
 
-        `given` and `needed` have "inputs" and "targets": return whether the rank is known to have real data, not a
-        placeholder, for each.
+        `given` and `needed` have "inputs" and "targets".
         """
         if not self._compares:
-            return [False, False]
+            return [None, None]
         turn = self._noted
-        of_extras = mark_of(dict(sorted(extras.items())), is_needed=True, turn=turn) if extras else _NO_EXTRAS
-        of_inputs = mark_of(given["inputs"], is_needed=needed["inputs"], turn=turn)
-        found = [of_inputs, mark_of(given["targets"], is_needed=needed["targets"], turn=turn), of_extras]
         self._noted += 1
+        found: Marks = [None, None, _NO_EXTRAS]
+        for place, name in enumerate(DATA_KINDS[:2]):
+            if given[name] is not None or needed[name]:
+                found[place] = mark_of(given[name], is_needed=needed[name], turn=turn)
+        if extras:
+            found[2] = mark_of(dict(sorted(extras.items())), is_needed=True, turn=turn)
         if self._marks is not None:
             found = [_folded(before, now) for before, now in zip(self._marks, found, strict=True)]
         self._marks = found
-        return [mark is not None and isinstance(mark.is_given, int) for mark in found[:2]]
+        return found
 
-    def take_row(self) -> Tensor | None:
-        """Return the step's row, to be summed over the ranks: (n,), float64; None where nothing is compared."""
+    def take_row(self) -> Row:
+        """Return the step's row, to be summed over the ranks: n numbers, none where nothing is compared."""
         marks, self._marks = self._marks, None
         if not self._compares:
-            return None
+            return ()
         self._turn = (self._turn + 1) % self._turns
         slot, turn = divmod(self._mine, self._turns)
         self._taken = marks or []
@@ -128,26 +142,32 @@ class DataMarks:
             if mark is not None:
                 at, number, is_given = slot * _WIDTH + 3 * kind, mark.number, mark.is_given
                 row[at : at + 3] = is_given, number * is_given, number * number * is_given
-        has_elsewhere = Tensor in map(type, row)
-        elsewhere = [at for at, number in enumerate(row) if isinstance(number, Tensor)] if has_elsewhere else []
+        if not self._is_there:
+            return row
+        elsewhere = [at for at, number in enumerate(row) if isinstance(number, Tensor)]
         if not elsewhere and row == self._latest[0]:
             return self._latest[1]
-        on_host = [0 if at in elsewhere else number for at, number in enumerate(row)] if elsewhere else row
-        table = torch.tensor(on_host, dtype=torch.float64).to(self._device, non_blocking=True)
+        table = self._there([0 if at in elsewhere else number for at, number in enumerate(row)] if elsewhere else row)
         for at in elsewhere:
-            table[at] = row[at]
+            table[at] = row[at]  # type: ignore[index]
         if not elsewhere:
             self._latest = row, table, marks
         return table
 
+    def _there(self, row: list[Any]) -> Row:
+        """Return a row on the device, float64; where the host is that device, itself."""
+        if not self._is_there:
+            return row
+        return torch.tensor(row, dtype=torch.float64).to(self._device, non_blocking=True)
+
     def require_equal(self, sums: Sequence[float]) -> None:
         """Raise `MisfitError`, on all ranks that the sums ran over, where ranks of a replica had different data."""
-        for at in range(0, len(sums), 3) if sums != self._equal else ():
+        for at in range(0, len(sums), 3):
             count, total, squares = sums[at : at + 3]
             if int(count) * int(squares) != int(total) ** 2:
                 slot, place = divmod(at, _WIDTH)
                 self._refuse(self._members[slot * self._turns + self._turn], place // 3)
-        self._equal = sums
+        self.equal = sums
 
     def _refuse(self, members: Sequence[int], kind: int) -> None:
         """Raise `MisfitError` that names the deviating ranks; all ranks that the sums ran over take part."""
@@ -167,7 +187,7 @@ def mark_of(tree: Any, *, is_needed: bool, turn: int = 0) -> DataDigest | None:
     """Return the mark of a tree; None: missing or a placeholder, on a rank that does not need it."""
     if tree is None and not is_needed:
         return None
-    built, tensors = flatten(tree)
+    built, tensors = (ONE_TENSOR, (tree,)) if isinstance(tree, Tensor) else flatten(tree)
     samples, is_shown = list[Tensor](), bool(tensors)
     for tensor in tensors:
         found = samples_of(tensor, turn)

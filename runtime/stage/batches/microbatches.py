@@ -183,7 +183,7 @@ class BatchCutter:
         self._device, self._dtype, self._rank = device, dtype, rank
         self._needs_inputs, self._needs_targets = inputs, targets
         self._latest: _Cut | None = None
-        self._of_nothing: dict[tuple[int, int], Batch] = {}
+        self._nothing: Batch | None = None
 
     def __call__(
         self,
@@ -205,10 +205,9 @@ class BatchCutter:
         """
         spec, count = plan.schedule, microbatches or plan.schedule.microbatches
         if not extras and not self._needs_inputs and not self._needs_targets:
-            found = self._of_nothing.get((count, spec.num_units))
-            if found is None:
-                found = Batch((), (), [{}] * spec.num_units, count, kind=(count, False, False))
-            self._of_nothing[count, spec.num_units] = found
+            found, num_units = self._nothing, spec.microbatches * spec.slices
+            if found is None or found.microbatches != count or len(found.extras) != num_units:
+                found = self._nothing = Batch((), (), [{}] * num_units, count, kind=(count, False, False))
             return found
         kind = count, self._needs_inputs and _kind(inputs), self._needs_targets and _kind(targets)
         is_plain, latest = not extras and spec.slices == 1 and None not in kind, self._latest
@@ -362,7 +361,8 @@ class BatchCutter:
         """Move this rank's shard of sequences to its device, and split it into these row counts, or not at all."""
         mine = shard.cut(name, tensor) if shard.size > 1 and tensor.dim() else tensor
         to = dtype if tensor.is_floating_point() else None
-        moved: Tensor = mine.to(self._device, to, non_blocking=tensor.device.type == "cpu")
+        is_here = mine.device == self._device and (to is None or mine.dtype is to)
+        moved = mine if is_here else mine.to(self._device, to, non_blocking=mine.is_cpu)
         return (moved,) if sizes is None else moved.split_with_sizes(sizes)
 
 

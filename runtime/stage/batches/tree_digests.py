@@ -28,7 +28,7 @@ _SCATTERED = 256
 _BITS = 64
 _ODD = 0x9E3779B97F4A7C15
 _ALL_BITS = 2**_BITS - 1
-_AT_ONCE = 64
+_AT_ONCE, _SHIFT = 64, np.int64(29)
 _OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8))
 
 
@@ -44,7 +44,7 @@ def digest(words: str, samples: Sequence[Tensor]) -> DigestNumber:
     total: DigestNumber = _digest_words(words)
     for numbers in samples:
         found = _digest(numbers)
-        both_here = type(total) is int and type(found) is int
+        both_here = type(total) is type(found) is int
         total = (total * _ODD + found) & _ALL_BITS if both_here else _joined_on_device(total, found)
     return total
 
@@ -56,7 +56,7 @@ def top_bits(number: DigestNumber, count: int) -> DigestNumber:
 
 
 def samples_of(tensor: Tensor, turn: int = 0) -> list[Tensor] | None:
-    """Return all numbers of a small tensor; of a large one scattered and adjacent samples: each contiguous, (n,).
+    """Return all numbers of a small tensor; of a large one scattered and adjacent samples: each contiguous.
 
     None: its memory cannot be read, as on the meta device.
     """
@@ -67,7 +67,7 @@ def samples_of(tensor: Tensor, turn: int = 0) -> list[Tensor] | None:
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     if tensor.nbytes <= _WHOLE_BYTES:
-        return [(tensor if tensor.is_contiguous() else tensor.contiguous()).view(-1)]
+        return [tensor if tensor.is_contiguous() else tensor.contiguous()]
     return [_scattered(tensor), _neighbours(tensor, _WHOLE_BYTES // tensor.itemsize, turn).contiguous().view(-1)]
 
 
@@ -76,9 +76,9 @@ def differ(samples: Sequence[Tensor]) -> DigestNumber:
     found = []
     for numbers in samples:
         if numbers.device.type != "cpu":
-            found.append((numbers != numbers[0]).any())
+            found.append((numbers != numbers.view(-1)[0]).any())
         else:
-            for some in (numbers[:_AT_ONCE], numbers):
+            for some in (numbers.view(-1)[:_AT_ONCE], numbers.view(-1)):
                 raw = some.view(torch.uint8).numpy().tobytes()
                 if raw != raw[: some.itemsize] * (len(raw) // some.itemsize):
                     return 1
@@ -155,17 +155,19 @@ def _neighbours(tensor: Tensor, most: int, turn: int) -> Tensor:
 
 
 def _digest(numbers: Tensor) -> DigestNumber:
-    """Return the weighted sum over the bits of contiguous numbers, (n,)."""
-    if numbers.device.type != "cpu":
-        return digest_on_device(numbers)
-    raw = numbers.numpy() if numbers.dtype in _OF_NUMPY else numbers.view(torch.uint8).numpy()
+    """Return the weighted sum over the bits of contiguous numbers."""
+    if not numbers.is_cpu:
+        return digest_on_device(numbers.view(-1))
+    raw = numbers.numpy() if numbers.dtype in _OF_NUMPY else numbers.view(-1).view(torch.uint8).numpy()
     rest = 0
     if raw.nbytes % 8:
-        raw = raw.view(np.uint8)
+        raw = raw.reshape(-1).view(np.uint8)
         whole = raw.size & ~7
         raw, rest = raw[:whole], int.from_bytes(raw[whole:].tobytes(), "little") * _ODD
-    words = raw.view(np.int64)
-    found: int = (int((words ^ (words >> 29)).dot(_weights()[: words.size])) + rest) & _ALL_BITS
+    words = raw.reshape(-1).view(np.int64)
+    mixed = words >> _SHIFT
+    mixed ^= words
+    found: int = (int(mixed.dot(_weights_of(words.size))) + rest) & _ALL_BITS
     return found
 
 
@@ -191,6 +193,11 @@ def _weights() -> np.ndarray:
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return (state ^ (state >> np.uint64(31))).view(np.int64)
+
+
+@lru_cache(maxsize=256)
+def _weights_of(count: int) -> np.ndarray:
+    return _weights()[:count]
 
 
 @lru_cache(maxsize=16)

@@ -30,7 +30,7 @@ def reduced(transport: Transport) -> list[float]:
     tally.metrics[0].append((0, torch.tensor(2 * scale, dtype=torch.bfloat16)))
     tally.reduce(transport.make_group([(0, 1)]))
     assert tally.weight(wait_for) == 5
-    return torch.stack(tally.figures.read_sums().sums[:3]).tolist()
+    return tally.figures.read_sums().sums[:3].tolist()
 
 
 def test_figures_are_summed_over_microbatches_and_ranks() -> None:
@@ -39,7 +39,7 @@ def test_figures_are_summed_over_microbatches_and_ranks() -> None:
 
 def test_a_step_knows_no_sums_before_they_are_reduced() -> None:
     tally = Tally(2, 3, 1, CPU)
-    assert torch.stack(tally.figures.read_sums().sums).isnan().all()
+    assert tally.figures.read_sums().sums.isnan().all()
     assert len(tally.figures.read_sums().sums) == 6
     assert tally.weight(wait_for).isnan()
 
@@ -48,7 +48,7 @@ def test_a_rank_without_a_last_stage_brings_zeros() -> None:
     def run(transport: Transport) -> list[float]:
         tally = Tally(0, 4, 2, CPU)
         tally.reduce(transport.make_group([(0,)]))
-        return torch.stack(tally.figures.read_sums().sums).tolist()
+        return tally.figures.read_sums().sums.tolist()
 
     assert run_local(1, run) == [[0.0, 0.0]]
 
@@ -76,7 +76,7 @@ def test_neither_order_nor_place_of_figures_changes_a_bit() -> None:
         tally.auxiliary += mine
         tally.losses += [(place, x * 3) for place, x in mine if place < 20]
         tally.reduce(transport.make_group([tuple(range(size))]))
-        return tuple(torch.stack(tally.figures.read_sums().sums).tolist())
+        return tuple(tally.figures.read_sums().sums.tolist())
 
     found: set[tuple[float, ...]] = set()
     for size, order in product((1, 2, 5), (1, -1)):
@@ -95,7 +95,7 @@ def test_figures_of_a_step_stay_when_the_next_one_has_the_same_table() -> None:
             tally.weight(wait_for)
             found.append(tally.figures)
         assert found[0].table is found[2].table
-        return [[*torch.stack(figures.read_sums().sums).tolist(), figures.rest[-1]] for figures in found]
+        return [[*figures.read_sums().sums.tolist(), figures.rest[-1]] for figures in found]
 
     once = [torch.tensor(number) * 3.0 for number in (0.1, 1.1, 1.1, 2.1, 3.1)]
     a, b, c, d, e = [loss.item() for loss in once]

@@ -161,10 +161,10 @@ def test_many_replicas_take_turns() -> None:
     for _ in range(3):
         for rank, mark in enumerate(marks):
             x = torch.arange(8.0) + (rank == 77)
-            mark.note_batch({"inputs": x, "targets": None}, {"inputs": True, "targets": False}, {})
-        sums = sum((row for mark in marks if (row := mark.take_row()) is not None), start=torch.zeros(()))
+            mark.note({"inputs": x, "targets": None}, {"inputs": True, "targets": False}, {})
+        sums = [float(sum(column)) for column in zip(*(mark.take_row() for mark in marks), strict=True)]
         try:
-            marks[0].require_equal(sums.tolist())
+            marks[0].require_equal(sums)
         except qs.MisfitError as error:
             seen.add(str(error)[:16])
     assert seen == {"ranks 76 and 77 "}
