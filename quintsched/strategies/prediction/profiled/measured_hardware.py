@@ -21,7 +21,7 @@ from quintsched.strategies.descriptions.strategy import Strategy, modules_of
 from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, operator_times
 from quintsched.strategies.prediction.layers_of_ranks import has_experts
-from quintsched.strategies.prediction.operators import Operator, Pass
+from quintsched.strategies.prediction.operators import AttentionKernel, Operator, Pass, Product
 from quintsched.strategies.prediction.step import predict
 from quintsched.strategies.prediction.table import Table, sizes_of
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile
@@ -29,6 +29,8 @@ from quintsched.strategies.profiles.profile import MeasuredStep, Profile
 CORRECTIONS = 4
 """Number of corrections of the rates: because of kernel launches, times are not exactly proportional."""
 COMMUNICATION = ("tp", "cp", "ep", "pp", "dp")
+
+KINDS: dict[type[Operator], str] = {Product: "product", AttentionKernel: "attention", Pass: "pass"}
 
 
 def measured_hardware(hardware: Hardware, profile: Profile, constants: Constants = CONSTANTS) -> Hardware:
@@ -107,14 +109,13 @@ def work_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Cons
     "communication"."""
     table = Table.from_strategies([strategy])
     sizes = sizes_of(table, strategy.dtype)
-    seconds = {"product": 0.0, "attention": 0.0, "pass": 0.0}
+    seconds = dict.fromkeys(KINDS.values(), 0.0)
 
     def add(operator: Operator, times: float, rerun: float) -> None:
         took = operator_times(operator, hardware, strategy.dtype, constants)
         selective = took.forward * (operator.module in modules_of(strategy.recompute))
         total = took.forward * (1 + rerun) + took.backward + selective
-        kind = "pass" if isinstance(operator, Pass) else type(operator).__name__.lower()
-        seconds[kind] += float(total[0]) * times * strategy.microbatches / strategy.pp
+        seconds[KINDS[type(operator)]] += float(total[0]) * times * strategy.microbatches / strategy.pp
 
     again = _recomputed(model, strategy)
     for experts, layers in Counter(has_experts(model, layer) for layer in range(model.layers)).items():
