@@ -23,7 +23,7 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
 
-from ..helpers.training import check_equality
+from ..helpers.training import Outcome, check_equality, require_same_bits
 from .toys import Task, difference, sgd, share, tiny_vit
 
 TASK = Task.make(3, 8, torch.float64)
@@ -32,6 +32,10 @@ TASK = Task.make(3, 8, torch.float64)
 def engine_on(transport: Transport, plan: qs.Plan, blocks: Blocks, **options: object) -> Engine:
     settings: dict[str, object] = {"dtype": torch.float64} | options
     return Engine(plan, blocks, cross_entropy_sum, sgd, transport=transport, **settings)  # type: ignore[arg-type]
+
+
+def vit_alone() -> Engine:
+    return Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), tiny_vit(), cross_entropy_sum, sgd)
 
 
 def test_every_rank_knows_loss_metrics_and_norm() -> None:
@@ -130,17 +134,15 @@ def test_extras_auxiliary_losses_and_plain_losses() -> None:
 def test_modules_built_by_the_user_start_alike_everywhere() -> None:
     plan = qs.compile("1f1b", mesh="dp=2,tp=2", microbatches=2)
 
-    def run(transport: Transport) -> dict[str, Tensor]:
+    def run(transport: Transport) -> Outcome:
         blocks = [build() for build in tiny_vit()]
         with torch.no_grad():
-            for block in blocks:
-                for weight in block.parameters():
-                    weight.add_(transport.rank)
-        return engine_on(transport, plan, blocks).full_weights()
+            for weight in nn.ModuleList(blocks).parameters():
+                weight.add_(transport.rank)
+        return Outcome([], engine_on(transport, plan, blocks).full_weights())
 
     first, *others = run_local(4, run)
-    for other in others:
-        assert all(torch.equal(weight, first[name]) for name, weight in other.items())
+    require_same_bits(others, first)
 
 
 @pytest.mark.parametrize("is_emptied", [False, True])
@@ -186,23 +188,8 @@ def test_named_parameters_for_the_optimizer() -> None:
     assert torch.isfinite(engine.step(TASK.inputs[0].float(), TASK.targets[0]).loss)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "samples", "message"),
-    [
-        ("pp=1", 0, r"inputs of shape \(0, 1, 8, 8\) cannot be cut .* no samples"),
-        ("pp=2", 8, "mesh pp=2 has 2 ranks, but 1 process was"),
-    ],
-)
-def test_what_does_not_fit_is_refused(mesh: str, samples: int, message: str) -> None:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-    with pytest.raises(qs.MisfitError, match=message):
-        Engine(plan, tiny_vit(), cross_entropy_sum, sgd).step(
-            TASK.inputs[0][:samples].float(), TASK.targets[0][:samples]
-        )
-
-
 def test_other_shapes_that_blocks_cannot_take_are_refused() -> None:
-    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), tiny_vit(), cross_entropy_sum, sgd)
+    engine = vit_alone()
     engine.step(TASK.inputs[0].float(), TASK.targets[0])
     engine.step(TASK.inputs[0][:3].float(), TASK.targets[0][:3])
     with pytest.raises(qs.MisfitError, match=r"block 0 cannot take float32 \(2, 1, 12, 12\)"):
@@ -231,42 +218,6 @@ def test_modules_that_another_engine_has_cut_are_refused(mesh: str, words: str) 
             Engine(plan, modules, cross_entropy_sum, sgd, transport=transport)
 
     run_local(2, run)
-
-
-def test_too_few_blocks_and_blocks_that_do_not_fit_together() -> None:
-    def too_few(transport: Transport) -> None:
-        engine_on(transport, qs.compile("1f1b", mesh="pp=4", microbatches=2), tiny_vit(depth=1))
-
-    with pytest.raises(qs.MisfitError, match="3 blocks cannot fill 4 stages"):
-        run_local(4, too_few)
-
-    def mismatched(transport: Transport) -> None:
-        blocks = [lambda: nn.Linear(4, 6), lambda: nn.Linear(5, 3)]
-        plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-        Engine(plan, blocks, nn.functional.mse_loss, sgd, transport=transport).step(torch.ones(4, 4), torch.ones(4, 3))
-
-    with pytest.raises(qs.MisfitError, match=r"block 1 cannot take float32 \(2, 6\)"):
-        run_local(2, mismatched)
-
-
-def test_ranks_with_different_plans_are_stopped() -> None:
-    def run(transport: Transport) -> None:
-        plan = qs.compile("1f1b" if transport.rank else "gpipe", mesh="pp=2", microbatches=2)
-        engine_on(transport, plan, tiny_vit())
-
-    with pytest.raises(qs.MisfitError, match="the ranks do not agree on the plan"):
-        run_local(2, run)
-
-
-def test_an_unsound_plan_is_refused() -> None:
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-    broken = dataclasses.replace(plan, programs=(plan.programs[0][::-1], plan.programs[1]))
-
-    def run(transport: Transport) -> None:
-        engine_on(transport, broken, tiny_vit())
-
-    with pytest.raises(qs.UnsoundError, match="not sound"):
-        run_local(2, run)
 
 
 def test_an_error_inside_a_step_names_the_instruction() -> None:
@@ -332,7 +283,7 @@ def test_block_costs() -> None:
 
 
 def test_busy_share_is_a_share() -> None:
-    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), tiny_vit(), cross_entropy_sum, sgd)
+    engine = vit_alone()
     engine.step(TASK.inputs[0].float(), TASK.targets[0])
     assert 0 < engine.busy_share(10.0) < 1
     assert engine.busy_share(10.0) == 0
@@ -353,21 +304,9 @@ class FixedHeads(nn.Module):
 
 
 def test_attention_that_keeps_its_number_of_heads_is_cut_rightly() -> None:
-    x, y = torch.randn(4, 5, 16, dtype=torch.float64), torch.randn(4, 5, 16, dtype=torch.float64)
-
-    def loss_on(mesh: str) -> list[float]:
-        plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-
-        def run(transport: Transport) -> float:
-            engine = Engine(
-                plan, [FixedHeads] * 2, nn.functional.mse_loss, sgd, transport=transport, dtype=torch.float64
-            )
-            engine.step(x, y)
-            return engine.step(x, y).loss.item()
-
-        return run_local(plan.mesh.size, run)
-
-    assert loss_on("tp=2,pp=2") == pytest.approx(loss_on("dp=1") * 4, rel=1e-12)
+    batch = tuple(torch.randn(2, 4, 5, 16, dtype=torch.float64))
+    plan = qs.compile("1f1b", mesh="tp=2,pp=2", microbatches=2)
+    check_equality(plan, [FixedHeads] * 2, F.mse_loss, sgd, [batch] * 2)
 
 
 def test_after_a_step_that_failed_the_engine_refuses_to_go_on() -> None:
@@ -385,9 +324,68 @@ def test_after_a_step_that_failed_the_engine_refuses_to_go_on() -> None:
 
 
 def test_evaluation_leaves_frozen_blocks_in_evaluation_mode() -> None:
-    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), tiny_vit(), cross_entropy_sum, sgd)
+    engine = vit_alone()
     first, second, *_ = engine.stages[0].blocks.values()
     second.eval()
     engine.evaluate(TASK.inputs[0].float(), TASK.targets[0])
     assert first.training
     assert not second.training
+
+
+TWO, X = {"mesh": "pp=2", "microbatches": 2}, torch.ones(4, 4)
+BROKEN = qs.compile("1f1b", **TWO)
+
+
+@pytest.mark.parametrize(
+    ("plan_of", "blocks", "batch", "error", "words"),
+    [
+        (
+            lambda rank: qs.compile("1f1b" if rank else "gpipe", **TWO),
+            tiny_vit(),
+            TASK.batches[0],
+            qs.MisfitError,
+            "the ranks do not agree on the plan",
+        ),
+        (
+            lambda rank: dataclasses.replace(BROKEN, programs=(BROKEN.programs[0][::-1], BROKEN.programs[1])),
+            tiny_vit(),
+            TASK.batches[0],
+            qs.UnsoundError,
+            "not sound",
+        ),
+        (
+            lambda rank: qs.compile("1f1b", mesh="pp=4", microbatches=2),
+            tiny_vit(depth=1),
+            TASK.batches[0],
+            qs.MisfitError,
+            "3 blocks cannot fill 4 stages",
+        ),
+        (
+            lambda rank: BROKEN,
+            [lambda: nn.Linear(4, 6), lambda: nn.Linear(5, 3)],
+            (X.double(), X.double()),
+            qs.MisfitError,
+            r"block 1 cannot take float64 \(2, 6\)",
+        ),
+        (
+            lambda rank: qs.compile("1f1b", mesh="pp=1", microbatches=2),
+            tiny_vit(),
+            (TASK.inputs[0][:0], TASK.targets[0][:0]),
+            qs.MisfitError,
+            r"inputs of shape \(0, 1, 8, 8\) cannot be cut .* no samples",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    plan_of: Callable[[int], qs.Plan], blocks: Blocks, batch: tuple[Tensor, Tensor], error: type[Exception], words: str
+) -> None:
+    def run(transport: Transport) -> None:
+        engine_on(transport, plan_of(transport.rank), blocks).step(*batch)
+
+    with pytest.raises(error, match=words):
+        run_local(plan_of(0).mesh.size, run)
+
+
+def test_a_mesh_of_more_ranks_than_processes_is_refused() -> None:
+    with pytest.raises(qs.MisfitError, match="mesh pp=2 has 2 ranks, but 1 process was"):
+        Engine(BROKEN, tiny_vit(), cross_entropy_sum, sgd)

@@ -34,12 +34,8 @@ def blocks() -> Blocks:
 @cache
 def alone() -> Outcome:
     """Train on large batches, in the order of calls and within each by replicas, two samples at a time."""
-    task = ids_task(STEPS, SAMPLES, LENGTH)
-    found = train_plainly(
-        task, blocks(), SAMPLES // 2, adam, clip=0.5, dtype=torch.float64, tied=gpt_tied(OPTIONS), masks=Masks(0)
-    )
-    copies = {other: found.weights[first] for first, *others in gpt_tied(OPTIONS).values() for other in others}
-    return Outcome(found.losses, found.weights | copies)
+    both: dict[str, Any] = {"clip": 0.5, "dtype": torch.float64, "tied": gpt_tied(OPTIONS), "masks": Masks(0)}
+    return train_plainly(ids_task(STEPS, SAMPLES, LENGTH), blocks(), SAMPLES // 2, adam, **both)
 
 
 def accumulated(transport: Transport, plan: qs.Plan, **more: Any) -> Outcome:
