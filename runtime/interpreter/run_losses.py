@@ -2,8 +2,7 @@
 
 first call        finds the unit: samples, tokens, …        all ranks agree before weights first change
 step 0, 1, 2, 4   compares it with the microbatches          all ranks exchange their findings
-other steps       checks only that the state that the loss reads is unchanged, and compares again where it changed;
-                  values are compared for user code. A misfit travels with the figures of the step
+other steps       checks the state that the loss reads, and values of user code; compares again after a change
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from ..blocks.number_types import some_numbers
 from ..blocks.trees import map_tensors
 from ..blocks.without_side_effects import tensors_of_training
 from ..comm.host_collectives import greatest, share_texts
+from ..examine.gradients.nonlinear_backwards import GatheredWeights
 from ..examine.losses.loss_weights import LossWeight, Over
 from ..examine.losses.real_batches import RealBatch, SampleUnit, why_rests_misfit
 from ..examine.losses.watched_loss import Examined
@@ -35,7 +35,7 @@ from ..stage.mean_losses import LEARNED, NO_WEIGHT, NOT_STATED, SUMS, WeighedLos
 from ..stage.rank_model import RankModel
 from ..stage.sliced_losses import FirstLosses, cuts_sequences
 from ..stage.weighed_metrics import WeighedMetric
-from ..steps.block_examinations import BlockExaminations, GatheredWeights
+from ..steps.block_examinations import BlockExaminations
 from ..steps.units import Units
 from .loss_agreement import Told, rule_in_words, rule_of, why_uneven, with_nothing
 from .rank_state import RunOptions

@@ -37,6 +37,7 @@ from ..blocks.dtensor import local_of
 from ..blocks.trees import tensors_of
 from ..comm import Group
 from ..comm.host_collectives import share_bytes
+from ..comm.overlap_threads import BoundCall
 from ..interpreter.interpreter import PreparedStep
 from ..interpreter.plan_runner import PlanRunner
 from ..interpreter.tally import StepResult, Tally
@@ -44,7 +45,7 @@ from ..saving.rank_tensors import HeldTensor
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..state.training_state import TrainingState
-from .record_steps import ALL_UNITS, BoundCall, StepWatch
+from .record_steps import ALL_UNITS, StepWatch
 
 TENSOR_KINDS = ("weights", "inputs", "targets", "activations", "loss", "gradients")
 """Kinds of tensors that may not be finite, in the order in which one causes the next."""

@@ -14,7 +14,6 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -154,8 +153,9 @@ def train_rank(
     **settings: Any,
 ) -> Outcome:
     """Train with the engine on one rank, on this replica's share of each batch; without a loss, by the model's own."""
-    cut = cut or partial(split, example=batches[0][0])
-    blocks = cut(model) if isinstance(model, nn.Module) else model
+    blocks = model
+    if isinstance(model, nn.Module):
+        blocks = cut(model) if cut else split(model, example=batches[0][0])
     engine = Engine(plan, blocks, loss or blocks.loss_fn, optimizer, transport=transport, **settings)
     losses, norms = [], []
     for step, batch in enumerate(batches):
