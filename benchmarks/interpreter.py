@@ -37,7 +37,6 @@ from muted import MUTED, MutedTransport, done, muted_torch
 from paired import (
     Samples,
     Target,
-    median_interval,
     median_s,
     merge,
     ratios,
@@ -54,6 +53,8 @@ from quintsched.runtime import Engine, Transport, connect, run_local
 HAND, AGAIN, OURS, PURE = "hand-written", "hand-written again", "quintsched", "computation alone"
 TORCH = {"1f1b": ("Schedule1F1B", "_PipelineScheduleRuntime"), "interleaved-1f1b": ("ScheduleInterleaved1F1B",)}
 WARM_UP = 5
+FEWEST_STEPS = 1_000
+"""Least number of paired steps of the software alone: of these, the fastest tenth by CPU time is compared."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class Case:
     """Rank that is measured, where it is one alone."""
     most: float = 1.05
     """Limit of the time, relative to the hand-written loop."""
+    most_us: float = 6.0
+    """Limit of the microseconds above computation, each instruction."""
 
     @property
     def chunks(self) -> int:
@@ -119,7 +122,7 @@ MODELS: Mapping[str, Callable[[int], tuple[list[nn.Module], Tensor]]] = {
     "transformer": transformer,
 }
 SOFTWARE = [
-    Case("one rank of four, 1F1B", "hidden 8", "1f1b", 4, 8, 20),
+    Case("one rank of four, 1F1B", "hidden 8", "1f1b", 4, 8, 20, most_us=1.2),
     Case("one rank of four, interleaved", "hidden 8", "interleaved-1f1b", 4, 8, 10, most=1.08),
     Case("first rank of four, 1F1B", "hidden 8", "1f1b", 4, 8, 20, rank=0, most=1.25),
     Case("last rank of four, 1F1B", "hidden 8", "1f1b", 4, 8, 20, rank=3, most=1.35),
@@ -176,7 +179,7 @@ def software(case: Case, rounds: int) -> Samples:
         rivals = {name: partial(step, *case.batch(case.task(rank))) for name, step in steps.items()}
         warm_up(rivals)
         stop_filling()
-        return sample(rivals, rounds, case.steps, done)
+        return sample(rivals, max(rounds, math.ceil(FEWEST_STEPS / case.steps)), case.steps, done)
 
 
 def on_gloo(rank: int, case: Case, rounds: int) -> Samples:
@@ -203,13 +206,19 @@ def warm_up(rivals: Mapping[str, Callable[[], Tensor]]) -> dict[str, float]:
 
 def software_targets(case: Case, samples: Samples) -> list[Target]:
     instructions = len(case.plan().programs[case.rank])
-    per_instruction = 1e6 / case.steps / instructions
-    pairs = zip(samples[OURS], samples[PURE], strict=True)
-    above = median_interval([(mine[0] - bare[0]) * per_instruction for mine, bare in pairs])
+    ours, hand, again, pure = (fastest_tenth_s(samples, name) for name in (OURS, HAND, AGAIN, PURE))
+    above = (ours - pure) * 1e6 / case.steps / instructions
     return [
-        Target("time against hand-written", ratios(samples, OURS, HAND, 0).median, case.most),
-        Target(f"µs above computation, each of {instructions} instructions", above.median, 6.0),
+        Target("CPU time of the fastest tenth against hand-written", ours / hand, case.most),
+        Target("the hand-written loop against itself, distance from 1", abs(again / hand - 1), 0.03),
+        Target(f"µs above computation, each of {instructions} instructions", above, case.most_us),
     ]
+
+
+def fastest_tenth_s(samples: Samples, name: str) -> float:
+    """Return the CPU seconds of a sample that one in ten does not exceed."""
+    ordered = sorted(cpu for _, cpu in samples[name])
+    return ordered[len(ordered) // 10]
 
 
 def gloo_targets(samples: Samples, baseline: str) -> list[Target]:
