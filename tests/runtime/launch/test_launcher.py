@@ -235,7 +235,7 @@ def test_ranks_that_the_launcher_ends_slowly_are_blamed_for_nothing(
     monkeypatch.setattr(local_launcher, "RankProcesses", SlowRanks)
     monkeypatch.setattr(local_launcher, "_serve", lambda listener: listener.close())
     monkeypatch.setattr("quintsched.runtime.launch.supervise.Hub", KnownHub)
-    monkeypatch.setattr("quintsched.runtime.launch.rank_processes.Wakes.wait", lambda *_: next(wakes))
+    monkeypatch.setattr("quintsched.runtime.launch.rank_processes.Wakes.wait_signals", lambda *_: next(wakes))
     assert start_ranks(Worlds([2]), "no.module", []) == 130
     assert hubs[0].verdict is None
     assert capfd.readouterr().err == "stopping after the step in progress (Ctrl-C ends the run at once)\n"

@@ -61,7 +61,7 @@ def train_on(plan: qs.Plan, task: Task, blocks: Blocks, tied: Mapping[str, Any],
         norms = [result.grad_norm.item() for result in results if result.grad_norm is not None]
         tokens = {name: row.tolist() for name, row in engine.expert_tokens().items()}
         assert not any(row.any() for row in engine.expert_tokens().values())
-        return Trained([result.loss.item() for result in results], engine.full_weights(), norms, tokens)
+        return Trained([result.loss.item() for result in results], engine.full_weights(), norms, tokens=tokens)
 
     return run_local(plan.mesh.size, run, timeout_s=300, rules="nccl")
 
