@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,19 +19,21 @@ from quintsched.solve.order_timing import Objective
 
 MOST_COMPUTATIONS = 4_000
 """Largest problem that it is asked to solve."""
-RESOLUTION = 100_000
+RESOLUTION = 10_000
 """Units in which a step is counted where times have no common unit."""
 MOST_UNITS = 10_000_000
-CAP_UNITS = 10_000
+CAP_UNITS = 1_000_000
+"""Units in which a cap is counted where activations have no common unit."""
 WORKERS = 1
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Orders found (None: none better), and the proved lower bound (None: none)."""
+    """Orders found (None: none better), the proved lower bound (None: none), and whether Ctrl-C ended the search."""
 
     orders: list[list[int]] | None
     bound: float | None
+    is_interrupted: bool
 
 
 def is_installed() -> bool:
@@ -77,22 +80,24 @@ def improve(
     for rank in range(problem.pp):
         mine = [number for number in range(len(scaled)) if problem.ranks[number] == rank]
         model.add_no_overlap([model.new_fixed_size_interval_var(begins[n], scaled[n], "") for n in mine])
+    _add_wires(model, problem, begins, scaled, lags, horizon)
     if problem.are_alike:
         for first in range(0, len(scaled), problem.microbatches):
             for number in range(first + 1, first + problem.microbatches):
                 model.add(begins[number] >= begins[number - 1] + scaled[number - 1])
-    fits = _add_caps(model, problem, begins, scaled, horizon)
-    best = model.new_int_var(0, math.floor(value / unit + EPSILON), "")
+    _add_caps(model, problem, begins, scaled, horizon)
+    best = model.new_int_var(0, round(value / unit) if is_exact else math.floor(value / unit), "")
     for rank in range(problem.pp):
-        start = math.floor(head(problem, rank) / unit + EPSILON) if objective == "span" else 0
+        start = round(head(problem, rank) / unit) if objective == "span" else 0
         for number in range(2 * len(scaled) // 3, len(scaled)):
             if problem.ranks[number] == rank:
                 model.add(best >= begins[number] + scaled[number] - start)
     model.minimize(best)
     solver = cp_model.CpSolver()
-    solver.parameters.random_seed = seed
+    solver.parameters.random_seed = seed % 2**31
     solver.parameters.num_workers = WORKERS
     solver.parameters.interleave_search = False
+    solver.parameters.catch_sigint_signal = False
     solver.parameters.max_deterministic_time = effort
     solver.parameters.max_time_in_seconds = max(seconds, 0.1)
 
@@ -101,15 +106,32 @@ def improve(
             if stops():
                 self.stop_search()
 
-    status = solver.solve(model, _Watch())
-    proves = is_exact and fits and problem.are_alike
+    status, is_interrupted = _solve(solver, model, _Watch())
+    proves = is_exact and problem.are_alike
     bound = solver.best_objective_bound * unit if proves and status != cp_model.UNKNOWN else None
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Answer(None, bound)
+        return Answer(None, bound, is_interrupted)
+
+    def place(number: int) -> tuple[int, bool, int, int]:
+        """Return the place in time; of computations at the same time, those without duration go first."""
+        return solver.value(begins[number]), scaled[number] > 0, number % problem.microbatches, number
+
     orders: list[list[int]] = [[] for _ in range(problem.pp)]
-    for number in sorted(range(len(scaled)), key=lambda number: (solver.value(begins[number]), number)):
+    for number in sorted(range(len(scaled)), key=place):
         orders[problem.ranks[number]].append(number)
-    return Answer(orders, bound)
+    return Answer(orders, bound, is_interrupted)
+
+
+def _solve(solver: Any, model: Any, watch: Any) -> tuple[Any, bool]:
+    """Solve in a thread of its own, so that an interrupt stops it; return the status and whether one came."""
+    with ThreadPoolExecutor(1) as pool:
+        solving, is_interrupted = pool.submit(solver.solve, model, watch), False
+        while True:
+            try:
+                return solving.result(), is_interrupted
+            except KeyboardInterrupt:
+                is_interrupted = True
+                solver.stop_search()
 
 
 def _unit(problem: Problem, value: float) -> tuple[float, bool]:
@@ -123,29 +145,51 @@ def _unit(problem: Problem, value: float) -> tuple[float, bool]:
     return value / RESOLUTION, False
 
 
-def _add_caps(model: Any, problem: Problem, begins: list[Any], scaled: list[int], horizon: int) -> bool:
-    """Add the caps; return whether activations are multiples of one unit, so that nothing is rounded up."""
-    is_exact, each = True, problem.num_stages * problem.microbatches
+def _add_wires(
+    model: Any, problem: Problem, begins: list[Any], scaled: list[int], lags: list[int], horizon: int
+) -> None:
+    """Let the messages from one rank to another not overlap, in any order.
+
+    Where none takes longer than the computations of the sender, they never do.
+    """
+    wires: dict[int, list[int]] = {}
+    for number, wire in enumerate(problem.wires):
+        if wire >= 0:
+            wires.setdefault(wire, []).append(number)
+    for numbers in wires.values():
+        if max(lags[number] for number in numbers) <= min(scaled[problem.needs[number]] for number in numbers):
+            continue
+        sent = []
+        for number in numbers:
+            begin, needed = model.new_int_var(0, horizon, ""), problem.needs[number]
+            model.add(begin >= begins[needed] + scaled[needed])
+            model.add(begins[number] >= begin + lags[number])
+            sent.append(model.new_fixed_size_interval_var(begin, lags[number], ""))
+        model.add_no_overlap(sent)
+
+
+def _add_caps(model: Any, problem: Problem, begins: list[Any], scaled: list[int], horizon: int) -> None:
+    """Add the caps, with activations rounded down: bounds stay proofs, and orders that do not fit are dropped later."""
+    each = problem.num_stages * problem.microbatches
     for rank, cap in enumerate(problem.caps):
         mine = [number for number in range(each) if problem.ranks[number] == rank]
-        if math.isinf(cap) or sum(problem.holds[number] for number in mine) <= cap + EPSILON:
+        if math.isinf(cap) or sum(problem.reserved[number] for number in mine) <= cap * (1 + EPSILON):
             continue
-        parts = [
-            (number, each * kind + number, -problem.holds[each * kind + number])
-            for number in mine
-            for kind in (INPUT_HALF, WEIGHT_HALF)
-            if problem.holds[each * kind + number] < 0
-        ]
+        parts = []
+        for number in mine:
+            half, weight = each * INPUT_HALF + number, each * WEIGHT_HALF + number
+            most, added = problem.holds[number], problem.holds[half]
+            first = (number, half, -added) if added < 0 else (half, weight, added)
+            parts += [first, (number, weight, min(most, most + added))]
+        parts = [part for part in parts if part[2] > 0]
         least = min(amount for *_, amount in parts)
-        if all(abs(amount / least - round(amount / least)) < EPSILON for *_, amount in parts):
-            amounts, most = [round(amount / least) for *_, amount in parts], math.floor(cap / least + EPSILON)
+        shares = [amount / least for *_, amount in parts]
+        if cap / least <= MOST_UNITS and all(abs(share - round(share)) < EPSILON for share in shares):
+            amounts, most = list(map(round, shares)), math.floor(cap / least * (1 + EPSILON))
         else:
-            is_exact = False
-            amounts = [math.ceil(amount / cap * CAP_UNITS) for *_, amount in parts]
-            most = CAP_UNITS
+            amounts, most = [math.floor(amount / cap * CAP_UNITS) for *_, amount in parts], CAP_UNITS
         held = []
         for from_, to, _ in parts:
             length = model.new_int_var(0, horizon, "")
             held.append(model.new_interval_var(begins[from_], length, begins[to] + scaled[to], ""))
         model.add_cumulative(held, amounts, most)
-    return is_exact

@@ -46,7 +46,7 @@ def schedule_by(problem: Problem, policy: Policy) -> list[list[int]] | None:
     run = _Run(problem, policy)
     while run.events:
         now, rank = heappop(run.events)
-        if run.free[rank] <= now + EPSILON:
+        if run.free[rank] <= now + problem.tick:
             run.start_best(rank, now)
     return run.orders if run.left == 0 else None
 
@@ -62,6 +62,7 @@ class _Run:
         self.events = [(0.0, rank) for rank in range(problem.pp)]
         heapify(self.events)
         self._held = [0.0] * problem.pp
+        self._wires = dict[int, float]()
         stages, microbatches = problem.num_stages, problem.microbatches
         self._coming: list[list[tuple[float, int]]] = [[] for _ in range(3 * stages)]
         """Computations of each kind and stage whose input is on its way or here, by microbatch: (arrival, number)."""
@@ -85,7 +86,7 @@ class _Run:
         stages, policy, best, chosen = self.problem.num_stages, self.policy, 0.0, -1
         for row in self._rows[rank]:
             place, coming = self._at[row], self._coming[row]
-            if place >= len(coming) or coming[place][0] > now + EPSILON:
+            if place >= len(coming) or coming[place][0] > now + self.problem.tick:
                 continue
             kind, stage = divmod(row, stages)
             if kind == FORWARD and not self._has_room(rank, coming[place][1]):
@@ -99,7 +100,7 @@ class _Run:
     def _has_room(self, rank: int, number: int) -> bool:
         """Return whether a forward has room beside what the oldest microbatch will still need."""
         problem, stages = self.problem, self.problem.num_stages
-        after = self._held[rank] + problem.holds[number] - EPSILON
+        after = (self._held[rank] + problem.reserved[number]) / (1 + EPSILON)
         if after > self.policy.caps[rank] and self._held[rank] > 0:
             return False
         mine = self._stages_of[rank]
@@ -108,7 +109,7 @@ class _Run:
         if microbatch <= oldest or len(mine) == 1:
             return after <= problem.caps[rank]
         needed = sum(
-            problem.holds[problem.number(FORWARD, stage, oldest)] for stage in mine if self._at[stage] <= oldest
+            problem.reserved[problem.number(FORWARD, stage, oldest)] for stage in mine if self._at[stage] <= oldest
         )
         return after + needed <= max(self.policy.caps[rank], 0.0)
 
@@ -119,11 +120,13 @@ class _Run:
         end = now + problem.durations[number]
         self.free[rank] = end
         self.orders[rank].append(number)
-        self._held[rank] += problem.holds[number]
+        self._held[rank] += problem.reserved[number]
         self.left -= 1
         heappush(self.events, (end, rank))
         for later in problem.followers[number]:
-            arrival = end + problem.lags[later]
+            other, wire, arrival = problem.ranks[later], problem.wires[later], end
+            if wire >= 0:
+                arrival = self._wires[wire] = max(end, self._wires.get(wire, 0.0)) + problem.lags[later]
+            if other != rank:
+                heappush(self.events, (arrival, other))
             self._coming[later // problem.microbatches].append((arrival, later))
-            if problem.ranks[later] != rank:
-                heappush(self.events, (arrival, problem.ranks[later]))

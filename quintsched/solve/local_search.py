@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable
 from time import monotonic
 
-from quintsched.solve.order_problem import EPSILON, Problem
+from quintsched.solve.order_problem import Problem
 from quintsched.solve.order_timing import Objective, Timing, has_room, time_orders
 
 FARTHEST = 8
@@ -53,7 +53,7 @@ def anneal(
     value = best = timing.value(objective)
     path = _critical(problem, orders, timing, objective)
     for step in range(moves):
-        if step % 64 == 0 and monotonic() > ends_s:
+        if monotonic() > ends_s:
             return
         temperature = value * hot * (COLD / hot) ** (step / moves)
         rank, source, target = _move(orders, path, rng)
@@ -64,13 +64,13 @@ def anneal(
         order.insert(target, number)
         fresh = time_orders(problem, orders) if has_room(problem, rank, order) else None
         after = fresh.value(objective) if fresh else math.inf
-        if fresh is None or (after > value + EPSILON and rng.random() >= math.exp((value - after) / temperature)):
+        if fresh is None or (after > value + problem.tick and rng.random() >= math.exp((value - after) / temperature)):
             order.pop(target)
             order.insert(source, number)
             continue
         value, timing = after, fresh
         path = _critical(problem, orders, timing, objective)
-        if value < best - EPSILON:
+        if value < best - problem.tick:
             best = value
             if not found(orders, value):
                 return
@@ -86,7 +86,7 @@ def _move(orders: list[list[int]], path: list[tuple[int, int]], rng: random.Rand
 
 def _critical(problem: Problem, orders: list[list[int]], timing: Timing, objective: Objective) -> list[tuple[int, int]]:
     """Return (rank, place) of the computations of a critical path, from the end to the beginning."""
-    starts, durations, needs, lags = timing.starts, problem.durations, problem.needs, problem.lags
+    starts, durations = timing.starts, problem.durations
     ends = [starts[order[-1]] + durations[order[-1]] for order in orders]
     values = ends if objective == "makespan" else timing.spans
     rank = max(range(problem.pp), key=values.__getitem__)
@@ -96,13 +96,13 @@ def _critical(problem: Problem, orders: list[list[int]], timing: Timing, objecti
     while True:
         path.append((rank, place))
         number = orders[rank][place]
-        start, needed = starts[number], needs[number]
+        start, needed = starts[number], timing.sources[number]
         if place:
             before = orders[rank][place - 1]
-            if starts[before] + durations[before] >= start - EPSILON:
+            if starts[before] + durations[before] >= start - problem.tick:
                 place -= 1
                 continue
-        if needed < 0 or start <= EPSILON or starts[needed] + durations[needed] + lags[number] < start - EPSILON:
+        if needed < 0:
             return path
         rank = problem.ranks[needed]
         place = places.get(needed, -1)

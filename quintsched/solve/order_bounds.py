@@ -97,16 +97,17 @@ def _fill(problem: Problem, rank: int) -> float:
 
 
 def _memory(problem: Problem, rank: int) -> float:
-    if math.isinf(problem.caps[rank]):
+    if problem.caps[rank] in (0.0, math.inf):
         return 0.0
     area = 0.0
     for stage, where in enumerate(problem.stage_to_pp):
         for microbatch in range(problem.microbatches) if where == rank else ():
             half = problem.number(INPUT_HALF, stage, microbatch)
             weight = problem.number(WEIGHT_HALF, stage, microbatch)
-            until_half = round_trip(problem, microbatch, stage, stage) + problem.durations[half]
-            area -= problem.holds[half] * until_half
-            area -= problem.holds[weight] * (until_half + problem.durations[weight])
+            until_half = round_trip(problem, microbatch, stage, stage)
+            after_half = until_half + problem.durations[half]
+            area -= problem.holds[half] * (until_half if problem.holds[half] > 0 else after_half)
+            area -= problem.holds[weight] * (after_half + problem.durations[weight])
     return area / problem.caps[rank]
 
 

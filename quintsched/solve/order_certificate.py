@@ -11,21 +11,25 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched.errors import InputError, UnsoundError
 from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict
+from quintsched.ir.instruction_set import COMPUTING, OffloadAct, Overlap, Recompute
 from quintsched.plan import Plan
+from quintsched.simulation.cost_forms import PlanNumber
 from quintsched.simulation.costs import Costs
+from quintsched.simulation.simulator import Simulation
 from quintsched.solve.order_bounds import Reason, bound_of
-from quintsched.solve.order_problem import Problem, problem_of
-from quintsched.solve.order_timing import Objective, time_orders
-from quintsched.solve.starting_orders import orders_of_plan
+from quintsched.solve.order_problem import problem_of
+from quintsched.solve.order_timing import Objective
 
 MAX_BYTES = 2**24
 TOLERANCE = 1e-9
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False, strict=True)]
 
 
 class Certificate(BaseModel):
@@ -34,14 +38,14 @@ class Certificate(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     objective: Objective
-    value: float
+    value: Amount
     """Time of the plan, in the unit of the costs."""
-    bound: float
+    bound: Amount
     """Time that no order with this placement can be below."""
-    rank: int
+    rank: PlanNumber
     """Pipeline rank that the bound follows from."""
     reason: Reason
-    memory_cap: float | None = None
+    memory_cap: Amount | None = None
     """Most activations of a rank, in microbatches of a whole rank; None: any number."""
     costs: Costs = Costs()
 
@@ -87,30 +91,37 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
         UnsoundError: a claim that does not hold, or a plan that is not sound.
     """
     plan.check(profile="blocking").raise_if_unsound()
-    routes = plan.routes
-    if plan.mode != "train" or len(routes) != 1 or plan.schedule.slices != 1:
-        raise UnsoundError("the certificate is of a training plan with one route and whole sequences; this is none")
-    problem = problem_of(
-        plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp, certificate.costs, certificate.memory_cap
-    )
+    _require_searched(plan)
+    costs = certificate.costs.spread(plan.stage_shares, plan.schedule.slices)
+    problem = problem_of(plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp, costs, certificate.memory_cap)
     simulated = plan.simulate(certificate.costs)
-    value = simulated.span if certificate.objective == "span" else computed_until(plan, problem, certificate.costs)
+    value = simulated.span if certificate.objective == "span" else computed_until(simulated)
     _require(abs(value - certificate.value) <= TOLERANCE * max(value, 1.0), f"its {certificate.objective} is {value:g}")
     peaks = tuple(simulated.peak_activations)
     for rank, (held, cap) in enumerate(zip(peaks, problem.caps, strict=True)):
         _require(held <= cap * (1 + TOLERANCE), f"rank {rank} holds {held:g} microbatches, above the cap of {cap:g}")
-    _require(0 <= certificate.rank < plan.mesh.pp, f"it has no pipeline rank {certificate.rank}")
+    _require(certificate.rank < plan.mesh.pp, f"it has no pipeline rank {certificate.rank}")
     bound = bound_of(problem, certificate.objective, certificate.rank, certificate.reason)
     where = f"rank {certificate.rank} by {certificate.reason}"
     _require(certificate.bound <= bound + TOLERANCE * max(bound, 1.0), f"{where} proves {bound:g} only")
     return Certified(certificate, peaks)
 
 
-def computed_until(plan: Plan, problem: Problem, costs: Costs) -> float:
+def computed_until(simulated: Simulation) -> float:
     """Return the time until the last computation of a step ends, without its messages, reductions and optimizer."""
-    timing = time_orders(problem, orders_of_plan(plan, problem))
-    assert timing is not None, "a sound plan runs to its end"
-    return timing.makespan
+    return float(simulated.end[simulated.plan.columns.are(*COMPUTING)].max(initial=0.0))
+
+
+def _require_searched(plan: Plan) -> None:
+    """Raise `UnsoundError` for a plan whose step consists of other computations than the bounds are for."""
+    if plan.mode != "train" or len(plan.routes) != 1 or plan.schedule.slices != 1:
+        raise UnsoundError("the certificate is of a training plan with one route and whole sequences; this is none")
+    counts = {plan.stage_to_pp.count(rank) for rank in range(plan.mesh.pp)}
+    if counts != {plan.schedule.chunks}:
+        raise UnsoundError("no bound holds for plans with unlike numbers of stages on their ranks, as this one")
+    for kind in (Overlap, Recompute, OffloadAct):
+        if plan.columns.are(kind).any():
+            raise UnsoundError(f"no bound holds for plans with {kind.__name__}, as this one")
 
 
 def _require(holds: bool, truth: str) -> None:

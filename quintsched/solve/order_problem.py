@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from quintsched.simulation.costs import Costs
 FORWARD, INPUT_HALF, WEIGHT_HALF = range(3)
 KINDS: tuple[type[Compute], ...] = (Fwd, BwdInput, BwdWeight)
 EPSILON = 1e-9
+"""Difference that counts as none between numbers of units, and between activations as a share of the cap."""
+ROUNDING = 1e-12
 
 Orders = tuple[tuple[int, ...], ...]
 """For each rank, the numbers of its computations in order."""
@@ -38,9 +41,10 @@ class Problem:
         needs: the computation that another one waits for (-1: none), beside the order of its rank: forwards wait for
             that of the stage before, input halves for that of the stage after (the last stage: for its forward),
             weight halves for their input half.
-        lags: time from the end of `needs` to the earliest start: the message between them.
-        holds: activations that begin to be held when a computation starts (a forward), and that are freed when it ends
-            (negative: the two halves of a backward).
+        lags: time of the message from `needs`. The messages from one rank to another go one after the other, in the
+            order in which they are needed.
+        holds: activations that begin to be held when a computation starts (a forward; an input half after which more
+            is held than before), or that are freed when it ends (negative: the halves of a backward).
         caps: most activations of each rank; infinity: any number.
     """
 
@@ -78,6 +82,16 @@ class Problem:
         return tuple(self.stage_to_pp[self.place_of(number)[1]] for number in range(len(self.durations)))
 
     @cached_property
+    def wires(self) -> tuple[int, ...]:
+        """Wire of the message that each computation waits for (-1: none, or one on which messages take no time)."""
+        pairs = [
+            self.ranks[needed] * self.pp + rank if needed >= 0 and self.ranks[needed] != rank else -1
+            for needed, rank in zip(self.needs, self.ranks, strict=True)
+        ]
+        timed = {pair for pair, lag in zip(pairs, self.lags, strict=True) if lag}
+        return tuple(pair if pair in timed else -1 for pair in pairs)
+
+    @cached_property
     def followers(self) -> tuple[tuple[int, ...], ...]:
         """Computations that wait for each one."""
         found: list[list[int]] = [[] for _ in self.durations]
@@ -85,6 +99,30 @@ class Problem:
             if needed >= 0:
                 found[needed].append(number)
         return tuple(map(tuple, found))
+
+    @cached_property
+    def reserved(self) -> tuple[float, ...]:
+        """Activations as in `holds`, but with what an input half adds held from its forward on."""
+        each = self.num_stages * self.microbatches
+        forwards, halves, rest = (self.holds[first : first + each] for first in range(0, 3 * each, each))
+        added = [max(half, 0.0) for half in halves]
+        return (*map(float.__add__, forwards, added), *(min(half, 0.0) for half in halves), *rest)
+
+    @cached_property
+    def one_by_one(self) -> Orders:
+        """Orders that finish each microbatch before the next one begins: with the least memory."""
+        stages, orders = range(self.num_stages), [list[int]() for _ in range(self.pp)]
+        for microbatch in range(self.microbatches):
+            ways = ((FORWARD,), stages), ((INPUT_HALF, WEIGHT_HALF), reversed(stages))
+            for kinds, way in ways:
+                for stage in way:
+                    orders[self.stage_to_pp[stage]] += [self.number(kind, stage, microbatch) for kind in kinds]
+        return tuple(map(tuple, orders))
+
+    @cached_property
+    def tick(self) -> float:
+        """Difference of times that counts as none: rounding errors stay far below it."""
+        return ROUNDING * math.fsum((*self.durations, *self.lags))
 
     @cached_property
     def work(self) -> tuple[float, ...]:
@@ -135,7 +173,7 @@ def problem_of(
         return [float(one) for one in added]
 
     after = of("activation_after_input")
-    held = [max(both) for both in zip(of("activation"), after, strict=True)]
+    held = of("activation")
     holds = [*held, *(left - most for left, most in zip(after, held, strict=True)), *(-left for left in after)]
     passes = (("forward", "exchange"), ("backward_input", "exchange_backward"), ("backward_weight",))
     problem = Problem(
@@ -181,14 +219,9 @@ def _caps(pp: int, memory_cap: float | Sequence[float] | None) -> tuple[float, .
 
 def _require_room(problem: Problem) -> None:
     """Raise `UsageError` for a cap in which the largest microbatch has no room: one at a time, any larger works."""
-    least = [0.0] * problem.pp
-    for microbatch in range(problem.microbatches):
-        needed = [0.0] * problem.pp
-        for stage, rank in enumerate(problem.stage_to_pp):
-            needed[rank] += problem.holds[problem.number(FORWARD, stage, microbatch)]
-        least = list(map(max, least, needed))
-    for rank, (cap, need) in enumerate(zip(problem.caps, least, strict=True)):
-        if cap + EPSILON < need:
+    for rank, (cap, order) in enumerate(zip(problem.caps, problem.one_by_one, strict=True)):
+        need = max(accumulate(problem.holds[number] for number in order))
+        if not cap * (1 + EPSILON) >= need:
             raise UsageError(
                 f"the memory cap of rank {rank} is {cap:g}, but one microbatch holds {need:g}; the smallest that "
                 f"works: {need:g}"

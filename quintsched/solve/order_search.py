@@ -23,7 +23,7 @@ from quintsched.solve.list_policies import policies, schedule_by
 from quintsched.solve.local_search import HOT, anneal
 from quintsched.solve.order_bounds import Bound, lower_bound
 from quintsched.solve.order_problem import EPSILON, Orders, Problem
-from quintsched.solve.order_timing import Objective, time_orders
+from quintsched.solve.order_timing import Objective, has_room, time_orders
 from quintsched.solve.starting_orders import named_orders
 
 POLICIES, MOVES, PROOF, USUAL_SIZE = 100, 5_000, 0.5, 400
@@ -76,10 +76,11 @@ class Search:
 
     def keep(self, attempt: Attempt, orders: list[list[int]], value: float, origin: str) -> bool:
         """Keep orders that are better than an attempt's; return whether the search goes on."""
-        if value < attempt.value - EPSILON:
+        least = attempt.problem.tick
+        if value < attempt.value - least:
             attempt.value, attempt.orders = value, tuple(map(tuple, orders))
             attempt.origin = origin
-            if self.best is None or value < self.best.value - EPSILON:
+            if self.best is None or value < self.best.value - least:
                 self.best = attempt
                 taken = monotonic() - self.began_s
                 self.log.append((taken, value, max(attempt.bound.value, attempt.proved), origin))
@@ -87,8 +88,9 @@ class Search:
         return not self.is_over and not attempt.is_optimal
 
     def try_orders(self, attempt: Attempt, orders: list[list[int]] | None, origin: str) -> None:
-        """Time orders, and keep them where they are better."""
-        timing = time_orders(attempt.problem, orders) if orders else None
+        """Time orders that keep to the caps, and keep them where they are better."""
+        fits = orders and all(has_room(attempt.problem, rank, order) for rank, order in enumerate(orders))
+        timing = time_orders(attempt.problem, orders) if orders and fits else None
         if orders and timing:
             self.keep(attempt, orders, timing.value(self.objective), origin)
 
@@ -113,7 +115,7 @@ def search(
             _improve_by_moves(state, attempt, effort)
         for attempt in sorted(attempts, key=lambda attempt: attempt.value):
             best = state.best.value if state.best else math.inf
-            if attempt.value <= best * LAGS_BEHIND and attempt.bound.value < best - EPSILON:
+            if attempt.value <= best * LAGS_BEHIND and attempt.bound.value < best - attempt.problem.tick:
                 _finish(state, attempt, effort)
     except KeyboardInterrupt:
         if state.best is None:
@@ -122,13 +124,16 @@ def search(
 
 
 def _begin(state: Search, attempt: Attempt, costs: Costs | None, effort: int) -> None:
-    """Try the named schedules and list schedules."""
+    """Try one microbatch after the other, which always fits, the named schedules and list schedules."""
     rng = random.Random(state.seed)
+    state.try_orders(attempt, list(map(list, attempt.problem.one_by_one)), "one by one")
     for name, orders in named_orders(attempt.problem, costs):
         state.try_orders(attempt, orders, name)
+        if state.is_over or attempt.is_optimal:
+            return
     count = max(16, POLICIES * effort * USUAL_SIZE // max(len(attempt.problem.durations), USUAL_SIZE))
     for policy in islice(policies(attempt.problem, rng), count):
-        if (state.is_over and attempt.orders) or attempt.is_optimal:
+        if state.is_over or attempt.is_optimal:
             return
         state.try_orders(attempt, schedule_by(attempt.problem, policy), "list schedule")
 
@@ -195,3 +200,5 @@ def _solve(state: Search, attempt: Attempt, problem: Problem, effort: float) -> 
     if answer.bound is not None and problem is attempt.problem:
         attempt.proved = max(attempt.proved, answer.bound)
     state.try_orders(attempt, answer.orders, "constraint programming")
+    if answer.is_interrupted:
+        raise KeyboardInterrupt

@@ -1,11 +1,15 @@
-"""Time of an order of computation: each computation starts when its rank is free and its input has arrived."""
+"""Time of an order of computation: each computation starts when its rank is free and its input has arrived.
+
+Messages from one rank to another go one after the other, in the order in which the receiver needs them: as in a plan,
+and as `simulate` counts.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from quintsched.solve.order_problem import EPSILON, FORWARD, Orders, Problem
+from quintsched.solve.order_problem import EPSILON, Orders, Problem
 
 Objective = Literal["span", "makespan"]
 """Time that is minimised: the longest span of a rank, from its first forward to its last weight half, or the makespan,
@@ -14,9 +18,14 @@ from the first computation of any rank to the last."""
 
 @dataclass(frozen=True)
 class Timing:
-    """Start of each computation, and the span of each rank."""
+    """Start of each computation, the computation that its input has waited for, and the span of each rank.
+
+    `sources` has for each computation the one at whose end the last uninterrupted series of messages began that brought
+    its input (-1: none).
+    """
 
     starts: list[float]
+    sources: list[int]
     spans: list[float]
     makespan: float
 
@@ -30,6 +39,7 @@ def time_orders(problem: Problem, orders: list[list[int]] | Orders) -> Timing | 
     durations, needs, lags, ranks = problem.durations, problem.needs, problem.lags, problem.ranks
     starts, ends = [0.0] * len(durations), [-1.0] * len(durations)
     places, free, waiting = [0] * problem.pp, [0.0] * problem.pp, dict[int, int]()
+    sources, wires, last = list(needs), problem.wires, dict[int, tuple[float, int]]()
     ready, left = list(range(problem.pp)), len(durations)
     while ready:
         rank = ready.pop()
@@ -42,9 +52,15 @@ def time_orders(problem: Problem, orders: list[list[int]] | Orders) -> Timing | 
                 if end < 0:
                     waiting[needed] = rank
                     break
-                arrival = end + lags[number]
-                if arrival > now:
-                    now = arrival
+                wire = wires[number]
+                if wire >= 0:
+                    sent, source = last.get(wire, (0.0, -1))
+                    if sent > end:
+                        end, sources[number] = sent, source
+                    end += lags[number]
+                    last[wire] = (end, sources[number])
+                if end > now:
+                    now = end
             starts[number] = now
             now += durations[number]
             ends[number] = now
@@ -57,24 +73,14 @@ def time_orders(problem: Problem, orders: list[list[int]] | Orders) -> Timing | 
     if left:
         return None
     spans = [end - starts[order[0]] if order else 0.0 for end, order in zip(free, orders, strict=True)]
-    return Timing(starts, spans, max(free))
+    return Timing(starts, sources, spans, max(free))
 
 
 def has_room(problem: Problem, rank: int, order: list[int]) -> bool:
     """Return whether a rank's order keeps to its cap, which its own order decides alone."""
-    held, most, holds = 0.0, problem.caps[rank] + EPSILON, problem.holds
-    each = problem.num_stages * problem.microbatches
+    held, most, holds = 0.0, problem.caps[rank] * (1 + EPSILON), problem.holds
     for number in order:
         held += holds[number]
-        if number < each and held > most:
+        if held > most:
             return False
     return True
-
-
-def peak(problem: Problem, order: list[int] | tuple[int, ...]) -> float:
-    """Return the most activations that a rank holds in this order, in microbatches of a whole rank."""
-    held = most = 0.0
-    for number in order:
-        held += problem.holds[number]
-        most = max(most, held) if problem.place_of(number)[0] == FORWARD else most
-    return most

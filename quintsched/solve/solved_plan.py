@@ -122,7 +122,7 @@ def solve(
         bound=min(bound.value, best.value),
         rank=bound.rank,
         reason=bound.reason,
-        memory_cap=memory_cap,
+        memory_cap=None if memory_cap == math.inf else memory_cap,
         costs=costs or Costs(),
     )
     proved = None if math.isinf(best.proved) else best.proved

@@ -10,7 +10,6 @@ from quintsched.ir.plan_data import PlanData
 from quintsched.schedules import Schedule, Shape, all_schedules
 from quintsched.simulation.costs import Costs
 from quintsched.solve.order_problem import FORWARD, INPUT_HALF, WEIGHT_HALF, Problem
-from quintsched.solve.order_timing import has_room
 
 KINDS: dict[type[Compute], tuple[int, ...]] = {
     Fwd: (FORWARD,),
@@ -22,13 +21,11 @@ KINDS: dict[type[Compute], tuple[int, ...]] = {
 
 
 def named_orders(problem: Problem, costs: Costs | None) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yield name and orders of each registered schedule that has this placement and keeps to all caps."""
+    """Yield name and orders of each registered schedule that has this placement, whether it keeps to caps or not."""
     for schedule in all_schedules():
         shape = _shape(schedule, problem, costs)
         if shape is not None:
-            orders = _orders(schedule, shape, problem)
-            if all(has_room(problem, rank, order) for rank, order in enumerate(orders)):
-                yield schedule.name, orders
+            yield schedule.name, _orders(schedule, shape, problem)
 
 
 def _shape(schedule: Schedule, problem: Problem, costs: Costs | None) -> Shape | None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
 import random
+import signal
+import threading
 
 import pytest
+from pydantic import ValidationError
 
 import quintsched as qs
 from quintsched.errors import InputError, UnsoundError, UsageError
@@ -44,14 +49,22 @@ def test_it_finds_the_best_known(
 
 
 def drawn(seed: int) -> tuple[int, int, tuple[int, ...], Costs, float]:
-    """Return an instance with unlike stages and messages, and a cap between one and pp microbatches."""
+    """Return an instance with unlike stages, messages and microbatches, and a cap of one to pp of the largest."""
     rng = random.Random(seed)
     pp = rng.choice((2, 3, 4))
     chunks = rng.choice((1, 2))
     placed = linear(pp, 1) if chunks == 1 else v(pp, 2)
     each = lambda: tuple(rng.uniform(0.5, 2.0) for _ in placed)  # noqa: E731
-    costs = Costs(forward=each(), backward_input=each(), backward_weight=each(), p2p=rng.choice((0.0, 0.2)))
-    return pp, rng.randint(2, 2 * pp), placed, costs, rng.randint(1, pp)
+    microbatches, factor, after = rng.randint(2, 2 * pp), rng.choice((1.0, 2.0)), rng.choice((0.5, 1.0))
+    costs = Costs(
+        microbatches=[rng.uniform(1.0, factor) for _ in range(microbatches)],  # type: ignore[arg-type]
+        forward=each(),
+        backward_input=each(),
+        backward_weight=each(),
+        p2p=rng.choice((0.0, 0.2, 3.0)),
+        activation_after_input=after,
+    )
+    return pp, microbatches, placed, costs, rng.randint(1, pp) * factor
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=SLOW) for seed in range(4, 40))])
@@ -62,6 +75,8 @@ def test_it_is_never_worse_than_a_named_schedule_and_its_certificate_holds(seed:
     found = solve(**sizes, costs=costs, effort=1, seconds=30)
     problem = problem_of(pp, microbatches, placed, costs, cap)
     for name, orders in named_orders(problem, costs):
+        if not all(has_room(problem, rank, order) for rank, order in enumerate(orders)):
+            continue
         timing = time_orders(problem, orders)
         assert timing is not None
         assert found.certificate.value <= timing.value("span") + 1e-9, name
@@ -93,7 +108,16 @@ def interleavings(chains: list[list[int]]) -> list[list[int]]:
     ]
 
 
-@pytest.mark.parametrize(("costs", "cap"), [(None, 1), (None, None), (Costs(forward=(1.0, 2.5), p2p=0.5), 2)])
+@pytest.mark.parametrize(
+    ("costs", "cap"),
+    [
+        (None, 1),
+        (None, None),
+        (Costs(forward=(1.0, 2.5), p2p=0.5), 2),
+        (Costs(p2p=3.0, activation_after_input=2.0), 3),
+        (Costs(microbatches=(1.0, 3.0), backward_weight=0.0), 3),
+    ],
+)
 @pytest.mark.parametrize("objective", ["span", "makespan"])
 def test_it_finds_what_all_orders_tried_one_by_one_find(costs: Costs | None, cap: float | None, objective: str) -> None:
     problem = problem_of(2, 2, (0, 1), costs, cap)
@@ -126,16 +150,63 @@ def test_claims_that_do_not_hold_are_refused() -> None:
     found = solve(pp=2, microbatches=4, memory_cap=1, placement="linear", effort=1)
     claim = found.certificate
     other = qs.compile("gpipe", mesh="pp=2", microbatches=4)
+    uneven = qs.compile("1f1b", mesh="pp=2", microbatches=4, stages=(1, 3))
     wrong: list[tuple[qs.Plan, dict[str, object], str]] = [
         (found.plan, {"value": claim.value - 1}, "its span is"),
         (found.plan, {"bound": claim.bound + 0.5}, "proves .* only"),
         (found.plan, {"rank": 2}, "no pipeline rank 2"),
         (other, {"value": other.simulate().span}, "above the cap of 1"),
         (qs.compile("dualpipe", mesh="pp=2", microbatches=4), {}, "one route"),
+        (qs.compile("gpipe", mesh="pp=2", microbatches=4, recompute=1), {}, "no bound holds for plans with Recompute"),
+        (qs.compile("1f1b", mesh="pp=2", microbatches=4, stage_to_pp=(0, 0, 1)), {}, "unlike numbers of stages"),
+        (qs.compile("1f1b", mesh="pp=2", microbatches=4), {"objective": "makespan", "value": 13}, "its makespan is 15"),
+        (
+            uneven,
+            {"value": uneven.simulate().span, "bound": 12.0, "rank": 0, "reason": "work", "memory_cap": None},
+            "proves 6 only",
+        ),
     ]
     for plan, changed, why in wrong:
         with pytest.raises(UnsoundError, match=why):
             certify(plan, claim.model_copy(update=changed))
+    for broken in ({"value": True}, {"bound": -1.0}, {"rank": 0.5}, {"memory_cap": "2"}):
+        with pytest.raises(ValidationError):
+            Certificate.model_validate(claim.model_dump() | broken)
+
+
+def test_extreme_costs_caps_and_seeds_change_nothing_but_the_unit() -> None:
+    small = 1e-12
+    tiny = Costs(forward=small, backward_input=small, backward_weight=small)
+    huge = Costs(forward=1e99, backward_input=1e99, backward_weight=1e99)
+    none = Costs(activation=0.0)
+    for costs, cap, best in (
+        (tiny, 2.0, 17 * small),
+        (huge, 2.0, 17e99),
+        (Costs(activation=small), 2 * small, 17.0),
+        (Costs(activation=1e12, activation_after_input=1e-12), 2e12, 15.0),
+        (Costs(backward_weight=0.0), 1.0, 24.0),
+        (none, 0.0, 13.0),
+        (None, math.inf, 13.0),
+    ):
+        found = solve(
+            pp=3, microbatches=4, placement="linear", costs=costs, memory_cap=cap, effort=1, seed=2**40 if cap else -1
+        )
+        assert found.certificate.value == pytest.approx(best, rel=1e-12, abs=0.0)
+        certify(found.plan, Certificate.model_validate_json(found.certificate.model_dump_json()))
+
+
+def test_an_interrupt_of_constraint_programming_is_not_lost() -> None:
+    problem = problem_of(8, 16, v(8, 2), None, 5)
+    orders = [list(order) for order in problem.one_by_one]
+    timing = time_orders(problem, orders)
+    assert timing is not None
+    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    answer = constraint_programming.improve(
+        problem, timing.starts, timing.makespan, "makespan", seed=0, effort=1e3, seconds=60, stops=lambda: False
+    )
+    interrupt.join()
+    assert answer.is_interrupted
 
 
 def test_wrong_sizes_are_refused_with_what_works() -> None:
@@ -146,6 +217,7 @@ def test_wrong_sizes_are_refused_with_what_works() -> None:
         ({"effort": 0}, "effort is 0"),
         ({"seconds": 0}, "seconds is 0"),
         ({"mesh": "pp=2"}, "give pp"),
+        ({"memory_cap": math.nan}, "memory cap of rank 0 is nan"),
         ({"objective": "period"}, "objective is 'period'"),
     ):
         with pytest.raises(UsageError, match=why):
