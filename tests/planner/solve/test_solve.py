@@ -7,7 +7,6 @@ import math
 import os
 import random
 import signal
-import threading
 
 import pytest
 from pydantic import ValidationError
@@ -200,12 +199,16 @@ def test_an_interrupt_of_constraint_programming_is_not_lost() -> None:
     orders = [list(order) for order in problem.one_by_one]
     timing = time_orders(problem, orders)
     assert timing is not None
-    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    interrupt.start()
+    once = iter([os.getpid()])
+
+    def stops() -> bool:
+        for pid in once:
+            os.kill(pid, signal.SIGINT)
+        return False
+
     answer = constraint_programming.improve(
-        problem, timing.starts, timing.makespan, "makespan", seed=0, effort=1e3, seconds=60, stops=lambda: False
+        problem, timing.starts, timing.makespan, "makespan", seed=0, effort=1e3, seconds=60, stops=stops
     )
-    interrupt.join()
     assert answer.is_interrupted
 
 
