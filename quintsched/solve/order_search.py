@@ -76,11 +76,11 @@ class Search:
 
     def keep(self, attempt: Attempt, orders: list[list[int]], value: float, origin: str) -> bool:
         """Keep orders that are better than an attempt's; return whether the search goes on."""
-        least = attempt.problem.tick
+        least, best = attempt.problem.tick, self.best.value if self.best else math.inf
         if value < attempt.value - least:
             attempt.value, attempt.orders = value, tuple(map(tuple, orders))
             attempt.origin = origin
-            if self.best is None or value < self.best.value - least:
+            if value < best - least:
                 self.best = attempt
                 taken = monotonic() - self.began_s
                 self.log.append((taken, value, max(attempt.bound.value, attempt.proved), origin))

@@ -42,6 +42,9 @@ def test_it_finds_the_best_known(
     assert found.certificate.value == pytest.approx(best)
     assert found.status == status
     assert found.plan.simulate().span == pytest.approx(best)
+    values = [value for _, value, _, _ in found.log]
+    assert values == sorted(set(values), reverse=True)
+    assert values[-1] == found.certificate.value
     assert max(found.plan.simulate().peak_activations) <= cap
     certified = certify(found.plan, found.certificate)
     assert certified.is_optimal == (status == "certified")
