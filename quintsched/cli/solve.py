@@ -69,8 +69,7 @@ def solve(
 
     if objective not in ("span", "makespan"):
         raise UsageError(f"--objective is {objective!r}; give span or makespan")
-    for file in (output, log, certificate):
-        refuse_input(file, costs)
+    _require_writable([file for file in (output, log, certificate) if file is not None], costs)
     with progress("solving") as shown:
 
         def told(attempt: Attempt, taken_s: float) -> None:
@@ -118,6 +117,18 @@ def certify(
     reason = f"rank {claim.rank} by {claim.reason}"
     best = "no order of this placement is faster" if found.is_optimal else f"at most {percent(claim.gap)} can be gained"
     say(f"certified: {claim.objective} {claim.value:g}, at least {claim.bound:g} ({reason}): {best}")
+
+
+def _require_writable(files: list[Path], costs: Path | None) -> None:
+    """Raise `UsageError`, before the search, for files that cannot all be written after it."""
+    from quintsched.files.atomic import writing
+
+    for file in files:
+        refuse_input(file, costs)
+        with writing(file, "the result"):
+            file.absolute().parent.stat()
+    if len({file.resolve() for file in files}) < len(files):
+        raise UsageError("-o, --log and --certificate name one file; give each its own")
 
 
 def _write(found: Solution, output: Path | None, certificate: Path | None, log: Path | None) -> None:

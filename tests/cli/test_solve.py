@@ -27,3 +27,9 @@ def test_json_and_wrong_requests(cli):
     told = cli("solve", "--pp", 2, "-m", 4, "--memory-cap", 0.5)
     assert (told.code, "the smallest that works: 1" in told.err) == (2, True)
     assert cli("solve", "--pp", 2, "-m", 4, "--objective", "period").code == 2
+    for files, why in (
+        (("-o", "none/plan.json"), "none/plan.json: cannot write the result: No such file"),
+        (("-o", "plan.json", "--log", "./plan.json"), "give each its own"),
+    ):
+        told = cli("solve", "--pp", 2, "-m", 4, *files)
+        assert (told.code, why in told.err) == (2, True)
