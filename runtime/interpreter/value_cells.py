@@ -1,7 +1,7 @@
 """Cells: values between two instructions of a rank, with the receives and sends that fill and drain them.
 
 RecvAct ──works──▶ ┌──────┐                    Fwd ──value──▶ ┌──────┐ ──▶ SendAct: in flight until it is received
-                   │ ValueCell │ ──take: waits──▶ Fwd              │ ValueCell │
+                   │ cell │ ──take: waits──▶ Fwd              │ cell │
                    └──────┘                                   └──────┘ ──▶ or the next stage on this rank
 """
 
@@ -134,7 +134,7 @@ class ValueCells:
     """
 
     def __init__(self, waits: Waits) -> None:
-        self._waits, self._memory, self._at = waits, waits.cell.memory, waits.cell.at
+        self._waits = waits
         self._cells: dict[Value, ValueCell] = {}
         self.sending: list[ValueCell] = []
 
@@ -177,20 +177,20 @@ class ValueCells:
 
     def awaiter(self, value: Value, index: int) -> Callable[[], None]:
         """Return a function that waits for the receive of a value, if any, on behalf of instruction `index`."""
-        cell, waits, release, memory, at = self.cell_of(value), self._waits, self.release, self._memory, self._at
+        cell, waits, release, said = self.cell_of(value), self._waits, self.release, self._waits.cell
         answered = self.cell_of(activation_of(value)) if value.kind is ValueKind.OUTPUT_GRAD else None
 
         def wait() -> None:
             works, cell.works = cell.works, ()
             if not works:
                 return
-            memory[at] = cell.receive_said
+            said.memory[said.at] = cell.receive_said
             if waits.recorder is None:
                 for work in works:
                     work.wait()
             else:
                 waits.wait_works(works, index, cell.receive)
-            memory[at] = NOTHING
+            said.memory[said.at] = NOTHING
             if answered is not None and answered.sent is not None:
                 release(answered, index)
 
@@ -231,14 +231,14 @@ class ValueCells:
         """Wait for the sends from a cell, then drop the tensors that were sent."""
         sent, cell.sent = cell.sent, None
         if sent is not None:
-            memory, at, waits = self._memory, self._at, self._waits
-            memory[at] = cell.send_said
+            said, waits = self._waits.cell, self._waits
+            said.memory[said.at] = cell.send_said
             if waits.recorder is None:
                 for work in sent[0]:
                     work.wait()
             else:
                 waits.wait_works(sent[0], index)
-            memory[at] = NOTHING
+            said.memory[said.at] = NOTHING
 
     def release_sends(self) -> None:
         """Release the sends of the previous step: the next one, of any plan, begins when they are complete."""
