@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from quintsched.errors import UsageError
-from quintsched.files.strictjson import describe_faults
+from quintsched.errors import InputError, UsageError
+from quintsched.files.atomic import read_whole
+from quintsched.files.strictjson import describe_faults, parse_strict
 
 if TYPE_CHECKING:
     from pydantic._internal._model_construction import ModelMetaclass
@@ -27,3 +30,20 @@ class RecordMetaclass(ModelMetaclass):
             return super().__call__(*args, **values)
         except ValidationError as error:
             raise UsageError(f"{cls.__name__}: {describe_faults(error)}") from None
+
+
+Record = TypeVar("Record", bound=BaseModel)
+
+
+def read_record(kind: type[Record], path: Path, most_bytes: int, what: str) -> Record:
+    """Read a JSON file of one record; `what` names it in errors.
+
+    Raises `UsageError` where it cannot be opened, `InputError` with path and place where it is broken.
+    """
+    text = read_whole(path, most_bytes, what)
+    try:
+        return kind.model_validate_json(json.dumps(parse_strict(text)))
+    except ValidationError as error:
+        raise InputError(f"{path}: {describe_faults(error)}") from error
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error

@@ -15,18 +15,15 @@ microbatches and slices, by factors. The forms of costs, and of wires between ra
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from quintsched.errors import InputError
-from quintsched.files.atomic import read_whole
-from quintsched.files.strictjson import describe_faults, parse_strict
-from quintsched.files.user_records import RecordMetaclass
+from quintsched.files.user_records import RecordMetaclass, read_record
 from quintsched.ir.instruction_columns import Amounts, Ints
 from quintsched.simulation.cost_forms import (
     Bandwidth,
@@ -125,13 +122,7 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
     @classmethod
     def load(cls, path: Path) -> Costs:
         """Read a costs file; raises `UsageError` (missing) or `InputError` (broken), with the place."""
-        text = read_whole(path, MOST_COSTS_BYTES, "the costs file")
-        try:
-            return cls.model_validate_json(json.dumps(parse_strict(text)))
-        except ValidationError as error:
-            raise InputError(f"{path}: {describe_faults(error)}") from error
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from error
+        return read_record(cls, path, MOST_COSTS_BYTES, "the costs file")
 
     def check_fits(self, counts: Counts, num_stages: int, num_ranks: int) -> None:
         """Raise `InputError`, with a JSON pointer, for a list of a wrong length, or a rank that is out of range."""

@@ -68,31 +68,8 @@ def improve(
 
     unit, is_exact = _unit(problem, value)
     scaled = [round(duration / unit) for duration in problem.durations]
-    lags = [math.ceil(lag / unit - EPSILON) for lag in problem.lags]
-    horizon = math.ceil(value / unit) + math.ceil(max(head(problem, rank) for rank in range(problem.pp)) / unit) + 1
-    model: Any = cp_model.CpModel()
-    begins = [model.new_int_var(0, horizon, "") for _ in scaled]
-    for number, begin in enumerate(begins):
-        needed = problem.needs[number]
-        if needed >= 0:
-            model.add(begin >= begins[needed] + scaled[needed] + lags[number])
-        model.add_hint(begin, round(starts[number] / unit))
-    for rank in range(problem.pp):
-        mine = [number for number in range(len(scaled)) if problem.ranks[number] == rank]
-        model.add_no_overlap([model.new_fixed_size_interval_var(begins[n], scaled[n], "") for n in mine])
-    _add_wires(model, problem, begins, scaled, lags, horizon)
-    if problem.are_alike:
-        for first in range(0, len(scaled), problem.microbatches):
-            for number in range(first + 1, first + problem.microbatches):
-                model.add(begins[number] >= begins[number - 1] + scaled[number - 1])
-    _add_caps(model, problem, begins, scaled, horizon)
-    best = model.new_int_var(0, round(value / unit) if is_exact else math.floor(value / unit), "")
-    for rank in range(problem.pp):
-        start = round(head(problem, rank) / unit) if objective == "span" else 0
-        for number in range(2 * len(scaled) // 3, len(scaled)):
-            if problem.ranks[number] == rank:
-                model.add(best >= begins[number] + scaled[number] - start)
-    model.minimize(best)
+    most = round(value / unit) if is_exact else math.floor(value / unit)
+    model, begins = _model(problem, [round(start / unit) for start in starts], most, objective, unit)
     solver = cp_model.CpSolver()
     solver.parameters.random_seed = seed % 2**31
     solver.parameters.num_workers = WORKERS
@@ -120,6 +97,38 @@ def improve(
     for number in sorted(range(len(scaled)), key=place):
         orders[problem.ranks[number]].append(number)
     return Answer(orders, bound, is_interrupted)
+
+
+def _model(problem: Problem, hints: list[int], most: int, objective: Objective, unit: float) -> tuple[Any, list[Any]]:
+    """Return the model of orders that take at most `most` units, and its variables: the start of each computation."""
+    from ortools.sat.python import cp_model
+
+    scaled = [round(duration / unit) for duration in problem.durations]
+    lags = [math.ceil(lag / unit - EPSILON) for lag in problem.lags]
+    heads = [head(problem, rank) / unit for rank in range(problem.pp)]
+    horizon = most + math.ceil(max(heads)) + 2
+    model: Any = cp_model.CpModel()
+    begins = [model.new_int_var(0, horizon, "") for _ in scaled]
+    for number, (begin, hint) in enumerate(zip(begins, hints, strict=True)):
+        needed = problem.needs[number]
+        if needed >= 0:
+            model.add(begin >= begins[needed] + scaled[needed] + lags[number])
+        model.add_hint(begin, hint)
+    for rank in range(problem.pp):
+        mine = [number for number in range(len(scaled)) if problem.ranks[number] == rank]
+        model.add_no_overlap([model.new_fixed_size_interval_var(begins[n], scaled[n], "") for n in mine])
+    if problem.are_alike:
+        for first in range(0, len(scaled), problem.microbatches):
+            for number in range(first + 1, first + problem.microbatches):
+                model.add(begins[number] >= begins[number - 1] + scaled[number - 1])
+    _add_wires(model, problem, begins, scaled, lags, horizon)
+    _add_caps(model, problem, begins, scaled, horizon)
+    best = model.new_int_var(0, most, "")
+    for number in range(2 * len(scaled) // 3, len(scaled)):
+        start = round(heads[problem.ranks[number]]) if objective == "span" else 0
+        model.add(best >= begins[number] + scaled[number] - start)
+    model.minimize(best)
+    return model, begins
 
 
 def _solve(solver: Any, model: Any, watch: Any) -> tuple[Any, bool]:

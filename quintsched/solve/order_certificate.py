@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from quintsched.errors import InputError, UnsoundError
-from quintsched.files.atomic import read_whole, write_whole
-from quintsched.files.strictjson import describe_faults, parse_strict
+from quintsched.errors import UnsoundError
+from quintsched.files.atomic import write_whole
+from quintsched.files.user_records import read_record
 from quintsched.ir.instruction_set import COMPUTING, OffloadAct, Overlap, Recompute
 from quintsched.plan import Plan
 from quintsched.simulation.cost_forms import PlanNumber
@@ -52,13 +52,7 @@ class Certificate(BaseModel):
     @classmethod
     def load(cls, path: Path) -> Certificate:
         """Read a certificate; raises `UsageError` (missing) or `InputError` (broken), with the place."""
-        text = read_whole(path, MAX_BYTES, "the certificate")
-        try:
-            return cls.model_validate_json(json.dumps(parse_strict(text)))
-        except ValidationError as error:
-            raise InputError(f"{path}: {describe_faults(error)}") from error
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from error
+        return read_record(cls, path, MAX_BYTES, "the certificate")
 
     def save(self, path: Path) -> None:
         """Write the certificate; raises `UsageError` if it cannot be written."""
@@ -96,14 +90,14 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
     problem = problem_of(plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp, costs, certificate.memory_cap)
     simulated = plan.simulate(certificate.costs)
     value = simulated.span if certificate.objective == "span" else computed_until(simulated)
-    _require(abs(value - certificate.value) <= TOLERANCE * max(value, 1.0), f"its {certificate.objective} is {value:g}")
+    _require(abs(value - certificate.value) <= TOLERANCE * value, f"its {certificate.objective} is {value:g}")
     peaks = tuple(simulated.peak_activations)
     for rank, (held, cap) in enumerate(zip(peaks, problem.caps, strict=True)):
         _require(held <= cap * (1 + TOLERANCE), f"rank {rank} holds {held:g} microbatches, above the cap of {cap:g}")
     _require(certificate.rank < plan.mesh.pp, f"it has no pipeline rank {certificate.rank}")
     bound = bound_of(problem, certificate.objective, certificate.rank, certificate.reason)
     where = f"rank {certificate.rank} by {certificate.reason}"
-    _require(certificate.bound <= bound + TOLERANCE * max(bound, 1.0), f"{where} proves {bound:g} only")
+    _require(certificate.bound <= bound * (1 + TOLERANCE), f"{where} proves {bound:g} only")
     return Certified(certificate, peaks)
 
 

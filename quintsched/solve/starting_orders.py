@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from quintsched.errors import InputError, UnsoundError, UsageError
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
-from quintsched.ir.plan_data import PlanData
 from quintsched.schedules import Schedule, Shape, all_schedules
 from quintsched.simulation.costs import Costs
 from quintsched.solve.order_problem import FORWARD, INPUT_HALF, WEIGHT_HALF, Problem
@@ -33,11 +33,10 @@ def _shape(schedule: Schedule, problem: Problem, costs: Costs | None) -> Shape |
     if schedule.mode != "train" or schedule.bidirectional or schedule.routes is not None or not schedule.built_in:
         return None
     chunks = problem.num_stages // problem.pp
-    searched = {"costs": costs, "memory_cap": min(problem.caps)} if schedule.searches else {}
-    if searched.get("memory_cap") == float("inf"):
-        searched["memory_cap"] = None
+    cap = min(problem.caps)
+    costs, cap_or_none = (costs, None if math.isinf(cap) else cap) if schedule.searches else (None, None)
     try:
-        shape = schedule.shape(problem.pp, problem.microbatches, chunks, **searched)  # type: ignore[arg-type]
+        shape = schedule.shape(problem.pp, problem.microbatches, chunks, costs=costs, memory_cap=cap_or_none)
     except (UsageError, UnsoundError, InputError):
         return None
     return shape if shape.stage_to_pp == problem.stage_to_pp else None
@@ -53,18 +52,4 @@ def _orders(schedule: Schedule, shape: Shape, problem: Problem) -> list[list[int
             for kind in KINDS.get(type(side), ())
         ]
         for rank in range(problem.pp)
-    ]
-
-
-def orders_of_plan(plan: PlanData, problem: Problem) -> list[list[int]]:
-    """Return the computations of a plan, rank by rank, as numbers of a problem."""
-    return [
-        [
-            problem.number(kind, side.stage, side.microbatch)
-            for found in program
-            for side in found.sides
-            if isinstance(side, Compute)
-            for kind in KINDS.get(type(side), ())
-        ]
-        for program in plan.programs
     ]

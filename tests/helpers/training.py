@@ -11,7 +11,7 @@ or modules, of which each run trains a copy.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
@@ -91,10 +91,7 @@ def train_alone(
                 if learns:
                     own.backward()
             total, weight, first = total + own.detach(), weight + its_weight, first + samples
-        for name, parameter in model.named_parameters() if learns else ():
-            if parameter.grad is not None:
-                trained.add(name)
-                parameter.grad /= weight.to(parameter.grad.dtype)
+        trained.update(_divided_gradients(model, weight) if learns else ())
         return float(total / weight)
 
     for step, batch in enumerate(batches):
@@ -112,6 +109,14 @@ def train_alone(
         losses.append(run(evaluated, len(batches), microbatches, learns=False))
     weights = {name: held.detach().clone() for name, held in model.state_dict().items()}
     return Outcome(losses, weights, norms, frozenset(weights.keys() - trained if is_whole else ()))
+
+
+def _divided_gradients(model: nn.Module, weight: torch.Tensor) -> Iterator[str]:
+    """Divide the gradients by the weight of the batch; yield the names of the weights that have one."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            parameter.grad /= weight.to(parameter.grad.dtype)
+            yield name
 
 
 def train_ranks(

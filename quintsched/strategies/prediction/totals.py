@@ -65,23 +65,7 @@ def step_terms(
     total = np.where(held, each.total, -1.0)
     busiest = total.argmax(axis=1)
     rows = np.arange(len(busiest))
-    seconds = {
-        name: microbatches * values[rows, busiest]
-        for name, values in (
-            ("compute", each.compute_forward + each.compute_input + each.compute_weight),
-            ("accumulate", each.accumulate),
-            ("recompute", each.recompute),
-            ("tp", each.tp_forward + each.tp_backward),
-            ("cp", each.cp),
-            ("ep", each.ep),
-            ("pp", each.pp),
-            ("dp", each.dp),
-            ("tp_hidden", each.tp_hidden),
-            ("cp_hidden", each.cp_hidden),
-            ("ep_hidden", each.ep_hidden),
-            ("dp_hidden", each.dp_hidden),
-        )
-    }
+    seconds = {name: microbatches * values[rows, busiest] for name, values in _by_term(each).items()}
     reduction, gathering = reduce_s(hardware, table, each, constants)
     whole = reduction
     stepping = optimizer_s(hardware, table, each, constants)
@@ -108,6 +92,18 @@ def step_terms(
         seconds["cores"] = np.maximum(cores_s(each, model, table, kinds, hardware, widths(table)) - makespan, 0.0)
         seconds["sums"] = shared_sums_s(table, hardware, constants)
     return seconds, fullest(held_terms(model, hardware, table, kinds), kinds), found.exact
+
+
+def _by_term(each: PerMicrobatch) -> dict[str, Array]:
+    """Return a microbatch's time on each rank, by the term of a step that it belongs to."""
+    others = ("cp", "ep", "pp", "dp", "tp_hidden", "cp_hidden", "ep_hidden", "dp_hidden")
+    return {
+        "compute": each.compute_forward + each.compute_input + each.compute_weight,
+        "accumulate": each.accumulate,
+        "recompute": each.recompute,
+        "tp": each.tp_forward + each.tp_backward,
+        **{name: getattr(each, name) for name in others},
+    }
 
 
 def per_microbatch(

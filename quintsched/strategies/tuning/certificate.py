@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from quintsched.errors import InputError
-from quintsched.files.atomic import read_whole, write_whole
-from quintsched.files.strictjson import describe_faults, parse_strict
+from quintsched.files.atomic import write_whole
+from quintsched.files.user_records import read_record
 from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Description, Model, Size
@@ -89,14 +88,7 @@ class Certificate(Description):
 
 def load_certificate(path: str | Path) -> Certificate:
     """Read a certificate; raises `UsageError` if it cannot be opened, `InputError` with the fault and its place."""
-    try:
-        return Certificate.model_validate(
-            parse_strict(read_whole(Path(path), MOST_CERTIFICATE_BYTES, "the certificate"))
-        )
-    except ValidationError as error:
-        raise InputError(f"{path}: {describe_faults(error)}") from None
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    return read_record(Certificate, Path(path), MOST_CERTIFICATE_BYTES, "the certificate")
 
 
 def certify(tuning: Tuning) -> Certificate:

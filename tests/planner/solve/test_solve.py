@@ -19,7 +19,7 @@ from quintsched.solve import Certificate, certify, constraint_programming, solve
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_problem import problem_of
 from quintsched.solve.order_timing import has_room, time_orders
-from quintsched.solve.starting_orders import named_orders, orders_of_plan
+from quintsched.solve.starting_orders import named_orders
 
 SLOW = pytest.mark.slow
 
@@ -144,8 +144,7 @@ def test_it_finds_what_all_orders_tried_one_by_one_find(costs: Costs | None, cap
     )
     assert found.certificate.value == pytest.approx(best)
     assert lower_bound(problem, objective).value <= best + 1e-9  # type: ignore[arg-type]
-    orders = orders_of_plan(found.plan, problem)
-    assert all(has_room(problem, rank, order) for rank, order in enumerate(orders))
+    assert cap is None or max(found.plan.simulate(costs).peak_activations) <= cap
 
 
 def test_claims_that_do_not_hold_are_refused() -> None:
