@@ -12,91 +12,29 @@ from torch import nn
 from torch.nn import functional as F
 
 from quintsched.errors import MisfitError
-from quintsched.runtime import Carry, MoE, run_local
+from quintsched.runtime import Carry, run_local
 from quintsched.runtime.examine.block_losses import examine_block_loss
 from quintsched.runtime.examine.losses.loss_weights import Over
 from quintsched.runtime.parallel.cut_proofs import trial_inputs
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree
 
 from ...helpers.training import train_alone
+from .loss_blocks import (
+    EVERY,
+    MEAN,
+    MEANS,
+    OTHERS,
+    SAMPLES,
+    SUMS,
+    VARIANCE,
+    WIDTH,
+    Block,
+    Supervised,
+    WithExperts,
+    near,
+    pair,
+)
 from .trials import engine_of, ones, refused, sgd, step, taken
-
-WIDTH, SAMPLES = 4, 13
-
-
-class Block(nn.Module):
-    def __init__(self, loss):
-        super().__init__()
-        self.inner, self.router = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
-        nn.init.zeros_(self.router.weight)
-        nn.init.zeros_(self.router.bias)
-        self.loss, self.step = loss, 0
-
-    def forward(self, x):
-        y = self.inner(x)
-        return y, self.loss(self, y)
-
-
-class Supervised(Block):
-    def forward(self, x, targets):
-        y = self.inner(x)
-        return y, self.loss(y, targets)
-
-
-class WithExperts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.moe = MoE(WIDTH, 3, lambda: nn.Linear(WIDTH, WIDTH), top_k=1, balance=0.1)
-
-    def forward(self, x):
-        return self.moe(x)
-
-
-def balance(block, y):
-    p = block.router(y.detach()).softmax(-1)
-    return (F.one_hot(p.argmax(-1), 3).to(p).mean(0) * p.mean(0)).sum()
-
-
-def contrast(_, y):
-    z = F.normalize(y, dim=1)
-    return F.cross_entropy(z @ z.T, torch.arange(len(z)))
-
-
-def near(_, y):
-    sizes = y.square().mean(1)
-    return (sizes * (sizes < 5 * sizes.detach().mean())).mean()
-
-
-SUMS = {
-    "of squares": lambda _, y: y.square().sum(),
-    "of each's variance": lambda _, y: y.var(1).sum(),
-    "of logits": lambda block, y: block.router(y.detach()).logsumexp(-1).square().sum(),
-}
-MEANS = {
-    "of squares": lambda _, y: y.square().mean(),
-    "hinge": lambda _, y: (1 - y.norm(dim=1)).relu().mean(),
-    "of logits": lambda block, y: block.router(y.detach()).logsumexp(-1).square().mean(),
-    "penalty": lambda block, _: block.inner.weight.square().sum(),
-}
-OTHERS = {
-    "variance": lambda _, y: y.var(0, unbiased=False).mean(),
-    "a little variance": lambda _, y: y.square().mean() + 1e-4 * y.var(0, unbiased=False).mean(),
-    "balance": balance,
-    "contrast": contrast,
-    "near the mean": near,
-    "norm": lambda _, y: y.norm(),
-    "largest": lambda _, y: y.max(),
-    "logarithm": lambda _, y: (1 + y.square().mean()).log(),
-    "those above": lambda _, y: y[y > 0].mean(),
-    "first": lambda _, y: y[0].mean(),
-    "scaled": lambda _, y: (y / y.detach().norm()).square().mean(),
-    "root": lambda _, y: y.square().sum() / len(y) ** 0.5,
-}
-EVERY = {
-    **{f"sum {n}": (f, Over.SUM) for n, f in SUMS.items()},
-    **{f"mean {n}": (f, Over.SAMPLES) for n, f in MEANS.items()},
-}
-EVERY |= {name: (loss, None) for name, loss in OTHERS.items()}
 
 
 def found_of(block, samples=SAMPLES, seed=0, **extras):
@@ -166,13 +104,6 @@ class Dropping(Block):
         return y, self.loss(self, y)
 
 
-MEAN, VARIANCE = MEANS["of squares"], OTHERS["variance"]
-
-
-def pair(output, targets):
-    return F.mse_loss(output, targets, reduction="sum"), output.numel()
-
-
 @pytest.mark.parametrize(
     ("mesh", "block", "loss_fn", "options", "said"),
     [
@@ -214,86 +145,6 @@ def test_what_is_set_later_is_examined_again():
         assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
 
     run_local(2, work)
-
-
-class OtherInEvaluations(Block):
-    def __init__(self, loss, other, *, by_mode=True):
-        super().__init__(loss)
-        self.other, self.by_mode = other, by_mode
-
-    def forward(self, x):
-        y = self.inner(x)
-        trains = self.training if self.by_mode else torch.is_grad_enabled()
-        return y, (self.loss if trains else self.other)(self, y)
-
-
-SUM = SUMS["of squares"]
-EVALUATIONS = {
-    "a sum": (MEAN, SUM, True, F.mse_loss, "it is a sum, and"),
-    "a mean": (SUM, MEAN, True, pair, "it is a mean over samples, and"),
-    "a variance": (MEAN, VARIANCE, True, F.mse_loss, "it is neither"),
-    "the last": (MEAN, lambda _, y: y[-1].mean(), True, F.mse_loss, "it is neither"),
-    "without a graph": (MEAN, SUM, False, F.mse_loss, "it is a sum, and"),
-    "nothing": (SUM, lambda _, y: y.new_zeros(()), True, pair, ""),
-    "twice": (MEAN, lambda b, y: 2 * MEAN(b, y).detach(), True, F.mse_loss, ""),
-}
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", EVALUATIONS)
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
-def test_losses_are_of_one_kind_in_evaluations_too(mesh, trains, name):
-    loss, other, by_mode, loss_fn, said = EVALUATIONS[name]
-    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    refusal = "in evaluations, block 1 .*" + said
-
-    def work(transport):
-        blocks = [lambda: nn.Linear(WIDTH, WIDTH), lambda: OtherInEvaluations(loss, other, by_mode=by_mode)]
-        engine = engine_of(transport, blocks, loss_fn, mesh, dtype=torch.float64)
-        mine = x.chunk(engine.num_replicas)[engine.replica]
-        with torch.inference_mode(mesh == "dp=2"):
-            engine.evaluate(mine, None, outputs=True)
-        for _ in range(trains):
-            engine.step(mine, mine)
-        result = engine.evaluate(mine, mine, outputs=True) if said and trains else None
-        inference = torch.inference_mode(mesh == "dp=2")
-        with inference, pytest.raises(MisfitError, match=refusal) if said else nullcontext():
-            engine.evaluate(mine, mine)
-        if result is not None:
-            with pytest.raises(MisfitError, match=refusal):
-                result.loss  # noqa: B018
-
-    run_local(2, work)
-
-
-def test_what_is_set_between_steps_is_examined_in_the_next_evaluation():
-    def work(transport):
-        block, x = OtherInEvaluations(MEAN, MEAN), torch.ones(4, WIDTH)
-        engine = engine_of(transport, [block, nn.Linear(WIDTH, WIDTH)])
-        engine.step(x, x)
-        engine.evaluate(x, x)
-        block.other = SUM
-        engine.step(x, x)
-        with pytest.raises(MisfitError, match=r"in evaluations, block 0 .* in training it is a mean"):
-            engine.evaluate(x, x)
-
-    run_local(2, work)
-
-
-def test_evaluations_leave_weights_and_their_masters():
-    x = torch.randn(4, WIDTH)
-
-    def work(transport, evaluates):
-        engine = engine_of(transport, [lambda: OtherInEvaluations(MEAN, MEAN)], mesh="dp=2", dtype=torch.bfloat16)
-        for _ in range(8):
-            engine.step(x, x)
-            if evaluates:
-                engine.evaluate(x, x)
-        return engine.full_weights()
-
-    plain, evaluated = (run_local(2, lambda t, its=its: work(t, its))[0] for its in (False, True))
-    assert all(torch.equal(weight, evaluated[name]) for name, weight in plain.items())
 
 
 class Filled(Block):
