@@ -132,6 +132,15 @@ def test_rooms_and_files_are_small(layer):
         assert files <= MOST_FILES, f"{folder.relative_to(ROOT)} has {files} files"
 
 
+def test_files_of_tests_are_small_and_import_no_test():
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES, path.relative_to(ROOT)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                named = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                assert not any(name.startswith("test_") for name in named), f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
 def test_functions_of_the_runtime_are_short():
     for path in sources("quintsched.runtime"):
         for node in ast.walk(tree_of(path)):

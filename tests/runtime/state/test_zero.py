@@ -25,7 +25,7 @@ from ..matrix_processes import require_equal
 from ..matrix_processes import train as train_in_processes
 from ..parallel.expert.moe_training import require_equality as require_equality_of_experts
 from ..parallel.lively import lively_gpt
-from ..saving.test_gpt2 import OPTIONS, draw_checkpoint, make_engine, write
+from ..saving.gpt2_checkpoint import OPTIONS, draw_checkpoint, make_engine, write
 from ..toys import Outcome, adam, ids_task, share, train_on, train_plainly, worst_difference
 
 DEPTH, LENGTH, SAMPLES = 4, 8, 8
