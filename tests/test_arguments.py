@@ -334,16 +334,3 @@ def test_a_run_with_swapped_arguments_shows_the_call() -> None:
         qs.UsageError, match=r"^Engine: plan is a list; give a PlanData: Engine\(plan, blocks, loss_fn, op"
     ):
         Engine([], PLAN, nn.MSELoss(), sgd)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("former", "now"),
-    [
-        ("from quintsched.stalls.verdict import find_culprit", "quintsched.stalls.culprit"),
-        ("from quintsched.stalls.states import Wait", "BlockingCall"),
-        ("from quintsched.runtime.parallel.tensor.cuts import register_cut", "cuttable_layers"),
-    ],
-)
-def test_a_former_name_raises_the_new_one(former, now):
-    with pytest.raises(ImportError, match=now):
-        exec(former)

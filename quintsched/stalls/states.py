@@ -116,10 +116,3 @@ class RankState:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "host", printable(self.host, MOST_TEXT))
-
-
-def __getattr__(name: str) -> object:
-    """Raise the new name where a former one is asked for."""
-    if name == "Wait":
-        raise ImportError("quintsched.stalls.states.Wait is BlockingCall now")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
