@@ -4,6 +4,8 @@
 #   make test    the tests, in minutes            make test-all    the long proofs as well
 #   make lint    formatting, lint and types       make bench       the benchmarks, if there are any
 #   make reference    docs/reference, generated from the code
+#   make release      the archives in dist/, checked, and the wheel installed on each Python of PYTHONS
+#   make coverage     statements that the tests reach, in out/coverage
 #   make gpu     what only a GPU can show: its tests, then its benchmarks; docs/gpu.md says more
 
 SHELL := bash
@@ -22,7 +24,7 @@ PYTEST := python -m pytest -n 2 --dist loadgroup
 DEMO := --set train.epochs=2 --set log.every=5
 SHOW := @show() { printf '\n$$ %s\n' "$$*"; "$$@"; }; show
 
-.PHONY: demo test test-all lint bench reference gpu gpu-tests gpu-bench
+.PHONY: demo test test-all lint bench reference release coverage gpu gpu-tests gpu-bench
 
 demo: $(INSTALLED)
 	@mkdir -p out && rm -f out/eight.jsonl out/one.jsonl
@@ -56,6 +58,23 @@ bench: $(INSTALLED)
 
 reference: $(INSTALLED)
 	python -m docs.reference.generate
+
+# Pythons that a wheel is installed on: all from 3.11 that have a command here. Tools are in an environment of their own.
+PYTHONS ?= $(foreach version,3.11 3.12 3.13 3.14,$(shell command -v python$(version)))
+TOOLS := out/release/tools
+
+release: $(INSTALLED)
+	rm -rf dist out/release && mkdir -p out/release && $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check '.[release]'
+	$(TOOLS)/bin/validate-pyproject pyproject.toml
+	$(TOOLS)/bin/python -m build --outdir dist
+	$(TOOLS)/bin/twine check --strict dist/*
+	$(TOOLS)/bin/check-wheel-contents dist/*.whl
+	python -m tests.release dist/*.whl out/release $(PYTHONS)
+
+coverage: $(INSTALLED)
+	python -m pip install --quiet --disable-pip-version-check 'pytest-cov>=5'
+	$(PYTEST) --cov=quintsched --cov-report=term:skip-covered --cov-report=html:out/coverage
 
 gpu:
 	@$(MAKE) --no-print-directory -k gpu-tests gpu-bench

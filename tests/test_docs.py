@@ -19,7 +19,7 @@ from quintsched.runtime.settings.job_file import load_job
 
 from .layers import ORDER, ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 ROOTS = ("quintsched", "runtime", "viz", "tests", "benchmarks", "examples", "docs")
 
 

@@ -12,10 +12,12 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 SIZES = ("--schedule", "1f1b", "--mesh", "dp=1,pp=2", "--microbatches", "4")
@@ -24,6 +26,10 @@ model: {options: {hidden: 16, depth: 2, heads: 2}}
 train: {batch_size: 256}
 log: {path: log.jsonl, every: 1}
 """
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
+"""Names of packages in conda, where they differ from those of PyPI."""
 
 pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("packaging")]
 
@@ -93,7 +99,8 @@ def test_the_sdist_holds_every_file_once_and_no_link(archives: Path) -> None:
     assert len(held) == sum(member.isfile() for member in members)
     assert {name: content for name, content in held.items() if name.startswith("quintsched/")} == package_files()
     assert not [name for name in held if name.startswith(("runtime/", "viz/"))]
-    assert {"README.md", "LICENSE", "pyproject.toml", "examples/full_3d.yaml"} <= set(held)
+    pages = {"README.md", "SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "CITATION.cff"}
+    assert {*pages, "LICENSE", "pyproject.toml", "docs/versions.md", "examples/full_3d.yaml"} <= set(held)
 
 
 def test_the_wheel_owns_one_name(wheel: Path) -> None:
@@ -199,3 +206,29 @@ def lend_packages(clean: Path) -> None:
     own = succeed(clean / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=clean)
     folders = dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))
     Path(own.strip(), "lent.pth").write_text("\n".join(folders) + "\n")
+
+
+def conda_lines(requirements: list[str]) -> set[str]:
+    """Return requirements of PyPI as a recipe of conda has them: "pyyaml >=6.0"."""
+    split = [re.split("(?=>=)", requirement.lower()) for requirement in requirements]
+    return {f"{CONDA_NAMES.get(name, name)} {bound}" for name, bound in split}
+
+
+def test_version_and_dependencies_are_the_same_everywhere() -> None:
+    recipe = (ROOT / "conda" / "meta.yaml").read_text("utf-8")
+    listed = yaml.safe_load(re.sub(r"{%.*%}", "", recipe).replace("{{", "").replace("}}", ""))["requirements"]
+    python = f"python {PROJECT['requires-python']}"
+    extras = PROJECT["optional-dependencies"]
+    assert set(listed["run"]) == {python, *conda_lines(PROJECT["dependencies"])}
+    assert set(listed["run_constrained"]) == conda_lines([*extras["runtime"], *extras["viz"]])
+    assert f'version = "{PROJECT["version"]}"' in recipe
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))["version"] == PROJECT["version"]
+    assert f" {PROJECT['version']}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_types_hold_for_a_strict_user_of_the_wheel(clean: Path, tmp_path: Path) -> None:
+    lend_packages(clean)
+    (tmp_path / "user.py").write_text((ROOT / "tests" / "data" / "strict_user.py").read_text("utf-8"))
+    check = ("-m", "mypy", "--strict", "--config-file=", "--python-executable", clean / "python", "user.py")
+    assert succeed(sys.executable, *check, cwd=tmp_path).startswith("Success")

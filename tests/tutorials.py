@@ -90,13 +90,16 @@ def run_page(page: Path, folder: Path) -> Iterator[tuple[str, str]]:
             assert block.language == "text", f"{page.name}: not run: {block.text}"
 
 
-def run_session(session: str, folder: Path, prelude: str = "") -> str:
-    """Run the commands of a session in one shell, and return the session with what they print."""
+def run_session(session: str, folder: Path, prelude: str = "", scripts: Path | None = None) -> str:
+    """Run the commands of a session in one shell, and return the session with what they print.
+
+    They come from `scripts`, of an environment that has the package installed; None: from this one, on the checkout.
+    """
     script = [prelude, "code=0"]
     for command in re.findall(r"^\$ ((?:.*\\\n)*.*)$", session, re.MULTILINE):
         script += [f"printf '$ %s\\n' {shlex.quote(command)}", "(exit $code)", command, "code=$?"]
-    path = f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"
-    python_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = f"{scripts or sysconfig.get_path('scripts')}:{os.environ['PATH']}"
+    python_path = "" if scripts else os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         ["bash", "-c", "\n".join(script)],
         cwd=folder,
