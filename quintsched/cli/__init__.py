@@ -25,6 +25,7 @@ from quintsched.cli.simulate_and_compare import compare, simulate
 from quintsched.cli.solve import certify, solve
 from quintsched.files.terminal import standard_streams
 from quintsched.strategies.commands.calibrate import calibrate
+from quintsched.strategies.commands.layout_command import layout
 from quintsched.strategies.commands.predict_command import predict
 from quintsched.strategies.commands.tune_command import tune
 
@@ -37,7 +38,7 @@ SECTIONS: dict[str, tuple[Callable[..., None] | Group, ...]] = {
         Group("checkpoint", "What runs have saved: show, verify, reshard, export, import.", CHECKPOINT),
         Group("data", "Token shards that jobs train on: tokenize, show.", DATA),
     ),
-    "Strategies": (predict, tune, calibrate),
+    "Strategies": (predict, tune, layout, calibrate),
     "Tools": (collective, export, import_),
 }
 """All commands, by the headings of `quintsched --help`."""

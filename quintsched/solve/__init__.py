@@ -7,5 +7,7 @@
 
 from quintsched.solve.order_certificate import Certificate, certify
 from quintsched.solve.solved_plan import Solution, solve
+from quintsched.solve.stage_cuts.layer_costs import LayerCosts
+from quintsched.solve.stage_cuts.stage_layout import CutStages, cut_stages
 
-__all__ = ["Certificate", "Solution", "certify", "solve"]
+__all__ = ["Certificate", "CutStages", "LayerCosts", "Solution", "certify", "cut_stages", "solve"]

@@ -102,8 +102,8 @@ def solve(
         UsageError: wrong sizes, or a cap in which one microbatch has no room: it names the smallest that works.
         InputError: costs of another number of stages or microbatches.
     """
-    found = _mesh(pp, mesh)
-    _require_positive(microbatches=microbatches, effort=effort)
+    found = mesh_of(pp, mesh)
+    require_positive(microbatches=microbatches, effort=effort)
     if not seconds > 0:
         raise UsageError(f"seconds is {seconds:g}; give a positive number")
     if objective not in ("span", "makespan"):
@@ -152,13 +152,14 @@ def plan_of(problem: Problem, orders: Orders, mesh: Mesh) -> Plan:
     return compile(solved, mesh=mesh, microbatches=problem.microbatches, chunks=chunks)
 
 
-def _mesh(pp: int | None, mesh: Mesh | str | None) -> Mesh:
+def mesh_of(pp: int | None, mesh: Mesh | str | None) -> Mesh:
+    """Return the mesh of a request; raises `UsageError` unless exactly one of both is given."""
     if (pp is None) == (mesh is None):
         raise UsageError("give pp, the number of pipeline ranks, or a mesh, like dp=2,pp=4")
     if mesh is not None:
         return Mesh.parse(mesh) if isinstance(mesh, str) else mesh
     assert pp is not None
-    _require_positive(pp=pp)
+    require_positive(pp=pp)
     return Mesh(pp=pp)
 
 
@@ -166,7 +167,7 @@ def _placements(name: str, chunks: int | None, pp: int) -> dict[str, tuple[int, 
     if name != "auto" and name not in PLACEMENTS:
         raise UsageError(f"unknown placement {name!r}{suggest(name, [*PLACEMENTS, 'auto'])}")
     several = 2 if chunks is None else chunks
-    _require_positive(chunks=several)
+    require_positive(chunks=several)
     if name == "linear" and several > 1 and chunks is not None:
         raise UsageError(f"placement linear has one stage on each rank; leave chunks={chunks} out, or choose loop or v")
     names: Sequence[str] = [*PLACEMENTS] if name == "auto" else [name]
@@ -189,7 +190,8 @@ def _problems(
     return problems
 
 
-def _require_positive(**values: int) -> None:
+def require_positive(**values: int) -> None:
+    """Raise `UsageError` for a value that is no whole number from 1 on."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UsageError(f"{name} is {value!r}; give a whole number from 1 on")

@@ -45,12 +45,12 @@ def _is_of_activations(term: str) -> bool:
     return term.startswith("activations") or term in ("logits", "temporary")
 
 
-def stage_terms(model: Model, table: Table, stages: Kinds) -> dict[str, NDArray[np.float64]]:
-    """Return the bytes of every stage, (n, K), without sharding over replicas, with one microbatch's activations."""
+def stage_terms(model: Model, table: Table, stages: Kinds, *, sharded: bool = False) -> dict[str, NDArray[np.float64]]:
+    """Return the bytes of every stage, (n, K), with one microbatch's activations; `sharded`: over replicas, by ZeRO."""
     sizes, mesh = _cut(table)
     once = np.ones(stages.dense.shape)
     ranks = replace(_ranks(table, stages), in_flight=once, logits_in_flight=once)
-    terms = memory_terms(model, sizes, replace(mesh, zero=0 * mesh.zero), ranks)
+    terms = memory_terms(model, sizes, mesh if sharded else replace(mesh, zero=0 * mesh.zero), ranks)
     return {name: np.broadcast_to(bytes_, stages.dense.shape) for name, bytes_ in terms.items()}
 
 

@@ -1,0 +1,63 @@
+"""`quintsched layout`: costs of layers in, the cut in three spellings out."""
+
+import json
+
+import pytest
+
+import quintsched as qs
+from tests.layers import ROOT
+from tests.traces import write_trace
+
+LAYERS = ROOT / "examples" / "layers.json"
+
+
+def test_a_cut_is_printed_and_its_plan_is_written(cli, tmp_path):
+    sizes = ("--costs", LAYERS, "--pp", 4, "--vpp", 2, "-m", 16, "--effort", 1)
+    done = cli("layout", *sizes, "--against", "Et*4|(t*4|)*6t*2,L", "-o", tmp_path / "plan.json")
+    assert done.code == 0
+    assert "--stages 5,4,4,4,4,4,4,3\nMegatron-LM: Et*4|(t*4|)*6,ttL\n" in done.out
+    assert "Et*4|(t*4|)*6t*2,L: " in done.out
+    assert qs.Plan.load(tmp_path / "plan.json").blocks_per_stage == (5, 4, 4, 4, 4, 4, 4, 3)
+    data = json.loads(cli("layout", *sizes, "--json").out)
+    assert data["value"] < data["even"]
+    (tmp_path / "costs.json").write_text(json.dumps(data["costs"]))
+    assert cli("simulate", tmp_path / "plan.json", "--costs", tmp_path / "costs.json", "--json").data[
+        "span"
+    ] == pytest.approx(data["value"])
+
+
+def test_costs_may_be_predicted(cli):
+    flags = ("--model", "llama-3-8b", "--hardware", "h100", "--pp", 4, "--tp", 2, "-m", 8, "--effort", 1, "--json")
+    data = json.loads(cli("layout", *flags).out)
+    assert sum(data["stages"]) == 34
+    assert data["stages"][3] < data["stages"][1]
+    assert data["gain"] > 0
+
+
+def test_costs_may_be_measured(cli, tmp_path):
+    plan = qs.compile("1f1b", mesh="pp=4", microbatches=8, stages=(2, 2, 2, 2))
+    plan.save(tmp_path / "traced.json")
+    times = (2.0, 3.0, 3.0, 6.0)
+    costs = qs.Costs(unit="ms", forward=times, backward_input=times, backward_weight=times)
+    write_trace(tmp_path / "traces", plan.simulate(costs))
+    done = cli("layout", "--trace", tmp_path / "traces", "--plan", tmp_path / "traced.json", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["stages"] == [3, 2, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ((), "give one of --costs, --model and --trace"),
+        (("--costs", LAYERS, "--pp", 4), "-m, that of microbatches"),
+        (("--costs", LAYERS, "--pp", 4, "-m", 8, "--zero", 1), "--zero is for --model"),
+        (("--costs", LAYERS, "--pp", 4, "-m", 8, "--against", "EL"), "it has the layers EL"),
+        (("--costs", LAYERS, "--pp", 4, "-m", 8, "--memory-cap", 1), "no cut keeps to the memory cap of 1 GB"),
+        (("--costs", LAYERS, "--pp", 4, "-m", 8, "--schedule", "zbv"), "chunks"),
+        (("--trace", "nowhere"), "--trace needs the plan"),
+        (("--model", "llama-3-8b", "--hardware", "h100", "--pp", 4), "or -m, the number of microbatches"),
+    ],
+)
+def test_wrong_requests(cli, options, why):
+    told = cli("layout", *options)
+    assert (told.code, why in told.err) == (2, True), told.err
