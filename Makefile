@@ -50,7 +50,7 @@ test-all: $(INSTALLED)
 lint: $(INSTALLED)
 	ruff format --check .
 	ruff check .
-	mypy quintsched
+	mypy
 
 bench: $(INSTALLED)
 	@for file in $(BENCHMARKS); do printf '\n== %s\n' "$$file"; python "$$file"; done

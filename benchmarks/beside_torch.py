@@ -124,8 +124,10 @@ def rival(name: str, rank: int, shape: Shape) -> Step:
 def ours(name: str, shape: Shape, inputs: Tensor, targets: Tensor) -> Step:
     """Return a step of an engine."""
     blocks = shape.blocks()
-    fine = {"schedule": "interleaved-1f1b", "chunks": len(blocks), "zero": 3} if name == ZERO else {"schedule": "1f1b"}
-    plan = qs.compile(**{**fine, "mesh": "dp=2", "microbatches": 1})
+    if name == ZERO:
+        plan = qs.compile("interleaved-1f1b", "dp=2", 1, chunks=len(blocks), zero=3)
+    else:
+        plan = qs.compile("1f1b", "dp=2", 1)
     engine = Engine(plan, blocks, shape.loss, adamw, bucket_mb=5, transport=connect("gloo", 60))
     return lambda: engine.step(inputs, targets).loss
 

@@ -72,7 +72,7 @@ def measure(blocks: int, folder: Path, format: Format) -> tuple[int, dict[str, i
 
                 def write(saves: OpenCheckpoints = saves) -> None:
                     saves.save(1, {})
-                    saves.finish()
+                    saves.finish_save()
 
                 found[name] = risen(write)
         return sum(tensor.nbytes for tensor in engine.state_dict().values())

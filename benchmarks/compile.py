@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ import quintsched as qs
 import quintsched.compiler
 import quintsched.simulation.simulator
 from quintsched.instructions import Bwd, BwdWeight
+from quintsched.ir.programs import Programs
 
 CASES = [("interleaved-1f1b", "ScheduleInterleaved1F1B", 4), ("interleaved-zb", "ScheduleInterleavedZeroBubble", 2)]
 PP, MICROBATCHES = 64, 512
@@ -127,8 +129,8 @@ def replicas() -> None:
     for axes in ({}, {"dp": 512, "tp": 8}):
         timed(
             f"{32 * axes.get('dp', 1) * axes.get('tp', 1)} ranks",
-            lambda axes=axes: compiled("1f1b", 32, 256, 1, **axes),
-        )  # type: ignore[misc]
+            partial(compiled, "1f1b", 32, 256, 1, **axes),
+        )
 
 
 def files_and_faults() -> None:
@@ -139,13 +141,13 @@ def files_and_faults() -> None:
     program = list(plan.programs[40])
     last = max(i for i, instruction in enumerate(program) if isinstance(instruction, Bwd | BwdWeight))
     del program[last]
-    broken = replace(plan, programs=(*plan.programs[:40], tuple(program), *plan.programs[41:]))
+    broken = replace(plan, programs=Programs.from_programs((*plan.programs[:40], program, *plan.programs[41:])))
     verdict, _ = timed("check of the plan without one backward", broken.check)
     print("   ", verdict.explain().splitlines()[1][:100])
     middle = len(plan.programs[7]) // 2
     program = list(plan.programs[7])
     program[middle : middle + 40] = reversed(program[middle : middle + 40])
-    broken = replace(plan, programs=(*plan.programs[:7], tuple(program), *plan.programs[8:]))
+    broken = replace(plan, programs=Programs.from_programs((*plan.programs[:7], program, *plan.programs[8:])))
     verdict, _ = timed("check of the plan with 40 reversed", lambda: broken.check().explain())
 
 

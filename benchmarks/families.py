@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -73,7 +74,7 @@ def _run(command: Sequence[str], seconds: float) -> tuple[str, Verdict | None]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
     except subprocess.TimeoutExpired as error:
-        output = error.stdout or b""
+        output: Any = error.stdout or b""
         return output if isinstance(output, str) else output.decode(), Verdict("hang", f"after {seconds:.0f} s")
     last = (done.stderr.strip().splitlines() or ["it printed nothing else"])[-1]
     return done.stdout, Verdict("crash", f"the process ended with {done.returncode}: {last}")

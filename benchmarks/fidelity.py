@@ -257,7 +257,8 @@ class FeedForward(nn.Sequential):
         super().__init__(nn.Linear(HIDDEN, WIDE), nn.GELU(), nn.Linear(WIDE, HIDDEN))
 
     def forward(self, given: Tensor, past: Past | None = None) -> Tensor:
-        output: Tensor = super().forward(given)
+        first, activation, second = self
+        output: Tensor = second(activation(first(given)))
         return output
 
 
@@ -302,7 +303,7 @@ def compare_gloo(names: Sequence[str], rounds: int, limit: float = 0.05) -> list
 
 def row_of(trace: Trace, measured_ms: float, limit: float) -> Row:
     """Compare a measured step with the simulation under the costs of another one, which was traced."""
-    simulation = trace.plan.simulate(trace.costs())
+    simulation = qs.simulate(trace.plan, trace.costs())
     slips = find_slips(simulation, trace.step())
     return Row(trace.plan.schedule.name, simulation.makespan, measured_ms, limit, slips)
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from prediction import NOT_FLAGS, rows_of
 
-from benchmarks.prediction import NOT_FLAGS, rows_of
 from quintsched.strategies.descriptions.flag_rows import read_row
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import start_processes
 
 Samples = Mapping[str, Sequence[Sequence[float]]]
 """Per rival and round: (wall seconds, CPU seconds)."""
@@ -148,7 +148,7 @@ def run_processes(work: Callable[..., Any], num_processes: int, *arguments: Any,
     """
     with TemporaryDirectory() as folder:
         enter = partial(_enter, work, num_processes, folder, arguments)
-        context = mp.start_processes(_Call(enter), nprocs=num_processes, join=False, daemon=True, start_method="spawn")
+        context = start_processes(_Call(enter), nprocs=num_processes, join=False, daemon=True, start_method="spawn")
         deadline = time.monotonic() + timeout_s
         try:
             while not context.join(timeout=max(0.0, deadline - time.monotonic())):

@@ -18,7 +18,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +154,8 @@ def data_rival(case: DataCase, name: str, group: Group) -> Callable[[], Tensor]:
         tally[0], tally[1] = total * case.rows, case.rows
         work = dist.all_reduce(tally, async_op=True)
         assert work is not None
-        return work.wait
+        wait: Callable[[], object] = work.wait
+        return wait
 
     def step() -> Tensor:
         optimizer.zero_grad(set_to_none=False)
@@ -218,14 +219,19 @@ def main() -> int:
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
     with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
-        for kind, cases, work in (("tensor", TENSOR, measure_tensor), ("data", DATA, measure_data)):
-            for number, case in enumerate(cases if arguments.only in (None, kind) else ()):
-                ranks = run_processes(work, 2, number, arguments.rounds, timeout_s=600)
-                figures[case.title] = compare(case.title, merge(ranks), case.steps)
+        kinds: list[tuple[str, Sequence[TensorCase | DataCase], Callable[[int, int, int], Samples]]] = [
+            ("tensor", TENSOR, measure_tensor),
+            ("data", DATA, measure_data),
+        ]
+        for kind, cases, work in kinds:
+            for number, case in enumerate(cases):
+                if arguments.only in (None, kind):
+                    ranks = run_processes(work, 2, number, arguments.rounds, timeout_s=600)
+                    figures[case.title] = compare(case.title, merge(ranks), case.steps)
     if arguments.json:
         print(json.dumps(figures, indent=1))
     targets = [target for figure in figures.values() for target in figure["targets"]]
-    return min(1, sum(target["figure"] > target["limit"] for target in targets))
+    return int(any(target["figure"] > target["limit"] for target in targets))
 
 
 if __name__ == "__main__":

@@ -242,7 +242,8 @@ def calibrated() -> Hardware:
     """Measure this machine."""
     from quintsched.runtime.calibrate.machine import calibrate
 
-    return calibrate(torch.device("cpu"))
+    with TemporaryDirectory() as folder:
+        return calibrate(torch.device("cpu"), Path(folder) / "measured.json")
 
 
 if __name__ == "__main__":

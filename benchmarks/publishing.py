@@ -12,7 +12,8 @@ import resource
 from collections.abc import Callable
 from time import perf_counter
 
-from quintsched.runtime.watch.rank_position import INDEX, NOTHING, PositionCell, Publisher, WaitCell, receive_code
+from quintsched.runtime.watch.publisher import Publisher
+from quintsched.runtime.watch.rank_position import INDEX, NOTHING, PositionCell, WaitCell, receive_code
 
 CALLS, ROUNDS = 2000, 300
 
@@ -51,7 +52,7 @@ def main() -> None:
     print(f"per instruction   {published - bare:6.0f} ns   ({bare:.0f} ns without, {published:.0f} ns with)")
 
     waits = WaitCell()
-    publisher.follow(waits)
+    publisher.follow_waits(waits)
 
     def wait() -> None:
         for place in range(CALLS):

@@ -122,7 +122,8 @@ def longest_chain(uses: Mapping[str, Set[str]]) -> list[str]:
         ways: list[tuple[str, ...]] = [below(other) for other in sorted(uses[room])]
         return (room, *max(ways, key=len, default=()))
 
-    return list(max(map(below, sorted(uses)), key=len))
+    chains = [below(room) for room in sorted(uses)]
+    return list(sorted(chains, key=len)[-1]) if chains else []
 
 
 def repeated(package: Path) -> list[str]:

@@ -112,7 +112,7 @@ class PlainLoop:
         for some_inputs, some_targets in zip(*pieces, strict=True):
             loss, weight = cross_entropy_sum(self._model(some_inputs), some_targets)
             loss.backward()
-            torch._foreach_add_(self._sums, [p.grad for p in self._weights])
+            torch._foreach_add_(self._sums, [p.grad for p in self._weights if p.grad is not None])
             for p in self._weights:
                 p.grad = None
             losses.append(loss.detach())
@@ -122,7 +122,7 @@ class PlainLoop:
         if math.isfinite(torch.linalg.vector_norm(self._flat).item()):
             self._optimizer.step()
             with torch.no_grad():
-                torch._foreach_copy_(self._weights, list(self._masters.values()))
+                torch._foreach_copy_(list[Tensor](self._weights), list(self._masters.values()))
         self._flat.zero_()
         return torch.stack(losses).sum(dtype=torch.float64) / total
 
@@ -150,7 +150,8 @@ def alone(device: torch.device) -> Transport:
 
 def masters_of(engine: Engine) -> dict[str, Tensor]:
     stages = engine.stages.values()
-    return {name: engine.masters.master_of(p) for stage in stages for name, p in stage.named_weights().items()}
+    owned = ((name, engine.masters.master_of(p)) for stage in stages for name, p in stage.named_weights().items())
+    return {name: master for name, master in owned if master is not None}
 
 
 def synchronize(device: torch.device) -> None:

@@ -100,6 +100,6 @@ def torch_step(
         if math.isfinite(square):
             optimizer.step()
         optimizer.zero_grad()
-        return loss / targets.numel()
+        return float(loss) / targets.numel()
 
     return step

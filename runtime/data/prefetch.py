@@ -10,7 +10,7 @@ the one that wakes it. So the thread looks for itself, every few milliseconds, w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from threading import Event, Thread
 from typing import Any, Generic, TypeVar
 
@@ -20,7 +20,7 @@ POLL_S = 0.005
 """Time between two looks of a thread whose items wait to be taken."""
 
 
-def prefetched(items: Iterator[Item], ahead: int) -> Iterator[Item]:
+def prefetched(items: Iterator[Item], ahead: int) -> Generator[Item, None, None]:
     """Yield items in their order, up to `ahead` of them made before they are asked for; 0: none, and no thread.
 
     An error that making one raises is raised where it would be taken. Closing the iterator waits for the item that is
