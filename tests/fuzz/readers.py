@@ -25,7 +25,14 @@ from quintsched.errors import InputError
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats import plan_columns, plan_json
 from quintsched.runtime.parallel.tensor.parameter_shards import Shard
-from quintsched.runtime.saving.checkpoints.manifest import DcpManifest, make_manifest, parse_manifest, seal
+from quintsched.runtime.saving.checkpoints.manifest import (
+    DcpManifest,
+    Manifest,
+    file_name,
+    make_manifest,
+    parse_manifest,
+    seal,
+)
 from quintsched.runtime.saving.saved_state import SavedState
 from quintsched.runtime.saving.tensor_placement import Placement, StateLayout
 from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, write_tensors
@@ -95,8 +102,10 @@ def plan_seeds() -> list[bytes]:
 
 
 def read_plan(data: bytes) -> object:
-    """Read a plan, and check what was read."""
-    return check(plan_json.loads(data))
+    """Read a plan, which comes back as it was, and check it."""
+    plan = plan_json.loads(data)
+    assert plan_json.loads(plan_json.dumps(plan)) == plan
+    return check(plan)
 
 
 def column_seeds() -> list[bytes]:
@@ -181,7 +190,12 @@ def read_manifest(data: bytes) -> object:
     line, _, rest = data.partition(b",")
     for content in (data, seal(b"{" + rest) if line.startswith(b'{\n "sha256"') else b""):
         try:
-            found.append(parse_manifest(content, 3))
+            manifest = parse_manifest(content, 3)
+            assert manifest.step == 3
+            if isinstance(manifest, Manifest):
+                ranks = 1 if manifest.mesh == "one rank" else qs.Mesh.parse(manifest.mesh).size
+                assert [file.name for file in manifest.files] == [file_name(rank) for rank in range(ranks)]
+            found.append(manifest)
         except InputError as error:
             found.append(error)
     for one in found:

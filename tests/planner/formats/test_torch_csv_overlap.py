@@ -2,17 +2,14 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched import torch_csv
 from quintsched.ir.instruction_set import Bwd, BwdInput, Fwd, Instruction, Overlap
 from quintsched.verify.equivalence import equivalence
-from tests.planner.formats.torch_files import SCHEDULES, published, refusal
+from tests.planner.formats.torch_files import published, refusal
 
 IN_ONE_CELL = "0F0,1F0,0F1,(1F1;1B0)OVERLAP_F_B,1B1,0B0,0B1\n"
 
@@ -82,48 +79,6 @@ def test_a_counter_example_names_the_cell_as_it_stands():
     message = refusal(broken)
     assert "needs the output of stage 0, microbatch 1" in message
     assert "in the file:\n  line 2, cell 3 (rank 1, step 2): (1B0;1F1)OVERLAP_F_B" in message
-
-
-@st.composite
-def overlapping(draw: st.DrawFn, *, mesh: str = "pp={}", **options) -> qs.Plan:
-    schedule = draw(st.sampled_from([found for found in SCHEDULES if found.overlaps]))
-    pp = draw(st.integers(1, 5))
-    microbatches = draw(st.integers(1, 4).map(lambda k: k * pp) | st.integers(1, 14))
-    chunks = draw(st.integers(schedule.min_chunks, min(schedule.max_chunks, 3)))
-    try:
-        return qs.compile(
-            schedule, mesh=mesh.format(pp), microbatches=microbatches, chunks=chunks, overlap=True, **options
-        )
-    except qs.UsageError:
-        assume(False)
-        raise
-
-
-def assert_comes_back(plan: qs.Plan, **options) -> None:
-    text = torch_csv.dumps(plan)
-    back = torch_csv.loads(text, mesh=plan.mesh, profile="blocking", **options)
-    assert back.notes == ()
-    assert replace(back.plan, schedule=plan.schedule) == plan
-    assert torch_csv.dumps(back.plan) == text
-    bare = torch_csv.dumps(plan, compute_only=True)
-    again = torch_csv.loads(bare, mesh=plan.mesh, profile="blocking", **options).plan
-    assert replace(again, schedule=plan.schedule) == plan
-    assert torch_csv.dumps(again, compute_only=True) == bare
-
-
-@given(overlapping())
-def test_a_plan_with_overlaps_comes_back_as_it_went(plan):
-    if len(plan.routes) > 1:
-        with pytest.raises(qs.UsageError, match="its microbatches go both ways"):
-            torch_csv.dumps(plan)
-        return
-    assert_comes_back(plan)
-
-
-@pytest.mark.parametrize("schedule", ["dualpipe-v", "interleaved-1f1b"])
-def test_so_does_one_whose_replicas_share_the_weights_out(schedule):
-    plan = qs.compile(schedule, mesh="dp=2,pp=4", microbatches=8, zero=3, zero_every=8, overlap=True)
-    assert_comes_back(plan, zero=3)
 
 
 @pytest.mark.parametrize("schedule", ["dualpipe-v", "interleaved-1f1b"])

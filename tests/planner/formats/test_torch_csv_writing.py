@@ -55,13 +55,19 @@ def test_a_wait_without_what_it_waits_for_is_refused():
 
 @st.composite
 def plans(draw: st.DrawFn) -> qs.Plan:
+    """Draw a plan of any schedule and shape, with pairs side by side or without, its weights shared out or whole."""
     schedule = draw(st.sampled_from([found for found in SCHEDULES if found.mode == "train"]))
     pp = draw(st.integers(1, 5))
-    microbatches = draw(st.integers(1, 4).map(lambda k: k * pp) | st.integers(1, 12))
+    microbatches = draw(st.integers(1, 4).map(lambda k: k * pp) | st.integers(1, 14))
     chunks = draw(st.integers(schedule.min_chunks, min(schedule.max_chunks, 3)))
     mesh = draw(st.sampled_from([f"pp={pp}", f"dp=2,pp={pp}", f"tp=2,pp={pp},cp=2"]))
+    zero = 3 if mesh.startswith("dp") and draw(st.booleans()) else 0
+    every = {"zero_every": microbatches} if zero else {}
+    overlap = schedule.overlaps and draw(st.booleans())
     try:
-        return qs.compile(schedule, mesh=mesh, microbatches=microbatches, chunks=chunks)
+        return qs.compile(
+            schedule, mesh=mesh, microbatches=microbatches, chunks=chunks, overlap=overlap, zero=zero, **every
+        )
     except qs.UsageError:
         assume(False)
         raise
@@ -73,17 +79,15 @@ def test_a_plan_comes_back_as_it_went(plan):
         with pytest.raises(qs.UsageError, match="its microbatches go both ways"):
             torch_csv.dumps(plan)
         return
-    text = torch_csv.dumps(plan)
-    back = torch_csv.loads(text, mesh=plan.mesh, profile="blocking")
-    assert back.notes == ()
-    assert replace(back.plan, schedule=plan.schedule) == plan
-    assert torch_csv.dumps(back.plan) == text
-    waiting = torch_csv.loads(torch_csv.dumps(plan, waits=True), mesh=plan.mesh, profile="blocking")
+    how = {"mesh": plan.mesh, "profile": "blocking", "zero": plan.zero.stage}
+    for options in ({}, {"compute_only": True}):
+        text = torch_csv.dumps(plan, **options)
+        back = torch_csv.loads(text, **how)
+        assert back.notes == ()
+        assert replace(back.plan, schedule=plan.schedule) == plan
+        assert torch_csv.dumps(back.plan, **options) == text
+    waiting = torch_csv.loads(torch_csv.dumps(plan, waits=True), **how)
     assert waiting.plan.programs == plan.programs
-    bare = torch_csv.dumps(plan, compute_only=True)
-    again = torch_csv.loads(bare, mesh=plan.mesh, profile="blocking").plan
-    assert torch_csv.dumps(again, compute_only=True) == bare
-    assert replace(again, schedule=plan.schedule) == plan
 
 
 def test_every_schedule_is_written_at_some_shape():

@@ -6,7 +6,7 @@ import quintsched as qs
 from quintsched import torch_csv
 from quintsched.ir.instruction_set import FreeParams, GatherParams
 from quintsched.verify.equivalence import equivalence
-from tests.planner.formats.torch_files import SCHEDULES, published, refusal
+from tests.planner.formats.torch_files import published, refusal
 
 SHARDED = ("titan_example_interleaved_2rank_4mb_comms", "titan_interleaved1f1b_8ranks_16mb_comms")
 
@@ -47,23 +47,6 @@ def test_without_shared_weights_gatherings_are_left_out(name):
     replicas = torch_csv.loads(text, mesh=f"dp=2,pp={alone.plan.mesh.pp}", zero=1)
     assert not any(weights(replicas.plan))
     assert replicas.notes[0].endswith("in this plan a stage keeps its full weights; zero 3 keeps them")
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_a_zero_3_plan_comes_back_as_it_was(schedule):
-    try:
-        plan = qs.compile(schedule, mesh="dp=2,pp=4", microbatches=8, zero=3, zero_every=8)
-        text = torch_csv.dumps(plan)
-    except qs.UsageError as refusal:
-        assert schedule.name in ("inference", "dualpipe"), refusal  # noqa: PT017
-        return
-    back = torch_csv.loads(text, mesh=plan.mesh, zero=3, profile="blocking")
-    assert back.plan.programs == plan.programs
-    assert back.plan.zero == plan.zero
-    assert back.notes == ()
-    order = torch_csv.loads(torch_csv.dumps(plan, compute_only=True), mesh=plan.mesh, zero=3)
-    assert order.plan.zero == plan.zero
-    assert weights(order.plan) == weights(plan)
 
 
 def test_what_torch_cannot_share_out():

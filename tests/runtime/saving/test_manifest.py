@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import save
 
 import quintsched as qs
@@ -205,56 +203,3 @@ def test_a_file_that_is_gone_or_cut_short_is_named(data: bytes | None, tmp_path:
     for refused in refusals(tmp_path):
         assert isinstance(refused, InputError)
         assert re.search(r"rank-00002\.safetensors: (cannot read|the file is damaged)", str(refused))
-
-
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=9)
-    | st.sampled_from(["dp=4", "one rank"]),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-def places(value: Any) -> list[tuple[Any, Any]]:
-    """Return (container, key) of everything in a JSON value."""
-    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
-    return [place for key in keys for place in ((value, key), *places(value[key]))]
-
-
-@given(st.data())
-def test_whatever_is_changed_the_manifest_is_good_or_refused(data: st.DataObject) -> None:
-    broken = json.loads(manifest_of(PLAN.mesh).to_json())
-    broken.pop("sha256")
-    for _ in range(data.draw(st.integers(1, 3))):
-        container, key = data.draw(st.sampled_from(places(broken)))
-        match data.draw(st.sampled_from(["remove", "change", "double"])):
-            case "remove":
-                container.pop(key)
-            case "change":
-                container[key] = data.draw(VALUES)
-            case _ if isinstance(container, list):
-                container.insert(key, container[key])
-    text = json.dumps(broken).encode()
-    text = seal(text) if data.draw(st.booleans()) else text
-    text = text[: data.draw(st.integers(0, len(text)))] if data.draw(st.booleans()) else text
-    accept_or_refuse(text, STEP)
-
-
-@given(st.binary(max_size=200))
-def test_bytes_of_any_kind_are_refused(content: bytes) -> None:
-    accept_or_refuse(content, STEP)
-
-
-def accept_or_refuse(content: bytes, step: int) -> None:
-    """Read a manifest: it says one thing about each of four ranks, or one line says what is wrong with it."""
-    try:
-        manifest = parse_manifest(content, step)
-    except InputError:
-        return
-    assert manifest.step == step
-    assert [file.name for file in manifest.files] == [file_name(rank) for rank in range(len(manifest.files))]
-    assert len(manifest.files) == (1 if manifest.mesh == "one rank" else qs.Mesh.parse(manifest.mesh).size)
