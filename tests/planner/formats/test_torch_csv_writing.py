@@ -117,6 +117,13 @@ def test_what_torch_cannot_express_is_refused():
     assert "only computes forward" in refused(qs.compile("inference", mesh="pp=2", microbatches=2))
     late = qs.compile(own(backwards_first_to_last), mesh="pp=2", microbatches=2)
     assert "its last stage computes the microbatches in the order [1, 0]" in refused(late)
+    for settings, words in (
+        ({"recompute": 1}, "it recomputes activations"),
+        ({"tied": {"embedding": (0, 1)}}, "tied weights, 'embedding'; torch has no word for that"),
+        ({"offload": 1}, "offload"),
+        ({"mesh": "dp=2,pp=2", "zero": 2}, "it shares out state over replicas (ZeRO-2)"),
+    ):
+        assert words in refused(qs.compile("1f1b", **{"mesh": "pp=2", "microbatches": 4} | settings))
     one = qs.compile("gpipe", mesh="pp=1", microbatches=1)
     idle = replace(one, mesh=qs.Mesh(pp=2), programs=(one.programs[0], (*one.programs[0][-3:-1], OptStep(()))))
     assert "rank 1 holds no stage" in refused(idle)

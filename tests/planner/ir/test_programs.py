@@ -41,22 +41,6 @@ INSTRUCTIONS = st.one_of(
 PROGRAMS = st.lists(st.lists(INSTRUCTIONS, max_size=6), min_size=1, max_size=4)
 
 
-@given(programs=PROGRAMS)
-def test_they_show_what_was_put_in(programs):
-    shown = Programs.from_programs(programs)
-    assert [list(program) for program in shown] == programs
-    assert shown == programs
-    assert shown == [tuple(program) for program in programs]
-    for rank, program in enumerate(programs):
-        assert len(shown[rank]) == len(program)
-        for index in range(-len(program), len(program)):
-            assert shown[rank][index] == program[index]
-        assert shown[rank][::-1] == tuple(program[::-1])
-        assert shown[rank][1:4:2] == tuple(program[1:4:2])
-    with pytest.raises(IndexError):
-        shown[0][len(programs[0])]
-
-
 @given(one=PROGRAMS, other=PROGRAMS)
 def test_they_are_equal_if_their_instructions_are(one, other):
     assert (Programs.from_programs(one) == Programs.from_programs(other)) == (one == other)
@@ -78,15 +62,6 @@ def test_rows_are_put_in_where_they_belong(programs, data):
         assert Programs(columns.insert(np.array(before), Columns.from_programs(marks))) == expected
     ends = Columns.from_programs([[ClipGrad()] for _ in programs])
     assert Programs(columns.append(ends)) == [[*program, ClipGrad()] for program in programs]
-
-
-def test_numbers_of_numpy_are_numbers(plan: Plan):
-    programs = [
-        [Fwd(np.int64(i.stage), np.int32(i.microbatch)) if isinstance(i, Fwd) else i for i in p] for p in plan.programs
-    ]
-    same = replace(plan, programs=programs)
-    assert same == plan
-    assert same.to_json() == plan.to_json()
 
 
 def test_a_column_says_where_there_is_no_such_field(plan: Plan):

@@ -10,7 +10,6 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched import torch_csv
 from quintsched.formats.promela import to_promela
 from quintsched.graph.transport_profiles import PROFILES
 from quintsched.instructions import (
@@ -57,11 +56,6 @@ def test_what_is_not_the_newest_goes_and_comes_back_one_computation_ahead() -> N
     assert letters(plan, 0).startswith("F0 F1 OA0 F2 OA1 F3 OA2 FA0 B0 OA3 FA1 F4 B1 OA4 FA2 F5 B2 OA5 FA3 F6 B3 OA6")
     assert letters(plan, 0).endswith("FA4 F7 B4 OA7 FA5 FA6 B5 FA7 B6 B7")
     assert letters(plan, 3) == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7", "it holds less than that anyway"
-
-
-def test_what_has_the_farthest_backward_goes_first() -> None:
-    plan = qs.compile("gpipe", mesh="pp=1", microbatches=6, offload=3)
-    assert letters(plan, 0) == "F0 F1 F2 OA1 F3 OA2 F4 OA3 F5 OA4 FA1 B0 FA2 B1 FA3 B2 FA4 B3 B4 B5"
 
 
 def test_a_copy_begins_with_its_forwards_end_and_what_is_behind_its_place_waits() -> None:
@@ -253,11 +247,6 @@ def test_a_copy_that_names_nothing_is_malformed() -> None:
     program = list(dropped.programs[0])
     program[1:1] = [OffloadAct(0, 0), FetchAct(0, 0)]
     assert "stage 0 is recomputed: it drops its activations" in with_program(dropped, 0, program).check().explain()
-
-
-def test_pytorchs_file_has_no_word_for_it() -> None:
-    with pytest.raises(qs.UsageError, match="it moves activations to the host's memory and back; torch has no word"):
-        torch_csv.dumps(PLAN)
 
 
 def test_spin_gets_a_process_for_each_way() -> None:

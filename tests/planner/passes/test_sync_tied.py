@@ -1,15 +1,11 @@
 """Named tied weights: every schedule adds them up soundly, and plans that do it wrongly are refused."""
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched import torch_csv
 from quintsched.graph.plan_events import Events
-from quintsched.graph.transport_profiles import PROFILES
 from quintsched.ir.instruction_set import AllReduceBucket, Bwd, BwdWeight, Instruction, OptStep, SyncTied
 from quintsched.plan import Plan
 from quintsched.testing import assert_plan_sound
@@ -102,23 +98,3 @@ def test_a_broken_plan_is_refused(edit: Edit, words: str):
 def test_a_rank_that_holds_none_of_the_stages():
     broken = with_program(PLAN, 1, [SyncTied("embedding", (0, 2)), *PLAN.programs[1]])
     assert "rank 1 holds none of these stages" in broken.check().explain()
-
-
-def test_profiles_are_free():
-    assert PLAN.check(profile="blocking").profiles == dict.fromkeys(PROFILES, True)
-
-
-def test_round_trip():
-    text = PLAN.to_json()
-    assert json.loads(text)["tied"] == {"a": [0, 1, 2], "embedding": [0, 2], "z": [0, 2]}
-    assert Plan.from_json(text) == PLAN
-    turned = qs.compile("1f1b", mesh="dp=2,pp=3", microbatches=3, tied=dict(reversed(PLAN.tied.items())))
-    assert turned.to_json() == text
-    plain = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-    assert "tied" not in plain.to_json()
-
-
-def test_torch_has_no_word_for_it():
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2, tied={"embedding": (0, 1)})
-    with pytest.raises(qs.UsageError, match="tied weights, 'embedding'; torch has no word for that"):
-        torch_csv.dumps(plan)

@@ -288,13 +288,6 @@ def test_shapes_that_a_schedule_does_not_take(name, shape, words):
         qs.compile(name, **{"mesh": "pp=4", "microbatches": 8} | shape)
 
 
-@pytest.mark.parametrize("found", [found for found in all_schedules() if found.built_in], ids=lambda found: found.name)
-def test_the_same_request_gives_the_same_plan(found):
-    first = qs.compile(found, mesh="pp=4", microbatches=12).to_json()
-    qs.compile(found, mesh="pp=2", microbatches=8)
-    assert qs.compile(found, mesh="pp=4", microbatches=12).to_json() == first
-
-
 @pytest.mark.parametrize("name", [*FORMS, "afab", "zb-1p"])
 @pytest.mark.parametrize("microbatches", [0, -1, 2**40, True, 2.5])
 def test_microbatches_out_of_range(name, microbatches):

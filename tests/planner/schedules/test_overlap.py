@@ -13,9 +13,6 @@ from quintsched.schedules import all_schedules, find_schedule
 from quintsched.verify.equivalence import equivalence
 
 SCHEDULES = [schedule.name for schedule in all_schedules() if schedule.overlaps]
-OTHERS = [schedule.name for schedule in all_schedules() if not schedule.overlaps]
-
-
 MESHES = ("pp={}", "dp=2,pp={}", "pp={},tp=2", "dp=2,ep=2,pp={}", "pp={},cp=2")
 
 
@@ -113,16 +110,6 @@ def test_weights_that_pairs_need_are_there_and_few_at_once(asked):
             elif isinstance(i, Overlap):
                 assert {i.forward[0], i.backward[0]} <= resident
             assert len(resident) <= 4
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_a_schedule_without_pairs_says_so(name):
-    with pytest.raises(qs.UsageError) as caught:
-        qs.compile(name, mesh="pp=4", microbatches=8, overlap=True)
-    assert str(caught.value) == (
-        f"{name}: overlap: it has no forward and backward side by side that do not wait for each other; choose among "
-        f"{', '.join(SCHEDULES)}"
-    )
 
 
 @pytest.mark.parametrize("value", [1, "yes", None, "true"])

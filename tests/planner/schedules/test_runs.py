@@ -148,27 +148,9 @@ def test_a_schedules_own_placement_is_no_run_and_changes_no_byte(schedule):
     assert qs.compile(schedule, **shape, stage_to_pp=plain.stage_to_pp).to_json() == plain.to_json()
 
 
-def test_forwards_of_a_run_come_in_order_and_backwards_in_reverse():
-    plan = qs.compile("zb-h1", mesh="pp=2", microbatches=1, stage_to_pp=[0, 0, 0, 1], recompute=[0, 1, 1, 0])
-    found = [f"{type(i).__name__}{i.stage}" for i in plan.programs[0] if isinstance(i, Compute)]
-    forwards, again = ["Fwd0", "Fwd1", "Fwd2"], ["Recompute2", "Recompute1"]
-    assert found[:3] == forwards
-    assert [name for name in found if name.startswith("Recompute")] == again
-    assert [name for name in found if name.startswith("BwdInput")] == ["BwdInput2", "BwdInput1", "BwdInput0"]
-    assert [name for name in found if name.startswith("BwdWeight")] == ["BwdWeight2", "BwdWeight1", "BwdWeight0"]
-
-
 def test_a_run_in_the_turn_of_a_v_is_cut_as_evenly_as_can_be():
     own = find_schedule("zbv").placed(2, None)
     assert [len(run) for run in find_runs(find_schedule("zbv"), own, (0, 1, 1, 1, 1, 1, 0)).stages] == [1, 2, 3, 1]
-
-
-def test_what_a_missing_stage_would_do_is_left_out():
-    whole = qs.compile("interleaved-1f1b", mesh="pp=4", microbatches=8)
-    plan = qs.compile("interleaved-1f1b", mesh="pp=4", microbatches=8, stage_to_pp=[0, 1, 2, 3, 0, 1, 2])
-    own = {stage: stage for stage in range(8)}
-    expected = [[i for i in program if i.stage != 7] for program in computations(whole, own)]
-    assert computations(plan, own) == expected
 
 
 @pytest.mark.parametrize(

@@ -178,26 +178,8 @@ def test_costs_have_to_fit():
         planned(3, 4, Costs(forward=(1.0, 2.0)))
 
 
-def test_the_same_request_gives_the_same_plan():
-    costs = published_costs(PUBLISHED[0])
-    first = planned(8, 24, costs, 9.0).to_json()
-    _best.cache_clear()
-    assert planned(8, 24, costs, 9.0).to_json() == first
-
-
-def test_without_a_cap_it_takes_what_fills_the_pipeline():
-    simulation = planned(4, 12).simulate()
-    assert max(simulation.peak_activations) <= 8
-    assert simulation.span == 36
-
-
 def test_a_plan_remembers_the_cap_it_was_searched_for():
     plan = qs.compile("zb-auto", mesh="pp=4", microbatches=8, memory_cap=4)
     assert plan.schedule.options == {"memory_cap": 4}
     assert qs.Plan.from_json(plan.to_json()) == plan
     assert plan.check(memory_cap=4).sound
-
-
-def test_stages_elsewhere_are_refused_before_their_costs_are_looked_at() -> None:
-    with pytest.raises(qs.UsageError, match=r"stages lie on \(0, 1, 0\)"):
-        qs.compile("zb-auto", mesh="pp=2", microbatches=4, stage_to_pp=[0, 1, 0], stages=[1, 2, 3])
