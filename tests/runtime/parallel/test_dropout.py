@@ -131,48 +131,11 @@ def test_odd_probabilities_and_empty_tensors() -> None:
     assert drawn(keyed().eval(), SOME, 8, 5).sum() == 40
 
 
-def test_a_dropout_in_place_changes_what_it_is_given() -> None:
-    layer, plain = keyed(), keyed()
-    layer.inplace = True
-    x = torch.ones(8, 4, dtype=torch.float64)
-    with layer.masks.draw_for(SOME):
-        layer(x)
-    assert torch.equal(x, drawn(plain, SOME, 8, 4))
-
-
-def test_parts_of_samples_and_tokens_have_their_parts_of_the_mask() -> None:
-    layer, whole = keyed(), drawn(keyed(), SOME, 8, 12, 6)
-    assert torch.equal(drawn(layer, MaskUnit(5, range(18, 20)), 2, 12, 6), whole[2:4])
-    places = torch.tensor([0, 1, 2, 9, 10, 11])
-    assert torch.equal(drawn(layer, MaskUnit(5, SOME.samples, places), 8, 6, 6), whole[:, places])
-    assert torch.equal(drawn(layer, MaskUnit(5, SOME.samples, places), 8 * 6, 6), whole[:, places].flatten(0, 1))
-    assert torch.equal(drawn(layer, MaskUnit(5, SOME.samples, places), 8, 3, 2, 6), whole[:, places].view(8, 3, 2, 6))
-    assert torch.equal(drawn(layer, MaskUnit(5, SOME.samples, places), 8, 4, 6), whole[:, :4])
-
-
 def member(index: int, size: int) -> Group:
     """One of several ranks, of which the others never speak."""
     group = SelfGroup(0, torch.device("cpu"))
     group.ranks, group.size, group.index = tuple(range(size)), size, index
     return group
-
-
-def test_between_column_and_row_the_features_are_those_of_this_rank() -> None:
-    layer, whole = keyed(), drawn(keyed(), SOME, 8, 12, 6)
-    layer.pair = ColumnRowPair(member(1, 3), is_between=True)
-    layer.sequence = member(1, 2)
-    assert torch.equal(drawn(layer, SOME, 8, 12, 2), whole[..., 2:4])
-    layer.pair.is_between = False
-    assert torch.equal(drawn(layer, SOME, 8, 6, 6), whole[:, 6:])
-
-
-def test_a_shared_sequence_is_given_its_share_of_the_tokens() -> None:
-    layer, whole = keyed(), drawn(keyed(), SOME, 8, 12, 6)
-    layer.sequence = member(2, 3)
-    assert torch.equal(drawn(layer, SOME, 8, 4, 6), whole[:, 8:])
-    assert torch.equal(drawn(layer, SOME, 8, 2, 2, 6), whole[:, 8:].view(8, 2, 2, 6))
-    places = torch.tensor([0, 1, 2, 9, 10, 11])
-    assert torch.equal(drawn(layer, MaskUnit(5, SOME.samples, places), 8, 2, 6), whole[:, 10:])
 
 
 # ---------------------------------------------------------------- modules

@@ -188,19 +188,6 @@ def test_what_a_rank_keeps_falls_as_the_ranks_grow_in_number() -> None:
     assert min(saved_bytes("gather", 4)) > alone // 2
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_shards_are_a_partition_in_rising_order(size: int) -> None:
-    length = 6 * size
-    shards = [SequenceShard(size, index) for index in range(size)]
-    positions = [shard.positions(length).tolist() for shard in shards]
-    assert sorted(place for places in positions for place in places) == list(range(length))
-    assert all(places == sorted(places) for places in positions)
-    assert len({sum(places) for places in positions}) == 1  # as much to look back at for each
-    ids = torch.arange(2 * length).view(2, length)
-    for shard, places in zip(shards, positions, strict=True):
-        assert torch.equal(shard.cut("ids", ids), ids[:, places])
-
-
 def attend_on_two(method: ContextMethod, heads: int, queries: int) -> None:
     query, key = torch.zeros(1, heads, queries, 3), torch.zeros(1, heads, 4, 3)
     run_local(2, lambda transport: context_on(transport, method, 8).attend(query, key, key))

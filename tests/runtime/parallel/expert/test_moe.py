@@ -10,18 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import MoE, apply_expert_parallel, apply_tensor_parallel
+from quintsched.runtime import MoE, apply_tensor_parallel
 from quintsched.runtime.blocks.block_costs import estimate_costs
 from quintsched.runtime.blocks.block_outlines import build_block
-from quintsched.runtime.blocks.module_state import saved_tensors
 from quintsched.runtime.blocks.shape_inference import trace_shapes
 from quintsched.runtime.blocks.trees import TensorSpec, TreeSpec
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import MoEGPTOptions
 from quintsched.runtime.models.layers import Mlp
-from quintsched.runtime.parallel.expert.moe import expert_weights
-from quintsched.runtime.stage.build_stages import Stage
-from quintsched.runtime.state.grad_buckets import cut_buckets
 
 from ...toys import CLASSES, difference, ids_task
 from .mixtures import mixture
@@ -154,22 +150,6 @@ def test_experts_that_are_not_cut_alike_are_refused() -> None:
     rules = {"*.experts.3.*": "replicate"}
     with pytest.raises(qs.MisfitError, match=r"rules cut experts 0 and 3 of '1\.mlp' differently over tp; cut all of"):
         train_on(plan, ids_task(1, 4, LENGTH), moe_blocks(), {}, rules=rules)
-
-
-def test_a_rank_holds_its_share_under_the_names_of_the_whole() -> None:
-    def run(transport: Transport) -> tuple[list[str], list[int], set[str]]:
-        layer = mixture().float()
-        apply_expert_parallel(nn.Sequential(layer), transport.make_group([(0, 1, 2, 3, 4)]))
-        stage = Stage(3, {7: layer})
-        buckets = [bucket for (_, bucket), _ in cut_buckets(stage, 2, 10**6)]
-        assert expert_weights(stage) == set(layer.experts.parameters())
-        held = {f"model.{name.removeprefix('blocks.')}" for name in saved_tensors(stage)}
-        return [name for name, _ in layer.named_parameters()], buckets, held
-
-    for rank, (names, buckets, held) in enumerate(run_local(5, run)):
-        assert names == ["router.weight", f"experts.{rank}.fc1.weight", f"experts.{rank}.fc2.weight"]
-        assert held == {f"model.7.{name}" for name in names}
-        assert sorted(buckets) == [0, 2]
 
 
 def test_shapes_are_found_and_costs_are_those_of_the_experts_that_a_token_uses() -> None:

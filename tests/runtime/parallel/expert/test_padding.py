@@ -58,15 +58,6 @@ def test_padding_changes_no_number(options: dict[str, Any], factor: float | str,
     assert torch.equal(padded.expert_tokens, plain.expert_tokens)
 
 
-@pytest.mark.parametrize("options", ROUTINGS, ids=str)
-def test_nothing_is_dropped_from_experts_by_top_k_on(options: dict[str, Any]) -> None:
-    dropless = mixture(**options)
-    padded = mixture(capacity_factor=EXPERTS / options["top_k"], pad_to_capacity=True, **options)
-    tokens = tokens_of(1).expand(17, -1)  # all of them for the same experts
-    expected, found = (results_of(layer, tokens, list(layer.parameters())) for layer in (dropless, padded))
-    assert all(difference(a, b) <= 1e-12 for a, b in zip(expected, found, strict=True))
-
-
 class Direction(nn.Module):
     """Gives the direction of a row, which none has whose length is 0, and notes what it is given."""
 
