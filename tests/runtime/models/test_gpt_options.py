@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -117,10 +116,12 @@ def test_predictions_count_the_weights_of_experts() -> None:
     )
 
 
-def test_a_wider_mlp_is_a_multiple_or_a_number() -> None:
+@pytest.mark.parametrize(("one", "other"), [({"ffn": 48}, {"mlp_ratio": 3}), ({}, {"kv_heads": 4})])
+def test_what_is_said_in_two_ways_is_one_model(one: dict[str, Any], other: dict[str, Any]) -> None:
     data = DataSpec(input_shape=(8,), num_classes=CLASSES)
-    given, multiple = (build_model(gpt(data, options)).state_dict() for options in (small(ffn=48), small(mlp_ratio=3)))
-    assert all(torch.equal(weight, multiple[name]) for name, weight in given.items())
+    found, same = (build_model(gpt(data, small(**options))).state_dict() for options in (one, other))
+    assert found.keys() == same.keys()
+    assert all(torch.equal(weight, same[name]) for name, weight in found.items())
 
 
 def test_queries_and_keys_are_normalised_by_head() -> None:
@@ -151,13 +152,6 @@ def test_each_option_changes_its_part(options: dict[str, Any], absent: str, pres
     assert absent not in names
     assert present in names
     assert (default(ids) - chosen(ids)).abs().max() > 1e-5
-
-
-def test_as_many_key_heads_as_heads_is_the_default() -> None:
-    data = DataSpec(input_shape=(8,), num_classes=CLASSES)
-    default, spelled = (build_model(gpt(data, options)).state_dict() for options in (small(), small(kv_heads=4)))
-    assert default.keys() == spelled.keys()
-    assert all(torch.equal(weight, spelled[name]) for name, weight in default.items())
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
@@ -215,31 +209,6 @@ def test_rmsnorm_divides_by_the_root_of_the_mean_square() -> None:
     torch.testing.assert_close(norm(tokens), tokens / (tokens.square().mean(-1, keepdim=True) + 1e-5).sqrt())
 
 
-@pytest.mark.parametrize("bounds", [(0, 8), (0, 4, 8), (0, 1, 2, 5, 8)])
-def test_rotary_slices_give_the_whole(bounds: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    attention, tokens = Attention(16, 4, 2, Rotary(4, 8)).double(), torch.randn(2, 8, 16, dtype=torch.float64)
-    keys, values = (
-        layer(tokens).unflatten(-1, (2, 4)).transpose(1, 2) for layer in (attention.k_proj, attention.v_proj)
-    )
-    wanted, pieces = attention(tokens, None), []
-    assert attention.rotary is not None
-    for start, end in pairwise(bounds):
-        past = _Before(start, attention.rotary(keys, 0)[:, :, :start], values[:, :, :start])
-        pieces.append(attention(tokens[:, start:end], past))
-    torch.testing.assert_close(torch.cat(pieces, 1), wanted, rtol=0, atol=1e-12)
-
-
-class _Before:
-    """Keys and values before a slice, as computed from the whole sequence."""
-
-    def __init__(self, seen: int, keys: Tensor, values: Tensor) -> None:
-        self.seen, self._keys, self._values = seen, keys, values
-
-    def extend(self, _site: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.cat([self._keys, keys], -2), torch.cat([self._values, values], -2)
-
-
 def test_tensor_parallelism_cuts_every_product() -> None:
     model = build_model(gpt(DataSpec(input_shape=(8,), num_classes=CLASSES), CHOICES["llama"]))
     grouped = ("q_proj", "k_proj", "v_proj")
@@ -267,19 +236,6 @@ def test_tensor_parallelism_cuts_every_product() -> None:
 def test_sizes_that_do_not_divide(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         small(**options)
-
-
-@pytest.mark.parametrize(
-    ("tp", "options", "words"),
-    [
-        (4, {"kv_heads": 2}, "tp=4 does not divide the 2 key/value heads of '1.attention'; choose tp from 1, 2"),
-        (2, {"heads": 1}, "tp=2 does not divide the 1 heads of '1.attention'"),
-    ],
-)
-def test_heads_that_tensor_parallelism_does_not_divide(tp: int, options: dict[str, Any], words: str) -> None:
-    plan = qs.compile("1f1b", mesh=f"tp={tp}", microbatches=1)
-    with pytest.raises(MisfitError, match=words):
-        train_on(plan, ids_task(1, 4, length=8), lively_gpt(small(**options)), dtype=torch.float64)
 
 
 def test_rotary_has_room_for_so_many_positions() -> None:

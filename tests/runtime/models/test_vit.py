@@ -12,7 +12,7 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.blocks.block_outlines import build_block
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models import build_model
-from quintsched.runtime.models.vit import Attention, Mlp, PatchEmbedding, ViTOptions, vit
+from quintsched.runtime.models.vit import Attention, PatchEmbedding, ViTOptions, vit
 from quintsched.runtime.settings.job_file import ModelConfig
 
 DIGITS = DataSpec(input_shape=(1, 8, 8), num_classes=10)
@@ -69,39 +69,6 @@ def test_attention_is_torchs_multihead_attention() -> None:
     torch.testing.assert_close(ours(tokens), theirs(tokens, tokens, tokens, need_weights=False)[0])
 
 
-def test_attention_over_slices_of_the_heads_adds_up() -> None:
-    """Sum over tensor-parallel ranks: each holds a slice of q, of k, of v, and of the columns of `proj`."""
-    torch.manual_seed(0)
-    whole, tokens = Attention(16, num_heads=4), torch.randn(2, 5, 16)
-    total = torch.zeros_like(tokens)
-    for rank in range(2):
-        local = Attention(16, num_heads=4)
-        local.qkv, local.proj = nn.Linear(16, 24), nn.Linear(8, 16, bias=False)
-        with torch.no_grad():
-            rows = slice(rank * 8, (rank + 1) * 8)
-            local.qkv.weight.copy_(whole.qkv.weight.view(3, 16, 16)[:, rows].flatten(0, 1))
-            local.qkv.bias.copy_(whole.qkv.bias.view(3, 16)[:, rows].flatten())
-            local.proj.weight.copy_(whole.proj.weight[:, rows])
-        total += local(tokens)
-    torch.testing.assert_close(total + whole.proj.bias, whole(tokens))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_types(dtype: torch.dtype) -> None:
-    model = build().to(dtype)
-    logits = model(torch.randn(2, 1, 8, 8, dtype=dtype))
-    torch.autograd.backward(logits.sum())
-    assert logits.dtype == dtype
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
-
-
-def test_meta_device() -> None:
-    with torch.device("meta"):
-        model = build()
-        assert model(torch.empty(4, 1, 8, 8)).shape == (4, 10)
-    assert all(parameter.is_meta for parameter in model.parameters())
-
-
 def test_blocks_depend_on_the_global_generator_only() -> None:
     for builder in vit(DIGITS, SMALL):
         first, same, other = (seeded(builder, seed) for seed in (7, 7, 8))
@@ -113,14 +80,6 @@ def test_default_patches() -> None:
     for size, tokens in ((8, 17), (28, 50)):
         embedding = vit(DataSpec(input_shape=(1, size, size), num_classes=10), ViTOptions())[0]()
         assert embedding.positions.shape == (1, tokens, 64)
-
-
-def test_mlp_width() -> None:
-    blocks = vit(DIGITS, ViTOptions(hidden=16, depth=3, heads=2, mlp_ratio=3))
-    assert len(blocks) == 5
-    mlp = blocks[1]().mlp
-    assert isinstance(mlp, Mlp)
-    assert mlp.fc1.weight.shape == (48, 16)
 
 
 def test_misfits() -> None:
