@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.reporter import Reporter
@@ -39,6 +42,40 @@ def load():
     return Dataset(name="counting", train=split(ids[:64]), validation=split(ids[64:]), num_classes=16)
 """
 """Data file of sequences that count."""
+
+
+Sections = Mapping[str, Mapping[str, Any]]
+LOCAL: Sections = {"runtime": {"transport": "local", "precision": "float64"}}
+LOGGED: Sections = {"log": {"path": "log.jsonl", "every": 1}}
+
+
+def joined(*jobs: Sections) -> dict[str, dict[str, Any]]:
+    """Return the sections of all jobs, in each the keys of all, those of the last one before others."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in jobs:
+        found |= {name: {**found.get(name, {}), **section} for name, section in one.items()}
+    return found
+
+
+def launch(*sections: Sections, arguments: tuple[str, ...] = ()) -> int:
+    """Run a job in the current directory, all its ranks in this process, by its command; return its exit code."""
+    Path("job.yaml").write_text(json.dumps(joined(LOCAL, *sections)))
+    return main(["--config", "job.yaml", *arguments])
+
+
+def run_job(*sections: Sections, arguments: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Run a job in the current directory; return the records of its steps and epochs."""
+    Path("log.jsonl").unlink(missing_ok=True)
+    assert launch(LOGGED, *sections, arguments=arguments) == 0
+    records = map(json.loads, Path("log.jsonl").read_text().splitlines())
+    return [record for record in records if record["event"] in ("step", "epoch")]
+
+
+def losses_of(records: list[dict[str, Any]]) -> list[float]:
+    """Return the loss of each step, and behind each epoch that of the validation, if there is one."""
+    return [
+        record["loss"] if record.get("validation_loss") is None else record["validation_loss"] for record in records
+    ]
 
 
 @pytest.fixture

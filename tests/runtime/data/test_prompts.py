@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 from quintsched.errors import UsageError
 from quintsched.runtime.data import IGNORED_TARGET, PromptAnswers, chat, concatenated, pad_batch
 from quintsched.runtime.data.user_loaders import batch_of
-from quintsched.runtime.launch.worker import main
 
 NO = IGNORED_TARGET
 PAIRS = [("ab", "c"), ("a", "bcd"), ("abcde", "f")]
@@ -94,46 +90,3 @@ def test_a_chat_template_of_transformers() -> None:
     sample = PromptAnswers([("hi", "yes yes")], chat(fast))[0]
     assert sample["input_ids"].tolist() == [1, 4, 3, 2, 5, 5, 3]
     assert sample["labels"].tolist() == [NO] * 4 + [5, 5, 3]
-
-
-DATA = """
-from functools import partial
-import torch
-from torch.utils.data import DataLoader
-from quintsched.runtime.data import DataSpec, Loaders, PromptAnswers, concatenated, pad_batch
-
-PAIRS = [(f"{a} + {b} =", f" {a + b}") for a in range(6) for b in range(4, 8)]
-
-
-def load(replica, num_replicas):
-    share = 8 // num_replicas
-    batches = [range(first + replica * share, first + (replica + 1) * share) for first in range(0, 24, 8)]
-    samples = PromptAnswers(PAIRS, concatenated(end=0))
-    collate = partial(pad_batch, multiple=4, shift=True)
-    loader = DataLoader(samples, batch_sampler=batches, collate_fn=collate)
-    return Loaders(loader, spec=DataSpec(input_shape=(16,), num_classes=256))
-"""
-JOB = """
-model: {name: gpt, options: {hidden: 16, depth: 2, heads: 2, positions: rope}}
-data: {name: "my_pairs.py:load"}
-parallel: {mesh: "MESH", microbatches: 2}
-train: {batch_size: 8, epochs: 2}
-runtime: {transport: local, precision: float64}
-log: {path: log.jsonl, every: 1}
-"""
-
-
-def test_a_job_on_pairs_is_that_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("my_pairs.py").write_text(DATA)
-
-    def losses(mesh: str) -> list[float]:
-        Path("job.yaml").write_text(JOB.replace("MESH", mesh))
-        Path("log.jsonl").unlink(missing_ok=True)
-        assert main(["--config", "job.yaml"]) == 0
-        records = [json.loads(line) for line in Path("log.jsonl").read_text().splitlines()]
-        return [record["loss"] for record in records if record["event"] == "step"]
-
-    alone = losses("dp=1")
-    assert alone[-1] < alone[0]
-    assert torch.tensor(losses("dp=2,pp=2")) == pytest.approx(torch.tensor(alone), abs=1e-10)

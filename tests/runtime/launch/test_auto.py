@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from quintsched.runtime.launch.auto_plan import choose, world_size
 from quintsched.runtime.launch.job_row import row_of
 from quintsched.runtime.launch.local_launcher import _worlds
 from quintsched.runtime.launch.run_request import LaunchRequest
-from quintsched.runtime.launch.worker import main
 from quintsched.runtime.models import build_model, model_sizes
 from quintsched.runtime.settings.job_file import DataConfig, JobConfig, ModelConfig, load_job
 from quintsched.strategies.descriptions.parameters import total
+
+from ...helpers.jobs import run_job
 
 TEXT = {"name": "text", "options": {"sequence": 16, "max_bytes": 3000}}
 MODELS: dict[str, dict[str, Any]] = {
@@ -84,16 +84,10 @@ def test_a_plan_of_that_many_ranks_is_chosen(name: str, world: int) -> None:
     assert row_of(chosen.job, chosen.plan)["gpus"] == world
 
 
-def train(tmp_path: Path, name: str, parallel: Any) -> list[float]:
+def train(name: str, parallel: Any) -> list[float]:
     """Run a job in this process, all its ranks, and return the loss of each step."""
-    log = tmp_path / "log.jsonl"
-    log.unlink(missing_ok=True)
-    content = job(name, log={"path": str(log), "every": 1}).model_dump(exclude_unset=True)
-    path = tmp_path / "job.yaml"
-    path.write_text(json.dumps({**content, "parallel": parallel}))
-    assert main(["--config", str(path)]) == 0
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    return [record["loss"] for record in records if record["event"] == "step"]
+    content = job(name).model_dump(exclude_unset=True)
+    return [record["loss"] for record in run_job({**content, "parallel": parallel}) if record["event"] == "step"]
 
 
 @pytest.mark.sampled(2)
@@ -106,20 +100,26 @@ def train(tmp_path: Path, name: str, parallel: Any) -> list[float]:
         pytest.param("vit", {"pp": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_chosen_learns_what_one_rank_learns(name: str, axes: dict[str, int], tmp_path: Path) -> None:
+def test_what_is_chosen_learns_what_one_rank_learns(
+    name: str, axes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     chosen = choose(job(name, auto(4, axes=axes)))
-    losses = train(tmp_path, name, auto(4, axes=axes))
+    losses = train(name, auto(4, axes=axes))
     microbatches = (
         chosen.plan.schedule.microbatches * chosen.plan.mesh.axis_size("dp") * chosen.plan.mesh.axis_size("ep")
     )
-    alone = train(tmp_path, name, {"microbatches": microbatches})
+    alone = train(name, {"microbatches": microbatches})
     assert losses == pytest.approx(alone, rel=1e-10)
     assert losses[-1] < losses[0]
 
 
-def test_what_is_chosen_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, "gpt", auto(2))
+def test_what_is_chosen_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    train("gpt", auto(2))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("parallel: auto: ")
     assert lines[1].startswith("why: ")

@@ -1,8 +1,5 @@
 """The causal transformer: what a token may see, in one piece, in slices, and cut over tensor-parallel ranks."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,13 +9,10 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.launch.worker import main
 from quintsched.runtime.models import build_model as build_blocks
 from quintsched.runtime.models import tied_weights
 from quintsched.runtime.models.gpt import Embedding, GPTOptions, gpt, gpt_tied
 from quintsched.runtime.settings.job_file import ModelConfig
-
-from ...helpers.jobs import COUNTING
 
 TEXT = DataSpec(input_shape=(12,), num_classes=20)
 SMALL = GPTOptions(hidden=16, depth=2, heads=4)
@@ -104,28 +98,3 @@ def test_registry() -> None:
     assert tied_weights(ModelConfig()) == {}
     with pytest.raises(UsageError, match="no model 'gtp'; did you mean 'gpt'"):
         tied_weights(ModelConfig(name="gtp"))
-
-
-JOB = """
-model: {name: gpt, options: {hidden: 32, depth: 3, tied: true}}
-data: {name: "DATA:load"}
-parallel: {mesh: "pp=2", schedule: SCHEDULE, microbatches: 2, slices: SLICES, balance: measured}
-train: {epochs: 1, batch_size: 16, optimizer: {name: adam, lr: 0.01}}
-runtime: {transport: local, precision: float64}
-log: {path: LOG, every: 1}
-"""
-
-
-def test_a_job_trains_a_tied_gpt_in_slices_and_whole_to_the_same_losses(tmp_path: Path) -> None:
-    (tmp_path / "data.py").write_text(COUNTING)
-    losses = []
-    for schedule, slices in (("seq-1f1b", 4), ("1f1b", 1)):
-        log = tmp_path / f"{schedule}.jsonl"
-        text = JOB.replace("DATA", str(tmp_path / "data.py")).replace("SCHEDULE", schedule)
-        job = tmp_path / "job.yaml"
-        job.write_text(text.replace("SLICES", str(slices)).replace("LOG", str(log)))
-        assert main(["--config", str(job)]) == 0
-        records = [json.loads(line) for line in log.read_text().splitlines()]
-        losses.append([record["loss"] for record in records if record["event"] == "step"])
-    assert losses[0] == pytest.approx(losses[1], abs=1e-10)
-    assert losses[0][-1] < losses[0][0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sysconfig
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from quintsched.errors import InputError, UsageError
 from quintsched.runtime.data import IGNORED_TARGET, PADDING, Dataset, Split, gather_batch, load_dataset
-from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.job_file import DataConfig
 
 
@@ -103,37 +101,3 @@ def test_without_a_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(UsageError, match=r"data\.path: this Python has no source"):
         load_dataset(DataConfig(name="text"))
-
-
-JOB = """
-model: {name: gpt, options: {hidden: 32, depth: 2, kv_heads: 2, positions: rope, tied: true}}
-data: {name: text, path: TEXT, options: {sequence: 16}}
-parallel: {mesh: "MESH", schedule: 1f1b, microbatches: 2}
-train:
-  batch_size: 8
-  optimizer: {name: adamw, lr: 0.01, weight_decay: 2.0, decay: DECAY}
-  lr_schedule: {name: cosine, warmup_steps: 4}
-  clip: 1.0
-runtime: {transport: local, precision: float64}
-log: {path: LOG, every: 1}
-"""
-
-
-def losses(folder: Path, mesh: str, decay: str) -> list[float]:
-    log = folder / "log.jsonl"
-    text = JOB.replace("TEXT", str(folder / "text")).replace("MESH", mesh).replace("DECAY", decay)
-    (folder / "job.yaml").write_text(text.replace("LOG", str(log)))
-    assert main(["--config", str(folder / "job.yaml")]) == 0
-    records = [json.loads(line) for line in log.read_text().splitlines()]
-    log.unlink()
-    return [record.get("validation_loss", record["loss"]) for record in records if "loss" in record]
-
-
-def test_a_job_on_text_is_the_same_on_every_mesh_and_spares_what_it_should(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(Path(torch.__file__).read_bytes()[:3500])
-    alone = losses(tmp_path, "dp=1", "matrices")
-    assert alone[0] == pytest.approx(np.log(256), rel=0.02)
-    assert alone[-2] < alone[0]
-    for mesh in ("pp=2", "tp=2", "dp=2"):
-        assert losses(tmp_path, mesh, "matrices") == pytest.approx(alone, abs=1e-10)
-    assert losses(tmp_path, "dp=1", "all")[-1] != pytest.approx(alone[-1], abs=1e-4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ import torch
 import quintsched as qs
 from quintsched.runtime.data import IGNORED_TARGET, DataSpec
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.launch.worker import main
 from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.tokens import TokenWriter
+
+from ...helpers.jobs import launch, run_job
 
 SEQUENCE = 12
 MIXED = {"mixture": [{"path": "a", "weight": 3}, {"path": "b", "weight": 1}], "samples": 36, "sequence": SEQUENCE}
@@ -38,66 +38,65 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def launch(folder: Path, tokens: Path, options: dict[str, Any], mesh: str, *settings: str, resume: bool = False) -> int:
-    """Run a job whose log is log.jsonl in a folder; return its exit code."""
-    job = {
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def job(tokens: Path, options: dict[str, Any], mesh: str) -> dict[str, Any]:
+    return {
         "model": {"name": "gpt", "options": {"hidden": 16, "depth": 2, "heads": 2, "positions": "rope"}},
         "data": {"name": "tokens", "path": str(tokens), "options": options},
         "parallel": {"mesh": mesh, "microbatches": 2},
         "train": {"batch_size": 8, "epochs": 2, "optimizer": {"name": "adamw", "lr": 0.01}},
-        "runtime": {"transport": "local", "precision": "float64"},
-        "log": {"path": str(folder / "log.jsonl"), "every": 1},
     }
-    (folder / "log.jsonl").unlink(missing_ok=True)
-    (folder / "job.yaml").write_text(json.dumps(job))
-    changes = [part for setting in settings for part in ("--set", setting)]
-    return main(["--config", str(folder / "job.yaml"), *changes, *(["--resume"] if resume else [])])
 
 
-def losses(folder: Path, *job: Any, resume: bool = False) -> Any:
+def settings_of(settings: tuple[str, ...], *, resume: bool = False) -> tuple[str, ...]:
+    return (*(part for setting in settings for part in ("--set", setting)), *(["--resume"] if resume else []))
+
+
+def losses(tokens: Path, options: dict[str, Any], mesh: str, *settings: str, resume: bool = False) -> Any:
     """Run a job; return the loss of each step by its number, and of each validation by its epoch."""
-    assert launch(folder, *job, resume=resume) == 0
-    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    records = run_job(job(tokens, options, mesh), arguments=settings_of(settings, resume=resume))
     steps = {record["step"]: record["loss"] for record in records if record["event"] == "step"}
     return steps | {f"epoch {r['epoch']}": r["validation_loss"] for r in records if r["event"] == "epoch"}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_mesh_learns_what_one_process_learns(case: str, tmp_path: Path, tokens: Path) -> None:
-    alone = losses(tmp_path, tokens, CASES[case], "dp=1")
+def test_every_mesh_learns_what_one_process_learns(case: str, tokens: Path) -> None:
+    alone = losses(tokens, CASES[case], "dp=1")
     assert len(alone) == 12
     for mesh in ("dp=2", "pp=2", "tp=2"):
-        assert losses(tmp_path, tokens, CASES[case], mesh) == pytest.approx(alone, abs=1e-10)
+        assert losses(tokens, CASES[case], mesh) == pytest.approx(alone, abs=1e-10)
 
 
-def test_stages_that_need_no_tokens_have_documents_all_the_same(tmp_path: Path, tokens: Path) -> None:
+def test_stages_that_need_no_tokens_have_documents_all_the_same(tokens: Path) -> None:
     settings = ("model.options.depth=3", "train.epochs=1", "parallel.recompute=1")
-    alone = losses(tmp_path, tokens, CASES["masked"], "dp=1", *settings)
-    assert losses(tmp_path, tokens, CASES["masked"], "pp=4", *settings, "parallel.schedule=zb-h1") == pytest.approx(
+    alone = losses(tokens, CASES["masked"], "dp=1", *settings)
+    assert losses(tokens, CASES["masked"], "pp=4", *settings, "parallel.schedule=zb-h1") == pytest.approx(
         alone, abs=1e-10
     )
 
 
 @pytest.mark.parametrize("case", ["packed", "masked"])
-def test_a_run_goes_on_in_mid_epoch_on_another_mesh(case: str, tmp_path: Path, tokens: Path) -> None:
-    expected = losses(tmp_path, tokens, CASES[case], "dp=1")
-    checkpoint = (f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=3", "checkpoint.keep=9")
-    losses(tmp_path, tokens, CASES[case], "dp=2", *checkpoint)
-    steps = sorted(path for path in (tmp_path / "saved").iterdir() if path.name.startswith("step-"))
+def test_a_run_goes_on_in_mid_epoch_on_another_mesh(case: str, tokens: Path) -> None:
+    expected = losses(tokens, CASES[case], "dp=1")
+    checkpoint = ("checkpoint.dir=saved", "checkpoint.every=3", "checkpoint.keep=9")
+    losses(tokens, CASES[case], "dp=2", *checkpoint)
+    steps = sorted(path for path in Path("saved").iterdir() if path.name.startswith("step-"))
     for later in steps[1:]:
         shutil.rmtree(later)
-    found = losses(tmp_path, tokens, CASES[case], "pp=2", *checkpoint, resume=True)
+    found = losses(tokens, CASES[case], "pp=2", *checkpoint, resume=True)
     assert min(step for step in found if isinstance(step, int)) == 4
     assert found == pytest.approx({step: expected[step] for step in found}, abs=1e-10)
 
 
-def test_other_tokens_are_no_run_to_go_on_with(
-    tmp_path: Path, tokens: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = (f"checkpoint.dir={tmp_path / 'saved'}", "checkpoint.every=3")
+def test_other_tokens_are_no_run_to_go_on_with(tokens: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = ("checkpoint.dir=saved", "checkpoint.every=3")
     options = {"sequence": SEQUENCE, "samples": 24}
-    losses(tmp_path, tokens / "a", options, "dp=1", *checkpoint)
-    assert launch(tmp_path, tokens / "b", options, "dp=1", *checkpoint, resume=True) == 3
+    losses(tokens / "a", options, "dp=1", *checkpoint)
+    assert launch(job(tokens / "b", options, "dp=1"), arguments=settings_of(checkpoint, resume=True)) == 3
     assert "data.training_digest" in capsys.readouterr().err
 
 
@@ -126,7 +125,7 @@ def test_masked_documents_have_the_losses_that_they_have_alone() -> None:
     ],
 )
 def test_documents_are_kept_apart_in_whole_sequences(
-    mesh: str, settings: tuple[str, ...], words: str, tmp_path: Path, tokens: Path, capsys: pytest.CaptureFixture[str]
+    mesh: str, settings: tuple[str, ...], words: str, tokens: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(tmp_path, tokens, CASES["masked"], mesh, *settings) == 3
+    assert launch(job(tokens, CASES["masked"], mesh), arguments=settings_of(settings)) == 3
     assert words in capsys.readouterr().err
