@@ -63,9 +63,13 @@ class Beside(Dropping):
         return out
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("block", "sequence_parallel"), [(Dropping, True), (Deep, True), (Deep, False), (Beside, False)]
+    ("block", "sequence_parallel"),
+    [
+        (Dropping, True),
+        (Beside, False),
+        *(pytest.param(Deep, shares, marks=pytest.mark.slow) for shares in (True, False)),
+    ],
 )
 def test_masks_belong_to_the_features_between_a_pair_only(block: type[nn.Module], sequence_parallel: bool) -> None:
     blocks = [*lively_gpt(dropout=0.3)[:-1], block, lively_gpt()[-1]]
