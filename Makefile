@@ -6,6 +6,7 @@
 #   make reference    docs/reference, generated from the code
 #   make release      the archives in dist/, checked, and the wheel installed on each Python of PYTHONS
 #   make coverage     statements that the tests reach, in out/coverage
+#   make page    the program of interactive pages, viz/page/built.js, from its sources beside it; needs node
 #   make gpu     what only a GPU can show: its tests, then its benchmarks; docs/gpu.md says more
 
 SHELL := bash
@@ -21,10 +22,11 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := python -m pytest -n 2 --dist loadgroup
+BUNDLE := --bundle --minify --format=iife --target=es2022 --charset=utf8 --loader:.css=text
 DEMO := --set train.epochs=2 --set log.every=5
 SHOW := @show() { printf '\n$$ %s\n' "$$*"; "$$@"; }; show
 
-.PHONY: demo test test-all lint bench reference release coverage gpu gpu-tests gpu-bench
+.PHONY: demo test test-all lint bench reference page release coverage gpu gpu-tests gpu-bench
 
 demo: $(INSTALLED)
 	@mkdir -p out && rm -f out/eight.jsonl out/one.jsonl
@@ -75,6 +77,9 @@ release: $(INSTALLED)
 coverage: $(INSTALLED)
 	python -m pip install --quiet --disable-pip-version-check 'pytest-cov>=5'
 	$(PYTEST) --cov=quintsched --cov-report=term:skip-covered --cov-report=html:out/coverage
+
+page:
+	npx --yes esbuild@0.28.2 viz/page/main.js $(BUNDLE) --outfile=viz/page/built.js
 
 gpu:
 	@$(MAKE) --no-print-directory -k gpu-tests gpu-bench

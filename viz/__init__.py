@@ -1,14 +1,14 @@
 """Pictures of plans and traces: `render` draws one simulated plan, `render_measured` a measured step below,
 `compare` several plans on one time axis, `render_collective` a spelled-out collective, `render_tuning` the result of a
-search for strategies, `render_stall` the positions of ranks in a stall; `save_events` writes trace events for Perfetto
-and Chrome.
+search for strategies, `render_stall` the positions of ranks in a stall; `save_page` writes the interactive page of a
+plan (as `render` does into a `.html` file), `save_events` trace events for Perfetto and Chrome.
 
     from quintsched.viz import compare, render
 
     render(plan.simulate(), Path("plan.png"))
 
-matplotlib is imported by the first picture, not with this package. Imports the planner, and neither torch nor the
-runtime.
+matplotlib is imported by the first picture, not with this package, and not for pages and events. Imports the planner,
+and neither torch nor the runtime.
 """
 
 from __future__ import annotations
@@ -18,17 +18,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .frontier import render_tuning
+    from .page.plan_page import save_page
     from .perfetto import save_events
     from .stall_picture import render_stall
     from .timeline import compare, render, render_collective, render_measured
 
-__all__ = ["compare", "render", "render_collective", "render_measured", "render_stall", "render_tuning", "save_events"]
+__all__ = [
+    "compare",
+    "render",
+    "render_collective",
+    "render_measured",
+    "render_stall",
+    "render_tuning",
+    "save_events",
+    "save_page",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'quintsched.viz' has no attribute {name!r}")
-    homes = {"save_events": ".perfetto", "render_tuning": ".frontier", "render_stall": ".stall_picture"}
+    homes = {
+        "save_events": ".perfetto",
+        "save_page": ".page.plan_page",
+        "render_tuning": ".frontier",
+        "render_stall": ".stall_picture",
+    }
     return getattr(import_module(homes.get(name, ".timeline"), __name__), name)
 
 

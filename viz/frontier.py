@@ -17,8 +17,9 @@ from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
 from quintsched.strategies.tuning.tune import Candidate, Tuning
 
+from .looks import INK
 from .sheet import Sheet, check_suffix
-from .style import HAIRLINE, INK, QUIET, house_style, printable
+from .style import HAIRLINE, QUIET, house_style, printable
 
 WIDTH, HEIGHT = 9.0, 4.6
 TEXT, TITLE, SMALL = 9.0, 13.0, 8.5

@@ -9,22 +9,11 @@ from matplotlib.patches import Rectangle
 
 from quintsched.ir.instruction_set import Instruction
 
+from .looks import CARGO, LOOKS, Look, look_of
 from .pipeline_rows import Scale, messages_shown
 from .scene import Scene
 from .sheet import LegendKey
-from .style import (
-    CARGO,
-    IDLE,
-    IDLE_HATCH,
-    LOOKS,
-    WAIT,
-    WAIT_HATCH,
-    WAIT_PATTERN,
-    Look,
-    ink_on,
-    look_of,
-    shade,
-)
+from .style import IDLE, IDLE_HATCH, WAIT, WAIT_HATCH, WAIT_PATTERN, ink_on, shade
 
 MOST_SWATCHES = 8
 

@@ -18,22 +18,9 @@ from matplotlib.transforms import ScaledTranslation
 
 from quintsched.ir.instruction_set import Instruction, OffloadAct
 
+from .looks import CARGO, look_of
 from .scene import Arrow, ComputationBox, InstructionMark, Scene
-from .style import (
-    CARGO,
-    DIGIT_EM,
-    IDLE,
-    IDLE_HATCH,
-    QUIET,
-    WAIT,
-    WAIT_HATCH,
-    WAIT_PATTERN,
-    Rgb,
-    ink_on,
-    look_of,
-    percent,
-    shade,
-)
+from .style import DIGIT_EM, IDLE, IDLE_HATCH, QUIET, WAIT, WAIT_HATCH, WAIT_PATTERN, Rgb, ink_on, percent, shade
 
 GUTTER = 0.14
 """Fraction of a row that stays free above and below its band."""

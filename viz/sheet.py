@@ -24,7 +24,8 @@ from quintsched.errors import UsageError
 from quintsched.files.atomic import write_whole
 
 from .html_page import page_around
-from .style import INK, text_width
+from .looks import INK
+from .style import text_width
 
 POINTS = 72.0
 SUFFIXES = (".png", ".svg", ".html")

@@ -23,10 +23,11 @@ from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import RankState
 
 from .legend import keys_of
+from .looks import INK
 from .pipeline_rows import band, draw_rows, rectangle, set_time_axis
 from .scene import Scene, stage_scene
 from .sheet import LegendKey, Sheet, check_suffix
-from .style import INK, QUIET, house_style, printable
+from .style import QUIET, house_style, printable
 from .timeline import SMALL, TEXT, TITLE, lay_out, name_times
 
 MOST_ROWS = 32

@@ -7,39 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import matplotlib.style
 from matplotlib.colors import to_rgb
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextToPath
 
-from quintsched.ir.dataflow import ValueKind
-from quintsched.ir.instruction_set import (
-    AllGatherBucket,
-    AllReduceBucket,
-    Bwd,
-    BwdInput,
-    BwdWeight,
-    ClipGrad,
-    FetchAct,
-    FreeParams,
-    Fwd,
-    GatherParams,
-    Instruction,
-    OffloadAct,
-    OptStep,
-    Recompute,
-    ReduceScatterBucket,
-    ShareMetrics,
-    SyncTied,
-)
-
-from .collective_scene import Added, Stored
+from .looks import INK
 
 Rgb = tuple[float, float, float]
 
-INK = "#1F2933"
 QUIET = "#5F6B7A"
 HAIRLINE = "#C3CAD3"
 IDLE = "#EEF0F3"
@@ -50,50 +27,6 @@ WAIT_PATTERN = "\\\\\\\\\\\\"
 
 DIGIT_EM = 0.64
 """Width of a digit in units of the font's size (DejaVu Sans: all digits are equally wide)."""
-
-
-@dataclass(frozen=True)
-class Look:
-    """Style of one class of instruction or value."""
-
-    label: str
-    colour: str
-    marker: str = "s"
-
-
-LOOKS: dict[type[Instruction], Look] = {
-    Fwd: Look("forward", "#0072B2"),
-    Bwd: Look("backward", "#D55E00"),
-    BwdInput: Look("input gradient", "#E69F00"),
-    BwdWeight: Look("weight gradient", "#009E73"),
-    Recompute: Look("recomputation", "#8C6BB1"),
-    Added: Look("chunk arrives and is added", "#0072B2"),
-    Stored: Look("chunk arrives and is stored", "#E69F00"),
-    SyncTied: Look("tied gradients added up", "#000000", "s"),
-    AllReduceBucket: Look("gradients reduced", "#009E73", "D"),
-    ReduceScatterBucket: Look("gradients reduced, shards kept", "#009E73", "d"),
-    OffloadAct: Look("activations to the host", "#7A5195", "<"),
-    FetchAct: Look("activations fetched", "#2F7F86", "p"),
-    GatherParams: Look("weights gathered", "#882255", "^"),
-    FreeParams: Look("weights dropped", "#C48AA5", ">"),
-    ShareMetrics: Look("metrics shared", "#CC79A7", "o"),
-    ClipGrad: Look("global norm", "#56B4E9", "v"),
-    OptStep: Look("optimizer step", INK, "*"),
-    AllGatherBucket: Look("stepped weights gathered", "#882255", "P"),
-}
-"""Styles in the order of legends; other classes are shown in grey, with their class name."""
-
-CARGO: dict[ValueKind, Look] = {
-    ValueKind.OUTPUT: Look("activation sent", "#2B6C99"),
-    ValueKind.OUTPUT_GRAD: Look("gradient sent", "#B3541E"),
-    ValueKind.SKIP: Look("skip sent", "#5AA6D6"),
-    ValueKind.SKIP_GRAD: Look("gradient of a skip sent", "#E3A27B"),
-}
-
-
-def look_of(what: type[Instruction]) -> Look:
-    """Return the style of a class of instruction."""
-    return LOOKS.get(what) or Look(what.__name__, "#7A7A7A")
 
 
 def shade(colour: str, chunk: int, chunks: int) -> Rgb:

@@ -22,6 +22,7 @@ from quintsched.trace.measured_trace import MeasuredStep
 from .activation_panel import draw_held, held_height, held_key
 from .collective_scene import chunk_scene
 from .legend import keys_of
+from .page.plan_page import save_page
 from .pipeline_rows import Scale, draw_rows, set_time_axis, tail_points
 from .scene import Held, Scene, held_activations, stage_scene
 from .sheet import POINTS, Sheet, check_suffix
@@ -35,13 +36,18 @@ TALLEST = 16.0
 
 TEXT, TITLE, SMALL = 9.0, 13.0, 8.5
 
+PAGE = ".html"
+
 
 def render(simulation: Simulation, path: Path) -> None:
-    """Draw one simulated plan into a `.png`, `.svg` or `.html` file; equal plans give identical bytes.
+    """Draw one simulated plan into a `.png` or `.svg` file, or an interactive `.html` page; equal plans, equal bytes.
 
     Raises `UsageError` for another suffix and for a path that cannot be written.
     """
     check_suffix(path)
+    if path.suffix.lower() == PAGE:
+        save_page(simulation, None, path)
+        return
     with house_style():
         draw_plan(simulation).save(path)
 
@@ -69,6 +75,9 @@ def render_measured(simulation: Simulation, step: MeasuredStep, path: Path) -> N
     check_suffix(path)
     if simulation.unit != step.unit:
         raise UsageError(f"the plan's times are in {simulation.unit}, those of the step in {step.unit}")
+    if path.suffix.lower() == PAGE:
+        save_page(simulation, step, path)
+        return
     with house_style():
         draw_measured(simulation, step).save(path)
 

@@ -39,7 +39,12 @@ def render(
     plan: Annotated[str | None, typer.Argument(metavar="[PLAN]", help="A plan file; - reads standard input.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="PICTURE", help="A .png, .svg or .html file; .json for Perfetto."),
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PICTURE",
+            help="A .png or .svg file, an .html page, .json for Perfetto.",
+        ),
     ] = None,
     costs: CostsFile = None,
     trace: Annotated[
@@ -58,16 +63,17 @@ def render(
 ) -> None:
     """Draw a plan over time, and the activations on each rank.
 
-    With --trace, draw the measured step with the median makespan below the plan, on one time axis; the plan is then
-    timed by costs from the trace, unless --costs gives others. With --stall, draw the positions of ranks in a stall
-    report, which contains the plan; the picture is written beside it unless -o is given.
+    A .html file is an interactive page: it pans, zooms and searches, says why a rank is idle, and edits the plan. With
+    --trace, draw the measured step with the median makespan below the plan, on one time axis; the plan is then timed by
+    costs from the trace, unless --costs gives others. With --stall, draw the positions of ranks in a stall report,
+    which contains the plan; the picture is written beside it unless -o is given.
     """
     if stall is not None:
         _draw_stall(stall, output, (plan, costs, trace, collective), as_json=as_json)
         return
     if plan is None or output is None:
         raise UsageError("render needs a plan and -o PICTURE, or --stall with a report")
-    path = picture_path(output, (*PICTURES, PAGE, EVENTS))
+    path = picture_path(output, (*PICTURES, PAGE, EVENTS), bare=() if collective else (PAGE, EVENTS))
     refuse_input(path, plan, costs, trace)
     read = read_plan(plan)
     if collective is not None:
@@ -128,6 +134,8 @@ def _draw(simulation: Simulation, step: MeasuredStep | None, path: Path) -> None
 
     if path.suffix.lower() == EVENTS:
         viz.save_events(simulation, step, path)
+    elif path.suffix.lower() == PAGE:
+        viz.save_page(simulation, step, path)
     elif step is None:
         viz.render(simulation, path)
     else:
@@ -151,12 +159,12 @@ def _outcome(simulation: Simulation, step: MeasuredStep) -> list[str]:
     return [f"{name}: makespan {run.makespan:g} {run.unit}, bubble {percent(run.bubble)}" for name, run in named]
 
 
-def picture_path(path: Path, formats: Sequence[str] = PICTURES) -> Path:
-    """Return the path if its format is one of these; raises `UsageError`."""
+def picture_path(path: Path, formats: Sequence[str] = PICTURES, *, bare: Sequence[str] = ()) -> Path:
+    """Return the path if its format is one of these; those in `bare` need no matplotlib. Raises `UsageError`."""
     suffix = path.suffix.lower()
     if suffix not in formats:
         raise UsageError(f"{path}: cannot draw this format; name it {' or '.join(formats)}")
-    if suffix != EVENTS and importlib.util.find_spec("matplotlib") is None:
+    if suffix not in bare and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("pictures need matplotlib; pip install 'quintsched[viz]'")
     return path
 

@@ -71,11 +71,13 @@ class Profile:
         return first + self.message_queues(channels)
 
 
-def _each_channel(channels: Channels) -> Ints:
+def each_channel(channels: Channels) -> Ints:
+    """Return the queue of each channel if every channel has its own."""
     return np.arange(channels.num_channels)
 
 
-def _each_pair(channels: Channels) -> Ints:
+def each_pair(channels: Channels) -> Ints:
+    """Return the queue of each channel if both directions of a pair of ranks share one."""
     pairs = np.sort(np.stack([channels.sources, channels.destinations]), axis=0)
     return np.unique(pairs, axis=1, return_inverse=True)[1].reshape(-1)
 
@@ -85,8 +87,8 @@ PROFILES: dict[str, Profile] = {
     for profile in (
         Profile("blocking", "host-blocking calls; gloo's send at any size", one_queue=True),
         Profile("single-stream", "one NCCL communicator and stream", one_wire=True),
-        Profile("pair-stream", "NCCL pair communicators made up front", message_queues=_each_pair),
-        Profile("channel", "one queue per directed channel", message_queues=_each_channel),
+        Profile("pair-stream", "NCCL pair communicators made up front", message_queues=each_pair),
+        Profile("channel", "one queue per directed channel", message_queues=each_channel),
         Profile("tagged", "gloo with tags"),
     )
 }

@@ -64,7 +64,7 @@ class ValueKind(IntEnum):
     """Saved activations, back from host memory."""
 
 
-_WORDS = {
+WORDS = {
     ValueKind.OUTPUT: "output",
     ValueKind.OUTPUT_GRAD: "output's gradient",
     ValueKind.SKIP: "skip",
@@ -86,7 +86,7 @@ _WORDS = {
     ValueKind.FETCHED: "fetched activations",
 }
 
-_COUNTED = {
+COUNTED = {
     ValueKind.REDUCED: "bucket",
     ValueKind.TIED: "tie",
     ValueKind.PARAMS: "gathering",
@@ -119,7 +119,7 @@ class Value(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        words = _WORDS[self.kind]
+        words = WORDS[self.kind]
         if self.kind in AMBIENT:
             return f"the {words}"
         if self.kind in SKIPS:
@@ -127,7 +127,7 @@ class Value(NamedTuple):
             return f"the {words} {skip} at stage {self.stage}, microbatch {unit}"
         reduction, number = divmod(self.number, REDUCTION) if self.kind is ValueKind.REDUCED else (0, self.number)
         which = f", part {reduction}" if reduction else ""
-        return f"the {words} of stage {self.stage}, {_COUNTED.get(self.kind, 'microbatch')} {number}{which}"
+        return f"the {words} of stage {self.stage}, {COUNTED.get(self.kind, 'microbatch')} {number}{which}"
 
 
 METRICS = Value(ValueKind.METRICS, 0, 0)

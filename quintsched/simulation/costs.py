@@ -160,7 +160,7 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
         for name, value in self:
             if isinstance(value, PerMicrobatch):
                 found[name] = value.model_copy(update={"stages": change(name, value.stages)})
-            elif value is not None and name not in _NOT_OF_STAGES:
+            elif value is not None and name not in NOT_OF_STAGES:
                 found[name] = change(name, value)
         return self.model_copy(update=found)
 
@@ -171,9 +171,9 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
         """
 
         def per_stage(name: str, value: PerStage) -> PerStage:
-            if isinstance(value, tuple) or name in _TAKEN_AS_IT_IS:
+            if isinstance(value, tuple) or name in TAKEN_AS_IT_IS:
                 return value
-            parts = slices if name in _PER_UNIT else 1
+            parts = slices if name in PER_UNIT else 1
             return tuple(value * share / parts for share in shares)
 
         return self.with_stages(per_stage) if shares else self
@@ -236,20 +236,20 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
 
     def _of(self, name: str) -> UnitCost | MicrobatchCost:
         value: UnitCost | MicrobatchCost | None = getattr(self, name)
-        return getattr(self, _INSTEAD[name]) if value is None else value
+        return getattr(self, INSTEAD[name]) if value is None else value
 
 
-_NOT_OF_STAGES = frozenset({"unit", "microbatches", "slices", "p2p", "host_latency", "host_bandwidth"})
+NOT_OF_STAGES = frozenset({"unit", "microbatches", "slices", "p2p", "host_latency", "host_bandwidth"})
 """Fields without a value per stage."""
 
-_TAKEN_AS_IT_IS = frozenset({"message", "experts"})
+TAKEN_AS_IT_IS = frozenset({"message", "experts"})
 """Scalars that do not scale with the share of the model in a stage."""
 
-_PER_UNIT = frozenset(
+PER_UNIT = frozenset(
     {"forward", "backward_input", "backward_weight", "recompute", "exchange", "exchange_backward"}
     | {"activation", "activation_after_input", "activation_checkpointed"}
 )
 """Costs that are incurred for each slice; all others of a stage are incurred once."""
 
-_INSTEAD = {"recompute": "forward", "exchange_backward": "exchange", "activation_after_input": "activation"}
+INSTEAD = {"recompute": "forward", "exchange_backward": "exchange", "activation_after_input": "activation"}
 """Costs that replace those left out."""

@@ -60,7 +60,7 @@ def _plainly_right(plan: PlanData) -> Flags:
     for kind in ins.ALL:
         rows = columns.rows_where(kind)
         looked_at = issubclass(kind, _OF_UNIT | ins.OnBucket | ins.GatherParams | ins.FreeParams)
-        if not len(rows) or not looked_at or plan.zero.stage not in _ZERO_STAGES.get(kind, (plan.zero.stage,)):
+        if not len(rows) or not looked_at or plan.zero.stage not in ZERO_STAGES.get(kind, (plan.zero.stage,)):
             continue
         stage = columns.stage[rows]
         known = (stage >= 0) & (stage < len(holders))
@@ -309,7 +309,7 @@ def _params_fault(i: ins.GatherParams | ins.FreeParams, plan: PlanData, rank: in
     return _stage_fault(i.stage, plan, rank) or _zero_fault(i, plan)
 
 
-_ZERO_STAGES: dict[type[ins.Instruction], tuple[int, ...]] = {
+ZERO_STAGES: dict[type[ins.Instruction], tuple[int, ...]] = {
     ins.AllReduceBucket: (0,),
     ins.ReduceScatterBucket: (1, 2, 3),
     ins.AllGatherBucket: (1, 2),
@@ -320,7 +320,7 @@ _ZERO_STAGES: dict[type[ins.Instruction], tuple[int, ...]] = {
 
 
 def _zero_fault(i: ins.Instruction, plan: PlanData) -> str | None:
-    if plan.zero.stage in _ZERO_STAGES[type(i)]:
+    if plan.zero.stage in ZERO_STAGES[type(i)]:
         return None
     shared = (
         "nothing" if plan.zero.stage == 0 else ", ".join(("optimizer state", "gradients", "weights")[: plan.zero.stage])

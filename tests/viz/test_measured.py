@@ -6,14 +6,13 @@ import itertools
 import json
 import re
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 import quintsched as qs
 from quintsched.ir.instruction_set import OptStep, Overlap, Recv, Send, short
 from quintsched.trace.measured_trace import MeasuredStep, Trace
-from quintsched.viz import render, render_measured, save_events
+from quintsched.viz import render_measured, save_events
 from quintsched.viz.scene import stage_scene
 from quintsched.viz.style import house_style
 from quintsched.viz.timeline import draw_measured
@@ -97,19 +96,6 @@ def test_times_in_different_units_are_not_drawn_together(tmp_path: Path) -> None
     simulation, step = measured(tmp_path)
     with pytest.raises(qs.UsageError, match="in forward, those of the step in ms"):
         render_measured(simulation.plan.simulate(), step, tmp_path / "two.png")
-
-
-def test_pages_stand_on_their_own(tmp_path: Path) -> None:
-    simulation, step = measured(tmp_path)
-    render_measured(simulation, step, tmp_path / "a & b.html")
-    text = (tmp_path / "a & b.html").read_text(encoding="utf-8")
-    assert text.startswith("<!DOCTYPE html>")
-    assert "<title>a &amp; b</title>" in text
-    picture = text[text.index("<svg") : text.index("</svg>") + len("</svg>")]
-    assert "measured, step 2" in texts_of(ElementTree.fromstring(picture))
-    assert 'href="http' not in text.replace("xlink:href", "")
-    render(simulation, tmp_path / "plan.html")
-    assert simulation.plan.title in (tmp_path / "plan.html").read_text(encoding="utf-8")
 
 
 def read_events(path: Path) -> list[dict[str, object]]:

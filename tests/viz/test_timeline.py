@@ -18,9 +18,10 @@ from PIL import Image
 import quintsched as qs
 from quintsched.ir.instruction_set import Compute, FetchAct, Fwd, HostCopy, OffloadAct, Overlap, Send
 from quintsched.viz import compare, render
+from quintsched.viz.looks import LOOKS
 from quintsched.viz.scene import ROUNDING, held_activations, stage_scene
 from quintsched.viz.sheet import PNG_DPI
-from quintsched.viz.style import LOOKS, house_style, number, shade, text_width
+from quintsched.viz.style import house_style, number, shade, text_width
 from quintsched.viz.timeline import draw_comparison, draw_plan
 
 from .pictures import count_drawn, read_svg, texts_of, visible_texts

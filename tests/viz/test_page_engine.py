@@ -1,0 +1,152 @@
+"""The page's engine in JavaScript agrees with the planner: verdict under each profile, times and memory.
+
+plans and mutants ──▶ planner ──▶ points, profiles, start, end, peaks
+                 └──▶ node ─────▶ the same
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+import quintsched as qs
+from quintsched.errors import UnsoundError
+from quintsched.plan import Plan
+from quintsched.simulation.cost_forms import LatencyAndBandwidth, PerUnit, Wires
+from quintsched.simulation.simulator import simulate
+from quintsched.viz.page.page_tables import page_tables
+from tests.planner.verify.mutants import mutant, reordered
+from tests.planner.verify.small_plans import OFFLOADED, OVERLAPPING, SMALL, TIED, UNEVEN
+
+ANSWER = Path(__file__).parent / "page" / "answer.mjs"
+
+pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+
+
+def drawn_costs(plan: Plan, random: Random) -> qs.Costs:
+    """Draw costs of every form: scalars, per stage, per microbatch and slice, wires with links."""
+    stages, pp, spec = len(plan.stage_to_pp), plan.mesh.pp, plan.schedule
+
+    def number() -> float:
+        return random.choice((0.0, 0.5, 1.0, round(random.uniform(0.1, 4), 3)))
+
+    def cost() -> Any:
+        form = random.random()
+        if form < 0.5:
+            return number()
+        if form < 0.8:
+            return tuple(number() for _ in range(stages))
+        factors = tuple(number() for _ in range(spec.microbatches)) if random.random() < 0.5 else None
+        cells = tuple(tuple(number() for _ in range(spec.num_units)) for _ in range(stages))
+        return PerUnit(stages=number(), microbatches=factors, cells=cells if random.random() < 0.3 else None)
+
+    def once() -> Any:
+        return number() if random.random() < 0.5 else tuple(number() for _ in range(stages))
+
+    wires = Wires(
+        latency=number(),
+        bandwidth=2.0,
+        nodes=tuple(random.randrange(2) for _ in range(pp)),
+        within=LatencyAndBandwidth(latency=0.125, bandwidth=8.0),
+    )
+    units = ("forward", "backward_input", "backward_weight", "recompute", "exchange", "message")
+    return qs.Costs(
+        **{name: cost() for name in units},
+        **{name: cost() for name in ("activation", "activation_after_input", "activation_checkpointed")},
+        **{name: once() for name in ("clip", "optimizer", "reduce_scatter", "all_gather", "gather_params")},
+        p2p=wires if random.random() < 0.3 else number(),
+        host_latency=number(),
+        host_bandwidth=random.choice((None, 1.5)),
+        keys=number(),
+        experts=random.choice((0.0, 0.25)),
+        microbatches=tuple(number() for _ in range(spec.microbatches)) if random.random() < 0.2 else None,
+    )
+
+
+def cases(count: int, seed: int) -> Iterator[tuple[Plan, qs.Costs]]:
+    """Yield small plans of every kind in turn, as they are and with faults, and costs for each."""
+    random = Random(seed)
+    recipes = [*SMALL, *OFFLOADED, *OVERLAPPING, *UNEVEN, *TIED]
+    random.shuffle(recipes)
+    for number in range(count):
+        plan = recipes[number % len(recipes)].plan
+        if random.random() > 0.2:
+            plan = mutant(plan, random)
+        if plan.tied and random.random() < 0.2:
+            plan = reordered(plan, random)
+        yield plan, drawn_costs(plan, random)
+
+
+def expected(plan: Plan, costs: qs.Costs) -> dict[str, Any]:
+    """Return what the planner says, in the form of `answer.mjs`."""
+    verdict = plan.check()
+    points = {finding.point.value for finding in verdict.findings} - {"deadlock"}
+    found: dict[str, Any] = {"points": sorted(points), "profiles": verdict.profiles, "peaks": verdict.peak_activations}
+    found["cycles"] = {name: len(cycle) - 1 for name, cycle in verdict.cycles.items()}
+    if "well-formed" not in points:
+        try:
+            run = simulate(plan, costs)
+        except UnsoundError:
+            found["run"] = None
+        else:
+            found["run"] = {
+                "start": run.start.tolist(),
+                "end": run.end.tolist(),
+                "makespan": run.makespan,
+                "bubble": run.bubble,
+                "peaks": run.peak_activations,
+            }
+    return found
+
+
+def close(one: Any, other: Any) -> bool:
+    return bool(one == pytest.approx(other, rel=1e-9, abs=1e-9))
+
+
+def compare(count: int, seed: int) -> Counter[str]:
+    """Compare so many plans; return how many of them were what."""
+    tried = [(plan, costs) for plan, costs in cases(count, seed)]
+    lines = [json.dumps({"tables": page_tables()})]
+    for plan, costs in tried:
+        lines.append(json.dumps({"plan": json.loads(plan.to_json()), "costs": costs.model_dump(mode="json")}))
+    done = subprocess.run(["node", str(ANSWER)], input="\n".join(lines), capture_output=True, text=True, check=True)
+    seen: Counter[str] = Counter()
+    for (plan, costs), line in zip(tried, done.stdout.splitlines(), strict=True):
+        ours, theirs = expected(plan, costs), json.loads(line)
+        assert "error" not in theirs, f"{plan!r}: {theirs['error']}"
+        said = f"{plan.title}: {plan.check().explain()}"
+        if "well-formed" in ours["points"]:
+            assert theirs["points"] == ["well-formed"], said
+            seen["malformed"] += 1
+            continue
+        for name in ("points", "profiles"):
+            assert theirs[name] == ours[name], f"{name}: {theirs[name]}, not {ours[name]}; {said}"
+        assert theirs["cycles"].keys() == ours["cycles"].keys(), said
+        assert close(theirs["peaks"], ours["peaks"]), said
+        assert (theirs["run"] is None) == (ours["run"] is None), said
+        for name, value in (ours["run"] or {}).items():
+            assert close(theirs["run"][name], value), f"{name}; {said}"
+        seen["sound" if plan.check().sound else "deadlock" if ours["cycles"] else "faulty"] += 1
+        seen["cannot finish"] += ours["run"] is None
+    return seen
+
+
+def test_the_engine_agrees_with_the_planner() -> None:
+    seen = compare(400, seed=1)
+    assert seen["sound"] > 50
+    assert min(seen[kind] for kind in ("deadlock", "faulty", "malformed")) > 10, seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(10))
+def test_the_engine_agrees_on_twenty_thousand_plans(part: int) -> None:
+    assert sum(compare(2000, seed=100 + part).values()) >= 2000

@@ -1,0 +1,58 @@
+/** Colours of the page: those of the planner's pictures, on light and on dark ground, distinct for all colour vision. */
+export const THEMES = {
+  light: {
+    ground: "#ffffff", panel: "#f6f7f9", ink: "#1f2933", quiet: "#5f6b7a", line: "#dde2e8", idle: "#eef0f3", hatch: "#d9dee5",
+    wait: "#efe6f7", waitHatch: "#c6b3d9", accent: "#0072b2", good: "#0b7a55", bad: "#b3261e", glow: "#111827", cell: "#ffffff",
+  },
+  dark: {
+    ground: "#12161c", panel: "#1a2029", ink: "#e8edf3", quiet: "#97a3b2", line: "#2b3440", idle: "#1c232d", hatch: "#2a333f",
+    wait: "#2c2438", waitHatch: "#5c4a76", accent: "#56b4e9", good: "#4cc79a", bad: "#ff8a7a", glow: "#ffffff", cell: "#12161c",
+  },
+};
+
+const DARK_INSTEAD = { "#000000": "#c9d2dc", "#1F2933": "#e8edf3" };
+
+function rgb(hex) {
+  return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+}
+
+export class Palette {
+  constructor(plan, theme) {
+    this.theme = theme;
+    this.is = THEMES[theme];
+    const chunks = plan ? Math.max(...plan.layout.heldBy.map((held) => held.length), 1) : 1;
+    const chunkOf = plan ? Array.from({ length: plan.layout.stages }, (_, s) => plan.layout.chunkOf(s)) : [];
+    const colours = plan ? plan.tables.ops.map((op) => this.base(op.colour)) : [];
+    const lightest = Math.min(0.42 * (chunks - 1), 0.62);
+    const shades = colours.map((colour) => Array.from({ length: chunks }, (_, chunk) => {
+      const share = (lightest * chunk) / Math.max(chunks - 1, 1);
+      const towards = theme === "dark" ? 235 : 255;
+      return colour.map((c) => Math.round(c + (towards - c) * share));
+    }));
+    this.texts = shades.map((each) => each.map((colour) => `rgb(${colour.join()})`));
+    this.inks = shades.map((each) => each.map(inkOn));
+    const { Overlap, Fwd, Bwd } = plan ? plan.tables.code : {};
+    this.shadeOf = (row) => [plan.op[row], chunkOf[plan.stage[row]] ?? 0];
+    const paired = plan ? [0, 1, 2].map((c) => (colours[Fwd][c] + colours[Bwd][c]) / 2) : null;
+    this.colourOf = (row) => (plan.op[row] === Overlap ? paired : shades[plan.op[row]][chunkOf[plan.stage[row]] ?? 0]);
+    this.side = (name, stage) => [this.texts[plan.tables.code[name]][chunkOf[stage] ?? 0], this.inks[plan.tables.code[name]][chunkOf[stage] ?? 0]];
+  }
+
+  base(hex) {
+    return rgb(this.theme === "dark" ? DARK_INSTEAD[hex] ?? hex : hex);
+  }
+}
+
+/** Return white or near black, whichever is easier to read on a colour. */
+function inkOn(colour) {
+  const [red, green, blue] = colour.map((c) => (c / 255 <= 0.04045 ? c / 255 / 12.92 : ((c / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.26 ? "#ffffff" : "#1f2933";
+}
+
+/** Return a colour between quiet and strong for an amount between 0 and 1. */
+export function heat(theme, amount) {
+  const stops = theme === "dark" ? [[28, 35, 45], [70, 70, 140], [150, 100, 200], [240, 200, 255]]
+    : [[238, 243, 248], [158, 188, 218], [140, 107, 177], [110, 1, 107]];
+  const at = Math.min(Math.max(amount, 0), 1) * (stops.length - 1), low = Math.min(Math.floor(at), stops.length - 2);
+  return stops[low].map((c, i) => Math.round(c + (stops[low + 1][i] - c) * (at - low)));
+}

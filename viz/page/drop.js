@@ -1,0 +1,103 @@
+/** Files that a reader drops on the page: plans, traces of a run, stall reports, PyTorch's schedule CSV. */
+import { lower } from "./compile.js";
+import { runOf } from "./data.js";
+import { range } from "./layout.js";
+import { Plan } from "./plan.js";
+import { Costs, simulate } from "./times.js";
+
+/** Read dropped files; returns what `App.open` takes. */
+export async function readDropped(app, files) {
+  const read = await Promise.all(files.map(async (file) => ({ name: file.name, text: await file.text() })));
+  const csv = read.find(({ name }) => name.endsWith(".csv"));
+  if (csv) return planned(readCsv(app.tables, csv.text, csv.name.replace(/\.csv$/, "")));
+  const records = read.filter(({ name }) => name.endsWith(".json")).map(({ name, text }) => ({ name, json: parse(name, text) }));
+  const stall = records.find(({ json }) => json.format === "quintsched.stall")?.json;
+  if (stall) return { ...planned(Plan.fromJson(app.tables, stall.plan)), stall };
+  const traces = records.filter(({ json }) => json.format === "quintsched.trace").map(({ json }) => json);
+  const file = records.find(({ json }) => json.format === "quintsched.plan")?.json;
+  const costs = records.find(({ json }) => json.format === undefined && typeof json.forward !== "undefined")?.json;
+  const plan = file ? Plan.fromJson(app.tables, file) : traces.length || costs ? app.plan : null;
+  if (!plan) throw new Error("Give a plan (.json), the files of a trace, a stall report, or a schedule in PyTorch's CSV format.");
+  if (!traces.length) return planned(plan, costs ?? (file ? {} : app.run.costs.values));
+  return measured(plan, traces, file ? {} : app.run.costs.values);
+}
+
+function parse(name, text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`${name}: ${error.message}`);
+  }
+}
+
+/** Return a plan with its simulated run; raises if it cannot finish. */
+export function planned(plan, costs = {}) {
+  return { plan, runs: [{ ...simulate(plan, costs, true), name: "planned" }] };
+}
+
+/** Return a plan with its simulated run and the step of a trace with the median makespan. */
+function measured(plan, traces, costs) {
+  const ofRank = range(plan.ranks).map((rank) => traces.find((trace) => trace.pp_rank === rank));
+  const missing = ofRank.findIndex((trace) => !trace);
+  if (missing >= 0) throw new Error(`the trace of pipeline rank ${missing} is missing`);
+  const steps = ofRank[0].steps.map(({ step }) => step).filter((step) => ofRank.every((t) => t.steps.some((s) => s.step === step)));
+  const found = steps.map((step) => measuredStep(plan, ofRank, step)).sort((a, b) => a.makespan - b.makespan);
+  if (!found.length) throw new Error("the traces have no step in common");
+  const middle = found[Math.floor((found.length - 1) / 2)];
+  const run = simulate(plan, costs.unit === "s" ? costs : costsOf(plan, middle), true);
+  return { plan, runs: [{ ...run, name: "planned" }, middle] };
+}
+
+function measuredStep(plan, ofRank, step) {
+  const [start, end, wait] = range(3).map(() => new Float64Array(plan.length));
+  ofRank.forEach((trace, rank) => {
+    const of = trace.steps.find((one) => one.step === step);
+    if (of.start.length !== plan.first[rank + 1] - plan.first[rank]) throw new Error("the trace is of another plan");
+    start.set(of.start, plan.first[rank]);
+    end.set(of.end, plan.first[rank]);
+    wait.set(of.wait, plan.first[rank]);
+  });
+  let zero = Infinity;
+  for (let row = 0; row < plan.length; row++) if (plan.tables.computes[plan.op[row]]) zero = Math.min(zero, start[row] + wait[row]);
+  for (let row = 0; row < plan.length; row++) {
+    start[row] -= zero;
+    end[row] -= zero;
+  }
+  return runOf(plan, start, end, wait, { name: `measured, step ${step}`, unit: "s", costs: new Costs(plan, { unit: "s" }) });
+}
+
+/** Mean costs of a measured step, per stage. */
+function costsOf(plan, run) {
+  const mean = (name) => range(plan.layout.stages).map((stage) => {
+    let sum = 0, count = 0;
+    for (let row = 0; row < plan.length; row++) {
+      if (plan.stage[row] === stage && plan.is(row, name)) [sum, count] = [sum + run.end[row] - run.start[row] - run.wait[row], count + 1];
+    }
+    return count ? sum / count : 0;
+  });
+  const whole = mean("Bwd"), input = mean("BwdInput"), weight = mean("BwdWeight");
+  const halves = input.some((time) => time > 0);
+  return { unit: "s", forward: mean("Fwd"), backward_input: halves ? input : whole.map((t) => t / 2),
+    backward_weight: halves ? weight : whole.map((t) => t / 2) };
+}
+
+/** Read the computations of PyTorch's CSV, one line per rank, and lower them. */
+export function readCsv(tables, text, name) {
+  const ops = { F: "Fwd", B: "Bwd", I: "BwdInput", W: "BwdWeight" };
+  const orders = text.trim().split("\n").map((line) => [...line.matchAll(/(?<![A-Z_\d])(\d+)([FBIW])(\d+)(?![A-Z_\d])/g)].map(([, stage, op, microbatch]) =>
+    ({ op: ops[op], stage: Number(stage), microbatch: Number(microbatch) })));
+  const stages = [];
+  orders.forEach((order, rank) => order.forEach(({ stage }) => (stages[stage] = rank)));
+  const units = 1 + Math.max(...orders.flat().map(({ microbatch }) => microbatch));
+  if (!stages.length || !Number.isFinite(units)) throw new Error("this is no schedule in PyTorch's CSV format");
+  const chunks = Math.max(1, Math.round(stages.length / orders.length));
+  const head = {
+    format: "quintsched.plan", version: 1, mode: "train", schedule: { name, microbatches: units, chunks, slices: 1, options: {} },
+    mesh: [["pp", orders.length]], stage_to_pp: Array.from(stages,
+      (rank) => rank ?? 0), routes: [{ stages: range(stages.length), microbatches: range(units) }],
+    buckets_per_stage: 1, program_axes: ["pp"],
+  };
+  const found = lower(tables, head, orders);
+  if (!found.plan) throw new Error("the order of computation cannot run: its computations wait for each other in a circle");
+  return found.plan;
+}

@@ -1,0 +1,24 @@
+/** Link of a small plan: its settings and, if it was edited, its orders, in the fragment of the address. */
+const LETTERS = { Fwd: "F", Bwd: "B", BwdInput: "I", BwdWeight: "W" };
+const OPS = Object.fromEntries(Object.entries(LETTERS).map(([op, letter]) => [letter, op]));
+const MOST_LINKED = 4000;
+
+/** Return the fragment `#play=…`. */
+export function writeLink({ orders, ...settings }) {
+  const written = { ...settings };
+  const count = (orders ?? []).reduce((sum, order) => sum + order.length, 0);
+  if (orders && count <= MOST_LINKED) {
+    written.orders = orders.map((order) => order.map(({ op, stage, microbatch }) => `${stage}${LETTERS[op]}${microbatch}`).join(" "));
+  }
+  return `#play=${encodeURIComponent(JSON.stringify(written))}`;
+}
+
+/** Read a fragment; null if it is none of ours. */
+export function readLink(fragment) {
+  if (!fragment.startsWith("#play")) return null;
+  if (!fragment.startsWith("#play=")) return {};
+  const read = JSON.parse(decodeURIComponent(fragment.slice("#play=".length)));
+  const orders = read.orders?.map((text) => [...text.matchAll(/(\d+)([FBIW])(\d+)/g)].map(([, stage, letter, microbatch]) =>
+    ({ op: OPS[letter], stage: Number(stage), microbatch: Number(microbatch) })));
+  return { ...read, ...(orders ? { orders } : {}) };
+}

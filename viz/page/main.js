@@ -1,0 +1,367 @@
+/** Page of a plan: builds the document, draws, and answers the mouse and the keys. */
+import { Palette, THEMES } from "./colours.js";
+import { Controls } from "./controls.js";
+import { readData } from "./data.js";
+import { h } from "./dom.js";
+import { describeCycle, judge } from "./judge.js";
+import { drawMemory } from "./memory.js";
+import { paintOver } from "./overlay.js";
+import styles from "./page.css";
+import { breakdownCard, gapCard, helpCard, instructionCard, pathCard, rowList, verdictCard } from "./panel.js";
+import { Playground } from "./play.js";
+import { Scene } from "./scene.js";
+import { search } from "./search.js";
+import { drawAxis, drawLabels, drawTimeline } from "./timeline.js";
+import { heldOverTime } from "./times.js";
+import { View } from "./view.js";
+import { Waits, number } from "./why.js";
+
+const AXIS = 24, LEAST_MEMORY = 130, MOST_MEMORY = 240, ROW = 72;
+const MOST_WAITS_AT_ONCE = 250_000;
+
+class App {
+  constructor() {
+    this.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+    this.mode = "planned";
+    this.frames = [];
+    this.#build();
+  }
+
+  #build() {
+    document.head.append(h("style", {}, styles));
+    this.title = h("h1", {});
+    this.figures = h("div", { class: "figures" });
+    this.query = h("input", { type: "search", placeholder: "stage 3 microbatch 7", "aria-label": "search", onkeydown: (e) => this.#searchKey(e),
+      oninput: () => this.#search() });
+    this.modes = h("select", { "aria-label": "runs shown", hidden: true, onchange: () => this.setMode(this.modes.value) },
+      ["planned", "measured", "both", "difference"].map((mode) => h("option", {}, mode)));
+    this.playButton = h("button", { onclick: () => this.playground.toggle() }, "edit");
+    this.header = h("header", {}, this.title, this.figures, h("span", { class: "grow" }), this.modes, this.query,
+      h("button", { onclick: () => this.walkPath(), title: "walk the critical path (c)" }, "path"), this.playButton,
+      h("button", { onclick: () => this.setTheme(), title: "light or dark (t)", "aria-label": "light or dark" }, "◐"),
+      h("button", { onclick: () => this.show(helpCard()), title: "keys (?)", "aria-label": "keys" }, "?"));
+    this.legend = h("div", { class: "legend" });
+    const canvas = (id) => h("canvas", { id });
+    [this.timeline, this.over, this.axis, this.memory] = ["timeline", "over", "axis", "memory"].map(canvas);
+    this.timeline.tabIndex = 0;
+    this.timeline.setAttribute("role", "img");
+    this.canvases = h("div", { class: "canvases" }, this.timeline, this.over, this.axis, this.memory);
+    this.panel = h("aside", { "aria-live": "polite" });
+    this.tip = h("div", { class: "tip", hidden: true });
+    this.dropped = h("div", { class: "drop", hidden: true }, "drop a plan, a trace or a stall report");
+    this.playBar = h("div", { class: "play", hidden: true });
+    document.body.append(this.header, this.playBar, h("main", {}, h("div", { class: "stage" }, this.legend, this.canvases), this.panel), this.tip,
+      this.dropped);
+    this.playground = new Playground(this);
+    this.controls = new Controls(this);
+  }
+
+  /** Show a plan with its runs: the planned one first, then a measured one. */
+  open({ plan, runs, cap = null, keepView = false, stall = null, window: shown = null, verdict = null }) {
+    const before = this.view;
+    Object.assign(this, { plan, runs, cap, stall, waits: null, held: undefined, breakdown: null, selected: -1, gap: null, path: null, cycle: null,
+      matches: null, verdict });
+    runs[0].cap = cap;
+    this.scenes = runs.map((run) => new Scene(run));
+    this.modes.hidden = runs.length < 2;
+    if (runs.length < 2) this.mode = "planned";
+    this.#applyTheme();
+    this.view = new View(plan, this.#lanes(), this.palette);
+    if (keepView && before && before.plan.ranks === plan.ranks) {
+      Object.assign(this.view, { t0: before.t0, t1: before.t1, scroll: before.scroll, stretch: before.stretch });
+      if (Math.abs(before.t1 - before.makespan) < before.makespan * 1e-6) this.view.fit();
+    } else if (shown) {
+      [this.view.t0, this.view.t1] = shown.time ?? [this.view.t0, this.view.t1];
+      if (shown.ranks) {
+        this.view.stretch = plan.ranks / (shown.ranks[1] - shown.ranks[0] + 1);
+        this.firstRank = shown.ranks[0];
+      }
+    }
+    document.title = plan.title;
+    this.title.textContent = plan.title;
+    this.title.title = plan.title;
+    this.#showFigures();
+    this.#showLegend();
+    this.panel.replaceChildren();
+    this.resize();
+    this.#later();
+  }
+
+  get run() {
+    return this.runs[0];
+  }
+
+  #lanes() {
+    const [planned, measured] = this.scenes;
+    if (!measured || this.mode === "planned") return [planned];
+    return this.mode === "measured" ? [measured] : [planned, measured];
+  }
+
+  /** What takes longer than a frame: proof, memory, waits and where the time goes; smallest first. */
+  #later() {
+    const plan = this.plan;
+    const steps = [
+      () => { this.held = heldOverTime(this.run); this.draw(); this.#showFigures(); },
+      () => { this.verdict ??= judge(plan); this.#showFigures(); if (!this.verdict.sound()) this.showVerdict(); },
+      () => plan.length <= MOST_WAITS_AT_ONCE && this.needWaits(),
+      () => { if (this.waits) this.#addUp(); if (!this.panel.childNodes.length) this.overview(); },
+    ];
+    const next = () => {
+      if (this.plan !== plan || !steps.length) {
+        if (this.plan === plan) document.body.dataset.ready = "all";
+        return;
+      }
+      try {
+        steps.shift()();
+      } catch (error) {
+        console.warn(error);
+      }
+      setTimeout(next, 0);
+    };
+    document.body.dataset.ready = "";
+    requestAnimationFrame(() => setTimeout(next, 0));
+  }
+
+  needWaits() {
+    return (this.waits ??= new Waits(this.run));
+  }
+
+  #addUp() {
+    const waits = this.needWaits();
+    const gaps = [];
+    const ranks = Array.from({ length: this.plan.ranks }, (_, rank) => {
+      const of = {};
+      for (const gap of waits.gaps(rank)) {
+        const { cause } = waits.explain(gap);
+        of[cause] = (of[cause] ?? 0) + gap.end - gap.start;
+        gaps.push({ ...gap, cause });
+      }
+      return of;
+    });
+    gaps.sort((a, b) => b.end - b.start - (a.end - a.start));
+    this.breakdown = { ranks, gaps };
+  }
+
+  #showFigures() {
+    const unit = this.view?.unitName ?? "";
+    const parts = this.runs.flatMap((run) => {
+      const name = `${this.runs.length > 1 ? `${run.name}: ` : ""}makespan `;
+      return run.stuck ? [name, ["never ends"]] : [name, [number(run.makespan), unit], "bubble ", [`${(100 * run.bubble).toFixed(1)} %`]];
+    });
+    if (this.held?.length) parts.push("peak ", [number(Math.max(...this.held.map((of) => of.peak)))]);
+    this.figures.replaceChildren();
+    for (let i = 0; i + 1 < parts.length; i += 2) this.figures.append(h("span", {}, parts[i], h("b", {}, parts[i + 1].join(" "))));
+    if (this.verdict) {
+      const free = Object.values(this.verdict.profiles).filter((is) => is).length;
+      const sound = this.verdict.sound();
+      this.figures.append(h("button", { class: `chip ${sound ? "good" : "bad"}`, onclick: () => this.showVerdict() },
+        sound ? `✓ sound · ${free} of 5 transports` : "✗ not sound"));
+    }
+  }
+
+  #showLegend() {
+    const { plan, palette } = this;
+    const ops = [...new Set(plan.op)].filter((op) => !plan.tables.ops[op].message && plan.tables.ops[op].name !== "Overlap").sort((a, b) => a - b);
+    if (plan.op.includes(plan.tables.code.Overlap)) ops.push(...[plan.tables.code.Fwd, plan.tables.code.Bwd].filter((op) => !ops.includes(op)));
+    const chunks = Math.max(...plan.layout.heldBy.map((held) => held.length));
+    const entries = ops.map((op) => h("span", {}, h("i", { style: `background:${palette.texts[op][0]}` }), plan.tables.ops[op].label));
+    if (chunks > 1) entries.push(h("span", {}, "later chunks are lighter"));
+    if (this.runs.length > 1) entries.push(h("span", {}, h("i", { style: `background:${palette.is.waitHatch}` }), "waiting (measured)"));
+    this.legend.replaceChildren(...entries, h("span", {}, h("i", { style: `background:${palette.is.idle};border:1px solid ${palette.is.hatch}` }),
+      "idle: click for why"));
+  }
+
+  #applyTheme() {
+    const is = THEMES[this.theme];
+    for (const name of ["ground", "panel", "ink", "quiet", "line", "accent", "good", "bad"]) document.documentElement.style.setProperty(`--${name}`,
+      is[name]);
+    document.documentElement.style.colorScheme = this.theme;
+    this.palette = new Palette(this.plan, this.theme);
+    for (const scene of this.scenes ?? []) if (scene.rows.length > 20_000) scene.buildDensity(this.palette.colourOf);
+    if (this.view) this.view.palette = this.palette;
+  }
+
+  setTheme() {
+    this.theme = this.theme === "dark" ? "light" : "dark";
+    this.#applyTheme();
+    this.#showLegend();
+    this.resize();
+  }
+
+  setMode(mode) {
+    if (this.runs.length < 2) return;
+    this.mode = this.modes.value = mode;
+    this.view.lanes = this.#lanes();
+    this.view.difference = mode === "difference";
+    this.draw();
+  }
+
+  resize() {
+    const ratio = Math.min(devicePixelRatio || 1, 2);
+    const width = this.canvases.clientWidth, all = this.canvases.clientHeight;
+    const height = Math.max(all - AXIS - LEAST_MEMORY - 6, 60);
+    const wanted = Math.min(height, Math.max(this.plan.ranks * ROW, 60));
+    this.memoryHeight = Math.min(Math.max(all - wanted - AXIS - 6, LEAST_MEMORY), MOST_MEMORY);
+    for (const [canvas, tall] of [[this.timeline, wanted], [this.over, wanted], [this.axis, AXIS], [this.memory, this.memoryHeight]]) {
+      canvas.width = Math.round(width * ratio);
+      canvas.height = Math.round(tall * ratio);
+      canvas.style.height = `${tall}px`;
+      canvas.style.flex = "none";
+      canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
+    }
+    this.view.resize(width, wanted, ratio);
+    if (this.firstRank !== undefined) {
+      this.view.scroll = this.firstRank * this.view.rowHeight;
+      this.firstRank = undefined;
+    }
+    this.paint();
+  }
+
+  /** Draw at the next frame. */
+  draw() {
+    if (this.drawing) return;
+    this.drawing = true;
+    requestAnimationFrame(() => {
+      this.drawing = false;
+      this.paint();
+    });
+  }
+
+  paint() {
+    const { view } = this;
+    if (!view) return;
+    const began = performance.now();
+    this.seen = drawTimeline(this.timeline.getContext("2d"), view);
+    drawLabels(this.timeline.getContext("2d"), view);
+    drawAxis(this.axis.getContext("2d"), view, AXIS);
+    drawMemory(this.memory.getContext("2d"), { ...view, x: (t) => view.x(t), plotWidth: view.plotWidth, makespan: view.makespan }, this.held, this.cap,
+      this.memoryHeight);
+    this.paintOver();
+    this.frames.push(performance.now() - began);
+    if (!document.body.dataset.painted) document.body.dataset.painted = String(performance.now());
+  }
+
+  paintOver() {
+    paintOver(this);
+  }
+
+  nameOf(row) {
+    const { plan } = this;
+    const stage = plan.layout.stages > plan.ranks && plan.stage[row] >= 0 ? ` stage ${plan.stage[row]}` : "";
+    const letters = plan.tables.computes[plan.op[row]] ? plan.short(row) : plan.name(row) + (plan.unit[row] >= 0 ? ` ${plan.unit[row]}` : "");
+    return `${letters}${stage} · rank ${plan.rank[row]}`;
+  }
+
+  show(parts) {
+    this.panel.replaceChildren(...parts);
+    this.panel.scrollTop = 0;
+  }
+
+  overview() {
+    const parts = [...(this.verdict ? verdictCard(this, this.verdict, []) : []), ...(this.breakdown ? breakdownCard(this, this.breakdown) : [])];
+    this.show(parts.length ? parts : helpCard());
+  }
+
+  showVerdict() {
+    const profile = this.verdict.profiles.channel === false ? "channel" : Object.keys(this.verdict.cycles)[0];
+    this.cycle = profile ? this.verdict.cycles[profile].map(([here, there]) => [here, there]) : null;
+    this.show(verdictCard(this, this.verdict, profile ? [`under ${profile}:`, ...describeCycle(this.plan, this.verdict.cycles[profile])] : []));
+    this.draw();
+  }
+
+  select(row) {
+    Object.assign(this, { selected: row, gap: null, cycle: null, matches: null });
+    this.view.selectedRank = this.plan.rank[row];
+    this.needWaits();
+    if (this.path && !this.path.rows.includes(row)) this.path = null;
+    this.show(this.path ? [...instructionCard(this, row), h("h2", {}, "critical path"),
+      rowList(this, this.path.rows.map((r) => [r, ""]), this.path.rows.indexOf(row))] : instructionCard(this, row));
+    this.view.show(this.run.start[row], this.run.end[row], this.plan.rank[row]);
+    this.draw();
+  }
+
+  showGap(gap) {
+    const waits = this.needWaits(), why = waits.explain(gap);
+    const colour = this.palette.is.bad;
+    this.gap = { ...gap, colour, chain: waits.chain(why.end), culprits: new Set(why.culprits.map((e) => this.waits.events.firstRows[e])) };
+    Object.assign(this, { selected: -1, path: null, cycle: null, matches: null });
+    this.view.selectedRank = gap.rank;
+    this.view.show(gap.start, gap.end, gap.rank);
+    this.show(gapCard(this, why, this.gap.chain));
+    this.draw();
+  }
+
+  walkPath() {
+    const waits = this.needWaits();
+    if (!this.path) {
+      const path = waits.criticalPath().reverse();
+      this.path = { rows: path.map((event) => waits.events.firstRows[event]), at: -1 };
+      Object.assign(this, { gap: null, selected: -1, cycle: null });
+      this.show(pathCard(this, path));
+      this.draw();
+    } else this.step(1);
+  }
+
+  step(by) {
+    const { rows } = this.path;
+    this.path.at = (this.path.at + by + rows.length) % rows.length;
+    this.select(rows[this.path.at]);
+  }
+
+  clear() {
+    Object.assign(this, { selected: -1, hovered: -1, gap: null, path: null, cycle: null, matches: null });
+    this.view.selectedRank = -1;
+    this.tip.hidden = true;
+    this.overview();
+    this.draw();
+  }
+
+  #search() {
+    const found = search(this.plan, this.query.value);
+    this.matches = found.rows;
+    if (found.rows.length) {
+      const [row] = found.rows;
+      this.view.show(this.run.start[row], this.run.end[row], this.plan.rank[row]);
+      this.show([h("h2", {}, `${found.rows.length === 500 ? "the first 500" : found.rows.length} found`),
+        rowList(this, found.rows.slice(0, 60).map((r) => [r, ""]))]);
+    } else if (found.rank !== null && found.rank < this.plan.ranks) {
+      this.view.selectedRank = found.rank;
+      this.view.show(this.view.t0, this.view.t1, found.rank);
+    } else if (found.time !== null) this.view.show(found.time, found.time + (this.view.t1 - this.view.t0) * 0.02);
+    this.draw();
+  }
+
+  #searchKey(event) {
+    if (event.key === "Enter" && this.matches?.length) this.select(this.matches[0]);
+    if (event.key === "Escape") this.timeline.focus();
+  }
+
+  /** What is under the mouse: a row, or a gap. */
+  hit(x, y) {
+    const { view } = this;
+    const rank = view.rankAt(y);
+    if (rank < 0 || x < view.left || x > view.left + view.plotWidth) return null;
+    const time = view.time(x), lane = view.laneAt(y), scene = view.lanes[lane];
+    const { y: top, height } = view.band(rank, lane, view.lanes.length);
+    if (y > top + height - 6 && height >= 12) {
+      const slack = ((view.t1 - view.t0) / view.plotWidth) * 3;
+      for (let i = scene.extraFirst[rank]; i < scene.extraFirst[rank + 1]; i++) {
+        if (scene.extraStart[i] - slack <= time && time <= scene.extraEnd[i] + slack) return { rank, time, scene, row: scene.extras[i] };
+      }
+    }
+    const at = scene.at(rank, time);
+    return { rank, time, scene, row: at < 0 ? -1 : scene.rows[at] };
+  }
+
+  gapAt(rank, time) {
+    return this.needWaits().gaps(rank).find((gap) => gap.start <= time && time <= gap.end) ?? null;
+  }
+}
+
+const app = new App();
+window.quintsched = app;
+const text = document.getElementById("data").textContent;
+readData(text).then((data) => {
+  app.tables = data.tables;
+  app.playground.start(data);
+}).catch((error) => document.body.append(h("p", { class: "fault" }, `This page's data cannot be read: ${error.message}`)));

@@ -1,0 +1,84 @@
+"""Tables of the planner for the interactive page: instructions, data-flow rules, profiles and costs, as JSON data.
+
+The page's JavaScript evaluates these tables, and states none of them itself: so every page that Python writes agrees
+with the planner that wrote it. No matplotlib here.
+"""
+
+from __future__ import annotations
+
+from quintsched.graph.edges import ISSUED
+from quintsched.graph.transport_profiles import PROFILES, Profile, each_pair
+from quintsched.ir.dataflow_rules import RULES
+from quintsched.ir.instruction_columns import FIELDS, NUMBERS
+from quintsched.ir.instruction_set import ALL, OWN_QUEUES, HostCopy, Instruction, Message, Send
+from quintsched.ir.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES
+from quintsched.ir.values import AMBIENT, COUNTED, TRAVELS, WORDS, ValueKind
+from quintsched.simulation.activation_memory import HELD
+from quintsched.simulation.costs import INSTEAD, NOT_OF_STAGES, PER_UNIT, TAKEN_AS_IT_IS, Costs
+from quintsched.simulation.durations import BETWEEN_INPUTS
+from quintsched.verify.wellformed import ZERO_STAGES
+
+from ..looks import CARGO, look_of
+
+
+def page_tables() -> dict[str, object]:
+    """Return everything that the page has to know about the planner."""
+    return {
+        "ops": [_instruction(kind) for kind in ALL],
+        "numbers": sorted(NUMBERS),
+        "rules": {
+            kind.__name__: [[term[0].name, term[1].name, *(part.name for part in term[2:])] for term in terms]
+            for kind, terms in RULES.items()
+        },
+        "kinds": [kind.name for kind in ValueKind],
+        "words": [WORDS[kind] for kind in ValueKind],
+        "counted": {kind.value: word for kind, word in COUNTED.items()},
+        "travels": [kind.name for kind in TRAVELS],
+        "ambient": sorted(kind.name for kind in AMBIENT),
+        "held": {kind.name: cost for kind, cost in HELD.items()},
+        "own_queues": [[kind.__name__ for kind in kinds] for kinds in OWN_QUEUES.values()],
+        "profiles": [
+            {"name": profile.name, "stands_for": profile.stands_for, "queues": _queues(profile)}
+            for profile in PROFILES.values()
+        ],
+        "replica_axes": list(REPLICA_AXES),
+        "expert_replica_axes": list(EXPERT_REPLICA_AXES),
+        "costs": Costs().model_dump(mode="json"),
+        "instead": INSTEAD,
+        "costs_as_they_are": sorted(NOT_OF_STAGES | TAKEN_AS_IT_IS),
+        "costs_per_slice": sorted(PER_UNIT),
+        "cargo": {kind.name: {"label": look.label, "colour": look.colour} for kind, look in CARGO.items()},
+    }
+
+
+def _instruction(kind: type[Instruction]) -> dict[str, object]:
+    look = look_of(kind)
+    return {
+        "name": kind.__name__,
+        "letters": kind.letters,
+        "fields": list(FIELDS[kind]),
+        "costs": list(kind.costs),
+        "exchanges": list(kind.exchanges),
+        "computes": kind.computes,
+        "begins_backward": kind.begins_backward,
+        "ends_backward": kind.ends_backward,
+        "whole_mesh": kind.whole_mesh,
+        "among_replicas": kind.among_replicas,
+        "on_bucket": kind.on_bucket,
+        "message": ("send" if issubclass(kind, Send) else "receive") if issubclass(kind, Message) else None,
+        "host_copy": issubclass(kind, HostCopy),
+        "issued": issubclass(kind, ISSUED),
+        "between_inputs": issubclass(kind, BETWEEN_INPUTS),
+        "zero_stages": ZERO_STAGES.get(kind),
+        "label": look.label,
+        "colour": look.colour,
+    }
+
+
+def _queues(profile: Profile) -> str:
+    """Return how a profile orders messages: one queue for all, one wire, by pair, by channel, or not at all."""
+    if profile.one_queue or profile.one_wire:
+        return "one" if profile.one_queue else "wire"
+    if profile.matches_by_tag:
+        return "none"
+    return "pair" if profile.message_queues is each_pair else "channel"

@@ -1,0 +1,192 @@
+/**
+ * Plan as columns: one row per instruction, rank after rank.
+ *
+ *     row     0    1        2    …      `first[k]` is the row of rank k's first instruction
+ *     op      Fwd  SendAct  Bwd  …      index into `tables.ops`
+ *     stage   0    0        0    …      one column per field; ABSENT where an instruction has no such field;
+ *     stages  -1   -1       -1   …      values other than numbers are in `table`, the column holds their index
+ *
+ * `tables` is what the planner says about instructions: classes, data-flow rules, profiles. Python writes it into
+ * every page, so that no rule stands here a second time.
+ */
+import { Layout } from "./layout.js";
+
+export const ABSENT = -1;
+
+/** Index the planner's tables by name. */
+export function readTables(raw) {
+  const code = Object.fromEntries(raw.ops.map((op, number) => [op.name, number]));
+  const mask = (test) => Uint8Array.from(raw.ops, (op) => (test(op) ? 1 : 0));
+  return {
+    ...raw,
+    code,
+    numbers: new Set(raw.numbers),
+    computes: mask((op) => op.computes),
+    sends: mask((op) => op.message === "send"),
+    receives: mask((op) => op.message === "receive"),
+    issued: mask((op) => op.issued),
+    replicas: mask((op) => op.among_replicas),
+    rules: raw.ops.map((op) => raw.rules[op.name] ?? []),
+    kind: Object.fromEntries(raw.kinds.map((name, number) => [name, number])),
+  };
+}
+
+export class Plan {
+  constructor(tables, head, first, op, columns, table) {
+    Object.assign(this, { tables, head, first, op, columns, table });
+    this.length = op.length;
+    this.ranks = first.length - 1;
+    this.rank = new Int32Array(this.length);
+    for (let k = 0; k < this.ranks; k++) this.rank.fill(k, first[k], first[k + 1]);
+    this.stage = this.column("stage");
+    this.unit = this.column("microbatch");
+    this.peer = this.column("peer");
+    this.schedule = head.schedule;
+    this.parts = head.schedule.chunks * head.schedule.slices;
+    this.memo = {};
+  }
+
+  /** Build a plan from the JSON of a plan file. */
+  static fromJson(tables, file) {
+    if (file?.format !== "quintsched.plan" || !Array.isArray(file.programs)) throw new Error("this is no plan file");
+    const { programs, ...head } = file;
+    return Plan.fromPrograms(tables, head, programs);
+  }
+
+  /** Build a plan from one list of instructions, as objects of a plan file, per rank. */
+  static fromPrograms(tables, head, programs) {
+    const first = new Int32Array(programs.length + 1);
+    programs.forEach((program, k) => (first[k + 1] = first[k] + program.length));
+    const length = first[programs.length];
+    const op = new Uint8Array(length);
+    const columns = {};
+    const table = [];
+    const known = new Map();
+    const intern = (value) => {
+      const text = JSON.stringify(value);
+      if (!known.has(text)) {
+        known.set(text, table.length);
+        table.push(value);
+      }
+      return known.get(text);
+    };
+    let row = 0;
+    for (const program of programs) {
+      for (const instruction of program) {
+        const code = tables.code[instruction.op];
+        if (code === undefined) throw new Error(`unknown instruction ${instruction.op}`);
+        op[row] = code;
+        for (const name of tables.ops[code].fields) {
+          columns[name] ??= new Int32Array(length).fill(ABSENT);
+          const value = instruction[name];
+          if (value === undefined) throw new Error(`${instruction.op} without ${name}`);
+          columns[name][row] = tables.numbers.has(name) ? value : intern(value);
+        }
+        row++;
+      }
+    }
+    return new Plan(tables, head, first, op, columns, table);
+  }
+
+  /** Return a column; of a field that no instruction has, one of ABSENT. */
+  column(name) {
+    return this.columns[name] ?? (this.nothing ??= new Int32Array(this.length).fill(ABSENT));
+  }
+
+  /** Return the value of a field that is no number. */
+  value(name, row) {
+    return this.table[this.columns[name][row]];
+  }
+
+  /** Compute something once. */
+  once(name, make) {
+    if (!(name in this.memo)) this.memo[name] = make();
+    return this.memo[name];
+  }
+
+  get layout() {
+    return this.once("layout", () => new Layout(this));
+  }
+
+  /** Name of the class of a row. */
+  name(row) {
+    return this.tables.ops[this.op[row]].name;
+  }
+
+  is(row, name) {
+    return this.op[row] === this.tables.code[name];
+  }
+
+  index(row) {
+    return row - this.first[this.rank[row]];
+  }
+
+  /** Return an instruction as in a plan file. */
+  instruction(row) {
+    const { name, fields } = this.tables.ops[this.op[row]];
+    const found = { op: name };
+    for (const field of fields) {
+      found[field] = this.tables.numbers.has(field) ? this.columns[field][row] : this.value(field, row);
+    }
+    return found;
+  }
+
+  /** Return an instruction as text: Fwd(stage=0, microbatch=3). */
+  text(row) {
+    const { op, ...fields } = this.instruction(row);
+    return `${op}(${Object.entries(fields).map(([name, value]) => `${name}=${Array.isArray(value) ? value.join("+") : value}`).join(", ")})`;
+  }
+
+  /** Return an abbreviation: F3, or F3&B1 for an overlapped pair. */
+  short(row) {
+    const { letters, name } = this.tables.ops[this.op[row]];
+    if (name === "Overlap") return `F${this.value("forward", row)[1]}&B${this.value("backward", row)[1]}`;
+    const number = this.unit[row] >= 0 ? this.unit[row] : this.column("bucket")[row];
+    return letters + (number >= 0 ? number : "");
+  }
+
+  /** Rows with overlapped pairs split into their forward and their backward; `origin` is the row in the plan. */
+  get apart() {
+    return this.once("apart", () => {
+      const { Overlap, Fwd, Bwd } = this.tables.code;
+      if (!this.op.includes(Overlap)) {
+        return { length: this.length, op: this.op, stage: this.stage, unit: this.unit, origin: null };
+      }
+      const ops = [], stages = [], units = [], origin = [];
+      for (let row = 0; row < this.length; row++) {
+        const sides = this.op[row] !== Overlap ? [[this.op[row], this.stage[row], this.unit[row]]]
+          : [[Fwd, ...this.value("forward", row)], [Bwd, ...this.value("backward", row)]];
+        for (const [op, stage, unit] of sides) {
+          ops.push(op);
+          stages.push(stage);
+          units.push(unit);
+          origin.push(row);
+        }
+      }
+      return {
+        length: ops.length, op: Uint8Array.from(ops), stage: Int32Array.from(stages), unit: Int32Array.from(units),
+        origin: Int32Array.from(origin),
+      };
+    });
+  }
+
+  /** Return one list of instructions per rank, as in a plan file. */
+  programs() {
+    return Array.from({ length: this.ranks }, (_, k) =>
+      Array.from({ length: this.first[k + 1] - this.first[k] }, (_, index) => this.instruction(this.first[k] + index)));
+  }
+
+  /** Return the text of a plan file. */
+  toJson() {
+    const head = Object.entries(this.head).map(([key, value]) => ` ${JSON.stringify(key)}: ${JSON.stringify(value)}`);
+    const programs = this.programs().map((program) => `  [${program.map((i) => JSON.stringify(i)).join(",\n   ")}]`);
+    return `{${head.join(",\n").slice(1)},\n "programs": [\n${programs.join(",\n")}]}\n`;
+  }
+
+  get title() {
+    const mesh = this.head.mesh.map(([name, size]) => `${name}=${size}`).join(",");
+    const { name, microbatches, chunks, slices } = this.schedule;
+    return this.givenTitle ?? `${name} on ${mesh}, ${microbatches} microbatches` +
+      (chunks > 1 ? `, ${chunks} chunks` : "") + (slices > 1 ? `, ${slices} slices` : "");
+  }
+}

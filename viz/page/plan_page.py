@@ -1,0 +1,96 @@
+"""Interactive page of a plan: one HTML file that needs nothing else, with the plan, its times and the page's program.
+
+    render -o plan.html ─▶ page.js (built from viz/page/, committed) + gzip(head, columns, times) in base64
+
+The page pans, zooms, searches, explains idle time and edits; `viz/page/` has its sources, `make page` builds them.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from quintsched.files.atomic import write_whole
+from quintsched.formats.plan_head import entries_of
+from quintsched.simulation.simulator import Simulation
+from quintsched.trace.measured_trace import MeasuredStep
+
+from .page_tables import page_tables
+
+SKELETON = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+</head>
+<body>
+<script id="data" type="text/plain">{data}</script>
+<script>{program}</script>
+</body>
+</html>
+"""
+EFFORT = 5
+"""Compression level: higher ones are slower, and hardly smaller."""
+
+
+def save_page(simulation: Simulation, step: MeasuredStep | None, path: Path, *, cap: float | None = None) -> None:
+    """Write the page of a simulated plan, and of a measured step beside it; raises `UsageError` on failure."""
+    write_whole(path, page_of(simulation, step, path.stem, cap=cap), "the page")
+
+
+def page_of(simulation: Simulation, step: MeasuredStep | None, title: str, *, cap: float | None = None) -> bytes:
+    """Return the text of the page; equal plans and times give identical bytes."""
+    plan, columns = simulation.plan, simulation.plan.columns
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "first": columns.first,
+        "op": columns.op,
+        **{f"column {name}": column for name, column in columns.columns.items()},
+        "start 0": simulation.start,
+        "end 0": simulation.end,
+    }
+    runs: list[dict[str, object]] = [{"name": "planned", "unit": simulation.unit}]
+    if step is not None:
+        spans = [span for row in step.timeline for span in row]
+        arrays["start 1"] = np.array([span.start for span in spans])
+        arrays["end 1"] = np.array([span.end for span in spans])
+        arrays["wait 1"] = np.array([span.wait for span in spans])
+        runs.append({"name": f"measured, step {step.number}", "unit": step.unit, "wait": True})
+    head = {
+        "tables": page_tables(),
+        "title": plan.title,
+        "plan": entries_of(plan),
+        "table": list(columns.table),
+        "columns": list(columns.columns),
+        "costs": simulation.costs.model_dump(mode="json"),
+        "cap": cap,
+        "runs": runs,
+    }
+    data = base64.b64encode(gzip.compress(_packed(head, arrays), EFFORT, mtime=0)).decode("ascii")
+    program = files(__package__).joinpath("built.js").read_text("utf-8")
+    return SKELETON.format(title=html.escape(title), data=data, program=program).encode("utf-8")
+
+
+def _packed(head: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> bytes:
+    """Return the head as JSON and the arrays in the smallest types that hold them, each padded to 8 bytes."""
+    narrow = {name: _narrow(array) for name, array in arrays.items()}
+    head["sections"] = [(name, array.dtype.str[1:], len(array)) for name, array in narrow.items()]
+    text = json.dumps(head, allow_nan=False).encode("utf-8")
+    parts = [len(text).to_bytes(4, "little") + text, *(array.tobytes() for array in narrow.values())]
+    return b"".join(part + b"\0" * (-len(part) % 8) for part in parts)
+
+
+def _narrow(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if array.dtype.kind == "f" or array.dtype == np.uint8:
+        return array.astype("<f8") if array.dtype.kind == "f" else array
+    least, most = int(array.min(initial=0)), int(array.max(initial=0))
+    fits = (kind for kind in ("<i1", "<i2", "<i4") if np.iinfo(kind).min <= least and most <= np.iinfo(kind).max)
+    return array.astype(next(fits))

@@ -1,0 +1,123 @@
+/**
+ * Scene of a run: what is drawn on each rank's row, sorted by time, and a density of colours for far views.
+ *
+ *     boxes    computations, and what else occupies the rank       extras   collectives and copies, beside them
+ *     density  4096 cells per rank: the mean colour of what runs, with the share of busy time as its opacity
+ */
+const CELLS = 4096;
+
+export class Scene {
+  constructor(run) {
+    const { plan, start, end, wait } = run;
+    const { tables } = plan;
+    Object.assign(this, { run, plan });
+    const boxes = [], extras = [];
+    this.first = new Int32Array(plan.ranks + 1);
+    this.extraFirst = new Int32Array(plan.ranks + 1);
+    const beside = Uint8Array.from(tables.ops, (op) => (op.among_replicas || op.host_copy || op.whole_mesh || op.name === "SyncTied" ? 1 : 0));
+    const message = Uint8Array.from(tables.ops, (op) => (op.message ? 1 : 0));
+    for (let k = 0; k < plan.ranks; k++) {
+      for (let row = plan.first[k]; row < plan.first[k + 1]; row++) {
+        const op = plan.op[row];
+        if (message[op]) continue;
+        if (tables.computes[op] || (!beside[op] && end[row] > start[row])) boxes.push(row);
+        else extras.push(row);
+      }
+      this.first[k + 1] = boxes.length;
+      this.extraFirst[k + 1] = extras.length;
+    }
+    this.rows = Int32Array.from(boxes);
+    this.extras = Int32Array.from(extras);
+    const begins = (rows) => Float64Array.from(rows, (row) => start[row]);
+    const ends = (rows) => Float64Array.from(rows, (row) => end[row]);
+    [this.start, this.end] = [begins(this.rows), ends(this.rows)];
+    [this.extraStart, this.extraEnd] = [begins(this.extras), ends(this.extras)];
+    this.wait = wait ? Float64Array.from(this.rows, (row) => wait[row]) : null;
+    this.#sort();
+    this.density = null;
+  }
+
+  /** Sort each rank's boxes by start: measured ones need not be in program order. */
+  #sort() {
+    for (let k = 0; k < this.plan.ranks; k++) {
+      const from = this.first[k], to = this.first[k + 1];
+      let sorted = true;
+      for (let i = from + 1; i < to && sorted; i++) sorted = this.start[i] >= this.start[i - 1];
+      if (sorted) continue;
+      const order = Array.from({ length: to - from }, (_, i) => from + i).sort((a, b) => this.start[a] - this.start[b]);
+      for (const name of ["rows", "start", "end", ...(this.wait ? ["wait"] : [])]) {
+        this[name].set(order.map((i) => this[name][i]), from);
+      }
+    }
+  }
+
+  /** Indices [from, to) of a rank's boxes that may be seen between two times. */
+  visible(rank, t0, t1) {
+    return [firstAfter(this.end, this.first[rank], this.first[rank + 1], t0), firstAfter(this.start, this.first[rank], this.first[rank + 1], t1)];
+  }
+
+  /** Box of a rank at a time, as an index; -1 if there is none. */
+  at(rank, time) {
+    const [from] = this.visible(rank, time, time);
+    return from < this.first[rank + 1] && this.start[from] <= time ? from : -1;
+  }
+
+  /** Build the density, in the colours of `colourOf(row, side)` as [r, g, b]. */
+  buildDensity(colourOf) {
+    const { plan } = this;
+    const span = this.run.makespan || 1, scale = CELLS / span;
+    this.density = new Float32Array(plan.ranks * CELLS * 4);
+    for (let k = 0; k < plan.ranks; k++) {
+      accumulate(this, k, this.first[k], this.first[k + 1], 0, scale, this.density, k * CELLS, CELLS, colourOf);
+    }
+  }
+
+  /**
+   * Fill `out`, four floats per pixel (red, green, blue, share), with a rank's colours between two times.
+   */
+  sample(rank, t0, t1, width, out, colourOf) {
+    out.fill(0, 0, width * 4);
+    const perCell = (this.run.makespan || 1) / CELLS, perPixel = (t1 - t0) / width;
+    const [from, to] = this.visible(rank, t0, t1);
+    if (perPixel >= perCell * 0.999 && to - from > CELLS / 2 && this.density) {
+      const base = rank * CELLS;
+      const first = Math.max(0, Math.floor(t0 / perCell)), last = Math.min(CELLS, Math.ceil(t1 / perCell));
+      for (let cell = first; cell < last; cell++) {
+        const x = Math.floor((cell * perCell - t0) / perPixel);
+        if (x < 0 || x >= width) continue;
+        const share = perCell / perPixel, at = (base + cell) * 4, to4 = x * 4;
+        for (let c = 0; c < 4; c++) out[to4 + c] += this.density[at + c] * share;
+      }
+      return;
+    }
+    accumulate(this, rank, from, to, t0, width / (t1 - t0), out, 0, width, colourOf);
+  }
+}
+
+/** Add boxes to cells: each cell gets the colour times the share of the cell that the box covers. */
+function accumulate(scene, rank, from, to, t0, scale, out, base, count, colourOf) {
+  for (let i = from; i < to; i++) {
+    const began = scene.wait ? scene.start[i] + scene.wait[i] : scene.start[i];
+    const x0 = Math.max((began - t0) * scale, 0), x1 = Math.min((scene.end[i] - t0) * scale, count);
+    if (x1 <= x0) continue;
+    const colour = colourOf(scene.rows[i]);
+    for (let x = Math.floor(x0); x < x1; x++) {
+      const share = Math.min(x1, x + 1) - Math.max(x0, x);
+      const at = (base + x) * 4;
+      out[at] += colour[0] * share;
+      out[at + 1] += colour[1] * share;
+      out[at + 2] += colour[2] * share;
+      out[at + 3] += share;
+    }
+  }
+}
+
+/** First index between two whose value is greater than `time`; `values` rise. */
+export function firstAfter(values, from, to, time) {
+  while (from < to) {
+    const middle = (from + to) >> 1;
+    if (values[middle] > time) to = middle;
+    else from = middle + 1;
+  }
+  return from;
+}
