@@ -72,10 +72,9 @@ class TestEveryInstruction:
         assert kind.computes or not kind.exchanges
 
     def test_it_has_a_colour_unless_it_is_an_arrow(self, kind):
-        pytest.importorskip("matplotlib")
-        style = import_module("quintsched.viz.style")
+        looks = import_module("quintsched.viz.looks")
         shown = {type(side) for side in self.example(kind).sides}  # of several, each has its own
-        assert (shown <= set(style.LOOKS)) != issubclass(kind, instruction_set.Message)
+        assert (shown <= set(looks.LOOKS)) != issubclass(kind, instruction_set.Message)
 
     def test_a_transport_knows_who_takes_part(self, kind):
         """A computation runs alone; all else is a message, a collective, or said to be of the rank alone."""
