@@ -94,7 +94,7 @@ class TestEveryInstruction:
 def test_no_table_knows_more():
     assert set(planfile.CODECS) == {kind.__name__ for kind in ALL}
     assert set(dataflow_rules.RULES) == set(ALL) - {instruction_set.Overlap}  # its rule is that of its sides
-    assert set(values._WORDS) == set(values.ValueKind)
+    assert set(values.WORDS) == set(values.ValueKind)
     assert set(WHOLE_MESH) < set(ALL)
 
 
