@@ -12,11 +12,12 @@ from typing import Any
 from typer.main import get_command
 
 from quintsched.cli.app import Group, make_app
+from quintsched.cli.around_runs.checkpoint import CHECKPOINT_COMMANDS as CHECKPOINT
+from quintsched.cli.around_runs.data import DATA_COMMANDS as DATA
+from quintsched.cli.around_runs.doctor import doctor
 from quintsched.cli.check import check
-from quintsched.cli.checkpoint import CHECKPOINT_COMMANDS as CHECKPOINT
 from quintsched.cli.collective import collective
 from quintsched.cli.compile_and_show import compile, schedules, show
-from quintsched.cli.data import DATA_COMMANDS as DATA
 from quintsched.cli.import_export import export, import_
 from quintsched.cli.new import new
 from quintsched.cli.pictures import render
@@ -39,7 +40,7 @@ SECTIONS: dict[str, tuple[Callable[..., None] | Group, ...]] = {
         Group("data", "Token shards that jobs train on: tokenize, show.", DATA),
     ),
     "Strategies": (predict, tune, layout, calibrate),
-    "Tools": (collective, export, import_),
+    "Tools": (collective, export, import_, doctor),
 }
 """All commands, by the headings of `quintsched --help`."""
 

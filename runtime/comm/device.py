@@ -72,6 +72,11 @@ def library_of(device: torch.device) -> str:
     return _LIBRARIES.get(device.type, "gloo")
 
 
+def library_version(device: torch.device) -> str:
+    """Return the version of the library for a kind of device; "" where torch does not say."""
+    return ".".join(map(str, torch.cuda.nccl.version())) if library_of(device) == "nccl" else ""
+
+
 def has_device_for_each(local_ranks: int) -> bool:
     """Whether each rank of this machine can have a device, its own unless NCCL lets ranks share one."""
     if find_accelerator() is None:
