@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -49,6 +50,14 @@ def solve(
         str,
         typer.Option("--objective", metavar="TIME", help="span (the longest of a rank) or makespan (of all ranks)."),
     ] = "span",
+    jitter: Annotated[
+        str | None,
+        typer.Option(
+            "--jitter",
+            metavar="NOISE",
+            help="Minimise the 95th percentile where durations vary: 0.1, 3%x4, or a directory of traces.",
+        ),
+    ] = None,
     effort: Annotated[int, typer.Option("--effort", metavar="N", help="Work of the search.")] = 4,
     seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="End after this time at the latest.")] = 60.0,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the search.")] = 0,
@@ -84,6 +93,7 @@ def solve(
             memory_cap=memory_cap,
             costs=read_costs(costs),
             objective=cast("Objective", objective),
+            jitter=jitter,
             effort=effort,
             seconds=seconds,
             seed=seed,
@@ -155,6 +165,7 @@ def _as_json(found: Solution) -> dict[str, object]:
         "origin": found.origin,
         "rank": claim.rank,
         "reason": claim.reason,
+        **({} if (noise := found.robustness) is None else {"jitter": {**asdict(noise), "closed": noise.closed}}),
     }
 
 
@@ -168,4 +179,9 @@ def _in_words(found: Solution) -> str:
         lines.append(f"bound proved by CP-SAT {found.proved:g}")
     state = {"certified": "optimal, certified", "solver-proved": "optimal, proved by the solver"}
     lines.append(state.get(found.status, f"gap {percent(found.gap)}"))
+    if (noise := found.robustness) is not None:
+        lines.append(
+            f"95th percentile under jitter {noise.jitter}: {noise.value:g}, of the order without regard to it "
+            f"{noise.nominal:g}, of any order at least {noise.bound:g}: {percent(noise.closed)} of the gap closed"
+        )
     return "\n".join(lines)

@@ -51,12 +51,12 @@ def anneal(
     timing = time_orders(problem, orders)
     assert timing is not None
     value = best = timing.value(objective)
-    path = _critical(problem, orders, timing, objective)
+    path = critical_path(problem, orders, timing, objective)
     for step in range(moves):
         if monotonic() > ends_s:
             return
         temperature = value * hot * (COLD / hot) ** (step / moves)
-        rank, source, target = _move(orders, path, rng)
+        rank, source, target = random_move(orders, path, rng)
         order = orders[rank]
         if source == target:
             continue
@@ -69,14 +69,14 @@ def anneal(
             order.insert(source, number)
             continue
         value, timing = after, fresh
-        path = _critical(problem, orders, timing, objective)
+        path = critical_path(problem, orders, timing, objective)
         if value < best - problem.tick:
             best = value
             if not found(orders, value):
                 return
 
 
-def _move(orders: list[list[int]], path: list[tuple[int, int]], rng: random.Random) -> tuple[int, int, int]:
+def random_move(orders: list[list[int]], path: list[tuple[int, int]], rng: random.Random) -> tuple[int, int, int]:
     """Return rank, place and new place of a computation on the critical path."""
     rank, place = path[rng.randrange(len(path))]
     far = 1 if rng.random() < 0.4 else rng.randint(1, FARTHEST)
@@ -84,7 +84,9 @@ def _move(orders: list[list[int]], path: list[tuple[int, int]], rng: random.Rand
     return rank, place, min(max(target, 0), len(orders[rank]) - 1)
 
 
-def _critical(problem: Problem, orders: list[list[int]], timing: Timing, objective: Objective) -> list[tuple[int, int]]:
+def critical_path(
+    problem: Problem, orders: list[list[int]], timing: Timing, objective: Objective
+) -> list[tuple[int, int]]:
     """Return (rank, place) of the computations of a critical path, from the end to the beginning."""
     starts, durations = timing.starts, problem.durations
     ends = [starts[order[-1]] + durations[order[-1]] for order in orders]

@@ -1,0 +1,94 @@
+"""Orders for durations that vary: never much worse than those found without regard to it, on samples of their own."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import quintsched as qs
+from quintsched.errors import UsageError
+from quintsched.ir.placement import linear, v
+from quintsched.solve import solve
+from quintsched.solve.noise.duration_samples import Jitter, Samples, percentile
+from quintsched.solve.order_bounds import lower_bound
+from quintsched.solve.order_problem import problem_of
+from quintsched.solve.order_timing import time_orders
+from quintsched.solve.starting_orders import KINDS, named_orders
+from tests.traces import write_trace
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_samples_are_timed_as_one_by_one(objective):
+    for placed in (linear(4, 1), v(4, 2)):
+        problem = problem_of(4, 8, placed, qs.Costs(p2p=2.5))
+        samples = Samples.draw(problem, Jitter.parse("0.4"), 5, (0, 0))
+        for _, orders in named_orders(problem, None):
+            values = samples.values(orders, objective)
+            each = [replace(problem, durations=tuple(column.tolist())) for column in samples.durations.T]
+            timings = [time_orders(one, orders) for one in each]
+            assert values == pytest.approx([timing.value(objective) for timing in timings])
+            assert all(
+                value >= lower_bound(one, objective).value - 1e-9 for value, one in zip(values, each, strict=True)
+            )
+
+
+def order_of(problem, plan):
+    """Return the numbers of a solved plan's computations."""
+    return [
+        [problem.number(kind, one.stage, one.microbatch) for one in program for kind in KINDS.get(type(one), ())]
+        for program in plan.programs
+    ]
+
+
+@pytest.mark.parametrize(("jitter", "closes"), [("0.1", 0.1), ("3%x4", 0.0)])
+def test_the_percentile_is_that_of_other_samples_and_never_much_worse(jitter, closes):
+    sizes = {"pp": 4, "microbatches": 16, "placement": "linear", "memory_cap": 6, "effort": 1, "seconds": 600}
+    nominal, found = solve(**sizes), solve(**sizes, jitter=jitter)
+    problem = problem_of(4, 16, linear(4, 1), None, 6)
+    samples = Samples.draw(problem, Jitter.parse(jitter), 2000, (99, 99))
+    values = [percentile(samples.values(order_of(problem, one.plan), "span")) for one in (nominal, found)]
+    assert values[1] <= values[0] * 1.005
+    said = found.robustness
+    assert said.bound <= said.value <= said.nominal * 1.005
+    assert values == pytest.approx([said.nominal, said.value], rel=0.02)
+    assert said.closed >= closes
+    assert max(found.plan.simulate().peak_activations) <= 6
+    if not closes:
+        assert solve(**sizes, jitter=jitter).plan == found.plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_random_instances_are_never_much_worse(seed):
+    rng = random.Random(seed)
+    pp = rng.choice((2, 3, 4))
+    each = lambda: tuple(rng.uniform(0.5, 2.0) for _ in range(pp))  # noqa: E731
+    costs = qs.Costs(forward=each(), backward_input=each(), backward_weight=each(), p2p=rng.choice((0.0, 0.3)))
+    sizes = {"pp": pp, "microbatches": 3 * pp, "placement": "linear", "memory_cap": pp, "costs": costs, "seconds": 60}
+    found = solve(**sizes, effort=2, jitter=rng.choice(("0.05", "0.3", "3%x4")))
+    assert found.robustness.value <= found.robustness.nominal * 1.005
+
+
+def test_jitter_is_read_and_wrong_ones_are_refused(tmp_path):
+    factors = Jitter.parse("25 % x 4").factors(np.random.default_rng(0), 100, 100)
+    assert sorted(set(factors.ravel())) == [1, 4]
+    assert (factors == 4).mean() == pytest.approx(0.25, abs=0.02)
+    assert np.log(Jitter.parse("0.2").factors(np.random.default_rng(0), 100, 100)).std() == pytest.approx(0.2, rel=0.05)
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=4)
+    write_trace(tmp_path, plan.simulate(qs.Costs(unit="ms", forward=10.0)), jitter=0.2)
+    plan.save(tmp_path / "plan.json")
+    measured = Jitter.parse(str(tmp_path)).measured
+    assert len(measured) >= 16
+    assert np.median(measured) == pytest.approx(1, abs=0.02)
+    assert np.std(measured) > 0
+    for text, why in (
+        ("nowhere", "give a number"),
+        ("-1", "from 0 to 3"),
+        ("nan", "from 0 to 3"),
+        ("101%x2", "at most 100 %"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            Jitter.parse(text)
