@@ -38,11 +38,6 @@ def test_simulate_says_what_is_exchange(cli, plan_file, rich):
     assert "exchanges" not in cli("simulate", plan_file).out
 
 
-def test_the_costs_that_were_used_are_written(cli, plan_file, rich, tmp_path):
-    cli("simulate", plan_file, "--costs", rich, "-o", "used.json")
-    assert json.loads((tmp_path / "used.json").read_text()) == RICH
-
-
 def test_show_takes_costs(cli, refused, plan_file, rich):
     expected = qs.Plan.load(plan_file).simulate(qs.Costs.model_validate(RICH))
     shown = cli("show", plan_file, "--costs", rich).out.splitlines()

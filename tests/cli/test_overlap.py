@@ -5,7 +5,6 @@ import json
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instruction_set import Overlap
 
 COMPILE = ("compile", "--schedule", "dualpipe-v", "--mesh", "pp=2", "-m", 4)
 
@@ -47,25 +46,3 @@ def test_simulate_names_what_is_exchanged(cli, pairs_file, tmp_path):
     assert data["makespan"] == qs.Plan.load(pairs_file).simulate(qs.Costs(exchange=0.5)).makespan
     assert max(data["exchange"]) < 4.0, "pairs hide theirs"
     assert any("Overlap" in place["instruction"] for place in data["critical_path"])
-
-
-def test_render(cli, pairs_file, tmp_path):
-    pytest.importorskip("matplotlib")
-    for name in ("plan.svg", "plan.json"):
-        assert cli("render", pairs_file, "-o", name).code == 0
-    assert '"0F3&3B1"' in (tmp_path / "plan.json").read_text()
-
-
-def test_export_and_import(cli, pairs_file, tmp_path):
-    assert cli("export", pairs_file, "--to", "torch-csv", "-o", "out.csv").code == 0
-    assert "(0F3;3B1)OVERLAP_F_B" in (tmp_path / "out.csv").read_text()
-    mesh = str(qs.Plan.load(pairs_file).mesh)
-    assert cli("import", "out.csv", "--mesh", mesh, "--profile", "blocking", "-o", "back.json").err == ""
-    assert qs.Plan.load(tmp_path / "back.json").programs == qs.Plan.load(pairs_file).programs
-    text = (tmp_path / "out.csv").read_text().replace("(0F3;3B1)OVERLAP_F_B", "(0F3;3I1)OVERLAP_F_B,3W1")
-    (tmp_path / "half.csv").write_text(text)
-    done = cli("import", "half.csv", "-o", "half.json")
-    assert "half.csv: took 1 OVERLAP_F_B one part after the other, the first in line 1, cell " in done.err
-    assert len(qs.Plan.load(tmp_path / "half.json").columns.rows_where(Overlap)) == (
-        len(qs.Plan.load(pairs_file).columns.rows_where(Overlap)) - 1
-    )

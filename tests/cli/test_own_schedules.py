@@ -7,7 +7,7 @@ import pytest
 import quintsched as qs
 from quintsched.schedules.kit import registry
 from quintsched.sweep import Status, prove
-from quintsched.user_code import load_object, load_schedule
+from quintsched.user_code import load_schedule
 
 EXAMPLE = "examples/custom_schedule.py"
 
@@ -309,23 +309,12 @@ def test_what_a_file_prints_stays_off_standard_output(cli, write):
     assert done.err == "hello\n"
 
 
-def test_a_file_is_imported_once(write):
-    target = write("mine = object()")
-    assert load_object(target) is load_object(target)
-
-
 def test_the_memory_cap_is_proved_over_shapes(root):
     paired = load_schedule(f"{root / EXAMPLE}:paired_1f1b")
     outcomes = list(prove(paired, pp=[1, 2, 3], microbatches=[2, 6], memory_cap=4))
     assert [(o.pp, o.microbatches) for o in outcomes if o.status is Status.UNSOUND] == [(3, 6)]
     sizes = [o.pp * o.chunks * o.microbatches for o in outcomes]
     assert sizes == sorted(sizes)
-
-
-def test_the_built_in_schedules_are_proved_over_shapes():
-    for name in ("gpipe", "1f1b", "interleaved-1f1b", "inference"):
-        found = {o.status for o in prove(load_schedule(name), pp=range(1, 4), microbatches=range(1, 5))}
-        assert found == ({Status.SOUND, Status.REFUSED} if name == "interleaved-1f1b" else {Status.SOUND})
 
 
 def test_only_the_name_of_a_schedule_is_needed(cli, tmp_path, monkeypatch):

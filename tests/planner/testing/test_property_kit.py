@@ -54,19 +54,6 @@ def test_slices_and_chunks_are_explored():
     assert seen == {(pp, chunks, slices, 2) for pp in (1, 2) for chunks in (1, 3) for slices in (1, 2)}
 
 
-def test_the_smallest_shape_that_fails_is_shown():
-    def forgets(rank: int, shape: Shape) -> Order:
-        for microbatch in range(shape.microbatches):
-            yield Fwd(rank, microbatch)
-            if shape.pp < 3 or microbatch != 2:
-                yield Bwd(rank, microbatch)
-
-    lines = failure(own(forgets), pp=range(1, 9), microbatches=range(1, 33))
-    assert lines[0] == "mine fails; the smallest shape that does: pp=3, 1 chunk, 3 microbatches"
-    assert "complete: rank 0 runs Bwd(stage=0, microbatch=2) 0 times instead of once" in lines
-    assert lines[-3:] == [f"rank {rank}  F0 B0 F1 B1 F2" for rank in range(3)]
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (1, 9), (2, 7), (3, 5), (5, 1), (5, 9)])
 def test_it_is_the_smallest_wherever_it_lies(pp, microbatches):
@@ -80,20 +67,6 @@ def test_it_is_the_smallest_wherever_it_lies(pp, microbatches):
     lines = failure(own(fails), pp=range(1, 6), microbatches=range(1, 10), max_examples=500)
     plural = "" if microbatches == 1 else "es"
     assert lines[0] == f"mine fails; the smallest shape that does: pp={pp}, 1 chunk, {microbatches} microbatch{plural}"
-
-
-def test_a_cycle_is_shown_with_the_order():
-    def crosses(rank: int, shape: Shape) -> Order:
-        order = range(shape.microbatches) if rank % 2 else range(shape.microbatches - 1, -1, -1)
-        for microbatch in order:
-            yield Fwd(rank, microbatch)
-            yield Bwd(rank, microbatch)
-
-    text = "\n".join(failure(own(crosses)))
-    assert text.startswith("mine fails; the smallest shape that does: pp=2, 1 chunk, 2 microbatches\n")
-    assert "rank 0 is stuck at 1 Bwd(stage=0, microbatch=1): it needs the output's gradient of stage 0" in text
-    assert "rank 0 from 0: 0F1 >0B1< 0F0 0B0" in text
-    assert text.endswith("rank 0  F1 B1 F0 B0\nrank 1  F0 B0 F1 B1")
 
 
 def test_a_weight_half_before_its_input_half_is_shown():
@@ -206,11 +179,6 @@ def test_any_mesh_compiles(mesh, microbatches):
     assert mesh.pp <= 6
     assert mesh.size <= 64
     assert_plan_sound(qs.compile("1f1b", mesh=mesh, microbatches=microbatches))
-
-
-@given(count=microbatch_counts(most=20, multiple_of=4))
-def test_microbatch_counts_are_multiples(count):
-    assert count in (4, 8, 12, 16, 20)
 
 
 @given(data=st.data(), pp=st.integers(1, 4))

@@ -33,26 +33,6 @@ def reduced(transport: Transport) -> list[float]:
     return tally.figures.read_sums().sums[:3].tolist()
 
 
-def test_figures_are_summed_over_microbatches_and_ranks() -> None:
-    assert run_local(2, reduced) == [[6.0, 5.0, 6.0]] * 2
-
-
-def test_a_step_knows_no_sums_before_they_are_reduced() -> None:
-    tally = Tally(2, 3, 1, CPU)
-    assert tally.figures.read_sums().sums.isnan().all()
-    assert len(tally.figures.read_sums().sums) == 6
-    assert tally.weight(wait_for).isnan()
-
-
-def test_a_rank_without_a_last_stage_brings_zeros() -> None:
-    def run(transport: Transport) -> list[float]:
-        tally = Tally(0, 4, 2, CPU)
-        tally.reduce(transport.make_group([(0,)]))
-        return tally.figures.read_sums().sums.tolist()
-
-    assert run_local(1, run) == [[0.0, 0.0]]
-
-
 @pytest.mark.parametrize("count", [300, 1000])
 def test_short_types_are_added_up_in_double_precision(count: int) -> None:
     tally = Tally(0, count, 1, CPU)

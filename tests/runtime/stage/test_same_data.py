@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.stage.batches.batch_digests import DataMarks
-from quintsched.runtime.stage.batches.same_data import SameData, fingerprint
+from quintsched.runtime.stage.batches.same_data import SameData
 
 from ..toys import sgd
 
@@ -68,14 +66,6 @@ def test_ranks_of_tp_are_given_the_same(what: str) -> None:
     assert said.startswith(f"ranks 2 and 3 are given different {what}, and belong to one replica (1 of 2): give all")
 
 
-def test_stages_are_given_the_same_extras() -> None:
-    def give(engine: Engine, transport: Transport, given: Given) -> Given:
-        return CHANGES["'shift'"](given) if transport.rank else given
-
-    (said,) = refusals("pp=2", give)
-    assert said.startswith("ranks 0 and 1 are given different 'shift'")
-
-
 def test_replicas_have_data_of_their_own_and_nobody_gives_what_is_not_needed() -> None:
     def give(engine: Engine, transport: Transport, given: Given) -> Given:
         x, y, extras = given
@@ -83,17 +73,6 @@ def test_replicas_have_data_of_their_own_and_nobody_gives_what_is_not_needed() -
         return x if engine.needs_inputs else in_place, y if engine.needs_targets else None, extras
 
     assert refusals("dp=2,pp=2", give, steps=3) == {""}
-
-
-@pytest.mark.parametrize("what", ["inputs", "targets"])
-def test_what_a_stage_does_not_need_shows_that_its_loader_gives_other_samples(what: str) -> None:
-    """As where each rank's loader shuffles by itself: inputs of one order meet targets of another."""
-
-    def give(engine: Engine, transport: Transport, given: Given) -> Given:
-        return CHANGES[what](given) if transport.rank else given
-
-    (said,) = refusals("pp=2", give)
-    assert said.startswith(f"ranks 0 and 1 are given different {what}")
 
 
 def weights_of(engine: Engine) -> Tensor:
@@ -144,17 +123,6 @@ def test_whole_data_are_compared_in_steps_ever_farther_apart() -> None:
     assert run_local(2, due) == [[0, 1, 2, 4, 8, 16]] * 2
 
 
-@given(st.lists(st.integers(0, 2**20 - 1), min_size=1, max_size=6), st.data())
-def test_sums_of_marks_tell_whether_all_are_equal(numbers: list[int], data: st.DataObject) -> None:
-    equal = DataMarks(range(2), lambda rank: 0, 0, CPU)
-    sums = [float(sum(column)) for column in zip(*((1, n, n * n) for n in numbers), strict=True)]
-    if len(set(numbers)) == 1:
-        equal.require_equal(sums)
-    else:
-        with pytest.raises(qs.MisfitError, match="not all given the same inputs"):
-            equal.require_equal(sums)
-
-
 def test_many_replicas_take_turns() -> None:
     ranks, seen = 260, set()
     marks = [DataMarks(range(ranks), lambda rank: rank // 2, rank, CPU) for rank in range(ranks)]
@@ -168,13 +136,3 @@ def test_many_replicas_take_turns() -> None:
         except qs.MisfitError as error:
             seen.add(str(error)[:16])
     assert seen == {"ranks 76 and 77 "}
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.int64, torch.complex64])
-def test_a_fingerprint_is_of_all_numbers(dtype: torch.dtype) -> None:
-    tensor = torch.zeros(3, 5).to(dtype)
-    other = tensor.clone()
-    other[2, 4] = 1
-    assert fingerprint(tensor) == fingerprint(tensor.t().contiguous().t()) != fingerprint(other)
-    assert fingerprint({"a": tensor}) == fingerprint({"a": tensor.clone()}) != fingerprint(tensor.view(5, 3))
-    assert fingerprint(tensor[:0]) != fingerprint(tensor[:, :0])

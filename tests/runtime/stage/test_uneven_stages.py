@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
@@ -14,7 +13,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
-from ...helpers.training import check_equality, train_ranks
+from ...helpers.training import check_equality
 from ..toys import adam, ids_task, sgd, share, tiny_gpt, train_on, train_plainly, worst_difference
 
 DEPTH = 4
@@ -172,11 +171,3 @@ def test_costs_of_blocks_and_planned_stages_are_refused_together() -> None:
     plan = qs.compile("1f1b", mesh="pp=2", microbatches=2, stages=[4, 2])
     with pytest.raises(qs.UsageError, match=r"how many blocks each stage has \(4,2\).*leave out block_costs"):
         train_on(plan, ids_task(1, 4, LENGTH), tiny_gpt(LENGTH, depth=DEPTH), block_costs=[1.0] * 6)
-
-
-def test_modules_on_uneven_stages_may_not_share_a_weight() -> None:
-    first, last = nn.Linear(4, 4), nn.Linear(4, 4)
-    last.weight = first.weight
-    plan, batch = qs.compile("1f1b", mesh="pp=4", microbatches=1, stages=[1, 0, 0, 1]), (torch.ones(1, 4),) * 2
-    with pytest.raises(qs.MisfitError, match=r"blocks 0 and 1 share .* \(they are on stages 0 and 3\)"):
-        train_ranks(plan, [first, last], nn.functional.mse_loss, sgd, [batch])

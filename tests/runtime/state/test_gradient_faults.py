@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +12,9 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ..linear_blocks import WIDTH, alone, batch, linear, squared_sum, train
-from ..toys import ids_task, sgd, tiny_gpt, worst_difference
+from ..toys import sgd, worst_difference
 
 
 @pytest.mark.parametrize("recompute", [0, 2])
@@ -70,24 +67,3 @@ def test_a_second_engine_trains_the_same_low_precision_modules() -> None:
         assert result.grad_norm is not None
         assert result.grad_norm > 0
         assert not torch.equal(engine.full_weights()["0.weight"], before)
-
-
-def test_weights_tied_inside_a_stage_are_saved_and_come_back(tmp_path: Path) -> None:
-    task, checkpoints = ids_task(2, 4, length=6), Checkpoints(tmp_path, 1)
-
-    def engine(seed: int) -> Engine:
-        tied = {"embedding": ("0.tokens.weight", "3.head.weight")}
-        blocks = tiny_gpt(6, depth=2, tied=True)
-        return Engine(alone(2), blocks, cross_entropy_sum, sgd, dtype=torch.float32, tied=tied, seed=seed)
-
-    trained, resumed = engine(0), engine(1)
-    trained.step(task.inputs[0], task.targets[0])
-    with checkpoints.opened(trained.saves) as saves:
-        saves.save(1, {})
-    with checkpoints.opened(resumed.saves, "resume") as saves:
-        found = saves.newest_whole()
-        assert found is not None
-        found.load()
-    assert resumed.step(task.inputs[1], task.targets[1]).loss == trained.step(task.inputs[1], task.targets[1]).loss
-    weights = resumed.full_weights()
-    assert torch.equal(weights["0.tokens.weight"], trained.full_weights()["0.tokens.weight"])

@@ -4,41 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import Dataset, Split
 from quintsched.runtime.launch.job_plan import plan_of
-from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, file_name, read_manifest
-from quintsched.runtime.saving.write_tensors import hash_file
 from quintsched.runtime.train.trainer import Trainer
 from quintsched.trace.measured_trace import Trace
 
 from ...helpers.jobs import data_file, figures, fit, interrupt_after, job
 
 __all__ = ["data_file"]
-
-
-def test_the_mesh_does_not_change_the_figures(data_file: Path) -> None:
-    alone, _, _ = fit(job(data_file, parallel={"mesh": "dp=1", "microbatches": 1}))[0]
-    for history, _, _ in fit(job(data_file)):
-        assert np.allclose(figures(history), figures(alone), atol=1e-4)
-    assert alone[-1]["accuracy"] > alone[0]["accuracy"]
-
-
-def test_stages_cut_by_measured_costs_give_the_same_figures(data_file: Path) -> None:
-    measured = fit(job(data_file, parallel={"balance": "measured"}, train={"epochs": 1}))[0][0]
-    estimated = fit(job(data_file, train={"epochs": 1}))[0][0]
-    assert np.allclose(figures(measured), figures(estimated), atol=1e-5)
 
 
 def test_short_batches_count_each_sample_once(data_file: Path) -> None:
@@ -195,53 +178,6 @@ def test_stages_are_cut_alike_when_a_measured_run_is_resumed(data_file: Path, tm
     costs.write_text("{}")
     with pytest.raises(qs.InputError, match=r"block_costs\.json: it must hold a list of numbers"):
         fit(config, resume=True)
-
-
-def test_interrupted_checkpoints_are_none_to_resume_from_and_are_cleared_away(data_file: Path, tmp_path: Path) -> None:
-    (tmp_path / "c" / "step-00000001").mkdir(parents=True)
-    said = fit(job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / "c")}), resume=True)[0][2]
-    assert said[0] == "no checkpoint to resume from: starting at the beginning"
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["plan.json", "run.lock", "step-00000006"]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        {"mesh": "pp=4", "microbatches": 4, "schedule": "zb-h1"},
-        {"mesh": "dp=4", "microbatches": 1, "zero": 3},
-        {"mesh": "tp=2", "microbatches": 8},
-    ],
-)
-def test_a_run_goes_on_on_another_mesh(data_file: Path, tmp_path: Path, parallel: dict[str, Any]) -> None:
-    checkpoint = {"dir": str(tmp_path / "c"), "every": 4, "keep": 9}
-    train = {"optimizer": {"name": "sgd", "lr": 3e-2, "momentum": 0.9}}
-    expected, weights, _ = fit(job(data_file, train=train, checkpoint=checkpoint))[0]
-    for step in (12, 16, 18):
-        shutil.rmtree(tmp_path / "c" / f"step-{step:08d}")
-    found = fit(job(data_file, parallel=parallel, train=train, checkpoint=checkpoint), resume=True)
-    assert found[0][2][0] == "resumed after step 8"
-    for history, theirs, _ in found:
-        assert np.allclose(figures(history), figures(expected), atol=1e-4)
-        for name in theirs.keys() & weights.keys():
-            assert torch.allclose(theirs[name], weights[name], atol=1e-4), name
-
-
-def test_files_that_do_not_say_how_they_lie_need_their_plan(data_file: Path, tmp_path: Path) -> None:
-    config = job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / "c")})
-    fit(config)
-    folder = tmp_path / "c" / "step-00000006"
-    files = []
-    for rank in range(4):
-        path = folder / file_name(rank)
-        save_file(load_file(path), path)
-        files.append(hash_file(path))
-    manifest = read_manifest(folder / MANIFEST, 6)
-    (folder / MANIFEST).write_bytes(manifest.model_copy(update={"files": files}).to_json())
-    assert fit(config, resume=True)[0][2][0] == "resumed after step 6"
-    other = job(data_file, parallel={"mesh": "dp=4", "microbatches": 1}, checkpoint={"dir": str(tmp_path / "c")})
-    with pytest.raises(qs.MisfitError, match=r"rank-00000\.safetensors: the checkpoint was written by another plan"):
-        fit(other, resume=True)
 
 
 def test_ranks_that_need_no_data_read_none(data_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,15 +34,6 @@ def plan(mesh: str) -> qs.Plan:
     return qs.compile("1f1b", mesh=mesh, microbatches=2)
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.fc2(torch.tanh(self.fc1(x)))  # type: ignore[no-any-return]
-
-
 X, Y = torch.linspace(-1, 1, 16).reshape(4, 4), torch.linspace(1, 2, 16).reshape(4, 4)
 
 # ---------------------------------------------------------------- engine
@@ -76,34 +67,6 @@ def test_tokens_into_weights_of_another_type(as_modules: bool) -> None:
 def test_block_costs_must_be_those_of_the_blocks() -> None:
     with pytest.raises(qs.UsageError, match="2 block_costs for 4 blocks"):
         Engine(plan("pp=1"), [lambda: nn.Linear(4, 4)] * 4, mse, sgd, block_costs=[1, 1])
-
-
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
-def test_a_weight_that_would_part_silently_is_refused(mesh: str) -> None:
-    def run(transport: Transport) -> None:
-        block = Mlp()
-        Engine(plan(mesh), [block, block], mse, sgd, transport=transport)
-
-    with pytest.raises(qs.MisfitError, match=r"blocks 0 and 1 share the weight 'fc1\.weight'"):
-        run_local(2, run)
-
-
-def test_a_weight_may_be_shared_within_a_stage() -> None:
-    shared, apart = Mlp(), Mlp()
-    apart.load_state_dict(shared.state_dict())
-    engine = Engine(plan("pp=1"), [shared, shared], mse, sgd)
-    engine.step(X, Y)
-    optimizer = sgd(list(apart.parameters()))
-    (sum(mse(apart(apart(x)), y) for x, y in zip(X.chunk(2), Y.chunk(2), strict=True)) / 2).backward()  # type: ignore[union-attr]
-    optimizer.step()
-    assert torch.allclose(engine.full_weights()["0.fc1.weight"], apart.fc1.weight)
-
-
-def test_a_weight_of_the_loss_may_be_a_number() -> None:
-    engine = Engine(plan("pp=1"), [lambda: nn.Linear(4, 4)], lambda o, t: ((o - t).square().sum(), t.numel()), sgd)
-    result = engine.step(X, Y)
-    assert result.weight == 16
-    assert torch.isfinite(result.loss)
 
 
 def test_a_state_from_before_the_first_step_takes_the_momentum_away() -> None:
@@ -288,14 +251,3 @@ def test_progress_that_cannot_be_understood_is_refused(data_file: Path, tmp_path
         path.write_bytes(manifest.model_copy(update={"progress": manifest.progress | change}).to_json())
         with pytest.raises(qs.InputError, match=f"the checkpoint's progress: {place}"):
             fit(config, resume=True)
-
-
-def test_resume_with_another_batch_size_is_refused(data_file: Path, tmp_path: Path) -> None:
-    config = checkpointed(data_file, tmp_path, checkpoint={"every": 4})
-    interrupt_after(config, steps=5)
-    other = checkpointed(data_file, tmp_path, train={"batch_size": 16}, checkpoint={"every": 4})
-    with pytest.raises(
-        qs.MisfitError,
-        match=r"other settings: train\.batch_size was 8 and is 16; resume with the same, or say --override",
-    ):
-        fit(other, resume=True)
