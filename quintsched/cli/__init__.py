@@ -24,6 +24,7 @@ from quintsched.cli.pictures import render
 from quintsched.cli.run_and_verify import inspect, run, verify
 from quintsched.cli.simulate_and_compare import compare, simulate
 from quintsched.cli.solve import certify, solve
+from quintsched.cli.whatif import whatif
 from quintsched.files.terminal import standard_streams
 from quintsched.strategies.commands.calibrate import calibrate
 from quintsched.strategies.commands.layout_command import layout
@@ -36,6 +37,7 @@ SECTIONS: dict[str, tuple[Callable[..., None] | Group, ...]] = {
         run,
         verify,
         inspect,
+        whatif,
         Group("checkpoint", "What runs have saved: show, verify, reshard, export, import.", CHECKPOINT),
         Group("data", "Token shards that jobs train on: tokenize, show.", DATA),
     ),

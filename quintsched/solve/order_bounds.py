@@ -6,7 +6,9 @@
     memory    each microbatch's activations are held for at least the time of its way to the end of the model and back;
               the cap times the span is at least the sum of these
 
-A makespan is at least the time until a rank's first input has come, plus that rank's span.
+A makespan is at least the time until a rank's first input has come, plus that rank's span. After a rank's last input
+half, its gradient has the way to the first stage ahead, while the rank can only run weight halves; so a makespan is
+also at least the time until that half, plus this way.
 """
 
 from __future__ import annotations
@@ -44,13 +46,37 @@ def lower_bound(problem: Problem, objective: Objective) -> Bound:
 def bound_of(problem: Problem, objective: Objective, rank: int, reason: Reason) -> float:
     """Return the lower bound that one rank gives for one reason."""
     span = _REASONS[reason](problem, rank)
-    return span + head(problem, rank) if objective == "makespan" else span
+    if objective == "span":
+        return span
+    first = head(problem, rank)
+    rest = 0.0 if reason == "memory" else tail(problem, rank) - _weight_halves(problem, rank)
+    return first + span + max(0.0, rest)
 
 
 def head(problem: Problem, rank: int) -> float:
     """Return the least time until the first input of a rank comes."""
     first = problem.stage_to_pp.index(rank)
     return min(_between(problem, microbatch, 0, first) for microbatch in range(problem.microbatches))
+
+
+def tail(problem: Problem, rank: int) -> float:
+    """Return the least time from the end of a rank's last input half to that of the microbatch's last computation."""
+    first = problem.stage_to_pp.index(rank)
+    return min(_way_back(problem, microbatch, first) for microbatch in range(problem.microbatches))
+
+
+def _way_back(problem: Problem, microbatch: int, first: int) -> float:
+    """Return the time from the end of the input half of stage `first` to the end of stage 0's weight half."""
+    total = problem.durations[problem.number(WEIGHT_HALF, 0, microbatch)]
+    for stage in range(first):
+        half = problem.number(INPUT_HALF, stage, microbatch)
+        total += problem.durations[half] + problem.lags[half]
+    return total
+
+
+def _weight_halves(problem: Problem, rank: int) -> float:
+    each = (n for n in range(problem.number(WEIGHT_HALF, 0, 0), len(problem.durations)) if problem.ranks[n] == rank)
+    return math.fsum(problem.durations[number] for number in each)
 
 
 def _between(problem: Problem, microbatch: int, first: int, last: int) -> float:

@@ -20,7 +20,7 @@ from quintsched.files.atomic import write_whole
 from quintsched.files.user_records import read_record
 from quintsched.ir.instruction_set import COMPUTING, OffloadAct, Overlap, Recompute
 from quintsched.plan import Plan
-from quintsched.simulation.cost_forms import PlanNumber
+from quintsched.simulation.cost_forms import OneOrMany, PlanNumber
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation
 from quintsched.solve.order_bounds import Reason, bound_of
@@ -45,8 +45,8 @@ class Certificate(BaseModel):
     rank: PlanNumber
     """Pipeline rank that the bound follows from."""
     reason: Reason
-    memory_cap: Amount | None = None
-    """Most activations of a rank, in microbatches of a whole rank; None: any number."""
+    memory_cap: OneOrMany[Amount] | None = None
+    """Most activations of each rank, in microbatches of a whole rank: one number, or one per rank; None: any number."""
     costs: Costs = Costs()
 
     @classmethod
@@ -85,7 +85,7 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
         UnsoundError: a claim that does not hold, or a plan that is not sound.
     """
     plan.check(profile="blocking").raise_if_unsound()
-    _require_searched(plan)
+    require_searched(plan)
     costs = certificate.costs.spread(plan.stage_shares, plan.schedule.slices)
     problem = problem_of(plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp, costs, certificate.memory_cap)
     simulated = plan.simulate(certificate.costs)
@@ -106,10 +106,10 @@ def computed_until(simulated: Simulation) -> float:
     return float(simulated.end[simulated.plan.columns.are(*COMPUTING)].max(initial=0.0))
 
 
-def _require_searched(plan: Plan) -> None:
+def require_searched(plan: Plan) -> None:
     """Raise `UnsoundError` for a plan whose step consists of other computations than the bounds are for."""
     if plan.mode != "train" or len(plan.routes) != 1 or plan.schedule.slices != 1:
-        raise UnsoundError("the certificate is of a training plan with one route and whole sequences; this is none")
+        raise UnsoundError("bounds are of training plans with one route and whole sequences; this is none")
     counts = {plan.stage_to_pp.count(rank) for rank in range(plan.mesh.pp)}
     if counts != {plan.schedule.chunks}:
         raise UnsoundError("no bound holds for plans with unlike numbers of stages on their ranks, as this one")

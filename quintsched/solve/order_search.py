@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from time import monotonic
+from types import MappingProxyType
 
 from quintsched.simulation.costs import Costs
 from quintsched.solve import constraint_programming as exact
@@ -104,13 +105,17 @@ def search(
     effort: int,
     seconds: float,
     told: Callable[[Attempt, float], None],
+    known: Mapping[str, Orders] = MappingProxyType({}),
 ) -> Search:
-    """Search with each problem (one for each placement); an interrupt ends it with the best so far."""
+    """Search with each problem (one for each placement); an interrupt ends it with the best so far.
+
+    `known` are more starting points, by name, for a search with one problem.
+    """
     state = Search(objective, seed, monotonic() + seconds, told)
     attempts = [Attempt(problem, objective, lower_bound(problem, objective)) for problem in problems]
     try:
         for attempt in attempts:
-            _begin(state, attempt, costs, effort)
+            _begin(state, attempt, costs, effort, known)
         for attempt in attempts:
             _improve_by_moves(state, attempt, effort)
         for attempt in sorted(attempts, key=lambda attempt: attempt.value):
@@ -123,10 +128,11 @@ def search(
     return state
 
 
-def _begin(state: Search, attempt: Attempt, costs: Costs | None, effort: int) -> None:
-    """Try one microbatch after the other, which always fits, the named schedules and list schedules."""
+def _begin(state: Search, attempt: Attempt, costs: Costs | None, effort: int, known: Mapping[str, Orders]) -> None:
+    """Try known orders, one microbatch after the other, which always fits, named schedules and list schedules."""
     rng = random.Random(state.seed)
-    state.try_orders(attempt, list(map(list, attempt.problem.one_by_one)), "one by one")
+    for name, given in (*known.items(), ("one by one", attempt.problem.one_by_one)):
+        state.try_orders(attempt, list(map(list, given)), name)
     for name, orders in named_orders(attempt.problem, costs):
         state.try_orders(attempt, orders, name)
         if state.is_over or attempt.is_optimal:

@@ -9,6 +9,7 @@ from time import monotonic
 
 from quintsched.compiler import compile
 from quintsched.errors import InputError, UsageError, suggest
+from quintsched.ir.instruction_set import Compute
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.placement import linear, loop, v
 from quintsched.plan import Plan
@@ -18,7 +19,7 @@ from quintsched.solve.noise.duration_samples import Jitter
 from quintsched.solve.noise.robust_search import Robustness, harden
 from quintsched.solve.order_certificate import TOLERANCE, Certificate
 from quintsched.solve.order_problem import Orders, Problem, problem_of
-from quintsched.solve.order_search import Attempt, search
+from quintsched.solve.order_search import Attempt, Search, search
 from quintsched.solve.order_timing import Objective, time_orders
 
 PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"linear": linear, "loop": loop, "v": v}
@@ -131,47 +132,68 @@ def solve(
     best = done.best
     assert best is not None, "one microbatch after the other has room"
     name = next(name for name, placed in names.items() if placed == best.problem.stage_to_pp)
-    bound, orders, value, origin, robustness = best.bound, best.orders, best.value, best.origin, None
+    robustness = None
     if noise is not None:
-        orders, robustness = harden(best.problem, orders, objective, noise, seed=seed, effort=effort, ends_s=ends_s)
+        orders, robustness = harden(
+            best.problem, best.orders, objective, noise, seed=seed, effort=effort, ends_s=ends_s
+        )
         timing = time_orders(best.problem, orders)
         assert timing is not None
-        value, origin = timing.value(objective), origin if orders == best.orders else f"{origin}, hardened"
+        origin = best.origin if orders == best.orders else f"{best.origin}, hardened"
+        done.best = best = replace(best, orders=orders, value=timing.value(objective), origin=origin)
+    plan = plan_of(best.problem, best.orders, found)
+    cap = None if memory_cap == math.inf else memory_cap
+    return replace(solution_of(done, plan, name, costs or Costs(), cap), robustness=robustness)
+
+
+def solution_of(
+    done: Search, plan: Plan, placement: str, costs: Costs, memory_cap: float | tuple[float, ...] | None
+) -> Solution:
+    """Return the result of a search, with the certificate of the best plan."""
+    best = done.best
+    assert best is not None, "one microbatch after the other has room"
     certificate = Certificate(
-        objective=objective,
-        value=value,
-        bound=min(bound.value, value),
-        rank=bound.rank,
-        reason=bound.reason,
-        memory_cap=None if memory_cap == math.inf else memory_cap,
-        costs=costs or Costs(),
+        objective=best.objective,
+        value=best.value,
+        bound=min(best.bound.value, best.value),
+        rank=best.bound.rank,
+        reason=best.bound.reason,
+        memory_cap=memory_cap,
+        costs=costs,
     )
     proved = None if math.isinf(best.proved) else best.proved
-    plan = plan_of(best.problem, orders, found)
-    return Solution(plan, certificate, name, origin, proved, tuple(done.log), robustness)
+    return Solution(plan, certificate, placement, best.origin, proved, tuple(done.log))
 
 
 def plan_of(problem: Problem, orders: Orders, mesh: Mesh) -> Plan:
     """Return the proved plan of an order."""
-    chunks = problem.num_stages // problem.pp
+    rows = [[problem.computation(number) for number in order] for order in orders]
+    return plan_of_rows(rows, problem.stage_to_pp, problem.microbatches, mesh, NAME)
+
+
+def plan_of_rows(
+    rows: Sequence[Sequence[Compute]], stage_to_pp: tuple[int, ...], microbatches: int, mesh: Mesh, name: str
+) -> Plan:
+    """Return the proved plan in which each rank computes its row, in order."""
+    chunks = len(stage_to_pp) // mesh.pp
 
     def order(rank: int, shape: Shape) -> Order:
-        return [problem.computation(number) for number in orders[rank]]
+        return rows[rank]
 
     solved = replace(
         find_schedule("1f1b"),
-        name=NAME,
+        name=name,
         order=order,
         summary="the order that `quintsched solve` has found",
         bubble="searched",
         memory="the memory cap",
         aliases=(),
-        placement=lambda pp, chunks: problem.stage_to_pp,
+        placement=lambda pp, chunks: stage_to_pp,
         min_chunks=chunks,
         max_chunks=chunks,
         constraint=lambda shape: None,
     )
-    return compile(solved, mesh=mesh, microbatches=problem.microbatches, chunks=chunks)
+    return compile(solved, mesh=mesh, microbatches=microbatches, chunks=chunks)
 
 
 def mesh_of(pp: int | None, mesh: Mesh | str | None) -> Mesh:

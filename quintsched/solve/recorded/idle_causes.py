@@ -1,0 +1,169 @@
+"""Causes of a step's idle time: by how much it would be shorter without each, in replays of the recorded order.
+
+    messages       take no time
+    pauses         of ranks between computations: none
+    variation      each computation takes the usual time of its stage and microbatch
+    microbatches   all take as long as the mean one
+    stages         all take as long as the mean one
+    warm-up        what is left beside the work: ranks that wait for their first input, and at the end
+
+The effects of the first five depend on the order in which they are taken away; each gets its mean over all orders (its
+Shapley value), so that all six and the work add up to the replayed step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from math import factorial
+
+import numpy as np
+
+from quintsched.graph.event_graph import Times
+from quintsched.solve.recorded.replay import Parts, Recording
+
+CAUSES = ("messages", "pauses", "variation", "microbatches", "stages")
+"""Causes that a replay can leave out."""
+WARM_UP = "warm-up"
+KIND_NAMES = ("forward", "backward", "weight half")
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Cause of idle time: what it costs, in the unit of the recording, and where most of it arises."""
+
+    name: str
+    time: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Computing times as products: usual time of a stage (kinds, stages, 1), factors of microbatches, and the rest."""
+
+    usual: Times
+    of_microbatches: Times
+    rest: Times
+
+    @classmethod
+    def from_times(cls, computing: Times) -> Factors:
+        """Return the factors of computing times, (kinds, stages, microbatches): medians, robust to single outliers."""
+        usual = np.median(computing, axis=2, keepdims=True)
+        of_microbatches = np.median(_ratio(computing, usual)[usual[..., 0] > 0], axis=0)
+        usual = np.median(_ratio(computing, of_microbatches), axis=2, keepdims=True) * of_microbatches.mean()
+        of_microbatches = of_microbatches / of_microbatches.mean()
+        return cls(usual, of_microbatches, _ratio(computing, usual * of_microbatches))
+
+    def computing(self, without: frozenset[str]) -> Times:
+        """Return the times without these causes."""
+        usual = np.broadcast_to(self.usual.mean(axis=1, keepdims=True), self.usual.shape)
+        of_stages = usual if "stages" in without else self.usual
+        of_microbatches = np.ones_like(self.of_microbatches) if "microbatches" in without else self.of_microbatches
+        rest = np.ones_like(self.rest) if "variation" in without else self.rest
+        found: Times = of_stages * of_microbatches * rest
+        return found
+
+
+def _ratio(times: Times, divisor: Times) -> Times:
+    divisor = np.broadcast_to(divisor, times.shape)
+    found: Times = np.divide(times, divisor, out=np.ones_like(times), where=divisor > 0)
+    return found
+
+
+@dataclass(frozen=True)
+class IdleCauses:
+    """Causes of the idle time of a recording."""
+
+    recording: Recording
+
+    @cached_property
+    def factors(self) -> Factors:
+        """Factors of the computing times."""
+        return Factors.from_times(self.recording.computing)
+
+    @cached_property
+    def work(self) -> float:
+        """Time that a rank computes on average, at the usual times."""
+        return float(self.factors.usual.sum()) * self.recording.problem.microbatches / self.recording.problem.pp
+
+    @cached_property
+    def causes(self) -> tuple[Cause, ...]:
+        """All causes, from the largest on."""
+        times = {frozenset(left): self._without(left) for k in range(6) for left in combinations(CAUSES, k)}
+        found = [Cause(name, _shapley(name, times), self._places[name]()) for name in CAUSES]
+        least = times[frozenset(CAUSES)]
+        found.append(Cause(WARM_UP, least - self.work, "until the first and after the last computations of ranks"))
+        return tuple(sorted(found, key=lambda cause: -cause.time))
+
+    def _without(self, left_out: Iterable[str]) -> float:
+        return self.recording.replay(self.parts(frozenset(left_out))).makespan
+
+    def parts(self, without: frozenset[str]) -> Parts:
+        """Return the parts of the step without these causes."""
+        parts, none = self.recording.parts, np.zeros(self.recording.shape)
+        found = parts._replace(computing=self.factors.computing(without))
+        if "messages" in without:
+            found = found._replace(receiving=none, wires=np.zeros_like(parts.wires))
+        return found._replace(pauses=none) if "pauses" in without else found
+
+    @property
+    def _places(self) -> dict[str, Callable[[], str]]:
+        return {
+            "messages": self._slowest_wire,
+            "pauses": self._pausing_rank,
+            "variation": self._outlier,
+            "microbatches": self._longest_microbatch,
+            "stages": self._heaviest_stage,
+        }
+
+    def _slowest_wire(self) -> str:
+        """Return the pair of ranks whose messages cost most."""
+        parts, wires = self.recording.parts, sorted({gap.wire for gap in self.recording.gaps if gap.wire})
+        found = {}
+        for wire in wires:
+            numbers = [gap.number for gap in self.recording.gaps if gap.wire == wire]
+            receiving, lags = parts.receiving.ravel().copy(), parts.wires.copy()
+            receiving[numbers], lags[wire] = 0.0, 0.0
+            without = parts._replace(receiving=receiving.reshape(parts.receiving.shape), wires=lags)
+            found[wire] = self.recording.replay(without).makespan
+        if not found:
+            return ""
+        source, target = min(found, key=lambda wire: found[wire])
+        return f"from rank {source} to rank {target}"
+
+    def _pausing_rank(self) -> str:
+        parts, ranks = self.recording.parts, np.array(self.recording.problem.ranks).reshape(self.recording.shape)
+        found = [
+            self.recording.replay(parts._replace(pauses=np.where(ranks == rank, 0.0, parts.pauses))).makespan
+            for rank in range(self.recording.problem.pp)
+        ]
+        return f"rank {int(np.argmin(found))}"
+
+    def _outlier(self) -> str:
+        usual = self.factors.usual * self.factors.of_microbatches
+        excess = self.recording.computing - usual
+        kind, stage, microbatch = (int(k) for k in np.unravel_index(np.argmax(excess), excess.shape))
+        times = self.factors.rest[kind, stage, microbatch]
+        return f"{KIND_NAMES[kind]} {microbatch} of stage {stage}, {times:.2g} times the usual"
+
+    def _longest_microbatch(self) -> str:
+        factors = self.factors.of_microbatches
+        return f"microbatch {int(factors.argmax())}, {factors.max():.2f} of the mean"
+
+    def _heaviest_stage(self) -> str:
+        of_stages = self.factors.usual.sum(axis=(0, 2))
+        heaviest = int(of_stages.argmax())
+        rank = self.recording.problem.stage_to_pp[heaviest]
+        return f"stage {heaviest} on rank {rank}, {of_stages[heaviest] / of_stages.mean():.2f} of the mean"
+
+
+def _shapley(name: str, times: dict[frozenset[str], float]) -> float:
+    """Return the mean reduction of the time by leaving out one cause, over all orders of leaving out."""
+    total, count = 0.0, len(CAUSES)
+    for before, time in times.items():
+        if name not in before:
+            weight = factorial(len(before)) * factorial(count - 1 - len(before)) / factorial(count)
+            total += weight * (time - times[before | {name}])
+    return total

@@ -1,0 +1,58 @@
+"""Recorded run from any trace: this project's, Primus', or torch.profiler's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quintsched.errors import InputError, UsageError
+from quintsched.formats.run_plan import plan_beside
+from quintsched.ir.instruction_set import Compute
+from quintsched.plan import Plan
+from quintsched.solve.order_certificate import require_searched
+from quintsched.solve.recorded.primus_trace import is_primus, load_primus
+from quintsched.solve.recorded.profiler_trace import load_profile
+from quintsched.solve.recorded.recorded_run import UNIT, ComputedSpan, RecordedRun, RecordedStep, recorded_run
+from quintsched.trace.measured_trace import MeasuredStep, Trace
+from quintsched.trace.trace_json import file_name
+
+
+def load_run(path: Path) -> RecordedRun:
+    """Read the traces in a directory, or one file of torch.profiler.
+
+    Raises:
+        UsageError: no such directory, or no traces in it.
+        InputError: broken traces, or traces of several plans.
+        UnsoundError: a plan that the solver does not search: with overlaps, slices, recomputation, several routes.
+    """
+    if not path.exists():
+        raise UsageError(f"{path}: there is no such directory of traces")
+    if not path.is_dir():
+        return load_profile([path])
+    if is_primus(path):
+        return load_primus(path)
+    beside = plan_beside(path)
+    if beside is not None and (path / file_name(0)).exists():
+        return _own(path, Plan.of(beside[1]))
+    if beside is None and (files := sorted(path.glob("*.json"))):
+        return load_profile(files)
+    raise UsageError(f"{path}: no traces there; give a directory with {file_name(0)} and plan.json, or of other traces")
+
+
+def _own(directory: Path, plan: Plan) -> RecordedRun:
+    require_searched(plan)
+    trace = Trace.load(directory, plan)
+    return recorded_run("quintsched", plan, [_computed(trace.step(number, unit=UNIT)) for number in trace.steps])
+
+
+def _computed(step: MeasuredStep) -> RecordedStep:
+    rows = tuple(
+        tuple(
+            ComputedSpan(span.instruction, span.start + span.wait, span.end)
+            for span in row
+            if isinstance(span.instruction, Compute)
+        )
+        for row in step.timeline
+    )
+    if not all(rows):
+        raise InputError("a rank of the trace computes nothing")
+    return RecordedStep(step.number, rows)

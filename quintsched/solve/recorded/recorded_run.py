@@ -1,0 +1,89 @@
+"""Recorded run of a pipeline: the plan, and when each rank computed in each step.
+
+rank 0   [F0][F1]      [B0]          a span is from where the rank begins to compute, after all waiting,
+rank 1       [F0][B0]                to where it ends; all clocks agree
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from quintsched.errors import InputError, UsageError, suggest
+from quintsched.ir.instruction_set import Compute
+from quintsched.plan import Plan
+from quintsched.solve.order_certificate import require_searched
+
+UNIT = "ms"
+"""Unit of all times of a recorded run."""
+CLOCK = 1e-3
+"""Most milliseconds by which computations of a rank may overlap: clocks are read in whole microseconds."""
+
+
+@dataclass(frozen=True)
+class ComputedSpan:
+    """Time in which a rank ran one computation."""
+
+    instruction: Compute
+    start: float
+    end: float
+
+
+Rows = tuple[tuple[ComputedSpan, ...], ...]
+"""Spans of each pipeline rank, in order."""
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One step of one pipeline."""
+
+    number: int
+    rows: Rows
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first computation of any rank to the end of the last."""
+        return max(row[-1].end for row in self.rows) - min(row[0].start for row in self.rows)
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Steps of a run, all by one plan; `source` is the kind of trace that they are from."""
+
+    source: str
+    plan: Plan
+    steps: tuple[RecordedStep, ...]
+
+    def __repr__(self) -> str:
+        return f"RecordedRun({self.source}: {self.plan.title}, {len(self.steps)} steps)"
+
+    def step(self, number: int | None = None) -> RecordedStep:
+        """Return a step by its number; None: the one with the median makespan. Raises `UsageError` for no such step."""
+        if number is None:
+            return sorted(self.steps, key=lambda step: step.makespan)[(len(self.steps) - 1) // 2]
+        found = {step.number: step for step in self.steps}
+        if number not in found:
+            raise UsageError(f"step {number} was not recorded{suggest(str(number), map(str, found))}")
+        return found[number]
+
+
+def recorded_run(source: str, plan: Plan, steps: Sequence[RecordedStep]) -> RecordedRun:
+    """Return a checked run.
+
+    Raises:
+        InputError: steps of another order than the plan's, computations of a rank that overlap.
+        UnsoundError: a plan that cannot be replayed as the solver counts: it has other computations, or slices.
+    """
+    require_searched(plan)
+    computed = [tuple(i for i in program if i.computes) for program in plan.programs]
+    for step in steps:
+        for rank, (row, order) in enumerate(zip(step.rows, computed, strict=True)):
+            if tuple(span.instruction for span in row) != order:
+                raise InputError(f"step {step.number}: rank {rank} computes in another order than in the first step")
+            for span, after in pairwise(row):
+                if after.start < span.end - CLOCK:
+                    raise InputError(
+                        f"step {step.number}: rank {rank} runs {after.instruction} before {span.instruction} has ended"
+                    )
+    return RecordedRun(source, plan, tuple(steps))

@@ -1,0 +1,210 @@
+"""Replay of a recorded step: the same order of computation, timed again from the parts that it was measured to have.
+
+    wait for the input ··│ message │ pause │ computing ─────│
+                         ╰───────── duration ───────────────╯
+
+`computing` is what a rank computes. `pauses` are the times before it in which the rank neither computes nor waits, and
+`receiving` those where it takes a message from another rank. `wires` are the times that a message is on its way while
+its receiver waits, beyond that. Arrays have the shape (kinds, stages, microbatches), with the kinds of `order_problem`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from quintsched.graph.event_graph import Times
+from quintsched.ir.instruction_set import BwdInput
+from quintsched.plan import Plan
+from quintsched.simulation.cost_forms import Link, PerUnit, Wires
+from quintsched.simulation.costs import Costs
+from quintsched.solve.order_problem import INPUT_HALF, WEIGHT_HALF, Orders, Problem, problem_of
+from quintsched.solve.order_timing import Timing, time_orders
+from quintsched.solve.recorded.recorded_run import UNIT, RecordedStep
+from quintsched.solve.starting_orders import KINDS
+
+UNUSUAL = 2.0
+"""Multiple of a pair of ranks' usual time to take a message, beyond which a rank pauses for other reasons."""
+NAMES = ("forward", "backward_input", "backward_weight")
+"""Costs of the kinds of computations."""
+
+
+class Parts(NamedTuple):
+    """Measured parts of a step; `wires` has a time for each pair of ranks, (pp, pp)."""
+
+    computing: Times
+    pauses: Times
+    receiving: Times
+    wires: Times
+
+    @property
+    def durations(self) -> Times:
+        """Time that each computation occupies its rank."""
+        return self.computing + self.pauses + self.receiving
+
+
+class Gap(NamedTuple):
+    """Time between two computations of a rank: from when it was free, and the input there, to the next start."""
+
+    number: int
+    wire: tuple[int, int] | None
+    waited: bool
+    lasts: float
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One step as a problem of the solver, with the measured times; whole backwards take no time for weight halves."""
+
+    plan: Plan
+    step: RecordedStep
+    problem: Problem
+    orders: Orders
+    starts: tuple[float, ...]
+    ends: tuple[float, ...]
+
+    @classmethod
+    def from_step(cls, plan: Plan, step: RecordedStep) -> Recording:
+        """Return the recording of a step of a plan."""
+        problem = problem_of(plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp)
+        starts, ends = ([0.0] * len(problem.durations) for _ in range(2))
+        orders, first = list[tuple[int, ...]](), min(row[0].start for row in step.rows)
+        for row in step.rows:
+            order = []
+            for span in row:
+                i = span.instruction
+                for place, kind in enumerate(KINDS[type(i)]):
+                    number = problem.number(kind, i.stage, i.microbatch)
+                    starts[number] = (span.end if place else span.start) - first
+                    ends[number] = span.end - first
+                    order.append(number)
+            orders.append(tuple(order))
+        return cls(plan, step, problem, tuple(orders), tuple(starts), tuple(ends))
+
+    @property
+    def has_whole_backwards(self) -> bool:
+        """Whether all backwards were run as one."""
+        return not any(isinstance(span.instruction, BwdInput) for row in self.step.rows for span in row)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the arrays."""
+        return 3, self.problem.num_stages, self.problem.microbatches
+
+    @cached_property
+    def peaks(self) -> tuple[float, ...]:
+        """Most activations of each rank, in microbatches of a whole rank."""
+        return tuple(max(accumulate(self.problem.holds[number] for number in order)) for order in self.orders)
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """Place of each computation in its rank's order."""
+        return {number: place for order in self.orders for place, number in enumerate(order)}
+
+    @cached_property
+    def gaps(self) -> tuple[Gap, ...]:
+        """Gaps of all ranks; the weight half of a whole backward has none, nor has a rank's first without an input."""
+        return tuple(self._gaps())
+
+    def _gaps(self) -> Iterator[Gap]:
+        problem, whole = self.problem, self.has_whole_backwards
+        for rank, order in enumerate(self.orders):
+            free: float | None = None
+            for number in order:
+                needed = problem.needs[number]
+                source = problem.ranks[needed] if needed >= 0 else rank
+                is_rest = whole and problem.place_of(number)[0] == WEIGHT_HALF
+                if not is_rest and not (free is None and source == rank):
+                    arrival = self.ends[needed] if source != rank else -1.0
+                    waited = free is None or arrival > free
+                    ready = arrival if free is None else max(free, arrival)
+                    lasts = max(0.0, self.starts[number] - ready)
+                    yield Gap(number, (source, rank) if source != rank else None, waited, lasts)
+                free = self.ends[number]
+
+    @cached_property
+    def computing(self) -> Times:
+        """Time of each computation."""
+        return np.subtract(self.ends, self.starts).reshape(self.shape)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Measured parts: the message times of each pair of ranks are medians, all else is as it was."""
+        pauses, receiving = np.zeros((2, len(self.starts)))
+        wires = np.zeros((self.problem.pp, self.problem.pp))
+        handled = _median([gap.lasts for gap in self.gaps if gap.wire and not gap.waited])
+        for wire in sorted({gap.wire for gap in self.gaps if gap.wire}):
+            mine = [gap for gap in self.gaps if gap.wire == wire]
+            wires[wire] = max(0.0, _median([gap.lasts for gap in mine if gap.waited]) - handled)
+            for gap in mine:
+                receiving[gap.number] = max(0.0, gap.lasts - wires[wire] * gap.waited)
+            numbers = [gap.number for gap in mine]
+            usual = np.minimum(receiving[numbers], UNUSUAL * np.median(receiving[numbers]))
+            pauses[numbers], receiving[numbers] = receiving[numbers] - usual, usual
+        for gap in self.gaps:
+            pauses[gap.number] += gap.lasts if gap.wire is None else 0.0
+        return Parts(self.computing, pauses.reshape(self.shape), receiving.reshape(self.shape), wires)
+
+    @cached_property
+    def message_time(self) -> float:
+        """Median time of a message: from when its receiver is free, and it was made, to when it is there."""
+        return _median([gap.lasts for gap in self.gaps if gap.wire])
+
+    def replay(self, parts: Parts) -> Timing:
+        """Time the recorded order with these parts."""
+        return _timed(self._problem(parts), self.orders)
+
+    def _problem(self, parts: Parts) -> Problem:
+        ranks, needs = np.array(self.problem.ranks), np.array(self.problem.needs)
+        lags = np.where(needs >= 0, parts.wires[ranks[needs], ranks], 0.0)
+        return replace(self.problem, durations=tuple(parts.durations.ravel().tolist()), lags=tuple(lags.tolist()))
+
+    @property
+    def without_messages(self) -> float:
+        """Makespan of the replay with computations alone."""
+        none = np.zeros(self.shape)
+        return self.replay(Parts(self.computing, none, none, np.zeros_like(self.parts.wires))).makespan
+
+    @property
+    def with_one_message_time(self) -> float:
+        """Makespan of the replay with pauses, and each message as long as the median one."""
+        pauses, receiving = np.zeros((2, len(self.starts)))
+        for gap in self.gaps:
+            pauses[gap.number] = 0.0 if gap.wire else gap.lasts
+            receiving[gap.number] = self.message_time if gap.wire else 0.0
+        one = Parts(self.computing, pauses.reshape(self.shape), receiving.reshape(self.shape), self.parts.wires * 0)
+        return self.replay(one).makespan
+
+    def costs(self, *, split: bool) -> Costs:
+        """Return the costs of each stage and microbatch; with `split`, whole backwards are two halves, equally long."""
+        durations = self.parts.durations
+        if split and self.has_whole_backwards:
+            durations = durations.copy()
+            durations[WEIGHT_HALF] = durations[INPUT_HALF] = durations[INPUT_HALF] / 2
+        times = {name: _per_unit(of_kind) for name, of_kind in zip(NAMES, durations, strict=True)}
+        wires = self.parts.wires
+        pairs = np.argwhere((wires > 0) | (wires.T > 0)).tolist()
+        links = tuple(Link(source=a, destination=b, latency=float(wires[a, b])) for a, b in pairs)
+        return Costs(unit=UNIT, p2p=Wires(links=links) if links else 0.0, **times)
+
+
+def _timed(problem: Problem, orders: Orders) -> Timing:
+    timing = time_orders(problem, orders)
+    assert timing is not None, "a recorded order does not wait for itself"
+    return timing
+
+
+def _per_unit(times: Times) -> PerUnit:
+    """Return a cost that has these values, (stages, microbatches)."""
+    means = times.mean(axis=1, keepdims=True)
+    cells: Times = np.divide(times, means, out=np.ones_like(times), where=means > 0)
+    return PerUnit(stages=tuple(means[:, 0].tolist()), cells=tuple(map(tuple, cells.tolist())))
+
+
+def _median(values: list[float]) -> float:
+    return float(np.median(values)) if values else 0.0

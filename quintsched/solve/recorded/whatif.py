@@ -1,0 +1,187 @@
+"""Entry point: `what_if(load_run(path))` says how much of a recorded step was avoidable, and names the causes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from quintsched.errors import UsageError
+from quintsched.ir.instruction_set import Bwd, BwdInput, Compute
+from quintsched.ir.mesh import Mesh
+from quintsched.plan import Plan
+from quintsched.simulation.simulator import Simulation
+from quintsched.solve.order_problem import WEIGHT_HALF, Orders, Problem, problem_of
+from quintsched.solve.order_search import Attempt, search
+from quintsched.solve.recorded.idle_causes import Cause, IdleCauses
+from quintsched.solve.recorded.recorded_run import RecordedRun, RecordedStep
+from quintsched.solve.recorded.replay import Recording
+from quintsched.solve.recorded.waits import Waits, waits_of
+from quintsched.solve.solved_plan import EFFORT, NAME, SECONDS, Solution, plan_of, plan_of_rows, solution_of
+
+WHOLE, SPLIT = "whole", "split"
+"""Backwards of a better order: as one, or as two halves."""
+Told = Callable[[Attempt, float], None]
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """Analysis of one recorded step.
+
+    Attributes:
+        run, step: the run, and the step that was analysed.
+        recording: the step as a problem of the solver.
+        memory_cap: most activations of each rank, in microbatches of a whole rank.
+        better: best orders that were found, with whole backwards (where the run had these) and with split ones.
+    """
+
+    run: RecordedRun
+    step: RecordedStep
+    recording: Recording
+    memory_cap: tuple[float, ...]
+    better: Mapping[str, Solution]
+
+    @cached_property
+    def causes(self) -> tuple[Cause, ...]:
+        """Causes of the idle time, from the largest on."""
+        return IdleCauses(self.recording).causes
+
+    @cached_property
+    def work(self) -> float:
+        """Time that a rank computes on average."""
+        return IdleCauses(self.recording).work
+
+    @cached_property
+    def waits(self) -> Waits:
+        """On whom each rank has waited."""
+        return waits_of(self.recording)
+
+    @property
+    def bubble(self) -> float:
+        """Fraction of all ranks' time until the makespan in which they do not compute."""
+        return 1 - float(self.recording.computing.sum()) / (len(self.step.rows) * self.step.makespan)
+
+    @cached_property
+    def replayed(self) -> Mapping[str, float]:
+        """Makespans of the recorded order, timed again with more and more of its measured parts."""
+        return {
+            "computations": self.recording.without_messages,
+            "one message time": self.recording.with_one_message_time,
+            "all": self.recording.replay(self.recording.parts).makespan,
+        }
+
+    @property
+    def simulations(self) -> tuple[Simulation, Simulation]:
+        """The replay of the recorded order, and the best order with the same kind of backwards, for pictures."""
+        best = self.better[self.alike]
+        costs = best.certificate.costs
+        return self.run.plan.simulate(costs), best.plan.simulate(costs)
+
+    @property
+    def alike(self) -> str:
+        """Kind of backwards that the run had."""
+        return WHOLE if WHOLE in self.better else SPLIT
+
+    def avoidable(self, name: str) -> float:
+        """Fraction of the replayed step by which the best order is shorter."""
+        return max(0.0, 1 - self.better[name].certificate.value / self.replayed["all"])
+
+    def summary(self) -> dict[str, object]:
+        """Return the figures as JSON data."""
+        step = self.step.makespan
+        return {
+            "source": self.run.source,
+            "step": self.step.number,
+            "steps": len(self.run.steps),
+            "unit": "ms",
+            "makespan": step,
+            "bubble": self.bubble,
+            "message": self.recording.message_time,
+            "replay": {name: {"makespan": time, "error": time / step - 1} for name, time in self.replayed.items()},
+            "work": self.work / step,
+            "causes": [{"name": one.name, "share": one.time / step, "where": one.where} for one in self.causes],
+            "waits": [{name: time / step for name, time in of_rank.items()} for of_rank in self.waits],
+            "memory_cap": list(self.memory_cap),
+            "better": {name: self._as_json(name) for name in self.better},
+        }
+
+    def _as_json(self, name: str) -> dict[str, object]:
+        found = self.better[name]
+        claim = found.certificate
+        return {
+            "makespan": claim.value,
+            "avoidable": self.avoidable(name),
+            "bound": claim.bound,
+            "certified_gap": claim.gap,
+            "proved": found.proved,
+            "gap": found.gap,
+            "status": found.status,
+            "origin": found.origin,
+            "rank": claim.rank,
+            "reason": claim.reason,
+        }
+
+
+def what_if(
+    run: RecordedRun,
+    *,
+    step: int | None = None,
+    memory_cap: float | None = None,
+    effort: int = EFFORT,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    told: Told = lambda attempt, seconds: None,
+) -> WhatIf:
+    """Analyse a step: its causes of idle time, and the best order under the same costs and in equal memory.
+
+    Args:
+        run: the recorded run, as `load_run` returns it.
+        step: number of the step; None: the one with the median makespan.
+        memory_cap: most activations of a rank, in microbatches of a whole rank; None: on each rank as many as were.
+        effort, seed: as of `solve`.
+        seconds: most seconds of the search.
+        told: called with each improvement and the seconds that have passed.
+
+    Raises:
+        UsageError: a step that was not recorded, a cap in which one microbatch has no room.
+    """
+    if not seconds > 0 or effort < 1:
+        raise UsageError(f"seconds is {seconds:g} and effort {effort}; give positive numbers")
+    chosen = run.step(step)
+    recording = Recording.from_step(run.plan, chosen)
+    caps = recording.peaks if memory_cap is None else (float(memory_cap),) * len(recording.peaks)
+    kinds = (WHOLE, SPLIT) if recording.has_whole_backwards else (SPLIT,)
+    better = {
+        kind: _best(recording, caps, kind, effort=effort, seconds=seconds / len(kinds), seed=seed, told=told)
+        for kind in kinds
+    }
+    return WhatIf(run, chosen, recording, caps, better)
+
+
+def _best(
+    recording: Recording, caps: tuple[float, ...], kind: str, *, effort: int, seconds: float, seed: int, told: Told
+) -> Solution:
+    """Search from the recorded order on."""
+    plan, costs = recording.plan, recording.costs(split=kind == SPLIT)
+    problem = problem_of(plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp, costs, caps)
+    known = {"the recorded order": recording.orders}
+    done = search([problem], costs, "makespan", seed=seed, effort=effort, seconds=seconds, told=told, known=known)
+    assert done.best is not None, "one microbatch after the other has room"
+    made = _plan(problem, done.best.orders, kind)
+    cap = None if any(map(math.isinf, caps)) else caps
+    return solution_of(done, made, "as recorded", costs, cap)
+
+
+def _plan(problem: Problem, orders: Orders, kind: str) -> Plan:
+    mesh = Mesh(pp=problem.pp)
+    if kind == SPLIT:
+        return plan_of(problem, orders, mesh)
+    rows = [_with_whole_backwards(problem, order) for order in orders]
+    return plan_of_rows(rows, problem.stage_to_pp, problem.microbatches, mesh, NAME)
+
+
+def _with_whole_backwards(problem: Problem, order: Sequence[int]) -> list[Compute]:
+    """Return an order whose input halves stand for whole backwards."""
+    found = [problem.computation(number) for number in order if problem.place_of(number)[0] != WEIGHT_HALF]
+    return [Bwd(i.stage, i.microbatch) if isinstance(i, BwdInput) else i for i in found]
