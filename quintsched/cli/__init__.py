@@ -22,9 +22,8 @@ from quintsched.cli.import_export import export, import_
 from quintsched.cli.new import new
 from quintsched.cli.pictures import render
 from quintsched.cli.run_and_verify import inspect, run, verify
-from quintsched.cli.simulate_and_compare import compare, simulate
+from quintsched.cli.simulate_and_compare import compare, simulate, whatif
 from quintsched.cli.solve import certify, solve
-from quintsched.cli.whatif import whatif
 from quintsched.files.terminal import standard_streams
 from quintsched.strategies.commands.calibrate import calibrate
 from quintsched.strategies.commands.layout_command import layout

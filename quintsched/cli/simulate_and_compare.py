@@ -1,4 +1,4 @@
-"""`quintsched simulate` and `quintsched compare`: simulated times and memory of plans."""
+"""`quintsched simulate`, `compare` and `whatif`: simulated times and memory of plans, and of recorded runs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from quintsched.schedules import Schedule
     from quintsched.simulation.costs import Costs
     from quintsched.simulation.simulator import Simulation
+    from quintsched.solve.order_search import Attempt
 
 MOST_STEPS = 12
 """Number of computations of a critical path that are printed at its beginning, and at its end."""
 
 
 FROM_TRACE = "from-trace"
+SAME = "same"
 
 
 def simulate(
@@ -246,3 +248,74 @@ def _comparison(simulations: list[Simulation], refused: dict[str, str]) -> Itera
     ]
     yield from table(header, rows)
     yield from (f"left out: {reason}" for reason in refused.values())
+
+
+def whatif(
+    trace: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TRACE", help="Directory of traces of a run: by this project, Primus or torch.profiler."
+        ),
+    ],
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", help="Step to analyse; default: the one of median time.")
+    ] = None,
+    memory_cap: Annotated[
+        str,
+        typer.Option(
+            "--memory-cap", metavar="X", help="Most activations on a rank, in microbatches; same: as recorded."
+        ),
+    ] = SAME,
+    effort: Annotated[int, typer.Option("--effort", metavar="N", help="Work of the search.")] = 4,
+    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="End after this time at the latest.")] = 60.0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the search.")] = 0,
+    plan: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="Write the better plan there.")] = None,
+    certificate: Annotated[
+        Path | None, typer.Option("--certificate", metavar="FILE", help="Write its lower bound, for `certify`.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="PICTURE", help="Draw both timelines: .png, .svg or .html."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell how much of a measured step was avoidable, and by what.
+
+    Rebuilds plan and costs from a trace and replays them. Then says what each cause of idle time costs, on whom each
+    rank has waited, and how much faster the best order in equal memory is, with a certified bound.
+    """
+    from quintsched.cli.pictures import PAGE, PICTURES, picture_path, write_picture
+    from quintsched.solve.recorded import load_run, what_if
+    from quintsched.solve.recorded.report import in_words
+
+    path = None if output is None else picture_path(output, (*PICTURES, PAGE))
+    for file in filter(None, (path, plan, certificate)):
+        refuse_input(file, trace)
+    with progress("reading the trace") as shown:
+        run = load_run(trace)
+
+        def told(attempt: Attempt, taken_s: float) -> None:
+            shown.at(taken_s, seconds, f"{attempt.value:g} at most, {attempt.bound.value:g} at least")
+
+        cap = None if memory_cap == SAME else _number(memory_cap)
+        found = what_if(run, step=step, memory_cap=cap, effort=effort, seconds=seconds, seed=seed, told=told)
+    best = found.better[found.alike]
+    if plan is not None:
+        best.plan.save(plan)
+    if certificate is not None:
+        best.certificate.save(certificate)
+    if path is not None:
+        from quintsched import viz
+
+        write_picture(path, lambda: viz.compare(found.simulations, path))
+    if as_json:
+        emit(found.summary())
+    else:
+        say(in_words(found))
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UsageError(f"--memory-cap {text}: give a number of microbatches, or {SAME}") from None

@@ -165,8 +165,10 @@ def _operators(spans: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def _computing(event: dict[str, Any], operators: dict[str, list[float]]) -> tuple[float, float]:
-    """Return the part of a span from its first operator on; all of it if it has none."""
+    """Return the part of a span from its first operator on: nothing if it has none, all if none were recorded."""
     start, end = float(event["ts"]), float(event["ts"]) + float(event["dur"])
-    starts = operators.get(f"{event.get('pid')} {event.get('tid')}", [])
+    starts = operators.get(f"{event.get('pid')} {event.get('tid')}")
+    if starts is None:
+        return start, end
     place = bisect_left(starts, start)
-    return (starts[place] if place < len(starts) and starts[place] < end else start), end
+    return (min(starts[place], end) if place < len(starts) else end), end

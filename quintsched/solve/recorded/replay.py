@@ -5,12 +5,14 @@
 
 `computing` is what a rank computes. `pauses` are the times before it in which the rank neither computes nor waits, and
 `receiving` those where it takes a message from another rank. `wires` are the times that a message is on its way while
-its receiver waits, beyond that. Arrays have the shape (kinds, stages, microbatches), with the kinds of `order_problem`.
+its receiver waits, beyond that; none is then later than it was. Arrays have the shape (kinds, stages, microbatches),
+with the kinds of `order_problem`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -29,7 +31,7 @@ from quintsched.solve.recorded.recorded_run import UNIT, RecordedStep
 from quintsched.solve.starting_orders import KINDS
 
 UNUSUAL = 2.0
-"""Multiple of a pair of ranks' usual time to take a message, beyond which a rank pauses for other reasons."""
+"""Multiple of the usual time to take a message, beyond which a rank pauses for other reasons."""
 NAMES = ("forward", "backward_input", "backward_weight")
 """Costs of the kinds of computations."""
 
@@ -49,12 +51,27 @@ class Parts(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Time between two computations of a rank: from when it was free, and the input there, to the next start."""
+    """Time before a computation of a rank: when the rank was free, when its input was made, and when it started."""
 
     number: int
     wire: tuple[int, int] | None
-    waited: bool
-    lasts: float
+    free: float
+    made: float
+    start: float
+
+    @property
+    def waited(self) -> bool:
+        """Whether the rank waited for the input."""
+        return self.made > self.free
+
+    @property
+    def lasts(self) -> float:
+        """Time from when the rank was free, and the input made, to the start."""
+        return self.after(self.made)
+
+    def after(self, arrival: float) -> float:
+        """Return the time from when the rank was free, and the input there, to the start."""
+        return max(0.0, self.start - max(self.free, arrival))
 
 
 @dataclass(frozen=True)
@@ -114,17 +131,14 @@ class Recording:
     def _gaps(self) -> Iterator[Gap]:
         problem, whole = self.problem, self.has_whole_backwards
         for rank, order in enumerate(self.orders):
-            free: float | None = None
+            free = -math.inf
             for number in order:
                 needed = problem.needs[number]
                 source = problem.ranks[needed] if needed >= 0 else rank
                 is_rest = whole and problem.place_of(number)[0] == WEIGHT_HALF
-                if not is_rest and not (free is None and source == rank):
-                    arrival = self.ends[needed] if source != rank else -1.0
-                    waited = free is None or arrival > free
-                    ready = arrival if free is None else max(free, arrival)
-                    lasts = max(0.0, self.starts[number] - ready)
-                    yield Gap(number, (source, rank) if source != rank else None, waited, lasts)
+                made = self.ends[needed] if source != rank else -math.inf
+                if not is_rest and max(free, made) > -math.inf:
+                    yield Gap(number, (source, rank) if source != rank else None, free, made, self.starts[number])
                 free = self.ends[number]
 
     @cached_property
@@ -137,18 +151,40 @@ class Recording:
         """Measured parts: the message times of each pair of ranks are medians, all else is as it was."""
         pauses, receiving = np.zeros((2, len(self.starts)))
         wires = np.zeros((self.problem.pp, self.problem.pp))
-        handled = _median([gap.lasts for gap in self.gaps if gap.wire and not gap.waited])
+        usual = self._usual_receiving()
         for wire in sorted({gap.wire for gap in self.gaps if gap.wire}):
             mine = [gap for gap in self.gaps if gap.wire == wire]
-            wires[wire] = max(0.0, _median([gap.lasts for gap in mine if gap.waited]) - handled)
+            waited = _median([gap.lasts for gap in mine if gap.waited])
+            on_its_way = waited - self._before_any(wire[1], otherwise=usual)
+            wires[wire] = max(0.0, min(on_its_way, self._longest_wire(mine)))
+            arrival = 0.0
             for gap in mine:
-                receiving[gap.number] = max(0.0, gap.lasts - wires[wire] * gap.waited)
-            numbers = [gap.number for gap in mine]
-            usual = np.minimum(receiving[numbers], UNUSUAL * np.median(receiving[numbers]))
-            pauses[numbers], receiving[numbers] = receiving[numbers] - usual, usual
+                arrival = max(arrival, gap.made) + wires[wire]
+                receiving[gap.number] = min(gap.after(arrival), UNUSUAL * usual)
+                pauses[gap.number] = gap.after(arrival) - receiving[gap.number]
         for gap in self.gaps:
-            pauses[gap.number] += gap.lasts if gap.wire is None else 0.0
+            pauses[gap.number] += 0.0 if gap.wire else gap.lasts
         return Parts(self.computing, pauses.reshape(self.shape), receiving.reshape(self.shape), wires)
+
+    def _usual_receiving(self) -> float:
+        """Return the time that ranks take for a message that is there: the median of ranks, each with its median."""
+        of_ranks: dict[int, list[float]] = {}
+        for gap in self.gaps:
+            if gap.wire and not gap.waited:
+                of_ranks.setdefault(gap.wire[1], []).append(gap.lasts)
+        return _median(list(map(_median, of_ranks.values())))
+
+    def _before_any(self, rank: int, otherwise: float) -> float:
+        """Return the median gap of a rank that has not waited."""
+        found = [gap.lasts for gap in self.gaps if self.problem.ranks[gap.number] == rank and not gap.waited]
+        return _median(found) if found else otherwise
+
+    @staticmethod
+    def _longest_wire(messages: Sequence[Gap]) -> float:
+        """Return the longest time of messages, one after the other, by which all are there when they were used."""
+        made, used = (np.array([getattr(gap, name) for gap in messages]) for name in ("made", "start"))
+        first, last = np.triu_indices(len(messages))
+        return float(((used[last] - made[first]) / (last - first + 1)).min())
 
     @cached_property
     def message_time(self) -> float:

@@ -16,7 +16,7 @@ from quintsched.solve.recorded.replay import Recording
 END, PAUSE = "end", "pause"
 
 Waits = tuple[dict[str, float], ...]
-"""For each rank, its idle times, the longest first: for "rank 3" that computes, for a "message from rank 3", as it
+"""For each rank, its idle times, the longest first: for "rank 3" that computes, for a "message 3 to 2", as it
 pauses itself, or until the "end" of the step."""
 
 
@@ -49,7 +49,7 @@ def _blame(recording: Recording, number: int, since: float, until: float) -> Ite
         return
     end = recording.ends[needed]
     if until > end:
-        yield f"message from rank {source}", until - max(end, since)
+        yield f"message {source} to {rank}", until - max(end, since)
     yield from _blame_rank(recording, source, recording.places[needed], since, min(until, end))
 
 

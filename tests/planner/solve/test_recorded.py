@@ -1,0 +1,319 @@
+"""Recorded runs: planted causes are named with their share, plans are rebuilt, and replays take as long as the runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import quintsched as qs
+from quintsched.errors import InputError, UnsoundError, UsageError
+from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
+from quintsched.simulation.cost_forms import Link, PerUnit, Wires
+from quintsched.simulation.simulator import Span
+from quintsched.solve import certify
+from quintsched.solve.recorded import RecordedStep, load_run, what_if
+from quintsched.solve.recorded.idle_causes import CAUSES, IdleCauses
+from quintsched.solve.recorded.recorded_run import ComputedSpan, recorded_run
+from quintsched.solve.recorded.replay import Recording
+from quintsched.solve.recorded.waits import waits_of
+from tests.traces import write_trace
+
+COSTS = qs.Costs(unit="ms", forward=10.0, backward_input=9.0, backward_weight=8.0)
+DATA = Path(__file__).parents[2] / "data" / "primus"
+PAUSE = "pause"
+
+
+@dataclass
+class Planted:
+    """Times of a made-up run: arrays of (stages, microbatches), pauses before computations, and wires."""
+
+    plan: qs.Plan
+    forward: np.ndarray
+    backward: np.ndarray
+    pauses: dict[Compute, float] = field(default_factory=dict)
+    wires: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    @classmethod
+    def even(cls, name: str, pp: int, microbatches: int, chunks: int = 1) -> Planted:
+        plan = qs.compile(name, mesh=f"pp={pp}", microbatches=microbatches, chunks=chunks)
+        shape = (len(plan.stage_to_pp), microbatches)
+        return cls(plan, np.full(shape, 10.0), np.full(shape, 20.0))
+
+    def simulate(self) -> qs.Simulation:
+        """Time it by the simulator, pauses included."""
+        forward, backward = self.forward.copy(), self.backward.copy()
+        for i, pause in self.pauses.items():
+            (forward if isinstance(i, Fwd) else backward)[i.stage, i.microbatch] += pause
+        links = tuple(Link(source=a, destination=b, latency=time) for (a, b), time in self.wires.items())
+        halves = {name: per_unit(backward / 2) for name in ("backward_input", "backward_weight")}
+        costs = qs.Costs(unit="ms", forward=per_unit(forward), p2p=Wires(links=links), **halves)
+        return self.plan.simulate(costs)
+
+    def step(self) -> RecordedStep:
+        """Return what a trace of it would have."""
+        rows = tuple(
+            tuple(
+                ComputedSpan(span.instruction, span.start + self.pauses.get(span.instruction, 0.0), span.end)
+                for span in row
+                if isinstance(span.instruction, Compute)
+            )
+            for row in self.simulate().timeline
+        )
+        return RecordedStep(1, rows)
+
+    @property
+    def time(self) -> float:
+        """Time until its last computation ends."""
+        return self.step().makespan
+
+
+def per_unit(times: np.ndarray) -> PerUnit:
+    means = times.mean(axis=1, keepdims=True)
+    return PerUnit(stages=tuple(means[:, 0]), cells=tuple(map(tuple, times / means)))
+
+
+Plant = Callable[[Planted], None]
+
+
+def stage(number: int, factor: float) -> Plant:
+    """Make one stage slower, and all faster for it: what another cut would even out."""
+
+    def plant(run: Planted) -> None:
+        factors = np.ones(len(run.forward))
+        factors[number] = factor
+        for times in (run.forward, run.backward):
+            times *= (factors / factors.mean())[:, None]
+
+    return plant
+
+
+def microbatch(number: int, factor: float) -> Plant:
+    def plant(run: Planted) -> None:
+        factors = np.ones(run.forward.shape[1])
+        factors[number] = factor
+        for times in (run.forward, run.backward):
+            times *= factors / factors.mean()
+
+    return plant
+
+
+def outlier(kind: str, of_stage: int, unit: int, factor: float) -> Plant:
+    def plant(run: Planted) -> None:
+        (run.forward if kind == "forward" else run.backward)[of_stage, unit] *= factor
+
+    return plant
+
+
+def wire(source: int, target: int, time: float) -> Plant:
+    def plant(run: Planted) -> None:
+        run.wires |= {(source, target): time, (target, source): run.wires.get((target, source), 0.0)}
+
+    return plant
+
+
+def wires(time: float) -> Plant:
+    def plant(run: Planted) -> None:
+        last = run.plan.mesh.pp - 1
+        run.wires |= {pair: time for a in range(last) for pair in ((a, a + 1), (a + 1, a))}
+
+    return plant
+
+
+def pause(rank: int, time: float, every: int = 1) -> Plant:
+    def plant(run: Planted) -> None:
+        computed = [i for i in run.plan.programs[rank] if isinstance(i, Fwd | Bwd)]
+        run.pauses |= dict.fromkeys(computed[1::every], time)
+
+    return plant
+
+
+def one_pause(i: Compute, time: float) -> Plant:
+    def plant(run: Planted) -> None:
+        run.pauses[i] = time
+
+    return plant
+
+
+FLAT, LOOP = ("1f1b", 4, 8), ("interleaved-1f1b", 4, 8, 2)
+CASES: list[tuple[tuple, dict[str, tuple[Plant, str]]]] = [
+    (FLAT, {"stages": (stage(0, 1.5), "stage 0 on rank 0")}),
+    (FLAT, {"stages": (stage(2, 1.5), "stage 2 on rank 2")}),
+    (FLAT, {"stages": (stage(3, 2.0), "stage 3 on rank 3")}),
+    (LOOP, {"stages": (stage(7, 2.0), "stage 7 on rank 3")}),
+    (("gpipe", 4, 6), {"stages": (stage(1, 1.4), "stage 1 on rank 1")}),
+    (FLAT, {"messages": (wires(4.0), "from rank")}),
+    (FLAT, {"messages": (wire(1, 2, 9.0), "from rank 1 to rank 2")}),
+    (FLAT, {"messages": (wire(3, 2, 9.0), "from rank 3 to rank 2")}),
+    (("1f1b", 8, 16), {"messages": (wire(6, 7, 12.0), "from rank 6 to rank 7")}),
+    (FLAT, {"pauses": (pause(0, 4.0), "rank 0")}),
+    (FLAT, {"pauses": (pause(3, 4.0), "rank 3")}),
+    (FLAT, {"pauses": (one_pause(Bwd(2, 5), 90.0), "rank 2")}),
+    (("gpipe", 4, 6), {"pauses": (pause(1, 6.0, every=3), "rank 1")}),
+    (FLAT, {"variation": (outlier("forward", 1, 4, 8.0), "forward 4 of stage 1, 8 times")}),
+    (FLAT, {"variation": (outlier("backward", 3, 6, 5.0), "backward 6 of stage 3, 5 times")}),
+    (LOOP, {"variation": (outlier("backward", 5, 0, 4.0), "backward 0 of stage 5, 4 times")}),
+    (FLAT, {"microbatches": (microbatch(3, 3.0), "microbatch 3")}),
+    (("1f1b", 8, 16), {"microbatches": (microbatch(15, 4.0), "microbatch 15")}),
+    (FLAT, {"stages": (stage(3, 1.6), "stage 3"), "messages": (wires(3.0), "from rank")}),
+    (FLAT, {"pauses": (pause(2, 3.0), "rank 2"), "variation": (outlier("forward", 2, 2, 6.0), "forward 2 of stage 2")}),
+]
+
+
+@pytest.mark.parametrize(("plan", "planted"), CASES)
+def test_planted_causes_are_named_with_their_share(plan: tuple, planted: dict[str, tuple[Plant, str]]) -> None:
+    def time(names: set[str]) -> float:
+        run = Planted.even(*plan)
+        for name in names:
+            planted[name][0](run)
+        return run.time
+
+    run = Planted.even(*plan)
+    for plant, _ in planted.values():
+        plant(run)
+    recording = Recording.from_step(run.plan, run.step())
+    assert recording.replay(recording.parts).makespan == pytest.approx(run.time)
+    found = IdleCauses(recording)
+    shares = {cause.name: cause.time / run.time for cause in found.causes}
+    assert sum(shares.values()) + found.work / run.time == pytest.approx(1)
+    named = [cause for cause in found.causes if cause.name in CAUSES][: len(planted)]
+    assert {cause.name for cause in named} == planted.keys()
+    for cause in named:
+        others = planted.keys() - {cause.name}
+        alone = time({cause.name}) - time(set())
+        expected = (alone + run.time - time(others)) / 2
+        assert shares[cause.name] == pytest.approx(expected / run.time, abs=0.02)
+        assert cause.where.startswith(planted[cause.name][1])
+    assert shares["warm-up"] == pytest.approx((time(set()) - found.work) / run.time, abs=0.02)
+
+
+def test_waits_are_blamed_on_ranks_messages_and_pauses_and_add_up() -> None:
+    """Rank 0 waits for F0's message (5), F0 (10), a pause (3) and B0 (20) of rank 1; rank 1 for F0 and its message."""
+    run = Planted.even("1f1b", 2, 1)
+    wire(0, 1, 5.0)(run)
+    one_pause(Bwd(1, 0), 3.0)(run)
+    first, second = waits_of(Recording.from_step(run.plan, run.step()))
+    assert first == pytest.approx({"rank 1": 30.0, "message 0 to 1": 5.0, "pause": 3.0})
+    assert second == pytest.approx({"end": 20.0, "rank 0": 10.0, "message 0 to 1": 5.0, "pause": 3.0})
+    run = Planted.even("interleaved-1f1b", 4, 8, 2)
+    stage(5, 2.0)(run)
+    recording = Recording.from_step(run.plan, run.step())
+    for rank, waited in enumerate(waits_of(recording)):
+        busy = sum(recording.ends[n] - recording.starts[n] for n in recording.orders[rank])
+        assert sum(waited.values()) + busy == pytest.approx(run.time)
+
+
+def test_a_better_order_is_certified_and_never_worse_than_the_recorded_one() -> None:
+    run = Planted.even("gpipe", 3, 6)
+    stage(1, 1.3)(run)
+    wires(0.5)(run)
+    found = what_if(recorded_run("test", run.plan, [run.step()]), memory_cap=3, effort=1, seconds=3)
+    assert set(found.better) == {"whole", "split"}
+    for best in found.better.values():
+        certify(best.plan, best.certificate)
+        assert best.certificate.value < run.time
+        assert max(best.plan.simulate(best.certificate.costs).peak_activations) <= 3
+    assert not any(isinstance(i, BwdInput | BwdWeight) for row in found.better["whole"].plan.programs for i in row)
+    same = what_if(recorded_run("test", run.plan, [run.step()]), effort=1, seconds=2)
+    assert same.memory_cap == (6.0, 6.0, 6.0)
+    assert all(best.certificate.value <= run.time * (1 + 1e-9) for best in same.better.values())
+
+
+def test_recorded_split_backwards_stay_split(tmp_path: Path) -> None:
+    costs = qs.Costs(unit="ms", forward=10.0, backward_input=8.0, backward_weight=6.0, p2p=0.5)
+    plan = qs.compile("zb-h1", mesh="dp=2,pp=3", microbatches=6)
+    write_trace(tmp_path, plan.simulate(costs))
+    plan.save(tmp_path / "plan.json")
+    run = load_run(tmp_path)
+    found = what_if(run, effort=1, seconds=2)
+    assert set(found.better) == {"split"}
+    assert found.recording.parts.durations[:, 0, 0] == pytest.approx((10.0, 8.0, 6.0), abs=1e-3)
+    assert found.replayed["all"] == pytest.approx(run.steps[0].makespan)
+    alone = plan.simulate(costs.model_copy(update={"p2p": 0.0}))
+    assert found.replayed["computations"] == pytest.approx(max(span.end for span in computed(alone)), rel=1e-3)
+
+
+def computed(simulation: qs.Simulation) -> list[Span]:
+    return [span for row in simulation.timeline for span in row if span.instruction.computes]
+
+
+def test_primus_is_replayed_within_a_hundredth_without_messages_and_closer_with_them() -> None:
+    run = load_run(DATA)
+    assert (run.source, run.plan.mesh.pp, run.plan.schedule.microbatches) == ("Primus", 8, 16)
+    one_f_one_b = qs.compile("1f1b", mesh="pp=8", microbatches=16)
+    assert run.plan.programs == one_f_one_b.programs
+    for step in run.steps:
+        recording = Recording.from_step(run.plan, step)
+        assert recording.without_messages == pytest.approx(step.makespan, rel=0.012)
+        assert recording.with_one_message_time == pytest.approx(step.makespan, rel=0.003)
+        assert recording.replay(recording.parts).makespan == pytest.approx(step.makespan, rel=0.001)
+    found = what_if(run, effort=1, seconds=4)
+    assert found.better["whole"].certificate.bound > 0.98 * found.step.makespan
+    assert found.avoidable("split") > 0.04
+
+
+def primus(folder: Path, steps: list[dict], config: dict) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    for rank, step in enumerate(steps):
+        (folder / f"pp_rank_{rank}.json").write_text(json.dumps({"1": step}))
+    return folder
+
+
+@pytest.mark.parametrize(("name", "named"), [("interleaved-1f1b", False), ("zbv", True)])
+def test_chunks_and_split_backwards_of_primus(tmp_path: Path, name: str, named: bool) -> None:
+    """Write what Primus would have; without names, microbatches and chunks follow from Megatron's order."""
+    plan = qs.compile(name, mesh="pp=4", microbatches=8, chunks=2)
+    timeline = plan.simulate(COSTS).timeline
+    kinds = {Fwd: "fwd", Bwd: "bwd", BwdInput: "bwd", BwdWeight: "wgrad"}
+    steps = []
+    for rank, row in enumerate(timeline):
+        stages = [k for k, at in enumerate(plan.stage_to_pp) if at == rank]
+        step: dict[str, list[float]] = {}
+        for span in row:
+            if (kind := kinds.get(type(span.instruction))) is not None:
+                values = {"start": span.start, "end": span.end}
+                if named:
+                    values |= {"minibatch": span.instruction.microbatch, "chunk": stages.index(span.instruction.stage)}
+                for what, value in values.items():
+                    step.setdefault(f"{kind}_{what}", []).append(value)
+        steps.append(step)
+    run = load_run(primus(tmp_path, steps, {"pp_size": 4, "vpp_size": 2, "micro_batches": 8}))
+    assert run.plan.stage_to_pp == plan.stage_to_pp
+    orders = [[[i for i in row if isinstance(i, Compute)] for row in found.programs] for found in (run.plan, plan)]
+    assert orders[0] == orders[1]
+    assert run.steps[0].makespan == pytest.approx(max(span.end for span in computed(plan.simulate(COSTS))))
+
+
+def test_broken_traces_are_refused_with_the_place(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such directory"):
+        load_run(tmp_path / "none")
+    with pytest.raises(UsageError, match="no traces there"):
+        load_run(tmp_path)
+    config = {"pp_size": 1, "vp_size": 1, "num_mbs": 1}
+    good = {"fwd_start": [0.0], "fwd_end": [1.0], "bwd_start": [1.0], "bwd_end": [2.0]}
+    broken: list[tuple[dict, dict, str]] = [
+        (good | {"fwd_end": [1.0, 2.0]}, config, "/fwd_start: not one entry for each"),
+        (good | {"bwd_start": ["x"]}, config, "/1/bwd_start/0"),
+        (good, config | {"num_mbs": 0}, "config.json: /num_mbs"),
+        (good | {"bwd_start": [0.5]}, config, "rank 0 runs Bwd.* before Fwd.* has ended"),
+    ]
+    for step, changed, why in broken:
+        with pytest.raises(InputError, match=why):
+            load_run(primus(tmp_path, [step], changed))
+    plan = qs.compile("gpipe", mesh="pp=2", microbatches=2, recompute=1)
+    write_trace(tmp_path / "own", plan.simulate())
+    plan.save(tmp_path / "own" / "plan.json")
+    with pytest.raises(UnsoundError, match="Recompute"):
+        load_run(tmp_path / "own")
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "rank0.json").write_text('{"traceEvents": []}')
+    with pytest.raises(InputError, match="no trace has spans like PP:0F3"):
+        load_run(tmp_path / "torch")
+    run = load_run(primus(tmp_path, [good], config))
+    for options, why in (({"step": 7}, "step 7 was not recorded"), ({"seconds": 0.0}, "give positive numbers")):
+        with pytest.raises(UsageError, match=why):
+            what_if(run, **options)  # type: ignore[arg-type]
