@@ -187,12 +187,6 @@ def test_a_rank_of_an_unsound_plan_is_listed(cli, broken):
     assert cli("show", path, "--rank", 1).code == 0
 
 
-def test_a_plan_that_cannot_end_is_not_timed(refused, broken):
-    path = broken(1, FIRST_BACKWARD_FIRST)
-    for command in (("simulate", path), ("show", path), ("render", path, "-o", "out.png")):
-        assert "must end before" in refused(1, *command)
-
-
 def test_broken_costs(refused, plan_file, tmp_path):
     (tmp_path / "costs.json").write_text('{"forwrd": 1}')
     assert "costs.json: /forwrd: unknown key" in refused(1, "simulate", plan_file, "--costs", "costs.json")
@@ -317,7 +311,3 @@ def test_what_run_starts(cli, plan_file, tmp_path, monkeypatch):
         {**plain, "restarts": 3, "nnodes": 2, "node_rank": 1, "master": "10.0.0.1:29500"},
         {**plain, "fresh": True},
     ]
-
-
-def test_json_numbers_stay_json(cli, plan_file):
-    assert json.loads(cli("simulate", plan_file, "--json").out)["span_bubble"] == pytest.approx(0.2)

@@ -228,12 +228,6 @@ def test_every_report_is_json_only(cli, plan_file):
         assert done.err == ""
 
 
-def test_a_plan_from_standard_input(cli, plan_file, monkeypatch):
-    with plan_file.open() as stream:
-        monkeypatch.setattr("sys.stdin", stream)
-        assert cli("check", "-").code == 0
-
-
 def test_pictures_that_cannot_be(refused, plan_file, monkeypatch):
     assert "name it .png or .svg" in refused(2, "render", plan_file, "-o", "out.gif")
     assert "name it .png or .svg" in refused(2, "compare", "1f1b", "--pp", 2, "-m", 2, "-o", "out")

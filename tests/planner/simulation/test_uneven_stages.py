@@ -27,18 +27,6 @@ def test_stages_cost_in_proportion_to_their_blocks():
     assert found.peak_activations[2] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("schedule", "microbatches", "slices", "stages"),
-    [("1f1b", 5, 1, 2), ("interleaved-1f1b", 4, 1, 4), ("zbv", 4, 1, 4), ("seq-1f1b", 3, 4, 2), ("dualpipe", 4, 1, 4)],
-)
-def test_even_blocks_cost_what_even_stages_do(schedule, microbatches, slices, stages):
-    shape = {"mesh": "pp=2", "microbatches": microbatches, "slices": slices}
-    even = qs.compile(schedule, **shape, stages=[3] * stages).simulate(SCALARS)
-    plain = qs.compile(schedule, **shape).simulate(SCALARS)
-    for name in ("makespan", "busy", "spans", "peak_activations", "peak_state", "peak_memory"):
-        assert getattr(even, name) == getattr(plain, name), name
-
-
 def costs_of_all_kinds() -> qs.Costs:
     """Costs in which every field has another number, and some differ from microbatch to microbatch."""
     values: dict[str, object] = {"unit": "ms", "microbatches": [1, 2, 0.5, 1], "experts": 0.25}

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save
 
 import quintsched as qs
 from quintsched.errors import InputError, MisfitError, QuintschedError
 from quintsched.runtime.saving.checkpoints.manifest import (
     MANIFEST,
     DcpManifest,
-    Manifest,
     WrittenFile,
-    file_name,
-    make_manifest,
     parse_manifest,
-    read_manifest,
     seal,
 )
 
@@ -31,7 +24,6 @@ from .holders import save as save_step
 
 STEP = 12
 PLAN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
-DATA = save({"model.0.weight": torch.ones(2)})
 
 
 def saved(folder: Path, plan: qs.Plan = PLAN) -> Path:
@@ -49,31 +41,6 @@ def refusals(folder: Path, plan: qs.Plan = PLAN) -> list[Exception]:
         return error.value
 
     return on_ranks(refused, plan)
-
-
-def test_what_was_written_is_read(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    manifest = read_manifest(path, STEP)
-    assert manifest.to_json() == path.read_bytes()
-    assert [file.name for file in manifest.files] == [file_name(rank) for rank in range(4)]
-    found = load(tmp_path, PLAN)
-    assert found is not None
-    assert found.manifest.progress == {"number": 1.0}
-
-
-def test_a_mesh_of_one_rank_has_no_axes(tmp_path: Path) -> None:
-    plan = qs.compile("1f1b", mesh=qs.Mesh(), microbatches=1)
-    alone = manifest_of(qs.Mesh())
-    path = tmp_path / MANIFEST
-    path.write_bytes(alone.to_json())
-    assert read_manifest(path, STEP) == alone
-    saved(tmp_path / "run", plan)
-    assert load(tmp_path / "run", plan) is not None
-
-
-def manifest_of(mesh: qs.Mesh) -> Manifest:
-    files = [WrittenFile(name=file_name(rank), bytes=9, sha256="0" * 64) for rank in range(mesh.size)]
-    return make_manifest("0" * 16, STEP, "0" * 64, mesh, files, {"epoch": 1})
 
 
 def read_json(path: Path) -> Any:
@@ -192,14 +159,3 @@ def test_a_checkpoint_of_another_plan_does_not_fit(tmp_path: Path) -> None:
     for refused in refusals(tmp_path, other):
         assert isinstance(refused, MisfitError)
         assert "written by another plan" in str(refused)
-
-
-@pytest.mark.parametrize("data", [None, b"", DATA[:-1]])
-def test_a_file_that_is_gone_or_cut_short_is_named(data: bytes | None, tmp_path: Path) -> None:
-    path = saved(tmp_path).with_name(file_name(2))
-    path.unlink()
-    if data is not None:
-        path.write_bytes(data)
-    for refused in refusals(tmp_path):
-        assert isinstance(refused, InputError)
-        assert re.search(r"rank-00002\.safetensors: (cannot read|the file is damaged)", str(refused))
