@@ -27,6 +27,7 @@ from quintsched.collectives.spelled_out import spelled
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten
+from quintsched.files.user_records import FormatVersion
 
 COLLECTIVE_FORMAT = "quintsched.collective"
 MOST_COLLECTIVE_BYTES = 2**28
@@ -56,9 +57,11 @@ class CollectiveEntry(BaseModel):
         return CollectiveProgram(self.kind, self.algorithm, self.size, self.chunks, programs)
 
 
-class _CollectiveFile(CollectiveEntry):
+class CollectiveFile(CollectiveEntry):
+    """File of one collective."""
+
     format: Literal["quintsched.collective"]
-    version: Literal[1]
+    version: FormatVersion
 
 
 def entries(plans: Mapping[str, CollectiveProgram]) -> dict[str, dict[str, object]]:
@@ -101,7 +104,7 @@ def loads(text: str | bytes) -> CollectiveProgram:
     if not isinstance(data, dict) or data.get("format") != COLLECTIVE_FORMAT:
         raise InputError(f'/format: this is no file of a collective; it must say "format": "{COLLECTIVE_FORMAT}"')
     try:
-        return _CollectiveFile.model_validate_json(json.dumps(data)).collective()
+        return CollectiveFile.model_validate_json(json.dumps(data), strict=True).collective()
     except ValidationError as error:
         raise InputError(describe_faults(error)) from error
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic_core import PydanticCustomError
 
 from quintsched.errors import InputError, UsageError
 from quintsched.files.atomic import read_whole
@@ -33,6 +34,16 @@ class RecordMetaclass(ModelMetaclass):
 
 
 Record = TypeVar("Record", bound=BaseModel)
+
+
+def _whole(value: object) -> object:
+    if isinstance(value, bool):
+        raise PydanticCustomError("version", "Input should be 1")
+    return value
+
+
+FormatVersion = Annotated[Literal[1], BeforeValidator(_whole)]
+"""Version of a file's format: a literal alone would take true for 1."""
 
 
 def read_record(kind: type[Record], path: Path, most_bytes: int, what: str) -> Record:

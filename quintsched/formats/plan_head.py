@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from quintsched.collectives.collective_json import CollectiveEntry, entries
 from quintsched.errors import InputError, UsageError
 from quintsched.files.strictjson import describe_faults, pointer
+from quintsched.files.user_records import FormatVersion
 from quintsched.ir.communication import LARGEST_FIGURE, Communication, Means, Wire
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
@@ -65,7 +66,7 @@ class HeadFile(_Strict):
     """Head of a plan file: all but its programs."""
 
     format: str
-    version: Literal[1]
+    version: FormatVersion
     mode: Literal["train", "forward"]
     schedule: _ScheduleFile
     mesh: list[tuple[Literal["dp", "pp", "tp", "cp", "ep"], Size]]

@@ -84,7 +84,7 @@ class StallReport(Strict):
                     f"/{name}: there are {len(found)}, but the mesh {plan.mesh} has {plan.mesh.size} ranks"
                 )
         try:
-            report = _File.model_validate_json(json.dumps(data))
+            report = StallFile.model_validate_json(json.dumps(data))
         except ValidationError as error:
             raise InputError(describe_faults(error)) from error
         return cls(culprits=report.culprits, chain=report.chain, states=report.states, plan=plan)._fitting()
@@ -116,7 +116,9 @@ class StallReport(Strict):
             raise InputError(f"{path}: {error}") from error
 
 
-class _File(Strict):
+class StallFile(Strict):
+    """Entries of a report's file beside its format and version."""
+
     culprits: tuple[Culprit, ...] = Field(max_length=MAX_RANKS)
     chain: tuple[Link, ...] = Field(max_length=MAX_RANKS)
     states: tuple[RankState, ...] = Field(max_length=MAX_RANKS)

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from quintsched.errors import InputError, UsageError
 from quintsched.files.plain_files import read_plain
 from quintsched.files.strictjson import describe_faults, parse_strict
+from quintsched.files.user_records import FormatVersion
 
 TOKEN_INDEX_FILE = "index.json"
 MOST_INDEX_BYTES = 2**28
@@ -51,7 +52,7 @@ class TokenIndex(_Strict):
     """Content of `index.json`; `end` is the id that ends each document, or None."""
 
     format: Literal["quintsched.tokens"]
-    version: Literal[1]
+    version: FormatVersion
     dtype: Literal["uint16", "uint32"]
     vocabulary: Annotated[int, Field(ge=1, le=2**32)]
     tokenizer: Annotated[str, Field(min_length=1, max_length=MOST_NAME)]

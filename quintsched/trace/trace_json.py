@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer
+from quintsched.files.user_records import FormatVersion
 from quintsched.formats.plan_json import dumps
 from quintsched.formats.run_plan import differences, plan_beside
 from quintsched.graph.event_graph import Times
@@ -58,9 +59,11 @@ class _StepFile(_Strict):
     wait: list[Seconds]
 
 
-class _RankFile(_Strict):
+class RankFile(_Strict):
+    """Trace file of one rank."""
+
     format: Literal["quintsched.trace"]
-    version: Literal[1]
+    version: FormatVersion
     plan: str
     rank: TraceIndex
     pp_rank: TraceIndex
@@ -144,7 +147,7 @@ def _load_rank(path: Path, plan: PlanData, digest: str, rank: int) -> RankTrace:
         raise InputError(f"{path}: {error}") from error
 
 
-def _difference(directory: Path, file: _RankFile, plan: PlanData) -> str:
+def _difference(directory: Path, file: RankFile, plan: PlanData) -> str:
     """Return how a plan differs from that of a trace, where the run has saved it beside."""
     found = plan_beside(directory)
     if found is None or digest_of(found[1]) != file.plan:
@@ -152,7 +155,7 @@ def _difference(directory: Path, file: _RankFile, plan: PlanData) -> str:
     return f": {differences(found[1], plan)}; its own is {found[0]}"
 
 
-def _read(text: bytes) -> _RankFile:
+def _read(text: bytes) -> RankFile:
     data: Any = parse_strict(text)
     if not isinstance(data, dict) or data.get("format") != TRACE_FORMAT:
         raise InputError(f'/format: this is not a trace file; it must say "format": "{TRACE_FORMAT}"')
@@ -160,12 +163,12 @@ def _read(text: bytes) -> _RankFile:
     if type(version) is int and version > TRACE_VERSION:
         raise InputError(f"/version: {version} is from the future; this release reads up to {TRACE_VERSION}")
     try:
-        return _RankFile.model_validate(data)
+        return RankFile.model_validate(data)
     except ValidationError as error:
         raise InputError(describe_faults(error)) from error
 
 
-def _rank_trace(file: _RankFile, plan: PlanData, rank: int) -> RankTrace:
+def _rank_trace(file: RankFile, plan: PlanData, rank: int) -> RankTrace:
     pp_rank = plan.mesh.pp_rank(rank)
     if (file.rank, file.pp_rank) != (rank, pp_rank):
         raise InputError(f"/rank: it is of rank {file.rank}, pp rank {file.pp_rank}, not of rank {rank}, {pp_rank}")

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
@@ -32,6 +32,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from quintsched.errors import InputError
 from quintsched.files.strictjson import describe_faults, parse_strict
+from quintsched.files.user_records import FormatVersion
 
 from ..parallel.tensor.parameter_shards import Shard, shard_of
 
@@ -253,7 +254,7 @@ class StateLayout:
 
 class _Written(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
-    version: Literal[1]
+    version: FormatVersion
     replica: tuple[int, int]
     placements: list[Placement]
     tensors: dict[str, int]

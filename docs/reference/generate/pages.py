@@ -8,6 +8,7 @@ from .api import api_page
 from .commands import commands_page
 from .exit_codes import exit_codes_page
 from .job import SINCE, job_page, schema_text, since_text
+from .schemas import schema_texts
 
 FOLDER = Path(__file__).parents[1]
 
@@ -21,4 +22,5 @@ def pages() -> dict[str, str]:
         "job.md": job_page(),
         "job.schema.json": schema_text(),
         SINCE.name: since_text(),
+        **schema_texts(),
     }

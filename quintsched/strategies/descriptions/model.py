@@ -15,15 +15,16 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from quintsched.files.user_records import RecordMetaclass
 
+Flag = Annotated[bool, Field(strict=True)]
 Size = Annotated[int, Field(ge=1, le=2**31, strict=True)]
 Layers = Annotated[int, Field(ge=1, le=2**14, strict=True)]
-Count = Annotated[int, Field(ge=0, le=2**31)]
+Count = Annotated[int, Field(ge=0, le=2**31, strict=True)]
 """Size that may be 0."""
 RankCount = Annotated[int, Field(ge=1, le=2**31)]
 """Number of ranks as a key of an object, which JSON writes as text."""
-Figure = Annotated[float, Field(gt=1e-12, le=1e15)]
+Figure = Annotated[float, Field(gt=1e-12, le=1e15, strict=True)]
 """Positive figure from a measurement or a datasheet, with generous bounds that keep results finite."""
-Amount = Annotated[float, Field(ge=0, le=1e24)]
+Amount = Annotated[float, Field(ge=0, le=1e24, strict=True)]
 """Seconds, bytes or operations, at least 0."""
 
 
@@ -122,22 +123,22 @@ class Model(Description):
     """Longest sequence: rows of a learned position embedding, and the default sequence of a strategy."""
     extra_positions: Count = 0
     """Rows of a learned position embedding beyond those of the sequence (2 in OPT)."""
-    embedding_norm: bool = False
+    embedding_norm: Flag = False
     """Whether a norm follows the embedding (BLOOM)."""
-    tied: bool = True
+    tied: Flag = True
     """Whether the head's matrix is tied to the embedding."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    norm_biases: bool = True
+    norm_biases: Flag = True
     """Whether a layernorm has biases; an rmsnorm has none."""
-    biases: bool = True
+    biases: Flag = True
     """Whether projections have biases; routers and experts never have."""
-    qkv_biases: bool | None = None
+    qkv_biases: Flag | None = None
     """Whether the projections to queries, keys and values have biases (Qwen); None: as `biases`."""
-    qk_norm: bool = False
+    qk_norm: Flag = False
     """Whether a norm is applied to each head's queries and keys (Qwen3)."""
-    dropout: bool = True
+    dropout: Flag = True
     """Whether dropout masks are kept for the backward."""
-    causal: bool = True
+    causal: Flag = True
     attention: Literal["unfused", "flash", "flash2"] = "flash"
     """Attention kernel: "unfused" materialises scores (Megatron before 2023); "flash" does not (arXiv:2205.14135);
     "flash2" is the same with faster kernels (arXiv:2307.08691)."""

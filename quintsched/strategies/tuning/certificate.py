@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import Field
 
 from quintsched.files.atomic import write_whole
-from quintsched.files.user_records import read_record
+from quintsched.files.user_records import FormatVersion, read_record
 from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Description, Model, Size
@@ -67,7 +67,7 @@ class Certificate(Description):
     """Certificate; see the module."""
 
     format: Literal["quintsched-tuning"] = "quintsched-tuning"
-    version: Literal[1] = 1
+    version: FormatVersion = 1
     model: Model
     hardware: Hardware
     gpus: Size
