@@ -19,7 +19,8 @@ from quintsched.runtime.settings.job_file import load_job
 
 from .layers import ORDER, ROOT
 
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+INDEX = ROOT / "llms.txt"
+PAGES = [INDEX, *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 ROOTS = ("quintsched", "runtime", "viz", "tests", "benchmarks", "examples", "docs")
 
 
@@ -43,6 +44,11 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), path
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+def test_the_index_for_programs_names_every_page_of_the_docs() -> None:
+    named = re.findall(r"\]\((docs/[^)]*\.md)\)", INDEX.read_text(encoding="utf-8"))
+    assert sorted(named) == sorted(page.relative_to(ROOT).as_posix() for page in PAGES if ROOT / "docs" in page.parents)
 
 
 def test_the_map_of_the_code_names_every_room() -> None:

@@ -13,6 +13,7 @@ from docs.reference.generate import api, commands
 from docs.reference.generate.exit_codes import error_classes
 from docs.reference.generate.job import sections
 from docs.reference.generate.pages import FOLDER, pages
+from docs.reference.generate.schemas import FILES
 from quintsched.cli import _command
 from quintsched.errors import EXIT_CODES, QuintschedError
 from quintsched.files.strictyaml import parse_yaml
@@ -21,7 +22,10 @@ from quintsched.runtime.settings.job_document import job_schema
 from quintsched.runtime.settings.job_file import JobConfig
 
 ROOT = Path(__file__).parents[1]
-NAMES = ["api.md", "commands.md", "exit-codes.md", "job.md", "job.schema.json", "since.json"]
+NAMES = sorted(
+    ["api.md", "commands.md", "exit-codes.md", "job.md", "job.schema.json", "since.json"]
+    + [f"{kind}.schema.json" for kind in FILES]
+)
 pytestmark = pytest.mark.xdist_group("reference")
 
 
