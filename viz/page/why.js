@@ -106,14 +106,14 @@ export class Waits {
   }
 
   /**
-   * Explain a gap: `cause`, one `sentence`, the event at its `end` (for `chain`), and the `culprits`: the last events of
-   * other ranks on the chains without slack (several if they end together).
+   * Explain a gap: `cause`, one `sentence`, the event at its `end` (for `chain`), the `culprits`: the last
+   * computations of other ranks on the chains without slack (several if they end together), and the `last` events.
    */
   explain(gap) {
     const { plan, run } = this;
     if (gap.row < 0) return this.#explainTail(gap);
     const target = this.events.of[gap.row];
-    const { culprits, messages, collective } = this.#behind(target, gap.rank);
+    const { culprits, last, messages, collective } = this.#behind(target, gap.rank);
     const ready = this.#ready(gap);
     const cause = this.#cause(gap, culprits, messages, collective, ready);
     const rows = culprits.map((event) => this.events.firstRows[event]);
@@ -121,26 +121,32 @@ export class Waits {
     const wire = messages.length ? `, then for its message (${number(this.durations[messages[0]] / plan.parts)} on the wire)` : "";
     const sentence = `Rank ${gap.rank} waits ${number(gap.end - gap.start)} ${run.unit === "forward" ? "forwards" : run.unit} before ` +
       `${this.name(gap.row)} for ${what}${wire}: ${CAUSES[cause]}${ready ? this.#readyWords(gap, ready) : ""}.`;
-    return { cause, sentence, culprits, messages, ready, end: target };
+    return { cause, sentence, culprits, last, messages, ready, end: target };
   }
 
-  /** Walk back through all chains without slack to the first events of other ranks. */
+  /**
+   * Walk back through all chains without slack: `culprits` are the first computations of other ranks on them, `last`
+   * the first events that take time, messages included.
+   */
   #behind(target, rank) {
-    const culprits = new Set(), messages = new Set(), seen = new Set([target]);
+    const culprits = new Set(), last = new Set();
     let collective = this.#isCollective(target);
-    const stack = [target];
-    while (stack.length) {
-      for (const event of this.tight(stack.pop())) {
-        if (seen.has(event)) continue;
-        seen.add(event);
-        collective ||= this.#isCollective(event) && this.durations[event] > 0;
-        if (this.#isMessage(event) && this.durations[event] > 0) messages.add(event);
-        const elsewhere = !this.#isMessage(event) && !this.#ranksOf(event).includes(rank);
-        if (elsewhere && this.durations[event] > 0) culprits.add(event);
-        else stack.push(event);
+    const walk = (stops) => {
+      const seen = new Set([target]), stack = [target];
+      while (stack.length) {
+        for (const event of this.tight(stack.pop())) {
+          if (seen.has(event)) continue;
+          seen.add(event);
+          const takesTime = this.durations[event] > 0, message = this.#isMessage(event);
+          collective ||= takesTime && this.#isCollective(event);
+          if (takesTime && stops(event, message)) continue;
+          stack.push(event);
+        }
       }
-    }
-    return { culprits: [...culprits], messages: [...messages], collective };
+    };
+    walk((event, message) => !message && !this.#ranksOf(event).includes(rank) && culprits.add(event));
+    walk((event, message) => (message || !this.#ranksOf(event).includes(rank)) && last.add(event));
+    return { culprits: [...culprits], last: [...last], messages: [...last].filter((e) => this.#isMessage(e)), collective };
   }
 
   #cause(gap, culprits, messages, collective, ready) {
@@ -228,7 +234,7 @@ export class Waits {
     const cause = this.#isCollective(last) ? "collective" : "cool-down";
     const sentence = `Rank ${gap.rank} has nothing left to do for ${number(gap.end - gap.start)} ` +
       `${run.unit === "forward" ? "forwards" : run.unit}: the step ends with ${this.name(row)}, and ${CAUSES[cause]}.`;
-    return { cause, sentence, culprits: [last], messages: [], ready: null, end: last };
+    return { cause, sentence, culprits: [last], last: [last], messages: [], ready: null, end: last };
   }
 
   name(row) {

@@ -1,0 +1,68 @@
+"""The page's compiler makes the planner's plans, and its explanations of idle time hold when they are tried."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quintsched as qs
+from quintsched.viz.page.page_tables import page_tables
+
+HERE = Path(__file__).parent / "page"
+
+pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+
+SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb")
+TAKEN_APART = ("zbv", "v-half", "v-min", "bfs", "zb-auto")
+
+
+def ask(questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    lines = "\n".join(json.dumps(question) for question in [{"tables": page_tables()}, *questions])
+    command = ["node", str(HERE / "compiled.mjs")]
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_its_plans_are_those_of_the_planner() -> None:
+    questions = [
+        {"name": name, "pp": pp, "microbatches": microbatches, "chunks": chunks, "dp": dp}
+        for name, pp, microbatches, chunks, dp in product(SCHEDULES, (1, 2, 3, 4), (1, 3, 4, 8), (1, 2, 3), (1, 2))
+    ]
+    compiled = 0
+    for question, found in zip(questions, ask(questions), strict=True):
+        mesh = {name: question[name] for name in ("dp", "pp") if name == "pp" or question["dp"] > 1}
+        options = {"microbatches": question["microbatches"], "chunks": question["chunks"]}
+        try:
+            plan = qs.compile(question["name"], mesh=qs.Mesh(**mesh), **options)
+        except qs.UsageError as error:
+            assert "fault" in found, f"{question}: {error}"
+            continue
+        assert qs.Plan.from_json(json.dumps(found["plan"])) == plan, question
+        compiled += 1
+    assert compiled > 150
+
+
+def test_plans_that_were_taken_apart_are_the_same_again() -> None:
+    plans = [qs.compile(name, mesh="dp=2,pp=3", microbatches=6) for name in TAKEN_APART]
+    answers = ask([{"plan": json.loads(plan.to_json())} for plan in plans])
+    for plan, found in zip(plans, answers, strict=True):
+        assert qs.Plan.from_json(json.dumps(found["plan"])) == plan
+
+
+def test_what_a_rank_is_said_to_wait_for_is_what_it_waits_for(tmp_path: Path) -> None:
+    """On 500 random plans: what a sentence names, made shorter, makes the gap shorter by as much."""
+    (tmp_path / "tables.json").write_text(json.dumps(page_tables()))
+    command = ["node", str(HERE / "idle.mjs"), str(tmp_path / "tables.json"), "500", "7"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["wrongs"] == 0, found["wrong"]
+    assert found["shrunk"] == found["named"] > 5000
+    assert found["kept"] >= 0.95 * found["others"]
+    causes = {"warm-up", "cool-down", "imbalance", "message", "order", "cap", "collective"}
+    assert found["causes"].keys() == causes
