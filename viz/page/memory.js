@@ -3,7 +3,7 @@ import { heat } from "./colours.js";
 import { firstAfter } from "./scene.js";
 import { number } from "./why.js";
 
-const MOST_LINES = 6;
+const MOST_LINES = 6, CELLS = 4096;
 
 export function drawMemory(context, view, held, cap, height) {
   const { palette, left, width } = view;
@@ -88,11 +88,13 @@ function drawHeat(context, view, held, most, height) {
   const columns = Math.max(1, Math.floor(plotWidth));
   const image = new ImageData(columns, rows);
   held.forEach((of, rank) => {
-    let at = Math.max(0, firstAfter(of.times, 0, of.times.length, t0) - 1);
+    const coarse = (t1 - t0) / columns >= view.makespan / CELLS && of.times.length > CELLS ? cellsOf(of, view.makespan) : null;
+    const { times, amounts } = coarse ?? of;
+    let at = Math.max(0, firstAfter(times, 0, times.length, t0) - 1);
     for (let x = 0; x < columns; x++) {
       const until = t0 + ((t1 - t0) * (x + 1)) / columns;
-      let peak = until - (t1 - t0) / columns > view.makespan || until < 0 ? 0 : of.amounts[at] ?? 0;
-      while (at + 1 < of.times.length && of.times[at + 1] <= until) peak = Math.max(peak, of.amounts[++at]);
+      let peak = until - (t1 - t0) / columns > view.makespan || until < 0 ? 0 : amounts[at] ?? 0;
+      while (at + 1 < times.length && times[at + 1] <= until) peak = Math.max(peak, amounts[++at]);
       const [r, g, b] = heat(palette.theme, peak / most);
       image.data.set([r, g, b, 255], (rank * columns + x) * 4);
     }
@@ -114,6 +116,21 @@ function drawHeat(context, view, held, most, height) {
     context.textAlign = "left";
     context.fillText(`peak ${number(held[rank].peak)}`, left + plotWidth + 8, y);
   }
+}
+
+/** Return the peaks of a rank in cells of time, for far views. */
+function cellsOf(of, makespan) {
+  if (of.cells) return of.cells;
+  const times = Float64Array.from({ length: CELLS }, (_, cell) => (cell * makespan) / CELLS);
+  const amounts = new Float64Array(CELLS);
+  let at = 0;
+  for (let cell = 0; cell < CELLS; cell++) {
+    amounts[cell] = of.amounts[at];
+    while (at + 1 < of.times.length && of.times[at + 1] < ((cell + 1) * makespan) / CELLS) {
+      amounts[cell] = Math.max(amounts[cell], of.amounts[++at]);
+    }
+  }
+  return (of.cells = { times, amounts });
 }
 
 function drawCap(context, view, cap, most, height) {

@@ -51,6 +51,24 @@ export class Scene {
     }
   }
 
+  /** Sends that may be seen between two times, at most so many. */
+  sendsBetween(t0, t1, most) {
+    const { plan, run } = this;
+    if (!this.sends) {
+      const rows = [];
+      for (let row = 0; row < plan.length; row++) if (plan.tables.sends[plan.op[row]]) rows.push(row);
+      this.sends = Int32Array.from(rows).sort((a, b) => run.start[a] - run.start[b]);
+      this.sendStart = Float64Array.from(this.sends, (row) => run.start[row]);
+      this.longest = this.sends.reduce((longest, row) => Math.max(longest, run.end[row] - run.start[row]), 0);
+    }
+    const first = firstAfter(this.sendStart, 0, this.sends.length, t0 - this.longest);
+    const found = [];
+    for (let i = first; i < this.sends.length && this.sendStart[i] <= t1 && found.length < most; i++) {
+      if (run.end[this.sends[i]] >= t0) found.push(this.sends[i]);
+    }
+    return found;
+  }
+
   /** Indices [from, to) of a rank's boxes that may be seen between two times. */
   visible(rank, t0, t1) {
     return [firstAfter(this.end, this.first[rank], this.first[rank + 1], t0), firstAfter(this.start, this.first[rank], this.first[rank + 1], t1)];

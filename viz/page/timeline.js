@@ -161,13 +161,10 @@ function drawMessages(context, view) {
   const scene = view.lanes[0];
   const { start, end } = scene.run;
   const colours = plan.tables.cargo;
-  let drawn = 0;
-  for (let row = 0; row < plan.length && drawn < MOST_CURVES; row++) {
-    if (!plan.tables.sends[plan.op[row]] || end[row] < view.t0 || start[row] > view.t1) continue;
+  for (const row of scene.sendsBetween(view.t0, view.t1, MOST_CURVES)) {
     const name = plan.name(row);
-    const colour = name.startsWith("SendSkip") ? colours.SKIP.colour : name === "SendAct" ? colours.OUTPUT.colour : colours.OUTPUT_GRAD.colour;
-    curve(context, view, plan.rank[row], start[row], plan.peer[row], end[row], colour, 1.2, 0.75);
-    drawn++;
+    const kind = name.startsWith("SendSkip") ? "SKIP" : name === "SendAct" ? "OUTPUT" : "OUTPUT_GRAD";
+    curve(context, view, plan.rank[row], start[row], plan.peer[row], end[row], colours[kind].colour, 1.2, 0.75);
   }
 }
 

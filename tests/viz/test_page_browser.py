@@ -1,0 +1,219 @@
+"""Pages in a browser: every view draws, what is dragged is judged, and large plans are smooth.
+
+`make test-all` runs them where Chromium is (Debian: apt-get install chromium).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import quintsched as qs
+from quintsched.ir.instruction_set import Bwd, Fwd
+from quintsched.viz import render, render_measured
+from tests.traces import write_trace
+
+from .browser import CHROMIUM, Page, browser
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+]
+
+COLOURS = """(() => { const c = quintsched.timeline, d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
+  return new Set(new Uint32Array(d.buffer)).size })()"""
+EXPLAIN = """for (let rank = 0; rank < quintsched.plan.ranks; rank++) {
+  const gap = quintsched.waits.gaps(rank).at(-1);
+  if (gap) quintsched.showGap(gap);
+}"""
+PAN = """(async () => { const a = quintsched, found = {};
+  for (const [name, zoom] of [['far', 1], ['middle', 0.2], ['near', 0.004]]) {
+    a.view.fit(); a.view.zoom(zoom, a.view.left + a.view.plotWidth / 2); a.paint();
+    const times = []; let last = performance.now(); const began = last;
+    while (performance.now() - began < 1500) {
+      await new Promise((go) => requestAnimationFrame(go));
+      a.view.pan(times.length % 40 < 20 ? -8 : 8, 0); a.paint();
+      times.push(performance.now() - last); last = performance.now();
+    }
+    found[name] = times.sort((x, y) => x - y)[Math.floor(times.length / 4)];
+  }
+  return found })()"""
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+def opened(page: Page, simulation: qs.Simulation, path: Path) -> Page:
+    render(simulation, path)
+    page.open(path)
+    return page
+
+
+PLANS = {
+    "small": ("1f1b", {"mesh": "pp=4", "microbatches": 8}),
+    "one rank": ("gpipe", {"mesh": "pp=1", "microbatches": 1}),
+    "overlaps": ("dualpipe-v", {"mesh": "pp=4", "microbatches": 8, "overlap": True, "recompute": 1}),
+    "ZeRO": ("zbv", {"mesh": "dp=2,pp=3", "microbatches": 4, "zero": 3}),
+    "offload": ("1f1b", {"mesh": "pp=4", "microbatches": 8, "offload": 3}),
+    "many ranks": ("1f1b", {"mesh": "pp=64", "microbatches": 512}),
+    "ties": ("1f1b", {"mesh": "pp=3", "microbatches": 3, "tied": {"a very long name " * 11: (0, 2)}}),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_of_every_kind_draw(name: str, page: Page, tmp_path: Path) -> None:
+    schedule, options = PLANS[name]
+    costs = qs.Costs(p2p=0.25, gather_params=0.2, reduce_scatter=0.5, optimizer=0.5, backward_weight=0.0)
+    opened(page, qs.compile(schedule, **options).simulate(costs), tmp_path / f"{name}.html")
+    assert page.evaluate(COLOURS) > 10
+    page.evaluate("quintsched.setTheme(); quintsched.walkPath(); quintsched.walkPath()")
+    page.evaluate(EXPLAIN)
+    page.evaluate("quintsched.query.value = 'microbatch 0'; quintsched.query.dispatchEvent(new Event('input'))")
+    assert page.evaluate("quintsched.matches.length") > 0
+    page.evaluate("quintsched.clear(); quintsched.playground.toggle(); quintsched.playground.toggle()")
+    assert page.evaluate("quintsched.verdict.sound()")
+    assert not page.errors
+
+
+def test_an_empty_plan_draws(page: Page, tmp_path: Path) -> None:
+    plan = qs.compile("inference", mesh="pp=2", microbatches=1)
+    empty = qs.Plan(**{name: getattr(plan, name) for name in plan.__dataclass_fields__} | {"programs": ((), ())})
+    opened(page, empty.simulate(), tmp_path / "empty.html")
+    page.evaluate("quintsched.walkPath(); quintsched.clear(); quintsched.view.zoom(0.5, 300); quintsched.paint()")
+    assert not page.errors
+
+
+def test_a_measured_step_is_switched_and_compared(page: Page, tmp_path: Path) -> None:
+    simulation = qs.compile("1f1b", mesh="pp=3", microbatches=5).simulate(qs.Costs(unit="ms", p2p=0.5))
+    step = write_trace(tmp_path, simulation, scales=(1.2,)).step()
+    render_measured(simulation, step, tmp_path / "both.html")
+    page.open(tmp_path / "both.html")
+    seen = set()
+    for mode in ("planned", "measured", "both", "difference"):
+        page.evaluate(f"quintsched.setMode('{mode}'); quintsched.paint()")
+        seen.add(page.evaluate("quintsched.timeline.toDataURL()"))
+    assert len(seen) == 4
+    assert not page.errors
+
+
+def box(page: Page, rank: int, kind: str, microbatch: int) -> tuple[float, float]:
+    """Return the middle of a computation on the screen."""
+    found = page.evaluate(
+        f"""(() => {{ const a = quintsched, p = a.plan, at = a.timeline.getBoundingClientRect();
+        for (let row = p.first[{rank}]; row < p.first[{rank} + 1]; row++)
+          if (p.name(row) === '{kind}' && p.unit[row] === {microbatch}) {{
+            const {{ y, height }} = a.view.band({rank}, 0, 1);
+            return [at.x + a.view.x((a.run.start[row] + a.run.end[row]) / 2), at.y + y + height / 2] }} }})()"""
+    )
+    return found[0], found[1]
+
+
+def drag(page: Page, rank: int, moved: tuple[str, int], to: tuple[str, int]) -> None:
+    (x0, y0), (x1, y1) = box(page, rank, *moved), box(page, rank, *to)
+    page.mouse("mousePressed", x0, y0)
+    for share in (0.3, 0.7, 1.0):
+        page.mouse("mouseMoved", x0 + (x1 - 12 - x0) * share, y0)
+    page.mouse("mouseReleased", x1 - 12, y1)
+
+
+def test_a_dragged_computation_is_proved_undone_and_saved(page: Page, tmp_path: Path) -> None:
+    plan = qs.compile("1f1b", mesh="pp=4", microbatches=4)
+    opened(page, plan.simulate(), tmp_path / "plan.html")
+    page.evaluate("quintsched.playground.toggle()")
+    drag(page, 0, ("Fwd", 2), ("Fwd", 1))
+    edited = qs.Plan.from_json(page.evaluate("quintsched.plan.toJson()"))
+    order = [i for i in edited.programs[0] if isinstance(i, Fwd)]
+    assert [i.microbatch for i in order] == [0, 2, 1, 3]
+    assert edited.check().sound
+    assert page.evaluate("quintsched.run.makespan") == edited.simulate().makespan
+    drag(page, 0, ("Bwd", 0), ("Fwd", 2))
+    page.settle()
+    assert not page.evaluate("quintsched.verdict.sound()")
+    assert "cannot run" in page.evaluate("quintsched.panel.textContent")
+    page.evaluate("quintsched.playground.undo(false); quintsched.playground.undo(false)")
+    assert qs.Plan.from_json(page.evaluate("quintsched.plan.toJson()")) == plan
+    assert not page.errors
+
+
+def test_a_link_opens_the_same_order(page: Page, tmp_path: Path) -> None:
+    opened(page, qs.compile("zb-h1", mesh="pp=3", microbatches=4).simulate(), tmp_path / "plan.html")
+    page.evaluate("quintsched.playground.toggle(); quintsched.playground.move(1, 0)")
+    edited = page.evaluate("quintsched.plan.toJson()")
+    link = page.evaluate(
+        "[...document.querySelectorAll('button')].find((b) => b.textContent === 'share link').click() ?? location.hash"
+    )
+    page.open(tmp_path / "plan.html")
+    page.evaluate(f"location.hash = {json.dumps(link)}; location.reload()")
+    page.open(tmp_path / "plan.html", link)
+    assert page.evaluate("quintsched.plan.toJson()") == edited
+
+
+def test_ten_thousand_instructions_are_judged_in_no_time(page: Page, tmp_path: Path) -> None:
+    plan = qs.compile("1f1b", mesh="pp=8", microbatches=240)
+    assert plan.num_instructions > 10_000
+    opened(page, plan.simulate(), tmp_path / "plan.html")
+    page.evaluate("quintsched.playground.toggle()")
+    took = []
+    for _ in range(5):
+        page.evaluate("quintsched.playground.move(1, 0)")
+        took.append(page.evaluate("quintsched.playground.judged"))
+    assert page.evaluate("quintsched.verdict.sound()")
+    assert min(took) < 300
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("pp", "microbatches", "most_mb", "first_paint_ms", "least_frames"),
+    [(32, 520, 5, 1000, 30), (64, 2620, 30, 3000, 20)],
+)
+def test_large_plans_are_smooth(
+    pp: int, microbatches: int, most_mb: float, first_paint_ms: float, least_frames: float, page: Page, tmp_path: Path
+) -> None:
+    """Of frames, the quickest quarter counts, and of three tries the best: other work on the machine stretches them."""
+    drawn = np.random.default_rng(0).uniform(9, 11, (2, pp))
+    costs = qs.Costs(unit="ms", forward=tuple(drawn[0]), backward_input=tuple(drawn[1]), p2p=0.3)
+    path = tmp_path / "large.html"
+    render(qs.compile("1f1b", mesh=f"pp={pp}", microbatches=microbatches).simulate(costs), path)
+    assert path.stat().st_size < most_mb * 1e6
+    painted = []
+    for _ in range(3):
+        page.open(path)
+        painted.append(float(page.evaluate("document.body.dataset.painted")))
+    assert min(painted) < first_paint_ms, painted
+    tries = [page.evaluate(PAN) for _ in range(3)]
+    for name in ("far", "middle", "near"):
+        assert min(times[name] for times in tries) < 1000 / least_frames, (name, tries)
+
+
+def test_a_deadlock_of_a_whole_plan_is_marked(page: Page, tmp_path: Path) -> None:
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    opened(page, plan.simulate(), tmp_path / "plan.html")
+    program = list(plan.programs[0])
+    first, other = (next(at for at, i in enumerate(program) if isinstance(i, kind)) for kind in (Bwd, Fwd))
+    program.insert(other + 1, program.pop(first))
+    broken = json.loads(plan.to_json())
+    broken["programs"][0] = [json.loads(json.dumps(p)) for p in (_encode(i) for i in program)]
+    page.evaluate(
+        f"""(async () => {{ const file = new File([{json.dumps(json.dumps(broken))}], 'plan.json');
+        const event = new Event('drop'); event.dataTransfer = {{ files: [file] }}; dispatchEvent(event);
+        await new Promise((go) => setTimeout(go, 100)) }})()"""
+    )
+    page.settle()
+    assert not page.evaluate("quintsched.verdict.sound()")
+    assert page.evaluate("quintsched.cycle?.length ?? 0") >= 2 or "data flow" in page.evaluate(
+        "quintsched.panel.textContent"
+    )
+
+
+def _encode(instruction: object) -> dict[str, object]:
+    from quintsched.formats.plan_json import encode
+
+    return encode(instruction)  # type: ignore[arg-type]
