@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ from typing import Any
 import pytest
 
 import quintsched as qs
+from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Instruction
+from quintsched.solve import Certificate, certify
 from quintsched.viz.page.page_tables import page_tables
 
 HERE = Path(__file__).parent / "page"
+DATA = Path(__file__).parents[1] / "data"
+PAGE = Path(__file__).parents[2] / "viz" / "page"
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 
@@ -53,6 +58,49 @@ def test_plans_that_were_taken_apart_are_the_same_again() -> None:
     answers = ask([{"plan": json.loads(plan.to_json())} for plan in plans])
     for plan, found in zip(plans, answers, strict=True):
         assert qs.Plan.from_json(json.dumps(found["plan"])) == plan
+
+
+def test_each_level_can_be_solved_and_its_floor_is_certified() -> None:
+    """Par is reached by an order within the cap; `certify` proves the floor, which is par in all but four levels."""
+    levels = json.loads((PAGE / "levels.json").read_text("utf-8"))
+    solutions = json.loads((DATA / "page_levels.json").read_text("utf-8"))
+    asked = [
+        level | {"orders": orders}
+        for level in levels
+        for orders in (level["start"], solutions[level["name"]]["orders"])
+    ]
+    answers = iter(ask(asked))
+    best = 0
+    for level, start, solution in zip(levels, answers, answers, strict=True):
+        certificate = Certificate(**solutions[level["name"]]["certificate"])
+        costs = qs.Costs(**level["costs"])
+        cap, goal = level["cap"], level["goal"]
+
+        def value(found: dict[str, Any], costs: qs.Costs = costs, goal: str = goal) -> float:
+            run = qs.Plan.from_json(json.dumps(found)).simulate(costs)
+            return run.span if goal == "span" else run.makespan
+
+        if start["plan"] is not None:
+            assert value(start["plan"]) > level["par"]
+        plan = qs.Plan.from_json(json.dumps(solution["plan"]))
+        assert plan.check(memory_cap=cap).sound
+        assert value(solution["plan"]) == pytest.approx(level["par"])
+        assert (certificate.objective, certificate.memory_cap) == (goal, cap)
+        assert (certificate.value, certificate.bound) == (level["par"], level["floor"])
+        certify(split(plan), certificate)
+        best += certificate.bound >= certificate.value
+    assert (len(levels), best) == (13, 10)
+
+
+def split(plan: qs.Plan) -> qs.Plan:
+    """Return a plan with each whole backward as its two halves, which is the form that the solver searches."""
+
+    def halves(i: Instruction) -> tuple[Instruction, ...]:
+        if isinstance(i, Bwd):
+            return BwdInput(i.stage, i.microbatch), BwdWeight(i.stage, i.microbatch)
+        return (i,)
+
+    return replace(plan, programs=tuple(tuple(h for i in program for h in halves(i)) for program in plan.programs))
 
 
 def test_what_a_rank_is_said_to_wait_for_is_what_it_waits_for(tmp_path: Path) -> None:

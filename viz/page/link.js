@@ -8,7 +8,7 @@ export function writeLink({ orders, ...settings }) {
   const written = { ...settings };
   const count = (orders ?? []).reduce((sum, order) => sum + order.length, 0);
   if (orders && count <= MOST_LINKED) {
-    written.orders = orders.map((order) => order.map(({ op, stage, microbatch }) => `${stage}${LETTERS[op]}${microbatch}`).join(" "));
+    written.orders = writeOrders(orders);
   }
   return `#play=${encodeURIComponent(JSON.stringify(written))}`;
 }
@@ -18,7 +18,16 @@ export function readLink(fragment) {
   if (!fragment.startsWith("#play")) return null;
   if (!fragment.startsWith("#play=")) return {};
   const read = JSON.parse(decodeURIComponent(fragment.slice("#play=".length)));
-  const orders = read.orders?.map((text) => [...text.matchAll(/(\d+)([FBIW])(\d+)/g)].map(([, stage, letter, microbatch]) =>
+  return { ...read, ...(read.orders ? { orders: readOrders(read.orders) } : {}) };
+}
+
+/** Orders of all ranks as text: "0F0 0B0 …". */
+export function writeOrders(orders) {
+  return orders.map((order) => order.map(({ op, stage, microbatch }) => `${stage}${LETTERS[op]}${microbatch}`).join(" "));
+}
+
+/** Orders of all ranks from text. */
+export function readOrders(texts) {
+  return texts.map((text) => [...text.matchAll(/(\d+)([FBIW])(\d+)/g)].map(([, stage, letter, microbatch]) =>
     ({ op: OPS[letter], stage: Number(stage), microbatch: Number(microbatch) })));
-  return { ...read, ...(orders ? { orders } : {}) };
 }

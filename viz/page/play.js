@@ -8,7 +8,7 @@ import { planned } from "./drop.js";
 import { judge, judgeOrder } from "./judge.js";
 import { Plan } from "./plan.js";
 import { PUZZLES, solved } from "./puzzles.js";
-import { readLink, writeLink } from "./link.js";
+import { readLink, readOrders, writeLink } from "./link.js";
 import { simulate } from "./times.js";
 import { outline } from "./timeline.js";
 import { number } from "./why.js";
@@ -131,6 +131,7 @@ export class Playground {
     const verdict = found.plan ? judge(plan) : judgeOrder(plan);
     this.judged = performance.now() - began;
     this.stuck = run.stuck;
+    plan.givenTitle = this.puzzle?.name;
     app.open({ plan, runs: [run], cap: settings.cap, keepView: true, verdict });
     this.#say(run, found.plan ? verdict : null);
   }
@@ -142,14 +143,20 @@ export class Playground {
     if (!verdict) parts.push(h("span", { class: "fault" }, "deadlock: this order cannot run"));
     else if (settings.cap !== null && peak > settings.cap + 1e-9) parts.push(h("span", { class: "fault" },
       `over the cap: ${number(peak)} of ${number(settings.cap)}`));
-    if (this.puzzle && verdict) {
-      const within = settings.cap === null || peak <= settings.cap + 1e-9;
-      const won = verdict.sound() && within && run.makespan <= this.puzzle.par + 1e-9;
-      if (won) solved(this.puzzle, true);
-      parts.push(h("span", { class: won ? "won" : "" }, won ? `solved: ${number(run.makespan)}, and no order is faster`
-        : `${this.puzzle.task} Now ${number(run.makespan)}, par ${number(this.puzzle.par)}.`));
-    }
+    if (this.puzzle) parts.push(this.#score(run, verdict, peak));
     this.says.replaceChildren(...parts);
+  }
+
+  /** Words about a puzzle: its task, or that it is solved. */
+  #score(run, verdict, peak) {
+    const { task, par, floor, goal, cap } = this.puzzle;
+    const value = goal === "span" ? longestSpan(run) : run.makespan;
+    const within = cap === null || peak <= cap + 1e-9;
+    const won = verdict?.sound() && within && value <= par * (1 + 1e-9);
+    if (!won) return h("span", {}, `${task} ${goal} ${number(value)}, par ${number(par)}.`);
+    solved(this.puzzle, true);
+    const bound = floor >= par * (1 - 1e-9) ? "no order is faster" : `no order is below ${number(floor)}`;
+    return h("span", { class: "won" }, `Solved: ${goal} ${number(value)}, and ${bound}.`);
   }
 
   #remember() {
@@ -184,9 +191,13 @@ export class Playground {
     if (!puzzle) return;
     this.#remember();
     this.puzzle = puzzle;
-    this.settings = { schedule: puzzle.start, pp: puzzle.pp, microbatches: puzzle.microbatches, chunks: puzzle.chunks ?? 1, costs: puzzle.costs,
-      cap: puzzle.cap };
-    this.#make(true, false);
+    const { pp, microbatches, chunks, costs, cap } = puzzle;
+    this.settings = { schedule: "1f1b", pp, microbatches, chunks, costs, cap };
+    this.head = { ...headOf("1f1b", this.settings), stage_to_pp: puzzle.stage_to_pp };
+    this.orders = readOrders(puzzle.start);
+    this.programs = null;
+    this.#bar();
+    this.#make(false, false);
   }
 
   #share() {
@@ -280,4 +291,17 @@ export class Playground {
       context.fillRect(held.x - 2, y - 3, 4, height + 6);
     }
   }
+}
+
+/** Longest time of a rank from its first computation to its last. */
+function longestSpan({ plan, start, end }) {
+  let longest = 0;
+  for (let rank = 0; rank < plan.ranks; rank++) {
+    let first = Infinity, last = 0;
+    for (let row = plan.first[rank]; row < plan.first[rank + 1]; row++) {
+      if (plan.tables.computes[plan.op[row]]) [first, last] = [Math.min(first, start[row]), Math.max(last, end[row])];
+    }
+    longest = Math.max(longest, last - first);
+  }
+  return longest;
 }

@@ -2,7 +2,7 @@
 import { createInterface } from "node:readline";
 import { headOf, lower, misfit, ordersIn, ordersOf } from "../../../viz/page/compile.js";
 import { Plan, readTables } from "../../../viz/page/plan.js";
-import { readLink, writeLink } from "../../../viz/page/link.js";
+import { readLink, readOrders, writeLink } from "../../../viz/page/link.js";
 
 let tables = null;
 for await (const line of createInterface({ input: process.stdin })) {
@@ -11,6 +11,10 @@ for await (const line of createInterface({ input: process.stdin })) {
   else if (asked.plan) { // an order that Python lowered: take it apart and lower it again
     const plan = Plan.fromJson(tables, asked.plan);
     console.log(JSON.stringify({ plan: JSON.parse(lower(tables, plan.head, ordersIn(plan)).plan.toJson()) }));
+  } else if (asked.orders) { // an order of a level
+    const head = { ...headOf("1f1b", asked), stage_to_pp: asked.stage_to_pp };
+    const found = lower(tables, head, readOrders(asked.orders));
+    console.log(JSON.stringify({ plan: found.plan ? JSON.parse(found.plan.toJson()) : null }));
   } else {
     const fault = misfit(asked.name, asked);
     const orders = fault ? null : readLink(writeLink({ orders: ordersOf(asked.name, asked) })).orders;
