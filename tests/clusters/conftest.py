@@ -1,0 +1,20 @@
+"""The job of `examples/clusters` by `quintsched run`, for comparison, and a folder for another run of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .engine_runs import EngineRun, plain_run
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """SHA-256 of the weights after `quintsched run`."""
+    return plain_run(tmp_path_factory.mktemp("plain")).weights()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> EngineRun:
+    return EngineRun(tmp_path)

@@ -1,0 +1,97 @@
+"""Ray Train on two nodes, which are two raylets: a killed worker, a drained node."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from .engine_runs import EXAMPLES, JOB, VERDICT, WAIT_S, EngineRun, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.engines, pytest.mark.processes, pytest.mark.timeout(1200)]
+NODES = "import ray; ray.init(logging_level='error'); print(*(n['NodeID'] for n in ray.nodes() if n['Alive']))"
+
+
+class RayCluster:
+    """Raylets of this machine, two processors each, and a head that has two as well."""
+
+    def __init__(self, stack: ExitStack, run: EngineRun) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        self._stack, self._run, self._ray = stack, run, Path(sys.executable).with_name("ray")
+        self.told = {
+            "RAY_ADDRESS": f"127.0.0.1:{port}",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_DEDUP_LOGS": "0",
+            "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "200",
+            "no_proxy": "*",
+        }
+        sockets = stack.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))  # short: a limit
+        places = ["--temp-dir", sockets, "--include-dashboard=false"]
+        self._start("head", "--head", f"--port={port}", "--min-worker-port=0", "--max-worker-port=0", *places)
+        self.add_node("second")
+
+    def _start(self, name: str, *how: str | Path) -> None:
+        command = (self._ray, "start", "--node-ip-address=127.0.0.1", "--num-cpus=2", "--disable-usage-stats")
+        started = self._run.started(*command, "--block", *how, log=f"{name}.txt", **self.told)
+        self._stack.enter_context(started)
+        wait_until(lambda: "Ray runtime started" in self._run.said(f"{name}.txt"), f"the node {name}")
+
+    def add_node(self, name: str) -> None:
+        """Start a further node."""
+        self._start(name, f"--address={self.told['RAY_ADDRESS']}", "--min-worker-port=0", "--max-worker-port=0")
+
+    def nodes(self) -> list[str]:
+        """Return the numbers of the nodes."""
+        return self._ask(sys.executable, "-c", NODES).split()
+
+    def drain(self, node: str) -> None:
+        """Announce that a node will be taken away."""
+        how = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds")
+        self._ask(self._ray, "drain-node", "--address", self.told["RAY_ADDRESS"], "--node-id", node, *how, "300")
+
+    def _ask(self, *command: str | Path) -> str:
+        environment = self._run.environment | self.told
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def cluster(run: EngineRun) -> Iterator[RayCluster]:
+    pytest.importorskip("ray.train", reason="needs pip install 'ray[train]'")
+    with ExitStack() as stack:
+        yield RayCluster(stack, run)
+
+
+def test_a_killed_worker_and_a_drained_node_change_no_weight(
+    run: EngineRun, cluster: RayCluster, expected: str
+) -> None:
+    (_head, *others) = cluster.nodes()
+    storage = ("--storage", run.folder / "storage")
+    with run.started(sys.executable, EXAMPLES / "ray_train.py", JOB, *storage, *run.options, **cluster.told) as driver:
+        wait_until(lambda: "Started training worker group" in run.said(), "workers on both nodes")
+        cluster.add_node("third")
+        cluster.drain(others[0])
+        wait_until(lambda: len(run.steps_of("start")) > 1, "a second attempt, without the drained node")
+        (stopped,) = run.steps_of("stop")
+        run.wait_for_step(stopped + 12)
+        workers = re.findall(r"pid=(\d+)\) world_rank=3", run.said())
+        os.kill(int(workers[-1]), signal.SIGKILL)
+        assert driver.wait(WAIT_S) == 0, run.said()
+    assert re.search(VERDICT, run.said())
+    first, second, third = run.steps_of("start")
+    assert 0 == first < second == stopped < third
+    assert run.weights() == expected

@@ -1,0 +1,68 @@
+"""SLURM with two nodes: scancel saves, a killed rank's job is queued again; from Python by submitit."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from .engine_runs import EXAMPLES, JOB, VERDICT, WAIT_S, EngineRun, wait_until
+from .slurm_cluster import ask, require_slurm, slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.engines, pytest.mark.processes, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    require_slurm()
+    with slurm(tmp_path_factory.mktemp("slurm")) as environment:
+        yield environment
+
+
+def submit(run: EngineRun, cluster: dict[str, str], log: str) -> str:
+    """Submit the script; return the job's number."""
+    told = run.environment | cluster | {"CHECKPOINTS": str(run.folder / "checkpoints")}
+    command = ["sbatch", "--parsable", "--nodes=2", "-o", log, EXAMPLES / "slurm.sh", JOB, *run.options]
+    done = subprocess.run(command, cwd=run.folder, env=told, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip()
+
+
+def is_gone(cluster: dict[str, str], job: str) -> bool:
+    return ask(cluster, "squeue", "--noheader", "--states=all", "-j", job, "-o", "%T") in (
+        "COMPLETED",
+        "CANCELLED",
+        "FAILED",
+        "",
+    )
+
+
+def test_scancel_and_a_killed_rank_change_no_weight(run: EngineRun, cluster: dict[str, str], expected: str) -> None:
+    job = submit(run, cluster, "first.txt")
+    run.wait_for_step(12)
+    ask(cluster, "scancel", job)
+    wait_until(lambda: run.steps_of("stop") and is_gone(cluster, job), "a save after scancel")
+    (stopped,) = run.steps_of("stop")
+    job = submit(run, cluster, "second.txt")
+    run.wait_for_step(stopped + 12)
+    run.kill_rank(3)
+    wait_until(lambda: is_gone(cluster, job), "the end of the job that was queued again")
+    said = run.said("second.txt")
+    assert re.search(VERDICT, said), said
+    first, second, third = run.steps_of("start")
+    assert 0 == first < second == stopped < third
+    assert run.weights() == expected
+
+
+def test_submitit_queues_a_job_again_that_is_to_leave(run: EngineRun, cluster: dict[str, str], expected: str) -> None:
+    pytest.importorskip("submitit")
+    with run.started(sys.executable, EXAMPLES / "slurm_submitit.py", JOB, *run.options, **cluster) as process:
+        run.wait_for_step(12)
+        ask(cluster, "scancel", "--signal=USR2", run.said().split()[0])
+        assert process.wait(WAIT_S) == 0
+    assert "Job completed successfully" in run.said()
+    first, second = run.steps_of("start")
+    assert 0 == first < second
+    assert run.weights() == expected

@@ -1,0 +1,47 @@
+"""torchrun on two nodes, which are two agents of it: a stop, a killed rank, fewer nodes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+from contextlib import ExitStack
+
+import pytest
+
+from .engine_runs import EXAMPLES, JOB, VERDICT, WAIT_S, EngineRun
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(900)]
+
+
+def start(
+    stack: ExitStack, run: EngineRun, name: str, *options: str, nodes: str = "2"
+) -> list[subprocess.Popen[bytes]]:
+    """Start the agents of two nodes; their logs are NAME-0.txt and NAME-1.txt."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    told = {"MASTER": f"127.0.0.1:{port}", "NODES": nodes, "RANKS": "2", "ADDRESS": "127.0.0.1"}
+    command = (EXAMPLES / "torchrun.sh", JOB, *run.options, *options)
+    return [stack.enter_context(run.started(*command, log=f"{name}-{node}.txt", **told)) for node in range(2)]
+
+
+def test_a_stop_and_a_killed_rank_change_no_weight(run: EngineRun, expected: str) -> None:
+    with ExitStack() as stack:
+        agents = start(stack, run, "first")
+        run.wait_for_step(12)
+        for agent in agents:
+            os.kill(agent.pid, signal.SIGTERM)
+        for agent in agents:
+            agent.wait(WAIT_S)
+    (stopped,) = run.steps_of("stop")
+    with ExitStack() as stack:
+        agents = start(stack, run, "second")
+        run.wait_for_step(stopped + 12)
+        run.kill_rank(3)
+        assert [agent.wait(WAIT_S) for agent in agents] == [0, 0], run.said("second-0.txt")
+    assert re.search(VERDICT, run.said("second-0.txt") + run.said("second-1.txt"))
+    first, second, third = run.steps_of("start")
+    assert 0 == first < second == stopped < third
+    assert run.weights() == expected

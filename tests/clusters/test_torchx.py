@@ -1,0 +1,44 @@
+"""TorchX on two nodes, which are two replicas of its local scheduler: a stop, a killed rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from .engine_runs import EXAMPLES, JOB, VERDICT, WAIT_S, EngineRun
+
+pytestmark = [pytest.mark.slow, pytest.mark.engines, pytest.mark.processes, pytest.mark.timeout(900)]
+
+
+def command(run: EngineRun) -> list[str | Path]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    torchx = Path(sys.executable).with_name("torchx")
+    how = ["--scheduler", "local_cwd", "--scheduler_args", f"log_dir={run.folder / 'logs'}", "--wait"]
+    component = [f"{EXAMPLES / 'torchx_component.py'}:train", "--job", JOB, "--j", "2x2", "--port", str(port)]
+    return [torchx, "run", *how, *component, "--", *run.settings]
+
+
+def test_a_stop_and_a_killed_rank_change_no_weight(run: EngineRun, expected: str) -> None:
+    pytest.importorskip("torchx", reason="needs pip install torchx")
+    with run.started(*command(run), log="first.txt") as torchx:
+        run.wait_for_step(12)
+        for rank in range(4):
+            for process in run.rank_processes(rank):
+                os.kill(process, signal.SIGTERM)
+        torchx.wait(WAIT_S)
+    (stopped,) = run.steps_of("stop")
+    with run.started(*command(run), log="second.txt") as torchx:
+        run.wait_for_step(stopped + 12)
+        run.kill_rank(3)
+        assert torchx.wait(WAIT_S) == 0, run.said("second.txt")
+    assert re.search(VERDICT, run.said("second.txt"))
+    first, second, third = run.steps_of("start")
+    assert 0 == first < second == stopped < third
+    assert run.weights() == expected
