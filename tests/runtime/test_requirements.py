@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import quintsched as qs
 from quintsched.ir import instruction_set as ins
@@ -21,7 +20,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.interpreter.rank_state import LossFn
 from quintsched.verify import soundness
 
-from .linear_blocks import WIDTH, Attention, alone, batch, linear, squared_sum, train
+from .linear_blocks import alone, batch, linear, squared_sum, train
 from .toys import sgd
 
 TWO_RANKS = qs.compile("1f1b", mesh="pp=2", microbatches=2)
@@ -117,42 +116,6 @@ def test_twins_on_one_rank_are_refused() -> None:
 # ---------------------------------------------------------------- what blocks and losses give
 
 
-class Giving(nn.Module):
-    """Gives what a function makes of its output."""
-
-    def __init__(self, give: Callable[[Tensor], object]) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.give = give
-
-    def forward(self, x: Tensor) -> object:
-        return self.give(self.layer(x))
-
-
-WRONG_RESULTS: Mapping[str, tuple[Callable[[Tensor], object], tuple[str, str]]] = {
-    "nothing": (lambda y: None, ("block 0 .Giving. returns None, in which there is", "block 1 .Giving. returns None")),
-    "numbers": (
-        lambda y: [1, 2.0],
-        ("block 0 .Giving. returns list.1, 2.0., in which", "block 1 .Giving. returns list"),
-    ),
-    "vector": (
-        lambda y: (y, y.square().sum(1)),
-        ("block 1 cannot take tuple.tensor, tensor.", "the loss function raised"),
-    ),
-    "float": (lambda y: (y, 1.0), ("block 1 cannot take tuple.tensor, 1.0.", "the loss function raised")),
-}
-
-
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("wrong", WRONG_RESULTS)
-def test_a_block_whose_result_nobody_can_take_is_named(wrong: str, number: int) -> None:
-    give, words = WRONG_RESULTS[wrong]
-    blocks = [linear, linear]
-    blocks[number] = lambda: Giving(give)
-    with pytest.raises(qs.MisfitError, match=words[number]):
-        train(TWO_RANKS, blocks, batch(4))
-
-
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
@@ -187,12 +150,6 @@ def test_a_stage_has_blocks_enough_to_recompute_every_kth() -> None:
     with pytest.raises(qs.MisfitError, match=r"one of 3 blocks of stage [01] is to be recomputed, but it has 2"):
         train(plan(3), [linear] * 4, batch(4))
     train(plan(2), [linear] * 4, batch(4), steps=1)
-
-
-def test_extras_that_do_not_run_along_the_sequence_are_not_cut_as_if_they_did() -> None:
-    plan = qs.compile("seq-1f1b", mesh="pp=2", microbatches=2, slices=2)
-    with pytest.raises(qs.MisfitError, match=r"shift of shape \(4, 2\) does not run along the sequence of 6"):
-        train(plan, [Attention] * 2, batch(4, 6), shift=torch.ones(4, 2))
 
 
 @pytest.mark.parametrize("names", [[], ["0.weight"], ["0.weight", "0.weight"]])

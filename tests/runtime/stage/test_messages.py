@@ -112,6 +112,8 @@ def test_an_error_of_a_recomputed_block_is_said_too() -> None:
         ([linear, partial(Gives, lambda y: None)], {}, "block 1 (Gives) returns None, in which there is no tensor"),
         ([partial(Gives, lambda y: [1, 2]), linear], {}, "block 0 (Gives) returns list(1, 2), in which there is no"),
         ([partial(Gives, lambda y: (y, y)), linear], {}, "block 1 cannot take tuple(tensor, tensor)"),
+        ([partial(Gives, lambda y: (y, 1.0)), linear], {}, "block 1 cannot take tuple(tensor, 1.0)"),
+        ([linear, partial(Gives, lambda y: (y, y.sum(1)))], {}, "the loss function raised"),
         ([linear, linear], {"inputs": {"a": X, "b": X[:2]}}, "inputs['a'] has 4, inputs['b'] has 2"),
         ([linear, linear], {"inputs": [X, object()]}, "inputs[1] is a builtins.object"),
     ],

@@ -56,11 +56,6 @@ def test_bf16_still_counts_beyond_256(dtype: torch.dtype, summed: torch.dtype) -
     assert {loss.dtype, weight.dtype, correct_sum(logits, targets).dtype} == {summed}
 
 
-def test_meta_device() -> None:
-    logits, targets = torch.empty(2, 4, device="meta"), torch.empty(2, dtype=torch.int64, device="meta")
-    assert [value.shape for value in cross_entropy_sum(logits, targets)] == [(), ()]
-
-
 @pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
 def test_a_z_loss_is_added_for_each_target(mesh: str) -> None:
     job = JobConfig.model_validate(

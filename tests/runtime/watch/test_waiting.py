@@ -12,33 +12,11 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.runtime.watch.rank_position import (
     NOTHING,
-    UNKNOWN,
-    WaitCell,
     collective_code,
-    receive_code,
-    send_code,
     wait_of,
 )
-from quintsched.stalls.states import BlockingCall
 
 from ..toys import Task, sgd, share, tiny_vit
-
-
-def test_a_cell_says_what_it_was_given():
-    groups = [(0, 1), (0, 2)]
-    assert wait_of(UNKNOWN, groups) is None
-    assert wait_of(NOTHING, groups) == BlockingCall("nothing")
-    assert wait_of(receive_code(7), groups) == BlockingCall("receive", index=7)
-    assert wait_of(send_code(0), groups) == BlockingCall("send", index=0)
-    assert wait_of(collective_code(1), groups) == BlockingCall("collective", ranks=(0, 2))
-    assert wait_of(collective_code(2), groups) is None
-
-
-def test_a_cell_can_move():
-    cell, memory = WaitCell(), [5, 5, 5]
-    cell.memory[cell.at] = receive_code(3)
-    cell.move(memory, 1)
-    assert memory == [5, receive_code(3), 5]
 
 
 class Noted(list[int]):
