@@ -4,6 +4,7 @@
 #   make test    the tests, in minutes            make test-all    the long proofs as well
 #   make lint    formatting, lint and types       make bench       the benchmarks, if there are any
 #   make reference    docs/reference, generated from the code
+#   make docs    the site of the documentation, in out/site
 #   make release      the archives in dist/, checked, and the wheel installed on each Python of PYTHONS
 #   make coverage     statements that the tests reach, in out/coverage
 #   make page    the program of interactive pages, viz/page/built.js, from its sources beside it; needs node
@@ -26,7 +27,7 @@ BUNDLE := --bundle --minify --format=iife --target=es2022 --charset=utf8 --loade
 DEMO := --set train.epochs=2 --set log.every=5
 SHOW := @show() { printf '\n$$ %s\n' "$$*"; "$$@"; }; show
 
-.PHONY: demo test test-all lint bench reference page release coverage gpu gpu-tests gpu-bench
+.PHONY: demo test test-all lint bench reference docs page release coverage gpu gpu-tests gpu-bench
 
 demo: $(INSTALLED)
 	@mkdir -p out && rm -f out/eight.jsonl out/one.jsonl
@@ -60,6 +61,13 @@ bench: $(INSTALLED)
 
 reference: $(INSTALLED)
 	python -m docs.reference.generate
+
+docs: $(INSTALLED)
+	rm -rf out/pages out/site
+	python -m docs.site.prepare out/pages
+	python -m pip install -q '.[docs]' -c constraints.txt
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+	@echo 'the site begins at out/site/index.html'
 
 # Pythons that a wheel is installed on: all from 3.11 that have a command here. Tools are in an environment of their own.
 PYTHONS ?= $(foreach version,3.11 3.12 3.13 3.14,$(shell command -v python$(version)))

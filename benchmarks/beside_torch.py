@@ -125,9 +125,9 @@ def ours(name: str, shape: Shape, inputs: Tensor, targets: Tensor) -> Step:
     """Return a step of an engine."""
     blocks = shape.blocks()
     if name == ZERO:
-        plan = qs.compile("interleaved-1f1b", "dp=2", 1, chunks=len(blocks), zero=3)
+        plan = qs.compile("interleaved-1f1b", mesh="dp=2", microbatches=1, chunks=len(blocks), zero=3)
     else:
-        plan = qs.compile("1f1b", "dp=2", 1)
+        plan = qs.compile("1f1b", mesh="dp=2", microbatches=1)
     engine = Engine(plan, blocks, shape.loss, adamw, bucket_mb=5, transport=connect("gloo", 60))
     return lambda: engine.step(inputs, targets).loss
 

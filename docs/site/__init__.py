@@ -1,0 +1,1 @@
+"""The site of the documentation: pages for mkdocs-material and zensical, which read the same mkdocs.yml."""
