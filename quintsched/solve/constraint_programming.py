@@ -70,20 +70,14 @@ def improve(
     scaled = [round(duration / unit) for duration in problem.durations]
     most = round(value / unit) if is_exact else math.floor(value / unit)
     model, begins = _model(problem, [round(start / unit) for start in starts], most, objective, unit)
-    solver = cp_model.CpSolver()
-    solver.parameters.random_seed = seed % 2**31
-    solver.parameters.num_workers = WORKERS
-    solver.parameters.interleave_search = False
-    solver.parameters.catch_sigint_signal = False
-    solver.parameters.max_deterministic_time = effort
-    solver.parameters.max_time_in_seconds = max(seconds, 0.1)
+    solver = new_solver(seed, effort, seconds)
 
     class _Watch(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
             if stops():
                 self.stop_search()
 
-    status, is_interrupted = _solve(solver, model, _Watch())
+    status, is_interrupted = solve_model(solver, model, _Watch())
     proves = is_exact and problem.are_alike
     bound = solver.best_objective_bound * unit if proves and status != cp_model.UNKNOWN else None
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
@@ -131,7 +125,21 @@ def _model(problem: Problem, hints: list[int], most: int, objective: Objective, 
     return model, begins
 
 
-def _solve(solver: Any, model: Any, watch: Any) -> tuple[Any, bool]:
+def new_solver(seed: int, effort: float, seconds: float) -> Any:
+    """Return a solver that ends after this work, in its deterministic seconds, or after these seconds."""
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
+    solver.parameters.random_seed = seed % 2**31
+    solver.parameters.num_workers = WORKERS
+    solver.parameters.interleave_search = False
+    solver.parameters.catch_sigint_signal = False
+    solver.parameters.max_deterministic_time = effort
+    solver.parameters.max_time_in_seconds = max(seconds, 0.1)
+    return solver
+
+
+def solve_model(solver: Any, model: Any, watch: Any) -> tuple[Any, bool]:
     """Solve in a thread of its own, so that an interrupt stops it; return the status and whether one came."""
     with ThreadPoolExecutor(1) as pool:
         solving, is_interrupted = pool.submit(solver.solve, model, watch), False

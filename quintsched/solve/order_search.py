@@ -25,6 +25,8 @@ from quintsched.solve.local_search import HOT, anneal
 from quintsched.solve.order_bounds import Bound, lower_bound
 from quintsched.solve.order_problem import EPSILON, Orders, Problem
 from quintsched.solve.order_timing import Objective, has_room, time_orders
+from quintsched.solve.periodic_orders import periodic_orders
+from quintsched.solve.periodic_solving import solved_periodic_order
 from quintsched.solve.starting_orders import named_orders
 
 POLICIES, MOVES, PROOF, USUAL_SIZE = 100, 5_000, 0.5, 400
@@ -35,6 +37,9 @@ LAGS_BEHIND = 1.05
 COARSE = (1, 2, 3)
 """Numbers of units that the shortest computation takes in round times."""
 ENOUGH = 1e-9
+MANY, PERIODS = 4, 1.25
+"""Microbatches per rank from which on orders that repeat are tried, and CP-SAT's deterministic seconds for a period and
+an effort of 1."""
 
 
 @dataclass
@@ -142,6 +147,27 @@ def _begin(state: Search, attempt: Attempt, costs: Costs | None, effort: int, kn
         if state.is_over or attempt.is_optimal:
             return
         state.try_orders(attempt, schedule_by(attempt.problem, policy), "list schedule")
+    if attempt.problem.microbatches >= MANY * attempt.problem.pp:
+        _try_periods(state, attempt, effort)
+
+
+def _try_periods(state: Search, attempt: Attempt, effort: int) -> None:
+    """Try orders that repeat."""
+    for orders in periodic_orders(attempt.problem):
+        if state.is_over or attempt.is_optimal:
+            return
+        state.try_orders(attempt, orders, "repeated period")
+    if exact.is_installed():
+        orders_or_none, is_interrupted = solved_periodic_order(
+            attempt.problem,
+            seed=state.seed,
+            effort=PERIODS * effort,
+            ends=lambda: state.ends_s - monotonic(),
+            stops=lambda: state.is_over or attempt.is_optimal,
+        )
+        state.try_orders(attempt, orders_or_none, "repeated period")
+        if is_interrupted:
+            raise KeyboardInterrupt
 
 
 def _improve_by_moves(state: Search, attempt: Attempt, effort: int, rounds: int = 2) -> None:
