@@ -46,6 +46,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "frontier",
         "stall_picture",
         "timeline",
+        "window",
         "activation_panel",
         "legend",
         "sheet",

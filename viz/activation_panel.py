@@ -79,7 +79,7 @@ def _draw_lines(axes: Axes, held: Sequence[Held], until: float, font: float, hei
     step = min(font * 1.45, height_points / len(held))
     for rank, (of_rank, colour) in enumerate(zip(held, colours, strict=True)):
         y = height_points - step * (rank + 0.5)
-        _write(axes, f"rank {rank}: peak {number(of_rank.peak)}", y, font * 0.9, colour)
+        _write(axes, f"rank {of_rank.rank}: peak {number(of_rank.peak)}", y, font * 0.9, colour)
 
 
 def _draw_heat(axes: Axes, held: Sequence[Held], until: float, font: float, height_points: float) -> None:
@@ -97,7 +97,7 @@ def _draw_heat(axes: Axes, held: Sequence[Held], until: float, font: float, heig
     row = height_points / len(held)
     every = max(1, round(font * 1.05 / row + 0.49))
     ranks = range(0, len(held), every)
-    axes.set_yticks([rank + 0.5 for rank in ranks], [f"rank {rank}" for rank in ranks], fontsize=font * 0.9)
+    axes.set_yticks([rank + 0.5 for rank in ranks], [f"rank {held[rank].rank}" for rank in ranks], fontsize=font * 0.9)
     axes.tick_params(axis="y", length=0)
     for rank in ranks:
         _write(axes, f"peak {number(held[rank].peak)}", height_points - row * (rank + 0.5), font * 0.9, QUIET)

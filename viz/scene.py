@@ -179,6 +179,7 @@ def flows_of_ranks(run: Simulation | MeasuredStep) -> list[list[Flow]]:
 class Held:
     """Activations that one rank holds over time: `amounts[i]`, in microbatches of a whole rank, from `times[i]` on."""
 
+    rank: int
     times: tuple[float, ...]
     amounts: tuple[float, ...]
     peak: float
@@ -205,10 +206,11 @@ def held_activations(simulation: Simulation) -> tuple[Held, ...]:
         changes.append(sorted(of_rank, key=lambda change: change[0]))
     if not any(changes):
         return ()
-    return tuple(_add_up(of_rank, plan.schedule.parts, simulation.makespan * ROUNDING) for of_rank in changes)
+    instant = simulation.makespan * ROUNDING
+    return tuple(_add_up(rank, of_rank, plan.schedule.parts, instant) for rank, of_rank in enumerate(changes))
 
 
-def _add_up(changes: Sequence[tuple[float, float]], units: int, instant: float) -> Held:
+def _add_up(rank: int, changes: Sequence[tuple[float, float]], units: int, instant: float) -> Held:
     """Return the running sum of changes; changes less than `instant` apart are merged into one step."""
     at, now, peak = 0.0, 0.0, 0.0
     after = {at: now}
@@ -217,4 +219,4 @@ def _add_up(changes: Sequence[tuple[float, float]], units: int, instant: float) 
         now += change
         peak = max(peak, now)
         after[at] = now
-    return Held(tuple(after), tuple(amount / units for amount in after.values()), peak / units)
+    return Held(rank, tuple(after), tuple(amount / units for amount in after.values()), peak / units)

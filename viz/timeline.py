@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from quintsched.collectives import CollectiveRun
 from quintsched.errors import UsageError
 from quintsched.simulation.simulator import Simulation
+from quintsched.simulation.time_window import Window
 from quintsched.trace.measured_trace import MeasuredStep
 
 from .activation_panel import draw_held, held_height, held_key
@@ -27,6 +28,7 @@ from .pipeline_rows import Scale, draw_rows, set_time_axis, tail_points
 from .scene import Held, Scene, held_activations, stage_scene
 from .sheet import POINTS, Sheet, check_suffix
 from .style import DIGIT_EM, QUIET, duration, house_style, number, percent, printable, text_width
+from .window import held_within, label_from, scene_within
 
 NARROWEST, WIDEST = 9.0, 28.0
 """Limits of a picture's width, in inches."""
@@ -39,17 +41,18 @@ TEXT, TITLE, SMALL = 9.0, 13.0, 8.5
 PAGE = ".html"
 
 
-def render(simulation: Simulation, path: Path) -> None:
+def render(simulation: Simulation, path: Path, *, window: Window | None = None) -> None:
     """Draw one simulated plan into a `.png` or `.svg` file, or an interactive `.html` page; equal plans, equal bytes.
 
-    Raises `UsageError` for another suffix and for a path that cannot be written.
+    `window` leaves out other ranks and times; a page opens with it. Raises `UsageError` for another suffix and for a
+    path that cannot be written.
     """
     check_suffix(path)
     if path.suffix.lower() == PAGE:
-        save_page(simulation, None, path)
+        save_page(simulation, None, path, window=window)
         return
     with house_style():
-        draw_plan(simulation).save(path)
+        draw_plan(simulation, window).save(path)
 
 
 def compare(simulations: Sequence[Simulation], path: Path) -> None:
@@ -67,7 +70,7 @@ def compare(simulations: Sequence[Simulation], path: Path) -> None:
         draw_comparison(simulations).save(path)
 
 
-def render_measured(simulation: Simulation, step: MeasuredStep, path: Path) -> None:
+def render_measured(simulation: Simulation, step: MeasuredStep, path: Path, *, window: Window | None = None) -> None:
     """Draw a measured step under its simulated plan, on one time axis, into a file as `render` does.
 
     Raises `UsageError` as `render` does, and for times in different units.
@@ -76,10 +79,10 @@ def render_measured(simulation: Simulation, step: MeasuredStep, path: Path) -> N
     if simulation.unit != step.unit:
         raise UsageError(f"the plan's times are in {simulation.unit}, those of the step in {step.unit}")
     if path.suffix.lower() == PAGE:
-        save_page(simulation, step, path)
+        save_page(simulation, step, path, window=window)
         return
     with house_style():
-        draw_measured(simulation, step).save(path)
+        draw_measured(simulation, step, window).save(path)
 
 
 def render_collective(run: CollectiveRun, path: Path) -> None:
@@ -89,19 +92,24 @@ def render_collective(run: CollectiveRun, path: Path) -> None:
         draw_collective(run).save(path)
 
 
-def draw_plan(simulation: Simulation) -> Sheet:
-    """Return a drawing of one plan, in the current style."""
-    scene = stage_scene(simulation)
+def draw_plan(simulation: Simulation, window: Window | None = None) -> Sheet:
+    """Return a drawing of one plan, or of a part of it, in the current style."""
+    scene, held = stage_scene(simulation), held_activations(simulation)
+    if window is not None:
+        scene, held = scene_within(scene, window), held_within(held, window)
     sheet, scale = lay_out([scene], rows_per_inch=2.0)
     sheet.line(printable(simulation.plan.title), TITLE, bold=True)
-    sheet.line(_figures(simulation), TEXT, colour=QUIET)
+    shown = "" if window is None else f" · {window.words(simulation)}"
+    sheet.line(_figures(simulation) + shown, TEXT, colour=QUIET)
     sheet.space(0.06)
     sheet.legend(keys_of([scene], scale, SMALL * sheet.font_scale), SMALL)
     sheet.space(0.08)
     axes = _add_rows(sheet, scene, scale, scene.makespan)
-    if held := held_activations(simulation):
+    if held:
         _hide_times(axes)
         axes = _add_held(sheet, held, scene, scale)
+    if window is not None:
+        label_from(axes, window.start)
     name_times(sheet, axes, simulation.unit)
     return sheet
 
@@ -125,9 +133,11 @@ def draw_comparison(simulations: Sequence[Simulation]) -> Sheet:
     return sheet
 
 
-def draw_measured(simulation: Simulation, step: MeasuredStep) -> Sheet:
+def draw_measured(simulation: Simulation, step: MeasuredStep, window: Window | None = None) -> Sheet:
     """Return a drawing of a measured step under its simulated plan, in the current style."""
     scenes = [stage_scene(simulation), stage_scene(step)]
+    if window is not None:
+        scenes = [scene_within(scene, window) for scene in scenes]
     until = max(scene.makespan for scene in scenes)
     sheet, scale = lay_out(scenes, rows_per_inch=2.2)
     sheet.line(printable(simulation.plan.title), TITLE, bold=True)
@@ -143,6 +153,8 @@ def draw_measured(simulation: Simulation, step: MeasuredStep) -> Sheet:
         axes = _add_rows(sheet, scene, scale, until)
         if scene is scenes[0]:
             _hide_times(axes)
+    if window is not None:
+        label_from(axes, window.start)
     name_times(sheet, axes, step.unit)
     return sheet
 
@@ -186,7 +198,8 @@ def lay_out(scenes: Sequence[Scene], rows_per_inch: float) -> tuple[Sheet, Scale
     width = float(np.clip(wanted, NARROWEST, WIDEST))
     font_scale = float(np.clip((width / NARROWEST) ** 0.5, 1.0, 1.5))
     ranks = max(scene.ranks for scene in scenes)
-    left = (text_width(f"rank {ranks - 1}", TEXT * font_scale) + 10) / POINTS
+    names = [scene.names[-1] if scene.names else f"rank {scene.ranks - 1}" for scene in scenes]
+    left = (max(text_width(name, TEXT * font_scale) for name in names) + 10) / POINTS
     right = (text_width(f"rank {ranks - 1}: peak 00.00", TEXT * font_scale * 0.9) + 12) / POINTS
     sheet = Sheet(width, left, right, font_scale)
     sheet.space(0.12)

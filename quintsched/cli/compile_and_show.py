@@ -14,6 +14,8 @@ from quintsched.cli.shared_options import (
     AsJson,
     CostsFile,
     PlanFile,
+    RanksShown,
+    TimeShown,
     emit,
     note,
     percent,
@@ -154,16 +156,23 @@ def show(
         bool, typer.Option("--groups", help="Show the mesh and its process groups; with --rank those of one rank.")
     ] = False,
     costs: CostsFile = None,
+    ranks: RanksShown = None,
+    time: TimeShown = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a plan's grid over time, one rank's list, or its groups."""
+    """Show a plan's grid over time, one rank's list, or its groups.
+
+    Of a plan that is too large to read, the grid shows the first ranks and times; --ranks and --time show others.
+    """
     found = read_plan(plan)
-    if costs is not None and (groups or rank is not None):
-        raise UsageError("--costs is for the grid over time; a rank's list and groups take none")
+    if groups or rank is not None:
+        for name, value in (("costs", costs), ("ranks", ranks), ("time", time)):
+            if value is not None:
+                raise UsageError(f"--{name} is for the grid over time; a rank's list and groups take none")
     if groups:
         _show_groups(found, rank, as_json)
     elif rank is None:
-        _show_grid(found, read_costs(costs), as_json)
+        _show_grid(found, read_costs(costs), (ranks, time), as_json)
     else:
         _show_rank(found, rank, as_json)
 
@@ -177,16 +186,21 @@ def _show_groups(plan: Plan, rank: int | None, as_json: bool) -> None:
         say([plan.title, *(describe_groups(plan) if rank is None else describe_rank(plan, rank))])
 
 
-def _show_grid(plan: Plan, costs: Costs | None, as_json: bool) -> None:
-    from quintsched.simulation.time_grid import time_grid
+def _show_grid(plan: Plan, costs: Costs | None, part: tuple[str | None, str | None], as_json: bool) -> None:
+    from quintsched.simulation.time_grid import readable_window, time_grid
+    from quintsched.simulation.time_window import Window
 
     simulation = simulate_plan(plan, costs)
+    asked = any(one is not None for one in part)
+    window = Window.parse(*part, simulation) if asked or as_json else readable_window(simulation)
     if as_json:
-        emit({"title": plan.title, "makespan": simulation.makespan, "grid": time_grid(simulation)})
+        emit({"title": plan.title, "makespan": simulation.makespan, "grid": time_grid(simulation, window=window)})
         return
     unit = "forwards" if costs is None else simulation.unit
     title = f"{plan.title}: {simulation.makespan:g} {unit} long, bubble {percent(simulation.bubble)}"
-    say([title, *time_grid(simulation, terminal_width())])
+    say([title, *time_grid(simulation, terminal_width(), window)])
+    if not window.is_whole(simulation):
+        note(f"{window.words(simulation)}{'' if asked else '; --ranks and --time show others'}")
 
 
 def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:

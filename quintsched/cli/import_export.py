@@ -43,9 +43,23 @@ def _promela(plan: Plan, **options: Any) -> str:
     return to_promela(plan, **options)
 
 
+def _graphml(plan: Plan) -> str:
+    from quintsched.formats.graph_text import to_graphml
+
+    return to_graphml(plan)
+
+
+def _dot(plan: Plan) -> str:
+    from quintsched.formats.graph_text import to_dot
+
+    return to_dot(plan)
+
+
 FORMATS = {
     "torch-csv": Format(_torch_csv, _torch_csv_leaves_out, ("compute_only", "waits")),
     "promela": Format(_promela, lambda _: (), ("profile", "buffer")),
+    "graphml": Format(_graphml, lambda _: ()),
+    "dot": Format(_dot, lambda _: ()),
 }
 """Export formats, by name."""
 

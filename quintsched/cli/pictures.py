@@ -12,7 +12,10 @@ import typer
 from quintsched.cli.shared_options import (
     AsJson,
     CostsFile,
+    RanksShown,
+    TimeShown,
     emit,
+    note,
     percent,
     read_costs,
     read_plan,
@@ -27,12 +30,15 @@ if TYPE_CHECKING:
     from quintsched.collectives import CollectiveRun
     from quintsched.plan import Plan
     from quintsched.simulation.simulator import Simulation
+    from quintsched.simulation.time_window import Window
     from quintsched.trace.measured_trace import MeasuredStep
 
 PICTURES = (".png", ".svg")
 PAGE, EVENTS = ".html", ".json"
 BUCKET_BYTES = 25e6
 """Data size for which a collective is drawn: that of a full gradient bucket."""
+MOST_READ_BOXES = 250
+"""Most computations on a rank of a picture that has room for all their numbers."""
 
 
 def render(
@@ -59,6 +65,8 @@ def render(
         Path | None,
         typer.Option("--stall", metavar="REPORT", help="The report of a run that stalled: draw where its ranks were."),
     ] = None,
+    ranks: RanksShown = None,
+    time: TimeShown = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw a plan over time, and the activations on each rank.
@@ -69,7 +77,7 @@ def render(
     which contains the plan; the picture is written beside it unless -o is given.
     """
     if stall is not None:
-        _draw_stall(stall, output, (plan, costs, trace, collective), as_json=as_json)
+        _draw_stall(stall, output, (plan, costs, trace, collective, ranks, time), as_json=as_json)
         return
     if plan is None or output is None:
         raise UsageError("render needs a plan and -o PICTURE, or --stall with a report")
@@ -77,6 +85,8 @@ def render(
     refuse_input(path, plan, costs, trace)
     read = read_plan(plan)
     if collective is not None:
+        if ranks is not None or time is not None:
+            raise UsageError("--ranks and --time are parts of a plan; a collective is drawn whole")
         run = _spelled_out(read, collective)
         draw_collective(run, path)
         if as_json:
@@ -88,7 +98,12 @@ def render(
     used = traced.costs() if traced is not None and costs is None else read_costs(costs)
     simulation = simulate_plan(read, used)
     step = None if traced is None else traced.step(unit=simulation.unit)
-    write_picture(path, lambda: _draw(simulation, step, path))
+    window = _window(ranks, time, simulation)
+    if window is not None and path.suffix.lower() == EVENTS:
+        raise UsageError("--ranks and --time are for pictures and pages; a file of events has all of them")
+    write_picture(path, lambda: _draw(simulation, step, path, window))
+    if window is None and path.suffix.lower() in PICTURES and _is_crowded(simulation):
+        note(f"{path}: an overview, as the plan is large; --ranks and --time draw a part, a .html page shows all of it")
     if as_json:
         measured = {} if step is None else {"measured": step.summary()}
         emit({"picture": str(path), **simulation.summary(), **measured})
@@ -129,17 +144,32 @@ def _spelled_out(plan: Plan, name: str) -> CollectiveRun:
     return simulate(found, BUCKET_BYTES, plan.communication.wire)
 
 
-def _draw(simulation: Simulation, step: MeasuredStep | None, path: Path) -> None:
+def _draw(simulation: Simulation, step: MeasuredStep | None, path: Path, window: Window | None) -> None:
     from quintsched import viz
 
     if path.suffix.lower() == EVENTS:
         viz.save_events(simulation, step, path)
     elif path.suffix.lower() == PAGE:
-        viz.save_page(simulation, step, path)
+        viz.save_page(simulation, step, path, window=window)
     elif step is None:
-        viz.render(simulation, path)
+        viz.render(simulation, path, window=window)
     else:
-        viz.render_measured(simulation, step, path)
+        viz.render_measured(simulation, step, path, window=window)
+
+
+def _window(ranks: str | None, time: str | None, simulation: Simulation) -> Window | None:
+    """Return the part of a plan that is asked for; None for all of it."""
+    from quintsched.simulation.time_window import Window
+
+    return None if ranks is None and time is None else Window.parse(ranks, time, simulation)
+
+
+def _is_crowded(simulation: Simulation) -> bool:
+    """Whether the boxes of a whole picture are too narrow for their numbers."""
+    from quintsched.ir.instruction_set import COMPUTING
+
+    columns = simulation.plan.columns
+    return int(columns.are(*COMPUTING).sum()) > MOST_READ_BOXES * columns.num_ranks
 
 
 def draw_collective(run: CollectiveRun, output: Path) -> None:

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file; - reads standard input.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else.")]
+RanksShown = Annotated[
+    str | None, typer.Option("--ranks", metavar="A..B", help="Show these pipeline ranks only: 0..7.")
+]
+TimeShown = Annotated[str | None, typer.Option("--time", metavar="T..U", help="Show this time only: 10..50.")]
 CostsFile = Annotated[
     Path | None, typer.Option("--costs", metavar="FILE", help="A JSON file of costs; default: unit costs.")
 ]

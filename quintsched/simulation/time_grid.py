@@ -8,15 +8,23 @@ rank 0 F3&B1 -  F4     an overlapped pair is one entry; its text may fill all co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quintsched.errors import UsageError
 from quintsched.ir.instruction_set import Instruction, short
 from quintsched.simulation.simulator import Simulation
+from quintsched.simulation.time_window import Window
 
 MOST_CELLS = 2**25
 """Maximum number of cells, ranks x columns."""
+
+MOST_RANKS_READ, MOST_CELLS_READ = 64, 2**14
+"""Maximum number of ranks, and of cells, that are shown unless more are asked for."""
+
+ROUNDING = 1e-9
+"""Fraction of a column within which a time is at its edge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,26 +48,53 @@ class _Entry:
             yield text[place * width : (place + 1) * width] or "-"
 
 
-def time_grid(simulation: Simulation, width: int | None = None) -> list[str]:
+def time_grid(simulation: Simulation, width: int | None = None, window: Window | None = None) -> list[str]:
     """Return the schedule over time: one row per pipeline rank, one column per duration of the shortest computation.
 
     `F3` is the forward of microbatch 3 (`1F3`: of stage 1, if a rank holds several), `F3&B1` an overlap with a
     backward, `-` a further column of the entry before it, `.` idle. `width` wraps the grid into blocks of at most that
-    many characters. Raises `UsageError` for more than `MOST_CELLS` cells.
+    many characters, `window` leaves out other ranks and times. Raises `UsageError` for more than `MOST_CELLS` cells.
     """
-    columns, rows = _entries(simulation)
+    step, rows = _entries(simulation)
+    columns, before = max(round(simulation.makespan / step), 1), 0
+    ranks = range(len(rows))
+    if window is not None:
+        ranks, before = window.ranks, math.floor(window.start / step + ROUNDING)
+        columns = min(columns, max(math.ceil(window.end / step - ROUNDING), before + 1))
+        rows = [_within(rows[rank], before, columns) for rank in ranks]
     size = max((entry.least_width for row in rows for entry in row), default=2)
-    label = len(f"rank {len(rows) - 1} ")
+    label = len(f"rank {ranks[-1]} ")
+    columns -= before
     per_block = columns if width is None else max((width - label) // size, 1)
     cells = [_cells(row, columns, size) for row in rows]
     lines: list[str] = []
     for first in range(0, columns, per_block):
         if first:
             lines.append("")
-        for rank, row in enumerate(cells):
+        for rank, row in zip(ranks, cells, strict=True):
             block = "".join(f"{cell:<{size}}" for cell in row[first : first + per_block])
             lines.append(f"{f'rank {rank}':<{label}}{block}".rstrip())
     return lines
+
+
+def readable_window(simulation: Simulation) -> Window:
+    """Return the part of a plan that a reader can take in: all of it, or the first times, of the first ranks."""
+    step, rows = _entries(simulation)
+    columns = max(round(simulation.makespan / step), 1)
+    ranks = range(min(len(rows), MOST_RANKS_READ))
+    if len(ranks) == len(rows) and columns * len(rows) <= MOST_CELLS_READ:
+        return Window(ranks, 0.0, simulation.makespan)
+    shown = min(columns, MOST_CELLS_READ // max(len(ranks), 1))
+    return Window(ranks, 0.0, simulation.makespan if shown == columns else shown * step)
+
+
+def _within(entries: list[_Entry], before: int, end: int) -> list[_Entry]:
+    """Return the entries between two columns, counted from the first of these."""
+    return [
+        replace(entry, first=max(entry.first - before, 0), last=min(entry.last, end) - before)
+        for entry in entries
+        if entry.last > before and entry.first < end
+    ]
 
 
 def _cells(entries: list[_Entry], columns: int, size: int) -> list[str]:
@@ -69,7 +104,7 @@ def _cells(entries: list[_Entry], columns: int, size: int) -> list[str]:
     return row[:columns]
 
 
-def _entries(simulation: Simulation) -> tuple[int, list[list[_Entry]]]:
+def _entries(simulation: Simulation) -> tuple[float, list[list[_Entry]]]:
     """Quantize all computations to the plan's time step (one forward of a chunk at unit costs)."""
     computed = [[s for s in row if s.instruction.computes] for row in simulation.timeline]
     step = min((s.end - s.start for row in computed for s in row if s.end > s.start), default=1.0)
@@ -85,4 +120,4 @@ def _entries(simulation: Simulation) -> tuple[int, list[list[_Entry]]]:
         return _Entry(short(i, with_stage=several), first, max(round(end / step), first + 1), len(i.sides) > 1)
 
     rows = [[entry(span.instruction, span.start, span.end) for span in spans] for spans in computed]
-    return max(round(simulation.makespan / step), 1), rows
+    return step, rows

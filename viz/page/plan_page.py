@@ -21,6 +21,7 @@ import numpy.typing as npt
 from quintsched.files.atomic import write_whole
 from quintsched.formats.plan_head import entries_of
 from quintsched.simulation.simulator import Simulation
+from quintsched.simulation.time_window import Window
 from quintsched.trace.measured_trace import MeasuredStep
 
 from .page_tables import page_tables
@@ -42,12 +43,15 @@ EFFORT = 5
 """Compression level: higher ones are slower, and hardly smaller."""
 
 
-def save_page(simulation: Simulation, step: MeasuredStep | None, path: Path, *, cap: float | None = None) -> None:
-    """Write the page of a simulated plan, and of a measured step beside it; raises `UsageError` on failure."""
-    write_whole(path, page_of(simulation, step, path.stem, cap=cap), "the page")
+def save_page(simulation: Simulation, step: MeasuredStep | None, path: Path, *, window: Window | None = None) -> None:
+    """Write the page of a simulated plan, and of a measured step beside it; raises `UsageError` on failure.
+
+    It opens with the ranks and times of `window`.
+    """
+    write_whole(path, page_of(simulation, step, path.stem, window=window), "the page")
 
 
-def page_of(simulation: Simulation, step: MeasuredStep | None, title: str, *, cap: float | None = None) -> bytes:
+def page_of(simulation: Simulation, step: MeasuredStep | None, title: str, *, window: Window | None = None) -> bytes:
     """Return the text of the page; equal plans and times give identical bytes."""
     plan, columns = simulation.plan, simulation.plan.columns
     arrays: dict[str, npt.NDArray[Any]] = {
@@ -71,12 +75,16 @@ def page_of(simulation: Simulation, step: MeasuredStep | None, title: str, *, ca
         "table": list(columns.table),
         "columns": list(columns.columns),
         "costs": simulation.costs.model_dump(mode="json"),
-        "cap": cap,
+        "window": None if window is None else _window(window),
         "runs": runs,
     }
     data = base64.b64encode(gzip.compress(_packed(head, arrays), EFFORT, mtime=0)).decode("ascii")
     program = files(__package__).joinpath("built.js").read_text("utf-8")
     return SKELETON.format(title=html.escape(title), data=data, program=program).encode("utf-8")
+
+
+def _window(window: Window) -> dict[str, object]:
+    return {"ranks": [window.ranks.start, window.ranks.stop - 1], "time": [window.start, window.end]}
 
 
 def _packed(head: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> bytes:

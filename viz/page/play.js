@@ -27,7 +27,7 @@ export class Playground {
   /** Show the page's own plan, or the one of the link; without either, the playground. */
   start(data) {
     const linked = readLink(location.hash);
-    if (data.plan && !linked) this.app.open({ plan: data.plan, runs: data.runs, cap: data.costs?.cap ?? null, stall: data.stall, window: data.window });
+    if (data.plan && !linked) this.app.open({ plan: data.plan, runs: data.runs, stall: data.stall, window: data.window });
     else {
       this.settings = { schedule: "1f1b", pp: 4, microbatches: 8, chunks: 1, costs: {}, cap: null, ...(linked ?? {}) };
       this.editing = true;

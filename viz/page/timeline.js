@@ -7,7 +7,7 @@
 import { number } from "./why.js";
 
 export const GUTTER = 0.12;
-const MOST_BOXES = 6000, MOST_CURVES = 500;
+const MOST_BOXES = 6000, MOST_CURVES = 500, SMALL = 9;
 
 /** Draw the rows of a view; returns what was drawn, for tests and for the legend. */
 export function drawTimeline(context, view) {
@@ -100,9 +100,12 @@ function drawNear(context, view, { scene, rank, from, to, y, height }) {
 function drawBox(context, view, row, x, y, width, height, font) {
   const { plan, palette } = view;
   const write = (text, colour, top, tall) => {
-    if (text.length * font * 0.58 + 3 > width || tall < 8) return;
+    const size = text.length * font * 0.58 + 3 <= width ? font : SMALL;
+    if (text.length * size * 0.58 + 1 > width || tall < 8) return;
+    if (size !== font) context.font = `${size}px system-ui, sans-serif`;
     context.fillStyle = colour;
     context.fillText(text, x + width / 2, top + tall / 2 + 0.5);
+    if (size !== font) context.font = `${font}px system-ui, sans-serif`;
   };
   if (plan.is(row, "Overlap")) {
     [["Fwd", "forward"], ["Bwd", "backward"]].forEach(([name, field], side) => {

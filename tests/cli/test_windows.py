@@ -1,0 +1,44 @@
+"""`show` and `render` of a part of a plan."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture
+def plan_file(cli, tmp_path):
+    cli("compile", "--schedule", "1f1b", "--mesh", "pp=4", "--microbatches", "8", "-o", "plan.json")
+    return "plan.json"
+
+
+def test_show_prints_the_part_that_is_asked_for(cli, plan_file):
+    done = cli("show", plan_file, "--ranks", "1..2", "--time", "0..5")
+    assert [line.split()[:4] for line in done.out.splitlines()[1:]] == [
+        ["rank", "1", ".", "F0"],
+        ["rank", "2", ".", "."],
+    ]
+    assert "ranks 1 to 2 of 4, time 0 to 5 of 33" in done.err
+    assert cli("show", plan_file).err == ""
+    assert len(cli("show", plan_file, "--ranks", "3", "--json").data["grid"]) == 1
+
+
+def test_a_list_has_no_window(refused, plan_file):
+    assert "--ranks is for the grid" in refused(2, "show", plan_file, "--rank", "0", "--ranks", "0..1")
+
+
+def test_a_page_opens_with_the_part(cli, plan_file, tmp_path):
+    cli("render", plan_file, "-o", "plan.html", "--ranks", "1..2")
+    assert (tmp_path / "plan.html").stat().st_size > 50_000
+
+
+def test_events_and_stalls_have_no_window(refused, plan_file):
+    assert "has all of them" in refused(2, "render", plan_file, "-o", "plan.json.json", "--time", "0..5")
+    assert "leave out the plan" in refused(2, "render", "--stall", "stall.json", "--ranks", "0..1")
+
+
+def test_a_large_picture_is_an_overview_and_says_so(cli, tmp_path):
+    pytest.importorskip("matplotlib")
+    cli("compile", "--schedule", "1f1b", "--mesh", "pp=2", "--microbatches", "130", "-o", "large.json")
+    assert "an overview" in cli("render", "large.json", "-o", "large.png").err
+    assert cli("render", "large.json", "-o", "part.png", "--time", "10..40").err == ""
+    assert json.loads((tmp_path / "large.json").read_text())["format"] == "quintsched.plan"
