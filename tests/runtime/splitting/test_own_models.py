@@ -54,12 +54,6 @@ def test_blocks_have_the_models_names_and_ties(nano):
     assert nano.lm_head.weight is nano.transformer.wte.weight
 
 
-def test_the_model_itself_stays_as_it_was(nano):
-    before = nano(ids())[0]
-    split(nano, example=ids())
-    assert torch.equal(nano(ids())[0], before)
-
-
 class Shared(nn.Module):
     """A hidden state that layers far behind take again."""
 

@@ -134,13 +134,6 @@ def test_stages_are_opened_and_every_weight_has_its_name():
     assert all(name.partition(".")[2] == own for name, own in parts.own_names.items())
 
 
-def test_several_values_cross_a_cut():
-    model = drawn(TwoWays)
-    parts = segments(model)
-    assert len(parts) > 3
-    assert torch.equal(chain(parts, inputs(WIDTH)), model(inputs(WIDTH)))
-
-
 @pytest.mark.parametrize("kind", [Drawing, Asking])
 def test_what_looks_at_numbers_or_draws_them_is_not_traced(kind):
     with pytest.raises(Untraceable):
