@@ -1,9 +1,11 @@
 """Fidelity of the simulator: every schedule, run against its own simulation. Is communication hidden as predicted?
 
-    python benchmarks/fidelity.py [--only sleeps|links|gloo] [--schedules 1f1b,zbv] [--json]
+    python benchmarks/fidelity.py [--only sleeps|links|reductions|gloo] [--schedules 1f1b,zbv] [--json]
 
     sleeps   four ranks as threads; every computation sleeps for 20 ms, every message takes 5 ms: within 3 %
     links    the same with microbatches from half to twice as long, and messages from 2 to 25 ms, by pair of ranks
+    reductions   two replicas of two ranks, stages of four blocks that sleep for 10 ms, and of four buckets, each reduced
+             in 16 ms as soon as the last backward has filled it: within 3 %
     gloo     two processes that really compute; a step is simulated with the costs of a trace
              of the one before: within 5 %
 
@@ -50,6 +52,8 @@ from quintsched.trace.measured_trace import MeasuredStep, Trace
 
 MICROBATCHES = 8
 SLICES = 2
+BUCKETS = 4
+"""Buckets, and blocks, of a stage in the part `reductions`."""
 LENGTHS = (1.0, 0.5, 2.0, 1.0, 1.5, 0.5, 1.0, 0.5)
 """Lengths of the microbatches in the part `links`."""
 NODE = 2
@@ -161,7 +165,10 @@ class Sleeps:
     wire_ms: float = 5.0
     steps: int = 3
     lengths: tuple[float, ...] = (1.0,) * MICROBATCHES
+    collective_ms: float = 0.0
     block: ClassVar[type[Sleeper]] = Sleeper
+    blocks_per_stage: ClassVar[int] = 1
+    bucket_mb: ClassVar[float] = 25.0
 
     @property
     def host_bandwidth(self) -> float | None:
@@ -190,14 +197,15 @@ class Sleeps:
 
     def run(self, directory: Path, transport: Transport) -> Spans:
         """Run the steps on one rank after one that warms up; save a trace of training steps."""
-        plan, seconds = self.trained(), self.computation_ms / 1e3
-        num_blocks = len(plan.routes[0].stages)
+        plan, seconds = self.trained(), self.computation_ms / self.blocks_per_stage / 1e3
+        num_blocks = len(plan.routes[0].stages) * self.blocks_per_stage
         engine = Engine(
             plan,
             [partial(self.block, Pace(seconds, seconds, seconds))] * num_blocks,
             lambda output, _: output.sum(),
             partial(torch.optim.SGD, lr=0.0),
             block_costs=[1.0] * num_blocks,
+            bucket_mb=self.bucket_mb,
             prove="none",  # blocks that only sleep have artificial gradients
             trace_steps=range(1, 1 + self.steps),
             transport=transport,
@@ -231,13 +239,69 @@ class Links(Sleeps):
         return {pair: took / 1e3 for pair, took in (by_node | OTHERS_MS).items()}
 
 
+@dataclass(frozen=True)
+class Reductions(Sleeps):
+    """Sleeps of few microbatches on two replicas; a bucket takes as long to reduce as any other collective.
+
+    The first steps, and some later ones, have collectives more: ranks compare their data and weights.
+    """
+
+    pp: int = 2
+    computation_ms: float = 40.0
+    collective_ms: float = 16.0
+    steps: int = 9
+    lengths: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
+    zero: int = 0
+    buckets: int = BUCKETS
+    """Buckets of a stage in the plan; the runtime divides them by bytes, so that each block has its own."""
+    blocks_per_stage: ClassVar[int] = BUCKETS
+    bucket_mb: ClassVar[float] = 1e-6
+
+    def costs(self) -> qs.Costs:
+        chunks = self.schedule.min_chunks
+        each = self.collective_ms * BUCKETS * chunks
+        return self._costs(
+            p2p=self.wire_ms,
+            reduce_scatter=each,
+            all_gather=each if self.zero else 0.0,
+            clip=self.collective_ms,
+            pieces=BUCKETS / self.buckets,
+        )
+
+    def plan(self) -> qs.Plan:
+        mesh = qs.Mesh(dp=2, pp=self.pp)
+        return qs.compile(
+            self.schedule, mesh=mesh, microbatches=len(self.lengths), buckets_per_stage=self.buckets, zero=self.zero
+        )
+
+
+REDUCTIONS: tuple[tuple[str, dict[str, int]], ...] = (
+    ("1f1b", {}),
+    ("1f1b", {"buckets": 1}),
+    ("1f1b", {"zero": 1}),
+    ("1f1b", {"zero": 2}),
+    ("zb-h1", {}),
+    ("zb-h1", {"zero": 2}),
+    ("interleaved-1f1b", {}),
+)
+"""Cases of the part `reductions`."""
+
+
 def run_sleeps(case: Sleeps, limit: float = 0.03, rules: Rules = "mailbox") -> Row:
     """Run a plan of sleeps in process, and compare its best step with the simulation."""
-    plan = case.plan()
+    plan, collective_s = case.plan(), case.collective_ms / 1e3
     simulation = plan.simulate(case.costs())
     with TemporaryDirectory() as folder, urgently():
         wire_s, host_bandwidth, run = case.wire_s(), case.host_bandwidth, partial(case.run, Path(folder))
-        measured = took_ms(run_local(case.pp, run, rules=rules, wire_s=wire_s, host_bandwidth=host_bandwidth))
+        spans = run_local(
+            plan.mesh.size,
+            run,
+            rules=rules,
+            wire_s=wire_s,
+            collective_s=collective_s,
+            host_bandwidth=host_bandwidth,
+        )
+        measured = took_ms(spans)
         slips = []
         if plan.mode == "train":
             trace = Trace.load(Path(folder), plan)
@@ -336,7 +400,7 @@ def report(title: str, rows: Iterator[AnyRow], columns: str = Row.columns) -> li
 def main() -> int:
     schedules = {schedule.name: schedule for schedule in qs.all_schedules()}
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=["sleeps", "links", "gloo"], help="run one part")
+    parser.add_argument("--only", choices=["sleeps", "links", "reductions", "gloo"], help="run one part")
     parser.add_argument("--schedules", default=",".join(schedules), help="these only, separated by commas")
     parser.add_argument("--rounds", type=int, default=10, help="traced and timed steps of each schedule over gloo")
     parser.add_argument("--json", action="store_true", help="rows as JSON to standard output, tables to standard error")
@@ -353,6 +417,10 @@ def main() -> int:
         if options.only in (None, "links"):
             title = "microbatches of 10 to 40 ms, messages of 2 to 25 by pair of ranks, 4 ranks in process: ms a step"
             found["links"] = report(title, (run_sleeps(Links(schedules[name])) for name in names))
+        if options.only in (None, "reductions"):
+            title = "four blocks of 10 ms and buckets of 16 to a stage, two replicas, 4 ranks in process: ms a step"
+            cases = [Reductions(schedules[name], **more) for name, more in REDUCTIONS if name in names]
+            found["reductions"] = report(title, map(run_sleeps, cases))
         if options.only in (None, "gloo"):
             title = "two gloo processes, costs from a trace of the step before: ms a step"
             found["gloo"] = report(title, iter(compare_gloo(names, options.rounds)))

@@ -4,7 +4,7 @@
                ╲          ╱             Arrow: a message, from the sender's row to the receiver's consumer
     rank 1   .  [F0][ B0 ] ~~[▮]◆       Wait: for another rank, if it was measured
              [F1/B0]                     an overlapped pair is two boxes, one above the other
-               └F0┘                     Strip: a copy to host memory or back, beside the computations
+               └F0┘                     Strip: a copy to host memory or back, or a collective among replicas
                                         Mark: any other instruction, at its time; Bar: its duration, if not 0
 
 No matplotlib here, and no coordinates but rank and time.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quintsched.ir.dataflow import Flow, Value, ValueKind
-from quintsched.ir.instruction_set import Compute, HostCopy, Instruction, Overlap, Recv, Send
+from quintsched.ir.instruction_set import AMONG_REPLICAS, Compute, HostCopy, Instruction, Overlap, Recv, Send
 from quintsched.simulation.activation_memory import HELD, held_by
 from quintsched.simulation.simulator import Simulation
 from quintsched.trace.measured_trace import MeasuredSpan, MeasuredStep
@@ -75,12 +75,12 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Copy of activations between device and host memory, beside computation."""
+    """Copy between device and host memory, or collective among replicas, beside computation."""
 
     rank: int
     start: float
     end: float
-    what: type[HostCopy]
+    what: type[Instruction]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
                     arrows.append(Arrow(rank, i.peer, span.start, arrivals.get(value, span.end), value.kind))
                 case Recv():
                     continue
-                case HostCopy() as i if span.end > began:
+                case i if isinstance(i, (HostCopy, *AMONG_REPLICAS)) and span.end > began:
                     strips.append(Strip(rank, began, span.end, type(i)))
                 case i:
                     marks[InstructionMark(rank, began, type(i))] = None

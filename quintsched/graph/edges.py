@@ -18,12 +18,16 @@ from quintsched.graph.transport_profiles import COMPUTE_QUEUE, FIRST_GROUP_QUEUE
 from quintsched.ir.dataflow import Flows
 from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.instruction_set import (
+    BEGINS_BACKWARD,
+    ENDS_BACKWARD,
     FetchAct,
     FreeParams,
     GatherParams,
     HostCopy,
     OffloadAct,
+    Overlap,
     Recv,
+    ReduceScatterBucket,
     Send,
     ShareMetrics,
     SyncTied,
@@ -36,12 +40,14 @@ ISSUED = (Send, Recv, HostCopy, ShareMetrics, SyncTied)
 """Instructions that the host issues asynchronously; it blocks in computations, and in all others that end a step."""
 
 
-def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: bool = False) -> EventGraph:
+def build_graph(
+    events: Events, flows: Flows, profile: Profile, *, one_host: bool = False, frees_gradients: bool = False
+) -> EventGraph:
     """Return the event graph of a plan under a transport profile; with `one_host`, edges of a rank's host are added.
 
     With `one_host` it is the graph of the proof; unless messages match by tag, it then has the launch order of
     collectives too. Without, it is the graph that is timed: queues, data and memory. Under `blocking` a rank's one
-    queue is its program order already.
+    queue is its program order already. `frees_gradients`: full gradients are freed after each reduction (ZeRO-2, 3).
 
     A value that no instruction on its rank produces comes from the rank that produces it. So a plan without messages,
     as a schedule yields it, gets the right edges too.
@@ -49,7 +55,7 @@ def build_graph(events: Events, flows: Flows, profile: Profile, *, one_host: boo
     queues = profile.queues(events)
     parts = [queue_edges(events, queues)]
     if not profile.one_queue:
-        parts += [data_edges(events, flows, queues), room_edges(events, queues)]
+        parts += [data_edges(events, flows, queues), room_edges(events, queues, frees_gradients)]
         if one_host:
             parts += [host_edges(events, profile), *([] if profile.matches_by_tag else [launch_edges(events)])]
     sources, targets, ranks = (np.concatenate(part) for part in zip(*parts, strict=True))
@@ -156,16 +162,22 @@ def _last_of_queue(makers: Ints, rows: Ints, rank: Ints, computing: Flags) -> tu
     return makers[kept], rows[kept]
 
 
-def room_edges(events: Events, queues: Ints) -> Edges:
+def room_edges(events: Events, queues: Ints, frees_gradients: bool) -> Edges:
     """Return the edges from rows that free memory to later rows that allocate it; `queues` has the queue of each row.
 
         FreeParams ──▶ GatherParams      OffloadAct ──▶ the next computation, FetchAct      computation ──▶ FetchAct
+        ReduceScatterBucket ──▶ the next backward, GatherParams              if `frees_gradients`
 
     Full weights are gathered into memory that other weights have left. A computation uses the memory of activations
-    offloaded before it; fetched activations use the memory that all before them on the rank have left.
+    offloaded before it; fetched activations use the memory that all before them on the rank have left. Full gradients
+    are resident up to the end of their reduction.
     """
     columns = events.columns
-    pairs = [_latest_before(columns, columns.rows_where(FreeParams), columns.rows_where(GatherParams))]
+    gathers = columns.rows_where(GatherParams)
+    pairs = [_latest_before(columns, columns.rows_where(FreeParams), gathers)]
+    if frees_gradients:
+        backwards = columns.rows_where(*BEGINS_BACKWARD, *ENDS_BACKWARD, Overlap)
+        pairs.append(_latest_before(columns, columns.rows_where(ReduceScatterBucket), np.union1d(backwards, gathers)))
     offloads, fetches = columns.rows_where(OffloadAct), columns.rows_where(FetchAct)
     if len(offloads) or len(fetches):
         computing = np.flatnonzero(queues == COMPUTE_QUEUE)

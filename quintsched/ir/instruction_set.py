@@ -305,7 +305,7 @@ class OnBucket(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class AllReduceBucket(OnBucket):
-    """Sum one gradient bucket of `stage` over the named axes."""
+    """Sum one gradient bucket of `stage` over the named axes, from when the last backward has filled it."""
 
     letters: ClassVar[str] = "AR"
     costs: ClassVar[tuple[str, ...]] = ("reduce_scatter", "all_gather")

@@ -193,6 +193,15 @@ class Layout:
         """Maximum number of reductions of a stage's buckets."""
         return int(self.num_reductions.max(initial=1))
 
+    def reduces_early(self, stage: int, *, split: bool) -> bool:
+        """Whether buckets of a stage are reduced as its last backward fills them, not only when that has ended.
+
+        Gradients must come one by one, complete, into memory that stays: not those of twins, of blocks that are partly
+        recomputed in a whole backward (not `split`), and of sharded weights.
+        """
+        at_once = bool(self.twins(stage)) or (not split and self.recompute_every(stage) > 1)
+        return not (at_once or self.zero.shards_weights)
+
     @cached_property
     def reduced_units(self) -> Ragged:
         """Microbatches that each reduction sums; reduction r of stage s is list s x `most_reductions` + r."""

@@ -55,6 +55,7 @@ PerStage = OneOrMany[Cost]
 """One value for the layers of a whole rank, or one value per stage."""
 
 PerStageShare = OneOrMany[Share]
+Pieces = OneOrMany[Annotated[float, Field(ge=1, le=LARGEST, allow_inf_nan=False, strict=True)]]
 
 
 class _Form(BaseModel):

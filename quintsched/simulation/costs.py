@@ -34,6 +34,7 @@ from quintsched.simulation.cost_forms import (
     PerStage,
     PerStageShare,
     PerUnit,
+    Pieces,
     UnitCost,
     WireCost,
     Wires,
@@ -99,6 +100,9 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
     """Time of the reduce-scatter of a stage's gradients over its replicas."""
     all_gather: PerStage = 0.0
     """Time of the all-gather of a stage's weights after the sharded step; an all-reduce takes both together."""
+    pieces: Pieces = 1.0
+    """Number of pieces into which the runtime divides each bucket by bytes (`parallel.bucket_mb`): the first is reduced
+    as soon as it is full."""
     gather_params: PerStage = 0.0
     """Time of the all-gather of a stage's weights before a computation (ZeRO-3)."""
     weights: PerStage = 0.0
@@ -226,6 +230,10 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
             return None
         return np.outer(microbatches or [1.0] * counts.microbatches, slices or [1.0] * counts.slices).ravel()
 
+    def pieces_of(self, stage: int) -> float:
+        """Number of pieces of each bucket of a stage."""
+        return self.pieces[stage] if isinstance(self.pieces, tuple) else self.pieces
+
     def experts_of(self, stage: int) -> float:
         """Fraction of a stage's weights that are experts'."""
         return self.experts[stage] if isinstance(self.experts, tuple) else self.experts
@@ -242,7 +250,7 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
 NOT_OF_STAGES = frozenset({"unit", "microbatches", "slices", "p2p", "host_latency", "host_bandwidth"})
 """Fields without a value per stage."""
 
-TAKEN_AS_IT_IS = frozenset({"message", "experts"})
+TAKEN_AS_IT_IS = frozenset({"message", "experts", "pieces"})
 """Scalars that do not scale with the share of the model in a stage."""
 
 PER_UNIT = frozenset(

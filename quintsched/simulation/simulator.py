@@ -3,8 +3,9 @@
 Communication overlaps with computation as in the runtime. A message starts when its value exists and its channel is
 free, and only the consumer of the value waits for it. Offloading copies start at the end of their forward, one after
 the other; the next computation after the place where their memory is freed waits for them. Fetches are awaited by their
-backward. Collectives among replicas run one after the other beside all that; weights are gathered into the memory of
-those freed before. The gradient norm is one event of all ranks.
+backward. Collectives among replicas run one after the other beside all that; a bucket's begins as soon as the last
+backward of its stage has filled it (`early_reductions`). Weights are gathered into the memory of those freed before,
+and the next backward waits for the memory of full gradients (ZeRO-2, 3). The gradient norm is one event of all ranks.
 
     makespan      end of the last instruction
     bubble        1 - busy / (ranks x makespan)
@@ -33,6 +34,7 @@ from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.activation_memory import peak_activations, peak_host
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.durations import event_durations, exposed_exchanges
+from quintsched.simulation.early_reductions import TimedGraph, reduce_early
 from quintsched.simulation.notebook import figures, heading, timeline_svg
 from quintsched.simulation.state_memory import peak_memory, peak_state
 
@@ -103,16 +105,17 @@ class Simulation:
         time are listed.
         """
         events = Events.merge(self.plan)
-        graph = build_graph(events, self.plan.flows, PROFILES["channel"])
-        ends, order = self.end[events.first_rows], graph.run_events().order
-        event, path = (int(ends.argmax()) if len(ends) else NONE), []
+        timed = timed_graph(self.plan, events, self.costs)
+        ends, order = timed.times()[1], timed.graph.run_events().order
+        node, path = (int(ends.argmax()) if len(ends) else NONE), []
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
-        while event != NONE:
-            before = graph.latest(event, ends, place)
-            if ends[event] > (ends[before] if before != NONE else 0.0):
-                path.append(InstructionPlace(*events.columns.place(int(events.first_rows[event]))))
-            event = before
+        while node != NONE:
+            before = timed.graph.latest(node, ends, place)
+            if ends[node] > (ends[before] if before != NONE else 0.0):
+                row = int(events.first_rows[timed.of[node]])
+                path.append(InstructionPlace(*events.columns.place(row)))
+            node = before
         return tuple(reversed(path))
 
     @property
@@ -191,16 +194,8 @@ def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
     costs.check_fits(plan.schedule, len(plan.stage_to_pp), plan.columns.num_ranks)
     costs = costs.spread(plan.stage_shares, plan.schedule.slices)
     events = Events.merge(plan)
-    durations = event_durations(plan, events, costs)
-    graph = build_graph(events, plan.flows, PROFILES["channel"])
-    order = meeting_order(plan)
-    if order is None or not graph.agrees(order):
-        run = graph.run_events()
-        if not run.finished:
-            raise UnsoundError("the plan cannot finish: an instruction waits for something that nothing makes")
-        order = np.array(run.order)
-    starts = graph.starts(durations, order)
-    begins, ends = starts[events.of], (starts + durations)[events.of]
+    timed = timed_graph(plan, events, costs)
+    begins, ends = (times[events.of] for times in timed.times())
     start, end = begins / plan.schedule.parts, ends / plan.schedule.parts
     return Simulation(
         plan=plan,
@@ -208,10 +203,24 @@ def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
         start=start,
         end=end,
         makespan=float(end.max(initial=0.0)),
-        busy=tuple(_busy(plan, durations[events.of])),
+        busy=tuple(_busy(plan, timed.durations[events.of])),
         spans=tuple(_spans(plan, begins, ends)),
         peak_activations=peak_activations(plan, costs),
     )
+
+
+def timed_graph(plan: PlanData, events: Events, costs: Costs) -> TimedGraph:
+    """Return the event graph of a plan with its times; raises `UnsoundError` if it cannot finish."""
+    graph = build_graph(events, plan.flows, PROFILES["channel"], frees_gradients=plan.zero.shards_gradients)
+    order = meeting_order(plan)
+    if order is None or not graph.agrees(order):
+        run = graph.run_events()
+        if not run.finished:
+            raise UnsoundError("the plan cannot finish: an instruction waits for something that nothing makes")
+        order = np.array(run.order)
+    durations = event_durations(plan, events, costs)
+    timed = TimedGraph(graph, durations, order, np.arange(graph.num_events))
+    return reduce_early(plan, events, costs, timed)
 
 
 def _busy(plan: PlanData, durations: Times) -> Iterator[float]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +21,8 @@ from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Channels
 from quintsched.ir.instruction_columns import Flags, Ints
 from quintsched.ir.instruction_set import (
+    AMONG_REPLICAS,
+    COMPUTING,
     Bwd,
     BwdInput,
     BwdWeight,
@@ -98,6 +100,7 @@ class RowTimes:
 def measure(plan: PlanData, times: RowTimes, unit: str, per_microbatch: bool) -> Costs:
     """Return the costs measured by a trace, see `Trace.costs`; raises `UsageError` for another unit of time."""
     scale = per_second(unit)
+    times = replace(times, start=_in_turn(plan, times))
     decimals = DIGITS - round(math.log10(scale))
     until, waited = _handovers(plan, times)
     run = np.maximum(until - times.start - waited, 0.0) * scale
@@ -118,6 +121,17 @@ def measure(plan: PlanData, times: RowTimes, unit: str, per_microbatch: bool) ->
     link = _host_bandwidth(plan, times, scale)
     rounded |= {} if link is None else {"host_bandwidth": link}
     return Costs(unit=unit, p2p=_p2p(plan, times, scale, decimals), **rounded)
+
+
+def _in_turn(plan: PlanData, times: RowTimes) -> Times:
+    """Return the starts of instructions, those of reductions not before the end of the computation before them."""
+    columns, start = plan.columns, times.start.copy()
+    computing, rows = columns.rows_where(*COMPUTING), columns.rows_where(*AMONG_REPLICAS)
+    before = computing[np.maximum(np.searchsorted(computing, rows) - 1, 0)]
+    known = (before < rows) & (columns.rank[before] == columns.rank[rows])
+    rows, before = rows[known], before[known]
+    start[..., rows] = np.maximum(start[..., rows], times.end[..., before])
+    return start
 
 
 def _of_stages(plan: PlanData, run: Times) -> dict[str, list[float]]:

@@ -170,13 +170,14 @@ class Interpreter:
         recorder = self._recorder if calls is None else None
         if recorder is not None and recorder.begin_step(step):
             self.state.waits.recorder, calls = recorder, self._recorded
+            self.state.step_end.gradients.reducer.note_start = recorder.note_start
         if calls is None:
             self._walk(self._entries if self.state.current.units.empty else self._entries_of_full)
         else:
             self._walk(self._part(calls))
         if self.state.waits.recorder is not None:
             self.state.waits.recorder.end_step()
-            self.state.waits.recorder = None
+            self.state.waits.recorder = self.state.step_end.gradients.reducer.note_start = None
         self.state.end_step()
 
     @cached_property

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from quintsched.ir.dataflow import Flow as Flow
 from quintsched.ir.dataflow import flows_of
-from quintsched.ir.instruction_set import ENDS_BACKWARD, Bwd, BwdInput, ClipGrad, Instruction, Send
+from quintsched.ir.instruction_set import ENDS_BACKWARD, Bwd, BwdInput, BwdWeight, ClipGrad, Compute, Instruction, Send
 from quintsched.ir.values import Value, ValueKind
 from quintsched.plan import Plan
 
@@ -74,6 +74,11 @@ class ProgramFlow:
     def is_last_backward(self, instruction: Instruction) -> bool:
         """Whether an instruction completes the weight gradients of its stage."""
         return instruction in self._last_backwards
+
+    def reduces_early(self, instruction: Compute) -> bool:
+        """Whether buckets that an instruction fills are reduced at once."""
+        split = isinstance(instruction, BwdWeight)
+        return self.is_last_backward(instruction) and self.plan.layout.reduces_early(instruction.stage, split=split)
 
 
 def activation_of(gradient: Value) -> Value:

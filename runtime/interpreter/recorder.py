@@ -75,7 +75,7 @@ class Recorder:
         """Return `call` so that its time is recorded as that of instruction `index`.
 
         An instruction of several calls lasts from the start of the call that is wrapped first to the end of the call
-        that runs last.
+        that runs last. A reduction starts earlier, if `note_start` says so.
         """
         start, end, now = self._start, self._end, self.now
         if index in self._wrapped:
@@ -88,7 +88,8 @@ class Recorder:
         self._wrapped.add(index)
 
         def timed() -> None:
-            start[index] = now()
+            if start[index] is None:
+                start[index] = now()
             call()
             end[index] = now()
 
@@ -103,6 +104,11 @@ class Recorder:
             self._start[index] = start
         if end is not None:
             self._end[index] = end
+
+    def note_start(self, index: int) -> None:
+        """Record that an instruction begins now, unless it has begun."""
+        if self._start[index] is None:
+            self._start[index] = self.now()
 
     def add_wait(self, index: int, since: Stamp, until: Stamp) -> None:
         """Record that an instruction waited for another rank, from one timestamp of `now` to another.

@@ -38,17 +38,17 @@ class GradReducer:
         tied: weights that several stages hold.
         sharded: whether replicas hold shards of the result: then partial sums over tp are reduced at the end of the
             step, on the smaller shards.
-        in_turn: whether a bucket is launched at its instruction only, and never earlier.
     """
 
-    def __init__(
-        self, buckets: GradBuckets, groups: MeshGroups, tied: TiedWeights, *, sharded: bool, in_turn: bool
-    ) -> None:
+    def __init__(self, buckets: GradBuckets, groups: MeshGroups, tied: TiedWeights, *, sharded: bool) -> None:
         self._buckets, self._groups, self._tied = buckets, groups, tied
         self.known: Container[nn.Parameter] = buckets.home
         """Parameters whose gradients are summed."""
-        self._sharded, self._in_turn = sharded, in_turn
-        self._order: list[GradBucket] = []
+        self._sharded = sharded
+        self._order: list[tuple[int, GradBucket]] = []
+        """Instruction of the program, and bucket, of each reduction."""
+        self.note_start: Callable[[int], None] | None = None
+        """Called with an instruction of which a reduction begins, while a trace is recorded."""
         self.program: Sequence[Instruction] | None = None
         self._num_launched = 0
         self._under_way: list[tuple[GradBucket, Work]] = []
@@ -105,9 +105,13 @@ class GradReducer:
         if program is self.program:
             return
         self.program, of_plan = program, self._buckets.of_plan
-        reductions = (i for i in program if isinstance(i, AllReduceBucket | ReduceScatterBucket))
-        buckets = (bucket for i in reductions for bucket in of_plan.get(PlanBucket(i.stage, i.bucket), ()))
-        self._order = [bucket for bucket in buckets if not bucket.comes_summed]
+        self._order = [
+            (index, bucket)
+            for index, i in enumerate(program)
+            if isinstance(i, AllReduceBucket | ReduceScatterBucket)
+            for bucket in of_plan.get(PlanBucket(i.stage, i.bucket), ())
+            if not bucket.comes_summed
+        ]
 
     def begin_step(self, passengers: Callable[[], Tensor] | None = None) -> None:
         """Prepare parameters for new gradients, whatever was done to them between steps.
@@ -125,11 +129,11 @@ class GradReducer:
     def _is_filled_by_backwards(self, bucket: GradBucket) -> bool:
         is_summed = bucket in self._buckets.partial_sums or not self._tied.parameters.isdisjoint(bucket.parameters)
         is_reduced = bucket.replicas.size > 1 and not bucket.comes_summed
-        return is_reduced and not is_summed and not self._in_turn
+        return is_reduced and not is_summed
 
     def room_among(self, group: Group) -> Room | None:
         """Return the room for figures of the last reduction, if that runs over the ranks of a group."""
-        last = self._order[-1] if self._order else None
+        last = self._order[-1][1] if self._order else None
         return last.room if last is not None and last.replicas.ranks == group.ranks else None
 
     def allocate_full(self, stage: int, wait: WaitForWorks) -> None:
@@ -143,7 +147,7 @@ class GradReducer:
         if self._sums:
             self._end_sums()
         left = self._order[self._num_launched :]
-        for bucket in left:
+        for _, bucket in left:
             if bucket.plan_bucket == plan_bucket:
                 bucket.ready = True
         if left:
@@ -151,8 +155,8 @@ class GradReducer:
 
     def launch_ready(self) -> None:
         """Launch the next buckets in order, as long as they are ready and due."""
-        while self._num_launched < len(self._order) and self._order[self._num_launched].ready:
-            bucket = self._order[self._num_launched]
+        while self._num_launched < len(self._order) and self._order[self._num_launched][1].ready:
+            index, bucket = self._order[self._num_launched]
             bucket.ready = False  # it may be reduced again
             self._num_launched += 1
             if self.accumulates and not bucket.reshards:
@@ -160,6 +164,8 @@ class GradReducer:
             bucket.fill()
             if self._passengers is not None and bucket.room is not None:
                 bucket.room.board(self._passengers())  # the last reduction: all forwards are done
+            if self.note_start is not None:
+                self.note_start(index)
             self._under_way.append((bucket, bucket.reduce()))
 
     def hold(self, wait: WaitForWorks) -> None:

@@ -183,7 +183,7 @@ class TrainingState:
 
     def _make_gradients(self, plan: Plan, buckets: GradBuckets) -> GradientHandling:
         sharded = self._zero.shards_optimizer
-        reducer = GradReducer(buckets, self._groups, self._tied, sharded=sharded, in_turn=self._zero.shards_weights)
+        reducer = GradReducer(buckets, self._groups, self._tied, sharded=sharded)
         norm = GradNorm(
             buckets,
             self._groups,

@@ -48,11 +48,9 @@ def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) 
 def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> BoundCall:
     """Run a full backward; in the stage's last one, gradients start to be reduced as they become ready."""
     backward, conclude = _backward(state, index, instruction)
-    layout, stage = state.flows.plan.layout, instruction.stage
-    comes_twice = bool(layout.twins(stage)) or layout.recompute_every(stage) > 1  # gradients are not complete at once
     run: BoundCall = partial(backward, None)
-    if state.flows.is_last_backward(instruction) and not comes_twice:
-        run = _in_turn(partial(state.gradients.hooks.expect_last, stage), run)
+    if state.flows.reduces_early(instruction):
+        run = _in_turn(partial(state.gradients.hooks.expect_last, instruction.stage), run)
     return _in_turn(
         state.current.unless_empty(instruction.microbatch, run, conclude), _adding_partial_sums(state, instruction)
     )
@@ -124,7 +122,7 @@ def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight)
     hooks, pending, stage = state.gradients.hooks, state.pending, instruction.stage
     note, now = state.clock.note, state.clock.now
     drain = hooks.drain
-    if state.flows.is_last_backward(instruction) and not state.flows.plan.layout.twins(stage):
+    if state.flows.reduces_early(instruction):
         drain = partial(hooks.drain_last, stage)
 
     def run() -> None:

@@ -17,8 +17,9 @@ import pytest
 
 import quintsched as qs
 from quintsched.ir.dataflow import Flow, flow
-from quintsched.ir.instruction_set import Compute, Recv, Send
+from quintsched.ir.instruction_set import AllReduceBucket, Compute, Recv, ReduceScatterBucket, Send
 from quintsched.runtime.comm import run_local
+from quintsched.simulation.simulator import Span
 from quintsched.trace.measured_trace import MeasuredSpan, Trace
 
 SCHEDULES = {schedule.name: schedule for schedule in qs.all_schedules()}
@@ -71,6 +72,31 @@ def test_a_step_takes_as_long_as_simulated_where_links_and_microbatches_differ(f
     while len(ratios) < TRIES and min(ratios, default=2.0) > 1.15:
         ratios.append(fidelity.run_sleeps(case).ratio)
     assert 0.98 <= min(ratios) <= 1.15, ratios
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("zero", [0, 2])
+def test_reductions_begin_where_they_are_simulated(fidelity: ModuleType, zero: int, tmp_path: Path) -> None:
+    """Three of four buckets are reduced during the last backward; with ZeRO-2, the next backward waits for the last."""
+    case = fidelity.Reductions(SCHEDULES["1f1b"], pp=1, lengths=(1.0,) * 2, collective_ms=8.0, zero=zero, steps=5)
+    plan = case.plan()
+    simulation, measured = plan.simulate(case.costs()), list[float]()
+    while len(measured) < TRIES and min(measured, default=1e9) > 1.15 * simulation.makespan:
+        measured += fidelity.took_ms(run_local(2, partial(case.run, tmp_path), collective_s=case.collective_ms / 1e3))
+    assert 0.98 <= min(measured) / simulation.makespan <= 1.15, measured
+    trace = Trace.load(tmp_path, plan)
+    begun = [reductions_begun(trace.step(number).timeline[0]) for number in trace.steps]
+    planned, earliest = reductions_begun(simulation.timeline[0]), list(map(min, zip(*begun, strict=True)))
+    assert planned == pytest.approx([20.0, 40.0, 60.0, 80.0])
+    assert all(wanted - 0.5 <= real <= wanted + 15.0 for wanted, real in zip(planned, earliest, strict=True)), begun
+
+
+def reductions_begun(row: Sequence[Span | MeasuredSpan]) -> list[float]:
+    """Return when the last four reductions begin, counted from the begin of the last backward."""
+    (*_, last) = (span for span in row if isinstance(span.instruction, Compute))
+    begin = last.start + (last.wait if isinstance(last, MeasuredSpan) else 0.0)
+    reductions = [span for span in row if isinstance(span.instruction, AllReduceBucket | ReduceScatterBucket)]
+    return [span.start - begin for span in reductions[-4:]]
 
 
 def test_a_late_message_is_named(fidelity: ModuleType, tmp_path: Path) -> None:
