@@ -4,8 +4,8 @@
 
     sleeps   four ranks as threads; every computation sleeps for 20 ms, every message takes 5 ms: within 3 %
     links    the same with microbatches from half to twice as long, and messages from 2 to 25 ms, by pair of ranks
-    reductions   two replicas of two ranks, stages of four blocks that sleep for 10 ms, and of four buckets, each reduced
-             in 16 ms as soon as the last backward has filled it: within 3 %
+    reductions   two replicas of two ranks, stages of four blocks that sleep for 10 ms, and of four buckets, each
+             reduced in 16 ms as soon as the last backward has filled it: within 3 %
     gloo     two processes that really compute; a step is simulated with the costs of a trace
              of the one before: within 5 %
 

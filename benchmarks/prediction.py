@@ -31,8 +31,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.efficiency import peak
 from quintsched.strategies.prediction.predicted_collectives import all_reduce_s
 from quintsched.strategies.prediction.step import model_flops, predict
-from quintsched.strategies.prediction.strategy_columns import Table
-from quintsched.strategies.prediction.table import evaluate
+from quintsched.strategies.tuning.recipes import RECIPES, chosen
 
 DATA = Path(__file__).parent / "data"
 TABLES = ("korthikanti", "megatron_table1", "megatron_table2", "mpt_a100", "mpt_h100", "simumax_b200")
@@ -117,7 +116,7 @@ def main() -> int:
             print(f"{name:16} memory    error {fmean(map(abs, errors)):6.2%}  bias {fmean(errors):+7.2%}")
             beyond |= fmean(map(abs, errors)) > MEMORY_LIMIT
     if "recipes" in names:
-        beyond |= print_recipes(json.loads((DATA / "recipes.json").read_text()))
+        beyond |= print_recipes(json.loads(RECIPES.read_text()))
     if "primus" in names:
         print_primus(json.loads((DATA / "primus.json").read_text()))
     return int(beyond)
@@ -147,30 +146,13 @@ def _with_model(row: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
 def _case(row: dict[str, Any], choose: dict[str, Any]) -> Case:
     flags = {name: value for name, value in row.items() if name not in NOT_FLAGS}
     choose = choose or row.get("open", {})
-    asked = _chosen(flags, choose) if choose else read_row(flags)
+    asked = chosen(flags, choose) if choose else read_row(flags)
     flops = megatron_flops(asked.model, asked.strategy)
     if "model_tflops" in row:
         flops = model_flops(asked.model, asked.strategy.seq) * asked.strategy.batch
     measured_s = row.get("measured_s") or flops / (row.get("model_tflops") or row["tflops"]) / 1e12 / row["gpus"]
     gib = row.get("measured_gib")
     return Case(asked, measured_s, row.get("group"), gib * 2**30 if gib else None)
-
-
-def _chosen(flags: dict[str, Any], choose: dict[str, Any]) -> PredictionRow:
-    """Return the fastest fitting choice of a row's open settings."""
-    whole = read_row(flags)
-    layers = whole.model.layers // whole.strategy.pp
-    any_chunks = [v for v in range(1, layers + 1) if layers % v == 0] if whole.strategy.pp > 1 else [1]
-    values = {name: any_chunks if given == "any" else given for name, given in choose.items()}
-    options = []
-    for chosen in product(*values.values()):
-        option = whole.strategy.model_copy(update=dict(zip(values, chosen, strict=True)))
-        size = option.replicas * option.microbatch
-        if option.batch % size == 0 and (option.chunks == 1 or option.batch // size % option.pp == 0):
-            options.append(option)
-    found = evaluate(whole.model, whole.hardware, Table.from_strategies(options), simulate=True)
-    best = int(np.where(found.fits, found.step_s, np.inf).argmin())
-    return PredictionRow(whole.model, whole.hardware, options[best])
 
 
 def ours(row: PredictionRow) -> float:

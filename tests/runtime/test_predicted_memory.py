@@ -26,7 +26,7 @@ from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.prediction.table import held
-from quintsched.strategies.tuning.emit import built_in
+from quintsched.strategies.tuning.export.emit import built_in
 
 SEQ, VOCAB, CLASSES = 32, 128, 16
 GPT = Model(layers=4, hidden=64, heads=4, vocab=VOCAB, seq=SEQ, tied=False, dropout=False)

@@ -28,9 +28,10 @@ from quintsched.strategies.commands.prediction_report import as_data
 
 if TYPE_CHECKING:
     from quintsched.strategies.prediction.step import Prediction
-    from quintsched.strategies.tuning.emit import Emitted as Files
     from quintsched.strategies.tuning.explain_choice import Explanation
+    from quintsched.strategies.tuning.export.emit import Emitted as Files
     from quintsched.strategies.tuning.reasons import Row
+    from quintsched.strategies.tuning.recipes import Recipe
     from quintsched.strategies.tuning.tune import Candidate, Tuning
 
 WHERE = ("model", "hardware", "gpus", "gpus_per_node", "batch", "seq")
@@ -53,7 +54,16 @@ Explained = Annotated[
 ]
 Emitted = Annotated[
     Path | None,
-    typer.Option("--emit", metavar="DIR", help="Write the best one's plan and job file there."),
+    typer.Option("--emit", metavar="DIR", help="Write the best one's plan and job file, or the framework's arguments."),
+]
+For = Annotated[
+    str | None,
+    typer.Option(
+        "--for", metavar="FRAMEWORK", help="Search what megatron, torchtitan, deepspeed or quintsched can run."
+    ),
+]
+Beside = Annotated[
+    str | None, typer.Option("--beside", metavar="RECIPE", help="Say how much longer a published recipe takes.")
 ]
 Headroom = Annotated[
     float, typer.Option("--headroom", metavar="PERCENT", min=0, max=99, help="Memory of each GPU that is left free.")
@@ -73,7 +83,9 @@ def tune(
     profile: ProfileFile = None,
     profile_at: ProfileAt = None,
     explain: Explained = None,
+    framework: For = None,
     directory: Emitted = None,
+    beside: Beside = None,
     certificate: CertificateFile = None,
     exhaustive: Exhaustive = False,
     headroom: Headroom = 6.0,
@@ -87,6 +99,9 @@ def tune(
     Flags of a strategy that are left out are free. If nothing fits, the exit code is 3.
     """
     whole = None if tokens is None else read_tokens(tokens)
+    recipe = None if beside is None else _recipe(beside)
+    flags = flags if recipe is None else recipe.choices(flags)
+    flags = flags if framework is None else _restricted(framework, flags)
     for name in ("gpus", "batch"):
         if name not in flags:
             raise UsageError(f"--{name} is missing; tune needs --model, --hardware, --gpus and --batch")
@@ -104,10 +119,12 @@ def tune(
     shown = found.best[:top] if as_json else [row.candidate for row in _rows(found, top)]
     predictions = _predictions(found, shown)
     simulations = _simulations(predictions) if simulate else [None] * len(predictions)
-    files = None if directory is None else _emit(found, directory)
+    files = None if directory is None else _emit(found, framework, directory)
+    published = () if recipe is None else _beside(found, recipe)
     if as_json:
         days, cost = (None, None) if whole is None else _days_and_cost(found, whole, price)
-        more = {} if days is None else {"days": days, "cost": cost}
+        more: dict[str, Any] = {} if days is None else {"days": days, "cost": cost}
+        more |= {"beside": list(published)} if published else {}
         emit(_as_data(found, predictions, simulations) | _more_data(explanation, files) | more)
         return
     say(_describe(found, top, predictions, simulations))
@@ -117,8 +134,10 @@ def tune(
         say(["", f"{tokens} tokens: {days:,.1f} days{paid}"])
     if explanation is not None:
         say(["", *explanation.lines])
+    if published:
+        say(["", *published])
     if files is not None:
-        say(["", f"run it: quintsched run {files.plan} {files.job}", *(f"  {line}" for line in files.notes)])
+        say(["", f"run it: {files.start}", *(f"  {line}" for line in files.notes)])
 
 
 def _search(
@@ -194,11 +213,32 @@ def _why_nothing_fits(found: Tuning, explanation: Explanation | None) -> Sequenc
     return (explanation or misfit(found)).lines
 
 
-def _emit(found: Tuning, folder: Path) -> Files:
-    from quintsched.strategies.tuning.emit import emit
+def _recipe(name: str) -> Recipe:
+    from quintsched.strategies.tuning.recipes import find_recipe
+
+    return find_recipe(name)
+
+
+def _beside(found: Tuning, recipe: Recipe) -> tuple[str, ...]:
+    from quintsched.strategies.tuning.recipes import beside
+
+    return beside(found, recipe)
+
+
+def _restricted(framework: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of a search of what a framework can run."""
+    from quintsched.strategies.tuning.export.frameworks import restrict
+
+    asked = {name: value for name, value in flags.items() if name not in WHERE}
+    return {**flags, **restrict(framework, asked)}
+
+
+def _emit(found: Tuning, framework: str | None, folder: Path) -> Files:
+    from quintsched.strategies.tuning.export.emit import emit_for
+    from quintsched.strategies.tuning.export.frameworks import OWN
     from quintsched.strategies.tuning.reasons import recommended
 
-    return emit(found.model, recommended(found).strategy, folder)
+    return emit_for(framework or OWN, found.model, recommended(found).strategy, folder)
 
 
 def _more_data(explanation: Explanation | None, files: Files | None) -> dict[str, Any]:
@@ -207,7 +247,7 @@ def _more_data(explanation: Explanation | None, files: Files | None) -> dict[str
     if explanation is not None:
         more["explanation"] = {**as_data(explanation.prediction), "reason": list(explanation.lines)}
     if files is not None:
-        more["files"] = {"plan": str(files.plan), "job": str(files.job), "notes": list(files.notes)}
+        more["files"] = {name: str(path) for name, path in files.files.items()} | {"notes": list(files.notes)}
     return more
 
 

@@ -47,7 +47,7 @@ def strategy_name(strategy: Strategy) -> str:
     if strategy.stages:
         parts.append(f"stages {','.join(map(str, strategy.stages))}")
     parts += [recompute_name(strategy)] if strategy.recompute != "none" else []
-    parts += ["sequence-parallel"] if strategy.sequence_parallel else []
+    parts += ["sequence-parallel"] if strategy.sequence_parallel and strategy.tp > 1 else []
     reduces_late = strategy.zero > 1 and strategy.zero_every > 1
     every = f", gradients reduced every {strategy.zero_every} microbatches" if reduces_late else ""
     parts += [f"ZeRO-{strategy.zero}{every}"] if strategy.zero else []

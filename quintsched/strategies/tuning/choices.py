@@ -26,6 +26,10 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half", "gpipe")
 """Schedules that are searched by default."""
 MIXTURES = (*SCHEDULES, "dualpipe-v", "dualpipe")
 """Schedules that are searched for models with experts, whose exchange of tokens the last two hide."""
+OF_MEGATRON = ("1f1b", "interleaved-1f1b")
+OF_TORCH = (*OF_MEGATRON, "gpipe", "interleaved-zb", "zbv", "dualpipe-v")
+ALIKE = (SCHEDULES, MIXTURES, OF_MEGATRON, OF_TORCH)
+"""Schedules that are searched where the user names none, by model and framework."""
 UNLIMITED = 2**40
 
 

@@ -28,7 +28,7 @@ from quintsched.schedules.kit.registry import find_schedule
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import check
-from quintsched.strategies.tuning.choices import MIXTURES, SCHEDULES, UNLIMITED, Choices, allows
+from quintsched.strategies.tuning.choices import ALIKE, UNLIMITED, Choices, allows
 
 Mask = NDArray[np.bool_]
 Columns = dict[str, Ints]
@@ -241,7 +241,7 @@ class Space:
         local = self.batch // (dp * ep)
         sizes = [size for size in divisors(local) if allows(self.choices.microbatch, size)]
         for number, name in enumerate(self.choices.schedule):
-            if pp == 1 and self.choices.schedule in (SCHEDULES, MIXTURES) and number:
+            if pp == 1 and self.choices.schedule in ALIKE and number:
                 break  # without a pipeline all schedules are alike; try one, unless the user names some
             for chunks in self._chunks(name, pp):
                 for size in sizes:

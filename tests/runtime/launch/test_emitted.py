@@ -13,7 +13,7 @@ from quintsched.runtime.launch.run_request import RunRequest
 from quintsched.runtime.launch.worker import main, prepare
 from quintsched.strategies.descriptions.model import Experts, Images, Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.tuning.emit import emit
+from quintsched.strategies.tuning.export.emit import emit
 
 GPT = Model(layers=4, hidden=32, heads=4, vocab=256, seq=16, dropout=False)
 MOE = GPT.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=128, every=2)})
@@ -42,14 +42,14 @@ def test_an_emitted_job_learns_what_one_process_learns(name: str, tmp_path: Path
     model, given = CASES[name]
     strategy = Strategy(gpus=4, batch=16, seq=model.seq, microbatch=2, **given)
     written = emit(model, strategy, tmp_path)
-    job, plan, _ = prepare(RunRequest(plan=str(written.plan), config=str(written.job)), alone=True)
+    job, plan, _ = prepare(RunRequest(plan=str(written.files["plan"]), config=str(written.files["job"])), alone=True)
     row = row_of(job, plan)
     assert {axis: row[axis] for axis in ("dp", "tp", "pp", "cp", "ep")} == {
         axis: getattr(strategy, axis) for axis in ("dp", "tp", "pp", "cp", "ep")
     }
     assert (row["microbatch"], row["zero"], row["batch"]) == (2, strategy.zero, 16)
     small = {} if model.images else {"data.options.max_bytes": 3000}
-    files = (str(written.plan), "--config", str(written.job))
+    files = (str(written.files["plan"]), "--config", str(written.files["job"]))
     alone = emit(model, Strategy(gpus=1, batch=16, seq=model.seq, microbatch=2), tmp_path / "alone")
-    one = losses(tmp_path, str(alone.plan), "--config", str(alone.job), **small)
+    one = losses(tmp_path, str(alone.files["plan"]), "--config", str(alone.files["job"]), **small)
     assert losses(tmp_path, *files, **small) == pytest.approx(one, rel=1e-10)

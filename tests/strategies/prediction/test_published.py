@@ -14,11 +14,13 @@ from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.efficiency import CONSTANTS
 from quintsched.strategies.prediction.step import predict
 from quintsched.strategies.tuning.choices import Choices
+from quintsched.strategies.tuning.recipes import RECIPES
 from quintsched.strategies.tuning.space import FIXED, MESH, make_space
 
 
 def read(name):
-    return json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+    path = RECIPES if name == "recipes" else DATA / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -69,7 +71,7 @@ def test_every_constant_has_a_source_and_every_table_its_place():
         kind, _, where = source.partition(": ")
         assert where, f"{name} has no source"
         assert kind != "fitted" or where in protocol["fitted_on"]
-    tables = {path.stem for path in DATA.glob("*.json")}
+    tables = {path.stem for path in (*DATA.glob("*.json"), RECIPES)}
     assert {*protocol["fitted_on"], *protocol["tests"]} <= tables
     assert {*LIMITS, "recipes"} <= {*protocol["fitted_on"], *protocol["tests"]}
 

@@ -9,7 +9,7 @@ from quintsched.strategies.descriptions.library import find_model, model_names
 from quintsched.strategies.descriptions.model import Experts, Images, Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.strategy_plans import plan_of
-from quintsched.strategies.tuning.emit import built_in, emit, job_file
+from quintsched.strategies.tuning.export.emit import built_in, emit, job_file
 
 GPT = Model(layers=6, hidden=64, heads=4, vocab=256, seq=64)
 
@@ -23,7 +23,7 @@ def test_the_files_say_the_strategy(tmp_path):
         gpus=8, dp=2, schedule="interleaved-1f1b", chunks=3, zero=1, recompute="full", sequence_parallel=True
     )
     written = emit(GPT, asked, tmp_path / "new")
-    plan, job = Plan.load(written.plan), yaml.safe_load(written.job.read_text())
+    plan, job = Plan.load(written.files["plan"]), yaml.safe_load(written.files["job"].read_text())
     assert plan.check().sound
     assert job["parallel"] == {
         "mesh": "pp=2,dp=2,tp=2",

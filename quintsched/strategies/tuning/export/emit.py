@@ -3,6 +3,8 @@
     strategy ──▶ DIR/plan.json      compiled and proved
              └─▶ DIR/job.yaml       model, data, parallel, train, runtime; quintsched run DIR/plan.json DIR/job.yaml
 
+    for another framework ──▶ DIR/megatron.args, or likewise: the arguments of that framework
+
 One of the runtime's built-in models (gpt, moe-gpt, vit) runs without changes, on the runtime's example data, or on
 token shards of its vocabulary; for other models the job file has placeholders. Where the runtime deviates from the
 strategy, a comment in the job file says so.
@@ -24,6 +26,7 @@ from quintsched.strategies.descriptions.strategy import Strategy, modules_of
 from quintsched.strategies.descriptions.strategy_text import strategy_name
 from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.strategy_plans import parallel, plan_of
+from quintsched.strategies.tuning.export.frameworks import find_framework
 
 PRECISIONS = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 OWN_MODEL = "my_model.py:build"
@@ -38,10 +41,28 @@ BYTE_VOCABULARY = 256
 class Emitted:
     """Files that were written."""
 
-    plan: Path
-    job: Path
+    files: dict[str, Path]
+    """By what they are: plan and job, or arguments."""
+    start: str
+    """Command that runs them."""
     notes: tuple[str, ...]
-    """Comments in the job file: placeholders to fill in, and differences of the run from the strategy."""
+    """Placeholders to fill in, and differences of the run from the strategy."""
+
+
+def emit_for(name: str, model: Model, strategy: Strategy, directory: str | Path) -> Emitted:
+    """Write a framework's arguments into `directory`; those of our own runtime are a plan and a job file.
+
+    Raises `UsageError` as `emit` does, and for an unknown framework.
+    """
+    framework = find_framework(name)
+    if framework.text is None or framework.notes is None:
+        return emit(model, strategy, directory)
+    strategy = resolved(strategy)
+    path = _folder(directory) / framework.file
+    write_whole(path, framework.text(model, strategy), "the arguments")
+    repository, parser, commit = framework.parser
+    said = f"arguments of {repository}, {parser}, at {commit[:12]}"
+    return Emitted({"arguments": path}, framework.start.format(file=path), (said, *framework.notes(model, strategy)))
 
 
 def emit(model: Model, strategy: Strategy, directory: str | Path) -> Emitted:
@@ -49,17 +70,21 @@ def emit(model: Model, strategy: Strategy, directory: str | Path) -> Emitted:
 
     Raises `UsageError` if the schedule does not take these sizes, or a file cannot be written.
     """
+    folder, strategy = _folder(directory), resolved(strategy)
+    plan, files = plan_of(model, strategy), {"plan": folder / "plan.json", "job": folder / "job.yaml"}
+    plan.save(files["plan"])
+    write_whole(files["job"], job_file(model, strategy), "the job file")
+    return Emitted(files, f"quintsched run {files['plan']} {files['job']}", tuple(notes(model, strategy)))
+
+
+def _folder(directory: str | Path) -> Path:
+    """Return a directory, made if it is missing."""
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{folder}: the directory cannot be made: {error.strerror or error}") from None
-    strategy = resolved(strategy)
-    plan = plan_of(model, strategy)
-    written = Emitted(folder / "plan.json", folder / "job.yaml", tuple(notes(model, strategy)))
-    plan.save(written.plan)
-    write_whole(written.job, job_file(model, strategy), "the job file")
-    return written
+    return folder
 
 
 def job_file(model: Model, strategy: Strategy) -> str:

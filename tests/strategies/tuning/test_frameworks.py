@@ -1,0 +1,116 @@
+"""Frameworks get strategies that they run, and arguments that their parsers know."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from quintsched.errors import UsageError
+from quintsched.strategies.descriptions.library import find_hardware, find_model, model_names
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.tuning.export.emit import emit_for
+from quintsched.strategies.tuning.export.frameworks import FRAMEWORKS, OWN, restrict
+from quintsched.strategies.tuning.recipes import beside, find_recipe, recipes
+from quintsched.strategies.tuning.tune import tune
+
+PARSERS = json.loads((Path(__file__).parents[2] / "data" / "framework_arguments.json").read_text(encoding="utf-8"))
+
+
+def names_in(path: Path) -> set[str]:
+    """Return the names of arguments in a file; of JSON, keys with dots."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".json":
+        return {line.split()[0] for line in text.splitlines()}
+    found = json.loads(text)
+    return {f"{name}.{key}" for name, value in found.items() if isinstance(value, dict) for key in value} | {
+        name for name, value in found.items() if not isinstance(value, dict)
+    }
+
+
+def strategies(name: str):
+    """Yield strategies that between them need every argument."""
+    both = {"gpus": 16, "batch": 64, "seq": 4096, "gradients": "bf16", "recompute": "full"}
+    if name == "megatron":
+        more = {"schedule": "interleaved-1f1b", "chunks": 2, "sequence_parallel": True, "fused_loss": True, "zero": 1}
+        yield Strategy(dp=2, tp=2, pp=2, ep=2, ep_overlap=True, **both, **more)
+        for recompute in (2, "layernorm+moe_act", "none"):
+            yield Strategy(dp=8, cp=2, dtype="fp8", **{**both, "recompute": recompute})
+        yield Strategy(dp=8, tp=2, dtype="fp16", overlap=False, **{**both, "gradients": None})
+    elif name == "torchtitan":
+        yield Strategy(dp=4, tp=2, pp=2, zero=3, schedule="zbv", **both)
+        yield Strategy(dp=8, ep=2, zero=2, dtype="fp32", **both)
+    else:
+        yield Strategy(dp=8, tp=2, zero=2, **both)
+        yield Strategy(dp=8, pp=2, zero=1, dtype="fp16", **both)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_argument_is_known_to_its_parser(tmp_path, name):
+    repository, _, commit = FRAMEWORKS[name].parser
+    assert (PARSERS[name]["repository"], PARSERS[name]["commit"]) == (repository, commit)
+    for model in map(find_model, model_names()):
+        for strategy in strategies(name):
+            written = emit_for(name, model, strategy, tmp_path)
+            assert names_in(written.files["arguments"]) <= {*PARSERS[name]["names"]}
+            assert commit[:12] in written.notes[0]
+
+
+def test_arguments_say_the_strategy(tmp_path):
+    asked = Strategy(gpus=64, dp=4, tp=4, pp=4, batch=256, seq=8192, zero=1, recompute=3, sequence_parallel=True)
+    text = emit_for("megatron", find_model("llama-3-70b"), asked, tmp_path).files["arguments"].read_text()
+    wanted = "--tensor-model-parallel-size 4|--pipeline-model-parallel-size 4|--recompute-num-layers 3"
+    assert {*wanted.split("|"), "--global-batch-size 256", "--use-distributed-optimizer", "--num-query-groups 8"} <= {
+        *text.splitlines()
+    }
+    asked = Strategy(gpus=8, dp=4, tp=2, zero=2, batch=64, seq=1024)
+    found = json.loads(emit_for("deepspeed", find_model("gpt2"), asked, tmp_path).files["arguments"].read_text())
+    assert (
+        found["train_batch_size"] == found["gradient_accumulation_steps"] * found["train_micro_batch_size_per_gpu"] * 4
+    )
+    assert (found["zero_optimization"]["stage"], found["tensor_parallel"]) == (2, {"autotp_size": 2})
+    job = emit_for(OWN, find_model("gpt2"), Strategy(gpus=2, dp=2, batch=8, seq=1024), tmp_path).files["job"]
+    assert yaml.safe_load(job.read_text())["parallel"]["mesh"] == "dp=2"
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_search_has_only_strategies_that_the_framework_runs(name):
+    fixed, runs = restrict(name, {"pp": [1, 2], "tp": [1, 2]}), FRAMEWORKS[name].runs
+    found = tune(find_model("gpt2-xl"), find_hardware("a100-40gb"), 8, 64, 1024, fixed=fixed, top=50)
+    assert found.best
+    for one in found.best:
+        for axis in {*runs} - {"schedule", "sequence_parallel"}:
+            assert getattr(one.strategy, axis) in runs[axis]
+        assert FRAMEWORKS[name].recomputes(one.strategy.recompute)
+        assert one.strategy.schedule in runs.get("schedule", (one.strategy.schedule,))
+        assert name != "deepspeed" or one.strategy.zero <= 1, "beside a pipeline"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "says"),
+    [
+        ("megatrn", {}, "megatron"),
+        ("megatron", {"schedule": ["zbv"]}, "does not run schedule zbv; it runs 1f1b"),
+        ("megatron", {"recompute": ["mlp_act"]}, "does not run recompute mlp_act"),
+        ("deepspeed", {"pp": [2], "zero": [3]}, "does not run zero 3; it runs 0, 1"),
+        ("torchtitan", {"zero": [1]}, "does not run zero 1"),
+    ],
+)
+def test_what_a_framework_does_not_run_is_refused(name, given, says):
+    with pytest.raises(UsageError, match=says):
+        restrict(name, given)
+
+
+def test_a_published_recipe_stands_beside_the_best():
+    recipe = find_recipe("BLOOM")
+    assert recipe in recipes()
+    choices = recipe.choices({"pp": [12], "tp": [4], "schedule": ["1f1b"]})
+    sizes = {name: choices.pop(name) for name in ("model", "hardware", "gpus", "batch", "seq")}
+    model, hardware = find_model(sizes["model"]), find_hardware(sizes["hardware"])
+    found = tune(model, hardware, sizes["gpus"], sizes["batch"], sizes["seq"], fixed=choices, top=3)
+    *_, regret = beside(found, recipe)
+    assert "over the best" in regret
+    with pytest.raises(UsageError, match="leave it out"):
+        recipe.choices({"gpus": 8})
+    with pytest.raises(UsageError, match="several recipes"):
+        find_recipe("llama-3-405b")
