@@ -71,12 +71,12 @@ class _Reductions:
 
 def reduce_early(plan: PlanData, events: Events, costs: Costs, timed: TimedGraph) -> TimedGraph:
     """Return the graph in which buckets are reduced as soon as they are full; `timed` has one node per event."""
-    found = _reductions(plan, costs)
-    begins, ends = found.first < 1, found.last < 1
+    found, graph, durations = _reductions(plan, costs), timed.graph, timed.durations
+    event, backward = events.of[found.rows], events.of[found.backwards]
+    waits_for_it = np.isin(event * graph.num_events + backward, graph.targets * graph.num_events + graph.sources)
+    begins, ends = (found.first < 1) & waits_for_it, (found.last < 1) & waits_for_it
     if not (begins | ends).any():
         return timed
-    graph, durations = timed.graph, timed.durations
-    event, backward = events.of[found.rows], events.of[found.backwards]
     tied = events.of[plan.columns.rows_where(SyncTied)]
     waits = np.full(graph.num_events, ABSENT)
     waits[event[begins]] = backward[begins]

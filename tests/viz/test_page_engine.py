@@ -67,6 +67,7 @@ def drawn_costs(plan: Plan, random: Random) -> qs.Costs:
         host_bandwidth=random.choice((None, 1.5)),
         keys=number(),
         experts=random.choice((0.0, 0.25)),
+        pieces=random.choice((1.0, 3.0)),
         microbatches=tuple(number() for _ in range(spec.microbatches)) if random.random() < 0.2 else None,
     )
 

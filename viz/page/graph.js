@@ -140,7 +140,7 @@ export function graphOf(plan, profileName, host = false) {
     addQueues(edges, queues);
     if (profile.queues !== "one") {
       addData(edges, flowsOf(plan), queues);
-      addRoom(edges, queues);
+      addRoom(edges, queues, !host && plan.layout.zero.stage >= 2);
       if (host) {
         addHost(edges, profile);
         if (profile.queues !== "none") addLaunches(edges);
@@ -201,13 +201,14 @@ function addData(edges, flows, queues) {
   for (let row = 0; row < plan.length; row++) if (latest[row] >= 0) edges.add(latest[row], row);
 }
 
-/** Add the edges from rows that free memory to later rows on the rank that allocate it. */
-function addRoom(edges, queues) {
+/** Add the edges from rows that free memory to later rows on the rank that allocate it; full gradients, if `reshards`. */
+function addRoom(edges, queues, reshards) {
   const { plan } = edges.events;
-  const { FreeParams, GatherParams, OffloadAct, FetchAct } = plan.tables.code;
-  if (![FreeParams, OffloadAct, FetchAct].some((op) => plan.op.includes(op))) return;
+  const { FreeParams, GatherParams, OffloadAct, FetchAct, ReduceScatterBucket, Overlap } = plan.tables.code;
+  if (!reshards && ![FreeParams, OffloadAct, FetchAct].some((op) => plan.op.includes(op))) return;
+  const backward = plan.tables.ops.map((op) => op.begins_backward || op.ends_backward);
   for (let k = 0; k < plan.ranks; k++) {
-    let freed = -1, offloaded = -1, pending = -1, computed = -1;
+    let freed = -1, offloaded = -1, pending = -1, computed = -1, reduced = -1;
     for (let row = plan.first[k]; row < plan.first[k + 1]; row++) {
       const op = plan.op[row];
       if (op === GatherParams && freed >= 0) edges.add(freed, row);
@@ -220,7 +221,9 @@ function addRoom(edges, queues) {
         pending = -1;
         computed = row;
       }
+      if (reduced >= 0 && (backward[op] || op === Overlap || op === GatherParams)) edges.add(reduced, row);
       if (op === FreeParams) freed = row;
+      if (reshards && op === ReduceScatterBucket) reduced = row;
       if (op === OffloadAct) offloaded = pending = row;
     }
   }
@@ -254,10 +257,10 @@ function addLaunches(edges) {
   }
 }
 
-class Graph {
-  constructor(events, edges) {
+export class Graph {
+  constructor(events, edges, count = events.count) {
     this.events = events;
-    this.count = events.count;
+    this.count = count;
     this.sources = edges.sources.array;
     this.targets = edges.targets.array;
     this.ranks = edges.ranks.array;

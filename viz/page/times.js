@@ -1,4 +1,5 @@
 /** Durations of events under a cost model, the times of a plan, and the memory of its ranks. */
+import { runEarly } from "./early.js";
 import { flowsOf } from "./flow.js";
 import { eventsOf, graphOf } from "./graph.js";
 
@@ -152,7 +153,7 @@ export function simulate(plan, values = {}, partial = false) {
   const costs = new Costs(plan, values);
   const events = eventsOf(plan);
   const durations = durationsOf(plan, costs);
-  const run = graphOf(plan, "channel").run(durations);
+  const { run } = runEarly(plan, costs, graphOf(plan, "channel"), durations);
   if (!run.finished && !partial) return null;
   const stuck = run.finished ? null : placeStuck(events, run, durations);
   const { parts } = plan;

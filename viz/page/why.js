@@ -4,6 +4,7 @@
  *     rank 0  [F0][F1]          [B0]      the gap ends when B0 can begin: the chain of events without slack
  *     rank 1      [F0][ B0 ]╱             behind it leads to B0 of rank 1, which is therefore named
  */
+import { runEarly } from "./early.js";
 import { flowsOf } from "./flow.js";
 import { graphOf, group } from "./graph.js";
 import { durationsOf, heldOverTime } from "./times.js";
@@ -23,10 +24,11 @@ export class Waits {
   constructor(run) {
     this.run = run;
     this.plan = run.plan;
-    this.graph = graphOf(run.plan, "channel");
-    this.events = this.graph.events;
+    const graph = graphOf(run.plan, "channel");
+    this.events = graph.events;
     this.durations = durationsOf(run.plan, run.costs);
-    this.times = this.graph.run(this.durations);
+    const { run: times, timed } = runEarly(run.plan, run.costs, graph, this.durations);
+    Object.assign(this, { times, graph: timed.graph, parts: timed.of });
     this.slack = run.makespan * run.plan.parts * 1e-9;
     this.position = new Int32Array(this.graph.count);
     this.times.order.forEach((event, at) => (this.position[event] = at));
@@ -35,7 +37,8 @@ export class Waits {
 
   /** Events before (or after) an event, those first that ended last (or begin first). */
   #neighbours(event, lists) {
-    return [...new Set(lists.items.subarray(lists.starts[event], lists.starts[event + 1]))];
+    const found = [...lists.items.subarray(lists.starts[event], lists.starts[event + 1])];
+    return [...new Set(found.map((node) => (node < this.events.count ? node : this.parts[node - this.events.count])))];
   }
 
   before(event) {
