@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 def collective(
-    target: Annotated[str, typer.Argument(metavar="ring|tree|FILE", help="An algorithm, or a file written by -o.")],
+    target: Annotated[
+        str, typer.Argument(metavar="ring|tree|two-level|FILE", help="An algorithm, or a file written by -o.")
+    ],
     kind: Annotated[
         str, typer.Option("--kind", metavar="KIND", help="all_reduce, reduce_scatter or all_gather.")
     ] = "all_reduce",
@@ -33,6 +35,15 @@ def collective(
     bandwidth: Annotated[
         float, typer.Option("--bandwidth", metavar="B/S", help="Bytes per second of a wire.")
     ] = Wire.bandwidth,
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="G", help="Nodes over which the ranks are spread, equally many on each.")
+    ] = 1,
+    node_latency_s: Annotated[
+        float, typer.Option("--node-latency", metavar="S", help="The same inside a node, if there are several.")
+    ] = Wire.node_latency_s,
+    node_bandwidth: Annotated[
+        float, typer.Option("--node-bandwidth", metavar="B/S", help="Bytes per second inside a node.")
+    ] = Wire.node_bandwidth,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="Write the plan (.json) or a picture (.png, .svg, .html)."),
@@ -41,7 +52,7 @@ def collective(
 ) -> None:
     """Spell out a collective in messages, prove it, and time it."""
     refuse_input(output, target)
-    plan = _read(target, kind, ranks, chunks)
+    plan = _read(target, kind, ranks, chunks, nodes)
     verdict = plan.check()
     if not verdict.sound:
         if as_json:
@@ -49,7 +60,7 @@ def collective(
         else:
             say(verdict.explain())
         raise typer.Exit(1)
-    wire = Wire(latency_s, bandwidth)
+    wire = Wire(latency_s, bandwidth, max(nodes, plan.nodes), node_latency_s, node_bandwidth)
     run = plan.simulate(num_bytes, wire)
     if output is not None:
         _write(run, output)
@@ -60,6 +71,7 @@ def collective(
                 "sound": True,
                 **run.summary(),
                 "closed_forms_s": _closed_forms(plan, num_bytes, wire),
+                "crossover_bytes": _crossovers(plan, wire),
             }
         )
         return
@@ -72,7 +84,7 @@ def collective(
         say(f"{output}: written")
 
 
-def _read(target: str, kind: str, ranks: int | None, chunks: int | None) -> CollectivePlan:
+def _read(target: str, kind: str, ranks: int | None, chunks: int | None, nodes: int) -> CollectivePlan:
     """Return the requested plan; raises `UsageError`."""
     from quintsched.collectives import CollectivePlan, spell
 
@@ -82,7 +94,7 @@ def _read(target: str, kind: str, ranks: int | None, chunks: int | None) -> Coll
         return CollectivePlan.load(Path(target))
     if ranks is None:
         raise UsageError("--ranks: say how many ranks take part")
-    return spell(kind, target, ranks, chunks)
+    return spell(kind, target, ranks, chunks, nodes)
 
 
 def _write(run: CollectiveRun, path: Path) -> None:
@@ -97,13 +109,29 @@ def _write(run: CollectiveRun, path: Path) -> None:
 def _closed_forms(plan: CollectiveProgram, num_bytes: float, wire: Wire) -> dict[str, float]:
     """Return the times of all means by the closed forms, in seconds."""
     from quintsched.collectives.collective_timing import fastest_tree_seconds, native_seconds, spelled_seconds
+    from quintsched.collectives.spelled_out import has_two_levels
 
     found = {
         "native": native_seconds(plan.kind, plan.size, num_bytes, wire),
         "ring": spelled_seconds(plan.kind, "ring", plan.size, plan.size, num_bytes, wire),
     }
+    if has_two_levels(plan.size, wire.nodes):
+        found["two-level"] = spelled_seconds(plan.kind, "two-level", plan.size, plan.size, num_bytes, wire)
     if plan.kind == "all_reduce":
         found["tree"] = fastest_tree_seconds(plan.size, num_bytes, wire)
+    return found
+
+
+def _crossovers(plan: CollectiveProgram, wire: Wire) -> dict[str, float]:
+    """Return the bytes above which an all-reduce by rings, of one or two levels, is faster than by tree."""
+    from quintsched.collectives.collective_timing import crossover_bytes
+    from quintsched.collectives.spelled_out import has_two_levels
+
+    if plan.kind != "all_reduce":
+        return {}
+    found = {"ring": crossover_bytes(plan.size, wire)}
+    if has_two_levels(plan.size, wire.nodes):
+        found["two-level"] = crossover_bytes(plan.size, wire, "two-level")
     return found
 
 
@@ -111,8 +139,12 @@ def _figures(run: CollectiveRun) -> list[str]:
     plan, wire = run.plan, run.wire
     forms = _closed_forms(plan, run.num_bytes, wire)
     listed = ", ".join(f"{name} {1e3 * seconds:.4g} ms" for name, seconds in forms.items())
+    inside = f", inside {wire.nodes} nodes {wire.node_latency_s:g} s and {wire.node_bandwidth:g} bytes/s"
+    crossed = [f"{name} above {size:.4g} bytes" for name, size in _crossovers(plan, wire).items()]
     return [
-        f"{run.num_bytes:g} bytes at {wire.latency_s:g} s and {wire.bandwidth:g} bytes/s: {1e3 * run.makespan:.4g} ms, "
+        f"{run.num_bytes:g} bytes at {wire.latency_s:g} s and {wire.bandwidth:g} bytes/s"
+        f"{inside if wire.nodes > 1 else ''}: {1e3 * run.makespan:.4g} ms, "
         f"bandwidth use {percent(run.bandwidth_use)}; a rank sends up to {max(run.sent_bytes):.4g} bytes",
         f"closed forms: {listed} (native: a bound for any library; tree: in its best number of chunks)",
+        *([f"faster than tree: {', '.join(crossed)}"] if wire.nodes > 1 and crossed else []),
     ]

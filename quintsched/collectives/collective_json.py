@@ -42,19 +42,20 @@ class CollectiveEntry(BaseModel):
     algorithm: Algorithm
     size: Annotated[int, Field(ge=2, le=MAX_SIZE)]
     chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)]
+    nodes: Annotated[int, Field(ge=2, le=MAX_SIZE)] | None = None
     programs: list[list[Any]] | None = None
 
     def collective(self, *where: object) -> CollectiveProgram:
         """Return the collective, not yet proved; raises `InputError` with a pointer that begins with `where`."""
         try:
             if self.programs is None:
-                return spelled(self.kind, self.algorithm, self.size, self.chunks)
+                return spelled(self.kind, self.algorithm, self.size, self.chunks, self.nodes or 1)
         except UsageError as error:
             raise InputError(f"{pointer(*where) or '/'}: {error}") from error
         programs = tuple(
             tuple(_decode_all(program, *where, "programs", rank)) for rank, program in enumerate(self.programs)
         )
-        return CollectiveProgram(self.kind, self.algorithm, self.size, self.chunks, programs)
+        return CollectiveProgram(self.kind, self.algorithm, self.size, self.chunks, programs, self.nodes or 1)
 
 
 class CollectiveFile(CollectiveEntry):
@@ -70,7 +71,8 @@ def entries(plans: Mapping[str, CollectiveProgram]) -> dict[str, dict[str, objec
 
 
 def _head(plan: CollectiveProgram) -> dict[str, object]:
-    return {"kind": plan.kind, "algorithm": plan.algorithm, "size": plan.size, "chunks": plan.chunks}
+    head: dict[str, object] = {"kind": plan.kind, "algorithm": plan.algorithm, "size": plan.size, "chunks": plan.chunks}
+    return head | ({"nodes": plan.nodes} if plan.nodes > 1 else {})
 
 
 def _body(plan: CollectiveProgram) -> dict[str, object]:
@@ -79,7 +81,7 @@ def _body(plan: CollectiveProgram) -> dict[str, object]:
 
 def _is_spelled(plan: CollectiveProgram) -> bool:
     try:
-        return spelled(plan.kind, plan.algorithm, plan.size, plan.chunks) == plan
+        return spelled(plan.kind, plan.algorithm, plan.size, plan.chunks, plan.nodes) == plan
     except UsageError:
         return False
 

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, get_args
 from quintsched.ir.instruction_set import Instruction
 
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather"]
-Algorithm = Literal["ring", "tree"]
+Algorithm = Literal["ring", "tree", "two-level"]
 
 COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
@@ -83,6 +83,7 @@ class ChunkMessage(NamedTuple):
 class CollectiveProgram:
     """Programs of one collective over an axis: `programs[r]` belongs to rank r.
 
+    `nodes` is the number of equal runs of ranks that are on one node each, for which a two-level collective is spelled.
     Programs written by hand are not checked before they are proved; `CollectivePlan` adds the methods.
     """
 
@@ -91,6 +92,7 @@ class CollectiveProgram:
     size: int
     chunks: int
     programs: tuple[tuple[CollectiveStep, ...], ...]
+    nodes: int = 1
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CollectiveProgram) and self._identity == other._identity
@@ -100,12 +102,13 @@ class CollectiveProgram:
 
     @property
     def _identity(self) -> tuple[object, ...]:
-        return self.kind, self.algorithm, self.size, self.chunks, self.programs
+        return self.kind, self.algorithm, self.size, self.chunks, self.programs, self.nodes
 
     @property
     def title(self) -> str:
-        """One-line title: algorithm, kind, ranks and chunks."""
-        return f"{self.algorithm} {self.kind} over {self.size} ranks, {self.chunks} chunks"
+        """One-line title: algorithm, kind, ranks, nodes and chunks."""
+        nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
+        return f"{self.algorithm} {self.kind} over {self.size} ranks{nodes}, {self.chunks} chunks"
 
     @cached_property
     def halves(self) -> tuple[tuple[Half, ...], tuple[Half, ...]]:

@@ -2,9 +2,11 @@
 
     ring         2(n-1) · (latency + bytes/n / bandwidth)                            half of it for each half
     tree         2(fill + period·(K/2-1)) · (latency + bytes/K / bandwidth)          K > 2 chunks; see `double_tree`
+    two-level    2((n-g) · inside + (g-1) · between)          g nodes; the time of a message of bytes/n inside, between
     native       2⌈log2 n⌉ · latency + 2(n-1)/n · bytes / bandwidth                  a bound: no algorithm beats it
 
-`simulate` times the events of the proof under these costs. Additions of received chunks cost nothing here.
+With several nodes, a step of a ring or a tree over all ranks takes as long as its messages between nodes. `simulate`
+times the events of the proof under these costs. Additions of received chunks cost nothing here.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ import numpy as np
 from quintsched.collectives.collective_program import Algorithm, CollectiveKind, CollectiveProgram
 from quintsched.collectives.collective_proof import event_graph, prove
 from quintsched.collectives.spelled_out import num_steps
+from quintsched.collectives.two_level import two_level_steps
 from quintsched.errors import UnsoundError, UsageError
+from quintsched.graph.event_graph import Times
 from quintsched.ir.communication import LARGEST_FIGURE, Wire
 
 TREE_CHOICES = (2, 4, 8, 16, 32)
@@ -50,7 +54,7 @@ class CollectiveRun:
     @property
     def bandwidth_use(self) -> float:
         """Lower bound on any algorithm's time at this bandwidth (without latency), as a fraction of the makespan."""
-        least = least_bytes(self.plan.kind, self.plan.size, self.num_bytes) / self.wire.bandwidth
+        least = least_seconds(self.plan.kind, self.plan.size, self.num_bytes, self.wire)
         return least / self.makespan if self.makespan else 0.0
 
     def summary(self) -> dict[str, object]:
@@ -70,13 +74,20 @@ def simulate(plan: CollectiveProgram, num_bytes: float, wire: Wire) -> Collectiv
     if not 0 <= num_bytes <= LARGEST_FIGURE:
         raise UsageError(f"there is no collective of {num_bytes!r} bytes")
     prove(plan).raise_if_unsound()
-    seconds = wire.seconds(num_bytes / plan.chunks)
+    seconds = _message_seconds(plan, num_bytes / plan.chunks, wire)
     graph = event_graph(plan)
     run = graph.run_events()
     if not run.finished:
         raise UnsoundError(f"{plan.title} cannot finish")
-    starts = graph.starts(np.full(len(plan.messages), seconds), np.array(run.order))
+    starts = graph.starts(seconds, np.array(run.order))
     return CollectiveRun(plan, num_bytes, wire, tuple(starts.tolist()), tuple((starts + seconds).tolist()))
+
+
+def _message_seconds(plan: CollectiveProgram, num_bytes: float, wire: Wire) -> Times:
+    """Return the time of each message: inside a node, or between two."""
+    ends = np.array([(sent.rank, received.rank) for sent, received in plan.messages], np.int64).reshape(-1, 2)
+    first, second = (ends * wire.nodes // plan.size).T
+    return np.where(first == second, wire.node_seconds(num_bytes), wire.seconds(num_bytes))
 
 
 def least_bytes(kind: CollectiveKind, size: int, num_bytes: float) -> float:
@@ -84,17 +95,30 @@ def least_bytes(kind: CollectiveKind, size: int, num_bytes: float) -> float:
     return (2 if kind == "all_reduce" else 1) * (size - 1) / size * num_bytes
 
 
+def least_seconds(kind: CollectiveKind, size: int, num_bytes: float, wire: Wire) -> float:
+    """Return the lower bound on any algorithm's time, without latency: of what a rank sends, and a node's ranks."""
+    fastest = max(wire.bandwidth, wire.node_bandwidth if wire.nodes > 1 else 0.0)
+    between = least_bytes(kind, wire.nodes, num_bytes) * wire.nodes / size / wire.bandwidth
+    return max(least_bytes(kind, size, num_bytes) / fastest, between)
+
+
 def spelled_seconds(
     kind: CollectiveKind, algorithm: Algorithm, size: int, chunks: int, num_bytes: float, wire: Wire
 ) -> float:
     """Return the closed form of a mini-plan's time: number of steps in sequence x time per step."""
-    return num_steps(kind, algorithm, size, chunks) * wire.seconds(num_bytes / chunks)
+    message = num_bytes / chunks
+    if algorithm == "two-level":
+        inside, between = two_level_steps(kind, size, chunks, wire.nodes)
+        return inside * wire.node_seconds(message) + between * wire.seconds(message)
+    return num_steps(kind, algorithm, size, chunks) * wire.seconds(message)
 
 
 def native_seconds(kind: CollectiveKind, size: int, num_bytes: float, wire: Wire) -> float:
     """Return a lower bound on the time of the library's collective: fewest steps and fewest bytes at once."""
-    steps = (2 if kind == "all_reduce" else 1) * math.ceil(math.log2(size))
-    return steps * wire.latency_s + least_bytes(kind, size, num_bytes) / wire.bandwidth
+    passes, steps = 2 if kind == "all_reduce" else 1, math.ceil(math.log2(size))
+    between = math.ceil(math.log2(wire.nodes)) if wire.nodes > 1 else steps
+    latency_s = between * wire.latency_s + (steps - between) * wire.node_latency_s
+    return passes * latency_s + least_seconds(kind, size, num_bytes, wire)
 
 
 def fastest_tree_seconds(size: int, num_bytes: float, wire: Wire, choices: Iterable[int] = TREE_CHOICES) -> float:
@@ -102,17 +126,17 @@ def fastest_tree_seconds(size: int, num_bytes: float, wire: Wire, choices: Itera
     return min(spelled_seconds("all_reduce", "tree", size, chunks, num_bytes, wire) for chunks in choices)
 
 
-def crossover_bytes(size: int, wire: Wire) -> float:
-    """Return the bytes above which an all-reduce is faster by ring than by tree; infinite if it never is."""
+def crossover_bytes(size: int, wire: Wire, algorithm: Algorithm = "ring") -> float:
+    """Return the bytes above which an all-reduce is faster by rings than by tree; infinite if it never is."""
     low, high = 0.0, 2.0**60
 
-    def ring_wins(num_bytes: float) -> bool:
-        ring = spelled_seconds("all_reduce", "ring", size, size, num_bytes, wire)
-        return ring < fastest_tree_seconds(size, num_bytes, wire)
+    def rings_win(num_bytes: float) -> bool:
+        rings = spelled_seconds("all_reduce", algorithm, size, size, num_bytes, wire)
+        return rings < fastest_tree_seconds(size, num_bytes, wire)
 
-    if ring_wins(low) or not ring_wins(high):
-        return 0.0 if ring_wins(low) else math.inf
+    if rings_win(low) or not rings_win(high):
+        return 0.0 if rings_win(low) else math.inf
     while high - low > 1:
         middle = (low + high) / 2
-        low, high = (low, middle) if ring_wins(middle) else (middle, high)
+        low, high = (low, middle) if rings_win(middle) else (middle, high)
     return high

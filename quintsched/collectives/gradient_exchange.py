@@ -1,7 +1,7 @@
 """Choice of the gradient exchange: the library's own collectives, or mini-plans that spell them out in messages.
 
 native          no mini-plans: gloo's or NCCL's own
-ring, tree      one mini-plan per collective and group size
+ring, tree, two-level      one mini-plan per collective and group size
 auto            several; the closed forms of `collective_timing` choose the fastest by message size
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from quintsched.collectives.collective_program import CollectiveKind, CollectiveProgram
 from quintsched.collectives.collective_timing import TREE_CHOICES, spelled_seconds
-from quintsched.collectives.spelled_out import spelled
+from quintsched.collectives.spelled_out import has_two_levels, spelled
 from quintsched.ir.communication import Communication, Means, Wire
 
 CollectiveCall = tuple[CollectiveKind, int]
@@ -23,7 +23,7 @@ def spelled_out(means: Means, calls: Iterable[CollectiveCall], wire: Wire) -> Co
 
     Raises `UsageError` for a group of one rank, and if the means cannot do a collective.
     """
-    plans = [plan for kind, size in sorted(set(calls)) for plan in _spelled(means, kind, size)]
+    plans = [plan for kind, size in sorted(set(calls)) for plan in _spelled(means, kind, size, wire.nodes)]
     return Communication(means, {name_of(plan): plan for plan in plans}, wire)
 
 
@@ -47,12 +47,13 @@ def name_of(plan: CollectiveProgram) -> str:
     return f"{plan.kind}-{plan.size}-{plan.algorithm}-{plan.chunks}"
 
 
-def _spelled(means: Means, kind: CollectiveKind, size: int) -> list[CollectiveProgram]:
+def _spelled(means: Means, kind: CollectiveKind, size: int, nodes: int) -> list[CollectiveProgram]:
     match means:
         case "native":
             return []
         case "auto":
             trees = TREE_CHOICES if kind == "all_reduce" else ()
-            return [spelled(kind, "ring", size), *(spelled(kind, "tree", size, chunks) for chunks in trees)]
+            levels = [spelled(kind, "two-level", size, nodes=nodes)] if has_two_levels(size, nodes) else []
+            return [spelled(kind, "ring", size), *levels, *(spelled(kind, "tree", size, chunks) for chunks in trees)]
         case algorithm:
-            return [spelled(kind, algorithm, size)]
+            return [spelled(kind, algorithm, size, nodes=nodes)]

@@ -13,22 +13,39 @@ from quintsched.collectives.collective_program import (
 )
 from quintsched.collectives.double_tree import tree_chain, tree_programs
 from quintsched.collectives.ring import ring_programs, ring_steps
+from quintsched.collectives.two_level import two_level_programs
 from quintsched.errors import UsageError, suggest
 
 TREE_CHUNKS = 8
 """Default number of chunks for a tree."""
 
 
-def spelled(kind: str, algorithm: str, size: int, chunks: int | None = None) -> CollectiveProgram:
+def spelled(kind: str, algorithm: str, size: int, chunks: int | None = None, nodes: int = 1) -> CollectiveProgram:
     """Return the programs of a collective over `size` ranks.
 
-    `chunks` is a multiple of `size` for a ring (default: `size`), an even number for a tree (default: 8).
-    Raises `UsageError` for an unknown kind or algorithm, and for a combination that is impossible.
+    `chunks` is a multiple of `size` for rings (default: `size`), an even number for a tree (default: 8). `nodes` is for
+    two levels. Raises `UsageError` for an unknown kind or algorithm, and for a combination that is impossible.
     """
     what, how = find_kind(kind), find_algorithm(algorithm)
     cut = _require_spellable(what, how, size, chunks)
+    if how == "two-level":
+        _require_nodes(size, nodes)
+        return CollectiveProgram(what, how, size, cut, two_level_programs(what, size, cut, nodes), nodes)
     programs = ring_programs(what, size, cut) if how == "ring" else tree_programs(size, cut)
     return CollectiveProgram(what, how, size, cut, programs)
+
+
+def has_two_levels(size: int, nodes: int) -> bool:
+    """Whether ranks are spread over several nodes in equal numbers of two or more."""
+    return nodes > 1 and size % nodes == 0 and size > nodes
+
+
+def _require_nodes(size: int, nodes: int) -> None:
+    if type(nodes) is not int or not has_two_levels(size, nodes):
+        raise UsageError(
+            f"two-level over {size} ranks on {nodes!r} nodes: give two nodes or more, with equally many ranks on each, "
+            "two at least"
+        )
 
 
 def find_kind(name: str) -> CollectiveKind:
@@ -48,7 +65,7 @@ def find_algorithm(name: str) -> Algorithm:
 
 
 def num_steps(kind: CollectiveKind, algorithm: Algorithm, size: int, chunks: int) -> int:
-    """Return the number of steps in sequence; a rank sends and receives at most once in each."""
+    """Return the number of steps in sequence, of one level; a rank sends and receives at most once in each."""
     return ring_steps(kind, size, chunks) if algorithm == "ring" else tree_chain(size, chunks)
 
 
@@ -62,8 +79,8 @@ def _require_spellable(kind: CollectiveKind, algorithm: Algorithm, size: int, ch
             f"a tree cannot do {kind} over {size} ranks: all data would pass through its root; use ring, which "
             "sends no more than each rank needs"
         )
-    found = (size if algorithm == "ring" else TREE_CHUNKS) if chunks is None else chunks
-    unit, what = (size, "the number of ranks") if algorithm == "ring" else (2, "2, one half for each tree")
+    found = (TREE_CHUNKS if algorithm == "tree" else size) if chunks is None else chunks
+    unit, what = (2, "2, one half for each tree") if algorithm == "tree" else (size, "the number of ranks")
     if type(found) is not int or not 0 < found <= MAX_CHUNKS or found % unit:
         raise UsageError(
             f"{algorithm} over {size} ranks in {found!r} chunks: give a multiple of {what}, at most {MAX_CHUNKS}"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched.collectives.collective_json import CollectiveEntry, entries
+from quintsched.collectives.collective_program import MAX_SIZE
 from quintsched.errors import InputError, UsageError
 from quintsched.files.strictjson import describe_faults, pointer
 from quintsched.files.user_records import FormatVersion
@@ -55,6 +56,9 @@ class _RouteFile(_Strict):
 class _WireFile(_Strict):
     latency_s: Annotated[float, Field(ge=0, le=LARGEST_FIGURE)]
     bandwidth: Annotated[float, Field(ge=1 / LARGEST_FIGURE, le=LARGEST_FIGURE)]
+    nodes: Annotated[int, Field(ge=1, le=MAX_SIZE)] = 1
+    node_latency_s: Annotated[float, Field(ge=0, le=LARGEST_FIGURE)] = Wire.node_latency_s
+    node_bandwidth: Annotated[float, Field(ge=1 / LARGEST_FIGURE, le=LARGEST_FIGURE)] = Wire.node_bandwidth
 
 
 class _ZeroFile(_Strict):
@@ -125,14 +129,15 @@ def entries_of(plan: PlanData) -> dict[str, object]:
 
 
 def _communication_entries(communication: Communication) -> dict[str, object]:
-    """Return the entries for the exchange of buckets; {} if it is native. The wire is stored for "auto" only."""
+    """Return the entries for the exchange of buckets; {} if it is native. The wire is stored where it is used."""
     if communication.means == "native":
         return {}
     wire = communication.wire
-    reckons = {"wire": {"latency_s": wire.latency_s, "bandwidth": wire.bandwidth}}
+    several = ("nodes", "node_latency_s", "node_bandwidth") if wire.nodes > 1 else ()
+    reckons = {"wire": {name: getattr(wire, name) for name in ("latency_s", "bandwidth", *several)}}
     return {
         "communication": communication.means,
-        **(reckons if communication.means == "auto" else {}),
+        **(reckons if communication.uses_wire else {}),
         "collectives": entries(communication.plans),
     }
 
@@ -198,10 +203,11 @@ def plan_of(file: HeadFile, programs: Programs) -> PlanData:
 
 def _communication_of(file: HeadFile) -> Communication:
     plans = {name: entry.collective("collectives", name) for name, entry in (file.collectives or {}).items()}
-    if (file.wire is not None) != (file.communication == "auto"):
-        raise InputError('/wire: it belongs to "communication": "auto", and to no other')
-    wire = Wire() if file.wire is None else Wire(file.wire.latency_s, file.wire.bandwidth)
-    return Communication(file.communication or "native", plans, wire)
+    wire = Wire() if file.wire is None else Wire(**file.wire.model_dump())
+    found = Communication(file.communication or "native", plans, wire)
+    if (file.wire is not None) != found.uses_wire:
+        raise InputError('/wire: it belongs to "communication": "auto" or "two-level", and to no other')
+    return found
 
 
 def _recompute_of(file: HeadFile) -> tuple[int, ...]:

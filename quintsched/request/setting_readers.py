@@ -230,5 +230,5 @@ def losses_in(value: tuple[int, ...], plan: Plan) -> tuple[int, ...]:
 
 
 def wire_in(plan: Plan) -> Wire | None:
-    """Return the wire that a plan's "auto" was computed with; None for other means, which use no wire."""
-    return plan.communication.wire if plan.communication.means == "auto" else None
+    """Return the wire that a plan's "auto" or "two-level" was computed with; None for other means, which use none."""
+    return plan.communication.wire if plan.communication.uses_wire else None

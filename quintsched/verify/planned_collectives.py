@@ -13,6 +13,7 @@ import numpy as np
 from quintsched.collectives.collective_program import MAX_SIZE
 from quintsched.collectives.collective_proof import prove
 from quintsched.collectives.gradient_exchange import CollectiveCall, candidates
+from quintsched.ir.communication import MEANS
 from quintsched.ir.diagnostics import Finding
 from quintsched.ir.instruction_set import ALL
 from quintsched.ir.plan_data import PlanData
@@ -39,7 +40,8 @@ def communication_faults(plan: PlanData) -> Iterator[str]:
     """Yield the mismatches between a plan's calls and its mini-plans, without the proof of the mini-plans."""
     communication, calls = plan.communication, calls_of(plan)
     if communication.means == "native" and communication.plans:
-        yield "collectives are spelled out, but communication is native; leave them out, or say ring, tree or auto"
+        means = ", ".join(sorted({*MEANS} - {"native"}))
+        yield f"collectives are spelled out, but communication is native; leave them out, or say one of {means}"
     if communication.means != "native":
         for kind, size in sorted(calls):
             if not candidates(communication, kind, size):
@@ -47,7 +49,7 @@ def communication_faults(plan: PlanData) -> Iterator[str]:
     for name, mini in communication.plans.items():
         if (mini.kind, mini.size) not in calls:
             yield f"collective {name!r} is {mini.kind} over {mini.size} ranks, which no instruction calls"
-        if communication.means in ("ring", "tree") and mini.algorithm != communication.means:
+        if communication.means not in ("native", "auto") and mini.algorithm != communication.means:
             yield f"collective {name!r} is a {mini.algorithm}, but communication is {communication.means}"
 
 

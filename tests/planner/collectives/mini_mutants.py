@@ -58,7 +58,8 @@ def small_collectives() -> list[CollectivePlan]:
         for size, rounds in ((2, 1), (2, 2), (3, 1), (4, 1))
     ]
     trees = [spell("all_reduce", "tree", size, chunks) for size, chunks in ((2, 2), (3, 2), (4, 4), (5, 2))]
-    return [*rings, *trees, doubling(), through_a_root(), everybody_to_everybody()]
+    levels = [spell(kind, "two-level", 4, nodes=2) for kind in ("all_reduce", "reduce_scatter", "all_gather")]
+    return [*rings, *trees, *levels, doubling(), through_a_root(), everybody_to_everybody()]
 
 
 def mini_mutant(plan: CollectivePlan, random: Random) -> CollectivePlan:

@@ -135,6 +135,49 @@ def test_closed_forms_are_what_the_simulator_finds_and_native_bounds_them() -> N
     assert least_bytes("all_gather", 4, 100) == 75
 
 
+TWO_LEVELS = [(2, 2, 1), (2, 3, 2), (3, 2, 1), (4, 4, 1), (2, 8, 1)]
+"""Nodes, ranks on each, and chunks of a part."""
+
+
+@pytest.mark.parametrize(("nodes", "local", "rounds"), TWO_LEVELS)
+@pytest.mark.parametrize("kind", ["all_reduce", *HALVES])
+def test_two_levels_are_sound_and_take_as_long_as_said(kind: str, nodes: int, local: int, rounds: int) -> None:
+    size = nodes * local
+    wire = Wire(latency_s=1e-5, bandwidth=1e9, nodes=nodes, node_latency_s=2e-6, node_bandwidth=2e10)
+    plan = spell(kind, "two-level", size, rounds * size, nodes)
+    assert plan.check().sound, plan.check().explain()
+    assert loads(dumps(plan)) == plan
+    for num_bytes in (0.0, 1e4, 1e8):
+        for one in (plan, spell(kind, "ring", size)):
+            said = spelled_seconds(plan.kind, one.algorithm, size, one.chunks, num_bytes, wire)
+            run = one.simulate(num_bytes, wire)
+            assert run.makespan == pytest.approx(said)
+            assert native_seconds(plan.kind, size, num_bytes, wire) <= said * (1 + 1e-9)
+    assert run.sent_bytes == plan.simulate(1e8, wire).sent_bytes, "as many bytes as in one ring"
+    between = sum(sent.rank // local != received.rank // local for sent, received in plan.messages)
+    assert between * size == len(plan.messages) * (nodes - 1) * size // (size - 1), "fewer of them between nodes"
+
+
+def test_two_levels_change_over_from_a_tree_where_the_simulator_does() -> None:
+    wire = Wire(latency_s=1e-5, bandwidth=1e9, nodes=2, node_latency_s=8e-6, node_bandwidth=2e10)
+    plan = spell("all_reduce", "two-level", 16, nodes=2)
+    crossover = crossover_bytes(16, wire, "two-level")
+    assert 1e3 < crossover < 0.5 * crossover_bytes(16, wire), "earlier than one ring over slow links"
+    communication = spelled_out("auto", [("all_reduce", 16)], wire)
+    for num_bytes, algorithm in ((1.01 * crossover + 1, "two-level"), (0.99 * crossover - 1, "tree")):
+        chosen = choose(communication, "all_reduce", 16, num_bytes)
+        assert chosen is not None
+        assert chosen.algorithm == algorithm
+        rings = plan.simulate(num_bytes, wire).makespan
+        assert (rings < fastest_tree_seconds(16, num_bytes, wire)) == (algorithm == "two-level")
+
+
+@pytest.mark.parametrize(("size", "nodes"), [(4, 1), (4, 4), (6, 4), (4, 0)])
+def test_two_levels_need_nodes_of_equally_many_ranks(size: int, nodes: int) -> None:
+    with pytest.raises(qs.UsageError, match="equally many ranks"):
+        spell("all_reduce", "two-level", size, nodes=nodes)
+
+
 def with_step(plan: CollectivePlan, rank: int, index: int, *steps: CollectiveStep) -> CollectivePlan:
     """Return the plan with other steps in the place of one."""
     program = plan.programs[rank]

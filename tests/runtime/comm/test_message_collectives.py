@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import product
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 import quintsched as qs
 from quintsched.collectives import Wire
+from quintsched.collectives.collective_timing import spelled_seconds
 from quintsched.collectives.gradient_exchange import CollectiveCall, spelled_out
 from quintsched.ir.communication import Means
 from quintsched.runtime.comm import Group, ReduceOp, Rules, Transport, run_local
@@ -80,6 +82,51 @@ def test_the_halves_equal_the_library(size: int, rules: Rules) -> None:
         assert torch.equal(parts, expected_parts)
 
 
+LEVELS = ((4, 2), (6, 3), (6, 2))
+"""Ranks and nodes of collectives of two levels."""
+
+
+@pytest.mark.parametrize("rules", STRICT)
+@pytest.mark.parametrize(("size", "nodes"), LEVELS)
+def test_two_levels_equal_the_library(size: int, nodes: int, rules: Rules) -> None:
+    def run(transport: Transport) -> list[tuple[Tensor, Tensor]]:
+        calls: list[CollectiveCall] = [(kind, size) for kind in ("all_reduce", "reduce_scatter", "all_gather")]
+        both = spelled(transport, "two-level", calls, Wire(nodes=nodes))
+        whole, part = own(transport.rank, 7 * size).view(size, 7), own(transport.rank, 6).view(2, 3)
+        totals = [whole.clone() for _ in both]
+        sums, parts = [part.new_zeros(1, 7) for _ in both], [part.new_zeros(2 * size, 3) for _ in both]
+        for group, total, share, gathered in zip(both, totals, sums, parts, strict=True):
+            works = [group.all_reduce(total), group.reduce_scatter(share, whole), group.all_gather(gathered, part)]
+            for work in works:
+                work.wait()
+        return [(totals[0], totals[1]), (sums[0], sums[1]), (parts[0], parts[1])]
+
+    for result in run_local(size, run, rules=rules):
+        for found, expected in result:
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+
+
+def test_two_levels_take_as_long_as_predicted_on_slow_links() -> None:
+    """On a wire of 60 ms between two nodes and 12 inside, where a ring over all ranks waits for the slow links."""
+    wire = Wire(latency_s=0.06, bandwidth=1e12, nodes=2, node_latency_s=0.012, node_bandwidth=1e12)
+    links = {(a, b): 0.012 if a // 2 == b // 2 else 0.06 for a in range(4) for b in range(4)}
+
+    def run(transport: Transport) -> list[float]:
+        means: tuple[Means, ...] = ("ring", "two-level")
+        groups, took = [spelled(transport, one, [("all_reduce", 4)], wire)[0] for one in means], []
+        for group in groups * 3:
+            begin = time.perf_counter()
+            group.all_reduce(torch.ones(4)).wait()
+            took.append(time.perf_counter() - begin)
+        return took
+
+    took = [max(times) for times in zip(*run_local(4, run, wire_s=links), strict=True)]
+    predicted = [spelled_seconds("all_reduce", one, 4, 4, 0.0, wire) for one in ("ring", "two-level")]
+    assert predicted == pytest.approx([6 * 0.06, 4 * 0.012 + 2 * 0.06])
+    for wanted, real in zip(predicted, (min(took[::2]), min(took[1::2])), strict=True):
+        assert 0.95 * wanted <= real <= 1.4 * wanted, took
+
+
 def test_a_wait_takes_the_steps_of_all_that_came_before() -> None:
     def run(transport: Transport) -> list[float]:
         group, _ = spelled(transport, "tree", [("all_reduce", 3)])
@@ -119,10 +166,18 @@ def test_chunks_cover_a_tensor_once() -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("mesh", "means"),
-    [("dp=3", "ring"), ("dp=4", "tree"), ("dp=2,pp=2", "auto"), ("dp=2,pp=2,tp=2", "ring"), ("dp=3,pp=2", "tree")],
+    [
+        ("dp=3", "ring"),
+        ("dp=4", "tree"),
+        ("dp=4", "two-level"),
+        ("dp=2,pp=2", "auto"),
+        ("dp=2,pp=2,tp=2", "ring"),
+        ("dp=3,pp=2", "tree"),
+    ],
 )
 def test_training_equals_one_process(mesh: str, means: str) -> None:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, buckets_per_stage=2, communication=means)
+    wire = Wire(nodes=2) if means == "two-level" else None
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, buckets_per_stage=2, communication=means, wire=wire)
     task = Task.make(3, 24, torch.float64)
     expected = train_plainly(task, tiny_vit(), 2, adam, clip=0.5)
     found = train_on(plan, task, tiny_vit(), adam, clip=0.5, bucket_mb=0.002, rules="nccl")
