@@ -1,6 +1,7 @@
 """Reader of measured files and folders of any form.
 
 FOLDER with gpt_13B_mbs1_tp1_algo0.csv …          aceso
+FOLDER with computation_profiling_….json          galvatron
 FOLDER with rank0.json …, and its plan            traces
 FILE.json with "traceEvents"                      kineto
 FILE.json with "operators" or "steps"             a Profile
@@ -20,7 +21,7 @@ from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.ir.plan_data import PlanData
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.profiles import aceso, kineto, traces
+from quintsched.strategies.profiles import aceso, galvatron, kineto, traces
 from quintsched.strategies.profiles.profile import Profile
 
 MOST_PROFILE_BYTES = 2**28
@@ -69,11 +70,18 @@ def write_profile(profile: Profile, path: Path) -> None:
 def _read_folder(path: Path, measured: Measured, size: str | None) -> Profile:
     if any(path.glob("gpt_*_algo*.csv")):
         return aceso.read_folder(path, size, _hidden(measured))
+    if galvatron.is_galvatron(path):
+        if measured.model is None:
+            raise UsageError(f"{path} is a profile of Galvatron: say of which model it is")
+        return galvatron.read_folder(path, measured.model)
     if (path / "rank0.json").exists():
         if measured.plan is None:
             raise UsageError(f"{path} is a trace: say which plan was run")
         return traces.read_trace(path, measured.plan, *_taken_under(path, measured))
-    raise UsageError(f"{path}: neither Aceso's files (gpt_13B_mbs1_tp1_algo0.csv …) nor a trace (rank0.json …)")
+    raise UsageError(
+        f"{path}: neither Aceso's files (gpt_13B_mbs1_tp1_algo0.csv …) nor Galvatron's (computation_profiling_….json) "
+        "nor a trace (rank0.json …)"
+    )
 
 
 def _hidden(measured: Measured) -> int | None:

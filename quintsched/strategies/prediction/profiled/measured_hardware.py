@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quintsched.errors import UsageError
-from quintsched.strategies.descriptions.hardware import Curve, Hardware
+from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy, modules_of
 from quintsched.strategies.prediction import operators
@@ -34,12 +34,15 @@ KINDS: dict[type[Operator], str] = {Product: "product", AttentionKernel: "attent
 
 
 def measured_hardware(hardware: Hardware, profile: Profile, constants: Constants = CONSTANTS) -> Hardware:
-    """Return the hardware with the rates of a profile's steps; several steps are weighted by their time."""
+    """Return the hardware with the rates of a profile's steps, weighted by their time, and of its all-reduces."""
     if not profile.steps:
         raise UsageError(f"{profile.name}: the profile has no steps to take rates from")
     for _ in range(CORRECTIONS):
         took, expected = _sums(hardware, profile.steps, constants)
         hardware = _slowed(hardware, _ratios(took, expected))
+    if sums := profile.collectives.get("all_reduce"):
+        measured = (hardware.measured or Measured()).model_copy(update={"all_reduce": sums})
+        hardware = hardware.model_copy(update={"measured": measured})
     if profile.message:
         hardware = hardware.model_copy(update={"link_gbps": profile.message.rates[-1] / 1e9 / constants.link})
     return hardware

@@ -1,0 +1,65 @@
+"""Galvatron's shipped profile of Llama-2 7B: its times are met, and its strategy is not better than ours."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from quintsched.errors import InputError, UsageError
+from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware, work_s
+from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.profiles.read_profile import Measured, read_profile
+from quintsched.strategies.tuning.tune import tune
+
+SHIPPED = Path(__file__).parents[3] / "benchmarks" / "data" / "galvatron_llama2_7b.json"
+MODEL = find_model("llama-2-7b")
+A100 = find_hardware("a100-40gb").model_copy(update={"memory_gb": 36 * 1.024**3})
+"""The GPU of the profile, with the memory that Galvatron's search was given."""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, content in json.loads(SHIPPED.read_text(encoding="utf-8"))["files"].items():
+        (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
+    return tmp_path
+
+
+def test_measured_forwards_are_met_by_one_factor(folder):
+    profile = read_profile(folder, Measured(model=MODEL))
+    hardware = measured_hardware(A100, profile)
+    assert len(profile.steps) == 24
+    assert hardware.efficiency == pytest.approx(1.0, abs=0.03), "as the GPU's own constant, which was fitted elsewhere"
+    errors = []
+    for step in profile.steps:
+        work = work_s(step.model, hardware, step.strategy)
+        errors.append((sum(work.values()) - work["communication"]) / step.seconds["block"] - 1)
+    assert np.abs([e for e, step in zip(errors, profile.steps, strict=True) if step.strategy.batch >= 3]).mean() < 0.015
+    assert hardware.measured.all_reduce[8].rates[-1] == pytest.approx(2**30 / 8.1409e-3)
+    assert hardware.link_gbps > 170
+
+
+def test_the_strategy_that_galvatron_ships_is_not_better(folder):
+    hardware = measured_hardware(A100, read_profile(folder, Measured(model=MODEL)))
+    shipped = json.loads((folder / "galvatron_config_llama2-7b_1nodes_8gpus_per_node_36GB_bf16.json").read_text())
+    recomputed = sum(map(int, shipped["checkpoint"].split(",")))
+    batch = shipped["global_bsz"]
+    theirs = Strategy(gpus=8, dp=8, microbatch=batch // 8, batch=batch, seq=2048, zero=2, recompute=recomputed)
+    found = predict(MODEL, hardware, theirs)
+    assert found.fits
+    best = tune(MODEL, hardware, 8, batch, 2048, top=1).best[0]
+    assert best.step_s <= 0.9 * found.step_s
+
+
+def test_broken_profiles_are_named(folder):
+    with pytest.raises(UsageError, match="say of which model"):
+        read_profile(folder)
+    path = folder / "computation_profiling_bf16_llama2-7b_all.json"
+    path.write_text('{"layernum[2]_bsz8_seq2048": "slow"}')
+    with pytest.raises(InputError, match="a number above 0"):
+        read_profile(folder, Measured(model=MODEL))
+    path.write_text("{}")
+    with pytest.raises(InputError, match="no times of layers"):
+        read_profile(folder, Measured(model=MODEL))
