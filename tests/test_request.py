@@ -49,11 +49,16 @@ SAID: dict[str, tuple[Any, Any, list[str]]] = {
     "communication": ("auto", "auto", ["auto"]),
     "latency_s": (1e-3, 1e-3, ["1e-3"]),
     "bandwidth": (2e9, 2e9, ["2e9"]),
+    "nodes": (2, 2, ["2"]),
+    "node_latency_s": (1e-6, 1e-6, ["1e-6"]),
+    "node_bandwidth": (3e11, 3e11, ["3e11"]),
     "zero": (2, 2, ["2"]),
     "zero_every": (3, 3, ["3"]),
 }
 """Equal values of each entry in all three forms: Python, a job file, the command line."""
 
+WIRE = ("latency_s", "bandwidth", "nodes", "node_latency_s", "node_bandwidth")
+"""Entries that are parts of a wire."""
 
 OTHER: dict[str, Any] = {
     "schedule": "1f1b",
@@ -79,7 +84,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def from_python(names: set[str]) -> qs.Plan:
     given = {name: SAID[name][0] for name in names}
-    parts = {name: given.pop(name) for name in ("latency_s", "bandwidth") if name in given}
+    parts = {name: given.pop(name) for name in WIRE if name in given}
     return qs.compile(**given, wire=Wire(**parts))
 
 

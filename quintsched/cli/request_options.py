@@ -60,7 +60,9 @@ def taking_settings(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(entry: RequestOption) -> inspect.Parameter:
-    kind: Any = list[str] if entry.setting.text is list else float if entry.part_of else entry.setting.text
+    kind: Any = (
+        list[str] if entry.setting.text is list else type(entry.default) if entry.part_of else entry.setting.text
+    )
     if entry.setting.text is bool:
         return _flag(entry)
     spellings = [option_of(entry.name), *([f"-{entry.setting.letter}"] if entry.setting.letter else [])]

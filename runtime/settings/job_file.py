@@ -70,7 +70,7 @@ def _schema_of(entry: RequestOption) -> dict[str, Any]:
     elif setting.text is str and setting.parse is not None:
         kinds = [stages] if entry.default is None else [{"type": "integer"}, stages]
     else:
-        kinds = [{"type": "number"} if entry.part_of else _TYPES.get(setting.text, text)]
+        kinds = [_TYPES[type(entry.default)] if entry.part_of else _TYPES.get(setting.text, text)]
     kinds += [{"type": "null"}] if entry.default is None else []
     return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
 
