@@ -44,7 +44,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     ),
     "quintsched.viz": (
         "frontier",
-        "stall_picture",
+        "runs",
         "timeline",
         "window",
         "activation_panel",

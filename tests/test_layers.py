@@ -22,7 +22,12 @@ pytestmark = pytest.mark.xdist_group("layers")  # files are parsed once
 HEAVY = {"torch", "matplotlib", "safetensors", "sklearn"}
 DRAWING = {
     ROOT / "quintsched" / name
-    for name in ("cli/pictures.py", "cli/simulate_and_compare.py", "strategies/commands/tune_command.py")
+    for name in (
+        "cli/pictures.py",
+        "cli/simulate_and_compare.py",
+        "cli/around_runs/report.py",
+        "strategies/commands/tune_command.py",
+    )
 }
 NAMING = {ROOT / "quintsched" / "__init__.py", ROOT / "quintsched" / "cli" / "__init__.py"}
 """Modules that list all commands and names, strategies included: no others beside that package know it."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from .frontier import render_tuning
     from .page.plan_page import save_page
     from .perfetto import save_events
-    from .stall_picture import render_stall
+    from .runs.stall_picture import render_stall
+    from .runs.training_curves import render_training
     from .timeline import compare, render, render_collective, render_measured
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "render_collective",
     "render_measured",
     "render_stall",
+    "render_training",
     "render_tuning",
     "save_events",
     "save_page",
@@ -42,7 +44,8 @@ def __getattr__(name: str) -> Any:
         "save_events": ".perfetto",
         "save_page": ".page.plan_page",
         "render_tuning": ".frontier",
-        "render_stall": ".stall_picture",
+        "render_stall": ".runs.stall_picture",
+        "render_training": ".runs.training_curves",
     }
     return getattr(import_module(homes.get(name, ".timeline"), __name__), name)
 

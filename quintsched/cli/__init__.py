@@ -15,6 +15,7 @@ from quintsched.cli.app import Group, make_app
 from quintsched.cli.around_runs.checkpoint import CHECKPOINT_COMMANDS as CHECKPOINT
 from quintsched.cli.around_runs.data import DATA_COMMANDS as DATA
 from quintsched.cli.around_runs.doctor import doctor
+from quintsched.cli.around_runs.report import report
 from quintsched.cli.check import check
 from quintsched.cli.collective import collective
 from quintsched.cli.compile_and_show import compile, schedules, show
@@ -36,6 +37,7 @@ SECTIONS: dict[str, tuple[Callable[..., None] | Group, ...]] = {
         run,
         verify,
         inspect,
+        report,
         whatif,
         Group("checkpoint", "What runs have saved: show, verify, reshard, export, import.", CHECKPOINT),
         Group("data", "Token shards that jobs train on: tokenize, show.", DATA),

@@ -27,6 +27,13 @@ def test_a_report_is_drawn_beside_itself(cli, report):
     assert report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_report_of_a_run_without_an_end_repeats_the_verdict(cli, report):
+    (report.parent / "log.jsonl").write_text('{"event": "start", "plan": "1f1b on pp=2", "step": 0}\n')
+    done = cli("report", report.parent)
+    assert "ended: " in done.out
+    assert "rank 1 (host a, pp=1) was killed by SIGKILL in step 3 at instruction 1 of" in done.out
+
+
 def test_a_report_is_drawn_where_one_says(cli, report, tmp_path):
     done = cli("render", "--stall", report, "-o", tmp_path / "x.svg", "--json")
     assert done.code == 0, done.err

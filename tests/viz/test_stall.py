@@ -11,7 +11,7 @@ from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import BlockingCall, Fate, RankState
 from quintsched.viz import render_stall
-from quintsched.viz.stall_picture import BLAME, draw_stall, shown_ranks
+from quintsched.viz.runs.stall_picture import BLAME, draw_stall, shown_ranks
 from quintsched.viz.style import house_style
 
 

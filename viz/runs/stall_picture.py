@@ -22,13 +22,13 @@ from quintsched.simulation.simulator import Simulation
 from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import RankState
 
-from .legend import keys_of
-from .looks import INK
-from .pipeline_rows import band, draw_rows, rectangle, set_time_axis
-from .scene import Scene, stage_scene
-from .sheet import LegendKey, Sheet, check_suffix
-from .style import QUIET, house_style, printable
-from .timeline import SMALL, TEXT, TITLE, lay_out, name_times
+from ..legend import keys_of
+from ..looks import INK
+from ..pipeline_rows import band, draw_rows, rectangle, set_time_axis
+from ..scene import Scene, stage_scene
+from ..sheet import LegendKey, Sheet, check_suffix
+from ..style import QUIET, house_style, printable
+from ..timeline import SMALL, TEXT, TITLE, lay_out, name_times
 
 MOST_ROWS = 32
 """Maximum number of rows, unless the first culprit's pipeline alone has more."""

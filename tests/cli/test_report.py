@@ -1,0 +1,78 @@
+"""`quintsched report`: what it says of logs, and what it draws of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from quintsched.errors import InputError, UsageError
+from quintsched.trace.training_log import TrainingLog
+
+START = {"event": "start", "plan": "1f1b on pp=2, 4 microbatches", "step": 0, "deferred_share": None}
+END = {"event": "end", "step": 6, "seconds": 9.0, "best": 2.5, "bubble": 0.25, "planned_bubble": 0.2}
+
+
+def step(number, loss, **more):
+    figures = {"samples_per_s": 8.0, "step_s": 0.5, "bubble": 0.3, "memory_gb": 1.5, "lr": 0.1, "grad_norm": 1.0}
+    return {"event": "step", "step": number, "epoch": 1, "loss": loss, **figures, **more}
+
+
+def epoch(number, loss):
+    return {"event": "epoch", "epoch": 1, "step": number, "loss": 3.0, "validation_loss": loss}
+
+
+def write(folder: Path, *records, name="log.jsonl", tail="") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+    return folder
+
+
+def test_runs_are_reported_and_drawn_side_by_side(cli, tmp_path):
+    write(tmp_path / "one", START, step(2, 4.0), step(4, 3.5), epoch(6, 2.5), END)
+    write(tmp_path / "two", START, step(2, 4.1), step(4, None), tail='{"event": "st')
+    done = cli("report", "one", "two", "-o", "curves.svg")
+    assert done.code == 0
+    assert done.out.splitlines() == [
+        "one: 1f1b on pp=2, 4 microbatches",
+        "  step 6: loss 3.5000, best validation 2.5000",
+        "  0.5 s a step, 8 samples/s, 1.5 GB on the fullest rank",
+        "  bubble 30.0 % (planned 20.0 %)",
+        "  ended: as configured",
+        "",
+        "two: 1f1b on pp=2, 4 microbatches",
+        "  step 4: loss not finite",
+        "  0.5 s a step, 8 samples/s, 1.5 GB on the fullest rank",
+        "  bubble 30.0 %",
+        "  ended: not yet",
+    ]
+    drawn = (tmp_path / "curves.svg").read_text()
+    assert all(f'id="{name}"' in drawn for name in ("loss 0", "loss 1", "validation 0", "bubble 0", "memory_gb 1"))
+
+
+def test_steps_that_a_resumed_run_did_again_count_once(tmp_path):
+    write(tmp_path / "run", START, step(2, 4.0), step(4, 3.0), step(6, 2.0), START, step(4, 3.25), step(6, 2.25))
+    assert TrainingLog.load(tmp_path / "run").series("loss") == ([2, 4, 6], [4.0, 3.25, 2.25])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("log.jsonl", "", "no record of a run"),
+        ("log.jsonl", '{"event": "step", "loss": 1}\n', "line 1: /step: a whole number is needed"),
+        ("log.jsonl", '{"loss": 1}\n{}\n', "line 1: not a record of a run"),
+        ("log.jsonl", json.dumps(START) + "\n{,}\n" + json.dumps(END), "line 2: not JSON"),
+    ],
+)
+def test_a_log_that_is_none_is_refused_with_the_line(tmp_path, name, text, says):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=says):
+        TrainingLog.load(tmp_path)
+
+
+def test_a_folder_without_one_log_asks_for_its_name(tmp_path):
+    with pytest.raises(UsageError, match="no log"):
+        TrainingLog.load(tmp_path)
+    write(tmp_path, START, name="a.jsonl")
+    write(tmp_path, START, name="b.jsonl")
+    with pytest.raises(UsageError, match=r"name one of its logs: a.jsonl, b.jsonl"):
+        TrainingLog.load(tmp_path)
