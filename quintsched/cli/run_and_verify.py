@@ -45,6 +45,9 @@ def run(
         list[str] | None,
         typer.Option("--override", metavar="A.B", help="Resume with another value of this setting; repeatable."),
     ] = None,
+    autotune: Annotated[
+        bool, typer.Option("--autotune", help="Try a better plan after some steps; keep it where it is faster.")
+    ] = False,
     nproc: Annotated[
         int | None,
         typer.Option(
@@ -87,6 +90,7 @@ def run(
     _require_torch()
     _require_machines(nnodes, node_rank, master)
     of_run = {"trace": trace and str(trace), "resume": resume, "fresh": fresh, "override": changed or []}
+    of_run["autotune"] = autotune
     of_launcher = {"nproc": nproc, "restarts": restarts, "min_dp": min_dp, "nnodes": nnodes, "node_rank": node_rank}
     request = {**_job_request(plan, job, overrides), **of_run, **of_launcher, "master": master or ""}
     raise typer.Exit(call(_launch("local_launcher", request)))

@@ -13,7 +13,7 @@ from quintsched.ir.instruction_set import Compute
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.placement import linear, loop, v
 from quintsched.plan import Plan
-from quintsched.schedules import Order, Shape, find_schedule
+from quintsched.schedules import Order, Schedule, Shape, find_schedule
 from quintsched.simulation.costs import Costs
 from quintsched.solve.noise.duration_samples import Jitter
 from quintsched.solve.noise.robust_search import Robustness, harden
@@ -175,12 +175,20 @@ def plan_of_rows(
     rows: Sequence[Sequence[Compute]], stage_to_pp: tuple[int, ...], microbatches: int, mesh: Mesh, name: str
 ) -> Plan:
     """Return the proved plan in which each rank computes its row, in order."""
-    chunks = len(stage_to_pp) // mesh.pp
+    schedule = schedule_of_rows(rows, stage_to_pp, mesh.pp, name)
+    return compile(schedule, mesh=mesh, microbatches=microbatches, chunks=schedule.min_chunks)
+
+
+def schedule_of_rows(
+    rows: Sequence[Sequence[Compute]], stage_to_pp: tuple[int, ...], pp: int, name: str = NAME
+) -> Schedule:
+    """Return the schedule in which each rank computes its row, in order."""
+    chunks = len(stage_to_pp) // pp
 
     def order(rank: int, shape: Shape) -> Order:
         return rows[rank]
 
-    solved = replace(
+    return replace(
         find_schedule("1f1b"),
         name=name,
         order=order,
@@ -193,7 +201,6 @@ def plan_of_rows(
         max_chunks=chunks,
         constraint=lambda shape: None,
     )
-    return compile(solved, mesh=mesh, microbatches=microbatches, chunks=chunks)
 
 
 def mesh_of(pp: int | None, mesh: Mesh | str | None) -> Mesh:

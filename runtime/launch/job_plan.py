@@ -39,7 +39,7 @@ def plan_of(job: JobConfig, plan_path: str | Path | None = None) -> Plan:
     """
     path = plan_path or job.parallel.plan
     if path is None:
-        plan = compile_request(_request(job))
+        plan = compile_request(request_of(job))
     else:
         plan = Plan.load(path)
         _require_agreement(job.parallel, plan, str(path))
@@ -61,7 +61,7 @@ def _require_outputs(job: JobConfig) -> None:
         raise UsageError("runtime.trace writes down steps of a training, which mode: forward has not; leave it out")
 
 
-def _request(job: JobConfig) -> CompileRequest:
+def request_of(job: JobConfig) -> CompileRequest:
     """Return the job's compile request, with the ties of a built-in model: weights of its first block and its last."""
     request = job.parallel.request()
     if request.tied or names_file(job.model.name) or not (job.model.tied or job.model.options.get("tied")):

@@ -39,6 +39,9 @@ class RunRequest(Settings):
     override: Texts = ()
     """A setting that may differ from the resumed run's: A.B."""
 
+    autotune: bool = False
+    """Try a better plan after some steps, and keep it where it is faster."""
+
     @property
     def start(self) -> Start:
         """Start mode of the run."""

@@ -62,7 +62,8 @@ def _run(request: RunRequest, stop: StopRequest) -> Callable[[], int]:
     except QuintschedError as error:
         return partial(leave_together, error, rank)
     try:
-        run(job, plan, request.start, notes=notes, stop=stop, overrides=request.override)
+        how = {"notes": notes, "stop": stop, "overrides": request.override, "tunes": request.autotune}
+        run(job, plan, request.start, **how)
     except SystemExit:
         raise
     except BaseException as error:
@@ -82,6 +83,8 @@ def prepare(request: RunRequest, *, alone: bool = False) -> tuple[JobConfig, Pla
 
     job = request.load_job()
     _require_forward(request, job)
+    if request.autotune and (job.mode != "train" or (request.plan or job.parallel.plan) is not None):
+        raise UsageError("--autotune compiles plans of its own, for a training; leave the plan file out, or --autotune")
     require_sinks(job.log.sinks)
     processes = int(os.environ.get("WORLD_SIZE", 1))
     job = job if alone else for_processes(job, request.plan, processes)
@@ -183,16 +186,25 @@ def train(
     notes: Sequence[str] = (),
     stop: StopRequest | None = None,
     overrides: Sequence[str] = (),
+    *,
+    tunes: bool = False,
 ) -> None:
     """Train, or run forward, as one rank; rank 0 reports, `notes` first."""
     from ..train.forward_run import ForwardRun
     from ..train.reporter import reporter_of
     from ..train.trainer import Trainer
 
+    stop, lines = stop or StopRequest(), (*notes, plan.title)
+    if tunes:
+        from .autotune import Autotune, proposer
+        from .job_plan import request_of
+
+        tuner = proposer(request_of(job))
+        Autotune(job, plan, transport, tuner, lambda: stop.asked, overrides).fit(start, lines)
+        return
     reporter = reporter_of(job.log.path, transport.rank)
-    for line in (*notes, plan.title):
+    for line in lines:
         reporter.say(line)
-    stop = stop or StopRequest()
     if job.mode == "forward":
         ForwardRun(
             job, plan, transport, reporter, wants_stop=lambda: stop.asked, overrides=tuple(overrides)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,18 +23,22 @@ def block_costs(job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, transpor
         return None
     if job.parallel.balance == "estimated":
         return estimate_costs(blocks)
+    return measured_costs(job, plan, blocks, feed, transport, job.checkpoint.dir if plan.mode == "train" else None)
+
+
+def measured_costs(
+    job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, transport: Transport, directory: str | None = None
+) -> list[float]:
+    """Return what blocks cost as rank 0 measures it for all, on one microbatch (collective).
+
+    Once per directory of checkpoints, if one is given: stages must be cut alike when a run is resumed.
+    """
     costs = torch.zeros(len(blocks), dtype=torch.float64, device=transport.device)
     if transport.rank == 0:
-        costs += torch.tensor(_measured(job, plan, blocks, feed, transport.device), device=transport.device)
+        inputs = feed.example(max(job.train.batch_size // plan.schedule.microbatches, 1)).to(transport.device)
+        example = inputs.to(job.run.dtype) if inputs.is_floating_point() else inputs
+        measure = partial(measure_costs, blocks, example)
+        found = measure() if directory is None else remembered_costs(Path(directory), len(blocks), measure)
+        costs += torch.tensor(found, device=transport.device)
     transport.world_group().broadcast(costs, 0).wait()
     return [float(cost) for cost in costs.tolist()]
-
-
-def _measured(job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, device: torch.device) -> list[float]:
-    """Measure blocks; a training once per directory of checkpoints: stages must be cut alike when a run is resumed."""
-    inputs = feed.example(max(job.train.batch_size // plan.schedule.microbatches, 1)).to(device)
-    example = inputs.to(job.run.dtype) if inputs.is_floating_point() else inputs
-    directory = job.checkpoint.dir if plan.mode == "train" else None
-    if directory is None:
-        return measure_costs(blocks, example)
-    return remembered_costs(Path(directory), len(blocks), lambda: measure_costs(blocks, example))

@@ -36,11 +36,12 @@ from ..saving.checkpoints.checkpoints import checkpoints_of
 from ..settings.job_file import JobConfig, load_job
 from ..settings.run_settings import Start, read_settings
 from ..splitting.split_model import Split, split
+from ..stage.build_stages import cuts_of
 from .batch_feed import Feed, feed_of, open_feed
 from .job_optimizer import build_optimizer, keep_own_rates, require_group_names
 from .reporter import Record, Reporter, Sink, Sinks, reporter_of, require_sinks
 from .resume_training import StepSamples, TrainingPosition, go_on_from, load_pretrained_of
-from .stage_costs import block_costs
+from .stage_costs import block_costs, measured_costs
 from .summed_losses import accuracy_of, has_perplexity, loss_of, with_z_loss
 from .trace_window import traced_steps
 from .training_loop import TrainingLoop
@@ -96,6 +97,8 @@ class Trainer:
 
     settings: dict[str, Plain]
     _loop: TrainingLoop
+    _blocks: Blocks
+    _costs: Sequence[float] | None
 
     @takes("Trainer(model, train, validation, config)", config=_CONFIG)
     def __init__(
@@ -168,8 +171,17 @@ class Trainer:
         blocks = build_model(job.model, feed.spec, job.run.seed)
         tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
         costs = block_costs(job, plan, blocks, feed, transport)
+        self._blocks, self._costs = blocks, costs
         self._build(_Parts(blocks, feed, tied, loss_of(job.train.loss, blocks), None, {}, costs), wants_stop)
         return self
+
+    def blocks_of_stages(self) -> list[int]:
+        """Return the number of blocks of each stage."""
+        return [len(blocks) for blocks in cuts_of(self.plan, self._blocks, self._costs)]
+
+    def measure_blocks(self) -> list[float]:
+        """Return what each block costs on one microbatch, as rank 0 measures it (collective)."""
+        return measured_costs(self.job, self.plan, self._blocks, self._feed, self._transport)
 
     def _begin(
         self,

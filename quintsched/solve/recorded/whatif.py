@@ -177,11 +177,11 @@ def _plan(problem: Problem, orders: Orders, kind: str) -> Plan:
     mesh = Mesh(pp=problem.pp)
     if kind == SPLIT:
         return plan_of(problem, orders, mesh)
-    rows = [_with_whole_backwards(problem, order) for order in orders]
+    rows = [with_whole_backwards(problem, order) for order in orders]
     return plan_of_rows(rows, problem.stage_to_pp, problem.microbatches, mesh, NAME)
 
 
-def _with_whole_backwards(problem: Problem, order: Sequence[int]) -> list[Compute]:
+def with_whole_backwards(problem: Problem, order: Sequence[int]) -> list[Compute]:
     """Return an order whose input halves stand for whole backwards."""
     found = [problem.computation(number) for number in order if problem.place_of(number)[0] != WEIGHT_HALF]
     return [Bwd(i.stage, i.microbatch) if isinstance(i, BwdInput) else i for i in found]

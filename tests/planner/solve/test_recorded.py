@@ -20,7 +20,9 @@ from quintsched.solve.recorded import RecordedStep, load_run, what_if
 from quintsched.solve.recorded.idle_causes import CAUSES, IdleCauses
 from quintsched.solve.recorded.recorded_run import ComputedSpan, recorded_run
 from quintsched.solve.recorded.replay import Recording
+from quintsched.solve.recorded.retune import retune
 from quintsched.solve.recorded.waits import waits_of
+from quintsched.solve.solved_plan import plan_of_rows
 from tests.traces import write_trace
 
 COSTS = qs.Costs(unit="ms", forward=10.0, backward_input=9.0, backward_weight=8.0)
@@ -317,3 +319,41 @@ def test_broken_traces_are_refused_with_the_place(tmp_path: Path) -> None:
     for options, why in (({"step": 7}, "step 7 was not recorded"), ({"seconds": 0.0}, "give positive numbers")):
         with pytest.raises(UsageError, match=why):
             what_if(run, **options)  # type: ignore[arg-type]
+
+
+def stage_costs(times: tuple[float, ...]) -> qs.Costs:
+    return qs.Costs(unit="ms", forward=times, backward_input=times, backward_weight=times, p2p=0.1)
+
+
+@pytest.mark.parametrize(
+    ("times", "last", "stages", "after"),
+    [
+        ((4.0, 4.0, 4.0, 6.0), 3.0, (5, 5, 4, 2), (5.0, 5.0, 4.0, 4.0)),  # a head three times as heavy as a block
+        ((4.0, 6.0, 4.0, 4.0), 1.0, (5, 3, 4, 4), (5.0, 4.5, 4.0, 4.0)),  # a rank that takes 1.5 times as long
+        ((4.0, 4.0, 4.0, 4.0), 1.0, (4, 4, 4, 4), (4.0, 4.0, 4.0, 4.0)),
+    ],
+)
+def test_a_run_is_cut_again_by_the_times_of_its_stages_and_blocks(
+    times: tuple[float, ...], last: float, stages: tuple[int, ...], after: tuple[float, ...]
+) -> None:
+    plan = qs.compile("1f1b", mesh="pp=4", microbatches=8)
+    found = retune(plan, stage_costs(times), (4, 4, 4, 4), [1.0] * 15 + [last], seconds=1.0)
+    assert found.stages == stages
+    assert found.after.forward == pytest.approx(after)
+    assert found.before.forward == pytest.approx(times)
+    gain = plan.simulate(found.before).makespan - plan.simulate(found.after).makespan
+    assert found.is_better == (gain > 0)
+
+
+def test_a_run_gets_another_order_where_that_is_faster() -> None:
+    plan = qs.compile("gpipe", mesh="pp=2", microbatches=4)
+    swapped = [[*row] for row in ([i for i in row if i.computes] for row in plan.programs)]
+    swapped[1][4:] = swapped[1][:3:-1]  # the last rank runs its backwards from the last to the first
+    slow = plan_of_rows(swapped, plan.stage_to_pp, 4, plan.mesh, "slow")
+    found = retune(slow, stage_costs((4.0, 4.0)), (2, 2), [1.0] * 4, seconds=1.0)
+    assert found.rows is not None
+    better = plan_of_rows(found.rows, plan.stage_to_pp, 4, plan.mesh, "better")
+    assert better.simulate(found.after).makespan < slow.simulate(found.before).makespan
+    assert found.is_better
+    with pytest.raises(InputError, match="5 times of blocks"):
+        retune(plan, stage_costs((4.0, 4.0)), (2, 2), [1.0] * 5)
