@@ -1,74 +1,123 @@
-"""Solved plans beside the best known spans under a memory cap, with bounds and times.
+"""Solved plans beside the best known times of `benchmarks/instances`, with bounds and times.
 
-    python benchmarks/solve.py [--seconds 60] [--effort 8]
+    python benchmarks/solve.py [NAME …] [--seconds 60] [--effort 8] [--update]
 
-The spans are the published or proved ones of each instance; see `INSTANCES`.
+`--update` writes better times and bounds into the files, with "quintsched" as who found them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
 
+from pydantic import BaseModel, ConfigDict
+
+from quintsched.files.user_records import read_record
 from quintsched.simulation.costs import Costs
-from quintsched.solve import solve
+from quintsched.solve import Solution, solve
+
+FOLDER = Path(__file__).parent / "instances"
+MOST_BYTES = 2**20
+SLACK = 1e-9
 
 
-@dataclass(frozen=True)
-class Instance:
-    """Sizes, cap, and the best span known before this solver; `heuristic` is that of the zero-bubble heuristics."""
+class Found(BaseModel):
+    """Time or bound, and who found it."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    value: float
+    by: str
+
+
+class Instance(BaseModel):
+    """Problem of an order: sizes, cap and costs, with the best known time and bound."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    kind: Literal["unit", "published", "capped", "heterogeneous", "network"]
+    source: str
+    """Source of the problem."""
     pp: int
     microbatches: int
-    placement: str
-    cap: float
-    best: float
-    heuristic: float | None = None
-    costs: Costs = field(default_factory=Costs)
+    placement: Literal["linear", "loop", "v"]
+    chunks: int = 1
+    memory_cap: float | None = None
+    """Most activations on a rank, in microbatches of a whole rank."""
+    objective: Literal["span", "makespan"] = "span"
+    costs: Costs = Costs()
+    best_known: Found
+    bound: Found
+    """Time that no order of this placement can be below."""
+
+    def solved(self, effort: int, seconds: float) -> Solution:
+        """Return the plan that the solver finds."""
+        return solve(
+            pp=self.pp,
+            microbatches=self.microbatches,
+            placement=self.placement,
+            chunks=None if self.placement == "linear" else self.chunks,
+            memory_cap=self.memory_cap,
+            costs=self.costs,
+            objective=self.objective,
+            effort=effort,
+            seconds=seconds,
+        )
 
 
-MEASURED = Costs(unit="200 us", forward=92.61, backward_input=90.43, backward_weight=46.685, p2p=3.005)
-INSTANCES = (
-    Instance(4, 8, "linear", 2, 41.0, 51.0),
-    Instance(4, 8, "linear", 3, 31.0, 37.0),
-    Instance(8, 16, "linear", 6, 61.0, 107.0),
-    Instance(8, 16, "linear", 8, 55.0, 55.0),
-    Instance(8, 24, "linear", 7, 6890.0, 10111.145, MEASURED),
-    Instance(8, 16, "v", 6, 53.5),
-    Instance(8, 16, "v", 5, 56.5),
-)
+def instances(names: list[str] | None = None) -> Iterator[tuple[Path, Instance]]:
+    """Yield all instances, or those whose file names contain one of the names."""
+    for path in sorted(FOLDER.glob("*.json")):
+        if not names or any(name in path.stem for name in names):
+            yield path, read_record(Instance, path, MOST_BYTES, "the instance")
+
+
+def updated(instance: Instance, found: Solution) -> Instance:
+    """Return an instance with a better time or bound, where the solver has found one."""
+    best, bound, claim = instance.best_known, instance.bound, found.certificate
+    if claim.value < best.value * (1 - SLACK):
+        best = Found(value=claim.value, by=f"quintsched ({found.origin})")
+    if claim.bound > bound.value * (1 + SLACK):
+        bound = Found(value=claim.bound, by=f"certificate (rank {claim.rank} by {claim.reason})")
+    if (found.proved or 0.0) > bound.value * (1 + SLACK):
+        bound = Found(value=float(found.proved or 0.0), by="CP-SAT")
+    return instance.model_copy(update={"best_known": best, "bound": bound})
+
+
+def write(path: Path, instance: Instance) -> None:
+    """Write an instance."""
+    text = json.dumps(instance.model_dump(mode="json", exclude_unset=True), indent=1)
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="parts of the names of instances; default: all")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--effort", type=int, default=8)
+    parser.add_argument("--update", action="store_true")
     options = parser.parse_args()
-    print("pp   m  placement  cap   heuristic  best known      found   certified  proved by CP-SAT  seconds  status")
-    missed = 0
-    for one in INSTANCES:
+    print("instance                          best known       bound      found   certified     proved  seconds  status")
+    missed, number = 0, 0
+    for path, one in instances(options.names):
         began = time.monotonic()
-        found = solve(
-            pp=one.pp,
-            microbatches=one.microbatches,
-            placement=one.placement,
-            memory_cap=one.cap,
-            costs=one.costs,
-            effort=options.effort,
-            seconds=options.seconds,
-        )
+        found = one.solved(options.effort, options.seconds)
         claim, taken = found.certificate, time.monotonic() - began
-        missed += claim.value > one.best * (1 + 1e-9)
-        heuristic = "-" if one.heuristic is None else f"{one.heuristic:g}"
+        missed, number = missed + (claim.value > one.best_known.value * (1 + SLACK)), number + 1
         proved = "-" if found.proved is None else f"{found.proved:g}"
         print(
-            f"{one.pp:2} {one.microbatches:3}  {one.placement:9} {one.cap:4g} {heuristic:>11} {one.best:11g} "
-            f"{claim.value:10g} {claim.bound:11g} {proved:>17} {taken:8.1f}  {found.status}",
+            f"{path.stem:32} {one.best_known.value:11g} {one.bound.value:11g} {claim.value:10g} {claim.bound:11g} "
+            f"{proved:>10} {taken:8.1f}  {found.status}",
             flush=True,
         )
-    print(f"{len(INSTANCES) - missed} of {len(INSTANCES)} at least as good as the best known")
+        if options.update:
+            write(path, updated(one, found))
+    print(f"{number - missed} of {number} at least as good as the best known")
     sys.exit(1 if missed else 0)
 
 
