@@ -44,7 +44,7 @@ def shared_out(shape: Shape) -> str | None:
 
 
 @qs.schedule(
-    "chimera", summary="pipelines down and up, each pair from another rank on", bubble="0 at P=4", memory="P",
+    "chimera-4", summary="pipelines down and up, each pair from another rank on", bubble="0 at P=4", memory="P",
     placement=crossed, routes=pipelines, stage_to_part=parts, constraint=shared_out,
 )  # fmt: skip
 def chimera(rank: int, shape: Shape) -> Order:

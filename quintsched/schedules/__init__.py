@@ -4,6 +4,7 @@ Imports `ir`, and `simulation.costs` for schedules that search. Passes add all o
 """
 
 from quintsched.schedules.bfs import bfs
+from quintsched.schedules.chimera import chimera
 from quintsched.schedules.dualpipe import dualpipe
 from quintsched.schedules.dualpipe_v import dualpipe_v
 from quintsched.schedules.eager_1f1b import eager_1f1b
@@ -27,6 +28,7 @@ __all__ = [
     "Shape",
     "all_schedules",
     "bfs",
+    "chimera",
     "dualpipe",
     "dualpipe_v",
     "eager_1f1b",

@@ -97,9 +97,12 @@ def loads(
 
 
 def _words_kept(cells: CsvCells, zero: Zero) -> set[Word]:
-    """Return the words of the file that the plan keeps; if passes place messages, they place all but computations."""
+    """Return the words of the file that the plan keeps; if passes place messages, they place all but computations.
+
+    One rank has no messages: its file may be complete without them.
+    """
     words = {cell.word for cell in cells}.difference(WAITS)
-    if not words & MESSAGE_WORDS.keys():
+    if cells[-1].rank and not words & MESSAGE_WORDS.keys():
         return words & COMPUTATIONS.keys()
     return words if zero.shards_weights else words.difference(SHARDING)
 

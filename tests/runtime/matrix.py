@@ -357,7 +357,9 @@ OFFLOADED = [
     Case("1f1b", "dp=2,pp=2", 3, zero=3, offload=1),
 ]
 
-CASES = [*ONE_RANK, *TWO_RANKS, *THREE_RANKS, *FOUR_RANKS, *MORE_RANKS, *SHARED_OUT, *OFFLOADED]
+BOTH_WAYS = [Case("chimera", "pp=2", 4), Case("chimera", "dp=2,pp=2", 4, buckets=2)]
+
+CASES = [*ONE_RANK, *TWO_RANKS, *THREE_RANKS, *FOUR_RANKS, *MORE_RANKS, *SHARED_OUT, *OFFLOADED, *BOTH_WAYS]
 
 OVERLAPPING: Mapping[int, Case] = {
     2: Case("dualpipe-v", "tp=2", 4, chunks=2, overlap=True, model="gpt"),

@@ -20,6 +20,14 @@ def whole_rounds(shape: Shape) -> str | None:
     return f"microbatches is {shape.microbatches}, no multiple of pp={shape.pp}; the nearest that works: {nearest}"
 
 
+def rounds_both_ways(shape: Shape) -> str | None:
+    """P even, M a multiple of P"""
+    if shape.pp % 2:
+        nearest = f"{shape.pp - 1} or {shape.pp + 1}" if shape.pp > 1 else "2"
+        return f"pp is {shape.pp}, which is odd; the nearest that works: {nearest}"
+    return whole_rounds(shape)
+
+
 def meets_half_way(shape: Shape) -> str | None:
     """P even, M even and at least 2P"""
     pp, microbatches = shape.pp, shape.microbatches

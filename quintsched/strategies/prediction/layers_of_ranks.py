@@ -23,7 +23,7 @@ V_SHAPED = frozenset({"zbv", "v-half", "v-min", "dualpipe-v"})
 """Schedules whose second chunk runs back over the ranks."""
 PAIRED = ("dualpipe", "dualpipe-v")
 """Schedules that pair a forward with another microbatch's backward."""
-BIDIRECTIONAL = frozenset({"dualpipe"})
+BIDIRECTIONAL = frozenset({"chimera", "dualpipe"})
 """Schedules in which a rank also holds its stage's twin."""
 
 

@@ -63,6 +63,10 @@ def _v_min(pp: Any, microbatches: Any, _chunks: Any, _rank: Any) -> Any:
     return 2 * np.minimum((pp + 4) // 3, microbatches)
 
 
+def _chimera(pp: Any, _microbatches: Any, _chunks: Any, rank: Any) -> Any:
+    return pp // 2 + 1 + np.minimum(rank, pp - 1 - rank)
+
+
 def _dualpipe(pp: Any, _microbatches: Any, _chunks: Any, _rank: Any) -> Any:
     return pp + 1
 
@@ -86,6 +90,7 @@ _FORMS: Mapping[str, Form] = MappingProxyType(
         "zb-auto": _zb_auto,
         "v-half": _v_half,
         "v-min": _v_min,
+        "chimera": _chimera,
         "dualpipe": _dualpipe,
         "dualpipe-v": _dualpipe_v,
     }

@@ -43,7 +43,7 @@ def shape_of(name, rng, most_ranks=12):
         microbatches = pp * int(rng.integers(1, 7))
     if schedule.bidirectional:
         pp = 2 * (pp // 2 + 1)
-        microbatches = 2 * pp + 2 * int(rng.integers(0, 6))
+        microbatches = 2 * pp + 2 * int(rng.integers(0, 6)) * (pp // 2 if name == "chimera" else 1)
     return pp, microbatches, min(chunks, schedule.max_chunks)
 
 
