@@ -163,6 +163,7 @@ USES = {
     "-e '.[test]'": "import build, hypothesis, mypy, pytest, ruff, sklearn; from quintsched.runtime import Engine",
     "'.[hf]' -c constraints.txt": LLAMA + "import peft",
     "'.[timm]' -c constraints.txt": TIMM,
+    "'.[solve]'": "import ortools, quintsched.solve",
     "'.[families]' -c constraints.txt": TIMM + LLAMA + "import tensorboard, torchdata",
 }
 """Use of what each line of the README installs."""
