@@ -61,6 +61,7 @@ class Page:
         """Open a page and wait until all of it is there."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._ask("Emulation.setDeviceMetricsOverride", **size)
+        self._ask("Page.navigate", url="about:blank")  # another fragment alone loads nothing
         self._ask("Page.navigate", url=path.as_uri() + fragment)
         self.settle()
 
