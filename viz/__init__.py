@@ -1,7 +1,8 @@
 """Pictures of plans and traces: `render` draws one simulated plan, `render_measured` a measured step below,
 `compare` several plans on one time axis, `render_collective` a spelled-out collective, `render_tuning` the result of a
 search for strategies, `render_stall` the positions of ranks in a stall; `save_page` writes the interactive page of a
-plan (as `render` does into a `.html` file), `save_events` trace events for Perfetto and Chrome.
+plan (as `render` does into a `.html` file), `save_untimed` that of a plan that may be unable to finish, `save_events`
+trace events for Perfetto and Chrome.
 
     from quintsched.viz import compare, render
 
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .frontier import render_tuning
-    from .page.plan_page import save_page
+    from .page.plan_page import save_page, save_untimed
     from .perfetto import save_events
     from .runs.stall_picture import render_stall
     from .runs.training_curves import render_training
@@ -34,6 +35,7 @@ __all__ = [
     "render_tuning",
     "save_events",
     "save_page",
+    "save_untimed",
 ]
 
 
@@ -43,6 +45,7 @@ def __getattr__(name: str) -> Any:
     homes = {
         "save_events": ".perfetto",
         "save_page": ".page.plan_page",
+        "save_untimed": ".page.plan_page",
         "render_tuning": ".frontier",
         "render_stall": ".runs.stall_picture",
         "render_training": ".runs.training_curves",

@@ -24,11 +24,12 @@ from quintsched.cli.shared_options import (
     say,
     simulate_plan,
 )
-from quintsched.errors import UsageError
+from quintsched.errors import UnsoundError, UsageError
 
 if TYPE_CHECKING:
     from quintsched.collectives import CollectiveRun
     from quintsched.plan import Plan
+    from quintsched.simulation.costs import Costs
     from quintsched.simulation.simulator import Simulation
     from quintsched.simulation.time_window import Window
     from quintsched.trace.measured_trace import MeasuredStep
@@ -94,6 +95,8 @@ def render(
         else:
             say(f"{path}: {run.plan.title}")
         return
+    if path.suffix.lower() == PAGE and not read.check().sound:
+        _show_counter_example(read, read_costs(costs), path)
     traced = None if trace is None else read_trace(trace, read)
     used = traced.costs() if traced is not None and costs is None else read_costs(costs)
     simulation = simulate_plan(read, used)
@@ -117,14 +120,17 @@ def _draw_stall(stall: Path, output: Path | None, others: Sequence[object], *, a
 
     if any(other is not None for other in others):
         raise UsageError("--stall is drawn alone: the report has its plan; leave out the plan and all but -o")
-    path = picture_path(stall.with_suffix(".png") if output is None else output, (*PICTURES, PAGE))
+    path = picture_path(stall.with_suffix(".png") if output is None else output, (*PICTURES, PAGE), bare=(PAGE,))
     refuse_input(path, stall)
     report = StallReport.load(stall)
 
     def draw() -> None:
         from quintsched import viz
 
-        viz.render_stall(report, path)
+        if path.suffix.lower() == PAGE:
+            viz.save_untimed(report.plan, path, report=report)
+        else:
+            viz.render_stall(report, path)
 
     write_picture(path, draw)
     if as_json:
@@ -155,6 +161,14 @@ def _draw(simulation: Simulation, step: MeasuredStep | None, path: Path, window:
         viz.render(simulation, path, window=window)
     else:
         viz.render_measured(simulation, step, path, window=window)
+
+
+def _show_counter_example(plan: Plan, costs: Costs | None, path: Path) -> None:
+    """Write the page of a plan that is not sound; always raises `UnsoundError`, with the counter-example."""
+    from quintsched import viz
+
+    write_picture(path, lambda: viz.save_untimed(plan, path, costs))
+    raise UnsoundError(f"{plan.check().explain()}\n{path} shows it")
 
 
 def _window(ranks: str | None, time: str | None, simulation: Simulation) -> Window | None:

@@ -42,3 +42,13 @@ def test_a_large_picture_is_an_overview_and_says_so(cli, tmp_path):
     assert "an overview" in cli("render", "large.json", "-o", "large.png").err
     assert cli("render", "large.json", "-o", "part.png", "--time", "10..40").err == ""
     assert json.loads((tmp_path / "large.json").read_text())["format"] == "quintsched.plan"
+
+
+def test_a_plan_that_is_not_sound_gets_a_page_with_its_counter_example(refused, plan_file, tmp_path):
+    plan = json.loads((tmp_path / plan_file).read_text())
+    plan["programs"][0].pop(0)
+    (tmp_path / "broken.json").write_text(json.dumps(plan))
+    said = refused(1, "render", "broken.json", "-o", "broken.html")
+    assert "rank 0 runs Fwd(stage=0, microbatch=0) 0 times" in said
+    assert "broken.html shows it" in said
+    assert (tmp_path / "broken.html").exists()

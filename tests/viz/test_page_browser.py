@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instruction_set import Bwd, Fwd
-from quintsched.viz import render, render_measured
+from quintsched.ir.instruction_set import Bwd, Fwd, RecvGrad, SendAct
+from quintsched.stalls.culprit import find_culprit
+from quintsched.stalls.states import Fate, RankState
+from quintsched.viz import render, render_measured, render_stall, save_untimed
 from tests.traces import write_trace
 
 from .browser import CHROMIUM, Page, browser
@@ -191,27 +194,50 @@ def test_large_plans_are_smooth(
         assert min(times[name] for times in tries) < 1000 / least_frames, (name, tries)
 
 
-def test_a_deadlock_of_a_whole_plan_is_marked(page: Page, tmp_path: Path) -> None:
+def deadlocked() -> qs.Plan:
+    """Return a plan whose rank 0 waits for a gradient before it sends what that gradient comes from."""
     plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-    opened(page, plan.simulate(), tmp_path / "plan.html")
     program = list(plan.programs[0])
-    first, other = (next(at for at, i in enumerate(program) if isinstance(i, kind)) for kind in (Bwd, Fwd))
-    program.insert(other + 1, program.pop(first))
-    broken = json.loads(plan.to_json())
-    broken["programs"][0] = [json.loads(json.dumps(p)) for p in (_encode(i) for i in program)]
-    page.evaluate(
-        f"""(async () => {{ const file = new File([{json.dumps(json.dumps(broken))}], 'plan.json');
-        const event = new Event('drop'); event.dataTransfer = {{ files: [file] }}; dispatchEvent(event);
-        await new Promise((go) => setTimeout(go, 100)) }})()"""
-    )
-    page.settle()
+    send, receive, backward = (next(i for i in program if isinstance(i, kind)) for kind in (SendAct, RecvGrad, Bwd))
+    rest = [i for i in program if i not in (receive, backward)]
+    at = rest.index(send)
+    program = [*rest[:at], receive, backward, *rest[at:]]
+    return replace(plan, programs=(tuple(program), plan.programs[1]))
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_the_counter_example_of_a_deadlock_is_marked(dropped: bool, page: Page, tmp_path: Path) -> None:
+    plan = deadlocked()
+    if dropped:
+        opened(page, qs.compile("gpipe", mesh="pp=2", microbatches=1).simulate(), tmp_path / "plan.html")
+        page.evaluate(
+            f"""(async () => {{ const file = new File([{json.dumps(plan.to_json())}], 'plan.json');
+            const event = new Event('drop'); event.dataTransfer = {{ files: [file] }}; dispatchEvent(event);
+            await new Promise((go) => setTimeout(go, 100)) }})()"""
+        )
+        page.settle()
+    else:
+        save_untimed(plan, tmp_path / "broken.html")
+        page.open(tmp_path / "broken.html")
     assert not page.evaluate("quintsched.verdict.sound()")
-    assert page.evaluate("quintsched.cycle?.length ?? 0") >= 2 or "data flow" in page.evaluate(
-        "quintsched.panel.textContent"
-    )
+    assert page.evaluate("quintsched.cycle.length") >= 2
+    assert "close a circle" in page.evaluate("quintsched.panel.textContent")
+    assert page.evaluate("quintsched.run.stuck.size") > 4
+    assert not page.errors
 
 
-def _encode(instruction: object) -> dict[str, object]:
-    from quintsched.formats.plan_json import encode
-
-    return encode(instruction)  # type: ignore[arg-type]
+def test_a_stall_is_marked(page: Page, tmp_path: Path) -> None:
+    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4)
+    states = [
+        RankState(
+            rank, "a", rank, "step", 3, "train", 4 - rank, 5.0, 0.1, Fate("signal", 9) if rank == 1 else None, None, 3
+        )
+        for rank in range(4)
+    ]
+    report = find_culprit(plan, states)
+    render_stall(report, tmp_path / "stall.html")
+    page.open(tmp_path / "stall.html")
+    assert page.evaluate("quintsched.view.marked.length") == 4
+    assert page.evaluate("quintsched.view.marked.filter(([, , culprit]) => culprit).length") == len(report.ranks)
+    assert "where the ranks were" in page.evaluate("quintsched.panel.textContent")
+    assert not page.errors

@@ -4,7 +4,7 @@
  *     [4 bytes: length of the head] [head, padded to 8 bytes] [section 0, padded] [section 1, padded] …
  */
 import { Plan, readTables } from "./plan.js";
-import { Costs, figures } from "./times.js";
+import { Costs, figures, simulate } from "./times.js";
 
 const ARRAYS = { u1: Uint8Array, i1: Int8Array, i2: Int16Array, i4: Int32Array, f8: Float64Array };
 
@@ -43,6 +43,7 @@ function planOf(tables, head, sections) {
     const start = sections[`start ${number}`], end = sections[`end ${number}`];
     return runOf(plan, start, end, wait ? sections[`wait ${number}`] : null, { name, costs: new Costs(plan, head.costs), ...about });
   });
+  if (!runs.length) runs.push({ ...simulate(plan, head.costs, true), name: "planned" });
   return { plan, runs, costs: head.costs, window: head.window ?? null };
 }
 

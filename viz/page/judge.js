@@ -26,6 +26,12 @@ export function judge(plan) {
   return { faults, profiles, cycles, peaks, sound: (profile = "channel") => !faults.length && profiles[profile] === true };
 }
 
+/** Rows that never begin where a channel's host issues its program in order. */
+export function neverBegin(plan) {
+  const graph = graphOf(plan, "channel", true), { waiting } = graph.run();
+  return new Set([...graph.events.of.keys()].filter((row) => waiting[graph.events.of[row]] > 0));
+}
+
 /** Judge a bare order of computation that cannot run: the verdict has the circle of its computations alone. */
 export function judgeOrder(plan) {
   const graph = graphOf(plan, "channel");

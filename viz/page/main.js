@@ -3,8 +3,9 @@ import { Palette, THEMES } from "./colours.js";
 import { Controls } from "./controls.js";
 import { readData } from "./data.js";
 import { h } from "./dom.js";
-import { describeCycle, judge } from "./judge.js";
+import { describeCycle, judge, neverBegin } from "./judge.js";
 import { drawMemory } from "./memory.js";
+import { stallCard, standing } from "./stall.js";
 import { paintOver } from "./overlay.js";
 import styles from "./page.css";
 import { breakdownCard, gapCard, helpCard, instructionCard, pathCard, rowList, verdictCard } from "./panel.js";
@@ -77,6 +78,10 @@ class App {
         this.firstRank = shown.ranks[0];
       }
     }
+    if (stall) {
+      this.view.marked = standing(plan, stall);
+      this.view.selectedRank = -1;
+    }
     document.title = plan.title;
     this.title.textContent = plan.title;
     this.title.title = plan.title;
@@ -102,9 +107,15 @@ class App {
     const plan = this.plan;
     const steps = [
       () => { this.held = heldOverTime(this.run); this.draw(); this.#showFigures(); },
-      () => { this.verdict ??= judge(plan); this.#showFigures(); if (!this.verdict.sound()) this.showVerdict(); },
+      () => {
+        this.verdict ??= judge(plan);
+        if (this.verdict.cycles.channel) this.run.stuck ??= neverBegin(plan);
+        this.#showFigures();
+        if (!this.verdict.sound()) this.showVerdict();
+      },
       () => plan.length <= MOST_WAITS_AT_ONCE && this.needWaits(),
       () => { if (this.waits) this.#addUp(); if (!this.panel.childNodes.length) this.overview(); },
+      () => this.stall && this.show(stallCard(this)),
     ];
     const next = () => {
       if (this.plan !== plan || !steps.length) {

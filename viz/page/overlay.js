@@ -17,6 +17,7 @@ export function paintOver(app) {
   if (shown >= 0) drawBox(app, context, shown, glow, 2.5);
   if (app.gap) paintGap(app, context);
   for (const [here, there] of app.cycle ?? []) paintCycle(app, context, here, there);
+  for (const [row, , culprit] of view.marked ?? []) drawBox(app, context, row, culprit ? app.palette.is.bad : app.palette.is.accent, culprit ? 4 : 2.5);
   for (const row of app.matches ?? []) drawBox(app, context, row, glow, 2);
   app.playground.paint(context);
   context.restore();

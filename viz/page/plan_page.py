@@ -13,18 +13,23 @@ import html
 import json
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from quintsched.files.atomic import write_whole
 from quintsched.formats.plan_head import entries_of
+from quintsched.ir.plan_data import PlanData
+from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation
 from quintsched.simulation.time_window import Window
 from quintsched.trace.measured_trace import MeasuredStep
 
 from .page_tables import page_tables
+
+if TYPE_CHECKING:
+    from quintsched.stalls.stall_report import StallReport
 
 SKELETON = """<!DOCTYPE html>
 <html lang="en">
@@ -39,6 +44,8 @@ SKELETON = """<!DOCTYPE html>
 </body>
 </html>
 """
+Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
+
 EFFORT = 5
 """Compression level: higher ones are slower, and hardly smaller."""
 
@@ -51,34 +58,44 @@ def save_page(simulation: Simulation, step: MeasuredStep | None, path: Path, *, 
     write_whole(path, page_of(simulation, step, path.stem, window=window), "the page")
 
 
+def save_untimed(plan: PlanData, path: Path, costs: Costs | None = None, *, report: StallReport | None = None) -> None:
+    """Write the page of a plan that may be unable to finish; raises `UsageError` on failure.
+
+    The page itself times what can run, and marks the counter-example. With a stall report, it marks where ranks were.
+    """
+    stall = None if report is None else {**report.model_dump(mode="json"), "words": report.words()}
+    about: dict[str, object] = {"runs": [], "stall": stall}
+    write_whole(path, _page(plan, costs or Costs(), {}, about, path.stem), "the page")
+
+
 def page_of(simulation: Simulation, step: MeasuredStep | None, title: str, *, window: Window | None = None) -> bytes:
     """Return the text of the page; equal plans and times give identical bytes."""
-    plan, columns = simulation.plan, simulation.plan.columns
-    arrays: dict[str, npt.NDArray[Any]] = {
-        "first": columns.first,
-        "op": columns.op,
-        **{f"column {name}": column for name, column in columns.columns.items()},
-        "start 0": simulation.start,
-        "end 0": simulation.end,
-    }
+    times: Arrays = {"start 0": simulation.start, "end 0": simulation.end}
     runs: list[dict[str, object]] = [{"name": "planned", "unit": simulation.unit}]
     if step is not None:
         spans = [span for row in step.timeline for span in row]
-        arrays["start 1"] = np.array([span.start for span in spans])
-        arrays["end 1"] = np.array([span.end for span in spans])
-        arrays["wait 1"] = np.array([span.wait for span in spans])
+        times["start 1"] = np.array([span.start for span in spans])
+        times["end 1"] = np.array([span.end for span in spans])
+        times["wait 1"] = np.array([span.wait for span in spans])
         runs.append({"name": f"measured, step {step.number}", "unit": step.unit, "wait": True})
-    head = {
+    about: dict[str, object] = {"runs": runs, "window": None if window is None else _window(window)}
+    return _page(simulation.plan, simulation.costs, times, about, title)
+
+
+def _page(plan: PlanData, costs: Costs, times: Arrays, about: dict[str, object], title: str) -> bytes:
+    columns = plan.columns
+    head: dict[str, object] = {
         "tables": page_tables(),
         "title": plan.title,
         "plan": entries_of(plan),
         "table": list(columns.table),
         "columns": list(columns.columns),
-        "costs": simulation.costs.model_dump(mode="json"),
-        "window": None if window is None else _window(window),
-        "runs": runs,
+        "costs": costs.model_dump(mode="json"),
+        **about,
     }
-    data = base64.b64encode(gzip.compress(_packed(head, arrays), EFFORT, mtime=0)).decode("ascii")
+    fields: Arrays = {f"column {name}": column for name, column in columns.columns.items()}
+    packed = _packed(head, {"first": columns.first, "op": columns.op, **fields, **times})
+    data = base64.b64encode(gzip.compress(packed, EFFORT, mtime=0)).decode("ascii")
     program = files(__package__).joinpath("built.js").read_text("utf-8")
     return SKELETON.format(title=html.escape(title), data=data, program=program).encode("utf-8")
 
@@ -87,7 +104,7 @@ def _window(window: Window) -> dict[str, object]:
     return {"ranks": [window.ranks.start, window.ranks.stop - 1], "time": [window.start, window.end]}
 
 
-def _packed(head: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> bytes:
+def _packed(head: dict[str, object], arrays: Arrays) -> bytes:
     """Return the head as JSON and the arrays in the smallest types that hold them, each padded to 8 bytes."""
     narrow = {name: _narrow(array) for name, array in arrays.items()}
     head["sections"] = [(name, array.dtype.str[1:], len(array)) for name, array in narrow.items()]

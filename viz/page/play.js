@@ -130,7 +130,6 @@ export class Playground {
     const run = { ...simulate(plan, settings.costs, true), name: "planned" };
     const verdict = found.plan ? judge(plan) : judgeOrder(plan);
     this.judged = performance.now() - began;
-    this.stuck = run.stuck;
     plan.givenTitle = this.puzzle?.name;
     app.open({ plan, runs: [run], cap: settings.cap, keepView: true, verdict });
     this.#say(run, found.plan ? verdict : null);
@@ -275,8 +274,8 @@ export class Playground {
   paint(context) {
     const { app, held } = this;
     const { view } = app;
-    if (this.editing && this.stuck) {
-      for (const row of this.stuck) {
+    if (app.run.stuck) {
+      for (const row of app.run.stuck) {
         if (!app.plan.tables.computes[app.plan.op[row]]) continue;
         const { y, height } = view.band(app.plan.rank[row], 0, view.lanes.length);
         const x0 = view.x(app.run.start[row]), x1 = view.x(app.run.end[row]);

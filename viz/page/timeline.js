@@ -93,7 +93,6 @@ function drawNear(context, view, { scene, rank, from, to, y, height }) {
     const boxWidth = Math.max(x1 - begun - (x1 - begun > 4 ? 1 : 0), 0.5);
     if (view.difference && scene.run.name !== view.lanes[0].run.name) drawLate(context, view, row, begun, y, boxWidth, height);
     else drawBox(context, view, row, begun, y, boxWidth, height, font);
-    if (view.marked?.has(row)) outline(context, begun, y, boxWidth, height, view.marked.get(row), 2);
   }
 }
 

@@ -24,6 +24,7 @@ from quintsched.stalls.states import RankState
 
 from ..legend import keys_of
 from ..looks import INK
+from ..page.plan_page import save_untimed
 from ..pipeline_rows import band, draw_rows, rectangle, set_time_axis
 from ..scene import Scene, stage_scene
 from ..sheet import LegendKey, Sheet, check_suffix
@@ -50,12 +51,15 @@ Corners = list[tuple[float, float]]
 
 
 def render_stall(report: StallReport, path: Path) -> None:
-    """Draw the positions of ranks in a report, into a `.png`, `.svg` or `.html` file.
+    """Draw the positions of ranks in a report, into a `.png` or `.svg` file, or an interactive `.html` page.
 
     Raises `UsageError` for another suffix and for a path that cannot be written, `UnsoundError` for a plan that cannot
     be simulated.
     """
     check_suffix(path)
+    if path.suffix.lower() == ".html":
+        save_untimed(report.plan, path, report=report)
+        return
     simulation = simulate(report.plan)
     with house_style():
         draw_stall(report, simulation).save(path)
