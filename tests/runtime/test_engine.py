@@ -272,26 +272,6 @@ def test_busy_share_is_a_share() -> None:
     assert engine.busy_share(10.0) == 0
 
 
-class FixedHeads(nn.Module):
-    """Attention that trusts its count of heads, and takes the width of a head from what is left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 4
-        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(*parts.unbind(0))
-        return x + self.proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-def test_attention_that_keeps_its_number_of_heads_is_cut_rightly() -> None:
-    batch = tuple(torch.randn(2, 4, 5, 16, dtype=torch.float64))
-    plan = qs.compile("1f1b", mesh="tp=2,pp=2", microbatches=2)
-    check_equality(plan, [FixedHeads] * 2, F.mse_loss, sgd, [batch] * 2)
-
-
 def test_after_a_step_that_failed_the_engine_refuses_to_go_on() -> None:
     def explode(output: Tensor, targets: Tensor) -> Tensor:
         if targets.sum() > 0:
