@@ -128,7 +128,7 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
     ),
     ForeignKeys(
         "parallel.communication",
-        "native, ring, tree or auto; over cp see parallel.context",
+        "native, ring, tree, two-level or auto; over cp see parallel.context",
         "communication_pattern all_reduce_algorithm allreduce_algorithm",
     ),
     ForeignKeys(
