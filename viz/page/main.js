@@ -201,8 +201,10 @@ class App {
 
   setMode(mode) {
     if (this.runs.length < 2) return;
+    const whole = this.view.t0 <= 0 && this.view.t1 >= this.view.makespan;
     this.mode = this.modes.value = mode;
     this.view.lanes = this.#lanes();
+    if (whole) [this.view.t0, this.view.t1] = [0, this.view.makespan];
     this.view.difference = mode === "difference";
     this.draw();
   }
