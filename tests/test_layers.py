@@ -38,7 +38,7 @@ LONGEST_FUNCTION = 60
 
 BUDGET = {
     "parallel": 6078,
-    "saving": 3434,
+    "saving": 3726,
     "examine": 4085,
     "comm": 2724,
     "interpreter": 2826,
@@ -51,7 +51,7 @@ BUDGET = {
     "launch": 1313,
     "optim": 921,
     "steps": 1080,
-    "train": 1596,
+    "train": 1604,
     "run_checks": 754,
     "data": 1121,
     "models": 512,

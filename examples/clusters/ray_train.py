@@ -17,6 +17,7 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from quintsched.runtime import Trainer, connect_for, load_job, plan_of
+from quintsched.runtime.launch.job_plan import for_processes
 from quintsched.runtime.train.reporter import reporter_of
 
 
@@ -53,7 +54,9 @@ class Handover:
 
 def train(config: dict) -> None:
     """Train as one rank; Ray has set its number, and where ranks meet, in the environment."""
-    job = load_job(config["job"], config["settings"])
+    job = for_processes(
+        load_job(config["job"], config["settings"]), None, ray.train.get_context().get_world_size()
+    )  # an elastic job has the replicas that there are workers for
     folder, every = Path(job.checkpoint.dir), int(job.checkpoint.every)
     plan = plan_of(job)
     take_checkpoint(folder)
@@ -81,15 +84,17 @@ if __name__ == "__main__":
     parser.add_argument("--storage", required=True)
     parser.add_argument("--name", default="quintsched")
     parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--min-workers", type=int, help="go on with fewer workers, which make whole replicas")
     parser.add_argument("--gpu", action="store_true")
     arguments = parser.parse_args()
     settings = [*arguments.set, "checkpoint.background=false"]
+    workers = plan_of(load_job(arguments.job, settings)).mesh.size
+    if arguments.min_workers:
+        settings, workers = [*settings, "parallel.elastic=true"], (arguments.min_workers, workers)
     result = TorchTrainer(
         train,
         train_loop_config={"job": str(Path(arguments.job).resolve()), "settings": settings, "cpu": not arguments.gpu},
-        scaling_config=ScalingConfig(
-            num_workers=plan_of(load_job(arguments.job, settings)).mesh.size, use_gpu=arguments.gpu
-        ),
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu=arguments.gpu),
         run_config=RunConfig(
             name=arguments.name, storage_path=arguments.storage, failure_config=FailureConfig(max_failures=3)
         ),

@@ -85,7 +85,7 @@ def write_plain(path: Path, data: str, what: str) -> None:
 
 
 @contextmanager
-def writing(path: Path, what: str) -> Iterator[None]:
+def writing(path: str | Path, what: str) -> Iterator[None]:
     """Context that turns an `OSError` into a `UsageError` naming the file that could not be written."""
     try:
         yield

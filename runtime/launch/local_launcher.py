@@ -88,7 +88,7 @@ def _worlds(request: LaunchRequest) -> tuple[Worlds, bool, LaunchRequest]:
     if request.min_dp is not None:
         saves = job.checkpoint.dir if request.nnodes == 1 else None  # launchers elsewhere may not see the same folder
         sizes = smaller_worlds(job, plan_of(job), request.min_dp, request.nnodes) or [num_ranks]
-        worlds = Worlds(sizes, None if saves is None else Path(saves))
+        worlds = Worlds(sizes, None if saves is None or "://" in saves else Path(saves))
     return worlds, job.runtime.transport == "local" or num_ranks == 1, request
 
 

@@ -227,7 +227,7 @@ class CheckpointConfig(Settings):
     """Section `checkpoint`: what is saved of the run."""
 
     dir: str | None = None
-    """Directory of the checkpoints; none: nothing is saved."""
+    """Directory of the checkpoints, or its URL in a bucket (s3://bucket/run); none: nothing is saved."""
     every: EveryOrEpoch = 0
     """Interval between checkpoints: 500, "50M tokens", "30 min"; 0: one at the end of each epoch."""
     keep: int = Field(default=2, ge=1)
@@ -317,7 +317,7 @@ class JobConfig(Settings):
         """Folder for reports of a failing run: beside the log, or the checkpoints."""
         if self.log.path is not None:
             return Path(self.log.path).parent
-        return None if self.checkpoint.dir is None else Path(self.checkpoint.dir)
+        return None if self.checkpoint.dir is None or "://" in self.checkpoint.dir else Path(self.checkpoint.dir)
 
     @property
     def run(self) -> RunSettings:

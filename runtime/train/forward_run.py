@@ -22,6 +22,7 @@ from ..comm import Transport
 from ..comm.clocks import now_s
 from ..forward_engine import ForwardEngine
 from ..models import build_model, tied_weights
+from ..saving.checkpoints.bucket_folder import open_place, place_of
 from ..saving.checkpoints.checkpoints import SavedCheckpoints
 from ..saving.output_files import OUTPUT_FILES, OUTPUTS, OutputFiles, write_index
 from ..saving.replaced_folder import replace_folder
@@ -133,7 +134,8 @@ class ForwardRun:
                 say("the weights are those that blocks are built with: the job has no checkpoint.dir to read")
             load_pretrained_of(job.model, self.engine, say)
             return
-        found = SavedCheckpoints(self.engine.saves, whole_path(job.checkpoint.dir)).newest_whole()
+        folder = open_place(place_of(job.checkpoint.dir), "")
+        found = SavedCheckpoints(self.engine.saves, folder).newest_whole()
         if found is None:
             raise UsageError(
                 f"{job.checkpoint.dir}: there is no checkpoint there; name the folder of a training, or leave "
@@ -147,4 +149,5 @@ class ForwardRun:
         for words in self.engine.everyone.together(lambda: require_kept(saved, now, self._overrides, where)):
             say(words)
         found.load()
+        folder.close()
         say(f"weights of step {found.step} in {job.checkpoint.dir}")

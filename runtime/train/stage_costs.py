@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 
+from quintsched.errors import UsageError
 from quintsched.plan import Plan
 
 from ..blocks.block_costs import estimate_costs, measure_costs
 from ..blocks.block_outlines import Blocks
 from ..comm import Transport
+from ..saving.checkpoints.bucket_folder import place_of
 from ..saving.checkpoints.checkpoints import remembered_costs
 from ..settings.job_file import JobConfig
 from .batch_feed import Feed
@@ -23,7 +25,12 @@ def block_costs(job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, transpor
         return None
     if job.parallel.balance == "estimated":
         return estimate_costs(blocks)
-    return measured_costs(job, plan, blocks, feed, transport, job.checkpoint.dir if plan.mode == "train" else None)
+    directory = job.checkpoint.dir if plan.mode == "train" else None
+    if directory is not None and isinstance(place_of(directory), str):
+        raise UsageError(
+            f"parallel.balance: measured keeps its costs in a folder, not at {directory}; give stages instead"
+        )
+    return measured_costs(job, plan, blocks, feed, transport, directory)
 
 
 def measured_costs(

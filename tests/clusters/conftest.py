@@ -10,9 +10,15 @@ from .engine_runs import EngineRun, plain_run
 
 
 @pytest.fixture(scope="session")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
+    """The job by `quintsched run`."""
+    return plain_run(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="session")
+def expected(plain: EngineRun) -> str:
     """SHA-256 of the weights after `quintsched run`."""
-    return plain_run(tmp_path_factory.mktemp("plain")).weights()
+    return plain.weights()
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "clusters"
@@ -63,10 +64,20 @@ class EngineRun:
 
     def steps_of(self, event: str) -> list[int]:
         """Return the steps of the log's records of an event: "start" of each attempt, "stop" of each that has saved."""
+        return [record["step"] for record in self.records(event) if record.get("saved", True)]
+
+    def records(self, event: str) -> list[dict[str, Any]]:
+        """Return the log's records of an event."""
         log = self.folder / "log.jsonl"
         lines = log.read_text("utf-8").splitlines() if log.exists() else []
         records = [json.loads(line) for line in lines if line.endswith("}")]
-        return [record["step"] for record in records if record["event"] == event and record.get("saved", True)]
+        return [record for record in records if record["event"] == event]
+
+    def require_loss_of(self, other: EngineRun) -> None:
+        """Compare the last validation loss with that of a run on other ranks, which adds in another order."""
+        found, expected = (run.records("epoch")[-1] for run in (self, other))
+        assert found["step"] == expected["step"]
+        assert abs(found["validation_loss"] - expected["validation_loss"]) < 1e-4
 
     def wait_for_step(self, step: int) -> None:
         """Wait until the log has a step."""

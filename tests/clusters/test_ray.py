@@ -35,23 +35,24 @@ class RayCluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_DEDUP_LOGS": "0",
             "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
-            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "200",
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
             "no_proxy": "*",
         }
         sockets = stack.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))  # short: a limit
         places = ["--temp-dir", sockets, "--include-dashboard=false"]
         self._start("head", "--head", f"--port={port}", "--min-worker-port=0", "--max-worker-port=0", *places)
-        self.add_node("second")
+        self.second = self.add_node("second")
 
-    def _start(self, name: str, *how: str | Path) -> None:
+    def _start(self, name: str, *how: str | Path) -> subprocess.Popen[bytes]:
         command = (self._ray, "start", "--node-ip-address=127.0.0.1", "--num-cpus=2", "--disable-usage-stats")
         started = self._run.started(*command, "--block", *how, log=f"{name}.txt", **self.told)
-        self._stack.enter_context(started)
+        process = self._stack.enter_context(started)
         wait_until(lambda: "Ray runtime started" in self._run.said(f"{name}.txt"), f"the node {name}")
+        return process
 
-    def add_node(self, name: str) -> None:
+    def add_node(self, name: str) -> subprocess.Popen[bytes]:
         """Start a further node."""
-        self._start(name, f"--address={self.told['RAY_ADDRESS']}", "--min-worker-port=0", "--max-worker-port=0")
+        return self._start(name, f"--address={self.told['RAY_ADDRESS']}", "--min-worker-port=0", "--max-worker-port=0")
 
     def nodes(self) -> list[str]:
         """Return the numbers of the nodes."""
@@ -95,3 +96,16 @@ def test_a_killed_worker_and_a_drained_node_change_no_weight(
     first, second, third = run.steps_of("start")
     assert 0 == first < second == stopped < third
     assert run.weights() == expected
+
+
+def test_a_run_goes_on_with_the_workers_of_the_nodes_that_are_left(
+    run: EngineRun, cluster: RayCluster, plain: EngineRun
+) -> None:
+    how = ("--storage", run.folder / "storage", "--min-workers", "2")
+    with run.started(sys.executable, EXAMPLES / "ray_train.py", JOB, *how, *run.options, **cluster.told) as driver:
+        run.wait_for_step(12)
+        os.killpg(cluster.second.pid, signal.SIGKILL)
+        assert driver.wait(2 * WAIT_S) == 0, run.said()
+    assert [record["plan"].partition(",")[0] for record in run.records("start")] == ["1f1b on dp=2", "1f1b on dp=1"]
+    assert run.steps_of("start")[1] > 0
+    run.require_loss_of(plain)

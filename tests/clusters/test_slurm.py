@@ -22,21 +22,30 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         yield environment
 
 
-def submit(run: EngineRun, cluster: dict[str, str], log: str) -> str:
+def submit(run: EngineRun, cluster: dict[str, str], log: str, *options: str) -> str:
     """Submit the script; return the job's number."""
     told = run.environment | cluster | {"CHECKPOINTS": str(run.folder / "checkpoints")}
-    command = ["sbatch", "--parsable", "--nodes=2", "-o", log, EXAMPLES / "slurm.sh", JOB, *run.options]
+    command = [
+        "sbatch",
+        "--parsable",
+        "--nodes=2",
+        "-o",
+        log,
+        EXAMPLES / "slurm.sh",
+        JOB,
+        *run.options,
+        *options,
+    ]
     done = subprocess.run(command, cwd=run.folder, env=told, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.strip()
 
 
 def is_gone(cluster: dict[str, str], job: str) -> bool:
-    return ask(cluster, "squeue", "--noheader", "--states=all", "-j", job, "-o", "%T") in (
-        "COMPLETED",
-        "CANCELLED",
-        "FAILED",
-        "",
-    )
+    return state_of(cluster, job) in ("COMPLETED", "CANCELLED", "FAILED", "")
+
+
+def state_of(cluster: dict[str, str], job: str) -> str:
+    return ask(cluster, "squeue", "--noheader", "--states=all", "-j", job, "-o", "%T")
 
 
 def test_scancel_and_a_killed_rank_change_no_weight(run: EngineRun, cluster: dict[str, str], expected: str) -> None:
@@ -66,3 +75,19 @@ def test_submitit_queues_a_job_again_that_is_to_leave(run: EngineRun, cluster: d
     first, second = run.steps_of("start")
     assert 0 == first < second
     assert run.weights() == expected
+
+
+def test_a_job_whose_node_fails_goes_on_with_fewer_replicas(
+    run: EngineRun, cluster: dict[str, str], plain: EngineRun
+) -> None:
+    elastic = ("--nproc", "2", "--set", "parallel.elastic=true")
+    job = submit(run, cluster, "out.txt", *elastic)
+    run.wait_for_step(12)
+    ask(cluster, "scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=test")
+    wait_until(lambda: state_of(cluster, job) == "PENDING", "a job that waits for two nodes")
+    ask(cluster, "scontrol", "update", f"JobId={job}", "NumNodes=1", "NumTasks=1")
+    wait_until(lambda: is_gone(cluster, job), "the end of the job on one node")
+    ask(cluster, "scontrol", "update", "NodeName=n1", "State=RESUME")
+    assert [record["plan"].partition(",")[0] for record in run.records("start")] == ["1f1b on dp=2", "1f1b on dp=1"]
+    assert run.steps_of("start")[1] > 0
+    run.require_loss_of(plain)

@@ -10,11 +10,10 @@ disturb the training's messages; rank 0 waits for notes as long as files in the 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,14 +22,14 @@ from torch import Tensor
 
 from quintsched import errors
 from quintsched.errors import InputError, QuintschedError, UsageError, WriteError
-from quintsched.files.atomic import write_whole, writing
-from quintsched.files.plain_files import read_plain
+from quintsched.files.atomic import writing
 from quintsched.files.strictjson import parse_strict
 
 from ...comm.clocks import now_s
 from ...comm.device import is_accelerator, synchronize
 from ...comm.host_collectives import MOST_ERROR_BYTES, ControlGroup
 from ..write_tensors import WHAT, WrittenFile, entries_of
+from .run_folder import RunFolder
 
 MOST_NOTE = 2**16
 FIRST_LOOK_S, LAST_LOOK_S = 0.001, 0.1
@@ -84,6 +83,7 @@ class JointWrite:
         ranks: how many there are.
         patience_s: how long the first rank waits for others while no file in the folder changes.
         given_up: set when no rank waits for the save any more.
+        folder: the folder of the run; by default one that all ranks see.
     """
 
     attempt: Path
@@ -92,6 +92,7 @@ class JointWrite:
     ranks: int
     patience_s: float
     given_up: threading.Event
+    folder: RunFolder = field(default_factory=lambda: RunFolder(Path(), ""))
 
     def write_part(
         self, write: Callable[[Path], WrittenFile], complete: Callable[[Sequence[WrittenFile]], None]
@@ -101,9 +102,10 @@ class JointWrite:
         Raises `WriteError` where this rank fails, on the first one also where another does.
         """
         try:
-            with writing(self.final, WHAT):
+            with writing(self.folder.shown(self.final), WHAT):
                 self.attempt.mkdir(exist_ok=True)
                 mine = write(self.attempt)
+                self.folder.publish(self.attempt / mine.name, self.final)
         except UsageError as error:  # any failure counts as one of writing: the folder was writable when the run began
             words = f"rank {self.rank}: {error}" if self.ranks > 1 else str(error)
             if self.rank:
@@ -114,19 +116,19 @@ class JointWrite:
             self._say(Note(file=mine))
             return
         files = [mine, *self._others()]
-        with writing(self.final, WHAT):
+        with writing(self.folder.shown(self.final), WHAT):
             for rank in range(1, self.ranks):
-                self._note(rank).unlink()
+                self.folder.remove(self._note(rank))
             complete(files)
 
     def _others(self) -> list[WrittenFile]:
         """Return the files of the other ranks, once all are written; raises the error of the first rank that failed."""
         found: dict[int, WrittenFile] = {}
         seen: dict[str, int | None] = {}
-        changed_s, look_s = now_s(), FIRST_LOOK_S
+        changed_s, look_s, where = now_s(), FIRST_LOOK_S, self.folder.shown(self.final)
         while True:
-            with writing(self.final, WHAT):
-                there = {name: _size(self.attempt / name) for name in os.listdir(self.attempt)}
+            with writing(self.folder.shown(self.final), WHAT):
+                there = self.folder.sizes(self.attempt)
             for rank in range(1, self.ranks):
                 if rank not in found and self._note(rank).name in there:
                     found[rank] = self._read(rank)
@@ -137,33 +139,26 @@ class JointWrite:
             missing = next(rank for rank in range(1, self.ranks) if rank not in found)
             why = f"rank {missing} has not written its part"
             if self.given_up.wait(look_s):
-                raise WriteError(f"{self.final}: the save was given up: {why}")
+                raise WriteError(f"{where}: the save was given up: {why}")
             if now_s() - changed_s > self.patience_s:
-                raise WriteError(f"{self.final}: the save was given up after {self.patience_s:g} s: {why}")
+                raise WriteError(f"{where}: the save was given up after {self.patience_s:g} s: {why}")
             look_s = min(look_s * 1.5, LAST_LOOK_S)
 
     def _note(self, rank: int) -> Path:
         return self.attempt / f"rank-{rank:05d}.note"
 
     def _say(self, note: Note) -> None:
-        write_whole(self._note(self.rank), note.model_dump_json().encode(), WHAT)
+        self.folder.write(self._note(self.rank), note.model_dump_json().encode())
 
     def _read(self, rank: int) -> WrittenFile:
         path = self._note(rank)
         try:
-            note = Note.model_validate(parse_strict(read_plain(path, WHAT, MOST_NOTE)))
+            note = Note.model_validate(parse_strict(self.folder.read(path, MOST_NOTE)))
         except (InputError, ValidationError) as error:
             raise WriteError(f"{path}: {error}") from error
         if note.file is None:
             raise WriteError(note.error or "a rank could not write its part")
         return note.file
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return os.lstat(path).st_size
-    except FileNotFoundError:
-        return None
 
 
 class Writer:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError, UsageError
-from quintsched.files.atomic import whole_path, write_whole, writing
+from quintsched.files.atomic import write_whole, writing
 from quintsched.files.plain_files import read_plain, require_folder
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats.run_plan import PLAN_FILE_NAMES as PLAN_FILES
@@ -45,9 +45,10 @@ from ..tensor_placement import RUN, StateLayout
 from ..verbs.engine_saves import EngineSaves
 from ..write_tensors import WHAT, WrittenFile, entries_of, hash_file, require_intact, write_tensors
 from .background_saves import HostBuffer, JointWrite, Writer
+from .bucket_folder import Place, place_of
 from .folder_owner import COSTS, OpenRun, open_run
 from .manifest import MANIFEST, MANIFEST_VERSION, DcpManifest, Manifest, file_name, make_manifest, read_manifest
-from .run_folder import SavedStep, saved_steps, step_folder
+from .run_folder import RunFolder, SavedStep, step_folder
 
 Format = Literal["native", "dcp"]
 
@@ -76,8 +77,8 @@ class FoundCheckpoint:
         loader: after `load`, the state of this replica's loader; None: none saved, or for another number of replicas.
     """
 
-    def __init__(self, saves: EngineSaves, saved: SavedStep) -> None:
-        self._saves, self.step, self.folder = saves, saved.step, saved.folder
+    def __init__(self, saves: EngineSaves, saved: SavedStep, home: RunFolder) -> None:
+        self._saves, self.step, self.folder, self._home = saves, saved.step, saved.folder, home
         self.skipped: tuple[tuple[int, str], ...] = ()
         self.loader: bytes | None = None
         self.manifest = manifest = read_manifest(saved.manifest, saved.step)
@@ -88,8 +89,12 @@ class FoundCheckpoint:
             if isinstance(manifest, Manifest) and self._fits and manifest.mesh != str(saves.plan.mesh):
                 fault = f"the mesh is {manifest.mesh}, but that of its plan is {saves.plan.mesh}"
                 raise InputError(f"{saved.manifest}: /mesh: {fault}")
+            home.fetch(saved.folder, [files[number].name])
             require_intact(self._paths[number], files[number])
         self._fits = self._fits and saves.holds_file(self._paths[rank])
+
+    def _fetch_all(self) -> None:
+        self._home.fetch(self.folder, [file.name for file in self.manifest.files])
 
     def require_readable(self) -> None:
         """Raise `MisfitError` for files of another plan that have no placements of their tensors.
@@ -98,6 +103,7 @@ class FoundCheckpoint:
         """
         if self._fits or isinstance(self.manifest, DcpManifest):
             return
+        self._fetch_all()
         with SavedState.of_files(self._paths) as saved:
             if saved.unplaced:
                 raise MisfitError(
@@ -115,6 +121,8 @@ class FoundCheckpoint:
             return
         are_own = saves.rank.everyone.add_numbers(float(self._fits))[0] == saves.plan.mesh.size
         paths = self._paths[saves.rank.number : saves.rank.number + 1] if are_own else self._paths
+        if not are_own:
+            saves.rank.everyone.together(self._fetch_all)
         saves.load_state_files(paths, are_own=are_own)
         with SavedState.of_files(paths, lambda _: StateLayout(replicas)) as saved:
             loader = saved.of_replica(LOADER, *replicas)
@@ -126,11 +134,11 @@ class SavedCheckpoints:
 
     Args:
         saves: the state of the engine that is loaded.
-        directory: the folder.
+        folder: the folder, or the place in a bucket.
     """
 
-    def __init__(self, saves: EngineSaves, directory: Path) -> None:
-        self._saves, self.directory, self._everyone = saves, directory, saves.rank.everyone
+    def __init__(self, saves: EngineSaves, folder: RunFolder) -> None:
+        self._saves, self.folder, self._everyone = saves, folder, saves.rank.everyone
 
     def newest_whole(self) -> FoundCheckpoint | None:
         """Return the newest checkpoint that is whole on all ranks, or None where the folder has none at all.
@@ -150,13 +158,13 @@ class SavedCheckpoints:
             raise InputError(skipped[0][1])
         if skipped:
             faults = "\n  ".join(f"step {step}: {words}" for step, words in skipped)
-            raise InputError(f"{self.directory}: no checkpoint there is whole:\n  {faults}")
+            raise InputError(f"{self.folder.where}: no checkpoint there is whole:\n  {faults}")
         return None
 
     def _steps(self) -> list[SavedStep]:
         """Return the checkpoints that the first rank sees, the newest first."""
-        everyone, directory = self._everyone, self.directory
-        mine = everyone.together(lambda: saved_steps(directory) if everyone.is_first else [])
+        everyone, directory = self._everyone, self.folder.directory
+        mine = everyone.together(lambda: self.folder.steps() if everyone.is_first else [])
         names = json.dumps([[one.step, one.is_newer, one.folder.name] for one in mine]).encode()
         seen = json.loads(everyone.share_bytes(names)[0])
         return [SavedStep(step, is_newer, directory / name) for step, is_newer, name in seen]
@@ -166,8 +174,9 @@ class SavedCheckpoints:
 
         def examine() -> tuple[FoundCheckpoint | None, str]:
             try:
+                self.folder.fetch(saved.folder, [MANIFEST])
                 require_folder(saved.folder, WHAT)
-                return FoundCheckpoint(self._saves, saved), ""
+                return FoundCheckpoint(self._saves, saved, self.folder), ""
             except InputError as error:
                 return None, str(error)
 
@@ -187,9 +196,9 @@ class OpenCheckpoints(SavedCheckpoints):
     """
 
     def __init__(self, saves: EngineSaves, opened: OpenRun, how: Checkpoints, settings: Mapping[str, Any]) -> None:
-        super().__init__(saves, opened.folder.directory)
+        super().__init__(saves, opened.folder)
         self._how, self._settings = how, settings
-        self.folder, self.run, self.moved = opened.folder, opened.run, opened.words
+        self.run, self.moved = opened.run, opened.words
         self._writer, self._buffer = Writer(), HostBuffer(saves.rank.groups.world.device)
 
     def save(self, step: int, progress: Mapping[str, Any], loader: bytes | None = None) -> None:
@@ -228,7 +237,7 @@ class OpenCheckpoints(SavedCheckpoints):
             state = self._buffer.copy_state(state)
         final, mesh, digest = step_folder(self.folder.directory, step), saves.plan.mesh, plan_digest(saves.plan)
         patience_s, given_up = self._how.patience_s, self._writer.given_up
-        joint = JointWrite(attempt, final, saves.rank.number, mesh.size, patience_s, given_up)
+        joint = JointWrite(attempt, final, saves.rank.number, mesh.size, patience_s, given_up, self.folder)
 
         def write(folder: Path, state: Mapping[str, Tensor] = state) -> WrittenFile:
             if saves.rank.number == 0:
@@ -269,7 +278,7 @@ class OpenCheckpoints(SavedCheckpoints):
 
     def _complete(self, attempt: Path, manifest: Manifest | DcpManifest) -> None:
         """Write the manifest, and rename the save to the checkpoint of its step."""
-        with writing(step_folder(self.folder.directory, manifest.step), WHAT):
+        with writing(self.folder.shown(step_folder(self.folder.directory, manifest.step)), WHAT):
             write_whole(attempt / MANIFEST, manifest.to_json(), WHAT, durable=True)
             self.folder.complete(attempt, manifest.step, self._how.keep)
 
@@ -289,7 +298,7 @@ class Checkpoints:
     `patience_s` is how long ranks wait for the parts of others while no file changes.
     """
 
-    directory: Path
+    directory: Place
     keep: int
     background: bool = True
     patience_s: float = 300.0
@@ -318,6 +327,7 @@ class Checkpoints:
         finally:
             if opened.lock is not None:
                 opened.lock.release()
+            opened.folder.close()
 
 
 MOST_COSTS = 2**20
@@ -327,11 +337,16 @@ MOST_COSTS = 2**20
 def checkpoints_of(config: CheckpointConfig, patience_s: float) -> Checkpoints | None:
     """Return a job's checkpoint settings; None where it saves nothing.
 
-    The folder becomes an absolute path, so that a change of the current directory does not move it.
+    The folder becomes an absolute path, so that a change of the current directory does not move it; a URL stays.
+    Raises `UsageError` for a format that a bucket does not take.
     """
     if config.dir is None:
         return None
-    return Checkpoints(whole_path(config.dir), config.keep, config.background, patience_s, config.format)
+    if config.format == "dcp" and isinstance(place_of(config.dir), str):
+        raise UsageError(
+            f"checkpoint.format: dcp writes into a folder, not to {config.dir}; leave checkpoint.format out"
+        )
+    return Checkpoints(place_of(config.dir), config.keep, config.background, patience_s, config.format)
 
 
 def remembered_costs(directory: Path, blocks: int, measure: Callable[[], list[float]]) -> list[float]:

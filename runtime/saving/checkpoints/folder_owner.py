@@ -31,6 +31,7 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import NamedTuple
@@ -44,6 +45,7 @@ from ...comm.clocks import now_s
 from ...comm.host_collectives import ControlGroup
 from ...settings.run_settings import Start
 from ..write_tensors import WHAT
+from .bucket_folder import BucketFolder, BucketLock, Place, open_place
 from .manifest import MANIFEST, read_manifest
 from .run_folder import RunFolder, SavedStep, saved_steps
 
@@ -60,73 +62,80 @@ class OpenRun(NamedTuple):
     folder: RunFolder
     run: str
     words: str
-    lock: RunLock | None
+    lock: RunLock | BucketLock | None
     """Lock of the folder, on the first rank."""
 
 
-def open_run(directory: Path, start: Start, everyone: ControlGroup, beside: Sequence[str] = ()) -> OpenRun:
-    """Take a folder for a run; all ranks call this. `beside` names files that are copied along with an old run.
+def open_run(place: Place, start: Start, everyone: ControlGroup, beside: Sequence[str] = ()) -> OpenRun:
+    """Take a folder, or a place in a bucket, for a run; all ranks call this.
+
+    `beside` names files that are copied along with an old run.
 
     Raises, on all ranks alike, `UsageError` where another run is active or was saved there, or where it cannot be
     written, `InputError` where it cannot be read.
     """
     launch = everyone.share_bytes(os.urandom(8).hex().encode() if everyone.is_first else b"")[0].decode()
-    folder = RunFolder(directory, launch)
-    lock = everyone.together(lambda: _lock(directory, launch) if everyone.is_first else None)
+    folder = everyone.together(lambda: open_place(place, launch))
+    lock: RunLock | BucketLock | None = None
     try:
-        everyone.together(lambda: _require_common(directory, launch))
+        lock = everyone.together(lambda: _lock(folder, launch) if everyone.is_first else None)
+        everyone.together(lambda: _require_common(folder, launch))
         run, words = everyone.together(lambda: _begin(folder, start, launch, beside) if everyone.is_first else ("", ""))
         run, _, words = everyone.share_bytes(f"{run}\n{words}".encode())[0].decode().partition("\n")
     except BaseException:
         if lock is not None:
             lock.release()
+        folder.close()
         raise
     return OpenRun(folder, run, words, lock)
 
 
-def _lock(directory: Path, launch: str) -> RunLock:
-    with writing(directory, WHAT):
-        directory.mkdir(parents=True, exist_ok=True)
-        return lock_folder(directory, launch, LOCK_PATIENCE_S)
+def _lock(folder: RunFolder, launch: str) -> RunLock | BucketLock:
+    if isinstance(folder, BucketFolder):
+        return folder.lock()
+    with writing(folder.directory, WHAT):
+        folder.directory.mkdir(parents=True, exist_ok=True)
+        return lock_folder(folder.directory, launch, LOCK_PATIENCE_S)
 
 
-def _require_common(directory: Path, launch: str) -> None:
-    if not sees_lock(directory, launch, LOCK_PATIENCE_S):
+def _require_common(folder: RunFolder, launch: str) -> None:
+    seen = folder.sees_lock if isinstance(folder, BucketFolder) else partial(sees_lock, folder.directory)
+    if not seen(launch, LOCK_PATIENCE_S):
         raise UsageError(
-            f"{directory}: not all ranks see the same folder there; checkpoint.dir has to be in a file system that all "
-            "hosts of the run share"
+            f"{folder.where}: not all ranks see the same folder there; checkpoint.dir has to be in a file system that "
+            "all hosts of the run share"
         )
 
 
 def _begin(folder: RunFolder, start: Start, launch: str, beside: Sequence[str]) -> tuple[str, str]:
     """Return the id of the run that begins or goes on, and what was moved away, in words."""
-    steps = saved_steps(folder.directory)
+    steps = folder.steps()
     if not steps:
         return launch, ""
     runs = {saved.folder: run for saved in steps if (run := _run_of(saved)) is not None}
     if start == "fresh":
-        with writing(folder.directory, WHAT):
+        with writing(folder.where, WHAT):
             homes = folder.move_to_old_runs(runs, beside)
-        return launch, f"the run that was saved in {folder.directory} is now in {', '.join(map(str, homes))}"
+        return launch, f"the run that was saved in {folder.where} is now in {', '.join(map(str, homes))}"
     if start == "new":
         raise UsageError(
-            f"{folder.directory}: an earlier run was saved there, up to step {steps[0].step}; continue it (--resume, "
+            f"{folder.where}: an earlier run was saved there, up to step {steps[0].step}; continue it (--resume, "
             'in Python fit("resume")), move it away (--fresh, fit("fresh")), or give this run a checkpoint.dir of its '
             "own"
         )
-    run = _only_run(folder.directory, steps, runs) or launch
+    run = _only_run(folder.where, steps, runs) or launch
     folder.clear()
     return run, ""
 
 
-def _only_run(directory: Path, steps: Sequence[SavedStep], runs: dict[Path, str]) -> str | None:
+def _only_run(where: str, steps: Sequence[SavedStep], runs: dict[Path, str]) -> str | None:
     """Return the id of the run that saved these steps, or None; raises `UsageError` for steps of several runs."""
     found = sorted(set(runs.values()))
     if len(found) < 2:
         return found[0] if found else None
     of_run = (", ".join(str(one.step) for one in reversed(steps) if runs.get(one.folder) == run) for run in found)
     raise UsageError(
-        f"{directory}: the steps there are of {len(found)} runs ({'; '.join(of_run)}); move all but one of these away"
+        f"{where}: the steps there are of {len(found)} runs ({'; '.join(of_run)}); move all but one of these away"
     )
 
 

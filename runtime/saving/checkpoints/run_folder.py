@@ -26,16 +26,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quintsched.errors import InputError
-from quintsched.files.atomic import sync_directory, writing
+from quintsched.files.atomic import sync_directory, write_whole, writing
 from quintsched.files.folders import remove_all, take_place
-from quintsched.files.plain_files import reading
+from quintsched.files.plain_files import read_plain, reading
 
 from ..write_tensors import WHAT
 from .manifest import MANIFEST
 
 _logger = logging.getLogger("quintsched.runtime")
 _STEP = re.compile(r"step-([0-9]{8,18})(\.replaced)?")
-_LEFTOVER = re.compile(r"\.(saving|removing)-[0-9a-f]{16}-[0-9]+(\.saving|\.replaced)?")
+LEFTOVER = re.compile(r"\.(saving|removing)-[0-9a-f]{16}-[0-9]+(\.saving|\.replaced)?")
 
 
 @dataclass(frozen=True, order=True)
@@ -58,10 +58,18 @@ class SavedStep:
 
 
 class RunFolder:
-    """Folder of a run's checkpoints, as one launch of the run changes it; `launch` is 16 hexadecimal digits."""
+    """Folder of a run's checkpoints, as one launch of the run changes it; `launch` is 16 hexadecimal digits.
+
+    All ranks see it. `BucketFolder` has the same methods for a place that is no folder; its `directory` has copies.
+
+    Attributes:
+        directory: where files are read and written.
+        where: its name in messages.
+    """
 
     def __init__(self, directory: Path, launch: str) -> None:
         self.directory, self._launch = directory, launch
+        self.where = str(directory)
         self._attempts = self._removed = 0
         self._has_said = False
 
@@ -70,10 +78,43 @@ class RunFolder:
         self._attempts += 1
         return self.directory / f".saving-{self._launch}-{self._attempts}"
 
+    def shown(self, path: Path) -> str:
+        """Return a path as messages name it."""
+        return str(path)
+
+    def sizes(self, folder: Path) -> dict[str, int | None]:
+        """Return the sizes of what is in a folder, by name; raises `OSError`."""
+        return {name: _size(folder / name) for name in os.listdir(folder)}
+
+    def write(self, path: Path, content: bytes) -> None:
+        """Write a file whole or not at all; raises `UsageError`."""
+        write_whole(path, content, WHAT)
+
+    def read(self, path: Path, most: int) -> bytes:
+        """Return the content of a file of at most `most` bytes; raises `InputError`."""
+        return read_plain(path, WHAT, most)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file; raises `OSError`."""
+        path.unlink()
+
+    def publish(self, file: Path, final: Path) -> None:
+        """Take a file of a save to where all ranks see it: it is there."""
+
+    def fetch(self, folder: Path, names: Sequence[str]) -> None:
+        """Make files of a checkpoint readable in this process: they are."""
+
+    def close(self) -> object:
+        """Remove this process's copies of files: there are none."""
+
+    def steps(self) -> list[SavedStep]:
+        """Return the checkpoints, the newest first; raises `InputError`."""
+        return saved_steps(self.directory)
+
     def clear(self, attempt: Path | None = None) -> None:
         """Remove the remains of killed saves, except `attempt`; no other run saves here."""
         for entry in _entries(self.directory):
-            if _LEFTOVER.fullmatch(entry.name) and entry != attempt:
+            if LEFTOVER.fullmatch(entry.name) and entry != attempt:
                 self._remove(entry)
 
     def write_beside(self, name: str, content: bytes) -> None:
@@ -152,6 +193,19 @@ class RunFolder:
         if not self._has_said:
             _logger.warning("%s: an old checkpoint cannot be removed now, saves go on: %s", self.directory, error)
         self._has_said = True
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return os.lstat(path).st_size
+    except FileNotFoundError:
+        return None
+
+
+def step_of(name: str) -> int | None:
+    """Return the step of which a folder of that name is the checkpoint; None for other names."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match and match[2] is None and name == f"step-{int(match[1]):08d}" else None
 
 
 def step_folder(directory: Path, step: int) -> Path:
