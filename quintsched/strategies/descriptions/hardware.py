@@ -46,6 +46,8 @@ class Measured(Description):
     """Backward of causal attention: the forward's FLOP per second of the backward, by the forward's FLOP."""
     memory: Curve | None = None
     """Elementwise operations: bytes read and written per second, by bytes."""
+    passes: dict[str, Figure] = Field(default_factory=dict)
+    """Rates of operators bound by memory, by name ("cross-entropy", "permute"), relative to `memory`."""
     optimizer: Curve | None = None
     """Step of AdamW in float32: elements per second, by elements."""
     link: Curve | None = None

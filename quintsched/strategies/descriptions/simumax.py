@@ -7,7 +7,8 @@
     {"name": "b200_bf16", "tflops": {"bf16": 2250}, "measured": {"products": [[1, 4096, 10240, 8192, 1.45e15], …], …}}
 
 Fractions of the peak count attention without its causal mask, so that they are halved here. A rate is given by its
-share of the peak, and a time for each use beside it.
+share of the peak, and a time for each use beside it: of a collective, `latency_us` for each hop of a ring, and a fixed
+part. Rates are in GiB/s.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 SIZE_KEYS = tuple(float(2**power) for power in range(10, 35, 2))
 """Bytes at which curves of passes and links are sampled."""
+GIB = float(2**30)
 GROUPS = (2, 4, 8)
 """Numbers of ranks of collectives."""
 BACKWARD = 2.5
@@ -39,21 +41,34 @@ def read_system(values: Mapping[str, Any]) -> dict[str, Any]:
         "products": [*_products(operators["matmul"]), *_grouped(operators.get("group_matmul", {}))],
         "attention": {"bf16": _attention(operators["sdp_fwd"], 1.0)},
         "attention_backward": {"bf16": _attention(operators["sdp_bwd"], BACKWARD)},
-        "memory": _curve(passes["gbps"] * 1e9 * passes["efficient_factor"], passes["latency_us"] * 1e-6),
-        "link": _curve(*_rate_of(inside, "all2all")),
+        "memory": _curve(passes["gbps"] * GIB * passes["efficient_factor"], passes["latency_us"] * 1e-6),
+        "passes": _passes(accelerator["bandwidth"]),
+        "link": _curve(*_rate_of(inside, "all2all", max(GROUPS))),
         "all_reduce": {ranks: _all_reduce(inside, ranks) for ranks in GROUPS},
     }
     return {
         "name": values["sys_name"],
         "tflops": {"bf16": peak / 1e12},
         "memory_gb": accelerator["mem_gbs"],
-        "memory_gbps": passes["gbps"],
+        "memory_gbps": passes["gbps"] * GIB / 1e9,
         "gpus_per_node": values["num_per_node"],
-        "link_gbps": inside["bandwidth"]["gbps"],
-        "network_gbps": outside["gbps"],
+        "link_gbps": inside["bandwidth"]["gbps"] * GIB / 1e9,
+        "network_gbps": outside["gbps"] * GIB / 1e9,
         "measured": measured,
         "sources": {"measured": "a system file of SimuMax"},
     }
+
+
+def _passes(bandwidth: Mapping[str, Any]) -> dict[str, float]:
+    """Return the rates of passes that were measured by themselves, relative to the usual one."""
+    shares = {
+        name: one["efficient_factor"] / bandwidth["default"]["efficient_factor"] for name, one in bandwidth.items()
+    }
+    found = {name: shares[key] for name, key in (("cross-entropy", "ce_fusion"),) if key in shares}
+    if {"permute_fwd", "permute_bwd"} <= shares.keys():
+        both = 2 / (1 / shares["permute_fwd"] + 1 / shares["permute_bwd"])
+        found |= {"permute": both, "unpermute": both}
+    return found
 
 
 def _inside(networks: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -94,17 +109,18 @@ def _attention(operator: Mapping[str, Any], passes: float) -> dict[str, list[flo
     return {"sizes": sizes_of, "rates": [sum(found[size]) / len(found[size]) for size in sizes_of]}
 
 
-def _rate_of(network: Mapping[str, Any], kind: str) -> tuple[float, float]:
-    """Return bytes per second and the seconds of each use of one kind of communication."""
+def _rate_of(network: Mapping[str, Any], kind: str, ranks: int) -> tuple[float, float]:
+    """Return bytes per second and the seconds of each use of one kind of communication among so many ranks."""
     usual, own = network["bandwidth"], network["op"][kind]
     share = own.get("efficient_factor", usual["efficient_factor"])
-    latency_us = own.get("latency_us", usual["latency_us"]) + own.get("fixed_latency_us", 0.0)
-    return usual["gbps"] * 1e9 * share, latency_us * 1e-6
+    fixed_us = own.get("fixed_latency_us_by_comm_num", {}).get(str(ranks), own.get("fixed_latency_us", 0.0))
+    latency_us = own.get("latency_us", usual["latency_us"]) * (ranks - 1) + fixed_us
+    return usual["gbps"] * GIB * share, latency_us * 1e-6
 
 
 def _all_reduce(network: Mapping[str, Any], ranks: int) -> dict[str, list[float]]:
     """Return an all-reduce as it runs with sequence parallelism and ZeRO: a reduce-scatter and an all-gather."""
-    each = [_rate_of(network, kind) for kind in ("reduce_scatter", "all_gather")]
+    each = [_rate_of(network, kind, ranks) for kind in ("reduce_scatter", "all_gather")]
     passes = sum(1 / rate for rate, _ in each) * (ranks - 1) / ranks
     return _curve(1 / passes, sum(latency_s for _, latency_s in each))
 

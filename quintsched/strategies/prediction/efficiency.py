@@ -121,8 +121,10 @@ def operator_times(
         return Times(forward, *halves, forward if operator.module == "core_attn" else zero)
     if isinstance(operator, AttentionKernel):
         return _attention_times(operator, hardware, dtype, constants)
-    forward = memory_s(operator.forward, hardware, constants)
-    backward = memory_s(operator.backward, hardware, constants)
+    share = 1.0 if hardware.measured is None else hardware.measured.passes.get(operator.name, 1.0)
+    forward, backward = (
+        memory_s(moved / share, hardware, constants) for moved in (operator.forward, operator.backward)
+    )
     zero = np.zeros_like(forward)
     return Times(forward, backward, zero, forward if operator.module == "core_attn" else zero)
 
