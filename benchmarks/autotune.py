@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import quintsched as qs
 from quintsched.trace.measured_trace import Trace
@@ -132,7 +133,7 @@ def best_partition(ranks: int, case: str, blocks: int) -> tuple[int, ...]:
     return min(found)[1]
 
 
-def results(rounds: int, sizes: dict[int, int]) -> Iterator[dict[str, object]]:
+def results(rounds: int, sizes: dict[int, int]) -> Iterator[dict[str, Any]]:
     """Yield the figures of each case."""
     for ranks, blocks in sizes.items():
         even = (blocks // ranks,) * ranks
@@ -166,7 +167,7 @@ def main() -> int:
     sizes = {ranks: blocks for ranks, blocks in SIZES.items() if asked.ranks in (None, ranks)}
     failed = 0
     for row in results(asked.rounds, sizes):
-        failed += row["share_of_gain"] < LEAST_SHARE or abs(row["error"]) > MOST_ERROR  # type: ignore[operator, arg-type]
+        failed += row["share_of_gain"] < LEAST_SHARE or abs(row["error"]) > MOST_ERROR
         if asked.json:
             print(json.dumps(row))
             continue

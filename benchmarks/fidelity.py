@@ -275,7 +275,7 @@ class Reductions(Sleeps):
         )
 
 
-REDUCTIONS: tuple[tuple[str, dict[str, int]], ...] = (
+REDUCTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("1f1b", {}),
     ("1f1b", {"buckets": 1}),
     ("1f1b", {"zero": 1}),
