@@ -46,12 +46,14 @@ class StepFigures:
 
     Attributes:
         sums: loss, weight, sums of metrics and their weights: (figures,), not to be modified; set by `read`.
+        weight: the second of them, as a number where it is at hand; set by `read`.
         rest: auxiliary losses and the last three numbers: a list, or a tensor on the device; set by `read`.
     """
 
-    __slots__ = ("_numbers", "_rows", "is_read", "rest", "sums", "table", "work")
+    __slots__ = ("_numbers", "_rows", "is_read", "rest", "sums", "table", "weight", "work")
 
     sums: Tensor
+    weight: Tensor | float
     rest: list[Any] | Tensor
 
     def __init__(
@@ -69,10 +71,11 @@ class StepFigures:
             begin, numbers = self._rows.numel(), self._numbers
             if numbers is None and is_at_hand(self.table.device):
                 numbers = numbers_of(self.table)
-            self.rest = self.table[begin:] if numbers is None else numbers.tolist()[begin:]
+            self.rest = self.table[begin:] if numbers is None else numbers[begin:].tolist()
             self.sums = self._rows.sum(1)
             if numbers is None or any(self.rest[:-3]):
                 self.sums[0].add_(self.table[begin:-3].sum())
+            self.weight = self.sums[1] if numbers is None else self.sums.tolist()[1]
         return self
 
 
@@ -125,7 +128,7 @@ class Tally:
         self._num_summed = 0
         self._times: list[float] = []
         self._kept: tuple[Tensor, memoryview[float], memoryview[float]] | None = None
-        self._in_order = [*range(num_units)]
+        self._in_order = (*range(num_units),)
         self._columns: list[Column] = [[] for _ in range(self._num_rows + 1)]
         self.losses, self.weights, *metrics, self.auxiliary = self._columns
         self.metrics, self.of_metrics = metrics[:num_metrics], metrics[num_metrics:]
@@ -195,35 +198,33 @@ class Tally:
         else:
             table, numbers, zeros = self._kept
             numbers[:] = zeros
-        if {*self._times} - {1}:
+        if (num_computed := len(self._times)) and {*self._times} != {1}:
             self.losses[:] = _counted(self.losses, self._times, here=here)
-        num_computed = len(self._times)
         self._times.clear()
         for row, column in enumerate(self._columns):
             if column:
-                begin = row * self.num_units
+                begin, (places, found) = row * self.num_units, zip(*column, strict=True)
                 if numbers is None:
                     _fill(table[begin:], column, self._places_of)
-                elif [place for place, _ in column] == self._in_order:
-                    numbers[begin : begin + len(column)] = array("d", [float(x) for _, x in column])
+                elif places == self._in_order:
+                    numbers[begin : begin + len(column)] = array("d", found)
                 else:
                     for place, x in column:
                         numbers[begin + place] = float(x)
                 column.clear()
         doubt = self._is_doubted()
         asked = self._wants_stop() + (0 if isinstance(doubt, Tensor) else DOUBT * doubt)
-        last = {-3: self._num_summed, -2: asked, -1: num_computed}
-        self._num_summed = 0
-        for place, number in last.items():
-            if number and numbers is not None:
-                numbers[place] = number
-            elif number:
+        last, self._num_summed = (self._num_summed, asked, num_computed), 0
+        if numbers is not None:
+            numbers[-3:] = array("d", last)
+        else:
+            for place, number in zip((-3, -2, -1), last, strict=True):
                 table[place : place + 1 or None].fill_(number)  # an assignment would copy from the host
         if isinstance(doubt, Tensor):
             table[-2:-1].add_(doubt * DOUBT)
         return table, numbers
 
-    def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[StepFigures] = ()) -> Tensor:
+    def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[StepFigures] = ()) -> Tensor | float:
         """Return the total loss weight of this batch and earlier ones, 0-dimensional; waits until it is known.
 
         StepFigures that were piggybacked on gradients are read from their buffer.
@@ -232,7 +233,8 @@ class Tally:
             self.replay(self._room.alight(self._size))
         wait([self.figures.work])
         self.figures.work = DONE
-        return added(self.figures, earlier)[1]
+        total = added(self.figures, earlier)
+        return self.figures.weight if total is self.figures.sums else total[1]
 
     def _places_of(self, places: tuple[int, ...]) -> Tensor:
         """Return places as an index tensor on the device, filled there without a host copy, and cached."""

@@ -78,9 +78,9 @@ class GradNorm:
         return self._tied.counts(parameter) and self._groups.counts(parameter, is_expert=differs_along_ep)
 
     def divide(
-        self, weight: Tensor, *beside: Tensor | float, row: Tensor | Sequence[Tensor | float] = ()
+        self, weight: Tensor | float, *beside: Tensor | float, row: Tensor | Sequence[Tensor | float] = ()
     ) -> tuple[Tensor, Work]:
-        """Divide the gradient sums, which are complete, by the batch's total loss weight, a 0-dimensional tensor.
+        """Divide the gradient sums, which are complete, by the batch's total loss weight, 0-dimensional.
 
         Return the squared 2-norm of the whole model's gradient, and the sums of `beside` and `row` over ranks, with a
         work to wait for: one tensor (1 + beside + row,), float64, valid until the next step divides. Each of `beside`
@@ -138,31 +138,38 @@ class _Share(NamedTuple):
     """
 
     pieces: Sequence[tuple[Tensor, Sequence[Tensor]]]
+    divisor: Tensor
+    """The weight on the host, of the type of the sums: torch converts one of another type anew for each piece."""
+    number: memoryview[float]
 
     @classmethod
     def from_sums(cls, sums: Tensor, counted: Sequence[Tensor]) -> _Share:
         whole = as_real(sums)  # a complex quotient would change the signs of zeros, see `NO_GRADIENT`
+        divisor = torch.ones(1, dtype=whole.dtype)
+        of_host = divisor[0], numbers_of(divisor)
         if sums.device.type == "cpu" and len(counted) == 1 and counted[0] is sums:
-            return cls([(some, (some,)) for some in whole.split(IN_CACHE)])
-        return cls([(whole, counted)])
+            return cls([(some, (some,)) for some in whole.split(IN_CACHE)], *of_host)
+        return cls([(whole, counted)], *of_host)
 
 
-def _divide(shares: Sequence[_Share], weight: Tensor, *, is_here: bool) -> Tensor | float:
+def _divide(shares: Sequence[_Share], weight: Tensor | float, *, is_here: bool) -> Tensor | float:
     """Divide the sums, and return the sum of squares of the counted parts: 0-dimensional, float64, or a float.
 
     `is_here`: the tensors are in host memory.
     """
     norms: list[Tensor] = []
     for share in shares:
+        if is_here:
+            share.number[0] = float(weight)
         for piece, counted in share.pieces:
-            piece.div_(weight)
+            piece.div_(share.divisor if is_here else weight)
             norms += map(torch.linalg.vector_norm, counted)
     if len(norms) == 1:
         length = norms[0].item() if is_here else norms[0].to(torch.float64)
         return length * length
     if norms:
         return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
-    return torch.zeros((), dtype=torch.float64, device=weight.device)
+    return torch.zeros((), dtype=torch.float64, device=weight.device) if isinstance(weight, Tensor) else 0.0
 
 
 class AbsentGradients:
