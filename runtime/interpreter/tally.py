@@ -225,7 +225,9 @@ class Tally:
         return table, numbers
 
     def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[StepFigures] = ()) -> Tensor | float:
-        """Return the total loss weight of this batch and earlier ones, 0-dimensional; waits until it is known.
+        """Return the total loss weight of this batch and earlier ones; waits until it is known.
+
+        It is a number where the host has it at hand, else 0-dimensional.
 
         StepFigures that were piggybacked on gradients are read from their buffer.
         """
@@ -234,7 +236,9 @@ class Tally:
         wait([self.figures.work])
         self.figures.work = DONE
         total = added(self.figures, earlier)
-        return self.figures.weight if total is self.figures.sums else total[1]
+        if total is self.figures.sums:
+            return self.figures.weight
+        return float(total[1]) if isinstance(self.figures.weight, float) else total[1]
 
     def _places_of(self, places: tuple[int, ...]) -> Tensor:
         """Return places as an index tensor on the device, filled there without a host copy, and cached."""

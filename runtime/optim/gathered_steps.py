@@ -207,8 +207,8 @@ def _step_unrecorded(optimizer: Optimizer) -> None:
 
     That takes half of the time of a small step.
     """
-    own = type(optimizer).step
-    looks_on = _GLOBAL_PRE or _GLOBAL_POST or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    own, here = type(optimizer).step, optimizer
+    looks_on = here._optimizer_step_pre_hooks or here._optimizer_step_post_hooks or _GLOBAL_PRE or _GLOBAL_POST
     if looks_on or getattr(own, "__code__", None) is not _RECORDED or "step" in vars(optimizer) or _is_profiled():
         optimizer.step()
     else:

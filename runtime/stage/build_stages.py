@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import accumulate, chain
+from operator import is_
 from threading import Thread, current_thread
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -57,7 +58,6 @@ class Stage(nn.Module):
         self._frozen = {name: p for name, p in self.named_parameters() if not p.requires_grad}
         self._held: list[dict[str, Any]] = []
         self._approved: list[Any] = []
-        self._known: list[int] = []
 
     def named_weights(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters, by their names in the whole model: "3.attn.qkv.weight".
@@ -71,14 +71,13 @@ class Stage(nn.Module):
 
         It was frozen when the stage was made, or has replaced a known parameter since.
         """
-        held = self._held
-        now = [*map(len, held), *map(id, chain.from_iterable(map(dict.values, held)))]  # cheap, for every step
-        if not held or now != self._known or (self._frozen and any(p.requires_grad for p in self._frozen.values())):
+        now, approved = [*chain.from_iterable(map(dict.values, self._held))], self._approved  # cheap, for every step
+        is_same = len(now) == len(approved) and all(map(is_, now, approved)) and self._held
+        if not is_same or (self._frozen and any(p.requires_grad for p in self._frozen.values())):
             self._look_through(known)
             both = [found for module in self.modules() for found in (module._parameters, module._modules)]
-            self._held = held = [found for found in both if found]
-            self._approved = [*chain.from_iterable(map(dict.values, held))]
-            self._known = [*map(len, held), *map(id, self._approved)]
+            self._held = [found for found in both if found]
+            self._approved = [*chain.from_iterable(map(dict.values, self._held))]
 
     def _look_through(self, known: Container[nn.Parameter]) -> None:
         for name, parameter in self.named_parameters():

@@ -232,13 +232,12 @@ class RankModel:
 
     def compare(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> None:
         """Raise `MisfitError` where ranks of a replica have different data, in steps that compare it (collective)."""
-        needed = {"inputs": self.needs_inputs, "targets": self.needs_targets}
-        given = {"inputs": inputs, "targets": targets}
+        needed, given = self._needed, {"inputs": inputs, "targets": targets}
         if plan.mode == "train":
             marks = self.marks.note(given, needed, extras)
-            if not self.needs_inputs and inputs is not None and is_real(marks[0]):
+            if inputs is not None and not needed["inputs"] and is_real(marks[0]):
                 self._transport.publisher.note_given(*shape_of(inputs), 0)
-            if not self.needs_targets and targets is not None and is_real(marks[1]):
+            if targets is not None and not needed["targets"] and is_real(marks[1]):
                 self._transport.publisher.note_given(0, 0, shape_of(targets)[0])
         if self.same_data.is_due(plan.mode):
             compared = {n: g if needed[n] or not is_place_holder(g) else None for n, g in given.items()}
@@ -352,6 +351,11 @@ class RankModel:
         """Whether this rank holds a last stage, or another that takes targets, and so needs them."""
         lasts = {route.stages[-1] for route in self.plan.routes if self.plan.mode == "train"}
         return not self.stages.keys().isdisjoint(lasts | self.target_stages)
+
+    @cached_property
+    def _needed(self) -> dict[str, bool]:
+        """Which data of a batch this rank needs."""
+        return {"inputs": self.needs_inputs, "targets": self.needs_targets}
 
     @cached_property
     def may_draw(self) -> bool:

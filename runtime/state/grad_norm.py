@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import ReduceOp, Work
-from ..comm.device import is_accelerator, is_at_hand, numbers_of
+from ..comm.device import is_accelerator, numbers_of
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.tied_weights import TiedWeights
 from .grad_buckets import IN_CACHE, GradBucket, GradBuckets, as_real, is_untouched
@@ -80,18 +80,15 @@ class GradNorm:
     def divide(
         self, weight: Tensor | float, *beside: Tensor | float, row: Tensor | Sequence[Tensor | float] = ()
     ) -> tuple[Tensor, Work]:
-        """Divide the gradient sums, which are complete, by the batch's total loss weight, 0-dimensional.
+        """Divide the gradient sums, which are complete, by the batch's total loss weight: see `Tally.weight`.
 
         Return the squared 2-norm of the whole model's gradient, and the sums of `beside` and `row` over ranks, with a
         work to wait for: one tensor (1 + beside + row,), float64, valid until the next step divides. Each of `beside`
         is 0-dimensional, `row` (n,), float64; `read` returns that tensor's numbers.
         """
-        is_here = is_at_hand(self._device)
-        square = _divide(self._reduced, weight, is_here=is_here)
+        is_here, square = isinstance(weight, float), _divide(self._reduced, weight)
         if self._summed:
-            summed = torch.as_tensor(
-                _divide(self._summed, weight, is_here=is_here), dtype=torch.float64, device=self._device
-            )
+            summed = torch.as_tensor(_divide(self._summed, weight), dtype=torch.float64, device=self._device)
             if not self._sharded:
                 self._groups.replicas.all_reduce(summed).wait()
                 square = square + summed if self._groups.experts.index == 0 else square  # ranks along ep meet below
@@ -152,20 +149,18 @@ class _Share(NamedTuple):
         return cls([(whole, counted)], *of_host)
 
 
-def _divide(shares: Sequence[_Share], weight: Tensor | float, *, is_here: bool) -> Tensor | float:
-    """Divide the sums, and return the sum of squares of the counted parts: 0-dimensional, float64, or a float.
-
-    `is_here`: the tensors are in host memory.
-    """
+def _divide(shares: Sequence[_Share], weight: Tensor | float) -> Tensor | float:
+    """Divide the sums, and return the sum of squares of the counted parts: 0-dimensional, float64, or a float."""
     norms: list[Tensor] = []
     for share in shares:
-        if is_here:
-            share.number[0] = float(weight)
+        divisor = weight
+        if isinstance(weight, float):
+            share.number[0], divisor = weight, share.divisor
         for piece, counted in share.pieces:
-            piece.div_(share.divisor if is_here else weight)
+            piece.div_(divisor)
             norms += map(torch.linalg.vector_norm, counted)
     if len(norms) == 1:
-        length = norms[0].item() if is_here else norms[0].to(torch.float64)
+        length = norms[0].item() if isinstance(weight, float) else norms[0].to(torch.float64)
         return length * length
     if norms:
         return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()

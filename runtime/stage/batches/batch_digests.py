@@ -108,16 +108,16 @@ class DataMarks:
     def note(self, given: Mapping[str, Any], needed: Mapping[str, bool], extras: Mapping[str, Any]) -> Marks:
         """Record marks of this rank's data for a step, or for one more batch of it, and return them.
 
-        `given` and `needed` have "inputs" and "targets".
+        `given` and `needed` have "inputs" and "targets", in this order.
         """
         if not self._compares:
             return [None, None]
         turn = self._noted
         self._noted += 1
         found: Marks = [None, None, _NO_EXTRAS]
-        for place, name in enumerate(DATA_KINDS[:2]):
-            if given[name] is not None or needed[name]:
-                found[place] = mark_of(given[name], is_needed=needed[name], turn=turn)
+        for place, (name, tree) in enumerate(given.items()):
+            if tree is not None or needed[name]:
+                found[place] = mark_of(tree, is_needed=needed[name], turn=turn)
         if extras:
             found[2] = mark_of(dict(sorted(extras.items())), is_needed=True, turn=turn)
         if self._marks is not None:
@@ -142,12 +142,11 @@ class DataMarks:
             if mark is not None:
                 at, number, is_given = slot * _WIDTH + 3 * kind, mark.number, mark.is_given
                 row[at : at + 3] = is_given, number * is_given, number * number * is_given
-        if not self._is_there:
-            return row
-        elsewhere = [at for at, number in enumerate(row) if isinstance(number, Tensor)]
+        elsewhere = [at for at, number in enumerate(row) if isinstance(number, Tensor)] if self._is_there else []
         if not elsewhere and row == self._latest[0]:
             return self._latest[1]
-        table = self._there([0 if at in elsewhere else number for at, number in enumerate(row)] if elsewhere else row)
+        known = [0 if at in elsewhere else number for at, number in enumerate(row)] if elsewhere else row
+        table = self._there(known) if self._is_there else row
         for at in elsewhere:
             table[at] = row[at]  # type: ignore[index]
         if not elsewhere:

@@ -28,7 +28,8 @@ _SCATTERED = 256
 _BITS = 64
 _ODD = 0x9E3779B97F4A7C15
 _ALL_BITS = 2**_BITS - 1
-_AT_ONCE, _SHIFT = 64, np.int64(29)
+_AT_ONCE, _SHIFT = 64, np.array(29)
+_NO_WORDS = np.empty(0, np.int64)
 _OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8))
 
 
@@ -164,9 +165,9 @@ def _digest(numbers: Tensor) -> DigestNumber:
         raw = raw.reshape(-1).view(np.uint8)
         whole = raw.size & ~7
         raw, rest = raw[:whole], int.from_bytes(raw[whole:].tobytes(), "little") * _ODD
-    words = raw.reshape(-1).view(np.int64)
-    mixed = words >> _SHIFT
-    mixed ^= words
+    words = np.frombuffer(raw, np.int64) if raw.size else _NO_WORDS
+    mixed = np.right_shift(words, _SHIFT)
+    np.bitwise_xor(mixed, words, mixed)
     found: int = (int(mixed.dot(_weights_of(words.size))) + rest) & _ALL_BITS
     return found
 
