@@ -83,30 +83,27 @@ ONLY = (0,)
 """The output numbers of a backward with a single output."""
 
 
-class BackwardRoots(NamedTuple):
-    """Roots of a backward: autograd edges of outputs, whose gradients are received, then those of losses.
+BackwardRoots = tuple[tuple[Root, ...], tuple[int, ...], tuple[Tensor, ...]]
+"""Roots of a backward: autograd edges of outputs, whose gradients are received, then those of losses.
 
-    `numbers` are the output numbers of the first ones; `ones` are the gradients of the others, times the loss scale.
-    """
+Then the output numbers of the first ones, and the gradients of the others, times the loss scale.
+"""
 
-    roots: tuple[Root, ...] = ()
-    numbers: tuple[int, ...] = ()
-    ones: tuple[Tensor, ...] = ()
-
-    def gradients(self, of_outputs: Outputs) -> Outputs:
-        """Return the gradients of all roots, given those of the outputs."""
-        if not self.ones and self.numbers == ONLY:
-            return of_outputs[:1]
-        return (*[of_outputs[number] for number in self.numbers], *self.ones) if self.numbers else self.ones
-
-    def with_loss(self, loss: Tensor, scale: LossScale, times: float = 1.0) -> BackwardRoots:
-        """Return a start with `loss` as a root as well, if it requires a gradient; scaled, and times its factor."""
-        if not loss.requires_grad:
-            return self
-        return start_of(((*self.roots, edge_of(loss)), self.numbers, (*self.ones, scale.gradient_of(loss, times))))
+NO_ROOTS: BackwardRoots = (), (), ()
 
 
-start_of: Callable[[tuple[Any, ...]], BackwardRoots] = partial(tuple.__new__, BackwardRoots)
+def root_gradients(start: BackwardRoots, of_outputs: Outputs) -> Outputs:
+    """Return the gradients of all roots, given those of the outputs."""
+    _, numbers, ones = start
+    return (*[of_outputs[number] for number in numbers], *ones) if numbers else ones
+
+
+def with_loss_root(start: BackwardRoots, loss: Tensor, scale: LossScale) -> BackwardRoots:
+    """Return roots with `loss` as one as well, if it requires a gradient."""
+    if not loss.requires_grad:
+        return start
+    roots, numbers, ones = start
+    return (*roots, edge_of(loss)), numbers, (*ones, scale.gradient_of(loss, 1.0))
 
 
 class SavedForward(NamedTuple):
@@ -119,7 +116,7 @@ class SavedForward(NamedTuple):
 
 
 saved_of: Callable[[tuple[Any, ...]], SavedForward] = partial(tuple.__new__, SavedForward)
-"""Make a `SavedForward` from one tuple, without the call overhead of its constructor; as `start_of` does."""
+"""Make a `SavedForward` from one tuple, without the call overhead of its constructor."""
 
 
 @dataclass

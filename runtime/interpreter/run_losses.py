@@ -186,7 +186,7 @@ class RunLosses:
         """
         self._trains = plan.mode == "train"
         if self._trains:
-            self._sizes = units.sizes | (self._sizes if self.earlier else frozenset())
+            self._sizes = units.sizes | self._sizes if self.earlier else units.sizes
         else:
             number, self._num_evaluations = self._num_evaluations, self._num_evaluations + 1
             self._examine_evaluation()
@@ -232,8 +232,10 @@ class RunLosses:
         if self._trains:
             self.blocks.end_step()
             self._has_doubt |= self.loss.has_others and self.loss.weighs_otherwise
-        self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self.loss.misuses)
-        self._has_doubt |= bool(self.blocks.since or self.first.refusal)
+        loss = self.loss
+        self._has_doubt |= bool(
+            loss.is_uneven or loss.is_learned or loss.misuses or self.blocks.since or self.first.refusal
+        )
         if (later := self._model.prover.later).followed:
             self._of_pairs = self._of_pairs or later.why_changed()
         if self._model.common is not None:

@@ -46,14 +46,14 @@ class StepFigures:
 
     Attributes:
         sums: loss, weight, sums of metrics and their weights: (figures,), not to be modified; set by `read`.
-        weight: the second of them, as a number where it is at hand; set by `read`.
+        totals: the same as numbers where they are at hand, else none; set by `read`.
         rest: auxiliary losses and the last three numbers: a list, or a tensor on the device; set by `read`.
     """
 
-    __slots__ = ("_numbers", "_rows", "is_read", "rest", "sums", "table", "weight", "work")
+    __slots__ = ("_numbers", "_rows", "is_read", "rest", "sums", "table", "totals", "work")
 
     sums: Tensor
-    weight: Tensor | float
+    totals: list[float]
     rest: list[Any] | Tensor
 
     def __init__(
@@ -75,7 +75,7 @@ class StepFigures:
             self.sums = self._rows.sum(1)
             if numbers is None or any(self.rest[:-3]):
                 self.sums[0].add_(self.table[begin:-3].sum())
-            self.weight = self.sums[1] if numbers is None else self.sums.tolist()[1]
+            self.totals = [] if numbers is None else self.sums.tolist()
         return self
 
 
@@ -233,12 +233,13 @@ class Tally:
         """
         if self._room is not None and self._rides:
             self.replay(self._room.alight(self._size))
-        wait([self.figures.work])
-        self.figures.work = DONE
-        total = added(self.figures, earlier)
-        if total is self.figures.sums:
-            return self.figures.weight
-        return float(total[1]) if isinstance(self.figures.weight, float) else total[1]
+        if self.figures.work is not DONE:
+            wait([self.figures.work])
+            self.figures.work = DONE
+        sums, totals = added(self.figures, earlier), self.figures.totals
+        if not totals:
+            return sums[1]
+        return totals[1] if sums is self.figures.sums else float(sums[1])
 
     def _places_of(self, places: tuple[int, ...]) -> Tensor:
         """Return places as an index tensor on the device, filled there without a host copy, and cached."""
@@ -304,7 +305,9 @@ class StepResult:
     @property
     def loss(self) -> Tensor:
         """The loss of the whole batch: summed losses over total weight; 0-dimensional, float64."""
-        sums = self._sums()
+        sums, totals = self._sums(), self._figures.totals
+        if totals and totals[1] and sums is self._figures.sums:
+            return torch.scalar_tensor(totals[0] / totals[1], dtype=torch.float64, device=sums.device)
         return sums[0] / sums[1]
 
     @property

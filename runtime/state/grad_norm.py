@@ -162,9 +162,11 @@ def _divide(shares: Sequence[_Share], weight: Tensor | float) -> Tensor | float:
     if len(norms) == 1:
         length = norms[0].item() if isinstance(weight, float) else norms[0].to(torch.float64)
         return length * length
+    if isinstance(weight, float):  # on the host
+        return torch.frombuffer(array("d", norms), dtype=torch.float64).square_().sum() if norms else 0.0
     if norms:
         return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
-    return torch.zeros((), dtype=torch.float64, device=weight.device) if isinstance(weight, Tensor) else 0.0
+    return torch.zeros((), dtype=torch.float64, device=weight.device)
 
 
 class AbsentGradients:

@@ -21,7 +21,7 @@ from ...autograd.run_backward import run_backward
 from ...comm.overlap_threads import BoundCall
 from ...stage.stage_forward import Outputs, outside, spans_of
 from ..busy_clock import NoClock
-from ..rank_state import NO_CONTEXT, ONLY, ComputeState
+from ..rank_state import NO_CONTEXT, ONLY, ComputeState, root_gradients
 from ..value_cells import RowParts
 from .forward import bind_fwd, parts_of
 
@@ -171,16 +171,18 @@ def _backward(
             arrive()
         note(now())
         given, start, _, unit = saved.pop(kept_as)
+        roots, numbers, ones = start
+        if numbers is not ONLY or ones:
+            gradients = root_gradients(start, gradients)
         if around is None and unit is None and draws.beside is None:
-            roots, numbers, ones = start
-            run_backward(roots, gradients if numbers is ONLY and not ones else start.gradients(gradients))
+            run_backward(roots, gradients)
         else:
             beside = draws.beside if unit is None else draws.again(unit)
             with around or NO_CONTEXT, beside or NO_CONTEXT:
-                run_backward(start.roots, start.gradients(gradients))
+                run_backward(roots, gradients)
         settle()
         if give is not None:
-            if stage not in reached and start.roots:
+            if stage not in reached and roots:
                 if len(given) == 1 and given[0].grad is not None:
                     reached.add(stage)
                 else:

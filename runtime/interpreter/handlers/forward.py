@@ -30,7 +30,7 @@ from ...stage.stage_forward import UNIT, Outputs, RunBlocks, apart
 from ...stage.stage_messages import TakenSkips
 from ...steps.error_location import called
 from ...steps.units import NO_UNITS, Units, UnitShape
-from ..rank_state import NO_CONTEXT, ONLY, BackwardRoots, ComputeState, saved_of, start_of
+from ..rank_state import NO_CONTEXT, NO_ROOTS, ONLY, BackwardRoots, ComputeState, saved_of, with_loss_root
 from ..value_cells import RowParts, ValueCell
 from .extras import extras_maker, unit_adder
 from .graph_leaves import leaves_of
@@ -38,7 +38,6 @@ from .graph_leaves import leaves_of
 _logger = logging.getLogger(__name__)
 
 
-NO_ROOTS = BackwardRoots()
 NO_RERUNS: list[Rerun] = []
 
 _OTHER_STRIDES = (
@@ -142,7 +141,7 @@ def _bind_other(
     def with_loss(start: BackwardRoots, auxiliary: Tensor) -> BackwardRoots:
         auxiliary = _weigh_other(state, unit, auxiliary)
         losses.append((place, auxiliary.detach()))
-        return start.with_loss(auxiliary, state.scale)
+        return with_loss_root(start, auxiliary, state.scale)
 
     def run(given: Outputs, seen: Outputs) -> None:
         reruns: list[Rerun] = []
@@ -312,11 +311,11 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], B
                 _logger.warning(_OTHER_STRIDES, stage, forward.title, output.stride())
         if isinstance(output, Tensor) and output.dtype is dtype and output.shape == size:
             cell.value = (output.detach(),)
-            return start_of(((edge_of(output),), ONLY, ())) if output.requires_grad else NO_ROOTS
+            return ((edge_of(output),), ONLY, ()) if output.requires_grad else NO_ROOTS
         check(outputs, agreed)
         give(forward.without_weights([output.detach() for output in outputs]))
         numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)
-        return BackwardRoots(tuple(edge_of(outputs[number]) for number in numbers), numbers)
+        return tuple([edge_of(outputs[number]) for number in numbers]), numbers, ()
 
     return hand_on
 
@@ -344,7 +343,7 @@ def _loser(state: ComputeState, unit: int, slices: int) -> Callable[..., Backwar
                     column.append((unit, found))
                     own.append((unit, weight))
         if loss.requires_grad:
-            return start_of(((edge_of(loss),), (), (scale.gradient_of(loss, times),)))
+            return (edge_of(loss),), (), (scale.gradient_of(loss, times),)
         if trains:
             _tell_without_graph(state, unit, output)
         return NO_ROOTS
