@@ -181,9 +181,11 @@ def targets(samples: Samples, peaks: Mapping[str, float]) -> list[Target]:
 def main() -> int:
     """Measure, print, and return whether a target was missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of the comparison, at least 6 (default 20)")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.rounds < 6:
+        parser.error("an interval of 95 % takes at least 6 rounds")
     with redirect_stdout(sys.stderr if arguments.json else sys.stdout):
         peaks = measure_all_memory()
         samples = merge(run_processes(measure_time, 2, arguments.rounds, timeout_s=600))

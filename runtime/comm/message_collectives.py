@@ -58,6 +58,7 @@ class SpelledGroup(Group):
         self._transport = transport
         self._queue: deque[SpelledWork] = deque()
         self._stream = new_stream(group.device)
+        self._scratch: dict[torch.dtype, Tensor] = {}
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         plan = self._choose("all_reduce", tensor) if op is ReduceOp.SUM else None
@@ -120,9 +121,16 @@ class SpelledGroup(Group):
     def _carry_out(self, plan: CollectiveProgram, flat: Tensor) -> None:
         """Run this rank's steps on the chunks of a flat tensor."""
         chunks = cut_chunks(flat, plan.chunks)
-        scratch = torch.empty_like(max(chunks, key=Tensor.numel))
+        scratch = self._scratch_for(max(chunks, key=Tensor.numel))
         for step in plan.programs[self.index]:
             self._take(step, chunks, scratch)
+
+    def _scratch_for(self, chunk: Tensor) -> Tensor:
+        """Return memory for a received chunk, that of the collective before where it is large enough."""
+        found = self._scratch.get(chunk.dtype)
+        if found is None or found.numel() < chunk.numel():
+            found = self._scratch[chunk.dtype] = torch.empty_like(chunk)
+        return found
 
     def _take(self, step: CollectiveStep, chunks: Sequence[Tensor], scratch: Tensor) -> None:
         """Post the receive, then the send, wait for both, and add the received chunk; empty chunks are not sent."""

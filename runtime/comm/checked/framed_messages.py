@@ -91,6 +91,8 @@ class FramedMessages(Transport):
         super().__init__(*args)
         self._free: dict[FrameKey, list[_Staging]] = {}
         self._gone: set[tuple[tuple[int, int], FrameKey]] = set()
+        self.frame_rooms: list[Tensor] = []
+        """Memory of frames of tensors in place, between two receives: new memory would be cleared for each."""
 
     @abstractmethod
     def _post_send(self, memory: Tensor, key: FrameKey, peer: int, tag: int) -> Work:
@@ -276,7 +278,8 @@ class _InPlaceReceive(FramedReceive):
     """A receive in place of a payload and its frame; memory behind the frame accepts a small framed tensor."""
 
     def __init__(self, transport: FramedMessages, buffer: Tensor, peer: int, tag: int, *, is_first: bool) -> None:
-        room = torch.zeros(2 * FRAME_BYTES + COPIED, dtype=torch.uint8)
+        rooms = transport.frame_rooms
+        room = rooms.pop() if rooms else torch.zeros(2 * FRAME_BYTES + COPIED, dtype=torch.uint8)
         post, stamp = transport._post_receive, transport.stamp
         super().__init__(transport.rank, post, stamp, room[:0], room, peer, tag, NO_LABEL, verify=False)
         self._transport, self._payload, self._key = transport, _bytes_of(buffer), (buffer.dtype, buffer.shape)
@@ -298,6 +301,7 @@ class _InPlaceReceive(FramedReceive):
         assert found is not None
         if found.checksum is not None and found.checksum != zlib.crc32(self._payload.numpy().data):
             self._refuse(self._head + self._stamp.bytes)
+        self._transport.frame_rooms.append(self._room)
 
     def _refuse(self, expected: bytes) -> NoReturn:
         self._transport.refuse_in_place((self._peer, self._rank), self._key)
