@@ -22,8 +22,7 @@ from torch import Tensor
 from .device import ACCELERATORS
 
 _state_of_host = torch.default_generator.get_state
-_bytes_at = (c_char * _state_of_host().nbytes).from_address
-"""Bytes of a state of the CPU's generator at an address: in a tenth of the time of a view by numpy."""
+_bytes_at = (c_char * _state_of_host().nbytes).from_address  # in a tenth of the time of a view by numpy
 
 GENERATORS = threading.RLock()
 """Held while torch's global generators are read, set, or temporarily seeded: ranks that are threads share them."""

@@ -15,7 +15,7 @@ way the messages of a channel have one order on both of its ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -58,7 +58,7 @@ class SpelledGroup(Group):
         self._transport = transport
         self._queue: deque[SpelledWork] = deque()
         self._stream = new_stream(group.device)
-        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._scratch = torch.empty(0)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
         plan = self._choose("all_reduce", tensor) if op is ReduceOp.SUM else None
@@ -121,16 +121,11 @@ class SpelledGroup(Group):
     def _carry_out(self, plan: CollectiveProgram, flat: Tensor) -> None:
         """Run this rank's steps on the chunks of a flat tensor."""
         chunks = cut_chunks(flat, plan.chunks)
-        scratch = self._scratch_for(max(chunks, key=Tensor.numel))
+        largest = max(chunks, key=Tensor.numel)
+        if self._scratch.numel() < largest.numel() or self._scratch.dtype != flat.dtype:
+            self._scratch = torch.empty_like(largest)  # kept, as new memory would be mapped page by page each time
         for step in plan.programs[self.index]:
-            self._take(step, chunks, scratch)
-
-    def _scratch_for(self, chunk: Tensor) -> Tensor:
-        """Return memory for a received chunk, that of the collective before where it is large enough."""
-        found = self._scratch.get(chunk.dtype)
-        if found is None or found.numel() < chunk.numel():
-            found = self._scratch[chunk.dtype] = torch.empty_like(chunk)
-        return found
+            self._take(step, chunks, self._scratch)
 
     def _take(self, step: CollectiveStep, chunks: Sequence[Tensor], scratch: Tensor) -> None:
         """Post the receive, then the send, wait for both, and add the received chunk; empty chunks are not sent."""
@@ -155,16 +150,15 @@ class SpelledGroup(Group):
         """Post a receive; return its work, and a function that adds the received data to the chunk."""
         buffer = scratch[: chunk.numel()] if reduce else chunk
         work = self._transport.recv_in_place(buffer, self.ranks[source], SPELLED_TAG) if chunk.numel() else DoneWork()
-        return work, partial(chunk.add_, buffer) if reduce else _nothing
+        return work, partial(chunk.add_, buffer) if reduce else DoneWork().wait
 
 
 class SpelledWork:
     """A queued collective of a `SpelledGroup`; it keeps its tensors until it has been waited for."""
 
     def __init__(self, group: SpelledGroup, steps: Callable[[], None], tensors: tuple[Tensor, ...]) -> None:
-        self._group = group
+        self._group, self._tensors = group, tensors
         self._steps: Callable[[], None] | None = steps
-        self._tensors = tensors
         self._done: torch.Event | None = None
 
     def carry_out(self) -> None:
@@ -181,10 +175,6 @@ class SpelledWork:
         if self._done is not None:
             current_stream(self._group.device).wait_event(self._done)
         self._tensors = ()
-
-
-def _nothing() -> None:
-    """Do nothing: the data was received into the chunk."""
 
 
 def cut_chunks(flat: Tensor, chunks: int) -> list[Tensor]:
@@ -212,10 +202,6 @@ def spelled_channels(plan: Plan) -> list[tuple[int, int]]:
             for line in lines
             for mini in plan.communication.plans.values()
             if mini.size == len(line)
-            for source, target in _channels(mini)
+            for source, target in {(message.sent.rank, message.received.rank) for message in mini.messages}
         }
     )
-
-
-def _channels(mini: CollectiveProgram) -> Iterable[tuple[int, int]]:
-    return {(message.sent.rank, message.received.rank) for message in mini.messages}

@@ -11,7 +11,7 @@ Values pass from one instruction to another through `ValueCells`; `CurrentStep` 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,9 +92,8 @@ Then the output numbers of the first ones, and the gradients of the others, time
 NO_ROOTS: BackwardRoots = (), (), ()
 
 
-def root_gradients(start: BackwardRoots, of_outputs: Outputs) -> Outputs:
+def root_gradients(numbers: Sequence[int], ones: Outputs, of_outputs: Outputs) -> Outputs:
     """Return the gradients of all roots, given those of the outputs."""
-    _, numbers, ones = start
     return (*[of_outputs[number] for number in numbers], *ones) if numbers else ones
 
 

@@ -232,10 +232,8 @@ class RunLosses:
         if self._trains:
             self.blocks.end_step()
             self._has_doubt |= self.loss.has_others and self.loss.weighs_otherwise
-        loss = self.loss
-        self._has_doubt |= bool(
-            loss.is_uneven or loss.is_learned or loss.misuses or self.blocks.since or self.first.refusal
-        )
+        self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self.loss.misuses)
+        self._has_doubt |= bool(self.blocks.since or self.first.refusal)
         if (later := self._model.prover.later).followed:
             self._of_pairs = self._of_pairs or later.why_changed()
         if self._model.common is not None:

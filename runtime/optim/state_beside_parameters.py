@@ -61,8 +61,7 @@ class OwnState:
         self.optimizer, self._kind, self._mine = optimizer, type(optimizer).__name__, f"{BESIDE}{number}"
         self.is_foreign = not type(optimizer).__module__.startswith("torch.optim.")
         self._nested = [*_nested(optimizer)] if self.is_foreign else []
-        self._groups: list[_Entries] = []
-        self._attributes: list[_Entries] = []
+        self._groups, self._attributes = list[_Entries](), list[_Entries]()
         self._states: list[tuple[str, Optimizer]] = []
         seen: dict[int, None] = {}
         for path, one in self._nested:

@@ -203,6 +203,7 @@ class RankModel:
         group = self._groups.world if self.plan.zero.shards_optimizer else self._groups.model
         told = partial(share_bytes, group), self._transport.publisher.fail
         self.marks = DataMarks(group.ranks, self._replica_of, self._transport.rank, device, *told)
+        self._needed = {"inputs": self.needs_inputs, "targets": self.needs_targets}
         self.batches = BatchCutter(
             device,
             options.dtype,
@@ -351,11 +352,6 @@ class RankModel:
         """Whether this rank holds a last stage, or another that takes targets, and so needs them."""
         lasts = {route.stages[-1] for route in self.plan.routes if self.plan.mode == "train"}
         return not self.stages.keys().isdisjoint(lasts | self.target_stages)
-
-    @cached_property
-    def _needed(self) -> dict[str, bool]:
-        """Which data of a batch this rank needs."""
-        return {"inputs": self.needs_inputs, "targets": self.needs_targets}
 
     @cached_property
     def may_draw(self) -> bool:

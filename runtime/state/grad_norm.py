@@ -66,7 +66,6 @@ class GradNorm:
         ]
         self._reduced = [share for comes_summed, share in shares if not comes_summed]
         self._summed = [share for comes_summed, share in shares if comes_summed]
-        self._row: tuple[Tensor, memoryview[float]] | None = None
 
     def _counted(self, bucket: GradBucket) -> list[Tensor]:
         """Return the parts of a bucket that this rank counts: the whole shard where possible."""
@@ -83,8 +82,7 @@ class GradNorm:
         """Divide the gradient sums, which are complete, by the batch's total loss weight: see `Tally.weight`.
 
         Return the squared 2-norm of the whole model's gradient, and the sums of `beside` and `row` over ranks, with a
-        work to wait for: one tensor (1 + beside + row,), float64, valid until the next step divides. Each of `beside`
-        is 0-dimensional, `row` (n,), float64; `read` returns that tensor's numbers.
+        work to wait for: one tensor (1 + beside + row,), float64. `beside` are 0-dimensional, `row` (n,), float64.
         """
         is_here, square = isinstance(weight, float), _divide(self._reduced, weight)
         if self._summed:
@@ -93,12 +91,8 @@ class GradNorm:
                 self._groups.replicas.all_reduce(summed).wait()
                 square = square + summed if self._groups.experts.index == 0 else square  # ranks along ep meet below
         if is_here:
-            here = [square, *beside, *row]
-            if self._row is None or len(self._row[1]) != len(here):
-                figures = torch.empty(len(here), dtype=torch.float64)
-                self._row = figures, numbers_of(figures)
-            figures, numbers = self._row
-            numbers[:] = array("d", here)  # which takes 0-dimensional tensors for numbers too
+            here = array("d", [square, *beside, *row])  # which takes 0-dimensional tensors for numbers too
+            figures = torch.frombuffer(here, dtype=torch.float64)
         else:
             is_there = isinstance(row, Tensor)
             there = torch.stack([self._there(n) for n in (square, *beside, *(() if is_there else row))])
@@ -110,11 +104,6 @@ class GradNorm:
         if isinstance(number, Tensor):
             return number.to(self._device, torch.float64, non_blocking=True)
         return torch.full((), number, dtype=torch.float64, device=self._device)
-
-    def read(self, figures: Tensor) -> list[float]:
-        """Return the numbers of what `divide` has returned."""
-        found: list[float] = figures.tolist() if self._row is None or figures is not self._row[0] else [*self._row[1]]
-        return found
 
     def clip(self, norm: Tensor, threshold: float) -> None:
         """Scale every gradient so that the global norm, which is `norm`, is at most `threshold`."""
@@ -136,34 +125,34 @@ class _Share(NamedTuple):
 
     pieces: Sequence[tuple[Tensor, Sequence[Tensor]]]
     divisor: Tensor
-    """The weight on the host, of the type of the sums: torch converts one of another type anew for each piece."""
     number: memoryview[float]
 
     @classmethod
     def from_sums(cls, sums: Tensor, counted: Sequence[Tensor]) -> _Share:
         whole = as_real(sums)  # a complex quotient would change the signs of zeros, see `NO_GRADIENT`
+        is_cut = sums.device.type == "cpu" and len(counted) == 1 and counted[0] is sums
         divisor = torch.ones(1, dtype=whole.dtype)
-        of_host = divisor[0], numbers_of(divisor)
-        if sums.device.type == "cpu" and len(counted) == 1 and counted[0] is sums:
-            return cls([(some, (some,)) for some in whole.split(IN_CACHE)], *of_host)
-        return cls([(whole, counted)], *of_host)
+        return cls(
+            [(some, (some,)) for some in whole.split(IN_CACHE)] if is_cut else [(whole, counted)],
+            divisor,
+            numbers_of(divisor),
+        )
 
 
 def _divide(shares: Sequence[_Share], weight: Tensor | float) -> Tensor | float:
     """Divide the sums, and return the sum of squares of the counted parts: 0-dimensional, float64, or a float."""
     norms: list[Tensor] = []
     for share in shares:
-        divisor = weight
         if isinstance(weight, float):
-            share.number[0], divisor = weight, share.divisor
+            share.number[0] = weight
         for piece, counted in share.pieces:
-            piece.div_(divisor)
+            piece.div_(share.divisor if isinstance(weight, float) else weight)
             norms += map(torch.linalg.vector_norm, counted)
-    if len(norms) == 1:
-        length = norms[0].item() if isinstance(weight, float) else norms[0].to(torch.float64)
-        return length * length
     if isinstance(weight, float):  # on the host
-        return torch.frombuffer(array("d", norms), dtype=torch.float64).square_().sum() if norms else 0.0
+        lengths = array("d", map(float, norms))
+        if len(lengths) < 2:
+            return lengths[0] * lengths[0] if lengths else 0.0
+        return torch.frombuffer(lengths, dtype=torch.float64).square().sum()
     if norms:
         return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
     return torch.zeros((), dtype=torch.float64, device=weight.device)

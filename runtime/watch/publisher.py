@@ -58,7 +58,6 @@ class Publisher:
         self._watcher = watcher
         self._programs: dict[int, tuple[int, ref[Plan]]] = {}
         self._num_programs = 0
-        self._walked: tuple[Plan | None, int] = None, NOWHERE
 
     def follow_waits(self, waits: WaitCell) -> None:
         """Move a wait cell's number into the rank's cell."""
@@ -76,9 +75,8 @@ class Publisher:
 
     def walk(self, plan: Plan) -> None:
         """Publish that the program of a plan begins."""
-        if self._walked[0] is not plan:
-            self._walked = plan, self.number_of(plan)
-        self.numbers[PROGRAM] = self._walked[1]
+        number, known = self._programs.get(id(plan), _UNKNOWN)
+        self.numbers[PROGRAM] = number if known is not None and known() is plan else self.number_of(plan)
         self.numbers[RUN] += 1
 
     @contextmanager

@@ -91,8 +91,7 @@ class FramedMessages(Transport):
         super().__init__(*args)
         self._free: dict[FrameKey, list[_Staging]] = {}
         self._gone: set[tuple[tuple[int, int], FrameKey]] = set()
-        self.frame_rooms: list[Tensor] = []
-        """Memory of frames of tensors in place, between two receives: new memory would be cleared for each."""
+        self.frame_rooms: list[Tensor] = []  # kept between receives in place: new memory would be cleared for each
 
     @abstractmethod
     def _post_send(self, memory: Tensor, key: FrameKey, peer: int, tag: int) -> Work:
@@ -113,8 +112,8 @@ class FramedMessages(Transport):
         self._require_ready(tensor, (self.rank, peer))
         key, payload = (tensor.dtype, tensor.shape), _bytes_of(tensor)
         checksum = zlib.crc32(payload.numpy().data) if self.checks_everything else None
-        own, head = own_part(NO_LABEL.instruction, checksum), head_of(NO_LABEL, *key, self.rank, peer)
-        frame = torch.frombuffer(bytearray(own + head + self.stamp.bytes), dtype=torch.uint8)
+        own = own_part(NO_LABEL.instruction, checksum) + head_of(NO_LABEL, *key, self.rank, peer) + self.stamp.bytes
+        frame = torch.frombuffer(bytearray(own), dtype=torch.uint8)
         parts = (frame, payload) if self._is_first((self.rank, peer), key) else (payload, frame)
         return _Both(*(self._post_send(part, key, peer, tag) for part in parts))
 
@@ -131,10 +130,6 @@ class FramedMessages(Transport):
         is_first = (channel, key) not in self._gone
         self._gone.add((channel, key))
         return is_first
-
-    def refuse_in_place(self, channel: tuple[int, int], key: FrameKey) -> None:
-        """Record that no valid tensor of this kind has come on this channel."""
-        self._gone.discard((channel, key))
 
     def _send(self, tensor: Tensor, peer: int, tag: int, label: Label) -> Work:
         return self._sender(peer, tag, label)(tensor)
@@ -278,9 +273,8 @@ class _InPlaceReceive(FramedReceive):
     """A receive in place of a payload and its frame; memory behind the frame accepts a small framed tensor."""
 
     def __init__(self, transport: FramedMessages, buffer: Tensor, peer: int, tag: int, *, is_first: bool) -> None:
-        rooms = transport.frame_rooms
-        room = rooms.pop() if rooms else torch.zeros(2 * FRAME_BYTES + COPIED, dtype=torch.uint8)
-        post, stamp = transport._post_receive, transport.stamp
+        kept, post, stamp = transport.frame_rooms, transport._post_receive, transport.stamp
+        room = kept.pop() if kept else torch.zeros(2 * FRAME_BYTES + COPIED, dtype=torch.uint8)
         super().__init__(transport.rank, post, stamp, room[:0], room, peer, tag, NO_LABEL, verify=False)
         self._transport, self._payload, self._key = transport, _bytes_of(buffer), (buffer.dtype, buffer.shape)
         self._head = head_of(NO_LABEL, *self._key, peer, transport.rank)
@@ -304,7 +298,7 @@ class _InPlaceReceive(FramedReceive):
         self._transport.frame_rooms.append(self._room)
 
     def _refuse(self, expected: bytes) -> NoReturn:
-        self._transport.refuse_in_place((self._peer, self._rank), self._key)
+        self._transport._gone.discard(((self._peer, self._rank), self._key))
         super()._refuse(expected)
 
 

@@ -170,10 +170,8 @@ def _backward(
         if arrive is not None:
             arrive()
         note(now())
-        given, start, _, unit = saved.pop(kept_as)
-        roots, numbers, ones = start
-        if numbers is not ONLY or ones:
-            gradients = root_gradients(start, gradients)
+        given, (roots, numbers, ones), _, unit = saved.pop(kept_as)
+        gradients = gradients if numbers is ONLY and not ones else root_gradients(numbers, ones, gradients)
         if around is None and unit is None and draws.beside is None:
             run_backward(roots, gradients)
         else:

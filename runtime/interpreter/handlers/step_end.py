@@ -71,7 +71,7 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         return figures
 
     def conclude(figures: Tensor) -> None:
-        square, suspects, asked, *sums = norm.read(figures)
+        square, suspects, asked, *sums = figures.tolist()
         length = math.sqrt(square) if square >= 0 else square
         outcome.norm = partial(torch.full, (), length, dtype=figures.dtype, device=figures.device)
         if sums != marks.equal:
