@@ -7,16 +7,18 @@ steps depend on: then one replica steps all, and a mesh on which ranks have shar
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime.optim.gathered_steps import Stepper
 
 from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
 from .optimizers import (
@@ -180,3 +182,22 @@ def by_a_global(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def test_what_ranks_cannot_step_is_refused(build: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         train(qs.compile("1f1b", mesh="pp=2", microbatches=2), build)
+
+
+def test_whoever_looks_on_sees_the_whole_step() -> None:
+    """A hook of one optimizer or of all, a wrapped class and a scheduler; the first has nobody."""
+    seen: list[str] = []
+
+    class Wrapped(SGD):
+        step = wraps(SGD.step)(lambda *given: (seen.append("class"), SGD.step(*given))[1])
+
+    made = [kind([nn.Parameter(torch.ones(1))], lr=0.5) for kind in (SGD, SGD, Wrapped, SGD)]
+    made[1].register_step_post_hook(lambda *_: seen.append("own"))
+    rates = torch.optim.lr_scheduler.StepLR(made[3], 1)
+    for optimizer in made:
+        Stepper(optimizer, ()).step()
+    rates.step()  # warns where no step came before it
+    of_all = register_optimizer_step_pre_hook(lambda *_: seen.append("all"))
+    Stepper(made[0], ()).step()
+    of_all.remove()
+    assert seen == ["own", "class", "all"]
