@@ -249,3 +249,10 @@ def test_an_interrupt_returns_the_best_so_far() -> None:
     found = solve(pp=4, microbatches=8, placement="linear", memory_cap=3, effort=1, told=told)
     assert found.plan.check().sound
     assert isinstance(found.certificate, Certificate)
+
+
+@pytest.mark.parametrize(("cap", "span"), [(5, 56.5), (6, 54.5), (7, 52.5)])
+def test_v_half_uses_the_memory_of_the_cap(cap: int, span: float) -> None:
+    problem = problem_of(8, 16, v(8, 2), None, cap)
+    fit = [orders for _, orders in named_orders(problem, None) if all(map(has_room, [problem] * 8, range(8), orders))]
+    assert min(timing.value("span") for orders in fit if (timing := time_orders(problem, orders))) == span
