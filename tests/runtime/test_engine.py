@@ -268,8 +268,8 @@ def test_block_costs() -> None:
 def test_busy_share_is_a_share() -> None:
     engine = vit_alone()
     engine.step(TASK.inputs[0].float(), TASK.targets[0])
-    assert 0 < engine.busy_share(10.0) < 1
-    assert engine.busy_share(10.0) == 0
+    assert 0 < engine.busy_share(1000.0) < 1
+    assert engine.busy_share(1000.0) == 0
 
 
 def test_after_a_step_that_failed_the_engine_refuses_to_go_on() -> None:
