@@ -26,7 +26,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from ..blocks.block_outlines import MutatedState, Parcel
@@ -57,6 +57,11 @@ _Numbers = tuple[float, float]
 def state_named(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> list[str]:
     """Return the names of the state that blocks were found to change."""
     return [*dict.fromkeys(name for name, _, _ in _own_state(blocks, parcels))]
+
+
+def state_of_microbatches(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> list[str]:
+    """Return the names of that state, without what norms keep; `norms_line` speaks of these."""
+    return [*dict.fromkeys(name for name, is_norm, _ in _own_state(blocks, parcels) if not is_norm)]
 
 
 def state_of_replicas(blocks: Sequence[nn.Module], parcels: Sequence[Parcel], *, buffers: bool) -> list[str]:
@@ -110,6 +115,20 @@ def replicas_line(found: Sequence[str], replicas: int) -> str | None:
     return (
         f"{_listed(found)}: changed by forwards, of which each of {replicas} replicas runs its own: it is not what one "
         "process has after all of them, nor what depends on it"
+    )
+
+
+def norms_line(blocks: Sequence[nn.Module], microbatches: int, replicas: int, *, synced: bool) -> str | None:
+    """Return a warning about batch norms, whose losses depend on how a batch is cut; None where it is not cut."""
+    numbers = [n for n, block in enumerate(blocks) if any(isinstance(module, _BatchNorm) for module in block.modules())]
+    parts = microbatches * (1 if synced else replicas)
+    if not numbers or parts == 1:
+        return None
+    names = _listed([f"block {number} ({type(blocks[number]).__name__})" for number in numbers])
+    of_all = "" if synced or replicas == 1 else "; parallel.buffers: sync takes a microbatch of all replicas as one"
+    return (
+        f"{names}: batch norm takes its statistics from one microbatch of {parts} in a step: losses are those of one "
+        f"process whose microbatches have that size, and change with the mesh{of_all}"
     )
 
 

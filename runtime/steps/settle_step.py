@@ -28,7 +28,15 @@ from ..blocks.shape_inference import trace_shapes
 from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import TreeSpec
 from ..comm.host_collectives import is_same
-from ..examine.microbatch_state import changed_line, counters_made, replicas_line, state_named, state_of_replicas
+from ..examine.microbatch_state import (
+    changed_line,
+    counters_made,
+    norms_line,
+    replicas_line,
+    state_named,
+    state_of_microbatches,
+    state_of_replicas,
+)
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.batches.microbatches import Batch, MicrobatchSizes, sizes_of
 from ..stage.in_place_copies import require_own_memory
@@ -196,7 +204,11 @@ class StepSettler:
         model.late_state.known = state_named(blocks, parcels)
         apart = state_of_replicas(blocks, parcels, buffers=buffers)
         model.late_state.known_apart = apart + counters_made(blocks, parcels)
-        lines = changed_line(model.late_state.known, batch.microbatches), replicas_line(apart, model.num_replicas)
+        lines = (
+            changed_line(state_of_microbatches(blocks, parcels), batch.microbatches),
+            replicas_line(apart, model.num_replicas),
+            norms_line(blocks, batch.microbatches, model.num_replicas, synced=model.synced is not None),
+        )
         if any(lines) and plan.mode == "train" and self._groups.world.index == 0 and not self._has_warned:
             self._has_warned = True
             for line in filter(None, lines):

@@ -1,6 +1,7 @@
 """Numbers that forwards change are named when they first change, whatever shapes have told, and once."""
 
 import copy
+import re
 from collections import deque
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
@@ -318,6 +319,25 @@ class ByStatistics(nn.Module):
 def test_statistics_of_norms_that_a_forward_goes_by_are_named(mesh, microbatches, says, named):
     taken([nn.Linear(3, 3), ByStatistics()], ones(4, 3, steps=2), mesh=mesh, microbatches=microbatches)
     assert any("block 1 (ByStatistics).norm.running_mean" in place for place in named(says))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "buffers", "says"),
+    [
+        ("dp=1", 1, "merge", ""),
+        ("dp=1", 2, "merge", "one microbatch of 2 in a step"),
+        ("dp=2", 2, "merge", "one microbatch of 4 in a step: .*; parallel.buffers: sync"),
+        ("dp=2", 2, "sync", "one microbatch of 2 in a step"),
+        ("dp=2", 1, "sync", ""),
+    ],
+)
+def test_batch_norms_are_named_where_a_batch_is_cut(mesh, microbatches, buffers, says, caplog):
+    blocks = [nn.Linear(3, 3), nn.Sequential(nn.BatchNorm1d(3))]
+    taken(blocks, ones(8, 3, steps=2), mesh=mesh, microbatches=microbatches, buffers=buffers)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == bool(says)
+    assert re.search(says, "".join(lines))
+    assert "num_batches_tracked" not in "".join(lines)
 
 
 def normed(layer, x):
