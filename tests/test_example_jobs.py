@@ -76,6 +76,9 @@ def test_a_job_has_the_strategy_of_the_search_it_names(name: str, tmp_path: Path
     assert not ended.value.code
     emitted, job = yaml.safe_load((tmp_path / "job.yaml").read_text()), yaml.safe_load(text)
     assert job["parallel"] == emitted["parallel"]
+    chosen = load_job(JOBS / f"{name}.yaml").model.options, load_job(tmp_path / "job.yaml").model.options
+    other = {key: value for key, value in chosen[1].items() if chosen[0].get(key, value) != value}
+    assert other in ({}, {"activation": "gelu"})  # descriptions have one gelu; GPT-2's is the approximation by tanh
     assert job["train"]["batch_size"] == emitted["train"]["batch_size"]
     assert job["data"]["options"]["sequence"] == emitted["data"]["options"]["sequence"]
 

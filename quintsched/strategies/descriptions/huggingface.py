@@ -81,6 +81,9 @@ def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {"name": kind} | dict(family.fixed) | _sizes(config)
     found["tied"] = config.get("tie_word_embeddings", family.tied) and kind != "vit"
     found["dropout"] = _drops(config, family)
+    rotary = config.get("rope_parameters") or config
+    if isinstance(rotary, Mapping) and rotary.get("rope_theta"):
+        found["rope_base"] = float(rotary["rope_theta"])
     return found | _attention(config) | _experts(config) | _own(kind, config)
 
 

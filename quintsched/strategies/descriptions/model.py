@@ -117,6 +117,8 @@ class Model(Description):
     )
     """Vocabulary size; 0 for models of images."""
     positions: Literal["learned", "rope", "alibi", "none"] = "learned"
+    rope_base: Figure = Field(default=10_000.0, validation_alias=_also("rope_base", "rope_theta", "rotary_base"))
+    """Base of rotary frequencies: it costs nothing, and is written into jobs and arguments."""
     seq: Size = Field(
         default=2048, validation_alias=_also("seq", "seq_length", "max_position_embeddings", "n_positions")
     )

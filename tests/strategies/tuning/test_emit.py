@@ -115,6 +115,7 @@ def test_models_of_published_sizes_are_built_in():
             "tied": False,
             "kv_heads": 8,
             "biases": False,
+            "rope_base": 500_000.0,
         },
     )
     _, qwen = built_in(find_model("qwen3-0.6b"))

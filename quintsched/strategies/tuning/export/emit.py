@@ -126,6 +126,7 @@ def built_in(model: Model) -> tuple[str, dict[str, Any] | None]:
         "head_size": model.head_size if model.head_width * model.heads != model.hidden else None,
         "biases": None if model.biases else False,
         "qk_norm": model.qk_norm or None,
+        "rope_base": model.rope_base if model.positions == "rope" else None,
     }
     options |= {option: value for option, value in unusual.items() if value is not None}
     if experts := model.experts:

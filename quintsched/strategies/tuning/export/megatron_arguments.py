@@ -58,6 +58,8 @@ def _of_model(model: Model, strategy: Strategy) -> Iterator[str]:
     yield f"--max-position-embeddings {max(model.seq, strategy.seq)}"
     if model.positions in POSITIONS:
         yield f"--position-embedding-type {POSITIONS[model.positions]}"
+    if model.positions == "rope":
+        yield f"--rotary-base {model.rope_base:.0f}"
     yield f"--normalization {NORMS[model.norm]}"
     yield f"--attention-dropout {0.1 if model.dropout else 0.0}"
     yield f"--hidden-dropout {0.1 if model.dropout else 0.0}"
