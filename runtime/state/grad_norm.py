@@ -131,7 +131,7 @@ class _Share(NamedTuple):
     def from_sums(cls, sums: Tensor, counted: Sequence[Tensor]) -> _Share:
         whole = as_real(sums)  # a complex quotient would change the signs of zeros, see `NO_GRADIENT`
         is_cut = sums.device.type == "cpu" and len(counted) == 1 and counted[0] is sums
-        divisor = torch.ones(1, dtype=whole.dtype)
+        divisor = torch.ones(1, dtype=whole.dtype, device="cpu")
         return cls(
             [(some, (some,)) for some in whole.split(IN_CACHE)] if is_cut else [(whole, counted)],
             divisor,
