@@ -112,6 +112,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'quintsched.runtime' has no attribute {name!r}")
+    from .watch.uncaught_error import report_own_uncaught
+
+    report_own_uncaught()
     return getattr(import_module(f".{_HOME[name]}", __name__), name)
 
 

@@ -44,7 +44,7 @@ BUDGET = {
     "interpreter": 2826,
     "splitting": 2499,
     "stage": 2282,
-    "watch": 1897,
+    "watch": 1906,
     "objects": 1417,
     "blocks": 1324,
     "state": 1333,

@@ -45,8 +45,22 @@ def report_uncaught(before: Hook | None = None) -> None:
     `before`: the hook that was there before torch's; one of the user's stays.
     """
     is_torchs = "_distributed_excepthook" in getattr(sys.excepthook, "__qualname__", "")
-    if is_torchs and before in (None, sys.__excepthook__, _report):
+    if is_torchs and before in (None, sys.__excepthook__, _report, _report_own):
         sys.excepthook = _report
+
+
+def report_own_uncaught() -> None:
+    """Report errors of this package that end a script so, before its ranks have met; a hook of the user's stays."""
+    if sys.excepthook is sys.__excepthook__ and not hasattr(sys, "ps1"):
+        sys.excepthook = _report_own
+
+
+def _report_own(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, QuintschedError):
+        alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+        report(error, int(os.environ.get("RANK", 0)), with_trace=True, is_named=alone)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def _report(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:

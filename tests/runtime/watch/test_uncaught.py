@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import quintsched as qs
-from quintsched.runtime import Engine, run_local
+from quintsched.errors import UsageError
+from quintsched.runtime import Engine, run_local, split
 from quintsched.runtime.watch import uncaught_error
 from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
 from quintsched.runtime.watch.rendezvous.key_value_store import serve
@@ -163,12 +164,31 @@ def test_a_hook_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(sys, "excepthook", mine)
     uncaught_error.report_uncaught()
+    uncaught_error.report_own_uncaught()
     assert sys.excepthook is mine
     monkeypatch.setattr(sys, "excepthook", _distributed_excepthook)
     uncaught_error.report_uncaught(mine)
     assert sys.excepthook is _distributed_excepthook
     uncaught_error.report_uncaught(sys.__excepthook__)
     assert sys.excepthook is uncaught_error._report
+
+
+def test_own_errors_of_a_script_are_short_before_ranks_meet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    uncaught_error.report_own_uncaught()
+    try:
+        split(7)
+    except UsageError as error:
+        sys.excepthook(UsageError, error, error.__traceback__)
+    said = capsys.readouterr().err
+    assert said.startswith("error: split")
+    assert "Traceback" not in said
+    assert "arguments.py" not in said
+    sys.excepthook(KeyError, KeyError("x"), None)
+    assert capsys.readouterr().err == "KeyError: 'x'\n"
 
 
 LOOP = """
