@@ -40,7 +40,11 @@ def load(replica: int, num_replicas: int, batch_size: int = 8) -> Loaders:
     """Return a replica's batches: every text but the last six trains."""
 
     def batches(texts: list[str]) -> DataLoader:
-        return DataLoader(texts[replica::num_replicas], batch_size // num_replicas, collate_fn=padded)
+        def mine(batch: list[str]) -> dict[str, Tensor]:
+            first, end = (len(batch) * part // num_replicas for part in (replica, replica + 1))
+            return padded(batch[first:end])
+
+        return DataLoader(texts, batch_size, collate_fn=mine)
 
     return Loaders(batches(PROVERBS[:-6]), validation=batches(PROVERBS[-6:]))
 

@@ -5,8 +5,7 @@
 
     run_local(function, 4)  ─▶  run_local: world_size is a function; give a whole number: run_local(4, function)
 
-Only the kind of an argument is judged here. What may be missing may be None; that there are too few arguments, or
-unknown ones, Python says itself.
+Only the kind of an argument is judged here. What may be missing may be None.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ def instance(words: str, *kinds: type) -> ArgumentKind:
     return ArgumentKind(words, lambda value: isinstance(value, kinds))
 
 
-def ours(name: str) -> ArgumentKind:
+def ours(name: str, words: str = "") -> ArgumentKind:
     """Return the kind of instances of a class of this package, by its name: nothing is imported for it."""
 
     def holds(value: object) -> bool:
         return name in [kind.__name__ for kind in type(value).__mro__ if kind.__module__.startswith("quintsched.")]
 
-    return ArgumentKind(f"{_article(name)} {name}", holds)
+    return ArgumentKind(words or f"{_article(name)} {name}", holds)
 
 
 def _is_whole(value: object) -> bool:
@@ -56,6 +55,7 @@ COUNT = ArgumentKind("a whole number from 1", lambda value: _is_whole(value) and
 NUMBER = ArgumentKind(
     "a number", lambda value: (isinstance(value, Real) or _is_whole(value)) and not isinstance(value, bool)
 )
+PLAN = ours("PlanData", "a Plan, as quintsched.compile or Plan.load returns it")
 FLAG = instance("True or False", bool)
 TEXT = instance("text", str)
 PATH = instance("a path", str, os.PathLike)
@@ -74,7 +74,8 @@ def _is_text(value: object) -> bool:
 def takes(call: str, **kinds: ArgumentKind) -> Callable[[Callable[Taken, Argument]], Callable[Taken, Argument]]:
     """Check arguments of a function, or of a class's `__init__`, by their names; `call` is how it is called.
 
-    The decorated function raises `UsageError` for an argument of another kind. None passes where it is the default.
+    The decorated function raises `UsageError` for an argument of another kind, one that is missing, and one that there
+    is not. None passes where it is the default.
     """
 
     def decorate(function: Callable[Taken, Argument]) -> Callable[Taken, Argument]:
@@ -86,8 +87,8 @@ def takes(call: str, **kinds: ArgumentKind) -> Callable[[Callable[Taken, Argumen
         def checked(*args: Taken.args, **options: Taken.kwargs) -> Argument:
             try:
                 given = signature.bind(*args, **options).arguments
-            except TypeError:
-                return function(*args, **options)  # which says it by the function's own name
+            except TypeError as error:
+                raise UsageError(f"{name}: {error}; write {call}") from None
             for argument, value in given.items():
                 kind = kinds.get(argument)
                 if kind and not (kind.holds(value) or value is signature.parameters[argument].default is None):
@@ -95,6 +96,24 @@ def takes(call: str, **kinds: ArgumentKind) -> Callable[[Callable[Taken, Argumen
             return function(*args, **options)
 
         return checked
+
+    return decorate
+
+
+def called_as(call: str) -> Callable[[Callable[Taken, Argument]], Callable[Taken, Argument]]:
+    """Raise `UsageError` where arguments of a method are missing or unknown; a right call costs one frame."""
+
+    def decorate(function: Callable[Taken, Argument]) -> Callable[Taken, Argument]:
+        @wraps(function)
+        def called(*args: Taken.args, **options: Taken.kwargs) -> Argument:
+            try:
+                return function(*args, **options)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise  # within the function
+                raise UsageError(f"{error}; write {call}") from None
+
+        return called
 
     return decorate
 

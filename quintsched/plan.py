@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quintsched.arguments import PATH, WHOLE_NUMBER, ours, takes
+from quintsched.arguments import PATH, PLAN, WHOLE_NUMBER, ours, takes
 from quintsched.errors import UnsoundError
 from quintsched.ir.instruction_set import Instruction, Message
 from quintsched.ir.plan_data import PlanData
@@ -120,7 +120,7 @@ class Plan(PlanData):
         return cls.of(load(Path(path)))
 
 
-@takes("simulate(plan, costs)", plan=ours("PlanData"), costs=ours("Costs"))
+@takes("simulate(plan, costs)", plan=PLAN, costs=ours("Costs"))
 def simulate(plan: PlanData, costs: Costs | None = None) -> Simulation:
     """Simulate a plan under `costs` (default: unit costs).
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quintsched.arguments import MAPPING, ROW, ours, takes
+from quintsched.arguments import MAPPING, PLAN, ROW, called_as, ours, takes
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
@@ -74,7 +74,7 @@ class Engine(EngineBase, EngineState):
 
     @takes(
         "Engine(plan, blocks, loss_fn, optimizer)",
-        plan=ours("PlanData"),
+        plan=PLAN,
         metrics=MAPPING,
         block_costs=ROW,
         transport=ours("Transport"),
@@ -125,6 +125,7 @@ class Engine(EngineBase, EngineState):
         kept = self._model, self.masters, self._rank
         self.checks = EngineChecks(self._settle, self._runner, *kept, world, used_loss, self.settings.clip)
 
+    @called_as("engine.step(inputs, targets)")
     def step(
         self, inputs: Any, targets: Any, *, microbatches: int | None = None, last: bool = True, **extras: Any
     ) -> StepResult:
@@ -146,7 +147,8 @@ class Engine(EngineBase, EngineState):
             MisfitError: a batch that cannot be cut, ranks of one replica with different batches, or no samples at all.
             NotFiniteError: gradients of `max_skipped` steps in a row were not finite.
         """
-        self.weights.require_steppable()
+        if self._averages.all or not torch.is_grad_enabled():
+            self.weights.require_steppable()
         plan = self.plan if microbatches is None else self._plans.training(microbatches)
         result = self._run(self._settle(plan, inputs, targets, extras, microbatches), last=last)
         if result.empty:
@@ -202,6 +204,7 @@ class Engine(EngineBase, EngineState):
         if self._recorder is not None:
             self._recorder.save(Path(directory))
 
+    @called_as("engine.evaluate(inputs, targets)")
     def evaluate(
         self, inputs: Any, targets: Any, *, outputs: bool = False, microbatches: int | None = None, **extras: Any
     ) -> StepResult:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from quintsched.arguments import ROW, ours, takes
+from quintsched.arguments import PLAN, ROW, called_as, ours, takes
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 
@@ -51,7 +51,7 @@ class ForwardEngine(EngineBase):
         StallError: a peer died or does not answer.
     """
 
-    @takes("ForwardEngine(plan, blocks)", plan=ours("PlanData"), block_costs=ROW, transport=ours("Transport"))
+    @takes("ForwardEngine(plan, blocks)", plan=PLAN, block_costs=ROW, transport=ours("Transport"))
     def __init__(
         self,
         plan: Plan,
@@ -81,6 +81,7 @@ class ForwardEngine(EngineBase):
         )
         self._bind(blocks, options)
 
+    @called_as("engine.run(inputs)")
     def run(self, inputs: Any, *, microbatches: int | None = None, **extras: Any) -> Any:
         """Run one batch forward, with the blocks in evaluation mode, and return what the last block gives (collective).
 

@@ -120,8 +120,24 @@ class Group:
         return app
 
 
+OTHER_NAMES = {
+    "run": ("train", "fit", "launch", "start", "torchrun", "pretrain", "finetune", "resume"),
+    "compile": ("plan", "build"),
+    "render": ("draw", "plot", "visualize", "viz"),
+    "simulate": ("sim", "time", "profile", "benchmark"),
+    "schedules": ("list", "ls"),
+}
+"""Words under which commands are looked for."""
+
+
 class Application(Commands):
     """All commands; they end with a message and the right exit code, never with a traceback of ours."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command of these words; raises `UsageError` that names ours for another tool's word."""
+        if ours := next((ours for ours, theirs in OTHER_NAMES.items() if args[0].lower() in theirs), ""):
+            raise UsageError(f"there is no command {args[0]!r}; did you mean 'quintsched {ours}'?")
+        return super().resolve_command(ctx, args)
 
     def make_context(self, *arguments: Any, **settings: Any) -> Any:
         """Read the command line up to the command's name; --install-completion writes its files meanwhile."""

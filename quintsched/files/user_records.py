@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from quintsched.errors import InputError, UsageError
@@ -30,6 +31,13 @@ class RecordMetaclass(ModelMetaclass):
         try:
             return super().__call__(*args, **values)
         except ValidationError as error:
+            faults = [(fault["type"], *fault["loc"]) for fault in error.errors()]
+            if lacks := [str(name) for kind, name, *below in faults if kind == "missing" and not below]:
+                fields: dict[str, FieldInfo] = vars(cls)["__pydantic_fields__"]
+                call = ", ".join(f"{name}=…" for name, field in fields.items() if field.is_required())
+                raise UsageError(
+                    f"{cls.__name__}: {' and '.join(lacks)} missing; write {cls.__name__}({call})"
+                ) from None
             raise UsageError(f"{cls.__name__}: {describe_faults(error)}") from None
 
 

@@ -32,6 +32,16 @@ REPLICA_AXES = ("dp", "cp", "ep")
 EXPERT_REPLICA_AXES = ("dp", "cp")
 """Axes over which the gradient of an expert's weight is summed: along ep the ranks hold different experts."""
 
+OTHER_NAMES = {
+    "'dp', with zero=3 (--zero 3, parallel.zero: 3)": ("fsdp", "hsdp", "sdp", "zero", "shard", "dp_shard"),
+    "'dp'": ("data", "ddp", "replica", "replicate", "dp_replicate"),
+    "'pp'": ("pipe", "pipeline", "stage"),
+    "'tp'": ("mp", "model", "tensor"),
+    "'cp'": ("sp", "seq", "sequence", "context", "ring"),
+    "'ep'": ("expert", "experts", "moe"),
+}
+"""Other frameworks' names of axes, by what they are here."""
+
 MAX_RANKS = 2**24
 
 
@@ -59,7 +69,9 @@ class Mesh:
         axes: dict[str, int] = {}
         for name, size in sizes.items():
             if name not in AXES:
-                raise UsageError(f"mesh: unknown axis {quoted(name)}{suggest(name, AXES)}")
+                ours = next((ours for ours, theirs in OTHER_NAMES.items() if name.lower() in theirs), "")
+                words = f"; did you mean {ours}?" if ours else suggest(name, AXES)
+                raise UsageError(f"mesh: unknown axis {quoted(name)}{words}")
             number = whole_number(size)
             if number is None or number < 1:
                 raise UsageError(f"mesh: axis {name} has size {quoted(size)}; give a whole number of at least 1")
@@ -85,6 +97,8 @@ class Mesh:
             if name in sizes:
                 raise UsageError(f"mesh: axis {name} is given twice in {quoted(text)}")
             sizes[name] = int(size)
+        if not sizes:
+            raise UsageError(f"mesh: {quoted(text)} names no axis (a variable that is not set?); one rank is dp=1")
         return cls(**sizes)
 
     def __repr__(self) -> str:

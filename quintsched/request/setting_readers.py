@@ -35,7 +35,8 @@ def read_whole_number(name: str, value: object) -> int:
     """Read a whole number, numpy integers included; raises `UsageError`."""
     found = whole_number(value)
     if found is None:
-        raise _refuse(name, value, "give a whole number")
+        written = f": {int(value)}" if isinstance(value, float) and value.is_integer() else ""
+        raise _refuse(name, value, f"give a whole number{written}")
     return found
 
 
@@ -130,7 +131,11 @@ def read_schedule(name: str, value: object) -> Schedule:
     if isinstance(value, Schedule):
         return value
     if not isinstance(value, str):
-        raise _refuse(name, value, "give the name of a schedule, my_file.py:my_schedule, or a Schedule")
+        raise _refuse(
+            name,
+            value,
+            "give the name of a schedule, my_file.py:my_schedule, or a Schedule, as @qs.schedule makes it",
+        )
     return load_schedule(value)
 
 

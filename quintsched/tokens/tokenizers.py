@@ -100,9 +100,9 @@ def _lines(path: Path, field: str) -> Iterator[bytes]:
                 continue
             where = f"{path}, line {number}"
             try:
-                found = parse_strict(line)
+                found = parse_strict(line.rstrip())
             except InputError as error:
-                raise InputError(f"{where}: {error}") from None
+                raise InputError(f"{where}: {str(error).replace(' at line 1, ', ' at ')}") from None
             text = found.get(field) if isinstance(found, dict) else None
             if not isinstance(text, str):
                 raise InputError(f"{where}: it has no text under {quoted(field)}; name another one with --field")

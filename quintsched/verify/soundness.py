@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from quintsched.arguments import NUMBER, TEXT, ours, takes
+from quintsched.arguments import NUMBER, PLAN, TEXT, takes
 from quintsched.errors import UnsoundError, UsageError, printable
 from quintsched.graph.plan_events import Channels, Events, carried, pipeline_collectives
 from quintsched.graph.transport_profiles import find_profile
@@ -122,7 +122,7 @@ class Verdict:
             raise UnsoundError(self.explain())
 
 
-@takes("check(plan, profile)", plan=ours("PlanData"), profile=TEXT, memory_cap=NUMBER)
+@takes("check(plan, profile)", plan=PLAN, profile=TEXT, memory_cap=NUMBER)
 def check(plan: PlanData, profile: str = "channel", memory_cap: float | None = None) -> Verdict:
     """Prove a plan sound; see the module. Raises `UsageError` only for an unknown profile or a negative cap.
 

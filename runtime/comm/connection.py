@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from quintsched.arguments import NUMBER, TEXT, ours, takes
+from quintsched.arguments import NUMBER, PLAN, TEXT, takes
 from quintsched.plan import Plan
 
 from ..settings.run_settings import Rules, RunSettings, WireName
@@ -22,7 +22,7 @@ from .device import device_kind, find_accelerator, has_device_for_each, library_
 COMPILING_S = 1800.0
 
 
-@takes("connect_for(plan, timeout_s=60)", plan=ours("PlanData"), timeout_s=NUMBER, name=TEXT)
+@takes("connect_for(plan, timeout_s=60)", plan=PLAN, timeout_s=NUMBER, name=TEXT)
 def connect_for(
     plan: Plan,
     timeout_s: float,

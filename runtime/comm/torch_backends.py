@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from quintsched.arguments import NUMBER, TEXT, ours, takes
+from quintsched.arguments import NUMBER, PLAN, TEXT, takes
 from quintsched.errors import MisfitError, UsageError, suggest
 from quintsched.plan import Plan
 
@@ -55,7 +55,7 @@ _CLOSE_TIMEOUT_S = 10.0
 BEGIN_WAITS_S = 10.0
 
 
-@takes('connect("gloo", timeout_s=60)', backend=TEXT, timeout_s=NUMBER, plan=ours("PlanData"))
+@takes('connect("gloo", timeout_s=60)', backend=TEXT, timeout_s=NUMBER, plan=PLAN)
 def connect(
     backend: str,
     timeout_s: float = 1800.0,

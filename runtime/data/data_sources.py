@@ -67,13 +67,14 @@ def load_dataset(config: DataConfig, replica: int = 0, num_replicas: int = 1) ->
         return _load_user(config, {"replica": replica, "num_replicas": num_replicas})
     path = None if config.path is None else Path(config.path)
     if config.name == "text":
-        return load_text(path, read_settings(TextOptions, config.options, "job", prefix="data.options"))
+        return load_text(path, read_settings(TextOptions, config.options, "", prefix="data.options"))
     if config.name == "tokens":
         return load_tokens(config.path, token_options(config))
+    if config.name not in BUILT_IN:
+        own = "; a function of yours is my_file.py:load"
+        raise UsageError(f"data.name: there is no data set {config.name!r}{suggest(config.name, BUILT_IN)}{own}")
     if config.options:
         raise UsageError(f"data.options: {config.name!r} has no options, but there is: {', '.join(config.options)}")
-    if config.name not in BUILT_IN:
-        raise UsageError(f"data.name: there is no data set {config.name!r}{suggest(config.name, BUILT_IN)}")
     if path is not None:
         return _load_idx(path)
     if config.name == "mnist":
@@ -83,7 +84,7 @@ def load_dataset(config: DataConfig, replica: int = 0, num_replicas: int = 1) ->
 
 def token_options(config: DataConfig) -> TokenOptions:
     """Return the options of token shards; raises UsageError for wrong ones."""
-    return read_settings(TokenOptions, config.options, "job", prefix="data.options")
+    return read_settings(TokenOptions, config.options, "", prefix="data.options")
 
 
 def has_extras(config: DataConfig) -> bool:
@@ -249,7 +250,7 @@ class TextOptions(Settings):
 def load_text(path: Path | None, options: TextOptions) -> Dataset:
     """Return the windows of a file's bytes, or of the standard library's without a path.
 
-    Raises UsageError for a file that cannot be read, InputError for a text that is too short for `sequence`.
+    Raises UsageError for a file that cannot be read, and for a `sequence` that is too long for it.
     """
     name = "the standard library" if path is None else str(path)
     text = _standard_library(options.max_bytes or STANDARD_LIBRARY_BYTES) if path is None else _map_file(path)
@@ -257,7 +258,7 @@ def load_text(path: Path | None, options: TextOptions) -> Dataset:
     start = len(text) - len(text) // 10
     train, validation = text[:start], text[start:]
     if len(validation) <= options.sequence:
-        raise InputError(
+        raise UsageError(
             f"{name}: of its {len(text)} bytes, the last {len(validation)} are for validation, too few for a window of "
             f"{options.sequence} + 1; set data.options.sequence to a smaller size"
         )

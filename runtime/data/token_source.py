@@ -56,8 +56,8 @@ class TokenOptions(Settings):
 def load_tokens(path: str | None, options: TokenOptions) -> TokenDataset:
     """Return the samples of a folder of token shards, or of a mixture of them.
 
-    Raises `UsageError` for folders that are missing and options that do not fit, `InputError` for broken files,
-    sources of different tokenizers, and too few tokens.
+    Raises `UsageError` for folders that are missing and options that do not fit, or that leave no sample; `InputError`
+    for broken files and sources of different tokenizers.
     """
     if path is None and not options.mixture:
         raise UsageError(
@@ -100,7 +100,7 @@ def _windows(folder: TokenFolder, options: TokenOptions) -> Windows:
     else:
         found = DocumentWindows(folder, options.sequence)
     if not len(found):
-        raise InputError(
+        raise UsageError(
             f"{folder.path}: its {folder.index.num_tokens} tokens are too few for a sample of {options.sequence} + 1 "
             "in a shard; set data.options.sequence to a smaller size"
         )
@@ -113,7 +113,7 @@ def _kept(windows: Windows, held_out: float | None) -> int:
         return len(windows)
     kept = len(windows) - max(1, int(len(windows) * held_out))
     if not kept:
-        raise InputError(
+        raise UsageError(
             f"{windows.folder.path}: there is one sample, and none is left for training; set data.options.sequence to "
             "a smaller size, or data.options.validation to another folder"
         )

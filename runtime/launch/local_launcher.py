@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quintsched.errors import MisfitError, QuintschedError, UsageError
+from quintsched.files.atomic import writing
 from quintsched.files.terminal import write_error, write_line
 
 from ..settings.job_file import overrides_of
@@ -56,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             request = request.with_set(overrides_of("parallel", elastic=True))
         require_interfaces()
         worlds, in_process, request = _worlds(request)
+        _make_folders(request.load_job(), request.node_rank)
         command = [RANK, request.to_ranks()]
         if request.nnodes > 1:
             place, listener = _place_of(request, worlds.size)
@@ -90,6 +92,18 @@ def _worlds(request: LaunchRequest) -> tuple[Worlds, bool, LaunchRequest]:
         sizes = smaller_worlds(job, plan_of(job), request.min_dp, request.nnodes) or [num_ranks]
         worlds = Worlds(sizes, None if saves is None or "://" in saves else Path(saves))
     return worlds, job.runtime.transport == "local" or num_ranks == 1, request
+
+
+def _make_folders(job: JobConfig, node: int) -> None:
+    """Make the folders of the log and of checkpoints: one that cannot be made is an error before any rank starts."""
+    log, saves = job.log.path, job.checkpoint.dir
+    for folder, what in (
+        (None if log is None else Path(log).parent, "the log"),
+        (saves and Path(saves), "a checkpoint"),
+    ):
+        if folder and node == 0:
+            with writing(folder, what):
+                folder.mkdir(parents=True, exist_ok=True)
 
 
 def _measure_first(job: JobConfig) -> None:

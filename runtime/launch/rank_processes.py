@@ -91,10 +91,10 @@ class RankProcesses:
 
     def _start(self, local_rank: int) -> None:
         said = self._place.environment(local_rank, self._attempt, self._restarts)
+        python, *rest = command_of(*self._command)
+        command = [python, "-X", f"rank={said['RANK']}", *rest]  # Python ignores it, `ps` shows it
         with held_back():
-            process = subprocess.Popen(
-                command_of(*self._command), env={**DEFAULTS, **os.environ, **said}, process_group=0
-            )
+            process = subprocess.Popen(command, env={**DEFAULTS, **os.environ, **said}, process_group=0)
         self._running[int(said["RANK"])] = process
 
     @property

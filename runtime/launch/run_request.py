@@ -15,6 +15,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from quintsched.errors import UsageError
+
 from ..settings.job_file import JobConfig, load_job, overrides_of
 from ..settings.run_settings import Settings, Start
 
@@ -50,7 +52,10 @@ class RunRequest(Settings):
     def load_job(self) -> JobConfig:
         """Return the job; raises `UsageError`."""
         traced = [] if self.trace is None else overrides_of("runtime", trace=self.trace)
-        return load_job(self.config, [*self.set, *traced])
+        job = load_job(self.config, [*self.set, *traced])
+        if self.resume and job.mode == "train" and job.checkpoint.dir is None:
+            raise UsageError(f"{self.config}: --resume needs checkpoint.dir, the folder of the run to go on with")
+        return job
 
     def with_set(self: Request, overrides: Sequence[str]) -> Request:
         """Return the request with further settings of the job overridden."""

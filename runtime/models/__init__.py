@@ -46,7 +46,7 @@ class ModelKind(Generic[Options]):
 
     def read_options(self, options: Mapping[str, Any]) -> Options:
         """Check the options of a job."""
-        return read_settings(self.options, options, "job", prefix="model.options")
+        return read_settings(self.options, options, "", prefix="model.options")
 
 
 MODELS: Mapping[str, ModelKind[Any]] = MappingProxyType(
@@ -103,7 +103,9 @@ def model_sizes(config: ModelConfig, data: DataSpec) -> Model:
 
 def _kind(name: str) -> ModelKind[Any]:
     if name not in MODELS:
-        raise UsageError(f"model.name: there is no model {name!r}{suggest(name, MODELS)}")
+        raise UsageError(
+            f"model.name: there is no model {name!r}{suggest(name, MODELS)}; a function of yours is my_file.py:build"
+        )
     return MODELS[name]
 
 

@@ -117,9 +117,9 @@ class DataConfig(Settings):
     """Section `data`: the training data."""
 
     name: Annotated[str, SettingRule.CODE] = "digits"
-    """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (bytes; see `data.data_sources`), "tokens"
-    (token shards; see `data.token_source`), or a user's function: "my_file.py:load", which returns a data set of torch,
-    a pair of them for training and validation, or loaders."""
+    """"digits" (scikit-learn's), "mnist" (the IDX files in `path`), "text" (the bytes of a file), "tokens" (token
+    shards, as `quintsched data tokenize` writes them), or a user's function: "my_file.py:load", which returns a
+    data set of torch, a pair of them for training and validation, or loaders."""
     path: Annotated[str | None, SettingRule.FREE, SettingRule.OF_A_MACHINE] = None
     """A directory with MNIST's four IDX files, gzipped or not, used instead of "digits"; for "text", a file, used
     instead of the source of Python's standard library; for "tokens", a folder of token shards, or of such folders."""
@@ -253,7 +253,7 @@ class ForwardConfig(Settings):
     """The section `forward`: the outputs of a run with `mode: forward`."""
 
     outputs: Annotated[str | None, SettingRule.OF_A_MACHINE] = None
-    """A folder for them: an index, and files of safetensors; see `saving.output_files`."""
+    """A folder for them: an index, and files of safetensors."""
     samples: Samples = "validation"
     """Split of the data that is run forward: each sample once, in the order of the data."""
     max_file_mb: float = Field(default=1000.0, gt=0)
@@ -287,7 +287,7 @@ class LogConfig(Settings):
         Field(strict=False),
         SettingRule.OF_A_MACHINE,
     ] = ()
-    """Receivers of metrics, each by name or as {name: wandb, options: {project: mine}}; see `train.reporter`."""
+    """Receivers of metrics, each by name or as {name: wandb, options: {project: mine}}."""
 
 
 class JobConfig(Settings):

@@ -43,12 +43,12 @@ def names_code(name: str) -> bool:
     return names_file(name) or ":" in name
 
 
-def _one_of(known: Collection[str]) -> AfterValidator:
-    """Return a validator of names that are known, or names of code."""
+def _one_of(known: Collection[str], code: str) -> AfterValidator:
+    """Return a validator of names that are known, or names of code, as `code` shows them."""
 
     def check(name: str) -> str:
         if not names_code(name) and name not in known:
-            raise ValueError(f"there is no {name!r}{suggest(name, known)}")
+            raise ValueError(f"there is no {name!r}{suggest(name, known)}; others are written {code}")
         return name
 
     return AfterValidator(check)
@@ -81,7 +81,7 @@ class GroupConfig(_WithOptions):
 class OptimizerConfig(_WithOptions):
     """The optimizer."""
 
-    name: Annotated[str, SettingRule.CODE, _one_of(OPTIMIZERS)] = "adam"
+    name: Annotated[str, SettingRule.CODE, _one_of(OPTIMIZERS, "package.module:Class or my_file.py:Class")] = "adam"
     """A class of torch.optim in small letters (adamw, sgd, muon, adafactor, …), or another class:
     "my_file.py:Class", "package.module:Class"."""
     lr: float = Field(default=1e-3, ge=0)
@@ -113,9 +113,9 @@ class OptimizerConfig(_WithOptions):
 
 
 class LearningRateConfig(Settings):
-    """The factor of the learning rate from step to step; `train.optimizer.learning_rate_factor` has the formulas."""
+    """The factor of the learning rate from step to step."""
 
-    name: Annotated[str, SettingRule.CODE, _one_of(SHAPES)] = "constant"
+    name: Annotated[str, SettingRule.CODE, _one_of(SHAPES, "my_file.py:factor")] = "constant"
     """The shape of the decay after the warm-up: constant, linear, cosine, polynomial, exponential, inverse_sqrt, wsd
     (warm-up, stable, decay), or a user's function (step, total steps) → factor: "my_file.py:factor"."""
     warmup_steps: int = Field(default=0, ge=0)

@@ -28,7 +28,7 @@ from inspect import Parameter, Signature, signature
 from itertools import chain
 from textwrap import wrap
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic.fields import FieldInfo
@@ -59,7 +59,7 @@ AnySettings = TypeVar("AnySettings", bound=Settings)
 def read_settings(kind: type[AnySettings], values: Mapping[str, Any], source: str, prefix: str = "") -> AnySettings:
     """Return `values` as a checked `kind`.
 
-    `source` names where the values came from, `prefix` is the path in front of each key ("model.options").
+    `source` names where the values came from ("": not said), `prefix` is the path before each key ("model.options").
     Raises UsageError that lists every fault.
     """
     try:
@@ -68,7 +68,7 @@ def read_settings(kind: type[AnySettings], values: Mapping[str, Any], source: st
         details = error.errors(include_url=False)
         faults = [_fault(kind, one, prefix) for one in details[:MOST_FAULTS]]
         faults += [f"and {len(details) - MOST_FAULTS} more"] if len(details) > MOST_FAULTS else []
-        raise UsageError("\n  ".join([f"{source}:", *faults])) from None
+        raise UsageError("\n  ".join([*([f"{source}:"] if source else []), *faults])) from None
 
 
 def _fault(kind: type[Settings], details: ErrorDetails, prefix: str) -> str:
@@ -90,6 +90,11 @@ def _reason(kind: type[Settings], details: ErrorDetails) -> str:
             return "is required"
         case "model_type":
             return f"is a section of settings (key: value), not {_short(value)}"
+        case "tuple_type" if item := _section_at(kind, details["loc"]):
+            keys = ", ".join(f"{name}: …" for name, field in item.model_fields.items() if field.is_required())
+            return f"is a list: [{{{keys}}}, …], not {_short(value)}"
+        case "int_type" if isinstance(value, float) and value.is_integer():
+            return f"is a whole number; write {int(value)}"
         case "literal_error" if isinstance(value, str):
             return f"there is no {_short(value)}" + suggest(value, re.findall(r"'([^']*)'", details["ctx"]["expected"]))
         case "value_error":
@@ -102,20 +107,26 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def _section_at(kind: type[Settings], path: Sequence[int | str]) -> type[Settings]:
-    """Return the settings class of the section at `path` below `kind`."""
+def _section_at(kind: type[Settings], path: Sequence[int | str]) -> type[Settings] | None:
+    """Return the settings class of the section at `path` below `kind`, or of the items of a list there."""
+    found: type[Settings] | None = kind
     for key in path:
-        annotation = kind.model_fields[str(key)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, Settings)):
-            break
-        kind = annotation
-    return kind
+        if found is not None and isinstance(key, str):
+            found = _settings_in(found.model_fields[key].annotation) if key in found.model_fields else None
+    return found
+
+
+def _settings_in(annotation: Any) -> type[Settings] | None:
+    """Return the settings class within a type: `Part` of `tuple[Part, ...]` and of `Part | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, Settings):
+        return annotation
+    return next(filter(None, map(_settings_in, get_args(annotation))), None)
 
 
 def _nearest_key(root: type[Settings], path: Sequence[int | str], key: str) -> str:
     """Suggest the intended key: the same name a level below the section at `path`, what another framework calls so,
     the same name elsewhere below `root`, or the nearest of the section."""
-    section = _section_at(root, path)
+    section = _section_at(root, path) or root
     below = [
         ".".join(map(str, (*path, name, key)))
         for name, field in section.model_fields.items()
@@ -238,6 +249,15 @@ class InJob:
     load: Callable[[Any], Any] = lambda value: value
 
 
+def _no_half(name: object) -> object:
+    if str(name).removeprefix("torch.") in ("fp16", "float16", "half", "16", "16-mixed", "16-true"):
+        raise ValueError(
+            f"{name!r} needs a loss scale, which Engine(…, grad_scaler=torch.amp.GradScaler()) takes, and no job; "
+            "in a job give 'bfloat16' or 'float32'"
+        )
+    return name
+
+
 def _dtype(name: str) -> Any:
     return getattr(import_module("torch"), name)
 
@@ -267,7 +287,10 @@ class RunSettings(Settings):
     bucket_mb: Annotated[float, SettingRule.TRAINS, InJob("parallel")] = Field(default=25.0, gt=0)
     """Size in MB (10^6 bytes) above which a gradient bucket is reduced in several reductions."""
     dtype: Annotated[
-        Any, SettingRule.KEPT, SettingRule.GIVEN, InJob("runtime", "precision", Precision, "float32", _dtype)
+        Any,
+        SettingRule.KEPT,
+        SettingRule.GIVEN,
+        InJob("runtime", "precision", Annotated[Precision, BeforeValidator(_no_half)], "float32", _dtype),
     ] = None
     """Dtype to compute in, of weights and inputs; None, of an engine: as blocks are built. With bfloat16 and float16,
     gradients are accumulated and weights are stepped in float32."""

@@ -60,7 +60,7 @@ class TraceSource:
         if len(one) != len(other):
             raise Untraceable("its forward has other steps while it trains than while it does not")
         if len(one) < 2:
-            raise Untraceable("its forward has no place between modules with matrices where at most 8 values cross")
+            raise Untraceable("between its modules with weights is no place where at most 8 tensors cross")
         both = zip(one, other, strict=True)
         self.targets = [tuple(dict.fromkeys((*_targets(a), *_targets(b)))) for a, b in both]
         self._require_own_state(model, [*one, *other])

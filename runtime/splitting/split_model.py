@@ -166,6 +166,9 @@ def _whole(
         try:
             return _traced(model, segments(model))
         except Untraceable as error:
+            if not any(model.children()):
+                words = "is one layer, with nothing to split; pass it as a block: Engine(plan, [model], …)"
+                raise UsageError(f"{type(model).__name__} {words}") from None
             untraced = f"{_untraced(model, error)}; "
     if transformers_models.is_one(model):
         transformers_models.require_whole_loss(model)

@@ -14,6 +14,7 @@ import logging
 
 from quintsched.compiler import compiled_again, evaluation_of
 from quintsched.errors import MisfitError, UsageError
+from quintsched.ir.mesh import whole_number
 from quintsched.plan import Plan
 
 from ..comm import Group, Transport
@@ -60,6 +61,8 @@ class StepPlans:
     def _both(self, microbatches: int | None) -> tuple[Plan, Plan]:
         if microbatches is None:
             return self._of[self.plan.schedule.microbatches]
+        if whole_number(microbatches) is None:
+            raise UsageError(f"a step cannot have microbatches={microbatches!r}; give a whole number from 1 on")
         self._require_same(microbatches)
         if microbatches < 1:
             raise UsageError(f"a step cannot have microbatches={microbatches}; give a number from 1 on")

@@ -123,6 +123,9 @@ class Trainer:
         if isinstance(given, JobConfig):
             raise UsageError("a job file is trained by Trainer.of_job(job, plan, transport, …)")
         job = _config_of(config)
+        for key, argument, value in (("optimizer", "optimizer", optimizer), ("loss", "loss_fn", loss_fn)):
+            if value is not None and key in job.train.model_fields_set:
+                raise UsageError(f"Trainer: {argument} is given, and train.{key} of config too; leave out one of them")
         plan = plan or compile_request(job.parallel.request())
         transport = transport or _connect(job, plan)
         self._begin(

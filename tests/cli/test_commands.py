@@ -205,6 +205,18 @@ def test_compare_gives_each_schedule_what_it_takes(cli):
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("train", "job.yaml"), "there is no command 'train'; did you mean 'quintsched run'?"),
+        (("compile", "-s", "1f1b", "--mesh", "", "-m", 2), "mesh: '' names no axis (a variable that is not set?)"),
+        (("predict", "--model", "gpt3-175b", "--hardware", "h100", "--mesh", " "), "mesh: ' ' names no axis"),
+    ],
+)
+def test_what_is_meant_is_said(refused, words, said):
+    assert said in refused(2, *words)
+
+
 def test_compare_where_none_takes_the_shape(refused):
     message = refused(2, "compare", "interleaved-1f1b", "--pp", 4, "-m", 7)
     assert "none of these takes the shape" in message

@@ -40,6 +40,10 @@ def test_tokenize_and_show(cli, tmp_path):
     ],
 )
 def test_what_is_refused(refused, command, words):
+    Path("b.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    assert "b.jsonl, line 2: not JSON: Expecting value at column 9" in refused(
+        1, "data", "tokenize", "b.jsonl", "-o", "c"
+    )
     Path("a.txt").write_text("text")
     assert words in refused(2, "data", *command)
     assert not Path("corpus").exists()

@@ -63,6 +63,7 @@ class Chooser:
         self._setting = Setting(tensor=bench.group)
         self._guessed: Arrivals | None = None
         self._has_guessed = False
+        self._said: set[tuple[str, ...]] = set()
 
     def choose(self, kind: BlockKind) -> Choice:
         """Return the choice of cuts for a kind of block (collective over tp)."""
@@ -115,9 +116,16 @@ class Chooser:
         if self._tensor.are_ruled(pair):
             raise MisfitError(kind.refusal_to_cut(pair, self._bench.group.size))
         if not self._bench.group.index:
-            names = " and ".join(repr(cut.path) for cut in pair)
-            _logger.warning("%s: %s are kept whole over tp, for %s", kind.name, names, why)
+            self._warn(kind, pair, f"kept whole over tp, for {why}")
         return replicated(pair)
+
+    def _warn(self, kind: BlockKind, pair: Sequence[Cut], words: str) -> None:
+        """Log what becomes of a pair, once for blocks of one class that have it alike."""
+        said = kind.name.partition("(")[2], *(cut.path.partition(".")[2] for cut in pair), words
+        if said not in self._said:
+            self._said.add(said)
+            names = " and ".join(repr(cut.path) for cut in pair)
+            _logger.warning("%s: %s are %s", kind.name, names, words)
 
     def _way_of(
         self, kind: BlockKind, pair: Sequence[Cut], pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures
@@ -146,8 +154,7 @@ class Chooser:
         what = {str(way == alone(pair)): "cut one by one", str(way == replicated(pair)): "kept whole"}.get("True")
         if what is None or first is None or self._bench.group.index:
             return
-        names = " and ".join(repr(cut.path) for cut in pair)
-        _logger.warning("%s: %s are %s over tp, for as a pair, %s", kind.name, names, what, first)
+        self._warn(kind, pair, f"{what} over tp, for as a pair, {first}")
 
     def _together(self, kind: BlockKind, pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures) -> Choice:
         """Return the choice where pairs prove separately, but not together: one by one if that proves, else whole."""

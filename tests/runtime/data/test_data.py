@@ -198,6 +198,8 @@ class TestNames:
     def test_unknown_name_and_unread_options(self) -> None:
         with pytest.raises(UsageError, match="no data set 'digit'; did you mean 'digits'"):
             load_dataset(DataConfig(name="digit"))
+        with pytest.raises(UsageError, match=r"no data set 'imagenet'; there is: digits, .*; a function of yours is"):
+            load_dataset(DataConfig(name="imagenet", options={"size": 3}))
         with pytest.raises(UsageError, match=r"data\.options"):
             load_dataset(DataConfig(options={"size": 3}))
         with pytest.raises(UsageError, match=r"data\.path"):

@@ -220,6 +220,12 @@ def test_what_does_not_do(tmp_path: Path) -> None:
         ({"pack": False, "mask_documents": True}, UsageError, "mask_documents is for packed samples"),
         ({"mixture": [{"path": "a", "weight": 0}]}, UsageError, r"data.options.mixture.0.weight: .*greater than 0"),
         ({"validation": 1.5}, UsageError, "validation is a fraction between 0 and 1, or another folder, not 1.5"),
+        (
+            {"mixture": [{"path": "a", "wieght": 1}]},
+            UsageError,
+            r"mixture.0.wieght: unknown key; did you mean 'weight'",
+        ),
+        ({"mixture": {"a": 0.7}}, UsageError, r"mixture: is a list: \[{path: …, weight: …}, …\], not {'a': 0.7}"),
         ({"sequenc": 4}, UsageError, r"data.options.sequenc: unknown key; did you mean 'sequence'"),
     ):
         with pytest.raises(error, match=words):
@@ -231,9 +237,9 @@ def test_what_does_not_do(tmp_path: Path) -> None:
         load(tmp_path, sequence=4, mixture=sources[:1], validation="b")
     with pytest.raises(UsageError, match="the weight of a is less than half of 1 / 10000 of all"):
         load(tmp_path, sequence=4, mixture=[{"path": "a", "weight": 1}, {"path": "a", "weight": 1e6}])
-    with pytest.raises(InputError, match=r"its 62 tokens are too few for a sample of 62 \+ 1"):
+    with pytest.raises(UsageError, match=r"its 62 tokens are too few for a sample of 62 \+ 1"):
         load(tmp_path / "a", sequence=62)
-    with pytest.raises(InputError, match="there is one sample, and none is left for training"):
+    with pytest.raises(UsageError, match="there is one sample, and none is left for training"):
         load(tmp_path / "a", sequence=40)
     assert len(load(tmp_path, sequence=40, mixture=sources[:1], validation="a").validation) == 1
 

@@ -35,6 +35,7 @@ rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_CO
 
 def here():
     names = [name for name in os.environ if name.isupper() and ("RANK" in name or "WORLD" in name or "MASTER" in name)]
+    assert sys._xoptions["rank"] == str(rank)
     said = {"pid": os.getpid(), "env": {name: os.environ[name] for name in names}}
     Path(folder, f"new-{rank}").write_text(json.dumps(said))
     Path(folder, f"new-{rank}").rename(Path(folder, f"rank-{rank}-{attempt}"))
@@ -116,6 +117,27 @@ def launcher(*arguments: object) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--resume"], "job.yaml: --resume needs checkpoint.dir"),
+        (["--set", "log.path=job.yaml/log.jsonl"], "job.yaml: cannot write the log: File exists"),
+        (["--set", "checkpoint.dir=job.yaml"], "job.yaml: cannot write a checkpoint: File exists"),
+    ],
+)
+def test_what_cannot_be_is_said_before_ranks_start(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text("parallel: {mesh: dp=2}")
+    assert local_launcher.main(["--config", "job.yaml", *arguments]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_ranks_find_what_torchrun_would_tell_them(module: str, tmp_path: Path) -> None:

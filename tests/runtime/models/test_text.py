@@ -87,7 +87,7 @@ def test_what_does_not_do(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="text: holds nothing"):
         load(path)
     path.write_bytes(b"x" * 1289)
-    with pytest.raises(InputError, match=r"of its 1289 bytes, the last 128 are .* too few for a window of 128 \+ 1"):
+    with pytest.raises(UsageError, match=r"of its 1289 bytes, the last 128 are .* too few for a window of 128 \+ 1"):
         load(path)
     path.write_bytes(b"x" * 1290)
     assert len(load(path).validation) == 1

@@ -141,6 +141,8 @@ def test_a_data_set_is_divided_over_the_replicas_to_the_same_figures(mesh: str) 
         ({"parallel": {"mesh": "dp=2"}}, DataLoader(data(), 4), "gives all 2 replicas the same samples"),
         ({"trian": {}}, batches, "did you mean 'train'"),
         ({"parallel": {"auto": {}}}, batches, "are for job files"),
+        ({"train": {"loss": "a.py:f"}}, batches, "loss_fn is given, and train.loss of config too"),
+        ({"train": {"optimizer": {"lr": 1.0}}}, batches, "optimizer is given, and train.optimizer of config too"),
         (3, batches, "config is 3; give a mapping with the sections of a job file"),
         ({}, {"train": {"epochs": 3}}, "a dict is no loader; give an object that yields batches"),
         ({}, None, "None is no loader"),
@@ -149,8 +151,10 @@ def test_a_data_set_is_divided_over_the_replicas_to_the_same_figures(mesh: str) 
 )
 def test_what_is_missing_is_said(config: Any, train: Any, words: str) -> None:
     ranks = 2 if "mesh" in str(config) else 1
+    own: dict[str, Any] = {"loss_fn": torch.nn.CrossEntropyLoss(), "optimizer": torch.optim.SGD}
+    own = own if "is given, and" in words else {}
     with pytest.raises(qs.UsageError, match=words):
-        run_local(ranks, lambda transport: Trainer(split(net()), train, None, config, transport=transport))
+        run_local(ranks, lambda transport: Trainer(split(net()), train, None, config, transport=transport, **own))
 
 
 def test_a_start_is_one_of_three() -> None:

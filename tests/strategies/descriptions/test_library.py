@@ -27,6 +27,7 @@ SIZES = {"layers": 2, "hidden": 64, "heads": 4}
         (find_model, "gpt3", "gpt3-175b"),
         (find_model, "Llama2-7B", "llama-2-7b"),
         (find_model, "LLaMA 3 8B", "llama-3-8b"),
+        (find_model, "llama-3.1-8b", "llama-3.1-8b"),
         (find_model, "MT-NLG", "mt-nlg-530b"),
         (find_model, "aceso-1.3b", "aceso-1.3b"),
         (find_model, "Mixtral_8x7B", "mixtral-8x7b"),
