@@ -304,7 +304,16 @@ def test_what_run_starts(cli, plan_file, tmp_path, monkeypatch):
     assert all(command[:-1] == [*parent, "quintsched.runtime.launch.local_launcher"] for command in commands)
     requests = [json.loads(command[-1]) for command in commands]
     plain = {"plan": None, "config": "job.yaml", "set": [], "trace": None, "resume": False, "fresh": False}
-    plain |= {"override": [], "nproc": None, "restarts": 0, "min_dp": None, "nnodes": 1, "node_rank": 0, "master": ""}
+    plain |= {
+        "override": [],
+        "autotune": False,
+        "nproc": None,
+        "restarts": 0,
+        "min_dp": None,
+        "nnodes": 1,
+        "node_rank": 0,
+        "master": "",
+    }
     assert requests == [
         plain,
         {**plain, "plan": "plan.json", "set": ["a.b=c", "d=e f"], "resume": True, "nproc": 2},

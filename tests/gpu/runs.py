@@ -25,6 +25,7 @@ MORE = [
     Case("interleaved-1f1b", "pp=8", 8, chunks=2),
     Case("v-half", "dp=2,pp=4", 4),
     Case("dualpipe-v", "dp=2,pp=4", 8),
+    Case("chimera", "dp=2,pp=4", 8),
 ]
 """Schedules that the matrix does not take to 8 ranks."""
 

@@ -73,7 +73,7 @@ def test_a_broken_report_is_refused_with_the_place(report, change, says, tmp_pat
 def test_more_of_them_than_the_mesh_has_ranks_are_not_looked_at(report, name, monkeypatch):
     data = json.loads(report.to_json())
     data[name] = data[name][:1] * 17
-    monkeypatch.setattr("quintsched.stalls.stall_report._File", None)
+    monkeypatch.setattr("quintsched.stalls.stall_report.StallFile", None)
     with pytest.raises(InputError, match=f"^/{name}: there are 17, but the mesh dp=2,pp=2 has 4 ranks$"):
         StallReport.from_json(json.dumps(data))
 
