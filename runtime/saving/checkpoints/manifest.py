@@ -175,7 +175,7 @@ def _without_seal(content: bytes) -> dict[str, Any]:
 def _require_ranks(manifest: Manifest) -> None:
     """Raise `InputError` unless the manifest lists one file per rank of its mesh, in order."""
     try:
-        ranks = Mesh.parse("" if manifest.mesh == str(Mesh()) else manifest.mesh).size
+        ranks = (Mesh() if manifest.mesh == str(Mesh()) else Mesh.parse(manifest.mesh)).size
     except UsageError as error:
         raise InputError(f"/mesh: {error}") from error
     for rank, file in enumerate(manifest.files[:ranks]):
