@@ -36,7 +36,8 @@ publisher.number_of(plan)
 publisher.enter("step", step=3)
 publisher.walk(plan)
 publisher.numbers[INDEX] = 4 + rank
-print("here", flush=True)
+sys.stdout.write("here\\n")  # in one piece: ranks share their launcher's output
+sys.stdout.flush()
 sys.stdin.read()
 """
 
