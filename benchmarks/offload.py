@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
-from fidelity import MICROBATCHES, SLICES, Row, Sleeps, chosen, compile_for, report, run_sleeps
+from fidelity import MICROBATCHES, SLICES, Sleeps, chosen, compile_for, run_sleeps
+from fidelity_rows import Row, report
 from sleeper import Sleeper, SleepFunction
 from torch import Tensor, nn
 

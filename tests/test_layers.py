@@ -38,7 +38,7 @@ LONGEST_FUNCTION = 60
 
 BUDGET = {
     "parallel": 6085,
-    "saving": 3727,
+    "saving": 3725,
     "examine": 4096,
     "comm": 2724,
     "interpreter": 2826,
@@ -51,11 +51,11 @@ BUDGET = {
     "launch": 1328,
     "optim": 921,
     "steps": 1080,
-    "train": 1607,
+    "train": 1606,
     "run_checks": 754,
     "data": 1122,
     "models": 512,
-    "settings": 739,
+    "settings": 743,
     "autograd": 481,
     "calibrate": 611,
     "agreement": 346,

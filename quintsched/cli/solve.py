@@ -153,18 +153,8 @@ def _write(found: Solution, output: Path | None, certificate: Path | None, log: 
 
 
 def _as_json(found: Solution) -> dict[str, object]:
-    claim = found.certificate
     return {
-        "placement": found.placement,
-        "objective": claim.objective,
-        "value": claim.value,
-        "bound": claim.bound,
-        "proved": found.proved,
-        "gap": found.gap,
-        "status": found.status,
-        "origin": found.origin,
-        "rank": claim.rank,
-        "reason": claim.reason,
+        **found.summary(),
         **({} if (noise := found.robustness) is None else {"jitter": {**asdict(noise), "closed": noise.closed}}),
     }
 

@@ -65,6 +65,22 @@ class Solution:
             return "certified"
         return "solver-proved" if self.gap <= TOLERANCE else "open"
 
+    def summary(self) -> dict[str, object]:
+        """Return the figures as JSON data."""
+        claim = self.certificate
+        return {
+            "placement": self.placement,
+            "objective": claim.objective,
+            "value": claim.value,
+            "bound": claim.bound,
+            "proved": self.proved,
+            "gap": self.gap,
+            "status": self.status,
+            "origin": self.origin,
+            "rank": claim.rank,
+            "reason": claim.reason,
+        }
+
     def __repr__(self) -> str:
         sizes = f"{self.placement}, {self.certificate.objective} {self.certificate.value:g}"
         return f"Solution({sizes}, gap {100 * self.gap:.1f} %, {self.status})"

@@ -69,8 +69,8 @@ class Autotune:
 
     def fit(self, start: Start, notes: Sequence[str] = ()) -> None:
         """Train to the end; rank 0 reports, `notes` first. Raises `UsageError` where nothing can be tuned."""
-        if self.job.checkpoint.dir is None:
-            raise UsageError("--autotune hands the state from plan to plan in checkpoints; set checkpoint.dir")
+        if self.job.checkpoint.folder is None:
+            raise UsageError("--autotune hands the state from plan to plan in a folder; set checkpoint.dir to one")
         if self.job.runtime.trace is not None:
             raise UsageError("--autotune writes traces of its own; leave the trace out")
         self._say(*notes)

@@ -88,20 +88,17 @@ def _worlds(request: LaunchRequest) -> tuple[Worlds, bool, LaunchRequest]:
         num_ranks = wanted or plan_of(job, request.plan).mesh.size
     worlds = Worlds([num_ranks])
     if request.min_dp is not None:
-        saves = job.checkpoint.dir if request.nnodes == 1 else None  # launchers elsewhere may not see the same folder
+        saves = job.checkpoint.folder if request.nnodes == 1 else None  # launchers elsewhere may not see the same
         sizes = smaller_worlds(job, plan_of(job), request.min_dp, request.nnodes) or [num_ranks]
-        worlds = Worlds(sizes, None if saves is None or "://" in saves else Path(saves))
+        worlds = Worlds(sizes, saves)
     return worlds, job.runtime.transport == "local" or num_ranks == 1, request
 
 
 def _make_folders(job: JobConfig, node: int) -> None:
     """Make the folders of the log and of checkpoints: one that cannot be made is an error before any rank starts."""
-    log, saves = job.log.path, job.checkpoint.dir
-    for folder, what in (
-        (None if log is None else Path(log).parent, "the log"),
-        (saves and Path(saves), "a checkpoint"),
-    ):
-        if folder and node == 0:
+    log = None if job.log.path is None else Path(job.log.path).parent
+    for folder, what in ((log, "the log"), (job.checkpoint.folder, "a checkpoint")):
+        if folder is not None and node == 0:
             with writing(folder, what):
                 folder.mkdir(parents=True, exist_ok=True)
 

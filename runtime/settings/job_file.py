@@ -14,6 +14,7 @@ current directory, not to the job file: the same file serves runs in many places
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -223,6 +224,10 @@ class RuntimeConfig(_section("runtime")):  # type: ignore[misc]
     """Number of steps that are traced."""
 
 
+URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]+://.+")
+"""A place of checkpoints that is a bucket, not a folder."""
+
+
 class CheckpointConfig(Settings):
     """Section `checkpoint`: what is saved of the run."""
 
@@ -239,6 +244,11 @@ class CheckpointConfig(Settings):
     """"native": a file per rank, for the plan that wrote it; "dcp": PyTorch's distributed format, for any mesh."""
     export: str | None = None
     """A directory for the trained weights, as `from_pretrained` of transformers reads them; none: not written."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The directory, where there is one and it is no URL."""
+        return None if self.dir is None or URL.fullmatch(self.dir) else Path(self.dir)
 
     @property
     def unused(self) -> str | None:
@@ -315,9 +325,7 @@ class JobConfig(Settings):
     @property
     def folder(self) -> Path | None:
         """Folder for reports of a failing run: beside the log, or the checkpoints."""
-        if self.log.path is not None:
-            return Path(self.log.path).parent
-        return None if self.checkpoint.dir is None or "://" in self.checkpoint.dir else Path(self.checkpoint.dir)
+        return self.checkpoint.folder if self.log.path is None else Path(self.log.path).parent
 
     @property
     def run(self) -> RunSettings:

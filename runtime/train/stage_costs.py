@@ -13,7 +13,6 @@ from quintsched.plan import Plan
 from ..blocks.block_costs import estimate_costs, measure_costs
 from ..blocks.block_outlines import Blocks
 from ..comm import Transport
-from ..saving.checkpoints.bucket_folder import place_of
 from ..saving.checkpoints.checkpoints import remembered_costs
 from ..settings.job_file import JobConfig
 from .batch_feed import Feed
@@ -26,7 +25,7 @@ def block_costs(job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, transpor
     if job.parallel.balance == "estimated":
         return estimate_costs(blocks)
     directory = job.checkpoint.dir if plan.mode == "train" else None
-    if directory is not None and isinstance(place_of(directory), str):
+    if directory is not None and job.checkpoint.folder is None:
         raise UsageError(
             f"parallel.balance: measured keeps its costs in a folder, not at {directory}; give stages instead"
         )

@@ -107,20 +107,9 @@ class WhatIf:
         }
 
     def _as_json(self, name: str) -> dict[str, object]:
-        found = self.better[name]
-        claim = found.certificate
-        return {
-            "makespan": claim.value,
-            "avoidable": self.avoidable(name),
-            "bound": claim.bound,
-            "certified_gap": claim.gap,
-            "proved": found.proved,
-            "gap": found.gap,
-            "status": found.status,
-            "origin": found.origin,
-            "rank": claim.rank,
-            "reason": claim.reason,
-        }
+        claim = self.better[name].certificate
+        more = {"makespan": claim.value, "avoidable": self.avoidable(name), "certified_gap": claim.gap}
+        return {**self.better[name].summary(), **more}
 
 
 def what_if(

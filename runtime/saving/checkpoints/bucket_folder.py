@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
 import threading
@@ -31,11 +30,11 @@ from quintsched.files.atomic import whole_path, writing
 from quintsched.files.strictjson import parse_strict, shorten
 
 from ...comm.clocks import now_s
+from ...settings.job_file import URL
 from ..write_tensors import WHAT
 from .manifest import MANIFEST
 from .run_folder import LEFTOVER, RunFolder, SavedStep, step_of
 
-URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]+://.+")
 LOCK = "run.lock"
 BEAT_S = 5.0
 """Interval at which a run renews its lock; one that is not renewed for three of them is that of a dead run."""

@@ -114,6 +114,7 @@ def test_wrong_requests(capsys: pytest.CaptureFixture[str]) -> None:
     plan_of(job()).save("plan.json")
     for sections, more, why in (
         ({"log": {"path": None}}, (), "set checkpoint.dir"),
+        ({**saved, "checkpoint": {"dir": "memory://runs/1"}}, (), "set checkpoint.dir to one"),
         ({**saved, "train": {"max_steps": 9}}, (), "--autotune measures 20 steps; the training has 9"),
         ({**saved, "runtime": {"trace": "traces"}}, (), "leave the trace out"),
         (saved, ("plan.json",), "leave the plan file out"),

@@ -19,8 +19,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import quintsched as qs
 from quintsched.errors import QuintschedError
+from quintsched.runtime.launch.local_launcher import _make_folders
 from quintsched.runtime.saving.checkpoints import bucket_folder
 from quintsched.runtime.saving.checkpoints.bucket_folder import BucketFolder
+from quintsched.runtime.settings.job_file import JobConfig
 
 from ...helpers import jobs
 from ...helpers.jobs import data_file, figures, fit, interrupt_after
@@ -187,6 +189,15 @@ def test_200_faults_leave_a_whole_step_and_one_that_passes_is_not_seen(kind: str
         assert found in ([(1, 10.0), (2, 20.0)] if failed else [(2, 20.0)])
         save(place, 3, 30.0)
         assert names_in(place) == ["plan.json", "step-00000003"]
+
+
+def test_a_bucket_is_no_folder_that_a_launcher_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place, made in (("memory://runs/1", []), ("runs/1", ["runs"])):
+        asked = JobConfig(checkpoint={"dir": place})
+        _make_folders(asked, 0)
+        assert [path.name for path in tmp_path.iterdir()] == made
+        assert (asked.checkpoint.folder is None, asked.folder) == (not made, Path("runs/1") if made else None)
 
 
 def test_what_a_bucket_does_not_do_is_refused(data_file: Path, bucket: str) -> None:
