@@ -49,7 +49,7 @@ BUDGET = {
     "blocks": 1324,
     "state": 1333,
     "launch": 1328,
-    "optim": 921,
+    "optim": 931,
     "steps": 1080,
     "train": 1606,
     "run_checks": 754,

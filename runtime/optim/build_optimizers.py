@@ -83,9 +83,12 @@ class OptimizerBuilds:
         self._is_whole_here = plan.mesh.axis_size("pp") * plan.mesh.axis_size("ep") == 1 and len(self._steps) == 1
         self._shards = plan.zero.shards_optimizer
         self._is_direct = self._is_whole_here and not self._shards and tensor.size == 1
-        self.whole, self.why, self.at_one_place = set[nn.Parameter](), list[str](), False
+        self.whole: set[nn.Parameter] = set()
+        self.why: list[str] = []
+        self.at_one_place = False
         self.settings: Section | None = None
-        self._made, self._coupling = dict[StepStages, list[Optimizer]](), list[Coupling]()
+        self._made: dict[StepStages, list[Optimizer]] = {}
+        self._coupling: list[Coupling] = []
         if not self._is_direct:
             self._names = dict(self._own_names())
             self._stand_ins = dict(self._make_stand_ins())

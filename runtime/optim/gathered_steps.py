@@ -41,7 +41,8 @@ from .state_beside_parameters import OwnState, words_of
 
 _logger = logging.getLogger("quintsched.runtime")
 
-_NO_CONTEXT, _profiled = nullcontext(), torch._C._autograd._profiler_enabled
+_NO_CONTEXT = nullcontext()
+_profiled = torch._C._autograd._profiler_enabled
 
 
 class GatheredMatrix:
@@ -53,7 +54,8 @@ class GatheredMatrix:
     """
 
     def __init__(self, shard: nn.Parameter, how: Shard, group: Group) -> None:
-        self.shard, self._group, self._how = shard, group, how
+        self.shard, self._group = shard, group
+        self._how = how
         shape = list(shard.shape)
         shape[how.dim] *= how.size
         self.full = nn.Parameter(torch.empty(shape, dtype=shard.dtype, device=shard.device))
@@ -73,10 +75,7 @@ class GatheredMatrix:
 
 
 class Stepper:
-    """Steps an optimizer, on whole matrices where it needs them.
-
-    `goes_by_norm`: it depends on the norm of all gradients, but has only some parameters.
-    """
+    """Steps an optimizer, on whole matrices where it needs them."""
 
     def __init__(
         self,
@@ -86,13 +85,16 @@ class Stepper:
         *,
         goes_by_norm: bool = False,
     ) -> None:
-        self.optimizer, self._gathered, self.goes_by_norm = optimizer, tuple(gathered), goes_by_norm
+        self.optimizer, self._gathered = optimizer, tuple(gathered)
+        self.goes_by_norm = goes_by_norm
+        """Whether it depends on the norm of all gradients, but has only some parameters."""
         self._handles = {matrix.shard: matrix.full for matrix in self._gathered}
         self._parts = parts = parts_of([optimizer])
         self._part_of = {p: part for part in parts for p in parameters_of(part)}
         self._own = [OwnState(n, part) for n, part in zip(numbers or range(len(parts)), parts, strict=True)]
         self._foreign = [own for own in self._own if own.is_foreign]
-        self._is_first, self._has_shares, self._stepped = True, numbers is not None, len(self._part_of)
+        self._is_first, self._has_shares = True, numbers is not None
+        self._stepped = len(self._part_of)
 
     def state_of(self, master: nn.Parameter) -> dict[str, Any]:
         """Return the optimizer state of a parameter; {} for one that it does not step."""
@@ -203,12 +205,13 @@ def _step_unrecorded(optimizer: Optimizer) -> None:
 
     That takes half of the time of a small step.
     """
-    one, own = optimizer, cast("Any", type(optimizer).step)
-    seen = one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks or _pre_hooks or _post_hooks or _profiled()
-    if not seen and hasattr(own, "hooked") and not hasattr(own.__wrapped__, "hooked") and one.step == own.__get__(one):
-        own.__wrapped__(one)  # the function that torch has put its record around
+    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _pre_hooks or _post_hooks
+    own = cast("Any", type(optimizer).step)
+    is_torchs = hasattr(own, "hooked") and not hasattr(own.__wrapped__, "hooked")
+    if is_torchs and not has_hooks and not _profiled() and optimizer.step == own.__get__(optimizer):
+        own.__wrapped__(optimizer)  # the function that torch has put its record around
     else:
-        one.step()
+        optimizer.step()
 
 
 class _RefusedDraws(TorchDispatchMode):
@@ -234,7 +237,8 @@ def rest_of_norm(optimizer: Optimizer, norm: Tensor) -> Iterator[None]:
     squares = [torch.linalg.vector_norm(gradient).to(norm.dtype).square() for gradient in gradients]
     here = torch.stack(squares).sum() if squares else torch.zeros_like(norm)
     group = next(group for group in optimizer.param_groups if group["params"])
-    rest = nn.Parameter(group["params"][0].new_zeros([1] * group["params"][0].dim()))
+    like: nn.Parameter = group["params"][0]
+    rest = nn.Parameter(like.new_zeros([1] * like.dim()))
     rest.grad = torch.full_like(rest, 1.0) * (norm.square() - here).clamp(min=0).sqrt().to(rest.real.dtype)
     group["params"].append(rest)
     try:
