@@ -27,8 +27,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy_text import duration, strategy_name
-from quintsched.strategies.tuning.certificate import certify, load_certificate
-from quintsched.strategies.tuning.checker import check_certificate
+from quintsched.strategies.tuning.check_search_certificate import check_certificate
+from quintsched.strategies.tuning.search_certificate import certify, load_certificate
 from quintsched.strategies.tuning.space import divisors
 from quintsched.strategies.tuning.tune import Tuning, tune
 

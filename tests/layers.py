@@ -53,7 +53,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "pipeline_rows",
         "style",
         "perfetto",
-        "html_page",
+        "svg_page",
         "page",
         "looks",
         "collective_scene",

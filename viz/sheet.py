@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 from quintsched.errors import UsageError
 from quintsched.files.atomic import write_whole
 
-from .html_page import page_around
 from .looks import INK
 from .style import text_width
+from .svg_page import page_around
 
 POINTS = 72.0
 SUFFIXES = (".png", ".svg", ".html")

@@ -32,7 +32,7 @@ from ..parallel.expert.moe import mixtures
 from .block_runs import RunBlock, SameDraws, run_with_graph
 from .function_state import versions_kept
 from .losses.loss_parts import LossParts, rows_of_each
-from .losses.loss_weights import LossWeight, Over
+from .losses.loss_reductions import LossWeight, Over
 from .losses.other_targets import with_other_targets
 from .losses.sum_or_mean import LossExamination
 from .other_extras import Agree, others_of

@@ -36,12 +36,12 @@ from ..settings.run_settings import RunSettings
 from ..stage.batches.batch_digests import DataMarks
 from ..stage.batches.microbatches import NOTHING, Batch
 from ..stage.boundary_gradients import BoundaryGradients
-from ..stage.mean_losses import WeighedLoss
 from ..stage.stage_forward import Outputs, StageForward
 from ..stage.weighed_metrics import WeighedMetric
+from ..stage.weighted_losses import WeighedLoss
 from ..state.master_weights import Masters
 from ..state.training_state import GradientHandling
-from ..state.zero_params import ShardedWeights
+from ..state.zero_shards import ShardedWeights
 from ..steps.units import NO_UNITS, Units, UnitShape
 from .activation_offload import HostCopies
 from .busy_clock import Clock

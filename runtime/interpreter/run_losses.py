@@ -24,20 +24,20 @@ from ..blocks.trees import map_tensors
 from ..blocks.without_side_effects import tensors_of_training
 from ..comm.host_collectives import greatest, share_texts
 from ..examine.gradients.nonlinear_backwards import GatheredWeights
-from ..examine.losses.loss_weights import LossWeight, Over
+from ..examine.losses.loss_reductions import LossWeight, Over
 from ..examine.losses.real_batches import RealBatch, SampleUnit, why_rests_misfit
 from ..examine.losses.watched_loss import Examined
 from ..examine.weights_not_held import ReadsElsewhere
 from ..parallel.cut_proofs.trial_inputs import FirstUnits
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.batches.microbatches import Batch
-from ..stage.mean_losses import LEARNED, NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss
 from ..stage.rank_model import RankModel
 from ..stage.sliced_losses import FirstLosses, cuts_sequences
 from ..stage.weighed_metrics import WeighedMetric
+from ..stage.weighted_losses import LEARNED, NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss
 from ..steps.block_examinations import BlockExaminations
 from ..steps.units import Units
-from .loss_agreement import Told, rule_in_words, rule_of, why_uneven, with_nothing
+from .loss_findings import Told, rule_in_words, rule_of, why_uneven, with_nothing
 from .rank_state import RunOptions
 from .tally import StepFigures
 

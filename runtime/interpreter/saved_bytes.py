@@ -30,7 +30,7 @@ from ..comm.host_collectives import greatest
 from ..comm.overlap_threads import BoundCall
 from ..stage.batches.microbatches import Batch
 from ..stage.build_stages import Stage
-from ..state.zero_params import ShardedWeights
+from ..state.zero_shards import ShardedWeights
 from .rank_state import RankState
 
 

@@ -19,7 +19,7 @@ from ..blocks.block_outlines import TARGETS, Parcel, accepted_extras, on_meta, t
 from ..comm import Group
 from ..comm.host_collectives import share_texts
 from ..examine.block_losses import BlockLoss
-from ..examine.losses.loss_weights import Over
+from ..examine.losses.loss_reductions import Over
 from ..interpreter.interpreter import PreparedStep
 from ..interpreter.run_losses import RunLosses
 from ..parallel.dropout import KeyedDropout

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from ..examine.losses.loss_weights import Over, named
+from ..examine.losses.loss_reductions import Over, named
 from ..examine.losses.watched_loss import Examined
-from .mean_losses import WeighedLoss, note_misuse
+from .weighted_losses import WeighedLoss, note_misuse
 
 OF_LOSS = -1
 """Weight of a microbatch's metric that the loss's weight divides."""

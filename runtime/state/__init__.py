@@ -2,6 +2,6 @@
 
 `training_state` combines all of it. `grad_buckets` groups gradients for reduction, `grad_hooks` fills the buckets,
 `gradient_intake` adds what a backward has left, `grad_reducer` reduces them, `grad_norm` measures and clips.
-`zero_params` has sharded weights, `master_weights` the float32 copies. Imports `stage`, `optim`, `parallel`, `blocks`,
+`zero_shards` has sharded weights, `master_weights` the float32 copies. Imports `stage`, `optim`, `parallel`, `blocks`,
 `comm`, `autograd`.
 """

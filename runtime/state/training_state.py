@@ -1,7 +1,7 @@
 """State of a rank from step to step: weights, gradients and optimizer state; full, or its shards.
 
 plan without ZeRO    Masters           GradBucket of one shard       every replica holds all of it
-ZeRO                 ShardedMasters    GradBucket of equal shards    every replica holds, and steps, its (`zero_params`)
+ZeRO                 ShardedMasters    GradBucket of equal shards    every replica holds, and steps, its (`zero_shards`)
 plan that only runs forward            no GradBucket, no masters     weights alone
 """
 
@@ -36,7 +36,7 @@ from .grad_reducer import GradReducer
 from .master_weights import Masters
 from .memory_stats import MemoryKind, MemoryStats, StateBytes
 from .state_dict import BesideTensors, named_masters, of_model
-from .zero_params import ShardedMasters, ShardedWeights, WeightBucket
+from .zero_shards import ShardedMasters, ShardedWeights, WeightBucket
 
 BucketCut = list[tuple[PlanBucket, list[nn.Parameter]]]
 

@@ -30,7 +30,7 @@ from ..examine.block_losses import DRAWN_SAMPLES, BlockLoss, examine_block_loss
 from ..examine.block_runs import RunBlock, drawing
 from ..examine.extras.rows_of_samples import OF_NO_SAMPLE, extra_of_no_sample
 from ..examine.gradients.nonlinear_backwards import BlockBackwards, GatheredWeights, Unlinear
-from ..examine.losses.loss_weights import LossWeight, Over
+from ..examine.losses.loss_reductions import LossWeight, Over
 from ..objects.host_state import HostState
 from ..parallel.cut_proofs.block_kinds import content_of
 from ..parallel.cut_proofs.features_apart import state_of_host
@@ -39,8 +39,8 @@ from ..parallel.cut_proofs.trial_inputs import Arrival, Arrivals, FirstUnits
 from ..parallel.expert.moe import mixtures
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.cut_rules import is_built_in
-from ..stage.mean_losses import SUMS
 from ..stage.rank_model import RankModel
+from ..stage.weighted_losses import SUMS
 
 _FREE_BYTES = 32 << 20
 NO_BLOCK_LOSS = (

@@ -153,8 +153,8 @@ def test_the_best_is_written_as_plan_and_job(cli, tmp_path) -> None:
 
 
 def test_a_certificate_is_written_once_it_is_checked(cli, refused, tmp_path) -> None:
-    from quintsched.strategies.tuning.certificate import load_certificate
-    from quintsched.strategies.tuning.checker import check_certificate
+    from quintsched.strategies.tuning.check_search_certificate import check_certificate
+    from quintsched.strategies.tuning.search_certificate import load_certificate
 
     found = cli("tune", *SMALL, "--certificate", "cert.json", "--json").data
     assert check_certificate(load_certificate(tmp_path / "cert.json")) == found["considered"]

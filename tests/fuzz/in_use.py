@@ -15,8 +15,8 @@ from quintsched.strategies.commands.prediction_report import as_data, describe
 from quintsched.strategies.descriptions.library import find_hardware, find_model, hardware_names, model_names
 from quintsched.strategies.profiles import aceso
 from quintsched.strategies.profiles.profile import Profile
-from quintsched.strategies.tuning.certificate import load_certificate
-from quintsched.strategies.tuning.checker import check_certificate
+from quintsched.strategies.tuning.check_search_certificate import check_certificate
+from quintsched.strategies.tuning.search_certificate import load_certificate
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -184,8 +184,8 @@ def _simulations(predictions: Sequence[Prediction]) -> list[float | None]:
 
 def _certify(found: Tuning, file: Path) -> None:
     """Write the certificate of a search, after checking it; raises UnsoundError if it does not hold."""
-    from quintsched.strategies.tuning.certificate import certify
-    from quintsched.strategies.tuning.checker import check_certificate
+    from quintsched.strategies.tuning.check_search_certificate import check_certificate
+    from quintsched.strategies.tuning.search_certificate import certify
 
     certificate = certify(found)
     check_certificate(certificate)

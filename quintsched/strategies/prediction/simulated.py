@@ -22,7 +22,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
 from quintsched.strategies.prediction.layers_of_ranks import Kinds, stages_of_rank
-from quintsched.strategies.prediction.memory.ranks import stage_terms
+from quintsched.strategies.prediction.memory.rank_memory import stage_terms
 from quintsched.strategies.prediction.pipeline.makespan import repetition, require_simulable
 from quintsched.strategies.prediction.pipeline.spans import StageTimes
 from quintsched.strategies.prediction.shared_cores import shares_cores

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.memory.terms import COMES_AND_GOES
+from quintsched.strategies.prediction.memory.peak_memory import COMES_AND_GOES
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import Evaluated, evaluate, held
 from quintsched.strategies.tuning.space import FIXED, MESH, PER_STAGE, Columns, Mask, Space

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...objects.spaces import HOOKS
 from ..function_state import class_weights
-from .loss_weights import LossWeight, Over, named
+from .loss_reductions import LossWeight, Over, named
 from .real_batches import JoinedCall, RealBatch, SampleUnit
 
 _KNOWN = ("torch.nn.functional", "torch.nn.modules.loss", "transformers.loss.")

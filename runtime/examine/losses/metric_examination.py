@@ -1,7 +1,7 @@
 """Examination of a metric: its reduction, a sum or a mean, by experiment on its values alone.
 
     M(o) = M(a) + M(b)                a sum, which is the default for a metric
-    M(o) = w_a M(a) + w_b M(b)        a mean, by weights that are known (`loss_weights`)
+    M(o) = w_a M(a) + w_b M(b)        a mean, by weights that are known (`loss_reductions`)
 
 Where classes are predicted, some predictions are made correct, since a metric of zero decides nothing.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .loss_parts import LossParts
-from .loss_weights import LossWeight, Over, WeightFinding
+from .loss_reductions import LossWeight, Over, WeightFinding
 from .losses_mixing_tokens import OF_SLICES, mixes_values
 from .other_targets import with_other_targets
 from .sum_or_mean import WRITES, Candidates, LossExamination, Tried

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...blocks.trees import DIFFERENTIABLE, Tree, flatten
 from .loss_parts import leaf_rows, rows_of_each, shortened
-from .loss_weights import LossWeight, Over
+from .loss_reductions import LossWeight, Over
 from .sum_or_mean import LossExamination, Tried
 
 _FREE_BYTES = 8 << 20

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .loss_parts import LossParts, along_tokens, cut_elsewhere
-from .loss_weights import LossWeight, Over, WeightFinding
+from .loss_reductions import LossWeight, Over, WeightFinding
 from .losses_mixing_tokens import OF_SLICES, mixes_tokens
 from .other_targets import with_ignored_tokens, with_other_targets
 from .sum_or_mean import WRITES, LossExamination, Tried

@@ -25,7 +25,7 @@ from torch import Tensor
 from ...blocks.trees import flatten
 from ..function_state import FunctionKept, FunctionState, class_weights, whole_numbers
 from .loss_parts import Leaves, LossParts, along_samples, along_tokens, cut_elsewhere, leaf_rows, ratio_of, shortened
-from .loss_weights import WITHOUT_GRADIENT, LossWeight, Over, WeightFinding
+from .loss_reductions import WITHOUT_GRADIENT, LossWeight, Over, WeightFinding
 from .losses_mixing_tokens import OF_SLICES, mixes_tokens
 from .losses_with_state import depends_on_calls, goes_by_written
 from .nonlinear_losses import FACTORS, UNLINEAR, gradients_of, is_linear

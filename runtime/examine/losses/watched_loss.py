@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ...blocks.trees import flatten, tensors_of
 from ..function_state import FunctionKept, FunctionState, class_weights, versions_kept
+from .loss_reductions import WITHOUT_GRADIENT, LossWeight, Over, WeightFinding
 from .loss_value_checks import Late, compare_values, is_known
-from .loss_weights import WITHOUT_GRADIENT, LossWeight, Over, WeightFinding
 from .metric_examination import MetricExamination, StatedMetricExamination
 from .real_batches import JoinedCall, RealBatch, SampleUnit, why_rests_misfit
 from .stated_weights import StatedExamination

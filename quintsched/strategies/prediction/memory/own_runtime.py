@@ -26,7 +26,7 @@ from quintsched.strategies.prediction.memory.activations import (
     block_kept,
     head_kept,
 )
-from quintsched.strategies.prediction.memory.terms import Mesh, RankLayers
+from quintsched.strategies.prediction.memory.peak_memory import Mesh, RankLayers
 
 INDEX_BYTES = 8
 """Bytes of an index."""

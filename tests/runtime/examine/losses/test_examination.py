@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quintsched.runtime.examine.function_state import versions_kept
-from quintsched.runtime.examine.losses.loss_weights import Over
+from quintsched.runtime.examine.losses.loss_reductions import Over
 from quintsched.runtime.examine.losses.metric_examination import MetricExamination, StatedMetricExamination
 from quintsched.runtime.examine.losses.sum_or_mean import LossExamination
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from quintsched.runtime.examine.losses.loss_weights import Over
+from quintsched.runtime.examine.losses.loss_reductions import Over
 from quintsched.runtime.examine.losses.stated_weights import StatedExamination
 from quintsched.runtime.examine.losses.sum_or_mean import LossExamination
 

@@ -19,9 +19,9 @@ import numpy as np
 from quintsched.errors import UnsoundError
 from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.tuning.bounds import BOUND_MARGIN, frame_bounds, mesh_bounds
-from quintsched.strategies.tuning.certificate import Certificate, LeftOut, Winner
 from quintsched.strategies.tuning.evaluator import Evaluator, StrategyOutcomes
 from quintsched.strategies.tuning.per_stage import is_new
+from quintsched.strategies.tuning.search_certificate import Certificate, LeftOut, Winner
 from quintsched.strategies.tuning.space import MESH, PER_STAGE, Mask, Space, make_space
 
 FRAMES_AT_ONCE = 1 << 12

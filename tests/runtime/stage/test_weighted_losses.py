@@ -20,7 +20,7 @@ from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import run_local
 from quintsched.runtime.comm.generators import draws_undone
 from quintsched.runtime.settings.run_settings import LossOver
-from quintsched.runtime.stage.mean_losses import WeighedLoss
+from quintsched.runtime.stage.weighted_losses import WeighedLoss
 
 from ...helpers.training import check_equality
 from ..toys import sgd

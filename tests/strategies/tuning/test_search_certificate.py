@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from quintsched.errors import InputError, UnsoundError
-from quintsched.strategies.tuning import checker
-from quintsched.strategies.tuning.certificate import Certificate, certify, load_certificate
-from quintsched.strategies.tuning.checker import check_certificate
+from quintsched.strategies.tuning import check_search_certificate
+from quintsched.strategies.tuning.check_search_certificate import check_certificate
+from quintsched.strategies.tuning.search_certificate import Certificate, certify, load_certificate
 from quintsched.strategies.tuning.tune import Tuning, tune
 
 from .problems import groups, problem
@@ -148,7 +148,7 @@ def test_a_file_that_is_no_certificate_is_refused(text, tmp_path):
 
 
 def test_the_checker_is_short():
-    with open(checker.__file__) as file:
+    with open(check_search_certificate.__file__) as file:
         assert len(file.readlines()) <= 200
 
 

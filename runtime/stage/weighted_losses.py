@@ -26,7 +26,7 @@ from ..blocks.sum_of_means import SumOfMeans, term_of
 from ..blocks.trees import DIFFERENTIABLE, TensorSpec, map_tensors, tensors_of
 from ..comm import Group
 from ..examine.function_state import FunctionKept, versions_kept
-from ..examine.losses.loss_weights import EvenWeights, LossWeight, Over, named
+from ..examine.losses.loss_reductions import EvenWeights, LossWeight, Over, named
 from ..examine.losses.real_batches import RealBatch
 from ..examine.losses.sum_or_mean import LossExamination
 from ..examine.losses.watched_loss import Examined

@@ -20,7 +20,7 @@ from quintsched.strategies.prediction.layers_of_ranks import Kinds
 from quintsched.strategies.prediction.memory.activations import ActivationSizes
 from quintsched.strategies.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
 from quintsched.strategies.prediction.memory.own_runtime import own_activations, own_gathered
-from quintsched.strategies.prediction.memory.terms import Mesh, RankLayers, memory_terms
+from quintsched.strategies.prediction.memory.peak_memory import Mesh, RankLayers, memory_terms
 from quintsched.strategies.prediction.strategy_columns import Table, gradient_bytes, rerun_modules, widths
 
 

@@ -11,7 +11,7 @@ from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.parameters import total
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.memory.activations import ActivationSizes, block_kept
-from quintsched.strategies.prediction.memory.terms import FRAGMENTATION
+from quintsched.strategies.prediction.memory.peak_memory import FRAGMENTATION
 from quintsched.strategies.prediction.step import predict
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import evaluate, held

@@ -1,4 +1,4 @@
-"""Certificate of a search: all that it left out, with reasons that `checker` verifies without searching.
+"""Certificate of a search: all that it left out, with reasons that are verified without searching again.
 
     {"model": …, "hardware": …, "gpus": 1024, "batch": 1536, "seq": 2048, "choices": …, "top": 5, "strategies": 518960,
      "best":      [{"place": [611, 7], "numbers": [], "step_s": 17.8, "memory_bytes": 5.4e10}, …],
