@@ -177,14 +177,6 @@ class EngineBase(WeightState, RankView):
             partial(torch.no_grad()(self._runner.run_step), step, wants_outputs=wants_outputs)
         )
 
-    def busy_share(self, seconds: float) -> float:
-        """Return the share of `seconds` in which ranks computed, over all of them, since the last call (collective).
-
-        1 minus it is the measured bubble, waits and everything between instructions included.
-        """
-        busy, all_seconds = self.everyone.add_numbers(self.clock.read_s(), seconds)
-        return busy / all_seconds
-
     def close(self) -> None:
         """Hang up; no step can follow."""
         self._is_closed = True

@@ -16,6 +16,7 @@ from quintsched.cli.around_runs.checkpoint import CHECKPOINT_COMMANDS as CHECKPO
 from quintsched.cli.around_runs.data import DATA_COMMANDS as DATA
 from quintsched.cli.around_runs.doctor import doctor
 from quintsched.cli.around_runs.report import report
+from quintsched.cli.around_runs.watch import watch
 from quintsched.cli.check import check
 from quintsched.cli.collective import collective
 from quintsched.cli.compile_and_show import compile, schedules, show
@@ -37,6 +38,7 @@ SECTIONS: dict[str, tuple[Callable[..., None] | Group, ...]] = {
         run,
         verify,
         inspect,
+        watch,
         report,
         whatif,
         Group("checkpoint", "What runs have saved: show, verify, reshard, export, import.", CHECKPOINT),

@@ -125,8 +125,10 @@ def sync_directory(path: Path) -> None:
         os.close(directory)
 
 
-def read_whole(path: Path | None, most: int, what: str) -> bytes:
+def read_whole(path: Path | None, most: int, what: str, *, after: int = 0) -> bytes:
     """Return the bytes of a file, or of standard input for None; reads at most `most` bytes and one more.
+
+    `after`: how many bytes at the beginning of a regular file are left out.
 
     Only regular files and open descriptors, such as /dev/fd/63, are read; other FIFOs and devices would block.
     Raises `UsageError` if it cannot be read, `InputError` if it is longer; `what` names it: "the plan".
@@ -138,7 +140,7 @@ def read_whole(path: Path | None, most: int, what: str) -> bytes:
         if opened is not None:
             with open(opened, "rb", closefd=False) as stream:
                 return _read_up_to(stream.read, min(most, MOST_STREAMED))
-        return _read_file(path, most)
+        return _read_file(path, most, after)
     except OSError as error:
         raise UsageError(f"{_named(path)}: cannot read {what}: {error.strerror or error}") from error
     except ValueError as error:  # not a valid file name
@@ -147,14 +149,15 @@ def read_whole(path: Path | None, most: int, what: str) -> bytes:
         raise InputError(f"{path}: {error}" if path else str(error)) from None
 
 
-def _read_file(path: Path, most: int) -> bytes:
+def _read_file(path: Path, most: int, after: int) -> bytes:
     _require_file(os.stat(path))
     with open(os.open(path, _FLAGS), "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         _require_file(status)
         if status.st_size > most:
             raise _too_long(status.st_size, most)
-        return _read_up_to(file.read, most, status.st_size + 1)
+        file.seek(after)
+        return _read_up_to(file.read, most, max(status.st_size - after, 0) + 1)
 
 
 def _require_file(status: os.stat_result) -> None:

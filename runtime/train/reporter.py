@@ -33,7 +33,8 @@ from quintsched.user_code import load_object, names_file
 
 from ..settings.job_file import SinkConfig
 
-NOT_FIGURES = ("event", "step", "epoch")
+NOT_FIGURES = ("event", "step", "epoch", "rank_busy", "rank_memory_gb")
+"""Fields of a record that sinks do not get: its place, and figures of each rank."""
 PREFIXES = {"step": "train", "epoch": "epoch"}
 """Prefixes of the metrics' names, by the event of their record."""
 

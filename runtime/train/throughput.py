@@ -90,8 +90,22 @@ class Throughput:
             if self._flops:
                 work = _BACKWARD_AND_FORWARD * self._flops * samples
                 found["mfu"] = work / (seconds * self._engine.plan.mesh.size * self._peak * 1e12)
-        peaks = self._engine.everyone.share_bytes(str(peak_bytes(self._engine.transport.device)).encode())
-        return {**found, "memory_gb": max(map(int, peaks)) / 1e9}
+        return found
+
+    def read_ranks(self, seconds: float) -> dict[str, Any]:
+        """Return the figures of ranks since the last call, in which so many seconds have passed (collective).
+
+        The bubble is the share of all ranks' time in which they did not compute: waits and all between instructions.
+        """
+        busy, device = self._engine.clock.read_s() / seconds, self._engine.transport.device
+        told = self._engine.everyone.share_bytes(f"{busy} {peak_bytes(device)}".encode())
+        of_ranks, peaks = zip(*(map(float, text.split()) for text in told), strict=True)
+        return {
+            "bubble": 1 - sum(of_ranks) / len(of_ranks),
+            "rank_busy": [round(share, 4) for share in of_ranks],
+            "memory_gb": max(peaks) / 1e9,
+            "rank_memory_gb": [round(peak / 1e9, 4) for peak in peaks],
+        }
 
 
 def peak_tflops_of(device: torch.device, precision: Precision) -> float | None:

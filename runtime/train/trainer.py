@@ -273,7 +273,7 @@ class Trainer:
             for line in (self.job.checkpoint.unused, engine.tensor_cuts, engine.expert_shares, engine.zero_split):
                 if line is not None:
                     reporter.say(line)
-            begun = {"plan": self.plan.title, "step": self.progress.step}
+            begun = {"plan": self.plan.title, "planned_bubble": self._loop.planned_bubble, "step": self.progress.step}
             reporter.record({"event": "start", **begun, "deferred_share": self.engine.deferred_share})
             self._loop.train_steps()
             if not self._loop.is_stopped:

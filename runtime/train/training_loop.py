@@ -11,7 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
+
+from quintsched.trace.step_line import in_words, step_line
 
 from ..comm.clocks import now_s
 from ..engine import Engine
@@ -24,7 +26,6 @@ from .due_intervals import Due
 from .job_optimizer import learning_rate_factor, set_learning_rate
 from .reporter import Record, Reporter
 from .resume_training import Scale, StepSamples, TrainingPosition
-from .step_line import in_words, step_line
 from .summed_losses import Sums, Window, figures_in_words
 from .throughput import Throughput
 from .trace_window import TracedSteps
@@ -84,6 +85,11 @@ class TrainingLoop:
         train = self._job.train
         of_epochs = None if train.most_epochs is None else train.most_epochs * self._feed.num_batches
         return min(steps for steps in (of_epochs, train.max_steps) if steps is not None)
+
+    @cached_property
+    def planned_bubble(self) -> float:
+        """Bubble of the plan under unit costs, without messages."""
+        return self._engine.plan.simulate().bubble
 
     def take_over(self, progress: TrainingPosition) -> None:
         """Go on from where another run had come."""
@@ -170,12 +176,13 @@ class TrainingLoop:
         return rate
 
     def _log(self, result: StepResult) -> None:
-        """Record the figures of the last steps; collective, for the bubble, the rates and the experts."""
+        """Record the figures of the last steps; collective, for the figures of ranks, the rates and the experts."""
         steps, seconds, sums = self._window.take_window()
         progress, norm = self.progress, result.grad_norm
         groups = [group for optimizer in self._engine.optimizers.values() for group in optimizer.param_groups]
-        bubble = 1 - self._engine.busy_share(seconds)
-        self._idle_s, self._logged_s = self._idle_s + bubble * seconds, self._logged_s + seconds
+        of_ranks = self._throughput.read_ranks(seconds)
+        self._idle_s += of_ranks["bubble"] * seconds
+        self._logged_s += seconds
         record: Record = {
             "event": "step",
             "step": progress.step,
@@ -185,7 +192,7 @@ class TrainingLoop:
             "lr": groups[0].get("lr", math.nan) if groups else math.nan,
             "skipped": result.skipped,
             "step_s": seconds / steps,
-            "bubble": bubble,
+            **of_ranks,
             **self._throughput.read_rates(seconds),
             "left_s": (self.total_steps - progress.step) * seconds / steps,
             **expert_figures(self._engine.expert_tokens()),
@@ -289,13 +296,13 @@ class TrainingLoop:
         self._reporter.say(f"stopped as asked: {where}")
 
     def _summarize(self, steps: int, seconds: float) -> None:
-        """Report the whole run in a line; the planned bubble is that of the plan under unit costs, without messages."""
+        """Report the whole run in a line."""
         progress, parts = self.progress, [f"{steps} steps in {in_words(seconds)}"]
         if tokens := steps * self._throughput.tokens_per_step():
             parts.append(f"{tokens:,} tokens")
         if progress.best is not None:
             parts.append(f"best validation loss {progress.best:.4f}")
-        measured, planned = self._idle_s / self._logged_s, self._engine.plan.simulate().bubble
+        measured, planned = self._idle_s / self._logged_s, self.planned_bubble
         parts.append(f"bubble {measured:.1%} (planned {planned:.1%})")
         if self.saves is not None:
             parts.append(f"saved in {self._job.checkpoint.dir}")

@@ -40,17 +40,17 @@ def report(
             refuse_input(path, log.path)
         write_picture(path, lambda: _draw(logs, path))
     if as_json:
-        emit([_summary(log) for log in logs])
+        emit([summary_of(log) for log in logs])
     else:
         say(_lines(logs))
 
 
-def _summary(log: TrainingLog) -> dict[str, Any]:
-    """Return a log's summary, with the verdict beside a log that has no end."""
+def summary_of(log: TrainingLog) -> dict[str, Any]:
+    """Return a log's summary, with the verdict of a stall for a run that has no end and wrote it after its log."""
     from quintsched.stalls.stall_report import StallReport
 
     found, stall = log.summary(), log.path.parent / STALL
-    if found["ended"] is None and stall.is_file():
+    if found["ended"] is None and stall.is_file() and stall.stat().st_mtime >= log.path.stat().st_mtime:
         found["ended"] = StallReport.load(stall).words()
     return found
 
@@ -72,7 +72,7 @@ _UNITS = {
 
 def _lines(logs: Sequence[TrainingLog]) -> Iterator[str]:
     for number, log in enumerate(logs):
-        found = _summary(log)
+        found = summary_of(log)
         if number:
             yield ""
         yield f"{found['run']}: {found['plan']}" if found["plan"] else str(found["run"])

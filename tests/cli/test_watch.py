@@ -1,0 +1,120 @@
+"""`quintsched watch`: a run is followed to its end: as lines into a pipe, as a view in a terminal."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quintsched.cli.around_runs import watch as module
+from quintsched.cli.around_runs.run_view import curve, stragglers, view_of
+from quintsched.trace.training_log import LogReader, TrainingLog
+
+START = {"event": "start", "plan": "1f1b on pp=4, 8 microbatches", "planned_bubble": 0.25, "step": 0}
+END = {"event": "end", "step": 40, "planned_bubble": 0.25}
+WRITER = """
+import fcntl, sys
+log = open("log.jsonl", "a")
+fcntl.lockf(log, fcntl.LOCK_EX)
+print("locked", flush=True)
+for line in sys.stdin:
+    log.write(line)
+    log.flush()
+"""
+
+
+def step(number, **more):
+    figures = {"samples_per_s": 8.0, "step_s": 0.5, "bubble": 0.3, "left_s": (40 - number) * 0.5, "grad_norm": 1.0}
+    ranks = {"rank_busy": [0.6, 0.62, 0.6, 0.9], "rank_memory_gb": [1.0, 1.0, 1.0, 2.0], "memory_gb": 2.0}
+    return {"event": "step", "step": number, "loss": 4 - number / 10, "lr": 0.1, **figures, **ranks, **more}
+
+
+def write(*records, to="log.jsonl", tail=""):
+    Path(to).write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+
+
+def test_a_run_that_goes_on_is_followed_to_its_end(cli, tmp_path, monkeypatch):
+    left = [step(20, loss=None), {"event": "evaluation", "step": 20, "validation_loss": 2.5}, END]
+    write(START, step(10))
+
+    def sleep(_: float) -> None:
+        with open("log.jsonl", "a") as log:
+            log.write(json.dumps(left.pop(0)) + "\n")
+
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    done = cli("watch", ".")
+    late = "planned bubble 25.0%  rank 3 computes 1.48 times the median"
+    assert done.code == 0
+    assert done.out.splitlines() == [
+        f"{tmp_path.name}: 1f1b on pp=4, 8 microbatches",
+        f"step 10/40  loss 3.0000  grad norm 1  lr 0.1  8 samples/s  2.00 GB  bubble 30.0%  left 15.0 s  {late}",
+        f"step 20/40  loss nan  grad norm 1  lr 0.1  8 samples/s  2.00 GB  bubble 30.0%  left 10.0 s  {late}",
+        "step 20  validation loss 2.5000",
+        "ended: as configured",
+    ]
+    (found,) = map(json.loads, cli("watch", "log.jsonl", "--json").out.splitlines())
+    assert (found["step"], found["ended"], found["planned_bubble"]) == (40, "as configured", 0.25)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="logs are not locked there")
+def test_a_killed_run_is_known_by_its_log_that_nobody_holds(cli, monkeypatch):
+    monkeypatch.setattr(module, "QUIET_S", 0.0)
+    monkeypatch.setattr(module, "QUIET_RECORDS", 0)
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdin is not None
+    assert writer.stdout is not None
+    with writer:
+        assert writer.stdout.readline() == "locked\n"
+        writer.stdin.write(json.dumps(START) + "\n")
+        writer.stdin.flush()
+        polls = []
+
+        def sleep(_: float) -> None:
+            polls.append(1)
+            if len(polls) == 3:
+                writer.kill()
+                writer.wait()
+
+        while not Path("log.jsonl").read_text():
+            pass
+        monkeypatch.setattr(module.time, "sleep", sleep)
+        done = cli("watch", ".")
+    assert len(polls) == 3
+    assert (done.code, done.err) == (
+        4,
+        "error: log.jsonl: the log has no end: the run was killed, or writes it no longer\n",
+    )
+
+
+def test_the_view_fits_its_terminal_and_names_who_straggles():
+    log = TrainingLog(Path("run/log.jsonl"), (START, *map(step, range(10, 40, 10))))
+    lines = [*view_of(log, log.summary(), 80, 24)]
+    assert lines[:2] == ["run: 1f1b on pp=4, 8 microbatches", "step 30/40, left 5.0 s"]
+    assert lines[2] == "loss      1.0000  █▅▁"
+    assert lines[3:5] == ["speed     8 samples/s", "bubble    30.0%, planned 25.0%"]
+    assert lines[5] == f"rank   0  {'█' * 14}{'░' * 10}  60%  1.00 GB"
+    assert lines[8] == f"rank   3  {'█' * 22}{'░' * 2}  90%  2.00 GB  1.48 times the median rank"
+    small = [*view_of(log, log.summary(), 80, 9)]
+    assert small[5:] == ["the 1 of 4 ranks that compute most:", lines[8]]
+    assert stragglers(step(10, rank_busy=[])) == {}
+    assert curve([], 8) == ""
+
+
+def test_what_is_no_run_is_refused_in_words(refused):
+    assert "no log (*.jsonl) in this folder" in refused(2, "watch", ".")
+    assert "cannot read the log" in refused(2, "watch", "missing.jsonl")
+    write(step(10, loss="high"))
+    assert "line 1: /loss: a number is needed" in refused(1, "watch", ".")
+    write(tail='{"event": "st')
+    assert "no record of a run" in refused(1, "watch", ".")
+
+
+def test_a_reader_gives_each_record_once(tmp_path):
+    reader = LogReader(tmp_path / "log.jsonl")
+    write(START, to=reader.file, tail=json.dumps(step(10))[:20])
+    assert [record["event"] for record in reader.read_new()] == ["start"]
+    write(START, step(10), to=reader.file)
+    assert [record["event"] for record in reader.read_new()] == ["step"]
+    assert reader.read_new() == []
