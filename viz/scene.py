@@ -20,6 +20,7 @@ import numpy as np
 from quintsched.ir.dataflow import Flow, Value, ValueKind
 from quintsched.ir.instruction_set import AMONG_REPLICAS, Compute, HostCopy, Instruction, Overlap, Recv, Send
 from quintsched.simulation.activation_memory import HELD, held_by
+from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation
 from quintsched.trace.measured_trace import MeasuredSpan, MeasuredStep
 
@@ -122,7 +123,7 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
     """Return the scene of a simulation or a measured step."""
     layout, flows = run.plan.layout, flows_of_ranks(run)
     chunk_of = {stage: c for rank in range(len(run.timeline)) for c, stage in enumerate(layout.stages_of(rank))}
-    arrivals = _arrivals(run)
+    arrivals = arrivals_of(run)
     boxes, arrows, bars, waits, strips = [], [], [], [], []
     marks: dict[InstructionMark, None] = {}
     for rank, row in enumerate(run.timeline):
@@ -159,7 +160,7 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
     )
 
 
-def _arrivals(run: Simulation | MeasuredStep) -> dict[Value, float]:
+def arrivals_of(run: Simulation | MeasuredStep) -> dict[Value, float]:
     """Return the time at which each message arrived, or, if measured, at which its consumer had it."""
     return {
         used.produces[0]: span.end
@@ -185,18 +186,18 @@ class Held:
     peak: float
 
 
-def held_activations(simulation: Simulation) -> tuple[Held, ...]:
+def held_activations(run: Simulation | MeasuredStep, costs: Costs) -> tuple[Held, ...]:
     """Return the activations of each rank, from the start of a forward to the end of its backward; () if none."""
-    plan, changes = simulation.plan, list[list[tuple[float, float]]]()
+    plan, changes = run.plan, list[list[tuple[float, float]]]()
     shape = (len(plan.stage_to_pp), plan.schedule.num_units)
     stages, units = np.indices(shape).reshape(2, -1)
-    held = {k: held_by(plan, simulation.costs, k, stages, units).reshape(shape).tolist() for k in HELD}
+    held = {k: held_by(plan, costs, k, stages, units).reshape(shape).tolist() for k in HELD}
 
     def amount(value: Value) -> float:
         found: float = held[value.kind][value.stage][value.number]
         return found
 
-    for row, flows in zip(simulation.timeline, flows_of_ranks(simulation), strict=True):
+    for row, flows in zip(run.timeline, flows_of_ranks(run), strict=True):
         of_rank: list[tuple[float, float]] = []
         for span, used in zip(row, flows, strict=True):
             of_rank += [(span.end, -amount(value)) for value in used.consumes if value.kind in HELD]
@@ -206,7 +207,7 @@ def held_activations(simulation: Simulation) -> tuple[Held, ...]:
         changes.append(sorted(of_rank, key=lambda change: change[0]))
     if not any(changes):
         return ()
-    instant = simulation.makespan * ROUNDING
+    instant = run.makespan * ROUNDING
     return tuple(_add_up(rank, of_rank, plan.schedule.parts, instant) for rank, of_rank in enumerate(changes))
 
 

@@ -49,7 +49,7 @@ def render(simulation: Simulation, path: Path, *, window: Window | None = None) 
     """
     check_suffix(path)
     if path.suffix.lower() == PAGE:
-        save_page(simulation, None, path, window=window)
+        save_page(simulation, (), path, window=window)
         return
     with house_style():
         draw_plan(simulation, window).save(path)
@@ -70,19 +70,22 @@ def compare(simulations: Sequence[Simulation], path: Path) -> None:
         draw_comparison(simulations).save(path)
 
 
-def render_measured(simulation: Simulation, step: MeasuredStep, path: Path, *, window: Window | None = None) -> None:
-    """Draw a measured step under its simulated plan, on one time axis, into a file as `render` does.
+def render_measured(
+    simulation: Simulation, steps: Sequence[MeasuredStep], path: Path, *, window: Window | None = None
+) -> None:
+    """Draw measured steps under their simulated plan, on one time axis, into a file as `render` does.
 
     Raises `UsageError` as `render` does, and for times in different units.
     """
     check_suffix(path)
-    if simulation.unit != step.unit:
-        raise UsageError(f"the plan's times are in {simulation.unit}, those of the step in {step.unit}")
+    for step in steps:
+        if simulation.unit != step.unit:
+            raise UsageError(f"the plan's times are in {simulation.unit}, those of the step in {step.unit}")
     if path.suffix.lower() == PAGE:
-        save_page(simulation, step, path, window=window)
+        save_page(simulation, steps, path, window=window)
         return
     with house_style():
-        draw_measured(simulation, step, window).save(path)
+        draw_measured(simulation, steps, window).save(path)
 
 
 def render_collective(run: CollectiveRun, path: Path) -> None:
@@ -94,7 +97,7 @@ def render_collective(run: CollectiveRun, path: Path) -> None:
 
 def draw_plan(simulation: Simulation, window: Window | None = None) -> Sheet:
     """Return a drawing of one plan, or of a part of it, in the current style."""
-    scene, held = stage_scene(simulation), held_activations(simulation)
+    scene, held = stage_scene(simulation), held_activations(simulation, simulation.costs)
     if window is not None:
         scene, held = scene_within(scene, window), held_within(held, window)
     sheet, scale = lay_out([scene], rows_per_inch=2.0)
@@ -133,29 +136,30 @@ def draw_comparison(simulations: Sequence[Simulation]) -> Sheet:
     return sheet
 
 
-def draw_measured(simulation: Simulation, step: MeasuredStep, window: Window | None = None) -> Sheet:
-    """Return a drawing of a measured step under its simulated plan, in the current style."""
-    scenes = [stage_scene(simulation), stage_scene(step)]
+def draw_measured(simulation: Simulation, steps: Sequence[MeasuredStep], window: Window | None = None) -> Sheet:
+    """Return a drawing of measured steps under their simulated plan, in the current style."""
+    runs: list[Simulation | MeasuredStep] = [simulation, *steps]
+    scenes = [stage_scene(run) for run in runs]
     if window is not None:
         scenes = [scene_within(scene, window) for scene in scenes]
     until = max(scene.makespan for scene in scenes)
     sheet, scale = lay_out(scenes, rows_per_inch=2.2)
     sheet.line(printable(simulation.plan.title), TITLE, bold=True)
-    sheet.line(_comparison(simulation, step), TEXT, colour=QUIET)
+    sheet.line(_comparison(simulation, steps), TEXT, colour=QUIET)
     sheet.space(0.06)
     sheet.legend(keys_of(scenes, scale, SMALL * sheet.font_scale), SMALL)
-    names = ("planned", f"measured, step {step.number}")
-    for name, scene, figures in zip(names, scenes, (_main_figures(simulation), _main_figures(step)), strict=True):
+    names = ["planned", *(f"measured, step {step.number}" for step in steps)]
+    for name, scene, figures in zip(names, scenes, map(_main_figures, runs), strict=True):
         sheet.space(0.1)
         sheet.line(name, TITLE * 0.8, bold=True)
         sheet.line(figures, TEXT, colour=QUIET)
         sheet.space(0.03)
         axes = _add_rows(sheet, scene, scale, until)
-        if scene is scenes[0]:
+        if scene is not scenes[-1]:
             _hide_times(axes)
     if window is not None:
         label_from(axes, window.start)
-    name_times(sheet, axes, step.unit)
+    name_times(sheet, axes, simulation.unit)
     return sheet
 
 
@@ -173,13 +177,12 @@ def draw_collective(run: CollectiveRun) -> Sheet:
     return sheet
 
 
-def _comparison(simulation: Simulation, step: MeasuredStep) -> str:
+def _comparison(simulation: Simulation, steps: Sequence[MeasuredStep]) -> str:
     if not simulation.makespan:
         return "measured under planned"
-    more = step.makespan / simulation.makespan - 1
-    return (
-        f"measured under planned: the step took {percent(abs(more))} {'longer' if more >= 0 else 'less'} than planned"
-    )
+    more = sum(step.makespan for step in steps) / (len(steps) * simulation.makespan) - 1
+    took = "the step took" if len(steps) == 1 else f"the {len(steps)} steps took on average"
+    return f"measured under planned: {took} {percent(abs(more))} {'longer' if more >= 0 else 'less'} than planned"
 
 
 def _main_figures(run: Simulation | MeasuredStep) -> str:

@@ -77,7 +77,7 @@ def _write_schedule(schedule: Schedule, folder: Path, *, pictures: bool) -> None
     simulation = plan.simulate()
     if pictures:
         render(simulation, folder / f"{name}.png")
-        save_page(simulation, None, folder / "live" / f"{name}.html")
+        save_page(simulation, (), folder / "live" / f"{name}.html")
     sizes = {"chunks": plan.schedule.chunks, "slices": plan.schedule.slices}
     flags = "".join(f" --{option} {value}" for option, value in sizes.items() if value > 1)
     also = f" Also called {', '.join(schedule.aliases)}." if schedule.aliases else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from quintsched.cli.shared_options import (
     AsJson,
     CostsFile,
     RanksShown,
+    StepsShown,
     TimeShown,
     emit,
     note,
@@ -24,7 +26,7 @@ from quintsched.cli.shared_options import (
     say,
     simulate_plan,
 )
-from quintsched.errors import UnsoundError, UsageError
+from quintsched.errors import InputError, UnsoundError, UsageError
 
 if TYPE_CHECKING:
     from quintsched.collectives import CollectiveRun
@@ -33,9 +35,10 @@ if TYPE_CHECKING:
     from quintsched.simulation.simulator import Simulation
     from quintsched.simulation.time_window import Window
     from quintsched.trace.measured_trace import MeasuredStep
+    from quintsched.trace.profiler_file import Profile
 
 PICTURES = (".png", ".svg")
-PAGE, EVENTS = ".html", ".json"
+PAGE, EVENTS, COMPRESSED = ".html", ".json", ".json.gz"
 BUCKET_BYTES = 25e6
 """Data size for which a collective is drawn: that of a full gradient bucket."""
 MOST_READ_BOXES = 250
@@ -50,13 +53,20 @@ def render(
             "--output",
             "-o",
             metavar="PICTURE",
-            help="A .png or .svg file, an .html page, .json for Perfetto.",
+            help="A .png or .svg file, an .html page, .json or .json.gz for Perfetto.",
         ),
     ] = None,
     costs: CostsFile = None,
     trace: Annotated[
         Path | None,
         typer.Option("--trace", metavar="DIR", help="The traces of a run: draw a measured step under the plan."),
+    ] = None,
+    steps: StepsShown = None,
+    profiler: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--profiler", metavar="FILE", help="A trace of torch.profiler, to be merged into the events; repeatable."
+        ),
     ] = None,
     collective: Annotated[
         str | None,
@@ -73,45 +83,52 @@ def render(
     """Draw a plan over time, and the activations on each rank.
 
     A .html file is an interactive page: it pans, zooms and searches, says why a rank is idle, and edits the plan. With
-    --trace, draw the measured step with the median makespan below the plan, on one time axis; the plan is then timed by
-    costs from the trace, unless --costs gives others. With --stall, draw the positions of ranks in a stall report,
-    which contains the plan; the picture is written beside it unless -o is given.
+    --trace, draw the measured step with the median makespan below the plan, or those of --steps, on one time axis; the
+    plan is then timed by costs from the trace, unless --costs gives others. Events for Perfetto have the plan and the
+    steps as processes, and those of --profiler on the same clock. With --stall, draw the positions of ranks in a stall
+    report, which contains the plan; the picture is written beside it unless -o is given.
     """
     if stall is not None:
-        _draw_stall(stall, output, (plan, costs, trace, collective, ranks, time), as_json=as_json)
+        _draw_stall(stall, output, (plan, costs, trace, steps, profiler, collective, ranks, time), as_json=as_json)
         return
     if plan is None or output is None:
         raise UsageError("render needs a plan and -o PICTURE, or --stall with a report")
-    path = picture_path(output, (*PICTURES, PAGE, EVENTS), bare=() if collective else (PAGE, EVENTS))
-    refuse_input(path, plan, costs, trace)
+    bare = () if collective else (PAGE, EVENTS, COMPRESSED)
+    path = picture_path(output, (*PICTURES, PAGE, EVENTS, COMPRESSED), bare=bare)
+    refuse_input(path, plan, costs, trace, *(profiler or ()))
     read = read_plan(plan)
     if collective is not None:
         if ranks is not None or time is not None:
             raise UsageError("--ranks and --time are parts of a plan; a collective is drawn whole")
-        run = _spelled_out(read, collective)
-        draw_collective(run, path)
-        if as_json:
-            emit({"picture": str(path), "title": run.plan.title, **run.summary()})
-        else:
-            say(f"{path}: {run.plan.title}")
+        _draw_spelled_out(read, collective, path, as_json=as_json)
         return
-    if path.suffix.lower() == PAGE and not read.check().sound:
+    if format_of(path) == PAGE and not read.check().sound:
         _show_counter_example(read, read_costs(costs), path)
-    traced = None if trace is None else read_trace(trace, read)
-    used = traced.costs() if traced is not None and costs is None else read_costs(costs)
-    simulation = simulate_plan(read, used)
-    step = None if traced is None else traced.step(unit=simulation.unit)
-    window = _window(ranks, time, simulation)
-    if window is not None and path.suffix.lower() == EVENTS:
-        raise UsageError("--ranks and --time are for pictures and pages; a file of events has all of them")
-    write_picture(path, lambda: _draw(simulation, step, path, window))
-    if window is None and path.suffix.lower() in PICTURES and _is_crowded(simulation):
+    simulation, measured = _timed(read, read_costs(costs), trace, steps)
+    drawing = _Drawing(simulation, measured, _window(ranks, time, simulation), profiler or ())
+    drawing.require_fitting(path)
+    write_picture(path, lambda: drawing.draw(path))
+    if drawing.window is None and path.suffix.lower() in PICTURES and _is_crowded(simulation):
         note(f"{path}: an overview, as the plan is large; --ranks and --time draw a part, a .html page shows all of it")
     if as_json:
-        measured = {} if step is None else {"measured": step.summary()}
-        emit({"picture": str(path), **simulation.summary(), **measured})
+        found = {"measured": [step.summary() for step in measured]} if measured else {}
+        emit({"picture": str(path), **simulation.summary(), **found})
     else:
-        say([f"{path}: {simulation.plan.title}", *(_outcome(simulation, step) if step is not None else ())])
+        say([f"{path}: {simulation.plan.title}", *(_outcome(simulation, measured) if measured else ())])
+
+
+def _timed(
+    plan: Plan, costs: Costs | None, trace: Path | None, steps: str | None
+) -> tuple[Simulation, tuple[MeasuredStep, ...]]:
+    """Return the plan's times and those of measured steps; without costs, the trace's are taken."""
+    if trace is None:
+        if steps is not None:
+            raise UsageError("--steps chooses steps of a trace; add --trace DIR")
+        return simulate_plan(plan, costs), ()
+    traced = read_trace(trace, plan)
+    simulation = simulate_plan(plan, traced.costs() if costs is None else costs)
+    unit = simulation.unit
+    return simulation, (traced.step(unit=unit),) if steps is None else traced.select(steps, unit=unit)
 
 
 def _draw_stall(stall: Path, output: Path | None, others: Sequence[object], *, as_json: bool) -> None:
@@ -139,6 +156,15 @@ def _draw_stall(stall: Path, output: Path | None, others: Sequence[object], *, a
         say([f"{path}: {report.plan.title}", report.words()])
 
 
+def _draw_spelled_out(plan: Plan, name: str, path: Path, *, as_json: bool) -> None:
+    run = _spelled_out(plan, name)
+    draw_collective(run, path)
+    if as_json:
+        emit({"picture": str(path), "title": run.plan.title, **run.summary()})
+    else:
+        say(f"{path}: {run.plan.title}")
+
+
 def _spelled_out(plan: Plan, name: str) -> CollectiveRun:
     """Return a collective of a plan, timed for 25 MB on the plan's wire; raises `UsageError` if it has no such one."""
     from quintsched.collectives.collective_timing import simulate
@@ -150,17 +176,47 @@ def _spelled_out(plan: Plan, name: str) -> CollectiveRun:
     return simulate(found, BUCKET_BYTES, plan.communication.wire)
 
 
-def _draw(simulation: Simulation, step: MeasuredStep | None, path: Path, window: Window | None) -> None:
-    from quintsched import viz
+@dataclass(frozen=True)
+class _Drawing:
+    """Picture, page or events of a plan's times and of measured steps."""
 
-    if path.suffix.lower() == EVENTS:
-        viz.save_events(simulation, step, path)
-    elif path.suffix.lower() == PAGE:
-        viz.save_page(simulation, step, path, window=window)
-    elif step is None:
-        viz.render(simulation, path, window=window)
-    else:
-        viz.render_measured(simulation, step, path, window=window)
+    simulation: Simulation
+    steps: Sequence[MeasuredStep]
+    window: Window | None
+    profiles: Sequence[Path]
+
+    def require_fitting(self, path: Path) -> None:
+        """Raise `UsageError` for what the format of a file has no place for."""
+        is_events = format_of(path) in (EVENTS, COMPRESSED)
+        if self.window is not None and is_events:
+            raise UsageError("--ranks and --time are for pictures and pages; a file of events has all of them")
+        if self.profiles and not (is_events and self.steps):
+            raise UsageError("--profiler is merged with the events of a measured step: --trace DIR -o events.json")
+
+    def draw(self, path: Path) -> None:
+        """Write it into a file."""
+        from quintsched import viz
+
+        if format_of(path) in (EVENTS, COMPRESSED):
+            viz.save_events(self.simulation, self.steps, path, _read_profiles(self.profiles))
+        elif format_of(path) == PAGE:
+            viz.save_page(self.simulation, self.steps, path, window=self.window)
+        elif not self.steps:
+            viz.render(self.simulation, path, window=self.window)
+        else:
+            viz.render_measured(self.simulation, self.steps, path, window=self.window)
+
+
+def _read_profiles(paths: Sequence[Path]) -> dict[str, Profile]:
+    """Return traces of torch.profiler by name; raises `InputError` for files that are none."""
+    from quintsched.trace.profiler_file import profiled_rank, read_profile
+
+    found = {}
+    for path in paths:
+        if (profile := read_profile(path)) is None:
+            raise InputError(f"{path}: not a trace of torch.profiler, which has a list of traceEvents")
+        found[f"rank {profiled_rank(profile, path)}, {path.name}"] = profile
+    return found
 
 
 def _show_counter_example(plan: Plan, costs: Costs | None, path: Path) -> None:
@@ -198,14 +254,20 @@ def draw_collective(run: CollectiveRun, output: Path) -> None:
     write_picture(path, draw)
 
 
-def _outcome(simulation: Simulation, step: MeasuredStep) -> list[str]:
-    named = ("planned", simulation), (f"measured, step {step.number}", step)
+def _outcome(simulation: Simulation, steps: Sequence[MeasuredStep]) -> list[str]:
+    named: list[tuple[str, Simulation | MeasuredStep]] = [("planned", simulation)]
+    named += [(f"measured, step {step.number}", step) for step in steps]
     return [f"{name}: makespan {run.makespan:g} {run.unit}, bubble {percent(run.bubble)}" for name, run in named]
+
+
+def format_of(path: Path) -> str:
+    """Return the ending that says what a file contains."""
+    return COMPRESSED if path.name.lower().endswith(COMPRESSED) else path.suffix.lower()
 
 
 def picture_path(path: Path, formats: Sequence[str] = PICTURES, *, bare: Sequence[str] = ()) -> Path:
     """Return the path if its format is one of these; those in `bare` need no matplotlib. Raises `UsageError`."""
-    suffix = path.suffix.lower()
+    suffix = format_of(path)
     if suffix not in formats:
         raise UsageError(f"{path}: cannot draw this format; name it {' or '.join(formats)}")
     if suffix not in bare and importlib.util.find_spec("matplotlib") is None:

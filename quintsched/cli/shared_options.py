@@ -29,6 +29,9 @@ RanksShown = Annotated[
     str | None, typer.Option("--ranks", metavar="A..B", help="Show these pipeline ranks only: 0..7.")
 ]
 TimeShown = Annotated[str | None, typer.Option("--time", metavar="T..U", help="Show this time only: 10..50.")]
+StepsShown = Annotated[
+    str | None, typer.Option("--steps", metavar="N..M", help="Show these steps of the trace: 7, or 4..7.")
+]
 CostsFile = Annotated[
     Path | None, typer.Option("--costs", metavar="FILE", help="A JSON file of costs; default: unit costs.")
 ]

@@ -201,7 +201,7 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
 
     def message_times(self, stages: Ints, units: Ints, sources: Ints, destinations: Ints, counts: Counts) -> Amounts:
         """Times of messages; `stages` are those whose outputs, or the gradients of these, they carry."""
-        sizes = self._of_each("message", stages, units, counts)
+        sizes = self.message_sizes(stages, units, counts)
         if not isinstance(self.p2p, Wires):
             return self.p2p * sizes
         num_ranks = int(max(sources.max(initial=0), destinations.max(initial=0))) + 1
@@ -209,6 +209,10 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
         latencies, bandwidths = self.p2p.between(*np.divmod(pairs, num_ranks))
         times: Amounts = latencies[which] + sizes / bandwidths[which]
         return times
+
+    def message_sizes(self, stages: Ints, units: Ints, counts: Counts) -> Amounts:
+        """Sizes of messages; arguments as for `message_times`."""
+        return self._of_each("message", stages, units, counts)
 
     def _of_each(self, name: str, stages: Ints, units: Ints, counts: Counts) -> Amounts:
         """Return the values of a cost with their factors, in the units of the file."""

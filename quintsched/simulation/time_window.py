@@ -26,8 +26,8 @@ class Window:
     def parse(cls, ranks: str | None, time: str | None, simulation: Simulation) -> Window:
         """Read ranges as users give them, "0..7" or "3"; None: all. Raises `UsageError` for one out of range."""
         num_ranks = simulation.plan.columns.num_ranks
-        first, last = _ends("--ranks", ranks) if ranks is not None else (0.0, num_ranks - 1.0)
-        start, end = _ends("--time", time) if time is not None else (0.0, simulation.makespan)
+        first, last = range_ends("--ranks", ranks) if ranks is not None else (0.0, num_ranks - 1.0)
+        start, end = range_ends("--time", time) if time is not None else (0.0, simulation.makespan)
         if first != int(first) or last != int(last) or last >= num_ranks:
             raise UsageError(f"--ranks {ranks}: give pipeline ranks from 0 to {num_ranks - 1}, like 0..{num_ranks - 1}")
         if time is not None and not start < min(end, simulation.makespan):
@@ -45,7 +45,8 @@ class Window:
         return f"{ranks}, time {self.start:g} to {self.end:g} of {simulation.makespan:g}"
 
 
-def _ends(option: str, text: str) -> tuple[float, float]:
+def range_ends(option: str, text: str) -> tuple[float, float]:
+    """Return both ends of a range as users give it: "0..7", or "3" but for times; raises `UsageError`."""
     found = _RANGE.fullmatch(text.strip())
     if found is None or (found[2] is None and option == "--time"):
         raise UsageError(f"{option} {text}: give a range, like {'0..7' if option == '--ranks' else '10..50'}")

@@ -23,6 +23,7 @@ from quintsched.ir.instruction_set import COMPUTING
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Span
+from quintsched.simulation.time_window import range_ends
 from quintsched.trace.measured_costs import RowTimes, measure, per_second
 from quintsched.trace.trace_json import RankTrace, load_ranks
 
@@ -42,6 +43,8 @@ class MeasuredStep:
     number: int
     unit: str
     timeline: tuple[tuple[MeasuredSpan, ...], ...]
+    began_s: float
+    """Time of day at which its times begin, on the clock that all ranks share."""
 
     @cached_property
     def makespan(self) -> float:
@@ -100,7 +103,18 @@ class Trace:
             raise UsageError(f"step {number} was not recorded{suggest(str(number), map(str, self.steps))}")
         replica = next(place for place, group in enumerate(self._replicas) if rank in group)
         times = self._times.of_step(replica, self.steps.index(number))
-        return MeasuredStep(self.plan, number, unit, _timeline(self.plan, times, per_second(unit)))
+        origin = _origin(self.plan, times)
+        timeline = _timeline(self.plan, times, origin, per_second(unit))
+        return MeasuredStep(self.plan, number, unit, timeline, origin)
+
+    def select(self, steps: str, rank: int = 0, unit: str = "ms") -> tuple[MeasuredStep, ...]:
+        """Return the recorded steps of a range as users give it, "7" or "4..7"; raises `UsageError` for none."""
+        first, last = range_ends("--steps", steps)
+        found = [number for number in self.steps if first <= number <= last]
+        if not found:
+            recorded = ", ".join(map(str, self.steps))
+            raise UsageError(f"--steps {steps}: none of these was recorded; the trace has {recorded}")
+        return tuple(self.step(number, rank, unit) for number in found)
 
     def costs(self, unit: str = "ms", *, per_microbatch: bool = False) -> Costs:
         """Return the measured costs per stage: means over a step's microbatches, medians over steps and replicas.
@@ -132,11 +146,15 @@ class Trace:
         )
 
 
-def _timeline(plan: PlanData, times: RowTimes, scale: float) -> tuple[tuple[MeasuredSpan, ...], ...]:
-    """Return the spans of a step by pp rank; waits before the step's beginning are left out."""
+def _origin(plan: PlanData, times: RowTimes) -> float:
+    """Return when the first computation of a step runs."""
+    running = (times.start + times.wait)[plan.columns.are(*COMPUTING)]
+    return float(running.min(initial=np.inf) if len(running) else times.start.min(initial=0.0))
+
+
+def _timeline(plan: PlanData, times: RowTimes, origin: float, scale: float) -> tuple[tuple[MeasuredSpan, ...], ...]:
+    """Return the spans of a step by pp rank; waits before its origin are left out."""
     columns = plan.columns
-    running = (times.start + times.wait)[columns.are(*COMPUTING)]
-    origin = running.min(initial=np.inf) if len(running) else times.start.min(initial=0.0)
     start = np.maximum(times.start - origin, 0.0)
     end = np.maximum(times.end - origin, start)
     wait = np.clip(times.start + times.wait - origin - start, 0.0, end - start)  # time before the origin was waiting

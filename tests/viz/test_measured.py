@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instruction_set import OptStep, Overlap, Recv, Send, short
+from quintsched.ir.instruction_set import OptStep, Recv, Send
 from quintsched.trace.measured_trace import MeasuredStep, Trace
-from quintsched.viz import render_measured, save_events
+from quintsched.viz import render_measured
 from quintsched.viz.scene import stage_scene
 from quintsched.viz.style import house_style
 from quintsched.viz.timeline import draw_measured
@@ -66,7 +65,7 @@ def test_messages_go_from_the_send_to_where_they_are_taken(tmp_path: Path) -> No
 @pytest.mark.parametrize(("name", "overlap"), [("1f1b", False), ("zb-h1", False), ("dualpipe-v", True)])
 def test_the_picture_shows_both_with_their_figures(tmp_path: Path, name: str, overlap: bool) -> None:
     simulation, step = measured(tmp_path, name, overlap=overlap)
-    render_measured(simulation, step, tmp_path / "both.svg")
+    render_measured(simulation, [step], tmp_path / "both.svg")
     root = read_svg(tmp_path / "both.svg")
     texts = texts_of(root)
     assert {"planned", "measured, step 2", "waiting", "idle", "time (ms)", simulation.plan.title} <= {*texts}
@@ -81,8 +80,9 @@ def test_the_picture_shows_both_with_their_figures(tmp_path: Path, name: str, ov
 
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2,pp=8"])
 def test_nothing_is_cut_off_and_no_text_hides_another(tmp_path: Path, mesh: str) -> None:
+    simulation, step = measured(tmp_path, mesh=mesh)
     with house_style():
-        sheet = draw_measured(*measured(tmp_path, mesh=mesh))
+        sheet = draw_measured(simulation, [step])
         texts = list(visible_texts(sheet))
     paper = sheet.figure.bbox
     for text, box in texts:
@@ -95,92 +95,4 @@ def test_nothing_is_cut_off_and_no_text_hides_another(tmp_path: Path, mesh: str)
 def test_times_in_different_units_are_not_drawn_together(tmp_path: Path) -> None:
     simulation, step = measured(tmp_path)
     with pytest.raises(qs.UsageError, match="in forward, those of the step in ms"):
-        render_measured(simulation.plan.simulate(), step, tmp_path / "two.png")
-
-
-def read_events(path: Path) -> list[dict[str, object]]:
-    return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]  # type: ignore[no-any-return]
-
-
-def test_events_are_what_perfetto_reads(tmp_path: Path) -> None:
-    simulation, step = measured(tmp_path)
-    save_events(simulation, step, tmp_path / "events.json")
-    events = read_events(tmp_path / "events.json")
-    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert names == {0: "planned", 1: "measured, step 2"}
-    assert {e["ph"] for e in events} == {"M", "X", "s", "f"}
-    for event in events:
-        assert {"pid", "name", "ph"} <= event.keys()
-        if event["ph"] != "M":
-            assert event["ts"] >= 0
-            assert 0 <= event["tid"] < 3
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-    last = [max(e["ts"] + e["dur"] for e in events if e["ph"] == "X" and e["pid"] == pid) for pid in (0, 1)]
-    assert last == pytest.approx([1000 * simulation.makespan, 1000 * step.makespan])
-    for pid in (0, 1):
-        shown = [
-            e["name"] for e in events if e["ph"] == "X" and e["pid"] == pid and e["tid"] == 0 and e["cat"] == "Fwd"
-        ]
-        assert shown == ["F0", "F1", "F2", "F3"]
-
-
-def test_a_pair_is_one_slice_under_both_names(tmp_path: Path) -> None:
-    """A pair takes messages for both of its sides."""
-    simulation, step = measured(tmp_path, "dualpipe-v", "pp=2", overlap=True)
-    save_events(simulation, step, tmp_path / "events.json")
-    events = read_events(tmp_path / "events.json")
-    pairs = [i for i in simulation.plan.programs[0] if isinstance(i, Overlap)]
-    slices = [e for e in events if e.get("cat") == "Overlap" and e["tid"] == 0]
-    for pid in (0, 1):
-        shown = [e for e in slices if e["pid"] == pid]
-        assert [e["name"] for e in shown] == list(map(short, pairs)) == ["0F3&3B1", "3F2&0B0", "3F3&0B1"]
-        assert [e["args"] for e in shown] == [{"forward": [*i.forward], "backward": [*i.backward]} for i in pairs]
-    sent = sum(isinstance(i, Send) for program in step.plan.programs for i in program)
-    assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) == 2 * sent
-
-
-def test_slices_of_a_rank_nest(tmp_path: Path) -> None:
-    """Perfetto drops what overlaps on a thread without lying within."""
-    simulation, step = measured(tmp_path)
-    save_events(simulation, step, tmp_path / "events.json")
-    slices = [e for e in read_events(tmp_path / "events.json") if e["ph"] == "X"]
-    for place in itertools.product((0, 1), range(3)):
-        own = [(e["ts"], e["ts"] + e["dur"]) for e in slices if (e["pid"], e["tid"]) == place]
-        for (a, b), (c, d) in itertools.combinations(sorted(own, key=lambda s: (s[0], -s[1])), 2):
-            assert c >= b - 1e-3 or d <= b + 1e-3, (a, b, c, d)
-
-
-def test_flows_end_in_the_slice_that_takes_the_message(tmp_path: Path) -> None:
-    simulation, step = measured(tmp_path)
-    save_events(simulation, step, tmp_path / "events.json")
-    events = read_events(tmp_path / "events.json")
-    ends = {e["id"]: e for e in events if e["ph"] == "f"}
-    begins = {e["id"]: e for e in events if e["ph"] == "s"}
-    assert ends.keys() == begins.keys()
-    assert len(ends) == 2 * sum(isinstance(i, Send) for program in step.plan.programs for i in program)
-    slices = [e for e in events if e["ph"] == "X" and e["cat"] in ("Fwd", "Bwd")]
-    for number, end in ends.items():
-        assert (end["pid"], end["bp"]) == (begins[number]["pid"], "e")
-        assert end["ts"] >= begins[number]["ts"]
-        own = [e for e in slices if (e["pid"], e["tid"]) == (end["pid"], end["tid"])]
-        assert any(e["ts"] <= end["ts"] <= e["ts"] + e["dur"] for e in own)
-
-
-def test_plans_alone_have_events_too(tmp_path: Path) -> None:
-    simulation = qs.compile("1f1b", mesh="pp=2", microbatches=2).simulate()
-    save_events(simulation, None, tmp_path / "plan.json")
-    slices = [e for e in read_events(tmp_path / "plan.json") if e["ph"] == "X"]
-    assert max(e["ts"] + e["dur"] for e in slices) == 1000 * simulation.makespan
-    with pytest.raises(qs.UsageError, match="cannot write"):
-        save_events(simulation, None, tmp_path / "no" / "plan.json")
-
-
-def test_copies_to_the_host_have_a_thread_beside_that_of_their_rank(tmp_path: Path) -> None:
-    plan = qs.compile("gpipe", mesh="pp=2", microbatches=4, offload=3)
-    save_events(plan.simulate(qs.Costs(host_bandwidth=1.0)), None, tmp_path / "plan.json")
-    events = json.loads((tmp_path / "plan.json").read_text())["traceEvents"]
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert names == {0: "rank 0", 1: "rank 1", 2: "rank 0, host", 3: "rank 1, host"}
-    copies = {event["tid"] for event in events if event.get("cat") in ("OffloadAct", "FetchAct")}
-    assert copies == {2, 3}
+        render_measured(simulation.plan.simulate(), [step], tmp_path / "two.png")

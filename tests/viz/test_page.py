@@ -39,7 +39,7 @@ def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
     assert "<title>a &amp; b</title>" in text
     assert not re.search(r"https?:|<link|\bimport\(|fetch\(|XMLHttp", text)
     assert text.count("</script>") == 2
-    assert page_of(simulation, None, "x") == page_of(simulation, None, "x")
+    assert page_of(simulation, (), "x") == page_of(simulation, (), "x")
 
 
 @with_node
@@ -55,7 +55,7 @@ def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
 def test_a_page_has_the_plan_and_its_times(name: str, options: dict[str, Any]) -> None:
     costs = qs.Costs(unit="ms", forward=3.25, backward_weight=0.1, p2p=0.7, exchange=0.2)
     simulation = qs.compile(name, **options).simulate(costs)
-    found = read_page(page_of(simulation, None, name))
+    found = read_page(page_of(simulation, (), name))
     assert qs.Plan.from_json(found["json"]) == simulation.plan
     assert (found["title"], found["sound"]) == (simulation.plan.title, True)
     assert found["peaks"] == pytest.approx(simulation.peak_activations)
@@ -72,7 +72,7 @@ def test_a_page_has_the_measured_step_beside_the_plan(tmp_path: Path) -> None:
     costs = qs.Costs(unit="ms", forward=3.0, p2p=0.5)
     simulation = qs.compile("zb-h1", mesh="pp=2", microbatches=3).simulate(costs)
     step = write_trace(tmp_path, simulation, scales=(1.2,)).step()
-    render_measured(simulation, step, tmp_path / "both.html")
+    render_measured(simulation, [step], tmp_path / "both.html")
     planned, measured = read_page((tmp_path / "both.html").read_bytes())["runs"]
     assert planned["makespan"] == simulation.makespan
     assert measured["name"] == f"measured, step {step.number}"
@@ -86,7 +86,7 @@ def test_a_hundred_thousand_spans_are_a_small_page() -> None:
     simulation = plan.simulate(qs.Costs(forward=tuple(drawn[0]), backward_input=tuple(drawn[1]), p2p=0.3))
     assert plan.num_instructions > 97_000
     began = time.process_time()
-    page = page_of(simulation, None, "large")
+    page = page_of(simulation, (), "large")
     assert time.process_time() - began < 5
     assert len(page) < 5e6
 

@@ -96,13 +96,16 @@ def test_an_empty_plan_draws(page: Page, tmp_path: Path) -> None:
 
 def test_a_measured_step_is_switched_and_compared(page: Page, tmp_path: Path) -> None:
     simulation = qs.compile("1f1b", mesh="pp=3", microbatches=5).simulate(qs.Costs(unit="ms", p2p=0.5))
-    step = write_trace(tmp_path, simulation, scales=(1.2,)).step()
-    render_measured(simulation, step, tmp_path / "both.html")
+    trace = write_trace(tmp_path, simulation, scales=(1.2, 1.4))
+    render_measured(simulation, trace.select("2..3"), tmp_path / "both.html")
     page.open(tmp_path / "both.html")
     seen = set()
     for mode in ("planned", "measured", "both", "difference"):
         page.evaluate(f"quintsched.setMode('{mode}'); quintsched.paint()")
         seen.add(page.evaluate("quintsched.timeline.toDataURL()"))
+    page.evaluate("quintsched.setStep(2); quintsched.paint()")
+    assert page.evaluate("quintsched.stepList.textContent") == "measured, step 2measured, step 3"
+    assert page.evaluate("quintsched.timeline.toDataURL()") not in seen
     assert len(seen) == 4
     assert not page.errors
 

@@ -161,7 +161,7 @@ def test_same_plan_same_bytes_whatever_the_caller_has_set(tmp_path: Path, suffix
 @settings(max_examples=40, deadline=None)
 @given(simulations(most_ranks=6))
 def test_held_activations_are_those_between_a_forward_and_its_backward(simulation: qs.Simulation) -> None:
-    held = held_activations(simulation)
+    held = held_activations(simulation, simulation.costs)
     if simulation.plan.mode == "forward":
         assert held == ()
         return
@@ -285,6 +285,6 @@ def test_copies_to_the_host_run_beside_computations(tmp_path: Path) -> None:
     copies = [i for program in plan.programs for i in program if isinstance(i, HostCopy)]
     assert count_drawn(root, "host-copies") == len(copies) > 0
     assert {"activations to the host", "activations fetched"} <= {*texts_of(root)}
-    assert max(held.peak for held in held_activations(simulation)) <= 2
+    assert max(held.peak for held in held_activations(simulation, simulation.costs)) <= 2
     assert not stage_scene(plan.simulate()).strips, "what takes no time is a mark"
     assert {OffloadAct, FetchAct} <= {mark.what for mark in stage_scene(plan.simulate()).marks}

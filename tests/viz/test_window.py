@@ -38,7 +38,7 @@ def test_the_whole_window_changes_nothing() -> None:
     simulation = simulated()
     window = Window.parse(None, None, simulation)
     assert window.is_whole(simulation)
-    scene, held = stage_scene(simulation), held_activations(simulation)
+    scene, held = stage_scene(simulation), held_activations(simulation, simulation.costs)
     assert scene_within(scene, window).boxes == scene.boxes
     assert held_within(held, window) == held
     assert time_grid(simulation, window=window) == time_grid(simulation)

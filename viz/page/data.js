@@ -17,7 +17,7 @@ function bytesOf(text) {
   return bytes;
 }
 
-/** Decompress and read the data of a page: its tables, and its plan with one or two runs. */
+/** Decompress and read the data of a page: its tables, and its plan with its runs. */
 export async function readData(text) {
   const stream = new Blob([bytesOf(text.trim())]).stream().pipeThrough(new DecompressionStream("gzip"));
   const buffer = await new Response(stream).arrayBuffer();

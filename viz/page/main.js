@@ -36,8 +36,9 @@ class App {
       oninput: () => this.#search() });
     this.modes = h("select", { "aria-label": "runs shown", hidden: true, onchange: () => this.setMode(this.modes.value) },
       ["planned", "measured", "both", "difference"].map((mode) => h("option", {}, mode)));
+    this.stepList = h("select", { "aria-label": "measured step", hidden: true, onchange: () => this.setStep(Number(this.stepList.value)) });
     this.playButton = h("button", { onclick: () => this.playground.toggle() }, "edit");
-    this.header = h("header", {}, this.title, this.figures, h("span", { class: "grow" }), this.modes, this.query,
+    this.header = h("header", {}, this.title, this.figures, h("span", { class: "grow" }), this.modes, this.stepList, this.query,
       h("button", { onclick: () => this.walkPath(), title: "walk the critical path (c)" }, "path"), this.playButton,
       h("button", { onclick: () => this.setTheme(), title: "light or dark (t)", "aria-label": "light or dark" }, "◐"),
       h("button", { onclick: () => this.show(helpCard()), title: "keys (?)", "aria-label": "keys" }, "?"));
@@ -57,7 +58,7 @@ class App {
     this.controls = new Controls(this);
   }
 
-  /** Show a plan with its runs: the planned one first, then a measured one. */
+  /** Show a plan with its runs: the planned one first, then measured ones. */
   open({ plan, runs, cap = null, keepView = false, stall = null, window: shown = null, verdict = null }) {
     const before = this.view;
     Object.assign(this, { plan, runs, cap, stall, waits: null, held: undefined, breakdown: null, selected: -1, gap: null, path: null, cycle: null,
@@ -65,6 +66,9 @@ class App {
     runs[0].cap = cap;
     this.scenes = runs.map((run) => new Scene(run));
     this.modes.hidden = runs.length < 2;
+    this.measured = 1;
+    this.stepList.hidden = runs.length < 3;
+    this.stepList.replaceChildren(...runs.map((run, at) => h("option", { value: at }, run.name)).slice(1));
     if (runs.length < 2) this.mode = "planned";
     this.#applyTheme();
     this.view = new View(plan, this.#lanes(), this.palette);
@@ -92,12 +96,10 @@ class App {
     this.#later();
   }
 
-  get run() {
-    return this.runs[0];
-  }
+  get run() { return this.runs[0]; }
 
   #lanes() {
-    const [planned, measured] = this.scenes;
+    const planned = this.scenes[0], measured = this.scenes[this.measured];
     if (!measured || this.mode === "planned") return [planned];
     return this.mode === "measured" ? [measured] : [planned, measured];
   }
@@ -133,9 +135,7 @@ class App {
     requestAnimationFrame(() => setTimeout(next, 0));
   }
 
-  needWaits() {
-    return (this.waits ??= new Waits(this.run));
-  }
+  needWaits() { return (this.waits ??= new Waits(this.run)); }
 
   #addUp() {
     const waits = this.needWaits();
@@ -155,7 +155,7 @@ class App {
 
   #showFigures() {
     const unit = this.view?.unitName ?? "";
-    const parts = this.runs.flatMap((run) => {
+    const parts = this.runs.filter((_, at) => !at || at === this.measured).flatMap((run) => {
       const name = `${this.runs.length > 1 ? `${run.name}: ` : ""}makespan `;
       return run.stuck ? [name, ["never ends"]] : [name, [number(run.makespan), unit], "bubble ", [`${(100 * run.bubble).toFixed(1)} %`]];
     });
@@ -199,6 +199,12 @@ class App {
     this.resize();
   }
 
+  /** Choose the measured step that is shown. */
+  setStep(step) {
+    this.measured = step;
+    this.setMode(this.mode === "planned" ? "measured" : this.mode);
+  }
+
   setMode(mode) {
     if (this.runs.length < 2) return;
     const whole = this.view.t0 <= 0 && this.view.t1 >= this.view.makespan;
@@ -206,6 +212,7 @@ class App {
     this.view.lanes = this.#lanes();
     if (whole) [this.view.t0, this.view.t1] = [0, this.view.makespan];
     this.view.difference = mode === "difference";
+    this.#showFigures();
     this.draw();
   }
 
@@ -254,9 +261,7 @@ class App {
     if (!document.body.dataset.painted) document.body.dataset.painted = String(performance.now());
   }
 
-  paintOver() {
-    paintOver(this);
-  }
+  paintOver() { paintOver(this); }
 
   nameOf(row) {
     const { plan } = this;

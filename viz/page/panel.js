@@ -14,12 +14,12 @@ export function instructionCard(app, row) {
   const unit = app.view.unitName;
   const facts = [["rank", `${plan.rank[row]}, instruction ${plan.index(row)}`]];
   for (const [name, value] of Object.entries(fields)) facts.push([name, Array.isArray(value) ? value.join(", ") : String(value)]);
-  for (const one of app.runs) {
+  for (const one of app.runs.filter((_, at) => !at || at === app.measured)) {
     facts.push([one.name, `${number(one.start[row])} to ${number(one.end[row])}: ${number(one.end[row] - one.start[row])} ${unit}` +
       (one.wait?.[row] ? `, of which ${number(one.wait[row])} waiting` : "")]);
   }
   if (app.runs.length > 1) {
-    const late = app.runs[1].end[row] - app.runs[0].end[row];
+    const late = app.runs[app.measured].end[row] - app.runs[0].end[row];
     facts.push(["difference", `${number(Math.abs(late))} ${unit} ${late >= 0 ? "later" : "earlier"} than planned`]);
   }
   const parts = [h("h2", {}, "instruction"), h("p", { class: "sentence" }, h("b", {}, op), ` ${plan.tables.ops[plan.op[row]].label}`),

@@ -11,6 +11,7 @@ import base64
 import gzip
 import html
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -50,12 +51,14 @@ EFFORT = 5
 """Compression level: higher ones are slower, and hardly smaller."""
 
 
-def save_page(simulation: Simulation, step: MeasuredStep | None, path: Path, *, window: Window | None = None) -> None:
-    """Write the page of a simulated plan, and of a measured step beside it; raises `UsageError` on failure.
+def save_page(
+    simulation: Simulation, steps: Sequence[MeasuredStep], path: Path, *, window: Window | None = None
+) -> None:
+    """Write the page of a simulated plan, and of measured steps beside it; raises `UsageError` on failure.
 
     It opens with the ranks and times of `window`.
     """
-    write_whole(path, page_of(simulation, step, path.stem, window=window), "the page")
+    write_whole(path, page_of(simulation, steps, path.stem, window=window), "the page")
 
 
 def save_untimed(plan: PlanData, path: Path, costs: Costs | None = None, *, report: StallReport | None = None) -> None:
@@ -68,15 +71,16 @@ def save_untimed(plan: PlanData, path: Path, costs: Costs | None = None, *, repo
     write_whole(path, _page(plan, costs or Costs(), {}, about, path.stem), "the page")
 
 
-def page_of(simulation: Simulation, step: MeasuredStep | None, title: str, *, window: Window | None = None) -> bytes:
+def page_of(
+    simulation: Simulation, steps: Sequence[MeasuredStep], title: str, *, window: Window | None = None
+) -> bytes:
     """Return the text of the page; equal plans and times give identical bytes."""
     times: Arrays = {"start 0": simulation.start, "end 0": simulation.end}
     runs: list[dict[str, object]] = [{"name": "planned", "unit": simulation.unit}]
-    if step is not None:
+    for number, step in enumerate(steps, start=1):
         spans = [span for row in step.timeline for span in row]
-        times["start 1"] = np.array([span.start for span in spans])
-        times["end 1"] = np.array([span.end for span in spans])
-        times["wait 1"] = np.array([span.wait for span in spans])
+        for name in ("start", "end", "wait"):
+            times[f"{name} {number}"] = np.array([getattr(span, name) for span in spans])
         runs.append({"name": f"measured, step {step.number}", "unit": step.unit, "wait": True})
     about: dict[str, object] = {"runs": runs, "window": None if window is None else _window(window)}
     return _page(simulation.plan, simulation.costs, times, about, title)

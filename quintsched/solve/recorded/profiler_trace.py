@@ -19,20 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from quintsched.errors import InputError
-from quintsched.files.atomic import read_whole
-from quintsched.files.strictjson import parse_strict
 from quintsched.ir.instruction_set import Compute
 from quintsched.ir.mesh import Mesh
 from quintsched.solve.recorded.recorded_run import ComputedSpan, RecordedRun, RecordedStep, recorded_run
 from quintsched.torch_csv import loads
 from quintsched.torch_csv.vocabulary import COMPUTATIONS, Word
+from quintsched.trace.profiler_file import base_us, profiled_rank, read_profile
 
 PREFIX = "PP:"
 ON_HOST, ON_DEVICE = "user_annotation", "gpu_user_annotation"
 COMMUNICATION = re.compile(r"c10d::|gloo:|nccl:|record_param_comms|^aten::(empty|set_)")
 """Operators before which a rank may still wait."""
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
-MOST_BYTES = 2**31
 PER_MS = 1e3
 
 
@@ -88,33 +86,17 @@ def _computation(action: str) -> Compute | None:
 
 def _load(path: Path) -> _RankFile | None:
     """Return the actions of a file; None if it has none."""
-    try:
-        trace = parse_strict(read_whole(path, MOST_BYTES, "the trace"))
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    events = trace.get("traceEvents") if isinstance(trace, dict) else None
-    if not isinstance(trace, dict) or not isinstance(events, list):
+    trace = read_profile(path)
+    if trace is None:
         return None
-    spans = [event for event in events if isinstance(event, dict) and event.get("ph") == "X"]
+    spans = [event for event in trace["traceEvents"] if isinstance(event, dict) and event.get("ph") == "X"]
     named = [event for event in spans if str(event.get("name")).startswith(PREFIX)]
     if not named:
         return None
     try:
-        return _RankFile(path, _rank(trace, path), _steps(named, spans, _base(trace)))
+        return _RankFile(path, profiled_rank(trace, path), _steps(named, spans, base_us(trace)))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}: an event has no start, duration or thread: {error}") from None
-
-
-def _rank(trace: dict[str, Any], path: Path) -> int:
-    """Return the global rank that the file states, or else the number in its name."""
-    stated = trace.get("distributedInfo", {}).get("rank")
-    numbers = re.findall(r"\d+", path.name)
-    return int(stated if stated is not None else numbers[0])
-
-
-def _base(trace: dict[str, Any]) -> float:
-    """Return the time from which the file counts, in microseconds."""
-    return float(trace.get("baseTimeNanoseconds", 0)) / 1e3
 
 
 def _steps(
