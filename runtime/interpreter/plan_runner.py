@@ -278,6 +278,7 @@ class PlanRunner:
             stage.require_known_weights(self._state.gradients.reducer.known)
         self._latest, self._is_broken = interpreter, True
         current.number, current.units, current.last = number, step.units, last
+        current.runs += 1
         current.samples_before, current.outputs = self._samples_before if trains else 0, {} if wants_outputs else None
         for layer in model.mixtures:
             layer.tokens_alike = step.units.alike

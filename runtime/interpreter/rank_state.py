@@ -122,14 +122,15 @@ saved_of: Callable[[tuple[Any, ...]], SavedForward] = partial(tuple.__new__, Sav
 class CurrentStep:
     """The batch that is run and its units.
 
-    `number` counts the training steps made over all runs. Under gradient accumulation, the batch is one part of the
-    step's: `last` marks its last part, and `samples_before` is the number of samples of earlier parts. `outputs`
-    collects the last block's output for each unit, where the caller asked for it.
+    `number` counts the training steps made over all runs, `runs` those of this program alone. Under gradient
+    accumulation, the batch is one part of the step's: `last` marks its last part, and `samples_before` is the number of
+    samples of earlier parts. `outputs` collects the last block's output for each unit, where the caller asked for it.
     """
 
     batch: Batch = NOTHING
     units: Units = NO_UNITS
     number: int = 0
+    runs: int = 0
     last: bool = True
     samples_before: int = 0
     outputs: dict[int, Any] | None = None

@@ -93,11 +93,13 @@ class MaskUnit:
     """Unit that masks are drawn for: samples of a step's batch, by their numbers in it, and a slice of their sequences.
 
     `positions` are those of the local tokens in the whole sequence, int64 (T,); None: the whole sequence is local.
+    `run` counts the runs of its program: evaluations between the same two training steps have one number of a step.
     """
 
     step: int
     samples: range
     positions: Tensor | None = None
+    run: int = 0
 
 
 class _Drawing:

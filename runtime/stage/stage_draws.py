@@ -1,8 +1,8 @@
 """Random draws of a stage's blocks, as a function of the unit that they run on.
 
-    first step     user blocks are watched                           ─┬─▶ no draws: they run as they are
+    first run      user blocks are watched                           ─┬─▶ no draws: they run as they are
                                                                       └─▶ draws: generators are seeded around each
-    a later step   torch's generators have moved nevertheless        ───▶ all are watched again
+    a later run    torch's generators have moved nevertheless        ───▶ all are watched again
 
 The masks of nn.Dropout need none of this (`parallel.dropout`). Blocks that draw otherwise are not compiled, as compiled
 code would draw from its own generator.
@@ -65,7 +65,7 @@ class StageDraws:
         self._blocks, self._draws = blocks, BlockDraws(masks, blocks, sliced)
         self._drops = any(isinstance(module, KeyedDropout) for block in blocks.values() for module in block.modules())
         self._watched = set() if all(map(is_built_in, blocks.values())) else set(blocks)
-        self._since: int | None = None
+        self._since: tuple[int, int] | None = None  # first run, and the step that it was of
         self._is_compiled = False
         self.alarms, self.may_draw = masks.alarms, self._drops or bool(self._watched)
 
@@ -134,20 +134,21 @@ class StageDraws:
             yield
 
     def _settle(self, unit: MaskUnit) -> None:
-        """Stop watching blocks that drew nothing in the first step; watch all again after a later draw."""
+        """Stop watching blocks that drew nothing in the first run; watch all again after a later draw."""
         if self.alarms != self.masks.alarms:
             self.alarms, self._since = self.masks.alarms, None
             self._watched, self.may_draw = set(self._blocks), True
         if not self._watched:
             return
         if self._since is None:
-            self._since = unit.step
-        elif self._since != unit.step and self._watched != self._draws.drawn:
+            self._since = unit.run, unit.step
+        first, step = self._since
+        if first != unit.run and self._watched != self._draws.drawn:
             self._watched = set(self._draws.drawn)
             self.may_draw = self._drops or bool(self._watched)
-        if self._watched and self._since == unit.step - 1:
-            self._tell(self._since)
-            self._since = -1
+        if self._watched and first == unit.run - 1:
+            self._tell(step)
+            self._since = -1, step
 
     def _tell(self, since: int) -> None:
         """Warn once that drawing blocks are not compiled, or that they began to draw after the first step."""

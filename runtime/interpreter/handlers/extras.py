@@ -66,6 +66,6 @@ def unit_adder(state: ComputeState, instruction: ins.Fwd) -> Callable[[Extras], 
         positions = shape.positions(unit % slices, slices, device)
         before = current.samples_before
         samples = range(before + samples.start, before + samples.stop)
-        return {**extras, UNIT: MaskUnit(step, samples, positions)}
+        return {**extras, UNIT: MaskUnit(step, samples, positions, current.runs)}
 
     return with_unit

@@ -135,3 +135,23 @@ def test_a_thread_that_waits_lets_others_draw() -> None:
         generator = torch.Generator().manual_seed(rank)
         assert all(torch.equal(one, torch.rand(2, generator=generator)) for one in found)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+MODES: list[int] = []
+
+
+class Counting(nn.Linear):
+    """Notes the number of function modes that it runs in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        MODES.append(torch._C._len_torch_function_stack())
+        return super().forward(x)
+
+
+def test_blocks_that_draw_nothing_are_not_watched_after_their_first_evaluation() -> None:
+    plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
+    engine = Engine(plan, [lambda: Counting(8, 8)], nn.functional.mse_loss, sgd)
+    engine.evaluate(*torch.randn(2, 4, 8))
+    MODES.clear()
+    engine.evaluate(*torch.randn(2, 4, 8))
+    assert MODES == [0, 0]
