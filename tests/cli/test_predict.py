@@ -200,3 +200,20 @@ def test_a_home_that_cannot_be_written_says_where_else_to_measure(refused, tmp_p
     for command in (("calibrate",), asked):
         message = refused(2, *command)
         assert "write it elsewhere, like `quintsched calibrate -o cpu.json`, and give --hardware cpu.json" in message
+
+
+def test_one_strategy_is_predicted_and_written_as_a_framework_runs_it(tmp_path: Path, cli, refused) -> None:
+    asked = ["--model", "llama-3-405b", "--hardware", "h100", "--gpus", "1024", "--batch", "512", "--pp", "16"]
+    asked += ["--tp", "8", "--emit", str(tmp_path), "--json"]
+    found = cli("predict", *asked, "--for", "megatron", "--chunks", "8").data
+    assert found["strategy"]["fused_accumulation"]
+    lines = (tmp_path / "megatron.args").read_text(encoding="utf-8").splitlines()
+    assert {"--account-for-embedding-in-pipeline-split", "--num-virtual-stages-per-pipeline-rank 8"} <= {*lines}
+    cli("predict", *asked, "--for", "megatron", "--stages", ",".join(["7"] * 2 + ["8"] * 14))
+    lines = (tmp_path / "megatron.args").read_text(encoding="utf-8").splitlines()
+    assert f"--pipeline-model-parallel-layout E{'|'.join(['t' * 7] * 2 + ['t' * 8] * 14)}L" in lines
+    found = cli("predict", *asked, "--for", "torchtitan").data
+    assert (found["strategy"]["zero"], found["strategy"]["sequence_parallel"]) == (2, True)
+    text = (tmp_path / "torchtitan.args").read_text(encoding="utf-8")
+    assert "pipeline_parallel_layers_per_stage 8\n--parallelism.pipeline_parallel_first_stage_less_layers 1" in text
+    assert "does not run zero 1" in refused(2, "predict", *asked, "--for", "torchtitan", "--zero", "1")

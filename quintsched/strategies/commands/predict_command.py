@@ -3,6 +3,7 @@
 predict --model gpt3-175b --hardware a100-80gb --gpus 64 --tp 8 --pp 8 --batch 64    one strategy, by flags
 predict plan.json job.yaml --hardware cpu                                            what a run will do
 predict --rows FILE.json                                                             many: a list of {flag: value}
+predict … --for megatron --emit DIR                                                  as that framework runs it
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from quintsched.strategies.commands.prediction_report import as_data, describe
 
 if TYPE_CHECKING:
     from quintsched.strategies.prediction.step import Prediction
+    from quintsched.strategies.tuning.export.emit import Emitted as Written
 
 MOST_ROWS_BYTES = 2**26
 """Maximum number of bytes of a file of rows."""
@@ -38,6 +40,15 @@ RowsFile = Annotated[
     typer.Option("--rows", metavar="FILE.json", help="Many strategies: a list of objects whose keys are the flags."),
 ]
 
+For = Annotated[
+    str | None,
+    typer.Option("--for", metavar="FRAMEWORK", help="Only what megatron, torchtitan, deepspeed or quintsched can run."),
+]
+Emitted = Annotated[
+    Path | None,
+    typer.Option("--emit", metavar="DIR", help="Write the plan and a job file, or the framework's arguments."),
+]
+
 
 @taking_flags()
 def predict(
@@ -46,6 +57,8 @@ def predict(
     rows: RowsFile = None,
     profile: ProfileFile = None,
     profile_at: ProfileAt = None,
+    framework: For = None,
+    directory: Emitted = None,
     simulate: Simulated = False,
     as_json: AsJson = False,
 ) -> None:
@@ -53,8 +66,8 @@ def predict(
 
     By flags, from a job file (and its plan), or many at once from a file of rows, for which flags give the defaults.
     """
-    if rows is not None and files:
-        raise UsageError("--rows takes the place of a job file; leave out one of them")
+    if rows is not None and (files or directory):
+        raise UsageError(f"--rows takes the place of {'a job file' if files else '--emit'}; leave out one of them")
     if files:
         from quintsched.strategies.commands.job_rows import row_of_job
 
@@ -63,15 +76,18 @@ def predict(
         raise UsageError("--simulate times a plan by the model's own costs, not by those of --profile; leave out one")
     start = MeasuredStart.from_options(profile, profile_at)
     if rows is not None:
-        emit(_answers(read_rows(rows), flags, start, simulate))
+        emit(_answers(read_rows(rows), flags, framework, start, simulate))
         return
-    found = predicted(flags, start)
+    found = predicted(_as_run(framework, flags), start)
     with progress("simulating the plan"):
         simulated_s = simulated(found) if simulate else None
+    written = None if directory is None else _emit(found, framework, directory)
     if as_json:
-        emit(as_data(found, simulated_s))
-    else:
-        say(describe(found, simulated_s))
+        emit(as_data(found, simulated_s) | ({} if written is None else {"files": written.as_data()}))
+        return
+    say(describe(found, simulated_s))
+    if written is not None:
+        say(said(written))
 
 
 def read_rows(file: Path) -> list[Any]:
@@ -90,26 +106,49 @@ def read_rows(file: Path) -> list[Any]:
 
 
 def _answers(
-    rows: Sequence[Any], flags: Mapping[str, Any], start: MeasuredStart | None, simulate: bool
+    rows: Sequence[Any], flags: Mapping[str, Any], framework: str | None, start: MeasuredStart | None, simulate: bool
 ) -> list[dict[str, Any]]:
     """Return what is predicted of each row."""
     found: list[dict[str, Any]] = []
     with progress(f"predicting {len(rows)} rows") as shown:
         for row in rows:
-            found.append(_answer(row, flags, start, simulate))
+            found.append(_answer(row, flags, framework, start, simulate))
             shown.at(len(found), len(rows))
     return found
 
 
-def _answer(row: Any, flags: Mapping[str, Any], start: MeasuredStart | None, simulate: bool) -> dict[str, Any]:
+def _answer(
+    row: Any, flags: Mapping[str, Any], framework: str | None, start: MeasuredStart | None, simulate: bool
+) -> dict[str, Any]:
     """Return the prediction of a row, or the error that prevents it."""
     if not isinstance(row, dict):
         return {"error": f"a row is an object whose keys are the flags, not a {type(row).__name__}"}
     try:
-        found = predicted({**flags, **row}, start)
+        found = predicted(_as_run(framework, {**flags, **row}), start)
         return as_data(found, simulated(found) if simulate else None)
     except QuintschedError as error:
         return {"error": str(error)}
+
+
+def _as_run(framework: str | None, flags: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the flags of a strategy as a framework runs it, if one is named."""
+    if framework is None:
+        return flags
+    from quintsched.strategies.tuning.export.frameworks import settled
+
+    return settled(framework, flags)
+
+
+def _emit(found: Prediction, framework: str | None, folder: Path) -> Written:
+    from quintsched.strategies.tuning.export.emit import emit_for
+    from quintsched.strategies.tuning.export.frameworks import OWN
+
+    return emit_for(framework or OWN, found.model, found.strategy, folder)
+
+
+def said(written: Written) -> list[str]:
+    """Return the lines on files that were written."""
+    return ["", f"run it: {written.start}", *(f"  {line}" for line in written.notes)]
 
 
 def predicted(given: Mapping[str, Any], start: MeasuredStart | None) -> Prediction:

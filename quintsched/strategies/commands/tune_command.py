@@ -23,7 +23,7 @@ from quintsched.files.progress_line import progress
 from quintsched.strategies.commands.calibrate import calibrate_first
 from quintsched.strategies.commands.flags import CHOSEN, read_settings, taking_flags
 from quintsched.strategies.commands.measured_flags import MeasuredStart, ProfileAt, ProfileFile
-from quintsched.strategies.commands.predict_command import Simulated, simulated
+from quintsched.strategies.commands.predict_command import Emitted, For, Simulated, said, simulated
 from quintsched.strategies.commands.prediction_report import as_data
 
 if TYPE_CHECKING:
@@ -51,16 +51,6 @@ CertificateFile = Annotated[
 Explained = Annotated[
     str | None,
     typer.Option("--explain", metavar="dp=16,tp=8,…", help="Say why this strategy is not the best, or does not fit."),
-]
-Emitted = Annotated[
-    Path | None,
-    typer.Option("--emit", metavar="DIR", help="Write the best one's plan and job file, or the framework's arguments."),
-]
-For = Annotated[
-    str | None,
-    typer.Option(
-        "--for", metavar="FRAMEWORK", help="Search what megatron, torchtitan, deepspeed or quintsched can run."
-    ),
 ]
 Beside = Annotated[
     str | None, typer.Option("--beside", metavar="RECIPE", help="Say how much longer a published recipe takes.")
@@ -137,7 +127,7 @@ def tune(
     if published:
         say(["", *published])
     if files is not None:
-        say(["", f"run it: {files.start}", *(f"  {line}" for line in files.notes)])
+        say(said(files))
 
 
 def _search(
@@ -247,7 +237,7 @@ def _more_data(explanation: Explanation | None, files: Files | None) -> dict[str
     if explanation is not None:
         more["explanation"] = {**as_data(explanation.prediction), "reason": list(explanation.lines)}
     if files is not None:
-        more["files"] = {name: str(path) for name, path in files.files.items()} | {"notes": list(files.notes)}
+        more["files"] = files.as_data()
     return more
 
 

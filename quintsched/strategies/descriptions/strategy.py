@@ -82,7 +82,7 @@ class Strategy(Description):
     gradients: Literal["bf16", "fp16", "fp32", "fp64"] | None = None
     """Precision in which gradients are accumulated and reduced; None: 32 bits at least, fp16 reduced in its own."""
     stages: tuple[int, ...] | None = None
-    """Layers of each stage; None: as even as possible, with the remainder on the first stages."""
+    """Layers of each stage; None: as even as possible; see `strategy_validity.stage_layers`."""
 
     @property
     def replicas(self) -> int:

@@ -13,6 +13,7 @@ shard.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from quintsched.errors import UsageError
 from quintsched.schedules import Schedule, find_schedule
@@ -51,6 +52,24 @@ def resolved(strategy: Strategy) -> Strategy:
 def num_stages(strategy: Strategy) -> int:
     """Return the number of stages of a resolved strategy."""
     return strategy.pp * (strategy.chunks or 1)
+
+
+def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Return the layers of each stage, as even as possible, with the remainder on the first stages.
+
+    Where the embedding and the head make the number divide, each counts as a layer: 126 layers are 0, 1, …, 1, 0 in 128
+    stages (Llama 3, arXiv:2407.21783, section 3.3.2; Megatron-LM's `--account-for-embedding-in-pipeline-split`).
+    """
+    least, over = divmod(layers + 2 if has_light_ends(layers, stages) else layers, stages)
+    found = [least + (stage < over) for stage in range(stages)]
+    if has_light_ends(layers, stages):
+        found[0], found[-1] = least - 1, least - 1
+    return tuple(found)
+
+
+def has_light_ends(layers: Any, stages: Any) -> Any:
+    """Return whether the first and the last stage have one layer less than all others; numbers or arrays."""
+    return (layers % stages != 0) & ((layers + 2) % stages == 0)
 
 
 def _mesh_faults(strategy: Strategy) -> Iterator[str]:
@@ -131,7 +150,7 @@ def _shaped(strategy: Strategy) -> Schedule:
 def _stage_faults(model: Model, schedule: Schedule, strategy: Strategy) -> Iterator[str]:
     full = resolved(strategy)
     stages = num_stages(full)
-    if stages > model.layers:
+    if stages > model.layers and not has_light_ends(model.layers, stages):
         yield (
             f"pp={full.pp} x chunks={full.chunks} are {stages} stages, more than the {model.layers} layers of "
             f"{model.name}; take fewer"

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import RecomputeRule
+from quintsched.strategies.descriptions.strategy_validity import stage_layers
 from quintsched.strategies.prediction.operators import Array
 
 V_SHAPED = frozenset({"zbv", "v-half", "v-min", "dualpipe-v"})
@@ -120,12 +121,6 @@ class PerMicrobatch:
     def total(self) -> Array:
         """Forward and backward together."""
         return self.forward + self.backward_input + self.backward_weight
-
-
-def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage, as even as possible, with the remainder on the first stages."""
-    least, over = divmod(layers, stages)
-    return tuple(least + (stage < over) for stage in range(stages))
 
 
 def stages_of_rank(rank: int, pp: int, chunks: int, schedule: str) -> tuple[int, ...]:

@@ -15,8 +15,7 @@ from quintsched.plan import Plan
 from quintsched.schedules import find_schedule
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy, modules_of
-from quintsched.strategies.descriptions.strategy_validity import resolved
-from quintsched.strategies.prediction.layers_of_ranks import stage_layers
+from quintsched.strategies.descriptions.strategy_validity import resolved, stage_layers
 
 
 def plan_of(model: Model, strategy: Strategy, microbatches: int | None = None) -> Plan:

@@ -38,6 +38,9 @@ STEP_BYTES = 66.0
 """Bytes that an optimizer step reads and writes per parameter updated by a rank: its gradient is cleared (4), divided
 by the number of replicas (8), unscaled (8), its norm taken (4), clipped (8); Adam reads master, gradient and two
 moments and writes three of them (28); the master is rounded into the weight (6)."""
+CLEAR_BYTES, DIVIDE_BYTES = 4.0, 8.0
+"""Parts of these for gradients of all parameters of a rank, also where it updates a shard: they are divided before they
+are reduced (Megatron-LM's distributed optimizer, DeepSpeed, FSDP), and cleared if they stay resident (ZeRO-0, 1)."""
 ADAM_BYTES = 28.0
 """Part of these for Adam itself, which a calibration measures."""
 
@@ -314,7 +317,10 @@ def beside_passes(
 
 
 def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> Array:
-    """Return the time of the optimizer step, bound by memory; ZeRO divides it over the replicas."""
+    """Return the time of the optimizer step, bound by memory; ZeRO divides it over the replicas.
+
+    Gradients are divided before they are reduced, and cleared where they stay resident.
+    """
     shards = np.where(table.zero > 0, table.dp * table.cp * table.ep, 1)[:, None]
     expert_shards = np.where(table.zero > 0, table.dp * table.cp, 1)[:, None]
     numbers = each.weights / shards + each.expert_weights / expert_shards
@@ -322,7 +328,8 @@ def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants
         around = (STEP_BYTES - ADAM_BYTES) * numbers
         stepped = numbers / curve_rate(hardware.measured.optimizer, numbers)
         return stepped + around / memory_rate(around, hardware, constants)
-    moved = STEP_BYTES * numbers
+    whole = DIVIDE_BYTES + CLEAR_BYTES * (table.zero <= 1)[:, None]
+    moved = whole * (each.weights + each.expert_weights) + (STEP_BYTES - whole) * numbers
     return moved / memory_rate(moved, hardware, constants)
 
 

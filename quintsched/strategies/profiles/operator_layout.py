@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy_validity import stage_layers
 from quintsched.strategies.profiles.profile import Profile
 
 
@@ -66,9 +67,7 @@ def even_layout(profile: Profile, strategy: Strategy, layers: int, gpus_per_node
     Raises `MisfitError` for a strategy that a profile of operators cannot express.
     """
     _check(strategy)
-    counts = strategy.stages or tuple(
-        layers // strategy.pp + (stage < layers % strategy.pp) for stage in range(strategy.pp)
-    )
+    counts = strategy.stages or stage_layers(layers, strategy.pp)
     if sum(counts) != layers or len(counts) != strategy.pp:
         raise MisfitError(f"stages {counts}: the model has {layers} layers, for {strategy.pp} stages")
     stages = []

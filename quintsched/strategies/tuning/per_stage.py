@@ -66,17 +66,10 @@ def least_numbers(space: Space, evaluator: Evaluator, place: Ints, pp: int) -> I
 
 def is_new(space: Space, frames: Ints, numbers: Ints) -> Mask:
     """Return for each tuple whether it is valid and not already named by another choice ("none", "full")."""
-    layers = rank_layers(space, frames, numbers.shape[1])
+    layers = space.rank_layers(frames, numbers.shape[1])
     found = np.all(numbers <= layers, axis=1)
     if NONE in space.recomputes:
         found &= np.any(numbers, axis=1)
     if FULL in space.recomputes:
         found &= np.any(numbers < layers, axis=1)
     return np.asarray(found)
-
-
-def rank_layers(space: Space, frames: Ints, pp: int) -> Ints:
-    """Return the layers of the largest stage of each rank, (frames, pp): the first stages are larger."""
-    small = np.arange(pp) >= space.large_stages(frames)[:, None]
-    found: Ints = space.stage_layers(frames)[:, None] - small
-    return found

@@ -27,7 +27,8 @@ from quintsched.ir.mesh import MAX_RANKS
 from quintsched.schedules.kit.registry import find_schedule
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.descriptions.strategy_validity import check
+from quintsched.strategies.descriptions.strategy_validity import check, has_light_ends, stage_layers
+from quintsched.strategies.prediction.layers_of_ranks import V_SHAPED
 from quintsched.strategies.tuning.choices import ALIKE, UNLIMITED, Choices, allows
 
 Mask = NDArray[np.bool_]
@@ -90,15 +91,16 @@ class Space:
         pp, layers = self.column("pp", chosen), self.stage_layers(chosen)
         solved = groups * self.recomputes_by_stage(chosen)
         alike: dict[tuple[int, int, int], int] = {}
-        for key in zip(pp.tolist(), layers.tolist(), self.large_stages(chosen).tolist(), strict=True):
+        large = self.large_ranks(chosen)
+        for key in zip(pp.tolist(), layers.tolist(), large.tolist(), strict=True):
             alike.setdefault(key, self._tuples(*key))
-        keys = zip(pp.tolist(), layers.tolist(), self.large_stages(chosen).tolist(), strict=True)
+        keys = zip(pp.tolist(), layers.tolist(), large.tolist(), strict=True)
         return int((leaves - groups).sum()) + sum(int(n) * alike[key] for n, key in zip(solved, keys, strict=True))
 
     def _tuples(self, pp: int, layers: int, large: int) -> int:
         """Return the number of tuples of "per-stage", without those that other choices name."""
         named = sum(code in self.recomputes for code in (NONE, FULL))
-        return int((layers + 1) ** min(large, pp) * layers ** max(pp - large, 0)) - named
+        return int((layers + 1) ** large * layers ** (pp - large)) - named
 
     def recomputes_by_stage(self, frames: Ints) -> Mask:
         """Return whether each stage of these frames may recompute a number of its own: not where it has a twin."""
@@ -113,10 +115,27 @@ class Space:
         """Return the number of layers of the largest stage of each frame."""
         return _stage_layers(self.model, self.frames[frames])
 
-    def large_stages(self, frames: Ints) -> Ints:
-        """Return the number of stages of each frame with `stage_layers` layers; the later ones have one less."""
-        stages = self.column("pp", frames) * self.column("chunks", frames)
-        return self.model.layers - (self.stage_layers(frames) - 1) * stages
+    def large_ranks(self, frames: Ints) -> Ints:
+        """Return the number of ranks of each frame with a stage of `stage_layers` layers; the largest of others has one
+        less. These are the first ranks; where both ends are light, all but those that hold ends only."""
+        pp, stages = self.column("pp", frames), self.column("pp", frames) * self.column("chunks", frames)
+        large = np.minimum(self.model.layers - (self.stage_layers(frames) - 1) * stages, pp)
+        return np.where(has_light_ends(self.model.layers, stages), pp - self._ends_only(frames), large)
+
+    def rank_layers(self, frames: Ints, pp: int) -> Ints:
+        """Return the layers of the largest stage of each rank, (frames, pp)."""
+        rank, stages = np.arange(pp), self.column("pp", frames) * self.column("chunks", frames)
+        last = self.large_ranks(frames)[:, None] <= rank
+        ends = self._ends_only(frames)[:, None]
+        light = (rank == 0) & (ends > 0) | (rank == pp - 1) & (ends == 2)
+        small = np.where(has_light_ends(self.model.layers, stages)[:, None], light, last)
+        found: Ints = self.stage_layers(frames)[:, None] - small
+        return found
+
+    def _ends_only(self, frames: Ints) -> Ints:
+        """Return the number of ranks that hold no stages but the first and the last."""
+        vs = np.array([name in V_SHAPED for name in self.choices.schedule])[self.column("schedule", frames)]
+        return np.where(vs, 1, np.where(self.column("chunks", frames) == 1, 2, 0))
 
     def tokens_divide(self, frames: Ints) -> Mask:
         """Return whether tp divides a rank's tokens of a sample, as sequence parallelism requires."""
@@ -213,8 +232,8 @@ class Space:
     def by_stage(self, schedule: str, chunks: int, numbers: Sequence[int]) -> tuple[int, ...]:
         """Return the number of recomputed layers of each stage, given the number for each rank's stages."""
         ranks = find_schedule(schedule).placed(len(numbers), chunks)
-        least, larger = divmod(self.model.layers, len(ranks))
-        return tuple(min(numbers[rank], least + (stage < larger)) for stage, rank in enumerate(ranks))
+        layers = stage_layers(self.model.layers, len(ranks))
+        return tuple(min(numbers[rank], most) for rank, most in zip(ranks, layers, strict=True))
 
     def _meshes(self) -> Iterator[tuple[int, ...]]:
         for pp in self._sizes("pp", self.gpus, self.model.layers):
@@ -256,8 +275,10 @@ class Space:
         least, most = find_schedule(name).min_chunks, find_schedule(name).max_chunks
         if pp == 1 and self.choices.chunks is None:
             return [least] if least <= self.model.layers else []
-        room = [v for v in range(least, min(most, self.model.layers // pp) + 1) if allows(self.choices.chunks, v)]
-        even = [v for v in room if self.model.layers % (pp * v) == 0]
+        layers = self.model.layers
+        room = [v for v in range(least, min(most, (layers + 2) // pp) + 1) if allows(self.choices.chunks, v)]
+        even = [v for v in room if layers % (pp * v) == 0 or has_light_ends(layers, pp * v)]
+        room = [v for v in room if pp * v <= layers]
         if even or self.choices.even or not room:
             return even
         return [v for v in room if v % room[0] == 0 and (v // room[0]).bit_count() == 1]

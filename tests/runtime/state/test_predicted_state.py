@@ -17,7 +17,8 @@ from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_ti
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.model import Experts, Model
 from quintsched.strategies.descriptions.parameters import total
-from quintsched.strategies.prediction.layers_of_ranks import stage_layers, stages_of_rank
+from quintsched.strategies.descriptions.strategy_validity import stage_layers
+from quintsched.strategies.prediction.layers_of_ranks import stages_of_rank
 from quintsched.strategies.prediction.memory.buckets import BucketLayout, stage_tensors
 
 VOCAB, SEQ, DEPTH, HIDDEN, HEADS = 96, 16, 4, 24, 4

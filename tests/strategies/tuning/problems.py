@@ -153,9 +153,12 @@ def _schedules(given: Problem, pp: int) -> Iterator[tuple[str, int]]:
         return
     for name in given.choices.schedule:
         found = find_schedule(name)
-        takes = list(range(found.min_chunks, min(found.max_chunks, given.model.layers // pp) + 1))
-        even = [v for v in takes if given.model.layers % (pp * v) == 0]
-        doubles = [takes[0] * 2**k for k in range(8) if takes[0] * 2**k in takes] if takes else []
+        takes = list(range(found.min_chunks, min(found.max_chunks, given.model.layers + 2) + 1))
+        even = [v for v in takes if given.model.layers // (pp * v) and given.model.layers % (pp * v) == 0]
+        even += [v for v in takes if (given.model.layers + 2) % (pp * v) == 0 and v not in even]
+        doubles = [
+            v for v in (found.min_chunks * 2**k for k in range(8)) if v in takes and pp * v <= given.model.layers
+        ]
         yield from ((name, v) for v in even or doubles)
 
 
@@ -163,6 +166,8 @@ def _recomputes(given: Problem, schedule: str, pp: int, chunks: int) -> Iterator
     stages = pp * chunks
     least, larger = divmod(given.model.layers, stages)
     layers = [least + (stage < larger) for stage in range(stages)]
+    if stages > 2 and larger == stages - 2:  # embedding and head count as a layer
+        layers = [least, *[least + 1] * larger, least]
     for one in given.choices.recompute:
         if one == "per-stage" and find_schedule(schedule).bidirectional:
             continue  # a stage and its twin recompute alike

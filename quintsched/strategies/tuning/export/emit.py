@@ -48,6 +48,10 @@ class Emitted:
     notes: tuple[str, ...]
     """Placeholders to fill in, and differences of the run from the strategy."""
 
+    def as_data(self) -> dict[str, Any]:
+        """Return the files and notes as JSON data."""
+        return {name: str(path) for name, path in self.files.items()} | {"notes": list(self.notes)}
+
 
 def emit_for(name: str, model: Model, strategy: Strategy, directory: str | Path) -> Emitted:
     """Write a framework's arguments into `directory`; those of our own runtime are a plan and a job file.

@@ -37,6 +37,7 @@ class Framework:
         usual: choices that are taken unless others are asked for.
         modules: modules of a layer that it recomputes.
         numbers: whether it recomputes a number of layers of each stage.
+        stages: whether it can be told the layers of each stage.
         parser: repository, file and commit of its parser.
         file: name of the file of arguments.
         start: the command that is given them.
@@ -48,6 +49,7 @@ class Framework:
     usual: Mapping[str, Any]
     modules: tuple[str, ...] = ()
     numbers: bool = False
+    stages: bool = False
     parser: tuple[str, str, str] = ("", "", "")
     file: str = ""
     start: str = ""
@@ -68,6 +70,7 @@ FRAMEWORKS: dict[str, Framework] = {
         usual={"even": True, "fused_accumulation": True, "recompute": ("none", "selective", "full")},
         modules=MEGATRON_MODULES,
         numbers=True,
+        stages=True,
         parser=("NVIDIA/Megatron-LM", "megatron/training/arguments.py", "d98e8a64ddf34856e74b24714e3bedb2f5a39553"),
         file="megatron.args",
         start="torchrun … pretrain_gpt.py $(cat {file})",
@@ -110,6 +113,7 @@ FRAMEWORKS: dict[str, Framework] = {
         runs={"dtype": ("bf16", "fp32", "fp64"), "fused_loss": (False,), "fused_accumulation": (False,)},
         usual={"recompute": ("none", "full")},
         numbers=True,
+        stages=True,
     ),
 }
 """Frameworks by name."""
@@ -147,6 +151,20 @@ def restrict(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         name, "recompute", asked, list(filter(framework.recomputes, asked)), ("none", "full", *framework.modules)
     )
     return found
+
+
+def settled(name: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags of one strategy, in which a framework's own value stands for each that is left out.
+
+    Raises `UsageError` as `restrict` does, and for layers of stages that the framework cannot be told.
+    """
+    if flags.get("stages") and not find_framework(name).stages:
+        raise UsageError(f"--for {name}: it has no argument for the layers of each stage; leave out --stages")
+    asked = {axis: value for axis, value in flags.items() if axis in Choices.model_fields}
+    able = {axis: _listed(values) for axis, values in restrict(name, asked).items()}
+    fields = {axis: Strategy.model_fields[axis].default for axis in {*able} & {*Strategy.model_fields} - {*asked}}
+    mine = {axis: able[axis][0] for axis, usual in fields.items() if usual not in (None, *able[axis])}
+    return {**mine, **flags}
 
 
 def _listed(value: Any) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy, modules_of
+from quintsched.strategies.descriptions.strategy_validity import has_light_ends, num_stages, stage_layers
 
 POSITIONS = {"learned": "learned_absolute", "rope": "rope", "none": "none"}
 NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
@@ -91,8 +92,7 @@ def _of_strategy(model: Model, strategy: Strategy) -> Iterator[str]:
     yield f"--context-parallel-size {strategy.cp}"
     if model.experts:
         yield f"--expert-model-parallel-size {strategy.ep}"
-    if (strategy.chunks or 1) > 1 and strategy.pp > 1:
-        yield f"--num-virtual-stages-per-pipeline-rank {strategy.chunks}"
+    yield from _stages(model, strategy)
     yield f"--micro-batch-size {strategy.microbatch}"
     yield f"--global-batch-size {strategy.batch}"
     interleaves = strategy.schedule == "interleaved-1f1b" and strategy.pp > 1
@@ -113,6 +113,21 @@ def _of_strategy(model: Model, strategy: Strategy) -> Iterator[str]:
         yield "--fp8-format hybrid"
         yield "--fp8-recipe blockwise"
     yield from _recompute(strategy)
+
+
+def _stages(model: Model, strategy: Strategy) -> Iterator[str]:
+    """Yield the cut into stages: even, even with embedding and loss counted as layers, or stage by stage."""
+    stages = num_stages(strategy)
+    layers = strategy.stages or stage_layers(model.layers, stages)
+    light = has_light_ends(model.layers, stages) and layers == stage_layers(model.layers, stages)
+    if strategy.pp > 1 and not light and len(set(layers)) > 1:
+        yield f"--pipeline-model-parallel-layout E{'|'.join('t' * count for count in layers)}L"
+        return
+    if strategy.pp > 1 and stages > strategy.pp:
+        yield f"--num-virtual-stages-per-pipeline-rank {strategy.chunks}"
+    if light:
+        yield "--account-for-embedding-in-pipeline-split"
+        yield "--account-for-loss-in-pipeline-split"
 
 
 def _recompute(strategy: Strategy) -> Iterator[str]:

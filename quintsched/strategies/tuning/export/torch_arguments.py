@@ -8,6 +8,7 @@ from typing import Any
 
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy_validity import has_light_ends, num_stages
 
 NAMES_OF_SCHEDULES = {
     "1f1b": "1F1B",
@@ -32,11 +33,12 @@ def torchtitan_arguments(model: Model, strategy: Strategy) -> str:
         "pipeline_parallel_degree": strategy.pp,
     }
     if strategy.pp > 1:
+        light = int(has_light_ends(model.layers, num_stages(strategy)))
         parallelism |= {
             "pipeline_parallel_schedule": NAMES_OF_SCHEDULES[str(strategy.schedule)],
-            "pipeline_parallel_layers_per_stage": -(-model.layers // (strategy.pp * (strategy.chunks or 1))),
-            "pipeline_parallel_first_stage_less_layers": 0,
-            "pipeline_parallel_last_stage_less_layers": 0,
+            "pipeline_parallel_layers_per_stage": -(-(model.layers + 2 * light) // num_stages(strategy)),
+            "pipeline_parallel_first_stage_less_layers": light,
+            "pipeline_parallel_last_stage_less_layers": light,
             "num_pp_microbatches": strategy.microbatches,
         }
     training = {
