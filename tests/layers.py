@@ -48,6 +48,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "timeline",
         "window",
         "activation_panel",
+        "idle_panel",
         "legend",
         "sheet",
         "pipeline_rows",

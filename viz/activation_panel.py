@@ -15,7 +15,8 @@ from matplotlib.colors import Normalize
 from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import ColorType
 
-from .scene import Held
+from quintsched.simulation.held_activations import Held
+
 from .sheet import LegendKey
 from .style import HAIRLINE, QUIET, number, text_width
 

@@ -72,6 +72,18 @@ CARGO: dict[ValueKind, Look] = {
 }
 
 
+CAUSE_COLOURS = {
+    "warm-up": "#8a6d3b",
+    "cool-down": "#5b7f95",
+    "imbalance": "#b3541e",
+    "message": "#2b6c99",
+    "order": "#7a5195",
+    "cap": "#a0204c",
+    "collective": "#3d7a5a",
+}
+"""Colours of the causes of idle time."""
+
+
 def look_of(what: type[Instruction]) -> Look:
     """Return the style of a class of instruction."""
     return LOOKS.get(what) or Look(what.__name__, "#7A7A7A")

@@ -29,11 +29,12 @@ from quintsched.files.atomic import write_whole
 from quintsched.ir.instruction_set import AMONG_REPLICAS, HostCopy, Instruction, Recv, Send, short
 from quintsched.ir.values import Value, ValueKind
 from quintsched.simulation.costs import Costs
+from quintsched.simulation.held_activations import flows_of_ranks, held_activations
 from quintsched.simulation.simulator import Simulation, Span
 from quintsched.trace.measured_costs import UNITS
 from quintsched.trace.measured_trace import MeasuredSpan, MeasuredStep
 
-from .scene import arrivals_of, flows_of_ranks, held_activations
+from .scene import arrivals_of
 
 Event: TypeAlias = dict[str, object]
 Run: TypeAlias = Simulation | MeasuredStep

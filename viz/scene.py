@@ -12,20 +12,13 @@ No matplotlib here, and no coordinates but rank and time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from quintsched.ir.dataflow import Flow, Value, ValueKind
+from quintsched.ir.dataflow import Value, ValueKind
 from quintsched.ir.instruction_set import AMONG_REPLICAS, Compute, HostCopy, Instruction, Overlap, Recv, Send
-from quintsched.simulation.activation_memory import HELD, held_by
-from quintsched.simulation.costs import Costs
+from quintsched.simulation.held_activations import flows_of_ranks
 from quintsched.simulation.simulator import Simulation
 from quintsched.trace.measured_trace import MeasuredSpan, MeasuredStep
-
-ROUNDING = 1e-9
-"""Fraction of the makespan within which times count as equal, because of rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,56 +161,3 @@ def arrivals_of(run: Simulation | MeasuredStep) -> dict[Value, float]:
         for span, used in zip(row, flows, strict=True)
         if isinstance(span.instruction, Recv)
     }
-
-
-def flows_of_ranks(run: Simulation | MeasuredStep) -> list[list[Flow]]:
-    """Return the data flow of each span's instruction."""
-    plan = run.plan
-    return [plan.flows.of_rows(plan.columns.rows_of(rank)) for rank in range(plan.columns.num_ranks)]
-
-
-@dataclass(frozen=True)
-class Held:
-    """Activations that one rank holds over time: `amounts[i]`, in microbatches of a whole rank, from `times[i]` on."""
-
-    rank: int
-    times: tuple[float, ...]
-    amounts: tuple[float, ...]
-    peak: float
-
-
-def held_activations(run: Simulation | MeasuredStep, costs: Costs) -> tuple[Held, ...]:
-    """Return the activations of each rank, from the start of a forward to the end of its backward; () if none."""
-    plan, changes = run.plan, list[list[tuple[float, float]]]()
-    shape = (len(plan.stage_to_pp), plan.schedule.num_units)
-    stages, units = np.indices(shape).reshape(2, -1)
-    held = {k: held_by(plan, costs, k, stages, units).reshape(shape).tolist() for k in HELD}
-
-    def amount(value: Value) -> float:
-        found: float = held[value.kind][value.stage][value.number]
-        return found
-
-    for row, flows in zip(run.timeline, flows_of_ranks(run), strict=True):
-        of_rank: list[tuple[float, float]] = []
-        for span, used in zip(row, flows, strict=True):
-            of_rank += [(span.end, -amount(value)) for value in used.consumes if value.kind in HELD]
-            for value in used.produces:
-                if value.kind in HELD:  # the remains of an input half replace its inputs at its end
-                    of_rank.append((span.end if value.kind is ValueKind.PENDING else span.start, amount(value)))
-        changes.append(sorted(of_rank, key=lambda change: change[0]))
-    if not any(changes):
-        return ()
-    instant = run.makespan * ROUNDING
-    return tuple(_add_up(rank, of_rank, plan.schedule.parts, instant) for rank, of_rank in enumerate(changes))
-
-
-def _add_up(rank: int, changes: Sequence[tuple[float, float]], units: int, instant: float) -> Held:
-    """Return the running sum of changes; changes less than `instant` apart are merged into one step."""
-    at, now, peak = 0.0, 0.0, 0.0
-    after = {at: now}
-    for time, change in changes:
-        at = time if time - at > instant else at
-        now += change
-        peak = max(peak, now)
-        after[at] = now
-    return Held(rank, tuple(after), tuple(amount / units for amount in after.values()), peak / units)

@@ -16,16 +16,19 @@ from matplotlib.axes import Axes
 
 from quintsched.collectives import CollectiveRun
 from quintsched.errors import UsageError
+from quintsched.simulation.held_activations import Held, held_activations
+from quintsched.simulation.idle_time import MOST_EXPLAINED, times_of_ranks
 from quintsched.simulation.simulator import Simulation
 from quintsched.simulation.time_window import Window
 from quintsched.trace.measured_trace import MeasuredStep
 
 from .activation_panel import draw_held, held_height, held_key
 from .collective_scene import chunk_scene
+from .idle_panel import draw_idle, idle_height, idle_keys
 from .legend import keys_of
 from .page.plan_page import save_page
 from .pipeline_rows import Scale, draw_rows, set_time_axis, tail_points
-from .scene import Held, Scene, held_activations, stage_scene
+from .scene import Scene, stage_scene
 from .sheet import POINTS, Sheet, check_suffix
 from .style import DIGIT_EM, QUIET, duration, house_style, number, percent, printable, text_width
 from .window import held_within, label_from, scene_within
@@ -110,7 +113,7 @@ def draw_plan(simulation: Simulation, window: Window | None = None) -> Sheet:
     axes = _add_rows(sheet, scene, scale, scene.makespan)
     if held:
         _hide_times(axes)
-        axes = _add_held(sheet, held, scene, scale)
+        axes = _add_held(sheet, held, scene.makespan, scale)
     if window is not None:
         label_from(axes, window.start)
     name_times(sheet, axes, simulation.unit)
@@ -130,10 +133,28 @@ def draw_comparison(simulations: Sequence[Simulation]) -> Sheet:
         sheet.line(_figures(simulation) + peak, TEXT, colour=QUIET)
         sheet.space(0.03)
         axes = _add_rows(sheet, scene, scale, until)
+        _hide_times(axes)
+        axes = _add_where_time_goes(sheet, simulation, scale, until, axes)
         if scene is not scenes[-1]:
             _hide_times(axes)
     name_times(sheet, axes, simulations[0].unit)
     return sheet
+
+
+def _add_where_time_goes(sheet: Sheet, simulation: Simulation, scale: Scale, until: float, axes: Axes) -> Axes:
+    """Add the activations of a plan's ranks, and bars of their idle time; return the last of the axes."""
+    font = TEXT * sheet.font_scale
+    if held := held_activations(simulation, simulation.costs):
+        axes = _add_held(sheet, held, until, scale)
+        _hide_times(axes)
+    if simulation.plan.num_instructions <= MOST_EXPLAINED and simulation.makespan:
+        times = times_of_ranks(simulation)
+        sheet.space(0.1)
+        sheet.legend(idle_keys(times, simulation.makespan, SMALL * sheet.font_scale), SMALL)
+        axes = sheet.block(idle_height(len(times), font))
+        draw_idle(axes, times, font * 0.9)
+        set_time_axis(axes, until, scale)
+    return axes
 
 
 def draw_measured(simulation: Simulation, steps: Sequence[MeasuredStep], window: Window | None = None) -> Sheet:
@@ -228,15 +249,15 @@ def _add_rows(sheet: Sheet, scene: Scene, scale: Scale, until: float) -> Axes:
     return axes
 
 
-def _add_held(sheet: Sheet, held: Sequence[Held], scene: Scene, scale: Scale) -> Axes:
+def _add_held(sheet: Sheet, held: Sequence[Held], until: float, scale: Scale) -> Axes:
     font = TEXT * sheet.font_scale
     sheet.space(0.14)
     sheet.legend([held_key(held, font)], TEXT)
     sheet.space(0.04)
     height = held_height(len(held), font)
     axes = sheet.block(height)
-    draw_held(axes, held, scene.makespan, font, height * POINTS)
-    set_time_axis(axes, scene.makespan, scale)
+    draw_held(axes, held, until, font, height * POINTS)
+    set_time_axis(axes, until, scale)
     return axes
 
 

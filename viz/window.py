@@ -9,9 +9,10 @@ from typing import TypeVar
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
+from quintsched.simulation.held_activations import Held
 from quintsched.simulation.time_window import Window
 
-from .scene import Arrow, Bar, ComputationBox, Held, InstructionMark, Scene, Strip, WaitingTime
+from .scene import Arrow, Bar, ComputationBox, InstructionMark, Scene, Strip, WaitingTime
 from .style import number
 
 Span = TypeVar("Span", ComputationBox, Bar, WaitingTime, Strip)

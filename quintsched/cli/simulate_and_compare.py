@@ -41,6 +41,7 @@ MOST_STEPS = 12
 """Number of computations of a critical path that are printed at its beginning, and at its end."""
 
 
+Bars = Annotated[bool, typer.Option("--bars", help="Show a bar for each rank: computing, and idle time by its cause.")]
 FROM_TRACE = "from-trace"
 SAME = "same"
 
@@ -66,13 +67,16 @@ def simulate(
     per_microbatch: Annotated[
         bool, typer.Option("--per-microbatch", help="With from-trace: factors for each microbatch and slice too.")
     ] = False,
+    bars: Bars = False,
     as_json: AsJson = False,
 ) -> None:
     """Time a plan under a cost model.
 
-    Prints makespan, both bubbles, peak activations and the critical path. `--costs from-trace DIR` takes the measured
-    times of a run's instructions, as medians over the recorded steps.
+    Prints makespan, both bubbles, peak activations, and the critical path; with --bars where each rank's time goes.
+    `--costs from-trace DIR` takes the measured times of a run's instructions, as medians over the recorded steps.
     """
+    from quintsched.text.time_bars import time_bars
+
     refuse_input(output, plan, directory, None if costs == FROM_TRACE else costs)
     read = read_plan(plan)
     used = _read_costs(costs, directory, read, per_microbatch)
@@ -82,9 +86,17 @@ def simulate(
 
         write_costs(used or Costs(), output)
     if as_json:
-        emit(simulation.summary())
+        emit({**simulation.summary(), **(_times(simulation) if bars else {})})
     else:
-        say(_describe(simulation))
+        say([*_describe(simulation), *(["", *time_bars(simulation)] if bars else ())])
+
+
+def _times(simulation: Simulation, memory_cap: float | None = None) -> dict[str, object]:
+    """Return where the time of each rank goes, as JSON data."""
+    from quintsched.simulation.idle_time import times_of_ranks
+
+    times = times_of_ranks(simulation, memory_cap)
+    return {"times": [{"parts": dict(time.parts), "waits": dict(time.waits)} for time in times]}
 
 
 def _read_costs(costs: str | None, directory: Path | None, plan: Plan, per_microbatch: bool) -> Costs | None:
@@ -159,13 +171,16 @@ def compare(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="PICTURE", help="Draw them too: a .png or .svg file.")
     ] = None,
+    bars: Bars = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare the makespan, bubbles and memory of schedules.
 
-    Schedules that search do so under the costs and the memory cap.
+    The picture has each schedule over time, the activations of its ranks, and where their time goes. Schedules that
+    search do so under the costs and the memory cap.
     """
     from quintsched.cli.pictures import picture_path, write_picture
+    from quintsched.text.time_bars import time_bars
 
     refuse_input(output, costs, *names)
     path = None if output is None else picture_path(output)
@@ -179,9 +194,12 @@ def compare(
         write_picture(path, lambda: viz.compare(simulations, path))
     if as_json:
         refusals = [{"schedule": name, "reason": reason} for name, reason in refused.items()]
-        emit({"schedules": [simulation.summary() for simulation in simulations], "refused": refusals})
+        found = [one.summary() | (_times(one, memory_cap) if bars else {}) for one in simulations]
+        emit({"schedules": found, "refused": refusals})
     else:
         say(_comparison(simulations, refused))
+        for simulation in simulations if bars else ():
+            say(["", simulation.plan.schedule.name, *time_bars(simulation, memory_cap)])
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,13 @@ def activation_changes(plan: PlanData, costs: Costs) -> Changes:
     memory it does not count. The keys and values of a microbatch count with its first slice. While an `Overlap` runs,
     the activations of its forward are held beside those of its backward.
     """
-    change, made = _changes(plan, costs, (*HELD, ValueKind.KEYS) if plan.schedule.slices > 1 else HELD)
+    change, made = _changes(plan, costs, held_kinds(plan))
     return Changes(change, np.where(plan.columns.are(Overlap), made, np.maximum(change, 0.0)))
+
+
+def held_kinds(plan: PlanData) -> tuple[ValueKind, ...]:
+    """Return the kinds of values that count as activations of a plan."""
+    return (*HELD, ValueKind.KEYS) if plan.schedule.slices > 1 else tuple(HELD)
 
 
 def _changes(plan: PlanData, costs: Costs, kinds: Iterable[ValueKind]) -> tuple[Amounts, Amounts]:

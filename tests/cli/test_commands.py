@@ -177,6 +177,25 @@ def test_compare(cli):
     assert data["refused"] == []
 
 
+def test_bars_show_where_the_time_of_each_rank_goes(cli, plan_file):
+    shown = cli("compare", "1f1b", "gpipe", "--pp", 2, "-m", 4, "--bars").out.splitlines()
+    assert [line[:7] for line in shown[4:]] == [
+        "",
+        "1f1b",
+        "rank 0 ",
+        "rank 1 ",
+        " " * 7,
+        "",
+        "gpipe",
+        "rank 0 ",
+        "rank 1 ",
+        " " * 7,
+    ]
+    assert "w warm-up 10.0 %" in cli("simulate", plan_file, "--bars").out
+    (found,) = cli("compare", "1f1b", "--pp", 2, "-m", 4, "--bars", "--json").data["schedules"]
+    assert found["times"][0] == {"parts": {"computing": 12.0, "warm-up": 2.0, "cool-down": 1.0}, "waits": {"1": 3.0}}
+
+
 def test_show_groups(cli, plan_file, refused):
     shown = cli("show", plan_file, "--groups").out.splitlines()
     assert shown[0] == "1f1b on dp=2,pp=2,tp=2, 4 microbatches"

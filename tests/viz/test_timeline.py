@@ -17,9 +17,10 @@ from PIL import Image
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Compute, FetchAct, Fwd, HostCopy, OffloadAct, Overlap, Send
+from quintsched.simulation.held_activations import ROUNDING, held_activations
 from quintsched.viz import compare, render
 from quintsched.viz.looks import LOOKS
-from quintsched.viz.scene import ROUNDING, held_activations, stage_scene
+from quintsched.viz.scene import stage_scene
 from quintsched.viz.sheet import PNG_DPI
 from quintsched.viz.style import house_style, number, shade, text_width
 from quintsched.viz.timeline import draw_comparison, draw_plan
@@ -231,6 +232,9 @@ def test_comparison_shows_every_schedule_with_its_figures(tmp_path: Path) -> Non
         assert f"makespan {number(simulation.makespan)} forwards" in texts
         assert f"peak activations {number(max(simulation.peak_activations))}" in texts
     assert count_drawn(root, "computations") == 4 * (16 + 32)
+    assert all(f"{cause} " in texts for cause in ("computing", "warm-up", "cool-down"))
+    assert texts.count("waits for rank 1") == 2
+    assert texts.count("activations held") == 2
 
 
 @pytest.mark.parametrize("name", ["plan.pdf", "plan", "plan.png.gz", ".svg"])

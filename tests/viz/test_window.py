@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
+from quintsched.simulation.held_activations import held_activations
 from quintsched.simulation.time_grid import readable_window, time_grid
 from quintsched.simulation.time_window import Window
-from quintsched.viz.scene import held_activations, stage_scene
+from quintsched.viz.scene import stage_scene
 from quintsched.viz.style import house_style
 from quintsched.viz.timeline import draw_plan
 from quintsched.viz.window import held_within, scene_within

@@ -1,10 +1,7 @@
 /** Side panel: what is selected, why a rank is idle, and where the time of each rank goes. */
 import { h } from "./dom.js";
-import { CAUSES, number } from "./why.js";
+import { number } from "./why.js";
 
-export const CAUSE_COLOURS = {
-  "warm-up": "#8a6d3b", "cool-down": "#5b7f95", imbalance: "#b3541e", message: "#2b6c99", order: "#7a5195", cap: "#a0204c", collective: "#3d7a5a",
-};
 const MOST_LISTED = 14;
 
 /** Card of an instruction: its fields, its times, what it waited for and who waited for it. */
@@ -51,7 +48,7 @@ export function rowList(app, rows, at = -1) {
 export function gapCard(app, why, events) {
   const { waits } = app;
   const chain = events.slice(0, MOST_LISTED).map((event) => [waits.events.firstRows[event], ""]);
-  return [h("h2", {}, "why is this idle?"), h("span", { class: "cause", style: `background:${CAUSE_COLOURS[why.cause]}` }, why.cause),
+  return [h("h2", {}, "why is this idle?"), h("span", { class: "cause", style: `background:${app.plan.tables.causes[why.cause].colour}` }, why.cause),
     h("p", { class: "sentence" }, why.sentence), h("h2", {}, "the chain without slack, latest first"), rowList(app, chain)];
 }
 
@@ -63,22 +60,22 @@ export function pathCard(app, path) {
 
 /** Bars of all ranks: busy time, and idle time by its cause; the longest gaps. */
 export function breakdownCard(app, breakdown) {
-  const { plan, run } = app;
+  const { plan, run } = app, looks = plan.tables.causes;
   const total = run.makespan || 1;
   const shown = plan.ranks <= 24 ? Array.from({ length: plan.ranks }, (_, k) => k)
     : Array.from({ length: 24 }, (_, k) => Math.floor((k * plan.ranks) / 24));
-  const causes = Object.keys(CAUSES).filter((cause) => breakdown.ranks.some((of) => of[cause]));
+  const causes = Object.keys(looks).filter((cause) => breakdown.ranks.some((of) => of[cause]));
   const bars = shown.flatMap((rank) => [h("span", {}, `rank ${rank}`),
     h("div", { class: "bar", title: describe(breakdown.ranks[rank], run.busy[rank], total) },
     h("span", { style: `width:${(100 * run.busy[rank]) / total}%;background:var(--accent)` }),
-    causes.map((cause) => h("span", { style: `width:${(100 * (breakdown.ranks[rank][cause] ?? 0)) / total}%;background:${CAUSE_COLOURS[cause]}` })))]);
+    causes.map((cause) => h("span", { style: `width:${(100 * (breakdown.ranks[rank][cause] ?? 0)) / total}%;background:${looks[cause].colour}` })))]);
   const sum = (cause) => breakdown.ranks.reduce((all, of) => all + (of[cause] ?? 0), 0);
   return [h("h2", {}, "where the time goes"), h("div", { class: "bars" }, bars),
     h("div", { class: "legend", style: "padding:8px 0 0" }, h("span", {}, h("i", { style: "background:var(--accent)" }), "computing"),
-      causes.map((cause) => h("span", {}, h("i", { style: `background:${CAUSE_COLOURS[cause]}` }),
+      causes.map((cause) => h("span", {}, h("i", { style: `background:${looks[cause].colour}` }),
         `${cause} ${((100 * sum(cause)) / (total * plan.ranks)).toFixed(1)} %`))),
     h("h2", {}, "longest gaps"), h("ul", { class: "list" }, breakdown.gaps.slice(0, 8).map((gap) => h("li", { onclick: () => app.showGap(gap) },
-      h("i", { style: `background:${CAUSE_COLOURS[gap.cause]}` }), h("span", {}, `rank ${gap.rank}: ${number(gap.end - gap.start)} ${app.view.unitName}`),
+      h("i", { style: `background:${looks[gap.cause].colour}` }), h("span", {}, `rank ${gap.rank}: ${number(gap.end - gap.start)} ${app.view.unitName}`),
       h("small", {}, gap.cause))))];
 }
 

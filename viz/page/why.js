@@ -1,5 +1,5 @@
 /**
- * Idle time: why a rank stands still, and what everything waits for.
+ * Idle time: why a rank stands still, and what everything waits for; a twin of the planner's `simulation.idle_time`.
  *
  *     rank 0  [F0][F1]          [B0]      the gap ends when B0 can begin: the chain of events without slack
  *     rank 1      [F0][ B0 ]╱             behind it leads to B0 of rank 1, which is therefore named
@@ -8,16 +8,6 @@ import { runEarly } from "./early.js";
 import { flowsOf } from "./flow.js";
 import { graphOf, group } from "./graph.js";
 import { durationsOf, heldOverTime } from "./times.js";
-
-export const CAUSES = {
-  "warm-up": "the pipeline is filling: the first microbatches have not come through yet",
-  "cool-down": "the pipeline is draining: no forward is left that could fill the gap",
-  imbalance: "another stage takes longer than this one",
-  message: "the time is spent on the wire",
-  order: "work was ready here, but the order runs it later",
-  cap: "work was ready here, but its activations would go over the cap",
-  collective: "all ranks of a group have to meet",
-};
 
 /** What each event of a timed plan waits for. */
 export class Waits {
@@ -123,7 +113,7 @@ export class Waits {
     const what = rows.length ? rows.slice(0, 3).map((row) => this.name(row)).join(" and ") : "its own earlier work";
     const wire = messages.length ? `, then for its message (${number(this.durations[messages[0]] / plan.parts)} on the wire)` : "";
     const sentence = `Rank ${gap.rank} waits ${number(gap.end - gap.start)} ${run.unit === "forward" ? "forwards" : run.unit} before ` +
-      `${this.name(gap.row)} for ${what}${wire}: ${CAUSES[cause]}${ready ? this.#readyWords(gap, ready) : ""}.`;
+      `${this.name(gap.row)} for ${what}${wire}: ${plan.tables.causes[cause].meaning}${ready ? this.#readyWords(gap, ready) : ""}.`;
     return { cause, sentence, culprits, last, messages, ready, end: target };
   }
 
@@ -236,7 +226,7 @@ export class Waits {
     const row = this.events.firstRows[last];
     const cause = this.#isCollective(last) ? "collective" : "cool-down";
     const sentence = `Rank ${gap.rank} has nothing left to do for ${number(gap.end - gap.start)} ` +
-      `${run.unit === "forward" ? "forwards" : run.unit}: the step ends with ${this.name(row)}, and ${CAUSES[cause]}.`;
+      `${run.unit === "forward" ? "forwards" : run.unit}: the step ends with ${this.name(row)}, and ${plan.tables.causes[cause].meaning}.`;
     return { cause, sentence, culprits: [last], last: [last], messages: [], ready: null, end: last };
   }
 

@@ -3,6 +3,18 @@ import { createInterface } from "node:readline";
 import { Plan, readTables } from "../../../viz/page/plan.js";
 import { describeCycle, judge } from "../../../viz/page/judge.js";
 import { Costs, peakActivations, simulate } from "../../../viz/page/times.js";
+import { Waits } from "../../../viz/page/why.js";
+
+/** Each gap of a run, as the planner explains it: [rank, start, end, cause, ranks waited for]. */
+function idle(run) {
+  const waits = new Waits(run), { members } = waits.events;
+  const ranksOf = (event) => [...members.items.subarray(members.starts[event], members.starts[event + 1])].map((row) => run.plan.rank[row]);
+  return Array.from({ length: run.plan.ranks }, (_, rank) => waits.gaps(rank).map((gap) => {
+    const { cause, culprits } = waits.explain(gap);
+    const ranks = [...new Set(culprits.flatMap(ranksOf))].filter((other) => other !== rank).sort((a, b) => a - b);
+    return [rank, gap.start, gap.end, cause, ranks];
+  })).flat();
+}
 
 let tables = null;
 for await (const line of createInterface({ input: process.stdin })) {
@@ -20,6 +32,7 @@ for await (const line of createInterface({ input: process.stdin })) {
           start: [...run.start], end: [...run.end], makespan: run.makespan, bubble: run.bubble,
           peaks: [...peakActivations(plan, new Costs(plan, asked.costs))],
         };
+        if (run && "cap" in asked) answer.run.idle = idle({ ...run, cap: asked.cap });
       }
       console.log(JSON.stringify(answer));
     } catch (error) {

@@ -4,7 +4,7 @@ import { readFileSync } from "node:fs";
 import { headOf, lower, misfit, ordersOf, SCHEDULES } from "../../../viz/page/compile.js";
 import { readTables } from "../../../viz/page/plan.js";
 import { simulate } from "../../../viz/page/times.js";
-import { CAUSES, Waits } from "../../../viz/page/why.js";
+import { Waits } from "../../../viz/page/why.js";
 
 const tables = readTables(JSON.parse(readFileSync(process.argv[2], "utf8")));
 let seed = Number(process.argv[4]);
@@ -52,7 +52,7 @@ for (let number = 0; number < Number(process.argv[3]); number++) {
       const why = waits.explain(gap);
       found.gaps++;
       found.causes[why.cause] = (found.causes[why.cause] ?? 0) + 1;
-      if (!(why.cause in CAUSES) || !why.sentence.startsWith(`Rank ${rank} `)) found.wrong.push(`no cause: ${why.sentence}`);
+      if (!(why.cause in tables.causes) || !why.sentence.startsWith(`Rank ${rank} `)) found.wrong.push(`no cause: ${why.sentence}`);
       if (gap.row < 0) continue;
       if (!why.last.length) found.wrong.push(`${plan.title}: nothing named: ${why.sentence}`);
       for (const row of [...why.culprits, ...why.messages].slice(0, 1).map((event) => waits.events.firstRows[event])) {

@@ -1,0 +1,92 @@
+"""Activations that ranks hold over time, in a simulated or a measured run.
+
+held     ┌──┐  ┌────      from the start of a forward to the end of its backward
+      ┌──┘  └──┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from quintsched.ir.dataflow import Flow, Value, ValueKind
+from quintsched.ir.plan_data import PlanData
+from quintsched.simulation.activation_memory import held_by, held_kinds
+from quintsched.simulation.costs import Costs
+from quintsched.simulation.simulator import Span
+
+ROUNDING = 1e-9
+"""Fraction of the makespan within which times count as equal, because of rounding."""
+
+
+class TimedRun(Protocol):
+    """A simulation or a measured step."""
+
+    @property
+    def plan(self) -> PlanData:
+        """Plan that ran."""
+
+    @property
+    def timeline(self) -> Sequence[Sequence[Span]]:
+        """Spans of each pp rank, in program order."""
+
+    @property
+    def makespan(self) -> float:
+        """End of the last instruction."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Activations that one rank holds over time: `amounts[i]`, in microbatches of a whole rank, from `times[i]` on."""
+
+    rank: int
+    times: tuple[float, ...]
+    amounts: tuple[float, ...]
+    peak: float
+
+
+def flows_of_ranks(run: TimedRun) -> list[list[Flow]]:
+    """Return the data flow of each span's instruction."""
+    plan = run.plan
+    return [plan.flows.of_rows(plan.columns.rows_of(rank)) for rank in range(plan.columns.num_ranks)]
+
+
+def held_activations(run: TimedRun, costs: Costs) -> tuple[Held, ...]:
+    """Return the activations of each rank, from the start of a forward to the end of its backward; () if none."""
+    plan, changes = run.plan, list[list[tuple[float, float]]]()
+    shape = (len(plan.stage_to_pp), plan.schedule.num_units)
+    stages, units = np.indices(shape).reshape(2, -1)
+    kinds = held_kinds(plan)
+    held = {k: held_by(plan, costs, k, stages, units).reshape(shape).tolist() for k in kinds}
+
+    def amount(value: Value) -> float:
+        found: float = held[value.kind][value.stage][value.number]
+        return found
+
+    for row, flows in zip(run.timeline, flows_of_ranks(run), strict=True):
+        of_rank: list[tuple[float, float]] = []
+        for span, used in zip(row, flows, strict=True):
+            of_rank += [(span.end, -amount(value)) for value in used.consumes if value.kind in kinds]
+            for value in used.produces:
+                if value.kind in kinds:  # the remains of an input half replace its inputs at its end
+                    of_rank.append((span.end if value.kind is ValueKind.PENDING else span.start, amount(value)))
+        changes.append(sorted(of_rank, key=lambda change: change[0]))
+    if not any(changes):
+        return ()
+    instant = run.makespan * ROUNDING
+    return tuple(_add_up(rank, of_rank, plan.schedule.parts, instant) for rank, of_rank in enumerate(changes))
+
+
+def _add_up(rank: int, changes: Sequence[tuple[float, float]], units: int, instant: float) -> Held:
+    """Return the running sum of changes; changes less than `instant` apart are merged into one step."""
+    at, now, peak = 0.0, 0.0, 0.0
+    after = {at: now}
+    for time, change in changes:
+        at = time if time - at > instant else at
+        now += change
+        peak = max(peak, now)
+        after[at] = now
+    return Held(rank, tuple(after), tuple(amount / units for amount in after.values()), peak / units)
