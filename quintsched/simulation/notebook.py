@@ -41,6 +41,12 @@ def figures(rows: Iterable[tuple[str, str]]) -> str:
     return f"<table>{cells}</table>"
 
 
+def rows_of(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table with a header, all escaped."""
+    cells = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><tr>{''.join(f'<th>{escape(name)}</th>' for name in header)}</tr>{cells}</table>"
+
+
 def heading(text: str) -> str:
     """Return a line in bold, escaped."""
     return f"<p><b>{escape(text)}</b></p>"

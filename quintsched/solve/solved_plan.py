@@ -15,6 +15,7 @@ from quintsched.ir.placement import linear, loop, v
 from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape, find_schedule
 from quintsched.simulation.costs import Costs
+from quintsched.simulation.notebook import figures
 from quintsched.solve.noise.duration_samples import Jitter
 from quintsched.solve.noise.robust_search import Robustness, harden
 from quintsched.solve.order_certificate import TOLERANCE, Certificate
@@ -80,6 +81,16 @@ class Solution:
             "rank": claim.rank,
             "reason": claim.reason,
         }
+
+    def _repr_html_(self) -> str:
+        """Return the claim and the timeline as HTML, for notebooks."""
+        claim, unit = self.certificate, self.certificate.costs.unit
+        rows = [
+            (claim.objective, f"{claim.value:g} {unit}"),
+            ("certified bound", f"{claim.bound:g} {unit}, by rank {claim.rank}: {claim.reason}"),
+            ("gap", f"{100 * self.gap:.1f} %, {self.status}"),
+        ]
+        return f"<div>{figures(rows)}{self.plan.simulate(claim.costs)._repr_html_()}</div>"
 
     def __repr__(self) -> str:
         sizes = f"{self.placement}, {self.certificate.objective} {self.certificate.value:g}"

@@ -24,6 +24,7 @@ from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.formats import plan_json
 from quintsched.ir.mesh import MAX_RANKS
 from quintsched.ir.plan_data import PlanData
+from quintsched.simulation.notebook import heading, words
 from quintsched.stalls.findings import Culprit, Link, Strict
 from quintsched.stalls.states import RankState
 from quintsched.stalls.verdict_text import in_words
@@ -53,6 +54,10 @@ class StallReport(Strict):
     def words(self) -> str:
         """Return the report as a message of a few lines."""
         return in_words(self.culprits, self.chain, self.states)
+
+    def _repr_html_(self) -> str:
+        """Return the report's text as HTML, for notebooks."""
+        return f"<div>{heading(f'{self.plan.title}: the run stalled')}{words(self.words())}</div>"
 
     def to_json(self) -> str:
         """Return the text of a report file, which contains the plan."""

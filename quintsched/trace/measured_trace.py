@@ -22,10 +22,14 @@ from quintsched.graph.event_graph import Times
 from quintsched.ir.instruction_set import COMPUTING
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
+from quintsched.simulation.notebook import figures, heading, rows_of, timeline_svg
 from quintsched.simulation.simulator import Span
 from quintsched.simulation.time_window import range_ends
 from quintsched.trace.measured_costs import RowTimes, measure, per_second
 from quintsched.trace.trace_json import RankTrace, load_ranks
+
+MOST_STEPS_SHOWN = 20
+"""Most recorded steps that a notebook lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,21 @@ class MeasuredStep:
         """Fraction of all ranks' time until the makespan in which they do not compute."""
         return 1 - sum(self.busy) / (len(self.busy) * self.makespan) if self.makespan else 0.0
 
+    def __repr__(self) -> str:
+        times = f"makespan {self.makespan:.4g} {self.unit}, bubble {self.bubble:.1%}"
+        return f"MeasuredStep({self.plan.title}, step {self.number}: {times})"
+
+    def _repr_html_(self) -> str:
+        """Return the figures and the timeline as HTML, for notebooks."""
+        rows = [("makespan", f"{self.makespan:.4g} {self.unit}"), ("bubble", f"{self.bubble:.1%}")]
+        title = heading(f"{self.plan.title}: measured, step {self.number}")
+        return f"<div>{title}{figures(rows)}{self._drawn()}</div>"
+
+    def _drawn(self) -> str:
+        spans = [span for row in self.timeline for span in row]
+        runs, ends = np.array([span.start + span.wait for span in spans]), np.array([span.end for span in spans])
+        return timeline_svg(self.plan, runs, ends, self.unit)
+
     def summary(self) -> dict[str, object]:
         """Return the figures as JSON data."""
         return {"step": self.number, "unit": self.unit, "makespan": self.makespan, "bubble": self.bubble}
@@ -85,6 +104,15 @@ class Trace:
     def steps(self) -> tuple[int, ...]:
         """Numbers of the recorded steps."""
         return self.ranks[0].steps
+
+    def __repr__(self) -> str:
+        return f"Trace({self.plan.title}: {len(self.ranks)} ranks, steps {', '.join(map(str, self.steps))})"
+
+    def _repr_html_(self) -> str:
+        """Return the recorded steps, and the timeline of that of median length, as HTML for notebooks."""
+        steps = [self.step(number) for number in self.steps[:MOST_STEPS_SHOWN]]
+        rows = [(str(step.number), f"{step.makespan:.4g} {step.unit}", f"{step.bubble:.1%}") for step in steps]
+        return f"<div>{rows_of(('step', 'makespan', 'bubble'), rows)}{self.step()._repr_html_()}</div>"
 
     def makespan(self, step: int, rank: int = 0) -> float:
         """Duration of a step on the replica of global rank `rank`, in seconds."""

@@ -10,6 +10,9 @@ import pytest
 import quintsched as qs
 from quintsched.instructions import Bwd, Fwd
 from quintsched.simulation import notebook
+from quintsched.solve import solve
+from quintsched.stalls.stall_report import StallReport
+from tests.traces import write_trace
 
 VOID = {"rect"}
 
@@ -102,3 +105,21 @@ def test_names_are_escaped():
 
 def test_long_explanations_are_cut():
     assert len(notebook.words("<" * 10_000)) < 5 * notebook.MOST_EXPLANATION_LETTERS
+
+
+def test_traces_steps_solutions_searches_and_stalls_draw_themselves(plan, tmp_path):
+    trace = write_trace(tmp_path, plan.simulate(qs.Costs(unit="ms", forward=10.0)), scales=(1.0, 1.5))
+    assert repr(trace) == f"Trace({plan.title}: 8 ranks, steps 2, 3)"
+    assert repr(trace.step(3)).startswith(f"MeasuredStep({plan.title}, step 3: makespan ")
+    text = trace._repr_html_()
+    assert Tags(text).found.count("rect") == 2 * 16
+    assert "<th>makespan</th><th>bubble</th></tr><tr><td>2</td>" in text
+    found = solve(pp=2, microbatches=2, effort=1)
+    assert "certified bound" in found._repr_html_()
+    assert "svg" in Tags(found._repr_html_()).found
+    tuning = qs.tune(qs.find_model("gpt2"), qs.find_hardware("l4"), gpus=2, batch=8, top=2, front=False)
+    assert Tags(tuning._repr_html_()).found.count("tr") == 1 + len(tuning.best)
+    assert repr(tuning).startswith("Tuning(gpt2 on 2 l4: ")
+    stall = StallReport(culprits=(), chain=(), states=(), plan=plan)
+    assert "the run stalled" in stall._repr_html_()
+    assert Tags(stall._repr_html_()).found[0] == "div"

@@ -16,9 +16,11 @@ import numpy as np
 
 from quintsched.arguments import MAPPING, WHOLE_NUMBER, ours, takes
 from quintsched.errors import UsageError
+from quintsched.simulation.notebook import heading, rows_of
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
 from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.tuning.bounds import relaxed
 from quintsched.strategies.tuning.choices import Choices
@@ -63,6 +65,21 @@ class Tuning:
     def model(self) -> Model:
         """Model to train."""
         return self.space.model
+
+    def __repr__(self) -> str:
+        best = f"best {self.best[0].step_s:.4g} s" if self.best else "none fits"
+        return (
+            f"Tuning({self.model.name} on {self.space.gpus} {self.hardware.name}: {self.strategies} strategies, {best})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return the fastest strategies as HTML, for notebooks."""
+        found = [
+            (str(rank), duration(one.step_s), gigabytes(one.memory_bytes), strategy_name(one.strategy))
+            for rank, one in enumerate(self.best, start=1)
+        ]
+        title = heading(f"{self.model.name} on {self.space.gpus} {self.hardware.name}: {self.strategies:,} strategies")
+        return f"<div>{title}{rows_of(('', 'step', 'GB', 'strategy'), found)}</div>"
 
     @property
     def evaluated(self) -> int:
