@@ -54,6 +54,11 @@ class Measured(Description):
     """Message between two neighbours: bytes per second, by bytes."""
     all_reduce: dict[RankCount, Curve] = Field(default_factory=dict)
     """All-reduce over that many ranks: bytes of the tensor per second, by bytes."""
+    all_to_all: dict[RankCount, Curve] = Field(default_factory=dict)
+    """All-to-all among that many ranks of a node: bytes that a rank sends in all per second, by bytes."""
+    all_reduce_apart: dict[RankCount, Curve] = Field(default_factory=dict)
+    """All-reduce over that many ranks of a node that are no neighbours, where their groups share links; else as
+    `all_reduce`."""
     link_work: Curve | None = None
     """On a CPU: core time that a message costs if many ranks compute: bytes per second of a core, by bytes."""
     all_reduce_work: dict[RankCount, Curve] = Field(default_factory=dict)

@@ -22,6 +22,7 @@ SIZE_KEYS = tuple(float(2**power) for power in range(10, 35, 2))
 GIB = float(2**30)
 GROUPS = (2, 4, 8)
 """Numbers of ranks of collectives."""
+HALVES = ("reduce_scatter", "all_gather")
 BACKWARD = 2.5
 """FLOP of fused attention's backward per FLOP of the forward, as SimuMax counts."""
 
@@ -35,7 +36,8 @@ def read_system(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `Hardware`; raises KeyError for a part that is missing."""
     accelerator, networks = values["accelerator"], values["networks"]
     operators, passes = accelerator["op"], accelerator["bandwidth"]["default"]
-    inside, outside = _inside(networks), networks["inter_node"]["bandwidth"]
+    inside = {ranks: _inside(networks, ranks) for ranks in GROUPS}
+    link, outside = inside[max(GROUPS)]["bandwidth"], networks["inter_node"]["bandwidth"]
     peak = operators["matmul"]["tflops"] * 1e12
     measured = {
         "products": [*_products(operators["matmul"]), *_grouped(operators.get("group_matmul", {}))],
@@ -43,8 +45,10 @@ def read_system(values: Mapping[str, Any]) -> dict[str, Any]:
         "attention_backward": {"bf16": _attention(operators["sdp_bwd"], BACKWARD)},
         "memory": _curve(passes["gbps"] * GIB * passes["efficient_factor"], passes["latency_us"] * 1e-6),
         "passes": _passes(accelerator["bandwidth"]),
-        "link": _curve(*_rate_of(inside, "all2all", max(GROUPS))),
-        "all_reduce": {ranks: _all_reduce(inside, ranks) for ranks in GROUPS},
+        "link": _curve(link["gbps"] * GIB * link["efficient_factor"], link["latency_us"] * 1e-6),
+        "all_reduce": {ranks: _all_reduce(network, ranks) for ranks, network in inside.items()},
+        "all_to_all": {ranks: _curve(*_rate_of(network, "all2all", ranks)) for ranks, network in inside.items()},
+        "all_reduce_apart": dict(_apart(inside[max(GROUPS)])),
     }
     return {
         "name": values["sys_name"],
@@ -52,7 +56,7 @@ def read_system(values: Mapping[str, Any]) -> dict[str, Any]:
         "memory_gb": accelerator["mem_gbs"],
         "memory_gbps": passes["gbps"] * GIB / 1e9,
         "gpus_per_node": values["num_per_node"],
-        "link_gbps": inside["bandwidth"]["gbps"] * GIB / 1e9,
+        "link_gbps": link["gbps"] * GIB / 1e9,
         "network_gbps": outside["gbps"] * GIB / 1e9,
         "measured": measured,
         "sources": {"measured": "a system file of SimuMax"},
@@ -71,9 +75,9 @@ def _passes(bandwidth: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def _inside(networks: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the links inside a node: where PCIe is shared, as all GPUs of a node use it."""
-    name = "intra_node_pcie_8x" if networks.get("intra_with_pcie") else "high_intra_node"
+def _inside(networks: Mapping[str, Any], ranks: int) -> Mapping[str, Any]:
+    """Return the links inside a node; where PCIe is shared, as groups of so many neighbours use it."""
+    name = f"intra_node_pcie_{ranks}x" if networks.get("intra_with_pcie") else "high_intra_node"
     found: Mapping[str, Any] = networks[name]
     return found
 
@@ -120,9 +124,17 @@ def _rate_of(network: Mapping[str, Any], kind: str, ranks: int) -> tuple[float, 
 
 def _all_reduce(network: Mapping[str, Any], ranks: int) -> dict[str, list[float]]:
     """Return an all-reduce as it runs with sequence parallelism and ZeRO: a reduce-scatter and an all-gather."""
-    each = [_rate_of(network, kind, ranks) for kind in ("reduce_scatter", "all_gather")]
+    each = [_rate_of(network, kind, ranks) for kind in HALVES]
     passes = sum(1 / rate for rate, _ in each) * (ranks - 1) / ranks
     return _curve(1 / passes, sum(latency_s for _, latency_s in each))
+
+
+def _apart(network: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, list[float]]]]:
+    """Yield an all-reduce for each number of replicas, beside tp, over which it was measured."""
+    halves = [network["op"][kind].get("dp_fixed_bw", {}) for kind in HALVES]
+    for ranks in sorted(halves[0].keys() & halves[1].keys(), key=int):
+        passes = sum(1 / (half[ranks] * GIB) for half in halves) * (int(ranks) - 1) / int(ranks)
+        yield int(ranks), _curve(1 / passes, 0.0)
 
 
 def _curve(rate: float, latency_s: float) -> dict[str, list[float]]:

@@ -41,7 +41,7 @@ class Constants:
     """Slowdown of computation: extra seconds for each second that a collective overlaps with it."""
 
 
-CONSTANTS = Constants(product=0.8377, half=248.8, memory=0.8044, link=0.7707, network=0.2625, contention=0.2388)
+CONSTANTS = Constants(product=0.8377, half=249.0, memory=0.8033, link=0.7709, network=0.2626, contention=0.2389)
 
 FUSED = {"flash": (0.40, 0.30), "flash2": (0.62, 0.52)}
 """Fractions of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the centres
@@ -111,7 +111,7 @@ def operator_times(
         m, n, k = operator.m, operator.n, operator.k
         forward, inputs, weights = (
             product_s(operator, *shape, hardware, dtype, constants, made)
-            for shape, made in (((m, n, k), 0.0), ((m, k, n), 0.0), ((k, n, m), accumulated))
+            for shape, made in (((m, n, k), 0.0), ((m, k, n), 0.0), ((k, n, m), accumulated * operator.weighted))
         )
         if cast:
             of_input, of_result = (memory_s(CAST * operator.batch * m * each, hardware, constants) for each in (k, n))

@@ -42,7 +42,9 @@ def ring_s(
     hops = np.minimum(hops, members - 1 + 2 * np.log2(np.maximum(ranks / members, 1)))
     found = np.where(ranks > 1, hops * latency + (ranks - 1) / np.maximum(ranks, 1) * moved / rate, 0.0)
     if hardware.measured is not None and hardware.measured.all_reduce:
-        half = _measured_all_reduce_s(moved, ranks, hardware.measured.all_reduce) / 2
+        half = _between_s(moved, ranks, hardware.measured.all_reduce) / 2
+        if apart := hardware.measured.all_reduce_apart:
+            half = np.where(stride > 1, _between_s(moved, ranks, apart) / 2, half)
         return np.where(ranks <= members, half, found)
     return found
 
@@ -62,10 +64,17 @@ def all_to_all_s(
     Traffic to other nodes goes through the rank's own network port.
     """
     members = _in_node(ranks, stride, hardware)
-    inside = moved * (members - 1) / np.maximum(ranks, 1) / _link(moved, hardware, constants)
+    inside = _all_to_all_inside_s(moved * members / np.maximum(ranks, 1), members, hardware, constants)
     across = moved * (ranks - members) / np.maximum(ranks, 1) / (hardware.network_gbps * 1e9 * constants.network)
     latency = np.where(ranks > members, NETWORK_LATENCY_S, LINK_LATENCY_S)
     return np.where(ranks > 1, latency + np.maximum(inside, across), 0.0)
+
+
+def _all_to_all_inside_s(moved: Array, ranks: GroupSizes, hardware: Hardware, constants: Constants) -> Array:
+    """Return the seconds of an all-to-all within a node, without its latency."""
+    if hardware.measured is not None and hardware.measured.all_to_all:
+        return _between_s(moved * (ranks - 1) / ranks, ranks, hardware.measured.all_to_all)
+    return np.asarray(moved * (ranks - 1) / ranks / _link(moved, hardware, constants))
 
 
 def exchange_s(
@@ -97,7 +106,7 @@ def exchange_s(
     groups = np.maximum(ranks / members, 1.0)
     away = np.minimum(nodes, groups) * (1 - 1 / groups)
     across = moved * away / (hardware.network_gbps * 1e9 * EXCHANGE)
-    inside = moved * rows * (1 - 1 / members) / _link(moved, hardware, constants)
+    inside = _all_to_all_inside_s(moved * rows, members, hardware, constants)
     latency = np.where(ranks > members, NETWORK_LATENCY_S, LINK_LATENCY_S)
     return np.where(ranks > 1, latency + np.maximum(inside, across), 0.0)
 
@@ -122,8 +131,8 @@ def overlap(seconds: Array, beside: Array, constants: Constants = CONSTANTS) -> 
     return exposed, seconds - exposed
 
 
-def _measured_all_reduce_s(moved: Array, ranks: GroupSizes, curves: Mapping[int, Curve]) -> Array:
-    """Return the seconds of an all-reduce, interpolated linearly between the measured numbers of ranks."""
+def _between_s(moved: Array, ranks: GroupSizes, curves: Mapping[int, Curve]) -> Array:
+    """Return the seconds of a collective, interpolated linearly between the measured numbers of ranks."""
     moved, ranks = np.broadcast_arrays(moved, ranks)
     numbers = [1, *sorted(curves)]
     taken = [np.zeros_like(moved), *(_curve_s(curves[number], moved) for number in numbers[1:])]
