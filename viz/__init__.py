@@ -2,7 +2,7 @@
 `compare` several plans on one time axis, `render_collective` a spelled-out collective, `render_tuning` the result of a
 search for strategies, `render_stall` the positions of ranks in a stall; `save_page` writes the interactive page of a
 plan (as `render` does into a `.html` file), `save_untimed` that of a plan that may be unable to finish, `save_events`
-trace events for Perfetto and Chrome.
+trace events for Perfetto and Chrome, and `save_report` one page of a run.
 
     from quintsched.viz import compare, render
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .frontier import render_tuning
     from .page.plan_page import save_page, save_untimed
     from .perfetto import save_events
+    from .runs.run_report import save_report
     from .runs.stall_picture import render_stall
     from .runs.training_curves import render_training
     from .timeline import compare, render, render_collective, render_measured
@@ -35,6 +36,7 @@ __all__ = [
     "render_tuning",
     "save_events",
     "save_page",
+    "save_report",
     "save_untimed",
 ]
 
@@ -45,6 +47,7 @@ def __getattr__(name: str) -> Any:
     homes = {
         "save_events": ".perfetto",
         "save_page": ".page.plan_page",
+        "save_report": ".runs.run_report",
         "save_untimed": ".page.plan_page",
         "render_tuning": ".frontier",
         "render_stall": ".runs.stall_picture",

@@ -25,7 +25,7 @@ from quintsched.files.atomic import write_whole
 
 from .looks import INK
 from .style import text_width
-from .svg_page import page_around
+from .svg_page import page_of_parts, picture
 
 POINTS = 72.0
 SUFFIXES = (".png", ".svg", ".html")
@@ -119,7 +119,12 @@ class Sheet:
         self.arrange()
         suffix = path.suffix.lower()
         data = self._png() if suffix == ".png" else self._svg()
-        write_whole(path, page_around(data, path.stem) if suffix == ".html" else data, "the picture")
+        write_whole(path, page_of_parts(path.stem, [picture(data)]) if suffix == ".html" else data, "the picture")
+
+    def part(self) -> str:
+        """Return the sheet as a part of an HTML page."""
+        self.arrange()
+        return picture(self._svg())
 
     def _svg(self) -> bytes:
         picture = io.BytesIO()

@@ -1,8 +1,9 @@
-"""HTML page around an SVG picture, without external files."""
+"""HTML pages of pictures and tables, without scripts and external files."""
 
 from __future__ import annotations
 
 import html
+from collections.abc import Iterable
 
 PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -11,19 +12,39 @@ PAGE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-body {{ margin: 0; background: white; overflow-x: auto; }}
+body {{ margin: 0; background: white; color: #1f2933; overflow-x: auto; font: 15px/1.5 system-ui, sans-serif; }}
 svg {{ display: block; margin: 0 auto; min-width: 800px; width: 100%; max-width: 1800px; height: auto; }}
+section {{ max-width: 1200px; margin: 0 auto; padding: 8px 24px; }}
+table {{ border-collapse: collapse; }}
+td, th {{ padding: 2px 16px 2px 0; text-align: left; font-weight: normal; border-bottom: 1px solid #e4e7eb; }}
+th {{ color: #5f6b7a; }}
+pre {{ white-space: pre-wrap; }}
+iframe {{ width: 100%; height: 720px; border: 1px solid #e4e7eb; }}
 </style>
 </head>
 <body>
-{svg}
+{body}
 </body>
 </html>
 """
 
 
-def page_around(svg: bytes, title: str) -> bytes:
-    """Return an HTML page with an SVG picture that scales with the window."""
+def page_of_parts(title: str, parts: Iterable[str]) -> bytes:
+    """Return an HTML page of these parts."""
+    return PAGE.format(title=html.escape(title), body="\n".join(parts)).encode("utf-8")
+
+
+def section(heading: str, *parts: str) -> str:
+    """Return a part of a page, below a heading."""
+    return f"<section><h2>{html.escape(heading)}</h2>{''.join(parts)}</section>"
+
+
+def picture(svg: bytes) -> str:
+    """Return an SVG picture as a part of a page; it scales with the window."""
     text = svg.decode("utf-8")
-    picture = text[text.index("<svg") :].strip()
-    return PAGE.format(title=html.escape(title), svg=picture).encode("utf-8")
+    return text[text.index("<svg") :].strip()
+
+
+def page_within(page: bytes, title: str) -> str:
+    """Return a page, whole, as a part of another one."""
+    return f'<iframe title="{html.escape(title)}" srcdoc="{html.escape(page.decode("utf-8"))}"></iframe>'

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from quintsched.errors import UsageError, suggest
+from quintsched.errors import InputError, UsageError, suggest
+from quintsched.formats.run_plan import plan_beside
 from quintsched.graph.event_graph import Times
 from quintsched.ir.instruction_set import COMPUTING
 from quintsched.ir.plan_data import PlanData
@@ -99,6 +100,14 @@ class Trace:
     def load(cls, directory: Path, plan: PlanData) -> Trace:
         """Read the trace of a run of `plan`; raises as `trace_json.load_ranks` does."""
         return cls(plan, load_ranks(directory, plan))
+
+    @classmethod
+    def load_run(cls, directory: Path) -> Trace:
+        """Read the trace of a run with the plan beside it; raises also `InputError` where there is none."""
+        found = plan_beside(directory)
+        if found is None:
+            raise InputError(f"{directory}: no plan of a run in this directory, which holds a trace with its plan.json")
+        return cls.load(directory, found[1])
 
     @property
     def steps(self) -> tuple[int, ...]:

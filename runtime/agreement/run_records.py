@@ -73,7 +73,7 @@ def code_settings(job: JobConfig) -> dict[str, Plain]:
     return {
         "code.python": platform.python_version(),
         "code.torch": str(torch.__version__),
-        "code.quintsched": f"{_version()} ({_own_sources()})",
+        "code.quintsched": f"{own_version()} ({_own_sources()})",
         **{f"code.{path.name}": _digest(_content(path)) for path in user_files(job)},
     }
 
@@ -137,7 +137,8 @@ def _parts_of_plan(text: str) -> Record:
     return dict(flatten({"mesh": mesh, **data, **programs}, "plan."))
 
 
-def _version() -> str:
+def own_version() -> str:
+    """Return the version of the installed package."""
     try:
         return metadata.version("quintsched")
     except metadata.PackageNotFoundError:

@@ -41,6 +41,7 @@ from .batch_feed import Feed, feed_of, open_feed
 from .job_optimizer import build_optimizer, keep_own_rates, require_group_names
 from .reporter import Record, Reporter, Sink, Sinks, reporter_of, require_sinks
 from .resume_training import StepSamples, TrainingPosition, go_on_from, load_pretrained_of
+from .run_environment import environment_of
 from .stage_costs import block_costs, measured_costs
 from .summed_losses import accuracy_of, has_perplexity, loss_of, with_z_loss
 from .trace_window import traced_steps
@@ -273,8 +274,16 @@ class Trainer:
             for line in (self.job.checkpoint.unused, engine.tensor_cuts, engine.expert_shares, engine.zero_split):
                 if line is not None:
                     reporter.say(line)
-            begun = {"plan": self.plan.title, "planned_bubble": self._loop.planned_bubble, "step": self.progress.step}
-            reporter.record({"event": "start", **begun, "deferred_share": self.engine.deferred_share})
+            reporter.record(
+                {
+                    "event": "start",
+                    "plan": self.plan.title,
+                    "planned_bubble": self._loop.planned_bubble,
+                    "step": self.progress.step,
+                    "deferred_share": engine.deferred_share,
+                    "environment": environment_of(engine.transport),
+                }
+            )
             self._loop.train_steps()
             if not self._loop.is_stopped:
                 self._export()

@@ -1,12 +1,16 @@
 """`quintsched report`: what it says of logs, and what it draws of them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+import quintsched as qs
 from quintsched.errors import InputError, UsageError
+from quintsched.formats.run_plan import save_beside
 from quintsched.trace.training_log import TrainingLog
+from tests.traces import write_trace
 
 START = {"event": "start", "plan": "1f1b on pp=2, 4 microbatches", "step": 0, "deferred_share": None}
 END = {"event": "end", "step": 6, "seconds": 9.0, "best": 2.5, "bubble": 0.25, "planned_bubble": 0.2}
@@ -47,6 +51,34 @@ def test_runs_are_reported_and_drawn_side_by_side(cli, tmp_path):
     ]
     drawn = (tmp_path / "curves.svg").read_text()
     assert all(f'id="{name}"' in drawn for name in ("loss 0", "loss 1", "validation 0", "bubble 0", "memory_gb 1"))
+
+
+def test_the_page_of_a_run_has_its_steps_beside_the_plan(cli, refused, tmp_path):
+    ranks = {"rank_busy": [0.5, 0.75], "rank_memory_gb": [1.0, 1.5]}
+    environment = {"torch": "2.13", "device": "cpu, 2 cores"}
+    run = write(tmp_path / "run", START | {"environment": environment}, step(2, 4.0, **ranks), step(4, None, **ranks))
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=4)
+    write_trace(run / "traces", plan.simulate(qs.Costs(unit="ms", forward=10.0)), scales=(1.0, 1.1))
+    assert "no plan of a run" in refused(1, "report", "run", "-o", "run.html")
+    save_beside(plan, run / "traces")
+    assert cli("report", "run", "-o", "run.html").code == 0
+    page = (tmp_path / "run.html").read_text()
+    assert [*re.findall(r"<h2>([^<]*)</h2>", page)] == [
+        "run",
+        "curves",
+        "run: ranks",
+        "run: environment",
+        "planned beside measured",
+        "the step of median length",
+        "where the time goes, under the measured costs",
+        "the plan: click on idle time to ask why",
+        "proof",
+    ]
+    assert "<td>1</td><td>75.0%</td><td>1.50</td>" in page
+    assert "<th>device</th><td>cpu, 2 cores</td>" in page
+    assert '<iframe title="1f1b on pp=2, 4 microbatches" srcdoc="&lt;!DOCTYPE html&gt;' in page
+    assert "not finite" in page
+    assert not re.search(r'(?:src|href)="http', page)
 
 
 def test_steps_that_a_resumed_run_did_again_count_once(tmp_path):

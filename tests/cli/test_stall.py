@@ -1,5 +1,8 @@
 """`quintsched render --stall`: the report of a stall as a picture and in words."""
 
+import os
+import time
+
 import pytest
 
 import quintsched as qs
@@ -28,10 +31,14 @@ def test_a_report_is_drawn_beside_itself(cli, report):
 
 
 def test_the_report_of_a_run_without_an_end_repeats_the_verdict(cli, report):
-    (report.parent / "log.jsonl").write_text('{"event": "start", "plan": "1f1b on pp=2", "step": 0}\n')
+    log = report.parent / "log.jsonl"
+    log.write_text('{"event": "start", "plan": "1f1b on pp=2", "step": 0}\n')
+    os.utime(report)  # the run stalls after its last record
     done = cli("report", report.parent)
     assert "ended: " in done.out
     assert "rank 1 (host a, pp=1) was killed by SIGKILL in step 3 at instruction 1 of" in done.out
+    os.utime(log, (time.time() + 60,) * 2)  # a new run of the same folder goes on
+    assert "ended: not yet" in cli("report", report.parent).out
 
 
 def test_a_report_is_drawn_where_one_says(cli, report, tmp_path):

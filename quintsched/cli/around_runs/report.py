@@ -22,13 +22,23 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Logs of runs (log.path), or their folders.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="PICTURE", help="Draw the curves: a .png, .svg or .html file."),
+        typer.Option(
+            "--output", "-o", metavar="PICTURE", help="Draw the curves (.png, .svg), or write all as a .html page."
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace", metavar="DIR", help="The traces of the first run, for the page; default: beside its log."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Report how runs went: loss, speed, memory, bubble, and why one ended.
 
-    Several runs are put side by side. A run that still goes on, or was killed, is reported up to its last record.
+    Several runs are put side by side. A run that still goes on, or was killed, is reported up to its last record. The
+    page has all of it: curves, ranks, environment, and with a trace the steps beside the plan, where the time of each
+    rank goes, and the interactive page.
     """
     from quintsched.cli.pictures import picture_path, write_picture
     from quintsched.trace.training_log import TrainingLog
@@ -36,9 +46,10 @@ def report(
     path = None if output is None else picture_path(output, (".png", ".svg", ".html"))
     logs = [TrainingLog.load(run) for run in runs]
     if path is not None:
-        for log in logs:
-            refuse_input(path, log.path)
-        write_picture(path, lambda: _draw(logs, path))
+        traces = trace if trace is not None else _traces_beside(logs[0].path)
+        for read in (*(log.path for log in logs), traces):
+            refuse_input(path, read)
+        write_picture(path, lambda: _draw(logs, traces, path))
     if as_json:
         emit([summary_of(log) for log in logs])
     else:
@@ -55,10 +66,23 @@ def summary_of(log: TrainingLog) -> dict[str, Any]:
     return found
 
 
-def _draw(logs: Sequence[TrainingLog], path: Path) -> None:
-    from quintsched import viz
+def _traces_beside(log: Path) -> Path | None:
+    """Return the folder beside a log that has the trace of a run; None for none, or several."""
+    from quintsched.trace.trace_json import file_name
 
-    viz.render_training(logs, path)
+    found = [path.parent for path in log.parent.glob(f"*/{file_name(0)}")]
+    return found[0] if len(found) == 1 else None
+
+
+def _draw(logs: Sequence[TrainingLog], traces: Path | None, path: Path) -> None:
+    from quintsched import viz
+    from quintsched.trace.measured_trace import Trace
+
+    if path.suffix.lower() != ".html":
+        viz.render_training(logs, path)
+        return
+    trace = None if traces is None else Trace.load_run(traces)
+    viz.save_report(logs, [summary_of(log) for log in logs], trace, path)
 
 
 _UNITS = {
