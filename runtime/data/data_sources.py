@@ -25,6 +25,7 @@ import sys
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
@@ -134,15 +135,15 @@ def _load_idx(folder: Path) -> Dataset:
 
 
 def _load_digits() -> Dataset:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError:
+    places = getattr(find_spec("sklearn"), "submodule_search_locations", None)
+    if not places:
         raise UsageError(
             "data.name: 'digits' comes with scikit-learn, which is not installed; "
             "pip install 'quintsched[examples]', or set data.path to a directory with MNIST's files"
-        ) from None
-    images, targets = load_digits(return_X_y=True)
-    images, targets = images.astype(np.float32).reshape(-1, 1, 8, 8), targets.astype(np.int64)
+        )
+    # the file that `load_digits` reads: an import of the library takes all ranks a second
+    table = np.loadtxt(Path(places[0], "datasets", "data", "digits.csv.gz"), delimiter=",")
+    images, targets = table[:, :-1].astype(np.float32).reshape(-1, 1, 8, 8), table[:, -1].astype(np.int64)
     order = next(BatchSampler(num_samples=len(targets), batch_size=len(targets)).batches(epoch=0))
     train, validation = (
         Split(inputs=images[rows], targets=targets[rows], normalization=DIGITS)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.files.atomic import writing
 from quintsched.files.terminal import write_error, write_line
+from quintsched.user_code import file_of, names_file
 
 from ..settings.job_file import overrides_of
 from ..watch.rendezvous.addresses import (
@@ -32,10 +33,12 @@ from ..watch.rendezvous.addresses import (
     require_elsewhere,
     require_interfaces,
 )
+from ..watch.rendezvous.fork_server import ForkServer
 from . import worker
 from .job_plan import Worlds, for_processes, smaller_worlds
 from .rank_processes import MachineRanks, RankProcesses, taking_signals
 from .run_request import LaunchRequest, read_request
+from .stop_request import STOPPING
 from .supervise import DIED, Machines, note_end, supervise, wait_for_machines, watching
 
 if TYPE_CHECKING:
@@ -45,6 +48,10 @@ if TYPE_CHECKING:
 
 RANK = "quintsched.runtime"
 """Module that a rank runs."""
+PRELOADED = ("quintsched.runtime.train.trainer", "quintsched.runtime.train.forward_run", "torch._dynamo")
+"""Modules that it imports in any case: torch's optimizers ask for the last one."""
+OF_TRANSFORMERS = ("transformers.modeling_utils", "transformers.generation.utils", "transformers.masking_utils")
+"""Modules that models of transformers import, where the user's file names that library."""
 
 STORE_WAITS_S = 300.0
 
@@ -57,17 +64,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             request = request.with_set(overrides_of("parallel", elastic=True))
         require_interfaces()
         worlds, in_process, request = _worlds(request)
-        _make_folders(request.load_job(), request.node_rank)
-        command = [RANK, request.to_ranks()]
+        job = request.load_job()
+        _make_folders(job, request.node_rank)
+        command, preloaded = [RANK, request.to_ranks()], preloaded_for(job)
         if request.nnodes > 1:
             place, listener = _place_of(request, worlds.size)
-            return start_here(place, command, request.restarts, listener, worlds)
+            return start_here(place, command, request.restarts, listener, worlds, preloaded)
     except QuintschedError as error:
         write_error(error)
         return error.exit_code
     if in_process and not request.restarts:
         return worker.main(command[1:])
-    return start_ranks(Worlds([1]) if in_process else worlds, command[0], command[1:], request.restarts)
+    return start_ranks(Worlds([1]) if in_process else worlds, command[0], command[1:], request.restarts, preloaded)
+
+
+def preloaded_for(job: JobConfig) -> tuple[str, ...]:
+    """Return the modules that ranks of a job import, of torch, the runtime, and transformers."""
+    files = [Path(file_of(name)) for name in (job.model.name, job.data.name) if names_file(name)]
+    wants_transformers = any(b"transformers" in file.read_bytes() for file in files if file.is_file())
+    return (*PRELOADED, *OF_TRANSFORMERS) if wants_transformers else PRELOADED
 
 
 def _worlds(request: LaunchRequest) -> tuple[Worlds, bool, LaunchRequest]:
@@ -115,28 +130,35 @@ def _measure_first(job: JobConfig) -> None:
     subprocess.run([sys.executable, "-m", "quintsched.runtime.calibrate", str(file)], check=False)
 
 
-def start_ranks(worlds: Worlds, module: str, arguments: Sequence[str], restarts: int = 0) -> int:
+def start_ranks(
+    worlds: Worlds, module: str, arguments: Sequence[str], restarts: int = 0, preloaded: Sequence[str] = ()
+) -> int:
     """Run a module on ranks of this machine, a process each; return the exit code of the run.
 
-    `worlds` has the number of ranks of each attempt. The exit code is 0, or that of the rank that failed first; 128 + n
-    where signal n ended the run before it could stop.
+    `worlds` has the number of ranks of each attempt, `preloaded` modules that are imported once for all ranks. The exit
+    code is 0, or that of the rank that failed first; 128 + n where signal n ended the run before it could stop.
     After a failure all ranks are started again, up to `restarts` times, unless the error would recur.
     """
     listener = listen(LOOPBACK)
     place = MachineRanks(LOOPBACK, listener.getsockname()[1], worlds.size)
-    return start_here(place, [module, *arguments], restarts, listener, worlds)
+    return start_here(place, [module, *arguments], restarts, listener, worlds, preloaded)
 
 
 def start_here(
-    place: MachineRanks, command: Sequence[str], restarts: int, listener: socket.socket | None, worlds: Worlds
+    place: MachineRanks,
+    command: Sequence[str],
+    restarts: int,
+    listener: socket.socket | None,
+    worlds: Worlds,
+    preloaded: Sequence[str] = (),
 ) -> int:
     """Start this machine's ranks, and return the run's exit code; the launcher that has `listener` serves the store."""
-    store: Store | None = None
-    with taking_signals() as wakes:
+    module, *arguments = command
+    with ForkServer(module, preloaded, STOPPING) as server, taking_signals(server) as wakes:
+        store = _serve(listener)
         for attempt in range(restarts + 1):
             place = replace(place, num_ranks=worlds.size // place.num_nodes)
-            with watching(place) as hub, RankProcesses(place, command, attempt, restarts) as ranks:
-                store = store or _serve(listener)
+            with watching(place) as hub, RankProcesses(place, server, arguments, attempt, restarts) as ranks:
                 machines = _machines(place, store, attempt)
                 ended = supervise(ranks, wakes, machines, partial(note_end, hub, machines))
                 if hub is not None:
@@ -156,7 +178,7 @@ def start_here(
 
 
 def _serve(listener: socket.socket | None) -> Store | None:
-    """Serve the run's store for as long as it is referenced; torch is imported while the ranks import it too."""
+    """Serve the run's store for as long as it is referenced; torch is imported while the fork server imports it too."""
     from ..watch.rendezvous.key_value_store import serve
 
     return None if listener is None else serve(listener, STORE_WAITS_S)

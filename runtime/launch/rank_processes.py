@@ -1,7 +1,7 @@
 """Rank processes of one attempt on this machine: started, waited for, asked to stop, killed.
 
-    launcher ── `parent` ──▶ rank 0, rank 1, …        each an OS process group of its own, with its children
-        ▲ a child's end, a signal: the launcher wakes
+    launcher ── fork server ──▶ rank 0, rank 1, …     each an OS process group of its own, with its children
+        ▲ a rank's end, a signal: the launcher wakes
         └── all ended with 0 │ one failed: the others are killed │ asked to stop: the ranks are asked
 
 Ranks get the environment variables that torchrun sets, so that nothing in them depends on the launcher.
@@ -14,12 +14,13 @@ import os
 import select
 import signal
 import socket
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..watch.rendezvous.end_with_parent import command_of
-from .stop_request import STOPPING, handled, held_back
+from quintsched.files.progress_line import progress
+
+from ..watch.rendezvous.fork_server import ForkedRank, ForkServer
+from .stop_request import STOPPING, handled
 
 REAP_S = 10.0
 """Time that a killed process may take to end: the kernel may still write for it."""
@@ -60,27 +61,28 @@ class MachineRanks:
         }
 
 
-DEFAULTS: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-"""Environment variables of ranks, unless the user has set them."""
-
-
 class RankProcesses:
     """Processes of one attempt; a context manager, after which none is left.
 
     Args:
         place: where they are in the run.
-        command: the module that each of them runs, and its arguments.
+        server: what forks them.
+        arguments: those of the module that each of them runs.
         attempt, restarts: number of earlier starts of the run, and of allowed restarts.
     """
 
-    def __init__(self, place: MachineRanks, command: Sequence[str], attempt: int = 0, restarts: int = 0) -> None:
-        self._place, self._command, self._attempt, self._restarts = place, command, attempt, restarts
-        self._running: dict[int, subprocess.Popen[bytes]] = {}
+    def __init__(
+        self, place: MachineRanks, server: ForkServer, arguments: Sequence[str], attempt: int = 0, restarts: int = 0
+    ) -> None:
+        self._place, self._server, self._arguments = place, server, arguments
+        self._attempt, self._restarts = attempt, restarts
+        self._running: dict[int, ForkedRank] = {}
 
     def __enter__(self) -> RankProcesses:
         try:
-            for local_rank in range(self._place.num_ranks):
-                self._start(local_rank)
+            with progress(f"starting {self._place.num_ranks} ranks"):
+                for local_rank in range(self._place.num_ranks):
+                    self._start(local_rank)
         except BaseException:
             self.kill()
             raise
@@ -91,11 +93,7 @@ class RankProcesses:
 
     def _start(self, local_rank: int) -> None:
         said = self._place.environment(local_rank, self._attempt, self._restarts)
-        python, *rest = command_of(*self._command)
-        command = [python, "-X", f"rank={said['RANK']}", *rest]  # Python ignores it, `ps` shows it
-        with held_back():
-            process = subprocess.Popen(command, env={**DEFAULTS, **os.environ, **said}, process_group=0)
-        self._running[int(said["RANK"])] = process
+        self._running[int(said["RANK"])] = self._server.start_rank(said, self._arguments)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -120,40 +118,40 @@ class RankProcesses:
         for process in self._running.values():
             _kill_group(process)
         for process in self._running.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(REAP_S)
+            process.wait(REAP_S)
         self._running.clear()
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _kill_group(process: ForkedRank) -> None:
+    for kill in (os.killpg, os.kill):  # a rank that was just forked may have no group yet
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(process.pid, signal.SIGKILL)
 
 
 class Wakes:
-    """Wake-up events of the launcher: signals that ask for a stop, and ends of children. For the main thread."""
+    """Wake-up events of the launcher: signals that ask for a stop, and ends of ranks. For the main thread."""
 
-    def __init__(self, reader: socket.socket) -> None:
-        self._reader = reader
+    def __init__(self, reader: socket.socket, server: ForkServer) -> None:
+        self._reader, self._server = reader, server
 
     def wait_signals(self, timeout_s: float) -> list[int]:
         """Wait for the next signal, at most so long; return the signals that ask for a stop, in their order."""
-        select.select([self._reader], [], [], timeout_s)
+        select.select([self._reader.fileno(), self._server.fileno()], [], [], timeout_s)
         with contextlib.suppress(BlockingIOError):
             return [number for number in self._reader.recv(4096) if number in STOPPING]
         return []
 
 
 @contextlib.contextmanager
-def taking_signals() -> Iterator[Wakes]:
-    """Handle signals within a context, ends of children among them."""
+def taking_signals(server: ForkServer) -> Iterator[Wakes]:
+    """Handle signals within a context."""
     reader, writer = socket.socketpair()
     with reader, writer:
         reader.setblocking(False)
         writer.setblocking(False)
         fd = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         try:
-            with handled(lambda *_: None, signal.SIGCHLD):  # the number is in the socket
-                yield Wakes(reader)
+            with handled(lambda *_: None):  # the number is in the socket
+                yield Wakes(reader, server)
         finally:
             signal.set_wakeup_fd(fd)

@@ -71,16 +71,6 @@ def handled(take: Callable[[int, FrameType | None], object], *others: int) -> It
             signal.signal(number, handler)
 
 
-@contextmanager
-def held_back() -> Iterator[None]:
-    """Block these signals in processes that are started within a context, until they call `let_through`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def let_through() -> None:
     """Unblock the signals that were blocked when this process was started."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

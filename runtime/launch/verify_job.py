@@ -54,13 +54,12 @@ def verify(request: VerifyRequest) -> Comparison:
     if job.runtime.transport == "local" or plan.mesh.size == 1:
         return verify_here(job, plan, request.steps)
     from .job_plan import Worlds
-    from .local_launcher import start_ranks
+    from .local_launcher import preloaded_for, start_ranks
 
     with tempfile.TemporaryDirectory() as folder:
         of_ranks = request.model_copy(update={"into": folder})
-        code = start_ranks(
-            Worlds([plan.mesh.size]), "quintsched.runtime.launch.verify_job", [of_ranks.model_dump_json()]
-        )
+        ranks, module = Worlds([plan.mesh.size]), "quintsched.runtime.launch.verify_job"
+        code = start_ranks(ranks, module, [of_ranks.model_dump_json()], preloaded=preloaded_for(job))
         if code:
             raise SystemExit(code)
         mesh = [load(Path(folder), rank) for rank in range(plan.mesh.size)]

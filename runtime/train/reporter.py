@@ -14,7 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from quintsched.errors import UsageError, suggest
 from quintsched.files.atomic import cannot_write
+from quintsched.files.progress_line import ProgressLine, progress
 from quintsched.files.terminal import StreamBroken
 from quintsched.stalls.own_errors import Suppressed, came_from_handler
 from quintsched.user_code import load_object, names_file
@@ -173,7 +174,7 @@ class Reporter:
     def __init__(self, path: str | None, say: Say, *, show_progress: bool = False) -> None:
         self._say, self.sinks = say, Sinks()
         self._file: TextIO | None = None
-        self._progress = _progress_bar() if show_progress else None
+        self._progress, self._has_stepped = _progress_bar() if show_progress else None, False
         if path is not None:
             try:
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -214,12 +215,20 @@ class Reporter:
         if self._progress is not None:
             for task in self._progress.task_ids:
                 self._progress.remove_task(task)
-            self._progress.add_task(name, total=total, completed=done, figures="")
+            figures = "" if self._has_stepped else "examining the blocks and their cuts, before the first step"
+            self._progress.add_task(name, total=total, completed=done, figures=figures)
 
     def advance(self) -> None:
         """Advance the progress bar by a step."""
         if self._progress is not None:
+            if not self._has_stepped:
+                self._progress.update(self._progress.task_ids[0], figures="")
             self._progress.advance(self._progress.task_ids[0])
+        self._has_stepped = True
+
+    def preparing(self, what: str) -> AbstractContextManager[ProgressLine]:
+        """Return a context that shows what is prepared, where there will be a progress bar."""
+        return nullcontext(ProgressLine(what)) if self._progress is None else progress(what)
 
     def __enter__(self) -> Reporter:
         self.sinks.__enter__()

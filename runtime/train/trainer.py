@@ -171,12 +171,15 @@ class Trainer:
         require_sinks(job.log.sinks)
         reporter = reporter or Reporter(None, lambda _: None)
         self._begin(job, plan, transport, reporter, sinks, wants_stop, overrides)
-        feed = open_feed(job.data, job.train, plan, transport)
-        blocks = build_model(job.model, feed.spec, job.run.seed)
-        tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
-        costs = block_costs(job, plan, blocks, feed, transport)
-        self._blocks, self._costs = blocks, costs
-        self._build(_Parts(blocks, feed, tied, loss_of(job.train.loss, blocks), None, {}, costs), wants_stop)
+        with reporter.preparing("reading the data") as preparing:
+            feed = open_feed(job.data, job.train, plan, transport)
+            preparing.now("building the model")
+            blocks = build_model(job.model, feed.spec, job.run.seed)
+            tied = tied_weights(job.model) or (blocks.tied if isinstance(blocks, Split) else {})
+            costs = block_costs(job, plan, blocks, feed, transport)
+            self._blocks, self._costs = blocks, costs
+            preparing.now("binding the plan")
+            self._build(_Parts(blocks, feed, tied, loss_of(job.train.loss, blocks), None, {}, costs), wants_stop)
         return self
 
     def blocks_of_stages(self) -> list[int]:

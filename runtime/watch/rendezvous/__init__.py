@@ -2,5 +2,6 @@
 
 `key_value_store` opens or serves torch's key-value store, and lets the ranks of one attempt meet, whatever earlier
 attempts have left in it; `addresses` chooses listening addresses and interfaces, and resolves the first machine's
-address, without torch; `end_with_parent` ends a rank with its launcher. Imports nothing of the runtime.
+address, without torch; `fork_server` starts ranks, `end_with_parent` ends a rank with its launcher. Imports the
+clock of `watch` alone.
 """

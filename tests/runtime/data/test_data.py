@@ -131,7 +131,7 @@ class TestDigits:
         assert sorted(map(bytes, rows)) == sorted(map(bytes, load_digits().data.astype(np.float32)))
 
     def test_without_scikit_learn(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+        monkeypatch.setitem(sys.modules, "sklearn", None)
         with pytest.raises(UsageError, match=r"pip install 'quintsched\[examples\]'.*data.path"):
             load_dataset(DataConfig())
 

@@ -11,9 +11,10 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,14 +120,20 @@ def launch(folder: str, injected: dict[str, Any] | None, machine: Sequence[str] 
     os.dup2(said, 2)
     injection = None if injected is None else Injection(**injected)
 
-    class Forked(local_launcher.RankProcesses):
-        """Ranks that are forked instead of executed."""
+    class Forking(local_launcher.ForkServer):
+        """Forks ranks from this process, which has imported all."""
 
-        def _start(self, local_rank: int) -> None:
-            environment = self._place.environment(local_rank, self._attempt, self._restarts)
-            self._running[local_rank] = _Forked(Path(folder), environment, self._command[1:], injection)  # type: ignore[assignment]
+        def __init__(self, *_: object) -> None:
+            signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the launcher
+            self._channel, self._other = socket.socketpair()
 
-    local_launcher.RankProcesses = Forked  # type: ignore[misc]
+        def __exit__(self, *_: object) -> None:
+            """Nothing is left to end."""
+
+        def start_rank(self, environment: Mapping[str, str], arguments: Sequence[str]) -> Any:
+            return _Forked(Path(folder), environment, arguments, injection)
+
+    local_launcher.ForkServer = Forking  # type: ignore[misc]
     code = local_launcher.main(["--config", f"{folder}/job.yaml", *machine])
     sys.stdout.flush()
     sys.stderr.flush()
@@ -137,7 +144,7 @@ class _Forked:
     """Stand-in for Popen, with the methods that the launcher uses."""
 
     def __init__(
-        self, folder: Path, environment: dict[str, str], arguments: Sequence[str], injection: Injection | None
+        self, folder: Path, environment: Mapping[str, str], arguments: Sequence[str], injection: Injection | None
     ) -> None:
         self._code: int | None = None
         self.pid = os.fork()
@@ -166,7 +173,9 @@ class _Forked:
             os.kill(self.pid, number)
 
 
-def _be_rank(folder: Path, environment: dict[str, str], arguments: Sequence[str], injection: Injection | None) -> None:
+def _be_rank(
+    folder: Path, environment: Mapping[str, str], arguments: Sequence[str], injection: Injection | None
+) -> None:
     code = 70
     try:
         import torch

@@ -35,7 +35,7 @@ rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_CO
 
 def here():
     names = [name for name in os.environ if name.isupper() and ("RANK" in name or "WORLD" in name or "MASTER" in name)]
-    assert sys._xoptions["rank"] == str(rank)
+    assert open("/proc/self/comm").read() == f"rank {rank}\\n"
     said = {"pid": os.getpid(), "env": {name: os.environ[name] for name in names}}
     Path(folder, f"new-{rank}").write_text(json.dumps(said))
     Path(folder, f"new-{rank}").rename(Path(folder, f"rank-{rank}-{attempt}"))
