@@ -51,7 +51,7 @@ BUDGET = {
     "launch": 1332,
     "optim": 931,
     "steps": 1080,
-    "train": 1600,
+    "train": 1611,
     "run_checks": 754,
     "data": 1123,
     "models": 512,
