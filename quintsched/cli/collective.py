@@ -15,6 +15,7 @@ from quintsched.ir.communication import Wire
 if TYPE_CHECKING:
     from quintsched.collectives import CollectivePlan, CollectiveRun
     from quintsched.collectives.collective_program import CollectiveProgram
+    from quintsched.collectives.collective_proof import CollectiveVerdict
 
 
 def collective(
@@ -64,6 +65,12 @@ def collective(
     run = plan.simulate(num_bytes, wire)
     if output is not None:
         _write(run, output)
+    _report(run, verdict, output, as_json=as_json)
+
+
+def _report(run: CollectiveRun, verdict: CollectiveVerdict, output: Path | None, *, as_json: bool) -> None:
+    """Print the proof and the times, and the grid where no file was written."""
+    plan, num_bytes, wire = run.plan, run.num_bytes, run.wire
     if as_json:
         emit(
             {

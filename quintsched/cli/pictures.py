@@ -45,37 +45,39 @@ MOST_READ_BOXES = 250
 """Most computations on a rank of a picture that has room for all their numbers."""
 
 
+PictureFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--output", "-o", metavar="PICTURE", help="A .png or .svg file, an .html page, .json or .json.gz for Perfetto."
+    ),
+]
+TraceFolder = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="DIR", help="The traces of a run: draw a measured step under the plan."),
+]
+Profiles = Annotated[
+    list[Path] | None,
+    typer.Option("--profiler", metavar="FILE", help="A trace of torch.profiler, merged into the events; repeatable."),
+]
+OneCollective = Annotated[
+    str | None,
+    typer.Option("--collective", metavar="NAME", help="Draw the steps of a collective that the plan spells out."),
+]
+OneStall = Annotated[
+    Path | None,
+    typer.Option("--stall", metavar="REPORT", help="The report of a run that stalled: draw where its ranks were."),
+]
+
+
 def render(
     plan: Annotated[str | None, typer.Argument(metavar="[PLAN]", help="A plan file; - reads standard input.")] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="PICTURE",
-            help="A .png or .svg file, an .html page, .json or .json.gz for Perfetto.",
-        ),
-    ] = None,
+    output: PictureFile = None,
     costs: CostsFile = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option("--trace", metavar="DIR", help="The traces of a run: draw a measured step under the plan."),
-    ] = None,
+    trace: TraceFolder = None,
     steps: StepsShown = None,
-    profiler: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--profiler", metavar="FILE", help="A trace of torch.profiler, to be merged into the events; repeatable."
-        ),
-    ] = None,
-    collective: Annotated[
-        str | None,
-        typer.Option("--collective", metavar="NAME", help="Draw the steps of a collective that the plan spells out."),
-    ] = None,
-    stall: Annotated[
-        Path | None,
-        typer.Option("--stall", metavar="REPORT", help="The report of a run that stalled: draw where its ranks were."),
-    ] = None,
+    profiler: Profiles = None,
+    collective: OneCollective = None,
+    stall: OneStall = None,
     ranks: RanksShown = None,
     time: TimeShown = None,
     as_json: AsJson = False,
@@ -98,14 +100,19 @@ def render(
     refuse_input(path, plan, costs, trace, *(profiler or ()))
     read = read_plan(plan)
     if collective is not None:
-        if ranks is not None or time is not None:
-            raise UsageError("--ranks and --time are parts of a plan; a collective is drawn whole")
+        if any(one is not None for one in (ranks, time, steps, profiler)):
+            raise UsageError("--ranks, --time, --steps and --profiler are for a plan; a collective is drawn whole")
         _draw_spelled_out(read, collective, path, as_json=as_json)
         return
     if format_of(path) == PAGE and not read.check().sound:
         _show_counter_example(read, read_costs(costs), path)
     simulation, measured = _timed(read, read_costs(costs), trace, steps)
-    drawing = _Drawing(simulation, measured, _window(ranks, time, simulation), profiler or ())
+    _draw_plan(_Drawing(simulation, measured, _window(ranks, time, simulation), profiler or ()), path, as_json=as_json)
+
+
+def _draw_plan(drawing: _Drawing, path: Path, *, as_json: bool) -> None:
+    """Draw a plan's times and measured steps, and report what was drawn."""
+    simulation, measured = drawing.simulation, drawing.steps
     drawing.require_fitting(path)
     write_picture(path, lambda: drawing.draw(path))
     if drawing.window is None and path.suffix.lower() in PICTURES and _is_crowded(simulation):

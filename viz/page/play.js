@@ -148,13 +148,13 @@ export class Playground {
 
   /** Words about a puzzle: its task, or that it is solved. */
   #score(run, verdict, peak) {
-    const { task, par, floor, goal, cap } = this.puzzle;
+    const { task, par, floor, proved = floor, goal, cap } = this.puzzle;
     const value = goal === "span" ? longestSpan(run) : run.makespan;
     const within = cap === null || peak <= cap + 1e-9;
     const won = verdict?.sound() && within && value <= par * (1 + 1e-9);
     if (!won) return h("span", {}, `${task} ${goal} ${number(value)}, par ${number(par)}.`);
     solved(this.puzzle, true);
-    const bound = floor >= par * (1 - 1e-9) ? "no order is faster" : `no order is below ${number(floor)}`;
+    const bound = proved >= par * (1 - 1e-9) ? "no order is faster" : `no order is below ${number(proved)}`;
     return h("span", { class: "won" }, `Solved: ${goal} ${number(value)}, and ${bound}.`);
   }
 

@@ -92,9 +92,7 @@ def tune(
     recipe = None if beside is None else _recipe(beside)
     flags = flags if recipe is None else recipe.choices(flags)
     flags = flags if framework is None else _restricted(framework, flags)
-    for name in ("gpus", "batch"):
-        if name not in flags:
-            raise UsageError(f"--{name} is missing; tune needs --model, --hardware, --gpus and --batch")
+    _require_sizes(flags)
     for written in (output, certificate):
         refuse_input(written, flags.get("model"), flags.get("hardware"), profile)
     path = None if output is None else picture_path(output, (*PICTURES, PAGE))
@@ -111,15 +109,15 @@ def tune(
     simulations = _simulations(predictions) if simulate else [None] * len(predictions)
     files = None if directory is None else _emit(found, framework, directory)
     published = () if recipe is None else _beside(found, recipe)
+    training = None if whole is None else _days_and_cost(found, whole, price)
     if as_json:
-        days, cost = (None, None) if whole is None else _days_and_cost(found, whole, price)
-        more: dict[str, Any] = {} if days is None else {"days": days, "cost": cost}
+        more: dict[str, Any] = {} if training is None else {"days": training[0], "cost": training[1]}
         more |= {"beside": list(published)} if published else {}
         emit(_as_data(found, predictions, simulations) | _more_data(explanation, files) | more)
         return
     say(_describe(found, top, predictions, simulations))
-    if whole is not None:
-        days, cost = _days_and_cost(found, whole, price)
+    if training is not None:
+        days, cost = training
         paid = "" if cost is None else f"; {cost:,.0f} at {price:g} by GPU and hour"
         say(["", f"{tokens} tokens: {days:,.1f} days{paid}"])
     if explanation is not None:
@@ -128,6 +126,13 @@ def tune(
         say(["", *published])
     if files is not None:
         say(said(files))
+
+
+def _require_sizes(flags: Mapping[str, Any]) -> None:
+    """Raise `UsageError` for a missing size of the problem."""
+    for name in ("gpus", "batch"):
+        if name not in flags:
+            raise UsageError(f"--{name} is missing; tune needs --model, --hardware, --gpus and --batch")
 
 
 def _search(
