@@ -30,19 +30,13 @@ from quintsched.schedules.kit.registry import Order, Shape, schedule
 )
 def v_half(rank: int, shape: Shape) -> Order:
     """Yield this rank's part of the repeated block, with its gaps closed."""
-    yield from all_ranks(shape, least_chunks(shape.pp))[rank]
-
-
-def least_chunks(pp: int) -> int:
-    """Return the chunks whose activations the repeated block needs itself."""
-    return 2 * ((pp + 2) // 2)
+    yield from _all_ranks(shape)[rank]
 
 
 @lru_cache(maxsize=2)
-def all_ranks(shape: Shape, chunks: int) -> tuple[tuple[Compute, ...], ...]:
-    """Return the order of all ranks within the memory of so many chunks, `least_chunks` at least: more is faster."""
+def _all_ranks(shape: Shape) -> tuple[tuple[Compute, ...], ...]:
     blocks = [_block(rank, shape.pp) for rank in range(shape.pp)]
-    return repeat_and_close_up(shape, blocks, cap=chunks)
+    return repeat_and_close_up(shape, blocks, cap=2 * ((shape.pp + 2) // 2))
 
 
 def _block(rank: int, pp: int) -> PassSlots:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -137,6 +137,16 @@ class Problem:
         """Whether all microbatches have the same times, messages and activations: then they may go in their order."""
         tables = (self.durations, self.lags, self.holds)
         return all(len(set(rows)) == 1 for table in tables for rows in _rows(table, self.microbatches))
+
+    def shortened(self, microbatches: int) -> Problem:
+        """Return the problem with the first of its microbatches only."""
+
+        def first(table: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(value for row in _rows(table, self.microbatches) for value in row[:microbatches])
+
+        needs = tuple(_needs(self.num_stages, microbatches))
+        tables = {name: first(getattr(self, name)) for name in ("durations", "lags", "holds")}
+        return replace(self, microbatches=microbatches, needs=needs, **tables)
 
 
 def _rows(table: Sequence[float], length: int) -> list[Sequence[float]]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
 
 from quintsched.errors import InputError, UnsoundError, UsageError
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.ir.placement import v
 from quintsched.schedules import Order, Schedule, Shape, all_schedules
 from quintsched.schedules.kit.constraints import slot_by_slot
-from quintsched.schedules.v_half import all_ranks, least_chunks
 from quintsched.simulation.costs import Costs
 from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF, Problem
+from quintsched.solve.order_timing import time_orders
+from quintsched.solve.v_blocks import v_block_orders, v_blocks
 
 KINDS: dict[type[Compute], tuple[int, ...]] = {
     Fwd: (FORWARD,),
@@ -21,6 +24,8 @@ KINDS: dict[type[Compute], tuple[int, ...]] = {
     Bwd: (INPUT_HALF, WEIGHT_HALF),
 }
 """Computations of a problem that an instruction stands for."""
+MOST_BLOCKS, BEST_BLOCKS = 800, 4
+"""Blocks of a V that are tried with few microbatches, and those that are then tried with all."""
 
 
 def named_orders(problem: Problem, costs: Costs | None) -> Iterator[tuple[str, list[list[int]]]]:
@@ -29,23 +34,30 @@ def named_orders(problem: Problem, costs: Costs | None) -> Iterator[tuple[str, l
         shape = _shape(schedule, problem, costs)
         if shape is not None:
             yield schedule.name, _orders([schedule.order(rank, shape) for rank in range(problem.pp)], problem)
-    wider = _wider_v_half(problem)
-    if wider is not None:
-        yield "v-half in the memory of the cap", wider
+    for orders in _orders_of_v_blocks(problem):
+        yield "blocks of a V", orders
 
 
-def _wider_v_half(problem: Problem) -> list[list[int]] | None:
-    """Return the orders of V-Half with as many chunks in flight as the caps allow; None if it has as many itself."""
-    if problem.stage_to_pp != v(problem.pp, 2) or math.isinf(min(problem.caps)):
-        return None
-    each = problem.num_stages * problem.microbatches
-    largest = max(problem.reserved[:each])
-    room = math.floor(min(problem.caps) / largest * (1 + EPSILON)) if largest > 0 else 0
-    chunks = min(room, 2 * problem.pp)
+def _orders_of_v_blocks(problem: Problem) -> Iterator[list[list[int]]]:
+    """Yield the orders of the blocks of a V that are best for few microbatches; none where ZBV has room."""
+    if problem.stage_to_pp != v(problem.pp, 2) or not problem.are_alike or math.isinf(min(problem.caps)):
+        return
+    largest = max(problem.reserved[: problem.num_stages * problem.microbatches])
+    chunks = math.floor(min(problem.caps) / largest * (1 + EPSILON)) if largest > 0 else 2 * problem.pp
     shape = Shape(problem.pp, problem.microbatches, 2, problem.stage_to_pp)
-    if chunks <= least_chunks(problem.pp) or slot_by_slot(shape):
-        return None
-    return _orders(all_ranks(shape, chunks), problem)
+    if chunks >= 2 * problem.pp or slot_by_slot(shape):
+        return
+    few = problem.shortened(min(problem.microbatches, 2 * problem.pp))
+    found = []
+    for number, block in enumerate(islice(v_blocks(problem.pp), MOST_BLOCKS)):
+        rows = v_block_orders(replace(shape, microbatches=few.microbatches), chunks, block)
+        timing = time_orders(few, _orders(rows, few)) if rows else None
+        if timing is not None:
+            found.append((max(timing.spans), number, block))
+    for _, _, block in sorted(found)[:BEST_BLOCKS]:
+        every = v_block_orders(shape, chunks, block)
+        if every is not None:
+            yield _orders(every, problem)
 
 
 def _shape(schedule: Schedule, problem: Problem, costs: Costs | None) -> Shape | None:
