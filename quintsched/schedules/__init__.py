@@ -9,6 +9,7 @@ from quintsched.schedules.dualpipe import dualpipe
 from quintsched.schedules.dualpipe_v import dualpipe_v
 from quintsched.schedules.eager_1f1b import eager_1f1b
 from quintsched.schedules.gpipe import gpipe
+from quintsched.schedules.hanayo import hanayo
 from quintsched.schedules.inference import inference
 from quintsched.schedules.interleaved import interleaved_1f1b
 from quintsched.schedules.interleaved_zb import interleaved_zb
@@ -34,6 +35,7 @@ __all__ = [
     "eager_1f1b",
     "find_schedule",
     "gpipe",
+    "hanayo",
     "inference",
     "interleaved_1f1b",
     "interleaved_zb",

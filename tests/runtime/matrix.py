@@ -249,6 +249,7 @@ TWO_RANKS = [
     Case("zbv", "pp=2", 4, recompute=1),
     Case("v-half", "pp=2", 4),
     Case("v-min", "pp=2", 5, model="gpt"),
+    Case("hanayo", "pp=2", 4, chunks=4),
     Case("dualpipe", "pp=2", 4),
     Case("dualpipe-v", "pp=2", 4),
     Case("seq-1f1b", "pp=2", 2, slices=4, model="gpt", recompute=1),

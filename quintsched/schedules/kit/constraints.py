@@ -28,6 +28,14 @@ def rounds_both_ways(shape: Shape) -> str | None:
     return whole_rounds(shape)
 
 
+def whole_waves(shape: Shape) -> str | None:
+    """v even, M a multiple of P"""
+    if shape.chunks % 2:
+        nearest = f"{shape.chunks - 1} or {shape.chunks + 1}"
+        return f"chunks is {shape.chunks}, which is odd; the nearest that works: {nearest}"
+    return whole_rounds(shape)
+
+
 def meets_half_way(shape: Shape) -> str | None:
     """P even, M even and at least 2P"""
     pp, microbatches = shape.pp, shape.microbatches

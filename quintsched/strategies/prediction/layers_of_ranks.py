@@ -20,8 +20,8 @@ from quintsched.strategies.descriptions.strategy import RecomputeRule
 from quintsched.strategies.descriptions.strategy_validity import stage_layers
 from quintsched.strategies.prediction.operators import Array
 
-V_SHAPED = frozenset({"zbv", "v-half", "v-min", "dualpipe-v"})
-"""Schedules whose second chunk runs back over the ranks."""
+V_SHAPED = frozenset({"zbv", "v-half", "v-min", "dualpipe-v", "hanayo"})
+"""Schedules of which every other chunk runs back over the ranks."""
 PAIRED = ("dualpipe", "dualpipe-v")
 """Schedules that pair a forward with another microbatch's backward."""
 BIDIRECTIONAL = frozenset({"chimera", "dualpipe"})
@@ -126,7 +126,7 @@ class PerMicrobatch:
 def stages_of_rank(rank: int, pp: int, chunks: int, schedule: str) -> tuple[int, ...]:
     """Return the stages that a pipeline rank holds."""
     if schedule in V_SHAPED:
-        return (rank, 2 * pp - 1 - rank)
+        return tuple(pp * chunk + (pp - 1 - rank if chunk % 2 else rank) for chunk in range(chunks))
     if schedule in BIDIRECTIONAL:
         return (rank, pp - 1 - rank)
     return tuple(range(rank, pp * chunks, pp))

@@ -37,7 +37,7 @@ PAIRED = {"ZBV": "zbv", "DualPipe": "dualpipe", "DualPipeV": "dualpipe-v"}
 FORMS = [*NAMES.values(), "inference"]
 """The schedules whose closed forms stand here."""
 
-ELSEWHERE = {"zbv", "v-half", "v-min", "dualpipe-v", "dualpipe", "chimera", "zb-auto"}
+ELSEWHERE = {"zbv", "v-half", "v-min", "dualpipe-v", "dualpipe", "chimera", "hanayo", "zb-auto"}
 """The V-shaped, bidirectional and searched schedules have tests of their own."""
 
 PP, CHUNKS, SLICES, MICROBATCHES = range(1, 9), range(1, 5), range(1, 4), range(1, 33)

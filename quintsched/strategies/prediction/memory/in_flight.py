@@ -67,6 +67,10 @@ def _chimera(pp: Any, _microbatches: Any, _chunks: Any, rank: Any) -> Any:
     return pp // 2 + 1 + np.minimum(rank, pp - 1 - rank)
 
 
+def _hanayo(pp: Any, _microbatches: Any, chunks: Any, rank: Any) -> Any:
+    return pp * chunks - (pp - 1 - rank)
+
+
 def _dualpipe(pp: Any, _microbatches: Any, _chunks: Any, _rank: Any) -> Any:
     return pp + 1
 
@@ -91,12 +95,13 @@ _FORMS: Mapping[str, Form] = MappingProxyType(
         "v-half": _v_half,
         "v-min": _v_min,
         "chimera": _chimera,
+        "hanayo": _hanayo,
         "dualpipe": _dualpipe,
         "dualpipe-v": _dualpipe_v,
     }
 )
 _FIRST_STAGE: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
-    {"v-half": lambda pp: pp + 1, "v-min": lambda pp: (2 * pp + 5) // 3}
+    {"hanayo": lambda pp: pp, "v-half": lambda pp: pp + 1, "v-min": lambda pp: (2 * pp + 5) // 3}
 )
 """pp → microbatches of the first stage in flight, for schedules of several chunks where that is not twice pp."""
 KEEPS_LOGITS = frozenset({"gpipe", "bfs"})

@@ -38,7 +38,7 @@ FEWEST = 8
 """Minimum number of microbatches of a repetition."""
 MOST_SIMULATED = 2**21
 """Maximum number of passes of stages that are simulated, which takes some 20 seconds."""
-V_SHAPED = frozenset({"zbv", "dualpipe-v", "v-half", "v-min"})
+V_SHAPED = frozenset({"zbv", "dualpipe-v", "v-half", "v-min", "hanayo"})
 """Schedules under which the first rank has the first and the last stage."""
 WHOLE_BACKWARDS = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "bfs"})
 """Schedules under which each rank ends with a full backward of its first stage, on which earlier ranks depend."""

@@ -19,7 +19,7 @@ BOUNDS = {"v-min", "v-half", "zb-auto", "dualpipe-v", "zbv"}
 
 
 def _shapes(name: str) -> list[tuple[int, int, int]]:
-    chunks = (1,) if find_schedule(name).max_chunks == 1 else (2,) if find_schedule(name).max_chunks == 2 else (2, 3)
+    chunks = (1,) if find_schedule(name).max_chunks == 1 else (2,) if find_schedule(name).max_chunks == 2 else (2, 3, 4)
     return [(pp, count, v) for pp in (1, 2, 4, 6) for count in (1, 2, 4, 6, 12, 24) for v in chunks]
 
 

@@ -39,8 +39,10 @@ def shape_of(name, rng, most_ranks=12):
     schedule = find_schedule(name)
     pp, chunks = int(rng.integers(1, most_ranks + 1)), int(rng.integers(schedule.min_chunks, schedule.min_chunks + 3))
     microbatches = int(rng.integers(1, 5 * pp + 4))
-    if name.startswith("interleaved"):
+    if name.startswith("interleaved") or name == "hanayo":
         microbatches = pp * int(rng.integers(1, 7))
+    if name == "hanayo":
+        chunks = 2 * (chunks // 2)
     if schedule.bidirectional:
         pp = 2 * (pp // 2 + 1)
         microbatches = 2 * pp + 2 * int(rng.integers(0, 6)) * (pp // 2 if name == "chimera" else 1)
