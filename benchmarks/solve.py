@@ -1,8 +1,9 @@
 """Solved plans beside the best known times of `benchmarks/instances`, with bounds and times.
 
-    python benchmarks/solve.py [NAME …] [--seconds 60] [--effort 8] [--update]
+    python benchmarks/solve.py [NAME …] [--seconds 60] [--effort 8] [--update] [--ilp PATH]
 
-`--update` writes better times and bounds into the files, with "quintsched" as who found them.
+`--update` writes better times and bounds into the files, with "quintsched" as who found them. `--ilp` compares with the
+zero-bubble authors' integer program instead (`integer_program.py`).
 """
 
 from __future__ import annotations
@@ -101,7 +102,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--effort", type=int, default=8)
     parser.add_argument("--update", action="store_true")
+    parser.add_argument("--ilp", type=Path, metavar="PATH", help="auto_schedule.py of the zero-bubble authors")
     options = parser.parse_args()
+    if options.ilp is not None:
+        from integer_program import compare
+
+        sys.exit(1 if compare(options.ilp, options.effort, options.seconds) else 0)
     print("instance                          best known       bound      found   certified     proved  seconds  status")
     missed, number = 0, 0
     for path, one in instances(options.names):

@@ -144,9 +144,14 @@ class Problem:
         def first(table: tuple[float, ...]) -> tuple[float, ...]:
             return tuple(value for row in _rows(table, self.microbatches) for value in row[:microbatches])
 
-        needs = tuple(_needs(self.num_stages, microbatches))
-        tables = {name: first(getattr(self, name)) for name in ("durations", "lags", "holds")}
-        return replace(self, microbatches=microbatches, needs=needs, **tables)
+        return replace(
+            self,
+            microbatches=microbatches,
+            needs=tuple(_needs(self.num_stages, microbatches)),
+            durations=first(self.durations),
+            lags=first(self.lags),
+            holds=first(self.holds),
+        )
 
 
 def _rows(table: Sequence[float], length: int) -> list[Sequence[float]]:

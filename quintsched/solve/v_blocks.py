@@ -24,7 +24,7 @@ from quintsched.schedules.kit.building_blocks import PERIOD, PassSlots, repeat_a
 
 Way = tuple[int, int]
 """Slots from one rank to the next, which alternate."""
-WAYS: tuple[Way, ...] = tuple(product((1, 2, 3), repeat=2))
+WAYS: tuple[Way, ...] = tuple(product((1, 2, 3), (1, 2, 3)))
 
 
 def v_blocks(pp: int) -> Iterator[list[PassSlots]]:
