@@ -53,7 +53,7 @@ FLAGS: dict[str, Flag] = {
     ),
     "zero": Flag("0-3", "What is sharded over replicas: optimizer state, gradients, weights."),
     "zero_every": Flag("K", "With ZeRO-2 and 3, microbatches after which gradients are reduced (1)."),
-    "dtype": Flag("TYPE", "fp8, bf16, fp16, fp32 or fp64.", is_number=False),
+    "dtype": Flag("TYPE", "fp8, mxfp8, bf16, fp16, fp32 or fp64.", is_number=False),
     "gradients": Flag(
         "TYPE", "Precision in which gradients are added up; default: fp32 (fp16 reduces its own).", is_number=False
     ),

@@ -42,6 +42,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 }
 _LLAMA = {"activation": "swiglu", "norm": "rmsnorm", "positions": "rope", "biases": False}
 _GPT = {"activation": "gelu", "positions": "learned"}
+_FALCON = {"activation": "gelu", "positions": "rope", "biases": False}
 
 _FAMILIES: Mapping[str, _Family] = {
     "llama": _Family(_LLAMA),
@@ -54,7 +55,9 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen3_moe": _Family(_LLAMA | {"qk_norm": True}),
     "deepseek_v2": _Family(_LLAMA),
     "deepseek_v3": _Family(_LLAMA),
-    "gpt_oss": _Family(_LLAMA | {"biases": True}),
+    "gpt_oss": _Family(_LLAMA | {"biases": True, "sinks": True}),
+    "cohere": _Family(_LLAMA | {"norm": "layernorm", "norm_biases": False, "parallel_block": 1}, tied=True),
+    "falcon": _Family(_FALCON, {"kv_heads": ("num_kv_heads",)}, tied=True),
     "gpt2": _Family(_GPT, tied=True, dropout=True),
     "gpt_neox": _Family({"activation": "gelu", "positions": "rope"}),
     "opt": _Family(_GPT | {"activation": "relu", "extra_positions": 2}, tied=True, dropout=True),
@@ -139,6 +142,12 @@ def _own(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
             "norm_biases": has_biases,
             "positions": "alibi" if attention.get("alibi", True) else "learned",
         }
+    if kind == "gpt_neox":
+        return {"parallel_block": 2 if config.get("use_parallel_residual", True) else 0}
+    if kind == "cohere":
+        return {"qk_norm": config.get("use_qk_norm", False)}
+    if kind == "falcon":
+        return _falcon(config)
     if kind == "gpt_oss":  # windows in every second layer
         return {"window": config.get("sliding_window"), "window_except": 2}
     if kind == "opt" and config.get("word_embed_proj_dim", config.get("hidden_size")) != config.get("hidden_size"):
@@ -153,3 +162,15 @@ def _own(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
             }
         }
     return {}
+
+
+def _falcon(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the two generations of Falcon."""
+    is_new, heads = config.get("new_decoder_architecture", False), config.get("num_attention_heads", 71)
+    norms = (config.get("num_ln_in_parallel_attn") or 2) if is_new else 1
+    return {
+        "kv_heads": config.get("num_kv_heads") or heads if is_new else 1 if config.get("multi_query", True) else heads,
+        "parallel_block": norms if is_new or config.get("parallel_attn", True) else 0,
+        "positions": "alibi" if config.get("alibi") else "rope",
+        "biases": config.get("bias", False),
+    }

@@ -148,6 +148,11 @@ class Model(Description):
     """Most keys that a query attends to in layers with a sliding window; None: no layer has one."""
     window_except: Count = 0
     """Interval k: every k-th layer attends to all keys in spite of `window`; 0: none does."""
+    sinks: Flag = False
+    """Whether the softmax of attention has a learned sink, one number for each head (GPT-OSS)."""
+    parallel_block: Literal[0, 1, 2] = 0
+    """Number of norms of a layer whose attention and feed-forward network run side by side, on the same input (GPT-J,
+    Falcon 7B and Cohere: 1, GPT-NeoX and Falcon 40B: 2); 0: one follows the other."""
     experts: Experts | None = None
     latent: LatentAttention | None = None
     images: Images | None = None
@@ -165,6 +170,8 @@ class Model(Description):
             yield f"heads={self.heads} does not divide into groups for kv_heads={self.num_kv_heads}"
         if self.window is not None and (self.attention == "unfused" or not self.causal):
             yield "window is for causal attention that is fused"
+        if self.sinks and self.latent is not None:
+            yield "sinks are not described for latent attention"
         if self.vocab == 0 and self.images is None:
             yield "vocab is 0, which is for models that read images; give its size, or images"
         if self.experts is not None and self.experts.top_k > self.experts.count:
@@ -193,6 +200,11 @@ class Model(Description):
     def is_gated(self) -> bool:
         """Whether a feed-forward network has a gate: three matrices, not two."""
         return self.activation.endswith("glu")
+
+    @property
+    def norms(self) -> int:
+        """Number of norms of a layer."""
+        return self.parallel_block or 2
 
     @property
     def has_experts(self) -> tuple[bool, ...]:

@@ -62,7 +62,7 @@ def block_weights(model: Model, *, has_experts: bool) -> tuple[Weight, ...]:
     return (
         *_norm(model, "norm1"),
         *(_latent_attention(model) if model.latent else _attention(model)),
-        *_norm(model, "norm2"),
+        *(_norm(model, "norm2") if model.norms > 1 else ()),
         *(_experts(model) if has_experts else _feed_forward(model, "mlp", model.ffn_width, biases=model.biases)),
     )
 
@@ -158,6 +158,7 @@ def _attention(model: Model) -> tuple[Weight, ...]:
         *projections,
         Weight("attention.proj.weight", "attention", heads, width * hidden, is_cut=True),
         *_bias("attention.proj.bias", hidden, has=model.biases),
+        *((Weight("attention.sinks", "attention", heads, 1, is_cut=True),) if model.sinks else ()),
         *(norms if model.qk_norm else ()),
     )
 

@@ -19,6 +19,9 @@ MODULES = ("core_attn", "layernorm", "mla_up_proj", "moe_act", "mlp_act")
 norms, the products that expand latent attention, the activation of experts (whose probabilities are then applied before
 their last product, so that outputs are not kept), and of other feed-forward networks. With fp8, the inputs of
 recomputed activations are kept in 8 bits."""
+SHORT = {"fp8": 1.0, "mxfp8": 1 + 1 / 32}
+"""Bytes of an element that products with weights read, by precision of 8 bits; with its share of the scale in blocks of
+32 (Open Compute Project, Microscaling Formats 1.0)."""
 _NAMED = "|".join(MODULES)
 Modules = Annotated[str, Field(pattern=rf"^({_NAMED})(\+({_NAMED}))*$")]
 """Some of `MODULES`: "layernorm+moe_act"."""
@@ -76,9 +79,9 @@ class Strategy(Description):
     Megatron-LM since 2022 (`gradient_accumulation_fusion`); else that is a pass of its own."""
     fused_loss: bool = False
     """Whether the cross-entropy is one kernel that writes the gradient of logits in their place."""
-    dtype: Literal["fp8", "bf16", "fp16", "fp32", "fp64"] = "bf16"
+    dtype: Literal["fp8", "mxfp8", "bf16", "fp16", "fp32", "fp64"] = "bf16"
     """Precision of computation; "fp8": of products with weights in a layer (with the exchange and the kept inputs of
-    these), all else in bf16."""
+    these), all else in bf16; "mxfp8": the same, with a scale for each 32 numbers."""
     gradients: Literal["bf16", "fp16", "fp32", "fp64"] | None = None
     """Precision in which gradients are accumulated and reduced; None: 32 bits at least, fp16 reduced in its own."""
     stages: tuple[int, ...] | None = None

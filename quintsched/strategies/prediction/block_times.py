@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.strategy import SHORT
 from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import (
     CONSTANTS,
@@ -110,10 +111,11 @@ def blocks(model: Model, hardware: Hardware, sizes: BlockSizes, dtype: str, cons
     mixture = operators.block(model, sizes, experts=True) if model.experts else dense
     first, last = operators.embedding(model, sizes), operators.head(model, sizes)
     layer = _LayerTimes(model, hardware, sizes, dtype, constants)
+    reduces = 1.0 if model.parallel_block else 2.0  # of outputs, which side by side are added up first
     ends = layer(first, 1.0, 0.0, attends=False, mixes=False)
     return Blocks(
-        dense=layer(dense, 2.0, 2.0, attends=True, mixes=False),
-        mixture=layer(mixture, 2.0, 2.0, attends=True, mixes=bool(model.experts)),
+        dense=layer(dense, reduces, float(model.norms), attends=True, mixes=False),
+        mixture=layer(mixture, reduces, float(model.norms), attends=True, mixes=bool(model.experts)),
         first=replace(ends, weights=ends.weights + _looked_up(model, sizes)),
         last=layer(last, 0.0, 1.0, attends=False, mixes=False),
     )
@@ -197,7 +199,7 @@ class _LayerTimes:
         """Return the time of sending tokens to their experts over ep, and their results back."""
         sizes, experts = self.sizes, self.model.experts
         assert experts is not None
-        sent = sizes.between * self.model.hidden * (1.0 if self.dtype == "fp8" else sizes.width)
+        sent = sizes.between * self.model.hidden * SHORT.get(self.dtype, sizes.width)
         made = sizes.between * self.model.hidden * sizes.width
         there, back = (
             exchange_s(moved, experts.rows, experts.nodes, sizes.ep, sizes.tp * sizes.cp, self.hardware, self.constants)

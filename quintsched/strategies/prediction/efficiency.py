@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quintsched.strategies.descriptions.hardware import Curve, Hardware
+from quintsched.strategies.descriptions.strategy import SHORT
 from quintsched.strategies.prediction.operators import Array, AttentionKernel, Operator, Product
 
 
@@ -58,8 +59,10 @@ LAUNCH_S = 79e-6
 """Seconds of the host for each operator that it launches, with autograd's part and the accumulation of gradients. An
 eager loop over a GPT of 24 layers in bf16 took 183 ms for 4 microbatches on the host of an H200 (docs/gpu.md): 1.9 ms
 for each layer and microbatch, which is 24 operators."""
-CAST = 3.0
-"""Bytes read and written per number that is rounded from 16 to 8 bits."""
+CASTS = {"fp8": (3.0, 3.0), "mxfp8": (2 + 2 * SHORT["mxfp8"], 0.0)}
+"""Bytes read and written per number that is rounded from 16 to 8 bits, and per input that is rounded again for the
+weights' gradient, in tiles that lie across; "mxfp8" makes both forms at once, as blocks cannot be transposed
+(Transformer Engine, `MXFP8Quantizer`)."""
 IN_16_BITS = ("logits", "router", "patches")
 """Products with weights that stay in 16 bits where a layer's are in 8 (arXiv:2412.19437, section 3.3.1)."""
 BACKWARD_FLOPS = 2.5
@@ -107,15 +110,19 @@ def operator_times(
     `accumulated`: as in `operators.BlockSizes`.
     """
     if isinstance(operator, Product):
-        dtype, cast = ("bf16", False) if dtype == "fp8" and not _is_short(operator) else (dtype, dtype == "fp8")
+        casts = CASTS[dtype] if dtype in SHORT and _is_short(operator) else None
+        dtype = "bf16" if dtype in SHORT and casts is None else dtype
         m, n, k = operator.m, operator.n, operator.k
         forward, inputs, weights = (
             product_s(operator, *shape, hardware, dtype, constants, made)
             for shape, made in (((m, n, k), 0.0), ((m, k, n), 0.0), ((k, n, m), accumulated * operator.weighted))
         )
-        if cast:
-            of_input, of_result = (memory_s(CAST * operator.batch * m * each, hardware, constants) for each in (k, n))
-            forward, inputs, weights = forward + of_input, inputs + of_result, weights + of_input
+        if casts is not None:
+            of_input, again, of_result = (
+                memory_s(bytes_ * operator.batch * m * each, hardware, constants)
+                for bytes_, each in ((casts[0], k), (casts[1], k), (casts[0], n))
+            )
+            forward, inputs, weights = forward + of_input, inputs + of_result, weights + again
         zero = np.zeros_like(forward)
         halves = (inputs, weights) if operator.weighted else (inputs + weights, zero)
         return Times(forward, *halves, forward if operator.module == "core_attn" else zero)
@@ -180,9 +187,9 @@ def product_s(
     measured = hardware.measured
     if measured is not None and dtype in measured.matmul:
         return np.maximum(kernel_s(hardware), flops / curve_rate(measured.matmul[dtype], flops))
-    if measured is not None and measured.products and dtype != "fp8":
+    if measured is not None and measured.products and dtype not in SHORT:
         return np.maximum(kernel_s(hardware), flops / shape_rate(measured.products, product.batch, m, n, k))
-    half = constants.half * (peak(hardware, dtype) / peak(hardware, "bf16") if dtype == "fp8" else 1.0)
+    half = constants.half * (peak(hardware, dtype) / peak(hardware, "bf16") if dtype in SHORT else 1.0)
     shape = full_waves(m, n, product.batch, hardware.processors) * k / (k + half)
     rate = peak(hardware, dtype) * hardware.efficiency * constants.product * shape
     result = np.where(np.asarray(made) > 0, made, product.width)
@@ -255,7 +262,7 @@ def curve_rate(curve: Curve, size: Array) -> Array:
 
 
 def _attention_times(attention: AttentionKernel, hardware: Hardware, dtype: str, constants: Constants) -> Times:
-    measured, dtype = hardware.measured, "bf16" if dtype == "fp8" else dtype
+    measured, dtype = hardware.measured, "bf16" if dtype in SHORT else dtype
     if measured is not None and dtype in measured.attention and dtype in measured.attention_backward:
         curves = measured.attention[dtype], measured.attention_backward[dtype]
         forward, backward = (

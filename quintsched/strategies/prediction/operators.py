@@ -118,14 +118,12 @@ def block(model: Model, sizes: BlockSizes, *, experts: bool) -> tuple[Operator, 
     feed_forward = (
         _mixture(model, sizes) if experts else _feed_forward(model, sizes, model_ffn(model), sizes.tokens, "ffn")
     )
-    return (
-        _norm("norm", sizes.between * model.hidden, sizes.width),
-        *attention(model, sizes),
-        _add("attention add", model, sizes),
-        _norm("ffn norm", sizes.between * model.hidden, sizes.width),
-        *feed_forward,
-        _add("ffn add", model, sizes),
-    )
+    first, second = (_norm(name, sizes.between * model.hidden, sizes.width) for name in ("norm", "ffn norm"))
+    if model.parallel_block:
+        norms = (first, second)[: model.norms]
+        return (*norms, *attention(model, sizes), *feed_forward, _add("block add", model, sizes, 2))
+    middle = _add("attention add", model, sizes)
+    return (first, *attention(model, sizes), middle, second, *feed_forward, _add("ffn add", model, sizes))
 
 
 def attention(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
@@ -308,9 +306,10 @@ def _bias(name: str, elements: Array, width: Array, *, present: bool) -> tuple[P
     return (Pass(f"{name} bias", np.zeros_like(elements), elements * width),) if present else ()
 
 
-def _add(name: str, model: Model, sizes: BlockSizes) -> Pass:
-    """Return bias, dropout and residual in one kernel; its backward also adds the gradients of both branches."""
+def _add(name: str, model: Model, sizes: BlockSizes, branches: int = 1) -> Pass:
+    """Return bias, dropout and residual in one kernel; its backward also adds the gradients of branches and input."""
     elements = sizes.between * model.hidden
-    mask = 1.0 if model.dropout else 0.0
-    masked = (2 * sizes.width + 1) if model.dropout else 0.0
-    return Pass(name, elements * (3 * sizes.width + mask), elements * (masked + 3 * sizes.width))
+    mask = branches if model.dropout else 0.0
+    masked = branches * (2 * sizes.width + 1) if model.dropout else 0.0
+    added = 2 + (model.norms if branches > 1 else 1)
+    return Pass(name, elements * ((2 + branches) * sizes.width + mask), elements * (masked + added * sizes.width))

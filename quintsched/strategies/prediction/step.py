@@ -10,7 +10,7 @@ import numpy as np
 from quintsched.arguments import ours, takes
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy import SHORT, Strategy
 from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, peak
 from quintsched.strategies.prediction.operators import (
@@ -75,7 +75,7 @@ def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Con
         strategy=table.strategy(0),
         step_s=step_s,
         tokens_per_s=tokens / step_s,
-        mfu=flops / step_s / strategy.gpus / peak(hardware, "bf16" if strategy.dtype == "fp8" else strategy.dtype),
+        mfu=flops / step_s / strategy.gpus / peak(hardware, "bf16" if strategy.dtype in SHORT else strategy.dtype),
         fits=bool(found.fits[0]),
         memory_bytes=memory,
         memory_bytes_per_rank=tuple(np.sum([bytes_[0] for bytes_ in of_ranks.values()], axis=0).tolist()),

@@ -117,9 +117,9 @@ def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
     return first, inverse
 
 
-WIDTHS = {"fp8": 2.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp64": 8.0}
+WIDTHS = {"fp8": 2.0, "mxfp8": 2.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp64": 8.0}
 """Bytes of an element of weights and activations by dtype."""
-REDUCED = {"fp16": 2.0, "fp8": 4.0, "bf16": 4.0, "fp32": 4.0, "fp64": 8.0}
+REDUCED = {"fp16": 2.0, "fp8": 4.0, "mxfp8": 4.0, "bf16": 4.0, "fp32": 4.0, "fp64": 8.0}
 """Bytes of a gradient in its reduction over replicas, by dtype: as in Megatron-LM, where fp16 uses loss scaling."""
 
 

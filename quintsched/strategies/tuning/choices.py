@@ -21,7 +21,7 @@ from quintsched.strategies.descriptions.strategy import Modules
 RecomputeChoice = Literal["none", "selective", "full", "per-stage"] | Modules | Count
 """Recomputed layers of each stage: none, attention's scores only, all, modules of each, a number; or a different number
 per stage."""
-DType = Literal["fp8", "bf16", "fp16", "fp32", "fp64"]
+DType = Literal["fp8", "mxfp8", "bf16", "fp16", "fp32", "fp64"]
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half", "gpipe")
 """Schedules that are searched by default."""
 MIXTURES = (*SCHEDULES, "dualpipe-v", "dualpipe")

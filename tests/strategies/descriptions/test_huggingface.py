@@ -90,6 +90,32 @@ GPT_OSS: dict[str, Any] = {
     "attention_dropout": 0.0,
     "tie_word_embeddings": False,
 }
+FALCON = {
+    "model_type": "falcon",
+    "hidden_size": 8192,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_kv_heads": 8,
+    "new_decoder_architecture": True,
+    "parallel_attn": True,
+    "bias": False,
+    "alibi": False,
+    "attention_dropout": 0.0,
+    "max_position_embeddings": 2048,
+    "vocab_size": 65024,
+}
+COMMAND_R = {
+    "model_type": "cohere",
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 64,
+    "max_position_embeddings": 8192,
+    "rope_theta": 8000000.0,
+    "use_qk_norm": False,
+    "vocab_size": 256000,
+}
 GPT2 = {
     "activation_function": "gelu_new",
     "attn_pdrop": 0.1,
@@ -130,6 +156,8 @@ VIT = {
         (QWEN3_MOE, "qwen3-30b-a3b"),
         (DEEPSEEK_V3, "deepseek-v3"),
         (GPT_OSS, "gpt-oss-120b"),
+        (FALCON, "falcon-40b"),
+        (COMMAND_R, "command-r"),
         (GPT2, "gpt2"),
         (BLOOM, "bloom-176b"),
         (VIT, "vit-b-16"),

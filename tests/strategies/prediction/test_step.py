@@ -160,3 +160,23 @@ def test_eight_bits_and_modules_that_are_recomputed():
     )
     assert short.step_s < again.step_s < wide.step_s
     assert again.memory_bytes < short.memory_bytes < wide.memory_bytes
+
+
+def test_blocks_of_32_numbers_are_rounded_both_ways_at_once():
+    b200, sizes = find_hardware("b200"), {"gpus": 64, "dp": 8, "tp": 8, "batch": 64, "seq": 8192, "zero": 1}
+    fp8, mxfp8, wide = (
+        predict(find_model("llama-3-8b"), b200, Strategy(**sizes, dtype=dtype)) for dtype in ("fp8", "mxfp8", "bf16")
+    )
+    assert fp8.memory_bytes < mxfp8.memory_bytes < wide.memory_bytes
+    assert mxfp8.breakdown_s["compute"] < fp8.breakdown_s["compute"] < wide.breakdown_s["compute"], "one pass, not two"
+
+
+def test_attention_beside_the_feed_forward_network_is_reduced_once():
+    falcon = find_model("falcon-40b")
+    plain, two, one = (falcon.model_copy(update={"parallel_block": norms}) for norms in (0, 2, 1))
+    strategy = Strategy(gpus=8, tp=8, batch=8, seq=2048, tp_overlap=False)
+    found = [predict(model, A100, strategy) for model in (plain, two, one)]
+    reduced = [each.breakdown_s["tp"] for each in found]
+    assert reduced[1] / reduced[0] == pytest.approx(3 / 4, rel=0.01)
+    assert reduced[2] / reduced[0] == pytest.approx(2 / 4, rel=0.01)
+    assert found[0].memory_bytes > found[1].memory_bytes > found[2].memory_bytes

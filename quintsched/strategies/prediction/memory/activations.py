@@ -42,12 +42,12 @@ class ActivationSizes:
     element: Any = 2
     """Bytes of an element of an activation."""
     short: Any = 0
-    """1 if the inputs of products with weights are kept in 8 bits, else 0."""
+    """Bytes of an element of the inputs of products with weights, if they are kept in 8 bits, else 0."""
 
     @property
     def kept(self) -> Any:
         """Bytes of an element of a product's input."""
-        return np.where(np.asarray(self.short) > 0, 1, self.element)
+        return np.where(np.asarray(self.short) > 0, self.short, self.element)
 
     @cached_property
     def tokens(self) -> Any:
@@ -69,9 +69,9 @@ def block_kept(
     compilation; PyTorch's eager operators keep the activated gate too.
     """
     widths = _kept_widths(model, fused)
-    element, between = sizes.element, sizes.between
+    element, between, inputs = sizes.element, sizes.between, 1 if model.parallel_block else 2
     found = {
-        "tokens": between * 2 * (element + sizes.kept) * model.hidden,  # inputs and outputs of both norms
+        "tokens": between * (inputs * element + model.norms * sizes.kept) * model.hidden,  # of norms, and their outputs
         "attention": _latent(model, sizes) if model.latent else _attention(model, sizes),
         "scores": _scores(model, sizes),
     }
@@ -88,7 +88,7 @@ def block_rerun(
     model: Model, sizes: ActivationSizes, rerun: Mapping[str, Any], *, has_experts: bool = False
 ) -> dict[str, Any]:
     """Return the bytes of these that recomputed modules do not keep, by kind; `rerun` has 1 for each, else 0."""
-    found = {"tokens": rerun["layernorm"] * sizes.between * 2 * sizes.kept * model.hidden}
+    found = {"tokens": rerun["layernorm"] * sizes.between * model.norms * sizes.kept * model.hidden}
     if model.attention == "unfused":
         found["scores"] = rerun["core_attn"] * _scores(model, sizes)
     if model.latent is not None:

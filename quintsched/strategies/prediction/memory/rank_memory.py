@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.strategy import SHORT
 from quintsched.strategies.prediction.layers_of_ranks import Kinds
 from quintsched.strategies.prediction.memory.activations import ActivationSizes
 from quintsched.strategies.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
@@ -67,7 +68,7 @@ def _cut(table: Table) -> tuple[ActivationSizes, Mesh]:
         cp=column(table.cp),
         sequence_parallel=column(table.sequence_parallel),
         element=column(widths(table)),
-        short=column(np.array([name == "fp8" for name in table.values["dtype"]])[table.dtype]),
+        short=column(np.array([SHORT.get(name, 0.0) for name in table.values["dtype"]])[table.dtype]),
     )
     mesh = Mesh(
         column(table.pp),

@@ -147,6 +147,10 @@ def differences(model: Model) -> Iterator[str]:
         yield "latent attention"
     if model.images:
         yield from _differences_of_images(model)
+    if model.sinks:
+        yield "sinks of attention"
+    if model.parallel_block:
+        yield "attention and feed-forward network side by side"
     if model.activation not in ("gelu", "swiglu") or (model.images and model.activation != "gelu"):
         yield f"the activation {model.activation}"
     if not model.images and model.positions not in ("learned", "rope"):

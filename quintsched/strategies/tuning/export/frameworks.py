@@ -66,7 +66,7 @@ class Framework:
 
 FRAMEWORKS: dict[str, Framework] = {
     "megatron": Framework(
-        runs={"schedule": OF_MEGATRON, "zero": (0, 1), "dtype": ("fp8", "bf16", "fp16", "fp32")},
+        runs={"schedule": OF_MEGATRON, "zero": (0, 1), "dtype": ("fp8", "mxfp8", "bf16", "fp16", "fp32")},
         usual={"even": True, "fused_accumulation": True, "recompute": ("none", "selective", "full")},
         modules=MEGATRON_MODULES,
         numbers=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.strategy import Strategy, modules_of
+from quintsched.strategies.descriptions.strategy import SHORT, Strategy, modules_of
 from quintsched.strategies.descriptions.strategy_validity import has_light_ends, num_stages, stage_layers
 
 POSITIONS = {"learned": "learned_absolute", "rope": "rope", "none": "none"}
@@ -27,6 +27,8 @@ def megatron_notes(model: Model, strategy: Strategy) -> Iterator[str]:
         yield f"the activation {model.activation} has no argument"
     if model.positions not in POSITIONS:
         yield f"positions {model.positions} have no argument"
+    if model.parallel_block:
+        yield "attention and feed-forward network side by side have no argument"
     if model.window_except > 1:
         yield f"every {model.window_except}-th layer attends to all keys: --window-attn-skip-freq"
     if model.experts and model.experts.nodes:
@@ -72,6 +74,8 @@ def _of_model(model: Model, strategy: Strategy) -> Iterator[str]:
         "--untie-embeddings-and-output-weights": not model.tied,
     }
     yield from (name for name, on in switches.items() if on)
+    if model.sinks:
+        yield "--softmax-type learnable"
     if model.window:
         yield f"--window-size ({model.window - 1},0)"
     if experts := model.experts:
@@ -104,14 +108,14 @@ def _of_strategy(model: Model, strategy: Strategy) -> Iterator[str]:
         "--overlap-moe-expert-parallel-comm": strategy.ep > 1 and strategy.ep_overlap and interleaves,
         "--no-gradient-accumulation-fusion": not strategy.fused_accumulation,
         "--cross-entropy-loss-fusion": strategy.fused_loss,
-        "--bf16": strategy.dtype in ("bf16", "fp8"),
+        "--bf16": strategy.dtype == "bf16" or strategy.dtype in SHORT,
         "--fp16": strategy.dtype == "fp16",
         "--grad-reduce-in-bf16": strategy.gradients == "bf16",
     }
     yield from (name for name, on in switches.items() if on)
-    if strategy.dtype == "fp8":
-        yield "--fp8-format hybrid"
-        yield "--fp8-recipe blockwise"
+    if strategy.dtype in SHORT:
+        yield f"--fp8-format {'e4m3' if strategy.dtype == 'mxfp8' else 'hybrid'}"
+        yield f"--fp8-recipe {'mxfp8' if strategy.dtype == 'mxfp8' else 'blockwise'}"
     yield from _recompute(strategy)
 
 
