@@ -4,6 +4,7 @@ FOLDER with gpt_13B_mbs1_tp1_algo0.csv …          aceso
 FOLDER with computation_profiling_….json          galvatron
 FOLDER with rank0.json …, and its plan            traces
 FILE.json with "traceEvents"                      kineto
+FILE.json with "profiling_results"                primus
 FILE.json with "operators" or "steps"             a Profile
 FILE.json with "profiles": tables of Aceso's      aceso
 """
@@ -21,7 +22,7 @@ from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.ir.plan_data import PlanData
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.profiles import aceso, galvatron, kineto, traces
+from quintsched.strategies.profiles import aceso, galvatron, kineto, primus, traces
 from quintsched.strategies.profiles.profile import Profile
 
 MOST_PROFILE_BYTES = 2**28
@@ -52,6 +53,10 @@ def read_profile(path: Path, measured: Measured | None = None, size: str | None 
         raise InputError(f"{path}: not a profile: an object is needed")
     if "traceEvents" in content:
         return kineto.from_trace(content, *_taken_under(path, measured), str(path))
+    if primus.is_primus(content):
+        if measured.model is None:
+            raise UsageError(f"{path} is a profile of Primus: say of which model it is")
+        return primus.from_benchmark(content, measured.model, str(path))
     if isinstance(content.get("profiles"), dict):
         return aceso.assemble(aceso.tables(content["profiles"], str(path)), str(path), size, _hidden(measured))
     if "tflops" in content:

@@ -1,6 +1,7 @@
 """Galvatron's shipped profile of Llama-2 7B: its times are met, and its strategy is not better than ours."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from quintsched.errors import InputError, UsageError
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.memory.activations import ActivationSizes, block_input, block_kept
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware, work_s
 from quintsched.strategies.prediction.step import predict
 from quintsched.strategies.profiles.read_profile import Measured, read_profile
@@ -51,6 +53,15 @@ def test_the_strategy_that_galvatron_ships_is_not_better(folder):
     assert found.fits
     best = tune(MODEL, hardware, 8, batch, 2048, top=1).best[0]
     assert best.step_s <= 0.9 * found.step_s
+
+
+def test_measured_activations_are_met(folder):
+    shipped = json.loads((folder / "memory_profiling_bf16_llama2-7b_all.json").read_text())
+    measured = shipped["layertype_0_sp"]["2048"]["tp_activation_per_bsz_dict"]
+    for tp, error in ((1, 0.001), (8, 0.07)):
+        sizes = ActivationSizes(1, 2048, tp=tp, sequence_parallel=1)
+        inputs = sum(block_kept(MODEL, sizes).values()) / block_input(MODEL, replace(sizes, tp=1))
+        assert inputs == pytest.approx(measured[str(tp)] / measured["checkpoint"], rel=error)
 
 
 def test_broken_profiles_are_named(folder):
