@@ -92,7 +92,7 @@ TAKEN = (
 
 
 def completed(tuning: Tuning, given: Mapping[str, Any]) -> Strategy:
-    """Return a strategy with what is left out: sizes from the search, settings from the best, if they can be placed.
+    """Return a strategy with what is left out: sizes from the search, each setting from the best, if it can be placed.
 
     Raises UsageError for an unknown key or an invalid value.
     """
@@ -111,8 +111,11 @@ def completed(tuning: Tuning, given: Mapping[str, Any]) -> Strategy:
     taken = {name: getattr(best, name) for name in TAKEN if name not in {*given, *pipeline}}
     if best.tp == 1 and "sequence_parallel" in taken:
         taken["sequence_parallel"] = plain.tp > 1
-    filled = plain.model_copy(update=taken)
-    return filled if _can_be_placed(tuning.model, tuning.hardware, filled) else plain
+    filled = plain
+    for name, value in taken.items():
+        tried = filled.model_copy(update={name: value})
+        filled = tried if _can_be_placed(tuning.model, tuning.hardware, tried) else filled
+    return filled
 
 
 def explain(tuning: Tuning, strategy: Strategy) -> Explanation:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from quintsched.strategies.descriptions.hardware import Hardware
@@ -21,7 +21,7 @@ from quintsched.strategies.descriptions.strategy_text import (
     strategy_name,
     term_name,
 )
-from quintsched.strategies.prediction.step import Prediction
+from quintsched.strategies.prediction.step import Prediction, predict
 from quintsched.strategies.tuning.explain_choice import binding_term
 from quintsched.strategies.tuning.tune import Candidate, Tuning
 
@@ -31,26 +31,39 @@ BAND = 0.05
 POOL = 64
 """Number of ranked strategies from which the simplest is chosen."""
 PLAIN = ("1f1b", "gpipe")
+HIDDEN = "_hidden"
+"""Ending of the terms of communication beside computation."""
 MOST_VARIATIONS = 3
 BINDING = 0.9
 """Fraction of the memory above which it counts as binding."""
 
 
 def reasons(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]:
-    """Yield lines on the terms of the best step's time, whether memory binds it, and the second's loss."""
-    best = predictions[0]
-    waits = {name: value for name, value in best.breakdown_s.items() if not name.endswith("_hidden")}
-    computes = waits.pop("compute", 0.0) / best.step_s
-    costly = sorted((value, name) for name, value in waits.items() if value >= 0.001 * best.step_s)[::-1][:3]
-    lost = ", ".join(f"{term_name(name)} {percent(value / best.step_s)}" for value, name in costly)
-    yield f"why: {percent(computes)} of the best step computes{f'; the rest is {lost}' if lost else ''}"
-    used = best.memory_bytes / (found.hardware.memory_gb * 1e9)
-    kind, held = binding_term(best)
+    """Yield lines on the terms of the recommended step, whether memory binds it, and the second's loss."""
+    chosen = predict(found.model, found.hardware, recommended(found).strategy)
+    waits = {name: value for name, value in chosen.breakdown_s.items() if not name.endswith(HIDDEN)}
+    computes = waits.pop("compute", 0.0) / chosen.step_s
+    lost = _largest(waits, chosen, 0.001)
+    hidden = _largest(
+        {name: value for name, value in chosen.breakdown_s.items() if name.endswith(HIDDEN)}, chosen, 0.01
+    )
+    yield (
+        f"why: {percent(computes)} of its step computes{f'; the rest is {lost}' if lost else ''}"
+        f"{f'; hidden beside computation: {hidden}' if hidden else ''}"
+    )
+    used = chosen.memory_bytes / (found.hardware.memory_gb * 1e9)
+    kind, held = binding_term(chosen)
     binds = "memory binds" if used > BINDING else "memory does not bind"
-    share = percent(held / best.memory_bytes)
+    share = percent(held / chosen.memory_bytes)
     yield f"{binds}: the fullest rank uses {percent(used)} of what it has, {share} of it {held_name(kind)}"
     if len(predictions) > 1:
-        yield _difference(best, predictions[1])
+        yield _difference(predictions[0], predictions[1])
+
+
+def _largest(terms: Mapping[str, float], of: Prediction, least: float) -> str:
+    """Return the three largest terms as text, as far as they are at least this share of the step."""
+    costly = sorted((value, name) for name, value in terms.items() if value >= least * of.step_s)[::-1][:3]
+    return ", ".join(f"{term_name(name.removesuffix(HIDDEN))} {percent(value / of.step_s)}" for value, name in costly)
 
 
 def advice(found: Tuning) -> Iterator[str]:
