@@ -73,10 +73,10 @@ def _seconds(results: Mapping[str, Any], name: str, source: str) -> float:
     one = results.get(name)
     if not isinstance(one, Mapping):
         raise InputError(f"{place}: the times of this layer are missing")
-    exchanges = one.get("mlp") if isinstance(one.get("mlp"), Mapping) else {}
-    times = [one.get(key) for key in TIMES]
-    away = [exchanges.get(key) or 0.0 for key in EXCHANGES]
+    exchanges = one.get("mlp")
+    times: list[Any] = [one.get(key) for key in TIMES]
+    away: list[Any] = [exchanges.get(key) or 0.0 for key in EXCHANGES] if isinstance(exchanges, Mapping) else []
     for value in (*times, *away):
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
             raise InputError(f"{place}: {' and '.join(TIMES)} are milliseconds")
-    return (sum(times) - sum(away)) / 1e3
+    return float(sum(times) - sum(away)) / 1e3
