@@ -102,9 +102,9 @@ class Autotune:
         return True
 
     def _say(self, *lines: str) -> None:
-        with reporter_of(self.job.log.path, self.transport.rank) as reporter:
-            for line in lines:
-                reporter.say(line)
+        reporter = reporter_of(self.job.log.path, self.transport.rank)
+        for line in lines:
+            reporter.say(line)
 
     def _trainer(self, plan: Plan, traced: str | None = None) -> Trainer:
         """Return the trainer of a plan; one that is `traced`, by this name, stops after so many steps."""

@@ -14,7 +14,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -168,33 +168,24 @@ Say = Callable[[str], None]
 class Reporter:
     """Writes records as JSON lines (NaN as null) to a file that is appended to, and lines of text to `say`.
 
-    Only the reporting rank has a path and a `say` that prints. `sinks` take its records as well.
+    Only the reporting rank has a path and a `say` that prints. `sinks` take its records as well. The file is open
+    within a `with` alone: a reporter that is never entered, as when a trainer cannot be built, holds none.
     """
 
     def __init__(self, path: str | None, say: Say, *, show_progress: bool = False) -> None:
-        self._say, self.sinks = say, Sinks()
+        self._path, self._say, self.sinks = path, say, Sinks()
         self._file: TextIO | None = None
         self._progress, self._has_stepped = _progress_bar() if show_progress else None, False
-        if path is not None:
-            try:
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
-            except OSError as error:
-                raise cannot_write(path, "the log", error) from error
-            if _is_locked(self._file):
-                self.say(
-                    f"{path}: another run writes to this log as well, line by line; give each a log.path of its own"
-                )
 
     def record(self, record: Mapping[str, object]) -> None:
         """Write one record to the log, and pass it to the sinks; raises `UsageError` if the log fails."""
         self.sinks.pass_record(record)
-        file = self._file
-        if file is None:
-            return
-        with _writing(file):
-            file.write(json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False) + "\n")
-            file.flush()
+        if self._file is not None:
+            with _writing(self._file):
+                self._file.write(
+                    json.dumps({key: _plain(value) for key, value in record.items()}, allow_nan=False) + "\n"
+                )
+                self._file.flush()
 
     def say(self, line: str) -> None:
         """Print a line for people."""
@@ -231,7 +222,20 @@ class Reporter:
         return nullcontext(ProgressLine(what)) if self._progress is None else progress(what)
 
     def __enter__(self) -> Reporter:
-        self.sinks.__enter__()
+        with ExitStack() as opened:
+            if self._path is not None:
+                try:
+                    Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+                    self._file = opened.enter_context(open(self._path, "a", encoding="utf-8"))
+                except OSError as error:
+                    raise cannot_write(self._path, "the log", error) from error
+                if _is_locked(self._file):
+                    self.say(
+                        f"{self._path}: another run writes to this log as well, line by line; "
+                        "give each a log.path of its own"
+                    )
+            self.sinks.__enter__()
+            opened.pop_all()
         if self._progress is not None:
             self._progress.start()
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -163,6 +164,17 @@ def test_a_log_that_cannot_be_written_ends_a_run_in_one_line() -> None:
     reporter = Reporter("/dev/full", lambda _: None)
     with pytest.raises(WriteError, match="/dev/full: cannot write the log: No space left on device"), reporter:
         reporter.record({"event": "step"})
+
+
+def test_a_reporter_holds_its_log_only_while_it_runs(tmp_path: Path) -> None:
+    unknown = SinkConfig(name=str(tmp_path / "none.py:sink"))
+    reporter = Reporter(str(tmp_path / "log.jsonl"), lambda _: None)
+    assert not (tmp_path / "log.jsonl").exists()
+    reporter.sinks = Sinks([unknown])
+    with pytest.raises(UsageError), reporter:
+        pass
+    del reporter  # a file that is still open would warn
+    gc.collect()
 
 
 @pytest.mark.processes
