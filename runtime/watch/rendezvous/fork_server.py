@@ -30,8 +30,15 @@ from typing import Any
 from ..wall_time import now_s
 from .end_with_parent import command_of, end_with
 
-DEFAULTS: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-"""Environment variables of ranks, unless the user has set them."""
+DEFAULTS: Mapping[str, str] = {
+    "OMP_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # a library that asks for a GPU as it is imported must not open the driver
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+}
+"""Environment variables of ranks and of their server, unless the user has set them.
+
+A process that has opened CUDA's driver cannot hand it on to those that it forks.
+"""
 
 LOST = -9
 """Exit code of ranks whose server is gone: the kernel kills them."""
