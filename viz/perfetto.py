@@ -32,7 +32,7 @@ from quintsched.simulation.costs import Costs
 from quintsched.simulation.held_activations import flows_of_ranks, held_activations
 from quintsched.simulation.simulator import Simulation, Span
 from quintsched.trace.measured_costs import UNITS
-from quintsched.trace.measured_trace import MeasuredSpan, MeasuredStep
+from quintsched.trace.measured_trace import MeasuredStep
 
 from .scene import arrivals_of
 
@@ -203,8 +203,8 @@ def _slices(span: Span, nanoseconds: Callable[[float], int], several: bool) -> I
     start, end = nanoseconds(span.start), nanoseconds(span.end)
     arguments = {one.name: getattr(i, one.name) for one in fields(i)}
     yield _Slice(start, end, short(i, with_stage=several), i.op, arguments)
-    if isinstance(span, MeasuredSpan) and span.wait:
-        yield _Slice(start, min(nanoseconds(span.start + span.wait), end), "wait", "wait")
+    if span.runs > span.start:
+        yield _Slice(start, min(nanoseconds(span.runs), end), "wait", "wait")
 
 
 _CARGO = {
@@ -241,7 +241,7 @@ def _add_flows(
 def _takers(run: Run) -> dict[tuple[int, Value], tuple[int, float]]:
     """Return, per rank and value, the place of the computation that consumes it, and the time at which it runs."""
     return {
-        (rank, value): (place, span.start + (span.wait if isinstance(span, MeasuredSpan) else 0.0))
+        (rank, value): (place, span.runs)
         for rank, (row, flows) in enumerate(zip(run.timeline, flows_of_ranks(run), strict=True))
         for place, (span, used) in enumerate(zip(row, flows, strict=True))
         if span.instruction.computes

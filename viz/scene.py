@@ -18,7 +18,7 @@ from quintsched.ir.dataflow import Value, ValueKind
 from quintsched.ir.instruction_set import AMONG_REPLICAS, Compute, HostCopy, Instruction, Overlap, Recv, Send
 from quintsched.simulation.held_activations import flows_of_ranks
 from quintsched.simulation.simulator import Simulation
-from quintsched.trace.measured_trace import MeasuredSpan, MeasuredStep
+from quintsched.trace.measured_trace import MeasuredStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
     marks: dict[InstructionMark, None] = {}
     for rank, row in enumerate(run.timeline):
         for span, used in zip(row, flows[rank], strict=True):
-            began = span.start + (span.wait if isinstance(span, MeasuredSpan) else 0.0)
+            began = span.runs
             match span.instruction:
                 case Compute() | Overlap() as i:
                     for lane, side in enumerate(i.sides):

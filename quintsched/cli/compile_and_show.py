@@ -15,6 +15,7 @@ from quintsched.cli.shared_options import (
     CostsFile,
     PlanFile,
     RanksShown,
+    StepsShown,
     TimeShown,
     emit,
     note,
@@ -23,8 +24,8 @@ from quintsched.cli.shared_options import (
     read_plan,
     refuse_input,
     say,
-    simulate_plan,
     terminal_width,
+    timed,
 )
 from quintsched.errors import UsageError, suggest
 from quintsched.files.progress_line import ProgressLine, progress
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 
     from quintsched.plan import Plan
     from quintsched.schedules import Schedule
-    from quintsched.simulation.costs import Costs
+    from quintsched.simulation.simulator import Simulation
+    from quintsched.trace.measured_trace import MeasuredStep
 
 LEGEND = (
     "P pipeline ranks, M microbatches, v chunks, q slices, r the rank; F, I, W: the time of a forward and of the two",
@@ -156,23 +158,29 @@ def show(
         bool, typer.Option("--groups", help="Show the mesh and its process groups; with --rank those of one rank.")
     ] = False,
     costs: CostsFile = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="DIR", help="The traces of a run: show measured steps.")
+    ] = None,
+    steps: StepsShown = None,
     ranks: RanksShown = None,
     time: TimeShown = None,
     as_json: AsJson = False,
 ) -> None:
     """Show a plan's grid over time, one rank's list, or its groups.
 
-    Of a plan that is too large to read, the grid shows the first ranks and times; --ranks and --time show others.
+    With --trace, the grid of the measured step of median length follows, or those of --steps. Of a plan that is too
+    large to read, the grid shows the first ranks and times; --ranks and --time show others.
     """
     found = read_plan(plan)
     if groups or rank is not None:
-        for name, value in (("costs", costs), ("ranks", ranks), ("time", time)):
+        grid = {"costs": costs, "trace": trace, "steps": steps, "ranks": ranks, "time": time}
+        for name, value in grid.items():
             if value is not None:
                 raise UsageError(f"--{name} is for the grid over time; a rank's list and groups take none")
     if groups:
         _show_groups(found, rank, as_json)
     elif rank is None:
-        _show_grid(found, read_costs(costs), (ranks, time), as_json)
+        _show_grid(*timed(found, read_costs(costs), trace, steps), (ranks, time), as_json)
     else:
         _show_rank(found, rank, as_json)
 
@@ -186,19 +194,31 @@ def _show_groups(plan: Plan, rank: int | None, as_json: bool) -> None:
         say([plan.title, *(describe_groups(plan) if rank is None else describe_rank(plan, rank))])
 
 
-def _show_grid(plan: Plan, costs: Costs | None, part: tuple[str | None, str | None], as_json: bool) -> None:
-    from quintsched.simulation.time_grid import readable_window, time_grid
+def _show_grid(
+    simulation: Simulation,
+    steps: Sequence[MeasuredStep],
+    part: tuple[str | None, str | None],
+    as_json: bool,
+) -> None:
+    from quintsched.simulation.time_grid import readable_window, shortest, time_grid
     from quintsched.simulation.time_window import Window
 
-    simulation = simulate_plan(plan, costs)
+    plan, column = simulation.plan, shortest(simulation)
     asked = any(one is not None for one in part)
     window = Window.parse(*part, simulation) if asked or as_json else readable_window(simulation)
     if as_json:
-        emit({"title": plan.title, "makespan": simulation.makespan, "grid": time_grid(simulation, window=window)})
+        grids = [{**step.summary(), "grid": time_grid(step, step=column)} for step in steps]
+        grid = time_grid(simulation, window=window)
+        measured = {"measured": grids} if steps else {}
+        emit({"title": plan.title, "makespan": simulation.makespan, "grid": grid, **measured})
         return
-    unit = "forwards" if costs is None else simulation.unit
+    unit = "forwards" if simulation.unit == "forward" else simulation.unit
     title = f"{plan.title}: {simulation.makespan:g} {unit} long, bubble {percent(simulation.bubble)}"
     say([title, *time_grid(simulation, terminal_width(), window)])
+    for step in steps:
+        figures = f"makespan {step.makespan:.4g} {step.unit}, bubble {percent(step.bubble)}"
+        shown = window if asked else readable_window(step)
+        say(["", f"measured, step {step.number}: {figures}", *time_grid(step, terminal_width(), shown, column)])
     if not window.is_whole(simulation):
         note(f"{window.words(simulation)}{'' if asked else '; --ranks and --time show others'}")
 

@@ -21,10 +21,9 @@ from quintsched.cli.shared_options import (
     percent,
     read_costs,
     read_plan,
-    read_trace,
     refuse_input,
     say,
-    simulate_plan,
+    timed,
 )
 from quintsched.errors import InputError, UnsoundError, UsageError
 
@@ -106,7 +105,7 @@ def render(
         return
     if format_of(path) == PAGE and not read.check().sound:
         _show_counter_example(read, read_costs(costs), path)
-    simulation, measured = _timed(read, read_costs(costs), trace, steps)
+    simulation, measured = timed(read, read_costs(costs), trace, steps)
     _draw_plan(_Drawing(simulation, measured, _window(ranks, time, simulation), profiler or ()), path, as_json=as_json)
 
 
@@ -122,20 +121,6 @@ def _draw_plan(drawing: _Drawing, path: Path, *, as_json: bool) -> None:
         emit({"picture": str(path), **simulation.summary(), **found})
     else:
         say([f"{path}: {simulation.plan.title}", *(_outcome(simulation, measured) if measured else ())])
-
-
-def _timed(
-    plan: Plan, costs: Costs | None, trace: Path | None, steps: str | None
-) -> tuple[Simulation, tuple[MeasuredStep, ...]]:
-    """Return the plan's times and those of measured steps; without costs, the trace's are taken."""
-    if trace is None:
-        if steps is not None:
-            raise UsageError("--steps chooses steps of a trace; add --trace DIR")
-        return simulate_plan(plan, costs), ()
-    traced = read_trace(trace, plan)
-    simulation = simulate_plan(plan, traced.costs() if costs is None else costs)
-    unit = simulation.unit
-    return simulation, (traced.step(unit=unit),) if steps is None else traced.select(steps, unit=unit)
 
 
 def _draw_stall(stall: Path, output: Path | None, others: Sequence[object], *, as_json: bool) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quintsched.schedules import Schedule
     from quintsched.simulation.costs import Costs
     from quintsched.simulation.simulator import Simulation
-    from quintsched.trace.measured_trace import Trace
+    from quintsched.trace.measured_trace import MeasuredStep, Trace
 
 PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A plan file; - reads standard input.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, and nothing else.")]
@@ -113,6 +113,20 @@ def simulate_plan(plan: Plan, costs: Costs | None = None) -> Simulation:
         plan.check().raise_if_unsound()
         found.now(f"timing {plan.num_instructions} instructions")
         return plan.simulate(costs)
+
+
+def timed(
+    plan: Plan, costs: Costs | None, trace: Path | None, steps: str | None
+) -> tuple[Simulation, tuple[MeasuredStep, ...]]:
+    """Return the plan's times and those of measured steps; without costs, the trace's are taken."""
+    if trace is None:
+        if steps is not None:
+            raise UsageError("--steps chooses steps of a trace; add --trace DIR")
+        return simulate_plan(plan, costs), ()
+    traced = read_trace(trace, plan)
+    simulation = simulate_plan(plan, traced.costs() if costs is None else costs)
+    unit = simulation.unit
+    return simulation, (traced.step(unit=unit),) if steps is None else traced.select(steps, unit=unit)
 
 
 def read_schedule(name: str) -> Schedule:

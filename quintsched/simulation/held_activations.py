@@ -8,34 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from quintsched.ir.dataflow import Flow, Value, ValueKind
-from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.activation_memory import held_by, held_kinds
 from quintsched.simulation.costs import Costs
-from quintsched.simulation.simulator import Span
+from quintsched.simulation.simulator import TimedRun
 
 ROUNDING = 1e-9
 """Fraction of the makespan within which times count as equal, because of rounding."""
-
-
-class TimedRun(Protocol):
-    """A simulation or a measured step."""
-
-    @property
-    def plan(self) -> PlanData:
-        """Plan that ran."""
-
-    @property
-    def timeline(self) -> Sequence[Sequence[Span]]:
-        """Spans of each pp rank, in program order."""
-
-    @property
-    def makespan(self) -> float:
-        """End of the last instruction."""
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ and the next backward waits for the memory of full gradients (ZeRO-2, 3). The gr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 
@@ -54,6 +55,27 @@ class Span:
     instruction: Instruction
     start: float
     end: float
+
+    @property
+    def runs(self) -> float:
+        """Time at which the instruction runs: what is measured may wait before that."""
+        return self.start
+
+
+class TimedRun(Protocol):
+    """A simulation or a measured step."""
+
+    @property
+    def plan(self) -> PlanData:
+        """Plan that ran."""
+
+    @property
+    def timeline(self) -> Sequence[Sequence[Span]]:
+        """Spans of each pp rank, in program order."""
+
+    @property
+    def makespan(self) -> float:
+        """End of the last instruction."""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ rank 0 F3&B1 -  F4     an overlapped pair is one entry; its text may fill all co
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from quintsched.errors import UsageError
-from quintsched.ir.instruction_set import Instruction, short
-from quintsched.simulation.simulator import Simulation
+from quintsched.ir.instruction_set import short
+from quintsched.simulation.simulator import Span, TimedRun
 from quintsched.simulation.time_window import Window
 
 MOST_CELLS = 2**25
@@ -48,15 +48,18 @@ class _Entry:
             yield text[place * width : (place + 1) * width] or "-"
 
 
-def time_grid(simulation: Simulation, width: int | None = None, window: Window | None = None) -> list[str]:
+def time_grid(
+    simulation: TimedRun, width: int | None = None, window: Window | None = None, step: float | None = None
+) -> list[str]:
     """Return the schedule over time: one row per pipeline rank, one column per duration of the shortest computation.
 
     `F3` is the forward of microbatch 3 (`1F3`: of stage 1, if a rank holds several), `F3&B1` an overlap with a
-    backward, `-` a further column of the entry before it, `.` idle. `width` wraps the grid into blocks of at most that
-    many characters, `window` leaves out other ranks and times. Raises `UsageError` for more than `MOST_CELLS` cells.
+    backward, `-` a further column of the entry before it, `.` idle. `width` wraps the grid into blocks of at most
+    that many characters, `window` leaves out other ranks and times, `step` is the time of a column. Raises
+    `UsageError` for more than `MOST_CELLS` cells.
     """
-    step, rows = _entries(simulation)
-    columns, before = max(round(simulation.makespan / step), 1), 0
+    step, rows = _entries(simulation, step)
+    columns, before = max([round(simulation.makespan / step), 1, *(row[-1].last for row in rows if row)]), 0
     ranks = range(len(rows))
     if window is not None:
         ranks, before = window.ranks, math.floor(window.start / step + ROUNDING)
@@ -77,7 +80,13 @@ def time_grid(simulation: Simulation, width: int | None = None, window: Window |
     return lines
 
 
-def readable_window(simulation: Simulation) -> Window:
+def shortest(run: TimedRun) -> float:
+    """Return the duration of the shortest computation."""
+    spans = (span for row in run.timeline for span in row if span.instruction.computes)
+    return min((span.end - span.runs for span in spans if span.end > span.runs), default=1.0)
+
+
+def readable_window(simulation: TimedRun) -> Window:
     """Return the part of a plan that a reader can take in: all of it, or the first times, of the first ranks."""
     step, rows = _entries(simulation)
     columns = max(round(simulation.makespan / step), 1)
@@ -104,10 +113,10 @@ def _cells(entries: list[_Entry], columns: int, size: int) -> list[str]:
     return row[:columns]
 
 
-def _entries(simulation: Simulation) -> tuple[float, list[list[_Entry]]]:
+def _entries(simulation: TimedRun, step: float | None = None) -> tuple[float, list[list[_Entry]]]:
     """Quantize all computations to the plan's time step (one forward of a chunk at unit costs)."""
     computed = [[s for s in row if s.instruction.computes] for row in simulation.timeline]
-    step = min((s.end - s.start for row in computed for s in row if s.end > s.start), default=1.0)
+    step = step or shortest(simulation)
     if simulation.makespan / step * len(computed) > MOST_CELLS:
         raise UsageError(
             f"the grid has more than {MOST_CELLS} cells, since the shortest computation takes {step:g} of "
@@ -115,9 +124,17 @@ def _entries(simulation: Simulation) -> tuple[float, list[list[_Entry]]]:
         )
     several = len(simulation.plan.stage_to_pp) > simulation.plan.mesh.pp
 
-    def entry(i: Instruction, start: float, end: float) -> _Entry:
-        first = round(start / step)
-        return _Entry(short(i, with_stage=several), first, max(round(end / step), first + 1), len(i.sides) > 1)
+    return step, [_placed(spans, step, several) for spans in computed]
 
-    rows = [[entry(span.instruction, span.start, span.end) for span in spans] for spans in computed]
-    return step, rows
+
+def _placed(spans: Iterable[Span], step: float, several: bool) -> list[_Entry]:
+    """Return the entries of a rank: each has a column at least, so that none is lost where short ones meet."""
+    found: list[_Entry] = []
+    for span in spans:
+        first = round(span.runs / step)
+        if found:
+            first = max(first, found[-1].first + 1)
+            found[-1] = replace(found[-1], last=min(found[-1].last, first))
+        text, sides = short(span.instruction, with_stage=several), len(span.instruction.sides)
+        found.append(_Entry(text, first, max(round(span.end / step), first + 1), sides > 1))
+    return found

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from quintsched.errors import UsageError
-from quintsched.simulation.simulator import Simulation
+from quintsched.simulation.simulator import TimedRun
 
 _RANGE = re.compile(r"(\d+(?:\.\d+)?)(?:\.\.(\d+(?:\.\d+)?))?")
 
@@ -23,26 +23,26 @@ class Window:
     end: float
 
     @classmethod
-    def parse(cls, ranks: str | None, time: str | None, simulation: Simulation) -> Window:
+    def parse(cls, ranks: str | None, time: str | None, run: TimedRun) -> Window:
         """Read ranges as users give them, "0..7" or "3"; None: all. Raises `UsageError` for one out of range."""
-        num_ranks = simulation.plan.columns.num_ranks
+        num_ranks = run.plan.columns.num_ranks
         first, last = range_ends("--ranks", ranks) if ranks is not None else (0.0, num_ranks - 1.0)
-        start, end = range_ends("--time", time) if time is not None else (0.0, simulation.makespan)
+        start, end = range_ends("--time", time) if time is not None else (0.0, run.makespan)
         if first != int(first) or last != int(last) or last >= num_ranks:
             raise UsageError(f"--ranks {ranks}: give pipeline ranks from 0 to {num_ranks - 1}, like 0..{num_ranks - 1}")
-        if time is not None and not start < min(end, simulation.makespan):
-            raise UsageError(f"--time {time}: the plan takes {simulation.makespan:g}; give a part of that, like 0..1")
-        return cls(range(int(first), int(last) + 1), start, min(end, simulation.makespan))
+        if time is not None and not start < min(end, run.makespan):
+            raise UsageError(f"--time {time}: the plan takes {run.makespan:g}; give a part of that, like 0..1")
+        return cls(range(int(first), int(last) + 1), start, min(end, run.makespan))
 
-    def is_whole(self, simulation: Simulation) -> bool:
+    def is_whole(self, run: TimedRun) -> bool:
         """Whether it shows everything."""
-        everything = len(self.ranks) == simulation.plan.columns.num_ranks
-        return everything and self.start == 0 and self.end >= simulation.makespan
+        everything = len(self.ranks) == run.plan.columns.num_ranks
+        return everything and self.start == 0 and self.end >= run.makespan
 
-    def words(self, simulation: Simulation) -> str:
+    def words(self, run: TimedRun) -> str:
         """Return what it shows, as text."""
-        ranks = f"ranks {self.ranks.start} to {self.ranks.stop - 1} of {simulation.plan.columns.num_ranks}"
-        return f"{ranks}, time {self.start:g} to {self.end:g} of {simulation.makespan:g}"
+        ranks = f"ranks {self.ranks.start} to {self.ranks.stop - 1} of {run.plan.columns.num_ranks}"
+        return f"{ranks}, time {self.start:g} to {self.end:g} of {run.makespan:g}"
 
 
 def range_ends(option: str, text: str) -> tuple[float, float]:

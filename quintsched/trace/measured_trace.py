@@ -39,6 +39,11 @@ class MeasuredSpan(Span):
 
     wait: float
 
+    @property
+    def runs(self) -> float:
+        """Time at which the instruction runs, after its wait."""
+        return self.start + self.wait
+
 
 @dataclass(frozen=True)
 class MeasuredStep:
@@ -60,8 +65,7 @@ class MeasuredStep:
     def busy(self) -> tuple[float, ...]:
         """Computation time of each pp rank."""
         return tuple(
-            math.fsum(span.end - span.start - span.wait for span in row if span.instruction.computes)
-            for row in self.timeline
+            math.fsum(span.end - span.runs for span in row if span.instruction.computes) for row in self.timeline
         )
 
     @property
@@ -81,7 +85,7 @@ class MeasuredStep:
 
     def _drawn(self) -> str:
         spans = [span for row in self.timeline for span in row]
-        runs, ends = np.array([span.start + span.wait for span in spans]), np.array([span.end for span in spans])
+        runs, ends = np.array([span.runs for span in spans]), np.array([span.end for span in spans])
         return timeline_svg(self.plan, runs, ends, self.unit)
 
     def summary(self) -> dict[str, object]:

@@ -110,6 +110,8 @@ class LogReader:
 
 def log_file(path: Path) -> Path:
     """Return a log, or that in a folder; raises `UsageError` for a folder without one, or with several."""
+    if path.suffix.lower() in (".yaml", ".yml"):
+        raise UsageError(f"{path}: a job file; name the log of its run, which its log.path says, or the log's folder")
     return _in_folder(path) if path.is_dir() else path
 
 

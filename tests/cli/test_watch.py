@@ -105,6 +105,7 @@ def test_the_view_fits_its_terminal_and_names_who_straggles():
 def test_what_is_no_run_is_refused_in_words(refused):
     assert "no log (*.jsonl) in this folder" in refused(2, "watch", ".")
     assert "cannot read the log" in refused(2, "watch", "missing.jsonl")
+    assert "which its log.path says" in refused(2, "watch", "job.yaml")
     write(step(10, loss="high"))
     assert "line 1: /loss: a number is needed" in refused(1, "watch", ".")
     write(tail='{"event": "st')
