@@ -64,8 +64,13 @@ def load_dataset(config: DataConfig, replica: int = 0, num_replicas: int = 1) ->
     Raises UsageError for an unknown name, for unused options and for files that are missing, InputError for
     broken files.
     """
-    if names_file(config.name):
-        return _load_user(config, {"replica": replica, "num_replicas": num_replicas})
+    with config.naming_source("data"):
+        if names_file(config.name):
+            return _load_user(config, {"replica": replica, "num_replicas": num_replicas})
+        return _load_built_in(config)
+
+
+def _load_built_in(config: DataConfig) -> Dataset | TokenDataset:
     path = None if config.path is None else Path(config.path)
     if config.name == "text":
         return load_text(path, read_settings(TextOptions, config.options, "", prefix="data.options"))
@@ -85,7 +90,8 @@ def load_dataset(config: DataConfig, replica: int = 0, num_replicas: int = 1) ->
 
 def token_options(config: DataConfig) -> TokenOptions:
     """Return the options of token shards; raises UsageError for wrong ones."""
-    return read_settings(TokenOptions, config.options, "", prefix="data.options")
+    with config.naming_source("data"):
+        return read_settings(TokenOptions, config.options, "", prefix="data.options")
 
 
 def has_extras(config: DataConfig) -> bool:

@@ -120,9 +120,9 @@ def _make_folders(job: JobConfig, node: int) -> None:
 
 def _measure_first(job: JobConfig) -> None:
     """Measure this machine, once for all ranks, where `auto` needs its costs and no file has them."""
-    from quintsched.strategies.descriptions.library import CALIBRATED
+    from quintsched.strategies.descriptions.library import calibrated_file
 
-    file = CALIBRATED.expanduser()
+    file = calibrated_file()
     if job.parallel.auto is None or job.parallel.auto.hardware != "cpu" or file.is_file():
         return
     write_line(f"measuring this machine, up to a minute, into {file} (again: quintsched calibrate)")

@@ -44,10 +44,6 @@ class ModelKind(Generic[Options]):
     sizes: Callable[[DataSpec, Options], Model]
     tied: Callable[[Options], TiedNames] = lambda _: {}
 
-    def read_options(self, options: Mapping[str, Any]) -> Options:
-        """Check the options of a job."""
-        return read_settings(self.options, options, "", prefix="model.options")
-
 
 MODELS: Mapping[str, ModelKind[Any]] = MappingProxyType(
     {
@@ -71,8 +67,8 @@ def build_model(config: ModelConfig, data: DataSpec, seed: int = 0) -> Blocks:
         with seeded(seed, 0):
             given, options = _user_arguments(config, data)
             return _user_blocks(config.name, call_object(config.name, *given, **options))
-    kind = _kind(config.name)
-    return kind.build(data, kind.read_options(config.options))
+    kind, options = _built_in(config)
+    return kind.build(data, options)
 
 
 def tied_weights(config: ModelConfig) -> TiedNames:
@@ -82,8 +78,8 @@ def tied_weights(config: ModelConfig) -> TiedNames:
     """
     if names_file(config.name) or config.tied:
         return dict(config.tied)
-    kind = _kind(config.name)
-    return kind.tied(kind.read_options(config.options))
+    kind, options = _built_in(config)
+    return kind.tied(options)
 
 
 def model_sizes(config: ModelConfig, data: DataSpec) -> Model:
@@ -95,18 +91,21 @@ def model_sizes(config: ModelConfig, data: DataSpec) -> Model:
         raise UsageError(
             f"model.name: {config.name} is a function, whose sizes no prediction knows; there is: " + ", ".join(MODELS)
         )
-    kind = _kind(config.name)
-    options = kind.read_options(config.options)
+    kind, options = _built_in(config)
     kind.build(data, options)
     return kind.sizes(data, options)
 
 
-def _kind(name: str) -> ModelKind[Any]:
-    if name not in MODELS:
-        raise UsageError(
-            f"model.name: there is no model {name!r}{suggest(name, MODELS)}; a function of yours is my_file.py:build"
-        )
-    return MODELS[name]
+def _built_in(config: ModelConfig) -> tuple[ModelKind[Any], Any]:
+    """Return the kind of a built-in model, and its options, checked."""
+    with config.naming_source("model"):
+        if config.name not in MODELS:
+            raise UsageError(
+                f"model.name: there is no model {config.name!r}{suggest(config.name, MODELS)}; "
+                "a function of yours is my_file.py:build"
+            )
+        kind = MODELS[config.name]
+        return kind, read_settings(kind.options, config.options, "", prefix="model.options")
 
 
 def _user_arguments(config: ModelConfig, data: DataSpec) -> tuple[tuple[DataSpec, ...], dict[str, Any]]:

@@ -41,6 +41,7 @@ from .run_settings import (
     fields_in,
     read_settings,
 )
+from .sourced_section import SourcedSection, source_of
 
 Axis = Literal["dp", "pp", "tp", "cp", "ep"]
 Samples = Literal["validation", "train"]
@@ -96,7 +97,7 @@ def _section(name: str, fields: dict[str, Any] | None = None) -> Any:
     return create_model(f"{name.title()}Settings", __base__=Settings, **{**(fields or {}), **fields_in(name)})
 
 
-class ModelConfig(_section("model")):  # type: ignore[misc]
+class ModelConfig(SourcedSection, _section("model")):  # type: ignore[misc]
     """Section `model`: the model to train."""
 
     name: Annotated[str, SettingRule.CODE] = "vit"
@@ -114,7 +115,7 @@ class ModelConfig(_section("model")):  # type: ignore[misc]
     """Whether tensors of `pretrained` that no weight takes are an error."""
 
 
-class DataConfig(Settings):
+class DataConfig(SourcedSection):
     """Section `data`: the training data."""
 
     name: Annotated[str, SettingRule.CODE] = "digits"
@@ -354,16 +355,15 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
             _put(values, override)
         if "parallel" in values:
             values["parallel"] = spell_out_auto(values["parallel"])
-    return read_settings(JobConfig, values, _source(path, overrides))
+    job = read_settings(JobConfig, values, source := source_of(path, overrides))
+    for section in (job.model, job.data):
+        section.take_source(source)
+    return job
 
 
 def overrides_of(*sections: str, **values: Any) -> list[str]:
     """Return overrides in the form that `load_job` takes, of settings in a section or subsection."""
     return [f"{'.'.join(sections)}.{key}={json.dumps(value)}" for key, value in values.items()]
-
-
-def _source(path: str | Path, overrides: Sequence[str]) -> str:
-    return " ".join([str(path), *(f"--set {override}" for override in overrides)])
 
 
 def _read_mapping(path: Path) -> dict[Any, Any]:

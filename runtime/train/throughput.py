@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import QuintschedError
-from quintsched.strategies.descriptions.library import CALIBRATED, find_hardware, hardware_names
+from quintsched.strategies.descriptions.library import calibrated_file, find_hardware, hardware_names
 
 from ..comm.device import device_name, peak_bytes
 from ..engine import Engine
@@ -112,7 +112,7 @@ def peak_tflops_of(device: torch.device, precision: Precision) -> float | None:
     """Return the peak of a device by its datasheet, or as this CPU was calibrated; None where it is not known."""
     try:
         if device.type == "cpu":
-            hardware = find_hardware("cpu") if CALIBRATED.expanduser().is_file() else None
+            hardware = find_hardware("cpu") if calibrated_file().is_file() else None
         else:
             words = device_name(device).lower().replace("-", " ").split()
             known = [name for name in hardware_names() if name.partition("-")[0] in words]

@@ -1,6 +1,6 @@
 """`quintsched calibrate`: measure this machine, for `predict` and `tune` with `--hardware`.
 
-quintsched calibrate                     ──▶  ~/.cache/quintsched/cpu.json, the file of `--hardware cpu`
+quintsched calibrate                     ──▶  $XDG_CACHE_HOME or ~/.cache, in it quintsched/cpu.json
 quintsched calibrate -o mine.json        ──▶  mine.json, for `--hardware mine.json`
 quintsched predict --hardware cpu …      measures first, if that was never done
 """
@@ -24,7 +24,7 @@ CPU = "cpu"
 def calibrate(
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE.json", help="For cpu by default what --hardware cpu reads."),
+        typer.Option("--output", "-o", metavar="FILE.json", help="For cpu by default in ~/.cache, or $XDG_CACHE_HOME."),
     ] = None,
     device: Annotated[
         str, typer.Option("--device", metavar="KIND", help="What to measure: cpu, or cuda and its like.")
@@ -34,21 +34,22 @@ def calibrate(
 
     Products, memory, and links between processes.
     """
-    from quintsched.strategies.descriptions.library import CALIBRATED
+    from quintsched.strategies.descriptions.library import calibrated_file
 
     if output is None and device != CPU:
         raise UsageError(f"calibrate --device {device}: say where the description goes, with -o {device}.json")
-    code = _measure(output or CALIBRATED.expanduser(), device)
+    file = output or calibrated_file()
+    code = _measure(file, device)
     if not code:
-        say(f"--hardware {output or CPU} now means this machine as measured")
+        say(f"{file}: this machine as measured, for --hardware {output or CPU}")
     raise typer.Exit(code)
 
 
 def calibrate_first(hardware: str) -> None:
     """Measure this machine if `--hardware cpu` needs it and it was never measured; exits on failure."""
-    from quintsched.strategies.descriptions.library import CALIBRATED
+    from quintsched.strategies.descriptions.library import calibrated_file
 
-    file = CALIBRATED.expanduser()
+    file = calibrated_file()
     if hardware.strip().lower() == CPU and not file.is_file():
         _make_folder(file)
         note(f"measuring this machine, up to a minute, into {file} (again: quintsched calibrate)")

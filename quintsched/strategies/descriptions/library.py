@@ -38,9 +38,6 @@ MOST_DESCRIPTION_BYTES = 2**20
 
 SUFFIXES = (".yaml", ".yml", ".json")
 
-CALIBRATED = Path("~/.cache/quintsched/cpu.json")
-"""File in which `quintsched calibrate` stores the rates of this machine."""
-
 D = TypeVar("D", bound=Description)
 DescriptionSource = str | Path | Mapping[str, Any]
 
@@ -143,8 +140,17 @@ def _file(what: str | Path, within: str, kind: str, names: list[str]) -> Path:
     )
 
 
+def calibrated_file() -> Path:
+    """Return the file in which `quintsched calibrate` stores the rates of this machine.
+
+    It is in `$XDG_CACHE_HOME`, or else in `~/.cache`; a relative path there is ignored, as that convention demands.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return Path(cache if os.path.isabs(cache) else os.path.expanduser("~/.cache"), "quintsched", "cpu.json")
+
+
 def _calibrated() -> Path:
-    path = CALIBRATED.expanduser()
+    path = calibrated_file()
     if not path.is_file():
         raise UsageError(
             f"hardware cpu: this machine has not been measured ({path} is missing); run: quintsched calibrate"

@@ -146,8 +146,8 @@ def test_a_quota_counts_as_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_hardware_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file, measured = tmp_path / "cpu.json", []
-    monkeypatch.setattr(library, "CALIBRATED", file)
+    file, measured = tmp_path / "quintsched" / "cpu.json", []
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     command = import_module("quintsched.strategies.commands.calibrate")
     monkeypatch.setattr(command, "_measure", lambda *what: measured.append(what) or file.touch() or 0)
     for hardware in ("a100-80gb", "cpu", "cpu"):

@@ -1,6 +1,7 @@
 import contextlib
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -10,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintsched.errors import UsageError
+from quintsched.runtime.data.data_sources import load_dataset
+from quintsched.runtime.models import tied_weights
 from quintsched.runtime.settings.job_file import JobConfig, load_job
 from quintsched.runtime.settings.run_settings import Settings, read_settings
 
@@ -240,3 +243,22 @@ class TestYaml:
         path.write_bytes(content)
         with contextlib.suppress(UsageError):
             load_job(path)
+
+
+@pytest.mark.parametrize(
+    ("section", "fault"),
+    [
+        ("model: {options: {hiden: 64}}", "model.options.hiden: unknown key; did you mean 'hidden'?"),
+        ("model: {name: vitt}", "model.name: there is no model 'vitt'"),
+        ("data: {name: text, options: {seqence: 5}}", "data.options.seqence: unknown key; did you mean 'sequence'?"),
+        ("data: {name: mnist}", "data.path: 'mnist' needs the directory"),
+    ],
+)
+def test_faults_of_options_name_the_file_as_those_of_other_keys_do(section: str, fault: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(section)
+    job = load_job(file, ["train.epochs=2"])
+    build = partial(tied_weights, job.model) if section.startswith("model") else partial(load_dataset, job.data)
+    with pytest.raises(UsageError) as raised:
+        build()
+    assert str(raised.value).startswith(f"{file} --set train.epochs=2:\n  {fault}")

@@ -13,7 +13,14 @@ import yaml
 
 from quintsched.errors import InputError, QuintschedError, UsageError
 from quintsched.strategies.descriptions import library
-from quintsched.strategies.descriptions.library import find_hardware, find_model, hardware_names, model_names, plain
+from quintsched.strategies.descriptions.library import (
+    calibrated_file,
+    find_hardware,
+    find_model,
+    hardware_names,
+    model_names,
+    plain,
+)
 from quintsched.strategies.descriptions.model import Model
 
 SIZES = {"layers": 2, "hidden": 64, "heads": 4}
@@ -109,11 +116,12 @@ def test_unknown_names(find: Callable[[str], Any], what: str, fault: str) -> Non
 
 
 def test_cpu_has_to_be_measured_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "CALIBRATED", tmp_path / "cpu.json")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "quintsched").mkdir()
     with pytest.raises(UsageError, match=r"has not been measured .* quintsched calibrate"):
         find_hardware("cpu")
     measured = {"name": "cpu", "tflops": {"fp32": 0.1}, "memory_gb": 8, "memory_gbps": 20, "link_gbps": 4}
-    (tmp_path / "cpu.json").write_text(json.dumps(measured | {"network_gbps": 1}))
+    calibrated_file().write_text(json.dumps(measured | {"network_gbps": 1}))
     assert find_hardware("CPU").tflops == {"fp32": 0.1}
 
 
