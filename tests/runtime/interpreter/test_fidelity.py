@@ -121,8 +121,9 @@ class Ran:
         return flow(span.instruction, self.plan.layout, rank)
 
 
-@pytest.fixture(params=["1f1b", "zbv", "seq-1f1b", "dualpipe"])
-def ran(fidelity: ModuleType, request: pytest.FixtureRequest, tmp_path: Path) -> Ran:
+@pytest.fixture(scope="module", params=["1f1b", "zbv", "seq-1f1b", "dualpipe"])
+def ran(fidelity: ModuleType, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    tmp_path = tmp_path_factory.mktemp("ran")
     case = fidelity.Sleeps(SCHEDULES[request.param], computation_ms=1.0, wire_ms=1.0, steps=1)
     run_local(case.pp, partial(case.run, tmp_path), rules="rendezvous", wire_s=1e-3)
     return Ran(case.plan(), Trace.load(tmp_path, case.plan()))

@@ -334,14 +334,14 @@ class Owner:
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         self.number += 1
-        if self.number % 6 == 0:
+        if self.number % 4 == 0:
             self.alpha += 0.01
         self.log.append(self.engine.step(inputs, targets).loss.item())
         return self.seen.clone()
 
 
 def test_a_loss_that_is_a_method_of_a_trainer(graphs: list[OpTape]) -> None:
-    task, found = ids_task(24, SAMPLES, LENGTH), []
+    task, found = ids_task(15, SAMPLES, LENGTH), []
     for is_captured in (True, False):
         owner = Owner(cuda_graph=is_captured)
         counts = [owner.step(*batch) for batch in zip(task.inputs, task.targets, strict=True)]
