@@ -44,6 +44,9 @@ MemoryCap = Annotated[
         "--memory-cap", metavar="X", help="For schedules that search: most activations on a rank, in microbatches."
     ),
 ]
+Effort = Annotated[int, typer.Option("--effort", metavar="N", help="Work of the search.")]
+Seconds = Annotated[float, typer.Option("--seconds", metavar="S", help="End after this time at the latest.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the search.")]
 
 
 def say(lines: str | Iterable[str]) -> None:

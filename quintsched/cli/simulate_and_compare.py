@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -13,9 +13,12 @@ import typer
 from quintsched.cli.shared_options import (
     AsJson,
     CostsFile,
+    Effort,
     MemoryCap,
     Microbatches,
     PlanFile,
+    Seconds,
+    Seed,
     emit,
     percent,
     read_costs,
@@ -28,7 +31,7 @@ from quintsched.cli.shared_options import (
     write_costs,
 )
 from quintsched.errors import UsageError
-from quintsched.files.progress_line import progress
+from quintsched.files.progress_line import ProgressLine, progress
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
@@ -268,25 +271,26 @@ def _comparison(simulations: list[Simulation], refused: dict[str, str]) -> Itera
     yield from (f"left out: {reason}" for reason in refused.values())
 
 
+Recorded = Annotated[
+    Path,
+    typer.Argument(metavar="TRACE", help="Directory of traces of a run: by this project, Primus or torch.profiler."),
+]
+Step = Annotated[
+    int | None, typer.Option("--step", metavar="N", help="Step to analyse; default: the one of median time.")
+]
+SameCap = Annotated[
+    str,
+    typer.Option("--memory-cap", metavar="X", help="Most activations on a rank, in microbatches; same: as recorded."),
+]
+
+
 def whatif(
-    trace: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TRACE", help="Directory of traces of a run: by this project, Primus or torch.profiler."
-        ),
-    ],
-    step: Annotated[
-        int | None, typer.Option("--step", metavar="N", help="Step to analyse; default: the one of median time.")
-    ] = None,
-    memory_cap: Annotated[
-        str,
-        typer.Option(
-            "--memory-cap", metavar="X", help="Most activations on a rank, in microbatches; same: as recorded."
-        ),
-    ] = SAME,
-    effort: Annotated[int, typer.Option("--effort", metavar="N", help="Work of the search.")] = 4,
-    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="End after this time at the latest.")] = 60.0,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the search.")] = 0,
+    trace: Recorded,
+    step: Step = None,
+    memory_cap: SameCap = SAME,
+    effort: Effort = 4,
+    seconds: Seconds = 60.0,
+    seed: Seed = 0,
     plan: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="Write the better plan there.")] = None,
     certificate: Annotated[
         Path | None, typer.Option("--certificate", metavar="FILE", help="Write its lower bound, for `certify`.")
@@ -310,13 +314,16 @@ def whatif(
     for file in filter(None, (path, plan, certificate)):
         refuse_input(file, trace)
     with progress("reading the trace") as shown:
-        run = load_run(trace)
-
-        def told(attempt: Attempt, taken_s: float) -> None:
-            shown.at(taken_s, seconds, f"{attempt.value:g} at most, {attempt.bound.value:g} at least")
-
-        cap = None if memory_cap == SAME else _number(memory_cap)
-        found = what_if(run, step=step, memory_cap=cap, effort=effort, seconds=seconds, seed=seed, told=told)
+        told = _shown_attempts(shown, seconds)
+        found = what_if(
+            load_run(trace),
+            step=step,
+            memory_cap=None if memory_cap == SAME else _number(memory_cap),
+            effort=effort,
+            seconds=seconds,
+            seed=seed,
+            told=told,
+        )
     best = found.better[found.alike]
     if plan is not None:
         best.plan.save(plan)
@@ -330,6 +337,15 @@ def whatif(
         emit(found.summary())
     else:
         say(in_words(found))
+
+
+def _shown_attempts(shown: ProgressLine, seconds: float) -> Callable[[Attempt, float], None]:
+    """Return what shows the attempts of a search that ends after so many seconds."""
+
+    def told(attempt: Attempt, taken_s: float) -> None:
+        shown.at(taken_s, seconds, f"{attempt.value:g} at most, {attempt.bound.value:g} at least")
+
+    return told
 
 
 def _number(text: str) -> float:

@@ -12,8 +12,11 @@ import typer
 from quintsched.cli.shared_options import (
     AsJson,
     CostsFile,
+    Effort,
     Microbatches,
     PlanFile,
+    Seconds,
+    Seed,
     emit,
     note,
     percent,
@@ -30,37 +33,40 @@ if TYPE_CHECKING:
     from quintsched.solve.order_search import Attempt
     from quintsched.solve.order_timing import Objective
 
+Placed = Annotated[str, typer.Option("--placement", metavar="NAME", help="linear, loop, v, or auto: each of them.")]
+Chunks = Annotated[
+    int | None, typer.Option("--chunks", metavar="V", help="Stages on each rank, for loop and v; default: 2.")
+]
+Cap = Annotated[
+    float | None,
+    typer.Option("--memory-cap", metavar="X", help="Most activations on a rank, in microbatches of a whole rank."),
+]
+Minimised = Annotated[
+    str, typer.Option("--objective", metavar="TIME", help="span (the longest of a rank) or makespan (of all ranks).")
+]
+Noise = Annotated[
+    str | None,
+    typer.Option(
+        "--jitter",
+        metavar="NOISE",
+        help="Minimise the 95th percentile where durations vary: 0.1, 3%x4, or a directory of traces.",
+    ),
+]
+
 
 def solve(
     microbatches: Microbatches,
     pp: Annotated[int | None, typer.Option("--pp", metavar="P", help="Pipeline ranks; or give --mesh.")] = None,
     mesh: Annotated[str | None, typer.Option("--mesh", metavar="MESH", help="Mesh of the plan: dp=2,pp=4.")] = None,
-    placement: Annotated[
-        str, typer.Option("--placement", metavar="NAME", help="linear, loop, v, or auto: each of them.")
-    ] = "auto",
-    chunks: Annotated[
-        int | None, typer.Option("--chunks", metavar="V", help="Stages on each rank, for loop and v; default: 2.")
-    ] = None,
-    memory_cap: Annotated[
-        float | None,
-        typer.Option("--memory-cap", metavar="X", help="Most activations on a rank, in microbatches of a whole rank."),
-    ] = None,
+    placement: Placed = "auto",
+    chunks: Chunks = None,
+    memory_cap: Cap = None,
     costs: CostsFile = None,
-    objective: Annotated[
-        str,
-        typer.Option("--objective", metavar="TIME", help="span (the longest of a rank) or makespan (of all ranks)."),
-    ] = "span",
-    jitter: Annotated[
-        str | None,
-        typer.Option(
-            "--jitter",
-            metavar="NOISE",
-            help="Minimise the 95th percentile where durations vary: 0.1, 3%x4, or a directory of traces.",
-        ),
-    ] = None,
-    effort: Annotated[int, typer.Option("--effort", metavar="N", help="Work of the search.")] = 4,
-    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="End after this time at the latest.")] = 60.0,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the search.")] = 0,
+    objective: Minimised = "span",
+    jitter: Noise = None,
+    effort: Effort = 4,
+    seconds: Seconds = 60.0,
+    seed: Seed = 0,
     log: Annotated[
         Path | None, typer.Option("--log", metavar="FILE", help="Write each improvement there, a JSON line each.")
     ] = None,

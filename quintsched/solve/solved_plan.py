@@ -138,47 +138,54 @@ def solve(
         UsageError: wrong sizes, or a cap in which one microbatch has no room: it names the smallest that works.
         InputError: costs of another number of stages or microbatches.
     """
-    found = mesh_of(pp, mesh)
-    require_positive(microbatches=microbatches, effort=effort)
+    found, ends_s = mesh_of(pp, mesh), monotonic() + seconds
+    _require_search(objective, seconds, microbatches=microbatches, effort=effort)
+    names = _placements(placement, chunks, found.pp)
+    noise = None if jitter is None else Jitter.parse(jitter)
+    problems = _problems(found.pp, microbatches, names, costs, memory_cap)
+    share = seconds if noise is None else seconds / 2
+    done = search(problems, costs, objective, seed=seed, effort=effort, seconds=share, told=told)
+    robustness = None if noise is None else _harden(done, noise, seed, effort, ends_s)
+    best = best_of(done)
+    name = next(name for name, placed in names.items() if placed == best.problem.stage_to_pp)
+    cap = None if memory_cap == math.inf else memory_cap
+    plan = plan_of(best.problem, best.orders, found)
+    return replace(solution_of(done, plan, name, costs or Costs(), cap), robustness=robustness)
+
+
+def _require_search(objective: str, seconds: float, **counts: int) -> None:
+    """Raise `UsageError` for arguments of a search that make no sense."""
+    require_positive(**counts)
     if not seconds > 0:
         raise UsageError(f"seconds is {seconds:g}; give a positive number")
     if objective not in ("span", "makespan"):
         raise UsageError(f'objective is {objective!r}; give "span" or "makespan"')
-    names = _placements(placement, chunks, found.pp)
-    noise, ends_s = None if jitter is None else Jitter.parse(jitter), monotonic() + seconds
-    problems = _problems(found.pp, microbatches, names, costs, memory_cap)
-    done = search(
-        problems,
-        costs,
-        objective,
-        seed=seed,
-        effort=effort,
-        seconds=seconds if noise is None else seconds / 2,
-        told=told,
+
+
+def _harden(done: Search, noise: Jitter, seed: int, effort: int, ends_s: float) -> Robustness:
+    """Minimise the 95th percentile of the best orders, and keep those that are found."""
+    best = best_of(done)
+    orders, robustness = harden(
+        best.problem, best.orders, best.objective, noise, seed=seed, effort=effort, ends_s=ends_s
     )
-    best = done.best
-    assert best is not None, "one microbatch after the other has room"
-    name = next(name for name, placed in names.items() if placed == best.problem.stage_to_pp)
-    robustness = None
-    if noise is not None:
-        orders, robustness = harden(
-            best.problem, best.orders, objective, noise, seed=seed, effort=effort, ends_s=ends_s
-        )
-        timing = time_orders(best.problem, orders)
-        assert timing is not None
-        origin = best.origin if orders == best.orders else f"{best.origin}, hardened"
-        done.best = best = replace(best, orders=orders, value=timing.value(objective), origin=origin)
-    plan = plan_of(best.problem, best.orders, found)
-    cap = None if memory_cap == math.inf else memory_cap
-    return replace(solution_of(done, plan, name, costs or Costs(), cap), robustness=robustness)
+    timing = time_orders(best.problem, orders)
+    assert timing is not None
+    origin = best.origin if orders == best.orders else f"{best.origin}, hardened"
+    done.best = replace(best, orders=orders, value=timing.value(best.objective), origin=origin)
+    return robustness
+
+
+def best_of(done: Search) -> Attempt:
+    """Return the best attempt of a search."""
+    assert done.best is not None, "one microbatch after the other has room"
+    return done.best
 
 
 def solution_of(
     done: Search, plan: Plan, placement: str, costs: Costs, memory_cap: float | tuple[float, ...] | None
 ) -> Solution:
     """Return the result of a search, with the certificate of the best plan."""
-    best = done.best
-    assert best is not None, "one microbatch after the other has room"
+    best = best_of(done)
     certificate = Certificate(
         objective=best.objective,
         value=best.value,

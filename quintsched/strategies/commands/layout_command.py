@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from quintsched.cli.request_options import AXIS_OPTIONS
-from quintsched.cli.shared_options import AsJson, emit, percent, read_plan, read_trace, refuse_input, say
+from quintsched.cli.shared_options import (
+    AsJson,
+    Effort,
+    Seconds,
+    Seed,
+    emit,
+    percent,
+    read_plan,
+    read_trace,
+    refuse_input,
+    say,
+)
 from quintsched.errors import UsageError
 from quintsched.files.progress_line import progress
 from quintsched.strategies.commands.flags import FLAGS, option_of, taking_flags
@@ -28,6 +39,17 @@ if TYPE_CHECKING:
 OWN = ("chunks", "schedule", "stages")
 """Flags of a strategy that this command decides, or gives another meaning."""
 AXES = tuple(AXIS_OPTIONS)
+
+Against = Annotated[
+    list[str] | None,
+    typer.Option("--against", metavar="LAYOUT", help="A Megatron-LM layout string to compare with; repeatable."),
+]
+Chosen = Annotated[
+    str,
+    typer.Option(
+        "--schedule", metavar="NAMES", help="Schedules to choose among; auto: all; solve: an order of its own."
+    ),
+]
 
 
 @taking_flags(*(name for name in FLAGS if name not in OWN))
@@ -44,28 +66,20 @@ def layout(
         int | None, typer.Option("--microbatches", "-m", metavar="M", help="Microbatches of a step; or give --batch.")
     ] = None,
     vpp: Annotated[int, typer.Option("--vpp", metavar="V", help="Stages on each pipeline rank.")] = 1,
-    schedules: Annotated[
-        str,
-        typer.Option(
-            "--schedule", metavar="NAMES", help="Schedules to choose among; auto: all; solve: an order of its own."
-        ),
-    ] = "",
+    schedules: Chosen = "",
     mtp: Annotated[
         int, typer.Option("--mtp", metavar="K", help="With --model: layers of multi-token prediction at its end.")
     ] = 0,
-    against: Annotated[
-        list[str] | None,
-        typer.Option("--against", metavar="LAYOUT", help="A Megatron-LM layout string to compare with; repeatable."),
-    ] = None,
+    against: Against = None,
     memory_cap: Annotated[
         float | None, typer.Option("--memory-cap", metavar="X", help="Most memory of a rank, in the costs' unit (GB).")
     ] = None,
     objective: Annotated[
         str, typer.Option("--objective", metavar="TIME", help="span (the longest of a rank) or makespan.")
     ] = "span",
-    effort: Annotated[int, typer.Option("--effort", metavar="N", help="Work of the search.")] = 4,
-    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="End after this time at the latest.")] = 60.0,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the search.")] = 0,
+    effort: Effort = 4,
+    seconds: Seconds = 60.0,
+    seed: Seed = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="PLAN", help="Write the plan file.")] = None,
     as_json: AsJson = False,
 ) -> None:
