@@ -53,8 +53,6 @@ LIMITS = {
     "simumax_a100_pcie": 0.03,
 }
 """Mean absolute errors beyond which the exit code is 1."""
-BEYOND = ("MT-NLG 530B, 3,360 GPUs",)
-"""Recipes known to be beyond their limit: DeepSpeed's pipeline of 2021 has further waits, which are not published."""
 MEMORY_LIMITS = {"simumax_b200": 0.01, "simumax_a100_pcie": 0.015}
 """The same for memory, where a table has it."""
 NOT_FLAGS = (
@@ -285,7 +283,7 @@ def print_recipes(table: dict[str, Any]) -> bool:
         found = predict(case.row.model, case.row.hardware, case.row.strategy)
         error = found.step_s / case.measured_s - 1
         is_beyond = abs(error) > row["limit"] or not found.fits
-        beyond |= is_beyond and row["name"] not in BEYOND
+        beyond |= is_beyond
         print(
             f"{row['name']:26} {case.measured_s:7.2f} s {found.step_s:7.2f} s {error:+7.1%} of {row['limit']:.0%}"
             f" {found.memory_bytes / 1e9:6.1f} GB{' beyond' if is_beyond else ''}"

@@ -66,8 +66,8 @@ class Strategy(Description):
     """Whether replicas reduce gradients layer by layer during backwards, and gather updated weights during forwards;
     else after all backwards, as in the runs measured by Megatron-LM's papers."""
     pp_duplex: bool = True
-    """Whether a rank sends a message and receives one at once, as in Megatron-LM; else each waits for the other, as in
-    DeepSpeed's pipeline."""
+    """Whether a rank sends a message and receives one at once, as in Megatron-LM; else as in DeepSpeed's pipeline: each
+    waits for the other, slices of tp are gathered again, and gradients are copied before they are added up."""
     ep_overlap: bool = False
     """Whether the exchange of tokens with experts runs beside another microbatch's computation under interleaved 1F1B,
     as with Megatron-LM's `--overlap-moe-expert-parallel-comm`; DualPipe always does so."""

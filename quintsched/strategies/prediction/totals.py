@@ -181,12 +181,15 @@ def accumulated_s(
 ) -> Array:
     """Return the time of adding a microbatch's gradients to the sum so far: one is read, the other read and written.
 
-    Where gradients are scattered after each microbatch, only a shard is added.
+    Where gradients are scattered after each microbatch, only a shard is added. DeepSpeed's pipeline makes a copy in the
+    sum's precision first (`BF16_Optimizer._update_hp_grad`).
     """
     scatters = (table.zero >= 2) & (table.zero_every == 1)
     shards = np.where(scatters, table.dp * table.cp * table.ep, 1)[:, None]
     expert_shards = np.where(scatters, table.dp * table.cp, 1)[:, None]
-    each = ((widths(table) + 2 * gradient_bytes(table)) * (table.fused_accumulation == 0))[:, None]
+    summed = gradient_bytes(table)
+    copied = 2 * summed * ((table.pp_duplex == 0) & (table.pp > 1) & (summed > widths(table)))
+    each = ((widths(table) + 2 * summed + copied) * (table.fused_accumulation == 0))[:, None]
     return memory_s(each * (weights / shards + expert_weights / expert_shards), hardware, constants)
 
 
@@ -204,13 +207,15 @@ def messages_s(model: Model, hardware: Hardware, table: Table, constants: Consta
     """Return the wait of a rank for its neighbours' messages: two exchanges per chunk, each one in and one out at once.
 
     Links are full duplex, so an exchange takes as long as one message, if both are sent at once. The tp ranks hold the
-    same activation and send a slice each.
+    same activation and send a slice each. DeepSpeed's pipeline gathers the slices again: of the activation, of its
+    gradient, and of the stage's own output (`PartitionedTensor.full` in its `pipe/engine.py`).
     """
-    width = widths(table)
-    moved = table.microbatch * table.seq / table.cp * model.hidden * width / table.tp
+    whole = table.microbatch * table.seq / table.cp * model.hidden * widths(table)
     stride = table.gpus // table.pp
     exchanges = np.where(table.pp_duplex > 0, 2.0, 4.0) * table.chunks
-    return np.where(table.pp > 1, exchanges * message_s(moved, stride, hardware, constants), 0.0)
+    gathered = np.where(table.pp_duplex > 0, 0.0, 3.0) * ring_s(whole, table.tp, 1 + 0 * table.tp, hardware, constants)
+    sent = exchanges * message_s(whole / table.tp, stride, hardware, constants)
+    return np.where(table.pp > 1, sent + gathered, 0.0)
 
 
 def sharded_s(

@@ -85,6 +85,8 @@ class Mesh:
     """Bytes of an element of a gradient; None: 4 at least."""
     fused_accumulation: Any = 0
     """1 if products add weights' gradients to earlier ones themselves, else 0."""
+    adds_later: Any = 0
+    """1 if the gradients of a microbatch are all there before they are added to the sum, else 0."""
     fused_loss: Any = 0
     """1 if the loss is computed from logits in the model's precision, and their gradient in place, else 0."""
 
@@ -95,7 +97,7 @@ def memory_terms(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: RankLa
     kept = _activations(model, sizes, mesh, ranks)
     input_bytes = block_input(model, sizes)
     buffers = np.where(np.asarray(mesh.pp) > 1, MESSAGE_BUFFERS * input_bytes, 0.0)
-    temporary = _temporary(model, sizes, mesh, ranks)
+    temporary = _temporary(model, sizes, mesh, ranks) + np.asarray(mesh.adds_later) * state["weights"]
     moving = sum(kept.values()) + buffers + temporary + state["gathered"]
     return state | kept | {"buffers": buffers, "temporary": temporary, "fragmentation": FRAGMENTATION * moving}
 

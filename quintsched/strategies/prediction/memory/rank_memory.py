@@ -80,6 +80,7 @@ def _cut(table: Table) -> tuple[ActivationSizes, Mesh]:
         column(_pending(table)),
         column(gradient_bytes(table, at_least=4.0)),
         column(table.fused_accumulation),
+        column((table.pp_duplex == 0) & (table.pp > 1) & (table.fused_accumulation == 0)),
         column(table.fused_loss),
     )
     return sizes, mesh
