@@ -26,6 +26,8 @@ LINK_LATENCY_S = 3e-6
 EXCHANGE = 0.92
 """Fraction of the network that an exchange of tokens once per node reaches: 46 of 50 GB/s over 64 H800 with the sizes
 of DeepSeek-V3 (deepseek-ai/DeepEP, README, normal kernels)."""
+EXCHANGE_NODES = 20
+"""Most nodes that these kernels serve (deepseek-ai/DeepEP, `NUM_MAX_RDMA_PEERS` of csrc/kernels/configs.cuh)."""
 NETWORK_LATENCY_S = 8e-6
 """Latency of one hop between nodes."""
 
@@ -89,7 +91,7 @@ def exchange_s(
     """Return the seconds of sending each token to its experts, or of their results back.
 
     With routing limited to a number of nodes, kernels for it send a token once to each of these, where it goes on over
-    the links inside; else it is an all-to-all of all rows.
+    the links inside; else, and over more nodes than these kernels serve, it is an all-to-all of all rows.
 
     Args:
         moved: bytes of a rank's tokens.
@@ -100,15 +102,17 @@ def exchange_s(
         hardware: for the rates.
         constants: for the rate inside a node.
     """
+    plain = all_to_all_s(moved * rows, ranks, stride, hardware, constants)
     if nodes is None:
-        return all_to_all_s(moved * rows, ranks, stride, hardware, constants)
+        return plain
     members = _in_node(ranks, stride, hardware)
     groups = np.maximum(ranks / members, 1.0)
     away = np.minimum(nodes, groups) * (1 - 1 / groups)
     across = moved * away / (hardware.network_gbps * 1e9 * EXCHANGE)
     inside = _all_to_all_inside_s(moved * rows, members, hardware, constants)
     latency = np.where(ranks > members, NETWORK_LATENCY_S, LINK_LATENCY_S)
-    return np.where(ranks > 1, latency + np.maximum(inside, across), 0.0)
+    once = np.where(ranks > 1, latency + np.maximum(inside, across), 0.0)
+    return np.where(groups > EXCHANGE_NODES, plain, once)
 
 
 def message_s(moved: Array, stride: GroupSizes, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:

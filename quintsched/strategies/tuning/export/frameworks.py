@@ -1,6 +1,6 @@
 """Frameworks: the strategies that each can run, and the arguments with which it runs one.
 
-    tune --for megatron                  only 1F1B and interleaved 1F1B, ZeRO-0 and 1, equal stages, …
+    tune --for megatron                  only 1F1B and interleaved 1F1B, ZeRO-0 and 1, …
     tune --for megatron --emit DIR       DIR/megatron.args: --tensor-model-parallel-size 8 …
 
 The writers of arguments are in `megatron_arguments` and `torch_arguments`. Names of arguments are those of the
@@ -67,7 +67,7 @@ class Framework:
 FRAMEWORKS: dict[str, Framework] = {
     "megatron": Framework(
         runs={"schedule": OF_MEGATRON, "zero": (0, 1), "dtype": ("fp8", "mxfp8", "bf16", "fp16", "fp32")},
-        usual={"even": True, "fused_accumulation": True, "recompute": ("none", "selective", "full")},
+        usual={"fused_accumulation": True, "recompute": ("none", "selective", "full")},
         modules=MEGATRON_MODULES,
         numbers=True,
         stages=True,
