@@ -1,9 +1,9 @@
 """Solved plans beside the best known times of `benchmarks/instances`, with bounds and times.
 
-    python benchmarks/solve.py [NAME …] [--seconds 60] [--effort 8] [--update] [--ilp PATH]
+    python benchmarks/solve.py [NAME …] [--seconds 60] [--effort 8] [--update] [--ilp PATH | --primus DIR]
 
 `--update` writes better times and bounds into the files, with "quintsched" as who found them. `--ilp` compares with the
-zero-bubble authors' integer program instead (`integer_program.py`).
+zero-bubble authors' integer program instead (`integer_program.py`), `--primus` with the schedules of Primus.
 """
 
 from __future__ import annotations
@@ -103,11 +103,16 @@ def main() -> None:
     parser.add_argument("--effort", type=int, default=8)
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--ilp", type=Path, metavar="PATH", help="auto_schedule.py of the zero-bubble authors")
+    parser.add_argument("--primus", type=Path, metavar="DIR", help="a copy of AMD-AGI/Primus")
     options = parser.parse_args()
     if options.ilp is not None:
-        from integer_program import compare
+        import integer_program
 
-        sys.exit(1 if compare(options.ilp, options.effort, options.seconds) else 0)
+        sys.exit(1 if integer_program.compare(options.ilp, options.effort, options.seconds) else 0)
+    if options.primus is not None:
+        import primus_schedules
+
+        sys.exit(1 if primus_schedules.compare(options.primus, options.effort, options.seconds) else 0)
     print("instance                          best known       bound      found   certified     proved  seconds  status")
     missed, number = 0, 0
     for path, one in instances(options.names):
