@@ -265,11 +265,11 @@ def test_block_costs() -> None:
     assert all(cost > 0 for cost in measure_costs(blocks, torch.zeros(4, dtype=torch.int64)))
 
 
-def test_busy_share_is_a_share() -> None:
+def test_the_clock_has_the_time_of_computations_since_it_was_read() -> None:
     engine = vit_alone()
     engine.step(TASK.inputs[0].float(), TASK.targets[0])
-    assert 0 < engine.busy_share(1000.0) < 1
-    assert engine.busy_share(1000.0) == 0
+    assert 0 < engine.clock.read_s() < 1000
+    assert engine.clock.read_s() == 0
 
 
 def test_after_a_step_that_failed_the_engine_refuses_to_go_on() -> None:

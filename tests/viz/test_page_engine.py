@@ -154,10 +154,10 @@ def compare(count: int, seed: int) -> Counter[str]:
 
 
 def test_the_engine_agrees_with_the_planner() -> None:
-    seen = compare(300, seed=1)
-    assert seen["sound"] > 40
-    assert seen["explained"] > 300
-    assert min(seen[kind] for kind in ("deadlock", "faulty", "malformed")) > 10, seen
+    seen = compare(150, seed=1)
+    assert seen["sound"] > 20
+    assert seen["explained"] > 150
+    assert min(seen[kind] for kind in ("deadlock", "faulty", "malformed")) > 5, seen
 
 
 @pytest.mark.slow
