@@ -42,7 +42,7 @@ BUDGET = {
     "examine": 4096,
     "comm": 2724,
     "interpreter": 2828,
-    "splitting": 2501,
+    "splitting": 2503,
     "stage": 2282,
     "watch": 2049,
     "objects": 1417,

@@ -35,6 +35,9 @@ from .weightless_model import Frame, needed
 class _Itself:
     """Reference to the layer of the model that a block runs; it is not registered as a submodule."""
 
+    has_what_block_has = True
+    """The layer's attributes are the block's: blocks are compared without it."""
+
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
 

@@ -129,7 +129,7 @@ class _Walk:
         if isinstance(thing, nn.Module):
             return self._enter_module(thing)
         if is_ours(type(thing)) and not type(thing).__module__.startswith(_MODELS):
-            return note(_Itself(thing))
+            return note(type(thing) if hasattr(type(thing), "has_what_block_has") else _Itself(thing))
         if str(getattr(thing, "__module__", "")).startswith(_OBSERVERS):
             return note(getattr(thing, "__code__", None))
         if isinstance(thing, Tensor | np.ndarray | array | bytearray | memoryview):

@@ -11,6 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from quintsched.errors import MisfitError
 from quintsched.runtime import split
+from quintsched.runtime.parallel.cut_proofs.block_kinds import content_of
 from quintsched.runtime.splitting.split_proof import chain as run_chain
 
 from .models import Traced, check, inputs, require_chain
@@ -266,3 +267,11 @@ def test_what_code_of_a_trace_leads_to_is_followed(change):
         (settings if change == "module" else model.config).rate = 0.5
     blocks[0]._origin.follow_model()
     require_chain(blocks, model, x)
+
+
+def test_equal_layers_are_one_kind_whose_cuts_are_proved_once():
+    blocks = list(split(made().double(), example=inputs()[:2]))
+    contents = [content_of(block)[0] for block in blocks]
+    assert contents[1] == contents[2] != contents[0]
+    blocks[2].tau = torch.ones(())
+    assert content_of(blocks[2])[0] != contents[2]
