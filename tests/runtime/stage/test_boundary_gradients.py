@@ -90,14 +90,29 @@ def freeze(blocks: list[nn.Module], step: int, *, count: int, since: int = 0, un
         block.requires_grad_(not since <= step < until)
 
 
-def stop(blocks: list[nn.Module], step: int) -> None:
-    setattr(blocks[3], "stops", step == 1)  # noqa: B010
+def stop(blocks: list[nn.Module], step: int, block: int = 3) -> None:
+    setattr(blocks[block], "stops", step == 1)  # noqa: B010
 
 
-@pytest.mark.parametrize(("kind", "change"), [(Codes, lambda *_: None), (Layer, stop)], ids=["argmax", "detach"])
-def test_a_stage_that_gives_no_gradient_back_is_refused(kind: Any, change: Any) -> None:
+class Ending(Layer):
+    """A layer whose output may be detached."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = x + torch.tanh(nn.Linear.forward(self, x))
+        return output.detach() if self.stops else output
+
+
+NO_GRADIENT = {
+    "argmax": (Codes, lambda *_: None, {}),
+    "detach": (Layer, stop, {}),
+    "detached at the end of a stage": (Ending, partial(stop, block=2), {"schedule": "interleaved-1f1b", "chunks": 2}),
+}
+
+
+@pytest.mark.parametrize(("kind", "change", "how"), NO_GRADIENT.values(), ids=NO_GRADIENT)
+def test_a_stage_that_gives_no_gradient_back_is_refused(kind: Any, change: Any, how: Any) -> None:
     with pytest.raises(MisfitError, match=r"blocks from \d on give no gradient .* freeze blocks 0 to \d"):
-        check(partial(model, kind), change)
+        check(partial(model, kind), change, **how)
 
 
 class Two(nn.Module):
