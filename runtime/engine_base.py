@@ -154,7 +154,7 @@ class EngineBase(WeightState, RankView):
                 return self._settle(plan, inputs, targets, extras, microbatches, needs_loss=needs_loss)
         try:
             if plan.mode == "train" and self._state.masters.are_watched:
-                self.weights.require_unchanged()
+                self._state.take_in_changes()
             for source in self._model.sources:
                 source.follow_model()
             prepared = targets if targets is None or self._prepare is None else self._prepare(targets)

@@ -38,7 +38,7 @@ LONGEST_FUNCTION = 60
 
 BUDGET = {
     "parallel": 6086,
-    "saving": 3725,
+    "saving": 3718,
     "examine": 4096,
     "comm": 2724,
     "interpreter": 2828,
@@ -47,7 +47,7 @@ BUDGET = {
     "watch": 2049,
     "objects": 1417,
     "blocks": 1324,
-    "state": 1333,
+    "state": 1344,
     "launch": 1332,
     "optim": 931,
     "steps": 1080,

@@ -153,10 +153,13 @@ class RankTensors:
     def tensors(self) -> dict[str, Tensor]:
         """Return weights, buffers, averages, and the optimizers' states of weights, by name, as this rank holds them.
 
-        Raises `UsageError` for state of an optimizer that no file of tensors can hold.
+        Raises `UsageError` for state of an optimizer that no file of tensors can hold, and for changes of weights that
+        the next step would refuse.
         """
         found: dict[str, Tensor] = {}
-        for one in self.held():
+        held = self.held()
+        self.training.take_in_changes()
+        for one in held:
             if one.numbers is not None:
                 found[MODEL + one.name] = one.numbers.detach()
             kept = self.kept(one)

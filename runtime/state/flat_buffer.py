@@ -55,14 +55,14 @@ class FlatLayout:
         starts, end = [], 0
         for tensor in tensors:
             starts.append(end)
-            end += -(-tensor.numel() // multiple) * multiple
+            end += _room_for(tensor, multiple)
         shard_size = -(-end // (num_shards * multiple)) * multiple
         return cls(tuple(tuple(t.shape) for t in tensors), tuple(starts), shard_size, num_shards, index)
 
     @classmethod
     def whole(cls, tensors: Sequence[Tensor], num_shards: int, index: int, *, at_one_place: bool = False) -> FlatLayout:
         """Return the layout with every tensor whole in one of `num_shards` shards: all in the first, or balanced."""
-        sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+        sizes = [_room_for(tensor, ALIGNMENT) for tensor in tensors]
         filled, loads, owners = [0] * num_shards, [0] * num_shards, [0] * len(sizes)
         for number in sorted(range(len(sizes)), key=lambda number: -tensors[number].numel()):
             shards = range(1 if at_one_place else num_shards)
@@ -108,9 +108,12 @@ class FlatLayout:
         return flat.narrow(0, self.index * self.shard_size, self.shard_size)
 
     def held(self, shard: Tensor) -> list[Tensor | None]:
-        """Return views of this rank's shard per parameter, None without a part of it; whole ones in their shapes."""
+        """Return views of this rank's shard per parameter, None without a part of it; whole ones in their shapes.
+
+        Those of layouts that may cut have one dimension, except that a parameter without dimensions is never cut.
+        """
         return [
-            None if segment is None else segment.view_of(shard).view(shape if self.is_whole else -1)
+            None if segment is None else segment.view_of(shard).view(shape if self.is_whole or not shape else -1)
             for segment, shape in zip(self.segments(), self.shapes, strict=True)
         ]
 
@@ -133,6 +136,12 @@ class FlatLayout:
         ]
 
 
+def _room_for(tensor: Tensor, multiple: int) -> int:
+    """Return the numbers that a tensor takes in a buffer; one without numbers has a place too, and so an owner."""
+    return max(-(-tensor.numel() // multiple), 1) * multiple
+
+
 def _overlap(start: int, stop: int, first: int, last: int) -> ShardSegment | None:
     low, high = max(start, first), min(stop, last)
-    return ShardSegment(low - start, high - start, low - first) if low < high else None
+    is_here = low < high or (start == stop and first <= start < last)
+    return ShardSegment(low - start, high - start, low - first) if is_here else None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from quintsched.errors import UsageError
 from quintsched.ir.instruction_set import AllReduceBucket, Instruction
 from quintsched.plan import Plan
 
@@ -235,6 +236,25 @@ class TrainingState:
         yield
         self.masters.publish(list(self._stages))
         self.weights.gather_again()
+
+    def take_in_changes(self) -> None:
+        """Take in weights that user code has changed; raise `UsageError` where changes would be lost, or misplaced."""
+        changed = self.masters.changed()
+        if not changed:
+            return
+        if self.masters.has_copies or self.weights.are_under_way or not self.weights.are_resident:
+            raise UsageError(
+                f"weights were changed in place since the last step, such as {changed[0][0]!r} (<block>.<weight>), but "
+                "what is stepped are float32 masters or shards of them, so that the change would be lost; change them "
+                "in `with engine.gathered(write=True):`, or by engine.set_weights({name: tensor})"
+            )
+        if cut := next((name for name, is_cut in changed if is_cut), None):
+            raise UsageError(
+                f"{cut!r} (<block>.<weight>) was changed in place since the last step, but tp gives this rank a shard "
+                "of it, and nobody can tell whether the change goes by the whole; change it in `with "
+                "engine.gathered(write=True):`, where weights are whole, or by engine.set_weights({name: tensor})"
+            )
+        self.weights.take_in()
 
     @torch.no_grad()
     def take_over(self) -> None:

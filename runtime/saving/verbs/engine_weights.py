@@ -140,26 +140,6 @@ class EngineWeights:
         if self._rank.averages.all:
             self._rank.averages.require_none_applied("a step")
 
-    def require_unchanged(self) -> None:
-        """Raise `UsageError` where the next step would lose, or misplace, in-place changes of weights by user code."""
-        masters, weights = self._training.masters, self._training.weights
-        changed = masters.changed()
-        if not changed:
-            return
-        if masters.has_copies or weights.are_under_way or not weights.are_resident:
-            raise UsageError(
-                f"weights were changed in place since the last step, such as {changed[0][0]!r} (<block>.<weight>), but "
-                "what is stepped are float32 masters or shards of them, so that the change would be lost; change them "
-                "in `with engine.gathered(write=True):`, or by engine.set_weights({name: tensor})"
-            )
-        if cut := next((name for name, is_cut in changed if is_cut), None):
-            raise UsageError(
-                f"{cut!r} (<block>.<weight>) was changed in place since the last step, but tp gives this rank a shard "
-                "of it, and nobody can tell whether the change goes by the whole; change it in `with "
-                "engine.gathered(write=True):`, where weights are whole, or by engine.set_weights({name: tensor})"
-            )
-        weights.take_in()
-
 
 def _guard(training: TrainingState) -> Callable[..., None]:
     """Return the state-dict pre-hook of a block: a function without `self`, which copies of the block share."""

@@ -108,3 +108,44 @@ def test_a_checkpoint_may_lack_what_no_layer_has(tmp_path: Path) -> None:
         return {blocks.own_names[name] for name in engine.load_pretrained(tmp_path).fresh}
 
     assert run("dp=1", lambda: Walked(0), body) == [set(lacking)]
+
+
+class Scaled(nn.Linear):
+    """A layer with a weight that has no dimensions, and one that has no numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.scale, self.none = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.none.sum(0)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_weights_without_dimensions_or_numbers_go_on_under_zero(zero: int) -> None:
+    def start(transport: Transport) -> list[float]:
+        torch.manual_seed(0)
+        plan = qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=zero)
+        engine = Engine(plan, [Scaled(), Scaled()], F.mse_loss, torch.optim.AdamW, transport=transport)
+        x, y, losses = torch.randn(4, WIDTH), torch.randn(4, WIDTH), []
+        engine.step(x, y)
+        state = engine.full_state_dict()
+        for _ in range(2):
+            losses.append(engine.step(x, y).loss.item())
+            engine.load_full_state_dict(state)
+        assert state["model.1.none"].shape == (0, WIDTH)
+        return losses
+
+    for first, again in run_local(2, start):
+        assert first == again
+
+
+def test_weights_that_the_loop_assigns_are_saved_before_the_next_step_too() -> None:
+    def start(transport: Transport) -> bool:
+        plan = qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=1)
+        engine = Engine(plan, [nn.Linear(WIDTH, WIDTH)], F.mse_loss, torch.optim.AdamW, transport=transport)
+        engine.step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
+        engine.stages[0].blocks["0"].weight.data = torch.full((WIDTH, WIDTH), 7.0)
+        return bool((engine.full_state_dict()["model.0.weight"] == 7.0).all())
+
+    assert run_local(2, start) == [True, True]

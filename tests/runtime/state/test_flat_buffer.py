@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quintsched.runtime.state.flat_buffer import ALIGNMENT, FlatLayout
 
-SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=5)
+SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=5)
 
 
 @given(SHAPES, st.integers(1, 5))
@@ -20,14 +20,17 @@ def test_the_segments_of_all_shards_are_the_parameters(shapes: list[list[int]], 
     for view, tensor in zip(layouts[0].views(flat), tensors, strict=True):
         view.copy_(tensor)
     found = [torch.full((tensor.numel(),), torch.nan) for tensor in tensors]
+    owners = [0] * len(tensors)
     for layout in layouts:
         shard = layout.shard(flat)
+        owners = [count + (segment is not None) for count, segment in zip(owners, layout.segments(), strict=True)]
         assert shard.shape == (layout.shard_size,)
         for numbers, segment in zip(found, layout.segments(), strict=True):
             if segment is not None:
                 assert numbers[segment.start : segment.stop].isnan().all(), "two shards hold the same number"
                 numbers[segment.start : segment.stop] = segment.view_of(shard)
     assert all(torch.equal(numbers, tensor.flatten()) for numbers, tensor in zip(found, tensors, strict=True))
+    assert all(owners), "a parameter without numbers has an owner, which saves it"
 
 
 def test_packed_parameters_lie_side_by_side() -> None:
