@@ -39,11 +39,11 @@ LONGEST_FUNCTION = 60
 BUDGET = {
     "parallel": 6086,
     "saving": 3718,
-    "examine": 4096,
+    "examine": 4142,
     "comm": 2724,
     "interpreter": 2828,
     "splitting": 2503,
-    "stage": 2282,
+    "stage": 2290,
     "watch": 2049,
     "objects": 1417,
     "blocks": 1324,

@@ -10,17 +10,21 @@ Reads of shapes and devices, and of frozen weights, are allowed anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import permutations
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from quintsched.errors import MisfitError
 
+from ..objects.snapshot import Snapshot
 from ..parallel.expert.moe import expert_weights
 from ..parallel.tensor.parameter_shards import shard_of
 
@@ -121,29 +125,100 @@ class ReadsElsewhere(TorchDispatchMode):
 
 
 def require_own_weights(
-    blocks: Sequence[nn.Module], stage_of: Mapping[int, int], held: Sequence[Sequence[tuple[str, Tensor]]]
+    blocks: Sequence[nn.Module],
+    stage_of: Mapping[int, int],
+    held: Sequence[Sequence[tuple[str, Tensor]]],
+    separates: str = "",
+    tied: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> None:
-    """Raise `MisfitError` where a block holds, outside its modules, a weight that another stage trains.
+    """Raise `MisfitError` where a block holds, outside its modules, a weight that another stage trains, or its memory.
 
     `held`: the tensors reachable from each block, through lists, closures, methods, weak references and others.
+    `separates`: the cause, if any, by which other tensors in a weight's memory are separated from it on one stage too.
+    `tied`: names of weights that may share memory.
     """
-    homes: dict[int, dict[int, str]] = {}
-    for number, block in enumerate(blocks):
-        for name, weight in block.named_parameters():
-            if weight.requires_grad:
-                homes.setdefault(_place(weight), {}).setdefault(stage_of[number], f"{number}.{name}")
-    for number, tensors in enumerate(held):
-        stage = stage_of[number]
-        for name, tensor in tensors:
-            home = homes.get(_place(tensor), {})
-            if home and stage not in home and "_state_dict_" not in name:
-                other = min(home)
-                raise MisfitError(
-                    f"block {number} ({type(blocks[number]).__name__}) on stage {stage} holds {home[other]!r} "
-                    f"(<block>.<weight>), which stage {other} trains, as {name.partition(' ')[2] or name!r}, and would "
-                    "have it as it was at the start; register its module in the block (split ties what several blocks "
-                    "have), hand what it gives on as an argument, or have both blocks on one stage"
-                )
+    weights = [(number, *named) for number, block in enumerate(blocks) for named in block.named_parameters()]
+    reached = [(number, *named) for number, tensors in enumerate(held) for named in tensors]
+    together = {pair for names in tied.values() for pair in permutations(names, 2)}
+    for (home, weight_name, weight), (number, name, tensor) in _in_one_memory(weights, reached):
+        stage, other, full = stage_of[number], stage_of[home], f"{home}.{weight_name}"
+        is_tie = isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor is not weight
+        if other != stage and not is_tie:
+            raise MisfitError(
+                f"block {number} ({type(blocks[number]).__name__}) on stage {stage} holds {full!r} "
+                f"(<block>.<weight>), which stage {other} trains, as {name.partition(' ')[2] or name!r}, and would "
+                "have it as it was at the start; register its module in the block (split ties what several blocks "
+                "have), hand what it gives on as an argument, or have both blocks on one stage"
+            )
+        there = f"{number}.{_plain(name)}"
+        is_apart = home != number and (other != stage or (separates and tensor is not weight))
+        if is_apart and (full, there) not in together:
+            cause = separates if other == stage else f"stages {other} and {stage} train one each"
+            raise MisfitError(_words(full, there, tensor, cause, f"tie them, tied={{'w': ({full!r}, {there!r})}}"))
+
+
+def why_separated(number: int, block: nn.Module, separates: str) -> str:
+    """Return the reason to refuse a block with other tensors in the memory of its trained weights; "": none.
+
+    `separates`: what gives weights other memory, in words.
+    """
+    weights = [(number, *named) for named in block.named_parameters()]
+    reached = [(number, *named) for named in Snapshot({"": block}, numbers=False).tensors()]
+    for (_, weight_name, _), (_, name, tensor) in _in_one_memory(weights, reached):
+        if f"{_plain(name)}_orig" != weight_name:  # which torch's hooks set in each forward
+            said = _words(
+                weight_name, _plain(name), tensor, separates, f"tie by object, {_plain(name)} = {weight_name}"
+            )
+            return f"block {number} ({type(block).__name__}): {said}"
+    return ""
+
+
+_Reached = tuple[int, str, Tensor]
+"""Tensor that a block reaches: number of the block, name there."""
+
+
+def _in_one_memory(weights: Iterable[_Reached], reached: Iterable[_Reached]) -> Iterator[tuple[_Reached, _Reached]]:
+    """Yield each trained weight with other tensors that have elements of it, and with itself in other blocks."""
+    found: dict[int, list[_Reached]] = {}
+    for one in reached:
+        if "_state_dict_" not in one[1]:
+            found.setdefault(_place(one[2]), []).append(one)
+    for weight in weights:
+        for one in found.get(_place(weight[2]), ()) if weight[2].requires_grad else ():
+            if (weight[0] != one[0]) if weight[2] is one[2] else _overlap(weight[2], one[2]):
+                yield weight, one
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage have an element in common."""
+    (first, size), (second, length) = spans = _span(one), _span(other)
+    is_apart = min(first + size, second + length) <= max(first, second)
+    if is_apart or one.itemsize != other.itemsize or (one.is_contiguous() and other.is_contiguous()):
+        return not is_apart
+    at = [
+        torch.arange(start, start + extent, one.itemsize).as_strided(tensor.shape, tensor.stride())
+        for tensor, (start, extent) in zip((one, other), spans, strict=True)
+    ]
+    return bool(torch.isin(*map(torch.flatten, at)).any())
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor begins in its storage, and how far it extends, in bytes."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()) * tensor.itemsize, extent * tensor.itemsize if tensor.numel() else 0
+
+
+def _words(weight: str, name: str, tensor: Tensor, cause: str, tie: str) -> str:
+    is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+    return (
+        f"{name!r} is another tensor in the memory of the trained weight {weight!r}, and {cause}, so that they would "
+        f"differ; {tie if is_trained else f'let forward read {weight} itself in place of a view or .detach() of it'}"
+    )
+
+
+def _plain(name: str) -> str:
+    """Return the name of a tensor in a snapshot without the classes of modules."""
+    return re.sub(r" \([^)]*\)", "", name).lstrip(".")
 
 
 def _place(tensor: Tensor) -> int:
@@ -159,5 +234,6 @@ def _add(places: Places, weight: Tensor, told: str) -> None:
 
 def _memory(leaf: Any) -> Iterable[int]:
     """Yield the storage address of a plain tensor, if it has one."""
-    if type(leaf) in _PLAIN and leaf.layout is torch.strided and (place := leaf.untyped_storage().data_ptr()):
+    is_plain = isinstance(leaf, _PLAIN) and not is_traceable_wrapper_subclass(leaf)
+    if is_plain and leaf.layout is torch.strided and (place := leaf.untyped_storage().data_ptr()):
         yield place

@@ -86,7 +86,8 @@ def numbers_of(tensor: Tensor) -> str | None:
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or tensor.device.type != "cpu" or not 0 < tensor.nbytes <= _MOST_BYTES:
         return None
-    return _digest(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    # a copy, since numpy fixes the size of a storage, which ZeRO-3 frees
+    return _digest(tensor.detach().flatten().clone().view(torch.uint8).numpy().tobytes())
 
 
 def marks_of(tensor: Tensor) -> dict[str, Any]:

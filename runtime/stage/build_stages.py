@@ -27,6 +27,7 @@ from ..blocks.module_state import spread_buffers
 from ..comm import Group
 from ..comm.host_collectives import first_said
 from ..examine.built_alike import why_unlike
+from ..examine.weights_not_held import why_separated
 from ..parallel.cut_proofs.prove_cuts import Prover
 from ..parallel.dropout import Masks, key_dropouts
 from ..parallel.expert.moe import apply_expert_parallel, mixtures
@@ -149,18 +150,20 @@ def build_stages(
     masks: Masks,
     dtype: torch.dtype | None,
     device: torch.device,
+    moves: str,
 ) -> dict[int, Stage]:
     """Build the stages of `pp_rank`; at no time does it hold more than one full block.
 
     All ranks that hold a block start from the weights of the first of them. Dropouts draw by `masks`. `prover` records
     blocks while they are whole. Raises `MisfitError` on all ranks for a function that built another block than for the
-    outlines (collective).
+    outlines, and for memory shared with weights that the plan `moves`, as it says in words (collective).
     """
-    unlike: list[str] = []
+    refused: list[str] = []
 
     def build(number: int, stage: int) -> nn.Module:
         module = build_block(blocks[number], number, seed, dtype).to(device)
-        unlike.append(why_unlike(number, blocks[number], outlines[number], module))
+        unlike = why_unlike(number, blocks[number], outlines[number], module)
+        refused.append(unlike or (moves and why_separated(number, module, moves)))
         _require_own(number, module)
         spread_buffers(module)
         prepare_sharded(module, number, groups.tensor, groups.replicas)
@@ -182,7 +185,7 @@ def build_stages(
         return Stage(stage, built, tensor.partial(built))
 
     stages = {stage: made(stage) for stage in sorted(layout.stages_of(pp_rank), key=layout.part_of)}
-    if said := first_said(next(filter(None, unlike), ""), groups.world):
+    if said := first_said(next(filter(None, refused), ""), groups.world):
         raise MisfitError(said)
     return stages
 

@@ -127,7 +127,11 @@ class RankModel:
         require_saved(built)
         self.cuts = cuts_of(self.plan, built, block_costs)
         require_separate(built, self.cuts, tensor)
-        self.shared_state = SharedState(built, self.cuts, getattr(blocks, "changing", ()))
+        zero = self.plan.zero
+        self._moves = f"ZeRO-{zero.stage} moves weights to its buffers" if zero.shards_optimizer else ""
+        separates = self._moves or ("tp cuts blocks one by one" if tensor.size > 1 else "")
+        changed, tied = getattr(blocks, "changing", ()), options.tied or {}
+        self.shared_state = SharedState(built, self.cuts, changed, separates=separates, tied=tied)
         agree_on_blocks(built, self.cuts, self._groups.world)
         is_shared = isinstance(self._transport, LocalTransport) and self._transport.world_size > 1
         self.outlines = outlines(built, apart=tensor.size > 1, shared=is_shared)
@@ -179,6 +183,7 @@ class RankModel:
             masks=self.masks,
             dtype=options.dtype,
             device=device,
+            moves=self._moves,
         )
         self.tensor.settle_choices(self.prover.share(self._groups.world))
         if options.sequence_parallel:  # known only after the proof

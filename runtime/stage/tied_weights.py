@@ -94,6 +94,8 @@ class TiedWeights:
         for other in here[1:]:
             if other.shape != here[0].shape:
                 raise MisfitError(f"tied weight {name!r}: {tuple(here[0].shape)} and {tuple(other.shape)} do not fit")
+            if other.data_ptr() == here[0].data_ptr():
+                other.data = here[0].clone()  # each is stepped on its own
             other.copy_(here[0])
         sharing = groups.sharing.get(home)
         if sharing is not None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 from weakref import ref
 
@@ -44,12 +45,20 @@ class SharedState:
         blocks: all blocks; those that are modules as they were given.
         cuts: the blocks of each stage.
         changed: places that forwards are known to change.
+        separates: the cause, if any, by which weights of one stage leave the memory that they share with others.
+        tied: full names of the weights that each name ties.
 
     Raises `MisfitError` where forwards change shared state, as far as that is known before they run.
     """
 
     def __init__(
-        self, blocks: Sequence[nn.Module], cuts: Sequence[range], changed: Collection[BlockHolder] = ()
+        self,
+        blocks: Sequence[nn.Module],
+        cuts: Sequence[range],
+        changed: Collection[BlockHolder] = (),
+        *,
+        separates: str = "",
+        tied: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
         self._kinds = [type(block).__name__ for block in blocks]
         self._stage_of = {number: stage for stage, numbers in reversed([*enumerate(cuts)]) for number in numbers}
@@ -80,7 +89,7 @@ class SharedState:
                     is_copy = owns[home] != owns[here]
                     self._homes.setdefault(home, []).append((here, is_copy))
                     self._homes.setdefault(here, []).append((home, is_copy))
-        require_own_weights(blocks, self._stage_of, tensors)
+        require_own_weights(blocks, self._stage_of, tensors, separates, tied)
         for number, name in sorted({*changed, *_norms(blocks)}):
             self._require_one_stage(number, name, is_attribute=False)
 
