@@ -26,8 +26,10 @@ MORE = [
     Case("v-half", "dp=2,pp=4", 4),
     Case("dualpipe-v", "dp=2,pp=4", 8),
     Case("chimera", "dp=2,pp=4", 8),
+    Case("hanayo", "dp=2,pp=2", 4, chunks=2),
+    Case("hanayo", "dp=2,pp=4", 4, chunks=2),
 ]
-"""Schedules that the matrix does not take to 8 ranks."""
+"""Schedules that the matrix does not take to 4 or 8 ranks."""
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def _backward(
                 run_backward(roots, gradients)
         settle()
         if give is not None:
-            if stage not in reached:
+            if stage not in reached and (roots or taken):  # a loss without a graph is logged
                 if len(given) == 1 and given[0].grad is not None:
                     reached.add(stage)
                 else:
