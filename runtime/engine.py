@@ -101,7 +101,7 @@ class Engine(EngineBase, EngineState):
         given: dict[str, Callable[..., Any]] = {"loss_fn": loss_fn, **metrics}
         require_usable(self.plan, blocks, given)
         self._prepare, used_loss = for_slices(self.plan, loss_fn)
-        builder, self._scale = builder_of(optimizer, blocks), LossScale(grad_scaler)
+        builder, self._scale = builder_of(optimizer, blocks, self.settings.tied or {}), LossScale(grad_scaler)
         cut_logits = all(map(takes_vocabulary, (used_loss, *metrics.values())))
         self._agree_on_settings({"metrics": [*metrics], "blocks": len(blocks), "cut_logits": cut_logits})
         self._connect_ranks()

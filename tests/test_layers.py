@@ -49,7 +49,7 @@ BUDGET = {
     "blocks": 1324,
     "state": 1344,
     "launch": 1332,
-    "optim": 931,
+    "optim": 966,
     "steps": 1080,
     "train": 1611,
     "run_checks": 754,

@@ -8,6 +8,7 @@
 
 So a function may group by names, shapes or attributes of parameters, and finds all parameters, whatever stages and
 shards a rank has. Where every rank holds a whole replica of the model, the function gets the real parameters.
+Where it groups these otherwise than the blocks' own, it is refused (`optimizer_arguments`).
 """
 
 from __future__ import annotations

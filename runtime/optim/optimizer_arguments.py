@@ -24,14 +24,15 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
 
 from quintsched.arguments import shown
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 
+from ..agreement.engine_records import optimizer_section
 from ..blocks.block_outlines import Blocks
 from ..examine.optimizers import tensors_in
 from ..objects.library_or_user import arguments_of
@@ -47,21 +48,76 @@ OptimizerGiven = OptimizerFn | Optimizer | Mapping[str, OptimizerFn]
 Builder = Callable[[NamedParameters], list[Optimizer]]
 
 
-def builder_of(given: OptimizerGiven, blocks: Blocks) -> Builder:
+def builder_of(given: OptimizerGiven, blocks: Blocks, tied: Mapping[str, Sequence[str]]) -> Builder:
     """Return a function that builds the given optimizers; raises `UsageError` for an invalid argument.
 
-    `blocks` are the model's before sharding: the parameters that an instance was built over.
+    `blocks` are the model's before sharding: the parameters that an instance was built over, and that functions must
+    group as they do those that are stepped. `tied` are the names of tied weights.
     """
     if isinstance(given, Optimizer):
         return _over_other(given, blocks)
     if isinstance(given, Mapping):
-        return _by_pattern(given)
+        return _as_over_own(_by_pattern(given), blocks, tied)
     if not callable(given) or isinstance(given, nn.Module):
         raise UsageError(
             f"the optimizer is {shown(given)}; it must be a function of parameters, such as "
             "optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4)"
         )
-    return _called(given)
+    return _as_over_own(_called(given), blocks, tied)
+
+
+def _as_over_own(builder: Builder, blocks: Blocks, tied: Mapping[str, Sequence[str]]) -> Builder:
+    """Return the builder, with a check that it groups others as it does the blocks' own parameters; none is kept.
+
+    Blocks that functions build have no parameters yet that the builder could tell apart.
+    """
+    modules = nn.ModuleList([block for block in blocks if isinstance(block, nn.Module)])
+    others = {other for names in tied.values() for other in names[1:]}
+    own = [(name, p) for name, p in modules.named_parameters() if p.requires_grad and name not in others]
+    if len(modules) < len(blocks) or any(parameter.is_meta for _, parameter in own):
+        return builder
+    wanted, names = _Groups.of(builder(own), own), {name for name, _ in own}
+
+    def build(named: NamedParameters) -> list[Optimizer]:
+        made = builder(named)
+        if {name for name, _ in named} == names:
+            found = _Groups.of(made, named)
+            if found != wanted and found == _Groups.of(builder(named), named):  # else it draws its options
+                wanted.require_same(found)
+        return made
+
+    return build
+
+
+class _Groups(NamedTuple):
+    """Groups that a function made: the place of each parameter by name (optimizer, group), and all options."""
+
+    places: dict[str, tuple[int, int]]
+    options: str
+
+    @classmethod
+    def of(cls, made: Sequence[Optimizer], named: NamedParameters) -> _Groups:
+        """Return the groups of optimizers; a parameter that is none of the `named` has no name, and no place."""
+        names = {id(parameter): name for name, parameter in named}
+        places = {
+            names.get(id(parameter), ""): (number, place)
+            for number, optimizer in enumerate(made)
+            for place, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        return cls(places, optimizer_section(made).text)
+
+    def require_same(self, found: _Groups) -> None:
+        """Raise `MisfitError` where other parameters of the same names are in other groups, or these have others."""
+        if "" in self.places.keys() | found.places.keys():
+            return
+        name = next((n for n in [*self.places, *found.places] if self.places.get(n) != found.places.get(n)), None)
+        what = "gives the groups other options" if name is None else f"puts {name} into another group"
+        raise MisfitError(
+            f"the optimizer's function {what} over the parameters that a rank steps than over the blocks' own, which "
+            "differ from them in identity, class, values or dtype; group parameters by name, optimizer=lambda named: "
+            "…, or by an attribute that is set on them"
+        )
 
 
 def _called(function: OptimizerFn) -> Builder:

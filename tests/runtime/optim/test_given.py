@@ -171,3 +171,31 @@ def test_the_imbalance_of_whole_parameters_is_said() -> None:
         "ZeRO-1 gives whole parameters to 2 replicas (Adafactor needs them): 6 of 6 weights; the fullest steps 1.20 "
         "times its even share"
     )
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("pp=2", 0), ("dp=2", 1), ("tp=2", 0)])
+@pytest.mark.parametrize("told_by", ["identity", "class", "value"])
+def test_groups_that_placeholders_would_change_are_refused(told_by: str, mesh: str, zero: int) -> None:
+    class Head(nn.Parameter):
+        pass
+
+    def run(transport: Transport) -> None:
+        mine = blocks()
+        mine[2].weight = Head(mine[2].weight.data)
+        rates = {
+            "identity": lambda p: 0.5 if p is mine[2].weight else 0.1,
+            "class": lambda p: 0.5 if isinstance(p, Head) else 0.1,
+            "value": lambda p: float(p.detach().norm()),
+        }
+        Engine(
+            plan,
+            mine,
+            squared,
+            lambda ps: torch.optim.SGD([{"params": [p], "lr": rates[told_by](p)} for p in ps]),
+            transport=transport,
+            block_costs=[1.0] * 3,
+        )
+
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
+    with pytest.raises(MisfitError, match=r"other options .* group parameters by name, optimizer=lambda named"):
+        run_local(2, run, timeout_s=60)
