@@ -22,6 +22,7 @@ from ..autograd.saved_tensor_offload import SavedActivations, SavedMemory, Track
 from ..comm.host_link import Copy, HostLink
 from ..comm.overlap_threads import BoundCall
 from ..stage.stage_forward import Outputs
+from .handlers.bound_calls import in_turn
 from .program_values import ProgramFlow
 from .value_cells import Waits
 
@@ -162,12 +163,7 @@ def with_room(copies: HostCopies, index: int, call: BoundCall) -> BoundCall:
     """Return a computation that first waits, where it follows an `OffloadAct`, until that memory is free."""
     if index not in copies.first_behind:
         return call
-
-    def run() -> None:
-        copies.wait_for_room(index)
-        call()
-
-    return run
+    return in_turn(partial(copies.wait_for_room, index), call)
 
 
 def _first_behind(program: Iterable[ins.Instruction]) -> frozenset[int]:

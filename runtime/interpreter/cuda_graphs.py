@@ -178,7 +178,7 @@ class CapturedStep:
                 "index) or copies from the host in every step, leave that out; or run without cuda_graph"
             )
             raise UsageError(f"cuda_graph: step {number} cannot be captured: {said}. {advice}") from error
-        self._table = self._tally.figures.table
+        self._table = self._tally.figures.table.tensor
         self._discard_step()
         _logger.info("step %d is captured; steps of its shape run from its graph", number)
 
@@ -222,12 +222,12 @@ class CapturedStep:
         Some kernels are not deterministic: where the instructions differ from run to run, so may the graph.
         """
         figures = self._by_instructions(before, given)
-        expected = self._numbers(figures, self._tally.figures.table)
+        expected = self._numbers(figures, self._tally.figures.table.tensor)
         if all(map(torch.equal, found, expected)):
             return figures, True
         self._discard_step()
         figures = self._by_instructions(before, given)
-        again = self._numbers(figures, self._tally.figures.table)
+        again = self._numbers(figures, self._tally.figures.table.tensor)
         return figures, all(map(_is_like, found, expected, again))
 
     def _by_instructions(self, before: list[Tensor], given: Sequence[Tensor]) -> Tensor:

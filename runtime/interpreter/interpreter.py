@@ -32,6 +32,7 @@ from ..steps.units import Units
 from ..watch.rank_position import INDEX, NOWHERE
 from .activation_offload import bind_fetch_act, bind_offload_act, with_room
 from .handlers.backward import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
+from .handlers.bound_calls import bound
 from .handlers.forward import bind_fwd
 from .handlers.step_end import (
     ClipHalves,
@@ -128,7 +129,10 @@ class Interpreter:
         """Publishes to the watch that a step of this program begins."""
         self._calls = [call for _, _, _, call in places]
         self._entries = _merged(state.messages, list(zip(self._marks, self._places, self._calls, strict=True)))
-        self._entries_of_full = [(m, i, getattr(call, "if_none_is_empty", call)) for m, i, call in self._entries]
+        self._bound: list[BoundInstruction] = []
+        self._bound_to: tuple[Any, ...] = ()
+        forwards = [*state.compute.forwards.values()]
+        self._masks, self._hooks = forwards[0].draws.masks, [hooks for forward in forwards for hooks in forward.hooks]
         if recorder is not None:
             recorder.forget_calls()
         self._recorded = self.watched(recorder) if recorder else []
@@ -172,13 +176,26 @@ class Interpreter:
             self.state.waits.recorder, calls = recorder, self._recorded
             self.state.step_end.gradients.reducer.note_start = recorder.note_start
         if calls is None:
-            self._walk(self._entries if self.state.current.units.empty else self._entries_of_full)
+            self._walk(self._entries_of_step())
         else:
             self._walk(self._part(calls))
         if self.state.waits.recorder is not None:
             self.state.waits.recorder.end_step()
             self.state.waits.recorder = self.state.step_end.gradients.reducer.note_start = None
         self.state.end_step()
+
+    def _entries_of_step(self) -> list[BoundInstruction]:
+        """Return the entries, bound to all that they go by in this step, unless its units have extras."""
+        current, masks = self.state.current, self._masks
+        if current.batch.extras and current.batch.extras[0]:
+            return self._entries
+        draws, generation = (masks.alarms, masks.changes), self.state.messages.buffers.generation
+        bound_to = current.units, generation, draws, any(self._hooks), *self.state.compute.boundaries.constant
+        if bound_to != self._bound_to:
+            self._bound_to = bound_to
+            calls = [(mark, index, bound(call, current.units)) for mark, index, call in self._entries]
+            self._bound = [(mark, index, call) for mark, index, call in calls if call is not None]
+        return self._bound
 
     @cached_property
     def _clip(self) -> tuple[int, ClipHalves]:
@@ -237,7 +254,7 @@ def _merged(state: MessageState, entries: Sequence[BoundInstruction]) -> list[Bo
     return found
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class PreparedStep:
     """A batch whose units, shapes and interpreter are settled."""
 

@@ -22,7 +22,7 @@ from quintsched.plan import Plan
 from ..agreement.sections import Section, agree, require_same
 from ..blocks.block_outlines import Parcel, accepted_extras
 from ..comm import Group, Transport
-from ..comm.generators import generator_bytes
+from ..comm.generators import generator_reader
 from ..comm.host_collectives import greatest
 from ..comm.overlap_order import Overlaps
 from ..objects.library_or_user import arguments_of
@@ -101,7 +101,7 @@ class PlanRunner:
     ) -> None:
         self._model, self._state, self._groups, self._transport = model, state, groups, transport
         self._clock, self._options, self._recorder, device = clock, options, recorder, transport.device
-        self._buffers = ReceiveBuffers(device, transport.room_for)
+        self._buffers, self._read_generators = ReceiveBuffers(device, transport.room_for), generator_reader(device)
         self._settler = StepSettler(model, groups, device, self._find_shapes)
         self._bound = Latest[Interpreter](MOST_BOUND)
         self._graphs = options.settings.cuda_graph and StepGraphs(model, state, clock, device, options.functions)
@@ -221,8 +221,8 @@ class PlanRunner:
             self._buffers.generation += 1  # receives of all plans share them
         trains = state.flows.trains
         self._begin(step, last=last, wants_outputs=wants_outputs)
-        masks, device, buffers = self._model.masks, self._transport.device, self._model.buffers
-        before = generator_bytes(device) if masks.alarms < MOST_ALARMS else ()
+        masks, buffers = self._model.masks, self._model.buffers
+        before = self._read_generators() if masks.alarms < MOST_ALARMS else b""
         if trains and (buffers.are_shared or not self.steps.in_run):
             watched = NO_CONTEXT if self.steps.in_run else weights_unchanged(self._model, self._groups)
             with buffers.shared() if buffers.are_shared else NO_CONTEXT, watched:
@@ -231,7 +231,7 @@ class PlanRunner:
             self._walk(step, calls, last=last)
         if not trains:
             self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
-        masks.alarms += bool(before) and before != generator_bytes(device)
+        masks.alarms += bool(before) and before != self._read_generators()
         if (overlaps := state.compute.overlaps).is_open and (noted := overlaps.end_step()) is not None:
             # after the first steps, the same way on all holders of the same stages
             agree("what overlapping stages exchange", noted, self._groups.holders)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +44,7 @@ from ..state.zero_shards import ShardedWeights
 from ..steps.units import NO_UNITS, Units, UnitShape
 from .activation_offload import HostCopies
 from .busy_clock import Clock
+from .handlers.bound_calls import bound
 from .program_values import ProgramFlow
 from .tally import StepFigures, Tally
 from .value_cells import ReceiveBuffers, ValueCell, ValueCells, Waits
@@ -105,17 +105,8 @@ def with_loss_root(start: BackwardRoots, loss: Tensor, scale: LossScale) -> Back
     return (*roots, edge_of(loss)), numbers, (*ones, scale.gradient_of(loss, 1.0))
 
 
-class SavedForward(NamedTuple):
-    """State that a forward keeps for its backward; `unit` is set where blocks draw random numbers."""
-
-    given: Outputs
-    start: BackwardRoots
-    reruns: list[Rerun]
-    unit: MaskUnit | None = None
-
-
-saved_of: Callable[[tuple[Any, ...]], SavedForward] = partial(tuple.__new__, SavedForward)
-"""Make a `SavedForward` from one tuple, without the call overhead of its constructor."""
+SavedForward = tuple[Outputs, BackwardRoots, list[Rerun], MaskUnit | None]
+"""State that a forward keeps for its backward: inputs, roots, reruns; and its unit where blocks draw random numbers."""
 
 
 @dataclass
@@ -136,10 +127,7 @@ class CurrentStep:
     outputs: dict[int, Any] | None = None
 
     def unless_empty(self, unit: int, call: BoundCall, otherwise: BoundCall | None = None) -> BoundCall:
-        """Return `call` so that it is skipped for a unit without samples, or `otherwise` called instead.
-
-        In a step without empty units, `call` itself is used.
-        """
+        """Return `call` so that it is skipped for a unit without samples, or `otherwise` called instead."""
 
         def run() -> None:
             if unit not in self.units.empty:
@@ -147,7 +135,7 @@ class CurrentStep:
             elif otherwise is not None:
                 otherwise()
 
-        run.if_none_is_empty = call  # type: ignore[attr-defined]
+        run.bind = lambda units: otherwise if unit in units.empty else bound(call, units)  # type: ignore[attr-defined]
         return run
 
 

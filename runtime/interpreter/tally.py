@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import mul
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,57 +38,72 @@ Column = list[tuple[int, Tensor | float]]
 """StepFigures, each with its place in a row of the table."""
 
 
+class Table:
+    """The memory of a step's figures: rows of `shape` (figures, microbatches), then the rest.
+
+    `numbers` are there on the host, which reads and writes them without torch operations.
+    """
+
+    __slots__ = ("numbers", "shape", "tensor")
+
+    def __init__(self, tensor: Tensor, shape: tuple[int, int]) -> None:
+        self.tensor, self.shape = tensor, shape
+        self.numbers = numbers_of(tensor) if is_at_hand(tensor.device) else None
+
+
 class StepFigures:
-    """Totals of a step: `rows` (figures, microbatches) and `auxiliary` losses, as parts of one `table`, float64.
+    """Totals of a step: `rows` (figures, microbatches) and `auxiliary` losses, as parts of one table, float64.
 
     Its last three numbers count the losses that are sums, which nothing divides; the ranks that were asked to stop;
     and the units computed on last stages.
 
     Attributes:
-        sums: loss, weight, sums of metrics and their weights: (figures,), not to be modified; set by `read`.
-        totals: the same as numbers where they are at hand, else none; set by `read`.
-        rest: auxiliary losses and the last three numbers: a list, or a tensor on the device; set by `read`.
+        totals: sums of the rows where these are at hand and none is a sum, else none; set by `read_sums`.
+        rest: auxiliary losses and the last three numbers: a list, or a tensor on the device; set by `read_sums`.
     """
 
-    __slots__ = ("_numbers", "_rows", "is_read", "rest", "sums", "table", "totals", "work")
+    __slots__ = ("_sums", "is_read", "rest", "table", "totals", "work")
 
-    sums: Tensor
-    totals: list[float]
-    rest: list[Any] | Tensor
+    rest: list[float] | Tensor
 
-    def __init__(
-        self, table: Tensor, rows: Tensor, work: Work = DONE, numbers: memoryview[float] | None = None
-    ) -> None:
-        self.table, self._rows, self.work = table, rows, work
-        self.is_read, self._numbers = False, numbers
+    def __init__(self, table: Table, work: Work = DONE) -> None:
+        self.table, self.work, self.is_read = table, work, False
+        self._sums: Tensor | list[float] = []
+        self.totals: list[float] = []
 
     def read_sums(self) -> StepFigures:
         """Wait for the reduction, and add the rows up, once; return self."""
         if not self.is_read:
-            self.is_read = True
+            self.is_read, (count, units), numbers = True, self.table.shape, self.table.numbers
             if self.work is not DONE:
                 self.work.wait()
-            begin, numbers = self._rows.numel(), self._numbers
-            if numbers is None and is_at_hand(self.table.device):
-                numbers = numbers_of(self.table)
-            self.rest = self.table[begin:] if numbers is None else numbers[begin:].tolist()
-            self.sums = self._rows.sum(1)
-            if numbers is None or any(self.rest[:-3]):
-                self.sums[0].add_(self.table[begin:-3].sum())
-            self.totals = [] if numbers is None else self.sums.tolist()
+            if numbers is None:
+                rows, self.rest = self.table.tensor.tensor_split([count * units])
+                self._sums = rows.view(count, units).sum(1)
+                self._sums[0].add_(self.rest[:-3].sum())
+                return self
+            found: list[Any] = numbers.tolist()
+            self.rest = rest = found[count * units :]
+            self._sums = sums = [sum(found[row * units : (row + 1) * units]) for row in range(count)]
+            if any(rest[:-3]):
+                sums[0] += sum(rest[:-3])
+            self.totals = [] if rest[-3] else sums
         return self
+
+    @property
+    def sums(self) -> Tensor:
+        """Loss, weight, sums of metrics and their weights: (figures,), not to be modified."""
+        if isinstance(self.read_sums()._sums, list):
+            self._sums = torch.tensor(self._sums, dtype=torch.float64)
+        return cast("Tensor", self._sums)
 
 
 def added(first: StepFigures, others: Sequence[StepFigures] = ()) -> Tensor | Sequence[Tensor]:
     """Return the sums over the batches of one accumulated step; where losses are sums, the loss weight is 1."""
-    if not first.is_read:
-        first.read_sums()
-    num_summed: Any = first.rest[-3]
+    num_summed: Any = first.read_sums().rest[-3]
     if not others and not isinstance(num_summed, Tensor) and not num_summed:
         return first.sums
-    total = [
-        sum(more, start=mine) for mine, *more in zip(first.sums, *[f.read_sums().sums for f in others], strict=True)
-    ]
+    total = [sum(more, start=mine) for mine, *more in zip(first.sums, *[f.sums for f in others], strict=True)]
     total[1] = total[1] + (sum((figures.rest[-3] for figures in others), start=num_summed) > 0)
     return total
 
@@ -127,7 +142,7 @@ class Tally:
         self._wants_stop, self._is_doubted = wants_stop, is_doubted
         self._num_summed = 0
         self._times: list[float] = []
-        self._kept: tuple[Tensor, memoryview[float], memoryview[float]] | None = None
+        self._shape, self._zeros = (self._num_rows, num_units), array("d", bytes(8 * self._size))
         self._in_order = (*range(num_units),)
         self._columns: list[Column] = [[] for _ in range(self._num_rows + 1)]
         self.losses, self.weights, *metrics, self.auxiliary = self._columns
@@ -135,10 +150,9 @@ class Tally:
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._room = room if self._size <= ROOM else None
         self._rides = self._room is not None
-        self.passengers = (lambda: self._collect()[0]) if self._room is not None else None
-        self._latest: tuple[Tensor | None, Tensor] = None, torch.empty(0)
-        unknown = torch.full((self._size,), torch.nan, dtype=torch.float64, device=device)
-        self._unknown = StepFigures(unknown, self._rows_of(unknown))
+        self.passengers = (lambda: self._collect().tensor) if self._room is not None else None
+        self._kept: Table | None = None
+        self._unknown = StepFigures(self._table(torch.nan))
         self.begin_step()
 
     def begin_step(self, *, alone: bool = False) -> None:
@@ -158,24 +172,21 @@ class Tally:
     def reduce(self, group: Group) -> None:
         """Start an all-reduce of the collected figures, unless they are piggybacked on gradients."""
         if not self._rides:
-            table, numbers = self._collect()
-            self.figures = StepFigures(table, self._rows_of(table), group.all_reduce(table), numbers)
+            table = self._collect()
+            self.figures = StepFigures(table, group.all_reduce(table.tensor))
 
-    def replay(self, table: Tensor) -> None:
-        """Set the figures of this step from a table (figures,), float64, which belongs to this step alone."""
-        self.figures = StepFigures(table, self._rows_of(table))
+    def replay(self, tensor: Tensor) -> None:
+        """Set the figures of this step from a tensor (figures,), float64, which belongs to this step alone."""
+        self.figures = StepFigures(Table(tensor, self._shape))
 
-    def _rows_of(self, table: Tensor) -> Tensor:
-        """Return a view of a table as rows, cached as the table is mostly the same."""
-        if table is not self._latest[0]:
-            self._latest = table, table.as_strided((self._num_rows, self.num_units), (self.num_units, 1))
-        return self._latest[1]
+    def _table(self, number: float) -> Table:
+        return Table(torch.full((self._size,), number, dtype=torch.float64, device=self._device), self._shape)
 
     def note_stop(self) -> None:
         """Poll `wants_stop` where that was postponed, and write it into the figures."""
         if self._wants_stop():
-            self.figures.table[-2:-1].fill_(1)
-            self.replay(self.figures.table)
+            self.figures.table.tensor[-2:-1].fill_(1)
+            self.figures = StepFigures(self.figures.table)
 
     @contextmanager
     def unasked(self) -> Iterator[None]:
@@ -187,17 +198,15 @@ class Tally:
         finally:
             self._wants_stop, self._is_doubted = asked
 
-    def _collect(self) -> tuple[Tensor, memoryview[float] | None]:
-        """Return the collected figures as a table, float64, with a memory view of it on the host; clear them."""
-        numbers: memoryview[float] | None = None
-        if not (here := is_at_hand(self._device)) or not self._keeps or self._kept is None:
-            table = torch.zeros(self._size, dtype=torch.float64, device=self._device)
-            if here:
-                numbers = numbers_of(table)
-                self._kept = (table, numbers, numbers_of(table.clone())) if self._keeps else self._kept
+    def _collect(self) -> Table:
+        """Return the collected figures as a table; clear them."""
+        here, kept = is_at_hand(self._device), self._kept
+        if here and self._keeps and kept is not None and kept.numbers is not None:
+            table, kept.numbers[:] = kept, self._zeros
         else:
-            table, numbers, zeros = self._kept
-            numbers[:] = zeros
+            table = self._table(0.0)
+            self._kept = table if here and self._keeps else kept
+        numbers = table.numbers
         if (num_computed := len(self._times)) and {*self._times} != {1}:
             self.losses[:] = _counted(self.losses, self._times, here=here)
         self._times.clear()
@@ -205,7 +214,7 @@ class Tally:
             if column:
                 begin, (places, found) = row * self.num_units, zip(*column, strict=True)
                 if numbers is None:
-                    _fill(table[begin:], column, self._places_of)
+                    _fill(table.tensor[begin:], column, self._places_of)
                 elif places == self._in_order:
                     numbers[begin : begin + len(column)] = array("d", found)
                 else:
@@ -214,15 +223,15 @@ class Tally:
                 column.clear()
         doubt = self._is_doubted()
         asked = self._wants_stop() + (0 if isinstance(doubt, Tensor) else DOUBT * doubt)
-        last, self._num_summed = (self._num_summed, asked, num_computed), 0
+        num_summed, self._num_summed = self._num_summed, 0
         if numbers is not None:
-            numbers[-3:] = array("d", last)
+            numbers[-3], numbers[-2], numbers[-1] = num_summed, asked, num_computed
         else:
-            for place, number in zip((-3, -2, -1), last, strict=True):
-                table[place : place + 1 or None].fill_(number)  # an assignment would copy from the host
+            for place, number in zip((-3, -2, -1), (num_summed, asked, num_computed), strict=True):
+                table.tensor[place : place + 1 or None].fill_(number)  # an assignment would copy from the host
         if isinstance(doubt, Tensor):
-            table[-2:-1].add_(doubt * DOUBT)
-        return table, numbers
+            table.tensor[-2:-1].add_(doubt * DOUBT)
+        return table
 
     def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[StepFigures] = ()) -> Tensor | float:
         """Return the total loss weight of this batch and earlier ones; waits until it is known.
@@ -233,13 +242,14 @@ class Tally:
         """
         if self._room is not None and self._rides:
             self.replay(self._room.alight(self._size))
-        if self.figures.work is not DONE:
-            wait([self.figures.work])
-            self.figures.work = DONE
-        sums, totals = added(self.figures, earlier), self.figures.totals
-        if not totals:
-            return sums[1]
-        return totals[1] if sums is self.figures.sums else float(sums[1])
+        figures = self.figures
+        if figures.work is not DONE:
+            wait([figures.work])
+            figures.work = DONE
+        if figures.read_sums().totals and not earlier:
+            return figures.totals[1]
+        weight = added(figures, earlier)[1]
+        return float(weight) if isinstance(figures.rest, list) else weight
 
     def _places_of(self, places: tuple[int, ...]) -> Tensor:
         """Return places as an index tensor on the device, filled there without a host copy, and cached."""
@@ -284,13 +294,17 @@ class StepResult:
         """Return the result of a step with gradient accumulation, over all its batches."""
         return replace(self, _earlier=tuple(result._figures for result in results))
 
-    def _sums(self) -> Tensor | Sequence[Tensor]:
-        """Return all sums; raises `MisfitError` for an evaluation whose loss is refused, or doubted by a rank."""
+    def _read(self) -> StepFigures:
+        """Return the figures; raises `MisfitError` for an evaluation whose loss is refused, or doubted by a rank."""
         if self._refusal:
             raise MisfitError(self._refusal)
         if self._if_doubted and self._figures.read_sums().rest[-2] >= DOUBT:
             raise MisfitError(self._if_doubted)
-        return added(self._figures, self._earlier)
+        return self._figures.read_sums()
+
+    def _sums(self) -> Tensor | Sequence[Tensor]:
+        """Return all sums."""
+        return added(self._read(), self._earlier)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -305,9 +319,9 @@ class StepResult:
     @property
     def loss(self) -> Tensor:
         """The loss of the whole batch: summed losses over total weight; 0-dimensional, float64."""
-        sums, totals = self._sums(), self._figures.totals
-        if totals and totals[1] and sums is self._figures.sums:
-            return torch.scalar_tensor(totals[0] / totals[1], dtype=torch.float64, device=sums.device)
+        if (totals := self._read().totals) and totals[1] and not self._earlier:
+            return torch.scalar_tensor(totals[0] / totals[1], dtype=torch.float64)
+        sums = self._sums()
         return sums[0] / sums[1]
 
     @property

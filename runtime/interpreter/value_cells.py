@@ -109,6 +109,18 @@ class Waits:
         self.cell = cell or WaitCell()
         self.recorder: Recorder | None = None
 
+    def waiter(self, index: int) -> Callable[[Iterable[Work]], None]:
+        """Return a function that waits for works on behalf of instruction `index`."""
+
+        def wait(works: Iterable[Work]) -> None:
+            if self.recorder is None:
+                for work in works:
+                    work.wait()
+            else:
+                self.wait_works(works, index)
+
+        return wait
+
     def wait_works(self, works: Iterable[Work], index: int, receive: int | None = None) -> None:
         """Wait for works; the time is recorded for instruction `index`, and for its receive."""
         recorder = self.recorder
@@ -177,22 +189,26 @@ class ValueCells:
 
     def awaiter(self, value: Value, index: int) -> Callable[[], None]:
         """Return a function that waits for the receive of a value, if any, on behalf of instruction `index`."""
-        cell, waits, release, said = self.cell_of(value), self._waits, self.release, self._waits.cell
-        answered = self.cell_of(activation_of(value)) if value.kind is ValueKind.OUTPUT_GRAD else None
+        cell, waits, said = self.cell_of(value), self._waits, self._waits.cell
+        answered = self.cell_of(activation_of(value)) if value.kind is ValueKind.OUTPUT_GRAD else ValueCell()
 
         def wait() -> None:
             works, cell.works = cell.works, ()
             if not works:
                 return
-            said.memory[said.at] = cell.receive_said
-            if waits.recorder is None:
+            memory, at = said.memory, said.at
+            memory[at] = cell.receive_said
+            if waits.recorder is not None:
+                waits.wait_works(works, index, cell.receive)
+                self.release(answered, index)
+            else:
                 for work in works:
                     work.wait()
-            else:
-                waits.wait_works(works, index, cell.receive)
-            said.memory[said.at] = NOTHING
-            if answered is not None and answered.sent is not None:
-                release(answered, index)
+                if (sent := answered.sent) is not None:
+                    answered.sent, memory[at] = None, answered.send_said
+                    for work in sent[0]:
+                        work.wait()
+            memory[at] = NOTHING
 
         return wait
 

@@ -126,6 +126,8 @@ class Masks:
         self._repeated: set[str] = set()
         self.alarms = 0
         """Number of times that torch's generators advanced in a step, by draws that are not keyed."""
+        self.changes = 0
+        """Number of times that it was found anew which blocks draw."""
         self.cut_dims: dict[CutSite, int | None] = {}
         """Sites whose tensor is cut along another dimension than in `words`, to that dimension; None: it is whole."""
 

@@ -86,7 +86,7 @@ class BlockDraws(TorchFunctionMode):
         self._pairs = {number: _pairs_of(block) for number, block in blocks.items()}
         self._mixtures = {number: [*mixtures(block).values()] for number, block in blocks.items()}
         self._number, self._seed, self._count, self._step = next(iter(blocks), 0), 0, 0, 0
-        self._calls: dict[tuple[int, ...], _Call | None] = {}
+        self._calls: dict[int, _Call | None] = {}
         self._seeded: tuple[MaskUnit | None, dict[int, torch.Generator]] = None, {}
 
     @contextmanager
@@ -99,7 +99,7 @@ class BlockDraws(TorchFunctionMode):
             self._calls.clear()
         self._number, self._seed, self._count = number, self._masks.key(f"block {number}"), 0
         with SeededGenerators(self._seed, self._device):
-            first = () if number in self.drawn else generator_bytes(self._device)
+            first = b"" if number in self.drawn else generator_bytes(self._device)
             with self:
                 yield
             if first and first != generator_bytes(self._device):
@@ -187,7 +187,7 @@ class BlockDraws(TorchFunctionMode):
         key = torch.tensor([self._masks.key(call.site)], dtype=torch.int64, device=self._device)
         return words(key, (1, *shape), None, None, None).view(tuple(shape))
 
-    def _require_whole(self, name: str, result: Any, state: tuple[int, ...] | None) -> None:
+    def _require_whole(self, name: str, result: Any, state: int | None) -> None:
         """Raise `MisfitError` if this rank drew only its part of a tensor that one process draws whole.
 
         `state` is the generator state before the call; None for an explicit generator.
@@ -244,8 +244,8 @@ class BlockDraws(TorchFunctionMode):
                 "without `generator=`"
             )
 
-    def _state(self) -> tuple[int, ...]:
-        return tuple(hash(state) for state in generator_bytes(self._device))
+    def _state(self) -> int:
+        return hash(generator_bytes(self._device))
 
 
 def _pairs_of(block: nn.Module) -> list[ColumnRowPair]:

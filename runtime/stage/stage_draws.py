@@ -70,6 +70,11 @@ class StageDraws:
         self.alarms, self.may_draw = masks.alarms, self._drops or bool(self._watched)
 
     @property
+    def are_due(self) -> bool:
+        """Whether blocks get their unit: they draw, or may, or a generator has moved since that was found."""
+        return self.may_draw or self.alarms != self.masks.alarms
+
+    @property
     def have_drawn(self) -> bool:
         """Whether blocks have drawn so far, or have dropout."""
         modules = (module for block in self._blocks.values() for module in block.modules())
@@ -137,18 +142,21 @@ class StageDraws:
         """Stop watching blocks that drew nothing in the first run; watch all again after a later draw."""
         if self.alarms != self.masks.alarms:
             self.alarms, self._since = self.masks.alarms, None
-            self._watched, self.may_draw = set(self._blocks), True
+            self._watch(set(self._blocks))
         if not self._watched:
             return
         if self._since is None:
             self._since = unit.run, unit.step
         first, step = self._since
         if first != unit.run and self._watched != self._draws.drawn:
-            self._watched = set(self._draws.drawn)
-            self.may_draw = self._drops or bool(self._watched)
+            self._watch(set(self._draws.drawn))
         if self._watched and first == unit.run - 1:
             self._tell(step)
             self._since = -1, step
+
+    def _watch(self, blocks: set[int]) -> None:
+        self._watched, self.may_draw = blocks, self._drops or bool(blocks)
+        self.masks.changes += 1
 
     def _tell(self, since: int) -> None:
         """Warn once that drawing blocks are not compiled, or that they began to draw after the first step."""

@@ -199,7 +199,8 @@ class GradBucket:
     def give(self) -> None:
         """Set `.grad` of everything that the optimizer steps to its view."""
         for stepped, view in self._grads:
-            stepped.grad = view
+            if stepped.grad is not view:
+                stepped.grad = view
 
     def allocate_full(self) -> None:
         """Allocate full gradients, where they are not resident; nothing has been added to them."""

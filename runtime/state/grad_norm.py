@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -29,7 +28,7 @@ from ..stage.tied_weights import TiedWeights
 from .grad_buckets import IN_CACHE, GradBucket, GradBuckets, as_real, is_untouched
 from .master_weights import Masters
 
-_MAY_LACK = attrgetter("may_lack")
+_norm = torch.linalg.vector_norm
 
 CLIP_EPSILON = 1e-6
 """Added to the norm in the divisor, as in `torch.nn.utils.clip_grad_norm_`."""
@@ -56,7 +55,7 @@ class GradNorm:
         sharded: bool,
     ) -> None:
         self._buckets, self._groups, self._tied, self._sharded = buckets, groups, tied, sharded
-        self._device = groups.world.device
+        self._device, self._figures, self._here = groups.world.device, torch.empty(0), array("d")
         shares = [
             (
                 bucket.comes_summed,
@@ -84,20 +83,28 @@ class GradNorm:
         Return the squared 2-norm of the whole model's gradient, and the sums of `beside` and `row` over ranks, with a
         work to wait for: one tensor (1 + beside + row,), float64. `beside` are 0-dimensional, `row` (n,), float64.
         """
-        is_here, square = isinstance(weight, float), _divide(self._reduced, weight)
+        square = _divide(self._reduced, weight)
         if self._summed:
             summed = torch.as_tensor(_divide(self._summed, weight), dtype=torch.float64, device=self._device)
             if not self._sharded:
                 self._groups.replicas.all_reduce(summed).wait()
                 square = square + summed if self._groups.experts.index == 0 else square  # ranks along ep meet below
-        if is_here:
+        if isinstance(weight, float):
             here = array("d", [square, *beside, *row])  # which takes 0-dimensional tensors for numbers too
-            figures = torch.frombuffer(here, dtype=torch.float64)
+            if len(here) != len(self._here):
+                self._figures = torch.frombuffer(here, dtype=torch.float64)
+                self._here = here
+            self._here[:], figures = here, self._figures
         else:
             is_there = isinstance(row, Tensor)
             there = torch.stack([self._there(n) for n in (square, *beside, *(() if is_there else row))])
             figures = torch.cat([there, row]) if isinstance(row, Tensor) else there
         return figures, (self._groups.world if self._sharded else self._groups.model).all_reduce(figures)
+
+    def read(self, figures: Tensor) -> list[float]:
+        """Return the numbers of a result of `divide`."""
+        found: list[float] = self._here.tolist() if figures is self._figures else figures.tolist()
+        return found
 
     def _there(self, number: Tensor | float) -> Tensor:
         """Return a number as a tensor on the device, float64; it may come from the host in a capture, too."""
@@ -120,39 +127,46 @@ def clip_factor(norm: Tensor, threshold: float) -> Tensor:
 class _Share(NamedTuple):
     """A rank's part of a bucket's sums, in real `pieces` to divide, each with the tensors to take the norm of.
 
-    On a CPU, memory is read once for both: pieces fit the cache, and the norm is taken right after the division.
+    On a CPU, memory is read once for both: pieces fit the cache, and the norm is taken right after the division. There
+    the divisor and the norms have memory of their own, which the host reads and writes without torch operations.
     """
 
-    pieces: Sequence[tuple[Tensor, Sequence[Tensor]]]
+    pieces: Sequence[tuple[Tensor, Sequence[tuple[Tensor, Tensor]]]]
     divisor: Tensor
     number: memoryview[float]
+    norms: memoryview[float]
 
     @classmethod
     def from_sums(cls, sums: Tensor, counted: Sequence[Tensor]) -> _Share:
         whole = as_real(sums)  # a complex quotient would change the signs of zeros, see `NO_GRADIENT`
         is_cut = sums.device.type == "cpu" and len(counted) == 1 and counted[0] is sums
+        pieces = [(some, (some,)) for some in whole.split(IN_CACHE)] if is_cut else [(whole, tuple(counted))]
         divisor = torch.ones(1, dtype=whole.dtype, device="cpu")
-        return cls(
-            [(some, (some,)) for some in whole.split(IN_CACHE)] if is_cut else [(whole, counted)],
-            divisor,
-            numbers_of(divisor),
-        )
+        norms = torch.empty(sum(len(some) for _, some in pieces), dtype=whole.dtype, device="cpu")
+        into = iter(norms.unbind())
+        bound = [(piece, [(one, next(into)) for one in some]) for piece, some in pieces]
+        return cls(bound, divisor, numbers_of(divisor), numbers_of(norms))
 
 
 def _divide(shares: Sequence[_Share], weight: Tensor | float) -> Tensor | float:
     """Divide the sums, and return the sum of squares of the counted parts: 0-dimensional, float64, or a float."""
-    norms: list[Tensor] = []
-    for share in shares:
-        if isinstance(weight, float):
-            share.number[0] = weight
-        for piece, counted in share.pieces:
-            piece.div_(share.divisor if isinstance(weight, float) else weight)
-            norms += map(torch.linalg.vector_norm, counted)
     if isinstance(weight, float):  # on the host
-        lengths = array("d", map(float, norms))
+        lengths: list[float] = []
+        for share in shares:
+            share.number[0] = weight
+            for piece, counted in share.pieces:
+                piece.div_(share.divisor)
+                for one, norm in counted:
+                    _norm(one, out=norm)
+            lengths += share.norms
         if len(lengths) < 2:
             return lengths[0] * lengths[0] if lengths else 0.0
-        return torch.frombuffer(lengths, dtype=torch.float64).square().sum()
+        return torch.frombuffer(array("d", lengths), dtype=torch.float64).square().sum()
+    norms: list[Tensor] = []
+    for share in shares:
+        for piece, counted in share.pieces:
+            piece.div_(weight)
+            norms += [_norm(one) for one, _ in counted]
     if norms:
         return torch.stack([norm.to(torch.float64) for norm in norms]).square().sum()
     return torch.zeros((), dtype=torch.float64, device=weight.device)
@@ -181,8 +195,12 @@ class AbsentGradients:
     def suspects(self) -> Tensor | float:
         """Return the number of parameters that may have no gradient: 0-dimensional, float64, or a number."""
         self.found.clear()
-        lacking = [*filter(_MAY_LACK, self._buckets.all)]
-        firsts = [b.shard.index_select(0, b.firsts) for b in lacking if len(b.firsts)] if lacking else ()
+        for bucket in self._buckets.all:
+            if bucket.may_lack:
+                break
+        else:
+            return self._none
+        firsts = [b.shard.index_select(0, b.firsts) for b in self._buckets.all if b.may_lack and len(b.firsts)]
         return is_untouched(torch.cat(firsts)).sum(dtype=torch.float64) if firsts else self._none
 
     def find(self) -> None:

@@ -88,7 +88,19 @@ class StepSettler:
 
         Raises `MisfitError` where blocks cannot take them, or ranks have other numbers of samples or microbatches.
         """
-        model, (microbatches, samples, inputs, targets) = self._model, self._announce(batch, plan.schedule.slices)
+        model, slices, targets = self._model, plan.schedule.slices, ""
+        try:
+            kind, words = self._described if self._has_inputs else (None, "")
+            if self._has_inputs and (batch.kind is None or kind is not batch.kind):
+                words = self._describe(batch, slices, batch.input_spec)
+                self._described = batch.kind, words
+            (microbatches, samples), inputs = self._inputs.announce((batch.microbatches, batch.num_samples or 0), words)
+            if self._targets is not None:
+                words = self._describe(batch, slices, batch.target_spec) if self._has_targets else ""
+                _, targets = self._targets.announce((), words)
+        except (MisfitError, UsageError) as error:
+            self._are_alike(str(error))
+            raise
         alike = self._experts is None or self._agree(plan, batch, (microbatches, samples, inputs, targets))
         counts = self.draws and model.num_replicas > 1 and plan.mode == "train"
         first = self._first_sample(batch.microbatches, samples) if counts else model.replica * samples
@@ -97,7 +109,7 @@ class StepSettler:
             return self._same[2]
         _require_alike(batch, microbatches, samples)
         sizes = sizes_of(samples, microbatches, plan.schedule.microbatches)
-        extras = self._extras_of_each_size(batch, sizes, plan.schedule.slices)
+        extras = self._extras_of_each_size(batch, sizes, slices)
         key = (plan.mode, sizes, first, inputs, targets, extras, alike)
 
         def make() -> Units:
@@ -107,23 +119,6 @@ class StepSettler:
         units = self._units.get(key, make)
         self._same = None if batch.extras[0] else (plan, said, units)
         return units
-
-    def _announce(self, batch: Batch, slices: int) -> tuple[int, int, str, str]:
-        """Return the pipeline's announced step: microbatches, samples, and specs of inputs and targets as text."""
-        try:
-            kind, words = self._described if self._has_inputs else (None, "")
-            if self._has_inputs and (batch.kind is None or kind is not batch.kind):
-                words = self._describe(batch, slices, batch.input_spec)
-                self._described = batch.kind, words
-            (microbatches, samples), inputs = self._inputs.announce([batch.microbatches, batch.num_samples or 0], words)
-            targets = ""
-            if self._targets is not None:
-                words = self._describe(batch, slices, batch.target_spec) if self._has_targets else ""
-                _, targets = self._targets.announce([], words)
-        except (MisfitError, UsageError) as error:
-            self._are_alike(str(error))
-            raise
-        return microbatches, samples, inputs, targets
 
     def _agree(self, plan: Plan, batch: Batch, said: tuple[int, int, str, str]) -> bool:
         """Return whether all ranks of ep have the same units, where mixtures of experts pad (collective).

@@ -20,6 +20,7 @@ from torch import Tensor
 from quintsched.errors import MisfitError, UsageError
 
 from ..comm import Group, Work
+from ..comm.device import is_accelerator, numbers_of
 
 MOST_TEXTS = 1024
 """Texts that are cached; all ranks evict the oldest at the same time."""
@@ -43,7 +44,8 @@ class Announcer:
         self._num_texts = 0
         self._under_way: list[Work] = []
         self._said: tuple[list[int], Tensor] = [], self._heard
-        self._told: tuple[list[int], tuple[list[int], str]] = [], ([], "")
+        self._told: tuple[list[int], tuple[Sequence[int], str]] = [], ([], "")
+        self._read = self._heard.tolist if is_accelerator(group.device) else numbers_of(self._heard).tolist
 
     def refuse(self, error: MisfitError | UsageError) -> bool:
         """Announce a refusal instead of a step; return whether the source begins the step.
@@ -59,16 +61,16 @@ class Announcer:
             return False
         return True
 
-    def announce(self, numbers: Sequence[int], text: str) -> tuple[list[int], str]:
+    def announce(self, numbers: Sequence[int], text: str) -> tuple[Sequence[int], str]:
         """Return the numbers and text of the source; arguments of other members are ignored.
 
         Raises the error with which the source refuses the batch.
         """
         if self._speaks:
             self._send(numbers, _FINE, text)
-            return list(numbers), text
+            return numbers, text
         self._group.broadcast(self._heard, self._source).wait()
-        heard = self._heard.tolist()
+        heard: list[int] = self._read()
         if heard == self._told[0]:
             return self._told[1]
         kind, number, length, *said = heard

@@ -7,7 +7,7 @@ numbers[INDEX] = 17                            the interpreter, before each call
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 from weakref import ref
@@ -58,6 +58,7 @@ class Publisher:
         self._watcher = watcher
         self._programs: dict[int, tuple[int, ref[Plan]]] = {}
         self._num_programs = 0
+        self._walked: Callable[[], Plan | None] = lambda: None
 
     def follow_waits(self, waits: WaitCell) -> None:
         """Move a wait cell's number into the rank's cell."""
@@ -75,8 +76,8 @@ class Publisher:
 
     def walk(self, plan: Plan) -> None:
         """Publish that the program of a plan begins."""
-        number, known = self._programs.get(id(plan), _UNKNOWN)
-        self.numbers[PROGRAM] = number if known is not None and known() is plan else self.number_of(plan)
+        if self._walked() is not plan:
+            self._walked, self.numbers[PROGRAM] = ref(plan), self.number_of(plan)
         self.numbers[RUN] += 1
 
     @contextmanager

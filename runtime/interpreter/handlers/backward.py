@@ -23,6 +23,7 @@ from ...stage.stage_forward import Outputs, outside, spans_of
 from ..busy_clock import NoClock
 from ..rank_state import NO_CONTEXT, ONLY, ComputeState, root_gradients
 from ..value_cells import RowParts
+from .bound_calls import in_turn
 from .forward import bind_fwd, parts_of
 
 Spans = Sequence[tuple[int, int]]
@@ -37,8 +38,8 @@ def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) 
 
     def run() -> None:
         note(now())
-        kept = saved[made] = saved.pop(checkpoint)
-        for rerun in kept.reruns:
+        _, _, reruns, _ = saved[made] = saved.pop(checkpoint)
+        for rerun in reruns:
             rerun.again()
         note(now())
 
@@ -50,8 +51,8 @@ def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> BoundCall
     backward, conclude = _backward(state, index, instruction)
     run: BoundCall = partial(backward, None)
     if state.flows.reduces_early(instruction):
-        run = _in_turn(partial(state.gradients.hooks.expect_last, instruction.stage), run)
-    return _in_turn(
+        run = in_turn(partial(state.gradients.hooks.expect_last, instruction.stage), run)
+    return in_turn(
         state.current.unless_empty(instruction.microbatch, run, conclude), _adding_partial_sums(state, instruction)
     )
 
@@ -91,17 +92,6 @@ def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> Bound
     return partial(reducer.add_partial_sums, stage)
 
 
-def _in_turn(first: BoundCall, second: BoundCall | None) -> BoundCall:
-    if second is None:
-        return first
-
-    def both() -> None:
-        first()
-        second()
-
-    return both
-
-
 def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -> BoundCall:
     """Compute the input gradient; the operands of weight gradients are deferred."""
     backward, conclude = _backward(state, index, instruction)
@@ -130,7 +120,7 @@ def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight)
         drain(pending.pop(taken))
         note(now())
 
-    return _in_turn(state.current.unless_empty(instruction.microbatch, run), _adding_partial_sums(state, instruction))
+    return in_turn(state.current.unless_empty(instruction.microbatch, run), _adding_partial_sums(state, instruction))
 
 
 def _backward(
@@ -213,7 +203,16 @@ def _giver(state: ComputeState, parts: RowParts, width: int) -> Callable[[Output
     if only is not None:
 
         def give_one(given: Outputs, spans: Spans) -> None:
-            only.value = (_gradient_of(given[0], spans),)
+            (leaf,) = given
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is None:
+                gradient = torch.zeros_like(leaf)
+            else:
+                place = gradient.data_ptr()
+                for begin, end in spans:
+                    if begin <= place < end:
+                        gradient = gradient.clone()
+            only.value = (gradient,)
 
         return give_one
     give, wanted = state.cells.row_giver(parts), {place for _, places in parts for place in places}

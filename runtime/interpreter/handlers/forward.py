@@ -26,11 +26,11 @@ from ...blocks.block_outlines import Parcel
 from ...blocks.trees import TreeSpec, laid_out, map_tensors
 from ...blocks.without_side_effects import tensors_of_training
 from ...comm.overlap_threads import BoundCall
-from ...stage.stage_forward import UNIT, Outputs, RunBlocks, apart
+from ...stage.stage_forward import UNIT, Extras, Outputs, RunBlocks, apart
 from ...stage.stage_messages import TakenSkips
 from ...steps.error_location import called
 from ...steps.units import NO_UNITS, Units, UnitShape
-from ..rank_state import NO_CONTEXT, NO_ROOTS, ONLY, BackwardRoots, ComputeState, saved_of, with_loss_root
+from ..rank_state import NO_CONTEXT, NO_ROOTS, ONLY, BackwardRoots, ComputeState, with_loss_root
 from ..value_cells import RowParts, ValueCell
 from .extras import extras_maker, unit_adder
 from .graph_leaves import leaves_of
@@ -39,6 +39,8 @@ _logger = logging.getLogger(__name__)
 
 
 NO_RERUNS: list[Rerun] = []
+NO_EXTRAS: Extras = {}
+NO_OUTPUTS: Outputs = ()
 
 _OTHER_STRIDES = (
     "stage %d (%s) leaves a tensor with strides %s, and left one with others where shapes were found, which later "
@@ -67,53 +69,58 @@ def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> BoundCal
 def _bind_training(
     state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], BackwardRoots], kept: Value
 ) -> BoundCall:
-    """Run a forward whose graph is kept; inputs require a gradient where an earlier stage made them."""
+    """Run a forward whose graph is kept; inputs require a gradient where an earlier stage made them.
+
+    Bound to units whose blocks neither draw nor get extras, and of which this rank moves or recomputes nothing, it is
+    no more than the stage itself between two moments of the clock.
+    """
     stage, unit, current = instruction.stage, instruction.microbatch, state.current
-    forward = state.forwards[stage]
-    source, wait, take = state.cells.source(_parts_taken(state, instruction), index)
-    draws, masks, saved, is_fed = forward.draws, forward.draws.masks, state.saved, not (source is None and take is None)
-    note, now, constant, moves = state.clock.note, state.clock.now, state.boundaries.constant, state.host.moves(kept)
+    forward, parts, saved = state.forwards[stage], _parts_taken(state, instruction), state.saved
+    source, wait, take = state.cells.source(parts, index)
+    note, now, moves, is_fed = state.clock.note, state.clock.now, state.host.moves(kept), bool(parts)
     leaves, may_stay, hooks = leaves_of(state, instruction, kept)
     run_other, with_loss, plain = _bind_other(state, instruction, finish, kept, is_fed=is_fed)
     only, take_apart, shows_leaves = forward.only, forward.take_apart, not is_fed or (not moves and forward.is_of_torch)
-    buffer: Outputs | None = None
-    row: Outputs = ()
-    units: Units = NO_UNITS
-    shape: UnitShape | None = None
-    strides: Sequence[tuple[int, ...] | None] | None = None
+    take_any = state.cells.row_taker(parts, index) if is_fed else None
 
     def run() -> None:
-        nonlocal buffer, row, units, shape, strides
-        if source is not None:
-            if source.works:
-                wait()
-            given, source.value = source.value, ()
-        else:
-            given = current.batch.inputs[unit] if take is None else take()
+        given, shape = current.batch.inputs[unit] if take_any is None else take_any(), current.units.shapes[unit]
         note(now())
-        if current.units is not units:
-            units, shape = current.units, current.units.shapes[unit]
-            strides = None if shape is None else shape.cargo.strides.get(stage)
-        if strides:
+        if shape is not None and (strides := shape.cargo.strides.get(stage)):
             given = tuple(map(laid_out, given, strides))
-        if may_stay:
-            leaf = row[0] if given is buffer else None
-            if leaf is None or leaf.grad is not None or leaf._backward_hooks is not None or constant or any(hooks):
-                buffer, row = given, leaves(given)
-            given = row
-        elif is_fed:
+        if is_fed:
             given = leaves(given)
-        seen, extras = given if shows_leaves else _shown(given, shape, stage), current.batch.extras[unit]
-        if plain is None or extras or draws.may_draw or draws.alarms != masks.alarms:
-            run_other(given, seen)
-            return
-        outputs, auxiliary = plain(seen, extras) if only is None else ((only(seen[0]),), None)
-        if only is not None and not isinstance(outputs[0], Tensor):
-            outputs, auxiliary = take_apart(outputs[0])
-        start = finish(outputs)
-        saved[kept] = saved_of((given, start if auxiliary is None else with_loss(start, auxiliary), NO_RERUNS, None))
-        note(now())
+        run_other(given, given if shows_leaves else _shown(given, shape, stage))
 
+    def bind(units: Units) -> BoundCall:
+        shape = units.shapes[unit]
+        if plain is None or forward.draws.are_due or shape is None or stage in shape.cargo.strides:
+            return run
+        stays, buffer, row = may_stay and not any(hooks), NO_OUTPUTS, NO_OUTPUTS
+
+        def run_plain() -> None:
+            nonlocal buffer, row
+            if source is not None:
+                if source.works:
+                    wait()
+                given, source.value = source.value, ()
+            else:
+                given = current.batch.inputs[unit] if take is None else take()
+            note(now())
+            if given is not buffer or not stays:
+                buffer, row = given, leaves(given) if is_fed else given
+            seen = row if shows_leaves else _shown(row, shape, stage)
+            if only is not None and isinstance(output := only(seen[0]), Tensor):
+                saved[kept] = row, finish((output,)), NO_RERUNS, None
+            else:
+                outputs, auxiliary = plain(seen, NO_EXTRAS) if only is None else take_apart(output)
+                start = finish(outputs)
+                saved[kept] = row, start if auxiliary is None else with_loss(start, auxiliary), NO_RERUNS, None
+            note(now())
+
+        return run_plain
+
+    run.bind = bind  # type: ignore[attr-defined]
     return run
 
 
@@ -146,7 +153,7 @@ def _bind_other(
     def run(given: Outputs, seen: Outputs) -> None:
         reruns: list[Rerun] = []
         extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
-        if draws.may_draw or draws.alarms != draws.masks.alarms:
+        if draws.are_due:
             extras = with_unit(extras)
         versions = skips and skips.versions(given)
         activations = host.activations(stores.get(store)) if moves else None
@@ -160,7 +167,7 @@ def _bind_other(
         if look is not None:
             look()
         start = start if auxiliary is None else with_loss(start, auxiliary)
-        saved[kept] = saved_of((given, start, reruns, extras.get(UNIT)))
+        saved[kept] = given, start, reruns, extras.get(UNIT)
         note(now())
         if activations is not None:
             host.leave(kept, activations, given if is_fed else ())
@@ -226,7 +233,7 @@ def _bind_evaluation(
             given = tuple(map(laid_out, given, shape.cargo.strides[stage]))
         versions = skips and skips.versions(given)
         extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
-        extras = with_unit(extras) if draws.may_draw or draws.alarms != draws.masks.alarms else extras
+        extras = with_unit(extras) if draws.are_due else extras
         outputs, auxiliary = forward(given, extras, [])
         if skips and versions:
             skips.require_unchanged(given, versions)

@@ -59,7 +59,8 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         state.outcome,
     )
     absent, scale, earlier = state.gradients.absent, state.scale, state.earlier
-    wait, marks = partial(state.waits.wait_works, index=index), state.marks
+    wait, marks, device = state.waits.waiter(index), state.marks, state.metrics_group.device
+    norm_of = partial(torch.full, (), dtype=torch.float64, device=device)
 
     def measure() -> Tensor:
         reducer.complete(wait)
@@ -71,9 +72,9 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         return figures
 
     def conclude(figures: Tensor) -> None:
-        square, suspects, asked, *sums = figures.tolist()
+        square, suspects, asked, *sums = norm.read(figures)
         length = math.sqrt(square) if square >= 0 else square
-        outcome.norm = partial(torch.full, (), length, dtype=figures.dtype, device=figures.device)
+        outcome.norm = partial(norm_of, length)
         if sums != marks.equal:
             marks.require_equal(sums)
         if asked >= DOUBT:
@@ -93,7 +94,7 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
 def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -> BoundCall:
     """Divide the gradients by the batch's weight, compute their global norm, and clip them; or accumulate."""
     reducer, tally, earlier = state.gradients.reducer, state.tally, state.earlier
-    wait, (measure, conclude) = partial(state.waits.wait_works, index=index), halves_of_clip(state, index)
+    wait, (measure, conclude) = state.waits.waiter(index), halves_of_clip(state, index)
 
     def run() -> None:
         state.settle_loss(accumulates=reducer.accumulates)

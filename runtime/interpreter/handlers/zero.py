@@ -13,12 +13,13 @@ from quintsched.ir import instruction_set as ins
 
 from ...comm.overlap_threads import BoundCall
 from ..rank_state import ZeroState
+from .bound_calls import in_turn
 
 
 def bind_gather_params(state: ZeroState, index: int, instruction: ins.GatherParams) -> BoundCall:
     """Start to gather a stage's full weights, into the memory of full gradients that have been reduced."""
     weights, reducer, stage = state.weights, state.gradients.reducer, instruction.stage
-    wait = partial(state.waits.wait_works, index=index)
+    wait = state.waits.waiter(index)
 
     def run() -> None:
         reducer.finish_reductions(wait)
@@ -29,7 +30,7 @@ def bind_gather_params(state: ZeroState, index: int, instruction: ins.GatherPara
 
 def bind_free_params(state: ZeroState, index: int, instruction: ins.FreeParams) -> BoundCall:
     """Free a stage's full weights."""
-    return partial(state.weights.free, instruction.stage, partial(state.waits.wait_works, index=index))
+    return partial(state.weights.free, instruction.stage, state.waits.waiter(index))
 
 
 def bind_all_gather_bucket(state: ZeroState, index: int, instruction: ins.AllGatherBucket) -> BoundCall:
@@ -48,7 +49,7 @@ def with_full_weights(state: ZeroState, index: int, instruction: ins.Instruction
     weights, reducer = state.weights, state.gradients.reducer
     if not weights:
         return call
-    wait, first = partial(state.waits.wait_works, index=index), list[BoundCall]()
+    wait, first = state.waits.waiter(index), list[BoundCall]()
     for side in instruction.sides:
         if isinstance(side, ins.NEEDS_WEIGHTS):
             first.append(partial(weights.wait_gather, side.stage, wait))
@@ -56,10 +57,4 @@ def with_full_weights(state: ZeroState, index: int, instruction: ins.Instruction
             first.append(partial(reducer.finish_reductions, wait))
         if reducer.reshards and isinstance(side, ins.ENDS_BACKWARD):
             first.append(partial(reducer.allocate_full, side.stage, wait))
-
-    def run() -> None:
-        for prepare in first:
-            prepare()
-        call()
-
-    return run
+    return in_turn(*first, call)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +98,7 @@ class DataMarks:
         self._is_there = is_accelerator(device)
         self._nothing = self._there([0] * (self._slots * _WIDTH))
         self._latest: tuple[list[DigestNumber], Row, Marks] = [], self._nothing, []
+        self._of_nothing: Marks = [None, None, _NO_EXTRAS]
         self._marks: Marks | None = None
         self._taken: Marks = []
         self._turn = self._noted = 0
@@ -114,11 +114,13 @@ class DataMarks:
             return [None, None]
         turn = self._noted
         self._noted += 1
-        found: Marks = [None, None, _NO_EXTRAS]
+        found = self._of_nothing
         for place, (name, tree) in enumerate(given.items()):
             if tree is not None or needed[name]:
+                found = [*found] if found is self._of_nothing else found
                 found[place] = mark_of(tree, is_needed=needed[name], turn=turn)
         if extras:
+            found = [*found]
             found[2] = mark_of(dict(sorted(extras.items())), is_needed=True, turn=turn)
         if self._marks is not None:
             found = [_folded(before, now) for before, now in zip(self._marks, found, strict=True)]
@@ -135,7 +137,7 @@ class DataMarks:
         self._taken = marks or []
         if turn != self._turn or marks is None:
             return self._nothing
-        if self._latest[2] and all(map(is_, marks, self._latest[2])):
+        if marks is self._latest[2]:
             return self._latest[1]
         row: list[DigestNumber] = [0] * (self._slots * _WIDTH)
         for kind, mark in enumerate(marks):
@@ -187,7 +189,8 @@ def mark_of(tree: Any, *, is_needed: bool, turn: int = 0) -> DataDigest | None:
     if tree is None and not is_needed:
         return None
     built, tensors = (ONE_TENSOR, (tree,)) if isinstance(tree, Tensor) else flatten(tree)
-    samples, is_shown = list[Tensor](), bool(tensors)
+    samples: list[Tensor] = []
+    is_shown = bool(tensors)
     for tensor in tensors:
         found = samples_of(tensor, turn)
         is_shown = is_shown and found is not None

@@ -38,7 +38,7 @@ from ..stage_forward import Extras
 from .row_checks import fewest_rows, require_as_many_samples, require_no_rows
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Batch:
     """A rank's share of a batch, cut into units (microbatches or their slices); data it does not need is empty.
 

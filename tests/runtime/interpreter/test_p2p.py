@@ -85,7 +85,7 @@ class Watch:
         def watched() -> None:
             call()
             self.kept = max(self.kept, sum(cell.sent is not None for cell in self._state.cells.sending))
-            roots = (root for saved in self._state.compute.saved.values() for root in saved.start[0])
+            roots = (root for _, start, *_ in self._state.compute.saved.values() for root in start[0])
             self.rooted = max(self.rooted, sum(isinstance(root, torch.Tensor) for root in roots))
 
         return watched
