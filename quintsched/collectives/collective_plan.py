@@ -51,8 +51,8 @@ class CollectivePlan(CollectiveProgram):
 def spell(kind: str, algorithm: str, size: int, chunks: int | None = None, nodes: int = 1) -> CollectivePlan:
     """Return the mini-plan of a collective over `size` ranks.
 
-    `chunks` is a multiple of `size` for rings (default: `size`), an even number for a tree (default: 8). `nodes` is the
-    number of nodes of a two-level collective, with consecutive ranks on each. Raises `UsageError` for an unknown kind
-    or algorithm, and for a combination that is impossible.
+    `chunks` is a multiple of `size` for rings (default: `size`), an even number for a tree (default: 8, over two ranks
+    2). `nodes` is the number of nodes of a two-level collective, with consecutive ranks on each. Raises `UsageError`
+    for an unknown kind or algorithm, and for a combination that is impossible.
     """
     return CollectivePlan.from_program(spelled(kind, algorithm, size, chunks, nodes))

@@ -17,14 +17,15 @@ from quintsched.collectives.two_level import two_level_programs
 from quintsched.errors import UsageError, suggest
 
 TREE_CHUNKS = 8
-"""Default number of chunks for a tree."""
+"""Default number of chunks for a tree of more than two ranks; over two, further chunks fill no level of it."""
 
 
 def spelled(kind: str, algorithm: str, size: int, chunks: int | None = None, nodes: int = 1) -> CollectiveProgram:
     """Return the programs of a collective over `size` ranks.
 
-    `chunks` is a multiple of `size` for rings (default: `size`), an even number for a tree (default: 8). `nodes` is for
-    two levels. Raises `UsageError` for an unknown kind or algorithm, and for a combination that is impossible.
+    `chunks` is a multiple of `size` for rings (default: `size`), an even number for a tree (default: 8, over two ranks
+    2). `nodes` is for two levels. Raises `UsageError` for an unknown kind or algorithm, and for a combination that is
+    impossible.
     """
     what, how = find_kind(kind), find_algorithm(algorithm)
     cut = _require_spellable(what, how, size, chunks)
@@ -79,7 +80,8 @@ def _require_spellable(kind: CollectiveKind, algorithm: Algorithm, size: int, ch
             f"a tree cannot do {kind} over {size} ranks: all data would pass through its root; use ring, which "
             "sends no more than each rank needs"
         )
-    found = (TREE_CHUNKS if algorithm == "tree" else size) if chunks is None else chunks
+    default = TREE_CHUNKS if algorithm == "tree" and size > 2 else size
+    found = default if chunks is None else chunks
     unit, what = (2, "2, one half for each tree") if algorithm == "tree" else (size, "the number of ranks")
     if type(found) is not int or not 0 < found <= MAX_CHUNKS or found % unit:
         raise UsageError(
