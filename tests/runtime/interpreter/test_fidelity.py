@@ -83,7 +83,9 @@ def test_reductions_begin_where_they_are_simulated(fidelity: ModuleType, zero: i
     simulation, measured = plan.simulate(case.costs()), list[float]()
     while len(measured) < TRIES and min(measured, default=1e9) > 1.15 * simulation.makespan:
         measured += fidelity.took_ms(run_local(2, partial(case.run, tmp_path), collective_s=case.collective_ms / 1e3))
-    assert 0.98 <= min(measured) / simulation.makespan <= 1.15, measured
+    assert min(measured) <= 1.15 * simulation.makespan, measured
+    # weights that are gathered at the end of one step shorten it by what they add to the next
+    assert sum(measured) / len(measured) >= 0.98 * simulation.makespan, measured
     trace = Trace.load(tmp_path, plan)
     begun = [reductions_begun(trace.step(number).timeline[0]) for number in trace.steps]
     planned, earliest = reductions_begun(simulation.timeline[0]), list(map(min, zip(*begun, strict=True)))
