@@ -53,6 +53,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "gemma": _Family(_LLAMA | {"activation": "geglu"}, tied=True),
     "mixtral": _Family(_LLAMA),
     "qwen3_moe": _Family(_LLAMA | {"qk_norm": True}),
+    "qwen3_next": _Family(_LLAMA | {"qk_norm": True, "attention_gate": True}),
     "deepseek_v2": _Family(_LLAMA),
     "deepseek_v3": _Family(_LLAMA),
     "gpt_oss": _Family(_LLAMA | {"biases": True, "sinks": True}),
@@ -119,11 +120,13 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if config.get("mlp_only_layers"):
         raise InputError("/mlp_only_layers: layers without experts in places of their own are not described")
+    width = config.get("shared_expert_intermediate_size")  # of Qwen's, which are one and gated
     experts = {
         "count": counts[0],
         "top_k": config.get("num_experts_per_tok", 2),
         "ffn": config.get("moe_intermediate_size") or config.get("intermediate_size"),
-        "shared": config.get("n_shared_experts") or 0,
+        "shared": config.get("n_shared_experts") or (width or 0) // (config.get("moe_intermediate_size") or 1),
+        "shared_gate": width is not None,
         "first_dense": config.get("first_k_dense_replace") or 0,
         "every": config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1,
         "nodes": config.get("topk_group"),
@@ -142,6 +145,11 @@ def _own(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
             "norm_biases": has_biases,
             "positions": "alibi" if attention.get("alibi", True) else "learned",
         }
+    if kind == "qwen3_next":
+        of_delta = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+        given = zip(("key_heads", "value_heads", "key_size", "value_size", "convolution"), of_delta, strict=True)
+        delta = {ours: config[f"linear_{name}"] for ours, name in given}
+        return {"delta": delta | {"except_every": config.get("full_attention_interval", 4)}}
     if kind == "gpt_neox":
         return {"parallel_block": 2 if config.get("use_parallel_residual", True) else 0}
     if kind == "cohere":

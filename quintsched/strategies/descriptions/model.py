@@ -9,7 +9,7 @@ The names of Hugging Face and Megatron for the same sizes (`hidden_size`, `num_l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
@@ -57,6 +57,8 @@ class Experts(Description):
     """Interval k: every k-th of the remaining layers has experts, the others a plain network."""
     nodes: Size | None = None
     """Most nodes that a token's experts are on, by limited routing; None: any."""
+    shared_gate: Flag = False
+    """Whether the shared experts' output is gated, by a number that the router makes for each token (Qwen3-Next)."""
     padded_to: Figure | None = None
     """Capacity factor: rows per expert relative to an even load, by padding and dropping; None: dropless routing."""
 
@@ -77,6 +79,40 @@ class LatentAttention(Description):
     """Width per head of the part with rotary position."""
     value_size: Size = 128
     """Width of each head's values."""
+
+
+CHUNK = 64
+"""Tokens of a chunk in which a delta net is computed by matrix products (flash-linear-attention)."""
+
+
+class DeltaNet(Description):
+    """Gated delta net in place of attention, with a matrix as state (arXiv:2412.06464; Qwen3-Next)."""
+
+    except_every: Size
+    """Interval k: every k-th layer has attention instead."""
+    key_heads: Size
+    """Number of heads of queries and keys."""
+    value_heads: Size
+    """Number of heads of values, each with a state of key_size × value_size."""
+    key_size: Size = 128
+    value_size: Size = 128
+    convolution: Size = 4
+    """Tokens that the convolution of queries, keys and values spans."""
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+
+class LayerKind(NamedTuple):
+    """Kind of a layer: whether it has experts in place of the plain network, and a delta net in place of attention."""
+
+    experts: bool
+    delta: bool = False
+
+
+PLAIN = LayerKind(False)
 
 
 class Images(Description):
@@ -138,6 +174,8 @@ class Model(Description):
     """Whether the projections to queries, keys and values have biases (Qwen); None: as `biases`."""
     qk_norm: Flag = False
     """Whether a norm is applied to each head's queries and keys (Qwen3)."""
+    attention_gate: Flag = False
+    """Whether a gate, made beside the queries, multiplies the output of attention (Qwen3-Next)."""
     dropout: Flag = True
     """Whether dropout masks are kept for the backward."""
     causal: Flag = True
@@ -155,6 +193,7 @@ class Model(Description):
     Falcon 7B and Cohere: 1, GPT-NeoX and Falcon 40B: 2); 0: one follows the other."""
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    delta: DeltaNet | None = None
     images: Images | None = None
 
     @model_validator(mode="after")
@@ -172,6 +211,10 @@ class Model(Description):
             yield "window is for causal attention that is fused"
         if self.sinks and self.latent is not None:
             yield "sinks are not described for latent attention"
+        if self.delta is not None and (len(set(self.has_experts)) > 1 or self.latent or self.attention == "unfused"):
+            yield "a delta net is described beside fused attention, not latent, with experts in all layers or in none"
+        if self.delta is not None and self.delta.value_heads % self.delta.key_heads:
+            yield f"value_heads={self.delta.value_heads} does not divide into key_heads={self.delta.key_heads}"
         if self.vocab == 0 and self.images is None:
             yield "vocab is 0, which is for models that read images; give its size, or images"
         if self.experts is not None and self.experts.top_k > self.experts.count:
@@ -205,6 +248,21 @@ class Model(Description):
     def norms(self) -> int:
         """Number of norms of a layer."""
         return self.parallel_block or 2
+
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """Kinds of layers, one or two: without experts and with, or with a delta net and with attention."""
+        if self.delta is not None:
+            mixes = self.experts is not None
+            return (LayerKind(mixes, delta=True), LayerKind(mixes))
+        return (PLAIN, LayerKind(True))[: 1 + (self.experts is not None)]
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Place of each layer's kind in `kinds`."""
+        if self.delta is not None:
+            return tuple(int((layer + 1) % self.delta.except_every == 0) for layer in range(self.layers))
+        return tuple(map(int, self.has_experts))
 
     @property
     def has_experts(self) -> tuple[bool, ...]:

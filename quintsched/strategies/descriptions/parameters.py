@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.model import LayerKind, Model
 
 IntOrArray: TypeAlias = Any
 """Integer, or an array of them."""
@@ -57,13 +57,14 @@ class Held(NamedTuple):
 
 
 @cache
-def block_weights(model: Model, *, has_experts: bool) -> tuple[Weight, ...]:
-    """Return the weights of one block, with experts or with the plain feed-forward network."""
+def block_weights(model: Model, kind: LayerKind) -> tuple[Weight, ...]:
+    """Return the weights of one block of this kind."""
+    mixer = _delta_net if kind.delta else _latent_attention if model.latent else _attention
     return (
         *_norm(model, "norm1"),
-        *(_latent_attention(model) if model.latent else _attention(model)),
+        *mixer(model),
         *(_norm(model, "norm2") if model.norms > 1 else ()),
-        *(_experts(model) if has_experts else _feed_forward(model, "mlp", model.ffn_width, biases=model.biases)),
+        *(_experts(model) if kind.experts else _feed_forward(model, "mlp", model.ffn_width, biases=model.biases)),
     )
 
 
@@ -97,9 +98,9 @@ def head_weights(model: Model) -> tuple[Weight, ...]:
 def count(model: Model, seq: int | None = None) -> dict[str, int]:
     """Return the number of parameters by kind (`PARAMETER_KINDS`); a tied head counts as the embedding."""
     found = dict.fromkeys(PARAMETER_KINDS, 0)
-    for has_experts in (False, True):
-        layers = model.has_experts.count(has_experts)
-        _add(found, block_weights(model, has_experts=has_experts) if layers else (), layers)
+    for place, kind in enumerate(model.kinds):
+        layers = model.layer_kinds.count(place)
+        _add(found, block_weights(model, kind) if layers else (), layers)
     _add(found, embedding_weights(model, seq), 1)
     _add(found, head_weights(model), 1)
     if model.tied:
@@ -142,14 +143,32 @@ def _add(found: dict[str, int], weights: Iterable[Weight], times: int) -> None:
         found[weight.kind] += times * weight.numbers
 
 
+def _delta_net(model: Model) -> tuple[Weight, ...]:
+    """Return the weights of a gated delta net; its convolution has a row for each channel."""
+    delta, hidden = model.delta, model.hidden
+    assert delta is not None
+    keys, values = delta.key_heads, delta.value_heads
+    of_key = 2 * delta.key_size + 2 * values // keys * delta.value_size
+    convolved = delta.convolved // keys * delta.convolution
+    return (
+        *_linear("delta.qkvz_proj", "attention", keys, of_key, hidden, biases=False),
+        *_linear("delta.ba_proj", "attention", keys, 2 * values // keys, hidden, biases=False),
+        Weight("delta.conv.weight", "biases", keys, convolved, is_cut=True),
+        Weight("delta.decay", "biases", keys, 2 * values // keys, is_cut=True),
+        Weight("delta.norm", "norms", 1, delta.value_size),
+        Weight("delta.proj.weight", "attention", keys, values // keys * delta.value_size * hidden, is_cut=True),
+    )
+
+
 def _attention(model: Model) -> tuple[Weight, ...]:
     hidden, width, heads, kv_heads = model.hidden, model.head_width, model.heads, model.num_kv_heads
     has_biases = model.biases if model.qkv_biases is None else model.qkv_biases
-    if kv_heads == heads:
+    of_query = width * (1 + model.attention_gate)
+    if kv_heads == heads and not model.attention_gate:
         projections = _linear("attention.qkv", "attention", heads, 3 * width, hidden, biases=has_biases)
     else:
         projections = (
-            *_linear("attention.q_proj", "attention", heads, width, hidden, biases=has_biases),
+            *_linear("attention.q_proj", "attention", heads, of_query, hidden, biases=has_biases),
             *_linear("attention.k_proj", "attention", kv_heads, width, hidden, biases=has_biases),
             *_linear("attention.v_proj", "attention", kv_heads, width, hidden, biases=has_biases),
         )
@@ -203,7 +222,7 @@ def _experts(model: Model) -> tuple[Weight, ...]:
     routed = (Weight(w.name, "experts", w.units, w.each, w.is_cut, experts.count) for w in one)
     shared = _feed_forward(model, "mlp.shared", experts.shared * experts.ffn, biases=False) if experts.shared else ()
     return (
-        Weight("mlp.router.weight", "router", experts.count, model.hidden),
+        Weight("mlp.router.weight", "router", experts.count + experts.shared_gate, model.hidden),
         *routed,
         *(Weight(w.name, "experts", w.units, w.each, w.is_cut) for w in shared),
     )

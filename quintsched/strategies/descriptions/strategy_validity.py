@@ -93,6 +93,8 @@ def _batch_faults(strategy: Strategy) -> Iterator[str]:
 def _width_faults(model: Model, strategy: Strategy) -> Iterator[str]:
     tp = strategy.tp
     widths = {"heads": model.heads}
+    if model.delta is not None:
+        widths["heads of keys of the delta net"] = model.delta.key_heads
     if not all(model.has_experts):
         widths["features of the feed-forward network (ffn)"] = model.ffn_width
     if model.experts is not None:
@@ -123,6 +125,8 @@ def _expert_faults(model: Model, strategy: Strategy) -> Iterator[str]:
 def _sequence_faults(model: Model, strategy: Strategy) -> Iterator[str]:
     if model.images is not None and strategy.seq != model.images.tokens:
         yield f"seq={strategy.seq}, but {model.name} cuts an image into {model.images.tokens} tokens; give seq so"
+    if strategy.cp > 1 and model.delta is not None:
+        yield f"cp={strategy.cp}, but a delta net is described for whole sequences only; put the ranks into dp"
     if strategy.seq % strategy.cp:
         yield f"cp={strategy.cp} does not divide the {strategy.seq} tokens of a sample (seq)"
     elif strategy.sequence_parallel and strategy.seq // strategy.cp % strategy.tp:

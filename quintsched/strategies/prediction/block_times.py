@@ -107,15 +107,17 @@ class Blocks(ArrayRecord):
 
 def blocks(model: Model, hardware: Hardware, sizes: BlockSizes, dtype: str, constants: Constants = CONSTANTS) -> Blocks:
     """Return the times of a model's kinds of layers for n sizes, all of one dtype."""
-    dense = operators.block(model, sizes, experts=False)
-    mixture = operators.block(model, sizes, experts=True) if model.experts else dense
     first, last = operators.embedding(model, sizes), operators.head(model, sizes)
     layer = _LayerTimes(model, hardware, sizes, dtype, constants)
     reduces = 1.0 if model.parallel_block else 2.0  # of outputs, which side by side are added up first
     ends = layer(first, 1.0, 0.0, attends=False, mixes=False)
+    layers = [
+        layer(operators.block(model, sizes, kind), reduces, float(model.norms), attends=True, mixes=kind.experts)
+        for kind in model.kinds
+    ]
     return Blocks(
-        dense=layer(dense, reduces, float(model.norms), attends=True, mixes=False),
-        mixture=layer(mixture, reduces, float(model.norms), attends=True, mixes=bool(model.experts)),
+        dense=layers[0],
+        mixture=layers[-1],
         first=replace(ends, weights=ends.weights + _looked_up(model, sizes)),
         last=layer(last, 0.0, 1.0, attends=False, mixes=False),
     )

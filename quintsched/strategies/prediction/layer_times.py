@@ -60,7 +60,7 @@ def layer_costs(
             sums["activation" if name.startswith(("activations", "logits")) else "state"] += bytes_[0] / 1e9
     columns = {**{name: 1e3 * getattr(each, name)[0] for name in TIMES}, **sums}
     costs = {kind: {name: float(values[at]) for name, values in columns.items()} for at, kind in enumerate(COLUMNS)}
-    kind_of = ["mixture" if mixes else "dense" for mixes in model.has_experts]
+    kind_of = [("dense", "mixture")[place] for place in model.layer_kinds]
     layers = [LayerCost.of_kind("embedding", costs["embedding"])]
     layers += [LayerCost.of_kind("decoder", costs[kind], len(list(group))) for kind, group in groupby(kind_of)]
     if mtp:

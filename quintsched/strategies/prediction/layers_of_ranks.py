@@ -44,7 +44,9 @@ class RankKind:
     """Layers that one or more pipeline ranks hold, as counts."""
 
     dense: int
+    """Number of layers of the first of `Model.kinds`: without experts, or with a delta net."""
     mixture: int
+    """Number of layers of the second."""
     full_dense: int
     """Number of those that are fully recomputed."""
     full_mixture: int
@@ -142,10 +144,10 @@ def rank_stages(model: Model, layout: LayerLayout) -> list[list[RankKind]]:
     count = layout.pp * layout.chunks
     layers = layout.stages or stage_layers(model.layers, count)
     full = recomputed_layers(layers, layout.recompute)
-    starts = np.concatenate(([0], np.cumsum(layers)))
+    starts, places = np.concatenate(([0], np.cumsum(layers))), model.layer_kinds
     stages = []
     for stage in range(count):
-        mixed = [has_experts(model, layer) for layer in range(starts[stage], starts[stage + 1])]
+        mixed = places[starts[stage] : starts[stage + 1]]
         again = mixed[: full[stage]]
         own = (len(mixed) - sum(mixed), sum(mixed), len(again) - sum(again), sum(again))
         stages.append(RankKind(*own, int(stage == 0), int(stage == count - 1)))
@@ -157,14 +159,6 @@ def _alike(layout: LayerLayout, of_ranks: list[list[RankKind]]) -> float:
     """Return 1 if all stages hold the same layers, except for embedding and head, or each rank has one; 0 for twins."""
     several = {(one.dense, one.mixture, one.full_dense, one.full_mixture) for own in of_ranks for one in own}
     return float(layout.schedule not in BIDIRECTIONAL and (layout.chunks == 1 or len(several) == 1))
-
-
-def has_experts(model: Model, layer: int) -> bool:
-    """Return whether a layer has a mixture of experts."""
-    experts = model.experts
-    return (
-        experts is not None and layer >= experts.first_dense and (layer - experts.first_dense + 1) % experts.every == 0
-    )
 
 
 def kinds(model: Model, layouts: Sequence[LayerLayout], *, each_rank: bool = False) -> Kinds:

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.model import CHUNK, LayerKind, Model
 
 Array: TypeAlias = NDArray[np.float64]
 UP = "mla_up_proj"
@@ -113,17 +113,18 @@ class Pass:
 Operator: TypeAlias = Product | AttentionKernel | Pass
 
 
-def block(model: Model, sizes: BlockSizes, *, experts: bool) -> tuple[Operator, ...]:
-    """Return the operators of one layer; `experts`: of a layer with a mixture of experts."""
+def block(model: Model, sizes: BlockSizes, kind: LayerKind) -> tuple[Operator, ...]:
+    """Return the operators of one layer of this kind."""
     feed_forward = (
-        _mixture(model, sizes) if experts else _feed_forward(model, sizes, model_ffn(model), sizes.tokens, "ffn")
+        _mixture(model, sizes) if kind.experts else _feed_forward(model, sizes, model.ffn_width, sizes.tokens, "ffn")
     )
+    mixer = (_delta_net if kind.delta else attention)(model, sizes)
     first, second = (_norm(name, sizes.between * model.hidden, sizes.width) for name in ("norm", "ffn norm"))
     if model.parallel_block:
         norms = (first, second)[: model.norms]
-        return (*norms, *attention(model, sizes), *feed_forward, _add("block add", model, sizes, 2))
+        return (*norms, *mixer, *feed_forward, _add("block add", model, sizes, 2))
     middle = _add("attention add", model, sizes)
-    return (first, *attention(model, sizes), middle, second, *feed_forward, _add("ffn add", model, sizes))
+    return (first, *mixer, middle, second, *feed_forward, _add("ffn add", model, sizes))
 
 
 def attention(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
@@ -138,6 +139,7 @@ def attention(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
         _split(model, tokens * (heads + 2 * key_heads) * head, width),
         *_rotary(model, tokens, heads + key_heads, head, width),
         *_core(model, sizes, heads, head, values),
+        *_gate(model, tokens * heads * values, width),
         Product("projection", tokens, np.full_like(tokens, model.hidden), heads * values, width),
         *_bias("projection", tokens * model.hidden, width, present=model.biases),
     )
@@ -177,21 +179,12 @@ def head_size(model: Model) -> int:
     return size + model.latent.rope_size if model.latent else size
 
 
-def model_ffn(model: Model) -> float:
-    """Return the width of a plain feed-forward network."""
-    return float(model.ffn or 4 * model.hidden)
-
-
-def gated(model: Model) -> bool:
-    """Whether the feed-forward network has a gate."""
-    return model.activation in ("swiglu", "geglu")
-
-
 def _projections(model: Model, sizes: BlockSizes, heads: Array, key_heads: Array, head: int) -> tuple[Operator, ...]:
     tokens, width = sizes.tokens, sizes.width
     hidden = np.full_like(tokens, model.hidden)
     if model.latent is None:
-        return (Product("qkv", tokens, (heads + 2 * key_heads) * head, hidden, width, column=True),)
+        queries = heads * (1 + model.attention_gate)
+        return (Product("qkv", tokens, (queries + 2 * key_heads) * head, hidden, width, column=True),)
     latent = model.latent
     rank = np.full_like(tokens, latent.kv_rank)
     narrow = np.full_like(tokens, latent.kv_rank + latent.rope_size)
@@ -206,6 +199,44 @@ def _projections(model: Model, sizes: BlockSizes, heads: Array, key_heads: Array
         Product("q up", tokens, heads * head, queries, width, module=UP, column=True),
         compress,
         expand,
+    )
+
+
+def _gate(model: Model, elements: Array, width: Array) -> tuple[Operator, ...]:
+    """Return the pass that multiplies the output of attention by its gate, if there is one."""
+    return (Pass("gate", 3 * elements * width, 5 * elements * width),) if model.attention_gate else ()
+
+
+def _delta_net(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
+    """Return the operators of a gated delta net, in chunks of tokens (arXiv:2406.06484, section 3; arXiv:2412.06464).
+
+    Within a chunk, keys and queries meet keys, and the inverse of the former multiplies keys and values. From chunk to
+    chunk, a state of key_size × value_size per head meets keys, is updated, and meets queries; the first two one chunk
+    after the other. What the backward runs again is not counted.
+    """
+    delta, tokens, width = model.delta, sizes.tokens, sizes.width
+    assert delta is not None
+    hidden, wide = np.full_like(tokens, model.hidden), delta.value_heads * delta.value_size / sizes.tp
+    heads, key, value, chunk = (
+        np.full_like(tokens, size) for size in (delta.value_heads, delta.key_size, delta.value_size, CHUNK)
+    )
+    heads = heads / sizes.tp
+    chunks, convolved = heads * tokens / CHUNK, tokens * delta.convolved / sizes.tp
+    spread = tokens * 2 * heads * key  # queries and keys, repeated for each head of values, with a norm
+    rule = (
+        ("meet", chunk, 2 * chunk, key, chunks),
+        ("inverse", chunk, key + value, chunk, chunks),
+        ("state", key, value, 2 * sizes.seq, heads * sizes.microbatch),
+        ("query", chunk, value, key, chunks),
+        ("values", chunk, value, chunk, chunks),
+    )
+    return (
+        Product("delta qkvz", tokens, delta.convolved / sizes.tp + wide + 2 * heads, hidden, width, column=True),
+        Pass("convolution", 2 * convolved * width, 4 * convolved * width),
+        _norm("delta qk norm", spread, width),
+        *(Product(f"delta {name}", m, n, k, width, batch, weighted=False) for name, m, n, k, batch in rule),
+        Pass("delta norm", 3 * tokens * wide * width, 5 * tokens * wide * width),
+        Product("delta projection", tokens, hidden, wide, width),
     )
 
 
@@ -243,7 +274,7 @@ def _core(model: Model, sizes: BlockSizes, heads: Array, head: int, values: int)
 def _feed_forward(model: Model, sizes: BlockSizes, ffn: float, tokens: Array, name: str) -> tuple[Operator, ...]:
     hidden = np.full_like(tokens, model.hidden)
     wide = np.full_like(tokens, ffn) / sizes.tp
-    inputs = 2 if gated(model) else 1
+    inputs = 2 if model.is_gated else 1
     touched = tokens * wide * sizes.width
     return (
         Product(f"{name} up", tokens, inputs * wide, hidden, sizes.width, column=True),
@@ -269,7 +300,13 @@ def _mixture(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
         _feed_forward(model, sizes, float(experts.ffn * experts.shared), tokens, "shared") if experts.shared else ()
     )
     return (
-        Product("router", tokens, np.full_like(tokens, experts.count), hidden, np.full_like(tokens, FP32)),
+        Product(
+            "router",
+            tokens,
+            np.full_like(tokens, experts.count + experts.shared_gate),
+            hidden,
+            np.full_like(tokens, FP32),
+        ),
         Pass("permute", moved, moved),
         *_grouped(_feed_forward(model, sizes, float(experts.ffn), routed / resident, "expert"), resident),
         Pass("unpermute", moved, moved),

@@ -93,10 +93,8 @@ def model_flops(model: Model, seq: int) -> float:
         model = model.model_copy(update={"experts": model.experts.model_copy(update={"padded_to": None})})
     one = np.ones(1)
     sizes = BlockSizes(tp=one, cp=one, ep=one, sequence_parallel=0 * one, microbatch=one, seq=seq * one, width=one)
-    mixed = sum(model.has_experts)
-    layers = (model.layers - mixed) * _flops(model, block(model, sizes, experts=False))
-    if mixed:
-        layers += mixed * _flops(model, block(model, sizes, experts=True))
+    each = enumerate(model.kinds)
+    layers = sum(model.layer_kinds.count(place) * _flops(model, block(model, sizes, kind)) for place, kind in each)
     return 3.0 * (layers + _flops(model, embedding(model, sizes)) + _flops(model, head(model, sizes)))
 
 

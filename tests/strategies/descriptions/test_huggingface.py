@@ -51,6 +51,26 @@ QWEN3_MOE = {
     "num_key_value_heads": 4,
     "vocab_size": 151936,
 }
+QWEN3_NEXT = {
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+    "vocab_size": 151936,
+}
 DEEPSEEK_V3 = {
     "first_k_dense_replace": 3,
     "n_group": 8,
@@ -154,6 +174,7 @@ VIT = {
         (LLAMA_3_8B, "llama-3-8b"),
         (MIXTRAL, "mixtral-8x7b"),
         (QWEN3_MOE, "qwen3-30b-a3b"),
+        (QWEN3_NEXT, "qwen3-next-80b-a3b"),
         (DEEPSEEK_V3, "deepseek-v3"),
         (GPT_OSS, "gpt-oss-120b"),
         (FALCON, "falcon-40b"),
@@ -166,7 +187,19 @@ VIT = {
 def test_a_config_is_its_preset(config: dict[str, Any], preset: str) -> None:
     expected, found = find_model(preset), find_model(config)
     assert total(found) == total(expected)
-    keep = ("layers", "hidden", "heads", "experts", "latent", "images", "tied", "activation", "positions", "dropout")
+    keep = (
+        "layers",
+        "hidden",
+        "heads",
+        "experts",
+        "latent",
+        "delta",
+        "images",
+        "tied",
+        "activation",
+        "positions",
+        "dropout",
+    )
     assert found.model_dump(include=set(keep)) == expected.model_dump(include=set(keep))
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from quintsched.strategies.descriptions.library import find_model, model_names
+from quintsched.strategies.descriptions.model import LayerKind
 from quintsched.strategies.descriptions.parameters import (
     active,
     block_weights,
@@ -43,6 +44,7 @@ PUBLISHED = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-next-80b-a3b": 79_674_391_296,
     "gpt-neox-20b": 20_554_567_680,
     "falcon-7b": 6_921_720_704,
     "falcon-40b": 41_303_293_952,
@@ -116,14 +118,14 @@ def test_ranks_of_tp_and_ep_hold_what_there_is(name: str) -> None:
     experts = model.experts.count if model.experts else 1
     tp = np.array([1, 2, 4])
     ep = np.array([1, experts, 1])
-    for has_experts in {*model.has_experts}:
-        weights = block_weights(model, has_experts=has_experts)
+    for kind in {model.kinds[place] for place in model.layer_kinds}:
+        weights = block_weights(model, kind)
         if any(weight.is_cut and weight.units % 4 for weight in weights):
             continue
         held = on_rank(weights, tp=tp, ep=ep)
         whole = sum(weight.numbers for weight in weights if not weight.is_cut)
         numbers = sum(weight.numbers for weight in weights)
-        dense = numbers - (held.experts * tp * ep if has_experts else 0) - whole
+        dense = numbers - (held.experts * tp * ep if kind.experts else 0) - whole
         assert (held.dense * tp == dense + whole * tp).all()
 
 
@@ -142,7 +144,7 @@ def test_vocabulary_is_padded_and_few_heads_of_keys_are_held_twice() -> None:
     gpt2, llama = find_model("gpt2"), find_model("llama-2-70b")
     assert on_rank(embedding_weights(gpt2)[:1], tp=2).dense == 25129 * 768
     assert on_rank(head_weights(gpt2)[-1:], tp=2).dense == 25129 * 768
-    keys = [weight for weight in block_weights(llama, has_experts=False) if "k_proj" in weight.name]
+    keys = [weight for weight in block_weights(llama, LayerKind(False)) if "k_proj" in weight.name]
     assert on_rank(keys, tp=16).dense == 128 * 8192
 
 

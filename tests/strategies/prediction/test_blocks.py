@@ -25,7 +25,7 @@ def layer(model=GPT, hardware=H100, **given):
 
 
 def test_a_gpt_layer_is_twenty_four_launches():
-    counted = [launches(one) for one in operators.block(GPT, sizes_of(table(), "bf16"), experts=False)]
+    counted = [launches(one) for one in operators.block(GPT, sizes_of(table(), "bf16"), GPT.kinds[0])]
     assert sum(one.forward.item() for one in counted) == 10
     assert sum(one.backward.item() for one in counted) == 14
     assert pytest.approx(0.183 / (4 * 24), rel=0.01) == 24 * LAUNCH_S

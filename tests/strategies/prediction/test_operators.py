@@ -5,6 +5,7 @@ import pytest
 
 from quintsched.strategies.descriptions import parameters
 from quintsched.strategies.descriptions.library import find_model
+from quintsched.strategies.descriptions.model import LayerKind
 from quintsched.strategies.prediction.operators import BlockSizes, Product, block, embedding, head
 from quintsched.strategies.prediction.step import model_flops
 
@@ -20,15 +21,13 @@ def weights(operators):
     )
 
 
-MODELS = ["gpt3-175b", "llama-2-70b", "mixtral-8x7b", "qwen3-8b", "deepseek-v3", "mpt-125m"]
+MODELS = ["gpt3-175b", "llama-2-70b", "mixtral-8x7b", "qwen3-8b", "qwen3-next-80b-a3b", "deepseek-v3", "mpt-125m"]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_products_have_the_weights_of_the_model(name):
     model = find_model(name)
-    mixed = sum(model.has_experts)
-    found = (model.layers - mixed) * weights(block(model, sizes(), experts=False))
-    found += mixed * weights(block(model, sizes(), experts=True)) if mixed else 0
+    found = sum(weights(block(model, sizes(), model.kinds[place])) for place in model.layer_kinds)
     found += weights(head(model, sizes())) * (1 if model.tied else 2)
     counted = parameters.count(model)
     assert found == sum(number for kind, number in counted.items() if kind not in ("positions", "norms", "biases"))
@@ -38,13 +37,26 @@ def test_products_have_the_weights_of_the_model(name):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tensor_parallelism_shares_out_the_weights(name, tp):
     model = find_model(name)
-    whole, part = (weights(block(model, sizes(tp), experts=any(model.has_experts))) for tp in (1, tp))
+    whole, part = (weights(block(model, sizes(tp), model.kinds[0])) for tp in (1, tp))
     assert whole / tp <= part < whole / tp * 1.35  # what is compressed for latent attention is on every rank
 
 
 def test_expert_parallelism_shares_out_the_experts():
     model = find_model("mixtral-8x7b")
-    assert weights(block(model, sizes(ep=8), experts=True)) < 0.25 * weights(block(model, sizes(), experts=True))
+    whole, part = (weights(block(model, sizes(ep=ep), LayerKind(True))) for ep in (1, 8))
+    assert part < 0.25 * whole
+
+
+def test_a_delta_net_needs_as_much_for_each_token_of_any_length():
+    """Megatron-LM counts the recurrence, 8 · value_size² for each token and head; chunks need 37.5 % more."""
+    model = find_model("qwen3-next-80b-a3b")
+
+    def flops(seq):
+        found = [one for one in block(model, sizes(seq=seq), model.kinds[0]) if isinstance(one, Product)]
+        return sum(2 * (one.batch * one.m * one.n * one.k).item() for one in found if not one.weighted)
+
+    assert flops(1024) == pytest.approx(1.375 * 1024 * 32 * 8 * 128**2)
+    assert flops(4096) == 4 * flops(1024)
 
 
 @pytest.mark.parametrize("name", ["gpt3-175b", "mt-nlg-530b", "mpt-7b"])

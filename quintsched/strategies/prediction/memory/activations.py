@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.model import CHUNK, PLAIN, LayerKind, Model
 
 ACTIVATION_KINDS = ("tokens", "masks", "attention", "scores", "ffn", "experts", "router")
 
@@ -60,9 +60,7 @@ class ActivationSizes:
         return self.tokens / np.where(np.asarray(self.sequence_parallel) > 0, self.tp, 1)
 
 
-def block_kept(
-    model: Model, sizes: ActivationSizes, *, has_experts: bool = False, fused: bool = True
-) -> dict[str, Any]:
+def block_kept(model: Model, sizes: ActivationSizes, kind: LayerKind = PLAIN, *, fused: bool = True) -> dict[str, Any]:
     """Return the bytes that a block keeps without recomputation, by those of `ACTIVATION_KINDS` that occur.
 
     `fused`: whether a gate and its activation are one kernel, as in Megatron-LM, Transformer Engine or after
@@ -72,12 +70,12 @@ def block_kept(
     element, between, inputs = sizes.element, sizes.between, 1 if model.parallel_block else 2
     found = {
         "tokens": between * (inputs * element + model.norms * sizes.kept) * model.hidden,  # of norms, and their outputs
-        "attention": _latent(model, sizes) if model.latent else _attention(model, sizes),
-        "scores": _scores(model, sizes),
+        "attention": (_delta_net if kind.delta else _latent if model.latent else _attention)(model, sizes),
+        "scores": np.zeros(1) if kind.delta else _scores(model, sizes),
     }
     if model.dropout:
         found["masks"] = between * model.hidden * 2
-    if has_experts:
+    if kind.experts:
         found["experts"], found["router"] = _experts(model, sizes, widths)
     else:
         found["ffn"] = _feed_forward(model, sizes, model.ffn_width, widths)
@@ -85,7 +83,7 @@ def block_kept(
 
 
 def block_rerun(
-    model: Model, sizes: ActivationSizes, rerun: Mapping[str, Any], *, has_experts: bool = False
+    model: Model, sizes: ActivationSizes, rerun: Mapping[str, Any], kind: LayerKind = PLAIN
 ) -> dict[str, Any]:
     """Return the bytes of these that recomputed modules do not keep, by kind; `rerun` has 1 for each, else 0."""
     found = {"tokens": rerun["layernorm"] * sizes.between * model.norms * sizes.kept * model.hidden}
@@ -96,7 +94,7 @@ def block_rerun(
         expanded = sizes.tokens * sizes.element * _share(model.heads, sizes.tp) * of_head
         found["attention"] = rerun["mla_up_proj"] * expanded
     activated = sizes.kept + (_kept_widths(model, fused=True) - 1) * (sizes.element - sizes.kept)
-    if has_experts and (experts := model.experts) is not None:
+    if kind.experts and (experts := model.experts) is not None:
         of_row = _share(experts.ffn, sizes.tp) * activated + model.hidden * sizes.element
         shared = sizes.tokens * _share(experts.shared * experts.ffn, sizes.tp) * activated
         found["experts"] = rerun["moe_act"] * sizes.tokens * experts.rows * of_row + rerun["mlp_act"] * shared
@@ -129,11 +127,36 @@ def head_kept(model: Model, sizes: ActivationSizes, *, fused: Any = 0) -> dict[s
 
 
 def _attention(model: Model, sizes: ActivationSizes) -> Any:
-    """Return the bytes of queries, keys, values and the projection's input; qk norms keep queries and keys again."""
+    """Return the bytes of queries, keys, values and the projection's input; qk norms keep queries and keys again.
+
+    A gate and the output that it multiplies are kept besides.
+    """
     queries = _share(model.heads, sizes.tp) * model.head_width
     keys = _share(model.num_kv_heads, sizes.tp) * model.head_width
-    kept = queries + 2 * keys + (queries + keys if model.qk_norm else 0)
+    kept = queries + 2 * keys + (queries + keys if model.qk_norm else 0) + 2 * queries * model.attention_gate
     return sizes.tokens * (sizes.element * kept + sizes.kept * queries)
+
+
+def _delta_net(model: Model, sizes: ActivationSizes) -> Any:
+    """Return the bytes that a gated delta net keeps (`chunk_gated_delta_rule` of flash-linear-attention).
+
+    The convolution keeps its input; the rule its queries and keys for each head of values, the values, and for each
+    token its part of a chunk's inverse, its decay and its rate; the gated norm its two inputs.
+    """
+    delta = model.delta
+    assert delta is not None
+    heads = delta.value_heads
+    of_head = 2 * delta.key_size + CHUNK + 3 * delta.value_size + 1
+    kept = sizes.element * (delta.convolved + heads * of_head) + FP32 * heads + sizes.kept * heads * delta.value_size
+    return sizes.tokens * kept / sizes.tp
+
+
+def delta_states(model: Model, sizes: ActivationSizes) -> Any:
+    """Return the bytes of a delta net's states, one for each head and chunk, which its backward computes again."""
+    delta = model.delta
+    assert delta is not None
+    of_chunk = delta.value_heads * delta.key_size * delta.value_size
+    return sizes.tokens / CHUNK * sizes.element * of_chunk / sizes.tp
 
 
 def _latent(model: Model, sizes: ActivationSizes) -> Any:

@@ -152,12 +152,12 @@ def stage_tensors(
     Weights tied across stages are "apart"; if one stage has both ends, the head is the embedding.
     """
     partial = layout.sequence_parallel and layout.tp > 1
-    tied = model.tied and first != last
+    tied, places = model.tied and first != last, model.layer_kinds
     found: list[Tensor] = []
     if first:
         found += _tensors(embedding_weights(model, seq), layout, apart="tokens.weight" if tied else "")
     for layer in layers:
-        found += _tensors(block_weights(model, has_experts=model.has_experts[layer]), layout, partial=partial)
+        found += _tensors(block_weights(model, model.kinds[places[layer]]), layout, partial=partial)
     if last:
         head = [w for w in head_weights(model) if not (model.tied and first and w.name == "head.weight")]
         found += _tensors(head, layout, apart="head.weight" if tied else "")

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.model import LayerKind, Model
 from quintsched.strategies.prediction.memory.activations import (
     FP32,
     ActivationSizes,
@@ -65,19 +65,19 @@ def own_gathered(whole: Mapping[str, Any], sizes: ActivationSizes, mesh: Mesh) -
 def _layers(model: Model, sizes: ActivationSizes, ranks: RankLayers) -> dict[str, Any]:
     """Return the bytes that the layers of a rank keep of one microbatch, by kind."""
     found: dict[str, Any] = {}
-    for has_experts, count in ((False, ranks.dense), (True, ranks.mixture if model.experts else 0)):
+    for kind, count in zip(model.kinds, (ranks.dense, ranks.mixture), strict=False):
         if np.any(np.asarray(count) > 0):
-            for kind, bytes_ in own_block(model, sizes, has_experts=has_experts).items():
-                found[kind] = found.get(kind, 0) + count * bytes_
+            for term, bytes_ in own_block(model, sizes, kind).items():
+                found[term] = found.get(term, 0) + count * bytes_
     return found
 
 
-def own_block(model: Model, sizes: ActivationSizes, *, has_experts: bool) -> dict[str, Any]:
+def own_block(model: Model, sizes: ActivationSizes, kind: LayerKind) -> dict[str, Any]:
     """Return the bytes that one block keeps, by kind."""
-    found = block_kept(model, sizes, has_experts=has_experts, fused=False)
+    found = block_kept(model, sizes, kind, fused=False)
     found["statistics"] = 2 * _norm(model, sizes.between, sizes.element)
     found["attention"] = found["attention"] + _attention_copies(model, sizes)
-    if has_experts:
+    if kind.experts:
         _add_experts(model, sizes, found)
     return found
 

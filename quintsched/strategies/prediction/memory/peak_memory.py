@@ -32,6 +32,7 @@ from quintsched.strategies.prediction.memory.activations import (
     block_input,
     block_kept,
     block_rerun,
+    delta_states,
     embedding_kept,
     head_kept,
 )
@@ -108,17 +109,15 @@ def _state(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: RankLayers) 
     A tied head is a second copy, unless its stage also has the embedding.
     """
     tp, first = sizes.tp, embedding_weights(model, sizes.seq)
-    plain = on_rank(block_weights(model, has_experts=False), tp=tp)
-    mixture = on_rank(block_weights(model, has_experts=True), tp=tp, ep=mesh.ep) if model.experts else Held(0, 0)
+    each = [on_rank(block_weights(model, kind), tp=tp, ep=mesh.ep) for kind in model.kinds]
+    counts = ranks.dense, ranks.mixture
     before, behind = on_rank(first, tp=tp).dense, on_rank(head_weights(model), tp=tp).dense
     joined = on_rank(first[:1], tp=tp).dense * (np.asarray(mesh.pp) * mesh.chunks == 1) if model.tied else 0.0
-    dense = ranks.dense * plain.dense + ranks.first * before + ranks.last * (behind - joined)
-    unit = np.maximum(plain.dense * (np.asarray(ranks.dense) > 0), before * ranks.first)
-    held, units = Held(dense, 0.0), Held(unit, 0.0)
-    if model.experts:
-        held = Held(dense + ranks.mixture * mixture.dense, ranks.mixture * mixture.experts)
-        has_mixture = np.asarray(ranks.mixture) > 0
-        units = Held(np.maximum(unit, mixture.dense * has_mixture), mixture.experts * has_mixture)
+    held, units = Held(ranks.first * before + ranks.last * (behind - joined), 0.0), Held(before * ranks.first, 0.0)
+    for one, count in zip(each, counts, strict=False):
+        held = Held(held.dense + count * one.dense, held.experts + count * one.experts)
+        has = np.asarray(count) > 0
+        units = Held(np.maximum(units.dense, one.dense * has), np.maximum(units.experts, one.experts * has))
     outer = mesh.dp * sizes.cp
     precision = Precision.from_element(sizes.element, gradient=mesh.gradient)
     return state_bytes(
@@ -146,13 +145,11 @@ def _kept(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: RankLayers) -
     """Return the bytes that the layers of a rank keep of one microbatch."""
     full = ranks.full_dense + ranks.full_mixture
     found = {"inputs": full * block_input(model, sizes)}
-    layers = [(False, ranks.dense - ranks.full_dense)]
-    if model.experts is not None:
-        layers.append((True, ranks.mixture - ranks.full_mixture))
-    for has_experts, count in layers:
-        dropped = block_rerun(model, sizes, mesh.rerun, has_experts=has_experts)
-        for kind, bytes_ in block_kept(model, sizes, has_experts=has_experts).items():
-            found[kind] = found.get(kind, 0) + count * (bytes_ - dropped.get(kind, 0))
+    layers = ranks.dense - ranks.full_dense, ranks.mixture - ranks.full_mixture
+    for kind, count in zip(model.kinds, layers, strict=False):
+        dropped = block_rerun(model, sizes, mesh.rerun, kind)
+        for term, bytes_ in block_kept(model, sizes, kind).items():
+            found[term] = found.get(term, 0) + count * (bytes_ - dropped.get(term, 0))
     return found
 
 
@@ -164,14 +161,14 @@ def _temporary(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: RankLaye
     others; where the product adds it, Transformer Engine keeps an unused buffer for each shape of weight instead.
     """
     found: Any = 0.0
-    for has_experts, count, full in ((False, ranks.dense, ranks.full_dense), (True, ranks.mixture, ranks.full_mixture)):
-        if has_experts and model.experts is None:
-            continue
-        kept = block_kept(model, sizes, has_experts=has_experts)
-        dropped = block_rerun(model, sizes, mesh.rerun, has_experts=has_experts)
+    layers = (ranks.dense, ranks.full_dense), (ranks.mixture, ranks.full_mixture)
+    for kind, (count, full) in zip(model.kinds, layers, strict=False):
+        kept = block_kept(model, sizes, kind)
+        dropped = block_rerun(model, sizes, mesh.rerun, kind)
         again = np.where(np.asarray(full) > 0, sum(kept.values()), sum(dropped.values()))
         scores = kept["scores"] if model.attention == "unfused" else 0.0
-        wide = np.maximum(kept["experts" if has_experts else "ffn"], scores) / 2 + block_input(model, sizes)
+        wide = np.maximum(kept["experts" if kind.experts else "ffn"], scores) / 2 + block_input(model, sizes)
+        wide = wide + (delta_states(model, sizes) if kind.delta else 0.0)
         found = np.maximum(found, np.where(np.asarray(count) > 0, again + wide, 0.0))
     logits = head_kept(model, sizes)["logits"] * (np.asarray(mesh.fused_loss) == 0)
     found = np.maximum(found, ranks.last * logits * (np.asarray(sizes.element) / FP32))
@@ -184,10 +181,8 @@ def _weight_gradients(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: R
     fused = np.asarray(mesh.fused_accumulation) > 0
     head = ranks.last * on_rank(head_weights(model)[-1:], tp=sizes.tp).dense
     found: Any = 0.0
-    for has_experts, count in ((False, ranks.dense), (True, ranks.mixture)):
-        if has_experts and model.experts is None:
-            continue
-        matrices = [w for w in block_weights(model, has_experts=has_experts) if w.kind != "norms"]
+    for kind, count in zip(model.kinds, (ranks.dense, ranks.mixture), strict=False):
+        matrices = [w for w in block_weights(model, kind) if w.kind != "norms"]
         sizes_of = [on_rank([replace(weight, copies=1)], tp=sizes.tp).dense for weight in matrices]
         each = np.where(fused, sum(sizes_of), reduce(np.maximum, sizes_of))
         found = np.maximum(found, np.where(np.asarray(count) > 0, each, 0.0))

@@ -20,7 +20,6 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy, modules_of
 from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, operator_times
-from quintsched.strategies.prediction.layers_of_ranks import has_experts
 from quintsched.strategies.prediction.operators import AttentionKernel, Operator, Pass, Product
 from quintsched.strategies.prediction.step import predict
 from quintsched.strategies.prediction.table import Table, sizes_of
@@ -121,8 +120,8 @@ def work_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Cons
         seconds[KINDS[type(operator)]] += float(total[0]) * times * strategy.microbatches / strategy.pp
 
     again = _recomputed(model, strategy)
-    for experts, layers in Counter(has_experts(model, layer) for layer in range(model.layers)).items():
-        for operator in operators.block(model, sizes, experts=experts):
+    for place, layers in Counter(model.layer_kinds).items():
+        for operator in operators.block(model, sizes, model.kinds[place]):
             add(operator, float(layers), again)
     for operator in (*operators.embedding(model, sizes), *operators.head(model, sizes)):
         add(operator, 1.0, 0.0)

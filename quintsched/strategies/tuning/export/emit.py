@@ -149,6 +149,10 @@ def differences(model: Model) -> Iterator[str]:
         yield from _differences_of_images(model)
     if model.sinks:
         yield "sinks of attention"
+    if model.attention_gate:
+        yield "a gate of attention"
+    if model.delta:
+        yield "layers with a delta net"
     if model.parallel_block:
         yield "attention and feed-forward network side by side"
     if model.activation not in ("gelu", "swiglu") or (model.images and model.activation != "gelu"):

@@ -31,6 +31,8 @@ def megatron_notes(model: Model, strategy: Strategy) -> Iterator[str]:
         yield "attention and feed-forward network side by side have no argument"
     if model.window_except > 1:
         yield f"every {model.window_except}-th layer attends to all keys: --window-attn-skip-freq"
+    if model.delta:
+        yield "the share of each head that is rotated: --rotary-percent"
     if model.experts and model.experts.nodes:
         yield "routing to few nodes: --moe-router-num-groups and --moe-router-group-topk"
     if strategy.tp > 1 and strategy.tp_overlap:
@@ -71,11 +73,23 @@ def _of_model(model: Model, strategy: Strategy) -> Iterator[str]:
         "--disable-bias-linear": not model.biases,
         "--add-qkv-bias": bool(model.qkv_biases) and not model.biases,
         "--qk-layernorm": model.qk_norm,
+        "--attention-output-gate": model.attention_gate,
+        "--moe-shared-expert-gate": bool(model.experts and model.experts.shared_gate),
         "--untie-embeddings-and-output-weights": not model.tied,
     }
     yield from (name for name, on in switches.items() if on)
     if model.sinks:
         yield "--softmax-type learnable"
+    if delta := model.delta:
+        yield "--experimental-attention-variant gated_delta_net"
+        yield f"--linear-attention-freq {delta.except_every}"
+        yield f"--linear-conv-kernel-dim {delta.convolution}"
+        for name, heads, size in (
+            ("key", delta.key_heads, delta.key_size),
+            ("value", delta.value_heads, delta.value_size),
+        ):
+            yield f"--linear-num-{name}-heads {heads}"
+            yield f"--linear-{name}-head-dim {size}"
     if model.window:
         yield f"--window-size ({model.window - 1},0)"
     if experts := model.experts:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from quintsched.strategies.descriptions.library import find_model
-from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.model import LayerKind, Model
 from quintsched.strategies.prediction.memory.activations import (
     ActivationSizes,
     block_input,
@@ -132,7 +132,7 @@ def test_wider_elements(element: int, times: int) -> None:
 
 def test_experts_keep_the_tokens_that_are_sent_to_them() -> None:
     model = find_model("mixtral-8x7b")
-    kept = block_kept(model, ActivationSizes(1, 100, tp=2), has_experts=True)
+    kept = block_kept(model, ActivationSizes(1, 100, tp=2), LayerKind(True))
     assert kept["experts"] == 100 * 2 * 2 * (2 * 4096 + 3 * 7168)
     assert kept["router"] == 100 * (4 * 8 + 12 * 2)
     assert "ffn" not in kept
@@ -140,7 +140,7 @@ def test_experts_keep_the_tokens_that_are_sent_to_them() -> None:
 
 def test_shared_experts_and_latent_attention() -> None:
     model = find_model("deepseek-v3")
-    kept = block_kept(model, ActivationSizes(1, 100), has_experts=True)
+    kept = block_kept(model, ActivationSizes(1, 100), LayerKind(True))
     assert kept["experts"] == 100 * 2 * (8 * (2 * 7168 + 3 * 2048) + 3 * 2048)
     assert kept["attention"] == 100 * 2 * (128 * (2 * 192 + 2 * 128) + 2 * (1536 + 512) + 64)
 
