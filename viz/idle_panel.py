@@ -8,13 +8,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from quintsched.simulation.idle_time import CAUSES, COMPUTING_TIME, EXCHANGES, OTHERS, TimeOfRank
+from quintsched.simulation.idle_time import CAUSES, TimeOfRank
 
-from .looks import CAUSE_COLOURS
+from .looks import CAUSE_COLOURS, WORKING_COLOURS
 from .sheet import POINTS, LegendKey
 from .style import QUIET, percent
 
-COLOURS = {COMPUTING_TIME: "#A9B4BF", EXCHANGES: "#6C7A89", OTHERS: "#D5DAE0", **CAUSE_COLOURS}
+COLOURS = {**WORKING_COLOURS, **CAUSE_COLOURS}
 MOST_LABELLED = 24
 """Most ranks with a label each."""
 

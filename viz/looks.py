@@ -27,6 +27,7 @@ from quintsched.ir.instruction_set import (
     ShareMetrics,
     SyncTied,
 )
+from quintsched.simulation.idle_time import COMPUTING_TIME, EXCHANGES, OTHERS
 
 from .collective_scene import Added, Stored
 
@@ -82,6 +83,9 @@ CAUSE_COLOURS = {
     "collective": "#3d7a5a",
 }
 """Colours of the causes of idle time."""
+
+WORKING_COLOURS = {COMPUTING_TIME: "#A9B4BF", EXCHANGES: "#6C7A89", OTHERS: "#D5DAE0"}
+"""Colours of the parts of a rank's time in which it runs something."""
 
 
 def look_of(what: type[Instruction]) -> Look:

@@ -1,18 +1,18 @@
 /** Colours of the page: those of the planner's pictures, on light and on dark ground, distinct for all colour vision. */
 export const THEMES = {
   light: {
-    ground: "#ffffff", panel: "#f6f7f9", ink: "#1f2933", quiet: "#5f6b7a", line: "#dde2e8", idle: "#eef0f3", hatch: "#d9dee5",
+    theme: "light", ground: "#ffffff", panel: "#f6f7f9", ink: "#1f2933", quiet: "#5f6b7a", line: "#dde2e8", idle: "#eef0f3", hatch: "#d9dee5",
     wait: "#efe6f7", waitHatch: "#c6b3d9", accent: "#0072b2", good: "#0b7a55", bad: "#b3261e", glow: "#111827", cell: "#ffffff",
   },
   dark: {
-    ground: "#12161c", panel: "#1a2029", ink: "#e8edf3", quiet: "#97a3b2", line: "#2b3440", idle: "#1c232d", hatch: "#2a333f",
+    theme: "dark", ground: "#12161c", panel: "#1a2029", ink: "#e8edf3", quiet: "#97a3b2", line: "#2b3440", idle: "#1c232d", hatch: "#2a333f",
     wait: "#2c2438", waitHatch: "#5c4a76", accent: "#56b4e9", good: "#4cc79a", bad: "#ff8a7a", glow: "#ffffff", cell: "#12161c",
   },
 };
 
 const DARK_INSTEAD = { "#000000": "#c9d2dc", "#1F2933": "#e8edf3" };
 
-function rgb(hex) {
+export function rgb(hex) {
   return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 }
 
@@ -53,6 +53,16 @@ function inkOn(colour) {
 export function heat(theme, amount) {
   const stops = theme === "dark" ? [[28, 35, 45], [70, 70, 140], [150, 100, 200], [240, 200, 255]]
     : [[238, 243, 248], [158, 188, 218], [140, 107, 177], [110, 1, 107]];
+  return between(stops, amount);
+}
+
+/** Return the colour of a rank's line among those of all ranks. */
+export function lineColour(theme, rank, count) {
+  const stops = theme === "dark" ? [[120, 130, 255], [60, 190, 200], [240, 220, 90]] : [[68, 1, 84], [33, 145, 140], [150, 190, 40]];
+  return `rgb(${between(stops, rank / Math.max(count - 1, 1)).join()})`;
+}
+
+function between(stops, amount) {
   const at = Math.min(Math.max(amount, 0), 1) * (stops.length - 1), low = Math.min(Math.floor(at), stops.length - 2);
   return stops[low].map((c, i) => Math.round(c + (stops[low + 1][i] - c) * (at - low)));
 }

@@ -12,21 +12,21 @@ export class Controls {
 
   #hover(event) {
     const hit = this.app.hit(event.offsetX, event.offsetY);
-    const row = hit ? hit.row : -1;
+    const row = hit && hit.scene.plan === this.app.plan ? hit.row : -1;
     if (row !== this.app.hovered) {
       this.app.hovered = row;
       this.app.paintOver();
     }
-    this.app.tip.hidden = !hit || (row < 0 && hit.time > this.app.view.makespan) || (row < 0 && hit.time < 0);
+    this.app.tip.hidden = !hit || (hit.row < 0 && (hit.time > this.app.view.makespan || hit.time < 0));
     if (this.app.tip.hidden) return;
-    const unit = this.app.view.unitName, run = hit.scene.run;
-    if (row >= 0) {
-      const wait = run.wait?.[row] ? `, after waiting ${number(run.wait[row])}` : "";
-      this.app.tip.replaceChildren(h("b", {}, this.app.nameOf(row)), h("br"),
-        `${number(run.start[row])} to ${number(run.end[row])}, ${number(run.end[row] - run.start[row])} ${unit}${wait}`,
-        h("br"), h("small", {}, this.app.plan.text(row)));
+    const unit = this.app.view.unitName, { run, plan } = hit.scene;
+    if (hit.row >= 0) {
+      const [from, to, wait] = [run.start[hit.row], run.end[hit.row], run.wait?.[hit.row]];
+      this.app.tip.replaceChildren(h("b", {}, this.app.nameOf(hit.row, plan)), h("br"),
+        `${number(from)} to ${number(to)}, ${number(to - from)} ${unit}${wait ? `, after waiting ${number(wait)}` : ""}`,
+        h("br"), h("small", {}, plan.text(hit.row)));
     } else {
-      const gap = this.app.waits && hit.scene === this.app.scenes[0] ? this.app.gapAt(hit.rank, hit.time) : null;
+      const gap = this.app.waits && hit.scene === this.app.scene ? this.app.gapAt(hit.rank, hit.time) : null;
       this.app.tip.replaceChildren(gap ? this.app.waits.explain(gap).sentence : `rank ${hit.rank} is idle`);
     }
     const wide = this.app.tip.offsetWidth, tall = this.app.tip.offsetHeight;
@@ -37,8 +37,9 @@ export class Controls {
   #click(event) {
     const hit = this.app.hit(event.offsetX, event.offsetY);
     if (!hit) return this.app.clear();
+    this.app.focus(hit.scene);
     if (hit.row >= 0) return this.app.select(hit.row);
-    const gap = this.app.gapAt(hit.rank, hit.time);
+    const gap = hit.scene === this.app.scene ? this.app.gapAt(hit.rank, hit.time) : null;
     return gap ? this.app.showGap(gap) : this.app.clear();
   }
 
@@ -126,14 +127,14 @@ export class Controls {
     if (view.selectedRank < 0) return view.pan(0, -by * view.rowHeight);
     const rank = Math.min(Math.max(view.selectedRank + by, 0), this.app.plan.ranks - 1);
     const time = this.app.selected >= 0 ? this.app.run.start[this.app.selected] : view.t0;
-    const scene = this.app.scenes[0];
+    const { scene } = this.app;
     const [from] = scene.visible(rank, time, time);
     if (from < scene.first[rank + 1]) this.app.select(scene.rows[from]);
   }
 
   #along(by) {
     if (this.app.path) return this.app.step(by);
-    const scene = this.app.scenes[0], rank = Math.max(this.app.view.selectedRank, 0);
+    const { scene } = this.app, rank = Math.max(this.app.view.selectedRank, 0);
     const rows = scene.rows.subarray(scene.first[rank], scene.first[rank + 1]);
     const at = rows.indexOf(this.app.selected);
     if (rows.length) this.app.select(rows[Math.min(Math.max(at + by, 0), rows.length - 1)]);

@@ -4,7 +4,7 @@
  *     [4 bytes: length of the head] [head, padded to 8 bytes] [section 0, padded] [section 1, padded] …
  */
 import { Plan, readTables } from "./plan.js";
-import { Costs, figures, simulate } from "./times.js";
+import { Costs, runOf, simulate } from "./times.js";
 
 const ARRAYS = { u1: Uint8Array, i1: Int8Array, i2: Int16Array, i4: Int32Array, f8: Float64Array };
 
@@ -31,29 +31,18 @@ export async function readData(text) {
     sections[name] = new ARRAYS[type](buffer, at, count);
     at = padded(at + sections[name].byteLength);
   }
-  return { tables, ...(head.plan ? planOf(tables, head, sections) : {}), stall: head.stall ?? null };
+  const runs = (head.plans ?? []).flatMap((of, number) => runsOf(tables, of, (name) => sections[`${number} ${name}`]));
+  return { tables, runs, stall: head.stall ?? null, window: head.window ?? null };
 }
 
-function planOf(tables, head, sections) {
+/** Return the runs of a plan: the planned one, and measured ones; a plan without times is simulated. */
+function runsOf(tables, of, section) {
   const wide = (array) => (array instanceof Int32Array ? array : Int32Array.from(array));
-  const columns = Object.fromEntries(head.columns.map((name) => [name, wide(sections[`column ${name}`])]));
-  const plan = new Plan(tables, head.plan, wide(sections.first), sections.op, columns, head.table);
-  plan.givenTitle = head.title;
-  const runs = head.runs.map(({ name, wait, ...about }, number) => {
-    const start = sections[`start ${number}`], end = sections[`end ${number}`];
-    return runOf(plan, start, end, wait ? sections[`wait ${number}`] : null, { name, costs: new Costs(plan, head.costs), ...about });
-  });
-  if (!runs.length) runs.push({ ...simulate(plan, head.costs, true), name: "planned" });
-  return { plan, runs, costs: head.costs, window: head.window ?? null };
-}
-
-/** Return a run of a plan with the figures that follow from its times. */
-export function runOf(plan, start, end, wait, about) {
-  const busy = new Float64Array(plan.ranks);
-  let makespan = 0;
-  for (let row = 0; row < plan.length; row++) {
-    if (end[row] > makespan) makespan = end[row];
-    if (plan.tables.computes[plan.op[row]]) busy[plan.rank[row]] += end[row] - start[row] - (wait ? wait[row] : 0);
-  }
-  return { plan, start, end, wait, busy, makespan, ...about, ...figures(busy, makespan) };
+  const columns = Object.fromEntries(of.columns.map((name) => [name, wide(section(`column ${name}`))]));
+  const plan = new Plan(tables, of.plan, wide(section("first")), section("op"), columns, of.table);
+  plan.givenTitle = of.title;
+  if (!of.runs.length) return [simulate(plan, of.costs, true)];
+  return of.runs.map(({ name, wait, ...about }, number) =>
+    runOf(plan, section(`start ${number}`), section(`end ${number}`), wait ? section(`wait ${number}`) : null,
+      { name, costs: new Costs(plan, of.costs), ...about }));
 }

@@ -1,25 +1,25 @@
 /** Files that a reader drops on the page: plans, traces of a run, stall reports, PyTorch's schedule CSV. */
 import { lower } from "./compile.js";
-import { runOf } from "./data.js";
 import { range } from "./layout.js";
+import { readOrders } from "./link.js";
 import { Plan } from "./plan.js";
-import { Costs, simulate } from "./times.js";
+import { Costs, runOf, simulate } from "./times.js";
 
 /** Read dropped files; returns what `App.open` takes. */
 export async function readDropped(app, files) {
   const read = await Promise.all(files.map(async (file) => ({ name: file.name, text: await file.text() })));
   const csv = read.find(({ name }) => name.endsWith(".csv"));
-  if (csv) return planned(readCsv(app.tables, csv.text, csv.name.replace(/\.csv$/, "")));
+  if (csv) return { runs: [simulate(readCsv(app.tables, csv.text, csv.name.replace(/\.csv$/, "")), {}, true)] };
   const records = read.filter(({ name }) => name.endsWith(".json")).map(({ name, text }) => ({ name, json: parse(name, text) }));
   const stall = records.find(({ json }) => json.format === "quintsched.stall")?.json;
-  if (stall) return { ...planned(Plan.fromJson(app.tables, stall.plan)), stall };
+  if (stall) return { runs: [simulate(Plan.fromJson(app.tables, stall.plan), {}, true)], stall };
   const traces = records.filter(({ json }) => json.format === "quintsched.trace").map(({ json }) => json);
-  const file = records.find(({ json }) => json.format === "quintsched.plan")?.json;
+  const plans = records.filter(({ json }) => json.format === "quintsched.plan").map(({ json }) => Plan.fromJson(app.tables, json));
   const costs = records.find(({ json }) => json.format === undefined && typeof json.forward !== "undefined")?.json;
-  const plan = file ? Plan.fromJson(app.tables, file) : traces.length || costs ? app.plan : null;
-  if (!plan) throw new Error("Give a plan (.json), the files of a trace, a stall report, or a schedule in PyTorch's CSV format.");
-  if (!traces.length) return planned(plan, costs ?? (file ? {} : app.run.costs.values));
-  return measured(plan, traces, file ? {} : app.run.costs.values);
+  if (!plans.length && (traces.length || costs)) plans.push(app.plan);
+  if (!plans.length) throw new Error("Give a plan (.json), the files of a trace, a stall report, or a schedule in PyTorch's CSV format.");
+  const timed = costs ?? (plans[0] === app.plan ? app.run.costs.values : {});
+  return { runs: traces.length ? measured(plans[0], traces, timed) : plans.map((plan) => simulate(plan, timed, true)) };
 }
 
 function parse(name, text) {
@@ -30,12 +30,7 @@ function parse(name, text) {
   }
 }
 
-/** Return a plan with its simulated run; raises if it cannot finish. */
-export function planned(plan, costs = {}) {
-  return { plan, runs: [{ ...simulate(plan, costs, true), name: "planned" }] };
-}
-
-/** Return a plan with its simulated run and the step of a trace with the median makespan. */
+/** Return a plan's simulated run, and the step of a trace with the median makespan. */
 function measured(plan, traces, costs) {
   const ofRank = range(plan.ranks).map((rank) => traces.find((trace) => trace.pp_rank === rank));
   const missing = ofRank.findIndex((trace) => !trace);
@@ -44,8 +39,7 @@ function measured(plan, traces, costs) {
   const found = steps.map((step) => measuredStep(plan, ofRank, step)).sort((a, b) => a.makespan - b.makespan);
   if (!found.length) throw new Error("the traces have no step in common");
   const middle = found[Math.floor((found.length - 1) / 2)];
-  const run = simulate(plan, costs.unit === "s" ? costs : costsOf(plan, middle), true);
-  return { plan, runs: [{ ...run, name: "planned" }, middle] };
+  return [simulate(plan, costs.unit === "s" ? costs : costsOf(plan, middle), true), middle];
 }
 
 function measuredStep(plan, ofRank, step) {
@@ -83,9 +77,7 @@ function costsOf(plan, run) {
 
 /** Read the computations of PyTorch's CSV, one line per rank, and lower them. */
 export function readCsv(tables, text, name) {
-  const ops = { F: "Fwd", B: "Bwd", I: "BwdInput", W: "BwdWeight" };
-  const orders = text.trim().split("\n").map((line) => [...line.matchAll(/(?<![A-Z_\d])(\d+)([FBIW])(\d+)(?![A-Z_\d])/g)].map(([, stage, op, microbatch]) =>
-    ({ op: ops[op], stage: Number(stage), microbatch: Number(microbatch) })));
+  const orders = readOrders(text.trim().split("\n"));
   const stages = [];
   orders.forEach((order, rank) => order.forEach(({ stage }) => (stages[stage] = rank)));
   const units = 1 + Math.max(...orders.flat().map(({ microbatch }) => microbatch));

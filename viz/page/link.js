@@ -28,6 +28,6 @@ export function writeOrders(orders) {
 
 /** Orders of all ranks from text. */
 export function readOrders(texts) {
-  return texts.map((text) => [...text.matchAll(/(\d+)([FBIW])(\d+)/g)].map(([, stage, letter, microbatch]) =>
+  return texts.map((text) => [...text.matchAll(/(?<![A-Z_\d])(\d+)([FBIW])(\d+)(?![A-Z_\d])/g)].map(([, stage, letter, microbatch]) =>
     ({ op: OPS[letter], stage: Number(stage), microbatch: Number(microbatch) })));
 }

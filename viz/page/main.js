@@ -8,16 +8,16 @@ import { drawMemory } from "./memory.js";
 import { stallCard, standing } from "./stall.js";
 import { paintOver } from "./overlay.js";
 import styles from "./page.css";
-import { breakdownCard, gapCard, helpCard, instructionCard, pathCard, rowList, verdictCard } from "./panel.js";
+import { breakdownCard, compareCard, gapCard, helpCard, instructionCard, pathCard, rowList, verdictCard } from "./panel.js";
 import { Playground } from "./play.js";
 import { Scene } from "./scene.js";
 import { search } from "./search.js";
 import { drawAxis, drawLabels, drawTimeline } from "./timeline.js";
-import { heldOverTime } from "./times.js";
+import { heldOverTime, peakOf } from "./times.js";
 import { View } from "./view.js";
 import { Waits, number } from "./why.js";
 
-const AXIS = 24, LEAST_MEMORY = 130, MOST_MEMORY = 240, ROW = 72;
+const AXIS = 24, LEAST_MEMORY = 130, MOST_MEMORY = 340;
 const MOST_WAITS_AT_ONCE = 250_000;
 
 class App {
@@ -34,14 +34,13 @@ class App {
     this.figures = h("div", { class: "figures" });
     this.query = h("input", { type: "search", placeholder: "stage 3 microbatch 7", "aria-label": "search", onkeydown: (e) => this.#searchKey(e),
       oninput: () => this.#search() });
-    this.modes = h("select", { "aria-label": "runs shown", hidden: true, onchange: () => this.setMode(this.modes.value) },
-      ["planned", "measured", "both", "difference"].map((mode) => h("option", {}, mode)));
+    this.modes = h("select", { "aria-label": "runs shown", hidden: true, onchange: () => this.setMode(this.modes.value) });
     this.stepList = h("select", { "aria-label": "measured step", hidden: true, onchange: () => this.setStep(Number(this.stepList.value)) });
     this.playButton = h("button", { onclick: () => this.playground.toggle() }, "edit");
-    this.header = h("header", {}, this.title, this.figures, h("span", { class: "grow" }), this.modes, this.stepList, this.query,
+    this.header = h("header", {}, this.title, this.figures, h("div", { class: "tools" }, this.modes, this.stepList, this.query,
       h("button", { onclick: () => this.walkPath(), title: "walk the critical path (c)" }, "path"), this.playButton,
       h("button", { onclick: () => this.setTheme(), title: "light or dark (t)", "aria-label": "light or dark" }, "◐"),
-      h("button", { onclick: () => this.show(helpCard()), title: "keys (?)", "aria-label": "keys" }, "?"));
+      h("button", { onclick: () => this.show(helpCard()), title: "keys (?)", "aria-label": "keys" }, "?")));
     this.legend = h("div", { class: "legend" });
     const canvas = (id) => h("canvas", { id });
     [this.timeline, this.over, this.axis, this.memory] = ["timeline", "over", "axis", "memory"].map(canvas);
@@ -58,21 +57,28 @@ class App {
     this.controls = new Controls(this);
   }
 
-  /** Show a plan with its runs: the planned one first, then measured ones. */
-  open({ plan, runs, cap = null, keepView = false, stall = null, window: shown = null, verdict = null }) {
+  /** Show runs: those of a plan, the planned one first, then measured ones; or those of several plans. */
+  open({ runs, cap = null, keepView = false, stall = null, window: shown = null }) {
     const before = this.view;
-    Object.assign(this, { plan, runs, cap, stall, waits: null, held: undefined, breakdown: null, selected: -1, gap: null, path: null, cycle: null,
-      matches: null, verdict });
-    runs[0].cap = cap;
-    this.scenes = runs.map((run) => new Scene(run));
+    Object.assign(this, { runs, cap, stall, active: 0, measured: 1, selected: -1, hovered: -1, gap: null, path: null, cycle: null, matches: null });
+    const { plan } = this;
+    this.comparing = runs.some((run) => run.plan !== plan);
+    runs.forEach((run, at) => {
+      run.cap = cap;
+      if (this.comparing && run.name === "planned") run.name = `${at + 1}: ${run.plan.schedule.name}`;
+    });
+    this.scenes = runs.map((run) => (run.scene ??= new Scene(run)));
     this.modes.hidden = runs.length < 2;
-    this.measured = 1;
     this.stepList.hidden = runs.length < 3;
     this.stepList.replaceChildren(...runs.map((run, at) => h("option", { value: at }, run.name)).slice(1));
-    if (runs.length < 2) this.mode = "planned";
+    if (!keepView || runs.length < 2) this.mode = this.comparing ? "both" : "planned";
+    this.modes.replaceChildren(...["planned", "measured", "both", "difference"].map((mode, at) =>
+      h("option", { value: mode, selected: mode === this.mode }, this.comparing && at < 2 ? runs[at].name : mode)));
+    this.view = new View(this.scenes.slice(0, 1));
     this.#applyTheme();
-    this.view = new View(plan, this.#lanes(), this.palette);
-    if (keepView && before && before.plan.ranks === plan.ranks) {
+    this.#setLanes();
+    this.view.fit();
+    if (keepView && before && before.ranks === this.view.ranks) {
       Object.assign(this.view, { t0: before.t0, t1: before.t1, scroll: before.scroll, stretch: before.stretch });
       if (Math.abs(before.t1 - before.makespan) < before.makespan * 1e-6) this.view.fit();
     } else if (shown) {
@@ -82,13 +88,9 @@ class App {
         this.firstRank = shown.ranks[0];
       }
     }
-    if (stall) {
-      this.view.marked = standing(plan, stall);
-      this.view.selectedRank = -1;
-    }
-    document.title = plan.title;
-    this.title.textContent = plan.title;
-    this.title.title = plan.title;
+    if (stall) this.view.marked = standing(plan, stall);
+    const title = this.comparing ? `${runs.length} plans compared` : plan.title;
+    document.title = this.title.textContent = this.title.title = title;
     this.#showFigures();
     this.#showLegend();
     this.panel.replaceChildren();
@@ -96,32 +98,58 @@ class App {
     this.#later();
   }
 
-  get run() { return this.runs[0]; }
+  get run() { return this.runs?.[this.active]; }
+  get plan() { return this.run?.plan; }
+  get scene() { return this.scenes[this.active]; }
+  get palette() { return this.scene.palette; }
+  get waits() { return this.run.waits ?? null; }
+  get verdict() { return this.run.verdict ?? null; }
+
+  /** Runs in sight. */
+  get shown() { return this.comparing ? this.view.lanes.map(({ run }) => run) : this.runs.filter((_, at) => !at || at === this.measured); }
 
   #lanes() {
-    const planned = this.scenes[0], measured = this.scenes[this.measured];
-    if (!measured || this.mode === "planned") return [planned];
-    return this.mode === "measured" ? [measured] : [planned, measured];
+    const first = this.scenes[0], other = this.scenes[this.measured];
+    if (!other || this.mode === "planned") return [first];
+    if (this.mode === "measured") return [other];
+    return this.comparing && this.mode === "both" ? this.scenes : [first, other];
+  }
+
+  #setLanes() {
+    const { view } = this;
+    view.lanes = this.#lanes();
+    view.difference = this.mode === "difference";
+    view.blocks = this.comparing && view.lanes.length > 1;
+    if (this.comparing && !view.lanes.includes(this.scene)) this.active = this.scenes.indexOf(view.lanes[0]);
+    view.home = Math.max(view.lanes.indexOf(this.scene), 0);
+  }
+
+  /** Make the plan of a scene the one that the panel is about. */
+  focus(scene) {
+    if (!this.comparing || scene === this.scene) return;
+    this.active = this.scenes.indexOf(scene);
+    this.#setLanes();
+    this.#showFigures();
+    this.clear();
   }
 
   /** What takes longer than a frame: proof, memory, waits and where the time goes; smallest first. */
   #later() {
-    const plan = this.plan;
-    const steps = [
-      () => { this.held = heldOverTime(this.run); this.draw(); this.#showFigures(); },
+    const { runs } = this;
+    const steps = runs.filter((run) => !run.wait).flatMap((run) => [
+      () => { run.held ??= heldOverTime(run); this.draw(); this.#showFigures(); },
       () => {
-        this.verdict ??= judge(plan);
-        if (this.verdict.cycles.channel) this.run.stuck ??= neverBegin(plan);
+        run.verdict ??= judge(run.plan);
+        if (run.verdict.cycles.channel) run.stuck ??= neverBegin(run.plan);
         this.#showFigures();
-        if (!this.verdict.sound()) this.showVerdict();
+        if (run === this.run && !run.verdict.sound()) this.showVerdict();
       },
-      () => plan.length <= MOST_WAITS_AT_ONCE && this.needWaits(),
-      () => { if (this.waits) this.#addUp(); if (!this.panel.childNodes.length) this.overview(); },
-      () => this.stall && this.show(stallCard(this)),
-    ];
+      () => run.plan.length <= MOST_WAITS_AT_ONCE && !run.stuck && this.#addUp(run),
+    ]);
+    steps.push(() => !this.panel.childNodes.length && this.overview(), () => this.stall && this.show(stallCard(this)));
     const next = () => {
-      if (this.plan !== plan || !steps.length) {
-        if (this.plan === plan) document.body.dataset.ready = "all";
+      if (this.runs !== runs || !steps.length) {
+        if (this.runs === runs) document.body.dataset.ready = "all";
         return;
       }
       try {
@@ -135,31 +163,33 @@ class App {
     requestAnimationFrame(() => setTimeout(next, 0));
   }
 
-  needWaits() { return (this.waits ??= new Waits(this.run)); }
+  needWaits(run = this.run) { return (run.waits ??= new Waits(run)); }
 
-  #addUp() {
-    const waits = this.needWaits();
+  #addUp(run) {
+    const waits = this.needWaits(run);
     const gaps = [];
-    const ranks = Array.from({ length: this.plan.ranks }, (_, rank) => {
+    const ranks = Array.from({ length: run.plan.ranks }, (_, rank) => {
       const of = {};
       for (const gap of waits.gaps(rank)) {
         const { cause } = waits.explain(gap);
         of[cause] = (of[cause] ?? 0) + gap.end - gap.start;
         gaps.push({ ...gap, cause });
       }
-      return of;
+      const [computing, others] = Object.keys(run.plan.tables.working);
+      const rest = run.makespan - run.busy[rank] - Object.values(of).reduce((sum, time) => sum + time, 0);
+      return { [computing]: run.busy[rank], [others]: rest > run.makespan * 1e-9 ? rest : 0, ...of };
     });
     gaps.sort((a, b) => b.end - b.start - (a.end - a.start));
-    this.breakdown = { ranks, gaps };
+    run.breakdown = { ranks, gaps };
   }
 
   #showFigures() {
     const unit = this.view?.unitName ?? "";
-    const parts = this.runs.filter((_, at) => !at || at === this.measured).flatMap((run) => {
-      const name = `${this.runs.length > 1 ? `${run.name}: ` : ""}makespan `;
-      return run.stuck ? [name, ["never ends"]] : [name, [number(run.makespan), unit], "bubble ", [`${(100 * run.bubble).toFixed(1)} %`]];
+    const parts = (this.view.blocks ? [] : this.shown).flatMap((run) => {
+      const name = `${this.shown.length > 1 ? `${run.name}: ` : ""}makespan `;
+      const peak = run.held?.length ? ["peak ", [number(peakOf(run))]] : [];
+      return [name, ...(run.stuck ? [["never ends"]] : [[number(run.makespan), unit], "bubble ", [`${(100 * run.bubble).toFixed(1)} %`]]), ...peak];
     });
-    if (this.held?.length) parts.push("peak ", [number(Math.max(...this.held.map((of) => of.peak)))]);
     this.figures.replaceChildren();
     for (let i = 0; i + 1 < parts.length; i += 2) this.figures.append(h("span", {}, parts[i], h("b", {}, parts[i + 1].join(" "))));
     if (this.verdict) {
@@ -171,15 +201,18 @@ class App {
   }
 
   #showLegend() {
-    const { plan, palette } = this;
-    const ops = [...new Set(plan.op)].filter((op) => !plan.tables.ops[op].message && plan.tables.ops[op].name !== "Overlap").sort((a, b) => a - b);
+    const { plan, palette, view } = this;
+    const ops = [...new Set(this.runs.flatMap((run) => [...new Set(run.plan.op)]))].filter((op) => !plan.tables.ops[op].message && plan.tables.ops[op].name !== "Overlap").sort((a, b) => a - b);
     if (plan.op.includes(plan.tables.code.Overlap)) ops.push(...[plan.tables.code.Fwd, plan.tables.code.Bwd].filter((op) => !ops.includes(op)));
-    const chunks = Math.max(...plan.layout.heldBy.map((held) => held.length));
+    const chunks = Math.max(...this.runs.flatMap((run) => run.plan.layout.heldBy.map((held) => held.length)));
     const entries = ops.map((op) => h("span", {}, h("i", { style: `background:${palette.texts[op][0]}` }), plan.tables.ops[op].label));
     if (chunks > 1) entries.push(h("span", {}, "later chunks are lighter"));
-    if (this.runs.length > 1) entries.push(h("span", {}, h("i", { style: `background:${palette.is.waitHatch}` }), "waiting (measured)"));
-    this.legend.replaceChildren(...entries, h("span", {}, h("i", { style: `background:${palette.is.idle};border:1px solid ${palette.is.hatch}` }),
-      "idle: click for why"));
+    const key = (style, words) => entries.push(h("span", {}, h("i", { style }), words));
+    if (this.runs.some((run) => run.wait)) key(`background:${view.is.waitHatch}`, "waiting (measured)");
+    if (view.difference) [["0,114,178", "earlier"], ["213,94,0", "later"]].forEach(([colour, words]) =>
+      key(`background:linear-gradient(90deg,rgba(${colour},.2),rgb(${colour}))`, `ends ${words} than in the first`));
+    key(`background:${view.is.idle};border:1px solid ${view.is.hatch}`, "idle: click for why");
+    this.legend.replaceChildren(...entries);
   }
 
   #applyTheme() {
@@ -187,12 +220,16 @@ class App {
     for (const name of ["ground", "panel", "ink", "quiet", "line", "accent", "good", "bad"]) document.documentElement.style.setProperty(`--${name}`,
       is[name]);
     document.documentElement.style.colorScheme = this.theme;
-    this.palette = new Palette(this.plan, this.theme);
-    for (const scene of this.scenes ?? []) if (scene.rows.length > 20_000) scene.buildDensity(this.palette.colourOf);
-    if (this.view) this.view.palette = this.palette;
+    this.view.is = is;
+    for (const scene of this.scenes) {
+      if (scene.palette?.theme === this.theme) continue;
+      scene.palette = new Palette(scene.plan, this.theme);
+      if (scene.rows.length > 20_000) scene.buildDensity(scene.palette.colourOf);
+    }
   }
 
   setTheme() {
+    if (!this.view) return;
     this.theme = this.theme === "dark" ? "light" : "dark";
     this.#applyTheme();
     this.#showLegend();
@@ -209,19 +246,20 @@ class App {
     if (this.runs.length < 2) return;
     const whole = this.view.t0 <= 0 && this.view.t1 >= this.view.makespan;
     this.mode = this.modes.value = mode;
-    this.view.lanes = this.#lanes();
+    this.#setLanes();
     if (whole) [this.view.t0, this.view.t1] = [0, this.view.makespan];
-    this.view.difference = mode === "difference";
     this.#showFigures();
-    this.draw();
+    this.#showLegend();
+    if (this.comparing) this.clear();
+    this.resize();
   }
 
   resize() {
     const ratio = Math.min(devicePixelRatio || 1, 2);
     const width = this.canvases.clientWidth, all = this.canvases.clientHeight;
-    const height = Math.max(all - AXIS - LEAST_MEMORY - 6, 60);
-    const wanted = Math.min(height, Math.max(this.plan.ranks * ROW, 60));
-    this.memoryHeight = Math.min(Math.max(all - wanted - AXIS - 6, LEAST_MEMORY), MOST_MEMORY);
+    const least = LEAST_MEMORY * (this.view.blocks ? 1.5 : 1), height = Math.max(all - AXIS - least - 6, 60);
+    const wanted = Math.min(height, Math.max(this.view.wanted, 60));
+    this.memoryHeight = Math.min(Math.max(all - wanted - AXIS - 6, least), MOST_MEMORY);
     for (const [canvas, tall] of [[this.timeline, wanted], [this.over, wanted], [this.axis, AXIS], [this.memory, this.memoryHeight]]) {
       canvas.width = Math.round(width * ratio);
       canvas.height = Math.round(tall * ratio);
@@ -254,29 +292,38 @@ class App {
     this.seen = drawTimeline(this.timeline.getContext("2d"), view);
     drawLabels(this.timeline.getContext("2d"), view);
     drawAxis(this.axis.getContext("2d"), view, AXIS);
-    drawMemory(this.memory.getContext("2d"), { ...view, x: (t) => view.x(t), plotWidth: view.plotWidth, makespan: view.makespan }, this.held, this.cap,
-      this.memoryHeight);
+    this.#paintMemory();
     this.paintOver();
     this.frames.push(performance.now() - began);
     if (!document.body.dataset.painted) document.body.dataset.painted = String(performance.now());
   }
 
+  #paintMemory() {
+    const runs = this.comparing ? this.shown : [this.run], tall = this.memoryHeight / runs.length, { ratio } = this.view;
+    const most = Math.max(this.cap ?? 0, ...runs.map(peakOf)) || 1, context = this.memory.getContext("2d");
+    runs.forEach((run, at) => {
+      context.setTransform(ratio, 0, 0, ratio, 0, at * tall * ratio);
+      drawMemory(context, this.view, run, this.cap, most, tall);
+    });
+  }
+
   paintOver() { paintOver(this); }
 
-  nameOf(row) {
-    const { plan } = this;
+  nameOf(row, plan = this.plan) {
     const stage = plan.layout.stages > plan.ranks && plan.stage[row] >= 0 ? ` stage ${plan.stage[row]}` : "";
     const letters = plan.tables.computes[plan.op[row]] ? plan.short(row) : plan.name(row) + (plan.unit[row] >= 0 ? ` ${plan.unit[row]}` : "");
     return `${letters}${stage} · rank ${plan.rank[row]}`;
   }
 
   show(parts) {
-    this.panel.replaceChildren(...parts);
+    this.panel.replaceChildren(...parts.filter((part) => part));
     this.panel.scrollTop = 0;
   }
 
   overview() {
-    const parts = [...(this.verdict ? verdictCard(this, this.verdict, []) : []), ...(this.breakdown ? breakdownCard(this, this.breakdown) : [])];
+    const { verdict, breakdown } = this.run;
+    const parts = [...(this.shown.length > 1 ? compareCard(this) : []), ...(verdict ? verdictCard(this, verdict, []) : []),
+      ...(breakdown ? breakdownCard(this, breakdown) : [])];
     this.show(parts.length ? parts : helpCard());
   }
 
@@ -300,7 +347,7 @@ class App {
 
   showGap(gap) {
     const waits = this.needWaits(), why = waits.explain(gap);
-    const colour = this.palette.is.bad;
+    const colour = this.view.is.bad;
     this.gap = { ...gap, colour, chain: waits.chain(why.end), culprits: new Set(why.culprits.map((e) => this.waits.events.firstRows[e])) };
     Object.assign(this, { selected: -1, path: null, cycle: null, matches: null });
     this.view.selectedRank = gap.rank;
@@ -356,19 +403,18 @@ class App {
 
   /** What is under the mouse: a row, or a gap. */
   hit(x, y) {
-    const { view } = this;
-    const rank = view.rankAt(y);
-    if (rank < 0 || x < view.left || x > view.left + view.plotWidth) return null;
-    const time = view.time(x), lane = view.laneAt(y), scene = view.lanes[lane];
-    const { y: top, height } = view.band(rank, lane, view.lanes.length);
+    const { view } = this, at = view.at(y);
+    if (!at || x < view.left || x > view.left + view.plotWidth) return null;
+    const { rank, lane } = at, time = view.time(x), scene = view.lanes[lane];
+    const { y: top, height } = view.band(rank, lane);
     if (y > top + height - 6 && height >= 12) {
       const slack = ((view.t1 - view.t0) / view.plotWidth) * 3;
       for (let i = scene.extraFirst[rank]; i < scene.extraFirst[rank + 1]; i++) {
         if (scene.extraStart[i] - slack <= time && time <= scene.extraEnd[i] + slack) return { rank, time, scene, row: scene.extras[i] };
       }
     }
-    const at = scene.at(rank, time);
-    return { rank, time, scene, row: at < 0 ? -1 : scene.rows[at] };
+    const box = scene.at(rank, time);
+    return { rank, time, scene, row: box < 0 ? -1 : scene.rows[box] };
   }
 
   gapAt(rank, time) {

@@ -1,45 +1,45 @@
 /** Memory panel: activations that each rank holds over time, as lines for few ranks and as a heat map for many. */
-import { heat } from "./colours.js";
+import { heat, lineColour } from "./colours.js";
 import { firstAfter } from "./scene.js";
 import { number } from "./why.js";
 
 const MOST_LINES = 6, CELLS = 4096;
 
-export function drawMemory(context, view, held, cap, height) {
-  const { palette, left, width } = view;
-  context.fillStyle = palette.is.ground;
+/** Draw a run's activations, on a scale up to `most`. */
+export function drawMemory(context, view, { held, name }, cap, most, height) {
+  const { is, left, width } = view;
+  context.fillStyle = is.ground;
   context.fillRect(0, 0, width, height);
   if (!held) {
-    context.fillStyle = palette.is.quiet;
+    context.fillStyle = is.quiet;
     context.font = "12px system-ui, sans-serif";
     context.fillText("activations: being added up …", left, 20);
     return;
   }
-  const most = Math.max(cap ?? 0, ...held.map((rank) => rank.peak)) || 1;
   if (held.length <= MOST_LINES) drawLines(context, view, held, most, height);
   else drawHeat(context, view, held, most, height);
   if (cap !== null && held.length <= MOST_LINES) drawCap(context, view, cap, most, height);
-  context.fillStyle = palette.is.quiet;
+  context.fillStyle = is.quiet;
   context.font = "11px system-ui, sans-serif";
   context.textAlign = "left";
   context.textBaseline = "top";
   const many = held.length > MOST_LINES;
-  context.fillText(`activations held, in microbatches of a whole rank; peak ${number(Math.max(...held.map((r) => r.peak)))}` +
+  context.fillText(`${view.blocks ? `${name}: ` : ""}activations held, in microbatches of a whole rank; peak ${number(Math.max(...held.map((r) => r.peak)))}` +
     `${many && cap !== null ? `, cap ${number(cap)}` : ""}`, left, 2);
 }
 
 const TOP = 18;
 
 function drawLines(context, view, held, most, height) {
-  const { palette, left, plotWidth, t0, t1 } = view;
+  const { is, left, plotWidth, t0, t1 } = view;
   const y = (amount) => height - 4 - (amount / (most * 1.08)) * (height - TOP - 6);
-  context.strokeStyle = palette.is.line;
+  context.strokeStyle = is.line;
   context.lineWidth = 1;
-  context.fillStyle = palette.is.quiet;
+  context.fillStyle = is.quiet;
   context.font = "11px system-ui, sans-serif";
   context.textBaseline = "middle";
   context.textAlign = "right";
-  const step = Math.max(1, Math.ceil(most / 4));
+  const step = Math.max(1, Math.ceil(most / Math.min(4, height / 24)));
   for (let amount = 0; amount <= most; amount += step) {
     context.beginPath();
     context.moveTo(left, y(amount));
@@ -52,7 +52,7 @@ function drawLines(context, view, held, most, height) {
   context.rect(left, 0, plotWidth, height);
   context.clip();
   held.forEach((of, rank) => {
-    context.strokeStyle = lineColour(palette.theme, rank, held.length);
+    context.strokeStyle = lineColour(is.theme, rank, held.length);
     context.lineWidth = 2.4 - (1.2 * rank) / Math.max(held.length - 1, 1);
     context.beginPath();
     let at = Math.max(0, firstAfter(of.times, 0, of.times.length, t0) - 1);
@@ -71,19 +71,13 @@ function drawLines(context, view, held, most, height) {
   context.textAlign = "left";
   const line = Math.min(15, (height - TOP) / held.length);
   held.forEach((of, rank) => {
-    context.fillStyle = lineColour(palette.theme, rank, held.length);
+    context.fillStyle = lineColour(is.theme, rank, held.length);
     context.fillText(`rank ${rank}: peak ${number(of.peak)}`, left + plotWidth + 8, TOP + line * (rank + 0.5));
   });
 }
 
-function lineColour(theme, rank, count) {
-  const stops = theme === "dark" ? [[120, 130, 255], [60, 190, 200], [240, 220, 90]] : [[68, 1, 84], [33, 145, 140], [150, 190, 40]];
-  const at = (rank / Math.max(count - 1, 1)) * (stops.length - 1), low = Math.min(Math.floor(at), stops.length - 2);
-  return `rgb(${stops[low].map((c, i) => Math.round(c + (stops[low + 1][i] - c) * (at - low))).join()})`;
-}
-
 function drawHeat(context, view, held, most, height) {
-  const { palette, left, plotWidth, t0, t1 } = view;
+  const { is, left, plotWidth, t0, t1 } = view;
   const tall = height - TOP - 2, rows = held.length;
   const columns = Math.max(1, Math.floor(plotWidth));
   const image = new ImageData(columns, rows);
@@ -95,7 +89,7 @@ function drawHeat(context, view, held, most, height) {
       const until = t0 + ((t1 - t0) * (x + 1)) / columns;
       let peak = until - (t1 - t0) / columns > view.makespan || until < 0 ? 0 : amounts[at] ?? 0;
       while (at + 1 < times.length && times[at + 1] <= until) peak = Math.max(peak, amounts[++at]);
-      const [r, g, b] = heat(palette.theme, peak / most);
+      const [r, g, b] = heat(is.theme, peak / most);
       image.data.set([r, g, b, 255], (rank * columns + x) * 4);
     }
   });
@@ -110,7 +104,7 @@ function drawHeat(context, view, held, most, height) {
   const every = Math.max(1, Math.ceil((14 * rows) / tall));
   for (let rank = 0; rank < rows; rank += every) {
     const y = TOP + (tall * (rank + 0.5)) / rows;
-    context.fillStyle = palette.is.quiet;
+    context.fillStyle = is.quiet;
     context.textAlign = "right";
     context.fillText(`rank ${rank}`, left - 8, y);
     context.textAlign = "left";
@@ -134,16 +128,16 @@ function cellsOf(of, makespan) {
 }
 
 function drawCap(context, view, cap, most, height) {
-  const { palette, left, plotWidth } = view;
+  const { is, left, plotWidth } = view;
   const y = height - 4 - (cap / (most * 1.08)) * (height - TOP - 6);
   context.save();
-  context.strokeStyle = palette.is.bad;
+  context.strokeStyle = is.bad;
   context.setLineDash([6, 4]);
   context.beginPath();
   context.moveTo(left, y);
   context.lineTo(left + plotWidth, y);
   context.stroke();
-  context.fillStyle = palette.is.bad;
+  context.fillStyle = is.bad;
   context.textAlign = "left";
   context.textBaseline = "bottom";
   context.fillText(`cap ${number(cap)}`, left + 4, y - 2);

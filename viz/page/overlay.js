@@ -10,14 +10,14 @@ export function paintOver(app) {
   context.beginPath();
   context.rect(view.left, 0, view.plotWidth, view.height);
   context.clip();
-  const glow = app.palette.is.glow;
+  const glow = view.is.glow;
   if (app.path) paintPath(app, context, app.path.rows, glow);
   const shown = app.hovered >= 0 ? app.hovered : app.selected;
   if (shown >= 0 && app.waits && !app.path) paintWaits(app, context, shown);
   if (shown >= 0) drawBox(app, context, shown, glow, 2.5);
   if (app.gap) paintGap(app, context);
   for (const [here, there] of app.cycle ?? []) paintCycle(app, context, here, there);
-  for (const [row, , culprit] of view.marked ?? []) drawBox(app, context, row, culprit ? app.palette.is.bad : app.palette.is.accent, culprit ? 4 : 2.5);
+  for (const [row, , culprit] of view.marked ?? []) drawBox(app, context, row, culprit ? view.is.bad : view.is.accent, culprit ? 4 : 2.5);
   for (const row of app.matches ?? []) drawBox(app, context, row, glow, 2);
   app.playground.paint(context);
   context.restore();
@@ -26,36 +26,37 @@ export function paintOver(app) {
 function drawBox(app, context, row, colour, line) {
   const { view } = app;
   view.lanes.forEach((scene, lane) => {
-    const { y, height } = view.band(app.plan.rank[row], lane, view.lanes.length);
+    if (scene.plan !== app.plan) return;
+    const { y, height } = view.band(app.plan.rank[row], lane);
     const x0 = view.x(scene.run.start[row]), x1 = view.x(scene.run.end[row]);
     outline(context, x0 - 1, y - 1, Math.max(x1 - x0, 3) + 1, height + 2, colour, line);
   });
 }
 
 function paintPath(app, context, rows, colour) {
-  const { start, end } = app.run;
+  const { view } = app, { start, end } = app.run;
   rows.forEach((row, at) => {
-    drawBox(app, context, row, at === app.path.at ? app.palette.is.accent : colour, at === app.path.at ? 3.5 : 2);
+    drawBox(app, context, row, at === app.path.at ? view.is.accent : colour, at === app.path.at ? 3.5 : 2);
     const next = rows[at + 1];
     if (next !== undefined && app.plan.rank[next] !== app.plan.rank[row]) {
-      curve(context, app.view, app.plan.rank[row], end[row], app.plan.rank[next], start[next], colour, 2, 0.9);
+      curve(context, view, app.plan.rank[row], end[row], app.plan.rank[next], start[next], colour, 2, 0.9);
     }
   });
 }
 
 function paintWaits(app, context, row) {
-  const { waits, plan } = app;
+  const { waits, plan, view } = app;
   const { start, end } = app.run;
   const event = waits.events.of[row];
   const shown = (e) => waits.events.firstRows[e];
   const before = waits.before(event).slice(0, 24), after = waits.after(event).slice(0, 24);
-  for (const [events, tint] of [[before, app.palette.is.bad], [after, app.palette.is.good]]) {
+  for (const [events, tint] of [[before, view.is.bad], [after, view.is.good]]) {
     for (const other of events) drawBox(app, context, shown(other), tint, 2);
   }
-  for (const e of sources(app, event, "before")) curve(context, app.view, plan.rank[shown(e)], end[shown(e)], plan.rank[row], start[row],
-    app.palette.is.bad, 2, 0.9);
-  for (const e of sources(app, event, "after")) curve(context, app.view, plan.rank[row], end[row], plan.rank[shown(e)], start[shown(e)],
-    app.palette.is.good, 2, 0.9);
+  for (const e of sources(app, event, "before")) curve(context, view, plan.rank[shown(e)], end[shown(e)], plan.rank[row], start[row],
+    view.is.bad, 2, 0.9);
+  for (const e of sources(app, event, "after")) curve(context, view, plan.rank[row], end[row], plan.rank[shown(e)], start[shown(e)],
+    view.is.good, 2, 0.9);
 }
 
 /** Computations of other ranks that an event waits for, or that wait for it, through their messages. */
@@ -76,23 +77,24 @@ function sources(app, event, side) {
 
 function paintGap(app, context) {
   const { view, gap } = app;
-  const { y, height } = view.band(gap.rank, 0, view.lanes.length);
+  const { y, height } = view.band(gap.rank, view.home);
   const x0 = view.x(gap.start), x1 = view.x(gap.end);
   context.fillStyle = `${gap.colour}33`;
   context.fillRect(x0, y, x1 - x0, height);
   outline(context, x0, y, x1 - x0, height, gap.colour, 2);
   const rows = gap.chain.map((event) => app.waits.events.firstRows[event]);
   rows.slice(0, 40).forEach((row, at) => {
-    drawBox(app, context, row, gap.culprits.has(row) ? app.palette.is.bad : app.palette.is.glow, gap.culprits.has(row) ? 3 : 1.5);
+    drawBox(app, context, row, gap.culprits.has(row) ? view.is.bad : view.is.glow, gap.culprits.has(row) ? 3 : 1.5);
     const next = rows[at + 1];
     if (next !== undefined && app.plan.rank[next] !== app.plan.rank[row]) {
-      curve(context, view, app.plan.rank[next], app.run.end[next], app.plan.rank[row], app.run.start[row], app.palette.is.glow, 1.5, 0.8);
+      curve(context, view, app.plan.rank[next], app.run.end[next], app.plan.rank[row], app.run.start[row], view.is.glow, 1.5, 0.8);
     }
   });
 }
 
 function paintCycle(app, context, here, there) {
-  for (const row of [here, there]) drawBox(app, context, row, app.palette.is.bad, 3);
+  const { view } = app;
+  for (const row of [here, there]) drawBox(app, context, row, view.is.bad, 3);
   const { start, end } = app.run;
-  curve(context, app.view, app.plan.rank[here], end[here], app.plan.rank[there], start[there], app.palette.is.bad, 2.5, 0.9);
+  curve(context, view, app.plan.rank[here], end[here], app.plan.rank[there], start[there], view.is.bad, 2.5, 0.9);
 }

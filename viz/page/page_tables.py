@@ -16,10 +16,10 @@ from quintsched.ir.values import AMBIENT, COUNTED, TRAVELS, WORDS, ValueKind
 from quintsched.simulation.activation_memory import HELD
 from quintsched.simulation.costs import INSTEAD, NOT_OF_STAGES, PER_UNIT, TAKEN_AS_IT_IS, Costs
 from quintsched.simulation.durations import BETWEEN_INPUTS
-from quintsched.simulation.idle_time import CAUSES
+from quintsched.simulation.idle_time import CAUSES, COMPUTING_TIME, OTHERS
 from quintsched.verify.wellformed import ZERO_STAGES
 
-from ..looks import CARGO, CAUSE_COLOURS, look_of
+from ..looks import CARGO, CAUSE_COLOURS, WORKING_COLOURS, look_of
 
 
 def page_tables() -> dict[str, object]:
@@ -49,6 +49,7 @@ def page_tables() -> dict[str, object]:
         "costs_as_they_are": sorted(NOT_OF_STAGES | TAKEN_AS_IT_IS),
         "costs_per_slice": sorted(PER_UNIT),
         "causes": {cause: {"meaning": means, "colour": CAUSE_COLOURS[cause]} for cause, means in CAUSES.items()},
+        "working": {part: WORKING_COLOURS[part] for part in (COMPUTING_TIME, OTHERS)},
         "cargo": {kind.name: {"label": look.label, "colour": look.colour} for kind, look in CARGO.items()},
     }
 

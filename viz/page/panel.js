@@ -1,5 +1,6 @@
 /** Side panel: what is selected, why a rank is idle, and where the time of each rank goes. */
 import { h } from "./dom.js";
+import { peakOf } from "./times.js";
 import { number } from "./why.js";
 
 const MOST_LISTED = 14;
@@ -8,18 +9,18 @@ const MOST_LISTED = 14;
 export function instructionCard(app, row) {
   const { plan, run, waits } = app;
   const { op, ...fields } = plan.instruction(row);
-  const unit = app.view.unitName;
+  const unit = app.view.unitName, { label } = plan.tables.ops[plan.op[row]];
   const facts = [["rank", `${plan.rank[row]}, instruction ${plan.index(row)}`]];
   for (const [name, value] of Object.entries(fields)) facts.push([name, Array.isArray(value) ? value.join(", ") : String(value)]);
-  for (const one of app.runs.filter((_, at) => !at || at === app.measured)) {
+  for (const one of app.comparing ? [run] : app.shown) {
     facts.push([one.name, `${number(one.start[row])} to ${number(one.end[row])}: ${number(one.end[row] - one.start[row])} ${unit}` +
       (one.wait?.[row] ? `, of which ${number(one.wait[row])} waiting` : "")]);
   }
-  if (app.runs.length > 1) {
+  if (app.runs.length > 1 && !app.comparing) {
     const late = app.runs[app.measured].end[row] - app.runs[0].end[row];
     facts.push(["difference", `${number(Math.abs(late))} ${unit} ${late >= 0 ? "later" : "earlier"} than planned`]);
   }
-  const parts = [h("h2", {}, "instruction"), h("p", { class: "sentence" }, h("b", {}, op), ` ${plan.tables.ops[plan.op[row]].label}`),
+  const parts = [h("h2", {}, "instruction"), h("p", { class: "sentence" }, h("b", {}, op), label === op ? "" : ` ${label}`),
     h("dl", {}, facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]))];
   if (waits && !run.wait) {
     const event = waits.events.of[row];
@@ -58,35 +59,46 @@ export function pathCard(app, path) {
   return [h("h2", {}, `critical path: ${path.length} steps`), h("p", {}, "To make the step shorter, make one of these shorter."), rowList(app, rows)];
 }
 
-/** Bars of all ranks: busy time, and idle time by its cause; the longest gaps. */
-export function breakdownCard(app, breakdown) {
-  const { plan, run } = app, looks = plan.tables.causes;
-  const total = run.makespan || 1;
-  const shown = plan.ranks <= 24 ? Array.from({ length: plan.ranks }, (_, k) => k)
-    : Array.from({ length: 24 }, (_, k) => Math.floor((k * plan.ranks) / 24));
-  const causes = Object.keys(looks).filter((cause) => breakdown.ranks.some((of) => of[cause]));
-  const bars = shown.flatMap((rank) => [h("span", {}, `rank ${rank}`),
-    h("div", { class: "bar", title: describe(breakdown.ranks[rank], run.busy[rank], total) },
-    h("span", { style: `width:${(100 * run.busy[rank]) / total}%;background:var(--accent)` }),
-    causes.map((cause) => h("span", { style: `width:${(100 * (breakdown.ranks[rank][cause] ?? 0)) / total}%;background:${looks[cause].colour}` })))]);
-  const sum = (cause) => breakdown.ranks.reduce((all, of) => all + (of[cause] ?? 0), 0);
-  return [h("h2", {}, "where the time goes"), h("div", { class: "bars" }, bars),
-    h("div", { class: "legend", style: "padding:8px 0 0" }, h("span", {}, h("i", { style: "background:var(--accent)" }), "computing"),
-      causes.map((cause) => h("span", {}, h("i", { style: `background:${looks[cause].colour}` }),
-        `${cause} ${((100 * sum(cause)) / (total * plan.ranks)).toFixed(1)} %`))),
-    h("h2", {}, "longest gaps"), h("ul", { class: "list" }, breakdown.gaps.slice(0, 8).map((gap) => h("li", { onclick: () => app.showGap(gap) },
-      h("i", { style: `background:${looks[gap.cause].colour}` }), h("span", {}, `rank ${gap.rank}: ${number(gap.end - gap.start)} ${app.view.unitName}`),
-      h("small", {}, gap.cause))))];
+/** Runs beside each other: makespan, bubble, peak of memory, idle time by cause, and what the second has more of. */
+export function compareCard(app) {
+  const runs = [...app.shown].sort((one, other) => (other.name === "before") - (one.name === "before")), looks = app.plan.tables.causes;
+  const percent = (value) => `${value.toFixed(1)} %`;
+  const idle = (cause) => (run) => run.breakdown &&
+    (100 * run.breakdown.ranks.reduce((sum, of) => sum + (of[cause] ?? 0), 0)) / (run.makespan * run.plan.ranks || 1);
+  const rows = [["makespan", (run) => (run.stuck ? NaN : run.makespan), number], ["bubble", (run) => 100 * run.bubble, percent],
+    ["peak", (run) => run.held && peakOf(run), number], ...Object.keys(looks).map((cause) => [cause, idle(cause), percent])];
+  const signed = (value, words) => `${words(value) === words(Math.abs(value)) ? "+" : ""}${words(value)}`.replace("-", "−").replace(/^.(0.0 %)/, "$1");
+  return [h("h2", {}, "beside each other"), h("table", {},
+    h("tr", {}, h("th", {}), runs.map(({ name }) => h("th", {}, name)), runs.length === 2 && h("th", {}, "difference")),
+    rows.map(([name, value, words]) => [name, runs.map(value), words]).filter(([, values]) => values.some((value) => value)).map(([name, values, words]) =>
+      h("tr", {}, h("th", {}, name), values.map((value) => h("td", {}, value === undefined ? "" : Number.isNaN(value) ? "never ends" : words(value))),
+        runs.length === 2 && h("td", {}, values.includes(undefined) ? "" : signed(values[1] - values[0], words)))))];
 }
 
-function describe(of, busy, total) {
-  return [`computing ${((100 * busy) / total).toFixed(1)} %`,
-    ...Object.entries(of).map(([cause, time]) => `${cause} ${((100 * time) / total).toFixed(1)} %`)].join(", ");
+/** Bars of all ranks: what they run, and idle time by its cause; the longest gaps. */
+export function breakdownCard(app, { ranks, gaps }) {
+  const { plan, run } = app, { working, causes } = plan.tables, total = run.makespan || 1;
+  const colours = { ...working, ...Object.fromEntries(Object.entries(causes).map(([cause, { colour }]) => [cause, colour])) };
+  const parts = Object.entries(colours).filter(([part]) => ranks.some((of) => of[part]));
+  const percent = (time, of = total) => `${((100 * time) / of).toFixed(1)} %`;
+  const most = Math.min(plan.ranks, 24), shown = Array.from({ length: most }, (_, k) => Math.floor((k * plan.ranks) / most));
+  const bars = shown.flatMap((rank) => {
+    const mine = parts.filter(([part]) => ranks[rank][part]).map(([part, colour]) => [`${part} ${percent(ranks[rank][part])}`, ranks[rank][part], colour]);
+    return [h("span", {}, `rank ${rank}`), h("div", { class: "bar", title: mine.map(([words]) => words).join(", ") },
+      mine.map(([, time, colour]) => h("span", { style: `width:${(100 * time) / total}%;background:${colour}` })))];
+  });
+  const sum = (part) => ranks.reduce((all, of) => all + (of[part] ?? 0), 0);
+  return [h("h2", {}, "where the time goes"), h("div", { class: "bars" }, bars),
+    h("div", { class: "legend", style: "padding:8px 0 0" }, parts.map(([part, colour]) =>
+      h("span", {}, h("i", { style: `background:${colour}` }), `${part} ${percent(sum(part), total * plan.ranks)}`))),
+    gaps.length > 0 && h("h2", {}, "longest gaps"), h("ul", { class: "list" }, gaps.slice(0, 8).map((gap) => h("li", { onclick: () => app.showGap(gap) },
+      h("i", { style: `background:${colours[gap.cause]}` }), h("span", {}, `rank ${gap.rank}: ${number(gap.end - gap.start)} ${app.view.unitName}`),
+      h("small", {}, gap.cause))))];
 }
 
 /** Card of the proof: the profiles, and what is wrong. */
 export function verdictCard(app, verdict, cycleWords) {
-  const parts = [h("h2", {}, "proof"), h("div", { class: "chips" }, app.plan.tables.profiles.map(({ name, stands_for: means }) =>
+  const parts = [h("h2", {}, app.comparing ? `proof of ${app.run.name}` : "proof"), h("div", { class: "chips" }, app.plan.tables.profiles.map(({ name, stands_for: means }) =>
     h("span", { class: `chip ${verdict.profiles[name] ? "good" : "bad"}`, title: means }, `${verdict.profiles[name] ? "✓" : "✗"} ${name}`)))];
   for (const [point, words, row] of verdict.faults.slice(0, 5)) {
     parts.push(h("p", { class: "fault", onclick: () => row !== null && app.select(row) }, h("b", {}, `${point}: `), words));

@@ -1,6 +1,6 @@
 """Interactive page of a plan: one HTML file that needs nothing else, with the plan, its times and the page's program.
 
-    render -o plan.html ─▶ page.js (built from viz/page/, committed) + gzip(head, columns, times) in base64
+    render -o plan.html ─▶ built.js (built from viz/page/, committed) + gzip(head, columns, times) in base64
 
 The page pans, zooms, searches, explains idle time and edits; `viz/page/` has its sources, `make page` builds them.
 """
@@ -12,6 +12,7 @@ import gzip
 import html
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -61,45 +62,73 @@ def save_page(
     write_whole(path, page_of(simulation, steps, path.stem, window=window), "the page")
 
 
+def save_compared(simulations: Sequence[Simulation], path: Path) -> None:
+    """Write the page of several simulated plans, one below the other; raises `UsageError` on failure."""
+    shown = [_Shown.timed(simulation) for simulation in simulations]
+    write_whole(path, _page(shown, {"window": None}, path.stem), "the page")
+
+
 def save_untimed(plan: PlanData, path: Path, costs: Costs | None = None, *, report: StallReport | None = None) -> None:
     """Write the page of a plan that may be unable to finish; raises `UsageError` on failure.
 
     The page itself times what can run, and marks the counter-example. With a stall report, it marks where ranks were.
     """
     stall = None if report is None else {**report.model_dump(mode="json"), "words": report.words()}
-    about: dict[str, object] = {"runs": [], "stall": stall}
-    write_whole(path, _page(plan, costs or Costs(), {}, about, path.stem), "the page")
+    write_whole(path, _page([_Shown(plan, costs or Costs(), [], {})], {"stall": stall}, path.stem), "the page")
 
 
 def page_of(
     simulation: Simulation, steps: Sequence[MeasuredStep], title: str, *, window: Window | None = None
 ) -> bytes:
     """Return the text of the page; equal plans and times give identical bytes."""
-    times: Arrays = {"start 0": simulation.start, "end 0": simulation.end}
-    runs: list[dict[str, object]] = [{"name": "planned", "unit": simulation.unit}]
+    shown = _Shown.timed(simulation)
     for number, step in enumerate(steps, start=1):
         spans = [span for row in step.timeline for span in row]
         for name in ("start", "end", "wait"):
-            times[f"{name} {number}"] = np.array([getattr(span, name) for span in spans])
-        runs.append({"name": f"measured, step {step.number}", "unit": step.unit, "wait": True})
-    about: dict[str, object] = {"runs": runs, "window": None if window is None else _window(window)}
-    return _page(simulation.plan, simulation.costs, times, about, title)
+            shown.times[f"{name} {number}"] = np.array([getattr(span, name) for span in spans])
+        shown.runs.append({"name": f"measured, step {step.number}", "unit": step.unit, "wait": True})
+    return _page([shown], {"window": None if window is None else _window(window)}, title)
 
 
-def _page(plan: PlanData, costs: Costs, times: Arrays, about: dict[str, object], title: str) -> bytes:
-    columns = plan.columns
-    head: dict[str, object] = {
-        "tables": page_tables(),
-        "title": plan.title,
-        "plan": entries_of(plan),
-        "table": list(columns.table),
-        "columns": list(columns.columns),
-        "costs": costs.model_dump(mode="json"),
-        **about,
-    }
-    fields: Arrays = {f"column {name}": column for name, column in columns.columns.items()}
-    packed = _packed(head, {"first": columns.first, "op": columns.op, **fields, **times})
-    data = base64.b64encode(gzip.compress(packed, EFFORT, mtime=0)).decode("ascii")
+@dataclass(frozen=True)
+class _Shown:
+    """Plan of a page, its runs, and their times: `start 0`, `end 0`, …"""
+
+    plan: PlanData
+    costs: Costs
+    runs: list[dict[str, object]]
+    times: Arrays
+
+    @classmethod
+    def timed(cls, simulation: Simulation) -> _Shown:
+        """Return a plan with its simulated times."""
+        times = {"start 0": simulation.start, "end 0": simulation.end}
+        return cls(simulation.plan, simulation.costs, [{"name": "planned", "unit": simulation.unit}], times)
+
+    def head(self) -> dict[str, object]:
+        """Return what the page's head has of the plan."""
+        columns = self.plan.columns
+        return {
+            "title": self.plan.title,
+            "plan": entries_of(self.plan),
+            "table": list(columns.table),
+            "columns": list(columns.columns),
+            "costs": self.costs.model_dump(mode="json"),
+            "runs": self.runs,
+        }
+
+    def arrays(self, number: int) -> Arrays:
+        """Return the plan's columns and times, as those of the `number`-th plan of the page."""
+        columns = self.plan.columns
+        fields: Arrays = {f"column {name}": column for name, column in columns.columns.items()}
+        mine: Arrays = {"first": columns.first, "op": columns.op, **fields, **self.times}
+        return {f"{number} {name}": array for name, array in mine.items()}
+
+
+def _page(shown: Sequence[_Shown], about: dict[str, object], title: str) -> bytes:
+    head: dict[str, object] = {"tables": page_tables(), "plans": [one.head() for one in shown], **about}
+    arrays = {name: array for number, one in enumerate(shown) for name, array in one.arrays(number).items()}
+    data = base64.b64encode(gzip.compress(_packed(head, arrays), EFFORT, mtime=0)).decode("ascii")
     program = files(__package__).joinpath("built.js").read_text("utf-8")
     return SKELETON.format(title=html.escape(title), data=data, program=program).encode("utf-8")
 

@@ -4,7 +4,6 @@
  */
 import { headOf, isPlain, lower, misfit, ordersIn, ordersOf, SCHEDULES } from "./compile.js";
 import { h, download } from "./dom.js";
-import { planned } from "./drop.js";
 import { judge, judgeOrder } from "./judge.js";
 import { Plan } from "./plan.js";
 import { PUZZLES, solved } from "./puzzles.js";
@@ -27,7 +26,7 @@ export class Playground {
   /** Show the page's own plan, or the one of the link; without either, the playground. */
   start(data) {
     const linked = readLink(location.hash);
-    if (data.plan && !linked) this.app.open({ plan: data.plan, runs: data.runs, stall: data.stall, window: data.window });
+    if (data.runs.length && !linked) this.app.open(data);
     else {
       this.settings = { schedule: "1f1b", pp: 4, microbatches: 8, chunks: 1, costs: {}, cap: null, ...(linked ?? {}) };
       this.editing = true;
@@ -43,8 +42,9 @@ export class Playground {
     app.playButton.classList.toggle("on", this.editing);
     app.timeline.classList.toggle("editing", this.editing);
     app.playBar.hidden = !this.editing;
-    if (!this.editing) return this.#resize();
+    if (!this.editing) return app.resize();
     const { plan } = app;
+    this.original = { ...app.run, name: "before", scene: null };
     const { name, microbatches, chunks } = plan.schedule;
     const costs = app.run.costs?.values ?? {};
     this.settings = { schedule: name, pp: plan.ranks, microbatches, chunks, costs, cap: app.cap };
@@ -52,11 +52,7 @@ export class Playground {
     this.orders = ordersIn(plan);
     this.programs = isPlain(plan) ? null : plan.programs();
     this.#bar();
-    return this.#resize();
-  }
-
-  #resize() {
-    this.app.resize();
+    return app.resize();
   }
 
   #bar() {
@@ -119,19 +115,19 @@ export class Playground {
       this.#bar();
     }
     this.head ??= headOf(settings.schedule, settings);
-    this.#show(app);
+    this.#show(fresh);
   }
 
-  #show(app) {
-    const { settings } = this;
+  #show(fresh = false) {
+    const { app, settings } = this;
     const began = performance.now();
     const found = this.programs ? { plan: Plan.fromPrograms(app.tables, this.head, this.programs) } : lower(app.tables, this.head, this.orders);
     const plan = found.plan ?? found.bare;
-    const run = { ...simulate(plan, settings.costs, true), name: "planned" };
     const verdict = found.plan ? judge(plan) : judgeOrder(plan);
+    const run = { ...simulate(plan, settings.costs, true), name: "edited", verdict };
     this.judged = performance.now() - began;
     plan.givenTitle = this.puzzle?.name;
-    app.open({ plan, runs: [run], cap: settings.cap, keepView: true, verdict });
+    app.open({ runs: [run, ...(this.original ? [this.original] : [])], cap: settings.cap, keepView: !fresh });
     this.#say(run, found.plan ? verdict : null);
   }
 
@@ -171,7 +167,7 @@ export class Playground {
     to.push(JSON.stringify({ settings: this.settings, head: this.head, orders: this.orders, programs: this.programs }));
     Object.assign(this, JSON.parse(from.pop()));
     this.#bar();
-    this.#show(this.app);
+    this.#show();
   }
 
   /** Split every whole backward into its halves, or join all halves. */
@@ -189,14 +185,14 @@ export class Playground {
   #puzzle(puzzle) {
     if (!puzzle) return;
     this.#remember();
-    this.puzzle = puzzle;
+    Object.assign(this, { puzzle, original: null });
     const { pp, microbatches, chunks, costs, cap } = puzzle;
     this.settings = { schedule: "1f1b", pp, microbatches, chunks, costs, cap };
     this.head = { ...headOf("1f1b", this.settings), stage_to_pp: puzzle.stage_to_pp };
     this.orders = readOrders(puzzle.start);
     this.programs = null;
     this.#bar();
-    this.#make(false, false);
+    this.#show(true);
   }
 
   #share() {
@@ -210,7 +206,7 @@ export class Playground {
   grab(event) {
     if (!this.editing) return false;
     const hit = this.app.hit(event.offsetX, event.offsetY);
-    if (!hit || hit.row < 0 || !this.app.plan.tables.computes[this.app.plan.op[hit.row]]) return false;
+    if (!hit || hit.scene !== this.app.scenes[0] || hit.row < 0 || !this.app.plan.tables.computes[this.app.plan.op[hit.row]]) return false;
     this.held = { row: hit.row, rank: hit.rank, from: event.clientX, moved: false, before: null };
     return true;
   }
@@ -274,19 +270,19 @@ export class Playground {
   paint(context) {
     const { app, held } = this;
     const { view } = app;
-    if (app.run.stuck) {
+    if (app.run.stuck && view.lanes.includes(app.scene)) {
       for (const row of app.run.stuck) {
         if (!app.plan.tables.computes[app.plan.op[row]]) continue;
-        const { y, height } = view.band(app.plan.rank[row], 0, view.lanes.length);
+        const { y, height } = view.band(app.plan.rank[row], view.home);
         const x0 = view.x(app.run.start[row]), x1 = view.x(app.run.end[row]);
-        context.fillStyle = `${app.palette.is.ground}aa`;
+        context.fillStyle = `${view.is.ground}aa`;
         context.fillRect(x0, y, x1 - x0, height);
-        outline(context, x0, y, x1 - x0, height, app.palette.is.bad, 1.5);
+        outline(context, x0, y, x1 - x0, height, view.is.bad, 1.5);
       }
     }
     if (held?.moved && held.before !== null) {
-      const { y, height } = view.band(held.rank, 0, view.lanes.length);
-      context.fillStyle = app.palette.is.accent;
+      const { y, height } = view.band(held.rank, 0);
+      context.fillStyle = view.is.accent;
       context.fillRect(held.x - 2, y - 3, 4, height + 6);
     }
   }

@@ -51,6 +51,16 @@ export class Scene {
     }
   }
 
+  /** Row of another scene's run with the same computation as one of this; -1 if it has none. */
+  twins(other, row) {
+    if (other.plan === this.plan) return row;
+    const key = (plan, r) => (plan.op[r] * plan.layout.stages + plan.stage[r]) * plan.layout.units + plan.unit[r];
+    const same = ({ layout, schedule }) => `${layout.stages} ${layout.units} ${schedule.slices}`;
+    if (same(this.plan) !== same(other.plan)) return -1;
+    other.byComputation ??= new Map(Array.from(other.rows, (r) => [key(other.plan, r), r]));
+    return other.byComputation.get(key(this.plan, row)) ?? -1;
+  }
+
   /** Sends that may be seen between two times, at most so many. */
   sendsBetween(t0, t1, most) {
     const { plan, run } = this;

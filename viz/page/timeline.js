@@ -4,6 +4,7 @@
  *     near    boxes with their microbatch's number; marks and bars of collectives; messages as curves
  *     far     per pixel the mean colour of what runs, faded by the share of idle time
  */
+import { rgb } from "./colours.js";
 import { number } from "./why.js";
 
 export const GUTTER = 0.12;
@@ -11,33 +12,30 @@ const MOST_BOXES = 6000, MOST_CURVES = 500, SMALL = 9;
 
 /** Draw the rows of a view; returns what was drawn, for tests and for the legend. */
 export function drawTimeline(context, view) {
-  const { width, height, palette } = view;
-  const { is } = palette;
-  context.fillStyle = is.ground;
+  const { width, height } = view;
+  context.fillStyle = view.is.ground;
   context.fillRect(0, 0, width, height);
   const rows = [];
   let boxes = 0;
-  const lanes = view.lanes.length, plan = view.plan;
-  const top = Math.max(0, Math.floor(view.scroll / view.rowHeight));
-  const bottom = Math.min(plan.ranks, Math.ceil((view.scroll + height) / view.rowHeight));
-  for (let rank = top; rank < bottom; rank++) {
-    view.lanes.forEach((scene, lane) => {
+  view.lanes.forEach((scene, lane) => {
+    for (let rank = 0; rank < scene.plan.ranks; rank++) {
+      const band = view.band(rank, lane);
+      if (band.y + band.height < 0 || band.y > height) continue;
       const [from, to] = scene.visible(rank, view.t0, view.t1);
       boxes += to - from;
-      rows.push({ scene, rank, lane, from, to, ...view.band(rank, lane, lanes) });
-    });
-  }
+      rows.push({ scene, rank, from, to, ...band });
+    }
+  });
   const seen = { boxes, far: boxes > MOST_BOXES || rows.some((row) => row.height < 5) };
   if (seen.far) drawFar(context, view, rows);
   else for (const row of rows) drawNear(context, view, row);
-  if (view.rowHeight / lanes >= 9) for (const row of rows) drawExtras(context, view, row);
-  if (!seen.far && view.showMessages) drawMessages(context, view);
+  if (rows.length && rows[0].height >= 7) for (const row of rows) drawExtras(context, view, row);
+  if (!seen.far && view.showMessages && (view.blocks || view.lanes.length === 1)) view.lanes.forEach((_, lane) => drawMessages(context, view, lane));
   return seen;
 }
 
 function drawFar(context, view, rows) {
-  const { width, height, palette } = view;
-  const ratio = view.ratio;
+  const { width, height, is, ratio } = view;
   const w = Math.max(1, Math.floor(view.plotWidth * ratio)), h = Math.floor(height * ratio);
   view.buffer ??= {};
   if (view.buffer.w !== w || view.buffer.h !== h) {
@@ -46,13 +44,12 @@ function drawFar(context, view, rows) {
   }
   const { image, pixels, sample } = view.buffer;
   const pack = (r, g, b) => (255 << 24) | (b << 16) | (g << 8) | r;
-  const hex = (text) => [1, 3, 5].map((at) => parseInt(text.slice(at, at + 2), 16));
-  const ground = pack(...hex(palette.is.ground)), idle = hex(palette.is.idle);
+  const ground = pack(...rgb(is.ground)), idle = rgb(is.idle);
   pixels.fill(ground);
   for (const row of rows) {
     const y0 = Math.max(0, Math.round(row.y * ratio)), y1 = Math.min(h, Math.max(Math.round((row.y + row.height) * ratio), Math.round(row.y * ratio) + 1));
     if (y1 <= y0) continue;
-    row.scene.sample(row.rank, view.t0, view.t1, w, sample, palette.colourOf);
+    row.scene.sample(row.rank, view.t0, view.t1, w, sample, row.scene.palette.colourOf);
     const line = y0 * w;
     for (let x = 0; x < w; x++) {
       const share = Math.min(sample[x * 4 + 3], 1), rest = 1 - share, over = sample[x * 4 + 3] > 1 ? 1 / sample[x * 4 + 3] : 1;
@@ -65,15 +62,14 @@ function drawFar(context, view, rows) {
   const left = Math.round(view.left * ratio);
   context.putImageData(image, left, 0);
   if (width > view.left + view.plotWidth) {
-    context.fillStyle = palette.is.ground;
+    context.fillStyle = is.ground;
     context.fillRect(view.left + view.plotWidth, 0, width, height);
   }
 }
 
 function drawNear(context, view, { scene, rank, from, to, y, height }) {
-  const { palette } = view;
   const end = Math.min(view.x(scene.run.makespan), view.left + view.plotWidth);
-  context.fillStyle = palette.is.idle;
+  context.fillStyle = view.is.idle;
   const begin = Math.max(view.x(0), view.left);
   if (end > begin) context.fillRect(begin, y, end - begin, height);
   const font = Math.min(13, Math.max(8, height * 0.5));
@@ -91,21 +87,23 @@ function drawNear(context, view, { scene, rank, from, to, y, height }) {
     }
     if (x1 <= view.left || begun >= view.left + view.plotWidth) continue;
     const boxWidth = Math.max(x1 - begun - (x1 - begun > 4 ? 1 : 0), 0.5);
-    if (view.difference && scene.run.name !== view.lanes[0].run.name) drawLate(context, view, row, begun, y, boxWidth, height);
-    else drawBox(context, view, row, begun, y, boxWidth, height, font);
+    const box = { x: begun, y, width: boxWidth, height, font };
+    if (!view.difference || scene === view.lanes[0] || !drawLate(context, view, scene, row, box)) drawBox(context, scene, row, box);
   }
 }
 
-function drawBox(context, view, row, x, y, width, height, font) {
-  const { plan, palette } = view;
-  const write = (text, colour, top, tall) => {
-    const size = text.length * font * 0.58 + 3 <= width ? font : SMALL;
-    if (text.length * size * 0.58 + 1 > width || tall < 8) return;
-    if (size !== font) context.font = `${size}px system-ui, sans-serif`;
-    context.fillStyle = colour;
-    context.fillText(text, x + width / 2, top + tall / 2 + 0.5);
-    if (size !== font) context.font = `${font}px system-ui, sans-serif`;
-  };
+/** Write a text into a box, smaller if it would not fit, or not at all. */
+function write(context, text, colour, { x, y, width, height, font }) {
+  const size = text.length * font * 0.58 + 3 <= width ? font : SMALL;
+  if (text.length * size * 0.58 + 1 > width || height < 8) return;
+  if (size !== font) context.font = `${size}px system-ui, sans-serif`;
+  context.fillStyle = colour;
+  context.fillText(text, x + width / 2, y + height / 2 + 0.5);
+  if (size !== font) context.font = `${font}px system-ui, sans-serif`;
+}
+
+function drawBox(context, { plan, palette }, row, box) {
+  const { x, y, width, height } = box;
   if (plan.is(row, "Overlap")) {
     [["Fwd", "forward"], ["Bwd", "backward"]].forEach(([name, field], side) => {
       const [stage, unit] = plan.value(field, row);
@@ -113,23 +111,26 @@ function drawBox(context, view, row, x, y, width, height, font) {
       const top = y + (height / 2) * side;
       context.fillStyle = colour;
       context.fillRect(x, top, width, height / 2);
-      write(String(unit), ink, top, height / 2);
+      write(context, String(unit), ink, { ...box, y: top, height: height / 2 });
     });
     return;
   }
   const [op, chunk] = palette.shadeOf(row);
   context.fillStyle = palette.texts[op][chunk];
   context.fillRect(x, y, width, height);
-  write(plan.unit[row] >= 0 ? String(plan.unit[row]) : plan.tables.ops[op].letters, palette.inks[op][chunk], y, height);
+  write(context, plan.unit[row] >= 0 ? String(plan.unit[row]) : plan.tables.ops[op].letters, palette.inks[op][chunk], box);
 }
 
-/** Draw a measured box in the colour of its delay: blue where it is earlier than planned, red where it is later. */
-function drawLate(context, view, row, x, y, width, height) {
-  const [planned, measured] = [view.lanes[0].run, view.lanes.at(-1).run];
-  const late = (measured.end[row] - planned.end[row]) / (planned.makespan || 1);
-  const strong = Math.min(Math.abs(late) * 8, 1);
-  context.fillStyle = late > 0 ? `rgba(213,94,0,${0.15 + 0.85 * strong})` : `rgba(0,114,178,${0.15 + 0.85 * strong})`;
-  context.fillRect(x, y, width, height);
+/** Draw a box in the colour of its delay, with the delay: blue where it ends earlier than in the first lane, red later. */
+function drawLate(context, view, scene, row, box) {
+  const first = view.lanes[0], same = scene.twins(first, row);
+  if (same < 0) return false;
+  const late = scene.run.end[row] - first.run.end[same];
+  const strong = 0.15 + 0.85 * Math.min((Math.abs(late) * 8) / (first.run.makespan || 1), 1);
+  context.fillStyle = `rgba(${late > 0 ? "213,94,0" : "0,114,178"},${strong})`;
+  context.fillRect(box.x, box.y, box.width, box.height);
+  write(context, late > 0 ? `+${number(late)}` : number(late).replace("-", "−"), strong > 0.6 ? "#ffffff" : view.is.ink, box);
+  return true;
 }
 
 export function outline(context, x, y, width, height, colour, line) {
@@ -140,7 +141,7 @@ export function outline(context, x, y, width, height, colour, line) {
 
 /** Draw collectives and copies along the lower edge of a row: a bar for their time, a mark where they take none. */
 function drawExtras(context, view, { scene, rank, y, height }) {
-  const { plan, palette } = view;
+  const { plan, palette } = scene;
   const from = scene.extraFirst[rank], to = scene.extraFirst[rank + 1];
   if (to - from > 3000) return;
   const thick = Math.max(2, Math.min(height * 0.18, 6));
@@ -158,22 +159,20 @@ function drawExtras(context, view, { scene, rank, y, height }) {
 }
 
 /** Draw messages as curves from the sender's row to the receiver's. */
-function drawMessages(context, view) {
-  const { plan } = view;
-  const scene = view.lanes[0];
+function drawMessages(context, view, lane) {
+  const scene = view.lanes[lane], { plan } = scene;
   const { start, end } = scene.run;
   const colours = plan.tables.cargo;
   for (const row of scene.sendsBetween(view.t0, view.t1, MOST_CURVES)) {
     const name = plan.name(row);
     const kind = name.startsWith("SendSkip") ? "SKIP" : name === "SendAct" ? "OUTPUT" : "OUTPUT_GRAD";
-    curve(context, view, plan.rank[row], start[row], plan.peer[row], end[row], colours[kind].colour, 1.2, 0.75);
+    curve(context, view, plan.rank[row], start[row], plan.peer[row], end[row], colours[kind].colour, 1.2, 0.75, lane);
   }
 }
 
 /** Draw a curve between two rows. */
-export function curve(context, view, rank, time, peer, later, colour, line, strength) {
-  const lanes = view.lanes.length;
-  const one = view.band(rank, 0, lanes), other = view.band(peer, 0, lanes);
+export function curve(context, view, rank, time, peer, later, colour, line, strength, lane = view.home) {
+  const one = view.band(rank, lane), other = view.band(peer, lane);
   const down = peer > rank;
   const x0 = view.x(time), x1 = view.x(later);
   const y0 = down ? one.y + one.height : one.y, y1 = down ? other.y : other.y + other.height;
@@ -188,45 +187,51 @@ export function curve(context, view, rank, time, peer, later, colour, line, stre
   context.restore();
 }
 
-/** Draw the labels at the left of the rows, and the share of busy time at the right. */
+/** Draw the labels at the left of the rows, the share of busy time at the right, and the names of blocks. */
 export function drawLabels(context, view) {
-  const { plan, palette, left, width, height } = view;
-  context.fillStyle = palette.is.ground;
+  const { is, left, plotWidth, width, height, rowHeight } = view;
+  context.fillStyle = is.ground;
   context.fillRect(0, 0, left, height);
-  context.fillRect(left + view.plotWidth, 0, width - left - view.plotWidth, height);
-  context.font = "12px system-ui, sans-serif";
+  context.fillRect(left + plotWidth, 0, width - left - plotWidth, height);
   context.textBaseline = "middle";
-  const every = Math.max(1, Math.ceil(15 / view.rowHeight));
-  for (let rank = 0; rank < plan.ranks; rank += every) {
-    const y = rank * view.rowHeight - view.scroll + Math.min(view.rowHeight / 2, view.rowHeight * every / 2);
-    if (y < -8 || y > height + 8) continue;
-    context.fillStyle = view.selectedRank === rank ? palette.is.accent : palette.is.ink;
-    context.textAlign = "right";
-    context.fillText(`rank ${rank}`, left - 8, y);
-    context.fillStyle = palette.is.quiet;
-    context.textAlign = "left";
-    const run = view.lanes[0].run;
-    const busy = run.makespan ? (100 * run.busy[rank]) / run.makespan : 0;
-    context.fillText(`${busy.toFixed(1)} % busy`, left + view.plotWidth + 8, y);
-  }
+  const every = Math.max(1, Math.ceil(15 / rowHeight));
+  const label = (text, y, x, align, colour, font = "12px") => {
+    context.font = `${font} system-ui, sans-serif`;
+    context.textAlign = align;
+    context.fillStyle = colour;
+    if (y > -8 && y < height + 8) context.fillText(text, x, view.scroll ? y : Math.max(y, 7));
+  };
+  view.lanes.forEach(({ plan, run }, lane) => {
+    if (view.blocks) label(run.name, view.top(lane) - view.scroll - 9, left, "left", is.ink, "600 13px");
+    for (let rank = 0; rank < plan.ranks; rank += every) {
+      const { y, height: tall } = view.band(rank, lane), middle = y + tall / 2;
+      const here = view.blocks ? middle : rank * rowHeight - view.scroll + rowHeight / 2;
+      const chosen = view.selectedRank === rank && (!view.blocks || lane === view.home);
+      if (view.blocks || lane === 0) label(`rank ${rank}`, here, left - 8, "right", chosen ? is.accent : is.ink);
+      const busy = run.makespan ? (100 * run.busy[rank]) / run.makespan : 0;
+      if (lane === 0 || tall > 11) label(`${busy.toFixed(1)} % busy`, tall > 11 ? middle : here, left + plotWidth + 8, "left", is.quiet);
+    }
+  });
 }
 
 /** Draw the time axis into a canvas of its own. */
 export function drawAxis(context, view, height) {
-  const { palette, left, plotWidth } = view;
-  context.fillStyle = palette.is.ground;
+  const { is, left, plotWidth } = view;
+  context.fillStyle = is.ground;
   context.fillRect(0, 0, view.width, height);
-  context.strokeStyle = palette.is.line;
-  context.fillStyle = palette.is.quiet;
+  context.strokeStyle = is.line;
+  context.fillStyle = is.quiet;
   context.font = "11px system-ui, sans-serif";
   context.textAlign = "center";
   context.textBaseline = "top";
   context.beginPath();
-  for (const time of ticks(view.t0, view.t1, plotWidth / 90)) {
+  const times = ticks(view.t0, view.t1, plotWidth / 90);
+  const decimals = Math.min(Math.max(0, -Math.floor(Math.log10(times[1] - times[0] || 1) + 1e-9)), 15);
+  for (const time of times) {
     const x = view.x(time);
     context.moveTo(x, 0);
     context.lineTo(x, 4);
-    context.fillText(number(time), Math.min(Math.max(x, left + 8), left + plotWidth - 8), 6);
+    context.fillText(time.toLocaleString("en", { signDisplay: "negative", maximumFractionDigits: decimals }), Math.min(Math.max(x, left + 8), left + plotWidth - 8), 6);
   }
   context.moveTo(left, 0.5);
   context.lineTo(left + plotWidth, 0.5);

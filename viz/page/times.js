@@ -159,12 +159,19 @@ export function simulate(plan, values = {}, partial = false) {
   const { parts } = plan;
   const start = Float64Array.from(events.of, (event) => run.start[event] / parts);
   const end = Float64Array.from(events.of, (event) => run.end[event] / parts);
+  return runOf(plan, start, end, null, { costs, stuck, unit: costs.values.unit, name: "planned" });
+}
+
+/** Return a run of a plan with the figures that follow from its times. */
+export function runOf(plan, start, end, wait, about) {
   const busy = new Float64Array(plan.ranks);
+  let makespan = 0;
   for (let row = 0; row < plan.length; row++) {
-    if (plan.tables.computes[plan.op[row]]) busy[plan.rank[row]] += durations[events.of[row]] / parts;
+    if (end[row] > makespan) makespan = end[row];
+    if (plan.tables.computes[plan.op[row]]) busy[plan.rank[row]] += end[row] - start[row] - (wait ? wait[row] : 0);
   }
-  const makespan = end.reduce((one, other) => Math.max(one, other), 0);
-  return { plan, costs, start, end, busy, makespan, stuck, unit: costs.values.unit, ...figures(busy, makespan) };
+  const total = busy.reduce((one, other) => one + other, 0);
+  return { plan, start, end, wait, busy, makespan, bubble: makespan ? 1 - total / (busy.length * makespan) : 0, ...about };
 }
 
 /** Place the events that never begin behind the last one of their rank; returns their rows. */
@@ -181,11 +188,6 @@ function placeStuck(events, run, durations) {
     ends[rank] = Math.max(ends[rank], run.end[event]);
   }
   return stuck;
-}
-
-export function figures(busy, makespan) {
-  const total = busy.reduce((one, other) => one + other, 0);
-  return { bubble: makespan ? 1 - total / (busy.length * makespan) : 0 };
 }
 
 /** Call `visit(row, stage, number, kind, made, size)` for each activation that a row makes or takes. */
@@ -228,6 +230,11 @@ export function peakActivations(plan, costs) {
     }
   }
   return peaks;
+}
+
+/** Return the peak of a run's fullest rank; 0 before its memory is known. */
+export function peakOf({ held }) {
+  return (held ?? []).reduce((most, { peak }) => Math.max(most, peak), 0);
 }
 
 /** Return for each rank the activations held over time: `amounts[i]` from `times[i]` on, and the peak. */

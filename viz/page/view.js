@@ -1,7 +1,13 @@
-/** View: which times and ranks are on the screen, and where. */
+/**
+ * View: which times and ranks are on the screen, and where. A lane is one run: a row per rank, or, where several plans
+ * are compared, a block of rows with its name above.
+ */
+const TITLE = 22, LEAST_ROW = 0.5, MOST_ROW = 88;
+
 export class View {
-  constructor(plan, lanes, palette) {
-    Object.assign(this, { plan, lanes, palette, left: 70, right: 110, scroll: 0, ratio: 1, marked: null, selectedRank: -1 });
+  constructor(lanes) {
+    Object.assign(this, { left: 70, right: 110, scroll: 0, ratio: 1, marked: null, selectedRank: -1, blocks: false, home: 0 });
+    this.lanes = lanes;
     this.width = this.height = 100;
     this.stretch = 1;
     this.showMessages = true;
@@ -33,9 +39,29 @@ export class View {
     Object.assign(this, { width, height, ratio });
   }
 
+  get ranks() {
+    return Math.max(...this.lanes.map((scene) => scene.plan.ranks));
+  }
+
+  /** Height of all rows, each of this height, of the lanes before one, and of its title. */
+  top(lane, rowHeight = this.rowHeight) {
+    if (!this.blocks) return 0;
+    return this.lanes.slice(0, lane).reduce((sum, scene) => sum + scene.plan.ranks * rowHeight + TITLE, TITLE);
+  }
+
+  /** Height of all rows. */
+  tall(rowHeight = this.rowHeight) {
+    return this.blocks ? this.top(this.lanes.length, rowHeight) - TITLE : this.ranks * rowHeight;
+  }
+
+  /** Height at which rows are as high as they get without being stretched. */
+  get wanted() {
+    return this.tall(MOST_ROW);
+  }
+
   get rowHeight() {
-    const fair = this.height / Math.max(this.plan.ranks, 1);
-    return Math.min(Math.max(fair, 0.5), 72) * this.stretch;
+    const titles = this.tall(0), fair = (this.height - titles) / Math.max(this.tall(1) - titles, 1);
+    return Math.min(Math.max(fair, LEAST_ROW), MOST_ROW) * this.stretch;
   }
 
   x(time) {
@@ -47,21 +73,21 @@ export class View {
   }
 
   /** Vertical place of a rank's lane. */
-  band(rank, lane, lanes) {
+  band(rank, lane) {
     const gap = this.rowHeight > 8 ? this.rowHeight * 0.1 : this.rowHeight > 3 ? 1 : 0;
-    const each = (this.rowHeight - 2 * gap) / lanes;
-    return { y: rank * this.rowHeight - this.scroll + gap + lane * each, height: Math.max(each - (lanes > 1 && each > 6 ? 2 : 0), 0.5) };
+    const lanes = this.blocks ? 1 : this.lanes.length, each = (this.rowHeight - 2 * gap) / lanes;
+    const y = this.top(lane) + rank * this.rowHeight - this.scroll + gap + (this.blocks ? 0 : lane * each);
+    return { y, height: Math.max(each - (lanes > 1 && each > 6 ? 2 : 0), 0.5) };
   }
 
-  rankAt(y) {
-    const rank = Math.floor((y + this.scroll) / this.rowHeight);
-    return rank >= 0 && rank < this.plan.ranks ? rank : -1;
-  }
-
-  laneAt(y) {
-    const rank = this.rankAt(y), lanes = this.lanes.length;
-    for (let lane = lanes - 1; lane > 0; lane--) if (y >= this.band(rank, lane, lanes).y) return lane;
-    return 0;
+  /** Rank and lane at a height of the screen; null if there is none. */
+  at(y) {
+    for (let lane = this.lanes.length - 1; lane >= 0; lane--) {
+      const rank = Math.floor((y + this.scroll - this.top(lane)) / this.rowHeight);
+      const here = this.blocks || lane === 0 || y >= this.band(rank, lane).y;
+      if (here && rank >= 0 && rank < this.lanes[lane].plan.ranks) return { rank, lane };
+    }
+    return null;
   }
 
   zoom(factor, x) {
@@ -91,14 +117,15 @@ export class View {
   /** Show these times, with some room on both sides. */
   show(from, to, rank = -1) {
     const wide = Math.max((to - from) * 1.4, (this.t1 - this.t0) * 0.2);
-    if (from < this.t0 || to > this.t1 || to - from < (this.t1 - this.t0) * 0.01) {
-      const middle = (from + to) / 2, span = Math.min(wide, Math.max(to - from, 1e-12) * 60);
+    const tiny = to > from && (to - from) * this.plotWidth < 3 * (this.t1 - this.t0);
+    if (from < this.t0 || to > this.t1 || tiny) {
+      const middle = (from + to) / 2, span = tiny ? Math.min(wide, (to - from) * 60) : Math.max(wide, this.t1 - this.t0);
       this.t0 = middle - span / 2;
       this.t1 = middle + span / 2;
     }
     if (rank >= 0) {
-      const top = rank * this.rowHeight;
-      if (top < this.scroll || top + this.rowHeight > this.scroll + this.height) this.scroll = top - this.height / 2;
+      const { y, height } = this.band(rank, this.home);
+      if (y < 0 || y + height > this.height) this.scroll += y - this.height / 2;
     }
     this.#keepIn();
   }
@@ -108,25 +135,25 @@ export class View {
     const t0 = Math.min(Math.max(this.t0, -wide * 0.05), Math.max(most - wide * 0.95, -wide * 0.05));
     this.t1 = t0 + wide;
     this.t0 = t0;
-    this.scroll = Math.min(Math.max(this.scroll, 0), Math.max(this.plan.ranks * this.rowHeight - this.height, 0));
+    this.scroll = Math.min(Math.max(this.scroll, 0), Math.max(this.tall() - this.height, 0));
   }
 
   /** Hatching of waiting time. */
   waitPattern(context) {
-    if (this.pattern?.theme === this.palette.theme) return this.pattern.fill;
+    if (this.pattern?.is === this.is) return this.pattern.fill;
     const tile = document.createElement("canvas");
     tile.width = tile.height = 6;
     const pen = tile.getContext("2d");
-    pen.fillStyle = this.palette.is.wait;
+    pen.fillStyle = this.is.wait;
     pen.fillRect(0, 0, 6, 6);
-    pen.strokeStyle = this.palette.is.waitHatch;
+    pen.strokeStyle = this.is.waitHatch;
     pen.beginPath();
     for (const shift of [-6, 0, 6]) {
       pen.moveTo(shift, 6);
       pen.lineTo(shift + 6, 0);
     }
     pen.stroke();
-    this.pattern = { theme: this.palette.theme, fill: context.createPattern(tile, "repeat") };
+    this.pattern = { is: this.is, fill: context.createPattern(tile, "repeat") };
     return this.pattern.fill;
   }
 }
