@@ -54,7 +54,6 @@ ORDER: dict[str, tuple[str, ...]] = {
         "pipeline_rows",
         "style",
         "perfetto",
-        "svg_page",
         "page",
         "looks",
         "collective_scene",

@@ -1,8 +1,8 @@
 """Pictures of plans and traces: `render` draws one simulated plan, `render_measured` a measured step below,
 `compare` several plans on one time axis, `render_collective` a spelled-out collective, `render_tuning` the result of a
 search for strategies, `render_stall` the positions of ranks in a stall; `save_page` writes the interactive page of a
-plan (as `render` does into a `.html` file), `save_untimed` that of a plan that may be unable to finish, `save_events`
-trace events for Perfetto and Chrome, and `save_report` one page of a run.
+plan (as `render` does into a `.html` file), `save_compared` that of several, `save_untimed` that of a plan that may be
+unable to finish, `save_events` trace events for Perfetto and Chrome, and `save_report` one page of a run.
 
     from quintsched.viz import compare, render
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .frontier import render_tuning
-    from .page.plan_page import save_page, save_untimed
+    from .page.plan_page import save_compared, save_page, save_untimed
     from .perfetto import save_events
     from .runs.run_report import save_report
     from .runs.stall_picture import render_stall
@@ -34,6 +34,7 @@ __all__ = [
     "render_stall",
     "render_training",
     "render_tuning",
+    "save_compared",
     "save_events",
     "save_page",
     "save_report",
@@ -46,6 +47,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'quintsched.viz' has no attribute {name!r}")
     homes = {
         "save_events": ".perfetto",
+        "save_compared": ".page.plan_page",
         "save_page": ".page.plan_page",
         "save_report": ".runs.run_report",
         "save_untimed": ".page.plan_page",

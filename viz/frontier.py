@@ -33,7 +33,7 @@ NEAR_UP, NEAR_ACROSS, NUMBER_WIDE = 0.05, 0.02, 0.03
 
 
 def render_tuning(tuning: Tuning, path: Path) -> None:
-    """Draw a search's result into a `.png`, `.svg` or `.html` file; equal results give identical bytes.
+    """Draw a search's result into a `.png` or `.svg` file; equal results give identical bytes.
 
     Raises `UsageError` for another suffix, a path that cannot be written, and a search without result.
     """

@@ -1,4 +1,4 @@
-"""Sheet of paper: blocks below each other, sized in inches, saved as PNG, SVG or an HTML page with that.
+"""Sheet of paper: blocks below each other, sized in inches, saved as PNG or SVG.
 
     sheet = Sheet(width=9.0, left=0.6, right=0.8)
     sheet.line(…)           text across the sheet
@@ -25,10 +25,9 @@ from quintsched.files.atomic import write_whole
 
 from .looks import INK
 from .style import text_width
-from .svg_page import page_of_parts, picture
 
 POINTS = 72.0
-SUFFIXES = (".png", ".svg", ".html")
+SUFFIXES = (".png", ".svg")
 PNG_DPI = 144
 
 
@@ -117,14 +116,13 @@ class Sheet:
     def save(self, path: Path) -> None:
         """Write the sheet; raises `UsageError` on failure."""
         self.arrange()
-        suffix = path.suffix.lower()
-        data = self._png() if suffix == ".png" else self._svg()
-        write_whole(path, page_of_parts(path.stem, [picture(data)]) if suffix == ".html" else data, "the picture")
+        write_whole(path, self._png() if path.suffix.lower() == ".png" else self._svg(), "the picture")
 
     def part(self) -> str:
-        """Return the sheet as a part of an HTML page."""
+        """Return the sheet as a part of an HTML page; it scales with the window."""
         self.arrange()
-        return picture(self._svg())
+        text = self._svg().decode("utf-8")
+        return text[text.index("<svg") :].strip()
 
     def _svg(self) -> bytes:
         picture = io.BytesIO()
@@ -138,10 +136,12 @@ class Sheet:
         return picture.getvalue()
 
 
-def check_suffix(path: Path) -> None:
-    """Raise `UsageError` for a file name with an unsupported suffix."""
-    if path.suffix.lower() not in SUFFIXES:
-        raise UsageError(f"{path}: cannot draw a {path.suffix or 'nameless'} file; end the name in .png, .svg or .html")
+def check_suffix(path: Path, *others: str) -> None:
+    """Raise `UsageError` for a file name with a suffix that is neither a picture's nor one of `others`."""
+    *first, last = *SUFFIXES, *others
+    if path.suffix.lower() not in (*first, last):
+        known = f"{', '.join(first)} or {last}"
+        raise UsageError(f"{path}: cannot draw a {path.suffix or 'nameless'} file; end the name in {known}")
 
 
 def _flow(widths: Sequence[float], space: float, room: float) -> list[tuple[int, float]]:

@@ -26,7 +26,7 @@ from .activation_panel import draw_held, held_height, held_key
 from .collective_scene import chunk_scene
 from .idle_panel import draw_idle, idle_height, idle_keys
 from .legend import keys_of
-from .page.plan_page import save_page
+from .page.plan_page import require_one_unit, save_compared, save_page
 from .pipeline_rows import Scale, draw_rows, set_time_axis, tail_points
 from .scene import Scene, stage_scene
 from .sheet import POINTS, Sheet, check_suffix
@@ -50,7 +50,7 @@ def render(simulation: Simulation, path: Path, *, window: Window | None = None) 
     `window` leaves out other ranks and times; a page opens with it. Raises `UsageError` for another suffix and for a
     path that cannot be written.
     """
-    check_suffix(path)
+    check_suffix(path, PAGE)
     if path.suffix.lower() == PAGE:
         save_page(simulation, (), path, window=window)
         return
@@ -64,11 +64,11 @@ def compare(simulations: Sequence[Simulation], path: Path) -> None:
     Raises `UsageError` for another suffix, a path that cannot be written, an empty list, and simulations in different
     units of time.
     """
-    check_suffix(path)
-    units = sorted({simulation.unit for simulation in simulations})
-    if len(units) != 1:
-        found = f"these are in {' and '.join(units)}" if units else "none is given"
-        raise UsageError(f"a comparison needs simulations in one unit of time; {found}")
+    check_suffix(path, PAGE)
+    if path.suffix.lower() == PAGE:
+        save_compared(simulations, path)
+        return
+    require_one_unit(simulations)
     with house_style():
         draw_comparison(simulations).save(path)
 
@@ -80,7 +80,7 @@ def render_measured(
 
     Raises `UsageError` as `render` does, and for times in different units.
     """
-    check_suffix(path)
+    check_suffix(path, PAGE)
     for step in steps:
         if simulation.unit != step.unit:
             raise UsageError(f"the plan's times are in {simulation.unit}, those of the step in {step.unit}")
@@ -92,7 +92,7 @@ def render_measured(
 
 
 def render_collective(run: CollectiveRun, path: Path) -> None:
-    """Draw a spelled-out collective over time, one row per rank, into a file as `render` does."""
+    """Draw a spelled-out collective over time, one row per rank, into a `.png` or `.svg` file."""
     check_suffix(path)
     with house_style():
         draw_collective(run).save(path)

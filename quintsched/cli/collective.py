@@ -47,7 +47,7 @@ def collective(
     ] = Wire.node_bandwidth,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Write the plan (.json) or a picture (.png, .svg, .html)."),
+        typer.Option("--output", "-o", metavar="FILE", help="Write the plan (.json) or a picture (.png, .svg)."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -236,7 +236,7 @@ def _is_crowded(simulation: Simulation) -> bool:
 
 def draw_collective(run: CollectiveRun, output: Path) -> None:
     """Draw a spelled-out collective; raises `UsageError` as `picture_path` and `write_picture` do."""
-    path = picture_path(output, (*PICTURES, PAGE))
+    path = picture_path(output)
 
     def draw() -> None:
         from quintsched import viz
@@ -265,6 +265,19 @@ def picture_path(path: Path, formats: Sequence[str] = PICTURES, *, bare: Sequenc
     if suffix not in bare and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("pictures need matplotlib; pip install 'quintsched[viz]'")
     return path
+
+
+def comparison_path(path: Path) -> Path:
+    """Return the path if several plans can be drawn into it beside each other. Raises `UsageError`."""
+    return picture_path(path, (*PICTURES, PAGE), bare=(PAGE,))
+
+
+def write_comparison(simulations: Sequence[Simulation], path: Path) -> None:
+    """Draw several plans into a picture or a page; raises `UsageError` if it cannot be written."""
+    from quintsched import viz
+
+    draw = viz.save_compared if format_of(path) == PAGE else viz.compare
+    write_picture(path, lambda: draw(simulations, path))
 
 
 def write_picture(path: Path, draw: Callable[[], object]) -> None:

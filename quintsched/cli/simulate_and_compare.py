@@ -172,29 +172,28 @@ def compare(
     costs: CostsFile = None,
     memory_cap: MemoryCap = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="PICTURE", help="Draw them too: a .png or .svg file.")
+        Path | None,
+        typer.Option("--output", "-o", metavar="PICTURE", help="Draw them too: a .png or .svg file, or an .html page."),
     ] = None,
     bars: Bars = False,
     as_json: AsJson = False,
 ) -> None:
     """Compare the makespan, bubbles and memory of schedules.
 
-    The picture has each schedule over time, the activations of its ranks, and where their time goes. Schedules that
-    search do so under the costs and the memory cap.
+    The picture has each schedule over time, the activations of its ranks, and where their time goes; a .html file is an
+    interactive page, with what differs. Schedules that search do so under the costs and the memory cap.
     """
-    from quintsched.cli.pictures import picture_path, write_picture
+    from quintsched.cli.pictures import comparison_path, write_comparison
     from quintsched.text.time_bars import time_bars
 
     refuse_input(output, costs, *names)
-    path = None if output is None else picture_path(output)
+    path = None if output is None else comparison_path(output)
     request = _Request(pp, microbatches, chunks, slices, read_costs(costs), memory_cap)
     simulations, refused = _simulate_all(names, request)
     if not simulations:
         raise UsageError("\n".join(["none of these takes the shape", *refused.values()]))
     if path is not None:
-        from quintsched import viz
-
-        write_picture(path, lambda: viz.compare(simulations, path))
+        write_comparison(simulations, path)
     if as_json:
         refusals = [{"schedule": name, "reason": reason} for name, reason in refused.items()]
         found = [one.summary() | (_times(one, memory_cap) if bars else {}) for one in simulations]
@@ -297,7 +296,9 @@ def whatif(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="PICTURE", help="Draw both timelines: .png, .svg or .html."),
+        typer.Option(
+            "--output", "-o", metavar="PICTURE", help="Draw both timelines: a .png or .svg file, or an .html page."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -306,11 +307,11 @@ def whatif(
     Rebuilds plan and costs from a trace and replays them. Then says what each cause of idle time costs, on whom each
     rank has waited, and how much faster the best order in equal memory is, with a certified bound.
     """
-    from quintsched.cli.pictures import PAGE, PICTURES, picture_path, write_picture
+    from quintsched.cli.pictures import comparison_path, write_comparison
     from quintsched.solve.recorded import load_run, what_if
     from quintsched.solve.recorded.report import in_words
 
-    path = None if output is None else picture_path(output, (*PICTURES, PAGE))
+    path = None if output is None else comparison_path(output)
     for file in filter(None, (path, plan, certificate)):
         refuse_input(file, trace)
     with progress("reading the trace") as shown:
@@ -330,9 +331,7 @@ def whatif(
     if certificate is not None:
         best.certificate.save(certificate)
     if path is not None:
-        from quintsched import viz
-
-        write_picture(path, lambda: viz.compare(found.simulations, path))
+        write_comparison(found.simulations, path)
     if as_json:
         emit(found.summary())
     else:

@@ -41,7 +41,7 @@ def test_files_are_written_proved_and_refused(cli, tmp_path):
     assert cli("collective", "broken.json", "--json").data["sound"] is False
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png", "html"])
+@pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_pictures(cli, tmp_path, suffix):
     pytest.importorskip("matplotlib")
     assert cli("collective", "ring", "--ranks", 3, "-o", f"ring.{suffix}").code == 0

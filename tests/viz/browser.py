@@ -22,10 +22,12 @@ FLAGS = (
     "--hide-scrollbars",
 )
 
-
 READY = """new Promise((go) => {
   const look = () => document.body?.dataset.ready === 'all' ? go(1) : setTimeout(look, 20);
   look() })"""
+
+
+PAINTED = READY.replace("dataset.ready === 'all'", "dataset.painted").replace("20)", "2)")
 
 
 class Page:
@@ -40,10 +42,10 @@ class Page:
         for domain in ("Page", "Runtime"):
             self._ask(f"{domain}.enable")
 
-    def _ask(self, method: str, **params: object) -> dict[str, Any]:
+    def _ask(self, method: str, *, session: bool = True, **params: object) -> dict[str, Any]:
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
-        if self._session:
+        if self._session and session:
             message["sessionId"] = self._session
         os.write(self._writing, json.dumps(message).encode() + b"\0")
         while True:
@@ -57,13 +59,17 @@ class Page:
                 assert "error" not in answer, answer
                 return answer["result"]  # type: ignore[no-any-return]
 
-    def open(self, path: Path, fragment: str = "", *, width: int = 1440, height: int = 820) -> None:
-        """Open a page and wait until all of it is there."""
+    def open(self, path: Path, fragment: str = "", *, width: int = 1440, height: int = 820) -> float:
+        """Open a page and wait until all of it is there; return the CPU time until it was painted."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._ask("Emulation.setDeviceMetricsOverride", **size)
         self._ask("Page.navigate", url="about:blank")  # another fragment alone loads nothing
+        before = self.cpu_s()
         self._ask("Page.navigate", url=path.as_uri() + fragment)
+        self.evaluate(PAINTED)
+        painted = self.cpu_s() - before
         self.settle()
+        return painted
 
     def settle(self) -> None:
         """Wait until the page has computed all that it shows."""
@@ -77,6 +83,11 @@ class Page:
     def mouse(self, kind: str, x: float, y: float) -> None:
         button = "none" if kind == "mouseMoved" else "left"
         self._ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=1, clickCount=1)
+
+    def cpu_s(self) -> float:
+        """Return the CPU time of all processes of the browser so far."""
+        processes = self._ask("SystemInfo.getProcessInfo", session=False)["processInfo"]
+        return float(sum(process["cpuTime"] for process in processes))
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._ask("Page.captureScreenshot")["data"]))

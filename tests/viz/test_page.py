@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import quintsched as qs
-from quintsched.viz import render, render_measured
+from quintsched.viz import compare, render, render_measured
 from quintsched.viz.page.plan_page import page_of
 from tests.traces import write_trace
 
@@ -78,6 +78,16 @@ def test_a_page_has_the_measured_step_beside_the_plan(tmp_path: Path) -> None:
     assert measured["name"] == f"measured, step {step.number}"
     assert measured["makespan"] == pytest.approx(step.makespan)
     assert measured["busy"] == pytest.approx(step.busy)
+
+
+@with_node
+def test_a_page_has_several_plans_beside_each_other(tmp_path: Path) -> None:
+    simulations = [qs.compile(name, mesh="pp=2", microbatches=3).simulate() for name in ("1f1b", "zb-h1", "gpipe")]
+    compare(simulations, tmp_path / "all.html")
+    runs = read_page((tmp_path / "all.html").read_bytes())["runs"]
+    assert [run["start"] for run in runs] == [one.start.tolist() for one in simulations]
+    with pytest.raises(qs.UsageError, match="one unit of time"):
+        compare([*simulations, simulations[0].plan.simulate(qs.Costs(unit="s"))], tmp_path / "units.html")
 
 
 def test_a_hundred_thousand_spans_are_a_small_page() -> None:

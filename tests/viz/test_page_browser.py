@@ -17,7 +17,7 @@ import quintsched as qs
 from quintsched.ir.instruction_set import Bwd, Fwd, RecvGrad, SendAct
 from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.states import Fate, RankState
-from quintsched.viz import render, render_measured, render_stall, save_untimed
+from quintsched.viz import compare, render, render_measured, render_stall, save_untimed
 from tests.traces import write_trace
 
 from .browser import CHROMIUM, Page, browser
@@ -34,18 +34,14 @@ EXPLAIN = """for (let rank = 0; rank < quintsched.plan.ranks; rank++) {
   const gap = quintsched.waits.gaps(rank).at(-1);
   if (gap) quintsched.showGap(gap);
 }"""
-PAN = """(async () => { const a = quintsched, found = {};
-  for (const [name, zoom] of [['far', 1], ['middle', 0.2], ['near', 0.004]]) {
-    a.view.fit(); a.view.zoom(zoom, a.view.left + a.view.plotWidth / 2); a.paint();
-    const times = []; let last = performance.now(); const began = last;
-    while (performance.now() - began < 1500) {
-      await new Promise((go) => requestAnimationFrame(go));
-      a.view.pan(times.length % 40 < 20 ? -8 : 8, 0); a.paint();
-      times.push(performance.now() - last); last = performance.now();
-    }
-    found[name] = times.sort((x, y) => x - y)[Math.floor(times.length / 4)];
-  }
-  return found })()"""
+PAN = """(async () => { const a = quintsched;
+  a.view.fit(); a.view.zoom(ZOOM, a.view.left + a.view.plotWidth / 2); a.paint();
+  for (let frame = 0; frame < FRAMES; frame++) {
+    await new Promise((go) => requestAnimationFrame(go));
+    a.view.pan(frame % 40 < 20 ? -8 : 8, 0); a.paint();
+  } })()"""
+FRAMES = 80
+MODES = ("planned", "measured", "both", "difference")
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +96,29 @@ def test_a_measured_step_is_switched_and_compared(page: Page, tmp_path: Path) ->
     render_measured(simulation, trace.select("2..3"), tmp_path / "both.html")
     page.open(tmp_path / "both.html")
     seen = set()
-    for mode in ("planned", "measured", "both", "difference"):
+    for mode in MODES:
         page.evaluate(f"quintsched.setMode('{mode}'); quintsched.paint()")
         seen.add(page.evaluate("quintsched.timeline.toDataURL()"))
     page.evaluate("quintsched.setStep(2); quintsched.paint()")
     assert page.evaluate("quintsched.stepList.textContent") == "measured, step 2measured, step 3"
     assert page.evaluate("quintsched.timeline.toDataURL()") not in seen
     assert len(seen) == 4
+    assert not page.errors
+
+
+def test_plans_are_compared(page: Page, tmp_path: Path) -> None:
+    simulations = [qs.compile(name, mesh="pp=4", microbatches=8).simulate() for name in ("1f1b", "zb-h1")]
+    compare(simulations, tmp_path / "both.html")
+    page.open(tmp_path / "both.html")
+    words = page.evaluate("[...document.querySelectorAll('table tr')].map((row) => row.textContent)")
+    assert words[:2] == ["1: 1f1b2: zb-h1difference", "makespan3327−6"]
+    seen = {page.evaluate(f"quintsched.setMode('{mode}'); quintsched.timeline.toDataURL()") for mode in MODES}
+    assert len(seen) == 4
+    page.evaluate("quintsched.setMode('both'); quintsched.focus(quintsched.scenes[1])")
+    page.evaluate(EXPLAIN)
+    assert page.evaluate("quintsched.plan.schedule.name") == "zb-h1"
+    page.evaluate("quintsched.playground.toggle(); quintsched.playground.move(1, 0)")
+    assert page.evaluate("quintsched.runs.map((run) => run.name).join()") == "edited,before"
     assert not page.errors
 
 
@@ -167,34 +179,32 @@ def test_ten_thousand_instructions_are_judged_in_no_time(page: Page, tmp_path: P
     page.evaluate("quintsched.playground.toggle()")
     took = []
     for _ in range(5):
+        before = page.cpu_s()
         page.evaluate("quintsched.playground.move(1, 0)")
-        took.append(page.evaluate("quintsched.playground.judged"))
+        took.append(page.cpu_s() - before)
     assert page.evaluate("quintsched.verdict.sound()")
-    assert min(took) < 300
+    assert min(took) < 0.3
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("pp", "microbatches", "most_mb", "first_paint_ms", "least_frames"),
-    [(32, 520, 5, 1000, 30), (64, 2620, 30, 3000, 20)],
+    ("pp", "microbatches", "most_mb", "first_paint_s", "least_frames"), [(32, 520, 5, 1, 30), (64, 2620, 30, 3, 20)]
 )
 def test_large_plans_are_smooth(
-    pp: int, microbatches: int, most_mb: float, first_paint_ms: float, least_frames: float, page: Page, tmp_path: Path
+    pp: int, microbatches: int, most_mb: float, first_paint_s: float, least_frames: float, page: Page, tmp_path: Path
 ) -> None:
-    """Of frames, the quickest quarter counts, and of three tries the best: other work on the machine stretches them."""
+    """CPU time of all of Chromium's processes counts, so that other work on the machine changes nothing."""
     drawn = np.random.default_rng(0).uniform(9, 11, (2, pp))
     costs = qs.Costs(unit="ms", forward=tuple(drawn[0]), backward_input=tuple(drawn[1]), p2p=0.3)
     path = tmp_path / "large.html"
     render(qs.compile("1f1b", mesh=f"pp={pp}", microbatches=microbatches).simulate(costs), path)
     assert path.stat().st_size < most_mb * 1e6
-    painted = []
-    for _ in range(3):
-        page.open(path)
-        painted.append(float(page.evaluate("document.body.dataset.painted")))
-    assert min(painted) < first_paint_ms, painted
-    tries = [page.evaluate(PAN) for _ in range(3)]
-    for name in ("far", "middle", "near"):
-        assert min(times[name] for times in tries) < 1000 / least_frames, (name, tries)
+    painted = page.open(path)
+    assert painted < first_paint_s
+    for name, zoom in (("far", 1), ("middle", 0.2), ("near", 0.004)):
+        before = page.cpu_s()
+        page.evaluate(PAN.replace("ZOOM", str(zoom)).replace("FRAMES", str(FRAMES)))
+        assert (page.cpu_s() - before) / FRAMES < 1 / least_frames, name
 
 
 def deadlocked() -> qs.Plan:

@@ -1,14 +1,7 @@
 /** Colours of the page: those of the planner's pictures, on light and on dark ground, distinct for all colour vision. */
-export const THEMES = {
-  light: {
-    theme: "light", ground: "#ffffff", panel: "#f6f7f9", ink: "#1f2933", quiet: "#5f6b7a", line: "#dde2e8", idle: "#eef0f3", hatch: "#d9dee5",
-    wait: "#efe6f7", waitHatch: "#c6b3d9", accent: "#0072b2", good: "#0b7a55", bad: "#b3261e", glow: "#111827", cell: "#ffffff",
-  },
-  dark: {
-    theme: "dark", ground: "#12161c", panel: "#1a2029", ink: "#e8edf3", quiet: "#97a3b2", line: "#2b3440", idle: "#1c232d", hatch: "#2a333f",
-    wait: "#2c2438", waitHatch: "#5c4a76", accent: "#56b4e9", good: "#4cc79a", bad: "#ff8a7a", glow: "#ffffff", cell: "#12161c",
-  },
-};
+import THEMES from "./themes.json" with { type: "json" };
+
+export { THEMES };
 
 const DARK_INSTEAD = { "#000000": "#c9d2dc", "#1F2933": "#e8edf3" };
 
@@ -38,9 +31,7 @@ export class Palette {
     this.side = (name, stage) => [this.texts[plan.tables.code[name]][chunkOf[stage] ?? 0], this.inks[plan.tables.code[name]][chunkOf[stage] ?? 0]];
   }
 
-  base(hex) {
-    return rgb(this.theme === "dark" ? DARK_INSTEAD[hex] ?? hex : hex);
-  }
+  base(hex) { return rgb(this.theme === "dark" ? DARK_INSTEAD[hex] ?? hex : hex); }
 }
 
 /** Return white or near black, whichever is easier to read on a colour. */

@@ -22,9 +22,7 @@ export class Ints {
     this.values[this.length++] = value;
   }
 
-  get array() {
-    return this.values.subarray(0, this.length);
-  }
+  get array() { return this.values.subarray(0, this.length); }
 }
 
 class Uses {
@@ -116,14 +114,10 @@ class Flows {
 
   #evaluate(term, row, stage, unit, at) {
     const { layout, plan } = this;
-    if (term.skips) {
-      this.#skips(term, row, stage, unit);
-      return;
-    }
+    if (term.skips) return this.#skips(term, row, stage, unit);
     switch (term.whose) {
       case "OWN":
-        this.#select(term, row, stage, unit, at);
-        break;
+        return this.#select(term, row, stage, unit, at);
       case "BEFORE": {
         const before = layout.stageBefore(stage, unit);
         if (before >= 0) this.#select(term, row, before, unit, at);
@@ -155,21 +149,16 @@ class Flows {
     if (cell && !cell(layout, stage, unit)) return;
     switch (term.which) {
       case "UNIT":
-        this.#emit(term, row, stage, unit);
-        break;
+        return this.#emit(term, row, stage, unit);
       case "EARLIER":
-        this.#emit(term, row, stage, unit - 1);
-        break;
+        return this.#emit(term, row, stage, unit - 1);
       case "GATHERING":
-        this.#emit(term, row, stage, this.gatherings ? this.gatherings[at] : 0);
-        break;
+        return this.#emit(term, row, stage, this.gatherings ? this.gatherings[at] : 0);
       case "BUCKET":
-        this.#emit(term, row, stage, Math.max(plan.column("part")[row], 0) * buckets + plan.column("bucket")[row]);
-        break;
+        return this.#emit(term, row, stage, Math.max(plan.column("part")[row], 0) * buckets + plan.column("bucket")[row]);
       case "TIE": {
         const params = plan.value("params", row);
-        this.#emit(term, row, stage, layout.ties.findLast((tie) => tie.params === params)?.number ?? 0);
-        break;
+        return this.#emit(term, row, stage, layout.ties.findLast((tie) => tie.params === params)?.number ?? 0);
       }
       case "REDUCTION_BEFORE": {
         const before = layout.reductionOf[stage * layout.units + unit] - 1;
@@ -212,9 +201,7 @@ class Flows {
     }
   }
 
-  key(place) {
-    return place >= this.size ? place - this.size : place;
-  }
+  key(place) { return place >= this.size ? place - this.size : place; }
 
   /** First row that produces, or consumes, the value at each place; -1 if none does. */
   #firstRows(uses, size, placed) {
@@ -227,17 +214,9 @@ class Flows {
     return found;
   }
 
-  get makers() {
-    return (this.firstMakers ??= this.#firstRows(this.PRODUCES, this.numPlaces, (place) => place));
-  }
-
-  get takers() {
-    return (this.firstTakers ??= this.#firstRows(this.CONSUMES, this.numPlaces, (place) => place));
-  }
-
-  get senders() {
-    return (this.firstSenders ??= this.#firstRows(this.PRODUCES, this.travelling, (place) => this.key(place)));
-  }
+  get makers() { return (this.firstMakers ??= this.#firstRows(this.PRODUCES, this.numPlaces, (place) => place)); }
+  get takers() { return (this.firstTakers ??= this.#firstRows(this.CONSUMES, this.numPlaces, (place) => place)); }
+  get senders() { return (this.firstSenders ??= this.#firstRows(this.PRODUCES, this.travelling, (place) => this.key(place))); }
 
   kindOf(key) {
     let kind = 0;

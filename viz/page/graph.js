@@ -52,9 +52,7 @@ class Events {
   }
 
   /** Rows of each event: `rows[starts[e]]` to `rows[starts[e + 1] - 1]`. */
-  get members() {
-    return (this.memberLists ??= group(this.of, this.count));
-  }
+  get members() { return (this.memberLists ??= group(this.of, this.count)); }
 
   /** Row of an event on a rank, or else its first row. */
   member(event, rank) {
@@ -266,13 +264,8 @@ export class Graph {
     this.ranks = edges.ranks.array;
   }
 
-  get after() {
-    return (this.afterLists ??= group(this.sources, this.count, this.targets));
-  }
-
-  get before() {
-    return (this.beforeLists ??= group(this.targets, this.count, this.sources));
-  }
+  get after() { return (this.afterLists ??= group(this.sources, this.count, this.targets)); }
+  get before() { return (this.beforeLists ??= group(this.targets, this.count, this.sources)); }
 
   /** Run every event whose dependencies can be met, as early as possible; O(events + edges). */
   run(durations = null) {

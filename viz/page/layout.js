@@ -33,26 +33,13 @@ export class Layout {
     this.#addReductions(plan);
   }
 
-  stageBefore(stage, unit) {
-    return this.before[this.routeOf[unit] * this.stages + stage];
-  }
-
-  stageAfter(stage, unit) {
-    return this.after[this.routeOf[unit] * this.stages + stage];
-  }
-
-  visits(stage, unit) {
-    return this.visited[this.routeOf[unit] * this.stages + stage] === 1;
-  }
-
-  hasLoss(stage, unit) {
-    return this.stageAfter(stage, unit) < 0 || this.losses.has(stage);
-  }
+  stageBefore(stage, unit) { return this.before[this.routeOf[unit] * this.stages + stage]; }
+  stageAfter(stage, unit) { return this.after[this.routeOf[unit] * this.stages + stage]; }
+  visits(stage, unit) { return this.visited[this.routeOf[unit] * this.stages + stage] === 1; }
+  hasLoss(stage, unit) { return this.stageAfter(stage, unit) < 0 || this.losses.has(stage); }
 
   /** Stages at the place of `stage` in its rank's list: the chunk's number. */
-  chunkOf(stage) {
-    return this.heldBy[this.holders[stage]].indexOf(stage);
-  }
+  chunkOf(stage) { return this.heldBy[this.holders[stage]].indexOf(stage); }
 
   #addBuckets(head, tables) {
     const axes = head.mesh.filter(([name, size]) => tables.replica_axes.includes(name) && size > 1).map(([name]) => name);

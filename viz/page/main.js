@@ -13,6 +13,7 @@ import { Playground } from "./play.js";
 import { Scene } from "./scene.js";
 import { search } from "./search.js";
 import { drawAxis, drawLabels, drawTimeline } from "./timeline.js";
+import { showFigures, showLegend } from "./header.js";
 import { heldOverTime, peakOf } from "./times.js";
 import { View } from "./view.js";
 import { Waits, number } from "./why.js";
@@ -89,10 +90,8 @@ class App {
       }
     }
     if (stall) this.view.marked = standing(plan, stall);
-    const title = this.comparing ? `${runs.length} plans compared` : plan.title;
-    document.title = this.title.textContent = this.title.title = title;
-    this.#showFigures();
-    this.#showLegend();
+    showFigures(this);
+    showLegend(this);
     this.panel.replaceChildren();
     this.resize();
     this.#later();
@@ -129,7 +128,7 @@ class App {
     if (!this.comparing || scene === this.scene) return;
     this.active = this.scenes.indexOf(scene);
     this.#setLanes();
-    this.#showFigures();
+    showFigures(this);
     this.clear();
   }
 
@@ -137,11 +136,11 @@ class App {
   #later() {
     const { runs } = this;
     const steps = runs.filter((run) => !run.wait).flatMap((run) => [
-      () => { run.held ??= heldOverTime(run); this.draw(); this.#showFigures(); },
+      () => { run.held ??= heldOverTime(run); this.draw(); showFigures(this); },
       () => {
         run.verdict ??= judge(run.plan);
         if (run.verdict.cycles.channel) run.stuck ??= neverBegin(run.plan);
-        this.#showFigures();
+        showFigures(this);
         if (run === this.run && !run.verdict.sound()) this.showVerdict();
       },
       () => run.plan.length <= MOST_WAITS_AT_ONCE && !run.stuck && this.#addUp(run),
@@ -183,38 +182,6 @@ class App {
     run.breakdown = { ranks, gaps };
   }
 
-  #showFigures() {
-    const unit = this.view?.unitName ?? "";
-    const parts = (this.view.blocks ? [] : this.shown).flatMap((run) => {
-      const name = `${this.shown.length > 1 ? `${run.name}: ` : ""}makespan `;
-      const peak = run.held?.length ? ["peak ", [number(peakOf(run))]] : [];
-      return [name, ...(run.stuck ? [["never ends"]] : [[number(run.makespan), unit], "bubble ", [`${(100 * run.bubble).toFixed(1)} %`]]), ...peak];
-    });
-    this.figures.replaceChildren();
-    for (let i = 0; i + 1 < parts.length; i += 2) this.figures.append(h("span", {}, parts[i], h("b", {}, parts[i + 1].join(" "))));
-    if (this.verdict) {
-      const free = Object.values(this.verdict.profiles).filter((is) => is).length;
-      const sound = this.verdict.sound();
-      this.figures.append(h("button", { class: `chip ${sound ? "good" : "bad"}`, onclick: () => this.showVerdict() },
-        sound ? `✓ sound · ${free} of 5 transports` : "✗ not sound"));
-    }
-  }
-
-  #showLegend() {
-    const { plan, palette, view } = this;
-    const ops = [...new Set(this.runs.flatMap((run) => [...new Set(run.plan.op)]))].filter((op) => !plan.tables.ops[op].message && plan.tables.ops[op].name !== "Overlap").sort((a, b) => a - b);
-    if (plan.op.includes(plan.tables.code.Overlap)) ops.push(...[plan.tables.code.Fwd, plan.tables.code.Bwd].filter((op) => !ops.includes(op)));
-    const chunks = Math.max(...this.runs.flatMap((run) => run.plan.layout.heldBy.map((held) => held.length)));
-    const entries = ops.map((op) => h("span", {}, h("i", { style: `background:${palette.texts[op][0]}` }), plan.tables.ops[op].label));
-    if (chunks > 1) entries.push(h("span", {}, "later chunks are lighter"));
-    const key = (style, words) => entries.push(h("span", {}, h("i", { style }), words));
-    if (this.runs.some((run) => run.wait)) key(`background:${view.is.waitHatch}`, "waiting (measured)");
-    if (view.difference) [["0,114,178", "earlier"], ["213,94,0", "later"]].forEach(([colour, words]) =>
-      key(`background:linear-gradient(90deg,rgba(${colour},.2),rgb(${colour}))`, `ends ${words} than in the first`));
-    key(`background:${view.is.idle};border:1px solid ${view.is.hatch}`, "idle: click for why");
-    this.legend.replaceChildren(...entries);
-  }
-
   #applyTheme() {
     const is = THEMES[this.theme];
     for (const name of ["ground", "panel", "ink", "quiet", "line", "accent", "good", "bad"]) document.documentElement.style.setProperty(`--${name}`,
@@ -232,7 +199,7 @@ class App {
     if (!this.view) return;
     this.theme = this.theme === "dark" ? "light" : "dark";
     this.#applyTheme();
-    this.#showLegend();
+    showLegend(this);
     this.resize();
   }
 
@@ -248,8 +215,8 @@ class App {
     this.mode = this.modes.value = mode;
     this.#setLanes();
     if (whole) [this.view.t0, this.view.t1] = [0, this.view.makespan];
-    this.#showFigures();
-    this.#showLegend();
+    showFigures(this);
+    showLegend(this);
     if (this.comparing) this.clear();
     this.resize();
   }
@@ -417,9 +384,7 @@ class App {
     return { rank, time, scene, row: box < 0 ? -1 : scene.rows[box] };
   }
 
-  gapAt(rank, time) {
-    return this.needWaits().gaps(rank).find((gap) => gap.start <= time && time <= gap.end) ?? null;
-  }
+  gapAt(rank, time) { return this.needWaits().gaps(rank).find((gap) => gap.start <= time && time <= gap.end) ?? null; }
 }
 
 const app = new App();

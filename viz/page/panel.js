@@ -1,5 +1,6 @@
 /** Side panel: what is selected, why a rank is idle, and where the time of each rank goes. */
 import { h } from "./dom.js";
+import KEYS from "./keys.json" with { type: "json" };
 import { peakOf } from "./times.js";
 import { number } from "./why.js";
 
@@ -67,7 +68,10 @@ export function compareCard(app) {
     (100 * run.breakdown.ranks.reduce((sum, of) => sum + (of[cause] ?? 0), 0)) / (run.makespan * run.plan.ranks || 1);
   const rows = [["makespan", (run) => (run.stuck ? NaN : run.makespan), number], ["bubble", (run) => 100 * run.bubble, percent],
     ["peak", (run) => run.held && peakOf(run), number], ...Object.keys(looks).map((cause) => [cause, idle(cause), percent])];
-  const signed = (value, words) => `${words(value) === words(Math.abs(value)) ? "+" : ""}${words(value)}`.replace("-", "−").replace(/^.(0.0 %)/, "$1");
+  const signed = (value, words) => {
+    const size = words(Math.abs(value));
+    return size === words(0) ? size : `${value > 0 ? "+" : "−"}${size}`;
+  };
   return [h("h2", {}, "beside each other"), h("table", {},
     h("tr", {}, h("th", {}), runs.map(({ name }) => h("th", {}, name)), runs.length === 2 && h("th", {}, "difference")),
     rows.map(([name, value, words]) => [name, runs.map(value), words]).filter(([, values]) => values.some((value) => value)).map(([name, values, words]) =>
@@ -98,8 +102,9 @@ export function breakdownCard(app, { ranks, gaps }) {
 
 /** Card of the proof: the profiles, and what is wrong. */
 export function verdictCard(app, verdict, cycleWords) {
-  const parts = [h("h2", {}, app.comparing ? `proof of ${app.run.name}` : "proof"), h("div", { class: "chips" }, app.plan.tables.profiles.map(({ name, stands_for: means }) =>
-    h("span", { class: `chip ${verdict.profiles[name] ? "good" : "bad"}`, title: means }, `${verdict.profiles[name] ? "✓" : "✗"} ${name}`)))];
+  const chips = app.plan.tables.profiles.map(({ name, stands_for: means }) =>
+    h("span", { class: `chip ${verdict.profiles[name] ? "good" : "bad"}`, title: means }, `${verdict.profiles[name] ? "✓" : "✗"} ${name}`));
+  const parts = [h("h2", {}, app.comparing ? `proof of ${app.run.name}` : "proof"), h("div", { class: "chips" }, chips)];
   for (const [point, words, row] of verdict.faults.slice(0, 5)) {
     parts.push(h("p", { class: "fault", onclick: () => row !== null && app.select(row) }, h("b", {}, `${point}: `), words));
   }
@@ -110,11 +115,6 @@ export function verdictCard(app, verdict, cycleWords) {
 
 /** Card of the keys. */
 export function helpCard() {
-  const keys = [["← → ↑ ↓", "pan; up and down with a selection: other rank"], ["+ −", "zoom; wheel too, shift+wheel: rows"], ["f", "whole plan"],
-    ["/", "search: stage 3 microbatch 7, F7, rank 2"],
-    ["n p", "next and previous instruction of the rank"], ["w", "why is it idle: next gap of the rank"], ["c", "walk the critical path"], ["m",
-      "planned, measured, both, difference"],
-    ["g", "messages on or off"], ["t", "light or dark"], ["e", "edit: the playground"], ["Ctrl+Z", "undo"], ["Esc", "nothing selected"]];
-  return [h("h2", {}, "keys"), h("div", { class: "help" }, keys.flatMap(([key, words]) => [h("span", {}, h("kbd", {}, key)), h("span", {}, words)])),
+  return [h("h2", {}, "keys"), h("div", { class: "help" }, KEYS.flatMap(([key, words]) => [h("span", {}, h("kbd", {}, key)), h("span", {}, words)])),
     h("p", {}, "Drop a plan, a trace's folder or a stall report on the page to look at it.")];
 }

@@ -89,14 +89,10 @@ export class Plan {
   }
 
   /** Return a column; of a field that no instruction has, one of ABSENT. */
-  column(name) {
-    return this.columns[name] ?? (this.nothing ??= new Int32Array(this.length).fill(ABSENT));
-  }
+  column(name) { return this.columns[name] ?? (this.nothing ??= new Int32Array(this.length).fill(ABSENT)); }
 
   /** Return the value of a field that is no number. */
-  value(name, row) {
-    return this.table[this.columns[name][row]];
-  }
+  value(name, row) { return this.table[this.columns[name][row]]; }
 
   /** Compute something once. */
   once(name, make) {
@@ -104,22 +100,12 @@ export class Plan {
     return this.memo[name];
   }
 
-  get layout() {
-    return this.once("layout", () => new Layout(this));
-  }
+  get layout() { return this.once("layout", () => new Layout(this)); }
 
   /** Name of the class of a row. */
-  name(row) {
-    return this.tables.ops[this.op[row]].name;
-  }
-
-  is(row, name) {
-    return this.op[row] === this.tables.code[name];
-  }
-
-  index(row) {
-    return row - this.first[this.rank[row]];
-  }
+  name(row) { return this.tables.ops[this.op[row]].name; }
+  is(row, name) { return this.op[row] === this.tables.code[name]; }
+  index(row) { return row - this.first[this.rank[row]]; }
 
   /** Return an instruction as in a plan file. */
   instruction(row) {

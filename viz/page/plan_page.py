@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from quintsched.errors import UsageError
 from quintsched.files.atomic import write_whole
 from quintsched.formats.plan_head import entries_of
 from quintsched.ir.plan_data import PlanData
@@ -63,9 +64,18 @@ def save_page(
 
 
 def save_compared(simulations: Sequence[Simulation], path: Path) -> None:
-    """Write the page of several simulated plans, one below the other; raises `UsageError` on failure."""
+    """Write the page of several simulated plans, one below the other; raises `UsageError` as `compare` does."""
+    require_one_unit(simulations)
     shown = [_Shown.timed(simulation) for simulation in simulations]
     write_whole(path, _page(shown, {"window": None}, path.stem), "the page")
+
+
+def require_one_unit(simulations: Sequence[Simulation]) -> None:
+    """Raise `UsageError` for simulations in different units of time, and for none."""
+    units = sorted({simulation.unit for simulation in simulations})
+    if len(units) != 1:
+        found = f"these are in {' and '.join(units)}" if units else "none is given"
+        raise UsageError(f"a comparison needs simulations in one unit of time; {found}")
 
 
 def save_untimed(plan: PlanData, path: Path, costs: Costs | None = None, *, report: StallReport | None = None) -> None:

@@ -275,7 +275,7 @@ export class Playground {
         if (!app.plan.tables.computes[app.plan.op[row]]) continue;
         const { y, height } = view.band(app.plan.rank[row], view.home);
         const x0 = view.x(app.run.start[row]), x1 = view.x(app.run.end[row]);
-        context.fillStyle = `${view.is.ground}aa`;
+        context.fillStyle = `${view.is.ground}80`;
         context.fillRect(x0, y, x1 - x0, height);
         outline(context, x0, y, x1 - x0, height, view.is.bad, 1.5);
       }

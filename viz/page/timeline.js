@@ -231,7 +231,8 @@ export function drawAxis(context, view, height) {
     const x = view.x(time);
     context.moveTo(x, 0);
     context.lineTo(x, 4);
-    context.fillText(time.toLocaleString("en", { signDisplay: "negative", maximumFractionDigits: decimals }), Math.min(Math.max(x, left + 8), left + plotWidth - 8), 6);
+    const text = time.toLocaleString("en", { signDisplay: "negative", maximumFractionDigits: decimals });
+    context.fillText(text, Math.min(Math.max(x, left + 8), left + plotWidth - 8), 6);
   }
   context.moveTo(left, 0.5);
   context.lineTo(left + plotWidth, 0.5);

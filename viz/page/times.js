@@ -13,9 +13,7 @@ export class Costs {
     this.cached = {};
   }
 
-  #of(name) {
-    return this.values[name] ?? this.values[this.plan.tables.instead[name]];
-  }
+  #of(name) { return this.values[name] ?? this.values[this.plan.tables.instead[name]]; }
 
   #ofStages(name) {
     const value = this.#of(name);
@@ -61,9 +59,7 @@ export class Costs {
     return Array.isArray(value) ? value[stage] * this.spec.chunks * this.spec.slices : value * this.spec.slices;
   }
 
-  experts(stage) {
-    return Array.isArray(this.values.experts) ? this.values.experts[stage] : this.values.experts;
-  }
+  experts(stage) { return Array.isArray(this.values.experts) ? this.values.experts[stage] : this.values.experts; }
 
   #wire(source, destination) {
     const { p2p } = this.values;

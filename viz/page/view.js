@@ -15,18 +15,14 @@ export class View {
     this.fit();
   }
 
-  get makespan() {
-    return this.lanes.reduce((most, scene) => Math.max(most, scene.run.makespan), 0) || 1;
-  }
+  get makespan() { return this.lanes.reduce((most, scene) => Math.max(most, scene.run.makespan), 0) || 1; }
 
   get unitName() {
     const { unit } = this.lanes[0].run;
     return unit === "forward" ? "forwards" : unit;
   }
 
-  get plotWidth() {
-    return Math.max(this.width - this.left - this.right, 50);
-  }
+  get plotWidth() { return Math.max(this.width - this.left - this.right, 50); }
 
   fit() {
     this.t0 = 0;
@@ -39,9 +35,7 @@ export class View {
     Object.assign(this, { width, height, ratio });
   }
 
-  get ranks() {
-    return Math.max(...this.lanes.map((scene) => scene.plan.ranks));
-  }
+  get ranks() { return Math.max(...this.lanes.map((scene) => scene.plan.ranks)); }
 
   /** Height of all rows, each of this height, of the lanes before one, and of its title. */
   top(lane, rowHeight = this.rowHeight) {
@@ -55,22 +49,15 @@ export class View {
   }
 
   /** Height at which rows are as high as they get without being stretched. */
-  get wanted() {
-    return this.tall(MOST_ROW);
-  }
+  get wanted() { return this.tall(MOST_ROW); }
 
   get rowHeight() {
     const titles = this.tall(0), fair = (this.height - titles) / Math.max(this.tall(1) - titles, 1);
     return Math.min(Math.max(fair, LEAST_ROW), MOST_ROW) * this.stretch;
   }
 
-  x(time) {
-    return this.left + ((time - this.t0) / (this.t1 - this.t0)) * this.plotWidth;
-  }
-
-  time(x) {
-    return this.t0 + ((x - this.left) / this.plotWidth) * (this.t1 - this.t0);
-  }
+  x(time) { return this.left + ((time - this.t0) / (this.t1 - this.t0)) * this.plotWidth; }
+  time(x) { return this.t0 + ((x - this.left) / this.plotWidth) * (this.t1 - this.t0); }
 
   /** Vertical place of a rank's lane. */
   band(rank, lane) {

@@ -42,14 +42,10 @@ export class Waits {
   }
 
   /** Events before this one that end exactly when it begins. */
-  tight(event) {
-    return this.before(event).filter((other) => this.times.end[other] >= this.times.start[event] - this.slack);
-  }
+  tight(event) { return this.before(event).filter((other) => this.times.end[other] >= this.times.start[event] - this.slack); }
 
   /** The longest chain: from the event that ends last back to one without predecessors; those that take time. */
-  criticalPath() {
-    return this.chain(this.#lastEvent());
-  }
+  criticalPath() { return this.chain(this.#lastEvent()); }
 
   #lastEvent() {
     const { end } = this.times;
@@ -68,9 +64,7 @@ export class Waits {
     return [...items.subarray(starts[event], starts[event + 1])].map((row) => this.plan.rank[row]);
   }
 
-  #isMessage(event) {
-    return this.plan.tables.ops[this.plan.op[this.events.firstRows[event]]].message !== null;
-  }
+  #isMessage(event) { return this.plan.tables.ops[this.plan.op[this.events.firstRows[event]]].message !== null; }
 
   #isCollective(event) {
     return this.events.group[this.events.firstRows[event]] >= 0 ||

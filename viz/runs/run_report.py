@@ -22,8 +22,8 @@ from quintsched.verify.soundness import check
 
 from ..page.plan_page import page_of
 from ..style import house_style
-from ..svg_page import page_of_parts, page_within, section
 from ..timeline import draw_comparison, draw_measured
+from .report_parts import page_of_parts, page_within, section
 from .training_curves import draw_training
 
 NAMES = {

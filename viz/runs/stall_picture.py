@@ -56,7 +56,7 @@ def render_stall(report: StallReport, path: Path) -> None:
     Raises `UsageError` for another suffix and for a path that cannot be written, `UnsoundError` for a plan that cannot
     be simulated.
     """
-    check_suffix(path)
+    check_suffix(path, ".html")
     if path.suffix.lower() == ".html":
         save_untimed(report.plan, path, report=report)
         return

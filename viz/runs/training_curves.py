@@ -33,7 +33,7 @@ VALIDATED = ("epoch", "evaluation")
 
 
 def render_training(logs: Sequence[TrainingLog], path: Path) -> None:
-    """Draw the logs of runs into a `.png`, `.svg` or `.html` file; equal logs give identical bytes.
+    """Draw the logs of runs into a `.png` or `.svg` file; equal logs give identical bytes.
 
     Raises `UsageError` for another suffix, a path that cannot be written, and logs without a step.
     """

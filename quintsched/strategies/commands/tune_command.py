@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quintsched.cli.pictures import PAGE, PICTURES, picture_path, write_picture
+from quintsched.cli.pictures import picture_path, write_picture
 from quintsched.cli.shared_options import AsJson, emit, percent, refuse_input, say
 from quintsched.errors import MisfitError, UsageError
 from quintsched.files.progress_line import progress
@@ -41,7 +41,7 @@ SLOWEST_SHOWN, LEAST_SAVED = 1.5, 0.2
 """Printed part of the front: at most that many times the best time, and at least that fraction less memory each."""
 
 Picture = Annotated[
-    Path | None, typer.Option("--output", "-o", metavar="PICTURE", help="Draw time against memory: .png, .svg, .html.")
+    Path | None, typer.Option("--output", "-o", metavar="PICTURE", help="Draw time against memory: .png, .svg.")
 ]
 Top = Annotated[int, typer.Option("--top", metavar="K", min=1, max=1000, help="How many are ranked.")]
 CertificateFile = Annotated[
@@ -95,7 +95,7 @@ def tune(
     _require_sizes(flags)
     for written in (output, certificate):
         refuse_input(written, flags.get("model"), flags.get("hardware"), profile)
-    path = None if output is None else picture_path(output, (*PICTURES, PAGE))
+    path = None if output is None else picture_path(output)
     found = _search(flags, top, exhaustive, MeasuredStart.from_options(profile, profile_at), headroom / 100)
     if certificate is not None:
         _certify(found, certificate)

@@ -6,8 +6,8 @@ import { heldOverTime, simulate } from "../../../viz/page/times.js";
 
 const page = readFileSync(0, "utf8");
 const data = await readData(page.match(/<script id="data"[^>]*>([^<]*)</)[1]);
-const { plan, runs } = data;
-const again = simulate(plan, data.costs);
+const { runs } = data, [{ plan, costs }] = runs;
+const again = simulate(plan, costs.values);
 console.log(JSON.stringify({
   title: plan.title,
   json: plan.toJson(),

@@ -1,4 +1,4 @@
-"""HTML pages of pictures and tables, without scripts and external files."""
+"""Parts of the HTML page of a report: pictures and tables, without external files."""
 
 from __future__ import annotations
 
@@ -37,12 +37,6 @@ def page_of_parts(title: str, parts: Iterable[str]) -> bytes:
 def section(heading: str, *parts: str) -> str:
     """Return a part of a page, below a heading."""
     return f"<section><h2>{html.escape(heading)}</h2>{''.join(parts)}</section>"
-
-
-def picture(svg: bytes) -> str:
-    """Return an SVG picture as a part of a page; it scales with the window."""
-    text = svg.decode("utf-8")
-    return text[text.index("<svg") :].strip()
 
 
 def page_within(page: bytes, title: str) -> str:
