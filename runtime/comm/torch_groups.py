@@ -106,6 +106,15 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
 
 
+_EXCHANGED_BYTES, _EXCHANGING_RANKS = 2048, 4
+EXCHANGE_TAG = 2**31 - 1
+"""Tag of messages of small all-reduces, on a group's own process group: no other message has it."""
+
+_COMBINED: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.MIN: torch.minimum,
+}
 _REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
 
 
@@ -130,6 +139,7 @@ class TorchGroup(Group):
         self.process_group: dist.ProcessGroup | None = process_group
         self._publisher = publisher
         self._checks: SameCollectives | None = None
+        self._exchanges = len(ranks) <= _EXCHANGING_RANKS and device.type == "cpu"
 
     def compare_collectives(self, compares: bool) -> None:
         """Switch comparison of collectives before they begin on or off; all members call this."""
@@ -145,7 +155,8 @@ class TorchGroup(Group):
         self.process_group = None
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        issue = partial(dist.all_reduce, tensor, _REDUCE_OPS[op])
+        exchanged = self._exchanges and 0 < tensor.nbytes <= _EXCHANGED_BYTES and not tensor.is_complex()
+        issue = partial(_Exchange, tensor, op) if exchanged else partial(dist.all_reduce, tensor, _REDUCE_OPS[op])
         return self._issue(issue, f"all_reduce {op.value}", tensor, tensor)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
@@ -172,13 +183,13 @@ class TorchGroup(Group):
         issue = partial(dist.broadcast, tensor, self.ranks[source])
         return self._issue(issue, f"broadcast from rank {self.ranks[source]}", tensor, tensor)
 
-    def _issue(self, issue: Callable[..., dist.Work | None], kind: str, tensor: Tensor, output: Tensor) -> Work:
+    def _issue(self, issue: Callable[..., Pending], kind: str, tensor: Tensor, output: Tensor) -> Work:
         name = partial(self._name, kind, tensor)
         if self._checks is not None and kind != "all_to_all":
             self._checks.require(f"{kind} {describe(tensor)}")
         return self._started(issue, name, output)
 
-    def _started(self, issue: Callable[..., dist.Work | None], name: Callable[[], str], output: Tensor) -> Work:
+    def _started(self, issue: Callable[..., Pending], name: Callable[[], str], output: Tensor) -> Work:
         try:
             work = issue(group=self.process_group, async_op=True)
         except RuntimeError as error:
@@ -195,6 +206,36 @@ def _gather_into() -> Callable[..., dist.Work | None]:
     return found
 
 
+class _Exchange:
+    """Small all-reduce over gloo, in place: each member sends its tensor to all others, and combines them by rank.
+
+    gloo's own is a ring of several segments, each way, driven by another thread: two ranks wake each other four times
+    where one message each way will do. The order of the sum is that of the ranks, on all of them.
+    """
+
+    __slots__ = ("_combine", "_rows", "_tensor", "_works")
+
+    def __init__(self, tensor: Tensor, op: ReduceOp, group: dist.ProcessGroup, async_op: bool) -> None:
+        assert async_op
+        mine, others = group.rank(), [member for member in range(group.size()) if member != group.rank()]
+        self._tensor, self._combine = tensor, _COMBINED[op]
+        self._rows = [tensor if member == mine else torch.empty_like(tensor) for member in range(group.size())]
+        self._works = [group.recv([self._rows[member]], member, EXCHANGE_TAG) for member in others]
+        self._works += [group.send([tensor], member, EXCHANGE_TAG) for member in others]
+
+    def wait(self) -> None:
+        """Wait until all tensors have come and gone, then combine them."""
+        for work in self._works:
+            work.wait()
+        combined, *rows = self._rows
+        for row in rows:
+            combined = self._combine(combined, row)
+        self._tensor.copy_(combined)
+
+
+Pending = dist.Work | _Exchange | None
+
+
 class TorchWork:
     """A torch Work that keeps its tensors until it is waited for, and raises StallError.
 
@@ -204,7 +245,7 @@ class TorchWork:
 
     __slots__ = ("_name", "_publisher", "_tensor", "_work")
 
-    def __init__(self, work: dist.Work | None, tensor: Tensor, name: Callable[[], str], publisher: Publisher) -> None:
+    def __init__(self, work: Pending, tensor: Tensor, name: Callable[[], str], publisher: Publisher) -> None:
         self._work = work
         self._tensor: Tensor | None = tensor
         self._name: Callable[[], str] | None = name
@@ -228,7 +269,7 @@ class _CollectiveWork(TorchWork):
 
     def __init__(
         self,
-        work: dist.Work | None,
+        work: Pending,
         tensor: Tensor,
         name: Callable[[], str],
         publisher: Publisher,

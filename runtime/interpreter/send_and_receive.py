@@ -27,6 +27,7 @@ from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots
 from ..comm import Work
 from ..comm.checked.message_frame import Label
 from ..comm.overlap_threads import BoundCall
+from ..comm.torch_groups import EXCHANGE_TAG
 from ..stage.stage_forward import Outputs
 from ..stage.stage_messages import Cargo
 from ..steps.units import NO_UNITS, UnitShape
@@ -38,7 +39,7 @@ from .value_cells import Together, ValueCell
 AHEAD_BYTES = 2**18
 """More receives than `AHEAD` are in flight while the buffers of a stage stay below this number of bytes together."""
 
-MOST_TAGS = 2**31
+MOST_TAGS = EXCHANGE_TAG
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,9 @@ def check_collectives(t: Transport, group: Group, dtype: torch.dtype = torch.flo
     swapped, parts = torch.empty_like(x), x * 10 + torch.arange(group.size, device=x.device)[:, None].to(x.dtype)
     sent, received = [*range(group.size)], [group.index] * group.size  # member k gets k rows of each
     uneven = x.new_empty(sum(received), 3)
+    large = x.new_full((1200,), t.rank)
     works = [
+        group.all_reduce(large),
         group.all_reduce(most, ReduceOp.MAX),
         group.all_reduce(least, ReduceOp.MIN),
         group.all_reduce(total),
@@ -42,6 +44,7 @@ def check_collectives(t: Transport, group: Group, dtype: torch.dtype = torch.flo
     assert most.eq(max(group.ranks)).all()
     assert least.eq(min(group.ranks)).all()
     assert total.eq(sum(group.ranks)).all()
+    assert large.eq(sum(group.ranks)).all()
     assert scattered.eq(sum(group.ranks)).all()
     assert swapped[:, 0].tolist() == [10 * rank + group.index for rank in group.ranks]
     assert uneven[:, 0].tolist() == [rank for rank in group.ranks for _ in range(group.index)]

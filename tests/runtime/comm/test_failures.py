@@ -74,7 +74,7 @@ def test_who_waits_in_the_comparison_before_a_collective_says_so(monkeypatch: py
     group = TorchGroup(None, (0, 1), torch.device("cpu"), Publisher())  # type: ignore[arg-type]
     group.wait_code = 20
     group.compare_collectives(True)
-    work = group.all_reduce(torch.ones(3))
+    work = group.all_reduce(torch.ones(3000))
     assert seen == [20]
     assert group.wait_cell.memory[group.wait_cell.at] == NOTHING
     work.wait()
