@@ -9,14 +9,11 @@ A module that is called whole (a leaf of the trace) asks by itself at each run: 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from quintsched.errors import MisfitError
 
 from ..comm.torch_modes import ModesLeftError
-from ..objects.plain_code import profile_by
 
 _OF_MODES = (
     *("is_inference_mode_enabled", "is_autocast_enabled", "is_autocast_cpu_enabled", "is_autocast_cache_enabled"),
@@ -64,14 +61,3 @@ def require_known(name: str, unseen: str | None, line: str) -> None:
             "is in it has changed: keep numbers, lists or dicts of them, or a tensor in a buffer, as attributes of the "
             "model, which are followed, or go by it in the forward of a layer"
         )
-
-
-@contextmanager
-def unheard() -> Iterator[None]:
-    """Context without a profile function, for a module that is called whole."""
-    before = sys.getprofile()
-    profile_by(None)
-    try:
-        yield
-    finally:
-        profile_by(before)

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ..objects.library_or_user import PLAIN_TYPES
+from ..objects.plain_code import profiled_by
 from ..objects.snapshot import ChangedPlace, Snapshot
 from .drawn_values import DrawnValues
 from .host_state_changes import line_in
-from .outer_state_reads import require_plain, unheard
+from .outer_state_reads import require_plain
 
 _DEEPEST = 8
 
@@ -113,7 +114,11 @@ class BetweenLayers:
     def within(self, module: nn.Module, *, counts: bool = True) -> Iterator[None]:
         """Context in which a module runs that is called whole."""
         is_whole = not counts or any(True for _ in module.parameters())
-        with unheard() if is_whole else nullcontext(), self.drawn.within(counts=counts), self.host.within(module):
+        with (
+            profiled_by(None) if is_whole else nullcontext(),
+            self.drawn.within(counts=counts),
+            self.host.within(module),
+        ):
             yield
 
     def require_steady(self, name: str, run: Callable[[], None], again: Callable[[], None]) -> None:

@@ -20,10 +20,10 @@ import re
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache, partial, wraps
 from itertools import pairwise
 from logging import Logger
 from pathlib import Path
@@ -111,23 +111,43 @@ def asking_elsewhere(*, clocks: bool = True, straight: bool = False, backwards: 
     is restored at the end; of nested contexts, only the inner one records. Without `backwards`, applying an autograd
     Function is recorded too: given no tensor, torch drops its backward.
     """
-    before = sys.getprofile()
     heard = _Calls(() if clocks else ("time.",), straight=straight, backwards=backwards)
-    profile_by(heard)
-    try:
+    with profiled_by(heard):
         yield heard.found
-    finally:
-        profile_by(before)
 
 
 _INSTALLING = Lock()
 """Lock for installing a profile function: Python raises if two threads do so at once."""
 
 
-def profile_by(profile: Any) -> None:
-    """Install a profile function on this thread, or what `sys.getprofile` returned, which may be a cProfile.Profile."""
+@contextmanager
+def profiled_by(profile: Any) -> Iterator[None]:
+    """Context with this profile function on this thread, None: without one; the one before is restored at the end."""
+    before = sys.getprofile()
     with _INSTALLING:
-        profile.enable() if isinstance(profile, cProfile.Profile) else sys.setprofile(profile)
+        sys.setprofile(profile)
+    try:
+        yield
+    finally:
+        with _INSTALLING:
+            before.enable() if isinstance(before, cProfile.Profile) else sys.setprofile(before)
+
+
+def unrecorded(handle: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the `__torch_dispatch__` of a mode, with no profile events for calls below an operator of torch's own.
+
+    No user code runs there, unless a tensor is of a subclass, or the user's mode was active before: those are recorded.
+    """
+
+    @wraps(handle)
+    def handled(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        heard = sys.getprofile()
+        if not isinstance(heard, _Calls) or types or heard.has_modes or func.namespace not in ("aten", "prim"):
+            return handle(mode, func, types, args, kwargs)
+        with profiled_by(None):
+            return handle(mode, func, types, args, kwargs)
+
+    return handled
 
 
 def has_known_content(thing: object) -> bool:
@@ -187,6 +207,7 @@ class _Calls:
         self.found: list[str] = []
         self._passed, self._straight = ("time.sleep", "_thread.RLock.__exit__", *passed), straight
         self._backwards = backwards
+        self.has_modes = torch._C._len_torch_dispatch_stack() > 0
 
     def __call__(self, frame: FrameType, event: str, called: Any) -> None:
         caller: FrameType | None = frame

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from ...objects.library_or_user import is_library_module, is_of_library, names_of
-from ...objects.plain_code import has_known_content, only_tells, profile_by
+from ...objects.plain_code import has_known_content, only_tells, profiled_by
 from ...objects.snapshot import Snapshot
 from ...objects.spaces import HOOKS, HOOKS_OF_ALL, hooks_on, is_of_torch
 from ...objects.steering import SteeringState
@@ -160,12 +160,8 @@ class Calls:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Context in which this thread's calls are watched."""
-        before = sys.getprofile()
-        profile_by(self._note)
-        try:
+        with profiled_by(self._note):
             yield
-        finally:
-            profile_by(before)
 
     def look_at(self, made: Sequence[Tensor]) -> None:
         """Look for custom C++ Functions in the autograd graph of outputs."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from traceback import walk_stack
 from typing import Any
@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ...objects.plain_code import unrecorded
 from ...settings.tensor_rules import TensorSplit
 from ..keyed_draws import BY_DEVICE, KEYED
 from ..tensor.cuttable_layers import Cut, sizes_of
@@ -68,6 +69,7 @@ class FeatureOwners(TorchDispatchMode):
         self._known = 0
         """Nesting depth of calls that are not tracked: modules that take features of all ranks, and bookkeeping."""
 
+    @unrecorded
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -335,7 +337,8 @@ class WeightReads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         name = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
         if not self._inside and name not in _ALIKE:
-            for leaf in tree_leaves((args, kwargs)):
+            given = (*args, *(kwargs or {}).values())
+            for leaf in chain(*(tree_leaves(one) if isinstance(one, list | tuple) else (one,) for one in given)):
                 if (path := self._paths.get(id(leaf))) is not None:
                     self.found.setdefault(path, f"gives the weights of {path!r} to {name}{line()}")
         return func(*args, **(kwargs or {}))

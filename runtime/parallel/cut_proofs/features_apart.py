@@ -114,16 +114,15 @@ def _follow(
 ) -> None:
     drawn = draws_of_python()
     reads = WeightReads({cut.path: cut.layer for cut in cuts})
-    states = [state_of_host({"block": twin})]
-    with asking_elsewhere(straight=True) as asked, NothingDropped():  # also for parts rerun in a backward
-        for time in range(times):
-            with reads.watching(), HostReads(owners), owners, calls if not time else nullcontext():
-                outputs = outputs_of(twin, arrival)
-            owners.require_none(outputs)
-            ends = [output for output in outputs.values() if output.requires_grad]
-            if ends:
-                _go_back(twin, ends)
-            states.append(state_of_host({"block": twin}))
+    states, asked = [state_of_host({"block": twin})], list[str]()
+    for time in range(times):
+        asking, recorded = asking_elsewhere(straight=True), calls if not time else nullcontext()
+        with asking as found, NothingDropped(), reads.watching(), HostReads(owners), owners, recorded:
+            outputs = outputs_of(twin, arrival)
+        owners.require_none(outputs)
+        ends = [output for output in outputs.values() if output.requires_grad]
+        asked += [*found, *(_go_back(twin, ends) if ends else ())]
+        states.append(state_of_host({"block": twin}))
     changed = states[0 if owners.reads else -2].changed()
     for why in [*reads.found.values(), *(f"asks {what}{_MAY}" for what in asked)]:
         raise Joined(why)
@@ -137,20 +136,22 @@ def _follow(
         )
 
 
-def _go_back(block: nn.Module, ends: Sequence[Tensor]) -> None:
-    """Run a backward; raises `Joined` if it writes tensors that the block's code may read."""
+def _go_back(block: nn.Module, ends: Sequence[Tensor]) -> list[str]:
+    """Run a backward, and return what it asks; raises `Joined` if it writes tensors that the block's code may read."""
     before = SteeringState({"block": block}).tensors()
     copies = [tensor.clone() for tensor in before]
-    run_backward(ends, [torch.randn_like(end) for end in ends])  # different in each run
+    with asking_elsewhere(straight=True) as asked, NothingDropped():  # of parts that are run again
+        run_backward(ends, [torch.randn_like(end) for end in ends])  # different in each run
     after = SteeringState({"block": block}).tensors()
     pairs = zip(after, copies, strict=False)
     if list(map(id, after)) != list(map(id, before)) or any(bool(((a != b) & (a == a)).any()) for a, b in pairs):
         raise Joined(f"writes tensors in its backward{_MAY}")
+    return asked
 
 
-def state_of_host(blocks: Mapping[str, nn.Module]) -> SteeringState:
-    """Return a snapshot of the host state that the code of blocks depends on."""
-    state = SteeringState(blocks)
+def state_of_host(blocks: Mapping[str, nn.Module], around: Callable[[], object] | None = None) -> SteeringState:
+    """Return a snapshot of the host state that the code of blocks depends on, and of what `around` returns."""
+    state = SteeringState(blocks, around=around)
     state.let_go()
     return state
 

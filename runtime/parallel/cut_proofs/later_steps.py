@@ -34,13 +34,14 @@ from ...blocks.trees import TreeSpec
 from ...comm import EchoGroup, SelfGroup
 from ...comm.local.threads_in_turns import EnteredModes, run_in_turns
 from ...objects.library_or_user import is_of_framework
-from ...objects.plain_code import asking_elsewhere
+from ...objects.plain_code import asking_elsewhere, unrecorded
 from ...objects.steering import SteeringState
 from ..dropout import CutSite
 from ..tensor.cut_rules import Choice
 from ..tensor.sequence_parallel import SequenceParallel
 from .block_kinds import content_of
 from .compare_twins import Bench, BlockKind, CutGap
+from .features_apart import state_of_host
 from .reads.drawn_parts import unusual_parts
 from .trial_inputs import Arrival, Arrivals, FirstUnits, specs_of
 from .trial_twins import Figures, Setting
@@ -317,8 +318,9 @@ class LaterSteps:
         calls = _Calls()
         try:
             for make, trains in product(ways, (True, False)):
+                blocks = [block.train(trains) for block in make()]
                 with asking_elsewhere() as asked, calls:
-                    trace_shapes([block.train(trains) for block in make()], given, beside, self._dtype)
+                    trace_shapes(blocks, given, beside, self._dtype)
                 calls.found += asked
         except Exception:
             return None
@@ -336,9 +338,7 @@ def _steering(followed: Sequence[Followed]) -> SteeringState:
         for one in followed
         for place, block in enumerate(one.kind.blocks)
     }
-    state = SteeringState(blocks, around=_modes if blocks else None)
-    state.let_go()
-    return state
+    return state_of_host(blocks, _modes if blocks else None)
 
 
 def _modes() -> tuple[object, ...]:
@@ -356,6 +356,7 @@ class _Calls(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str | int] = []
 
+    @unrecorded
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

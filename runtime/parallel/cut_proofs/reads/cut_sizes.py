@@ -23,6 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ....objects.plain_code import unrecorded
 from ....settings.tensor_rules import TensorSplit
 from ...tensor.cuttable_layers import Cut, sizes_of
 from ...tensor.pair_adjustments import wide_norms
@@ -99,6 +100,7 @@ class _Calls(TorchDispatchMode):
         self._is_on = False
         super().__exit__(*about)  # type: ignore[no-untyped-call]
 
+    @unrecorded
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
