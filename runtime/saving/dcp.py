@@ -30,7 +30,7 @@ import os
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -75,6 +75,14 @@ UNSAVED = ("params", "param_names")
 
 def save_dcp(path: Path, rank: RankTensors, beside: Mapping[str, object]) -> None:
     """Write the folder; see `EngineSaves.save_dcp`. All ranks call this; `beside` are values of this rank's own."""
+    replace_folder(path, "the checkpoint", rank.everyone, FILES, dcp_writer(rank, beside))
+
+
+def dcp_writer(rank: RankTensors, beside: Mapping[str, object]) -> Callable[[Path], None]:
+    """Return a collective function that writes this rank's file, on the first rank also the table, into a folder.
+
+    All ranks call this. Raises, on all ranks alike, `MisfitError` for state that has no place in a full tensor.
+    """
     everyone, number = rank.everyone, rank.number
     kept_beside = everyone.together(rank.training.beside.read_tensors)
     require_alike(kept_beside, rank.groups.world)
@@ -87,7 +95,7 @@ def save_dcp(path: Path, rank: RankTensors, beside: Mapping[str, object]) -> Non
         shared = [PieceRow(*fields) for theirs in everyone.share_bytes(mine) for fields in json.loads(theirs)]
         everyone.together(lambda: write_table(folder, shared) if number == 0 else None)
 
-    replace_folder(path, "the checkpoint", everyone, FILES, write)
+    return write
 
 
 def _first_held(rank: RankTensors) -> list[HeldTensor]:
@@ -147,13 +155,24 @@ def _write_kept(writer: DcpWriter, names: Sequence[str], one: HeldTensor, kept: 
 
 
 def load_dcp(
-    path: Path, rank: RankTensors, *, fresh: Sequence[str], strict: bool, optimizer: bool, beside: Sequence[str] = ()
+    path: Path,
+    rank: RankTensors,
+    *,
+    fresh: Sequence[str] = (),
+    strict: bool = True,
+    optimizer: bool = True,
+    beside: Sequence[str] = (),
+    fetch: Callable[[str], None] = lambda _: None,
 ) -> LoadedWeights:
-    """Load a checkpoint into this rank's tensors; see `EngineSaves.load_dcp`. All ranks call this."""
+    """Load a checkpoint into this rank's tensors; see `EngineSaves.load_dcp`. All ranks call this.
+
+    `fetch` makes a file of the folder readable, before this rank first reads it.
+    """
     everyone = rank.everyone
     path = standing(path, says=everyone.is_first)
+    everyone.together(lambda: fetch(TABLE))
     table = everyone.together(lambda: read_table(path))
-    reader, calls = DcpReader(path, table), rank.names.dcp_names()
+    reader, calls = DcpReader(path, table, fetch), rank.names.dcp_names()
     prefix = find_prefix((name for names in calls.values() for name in names), table.state_dict_metadata)
     saved = SavedState(str(path))
     in_states = replace(prefix, adds=prefix.adds.removeprefix(MODEL))
@@ -183,7 +202,7 @@ def load_dcp(
         path, [name for name in tensors if name.startswith(MODEL)], ours.keys(), lacking, fresh, strict=strict
     )
     StateLoader(saved, rank, is_part=True, takes_states=optimizer).load(everyone.together)
-    rank.take_progress(saved)
+    everyone.together(lambda: rank.take_progress(saved))
     values = everyone.together(lambda: {name: saved.values[name]() for name in beside if name in saved.values})
     return LoadedWeights(tuple(lacking.values()), unused, {**dict.fromkeys(beside), **values})
 
@@ -322,10 +341,14 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclass
 class DcpReader:
-    """Reads pieces of a checkpoint's files; caches the last tensor, which may be read for several boxes."""
+    """Reads pieces of a checkpoint's files; caches the last tensor, which may be read for several boxes.
+
+    `fetch` is called with the name of a file before that is read.
+    """
 
     folder: Path
     table: Metadata
+    fetch: Callable[[str], None]
     _last: tuple[MetadataIndex | None, object] = field(default=(None, None))
 
     def read_piece(self, index: MetadataIndex) -> Any:
@@ -338,6 +361,7 @@ class DcpReader:
         name = place.relative_path
         if Path(name).name != name or getattr(place, "transform_descriptors", None):
             raise InputError(f"{self.folder / TABLE}: {name!r} is not the name of a plain file beside it")
+        self.fetch(name)
         try:
             with open(self.folder / name, "rb") as file:
                 file.seek(place.offset)

@@ -134,7 +134,7 @@ class ForwardRun:
                 say("the weights are those that blocks are built with: the job has no checkpoint.dir to read")
             load_pretrained_of(job.model, self.engine, say)
             return
-        folder = open_place(place_of(job.checkpoint.dir), "")
+        folder = open_place(place_of(job.checkpoint.dir))
         found = SavedCheckpoints(self.engine.saves, folder).newest_whole()
         if found is None:
             raise UsageError(
@@ -145,7 +145,7 @@ class ForwardRun:
             say(f"the checkpoint of step {step} is not whole, step {found.step} is taken: {fault}")
         of_model = partial(filter, lambda item: item[0].startswith("model."))
         saved, now = dict(of_model(found.manifest.settings.items())), dict(of_model(self._settings.items()))
-        where = f"the checkpoint {found.folder}"
+        where = f"the checkpoint {found.where}"
         for words in self.engine.everyone.together(lambda: require_kept(saved, now, self._overrides, where)):
             say(words)
         found.load()

@@ -86,10 +86,10 @@ def progress_of(found: FoundCheckpoint, epoch_batches: int) -> TrainingPosition:
     try:
         progress = _PROGRESS.validate_python({"epoch_batches": epoch_batches} | found.manifest.progress)
     except ValidationError as error:
-        raise InputError(f"{found.folder}: the checkpoint's progress: {describe_faults(error)}") from error
+        raise InputError(f"{found.where}: the checkpoint's progress: {describe_faults(error)}") from error
     if progress.epoch_batches != epoch_batches:
         raise MisfitError(
-            f"{found.folder}: the checkpoint's epochs have {progress.epoch_batches} batches, but here it is "
+            f"{found.where}: the checkpoint's epochs have {progress.epoch_batches} batches, but here it is "
             f"{epoch_batches}; resume with the data and the batch size that it was made with"
         )
     return progress
@@ -122,7 +122,7 @@ def go_on_from(
     """
     for step, fault in found.skipped:
         say(f"the checkpoint of step {step} is not whole, step {found.step} is taken: {fault}")
-    kept, where = found.manifest.settings, f"the checkpoint {found.folder}"
+    kept, where = found.manifest.settings, f"the checkpoint {found.where}"
     for words in engine.everyone.together(lambda: require_kept(kept, settings, overrides, where)):
         say(words)
     progress = progress_of(found, feed.num_batches)
@@ -190,7 +190,7 @@ class StepSamples:
 
     def expect(self, found: FoundCheckpoint) -> None:
         """Expect the number of a checkpoint, if it has one."""
-        self._before, self._where = found.manifest.settings.get(SAMPLES_SETTING), f"the checkpoint {found.folder}"
+        self._before, self._where = found.manifest.settings.get(SAMPLES_SETTING), f"the checkpoint {found.where}"
 
     def count_batch(self, batch: Any) -> None:
         """Count a replica's batch before its step; the first one is collective. The last of an epoch may be smaller.

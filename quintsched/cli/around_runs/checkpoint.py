@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,7 +20,9 @@ from quintsched.cli.run_and_verify import call
 from quintsched.cli.shared_options import MICROBATCHES
 from quintsched.errors import UsageError
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run's checkpoints, or one step of it.")]
+Folder = Annotated[
+    str, typer.Argument(metavar="DIR", help="The folder or URL of a run's checkpoints, or one step of it.")
+]
 StepOption = Annotated[
     int | None, typer.Option("--step", metavar="N", min=0, help="Which step; default: the newest whole.")
 ]
@@ -49,7 +50,9 @@ def verify(
 def reshard(
     directory: Folder,
     mesh: Annotated[str, typer.Option("--mesh", metavar="AXES", help="The mesh to go on on: dp=2,pp=4.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR2", help="The folder of the new checkpoint.")],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="DIR2", help="The folder or URL of the new checkpoint.")
+    ],
     zero: Annotated[int | None, typer.Option("--zero", metavar="0-3", min=0, max=3, help="Its ZeRO stage.")] = None,
     schedule: Annotated[str | None, typer.Option("--schedule", "-s", metavar="NAME", help="Its schedule.")] = None,
     microbatches: Annotated[
@@ -66,13 +69,13 @@ def reshard(
     `quintsched run --resume` can resume a checkpoint on any mesh without it; this makes each rank's reads local.
     """
     given = {"schedule": schedule, "zero": zero, "microbatches": microbatches, "chunks": chunks}
-    _call("reshard", directory, as_json, step=step, mesh=mesh, output=str(output), **given)
+    _call("reshard", directory, as_json, step=step, mesh=mesh, output=output, **given)
 
 
 def export(
     directory: Folder,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE|DIR", help="A .safetensors file, or a folder.")
+        str, typer.Option("--output", "-o", metavar="FILE|DIR", help="A .safetensors file, or a folder.")
     ],
     ema: Annotated[
         int | None, typer.Option("--ema", metavar="N", min=0, help="The N-th average in place of the weights, from 0.")
@@ -86,23 +89,23 @@ def export(
 ) -> None:
     """Write a checkpoint's weights as safetensors, under the model's own names."""
     how = {"ema": ema, "masters": masters, "max_file_bytes": max_file_bytes}
-    _call("export", directory, as_json, step=step, output=str(output), **how)
+    _call("export", directory, as_json, step=step, output=output, **how)
 
 
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="FILE|DIR", help="A safetensors file, or a folder of such.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="The folder of a new run.")],
+    source: Annotated[str, typer.Argument(metavar="FILE|DIR", help="A safetensors file, or a folder of such.")],
+    output: Annotated[str, typer.Option("--output", "-o", metavar="DIR", help="The folder or URL of a new run.")],
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint of step 0 from a model's weights, from which `quintsched run --resume` starts on any mesh."""
-    _call("import", source, as_json, output=str(output))
+    _call("import", source, as_json, output=output)
 
 
-def _call(command: str, path: Path, as_json: bool, **given: object) -> None:
+def _call(command: str, path: str, as_json: bool, **given: object) -> None:
     """Run the command in a process of its own, and exit with its code."""
     if importlib.util.find_spec("torch") is None:
         raise UsageError("checkpoints need torch; pip install 'quintsched[runtime]'")
-    arguments = json.dumps({"path": str(path), "json": as_json, **given})
+    arguments = json.dumps({"path": path, "json": as_json, **given})
     raise typer.Exit(call([sys.executable, "-m", "quintsched.runtime.saving.offline", command, arguments]))
 
 

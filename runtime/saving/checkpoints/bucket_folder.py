@@ -33,7 +33,7 @@ from ...comm.clocks import now_s
 from ...settings.job_file import URL
 from ..write_tensors import WHAT
 from .manifest import MANIFEST
-from .run_folder import LEFTOVER, RunFolder, SavedStep, step_of
+from .run_folder import LEFTOVER, OWN_FOLDER, RunFolder, SavedStep, step_of
 
 LOCK = "run.lock"
 BEAT_S = 5.0
@@ -46,13 +46,19 @@ Place = Path | str
 Result = TypeVar("Result")
 
 
+def named_place(text: str) -> Place:
+    """Return a URL as it is, and the path of a folder."""
+    return text.rstrip("/") if URL.fullmatch(text) else Path(text)
+
+
 def place_of(text: str) -> Place:
     """Return a URL as it is, and the path of a folder made absolute."""
-    return text.rstrip("/") if URL.fullmatch(text) else whole_path(text)
+    place = named_place(text)
+    return place if isinstance(place, str) else whole_path(place)
 
 
-def open_place(place: Place, launch: str) -> RunFolder:
-    """Return the folder of a run at a path or a URL, as one launch of the run changes it."""
+def open_place(place: Place, launch: str = "") -> RunFolder:
+    """Return the folder of a run at a path or a URL, as one launch of the run changes it; "" changes nothing."""
     return BucketFolder(place, launch) if isinstance(place, str) else RunFolder(place, launch)
 
 
@@ -91,6 +97,10 @@ class BucketFolder(RunFolder):
     def shown(self, path: Path) -> str:
         """Return the URL of a file of `directory`."""
         return f"{self.where}/{path.relative_to(self.directory).as_posix()}"
+
+    def in_words(self, error: Exception) -> str:
+        """Return an error's message, with URLs in place of the paths of copies."""
+        return str(error).replace(str(self.directory), self.where)
 
     def _key(self, path: Path) -> str:
         """Return the object that a file of `directory` is in the bucket."""
@@ -230,9 +240,12 @@ class BucketFolder(RunFolder):
             self.remove(folder / name)
         shutil.rmtree(folder, ignore_errors=True)
 
-    def lock(self) -> BucketLock:
-        """Take the place for this launch; raises `UsageError` where another run renews its lock there."""
-        self._lock = BucketLock(self, self._launch)
+    def lock(self, instead: str = OWN_FOLDER) -> BucketLock:
+        """Take the place for this launch; raises `UsageError` where another run renews its lock there.
+
+        `instead` advises what to do then.
+        """
+        self._lock = BucketLock(self, self._launch, instead)
         return self._lock
 
     def lock_text(self) -> bytes | None:
@@ -267,8 +280,8 @@ class BucketLock:
         is_lost: whether another run has taken it.
     """
 
-    def __init__(self, folder: BucketFolder, launch: str) -> None:
-        self._folder, self._path, self._launch = folder, folder.directory / LOCK, launch
+    def __init__(self, folder: BucketFolder, launch: str, instead: str) -> None:
+        self._instead, self._folder, self._path, self._launch = instead, folder, folder.directory / LOCK, launch
         self._count, self.is_lost, self._ended = 0, False, threading.Event()
         self._require_free()
         self._renew()
@@ -292,10 +305,7 @@ class BucketLock:
     def _taken(self, text: bytes | None = None) -> UsageError:
         holder = _holder_of(text or self._folder.lock_text())
         who = f" (process {holder.get('pid')} on {shorten(str(holder.get('host')))})" if holder else ""
-        return UsageError(
-            f"{self._folder.where}: another run saves its checkpoints there{who}; end that one first, or give this one "
-            "a checkpoint.dir of its own"
-        )
+        return UsageError(f"{self._folder.where}: another run saves its checkpoints there{who}; {self._instead}")
 
     def _renew(self) -> None:
         self._count += 1

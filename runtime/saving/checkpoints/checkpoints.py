@@ -38,7 +38,7 @@ from quintsched.plan import Plan
 from ...comm.host_collectives import first_said
 from ...settings.job_file import CheckpointConfig
 from ...settings.run_settings import Start
-from ..dcp import TABLE
+from ..dcp import TABLE, dcp_writer, load_dcp
 from ..dcp import file_name as dcp_file_name
 from ..saved_state import SavedState
 from ..tensor_placement import RUN, StateLayout
@@ -71,7 +71,7 @@ class FoundCheckpoint:
 
     Attributes:
         step: after which it was saved.
-        folder: its folder.
+        folder: its folder, and `where`, its name in messages.
         manifest: its manifest.
         skipped: later steps that are damaged or incomplete, each with the reason.
         loader: after `load`, the state of this replica's loader; None: none saved, or for another number of replicas.
@@ -79,6 +79,7 @@ class FoundCheckpoint:
 
     def __init__(self, saves: EngineSaves, saved: SavedStep, home: RunFolder) -> None:
         self._saves, self.step, self.folder, self._home = saves, saved.step, saved.folder, home
+        self.where = home.shown(saved.folder)
         self.skipped: tuple[tuple[int, str], ...] = ()
         self.loader: bytes | None = None
         self.manifest = manifest = read_manifest(saved.manifest, saved.step)
@@ -93,8 +94,11 @@ class FoundCheckpoint:
             require_intact(self._paths[number], files[number])
         self._fits = self._fits and saves.holds_file(self._paths[rank])
 
+    def _fetch(self, *names: str) -> None:
+        self._home.fetch(self.folder, names)
+
     def _fetch_all(self) -> None:
-        self._home.fetch(self.folder, [file.name for file in self.manifest.files])
+        self._fetch(*(file.name for file in self.manifest.files))
 
     def require_readable(self) -> None:
         """Raise `MisfitError` for files of another plan that have no placements of their tensors.
@@ -116,7 +120,7 @@ class FoundCheckpoint:
         saves, replicas = self._saves, self._saves.rank.replicas
         if isinstance(self.manifest, DcpManifest):
             name = f"{LOADERS}{replicas[0]}"
-            state = saves.load_dcp(self.folder, beside=[name]).beside[name]
+            state = load_dcp(self.folder, saves.rank, beside=[name], fetch=self._fetch).beside[name]
             self.loader = state if isinstance(state, bytes) and self.manifest.replicas == replicas[1] else None
             return
         are_own = saves.rank.everyone.add_numbers(float(self._fits))[0] == saves.plan.mesh.size
@@ -178,7 +182,7 @@ class SavedCheckpoints:
                 require_folder(saved.folder, WHAT)
                 return FoundCheckpoint(self._saves, saved, self.folder), ""
             except InputError as error:
-                return None, str(error)
+                return None, self.folder.in_words(error)
 
         found, words = self._everyone.together(examine)
         first = first_said(words[:MOST_REASON_LETTERS], self._saves.rank.groups.world)
@@ -254,15 +258,26 @@ class OpenCheckpoints(SavedCheckpoints):
     def _save_dcp(self, step: int, progress: Mapping[str, Any], loader: bytes | None) -> None:
         saves, everyone, attempt = self._saves, self._everyone, self.folder.next_attempt()
         replica, num_replicas = saves.rank.replicas
-
-        def clear() -> None:
-            with writing(attempt, WHAT):
-                self.folder.clear(attempt)
-
-        everyone.together(lambda: clear() if everyone.is_first else None)
-        saves.save_dcp(attempt, beside={} if loader is None else {f"{LOADERS}{replica}": loader})
+        final = step_folder(self.folder.directory, step)
         names = [dcp_file_name(saves.rank.number), *([TABLE] if everyone.is_first else [])]
-        mine = everyone.together(lambda: [_written(attempt / name) for name in names])
+
+        def begin() -> None:
+            with writing(self.folder.shown(final), WHAT):
+                if everyone.is_first:
+                    self.folder.clear(attempt)
+                attempt.mkdir(exist_ok=True)
+
+        def publish() -> list[WrittenFile]:
+            with writing(self.folder.shown(final), WHAT):
+                written = [_written(attempt / name) for name in names]
+                for name in names:
+                    self.folder.publish(attempt / name, final)
+            return written
+
+        write = dcp_writer(saves.rank, {} if loader is None else {f"{LOADERS}{replica}": loader})
+        everyone.together(begin)
+        write(attempt)
+        mine = everyone.together(publish)
         said = everyone.share_bytes(b"\n".join(file.model_dump_json().encode() for file in mine))
         manifest = DcpManifest(
             format="quintsched.dcp",
@@ -338,14 +353,9 @@ def checkpoints_of(config: CheckpointConfig, patience_s: float) -> Checkpoints |
     """Return a job's checkpoint settings; None where it saves nothing.
 
     The folder becomes an absolute path, so that a change of the current directory does not move it; a URL stays.
-    Raises `UsageError` for a format that a bucket does not take.
     """
     if config.dir is None:
         return None
-    if config.format == "dcp" and isinstance(place_of(config.dir), str):
-        raise UsageError(
-            f"checkpoint.format: dcp writes into a folder, not to {config.dir}; leave checkpoint.format out"
-        )
     return Checkpoints(place_of(config.dir), config.keep, config.background, patience_s, config.format)
 
 

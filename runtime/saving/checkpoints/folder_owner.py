@@ -47,7 +47,7 @@ from ...settings.run_settings import Start
 from ..write_tensors import WHAT
 from .bucket_folder import BucketFolder, BucketLock, Place, open_place
 from .manifest import MANIFEST, read_manifest
-from .run_folder import RunFolder, SavedStep, saved_steps
+from .run_folder import OWN_FOLDER, RunFolder, SavedStep
 
 COSTS = "block_costs.json"
 """File of measured block costs, which a resumed run needs; see `checkpoints`."""
@@ -78,7 +78,7 @@ def open_run(place: Place, start: Start, everyone: ControlGroup, beside: Sequenc
     folder = everyone.together(lambda: open_place(place, launch))
     lock: RunLock | BucketLock | None = None
     try:
-        lock = everyone.together(lambda: _lock(folder, launch) if everyone.is_first else None)
+        lock = everyone.together(lambda: _lock(folder, launch, OWN_FOLDER) if everyone.is_first else None)
         everyone.together(lambda: _require_common(folder, launch))
         run, words = everyone.together(lambda: _begin(folder, start, launch, beside) if everyone.is_first else ("", ""))
         run, _, words = everyone.share_bytes(f"{run}\n{words}".encode())[0].decode().partition("\n")
@@ -90,12 +90,12 @@ def open_run(place: Place, start: Start, everyone: ControlGroup, beside: Sequenc
     return OpenRun(folder, run, words, lock)
 
 
-def _lock(folder: RunFolder, launch: str) -> RunLock | BucketLock:
+def _lock(folder: RunFolder, launch: str, instead: str, patience_s: float = LOCK_PATIENCE_S) -> RunLock | BucketLock:
     if isinstance(folder, BucketFolder):
-        return folder.lock()
+        return folder.lock(instead)
     with writing(folder.directory, WHAT):
         folder.directory.mkdir(parents=True, exist_ok=True)
-        return lock_folder(folder.directory, launch, LOCK_PATIENCE_S)
+        return lock_folder(folder.directory, launch, patience_s, instead)
 
 
 def _require_common(folder: RunFolder, launch: str) -> None:
@@ -178,9 +178,6 @@ class RunLock:
             self._opened = None
 
 
-OWN_FOLDER = "end that one first, or give this one a checkpoint.dir of its own"
-
-
 def lock_folder(directory: Path, launch: str, patience_s: float, instead: str = OWN_FOLDER) -> RunLock:
     """Lock a folder for a launch; wait at most `patience_s` for a previous one to end.
 
@@ -244,23 +241,23 @@ ELSEWHERE = "give -o another folder"
 
 
 @contextmanager
-def new_run_folder(output: Path) -> Iterator[RunFolder]:
-    """Take a folder for a new run within a context; raises `UsageError` where a run saves or has saved there."""
+def new_run_folder(output: Place) -> Iterator[RunFolder]:
+    """Take a place for a new run within a context; raises `UsageError` where a run saves or has saved there."""
     launch = os.urandom(8).hex()
-    require_unused(output)
-    with writing(output, WHAT):
-        output.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(output, launch, 0.0, ELSEWHERE)
+    folder = open_place(output, launch)
+    require_unused(folder)
+    lock = _lock(folder, launch, ELSEWHERE, 0.0)
     try:
-        require_unused(output)
-        yield RunFolder(output, launch)
+        require_unused(folder)
+        yield folder
     finally:
         lock.release()
+        folder.close()
 
 
 def require_no_run(output: Path) -> None:
     """Raise `UsageError` for a folder that a run saves in, or has saved in, or that is one of its steps."""
-    require_unused(output)
+    require_unused(RunFolder(output, ""))
     require_no_step(output)
     if os.path.lexists(output / LOCK):
         with writing(output, WHAT):
@@ -273,8 +270,8 @@ def require_no_step(folder: Path) -> None:
         raise UsageError(f"{folder}: it is a checkpoint of a run; {ELSEWHERE}")
 
 
-def require_unused(output: Path) -> None:
+def require_unused(folder: RunFolder) -> None:
     """Raise `UsageError` for a folder with steps of a run."""
-    steps = saved_steps(output)
+    steps = folder.steps()
     if steps:
-        raise UsageError(f"{output}: a run has saved there, up to step {steps[0].step}; {ELSEWHERE}")
+        raise UsageError(f"{folder.where}: a run has saved there, up to step {steps[0].step}; {ELSEWHERE}")

@@ -37,6 +37,9 @@ _logger = logging.getLogger("quintsched.runtime")
 _STEP = re.compile(r"step-([0-9]{8,18})(\.replaced)?")
 LEFTOVER = re.compile(r"\.(saving|removing)-[0-9a-f]{16}-[0-9]+(\.saving|\.replaced)?")
 
+OWN_FOLDER = "end that one first, or give this one a checkpoint.dir of its own"
+"""Advice where another run saves in a folder."""
+
 
 @dataclass(frozen=True, order=True)
 class SavedStep:
@@ -82,8 +85,12 @@ class RunFolder:
         """Return a path as messages name it."""
         return str(path)
 
+    def in_words(self, error: Exception) -> str:
+        """Return an error's message, with paths as `shown`."""
+        return str(error)
+
     def sizes(self, folder: Path) -> dict[str, int | None]:
-        """Return the sizes of what is in a folder, by name; raises `OSError`."""
+        """Return the sizes of what is in a folder, by name; None for what is no plain file. Raises `OSError`."""
         return {name: _size(folder / name) for name in os.listdir(folder)}
 
     def write(self, path: Path, content: bytes) -> None:
@@ -197,9 +204,10 @@ class RunFolder:
 
 def _size(path: Path) -> int | None:
     try:
-        return os.lstat(path).st_size
+        status = os.lstat(path)
     except FileNotFoundError:
         return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def step_of(name: str) -> int | None:

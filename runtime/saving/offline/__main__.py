@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json as json_text
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quintsched.errors import InputError, MisfitError, QuintschedError, UsageError
 from quintsched.files.terminal import shown, standard_streams, write_error, write_line
 
+from ..checkpoints.bucket_folder import named_place
 from .inspect_folder import as_json, as_text, find_steps, newest_whole, verify
 
 if TYPE_CHECKING:
@@ -32,13 +34,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(path: str, step: int | None = None, json: bool = False) -> int:
-    found = find_steps(Path(path), step)
+    found = find_steps(path, step)
     sys.stdout.write(as_json(found) if json else shown(as_text(found)))
     return 0
 
 
 def _verify(path: str, step: int | None = None, json: bool = False) -> int:
-    faults = {str(one.saved.folder): verify(one) for one in find_steps(Path(path), step)}
+    faults = {one.where: verify(one) for one in find_steps(path, step)}
     for folder, fault in faults.items():
         if fault is not None:
             write_error(fault)
@@ -53,12 +55,11 @@ def _verify(path: str, step: int | None = None, json: bool = False) -> int:
 def _reshard(path: str, mesh: str, output: str, step: int | None = None, json: bool = False, **given: Any) -> int:
     from .reshard_checkpoint import plan_for, reshard
 
-    manifest, saved = _opened(path, step)
-    with saved:
+    with _opened(path, step) as (manifest, saved):
         plan = plan_for(manifest, mesh, **given)
-        made = reshard(saved, manifest, plan, Path(output))
+        made = reshard(saved, manifest, plan, named_place(output))
     words = f"{made}: step {manifest.step} for mesh {plan.mesh}"
-    return _say(json, words, folder=str(made), mesh=str(plan.mesh))
+    return _say(json, words, folder=made, mesh=str(plan.mesh))
 
 
 def _export(
@@ -72,9 +73,8 @@ def _export(
 ) -> int:
     from .export_weights import export
 
-    _, saved = _opened(path, step)
-    with saved:
-        made = export(saved, Path(output), average=ema, masters=masters, max_file_bytes=max_file_bytes)
+    with _opened(path, step) as (_, saved):
+        made = export(saved, _on_disk(output), average=ema, masters=masters, max_file_bytes=max_file_bytes)
     words = f"{output}: {made.tensors} tensors, {made.num_bytes} bytes, in {len(made.files)} files"
     files = [str(file) for file in made.files]
     return _say(json, words, files=files, tensors=made.tensors, bytes=made.num_bytes, tied=dict(made.tied))
@@ -83,28 +83,37 @@ def _export(
 def _import(path: str, output: str, json: bool = False) -> int:
     from .reshard_checkpoint import import_weights
 
-    made = import_weights(Path(path), Path(output))
-    return _say(json, f"{made}: weights to begin with; `quintsched run job.yaml --resume`", folder=str(made))
+    made = import_weights(_on_disk(path), named_place(output))
+    return _say(json, f"{made}: weights to begin with; `quintsched run job.yaml --resume`", folder=made)
 
 
-def _opened(path: str, step: int | None) -> tuple[Manifest, SavedState]:
-    """Return the newest whole checkpoint, after verifying all of its bytes."""
+def _on_disk(path: str) -> Path:
+    place = named_place(path)
+    if isinstance(place, str):
+        raise UsageError(f"{path}: weights for others are on a disk; name a file or folder there, and copy it")
+    return place
+
+
+@contextmanager
+def _opened(path: str, step: int | None) -> Iterator[tuple[Manifest, SavedState]]:
+    """Open the newest whole checkpoint within a context, after verifying all of its bytes."""
     from ..checkpoints.manifest import Manifest
     from ..saved_state import SavedState
 
-    found, skipped = newest_whole(Path(path), step)
-    manifest, folder = found.manifest, found.saved.folder
+    found, skipped = newest_whole(path, step)
+    manifest = found.manifest
     for one in skipped:
         write_line(f"step {one.saved.step} is not whole, step {found.saved.step} is taken: {one.fault}")
     if not isinstance(manifest, Manifest):
-        raise UsageError(f"{folder}: it is in PyTorch's distributed format, which any mesh reads as it is")
+        raise UsageError(f"{found.where}: it is in PyTorch's distributed format, which any mesh reads as it is")
     fault = verify(found)
     if fault is not None:
         raise InputError(fault)
-    saved = SavedState.of_files([folder / file.name for file in manifest.files])
-    if saved.unplaced:
-        raise MisfitError(f"{saved.unplaced[0]}: the file does not say where its tensors lie; save it anew by a run")
-    return manifest, saved
+    with SavedState.of_files([found.saved.folder / file.name for file in manifest.files]) as saved:
+        if saved.unplaced:
+            where = found.home.shown(saved.unplaced[0])
+            raise MisfitError(f"{where}: the file does not say where its tensors lie; save it anew by a run")
+        yield manifest, saved
 
 
 def _say(json: bool, words: str, **values: Any) -> int:

@@ -7,25 +7,24 @@ verify   every byte of every file
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from quintsched.errors import InputError, QuintschedError, UsageError, printable
-from quintsched.files.plain_files import open_plain, reading, require_folder
+from quintsched.files.plain_files import reading, require_folder
 
+from ..checkpoints.bucket_folder import named_place, open_place, place_of
 from ..checkpoints.manifest import MANIFEST, DcpManifest, Manifest, read_manifest
-from ..checkpoints.run_folder import SavedStep, saved_steps
+from ..checkpoints.run_folder import RunFolder, SavedStep
 from ..write_tensors import WHAT, require_intact
 
 
 @dataclass(frozen=True)
 class FoundStep:
-    """A checkpoint and its first fault; without a manifest no more is known of it."""
+    """A checkpoint of the folder `home`, and its first fault; without a manifest no more is known of it."""
 
+    home: RunFolder
     saved: SavedStep
     manifest: Manifest | DcpManifest | None
     fault: str | None
@@ -34,7 +33,14 @@ class FoundStep:
     @property
     def num_bytes(self) -> int:
         """Total bytes of its files, as far as they are readable."""
-        return sum(_sizes(self.saved.folder))
+        with suppress(OSError):
+            return sum(filter(None, self.home.sizes(self.saved.folder).values()))
+        return 0
+
+    @property
+    def where(self) -> str:
+        """Its folder, as messages name it."""
+        return self.home.shown(self.saved.folder)
 
     def words(self) -> dict[str, Any]:
         """Return it as a JSON object."""
@@ -48,7 +54,7 @@ class FoundStep:
             said |= {"run": manifest.run, "settings": manifest.settings, "progress": position}
         return {
             "step": self.saved.step,
-            "folder": str(self.saved.folder),
+            "folder": self.where,
             "bytes": self.num_bytes,
             "whole": self.fault is None,
             "fault": self.fault,
@@ -56,62 +62,53 @@ class FoundStep:
         }
 
 
-def find_steps(path: Path, step: int | None = None) -> list[FoundStep]:
-    """Return the checkpoints of a folder, or the one that `path` is itself, the newest first.
+def find_steps(path: str, step: int | None = None) -> list[FoundStep]:
+    """Return the checkpoints of a folder or a place in a bucket, or the one that `path` is itself, the newest first.
 
     Raises `UsageError` where there are none.
     """
-    saved = saved_steps(path)
+    home = open_place(named_place(path))
+    saved = home.steps()
     if not saved:
-        saved = [one for one in saved_steps(path.absolute().parent) if one.folder.name == path.absolute().name]
+        parent, _, name = str(place_of(path)).rpartition("/")
+        home = open_place(named_place(parent or "/"))
+        saved = [one for one in home.steps() if one.folder.name == name]
     if step is not None:
         saved = [one for one in saved if one.step == step]
     if not saved:
         which = f" of step {step}" if step is not None else ""
         raise UsageError(f"{path}: there is no checkpoint{which} in it; give the folder of a run, or one of its steps")
-    return [_look_at(one) for one in saved]
+    return [_look_at(home, one) for one in saved]
 
 
-def newest_whole(path: Path, step: int | None) -> tuple[FoundStep, list[FoundStep]]:
+def newest_whole(path: str, step: int | None) -> tuple[FoundStep, list[FoundStep]]:
     """Return the newest checkpoint with complete files, and newer ones; raises `InputError` where none is whole."""
     found = find_steps(path, step)
     place = next((place for place, one in enumerate(found) if one.fault is None), None)
     if place is None:
-        raise InputError(found[0].fault or str(path))
+        raise InputError(found[0].fault or path)
     return found[place], found[:place]
 
 
-def _look_at(saved: SavedStep) -> FoundStep:
+def _look_at(home: RunFolder, saved: SavedStep) -> FoundStep:
     try:
         require_folder(saved.folder, WHAT)
         with reading(saved.folder, WHAT):
-            names = os.listdir(saved.folder)
-        if MANIFEST not in names:
-            interrupted = f"{saved.folder}: the checkpoint was interrupted: it has no {MANIFEST}"
-            return FoundStep(saved, None, interrupted, is_interrupted=True)
+            sizes = home.sizes(saved.folder)
+        if MANIFEST not in sizes:
+            interrupted = f"{home.shown(saved.folder)}: the checkpoint was interrupted: it has no {MANIFEST}"
+            return FoundStep(home, saved, None, interrupted, is_interrupted=True)
         manifest = read_manifest(saved.manifest, saved.step)
     except InputError as error:
-        return FoundStep(saved, None, str(error))
-    return FoundStep(saved, manifest, _fault_of_sizes(saved.folder, manifest))
-
-
-def _fault_of_sizes(folder: Path, manifest: Manifest | DcpManifest) -> str | None:
+        return FoundStep(home, saved, None, home.in_words(error))
     for file in manifest.files:
-        try:
-            with open_plain(folder / file.name, WHAT) as (_, size):
-                if file.bytes is not None and size != file.bytes:
-                    return f"{folder / file.name}: it has {size} bytes, not the {file.bytes} of the manifest"
-        except InputError as error:
-            return str(error)
-    return None
-
-
-def _sizes(folder: Path) -> Iterator[int]:
-    """Yield the sizes of the files in a folder, as far as it may be listed."""
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_file(follow_symlinks=False):
-                yield entry.stat(follow_symlinks=False).st_size
+        size, where = sizes.get(file.name), home.shown(saved.folder / file.name)
+        if size is None:
+            return FoundStep(home, saved, manifest, f"{where}: there is no plain file of that name")
+        if file.bytes not in (None, size):
+            fault = f"{where}: it has {size} bytes, not the {file.bytes} of the manifest"
+            return FoundStep(home, saved, manifest, fault)
+    return FoundStep(home, saved, manifest, None)
 
 
 def verify(found: FoundStep) -> str | None:
@@ -120,9 +117,10 @@ def verify(found: FoundStep) -> str | None:
         return found.fault
     for file in found.manifest.files:
         try:
+            found.home.fetch(found.saved.folder, [file.name])
             require_intact(found.saved.folder / file.name, file)
         except QuintschedError as error:
-            return str(error)
+            return found.home.in_words(error)
     return None
 
 

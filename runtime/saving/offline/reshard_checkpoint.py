@@ -27,6 +27,7 @@ from quintsched.plan import Plan
 
 from ...stage.build_stages import cut, cut_as_planned
 from ...state.state_dict import STATES
+from ..checkpoints.bucket_folder import Place
 from ..checkpoints.checkpoints import LOADER, plan_digest
 from ..checkpoints.folder_owner import new_run_folder
 from ..checkpoints.manifest import MANIFEST, Manifest, file_name, make_manifest
@@ -42,8 +43,8 @@ KEEP_ALL = 2**31
 """Number of checkpoints kept: all."""
 
 
-def reshard(saved: SavedState, manifest: Manifest, plan: Plan, output: Path) -> Path:
-    """Write a checkpoint for a plan's ranks into the folder `output`, and return its step's folder.
+def reshard(saved: SavedState, manifest: Manifest, plan: Plan, output: Place) -> str:
+    """Write a checkpoint for a plan's ranks into the folder `output`, and return its step's folder, as shown.
 
     Raises `MisfitError` for states of optimizers that have no place in a full tensor, `UsageError` where nothing can
     be written, or the folder has a run's steps.
@@ -68,21 +69,24 @@ def _new_run() -> str:
     return os.urandom(8).hex()
 
 
-def _write_step(output: Path, step: int, write: Callable[[Path], Manifest]) -> Path:
+def _write_step(output: Place, step: int, write: Callable[[Path], Manifest]) -> str:
     """Write a checkpoint into the folder of a new run; it counts only when all of it is on disk.
 
     Raises `UsageError` where a run saves there, or has saved.
     """
-    with new_run_folder(output) as folder, writing(output, WHAT):
-        attempt = folder.next_attempt()
+    with new_run_folder(output) as folder, writing(folder.where, WHAT):
+        attempt, final = folder.next_attempt(), step_folder(folder.directory, step)
         try:
             attempt.mkdir()
-            write_whole(attempt / MANIFEST, write(attempt).to_json(), WHAT, durable=True)
+            manifest = write(attempt)
+            for file in manifest.files:
+                folder.publish(attempt / file.name, final)
+            write_whole(attempt / MANIFEST, manifest.to_json(), WHAT, durable=True)
             folder.complete(attempt, step, KEEP_ALL)
         except BaseException:
             shutil.rmtree(attempt, ignore_errors=True)
             raise
-    return step_folder(output, step)
+        return folder.shown(final)
 
 
 def _shares(saved: SavedState, plan: Plan) -> list[dict[str, Placement]]:
@@ -153,7 +157,7 @@ def _write_rank(saved: SavedState, path: Path, plan: Plan, rank: int, share: Map
     return write_tensors(path, entries, numbers, {LAYOUT: layout.to_text()})
 
 
-def import_weights(source: Path, output: Path) -> Path:
+def import_weights(source: Path, output: Place) -> str:
     """Write a checkpoint of step 0 with the tensors of a safetensors file or folder, under the names that they have.
 
     Raises `InputError` for a source that is damaged, `UsageError` where there is none, or nothing can be written.

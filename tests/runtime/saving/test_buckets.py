@@ -3,30 +3,42 @@
 memory://     in this process, for ranks that are threads
 faulty://     the same, with a fault at a chosen call: failing once, gone for good, read-only, half an object
 s3://         s3fs with a server of moto, where both are installed
+gs://         gcsfs with gcp-storage-emulator, likewise
 """
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
 
 import fsspec
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from safetensors.torch import load_file
 
 import quintsched as qs
 from quintsched.errors import QuintschedError
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.engine import Engine
 from quintsched.runtime.launch.local_launcher import _make_folders
 from quintsched.runtime.saving.checkpoints import bucket_folder
 from quintsched.runtime.saving.checkpoints.bucket_folder import BucketFolder
+from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, OpenCheckpoints
 from quintsched.runtime.settings.job_file import JobConfig
+from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ...helpers import jobs
 from ...helpers.jobs import data_file, figures, fit, interrupt_after
-from .holders import load, save
+from ..toys import sgd, tiny_gpt
+from .holders import PLAN, load, save
+from .offline_command import main
 
 __all__ = ["data_file"]
 
@@ -109,9 +121,12 @@ def names_in(place: str) -> list[str]:
     return sorted(one["name"].rpartition("/")[2] for one in files.ls(root, detail=True))
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_run_resumes_from_a_bucket_with_the_same_numbers(data_file: Path, bucket: str, background: bool) -> None:
-    config = job(data_file, bucket, every=4, background=background)
+HOW = [{"background": True}, {"format": "dcp"}]
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_a_run_resumes_from_a_bucket_with_the_same_numbers(data_file: Path, bucket: str, how: dict[str, Any]) -> None:
+    config = job(data_file, bucket, every=4, **how)
     interrupt_after(config, steps=10)
     assert names_in(bucket) == ["plan.json", "step-00000004", "step-00000008"]
     with pytest.raises(qs.UsageError, match=f"{bucket}: an earlier run was saved there, up to step 8; .*--resume"):
@@ -129,6 +144,44 @@ def test_a_run_resumes_on_another_mesh_and_a_fresh_one_moves_it_away(data_file: 
     fit(other, fresh=True)
     (old,) = [name for name in names_in(bucket) if name.startswith("run-")]
     assert names_in(f"{bucket}/{old}") == ["plan.json", "step-00000008", "step-00000012"]
+
+
+def test_commands_take_the_url_of_a_run(data_file: Path, bucket: str, tmp_path: Path, capsys: Any) -> None:
+    check_commands(job(data_file, bucket, every=4), tmp_path, capsys)
+
+
+def check_commands(config: JobConfig, folder: Path, capsys: Any) -> None:
+    """Save a run in a bucket; show, verify, export it, reshard and import into others, and resume from these."""
+    place, one = str(config.checkpoint.dir), str(folder / "model.safetensors")
+    ranks = fit(config)
+    weights = {name: tensor for _, of_rank, _ in ranks for name, tensor in of_rank.items()}
+    step = f"{place}/step-00000012"
+
+    def said(*words: str, code: int = 0) -> str:
+        assert main([*words, "--json"]) == code
+        printed = capsys.readouterr()
+        return str(printed.err if code else printed.out)
+
+    (shown,) = json.loads(said("show", step))
+    assert (shown["folder"], shown["mesh"], shown["whole"]) == (step, "pp=2", True)
+    assert [found["step"] for found in json.loads(said("show", place))] == [12, 8]
+    said("export", place, "--output", one)
+    exported = load_file(one)
+    assert exported.keys() == weights.keys()
+    assert all(exported[name].equal(tensor) for name, tensor in weights.items())
+    assert "a run has saved there, up to step 12; give -o another" in said("import", one, "--output", place, code=2)
+    made = json.loads(said("reshard", place, "--mesh", "dp=2", "--output", f"{place}-dp"))
+    assert made["folder"] == f"{place}-dp/step-00000012"
+    assert json.loads(said("verify", f"{place}-dp"))[0]["whole"]
+    said("import", one, "--output", f"{place}-begin")
+    for place_made, mesh, step_made in ((f"{place}-dp", "dp=2", 12), (f"{place}-begin", "pp=2", 0)):
+        changes = {"checkpoint": {"dir": place_made}, "parallel": {"mesh": mesh}}
+        other = {name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
+        assert f"resumed after step {step_made}" in fit(config.model_copy(update=other), resume=True)[0][2]
+    assert "weights for others are on a disk" in said("export", place, "--output", f"{place}/w.safetensors", code=2)
+    files, root = fsspec.core.url_to_fs(step)
+    files.pipe_file(f"{root}/rank-00001.safetensors", b"cut off")
+    assert f"{step}/rank-00001.safetensors: it has 7 bytes, not the" in said("verify", place, code=1)
 
 
 def test_a_second_run_at_a_place_is_refused_and_a_dead_one_is_not_waited_for(bucket: str) -> None:
@@ -191,6 +244,47 @@ def test_200_faults_leave_a_whole_step_and_one_that_passes_is_not_seen(kind: str
         assert names_in(place) == ["plan.json", "step-00000003"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["once", "gone", "read-only", "half"])
+def test_faults_of_a_save_in_the_distributed_format_leave_a_whole_step(kind: str) -> None:
+    def on_engines(place: str, act: Any, start: Any = "resume") -> Any:
+        def run(transport: Transport) -> Any:
+            engine = Engine(PLAN, tiny_gpt(depth=2), cross_entropy_sum, sgd, transport=transport)
+            with Checkpoints(place, 1, format="dcp").opened(engine.saves, start) as saves:
+                return act(engine, saves)
+
+        return run_local(2, run)[0]
+
+    def save_step(place: str, step: int) -> None:
+        def act(engine: Engine, saves: OpenCheckpoints) -> None:
+            engine.set_weights({name: torch.full_like(old, step) for name, old in engine.full_weights().items()})
+            saves.save(step, {})
+
+        on_engines(place, act)
+
+    def load_step(engine: Engine, saves: OpenCheckpoints) -> set[float]:
+        found = saves.newest_whole()
+        assert found is not None
+        found.load()
+        return {float(found.step), *(one for t in engine.full_weights().values() for one in t.unique().tolist())}
+
+    for call in range(16):
+        place, failed = f"faulty://runs/{uuid4().hex}", ""
+        save_step(place, 1)
+        try:
+            FaultyMemory.arm(kind, call)
+            save_step(place, 2)
+        except QuintschedError as error:
+            failed = str(error)
+        finally:
+            is_reached = FaultyMemory.left < 0
+            FaultyMemory.arm("", -1)
+        assert is_reached
+        assert place in failed if failed else kind != "gone"
+        assert not failed or kind != "once"
+        assert on_engines(place, load_step) in ([{1.0}, {2.0}] if failed else [{2.0}])
+
+
 def test_a_bucket_is_no_folder_that_a_launcher_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for place, made in (("memory://runs/1", []), ("runs/1", ["runs"])):
@@ -200,15 +294,14 @@ def test_a_bucket_is_no_folder_that_a_launcher_makes(tmp_path: Path, monkeypatch
         assert (asked.checkpoint.folder is None, asked.folder) == (not made, Path("runs/1") if made else None)
 
 
-def test_what_a_bucket_does_not_do_is_refused(data_file: Path, bucket: str) -> None:
-    with pytest.raises(qs.UsageError, match="dcp writes into a folder, not to memory://"):
-        fit(job(data_file, bucket, format="dcp"))
+def test_a_url_that_nobody_knows_is_refused(data_file: Path) -> None:
     with pytest.raises(qs.UsageError, match=r"nowhere://runs/1: .*nowhere"):
         fit(job(data_file, "nowhere://runs/1"))
 
 
-@pytest.fixture(scope="module")
+@contextmanager
 def s3() -> Iterator[str]:
+    """Run a server of S3 within a context; yield the URL of a bucket of it."""
     server = pytest.importorskip("moto.server", reason="needs pip install 'moto[server]' s3fs")
     pytest.importorskip("s3fs", reason="needs pip install s3fs")
     started = server.ThreadedMotoServer(port=0)
@@ -222,13 +315,36 @@ def s3() -> Iterator[str]:
     started.stop()
 
 
+@contextmanager
+def gs() -> Iterator[str]:
+    """Run an emulator of Google's storage within a context; yield the URL of a bucket of it."""
+    server = pytest.importorskip("gcp_storage_emulator.server", reason="needs pip install gcp-storage-emulator gcsfs")
+    with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as free:
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # which asks by gRPC, and no emulator answers
+        pytest.importorskip("gcsfs", reason="needs pip install gcsfs")
+        port = free.getsockname()[1]
+    fsspec.config.conf["gs"] = {"endpoint_url": f"http://127.0.0.1:{port}", "token": "anon", "project": "mine"}
+    with server.create_server("127.0.0.1", port, in_memory=True, default_bucket="runs"):
+        yield "gs://runs"
+    fsspec.config.conf.pop("gs")
+
+
+@pytest.fixture(scope="module", params=[s3, gs], ids=["s3", "gs"])
+def cloud(request: pytest.FixtureRequest) -> Iterator[str]:
+    with request.param() as url:
+        yield url
+
+
 @pytest.mark.slow
 @pytest.mark.engines
 @pytest.mark.filterwarnings("default")
-def test_a_run_resumes_from_s3_with_the_same_numbers(data_file: Path, s3: str, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("how", HOW, ids=str)
+def test_a_run_resumes_from_a_cloud_with_the_same_numbers(
+    data_file: Path, cloud: str, how: dict[str, Any], monkeypatch: Any
+) -> None:
     monkeypatch.setattr(bucket_folder, "BEAT_S", 0.5)
-    place = f"{s3}/{uuid4().hex}"
-    config = job(data_file, place, every=4)
+    place = f"{cloud}/{uuid4().hex}"
+    config = job(data_file, place, every=4, **how)
     interrupt_after(config, steps=10)
     resumed, _, said = fit(config, resume=True)[0]
     assert "resumed after step 8" in said
@@ -240,3 +356,10 @@ def test_a_run_resumes_from_s3_with_the_same_numbers(data_file: Path, s3: str, m
         fit(config, resume=True)
     lock.release()
     other.close()
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.filterwarnings("default")
+def test_commands_take_the_url_of_a_run_in_a_cloud(data_file: Path, cloud: str, tmp_path: Path, capsys: Any) -> None:
+    check_commands(job(data_file, f"{cloud}/{uuid4().hex}", every=4), tmp_path, capsys)
