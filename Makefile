@@ -69,8 +69,8 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 	@echo 'the site begins at out/site/index.html'
 
-# Pythons that a wheel is installed on: all from 3.11 that have a command here. Tools are in an environment of their own.
-PYTHONS ?= $(foreach version,3.11 3.12 3.13 3.14,$(shell command -v python$(version)))
+# Pythons that a wheel is installed on: all from 3.11 whose command works here. Tools are in an environment of their own.
+PYTHONS ?= $(foreach version,3.11 3.12 3.13 3.14,$(shell python$(version) -c 'import sys; print(sys.executable)' 2>/dev/null))
 TOOLS := out/release/tools
 
 release: $(INSTALLED)

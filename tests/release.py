@@ -32,7 +32,7 @@ def first_page(scripts: Path, folder: Path) -> None:
 
 def install(python: str, wheel: Path, environment: Path) -> Path:
     """Make an environment with the wheel and what its examples need; return the folder of its commands."""
-    subprocess.run([python, "-m", "venv", environment], check=True)
+    subprocess.run([python, "-m", "venv", "--clear", environment], check=True)
     pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "-c", ROOT / "constraints.txt", f"{wheel}[examples]"], check=True)
     return environment / "bin"
