@@ -67,6 +67,9 @@ BUDGET = {
 }
 """The most statements of each room of the runtime: a commit that makes one larger says so here."""
 
+MOST_LINES_OF_PACKAGES = {"strategies": 12_625, "solve": 6_000}
+"""The most lines of packages beside the planner: a law replaces what it replaces."""
+
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_keep_apart(layer):
@@ -163,6 +166,12 @@ def test_rooms_of_the_runtime_keep_to_their_budgets():
     found = {room: size.statements for room, size in sizes(LAYERS["quintsched.runtime"]).items() if room in BUDGET}
     assert found.keys() == BUDGET.keys()
     assert not {room: count for room, count in found.items() if count > BUDGET[room]}
+
+
+def test_packages_beside_the_planner_keep_to_their_lines():
+    for package, most in MOST_LINES_OF_PACKAGES.items():
+        files = (ROOT / "quintsched" / package).rglob("*.py")
+        assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= most, package
 
 
 @pytest.mark.parametrize("layer", ORDERED)

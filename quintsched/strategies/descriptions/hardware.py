@@ -63,6 +63,8 @@ class Measured(Description):
     """On a CPU: core time that a message costs if many ranks compute: bytes per second of a core, by bytes."""
     all_reduce_work: dict[RankCount, Curve] = Field(default_factory=dict)
     """The same for an all-reduce over that many ranks: bytes of the tensor per second of a core."""
+    kept: dict[RankCount, Figure] = Field(default_factory=dict)
+    """Activations that a layer keeps, relative to those predicted, by tp; others are as the nearest."""
     kernel_s: Amount | None = None
     """Seconds of one operation of negligible size (launch overhead); 0 for steps captured as graphs, or compiled."""
     cores: Size | None = None

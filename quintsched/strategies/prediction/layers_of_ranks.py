@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,31 +42,25 @@ class LayerLayout:
 
 @dataclass(frozen=True)
 class RankKind:
-    """Layers that one or more pipeline ranks hold, as counts."""
+    """Layers that one or more pipeline ranks hold, as counts: numbers, or arrays of them."""
 
-    dense: int
+    dense: Any
     """Number of layers of the first of `Model.kinds`: without experts, or with a delta net."""
-    mixture: int
+    mixture: Any
     """Number of layers of the second."""
-    full_dense: int
+    full_dense: Any
     """Number of those that are fully recomputed."""
-    full_mixture: int
-    first: int
+    full_mixture: Any
+    first: Any
     """1 with the embedding, else 0."""
-    last: int
+    last: Any
     """1 with the head, else 0."""
 
 
 @dataclass(frozen=True, eq=False)
-class Kinds:
+class Kinds(RankKind):
     """Kinds of ranks of L layouts; each array is (L, K), with K the maximum number of kinds per layout."""
 
-    dense: NDArray[np.float64]
-    mixture: NDArray[np.float64]
-    full_dense: NDArray[np.float64]
-    full_mixture: NDArray[np.float64]
-    first: NDArray[np.float64]
-    last: NDArray[np.float64]
     ranks: NDArray[np.float64]
     """Number of ranks of the kind; 0 for padding."""
     rank: NDArray[np.float64]

@@ -115,7 +115,7 @@ def per_microbatch(
     """Return the times of each kind of rank for one microbatch."""
 
     def summed(name: str, **counts: Array) -> Array:
-        found = np.zeros_like(kinds.dense)
+        found: Array = np.zeros_like(kinds.dense)
         for layer, count in counts.items():
             each = getattr(getattr(blocks, layer), name)
             if each.any() and count.any():
@@ -309,7 +309,7 @@ def beside_passes(
 
     def left(communication: Array, computation: Array) -> Array:
         """Return the rest of a stage's communication beside its computation, layer by layer."""
-        beside = np.minimum(communication, computation) * inner * (overlaps & is_first)
+        beside: Array = np.minimum(communication, computation) * inner * (overlaps & is_first)
         return communication - beside * (1 - constants.contention)
 
     of_stage = reduction / own
@@ -353,15 +353,6 @@ def stage_times(
     else:
         reduction, gathering = beside_passes(table, each, stages, reduction, gathering, constants)
     return StageTimes(each, reduction, gathering, stepping)
-
-
-def _widths(table: Table) -> Array:
-    return _by_dtype(table, WIDTHS)
-
-
-def _by_dtype(table: Table, values: dict[str, float]) -> Array:
-    found: Array = np.array([values[name] for name in table.values["dtype"]])[table.dtype]
-    return found
 
 
 def _codes(table: Table, name: str, *wanted: str) -> list[int]:

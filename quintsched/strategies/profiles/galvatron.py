@@ -1,11 +1,13 @@
 """Reader of Galvatron's profiles: the time of layers, and the rates of a node's links.
 
     FOLDER/…/computation_profiling_bf16_llama2-7b_all.json    "layernum[4]_bsz8_seq2048": 149.65     ms of a forward
+          …/memory_profiling_bf16_llama2-7b_all.json         {"layertype_0_sp": {"2048": {…}}}           MiB
           …/sp_time_1nodes_8gpus_per_node.json                "allreduce_size_8_64MB_time": 0.65     ms
           …/p2p_bandwidth_1nodes_8gpus_per_node.json          "pp_size_2": 163.671                   MB per ms
 
 A forward of a whole model of so many layers is one measured step; its backward takes twice as long, as Galvatron's own
-cost model has it. Galvatron's sizes are in MiB.
+cost model has it. Galvatron's sizes are in MiB. It counts activations in 32 bits, the input of a layer ("checkpoint")
+too; their ratio is read.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from quintsched.strategies.profiles.profile import MeasuredStep, Profile
 
 LAYERS = "computation_profiling_*.json"
 """Names of files of layers' times."""
+MEMORY = "memory_profiling_*.json"
 BACKWARD = 2.0
 """Time of a backward, in forwards."""
 MIB = 2**20
@@ -48,10 +51,12 @@ def read_folder(folder: Path, model: Model) -> Profile:
     for path in sorted(folder.rglob("p2p_bandwidth_1nodes_*.json")):
         messages |= _numbers(path)
     rate = messages.get("pp_size_2")
+    kept = {tp: ratio for path in sorted(folder.rglob(MEMORY)) for tp, ratio in _kept(path, steps[0].strategy.seq)}
     return Profile(
         name=f"Galvatron's profile of {model.name}",
         source=str(folder),
         steps=tuple(steps),
+        kept=kept,
         collectives={"all_reduce": sums} if sums else {},
         message=None if rate is None else Curve(sizes=(MIB,), rates=(rate * MIB * 1e3,)),
     )
@@ -67,6 +72,21 @@ def _steps(path: Path, model: Model) -> Iterator[MeasuredStep]:
         cut = model.model_copy(update={"layers": layers, "seq": max(model.seq, seq)})
         sizes: dict[str, Any] = {"gpus": 1, "microbatch": samples, "batch": samples, "seq": seq, "dtype": dtype}
         yield MeasuredStep(model=cut, strategy=Strategy(**sizes), seconds={"block": took_ms / 1e3 * (1 + BACKWARD)})
+
+
+def _kept(path: Path, seq: int) -> Iterator[tuple[int, float]]:
+    """Yield tp and the activations that a layer keeps of a sample, in multiples of its input."""
+    layers = _object(path).get("layertype_0_sp")
+    found = layers.get(str(seq)) if isinstance(layers, dict) else None
+    if found is None:
+        return
+    try:
+        held = {str(tp): float(mib) for tp, mib in found["tp_activation_per_bsz_dict"].items()}
+        yield from ((int(tp), mib / held["checkpoint"]) for tp, mib in held.items() if tp.isdigit())
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
+        raise InputError(
+            f"{path}: /layertype_0_sp/{seq}: activations by tp, and those of checkpoint, are needed"
+        ) from None
 
 
 def _all_reduces(times: Mapping[str, float]) -> dict[int, Curve]:
@@ -85,13 +105,18 @@ def _all_reduces(times: Mapping[str, float]) -> dict[int, Curve]:
 
 def _numbers(path: Path) -> dict[str, float]:
     """Return the numbers of a file by name; raises `InputError`."""
+    content = _object(path)
+    for name, value in content.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
+            raise InputError(f"{path}: /{name}: a number above 0 is needed")
+    return {name: float(value) for name, value in content.items()}
+
+
+def _object(path: Path) -> dict[str, Any]:
     try:
         content = parse_strict(read_whole(path, MOST_BYTES, "the profile"))
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     if not isinstance(content, dict):
         raise InputError(f"{path}: an object of numbers is needed")
-    for name, value in content.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e12:
-            raise InputError(f"{path}: /{name}: a number above 0 is needed")
-    return {name: float(value) for name, value in content.items()}
+    return content

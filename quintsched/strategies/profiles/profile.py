@@ -127,6 +127,8 @@ class Profile(Description):
     network_message: Curve | None = None
     """Messages between two nodes, likewise."""
     steps: tuple[MeasuredStep, ...] = ()
+    kept: dict[RankCount, Figure] = Field(default_factory=dict)
+    """Activations that a layer of the steps' model keeps, in multiples of its input, by (sequence-parallel) tp."""
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Profile:

@@ -19,7 +19,7 @@ from quintsched.strategies.descriptions.model import Experts, Model
 from quintsched.strategies.descriptions.parameters import total
 from quintsched.strategies.descriptions.strategy_validity import stage_layers
 from quintsched.strategies.prediction.layers_of_ranks import stages_of_rank
-from quintsched.strategies.prediction.memory.buckets import BucketLayout, stage_tensors
+from tests.runtime.state.bucket_layout import BucketLayout, stage_tensors
 
 VOCAB, SEQ, DEPTH, HIDDEN, HEADS = 96, 16, 4, 24, 4
 DENSE = Model(layers=DEPTH, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, seq=SEQ, tied=False, dropout=False)

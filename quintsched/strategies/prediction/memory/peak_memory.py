@@ -26,6 +26,7 @@ from quintsched.strategies.descriptions.parameters import (
     on_rank,
 )
 from quintsched.strategies.descriptions.strategy import MODULES
+from quintsched.strategies.prediction.layers_of_ranks import RankKind
 from quintsched.strategies.prediction.memory.activations import (
     FP32,
     ActivationSizes,
@@ -49,18 +50,9 @@ MESSAGE_BUFFERS = 4
 
 
 @dataclass(frozen=True, eq=False)
-class RankLayers:
-    """Layers of ranks, as counts, with those recomputed; a mixture layer has `descriptions.model.Experts`."""
+class RankLayers(RankKind):
+    """Layers of ranks, and the microbatches of which they hold activations."""
 
-    dense: Any
-    mixture: Any
-    full_dense: Any
-    """Number of the dense layers that are fully recomputed."""
-    full_mixture: Any
-    first: Any
-    """1 with the embedding, else 0."""
-    last: Any
-    """1 with the head, else 0."""
     in_flight: Any
     """Peak number of microbatches in flight; see the module `in_flight`."""
     first_in_flight: Any

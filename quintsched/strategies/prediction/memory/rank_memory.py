@@ -8,7 +8,7 @@ their kinds of ranks (n, K) ┘
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import SHORT
-from quintsched.strategies.prediction.layers_of_ranks import Kinds
-from quintsched.strategies.prediction.memory.activations import ActivationSizes
+from quintsched.strategies.prediction.layers_of_ranks import Kinds, RankKind
+from quintsched.strategies.prediction.memory.activations import ACTIVATION_KINDS, ActivationSizes
 from quintsched.strategies.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
 from quintsched.strategies.prediction.memory.own_runtime import own_activations, own_gathered
 from quintsched.strategies.prediction.memory.peak_memory import Mesh, RankLayers, memory_terms
@@ -38,6 +38,12 @@ def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> 
         others = {name: bytes_ for name, bytes_ in terms.items() if not _is_of_activations(name)}
         whole = memory_terms(model, sizes, replace(mesh, zero=0 * mesh.zero), ranks)
         terms = others | own_activations(model, sizes, mesh, ranks) | {"gathered": own_gathered(whole, sizes, mesh)}
+    if hardware.measured is not None and hardware.measured.kept:
+        known = np.array([*hardware.measured.kept])
+        nearest = known[np.abs(np.log(known / sizes.tp)).argmin(axis=1)]
+        factor = np.array([hardware.measured.kept[tp] for tp in nearest])[:, None]
+        of_layers = {f"activations_{kind}" for kind in ACTIVATION_KINDS} & {*terms}
+        terms |= {name: terms[name] * factor for name in of_layers}
     terms["reserved"] = hardware.reserved_gb * 1e9
     return {name: np.broadcast_to(bytes_, kinds.dense.shape) for name, bytes_ in terms.items()}
 
@@ -119,14 +125,5 @@ def _ranks(table: Table, kinds: Kinds) -> RankLayers:
             )
             first[rows] = first_in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks)
             logits[rows] = logits_in_flight(schedule, microbatches=microbatches)
-    return RankLayers(
-        dense=kinds.dense,
-        mixture=kinds.mixture,
-        full_dense=kinds.full_dense,
-        full_mixture=kinds.full_mixture,
-        first=kinds.first,
-        last=kinds.last,
-        in_flight=flight,
-        first_in_flight=first,
-        logits_in_flight=logits,
-    )
+    layers = {one.name: getattr(kinds, one.name) for one in fields(RankKind)}
+    return RankLayers(**layers | {"in_flight": flight, "first_in_flight": first, "logits_in_flight": logits})

@@ -9,7 +9,7 @@ With n elements, R replicas that shard them, and shards of ⌈n/R⌉ (Rajbhandar
     3      ⌈n/R⌉ + units         ⌈n/R⌉ + unit          ⌈n/R⌉               unit: gathered or reduced at once
 
 Dense weights have dp · cp · ep replicas, experts dp · cp. A unit is a block, as in FSDP, with the next one prefetched;
-this project's runtime gathers a stage (`buckets` has its exact buffers). Sizes may be arrays.
+this project's runtime gathers a stage, in aligned buckets. Sizes may be arrays.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy, modules_of
 from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, operator_times
+from quintsched.strategies.prediction.memory.activations import ActivationSizes, block_input, block_kept
 from quintsched.strategies.prediction.operators import AttentionKernel, Operator, Pass, Product
 from quintsched.strategies.prediction.step import predict
 from quintsched.strategies.prediction.table import Table, sizes_of
@@ -40,11 +41,21 @@ def measured_hardware(hardware: Hardware, profile: Profile, constants: Constants
         took, expected = _sums(hardware, profile.steps, constants)
         hardware = _slowed(hardware, _ratios(took, expected))
     if sums := profile.collectives.get("all_reduce"):
-        measured = (hardware.measured or Measured()).model_copy(update={"all_reduce": sums})
+        more = {"all_reduce": sums, "kept": _kept(profile)}
+        measured = (hardware.measured or Measured()).model_copy(update=more)
         hardware = hardware.model_copy(update={"measured": measured})
     if profile.message:
         hardware = hardware.model_copy(update={"link_gbps": profile.message.rates[-1] / 1e9 / constants.link})
     return hardware
+
+
+def _kept(profile: Profile) -> dict[int, float]:
+    """Return the activations that a layer was measured to keep, relative to those predicted, by tp."""
+    model, strategy = profile.steps[0].model, profile.steps[0].strategy
+    sizes = {tp: ActivationSizes(1, strategy.seq, tp=tp, sequence_parallel=1) for tp in profile.kept}
+    whole = block_input(model, ActivationSizes(1, strategy.seq))
+    kept = {tp: sum(block_kept(model, each, model.kinds[-1]).values()) for tp, each in sizes.items()}
+    return {tp: float(measured * whole / kept[tp]) for tp, measured in profile.kept.items()}
 
 
 @dataclass(frozen=True)
