@@ -172,6 +172,45 @@ def test_a_link_opens_the_same_order(page: Page, tmp_path: Path) -> None:
     assert page.evaluate("quintsched.plan.toJson()") == edited
 
 
+BROKEN = {
+    "plan.json": ["", "null", "[]", '{"format": "quintsched.plan"}', '{"format": "quintsched.trace"}'],
+    "plan.csv": ["", "999999999F0", "0B0,0F0"],
+    "costs.json": ['{"forward": -1}', '{"forward": "x"}', '{"forward": [1]}'],
+}
+FRAGMENTS = (
+    *("%", "{", "null", '{"pp":1000000000}', '{"pp":1.5}', '{"schedule":"constructor"}', '{"costs":{"forward":"x"}}'),
+    *('{"orders":[]}', '{"pp":2,"orders":["0F0","7F9"]}', '{"pp":1,"orders":"x"}'),
+)
+
+
+def test_broken_files_and_links_are_refused(page: Page, tmp_path: Path) -> None:
+    plan = qs.compile("1f1b", mesh="pp=3", microbatches=4)
+    opened(page, plan.simulate(), tmp_path / "plan.html")
+    huge = plan.to_json().replace('"microbatches": 4', '"microbatches": 4000000000')
+    for name, texts in {**BROKEN, "huge.json": [huge]}.items():
+        for text in texts:
+            page.evaluate("quintsched.clear()")
+            drop(page, {name: text})
+            assert "cannot read this" in page.evaluate("quintsched.panel.textContent"), (name, text)
+    for fragment in FRAGMENTS:
+        page.open(tmp_path / "plan.html", f"#play={fragment}")
+        said = page.evaluate("quintsched.panel.textContent")
+        assert "opens no plan" in said or "well-formed" in said, fragment
+        assert page.evaluate("quintsched.run.makespan") >= 0
+    assert not page.errors
+
+
+DROP = """(async () => { const files = Object.entries(FILES).map(([name, text]) => new File([text], name));
+  const event = new Event('drop'); event.dataTransfer = { files }; dispatchEvent(event);
+  await new Promise((go) => setTimeout(go, 100)) })()"""
+
+
+def drop(page: Page, files: dict[str, str]) -> None:
+    """Drop files on the page, and wait until it has read them."""
+    page.evaluate(DROP.replace("FILES", json.dumps(files)))
+    page.settle()
+
+
 def test_ten_thousand_instructions_are_judged_in_no_time(page: Page, tmp_path: Path) -> None:
     plan = qs.compile("1f1b", mesh="pp=8", microbatches=240)
     assert plan.num_instructions > 10_000
@@ -223,12 +262,7 @@ def test_the_counter_example_of_a_deadlock_is_marked(dropped: bool, page: Page, 
     plan = deadlocked()
     if dropped:
         opened(page, qs.compile("gpipe", mesh="pp=2", microbatches=1).simulate(), tmp_path / "plan.html")
-        page.evaluate(
-            f"""(async () => {{ const file = new File([{json.dumps(plan.to_json())}], 'plan.json');
-            const event = new Event('drop'); event.dataTransfer = {{ files: [file] }}; dispatchEvent(event);
-            await new Promise((go) => setTimeout(go, 100)) }})()"""
-        )
-        page.settle()
+        drop(page, {"plan.json": plan.to_json()})
     else:
         save_untimed(plan, tmp_path / "broken.html")
         page.open(tmp_path / "broken.html")

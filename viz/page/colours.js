@@ -5,9 +5,7 @@ export { THEMES };
 
 const DARK_INSTEAD = { "#000000": "#c9d2dc", "#1F2933": "#e8edf3" };
 
-export function rgb(hex) {
-  return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-}
+export function rgb(hex) { return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)); }
 
 export class Palette {
   constructor(plan, theme) {
@@ -15,7 +13,7 @@ export class Palette {
     this.is = THEMES[theme];
     const chunks = plan ? Math.max(...plan.layout.heldBy.map((held) => held.length), 1) : 1;
     const chunkOf = plan ? Array.from({ length: plan.layout.stages }, (_, s) => plan.layout.chunkOf(s)) : [];
-    const colours = plan ? plan.tables.ops.map((op) => this.base(op.colour)) : [];
+    const colours = plan ? plan.tables.ops.map(({ colour }) => rgb(theme === "dark" ? DARK_INSTEAD[colour] ?? colour : colour)) : [];
     const lightest = Math.min(0.42 * (chunks - 1), 0.62);
     const shades = colours.map((colour) => Array.from({ length: chunks }, (_, chunk) => {
       const share = (lightest * chunk) / Math.max(chunks - 1, 1);
@@ -30,8 +28,6 @@ export class Palette {
     this.colourOf = (row) => (plan.op[row] === Overlap ? paired : shades[plan.op[row]][chunkOf[plan.stage[row]] ?? 0]);
     this.side = (name, stage) => [this.texts[plan.tables.code[name]][chunkOf[stage] ?? 0], this.inks[plan.tables.code[name]][chunkOf[stage] ?? 0]];
   }
-
-  base(hex) { return rgb(this.theme === "dark" ? DARK_INSTEAD[hex] ?? hex : hex); }
 }
 
 /** Return white or near black, whichever is easier to read on a colour. */

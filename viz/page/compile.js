@@ -3,7 +3,7 @@
  *
  *     order ─▶ messages, each send with its receive at one point of a global order ─▶ reductions, norm, step
  *
- * It covers plans without ZeRO, recomputation, skips and tied weights; the result is that of `quintsched compile`.
+ * It covers plans without recomputation, skips and tied weights, and of ZeRO the third stage; the result is that of `quintsched compile`.
  */
 import { flowsOf } from "./flow.js";
 import { eventsOf, graphOf } from "./graph.js";
@@ -11,7 +11,7 @@ import { range } from "./layout.js";
 import { ABSENT, Plan } from "./plan.js";
 import { Costs, durationsOf } from "./times.js";
 
-const RECEIVES_OUTSTANDING = 2;
+const RECEIVES_OUTSTANDING = 2, MOST_COMPUTED = 20_000;
 const F = (stage, microbatch) => ({ op: "Fwd", stage, microbatch });
 const B = (stage, microbatch) => ({ op: "Bwd", stage, microbatch });
 const I = (stage, microbatch) => ({ op: "BwdInput", stage, microbatch });
@@ -76,9 +76,16 @@ export const SCHEDULES = {
   },
 };
 
+/** Return why a plan has no such sizes here; null if it may have. */
+export function sizeFault({ pp, microbatches, chunks }) {
+  if (![pp, microbatches, chunks].every((size) => Number.isInteger(size) && size > 0)) return "ranks, microbatches and chunks are whole numbers";
+  return pp * microbatches * chunks > MOST_COMPUTED ? `more than ${MOST_COMPUTED} forwards: use quintsched compile` : null;
+}
+
 /** Return why a schedule does not take a shape; null if it does. */
-export function misfit(name, { pp, microbatches, chunks }) {
-  const { chunked } = SCHEDULES[name];
+export function misfit(name, shape) {
+  if (sizeFault(shape)) return sizeFault(shape);
+  const { pp, microbatches, chunks } = shape, { chunked } = SCHEDULES[name];
   if (chunked && chunks < 2) return `${name} needs 2 or more chunks`;
   if (!chunked && chunks > 1) return `${name} has 1 chunk`;
   if (chunked && microbatches % pp) return `${name} needs a multiple of ${pp} microbatches`;
@@ -86,28 +93,26 @@ export function misfit(name, { pp, microbatches, chunks }) {
 }
 
 /** Return the head of a plan of this shape. */
-export function headOf(name, { pp, microbatches, chunks, dp = 1 }) {
+export function headOf(name, { pp, microbatches, chunks, dp = 1, zero = 0, stage_to_pp = range(pp * chunks).map((stage) => stage % pp) }) {
   return {
     format: "quintsched.plan", version: 1, mode: "train",
     schedule: { name, microbatches, chunks, slices: 1, options: {} },
     mesh: [...(dp > 1 ? [["dp", dp]] : []), ["pp", pp]],
-    stage_to_pp: range(pp * chunks).map((stage) => stage % pp),
+    stage_to_pp,
     routes: [{ stages: range(pp * chunks), microbatches: range(microbatches) }],
-    buckets_per_stage: 1, program_axes: ["pp"],
+    buckets_per_stage: 1, program_axes: ["pp"], ...(zero ? { zero: { stage: zero, every: 1 } } : {}),
   };
 }
 
 /** Return the orders of all ranks of a schedule. */
-export function ordersOf(name, shape) {
-  return range(shape.pp).map((rank) => SCHEDULES[name].order(shape, rank));
-}
+export function ordersOf(name, shape) { return range(shape.pp).map((rank) => SCHEDULES[name].order(shape, rank)); }
 
 /** Whether a plan has nothing that the lowering here leaves out, so that its order may be lowered again. */
 export function isPlain(plan) {
   const { head } = plan;
-  const more = ["recompute", "tied", "skips", "zero", "stage_to_part", "collectives", "blocks_per_stage"].some((key) => head[key] !== undefined);
+  const more = ["recompute", "tied", "skips", "stage_to_part", "collectives", "blocks_per_stage"].some((key) => head[key] !== undefined);
   const rare = ["Overlap", "OffloadAct", "FetchAct", "Recompute"].some((name) => plan.op.includes(plan.tables.code[name]));
-  return !more && !rare && head.mode === "train" && plan.schedule.slices === 1;
+  return !more && !rare && [undefined, 3].includes(head.zero?.stage) && head.mode === "train" && plan.schedule.slices === 1;
 }
 
 /** Return the computations of a plan, as one list per rank. */
@@ -124,7 +129,7 @@ export function lower(tables, head, orders) {
   const start = Float64Array.from(eventsOf(bare).of, (event) => run.start[event]);
   const end = Float64Array.from(eventsOf(bare).of, (event) => run.end[event]);
   const programs = withMessages(bare, messagesOf(bare), start, end);
-  return { plan: Plan.fromPrograms(tables, head, programs.map((program, rank) => ended(bare, program, rank))) };
+  return { plan: Plan.fromPrograms(tables, head, programs.map((program, rank) => ended(bare, gathered(bare, program), rank))) };
 }
 
 /** Values that cross ranks, channel after channel, in the receiver's order: maker, taker, stage, unit and kind. */
@@ -174,20 +179,41 @@ function withMessages(plan, messages, start, end) {
   return entries.map((of) => of.sort((a, b) => a.time - b.time || a.phase - b.phase || a.number - b.number).map(({ instruction }) => instruction));
 }
 
-/** Add the reductions behind each stage's last backward, and the end of the step. */
-function ended(plan, program, rank) {
-  const { layout, tables } = plan;
-  const axes = layout.buckets.filter(([, over]) => over.length);
-  const last = new Map();
-  program.forEach(({ op, stage }, at) => tables.ops[tables.code[op]].ends_backward && last.set(stage, at));
-  const added = new Map();
-  for (const [stage, at] of [...last].sort((a, b) => a[1] - b[1] || a[0] - b[0])) {
-    let before = at + 1;
-    while (program[before]?.op === "SendGrad") before++;
-    const reductions = axes.map(([bucket, over]) => ({ op: "AllReduceBucket", stage, bucket, axes: over }));
-    added.set(before, [...(added.get(before) ?? []), ...reductions]);
+/** Return a program with instructions before some of its places: `added` has lists by place. */
+function inserted(program, added) { return [...program, null].flatMap((i, at) => [...(added.get(at) ?? []), ...(i ? [i] : [])]); }
+
+function add(added, at, ...instructions) { added.set(at, [...(added.get(at) ?? []), ...instructions]); }
+
+/** Gather the weights of each run of a stage's computations while the one before it runs, and free them behind it (ZeRO-3). */
+function gathered({ layout, tables }, program) {
+  if (layout.zero.stage < 3) return program;
+  const code = range(program.length).map((at) => tables.code[program[at].op]);
+  const computing = range(program.length).filter((at) => tables.computes[code[at]]), runs = [], added = new Map();
+  for (const at of computing.filter((place) => tables.rules[code[place]].some(([, kind]) => kind === "PARAMS"))) {
+    const { stage } = program[at];
+    if (runs.at(-1)?.stage === stage) runs.at(-1).last = at;
+    else runs.push({ stage, first: at, last: at });
   }
-  const whole = program.flatMap((instruction, at) => [...(added.get(at) ?? []), instruction]);
-  whole.push(...(added.get(program.length) ?? []));
-  return [...whole, { op: "ShareMetrics" }, { op: "ClipGrad" }, { op: "OptStep", stages: layout.heldBy[rank] }];
+  for (const { stage, last } of runs) add(added, last + 1, { op: "FreeParams", stage });
+  for (const { stage, first } of runs) add(added, computing[Math.max(computing.indexOf(first) - 1, 0)], { op: "GatherParams", stage });
+  return inserted(program, added);
+}
+
+/** Add the reductions behind each stage's last backward, under ZeRO-3 behind every few, and the end of the step. */
+function ended(plan, program, rank) {
+  const { layout, tables } = plan, { stage: sharding, every } = layout.zero;
+  const axes = layout.buckets.filter(([, over]) => over.length), done = {}, last = new Map(), added = new Map();
+  program.forEach(({ op, stage }, at) => {
+    if (!tables.ops[tables.code[op]].ends_backward) return;
+    done[stage] = (done[stage] ?? -1) + 1;
+    const part = sharding ? Math.floor(done[stage] / every) : 0;
+    last.set(`${stage} ${part}`, { at, stage, part });
+  });
+  for (const { at, stage, part } of [...last.values()].sort((a, b) => a.at - b.at || a.stage - b.stage)) {
+    let before = at + 1;
+    while (["SendGrad", "FreeParams"].includes(program[before]?.op)) before++;
+    add(added, before, ...axes.map(([bucket, over]) =>
+      sharding ? { op: "ReduceScatterBucket", stage, bucket, axes: over, part } : { op: "AllReduceBucket", stage, bucket, axes: over }));
+  }
+  return [...inserted(program, added), { op: "ShareMetrics" }, { op: "ClipGrad" }, { op: "OptStep", stages: layout.heldBy[rank] }];
 }

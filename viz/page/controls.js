@@ -96,7 +96,8 @@ export class Controls {
     try {
       this.app.open(await readDropped(this.app, [...event.dataTransfer.files]));
     } catch (error) {
-      this.app.show([h("h2", {}, "cannot read this"), h("p", { class: "fault" }, error.message)]);
+      const words = error instanceof TypeError ? "a file is broken, or of another version" : error.message;
+      this.app.show([h("h2", {}, "cannot read this"), h("p", { class: "fault" }, words)]);
     }
   }
 

@@ -11,10 +11,7 @@ const ARRAYS = { u1: Uint8Array, i1: Int8Array, i2: Int16Array, i4: Int32Array, 
 /** Return the bytes of base64 text. */
 function bytesOf(text) {
   if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
-  const letters = atob(text);
-  const bytes = new Uint8Array(letters.length);
-  for (let i = 0; i < letters.length; i++) bytes[i] = letters.charCodeAt(i);
-  return bytes;
+  return Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
 }
 
 /** Decompress and read the data of a page: its tables, and its plan with its runs. */

@@ -10,7 +10,7 @@ export async function readDropped(app, files) {
   const read = await Promise.all(files.map(async (file) => ({ name: file.name, text: await file.text() })));
   const csv = read.find(({ name }) => name.endsWith(".csv"));
   if (csv) return { runs: [simulate(readCsv(app.tables, csv.text, csv.name.replace(/\.csv$/, "")), {}, true)] };
-  const records = read.filter(({ name }) => name.endsWith(".json")).map(({ name, text }) => ({ name, json: parse(name, text) }));
+  const records = read.filter(({ name }) => name.endsWith(".json")).map(({ name, text }) => ({ name, json: parse(name, text) ?? {} }));
   const stall = records.find(({ json }) => json.format === "quintsched.stall")?.json;
   if (stall) return { runs: [simulate(Plan.fromJson(app.tables, stall.plan), {}, true)], stall };
   const traces = records.filter(({ json }) => json.format === "quintsched.trace").map(({ json }) => json);
@@ -63,11 +63,9 @@ function measuredStep(plan, ofRank, step) {
 /** Mean costs of a measured step, per stage. */
 function costsOf(plan, run) {
   const mean = (name) => range(plan.layout.stages).map((stage) => {
-    let sum = 0, count = 0;
-    for (let row = 0; row < plan.length; row++) {
-      if (plan.stage[row] === stage && plan.is(row, name)) [sum, count] = [sum + run.end[row] - run.start[row] - run.wait[row], count + 1];
-    }
-    return count ? sum / count : 0;
+    const rows = range(plan.length).filter((row) => plan.stage[row] === stage && plan.is(row, name));
+    const times = rows.map((row) => run.end[row] - run.start[row] - run.wait[row]);
+    return times.length ? times.reduce((sum, time) => sum + time) / times.length : 0;
   });
   const whole = mean("Bwd"), input = mean("BwdInput"), weight = mean("BwdWeight");
   const halves = input.some((time) => time > 0);
@@ -81,7 +79,7 @@ export function readCsv(tables, text, name) {
   const stages = [];
   orders.forEach((order, rank) => order.forEach(({ stage }) => (stages[stage] = rank)));
   const units = 1 + Math.max(...orders.flat().map(({ microbatch }) => microbatch));
-  if (!stages.length || !Number.isFinite(units)) throw new Error("this is no schedule in PyTorch's CSV format");
+  if (!stages.length || Object.keys(stages).length < stages.length || !Number.isFinite(units)) throw new Error("this is no schedule in PyTorch's CSV format");
   const chunks = Math.max(1, Math.round(stages.length / orders.length));
   const head = {
     format: "quintsched.plan", version: 1, mode: "train", schedule: { name, microbatches: units, chunks, slices: 1, options: {} },

@@ -49,9 +49,7 @@ function reduceEarly(plan, costs, graph, durations) {
   return { graph: new Graph(graph.events, arrays, graph.count + of.length), durations: Float64Array.from(times), of };
 }
 
-function listOf({ starts, items }, event) {
-  return items.subarray(starts[event], starts[event + 1]);
-}
+function listOf({ starts, items }, event) { return items.subarray(starts[event], starts[event + 1]); }
 
 /** Return the reductions that begin in the last backward of their stage: [{event, backward, first, full, last}]. */
 function reductionsOf(plan, costs, graph) {

@@ -25,12 +25,7 @@ export class Ints {
   get array() { return this.values.subarray(0, this.length); }
 }
 
-class Uses {
-  constructor(room) {
-    this.rows = new Ints(room);
-    this.places = new Ints(room);
-  }
-}
+function usesOf(room) { return { rows: new Ints(room), places: new Ints(room) }; }
 
 const OF_PLAN = {
   STEPS_SHARDS: (layout) => layout.zero.stage === 1 || layout.zero.stage === 2,
@@ -50,9 +45,7 @@ const OF_CELL = {
 };
 
 /** Return the data flow of all instructions of a well-formed plan. */
-export function flowsOf(plan) {
-  return plan.once("flows", () => new Flows(plan));
-}
+export function flowsOf(plan) { return plan.once("flows", () => new Flows(plan)); }
 
 class Flows {
   constructor(plan) {
@@ -61,10 +54,10 @@ class Flows {
     this.gatherings = layout.zero.stage >= 3 ? gatheringsOf(plan) : null;
     this.#number();
     const room = apart.length * 2 + 16;
-    this.CONSUMES = new Uses(room);
-    this.READS = new Uses(room);
-    this.PRODUCES = new Uses(room);
-    this.FOLLOWS = new Uses(64);
+    this.CONSUMES = usesOf(room);
+    this.READS = usesOf(room);
+    this.PRODUCES = usesOf(room);
+    this.FOLLOWS = usesOf(64);
     const rules = tables.rules.map((terms) => terms.map((term) => this.#compile(term)).filter((term) => term));
     for (let at = 0; at < apart.length; at++) {
       const row = apart.origin ? apart.origin[at] : at;

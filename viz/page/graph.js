@@ -10,9 +10,7 @@ import { Ints, flowsOf } from "./flow.js";
 const NO_QUEUE = -1, COMPUTE = 0, WIRE = 1, REPLICAS = 2, FIRST_OWN = 3;
 
 /** Return the events of a plan: the k-th send of a channel with its k-th receive, the k-th collectives of a group. */
-export function eventsOf(plan) {
-  return plan.once("events", () => new Events(plan));
-}
+export function eventsOf(plan) { return plan.once("events", () => new Events(plan)); }
 
 class Events {
   constructor(plan) {

@@ -119,6 +119,4 @@ export class Layout {
   }
 }
 
-export function range(count) {
-  return Array.from({ length: count }, (_, number) => number);
-}
+export function range(count) { return Array.from({ length: count }, (_, number) => number); }

@@ -3,22 +3,18 @@ const LETTERS = { Fwd: "F", Bwd: "B", BwdInput: "I", BwdWeight: "W" };
 const OPS = Object.fromEntries(Object.entries(LETTERS).map(([op, letter]) => [letter, op]));
 const MOST_LINKED = 4000;
 
-/** Return the fragment `#play=…`. */
+/** Return the fragment `#play=…`; null for a plan that is too large for it. */
 export function writeLink({ orders, ...settings }) {
-  const written = { ...settings };
-  const count = (orders ?? []).reduce((sum, order) => sum + order.length, 0);
-  if (orders && count <= MOST_LINKED) {
-    written.orders = writeOrders(orders);
-  }
-  return `#play=${encodeURIComponent(JSON.stringify(written))}`;
+  if (orders.flat().length > MOST_LINKED) return null;
+  return `#play=${encodeURIComponent(JSON.stringify({ ...settings, orders: writeOrders(orders) }))}`;
 }
 
-/** Read a fragment; null if it is none of ours. */
+/** Read a fragment; null if it is none of ours. Throws for one that is broken. */
 export function readLink(fragment) {
   if (!fragment.startsWith("#play")) return null;
   if (!fragment.startsWith("#play=")) return {};
-  const read = JSON.parse(decodeURIComponent(fragment.slice("#play=".length)));
-  return { ...read, ...(read.orders ? { orders: readOrders(read.orders) } : {}) };
+  const { orders, ...settings } = JSON.parse(decodeURIComponent(fragment.slice("#play=".length)));
+  return { ...settings, ...(orders ? { orders: readOrders(orders) } : {}) };
 }
 
 /** Orders of all ranks as text: "0F0 0B0 …". */

@@ -234,7 +234,7 @@ class App {
       canvas.style.flex = "none";
       canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
     }
-    this.view.resize(width, wanted, ratio);
+    Object.assign(this.view, { width, height: wanted, ratio });
     if (this.firstRank !== undefined) {
       this.view.scroll = this.firstRank * this.view.rowHeight;
       this.firstRank = undefined;

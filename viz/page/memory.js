@@ -128,18 +128,15 @@ function cellsOf(of, makespan) {
 }
 
 function drawCap(context, view, cap, most, height) {
-  const { is, left, plotWidth } = view;
-  const y = height - 4 - (cap / (most * 1.08)) * (height - TOP - 6);
-  context.save();
-  context.strokeStyle = is.bad;
+  const { is, left, plotWidth } = view, y = height - 4 - (cap / (most * 1.08)) * (height - TOP - 6);
+  context.strokeStyle = context.fillStyle = is.bad;
   context.setLineDash([6, 4]);
   context.beginPath();
   context.moveTo(left, y);
   context.lineTo(left + plotWidth, y);
   context.stroke();
-  context.fillStyle = is.bad;
+  context.setLineDash([]);
   context.textAlign = "left";
   context.textBaseline = "bottom";
   context.fillText(`cap ${number(cap)}`, left + 4, y - 2);
-  context.restore();
 }

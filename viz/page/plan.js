@@ -12,6 +12,7 @@
 import { Layout } from "./layout.js";
 
 export const ABSENT = -1;
+const MOST_UNITS = 4_000_000;
 
 /** Index the planner's tables by name. */
 export function readTables(raw) {
@@ -31,6 +32,20 @@ export function readTables(raw) {
   };
 }
 
+/** Return the first key of a plan file without which nothing can be read; undefined if all are as they should be. */
+function brokenKey({ format, version, mode, schedule, mesh, stage_to_pp: placed, programs }) {
+  const isSize = (size) => Number.isInteger(size) && size > 0 && size <= MOST_UNITS;
+  const rules = {
+    format: () => format === "quintsched.plan", version: () => version === 1, mode: () => ["train", "forward"].includes(mode),
+    programs: () => programs.every(Array.isArray),
+    schedule: () => ["microbatches", "chunks", "slices"].every((name) => isSize(schedule[name])),
+    mesh: () => mesh.every(([, size]) => isSize(size)) && (Object.fromEntries(mesh).pp ?? 1) === programs.length,
+    stage_to_pp: () => placed.every((rank) => rank in programs) && isSize(placed.length * schedule.microbatches * schedule.slices),
+  };
+  const holds = (rule) => { try { return rule(); } catch { return false; } };
+  return Object.keys(rules).find((key) => !holds(rules[key]));
+}
+
 export class Plan {
   constructor(tables, head, first, op, columns, table) {
     Object.assign(this, { tables, head, first, op, columns, table });
@@ -48,7 +63,8 @@ export class Plan {
 
   /** Build a plan from the JSON of a plan file. */
   static fromJson(tables, file) {
-    if (file?.format !== "quintsched.plan" || !Array.isArray(file.programs)) throw new Error("this is no plan file");
+    const broken = brokenKey(file ?? {});
+    if (broken) throw new Error(`this is no plan: its ${broken} is broken, or of a later version`);
     const { programs, ...head } = file;
     return Plan.fromPrograms(tables, head, programs);
   }
@@ -73,13 +89,13 @@ export class Plan {
     let row = 0;
     for (const program of programs) {
       for (const instruction of program) {
-        const code = tables.code[instruction.op];
-        if (code === undefined) throw new Error(`unknown instruction ${instruction.op}`);
+        const code = tables.code[instruction?.op];
+        if (code === undefined) throw new Error(`unknown instruction ${instruction?.op}`);
         op[row] = code;
         for (const name of tables.ops[code].fields) {
           columns[name] ??= new Int32Array(length).fill(ABSENT);
           const value = instruction[name];
-          if (value === undefined) throw new Error(`${instruction.op} without ${name}`);
+          if (value === undefined || (tables.numbers.has(name) && !Number.isInteger(value))) throw new Error(`${instruction.op} without ${name}`);
           columns[name][row] = tables.numbers.has(name) ? value : intern(value);
         }
         row++;
@@ -95,10 +111,7 @@ export class Plan {
   value(name, row) { return this.table[this.columns[name][row]]; }
 
   /** Compute something once. */
-  once(name, make) {
-    if (!(name in this.memo)) this.memo[name] = make();
-    return this.memo[name];
-  }
+  once(name, make) { return (this.memo[name] ??= make()); }
 
   get layout() { return this.once("layout", () => new Layout(this)); }
 

@@ -2,9 +2,10 @@
  * Playground: choose a schedule, sizes, costs and a cap; drag computations to another place; proof, times and memory
  * follow. A plan that another tool made is edited in the same way.
  */
-import { headOf, isPlain, lower, misfit, ordersIn, ordersOf, SCHEDULES } from "./compile.js";
+import { headOf, isPlain, lower, misfit, ordersIn, ordersOf, SCHEDULES, sizeFault } from "./compile.js";
 import { h, download } from "./dom.js";
 import { judge, judgeOrder } from "./judge.js";
+import { range } from "./layout.js";
 import { Plan } from "./plan.js";
 import { PUZZLES, solved } from "./puzzles.js";
 import { readLink, readOrders, writeLink } from "./link.js";
@@ -25,15 +26,28 @@ export class Playground {
 
   /** Show the page's own plan, or the one of the link; without either, the playground. */
   start(data) {
-    const linked = readLink(location.hash);
-    if (data.runs.length && !linked) this.app.open(data);
-    else {
-      this.settings = { schedule: "1f1b", pp: 4, microbatches: 8, chunks: 1, costs: {}, cap: null, ...(linked ?? {}) };
-      this.editing = true;
-      this.orders = linked?.orders ?? null;
-      this.#bar();
-      this.#make(!this.orders);
+    let fault = null;
+    try {
+      const linked = readLink(location.hash);
+      if (linked) return this.#open(linked);
+    } catch (error) {
+      fault = `This link opens no plan: ${error.message}`;
     }
+    if (data.runs.length) this.app.open(data);
+    else this.#open({});
+    if (fault) this.app.show([h("p", { class: "fault" }, fault)]);
+  }
+
+  /** Open the playground with settings, and the orders of a link. */
+  #open({ orders = null, ...linked }) {
+    const settings = { schedule: "1f1b", pp: 4, microbatches: 8, chunks: 1, costs: {}, cap: null, ...linked };
+    const fault = sizeFault(settings) ?? (orders && orders.length !== settings.pp ? "each rank has one order" : null);
+    if (fault || !(Object.hasOwn(SCHEDULES, settings.schedule) || orders)) throw new Error(fault ?? `there is no schedule ${settings.schedule}`);
+    if (!(settings.cap >= 0)) settings.cap = null;
+    Object.assign(this, { settings, orders, head: headOf(settings.schedule, settings), editing: true });
+    this.#bar();
+    this.#make(!orders);
+    if (!(this.app.run?.makespan >= 0)) throw new Error("its sizes, costs or orders are broken");
   }
 
   toggle() {
@@ -46,8 +60,8 @@ export class Playground {
     const { plan } = app;
     this.original = { ...app.run, name: "before", scene: null };
     const { name, microbatches, chunks } = plan.schedule;
-    const costs = app.run.costs?.values ?? {};
-    this.settings = { schedule: name, pp: plan.ranks, microbatches, chunks, costs, cap: app.cap };
+    const costs = app.run.costs?.values ?? {}, { dp } = Object.fromEntries(plan.head.mesh), { stage_to_pp, zero } = plan.head;
+    this.settings = { schedule: name, pp: plan.ranks, microbatches, chunks, costs, cap: app.cap, dp, zero: zero?.stage, stage_to_pp };
     this.head = plan.head;
     this.orders = ordersIn(plan);
     this.programs = isPlain(plan) ? null : plan.programs();
@@ -83,7 +97,8 @@ export class Playground {
       field("ranks", "pp"), field("microbatches", "microbatches"), field("chunks", "chunks"),
       cost("forward", "forward", 1), cost("input half", "backward_input", 1), cost("weight half", "backward_weight", 1), cost("message", "p2p", 0),
       h("label", {}, "cap", h("input", { class: "cost", value: settings.cap ?? "", placeholder: "none", onchange: (event) => {
-        settings.cap = event.target.value.trim() === "" ? null : Number(event.target.value);
+        const cap = Number(event.target.value);
+        settings.cap = event.target.value.trim() === "" || !(cap >= 0) ? null : cap;
         this.#make(false);
       } })),
       h("button", { onclick: () => this.undo(false), title: "Ctrl+Z" }, "undo"), h("button",
@@ -98,24 +113,21 @@ export class Playground {
 
   /** Compile from the settings, or lower the orders as they are, and show the result. */
   #make(fresh, remember = true) {
-    const { app, settings } = this;
+    const { settings } = this;
     if (remember) this.#remember();
     if (fresh) {
-      if (!(settings.schedule in SCHEDULES)) return;
+      if (!(settings.schedule in SCHEDULES)) return null;
       const { chunked } = SCHEDULES[settings.schedule];
       settings.chunks = chunked ? Math.max(settings.chunks, 2) : 1;
       const fault = misfit(settings.schedule, settings);
-      if (fault) {
-        this.says.replaceChildren(h("span", { class: "fault" }, fault));
-        return;
-      }
+      if (fault) return this.says.replaceChildren(h("span", { class: "fault" }, fault));
       this.programs = null;
+      delete settings.stage_to_pp;
       this.head = headOf(settings.schedule, settings);
       this.orders = ordersOf(settings.schedule, settings);
       this.#bar();
     }
-    this.head ??= headOf(settings.schedule, settings);
-    this.#show(fresh);
+    return this.#show(fresh);
   }
 
   #show(fresh = false) {
@@ -144,14 +156,18 @@ export class Playground {
 
   /** Words about a puzzle: its task, or that it is solved. */
   #score(run, verdict, peak) {
-    const { task, par, floor, proved = floor, goal, cap } = this.puzzle;
-    const value = goal === "span" ? longestSpan(run) : run.makespan;
+    const { task, par, goal, cap } = this.puzzle;
+    const gathers = run.plan.op.reduce((sum, op) => sum + (op === run.plan.tables.code.GatherParams), 0);
+    const span = range(run.plan.ranks).reduce((longest, rank) => {
+      const rows = this.#computing(run.plan, rank);
+      return Math.max(longest, Math.max(...rows.map((row) => run.end[row])) - Math.min(...rows.map((row) => run.start[row])));
+    }, 0);
+    const value = { makespan: run.makespan, span, gathers }[goal];
     const within = cap === null || peak <= cap + 1e-9;
     const won = verdict?.sound() && within && value <= par * (1 + 1e-9);
     if (!won) return h("span", {}, `${task} ${goal} ${number(value)}, par ${number(par)}.`);
     solved(this.puzzle, true);
-    const bound = proved >= par * (1 - 1e-9) ? "no order is faster" : `no order is below ${number(proved)}`;
-    return h("span", { class: "won" }, `Solved: ${goal} ${number(value)}, and ${bound}.`);
+    return h("span", { class: "won" }, `Solved: ${goal} ${number(value)}, and no order has less.`);
   }
 
   #remember() {
@@ -186,9 +202,9 @@ export class Playground {
     if (!puzzle) return;
     this.#remember();
     Object.assign(this, { puzzle, original: null });
-    const { pp, microbatches, chunks, costs, cap } = puzzle;
-    this.settings = { schedule: "1f1b", pp, microbatches, chunks, costs, cap };
-    this.head = { ...headOf("1f1b", this.settings), stage_to_pp: puzzle.stage_to_pp };
+    const { name, task, par, goal, start, ...settings } = puzzle;
+    this.settings = { schedule: "1f1b", ...settings };
+    this.head = headOf("1f1b", puzzle);
     this.orders = readOrders(puzzle.start);
     this.programs = null;
     this.#bar();
@@ -196,10 +212,12 @@ export class Playground {
   }
 
   #share() {
-    const link = `${location.href.split("#")[0]}${writeLink({ ...this.settings, orders: this.orders })}`;
-    history.replaceState(null, "", link);
-    navigator.clipboard?.writeText(link).catch(() => {});
-    this.says.replaceChildren(h("span", {}, "the link is in the address bar"));
+    const fragment = this.programs ? null : writeLink({ ...this.settings, orders: this.orders });
+    if (fragment) {
+      history.replaceState(null, "", `${location.href.split("#")[0]}${fragment}`);
+      navigator.clipboard?.writeText(location.href).catch(() => {});
+    }
+    this.says.replaceChildren(h("span", {}, fragment ? "the link is in the address bar" : "no link holds this plan: save it"));
   }
 
   /** Take hold of a computation. */
@@ -245,25 +263,17 @@ export class Playground {
     if (row === before) return;
     this.#remember();
     const list = this.programs ? this.programs[rank] : this.orders[rank];
-    const place = (r) => (this.programs ? plan.index(r) : this.#orderIndex(plan, r));
-    const from = place(row), computed = before < 0 ? -1 : before;
-    let to = computed < 0 ? (this.programs ? this.#behindLast(plan, rank) : list.length) : place(computed);
+    const computing = this.#computing(plan, rank);
+    const place = (r) => (this.programs ? plan.index(r) : computing.indexOf(r)), from = place(row);
+    let to = before < 0 ? place(computing.at(-1)) + 1 : place(before);
     const [moved] = list.splice(from, 1);
     if (to > from) to--;
     list.splice(to, 0, moved);
     this.#make(false, false);
   }
 
-  #orderIndex(plan, row) {
-    let index = 0;
-    for (let r = plan.first[plan.rank[row]]; r < row; r++) if (plan.tables.computes[plan.op[r]]) index++;
-    return index;
-  }
-
-  #behindLast(plan, rank) {
-    let last = plan.first[rank];
-    for (let row = last; row < plan.first[rank + 1]; row++) if (plan.tables.computes[plan.op[row]]) last = row;
-    return plan.index(last) + 1;
+  #computing(plan, rank) {
+    return range(plan.first[rank + 1] - plan.first[rank]).map((at) => plan.first[rank] + at).filter((row) => plan.tables.computes[plan.op[row]]);
   }
 
   /** Draw where a held computation would go, and those that never begin. */
@@ -286,17 +296,4 @@ export class Playground {
       context.fillRect(held.x - 2, y - 3, 4, height + 6);
     }
   }
-}
-
-/** Longest time of a rank from its first computation to its last. */
-function longestSpan({ plan, start, end }) {
-  let longest = 0;
-  for (let rank = 0; rank < plan.ranks; rank++) {
-    let first = Infinity, last = 0;
-    for (let row = plan.first[rank]; row < plan.first[rank + 1]; row++) {
-      if (plan.tables.computes[plan.op[row]]) [first, last] = [Math.min(first, start[row]), Math.max(last, end[row])];
-    }
-    longest = Math.max(longest, last - first);
-  }
-  return longest;
 }

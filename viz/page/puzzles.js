@@ -1,4 +1,4 @@
-/** Puzzles: reach the par of a level by dragging. Each par is a floor that `quintsched solve` certifies. */
+/** Puzzles: reach the par of a level by dragging. No order is below par: `quintsched solve` certifies it, or proves it. */
 import levels from "./levels.json" with { type: "json" };
 
 export const PUZZLES = levels;

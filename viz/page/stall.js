@@ -4,13 +4,9 @@ import { h } from "./dom.js";
 const MOST_LISTED = 40;
 
 /** Return the pipeline rank of a global rank: ranks are row-major over the mesh's axes. */
-export function pipelineRank(plan, rank) {
-  let rest = rank, found = 0;
-  for (const [name, size] of [...plan.head.mesh].reverse()) {
-    if (name === "pp") found = rest % size;
-    rest = Math.floor(rest / size);
-  }
-  return found;
+function pipelineRank({ head: { mesh }, ranks }, rank) {
+  const inner = mesh.slice(mesh.findIndex(([name]) => name === "pp") + 1);
+  return Math.floor(rank / inner.reduce((product, [, size]) => product * size, 1)) % ranks;
 }
 
 /** Return the row at which each rank was, as [row, rank, whether it is a culprit]. */

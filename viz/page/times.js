@@ -38,7 +38,7 @@ export class Costs {
 
   #each(name, stage, unit) {
     const value = this.#ofStages(name), own = this.#of(name), factors = this.#factors(name);
-    let each = Array.isArray(value) ? value[stage] : value;
+    let each = Number(Array.isArray(value) ? value[stage] : value);
     if (own?.cells) each *= own.cells[stage][unit];
     return factors ? each * factors[unit] : each;
   }
@@ -149,6 +149,8 @@ export function simulate(plan, values = {}, partial = false) {
   const costs = new Costs(plan, values);
   const events = eventsOf(plan);
   const durations = durationsOf(plan, costs);
+  const broken = plan.stage[events.firstRows[durations.findIndex((time) => !(time >= 0))]];
+  if (broken >= 0 && broken < plan.layout.stages) throw new Error(`a cost of stage ${broken} is missing, below 0 or no number`);
   const { run } = runEarly(plan, costs, graphOf(plan, "channel"), durations);
   if (!run.finished && !partial) return null;
   const stuck = run.finished ? null : placeStuck(events, run, durations);
@@ -229,9 +231,7 @@ export function peakActivations(plan, costs) {
 }
 
 /** Return the peak of a run's fullest rank; 0 before its memory is known. */
-export function peakOf({ held }) {
-  return (held ?? []).reduce((most, { peak }) => Math.max(most, peak), 0);
-}
+export function peakOf({ held }) { return (held ?? []).reduce((most, { peak }) => Math.max(most, peak), 0); }
 
 /** Return for each rank the activations held over time: `amounts[i]` from `times[i]` on, and the peak. */
 export function heldOverTime(run) {

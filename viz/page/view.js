@@ -2,26 +2,20 @@
  * View: which times and ranks are on the screen, and where. A lane is one run: a row per rank, or, where several plans
  * are compared, a block of rows with its name above.
  */
+import { unitOf } from "./why.js";
+
 const TITLE = 22, LEAST_ROW = 0.5, MOST_ROW = 88;
 
 export class View {
   constructor(lanes) {
-    Object.assign(this, { left: 70, right: 110, scroll: 0, ratio: 1, marked: null, selectedRank: -1, blocks: false, home: 0 });
-    this.lanes = lanes;
-    this.width = this.height = 100;
-    this.stretch = 1;
-    this.showMessages = true;
-    this.difference = false;
+    Object.assign(this, { lanes, left: 70, right: 110, width: 100, height: 100, ratio: 1, marked: null, selectedRank: -1, home: 0 });
+    Object.assign(this, { showMessages: true, difference: false, blocks: false });
     this.fit();
   }
 
   get makespan() { return this.lanes.reduce((most, scene) => Math.max(most, scene.run.makespan), 0) || 1; }
 
-  get unitName() {
-    const { unit } = this.lanes[0].run;
-    return unit === "forward" ? "forwards" : unit;
-  }
-
+  get unitName() { return unitOf(this.lanes[0].run); }
   get plotWidth() { return Math.max(this.width - this.left - this.right, 50); }
 
   fit() {
@@ -29,10 +23,6 @@ export class View {
     this.t1 = this.makespan;
     this.stretch = 1;
     this.scroll = 0;
-  }
-
-  resize(width, height, ratio) {
-    Object.assign(this, { width, height, ratio });
   }
 
   get ranks() { return Math.max(...this.lanes.map((scene) => scene.plan.ranks)); }

@@ -106,7 +106,7 @@ export class Waits {
     const rows = culprits.map((event) => this.events.firstRows[event]);
     const what = rows.length ? rows.slice(0, 3).map((row) => this.name(row)).join(" and ") : "its own earlier work";
     const wire = messages.length ? `, then for its message (${number(this.durations[messages[0]] / plan.parts)} on the wire)` : "";
-    const sentence = `Rank ${gap.rank} waits ${number(gap.end - gap.start)} ${run.unit === "forward" ? "forwards" : run.unit} before ` +
+    const sentence = `Rank ${gap.rank} waits ${number(gap.end - gap.start)} ${unitOf(run)} before ` +
       `${this.name(gap.row)} for ${what}${wire}: ${plan.tables.causes[cause].meaning}${ready ? this.#readyWords(gap, ready) : ""}.`;
     return { cause, sentence, culprits, last, messages, ready, end: target };
   }
@@ -220,7 +220,7 @@ export class Waits {
     const row = this.events.firstRows[last];
     const cause = this.#isCollective(last) ? "collective" : "cool-down";
     const sentence = `Rank ${gap.rank} has nothing left to do for ${number(gap.end - gap.start)} ` +
-      `${run.unit === "forward" ? "forwards" : run.unit}: the step ends with ${this.name(row)}, and ${plan.tables.causes[cause].meaning}.`;
+      `${unitOf(run)}: the step ends with ${this.name(row)}, and ${plan.tables.causes[cause].meaning}.`;
     return { cause, sentence, culprits: [last], last: [last], messages: [], ready: null, end: last };
   }
 
@@ -230,6 +230,9 @@ export class Waits {
     return `${plan.short(row) || plan.name(row)}${several} on rank ${plan.rank[row]}`;
   }
 }
+
+/** Return the unit of a run's times, in words. */
+export function unitOf({ unit }) { return unit === "forward" ? "forwards" : unit; }
 
 /** Return a number with four significant digits. */
 export function number(value) {

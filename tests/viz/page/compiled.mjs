@@ -12,8 +12,7 @@ for await (const line of createInterface({ input: process.stdin })) {
     const plan = Plan.fromJson(tables, asked.plan);
     console.log(JSON.stringify({ plan: JSON.parse(lower(tables, plan.head, ordersIn(plan)).plan.toJson()) }));
   } else if (asked.orders) { // an order of a level
-    const head = { ...headOf("1f1b", asked), stage_to_pp: asked.stage_to_pp };
-    const found = lower(tables, head, readOrders(asked.orders));
+    const found = lower(tables, headOf("1f1b", asked), readOrders(asked.orders));
     console.log(JSON.stringify({ plan: found.plan ? JSON.parse(found.plan.toJson()) : null }));
   } else {
     const fault = misfit(asked.name, asked);
