@@ -1,4 +1,4 @@
-"""Training runs on several ranks besides the matrix of schedules: each axis, ZeRO, rings and trees, dtypes, compiling.
+"""Training runs on several ranks: every schedule, each axis, ZeRO, rings and trees, experts, dtypes, compiling.
 
 Run("zero 3", Case("zb-h1", "dp=2", 2, zero=3))         ─▶ on every rank: engine, losses, weights
 Run("ring", Case(…, communication="ring"))              ─▶ the same in one process, to be equal within `tolerance`
@@ -8,42 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 import quintsched as qs
 from quintsched.runtime.comm import Transport
-from tests.runtime import mesh_matrix
-from tests.runtime.matrix import CASES, LENGTH, OVERLAPPING, Case
-from tests.runtime.toys import Outcome, Task, ids_task, train_rank
+from tests.runtime.grid import Case, Trained, train_rank
+from tests.runtime.grid_cases import CASES
+from tests.runtime.grid_models import BY_PAIRS, TRAINING
 
 FLOAT64, FLOAT32 = 1e-10, 1e-4
 """Tolerances in double and in single precision: max|a-b| / max(1, max|b|) per tensor."""
 
-MORE = [
-    Case("interleaved-1f1b", "pp=8", 8, chunks=2),
-    Case("v-half", "dp=2,pp=4", 4),
-    Case("dualpipe-v", "dp=2,pp=4", 8),
-    Case("chimera", "dp=2,pp=4", 8),
-    Case("hanayo", "dp=2,pp=2", 4, chunks=2),
-    Case("hanayo", "dp=2,pp=4", 4, chunks=2),
-]
-"""Schedules that the matrix does not take to 4 or 8 ranks."""
+MESHES = {2: ("pp=2",), 4: ("pp=4", "dp=2,pp=2"), 8: ("pp=8", "dp=2,pp=4")}
+"""Meshes of every schedule, by the number of ranks; every other time the second."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training on several ranks: a case of the matrix, and what the engine is told besides.
+    """One training on several ranks: a case of the grid, and what the engine is told besides.
 
     `moves` change the order of the plan's instructions (rank, from, to).
     """
 
     name: str
     case: Case
-    dtype: torch.dtype = torch.float64
     compiled: bool = False
-    traced: bool = False
     moves: tuple[tuple[int, int, int], ...] = ()
 
     @property
@@ -52,33 +42,15 @@ class Run:
 
     @property
     def tolerance(self) -> float:
-        return FLOAT64 if self.dtype == torch.float64 else FLOAT32
+        return FLOAT64 if self.case.dtype == torch.float64 else FLOAT32
 
     @property
     def plan(self) -> qs.Plan:
         return moved(self.case.plan, *self.moves)
 
-    def task(self, steps: int) -> Task:
-        samples = 2 * self.case.in_step
-        dtype = self.dtype if self.dtype.itemsize > 2 else torch.float32
-        return Task.make(steps, samples, dtype) if self.case.model == "vit" else ids_task(steps, samples, LENGTH)
-
-    def train(self, transport: Transport, steps: int, **more: Any) -> Outcome:
+    def train(self, transport: Transport, steps: int) -> Trained:
         """Train on one rank."""
-        return train_rank(
-            transport,
-            self.plan,
-            self.task(steps),
-            self.case.blocks,
-            dtype=self.dtype,
-            tied=self.case.tied,
-            compiled=self.compiled,
-            **more,
-        )
-
-    def alone(self) -> Outcome:
-        """Return the result of one process over the matrix's steps, on the CPU."""
-        return self.case.alone(self.dtype)
+        return train_rank(replace(self.case, steps=steps), transport, plan=self.plan, compiled=self.compiled)
 
 
 def moved(plan: qs.Plan, *moves: tuple[int, int, int]) -> qs.Plan:
@@ -99,6 +71,7 @@ CROSSED_SENDS = ((1, 2, 4),)
 LATE_SEND = ((0, 4, 1), (0, 5, 2), (0, 3, 5), (1, 2, 0))
 """Rank 0 sends its first activation after its second, and before that waits for a gradient of the first."""
 
+SINGLE = torch.float32
 FEATURES = [
     Run("zero 1", Case("1f1b", "dp=2", 2, zero=1, buckets=2)),
     Run("zero 2", Case("zb-h1", "dp=2", 2, zero=2)),
@@ -108,39 +81,57 @@ FEATURES = [
     Run("ring over dp", Case("1f1b", "dp=2", 2, communication="ring")),
     Run("tree over dp", Case("zb-h1", "dp=2", 2, communication="tree")),
     Run("ring and zero 2", Case("1f1b", "dp=2", 2, zero=2, communication="ring")),
-    Run("float32", Case("zbv", "pp=2", 4), torch.float32),
-    Run("float32, tp", Case("1f1b", "tp=2", 2), torch.float32),
-    Run("compiled", Case("1f1b", "pp=2", 4, model="gpt"), torch.float32, compiled=True),
-    Run("compiled, tp", Case("zb-h1", "tp=2", 2, model="gpt"), torch.float32, compiled=True),
+    Run("float32", Case("zbv", "pp=2", 4, dtype=SINGLE)),
+    Run("float32, tp", Case("1f1b", "tp=2", 2, dtype=SINGLE)),
+    Run("compiled", Case("1f1b", "pp=2", 4, model="own", dtype=SINGLE), compiled=True),
+    Run("compiled, tp", Case("zb-h1", "tp=2", 2, model="own", dtype=SINGLE), compiled=True),
     Run("offload", Case("1f1b", "pp=2", 4, recompute=(0, 1), offload=1)),
     Run("zero 3 in a pipeline", Case("interleaved-1f1b", "dp=2,pp=2", 2, chunks=2, zero=3, model="tied")),
     Run("tp in a pipeline", Case("zb-h1", "pp=2,tp=2", 3)),
     Run("cp in a pipeline", Case("zb-h1", "pp=2,cp=2", 3, model="tied")),
     Run("ring of four", Case("1f1b", "dp=4", 2, communication="ring")),
     Run("tree of four", Case("1f1b", "dp=4", 2, communication="tree")),
-    Run("float32 on four", Case("dualpipe", "dp=2,pp=2", 4, buckets=2), torch.float32),
+    Run("float32 on four", Case("dualpipe", "dp=2,pp=2", 4, buckets=2, dtype=SINGLE)),
+    Run("experts", Case("1f1b", "ep=2", 2, model="experts", clip=0.5)),
+    Run("experts in a pipeline", Case("zb-h1", "ep=2,pp=2", 2, model="llama", clip=0.5)),
+    Run("experts and tp", Case("1f1b", "ep=2,tp=2", 2, model="switch", sequence_parallel=True, clip=0.5)),
 ]
-EXPERTS = [
-    mesh_matrix.Case("1f1b", "ep=2", "gpt", False),
-    mesh_matrix.Case("zb-h1", "ep=2,pp=2", "llama", False),
-    mesh_matrix.Case("1f1b", "ep=2,tp=2", "switch", True),
-]
-"""Mixtures of experts, with dropout and clipped gradients."""
+OVERLAPPING: Mapping[int, Case] = {
+    2: Case("dualpipe-v", "tp=2", 4, chunks=2, overlap=True, model="gpt"),
+    4: Case("dualpipe", "pp=2,tp=2", 4, overlap=True, model="gpt"),
+    8: Case("interleaved-1f1b", "dp=2,pp=2,tp=2", 4, chunks=2, overlap=True, model="gpt", zero=3),
+}
+"""Cases trained with overlap and without, by the number of ranks; the turns are settled after two steps."""
 
 FREE = [Run("early receive", SHORT, moves=EARLY_RECEIVE), Run("crossed sends", SHORT, moves=CROSSED_SENDS)]
 """Plans that are free as the runtime wires ranks over NCCL, and on fewer queues would hang."""
 
 
 def of_schedules(world_size: int) -> list[Run]:
-    """Return a run of every schedule, and of what is imported or a user's own."""
-    cases = [case for case in (*CASES, *MORE) if case.world_size == world_size]
-    return [Run(str(case), case) for case in {case.schedule: case for case in reversed(cases)}.values()]
+    """Return a run of every schedule, of the package and a user's own."""
+    cases = [
+        Case(
+            schedule,
+            MESHES[world_size][number % len(MESHES[world_size])],
+            2 * world_size,
+            "gpt" if number % 2 or schedule == "seq-1f1b" else "vit",
+            chunks=2 if schedule in ("bfs", "hanayo") else None,
+            slices=2 if schedule == "seq-1f1b" else 1,
+        )
+        for number, schedule in enumerate((*TRAINING, BY_PAIRS))
+    ]
+    return [Run(str(case), case) for case in cases]
+
+
+def of_the_grid(world_size: int) -> list[Run]:
+    """Return a run of every fourth case."""
+    return [Run(str(case), case) for case in CASES[::4] if case.world_size == world_size]
 
 
 def _all() -> Mapping[str, Run]:
-    plain = [replace(case, overlap=False) for case in OVERLAPPING.values()]
-    cases = [*CASES, *MORE, *OVERLAPPING.values(), *plain]
-    return {run.name: run for run in (*(Run(str(case), case) for case in cases), *FEATURES, *FREE)}
+    both = [one for case in OVERLAPPING.values() for one in (case, replace(case, overlap=False))]
+    sizes = [run for world_size in MESHES for run in (*of_schedules(world_size), *of_the_grid(world_size))]
+    return {run.name: run for run in (*sizes, *(Run(str(case), case) for case in both), *FEATURES, *FREE)}
 
 
 RUNS = _all()

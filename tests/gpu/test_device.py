@@ -6,6 +6,7 @@ import time
 import warnings
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ from quintsched.runtime.parallel.context.block_attention import PLAIN_KERNEL, Ke
 from quintsched.runtime.parallel.dropout import Masks, MaskUnit, key_dropouts
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
-from tests.runtime.matrix import ONE_RANK, Case
+from tests.runtime import grid
+from tests.runtime.grid import Case, Trained
 from tests.runtime.parallel.expert.moe_training import moe_blocks
-from tests.runtime.toys import Outcome, ids_task, tiny_gpt, train_rank, worst_difference
+from tests.runtime.toys import ids_task, tiny_gpt, train_rank
 
 from .machine import Machine
 from .runs import FLOAT32, FLOAT64
@@ -68,15 +70,30 @@ def bf16_outcome(machine: Machine, schedule: str, chunks: int) -> tuple[list[flo
     return losses, weights
 
 
-def on_host(found: Outcome) -> Outcome:
-    return Outcome(found.losses, {name: weight.cpu() for name, weight in found.weights.items()})
+ONE_RANK = [
+    Case("1f1b", "pp=1", 8),
+    Case("gpipe", "pp=1", 5, recompute=1),
+    Case("zb-h1", "pp=1", 4),
+    Case("zb-auto", "pp=1", 4, model="gpt"),
+    Case("interleaved-1f1b", "pp=1", 4, chunks=3),
+    Case("interleaved-zb", "pp=1", 3, chunks=2, recompute=2, depth=6),
+    Case("bfs", "pp=1", 3, chunks=2, model="tied"),
+    Case("zbv", "pp=1", 4, model="gpt"),
+    Case("seq-1f1b", "pp=1", 2, slices=4, model="gpt"),
+    Case("1f1b", "pp=1", 3, model="tied"),
+]
+
+
+def require_equality(machine: Machine, case: Case, tolerance: float, **settings: Any) -> None:
+    found = grid.train_rank(case, machine.alone(), **settings)
+    weights = {name: weight.cpu() for name, weight in found.weights.items()}
+    apart = grid.differences([Trained(found.losses, weights)], case.alone())
+    assert all(value <= tolerance for value in apart.values()), apart
 
 
 @pytest.mark.parametrize("case", ONE_RANK, ids=str)
 def test_in_double_precision(machine: Machine, case: Case) -> None:
-    task = case.task(torch.float64)
-    found = train_rank(machine.alone(), case.plan, task, case.blocks, dtype=torch.float64, tied=case.tied)
-    assert worst_difference([on_host(found)], case.alone(torch.float64)) <= FLOAT64
+    require_equality(machine, case, FLOAT64)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), SPLIT)
@@ -117,10 +134,8 @@ def test_a_dropout_draws_what_it_draws_on_the_host(machine: Machine) -> None:
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zbv", 2)])
 def test_compiled_stages_equal_one_process(machine: Machine, schedule: str, chunks: int) -> None:
-    case = Case(schedule, "pp=1", 4, chunks=chunks if chunks > 1 else None, model="gpt")
-    task = case.task(torch.float32)
-    found = train_rank(machine.alone(), case.plan, task, case.blocks, dtype=torch.float32, compiled=True)
-    assert worst_difference([on_host(found)], case.alone(torch.float32)) <= FLOAT32
+    case = Case(schedule, "pp=1", 4, chunks=chunks if chunks > 1 else None, model="own", dtype=torch.float32)
+    require_equality(machine, case, FLOAT32, compiled=True)
 
 
 def test_a_trace_holds_as_much_time_as_has_passed(machine: Machine, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from quintsched.schedules import all_schedules
-from tests.runtime.matrix import CASES, OVERLAPPING, STEPS, Case
+from tests.runtime.grid import Case
 
 from .machine import Machine
-from .runs import FREE, Run, of_schedules
+from .runs import FREE, OVERLAPPING, Run, of_schedules, of_the_grid
 from .training import require_agreement, require_equal, train
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1800)]
@@ -21,16 +21,12 @@ WORLDS = [pytest.param(world_size, marks=pytest.mark.ranks(world_size)) for worl
 MANY_STEPS = 500
 SOME_STEPS = {2: 500, 4: 100, 8: 20}
 """Ranks that share a GPU take turns on it: so many steps every run of the tests takes, 500 the long one."""
-LASTING = {2: ("dualpipe", "pp=2"), 4: ("zbv", "pp=4"), 8: ("1f1b", "pp=8")}
-"""The schedule and mesh that go through many steps; the long run takes all."""
-
-
-def runs_of(world_size: int) -> list[Run]:
-    return [Run(str(case), case) for case in CASES if case.world_size == world_size]
+LASTING = {2: "dualpipe", 4: "zbv", 8: "1f1b"}
+"""The schedule that goes through many steps; the long run takes all."""
 
 
 def lasting_of(world_size: int) -> list[Run]:
-    lasting = next(run for run in runs_of(world_size) if (run.case.schedule, run.case.mesh) == LASTING[world_size])
+    lasting = next(run for run in of_schedules(world_size) if run.case.schedule == LASTING[world_size])
     return [lasting, *(FREE if world_size == 2 else [])]
 
 
@@ -44,14 +40,14 @@ def test_no_schedule_is_left_out(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_every_schedule_equals_one_process(tmp_path: Path, machine: Machine, world_size: int) -> None:
     runs = of_schedules(world_size)
-    require_equal(runs, train(machine, tmp_path, runs, STEPS))
+    require_equal(runs, train(machine, tmp_path, runs))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_every_configuration_equals_one_process(tmp_path: Path, machine: Machine, world_size: int) -> None:
-    runs = runs_of(world_size)
-    require_equal(runs, train(machine, tmp_path, runs, STEPS))
+def test_cases_of_the_grid_equal_one_process(tmp_path: Path, machine: Machine, world_size: int) -> None:
+    runs = of_the_grid(world_size)
+    require_equal(runs, train(machine, tmp_path, runs))
 
 
 @pytest.mark.parametrize("world_size", WORLDS)

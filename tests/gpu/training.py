@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from tests.runtime.toys import Outcome, worst_difference
+from tests.runtime.grid import STEPS, Trained, differences
 
 from .machine import Machine
 from .runs import Run
@@ -17,31 +16,25 @@ START_S, RUN_S, STEP_S = 90.0, 45.0, 2.0
 """Time limits of a launch, of each run of it (it connects anew), and of each of its steps, in seconds."""
 
 
-def train(machine: Machine, folder: Path, runs: Sequence[Run], steps: int) -> dict[str, list[Outcome]]:
+def train(machine: Machine, folder: Path, runs: Sequence[Run], steps: int = STEPS) -> dict[str, list[Trained]]:
     """Train, and return what each rank ends with, by the names of runs."""
-    ranks = train_by_names(machine, folder, runs[0].world_size, [run.name for run in runs], steps)
-    return {run.name: [Outcome(**rank[run.name]) for rank in ranks] for run in runs}
-
-
-def train_by_names(
-    machine: Machine, folder: Path, world_size: int, names: Sequence[str], steps: int
-) -> list[Mapping[str, Any]]:
-    """Train, and return what each rank leaves."""
+    names, world_size = [run.name for run in runs], runs[0].world_size
     worker = ("tests.gpu.worker", machine.backend, folder, str(steps))
     machine.run(world_size, *worker, *names, timeout_s=START_S + len(names) * (RUN_S + STEP_S * steps))
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+    ranks = [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+    return {name: [Trained(**rank[name]) for rank in ranks] for name in names}
 
 
-def require_equal(runs: Sequence[Run], found: Mapping[str, list[Outcome]]) -> None:
+def require_equal(runs: Sequence[Run], found: Mapping[str, list[Trained]]) -> None:
     """Every run has to give the numbers of one process; all that do not are named at once."""
-    apart = {run.name: worst_difference(found[run.name], run.alone()) for run in runs}
+    apart = {run.name: max(differences(found[run.name], run.case.alone()).values()) for run in runs}
     wrong = {run.name: apart[run.name] for run in runs if not apart[run.name] <= run.tolerance}
     assert not wrong, wrong
 
 
-def require_agreement(found: Mapping[str, list[Outcome]], steps: int) -> None:
+def require_agreement(found: Mapping[str, list[Trained]], steps: int) -> None:
     """Each step has one loss, the same on every rank, and none is lost on the way."""
     for name, (first, *others) in found.items():
-        assert len(first.losses) == steps, name
+        assert len(first.losses) == steps + 1, name
         assert torch.tensor(first.losses).isfinite().all(), name
         assert all(other.losses == first.losses for other in others), name

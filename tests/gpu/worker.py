@@ -19,23 +19,17 @@ import torch.distributed as dist
 
 from quintsched.runtime.comm import Transport, connect
 from quintsched.runtime.comm.device import claim_device
-from tests.runtime import mesh_matrix
 
 from .machine import Backend
-from .runs import EXPERTS, RUNS
+from .runs import RUNS
 
 TIMEOUT_S = 300  # a rank may compile meanwhile
 
 
 def train(transport: Transport, name: str, steps: int) -> dict[str, Any]:
-    experts = {str(case): case for case in EXPERTS}
-    if name in experts:
-        trained = mesh_matrix.train_rank(experts[name], steps, torch.float64, transport)
-        return {"losses": trained.losses, "norms": trained.norms} | _on_host(
-            {"gradients": trained.gradients, "weights": trained.weights}
-        )
     found = RUNS[name].train(transport, steps)
-    return {"losses": found.losses, **_on_host({"weights": found.weights})}
+    tensors = {"weights": found.weights, "gradients": found.gradients}
+    return {"losses": found.losses, "norms": found.norms, "tokens": found.tokens, **_on_host(tensors)}
 
 
 def _on_host(tensors: dict[str, dict[str, torch.Tensor]]) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 
 from ..helpers import training
+from ..helpers.drawn import judge_many
 from ..helpers.training import cut_tree, difference
-from .random_configurations import judge_many
 
 WIDTH, CLASSES, STEPS, TOLERANCE = 6, 5, 5, 1e-8
 MESHES = [("pp=2", 2, 0), ("dp=2", 1, 0), ("dp=2,pp=2", 4, 0), ("dp=2", 2, 1), ("pp=1", 4, 0)]

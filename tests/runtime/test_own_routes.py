@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
-import quintsched as qs
 from quintsched.ir.instruction_set import Bwd, Fwd
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.engine import Engine
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.user_code import load_schedule
 
-from .toys import Task, sgd, share, tiny_vit, train_plainly
+from .grid import Case, require_equality
 
 Ways = Sequence[Sequence[int]]
 
 CHIMERA = load_schedule(f"{Path(__file__).parents[2] / 'examples' / 'chimera.py'}:chimera")
-MICROBATCHES = 8
 
 
 def along(placed: Sequence[int], ways: Ways, *, parts: Sequence[int] | None = None) -> Schedule:
@@ -62,28 +55,8 @@ CASES = {
 }
 
 
-@cache
-def plain(microbatches: int, steps: int) -> tuple[Task, list[float], dict[str, torch.Tensor]]:
-    task = Task.make(3, 2 * microbatches, torch.float64)
-    part = Task(task.inputs[:steps], task.targets[:steps])
-    found = train_plainly(part, tiny_vit(6), microbatches, dtype=torch.float64)
-    return task, found.losses, found.weights
-
-
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CASES)
 def test_routes_train_and_evaluate_as_one_process(case: str) -> None:
     schedule, mesh = CASES[case]
-    plan = qs.compile(schedule, mesh=mesh, microbatches=MICROBATCHES)
-    task, losses, _ = plain(MICROBATCHES * plan.mesh.axis_size("dp"), 3)
-    weights = plain(MICROBATCHES * plan.mesh.axis_size("dp"), 2)[2]
-
-    def run(transport: Transport) -> tuple[list[float], dict[str, torch.Tensor]]:
-        engine = Engine(plan, tiny_vit(6), cross_entropy_sum, sgd, dtype=torch.float64, transport=transport)
-        batches = [share(engine, *batch) for batch in zip(task.inputs, task.targets, strict=True)]
-        found = [engine.evaluate(*batches[0]), engine.step(*batches[0]), engine.step(*batches[1])]
-        return [step.loss.item() for step in (*found, engine.evaluate(*batches[2]))], engine.full_weights()
-
-    for found, held in run_local(plan.mesh.size, run, timeout_s=60, rules="nccl"):
-        assert found == pytest.approx([losses[0], *losses], rel=1e-12)
-        assert all(torch.allclose(weight, weights[name], rtol=0, atol=1e-12) for name, weight in held.items())
+    require_equality(Case(schedule, mesh, 8, depth=6))

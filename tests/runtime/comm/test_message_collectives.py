@@ -9,16 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import quintsched as qs
 from quintsched.collectives import Wire
 from quintsched.collectives.collective_timing import spelled_seconds
 from quintsched.collectives.gradient_exchange import CollectiveCall, spelled_out
 from quintsched.ir.communication import Means
 from quintsched.runtime.comm import Group, ReduceOp, Rules, Transport, run_local
 from quintsched.runtime.comm.message_collectives import SpelledGroup, cut_chunks
-
-from ..parallel.expert.moe_training import require_equality
-from ..toys import Task, adam, ids_task, tiny_gpt, tiny_vit, train_on, train_plainly, worst_difference
 
 STRICT: tuple[Rules, ...] = ("nccl", "rendezvous")
 SIZES = range(2, 9)
@@ -161,40 +157,3 @@ def test_chunks_cover_a_tensor_once() -> None:
         cut = cut_chunks(torch.arange(count), chunks)
         assert torch.cat(cut).tolist() == list(range(count))
         assert max(map(len, cut)) - min(map(len, cut)) <= 1
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(
-    ("mesh", "means"),
-    [
-        ("dp=3", "ring"),
-        ("dp=4", "tree"),
-        ("dp=4", "two-level"),
-        ("dp=2,pp=2", "auto"),
-        ("dp=2,pp=2,tp=2", "ring"),
-        ("dp=3,pp=2", "tree"),
-    ],
-)
-def test_training_equals_one_process(mesh: str, means: str) -> None:
-    wire = Wire(nodes=2) if means == "two-level" else None
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, buckets_per_stage=2, communication=means, wire=wire)
-    task = Task.make(3, 24, torch.float64)
-    expected = train_plainly(task, tiny_vit(), 2, adam, clip=0.5)
-    found = train_on(plan, task, tiny_vit(), adam, clip=0.5, bucket_mb=0.002, rules="nccl")
-    assert worst_difference(found, expected) < 1e-10
-
-
-def test_rings_of_keys_and_of_gradients_share_channels() -> None:
-    plan = qs.compile("1f1b", mesh="dp=2,cp=2", microbatches=2, communication="ring")
-    task = ids_task(2, 8, 8)
-    expected = train_plainly(task, tiny_gpt(), 2, adam, dtype=torch.float64)
-    found = train_on(plan, task, tiny_gpt(), adam, bucket_mb=0.002, dtype=torch.float64, rules="nccl")
-    assert worst_difference(found, expected) < 1e-10
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("means", ["ring", "auto"])
-def test_experts_and_what_all_share_are_summed_by_mini_plans_of_their_own(means: str) -> None:
-    plan = qs.compile("1f1b", mesh="dp=2,ep=2,cp=2", microbatches=2, communication=means)
-    assert {mini.size for mini in plan.communication.plans.values()} == {4, 8}
-    require_equality(plan)

@@ -13,15 +13,8 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from tests.compiling import TORCH_COMPILES
 
-from ..toys import (
-    difference,
-    ids_task,
-    sgd,
-    tiny_gpt,
-    train_plainly,
-    train_rank,
-    worst_difference,
-)
+from ..grid import Case, require_equality
+from ..toys import difference, sgd
 
 pytestmark = TORCH_COMPILES
 slow = pytest.mark.slow
@@ -78,21 +71,17 @@ def test_compiled_stages_equal_plain_ones(schedule: str, more: dict[str, Any]) -
 
 @slow
 @pytest.mark.parametrize(
-    ("request_of", "settings"),
+    "case",
     [
-        ({"mesh": "pp=3", "stages": [2, 0, 1]}, {}),
-        *(({"mesh": "cp=2"}, {"context": method}) for method in ("ring", "gather", "ulysses")),
-        *(({"mesh": "tp=2"}, {"sequence_parallel": both}) for both in (False, True)),
+        Case("1f1b", "pp=3", stages=(2, 0, 1), depth=1, model="gpt"),
+        *(Case("1f1b", "cp=2", model="gpt", context=method) for method in ("ring", "gather", "ulysses")),
+        *(Case("1f1b", "tp=2", model="gpt", sequence_parallel=both) for both in (False, True)),
     ],
     ids=str,
 )
-def test_compiled_stages_equal_one_process(request_of: dict[str, Any], settings: dict[str, Any]) -> None:
+def test_compiled_stages_equal_one_process(case: Case) -> None:
     """Ranks of one process share what is compiled, and its limit: some run some frames uncompiled."""
-    plan = qs.compile("1f1b", microbatches=2, **request_of)
-    task, blocks = ids_task(2, 4, 8), tiny_gpt(8, depth=1)
-    more: dict[str, Any] = {"dtype": torch.float64, "compiled": True, **settings}
-    found = run_local(plan.mesh.size, lambda t: train_rank(t, plan, task, blocks, **more), timeout_s=300)
-    assert worst_difference(found, train_plainly(task, blocks, 2, dtype=torch.float64)) <= 1e-12
+    require_equality(case, compiled=True)
 
 
 class Noisy(Mlp):

@@ -10,11 +10,11 @@ import torch
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ...helpers.training import check_equality
-from ..toys import adam, ids_task, sgd, share, tiny_gpt, train_on, train_plainly, worst_difference
+from ..grid import Case, require_equality
+from ..toys import adam, ids_task, sgd, share, tiny_gpt, train_on
 
 DEPTH = 4
 LENGTH = 8
@@ -41,15 +41,9 @@ EVERY_SCHEDULE = [
 ]
 
 
-def require_equality(schedule: str, blocks: list[int], *, engine: dict[str, Any] | None = None, **request: Any) -> None:
-    """Require of every rank that it ends with the losses and weights of one process."""
-    plan = qs.compile(schedule, **request, stages=blocks)
-    microbatches = plan.schedule.microbatches * plan.mesh.axis_size("dp")
-    task, tied = ids_task(2, 2 * microbatches, LENGTH), bool(plan.tied)
-    model, names = tiny_gpt(LENGTH, depth=DEPTH, tied=tied), gpt_tied(GPTOptions(depth=DEPTH, tied=tied))
-    both: dict[str, Any] = {"clip": 0.5, "dtype": torch.float64, "tied": names}
-    expected = train_plainly(task, model, microbatches, **both)
-    assert worst_difference(train_on(plan, task, model, **both, **(engine or {})), expected) <= 1e-12
+def require(schedule: str, mesh: str, stages: list[int], model: str = "gpt", **more: Any) -> None:
+    """Require of every rank that it ends with the numbers of one process."""
+    require_equality(Case(schedule, mesh, model=model, stages=tuple(stages), clip=0.5, depth=DEPTH, **more))
 
 
 @pytest.mark.sampled(6)
@@ -57,54 +51,53 @@ def require_equality(schedule: str, blocks: list[int], *, engine: dict[str, Any]
 def test_every_schedule_equals_one_process(
     schedule: str, pp: int, microbatches: int, where: list[int] | None, blocks: list[int]
 ) -> None:
-    slices = 2 if schedule == "seq-1f1b" else 1
-    shape: dict[str, Any] = {"mesh": {"pp": pp}, "microbatches": microbatches, "slices": slices}
-    require_equality(schedule, blocks, stage_to_pp=where, engine={"rules": "nccl"}, **shape)
+    slices, placed = 2 if schedule == "seq-1f1b" else 1, None if where is None else tuple(where)
+    require(schedule, f"pp={pp}", blocks, where=placed, microbatches=microbatches, slices=slices)
 
 
 LOSS_ALONE, EMPTY_MIDDLE, EMBEDDING_ALONE = [5, 1, 0], [4, 0, 2], [1, 3, 2]
-SETTINGS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("1f1b", {"mesh": "pp=3", "recompute": 1}, {}),
-    ("zb-h1", {"mesh": "pp=3", "recompute": 2}, {}),
-    ("1f1b", {"mesh": "dp=2,pp=3", "zero": 1, "buckets_per_stage": 2}, {}),
-    ("zb-h1", {"mesh": "dp=2,pp=3", "zero": 3}, {}),
-    ("1f1b", {"mesh": "dp=2,pp=3", "zero": 2, "recompute": 1, "communication": "ring"}, {}),
-    ("1f1b", {"mesh": "tp=2,pp=3"}, {}),
-    ("zb-h1", {"mesh": "pp=3,tp=2"}, {"sequence_parallel": True}),
-    ("1f1b", {"mesh": "cp=2,pp=3"}, {}),
+SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
+    ("1f1b", "pp=3", {"recompute": 1}),
+    ("zb-h1", "pp=3", {"recompute": 2}),
+    ("1f1b", "dp=2,pp=3", {"zero": 1, "buckets": 2}),
+    ("zb-h1", "dp=2,pp=3", {"zero": 3}),
+    ("1f1b", "dp=2,pp=3", {"zero": 2, "recompute": 1, "communication": "ring"}),
+    ("1f1b", "tp=2,pp=3", {}),
+    ("zb-h1", "pp=3,tp=2", {"sequence_parallel": True}),
+    ("1f1b", "cp=2,pp=3", {}),
 ]
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("blocks", [LOSS_ALONE, EMPTY_MIDDLE, EMBEDDING_ALONE])
-@pytest.mark.parametrize(("schedule", "request_of", "engine"), SETTINGS)
+@pytest.mark.parametrize(("schedule", "mesh", "more"), SETTINGS)
 def test_all_that_a_plan_can_have_equals_one_process(
-    schedule: str, request_of: dict[str, Any], engine: dict[str, Any], blocks: list[int]
+    schedule: str, mesh: str, more: dict[str, Any], blocks: list[int]
 ) -> None:
-    if request_of.get("recompute") == 2:  # every second block, of stages that have two
-        request_of = {**request_of, "recompute": tuple(2 if count > 1 else 1 for count in blocks)}
-    require_equality(schedule, blocks, microbatches=3, engine=engine, **request_of)
+    if more.get("recompute") == 2:  # every second block, of stages that have two
+        more = {**more, "recompute": tuple(2 if count > 1 else 1 for count in blocks)}
+    require(schedule, mesh, blocks, microbatches=3, **more)
 
 
-ZBV, TIED = {"mesh": "pp=2", "stage_to_pp": [0, 0, 1, 1, 1, 0]}, {"embedding": (0, 2)}
+ZBV = (0, 0, 1, 1, 1, 0)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("schedule", "blocks", "request_of"),
+    ("schedule", "mesh", "blocks", "more"),
     [
-        ("dualpipe-v", [1, 1, 0, 2, 2, 0], {**ZBV, "overlap": True}),
-        ("interleaved-1f1b", [1, 2, 1, 2, 0], {"mesh": "pp=2,tp=2", "stage_to_pp": [0, 0, 1, 0, 1], "overlap": True}),
-        ("dualpipe", [1, 5, 0, 1, 5, 0], {**ZBV, "mesh": "pp=2,tp=2", "overlap": True}),
-        ("1f1b", [3, 0, 3], {"mesh": "pp=3", "tied": TIED}),
-        ("1f1b", [1, 5, 0], {"mesh": "pp=3", "tied": {"embedding": (0, 1)}}),
-        ("zbv", [1, 1, 0, 2, 2, 0], {**ZBV, "tied": {"embedding": (0, 4)}}),
+        ("dualpipe-v", "pp=2", [1, 1, 0, 2, 2, 0], {"where": ZBV, "overlap": True}),
+        ("interleaved-1f1b", "pp=2,tp=2", [1, 2, 1, 2, 0], {"where": (0, 0, 1, 0, 1), "overlap": True}),
+        ("dualpipe", "pp=2,tp=2", [1, 5, 0, 1, 5, 0], {"where": ZBV, "overlap": True}),
+        ("1f1b", "pp=3", [3, 0, 3], {"model": "tied"}),
+        ("1f1b", "pp=3", [1, 5, 0], {"model": "tied"}),
+        ("zbv", "pp=2", [1, 1, 0, 2, 2, 0], {"where": ZBV, "model": "tied"}),
     ],
 )
 def test_overlaps_and_tied_weights_on_uneven_stages_equal_one_process(
-    schedule: str, blocks: list[int], request_of: dict[str, Any]
+    schedule: str, mesh: str, blocks: list[int], more: dict[str, Any]
 ) -> None:
-    require_equality(schedule, blocks, microbatches=4, **request_of)
+    require(schedule, mesh, blocks, **more)
 
 
 def test_every_rank_holds_the_blocks_that_the_plan_gives_it() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cache, partial
-from itertools import product
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,116 +14,18 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
+from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
 from ...helpers.training import train_ranks
-from ..matrix import CASES
-from ..matrix_processes import require_equal
-from ..matrix_processes import train as train_in_processes
-from ..parallel.expert.moe_training import require_equality as require_equality_of_experts
 from ..parallel.lively import lively_gpt
 from ..saving.gpt2_checkpoint import OPTIONS, draw_checkpoint, make_engine, write
-from ..toys import Outcome, adam, ids_task, share, train_on, train_plainly, worst_difference
+from ..toys import adam, ids_task, share, worst_difference
 
 DEPTH, LENGTH, SAMPLES = 4, 8, 8
 COSTS = [1.0] * (DEPTH + 2)
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v")
 STAGES = (1, 2, 3)
-TIES = gpt_tied(GPTOptions(depth=DEPTH, tied=True))
-slow = pytest.mark.slow
-
-
-@cache
-def alone(microbatches: int, dtype: torch.dtype = torch.float64, tied: bool = False) -> Outcome:
-    task, ties = ids_task(2, SAMPLES, LENGTH), TIES if tied else {}
-    return train_plainly(task, lively_gpt(LENGTH), microbatches, clip=1.0, dtype=dtype, tied=ties)
-
-
-def require_equality(plan: qs.Plan, *, tied: bool = False, dtype: torch.dtype = torch.float64, **more: Any) -> None:
-    """Train on a plan by NCCL's rules, in many buckets, and in one process."""
-    found = train_on(
-        plan,
-        ids_task(2, SAMPLES, LENGTH),
-        lively_gpt(LENGTH),
-        clip=1.0,
-        dtype=dtype,
-        tied=TIES if tied else {},
-        rules="nccl",
-        bucket_mb=0.01,
-        block_costs=COSTS,
-        **more,
-    )
-    microbatches = plan.mesh.axis_size("dp") * plan.schedule.microbatches
-    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
-    assert worst_difference(found, alone(microbatches, dtype, tied)) <= tolerance
-
-
-def a_third(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """All cases, of which every run tries a third: each schedule, mesh and stage several times."""
-    return [case if sum(place) % 3 == 0 else pytest.param(*case, marks=slow) for place, case in _placed(cases)]
-
-
-def _placed(cases: Sequence[tuple[Any, ...]]) -> list[tuple[tuple[int, ...], tuple[Any, ...]]]:
-    columns = [sorted(set(column), key=str) for column in zip(*cases, strict=True)]
-    return [(tuple(column.index(x) for column, x in zip(columns, case, strict=True)), case) for case in cases]
-
-
-MESHES = ("dp=2,pp=2", "dp=4", "dp=2,tp=2", "dp=2,tp=2 sequence", "cp=2,pp=2")
-
-
-@pytest.mark.sampled(16)
-@pytest.mark.parametrize(("schedule", "mesh", "zero"), a_third(list(product(SCHEDULES, MESHES, STAGES))))
-def test_schedules_and_meshes_equal_one_process(schedule: str, mesh: str, zero: int) -> None:
-    axes, _, sequence = mesh.partition(" ")
-    plan = qs.compile(schedule, mesh=axes, microbatches=2, zero=zero)
-    require_equality(plan, sequence_parallel=bool(sequence))
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize(
-    ("schedule", "mesh", "zero"),
-    [
-        *a_third(list(product(SCHEDULES, ("ep=2",), STAGES))),
-        *(pytest.param(*case, marks=slow) for case in product(SCHEDULES, ("dp=2,ep=2", "ep=2,tp=2,pp=2"), STAGES)),
-    ],
-)
-def test_experts_equal_one_process(schedule: str, mesh: str, zero: int) -> None:
-    require_equality_of_experts(qs.compile(schedule, mesh=mesh, microbatches=2, zero=zero))
-
-
-@pytest.mark.sampled(8)
-@pytest.mark.parametrize("zero", STAGES)
-@pytest.mark.parametrize(
-    ("schedule", "mesh", "more"),
-    [
-        ("1f1b", "dp=2,pp=2", {"recompute": 1, "buckets_per_stage": 2}),
-        ("zb-h1", "dp=2,pp=2", {"recompute": 2, "zero_every": 2}),
-        ("dualpipe", "dp=2,pp=2", {}),
-        ("seq-1f1b", "dp=2,pp=2", {"slices": 2}),
-        ("interleaved-1f1b", "dp=2,tp=2,pp=2", {"chunks": 2, "zero_every": 3}),
-    ],
-)
-def test_all_that_a_plan_can_have_besides_equals_one_process(
-    schedule: str, mesh: str, more: dict[str, Any], zero: int
-) -> None:
-    more = {name: value for name, value in more.items() if name != "zero_every" or zero > 1}
-    require_equality(qs.compile(schedule, mesh=mesh, microbatches=4, zero=zero, **more))
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("zero", STAGES)
-@pytest.mark.parametrize(("schedule", "mesh"), [("1f1b", "dp=2,pp=2"), ("zb-h1", "cp=2,pp=2")])
-def test_tied_weights_equal_one_process(schedule: str, mesh: str, zero: int) -> None:
-    plan = qs.compile(schedule, mesh=mesh, microbatches=2, zero=zero, tied={"embedding": (0, 1)})
-    require_equality(plan, tied=True)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("zero", STAGES)
-def test_single_precision_equals_one_process(zero: int) -> None:
-    require_equality(qs.compile("zb-h1", mesh="dp=2,pp=2", microbatches=2, zero=zero), dtype=torch.float32)
 
 
 def engine_on(
@@ -233,7 +134,7 @@ def test_a_run_goes_on_bit_by_bit_from_its_state(zero: int, dtype: torch.dtype) 
         assert {part.dtype for part in held} == {master}
         assert all(part.dim() == 1 for part in held)
     own = [sum(state[name].numel() for name in names if name in state) for state in states]
-    whole = sum(weight.numel() for weight in alone(4).weights.values())
+    whole = sum(weight.numel() for weight in build_model(lively_gpt(LENGTH), 0, dtype).parameters())
     assert sum(own) == whole
     assert all(
         state[f"optimizer.{name.removeprefix('model.')}.exp_avg"].shape == state[name].shape
@@ -311,15 +212,6 @@ def test_a_pretrained_checkpoint_is_loaded_whole(tmp_path: Path, zero: int) -> N
     expected = run_local(1, partial(run, qs.compile("1f1b", mesh="dp=1", microbatches=4)))
     found = run_local(4, partial(run, compiled(zero)))
     assert found == pytest.approx(expected * 4, abs=1e-10)
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_four_processes_equal_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[3])
-    cases = [case for case in CASES if case.zero and case.world_size == 4]
-    assert {case.zero for case in cases} == set(STAGES)
-    require_equal(train_in_processes(tmp_path, 4, [("rendezvous", case) for case in cases], timeout_s=100))
 
 
 @pytest.mark.parametrize("zero", STAGES)

@@ -16,6 +16,8 @@ import quintsched as qs
 from quintsched.runtime import Trainer, run_local, split
 from quintsched.runtime.train.reporter import Reporter
 
+from ...helpers.training import Outcome, require_equal, train_alone
+
 EPOCHS, BATCH, RATE = 2, 8, 1e-2
 
 
@@ -46,18 +48,9 @@ def batches(replica: int, replicas: int) -> DataLoader[Any]:
     return DataLoader(data(), BATCH // replicas, sampler=sampler)
 
 
-def by_hand() -> tuple[list[float], dict[str, Tensor]]:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    losses = []
-    for _ in range(EPOCHS):
-        for inputs, targets in batches(0, 1):
-            loss = F.cross_entropy(model(inputs), targets)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    return losses, model.state_dict()
+def alone() -> Outcome:
+    """Return the result of a plain loop."""
+    return train_alone(net(), F.cross_entropy, lambda w: torch.optim.AdamW(w, lr=RATE), [*batches(0, 1)] * EPOCHS)
 
 
 def fit(mesh: str, directory: Path | None = None, start: Any = "new", **train: Any) -> tuple[Any, Any, list[str]]:
@@ -96,23 +89,18 @@ def fit(mesh: str, directory: Path | None = None, start: Any = "new", **train: A
 
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2", "dp=2,pp=2"])
 def test_it_trains_as_a_loop_by_hand(mesh: str) -> None:
-    losses, weights = by_hand()
+    expected = alone()
     found, records, lines = fit(mesh)
     seen = [record["train/loss"] for record in records if "train/loss" in record]
-    assert seen == pytest.approx(losses, abs=1e-12)
-    found = {name.partition(".")[2]: weight for name, weight in found.items()}
-    assert found.keys() == weights.keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(found[name], weight, atol=1e-12, rtol=0)
+    require_equal([Outcome(seen, {name.partition(".")[2]: weight for name, weight in found.items()})], expected)
     assert lines[0].startswith("step 1/8  loss ")
 
 
 def test_it_resumes_on_another_mesh(tmp_path: Path) -> None:
-    losses, _ = by_hand()
     fit("dp=2", tmp_path, max_steps=5)
     _, records, _ = fit("pp=2", tmp_path, "resume", max_steps=8)
     seen = [record["train/loss"] for record in records if "train/loss" in record]
-    assert seen == pytest.approx(losses[5:], abs=1e-12)
+    assert seen == pytest.approx(alone().losses[5:], abs=1e-12)
 
 
 def test_a_schedule_multiplies_the_rates_of_an_own_optimizer() -> None:

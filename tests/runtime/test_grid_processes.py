@@ -1,0 +1,36 @@
+"""Over gloo: cases of the grid equal one process. One launch trains all cases of a world size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .grid import Case
+from .grid_cases import CASES, NAMED, PIPELINES
+from .grid_processes import Run, require_equality, train
+
+pytestmark = pytest.mark.processes
+WORLDS = (1, 2, 3, 4, 6, 8)
+
+
+def cases_of(world_size: int) -> list[Case]:
+    cases = [case for case in (*CASES[::4], *PIPELINES, *NAMED) if case.world_size == world_size]
+    return [case for case in cases if case.wire == "nccl" and case.steps < 20]
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_some_cases_equal_one_process(tmp_path: Path, world_size: int) -> None:
+    cases = cases_of(world_size)[1:8:2]
+    assert len(cases) == 4
+    by_tags: list[Run] = [("rendezvous", case) for case in cases]
+    require_equality(train(tmp_path, world_size, [*by_tags, ("nccl", cases[0]), ("nccl", cases[-1])], timeout_s=100))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_every_fourth_case_equals_one_process(tmp_path: Path, world_size: int) -> None:
+    by_tags: list[Run] = [("rendezvous", case) for case in cases_of(world_size)]
+    by_order: list[Run] = [("nccl", case) for case in cases_of(world_size)[::3]]
+    require_equality(train(tmp_path, world_size, [*by_tags, *by_order], timeout_s=800))
