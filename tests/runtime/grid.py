@@ -66,7 +66,7 @@ class Case:
     where: tuple[int, ...] | None = None
     stages: tuple[int, ...] | None = None
     through: Callable[[qs.Plan], qs.Plan] | None = None
-    """What the plan goes through before it is run."""
+    """Function that the plan goes through before it is run."""
     file: str = ""
     """Name of a schedule file of PyTorch's own."""
     # of the run
