@@ -1,4 +1,4 @@
-"""What cases of the grid train: small models of every kind, optimizers, and schedules of a user's own."""
+"""Models that cases of the grid train, small ones of every kind; optimizers; schedules of a user's own."""
 
 from __future__ import annotations
 
