@@ -27,6 +27,8 @@ PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"linear": linear
 """Placements by name, as functions of pp and chunks."""
 
 EFFORT, SECONDS = 4, 60.0
+MOST_COMPUTATIONS = 300_000
+"""Largest step that is searched: with more, the named schedules alone would take minutes."""
 NAME = "solved"
 """Name of the schedule of solved plans."""
 
@@ -265,6 +267,8 @@ def _problems(
 ) -> list[Problem]:
     """Return the problem of each placement that the costs fit; raises the first error where they fit none."""
     problems, errors = [], []
+    if (most := 3 * microbatches * max(map(len, names.values()))) > MOST_COMPUTATIONS:
+        raise UsageError(f"this step has {most:,} computations; solve takes at most {MOST_COMPUTATIONS:,}")
     for placed in names.values():
         try:
             problems.append(problem_of(pp, microbatches, placed, costs, memory_cap))

@@ -57,8 +57,8 @@ def load_profile(files: Iterable[Path]) -> RecordedRun:
     ranks = sorted(filter(None, map(_load, files)), key=lambda found: found.rank)
     pipeline: dict[frozenset[int], _RankFile] = {}
     for found in ranks:
-        pipeline.setdefault(found.stages, found)
-    members = list(pipeline.values())
+        pipeline.setdefault(found.stages if found.steps else frozenset(), found)
+    members = [member for stages, member in pipeline.items() if stages]
     if not members:
         raise InputError(
             "no trace has spans like PP:0F3; schedules of torch.distributed.pipelining record them, GPipe and 1F1B of "

@@ -17,6 +17,8 @@ from quintsched.solve.order_certificate import require_searched
 
 UNIT = "ms"
 """Unit of all times of a recorded run."""
+LATEST = 1e15
+"""Milliseconds that no clock exceeds."""
 CLOCK = 1e-3
 """Most milliseconds by which computations of a rank may overlap: clocks are read in whole microseconds."""
 
@@ -72,7 +74,7 @@ def recorded_run(source: str, plan: Plan, steps: Sequence[RecordedStep]) -> Reco
     """Return a checked run.
 
     Raises:
-        InputError: steps of another order than the plan's, computations of a rank that overlap.
+        InputError: steps of another order than the plan's, computations of a rank that overlap, times that are none.
         UnsoundError: a plan that cannot be replayed as the solver counts: it has other computations, or slices.
     """
     require_searched(plan)
@@ -81,9 +83,17 @@ def recorded_run(source: str, plan: Plan, steps: Sequence[RecordedStep]) -> Reco
         for rank, (row, order) in enumerate(zip(step.rows, computed, strict=True)):
             if tuple(span.instruction for span in row) != order:
                 raise InputError(f"step {step.number}: rank {rank} computes in another order than in the first step")
+            for span in row:
+                if not (span.start - CLOCK <= span.end and abs(span.start) + abs(span.end) < LATEST):
+                    raise InputError(
+                        f"step {step.number}: rank {rank} runs {span.instruction} from {span.start:g} to {span.end:g} "
+                        f"ms; an end is not before its start, and both are below {LATEST:g}"
+                    )
             for span, after in pairwise(row):
                 if after.start < span.end - CLOCK:
                     raise InputError(
                         f"step {step.number}: rank {rank} runs {after.instruction} before {span.instruction} has ended"
                     )
+        if not step.makespan > 0:
+            raise InputError(f"step {step.number} has taken no time")
     return RecordedRun(source, plan, tuple(steps))

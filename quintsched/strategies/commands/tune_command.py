@@ -159,7 +159,7 @@ def _search(
             hardware,
             flags["gpus"],
             flags["batch"],
-            flags.get("seq") or longest_sequence(model),
+            longest_sequence(model) if flags.get("seq") is None else flags["seq"],
             fixed=fixed,
             top=max(top, POOL),
             prune=not exhaustive,

@@ -72,7 +72,7 @@ def find_recipe(text: str) -> Recipe:
     if len(found) != 1:
         names = ", ".join(_plain(recipe.name) for recipe in found or recipes())
         raise UsageError(
-            f"--beside: {'several recipes' if found else 'no recipe'} begin with {text!r}; there are {names}"
+            f"--beside: {'several recipes begin' if found else 'no recipe begins'} with {text!r}; there are {names}"
         )
     return found[0]
 

@@ -301,6 +301,8 @@ def test_broken_traces_are_refused_with_the_place(tmp_path: Path) -> None:
         (good | {"fwd_end": [1.0, 2.0]}, config, "/fwd_start: not one entry for each"),
         (good | {"bwd_start": ["x"]}, config, "/1/bwd_start/0"),
         (good, config | {"num_mbs": 0}, "config.json: /num_mbs"),
+        (good | {"bwd_end": [1e300]}, config, "rank 0 runs Bwd.* to 1e\\+300 ms"),
+        (good | {"bwd_end": [-5.0]}, config, "an end is not before its start"),
         (good | {"bwd_start": [0.5]}, config, "rank 0 runs Bwd.* before Fwd.* has ended"),
     ]
     for step, changed, why in broken:
@@ -313,6 +315,16 @@ def test_broken_traces_are_refused_with_the_place(tmp_path: Path) -> None:
         load_run(tmp_path / "own")
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "rank0.json").write_text('{"traceEvents": []}')
+    with pytest.raises(InputError, match="no trace has spans like PP:0F3"):
+        load_run(tmp_path / "torch")
+    names = {"ph": "X", "cat": "user_annotation", "ts": 0, "dur": 0, "pid": 1, "tid": 1}
+    spans = {"traceEvents": [names | {"name": f"PP:0{kind}0"} for kind in "FB"]}
+    (tmp_path / "torch" / "rank0.json").write_text(json.dumps(spans))
+    with pytest.raises(InputError, match="step 0 has taken no time"):
+        load_run(tmp_path / "torch")
+    (tmp_path / "torch" / "rank0.json").write_text(
+        '{"traceEvents": [{"ph": "X", "name": "PP:0F0", "ts": 0, "dur": 1}]}'
+    )
     with pytest.raises(InputError, match="no trace has spans like PP:0F3"):
         load_run(tmp_path / "torch")
     run = load_run(primus(tmp_path, [good], config))

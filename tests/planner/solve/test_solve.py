@@ -225,9 +225,10 @@ def test_wrong_sizes_are_refused_with_what_works() -> None:
         ({"mesh": "pp=2"}, "give pp"),
         ({"memory_cap": math.nan}, "memory cap of rank 0 is nan"),
         ({"objective": "period"}, "objective is 'period'"),
+        ({"microbatches": 10**6}, "this step has 12,000,000 computations"),
     ):
         with pytest.raises(UsageError, match=why):
-            solve(pp=2, microbatches=4, **options)  # type: ignore[arg-type]
+            solve(**{"pp": 2, "microbatches": 4} | options)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="/forward has 3 values"):
         solve(pp=2, microbatches=4, placement="linear", costs=Costs(forward=(1.0, 1.0, 1.0)))
 

@@ -125,9 +125,7 @@ DEEPSPEED_ZERO = {"pp": 1, "tp": 2}
 def find_framework(name: str) -> Framework:
     """Return a framework; raises `UsageError` for an unknown name."""
     if name not in FRAMEWORKS:
-        raise UsageError(
-            f"--for: no framework is called {name!r}{suggest(name, FRAMEWORKS)}; {', '.join(FRAMEWORKS)} are"
-        )
+        raise UsageError(f"--for: no framework is called {name!r}{suggest(name, FRAMEWORKS)}")
     return FRAMEWORKS[name]
 
 
