@@ -131,7 +131,7 @@ def command_server(folder: Path) -> Iterator[str]:
 
 
 SERVER = """
-import os, sys
+import contextlib, gc, io, os, sys
 from importlib import import_module
 from pathlib import Path
 from quintsched.cli import main
@@ -139,6 +139,9 @@ for path in Path("quintsched").rglob("*.py"):
     module = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
     if path.parts[1] not in ("runtime", "viz") and path.name != "__main__.py":
         import_module(module)
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main(["schedules"])
+gc.freeze()
 os.chdir(sys.argv[1])
 for line in open("request"):
     folder, *arguments = line.split("\\0")[:-1]
@@ -152,7 +155,11 @@ for line in open("request"):
     with open("reply", "w") as reply:
         reply.write(f"{code}\\n")
 """
-"""A process that has the planner imported, and runs each command that it reads in a child of its own."""
+"""A process that has the planner imported and the command line built, and runs each command that it reads in a child.
+
+What it holds then is frozen: a child that ends would otherwise look through all of it, and copy its pages, for a
+quarter of a second.
+"""
 SERVED = """
 quintsched() {{
     local code=1 at={folder}
