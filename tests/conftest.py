@@ -72,7 +72,10 @@ def seed() -> None:
     """Seed the generators of Python, and of torch where that is imported."""
     random.seed(0)
     if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+        torch = sys.modules["torch"]
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_initialized():  # until then, each call would be kept, with its traceback
+            torch.cuda.manual_seed_all(0)
 
 
 def _try_fewer_examples(items: list[pytest.Item]) -> None:
