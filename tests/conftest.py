@@ -13,10 +13,13 @@ import random
 import signal
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from zlib import crc32
 
 import pytest
 from hypothesis import settings
+
+from .tutorials import command_server
 
 settings.register_profile("quick", max_examples=32, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=2000, deadline=None)
@@ -66,6 +69,13 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What has the shell of a session ask one process for each command; its tests are of the group `sessions`."""
+    with command_server(tmp_path_factory.mktemp("served")) as prelude:
+        yield prelude
 
 
 def seed() -> None:

@@ -16,7 +16,7 @@ from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.job_file import load_job
 
-from .tutorials import ROOT, blocks, command_server, run_session
+from .tutorials import ROOT, blocks, run_session
 
 EXAMPLES = ROOT / "examples"
 JOBS = {
@@ -262,11 +262,10 @@ def sessions() -> list[str]:
     return [text for text in shown if text.startswith("$ ") and "torchrun" not in text]
 
 
+@pytest.mark.xdist_group("sessions")
 @pytest.mark.processes
-def test_readme_and_docs_show_what_their_commands_print(tmp_path: Path) -> None:
+def test_readme_and_docs_show_what_their_commands_print(served: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(EXAMPLES)
-    (tmp_path / "server").mkdir()
     assert len(sessions()) >= 5
-    with command_server(tmp_path / "server") as prelude:
-        for session in sessions():
-            assert run_session(session, tmp_path, prelude) == session
+    for session in sessions():
+        assert run_session(session, tmp_path, served) == session

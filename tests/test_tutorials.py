@@ -71,14 +71,15 @@ def test_the_lines_of_the_readme_train(tmp_path: Path) -> None:
     assert is_like(session, run_session(session, tmp_path), ROUNDING)
 
 
+@pytest.mark.xdist_group("sessions")
 @pytest.mark.processes
 @pytest.mark.parametrize("name", IN_SECONDS)
-def test_sessions_that_take_seconds_show_what_is_printed(name: str, tmp_path: Path) -> None:
+def test_sessions_that_take_seconds_show_what_is_printed(name: str, served: str, tmp_path: Path) -> None:
     page = TUTORIALS / f"{name}.md"
     write_files(page, tmp_path)
     sessions = [block.text for block in blocks(page) if block.text.startswith("$ quintsched")]
     session = "".join(text for text in sessions if "quintsched run" not in text)
-    assert is_like(session, run_session(session, tmp_path))
+    assert is_like(session, run_session(session, tmp_path, served))
 
 
 def test_the_plain_loop_and_the_trainer_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

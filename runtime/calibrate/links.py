@@ -20,6 +20,7 @@ Also the number of cores that this process may use.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -279,9 +280,11 @@ def run_processes(
 ) -> list[Any]:
     """Return `work(transport)` of fresh processes, by rank; results travel as JSON.
 
-    `work` is a function of a module, by whose name the processes find it. Each uses one thread, as the ranks of a run.
-    Raises an exception of a process, and `StallError` after `timeout_s`; no process outlives the call.
+    `work` is a function of a module, by whose name the processes find it. Each uses one thread, as the ranks of a run,
+    and is forked from a server that has imported torch, with the environment that the first call found. Raises an
+    exception of a process, and `StallError` after `timeout_s`; none of the processes outlives the call.
     """
+    multiprocessing.set_forkserver_preload([__name__])
     with TemporaryDirectory() as folder:
         context = start_processes(
             _enter,
@@ -289,7 +292,7 @@ def run_processes(
             nprocs=num_processes,
             join=False,
             daemon=True,
-            start_method="spawn",
+            start_method="forkserver",
         )
         deadline = now_s() + timeout_s
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from quintsched import torch_csv
 from quintsched.ir.mesh import Mesh
 from quintsched.solve.recorded import load_run, what_if
+
+from ..ranks import run_ranks
 
 WORLD, CHUNKS, MICROBATCHES, STEPS, WIDTH = 2, 2, 4, 2, 16
 SCHEDULES = {"Interleaved1F1B": ((0, 2), (1, 3)), "ZBVZeroBubble": ((0, 3), (1, 2))}
@@ -40,30 +41,18 @@ def train_profiled(name: str, rank: int, folder: Path) -> None:
         schedule._dump_csv(str(folder / "schedule.csv"))
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def run_rank(folder: Path) -> None:
     logging.disable(logging.WARNING)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo")
     for name in SCHEDULES:
-        train_profiled(name, rank, folder / name)
+        train_profiled(name, dist.get_rank(), folder / name)
     dist.barrier()
     dist.destroy_process_group()
 
 
 @pytest.mark.processes
 def test_plans_are_rebuilt_exactly_from_profiles(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run_rank, args=(rank, tmp_path), daemon=True) for rank in range(WORLD)]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(150)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    assert [process.exitcode for process in processes] == [0] * WORLD
+    assert run_ranks(run_rank, WORLD, tmp_path, timeout_s=150) == [0] * WORLD
     for name in SCHEDULES:
         run = load_run(tmp_path / name)
         theirs = torch_csv.loads((tmp_path / name / "schedule.csv").read_text(), mesh=Mesh(pp=WORLD), name="recorded")

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from time import sleep
@@ -101,6 +102,7 @@ def test_parts_of_another_machine_are_measured_anew_and_nonsense_is_refused(tmp_
             machine.calibrate(CPU, file)
 
 
+@pytest.mark.usefixtures("briefly")
 def test_nothing_is_measured_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):
@@ -162,9 +164,9 @@ def talk(transport: Transport) -> int:
     return int(total)
 
 
-def hang(transport: Transport) -> int:
+def hang(folder: Path, transport: Transport) -> int:
     """Have one rank end, and the other wait for it forever."""
-    Path(os.environ["FOLDER"], str(transport.rank)).write_text(str(os.getpid()))
+    (folder / str(transport.rank)).write_text(str(os.getpid()))
     group = transport.make_group([(0, 1)])
     if transport.rank:
         group.all_reduce(torch.zeros(1)).wait()
@@ -177,11 +179,10 @@ def test_processes_talk() -> None:
 
 
 @pytest.mark.processes
-def test_processes_that_hang_end_with_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("FOLDER", str(tmp_path))
+def test_processes_that_hang_end_with_the_call(tmp_path: Path) -> None:
     begun = now_s()
     with pytest.raises(StallError, match="longer than 6 s"):
-        run_processes(hang, 2, CPU, 6.0)
+        run_processes(partial(hang, tmp_path), 2, CPU, 6.0)
     assert now_s() - begun < 20
     for file in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):
