@@ -73,7 +73,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """What has the shell of a session ask one process for each command; its tests are of the group `sessions`."""
+    """Shell code by which a session asks one process for each command; its tests are of the group `sessions`."""
     with command_server(tmp_path_factory.mktemp("served")) as prelude:
         yield prelude
 

@@ -57,7 +57,7 @@ BUDGET = {
     "models": 512,
     "settings": 771,
     "autograd": 481,
-    "calibrate": 611,
+    "calibrate": 613,
     "agreement": 347,
     "engine": 111,
     "engine_base": 127,
