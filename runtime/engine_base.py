@@ -149,6 +149,8 @@ class EngineBase(WeightState, RankView):
         """Cut a batch, and settle with the other ranks what its units are."""
         if self._is_closed:
             raise UsageError("this engine was closed; make a new one")
+        if self._runner.is_broken:
+            raise UsageError("an earlier step failed half-way, so gradients and messages are lost; make a new engine")
         if torch.is_inference_mode_enabled():
             with tensors_of_training():
                 return self._settle(plan, inputs, targets, extras, microbatches, needs_loss=needs_loss)

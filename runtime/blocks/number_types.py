@@ -41,7 +41,7 @@ _NAMES = {dtype: name for name, dtype in TYPES.items()}
 def name_of(dtype: torch.dtype, of: str) -> str:
     """Return the safetensors name of a dtype; raises `UsageError` for others. `of` names the tensor in the message."""
     if dtype not in _NAMES:
-        raise UsageError(f"{of} is {dtype}, which a checkpoint cannot hold")
+        raise UsageError(f"{of} is {dtype}, which a checkpoint cannot hold, except in a job's checkpoint.format: dcp")
     return _NAMES[dtype]
 
 

@@ -194,8 +194,9 @@ class Structure:
             return None
         for (name, before), (_, now) in zip(self._before, self._now(model), strict=True):
             if len(before) != len(now) or not all(map(is_, before.values(), now.values())):
-                found = [key for key in {**before, **now} if before.get(key) is not now.get(key)]
-                return f"{name}{found[0] if found else ''}"
+                found = [k for k in {**before, **now} if before.get(k) is not now.get(k) and not _is_kind(now.get(k))]
+                if found or len(before) != len(now):
+                    return f"{name}{found[0] if found else ''}"
         return None
 
     def _now(self, model: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -205,7 +206,7 @@ class Structure:
                 child = module._modules.get(part)
                 module = nn.Module() if child is None else child
             own = vars(module)
-            found = {", its class,": _shown(type(module)), ".forward": own.get("forward")}
+            found = {", its class,": type(module), ".forward": own.get("forward")}
             if name not in self._whole:
                 yield label_of(name), found
                 continue
@@ -214,11 +215,9 @@ class Structure:
             yield label_of(name), found | {f", its hook {k}," if k else ", its hook,": h for k, h in enumerate(hooks)}
 
 
-def _shown(kind: type) -> type:
-    """Return a module's class, without classes that an engine substitutes for torch's own, such as `KeyedDropout`."""
-    while is_ours(kind) and "_get_name" in vars(kind):
-        kind = kind.__base__ or kind
-    return kind
+def _is_kind(found: Any) -> bool:
+    """Whether it is a class that an engine substitutes for another, such as `KeyedDropout`, `ColumnParallelLinear`."""
+    return isinstance(found, type) and is_ours(found)
 
 
 class Copies(SharedOrigin):

@@ -109,7 +109,8 @@ class PlanRunner:
         self._settles_weights = options.shows_modules and bool(state.weights)
         self._overlaps: dict[int, Overlaps] = {}
         self.interpreters: dict[str, Interpreter] = {}
-        self.steps, self._is_broken = StepCount(), False
+        self.steps, self.is_broken = StepCount(), False
+        """Number of steps made, and whether one failed half-way."""
         self._latest: Interpreter | None = None
         self.usual_samples = self._samples_before = 0
         self.losses = RunLosses(model, groups, device, options)
@@ -209,13 +210,9 @@ class PlanRunner:
         Without `last` its gradients are accumulated: the next training batch adds to them. With `wants_outputs`, in an
         evaluation, ranks of the last stage join the outputs of the units.
 
-        Raises:
-            UsageError: an earlier step failed half-way.
-            MisfitError: no replica has samples.
+        Raises `MisfitError` where no replica has samples.
         """
         interpreter, state = step.interpreter, step.interpreter.state
-        if self._is_broken:
-            raise UsageError("an earlier step failed half-way, so gradients and messages are lost; make a new engine")
         if self._latest is not None and self._latest is not interpreter:
             self._latest.state.cells.release_sends()
             self._buffers.generation += 1  # receives of all plans share them
@@ -238,7 +235,7 @@ class PlanRunner:
             overlaps.settle_turns(self._groups.holders)
         if self._settles_weights:
             self._state.weights.wait_gathers()
-        self._is_broken, outcome = False, state.step_end.outcome
+        self.is_broken, outcome = False, state.step_end.outcome
         if trains:
             samples = self._model.num_replicas * step.units.num_samples
             self._samples_before = 0 if last else self._samples_before + samples
@@ -276,7 +273,7 @@ class PlanRunner:
             self.losses.begin_step(state.flows.plan, step.given_targets, last=last)
         for stage in model.stages.values() if trains else ():
             stage.require_known_weights(self._state.gradients.reducer.known)
-        self._latest, self._is_broken = interpreter, True
+        self._latest, self.is_broken = interpreter, True
         current.number, current.units, current.last = number, step.units, last
         current.runs += 1
         current.samples_before, current.outputs = self._samples_before if trains else 0, {} if wants_outputs else None

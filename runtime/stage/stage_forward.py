@@ -124,9 +124,15 @@ class Chain:
         if tensors is None:
             raise MisfitError(
                 f"a {type(self._blocks[-1][1]).__name__} gave {flatten(output)[0]}; the ranks agreed on "
-                f"{self._leaving.output.tree}, which it gave when shapes were found"
+                f"{self._leaving.output.tree}, which it gave when shapes were found, in training: {STEERED}"
             )
         return tensors
+
+
+STEERED = (
+    "the structure and shapes of what a stage leaves must not depend on data, on attributes or on .training; pass a "
+    "number that steers them as an extra, engine.step(…, keep=3), and return the same structure in evaluation"
+)
 
 
 class Whole:

@@ -233,6 +233,8 @@ class GradBucket:
         self.blank, self.missing, self.ready = set(self._all), set(self._all), False
         self.may_lack, self.is_open, self.notes_arrivals = self.reshards, False, False
         self._versions = None
+        for parameter in self.parameters if self._layout.num_shards > 1 else ():
+            parameter.grad = None  # outside of its shard, it would be of this replica alone, and undivided
         if self.reshards:
             self.shard.fill_(NO_GRADIENT)
         elif afresh and self._is_sharded:

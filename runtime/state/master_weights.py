@@ -37,20 +37,21 @@ class Masters:
         named = ((name, p) for stage in stages.values() for name, p in stage.named_weights().items())
         self._watch((name, p) for name, p in named if is_low(p.dtype) or shard_of(p) is not None)
 
-    def _watch(self, named: Iterable[tuple[str, nn.Parameter]], *, moves: bool = False) -> None:
-        """Watch weights for changes by user code; `moves`: their memory changes by itself (resharding)."""
+    def _watch(self, named: Iterable[tuple[str, nn.Parameter]], *, in_buffers: bool = False) -> None:
+        """Watch weights for changes by user code; `in_buffers`: between steps they always have the memory of now."""
         self._watched = [(name, weight) for name, weight in named if not isinstance(weight, DTensor)]
-        self._moves, self.are_watched = moves, bool(self._watched)
+        self._in_buffers, self.are_watched = in_buffers, bool(self._watched)
         """Whether any weights are watched."""
-        self.note_versions()
+        self._versions = self._now()
 
     def note_versions(self) -> None:
         """Record the version counters of weights, after changes by the engine itself."""
-        self._versions = self._now() if self._watched else []
+        now = self._now()
+        places = self._versions if self._in_buffers else now
+        self._versions = [(version, place) for (version, _), (_, place) in zip(now, places, strict=True)]
 
     def _now(self) -> list[tuple[int, int]]:
-        moves = self._moves
-        return [(weight._version, 0 if moves else weight.data_ptr()) for _, weight in self._watched]
+        return [(weight._version, weight.data_ptr()) for _, weight in self._watched]
 
     @property
     def has_copies(self) -> bool:

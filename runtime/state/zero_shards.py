@@ -84,6 +84,7 @@ class WeightBucket:
             shard = shard_of(parameter)
             if whole and made is not None and shard is not None:
                 mark_shard(made, shard)
+        self._hidden = [p.new_full((), torch.nan).expand_as(p) for p in parameters] if self.reshards else []
         self._show()
         self.free()
 
@@ -98,8 +99,8 @@ class WeightBucket:
     def free(self) -> None:
         """Free the full weights, where they are resident only while they are used."""
         if self.reshards and self._storage.is_resident:
-            for parameter in self.parameters:
-                parameter.data = parameter.new_full((), torch.nan).expand_as(parameter)
+            for parameter, hidden in zip(self.parameters, self._hidden, strict=True):
+                parameter.data = hidden
             self._storage.free()
 
     @torch.no_grad()
@@ -138,7 +139,7 @@ class ShardedMasters(Masters):
                 if segment is not None:
                     self._within[parameter] = (segment.start, segment.stop)
         named = (pair for stage in stages.values() for pair in stage.named_weights().items())
-        self._watch(named, moves=any(bucket.reshards for bucket in buckets))
+        self._watch(named, in_buffers=True)
 
     def publish(self, stages: Sequence[int]) -> None:
         """Publish stepped weights, and bump the version counters of parameters, which user code may read."""
@@ -218,6 +219,7 @@ class ShardedWeights:
 
     def take_over(self) -> None:
         """Copy user changes of the full weights, which are resident, to shards."""
+        self.take_in()
         for bucket in (bucket for buckets in self._of_stage.values() for bucket in buckets):
             bucket.shard.copy_(bucket.layout.shard(bucket.full))
 

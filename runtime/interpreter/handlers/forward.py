@@ -26,7 +26,7 @@ from ...blocks.block_outlines import Parcel
 from ...blocks.trees import TreeSpec, laid_out, map_tensors
 from ...blocks.without_side_effects import tensors_of_training
 from ...comm.overlap_threads import BoundCall
-from ...stage.stage_forward import UNIT, Extras, Outputs, RunBlocks, apart
+from ...stage.stage_forward import STEERED, UNIT, Extras, Outputs, RunBlocks, apart
 from ...stage.stage_messages import TakenSkips
 from ...steps.error_location import called
 from ...steps.units import NO_UNITS, Units, UnitShape
@@ -301,7 +301,7 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], B
                 "its type is another than without data, as under torch.autocast: let each block return its output in "
                 "one type (.float()), or compute all in it, Engine(…, dtype=torch.bfloat16)"
                 if is_cast
-                else "the shape of what a stage leaves must not depend on its data"
+                else STEERED
             )
             raise MisfitError(f"stage {stage} ({forward.title}) gave {gave}; the ranks agreed on {agreed}: {why}")
 

@@ -35,6 +35,7 @@ from quintsched.formats.run_plan import PLAN_FILE_NAMES as PLAN_FILES
 from quintsched.formats.run_plan import file_of
 from quintsched.plan import Plan
 
+from ...blocks.number_types import name_of
 from ...comm.host_collectives import first_said
 from ...settings.job_file import CheckpointConfig
 from ...settings.run_settings import Start
@@ -326,9 +327,13 @@ class Checkpoints:
         """Take the folder for this run within a context; all ranks enter it. Manifests record `settings`.
 
         The plan is written beside the steps. Leaving it waits for the last save. Raises, on all ranks alike,
-        `UsageError` where another run is active or was saved there; see `folder_owner`.
+        `UsageError` where another run is active or was saved there (see `folder_owner`), or for a weight or buffer
+        whose dtype the format lacks.
         """
         everyone = saves.rank.everyone
+        everyone.together(
+            lambda: [name_of(one.tensor.dtype, one.name) for one in saves.rank.held() if self.format == "native"]
+        )
         opened = open_run(self.directory, start, everyone, [COSTS, *PLAN_FILES])
         run = OpenCheckpoints(saves, opened, self, settings or {})
         try:

@@ -117,7 +117,10 @@ class Doubly(nn.Linear):
 
 def test_a_type_that_no_file_has_is_refused_by_name(tmp_path: Path) -> None:
     def body(transport: Transport) -> None:
-        engine_of(transport, Doubly).save_pretrained(tmp_path / "out")
+        engine = engine_of(transport, Doubly)
+        with pytest.raises(UsageError, match="format: dcp"), Checkpoints(tmp_path, keep=1).opened(engine.saves):
+            pass
+        engine.save_pretrained(tmp_path / "out")
 
     with pytest.raises(UsageError, match=r"1\.wide is torch\.complex128, which a checkpoint cannot hold"):
         run_local(1, body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,14 @@ def test_weights_without_dimensions_or_numbers_go_on_under_zero(zero: int) -> No
         assert first == again
 
 
-def test_weights_that_the_loop_assigns_are_saved_before_the_next_step_too() -> None:
-    def start(transport: Transport) -> bool:
-        plan = qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=1)
+def test_weights_that_the_loop_assigns_are_saved_before_the_next_step_too_or_refused() -> None:
+    def start(transport: Transport, zero: int = 1) -> bool:
+        plan = qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=zero)
         engine = Engine(plan, [nn.Linear(WIDTH, WIDTH)], F.mse_loss, torch.optim.AdamW, transport=transport)
         engine.step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
         engine.stages[0].blocks["0"].weight.data = torch.full((WIDTH, WIDTH), 7.0)
         return bool((engine.full_state_dict()["model.0.weight"] == 7.0).all())
 
     assert run_local(2, start) == [True, True]
+    with pytest.raises(qs.UsageError, match=r"such as '0\.weight' .*, but what is stepped are .* shards"):
+        run_local(2, partial(start, zero=3))

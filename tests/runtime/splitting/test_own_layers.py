@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import split
+from quintsched.runtime import Engine, run_local, split
 from quintsched.runtime.parallel.cut_proofs.block_kinds import content_of
 from quintsched.runtime.splitting.split_proof import chain as run_chain
 
@@ -128,6 +129,29 @@ def test_a_parametrized_layer_may_be_called_twice():
     found = split(model, example=x)
     assert len(found.tied) == 3
     assert torch.allclose(run_chain(found, x), model(x))
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.fc2(self.fc1(x).relu())
+
+
+def test_layers_that_are_called_twice_are_cut_over_tp():
+    def train(transport):
+        torch.manual_seed(0)
+        shared, x = Mlp(), torch.ones(2, 4)
+        blocks = split(
+            nn.Sequential(nn.Linear(4, 4), shared, Mlp(), shared, nn.Linear(4, 2)).double(), example=x.double()
+        )
+        plan = qs.compile("1f1b", mesh=f"tp={transport.world_size}", microbatches=1)
+        engine = Engine(plan, blocks, nn.functional.mse_loss, torch.optim.SGD, transport=transport)
+        return [float(engine.step(x.double(), torch.zeros(2, 2).double()).loss) for _ in range(3)]
+
+    assert run_local(2, train)[0] == pytest.approx(run_local(1, train)[0], rel=1e-12)
 
 
 class Pair(nn.Module):

@@ -224,6 +224,7 @@ def test_versions_of_weights_move_with_each_step(zero: int) -> None:
         for _ in range(2):
             engine.step(torch.randn(2, 4), torch.randn(2, 4))
             versions.append(block.weight._version)
+            assert block.weight.grad is None  # no rank has all of it
         return versions
 
     for versions in run_local(2, run):
