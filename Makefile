@@ -85,7 +85,7 @@ release: $(INSTALLED)
 
 coverage: $(INSTALLED)
 	python -m pip install --quiet --disable-pip-version-check 'pytest-cov>=5'
-	$(PYTEST) --cov=quintsched --cov-report=term:skip-covered --cov-report=html:out/coverage
+	$(PYTEST) --cov=quintsched --cov=runtime --cov=viz --cov-report=term:skip-covered --cov-report=html:out/coverage
 
 page:
 	npx --yes esbuild@0.28.2 viz/page/main.js $(BUNDLE) --outfile=viz/page/built.js
