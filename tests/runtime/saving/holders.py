@@ -28,7 +28,11 @@ class Holder:
         self.plan, self.transport, self.number = plan, transport, number
         world = transport.make_group([tuple(range(plan.mesh.size))])
         self.rank = SimpleNamespace(
-            everyone=ControlGroup(world), number=world.index, replicas=(0, 1), groups=SimpleNamespace(world=world)
+            everyone=ControlGroup(world),
+            number=world.index,
+            replicas=(0, 1),
+            held=list,
+            groups=SimpleNamespace(world=world),
         )
         self.loaded: dict[str, torch.Tensor] = {}
 
