@@ -80,7 +80,7 @@ CAUSE_COLOURS = {
     "message": "#2b6c99",
     "order": "#7a5195",
     "cap": "#a0204c",
-    "collective": "#3d7a5a",
+    "collective": "#1f5135",
 }
 """Colours of the causes of idle time."""
 

@@ -54,6 +54,7 @@ th:first-child { text-align: left; padding-left: 0; }
 .bars { display: grid; grid-template-columns: auto 1fr; gap: 3px 8px; align-items: center; font-size: 11px; color: var(--quiet); }
 .bar { display: flex; height: 12px; border-radius: 2px; overflow: hidden; background: var(--line); }
 .bar span { height: 100%; }
+.bar span + span { border-left: 1px solid var(--panel); }
 .tip { position: fixed; pointer-events: none; background: var(--ink); color: var(--ground); border-radius: 7px; padding: 6px 10px; max-width: 380px; font-size: 12px; box-shadow: 0 4px 16px #0004; z-index: 5; }
 .tip b { font-weight: 650; }
 .tip small { opacity: .75; }
