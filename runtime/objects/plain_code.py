@@ -90,7 +90,10 @@ _OWN = ("__dict__", "__weakref__")
 _SLOTS_OF_C = (types.WrapperDescriptorType, types.MethodDescriptorType, types.GetSetDescriptorType)
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_APPLY = getattr(getattr(torch.autograd.Function.apply, "__func__", None), "__code__", None)
+"""Code of Function.apply; None: it is written in C, from torch 2.14 on."""
+
+_CALLS = ("call", "c_call")
 _TAKES_OVER = _names("__torch_function__ __torch_dispatch__")
 
 
@@ -200,6 +203,14 @@ def _is_of_c(kind: type) -> bool:
     )
 
 
+def applied_function(frame: FrameType, event: str, called: Any) -> Any:
+    """Return the autograd Function that is applied by a call, as a profile function is given it; None: none is."""
+    if event == "call":
+        return frame.f_locals["cls"] if frame.f_code is _APPLY else None
+    holder = getattr(called, "__self__", None) if getattr(called, "__name__", "") == "apply" else None
+    return holder if isinstance(holder, type(torch.autograd.Function)) else None
+
+
 class _Calls:
     """Profile function that records calls that are not plain."""
 
@@ -211,14 +222,14 @@ class _Calls:
 
     def __call__(self, frame: FrameType, event: str, called: Any) -> None:
         caller: FrameType | None = frame
-        if event == "c_call":
+        if not self._backwards and event in _CALLS and (kind := applied_function(frame, event, called)) is not None:
+            name, caller = f"{kind.__qualname__}.apply", self._user(frame, beyond=True)
+        elif event == "c_call":
             if _side_of(_module_of(frame)) is _Side.KEPT:
                 return
             name = asked_of(called)
         elif event == "call" and (caller := frame.f_back) is not None:
             name = "" if _side_of(_module_of(caller)) is _Side.KEPT else _asked_of_python(frame)
-            if not self._backwards and frame.f_code is _APPLY:
-                name, caller = f"{frame.f_locals['cls'].__qualname__}.apply", self._user(caller, beyond=True)
             if self._straight and not name and _side_of(_module_of(frame)) is _Side.USER:
                 name, caller = _odd(frame), frame
         else:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
 from operator import attrgetter
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from ...objects.library_or_user import is_library_module, is_of_library, names_of
-from ...objects.plain_code import has_known_content, only_tells, profiled_by
+from ...objects.plain_code import applied_function, has_known_content, only_tells, profiled_by
 from ...objects.snapshot import Snapshot
 from ...objects.spaces import HOOKS, HOOKS_OF_ALL, hooks_on, is_of_torch
 from ...objects.steering import SteeringState
@@ -45,7 +45,6 @@ _HOOKING = {
     nn.Module.register_backward_hook,
 }
 _HOOKING_CODE = {function.__code__ for function in _HOOKING}
-_APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _NAMES = frozenset({function.__name__ for function in _HOOKING} | {"apply", "register_prehook"})
 """Names in code that applies an autograd Function, or registers a hook while it runs."""
 _DETACHING = frozenset({"detach", "detach_", "no_grad", "data"}) | {
@@ -164,18 +163,20 @@ class Calls:
             yield
 
     def look_at(self, made: Sequence[Tensor]) -> None:
-        """Look for custom C++ Functions in the autograd graph of outputs."""
+        """Look for custom Functions in the autograd graph of outputs: of C++, or applied by C code, as by a partial."""
         nodes, seen = [t.grad_fn for t in made], set[Any]()
         while nodes:
             node = nodes.pop()
             if node is not None and node not in seen:
                 seen.add(node)
-                self.has_own |= "CppNode" in node.name()
+                applied = getattr(node, "_forward_cls", None)
+                self.has_own |= "CppNode" in node.name() or not (applied is None or is_known(applied))
                 nodes += [before for before, _ in node.next_functions]
 
     def _note(self, frame: FrameType, event: str, called: Any) -> None:
-        if event == "call" and frame.f_code is _APPLY:
-            self.has_own |= not is_known(frame.f_locals["cls"])
+        kind = applied_function(frame, event, called) if event in ("call", "c_call") else None
+        if kind is not None:
+            self.has_own |= not is_known(kind)
         elif event == "call" and frame.f_code in _HOOKING_CODE:
             self._note_caller(frame.f_back)
         elif event == "c_call" and getattr(called, "__name__", "") in _NAMES:  # hooks on nodes of a graph
