@@ -51,7 +51,7 @@ def extra_of_no_sample(
     if whole is None:
         one_row = (name for name in names if made(_with_extra(arrival, name, _first_row)) is not None)
         return next(one_row, None)
-    moved = made(replace(arrival, activation=arrival.activation.changed(_moved)))
+    moved = made(replace(arrival.changed(_moved), extras=arrival.extras))
     mixes = moved is None or _differ(whole, moved)
     return None if mixes else next((n for n in names if _depends(whole, made(_with_extra(arrival, n, _moved)))), None)
 
