@@ -131,10 +131,8 @@ class PlanRunner:
             UsageError: an extra that no block takes.
             MisfitError: blocks that cannot take the batch, or ranks that disagree.
         """
-        if plan.mode == "train":
-            self._transport.publisher.enter("step", step=self.steps.total + 1)
-        else:
-            self._transport.publisher.enter("evaluate")
+        trains = plan.mode == "train"
+        self._transport.publisher.enter("step" if trains else "evaluate", step=self.steps.total + 1 if trains else None)
         self._model.prover.require_sound_state()
         if plan.mode not in self.interpreters:
             units = self._settle_first(plan, batch, given)
@@ -184,9 +182,11 @@ class PlanRunner:
 
     def _find_shapes(self, spec: UnitSpec, batch: Batch, unit: int) -> tuple[list[Parcel], bool]:
         """Return each block's output shapes for a unit, and whether that took data; raises `MisfitError`."""
-        parcels, needs_data = self._shapes.find(spec, batch, unit, is_first=spec.mode not in self.interpreters)
-        self.losses.expect_apart(self._shapes.apart)
-        self._follow(spec, batch, unit, parcels)
+        is_first = spec.mode not in self.interpreters
+        with NO_CONTEXT if is_first else self._transport.publisher.phase("setup"):  # it may take longer than any step
+            parcels, needs_data = self._shapes.find(spec, batch, unit, is_first=is_first)
+            self.losses.expect_apart(self._shapes.apart)
+            self._follow(spec, batch, unit, parcels)
         return parcels, needs_data
 
     def _follow(self, spec: UnitSpec, batch: Batch, unit: int, parcels: Sequence[Parcel]) -> None:

@@ -4,6 +4,7 @@
     limit       └▶ max(10 s, 4 × the second longest): a single pause of 5 s neither ends a run nor raises the limit
 
     setup, data, save, load, idle; a first step      the timeout of the run's waits, at which they would fail anyway
+    new shapes in a later step are traced and proved in `setup`
     a stopped process among the ranks                the limit of a step, whatever the phase
 
 A run stalls when no rank moves *and some rank waits for others*: ranks that all load, or all save, do not. Time counts
@@ -102,8 +103,8 @@ class PositionTracker:
         self._learn(self._places.values())
         first = min(self._places, default=-1)
         if first in moved:
-            before = self._places[first]
-            if before.phase in WALKS and before.entered != places[first].entered:
+            before, now = self._places[first], places[first]
+            if before.phase in WALKS and before.entered != now.entered and now.phase != "setup":  # of other shapes
                 self._walks.setdefault(_walk_of(before), _Walk()).end()
         self.still_s = 0.0
         self._places = dict(places)
