@@ -51,7 +51,7 @@ BUDGET = {
     "launch": 1332,
     "optim": 964,
     "steps": 1078,
-    "train": 1611,
+    "train": 1617,
     "run_checks": 754,
     "data": 1127,
     "models": 511,

@@ -91,7 +91,7 @@ def run_page(page: Path, folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def run_session(session: str, folder: Path, prelude: str = "", scripts: Path | None = None) -> str:
-    """Run the commands of a session in one shell, and return the session with what they print.
+    """Run the commands of a session in one shell, and return the session with what they print, but of slow starts.
 
     They come from `scripts`, of an environment that has the package installed; None: from this one, on the checkout.
     """
@@ -110,7 +110,7 @@ def run_session(session: str, folder: Path, prelude: str = "", scripts: Path | N
         timeout=900,
         check=False,
     )
-    return done.stdout
+    return re.sub("^… .*\n", "", done.stdout, flags=re.MULTILINE)
 
 
 @contextlib.contextmanager

@@ -3,8 +3,12 @@ r"""Progress of what takes long, for a person who is watching: one line on stand
     searching: best 19.43 s, 37 %, 12 s, about 20 s left
     proving 778432 instructions, 3 s
 
-Nothing is written in the first two seconds, nor where standard error is no terminal: into a file, a pipe, a log. A
-thread of its own writes the line, so that it moves while a computation of numpy does not return.
+Nothing is written in the first two seconds, nor where standard error is no terminal: into a file, a pipe, a log. A run
+that starts is an exception: a log that shows nothing for ten seconds gets a line of what is being done.
+
+    … building the model, 10 s
+
+A thread of its own writes the line, so that it moves while a computation of numpy does not return.
 """
 
 from __future__ import annotations
@@ -23,15 +27,17 @@ from quintsched.files.terminal import shown
 QUIET_S = 2.0
 """Nothing is shown of what is done sooner."""
 PERIOD_S = 0.25
+SILENT_S = 10.0
+"""A log gets a line of what has taken so long, and then of what takes so long after it."""
 CLEAR = "\r\x1b[K"
 """Back to the beginning of the line, and all of it gone."""
 
 
 class ProgressLine:
-    """Progress of a task, reported by its caller from any thread."""
+    """Progress of a task, reported by its caller from any thread; `what` is being done."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._words, self._share = what, "", 0.0
+        self.what, self._words, self._share = what, "", 0.0
         self._begun_s = time.monotonic()
 
     def at(self, done: float, total: float, words: str = "") -> None:
@@ -40,13 +46,13 @@ class ProgressLine:
 
     def now(self, what: str) -> None:
         """Record what is being done from now on."""
-        self._what, self._words, self._share = what, "", 0.0
+        self.what, self._words, self._share = what, "", 0.0
 
     @property
     def line(self) -> str:
         """Line that a terminal shows."""
         taken_s = time.monotonic() - self._begun_s
-        share, parts = self._share, [f"{self._what}: {self._words}" if self._words else self._what]
+        share, parts = self._share, [f"{self.what}: {self._words}" if self._words else self.what]
         parts += [f"{100 * share:.0f} %"] if share else []
         parts += [f"{taken_s:.0f} s"]
         parts += [f"about {taken_s * (1 - share) / share:.0f} s left"] if 0.02 <= share < 1 else []
@@ -54,14 +60,15 @@ class ProgressLine:
 
 
 @contextmanager
-def progress(what: str) -> Iterator[ProgressLine]:
-    """A context that shows how long it takes, and how far it is, once it has taken two seconds."""
+def progress(what: str, *, in_logs: bool = False) -> Iterator[ProgressLine]:
+    """A context that shows how long it takes, and how far it is, once it has taken two seconds (`in_logs`: ten)."""
     found, stream = ProgressLine(what), sys.stderr
-    if not _is_watched(stream):
+    is_watched = _is_watched(stream)
+    if not is_watched and (not in_logs or stream is None or stream.closed):
         yield found
         return
     done = threading.Event()
-    thread = threading.Thread(target=_show, args=(found, stream, done), daemon=True)
+    thread = threading.Thread(target=_show if is_watched else _tell, args=(found, stream, done), daemon=True)
     thread.start()
     try:
         yield found
@@ -82,6 +89,15 @@ def _show(found: ProgressLine, stream: TextIO, done: threading.Event) -> None:
             _write(stream, CLEAR + shown(found.line)[: shutil.get_terminal_size().columns - 1])
         if wait_s == PERIOD_S:
             _write(stream, CLEAR)
+
+
+def _tell(found: ProgressLine, stream: TextIO, done: threading.Event) -> None:
+    told = ""
+    with suppress(OSError, ValueError):
+        while not done.wait(SILENT_S):
+            if found.what != told:
+                told = found.what
+                _write(stream, f"… {shown(found.line)}\n")
 
 
 def _write(stream: TextIO, text: str) -> None:

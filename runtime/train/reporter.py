@@ -172,9 +172,10 @@ class Reporter:
     within a `with` alone: a reporter that is never entered, as when a trainer cannot be built, holds none.
     """
 
-    def __init__(self, path: str | None, say: Say, *, show_progress: bool = False) -> None:
+    def __init__(self, path: str | None, say: Say, *, show_progress: bool = False, in_logs: bool = False) -> None:
         self._path, self._say, self.sinks = path, say, Sinks()
         self._file: TextIO | None = None
+        self._in_logs, self._examining = in_logs, ExitStack()
         self._progress, self._has_stepped = _progress_bar() if show_progress else None, False
 
     def record(self, record: Mapping[str, object]) -> None:
@@ -203,14 +204,17 @@ class Reporter:
 
     def start_epoch(self, name: str, total: int, done: int) -> None:
         """Show a fresh progress bar, `done` of `total` steps along."""
+        examining = "" if self._has_stepped else "examining the blocks and their cuts, before the first step"
         if self._progress is not None:
             for task in self._progress.task_ids:
                 self._progress.remove_task(task)
-            figures = "" if self._has_stepped else "examining the blocks and their cuts, before the first step"
-            self._progress.add_task(name, total=total, completed=done, figures=figures)
+            self._progress.add_task(name, total=total, completed=done, figures=examining)
+        elif examining:
+            self._examining.enter_context(self.preparing(examining))
 
     def advance(self) -> None:
         """Advance the progress bar by a step."""
+        self._examining.close()
         if self._progress is not None:
             if not self._has_stepped:
                 self._progress.update(self._progress.task_ids[0], figures="")
@@ -218,8 +222,9 @@ class Reporter:
         self._has_stepped = True
 
     def preparing(self, what: str) -> AbstractContextManager[ProgressLine]:
-        """Return a context that shows what is prepared, where there will be a progress bar."""
-        return nullcontext(ProgressLine(what)) if self._progress is None else progress(what)
+        """Return a context that shows what is prepared, where there will be a progress bar, or in a log."""
+        is_shown = self._progress is not None or self._in_logs
+        return progress(what, in_logs=self._in_logs) if is_shown else nullcontext(ProgressLine(what))
 
     def __enter__(self) -> Reporter:
         with ExitStack() as opened:
@@ -243,6 +248,7 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._examining.close()
         if self._progress is not None:
             self._progress.stop()
         try:
@@ -260,7 +266,7 @@ def reporter_of(path: str | None, rank: int) -> Reporter:
     """Return the reporter of a rank: rank 0's prints and writes the log at `path`, all others are silent."""
     if rank:
         return Reporter(None, lambda line: None)
-    return Reporter(path, _print, show_progress=sys.stderr is not None and sys.stderr.isatty())
+    return Reporter(path, _print, show_progress=sys.stderr is not None and sys.stderr.isatty(), in_logs=True)
 
 
 def _print(line: str) -> None:

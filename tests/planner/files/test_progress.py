@@ -87,3 +87,13 @@ def test_a_line_says_how_far_it_is():
     assert found.line == "searching, 0 s"
     found.at(10, 10)
     assert found.line == "searching, 100 %, 0 s"
+
+
+def test_a_log_is_told_once_of_each_thing_that_takes_long(screen, monkeypatch):
+    monkeypatch.setattr(module, "SILENT_S", 0.02)
+    made = screen(terminal=False)
+    with progress("reading the data", in_logs=True) as found:
+        assert shown(made) == "… reading the data, 0 s\n"
+        time.sleep(0.1)
+        found.now("building the model")
+        assert shown(made, "… reading the data, 0 s\n") == "… building the model, 0 s\n"
