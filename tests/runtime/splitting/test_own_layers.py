@@ -1,6 +1,7 @@
 """Attributes that a loop sets in the layers of its model hold in the blocks; those set by layers reach the model."""
 
 from collections import OrderedDict
+from copy import deepcopy
 from itertools import chain
 from types import ModuleType, SimpleNamespace
 
@@ -141,12 +142,12 @@ class Mlp(nn.Module):
 
 
 def test_layers_that_are_called_twice_are_cut_over_tp():
+    torch.manual_seed(0)
+    shared, x = Mlp(), torch.ones(2, 4)
+    model = nn.Sequential(nn.Linear(4, 4), shared, Mlp(), shared, nn.Linear(4, 2)).double()
+
     def train(transport):
-        torch.manual_seed(0)
-        shared, x = Mlp(), torch.ones(2, 4)
-        blocks = split(
-            nn.Sequential(nn.Linear(4, 4), shared, Mlp(), shared, nn.Linear(4, 2)).double(), example=x.double()
-        )
+        blocks = split(deepcopy(model), example=x.double())
         plan = qs.compile("1f1b", mesh=f"tp={transport.world_size}", microbatches=1)
         engine = Engine(plan, blocks, nn.functional.mse_loss, torch.optim.SGD, transport=transport)
         return [float(engine.step(x.double(), torch.zeros(2, 2).double()).loss) for _ in range(3)]
