@@ -44,7 +44,7 @@ BUDGET = {
     "interpreter": 2876,
     "splitting": 2503,
     "stage": 2299,
-    "watch": 2050,
+    "watch": 2052,
     "objects": 1437,
     "blocks": 1324,
     "state": 1369,

@@ -124,6 +124,7 @@ def _start_hub(num_ranks: int) -> tuple[str, str]:
             "quintsched.runtime.watch.hang_monitor",
             str(listening.fileno()),
             str(num_ranks),
+            str(os.getpid()),
         ]
         os.posix_spawn(sys.executable, command, os.environ | {KEY: key}, setsid=True)
     return f"{host}:{port}", key

@@ -2,8 +2,9 @@
 
     quintsched run     a thread of the launcher:  hub = Hub(num_ranks, …); hub.start(); environ |= hub.environment
                                                   hub.ended(rank, code) after each wait; hub.close() at the end
-    torchrun           python -m quintsched.runtime.watch.hang_monitor SOCKET NUM_RANKS, started by rank 0; it ends with
-                       the last rank; the key is in its environment, and every surviving rank prints the verdict
+    torchrun           python -m quintsched.runtime.watch.hang_monitor SOCKET NUM_RANKS PID, started by rank 0, process PID; it
+                       ends with the last rank, and with that process where none has come; the key is in its
+                       environment, and every surviving rank prints the verdict
     several machines   the same; each launcher reports the exits of its machine's ranks (`connect_to_monitor.tell_end`)
 
 It listens on the loopback unless ranks are on several machines, and accepts only peers that know the run's key.
@@ -54,6 +55,7 @@ class Hub:
             hub also ends with the last of them, not only when it is closed.
         key: shared secret that authenticates ranks; None: generated.
         listening: a listening socket; None: one on the loopback.
+        starter: process whose end ends the hub too, if no rank is connected then; it holds a pipe that somebody reads.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Hub:
         tell: Callable[[Verdict], None] | None = None,
         key: str | None = None,
         listening: socket.socket | None = None,
+        starter: int | None = None,
     ) -> None:
         self.key = key or secrets.token_hex(16)
         self.verdict: Verdict | None = None
@@ -78,7 +81,7 @@ class Hub:
         self._ended: dict[int, int] = {}
         self._lock = threading.Lock()
         self._is_closing = False
-        self._lonely_s = now_s() + ALONE_AT_FIRST_S
+        self._lonely_s, self._starter = now_s() + ALONE_AT_FIRST_S, starter
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self.watch_ranks, name="quintsched watch hub", daemon=True)
 
@@ -134,6 +137,8 @@ class Hub:
                     self._lonely_s = now_s() + ALONE_S
                 elif not self._spoken and (self._is_over.is_set() or now_s() > self._lonely_s):
                     return
+                elif self._starter not in (None, os.getppid()):  # its process has ended, and nobody is here
+                    self._lonely_s, self._starter = min(self._lonely_s, now_s() + ALONE_S), None
         finally:
             self._is_over.set()
 
@@ -309,7 +314,7 @@ def _went_with_launcher(member: Member, fate: Fate) -> bool:
 def main() -> int:
     """Run a hub in a process of its own until all ranks have ended; print the verdict where no rank survives."""
     file, num_ranks = int(sys.argv[1]), int(sys.argv[2])
-    hub = Hub(num_ranks, key=os.environ[KEY], listening=socket.socket(fileno=file))
+    hub = Hub(num_ranks, key=os.environ[KEY], listening=socket.socket(fileno=file), starter=int(sys.argv[3]))
     hub.watch_ranks()
     hub.close()
     if hub.verdict is not None and not hub.verdict.has_survivors:

@@ -352,3 +352,13 @@ def test_before_there_is_a_plan_there_are_words_as_well() -> None:
     made = announce_verdict.make_verdict(members, plans, None, 4.0, still_s=1.0)
     assert made.culprits == ()
     assert made.message.startswith("nobody can be told from the others")
+
+
+def test_a_hub_whose_starter_ended_before_any_rank_came_ends_too() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    alone = Hub(2, starter=ended.pid)
+    began = time.monotonic()
+    alone.watch_ranks()  # returns: the output of the process is read to its end by somebody
+    alone.close()
+    assert time.monotonic() - began < 30
