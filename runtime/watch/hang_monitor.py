@@ -2,7 +2,7 @@
 
     quintsched run     a thread of the launcher:  hub = Hub(num_ranks, …); hub.start(); environ |= hub.environment
                                                   hub.ended(rank, code) after each wait; hub.close() at the end
-    torchrun           python -m quintsched.runtime.watch.hang_monitor SOCKET NUM_RANKS PID, started by rank 0, process PID; it
+    torchrun           python -m quintsched.runtime.watch.hang_monitor SOCKET NUM_RANKS PID, started by rank 0 (PID); it
                        ends with the last rank, and with that process where none has come; the key is in its
                        environment, and every surviving rank prints the verdict
     several machines   the same; each launcher reports the exits of its machine's ranks (`connect_to_monitor.tell_end`)
