@@ -1,11 +1,13 @@
 """Fair comparison of rivals on a noisy machine: in turn, in many short rounds, each compared with its own neighbours.
 
-    round 0   hand  hand again  ours  torch        one sample = wall and CPU seconds of a few steps
+    round 0   hand  hand again  ours  torch        one sample = wall and CPU seconds of a few steps, after some untimed
     round 1   torch  ours  hand again  hand        ratio of a rival in a round = its sample / the baseline's sample
     round 2   ours  torch  hand  hand again        figure = median of the ratios, with a 95 % interval of that median
 
 A disturbance of the machine longer than a round affects all rivals alike and leaves the ratios alone. The same loop
-twice ("hand again") shows the difference between two equal rivals. In several processes a sample's wall time is that
+twice ("hand again") shows the difference between two equal rivals. Before a sample its rival runs a few steps untimed:
+others have replaced its code and data in the processor's caches, which costs its next step up to twice its time, and a
+loop that trains alone never has that. In several processes a sample's wall time is that
 of the slowest process and its CPU time the sum over all, threads included.
 """
 
@@ -31,6 +33,9 @@ from torch.multiprocessing.spawn import start_processes
 Samples = Mapping[str, Sequence[Sequence[float]]]
 """Per rival and round: (wall seconds, CPU seconds)."""
 
+MOST_UNTIMED = 5
+"""Steps until the caches hold what a rival uses: its first takes twice the time, its fifth a hundredth more."""
+
 
 @dataclass(frozen=True)
 class Interval:
@@ -45,14 +50,19 @@ class Interval:
 
 
 def sample(rivals: Mapping[str, Callable[[], object]], rounds: int, steps: int, meet: Callable[[], object]) -> Samples:
-    """Run `steps` steps of each rival in each round; `meet` synchronizes all processes before each sample."""
-    names = list(rivals)
+    """Run `steps` steps of each rival in each round; `meet` synchronizes all processes before each sample.
+
+    A sample begins after as many untimed steps, at most `MOST_UNTIMED`.
+    """
+    names, untimed = list(rivals), min(steps, MOST_UNTIMED)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(rounds):
         start = number % len(names)
         order = names[start:] + names[:start]
         for name in order if number % 2 == 0 else reversed(order):
             step = rivals[name]
+            for _ in range(untimed):
+                step()
             meet()
             cpu, wall = time.process_time(), time.perf_counter()
             for _ in range(steps):
