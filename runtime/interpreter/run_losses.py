@@ -227,19 +227,21 @@ class RunLosses:
 
         Results of value comparisons stay on the device: then a tensor is returned.
         """
-        if self.loss.was_called:
+        loss, blocks = self.loss, self.blocks
+        if loss.was_called:
             self._look()
         if self._trains:
-            self.blocks.end_step()
-            self._has_doubt |= self.loss.has_others and self.loss.weighs_otherwise
-        self._has_doubt |= self.loss.is_uneven or self.loss.is_learned or bool(self.loss.misuses)
-        self._has_doubt |= bool(self.blocks.since or self.first.refusal)
+            blocks.end_step()
         if (later := self._model.prover.later).followed:
             self._of_pairs = self._of_pairs or later.why_changed()
         if self._model.common is not None:
             self._of_pairs = self._of_pairs or self._model.common.why_changed()
-        self._has_doubt |= bool(self._of_pairs or self.blocks.changed or self._model.buffers.late) or (
-            self._adds and self._has_odd_sizes()
+        self._has_doubt = bool(
+            self._has_doubt
+            or (self._trains and loss.has_others and loss.weighs_otherwise)
+            or (loss.is_uneven or loss.is_learned or loss.misuses)
+            or (blocks.since or blocks.changed or self.first.refusal or self._of_pairs or self._model.buffers.late)
+            or (self._adds and self._has_odd_sizes())
         )
         if not self._watched:
             return self._has_doubt

