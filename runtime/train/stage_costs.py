@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from quintsched.errors import UsageError
 from quintsched.plan import Plan
 
 from ..blocks.block_costs import estimate_costs, measure_costs
 from ..blocks.block_outlines import Blocks
 from ..comm import Transport
+from ..saving.checkpoints.bucket_folder import place_of
 from ..saving.checkpoints.checkpoints import remembered_costs
 from ..settings.job_file import JobConfig
 from .batch_feed import Feed
@@ -24,27 +23,23 @@ def block_costs(job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, transpor
         return None
     if job.parallel.balance == "estimated":
         return estimate_costs(blocks)
-    directory = job.checkpoint.dir if plan.mode == "train" else None
-    if directory is not None and job.checkpoint.folder is None:
-        raise UsageError(
-            f"parallel.balance: measured keeps its costs in a folder, not at {directory}; give stages instead"
-        )
-    return measured_costs(job, plan, blocks, feed, transport, directory)
+    place = job.checkpoint.dir if plan.mode == "train" else None
+    return measured_costs(job, plan, blocks, feed, transport, place)
 
 
 def measured_costs(
-    job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, transport: Transport, directory: str | None = None
+    job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, transport: Transport, place: str | None = None
 ) -> list[float]:
     """Return what blocks cost as rank 0 measures it for all, on one microbatch (collective).
 
-    Once per directory of checkpoints, if one is given: stages must be cut alike when a run is resumed.
+    Once per place of checkpoints, if one is given: stages must be cut alike when a run is resumed.
     """
     costs = torch.zeros(len(blocks), dtype=torch.float64, device=transport.device)
     if transport.rank == 0:
         inputs = feed.example(max(job.train.batch_size // plan.schedule.microbatches, 1)).to(transport.device)
         example = inputs.to(job.run.dtype) if inputs.is_floating_point() else inputs
         measure = partial(measure_costs, blocks, example)
-        found = measure() if directory is None else remembered_costs(Path(directory), len(blocks), measure)
+        found = measure() if place is None else remembered_costs(place_of(place), len(blocks), measure)
         costs += torch.tensor(found, device=transport.device)
     transport.world_group().broadcast(costs, 0).wait()
     return [float(cost) for cost in costs.tolist()]

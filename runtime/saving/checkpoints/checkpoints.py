@@ -10,15 +10,16 @@ A rank reads its own file, whole, where all ranks shard their weights as the ran
 In PyTorch's format, ranks write before training goes on, because its table of tensors takes collectives.
 No content of a checkpoint is ever resolved to code.
 
-Also a job's checkpoint settings (folder, format, number kept), and block costs that are measured once per folder.
+Also a job's checkpoint settings (folder, format, number kept), and block costs that are measured once per place.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.files.atomic import write_whole, writing
-from quintsched.files.plain_files import read_plain, require_folder
+from quintsched.files.plain_files import require_folder
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats.run_plan import PLAN_FILE_NAMES as PLAN_FILES
 from quintsched.formats.run_plan import file_of
@@ -46,7 +47,7 @@ from ..tensor_placement import RUN, StateLayout
 from ..verbs.engine_saves import EngineSaves
 from ..write_tensors import WHAT, WrittenFile, entries_of, hash_file, require_intact, write_tensors
 from .background_saves import HostBuffer, JointWrite, Writer
-from .bucket_folder import Place, place_of
+from .bucket_folder import Place, open_place, place_of
 from .folder_owner import COSTS, OpenRun, open_run
 from .manifest import MANIFEST, MANIFEST_VERSION, DcpManifest, Manifest, file_name, make_manifest, read_manifest
 from .run_folder import RunFolder, SavedStep, step_folder
@@ -364,21 +365,22 @@ def checkpoints_of(config: CheckpointConfig, patience_s: float) -> Checkpoints |
     return Checkpoints(place_of(config.dir), config.keep, config.background, patience_s, config.format)
 
 
-def remembered_costs(directory: Path, blocks: int, measure: Callable[[], list[float]]) -> list[float]:
-    """Return the costs of blocks as measured once for a folder; the first call stores those that `measure` returns.
+def remembered_costs(place: Place, blocks: int, measure: Callable[[], list[float]]) -> list[float]:
+    """Return the costs of blocks as measured once for a place; the first call stores those that `measure` returns.
 
-    Raises `InputError` for a file that holds anything else, or the costs of another number of blocks.
+    Raises `InputError` for a file that holds anything else, or the costs of another number of blocks, `UsageError`
+    where the place cannot be written, or a bucket does not answer.
     """
-    path = directory / COSTS
-    if path.exists():
-        found = parse_strict(read_plain(path, "the costs", MOST_COSTS))
-        if not isinstance(found, list) or not all(isinstance(number, float) for number in found):
-            raise InputError(f"{path}: it must hold a list of numbers; remove it to measure anew")
-        if len(found) != blocks:
-            raise InputError(f"{path}: it has {len(found)} costs, but there are {blocks} blocks; remove it")
-        return found
-    numbers = measure()
-    with writing(path, WHAT):
-        directory.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(numbers), WHAT, durable=True)
-    return numbers
+    with closing(open_place(place, os.urandom(8).hex())) as folder:
+        path = folder.directory / COSTS
+        kept = folder.read_if_there(path, MOST_COSTS)
+        if kept is None:
+            numbers = measure()
+            folder.write_beside(COSTS, json.dumps(numbers).encode())
+            return numbers
+        found, shown = parse_strict(kept), folder.shown(path)
+    if not isinstance(found, list) or not all(isinstance(number, float) for number in found):
+        raise InputError(f"{shown}: it must hold a list of numbers; remove it to measure anew")
+    if len(found) != blocks:
+        raise InputError(f"{shown}: it has {len(found)} costs, but there are {blocks} blocks; remove it")
+    return found

@@ -101,6 +101,15 @@ class RunFolder:
         """Return the content of a file of at most `most` bytes; raises `InputError`."""
         return read_plain(path, WHAT, most)
 
+    def read_if_there(self, path: Path, most: int) -> bytes | None:
+        """Return the content as `read`, or None where there is no such file."""
+        try:
+            return self.read(path, most)
+        except InputError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+
     def remove(self, path: Path) -> None:
         """Remove a file; raises `OSError`."""
         path.unlink()
@@ -128,7 +137,8 @@ class RunFolder:
         """Write a file beside the steps, whole or not at all; raises `UsageError` on failure."""
         temporary = self.directory / f".saving-{self._launch}-0"
         with writing(self.directory / name, WHAT):
-            temporary.write_bytes(content)
+            self.directory.mkdir(parents=True, exist_ok=True)
+            write_whole(temporary, content, WHAT, durable=True)
             temporary.replace(self.directory / name)
 
     def complete(self, attempt: Path, step: int, keep: int) -> None:

@@ -184,6 +184,32 @@ def check_commands(config: JobConfig, folder: Path, capsys: Any) -> None:
     assert f"{step}/rank-00001.safetensors: it has 7 bytes, not the" in said("verify", place, code=1)
 
 
+@pytest.mark.parametrize("kind", ["folder", "bucket"])
+def test_stages_are_cut_alike_when_a_measured_run_is_resumed(
+    data_file: Path, bucket: str, tmp_path: Path, kind: str
+) -> None:
+    check_measured(data_file, bucket if kind == "bucket" else str(tmp_path))
+
+
+def check_measured(data_file: Path, place: str) -> None:
+    """Train with measured stages; costs are kept at the place, cut the stages there again, and are checked."""
+    model, parallel = {"options": {"hidden": 8, "depth": 4, "heads": 2}}, {"mesh": "pp=2", "balance": "measured"}
+    config = jobs.job(data_file, model=model, parallel=parallel, train={"epochs": 1}, checkpoint={"dir": place})
+    files, root = fsspec.core.url_to_fs(place)
+    costs = f"{root}/block_costs.json"
+    before = [sorted(weights) for _, weights, _ in fit(config)]
+    measured = json.loads(files.cat_file(costs))
+    assert len(measured) == 6
+    assert [sorted(weights) for _, weights, _ in fit(config, resume=True)] == before
+    assert json.loads(files.cat_file(costs)) == measured
+    files.pipe_file(costs, b"[9.0, 0.1, 0.1, 0.1, 0.1, 0.1]")
+    assert len(fit(config, resume=True)[0][1]) < len(before[0])
+    for content, words in (b"{}", "it must hold a list of numbers"), (b"[1.0]", "it has 1 costs, but there are 6"):
+        files.pipe_file(costs, content)
+        with pytest.raises(qs.InputError, match=rf"{place}/block_costs\.json: {words}"):
+            fit(config, resume=True)
+
+
 def test_a_second_run_at_a_place_is_refused_and_a_dead_one_is_not_waited_for(bucket: str) -> None:
     first = BucketFolder(bucket, "1" * 16)
     lock = first.lock()
@@ -363,3 +389,10 @@ def test_a_run_resumes_from_a_cloud_with_the_same_numbers(
 @pytest.mark.filterwarnings("default")
 def test_commands_take_the_url_of_a_run_in_a_cloud(data_file: Path, cloud: str, tmp_path: Path, capsys: Any) -> None:
     check_commands(job(data_file, f"{cloud}/{uuid4().hex}", every=4), tmp_path, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.filterwarnings("default")
+def test_measured_stages_are_kept_in_a_cloud(data_file: Path, cloud: str) -> None:
+    check_measured(data_file, f"{cloud}/{uuid4().hex}")

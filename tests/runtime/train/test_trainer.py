@@ -161,25 +161,6 @@ def test_only_the_latest_checkpoints_stay_and_half_written_ones_are_not_loaded(d
     assert "resumed after step 15" in fit(config, resume=True)[0][2]
 
 
-def test_stages_are_cut_alike_when_a_measured_run_is_resumed(data_file: Path, tmp_path: Path) -> None:
-    config = job(
-        data_file,
-        model={"options": {"hidden": 8, "depth": 4, "heads": 2}},
-        parallel={"balance": "measured"},
-        train={"epochs": 1},
-        checkpoint={"dir": str(tmp_path / "c")},
-    )
-    fit(config)
-    costs = tmp_path / "c" / "block_costs.json"
-    measured = json.loads(costs.read_text())
-    assert len(measured) == 6
-    fit(config, resume=True)
-    assert json.loads(costs.read_text()) == measured
-    costs.write_text("{}")
-    with pytest.raises(qs.InputError, match=r"block_costs\.json: it must hold a list of numbers"):
-        fit(config, resume=True)
-
-
 def test_ranks_that_need_no_data_read_none(data_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = job(data_file, model={"options": {"hidden": 8, "depth": 4, "heads": 2}}, parallel={"mesh": "pp=4"})
     loads: list[int] = []
