@@ -23,7 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import mkdtemp
 from time import sleep
-from typing import Any, TypeVar
+from typing import Any
 
 from quintsched.errors import InputError, UsageError
 from quintsched.files.atomic import whole_path, writing
@@ -33,7 +33,7 @@ from ...comm.clocks import now_s
 from ...settings.job_file import URL
 from ..write_tensors import WHAT
 from .manifest import MANIFEST
-from .run_folder import LEFTOVER, OWN_FOLDER, RunFolder, SavedStep, step_of
+from .run_folder import LEFTOVER, OWN_FOLDER, Result, RunFolder, SavedStep, if_there, step_of
 
 LOCK = "run.lock"
 BEAT_S = 5.0
@@ -43,7 +43,6 @@ RETRY_S = (0.1, 0.4, 1.6)
 
 Place = Path | str
 """A folder, or the URL of one in a bucket."""
-Result = TypeVar("Result")
 
 
 def named_place(text: str) -> Place:
@@ -138,10 +137,8 @@ class BucketFolder(RunFolder):
 
     def remove(self, path: Path) -> None:
         """Remove an object, or all below a folder; raises `OSError`."""
-        try:
+        with suppress(FileNotFoundError):
             _tried(self._files.rm, self._key(path), recursive=True)
-        except FileNotFoundError:
-            return
 
     def fetch(self, folder: Path, names: Sequence[str]) -> None:
         """Download files of a checkpoint, unless they are here; raises as `read`."""
@@ -225,8 +222,7 @@ class BucketFolder(RunFolder):
             if home not in homes:
                 homes.append(home)
                 for name in there.keys() & set(beside):
-                    old, new = self._key(self.directory / name), self._key(home / name)
-                    _tried(self._files.cp_file, old, new)
+                    _tried(self._files.cp_file, self._key(self.directory / name), self._key(home / name))
             self._move(saved.folder, home / saved.folder.name)
         return [Path(self.where, home.name) for home in homes]
 
@@ -234,8 +230,7 @@ class BucketFolder(RunFolder):
         """Move the objects of a step; the manifest comes last, and goes first."""
         names = sorted(self.sizes(folder), key=lambda name: name == MANIFEST)
         for name in names:
-            old, new = self._key(folder / name), self._key(to / name)
-            _tried(self._files.cp_file, old, new)
+            _tried(self._files.cp_file, self._key(folder / name), self._key(to / name))
         for name in reversed(names):
             self.remove(folder / name)
         shutil.rmtree(folder, ignore_errors=True)
@@ -250,10 +245,7 @@ class BucketFolder(RunFolder):
 
     def lock_text(self) -> bytes | None:
         """Return the content of the lock, if there is one."""
-        try:
-            return self.read(self.directory / LOCK, 4096)
-        except InputError:
-            return None
+        return if_there(lambda: self.read(self.directory / LOCK, 4096))
 
     def sees_lock(self, launch: str, patience_s: float) -> bool:
         """Return whether a launch's lock is visible, waiting at most `patience_s` for it."""
@@ -320,7 +312,7 @@ class BucketLock:
                     self.is_lost = True
                     return
                 self._renew()
-            except UsageError:  # the bucket does not answer now; the next beat may find it
+            except (InputError, UsageError):  # the bucket does not answer now; the next beat may find it
                 continue
 
     def release(self) -> None:

@@ -50,7 +50,7 @@ from .background_saves import HostBuffer, JointWrite, Writer
 from .bucket_folder import Place, open_place, place_of
 from .folder_owner import COSTS, OpenRun, open_run
 from .manifest import MANIFEST, MANIFEST_VERSION, DcpManifest, Manifest, file_name, make_manifest, read_manifest
-from .run_folder import RunFolder, SavedStep, step_folder
+from .run_folder import RunFolder, SavedStep, if_there, step_folder
 
 Format = Literal["native", "dcp"]
 
@@ -373,14 +373,10 @@ def remembered_costs(place: Place, blocks: int, measure: Callable[[], list[float
     """
     with closing(open_place(place, os.urandom(8).hex())) as folder:
         path = folder.directory / COSTS
-        kept = folder.read_if_there(path, MOST_COSTS)
+        kept = if_there(partial(folder.read, path, MOST_COSTS))
+        found = measure() if kept is None else parse_strict(kept)
+        if not isinstance(found, list) or [type(number) for number in found] != [float] * blocks:
+            raise InputError(f"{folder.shown(path)}: it must hold {blocks} numbers, one for each block; remove it")
         if kept is None:
-            numbers = measure()
-            folder.write_beside(COSTS, json.dumps(numbers).encode())
-            return numbers
-        found, shown = parse_strict(kept), folder.shown(path)
-    if not isinstance(found, list) or not all(isinstance(number, float) for number in found):
-        raise InputError(f"{shown}: it must hold a list of numbers; remove it to measure anew")
-    if len(found) != blocks:
-        raise InputError(f"{shown}: it has {len(found)} costs, but there are {blocks} blocks; remove it")
-    return found
+            folder.write_beside(COSTS, json.dumps(found).encode())
+        return found

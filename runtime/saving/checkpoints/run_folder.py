@@ -21,9 +21,10 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from quintsched.errors import InputError
 from quintsched.files.atomic import sync_directory, write_whole, writing
@@ -37,6 +38,7 @@ _logger = logging.getLogger("quintsched.runtime")
 _STEP = re.compile(r"step-([0-9]{8,18})(\.replaced)?")
 LEFTOVER = re.compile(r"\.(saving|removing)-[0-9a-f]{16}-[0-9]+(\.saving|\.replaced)?")
 
+Result = TypeVar("Result")
 OWN_FOLDER = "end that one first, or give this one a checkpoint.dir of its own"
 """Advice where another run saves in a folder."""
 
@@ -100,15 +102,6 @@ class RunFolder:
     def read(self, path: Path, most: int) -> bytes:
         """Return the content of a file of at most `most` bytes; raises `InputError`."""
         return read_plain(path, WHAT, most)
-
-    def read_if_there(self, path: Path, most: int) -> bytes | None:
-        """Return the content as `read`, or None where there is no such file."""
-        try:
-            return self.read(path, most)
-        except InputError as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return None
-            raise
 
     def remove(self, path: Path) -> None:
         """Remove a file; raises `OSError`."""
@@ -244,14 +237,22 @@ def saved_steps(directory: Path) -> list[SavedStep]:
     return sorted(found, reverse=True)
 
 
-def _entries(directory: Path) -> list[Path]:
+def if_there(read: Callable[[], Result]) -> Result | None:
+    """Return what is read, None where there is no such file; raises `InputError` as `read`."""
     try:
-        with reading(directory, "the checkpoints"):
-            return [directory / name for name in os.listdir(directory)]
+        return read()
     except InputError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            return []
+            return None
         raise
+
+
+def _entries(directory: Path) -> list[Path]:
+    def listed() -> list[Path]:
+        with reading(directory, "the checkpoints"):
+            return [directory / name for name in os.listdir(directory)]
+
+    return if_there(listed) or []
 
 
 def _is_empty(path: Path) -> bool:

@@ -204,9 +204,9 @@ def check_measured(data_file: Path, place: str) -> None:
     assert json.loads(files.cat_file(costs)) == measured
     files.pipe_file(costs, b"[9.0, 0.1, 0.1, 0.1, 0.1, 0.1]")
     assert len(fit(config, resume=True)[0][1]) < len(before[0])
-    for content, words in (b"{}", "it must hold a list of numbers"), (b"[1.0]", "it has 1 costs, but there are 6"):
+    for content in (b"{}", b"[1.0]"):
         files.pipe_file(costs, content)
-        with pytest.raises(qs.InputError, match=rf"{place}/block_costs\.json: {words}"):
+        with pytest.raises(qs.InputError, match=rf"{place}/block_costs\.json: it must hold 6 numbers"):
             fit(config, resume=True)
 
 
