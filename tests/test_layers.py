@@ -41,7 +41,7 @@ BUDGET = {
     "saving": 3758,
     "examine": 4130,
     "comm": 2754,
-    "interpreter": 2876,
+    "interpreter": 2878,
     "splitting": 2503,
     "stage": 2299,
     "watch": 2052,

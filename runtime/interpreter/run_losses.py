@@ -227,22 +227,19 @@ class RunLosses:
 
         Results of value comparisons stay on the device: then a tensor is returned.
         """
-        loss, blocks = self.loss, self.blocks
+        loss, blocks, model = self.loss, self.blocks, self._model
         if loss.was_called:
             self._look()
         if self._trains:
             blocks.end_step()
-        if (later := self._model.prover.later).followed:
-            self._of_pairs = self._of_pairs or later.why_changed()
-        if self._model.common is not None:
-            self._of_pairs = self._of_pairs or self._model.common.why_changed()
-        self._has_doubt = bool(
-            self._has_doubt
-            or (self._trains and loss.has_others and loss.weighs_otherwise)
-            or (loss.is_uneven or loss.is_learned or loss.misuses)
-            or (blocks.since or blocks.changed or self.first.refusal or self._of_pairs or self._model.buffers.late)
-            or (self._adds and self._has_odd_sizes())
-        )
+            self._has_doubt |= loss.has_others and loss.weighs_otherwise
+        if model.prover.later.followed:
+            self._of_pairs = self._of_pairs or model.prover.later.why_changed()
+        if model.common is not None:
+            self._of_pairs = self._of_pairs or model.common.why_changed()
+        self._has_doubt |= bool(loss.is_uneven or loss.is_learned or loss.misuses or self._of_pairs or blocks.since)
+        odd = self._adds and self._has_odd_sizes()
+        self._has_doubt |= bool(odd or blocks.changed or self.first.refusal or model.buffers.late)
         if not self._watched:
             return self._has_doubt
         late = [examined.late.is_off for examined in self._watched if examined.late is not None]

@@ -15,9 +15,8 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from operator import mul
-from struct import Struct
+from struct import unpack
 from typing import Any, cast
 
 import torch
@@ -29,13 +28,6 @@ from ..comm import DoneWork, Group, Work
 from ..comm.device import is_at_hand, numbers_of
 from ..stage.weighted_losses import Counted
 from ..state.piggybacked_metrics import ROOM, Room
-
-
-@cache
-def _reader(count: int) -> Callable[[memoryview[float]], tuple[float, ...]]:
-    """Return a function that reads as many numbers of float64, in a quarter of the time of `memoryview.tolist`."""
-    return Struct(f"{count}d").unpack
-
 
 _CODES: dict[torch.dtype | None, str] = {torch.float32: "f", torch.float64: "d"}
 DOUBT = 1 << 20
@@ -91,7 +83,7 @@ class StepFigures:
                 self._sums = rows.view(count, units).sum(1)
                 self._sums[0].add_(self.rest[:-3].sum())
                 return self
-            found = _reader(len(numbers))(numbers)
+            found = unpack(f"{len(numbers)}d", numbers)  # in a third of the time of `tolist`
             self.rest = rest = [*found[count * units :]]
             self._sums = sums = [sum(found[row * units : (row + 1) * units]) for row in range(count)]
             if any(rest[:-3]):

@@ -17,7 +17,7 @@ from quintsched.ir.values import Value, ValueKind
 from ..blocks.trees import TensorSpec
 from ..comm import Work
 from ..stage.stage_forward import Outputs
-from ..watch.rank_position import NOTHING, WaitCell
+from ..watch.rank_position import NOTHING, NOWHERE, WaitCell
 from .program_values import activation_of
 from .recorder import Recorder
 
@@ -258,13 +258,9 @@ class ValueCells:
 
     def release_sends(self) -> None:
         """Release the sends of the previous step: the next one, of any plan, begins when they are complete."""
-        memory, at = self._waits.cell.memory, self._waits.cell.at
-        for cell in self.sending:  # nothing is recorded between steps
-            if (sent := cell.sent) is not None:
-                cell.sent, memory[at] = None, cell.send_said
-                for work in sent[0]:
-                    work.wait()
-        memory[at] = NOTHING
+        for cell in self.sending:
+            if cell.sent is not None:
+                self.release(cell, NOWHERE)  # nothing is recorded between steps
 
 
 def _nothing() -> None: ...
