@@ -24,6 +24,7 @@ from .agreement.engine_records import agree_on_functions
 from .blocks.block_outlines import Blocks
 from .comm import Transport
 from .engine_base import EngineBase
+from .examine.block_examinations import BlockExaminations
 from .interpreter.interpreter import PreparedStep
 from .interpreter.rank_state import LossFn, MetricFn, RunOptions
 from .interpreter.recorder import Recorder
@@ -116,6 +117,7 @@ class Engine(EngineBase, EngineState):
             scale=self._scale,
             max_sends=max_sends,
             wants_stop=wants_stop,
+            examine_blocks=BlockExaminations,
             shows_modules=any(isinstance(block, nn.Module) for block in blocks),
         )
         self._recorder = Recorder.from_plan(self.plan, self.transport, trace_steps)

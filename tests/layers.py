@@ -23,6 +23,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "engine_base",
         "plan_requirements",
         "run_checks",
+        "examine",
         "interpreter",
         "steps",
         "saving",
@@ -31,8 +32,9 @@ ORDER: dict[str, tuple[str, ...]] = {
         "stage",
         "models",
         "splitting",
-        "examine",
+        "guards",
         "parallel",
+        "losses",
         "blocks",
         "data",
         "autograd",
@@ -92,6 +94,9 @@ ORDER: dict[str, tuple[str, ...]] = {
 
 INNER_ORDER = {"quintsched.runtime.parallel": ("cut_proofs", "tensor", "expert", "context")}
 """The folders of a room, from top to bottom; the files beside them may be anywhere."""
+
+IMPORTED_BY = {"quintsched.runtime.examine": {"engine"}}
+"""Rooms that those named here alone import, and pass on to the rooms below."""
 
 ORDERED = [layer for layer, rooms in ORDER.items() if rooms]
 

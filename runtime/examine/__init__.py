@@ -1,7 +1,6 @@
-"""Examination of user code by experiment, once before it trains: losses, training modes, state, gradients.
+"""Experiments on users' blocks before they train: losses that they return, their backwards, extras that they take.
 
-Each question has one module, which takes callables and tensors only, and answers with a fact or a refusal that names
-the line to change. A steady step compares plain values and modules: `host_state_changes`, `function_state`.
-`optimizers` has the inputs of optimizers' updates. May import parallel, blocks, data, autograd, agreement, comm; not
-splitting, stage, steps, nor what is above them.
+`block_examinations` runs them for a rank's stages and fills in `steps.block_findings`, the facts that a run goes by.
+Engines alone import this room, and pass it to the interpreter. Imports `steps`, `stage`, `losses`, `guards`,
+`parallel`, `objects`, `blocks` and `comm`.
 """

@@ -24,17 +24,18 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..blocks.block_outlines import TARGETS, accepted_extras
 from ..blocks.dtensor import is_sharded
 from ..blocks.without_side_effects import Kept, untouched
+from ..losses.experiments.loss_parts import LossParts, rows_of_each
+from ..losses.experiments.other_targets import with_other_targets
+from ..losses.experiments.sum_or_mean import LossExamination
+from ..losses.function_state import versions_kept
+from ..losses.loss_reductions import LossWeight, Over
 from ..objects.plain_code import asking_elsewhere
 from ..objects.steering import SteeringState
 from ..parallel.cut_proofs.block_twins import draw_weight
 from ..parallel.cut_proofs.trial_inputs import Arrival, TrialInput
 from ..parallel.expert.moe import mixtures
+from ..steps.block_findings import BlockLoss
 from .block_runs import RunBlock, SameDraws, run_with_graph
-from .function_state import versions_kept
-from .losses.loss_parts import LossParts, rows_of_each
-from .losses.loss_reductions import LossWeight, Over
-from .losses.other_targets import with_other_targets
-from .losses.sum_or_mean import LossExamination
 from .other_extras import Agree, others_of
 
 DRAWN_SAMPLES = 13
@@ -54,29 +55,6 @@ _NOISE = 1e-3
 """Size, relative to the largest gradient, below which a gradient may be rounding error only."""
 
 _UNTRIED = "it cannot be run on several samples of numbers that are drawn, and on some of them"
-
-
-class BlockLoss(NamedTuple):
-    """Finding about the loss of a kind of block.
-
-    Attributes:
-        number: of the first block of the kind.
-        kind: its class.
-        over: all reductions that fit; empty: neither a sum nor a mean, as far as known.
-        why: the reason why it is not known; "": it could be run.
-        where: the condition under which it is neither, if that is not its usual input.
-    """
-
-    number: int
-    kind: str
-    over: tuple[LossWeight, ...]
-    why: str = ""
-    where: str = ""
-
-    @property
-    def name(self) -> str:
-        """Name of the first block of the kind."""
-        return f"block {self.number} ({self.kind})"
 
 
 class _Tried(NamedTuple):

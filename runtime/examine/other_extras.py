@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..losses.experiments.trial_call_modes import MadeUp
+from ..losses.function_state import reached_by
 from ..objects.library_or_user import constants_in
 from ..parallel.cut_proofs.block_twins import FEW, SEED
 from ..parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
-from .function_state import reached_by
-from .losses.trial_call_modes import MadeUp
 
 _TRIED = (0, 1, 2, 3, 5, 10, 100)
 _AMONG = (0, 1, 2, -100, -1)

@@ -4,6 +4,6 @@
 and the loop. It dispatches to `handlers`, and to `send_and_receive` for messages. `rank_state` has the state that each
 handler may touch, `value_cells` the values between instructions, `activation_offload` activations in host memory;
 `program_values` asks the planner what an instruction takes and makes; `recorder` traces when each ran. Imports `steps`,
-`state`, `stage`, `optim`, `examine`, `agreement`, `parallel`, `objects`, `blocks`, `comm`, `autograd`, `settings`,
+`state`, `stage`, `optim`, `losses`, `agreement`, `parallel`, `objects`, `blocks`, `comm`, `autograd`, `settings`,
 `watch`.
 """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from ..examine.losses.loss_reductions import LossWeight, Over
+from ..losses.loss_reductions import LossWeight, Over
 
 
 class Told(NamedTuple):

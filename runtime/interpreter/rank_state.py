@@ -28,19 +28,22 @@ from ..autograd.run_backward import Root, edge_of
 from ..comm import Group, Transport, Work
 from ..comm.overlap_order import Overlaps
 from ..comm.overlap_threads import BoundCall
+from ..losses.weighed_metrics import WeighedMetric
+from ..losses.weighted_losses import WeighedLoss
 from ..optim.gathered_steps import Stepper
 from ..optim.loss_scale import LossScale
 from ..parallel.dropout import MaskUnit
+from ..parallel.mesh_groups import MeshGroups
 from ..settings.run_settings import RunSettings
 from ..stage.batches.batch_digests import DataMarks
 from ..stage.batches.microbatches import NOTHING, Batch
 from ..stage.boundary_gradients import BoundaryGradients
+from ..stage.rank_model import RankModel
 from ..stage.stage_forward import Outputs, StageForward
-from ..stage.weighed_metrics import WeighedMetric
-from ..stage.weighted_losses import WeighedLoss
 from ..state.master_weights import Masters
 from ..state.training_state import GradientHandling
 from ..state.zero_shards import ShardedWeights
+from ..steps.block_findings import BlockFindings
 from ..steps.units import NO_UNITS, Units, UnitShape
 from .activation_offload import HostCopies
 from .busy_clock import Clock
@@ -65,6 +68,8 @@ class RunOptions:
     max_sends: int | None
     """Maximum number of sends in flight per channel; None: any number."""
     wants_stop: Callable[[], bool]
+    examine_blocks: Callable[[RankModel, MeshGroups], BlockFindings] = lambda model, groups: BlockFindings()
+    """Function that returns who examines the blocks of a rank; by default nobody does."""
     shows_modules: bool = False
     """Whether the user's loop has the modules, and may read their weights whenever a step has returned."""
     finds_loss: bool = True

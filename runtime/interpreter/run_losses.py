@@ -23,19 +23,18 @@ from ..blocks.number_types import some_numbers
 from ..blocks.trees import map_tensors
 from ..blocks.without_side_effects import tensors_of_training
 from ..comm.host_collectives import greatest, share_texts
-from ..examine.gradients.nonlinear_backwards import GatheredWeights
-from ..examine.losses.loss_reductions import LossWeight, Over
-from ..examine.losses.real_batches import RealBatch, SampleUnit, why_rests_misfit
-from ..examine.losses.watched_loss import Examined
-from ..examine.weights_not_held import ReadsElsewhere
+from ..guards.weights_not_held import ReadsElsewhere
+from ..losses.loss_reductions import LossWeight, Over
+from ..losses.real_batches import RealBatch, SampleUnit, why_rests_misfit
+from ..losses.watched_loss import Examined
+from ..losses.weighed_metrics import WeighedMetric
+from ..losses.weighted_losses import LEARNED, NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss
 from ..parallel.cut_proofs.trial_inputs import FirstUnits
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..stage.sliced_losses import FirstLosses, cuts_sequences
-from ..stage.weighed_metrics import WeighedMetric
-from ..stage.weighted_losses import LEARNED, NO_WEIGHT, NOT_STATED, SUMS, WeighedLoss
-from ..steps.block_examinations import BlockExaminations
+from ..steps.block_findings import GatheredWeights
 from ..steps.units import Units
 from .loss_findings import Told, rule_in_words, rule_of, why_uneven, with_nothing
 from .rank_state import RunOptions
@@ -102,7 +101,7 @@ class RunLosses:
         functions: dict[str, WeighedLoss | WeighedMetric] = {"the loss function": self.loss}
         functions |= {f"metric {name!r}": m for name, m in self.metrics.items()}
         self._reads = [(of, ReadsElsewhere(model.elsewhere, what)) for what, of in functions.items()]
-        self.blocks = BlockExaminations(model, groups)
+        self.blocks = options.examine_blocks(model, groups)
         self._of_blocks, self._adds, self._usual, self._sizes = "", False, 1, frozenset[int]()
         self._probe: SampleUnit | None = None
         self._before: SampleUnit | None = None
@@ -162,7 +161,7 @@ class RunLosses:
         return greatest(self._groups.world, [here])[0] > 0
 
     def examine_blocks(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: GatheredWeights) -> None:
-        """Examine block backwards and losses before the first step (collective); see `BlockExaminations`."""
+        """Examine block backwards and losses before the first step (collective); see `BlockFindings`."""
         if self.loss.rule != LossWeight(Over.MICROBATCH):
             self.blocks.examine_backwards(units, parcels, gathered)
         self.blocks.examine_losses(units, parcels, gathered)

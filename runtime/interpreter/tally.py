@@ -26,7 +26,7 @@ from quintsched.errors import MisfitError
 
 from ..comm import DoneWork, Group, Work
 from ..comm.device import is_at_hand, numbers_of
-from ..stage.weighted_losses import Counted
+from ..losses.weighted_losses import Counted
 from ..state.piggybacked_metrics import ROOM, Room
 
 _CODES: dict[torch.dtype | None, str] = {torch.float32: "f", torch.float64: "d"}

@@ -2,6 +2,6 @@
 
 `library_or_user` tells user code from library code, `code_digest` digests it; `plain_code` lists calls whose results
 code cannot determine; `spaces` has the places where objects hold others; `snapshot` saves and restores host state;
-`host_state` and `steering` detect changes of it between steps; `distances` compares tensors. Imports nothing of the
-runtime.
+`host_state`, `host_state_changes` and `steering` detect changes of it between steps; `distances` compares tensors.
+Imports the torch modes of `comm` alone.
 """

@@ -2,7 +2,7 @@
 
     user function ◀── stand-ins for all parameters: whole shapes, no memory             the same groups on every mesh
            │
-       optimizers ──▶ dependencies of their updates (`examine.optimizers`) ──▶ which parameters must stay whole
+       optimizers ──▶ dependencies of their updates (`optimizer_updates`) ──▶ which parameters must stay whole
            │
            └── groups with stand-ins ──▶ groups with this rank's parameters, segments, or gathered matrices
 
@@ -28,7 +28,13 @@ from quintsched.ir.instruction_set import OptStep
 from ..agreement.engine_records import optimizer_section
 from ..agreement.sections import Section
 from ..comm import Group
-from ..examine.optimizers import (
+from ..parallel.tensor.parameter_shards import shard_of
+from ..settings.run_settings import ZeroSplit
+from ..stage.rank_model import RankModel
+from .chained_optimizers import chained
+from .gathered_steps import GatheredMatrix, Stepper
+from .optimizer_arguments import Builder, holds_tensors, parameters_of, rebound
+from .optimizer_updates import (
     COUPLING_BY_CLASS,
     Coupling,
     coupling_of,
@@ -37,12 +43,6 @@ from ..examine.optimizers import (
     require_free_hooks,
     require_steppable,
 )
-from ..parallel.tensor.parameter_shards import shard_of
-from ..settings.run_settings import ZeroSplit
-from ..stage.rank_model import RankModel
-from .chained_optimizers import chained
-from .gathered_steps import GatheredMatrix, Stepper
-from .optimizer_arguments import Builder, holds_tensors, parameters_of, rebound
 
 _logger = logging.getLogger("quintsched.runtime")
 

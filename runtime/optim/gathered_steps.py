@@ -32,11 +32,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quintsched.errors import UsageError
 
 from ..comm import Group
-from ..examine.optimizers import coupling_of_class, hooks_of
 from ..parallel.tensor.parameter_shards import Shard, gather_full, take_shard
 from .chained_optimizers import parts_of
 from .optimizer_arguments import nested_in, parameters_of
 from .optimizer_state import flat_of
+from .optimizer_updates import coupling_of_class, hooks_of
 from .state_beside_parameters import OwnState, words_of
 
 _logger = logging.getLogger("quintsched.runtime")

@@ -34,8 +34,8 @@ from quintsched.errors import MisfitError, UsageError
 
 from ..agreement.engine_records import optimizer_section
 from ..blocks.block_outlines import Blocks
-from ..examine.optimizers import tensors_in
 from ..objects.library_or_user import arguments_of
+from .optimizer_updates import tensors_in
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 """Parameters by their names in the whole model."""

@@ -18,12 +18,12 @@ from quintsched.plan import Plan
 from ..blocks.block_outlines import TARGETS, Parcel, accepted_extras, on_meta, takes_targets
 from ..comm import Group
 from ..comm.host_collectives import share_texts
-from ..examine.block_losses import BlockLoss
-from ..examine.losses.loss_reductions import Over
 from ..interpreter.interpreter import PreparedStep
 from ..interpreter.run_losses import RunLosses
+from ..losses.loss_reductions import Over
 from ..parallel.dropout import KeyedDropout
 from ..stage.rank_model import RankModel
+from ..steps.block_findings import BlockLoss
 from ..steps.units import UnitShape
 
 NOTHING = "nothing"

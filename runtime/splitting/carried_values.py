@@ -26,12 +26,12 @@ from quintsched.errors import MisfitError, QuintschedError
 
 from ..blocks.without_side_effects import attributes_untouched, run_alone, untouched
 from ..comm.torch_modes import Modes, modes_kept
-from ..examine.drawn_values import DrawnValues, memory_of
-from ..examine.steady_state import BetweenLayers, HostChanges
+from ..objects.drawn_values import DrawnValues, memory_of
 from ..objects.library_or_user import arguments_of, is_of_framework, is_of_library
 from ..objects.plain_code import asking_elsewhere
 from . import walk_log
 from .build_blocks import materialised
+from .steady_state import BetweenLayers, HostChanges
 from .walk_log import HIDDEN, CallArguments, CallResult, Flow, Placeholder, Rider, Span, SpanWalk
 from .weightless_model import Frame, Walk
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from quintsched.errors import MisfitError
 
 from ..comm.torch_modes import Modes
-from ..examine.host_state_changes import SPLIT_AGAIN, Followed, label_of
+from ..objects.host_state_changes import SPLIT_AGAIN, Followed, label_of
 from .symbolic_trace import IN_PLACE_FUNCTIONS, Traced, Untraceable, skeleton, trace
 from .weightless_model import ends_of
 

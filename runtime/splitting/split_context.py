@@ -15,7 +15,7 @@ from quintsched.errors import MisfitError
 
 from ..comm.generators import draws_undone
 from ..comm.torch_modes import Modes
-from ..examine.host_state_changes import SPLIT_AGAIN, Followed, tensors_in
+from ..objects.host_state_changes import SPLIT_AGAIN, Followed, tensors_in
 from ..objects.library_or_user import is_of_library
 from .adapters import router_losses, transformers_models
 from .adapters.sliced_attention import Sight

@@ -24,9 +24,9 @@ from quintsched.errors import MisfitError, UsageError
 from ..blocks.block_outlines import BLOCKS, BlockOrBuilder
 from ..blocks.module_state import require_sized, saved_tensors
 from ..comm.generators import GENERATORS, draws_undone
-from ..examine.host_state_changes import Copies
-from ..examine.outer_state_reads import FINAL
+from ..objects.host_state_changes import Copies
 from ..objects.library_or_user import arguments_of, is_of_library
+from ..objects.outer_state_reads import FINAL
 from ..objects.snapshot import Snapshot, require_undone
 from ..objects.spaces import is_hooked
 from ..parallel.tensor.cut_rules import Rules

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from quintsched.errors import MisfitError
 
 from ..blocks.without_side_effects import run_alone
-from ..examine.host_state_changes import label_of, tensors_in
+from ..objects.host_state_changes import label_of, tensors_in
 from ..objects.library_or_user import arguments_of, is_of_library
 
 _CURRENT: ContextVar[Walk | None] = ContextVar("walk", default=None)

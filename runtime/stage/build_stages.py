@@ -26,8 +26,8 @@ from ..blocks.dtensor import local_of, prepare_sharded
 from ..blocks.module_state import spread_buffers
 from ..comm import Group
 from ..comm.host_collectives import first_said
-from ..examine.built_alike import why_unlike
-from ..examine.weights_not_held import why_separated
+from ..guards.built_alike import why_unlike
+from ..guards.weights_not_held import why_separated
 from ..parallel.cut_proofs.prove_cuts import Prover
 from ..parallel.dropout import Masks, key_dropouts
 from ..parallel.expert.moe import apply_expert_parallel, mixtures

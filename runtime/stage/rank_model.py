@@ -27,13 +27,13 @@ from ..blocks.module_state import require_saved
 from ..comm import LocalTransport, Transport
 from ..comm.host_collectives import share_bytes
 from ..comm.torch_modes import Modes
-from ..examine.eval_mode import eval_mode_warning
-from ..examine.host_state_changes import Copies, SharedOrigin, sources_of
-from ..examine.in_common.common_state import CommonState
-from ..examine.in_common.shared_state import SharedState
-from ..examine.microbatch_state import LateState
-from ..examine.refused_combinations import BlockUse, require_usable_blocks
-from ..examine.weights_not_held import WeightsElsewhere
+from ..guards.common_state import CommonState
+from ..guards.eval_mode import eval_mode_warning
+from ..guards.microbatch_state import LateState
+from ..guards.refused_combinations import BlockUse, require_usable_blocks
+from ..guards.shared_state import SharedState
+from ..guards.weights_not_held import WeightsElsewhere
+from ..objects.host_state_changes import Copies, SharedOrigin, sources_of
 from ..parallel.context.context_parallel import ContextParallel
 from ..parallel.cut_proofs.prove_cuts import Prover
 from ..parallel.dropout import Masks

@@ -21,7 +21,7 @@ from quintsched.errors import MisfitError
 
 from ..agreement.sections import agree
 from ..blocks.number_types import is_low
-from ..examine.microbatch_state import changed_line
+from ..guards.microbatch_state import changed_line
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.rank_model import RankModel
 

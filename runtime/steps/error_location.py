@@ -18,10 +18,10 @@ from quintsched.stalls.own_errors import message_of, said
 from ..autograd.run_backward import run_backward
 from ..blocks.failing_module import block_of, frames, place_of
 from ..blocks.trees import TreeSpec
-from ..examine.function_state import tensors_with_rows
+from ..losses.function_state import tensors_with_rows
+from ..losses.weighed_metrics import WeighedMetric
+from ..losses.weighted_losses import WeighedLoss
 from ..stage.stage_forward import StageForward
-from ..stage.weighed_metrics import WeighedMetric
-from ..stage.weighted_losses import WeighedLoss
 from .units import Units
 
 _MOST_NAMED = 3

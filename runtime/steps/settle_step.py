@@ -28,7 +28,7 @@ from ..blocks.shape_inference import trace_shapes
 from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import TreeSpec
 from ..comm.host_collectives import is_same
-from ..examine.microbatch_state import (
+from ..guards.microbatch_state import (
     changed_line,
     counters_made,
     norms_line,

@@ -30,9 +30,9 @@ from ..blocks.tree_words import from_words, to_words
 from ..blocks.trees import Tree, TreeSpec, map_tensors, tensors_of
 from ..blocks.without_side_effects import BlockResult, run_block, untouched
 from ..comm import Group
-from ..examine.gradients.nonlinear_backwards import GatheredWeights
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
+from .block_findings import GatheredWeights
 from .step_header import Announcer
 from .units import UnitSpec
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ...blocks.trees import TensorSpec
 from ...blocks.without_side_effects import Kept, untouched
+from ...guards.own_backwards import hooks_of, is_known
 from ...objects.snapshot import Snapshot
 from ...parallel.cut_proofs.trial_inputs import Arrival, TrialInput, draw
 from ..block_runs import RunBlock, SameDraws, run_with_graph
-from .own_backwards import hooks_of, is_known
 
 
 def anyhow(_: range) -> AbstractContextManager[None]:

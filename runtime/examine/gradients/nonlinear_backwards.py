@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +30,16 @@ from torch.distributed.tensor import DTensor
 from ...blocks.block_outlines import accepted_extras
 from ...blocks.dtensor import is_sharded
 from ...blocks.without_side_effects import Kept, untouched
+from ...guards.own_backwards import Calls, Code, HooksAndModules, Watched, hooks_of
 from ...objects.plain_code import asking_elsewhere
 from ...objects.snapshot import Snapshot
 from ...parallel.cut_proofs.block_kinds import content_of
 from ...parallel.cut_proofs.trial_inputs import Arrival
+from ...steps.block_findings import GatheredWeights, Unlinear
 from ..block_runs import RunBlock, SameDraws, run_with_graph
 from ..other_extras import Agree, others_of
 from .microbatch_gradients import anyhow, why_of_microbatch, why_of_others
 from .other_branches import MOST_ASKED, OtherAnswers, answered
-from .own_backwards import Calls, Code, HooksAndModules, Watched, hooks_of
 from .trial_backwards import Begin, Draws, TrialGradients, gradients_of, made_behind
 
 _SCALES, _SHORT_SCALES = (2.0**-10, 2.0**10), (2.0**-4, 2.0**4)
@@ -57,7 +57,6 @@ _STEERED = (
     "set an attribute of it)"
 )
 
-GatheredWeights = Callable[[int], AbstractContextManager[None]]
 ArrivalOf = Callable[[int, bool], Arrival]
 """Function (block number, few samples?) → inputs of the block: `FEW` samples, or as many as cost least."""
 
@@ -67,17 +66,6 @@ _SEES = (
     "optimizer's step look at p.grad)"
 )
 _COUNTS = "block {} ({}) divides gradients by how often ids are in a batch, scale_grad_by_freq=True"
-
-
-class Unlinear(NamedTuple):
-    """Reason why the backward of a block is not linear, in words; "": it is linear.
-
-    `adds`: linear except for a constant that it adds. `is_of_each`: each sample has the gradient that it has alone.
-    """
-
-    why: str = ""
-    adds: bool = False
-    is_of_each: bool = False
 
 
 def why_unlinear(

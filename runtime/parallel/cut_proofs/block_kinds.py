@@ -37,7 +37,7 @@ from .compare_twins import BlockKind
 _COUNTERS = ("idx", "index", "layer", "layer_id", "layer_number", "number", "i", "block_id")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, CodeType)
 _SEQUENCES = (tuple, list, deque)
-_OBSERVERS = ("quintsched.runtime.examine.", "quintsched.runtime.splitting.")
+_OBSERVERS = tuple(f"quintsched.runtime.{room}." for room in ("examine", "guards", "losses", "objects", "splitting"))
 """Observers that this package attaches to modules' attributes; only their code is compared."""
 _MODELS = "quintsched.runtime.models."
 """Models of this package, whose options are compared by content; its other objects are compared by identity."""

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quintsched.runtime import MoE
-from quintsched.runtime.examine.losses.loss_reductions import Over
+from quintsched.runtime.losses.loss_reductions import Over
 
 WIDTH, SAMPLES = 4, 13
 

@@ -14,11 +14,12 @@ from torch.nn import functional as F
 from quintsched.errors import MisfitError
 from quintsched.runtime import Carry, run_local
 from quintsched.runtime.examine.block_losses import examine_block_loss
-from quintsched.runtime.examine.losses.loss_reductions import Over
+from quintsched.runtime.losses.loss_reductions import Over
 from quintsched.runtime.parallel.cut_proofs import trial_inputs
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree
 
 from ...helpers.training import train_alone
+from ..trials import engine_of, ones, refused, sgd, step, taken
 from .loss_blocks import (
     EVERY,
     MEAN,
@@ -34,7 +35,6 @@ from .loss_blocks import (
     near,
     pair,
 )
-from .trials import engine_of, ones, refused, sgd, step, taken
 
 
 def found_of(block, samples=SAMPLES, seed=0, **extras):

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from quintsched.errors import MisfitError
 from quintsched.runtime import run_local
 
+from ..trials import engine_of
 from .loss_blocks import MEAN, SUMS, VARIANCE, WIDTH, Block, pair
-from .trials import engine_of
 
 
 class OtherInEvaluations(Block):

@@ -8,8 +8,8 @@ from torch import nn
 
 from quintsched.runtime.examine.gradients.microbatch_gradients import why_of_microbatch, why_of_others
 
+from ..trials import refused
 from .backward_blocks import ARRIVAL, LINEAR, Block, backward_of, halve, hooked, run
-from .trials import refused
 
 
 class Kept(torch.autograd.Function):

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from quintsched.runtime.examine.gradients import nonlinear_backwards
 from quintsched.runtime.examine.gradients.nonlinear_backwards import why_unlinear
 
+from ..trials import ones, refused, taken
 from .backward_blocks import INSTALLED, AddsLoss, Block, backward_of, hooked, sign
-from .trials import ones, refused, taken
 
 X3 = ones(4, 3, dtype=torch.float64)
 

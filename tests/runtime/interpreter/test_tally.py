@@ -11,7 +11,7 @@ import torch
 
 from quintsched.runtime.comm import Transport, Work, run_local
 from quintsched.runtime.interpreter.tally import Tally
-from quintsched.runtime.stage.weighted_losses import Counted
+from quintsched.runtime.losses.weighted_losses import Counted
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import split
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.examine.in_common.shared_state import SharedState
+from quintsched.runtime.guards.shared_state import SharedState
 from quintsched.runtime.objects.host_values import numbers_of
 
 from ...helpers.training import (

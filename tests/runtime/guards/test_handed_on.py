@@ -1,0 +1,226 @@
+"""Values that blocks and losses of several stages hand on through objects, and state that goes by microbatches."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from ..trials import ones, step, taken
+
+
+class Place:
+    h = None
+
+    def __init__(self):
+        self.log, self.norms, self.calls, self.seen = [], {}, 0, set()
+
+
+def counters_of(offsets):
+    """Return functions that have variables around them: one that the first sets and the last reads, and their own."""
+    shared = 0
+
+    def set_shared():
+        nonlocal shared
+        shared += 1
+
+    def own():
+        calls = 0
+
+        def count():
+            nonlocal calls
+            calls += 1
+            return calls + offsets[0]
+
+        return count
+
+    return [set_shared, own(), own(), lambda: shared]
+
+
+def layers_of(do):
+    """Return layers that do something with a place that all have, by their numbers."""
+    place, counters = Place(), counters_of([0.0])
+
+    class Layer(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.fc, self.number, self.aux = nn.Linear(3, 3), number, 0.0
+            self.counter = counters[number]
+
+        def forward(self, h):
+            return do(self, place, self.fc(h))
+
+    return [Layer(number) for number in range(4)]
+
+
+def hand_on(layer, place, h):
+    if layer.number == 0:
+        place.h = h.detach()
+    return h if layer.number != 3 or place.h is None else torch.cat([h, place.h]).tanh()[: len(h)]
+
+
+def feed_back(layer, place, h):
+    h = h if layer.number or place.h is None else h + place.h.mean()
+    if layer.number == 3:
+        place.h = h.detach()
+    return h
+
+
+def count_for_another(layer, place, h):
+    return h if layer.number in (1, 2) else h * (1 + (layer.counter() or 0))
+
+
+def count_alone(layer, place, h):
+    return h * (1 + layer.counter()) if layer.number in (1, 2) else h
+
+
+def use_as_scratch(layer, place, h):
+    place.h = h.mean()
+    return h + place.h
+
+
+def cache(layer, place, h):
+    if place.h is None:
+        place.h = torch.linspace(0, 1, 3)
+    return h + place.h
+
+
+def keep_aux(layer, place, h):
+    layer.aux = h.square().mean()
+    return h
+
+
+def plain(layers):
+    return nn.functional.mse_loss
+
+
+def with_aux(layers):
+    return lambda output, y: nn.functional.mse_loss(output, y) + sum(getattr(layer, "aux") for layer in layers)  # noqa: B009
+
+
+def hand_on_a_number(layer, place, h):
+    if layer.number == 1:
+        place.h = float(h.detach().abs().mean())  # which a block says that needs data
+    return h if layer.number != 3 else h * (1 + (place.h or 0.0))
+
+
+def hand_on_behind_a_look(layer, place, h):
+    if layer.number == 1:
+        if h.abs().max().item() > 1e6:
+            raise ValueError
+        place.h = h.detach().mean()
+    return h if layer.number != 3 or place.h is None else h * (1 + place.h)
+
+
+def append_late(layer, place, h):
+    if layer.number == 0 and layer.training and layer.aux:
+        place.log.append(1)
+    return h * (1 + len(place.log)) if layer.number == 3 else h
+
+
+def append_at_once(layer, place, h):
+    if layer.number == 0:
+        place.log.append(1)
+    return h * (1 + len(place.log)) if layer.number == 3 else h
+
+
+def add_at_once(layer, place, h):
+    if layer.number == 0:
+        place.seen.add(len(place.seen))
+    return h * (1 + len(place.seen)) if layer.number == 3 else h
+
+
+def append_in_backward(layer, place, h):
+    if layer.number == 3 and h.requires_grad:
+        h.register_hook(lambda grad: place.log.append(1))
+    return h * (1 + len(place.log)) if layer.number == 0 else h
+
+
+def log_in_backward(layer, place, h):
+    if h.requires_grad:
+        h.register_hook(lambda grad: place.norms.setdefault(f"layer {layer.number}", []).append(grad.norm()))
+    return h
+
+
+def steps_of(do, loss, steps=1):
+    """Return how to train layers that do something, the first of them late."""
+
+    def make():
+        torch.manual_seed(0)
+        return layers_of(do)
+
+    def change(layers, number):
+        layers[0].aux = number > 1
+
+    return {"make": make, "batches": ones(4, 3, steps=steps), "change": change, "loss_of": loss, "schedule": "gpipe"}
+
+
+def refusal(do, loss, steps):
+    (said,) = {found[-1] for found in step(**steps_of(do, loss, steps))}
+    return said
+
+
+@pytest.mark.parametrize(
+    ("do", "loss", "says"),
+    [
+        (hand_on, plain, r"blocks 0 \(Layer\) and 3 \(Layer\) hand 'h' on through an object, .* stages 0 and 1"),
+        (feed_back, plain, r"blocks 0 \(Layer\) and 3 \(Layer\) hand 'h' on through an object, .* stages 0 and 1"),
+        (
+            count_for_another,
+            plain,
+            r"blocks 0 \(Layer\) and 3 \(Layer\) hand 'shared' on through an object, .* 0 and 1",
+        ),
+        (
+            keep_aux,
+            with_aux,
+            r"block 0 \(Layer\), or what runs on its stage, sets 'aux' in a .*, and the loss reads it",
+        ),
+    ],
+)
+def test_what_stages_hand_on_through_objects_is_refused(do, loss, says):
+    assert re.match(says + ".*pass it on in the forward", refusal(do, loss, 1))
+
+
+@pytest.mark.parametrize("do", [hand_on_a_number, hand_on_behind_a_look])
+def test_what_blocks_hand_on_that_need_data_is_refused_in_the_step(do):
+    says = r"block \d \(Layer\), or what runs on its stage, sets 'h' .*, and block \d \(Layer\) reads it on another"
+    assert re.match(says, refusal(do, plain, 2))
+
+
+@pytest.mark.parametrize("do", [append_late, append_in_backward, append_at_once, add_at_once])
+def test_what_steps_begin_to_write_or_backwards_write_is_refused(do):
+    says = r"block \d \(Layer\), or what runs on its stage, sets .*(log|seen)' .*, and block \d \(Layer\) reads it"
+    assert re.match(says, refusal(do, plain, 4))
+
+
+def test_logs_that_only_the_loop_reads_may_be_in_one_object():
+    taken(**steps_of(log_in_backward, plain, 3))
+
+
+@pytest.mark.parametrize("do", [use_as_scratch, cache, count_alone])
+def test_what_each_block_makes_for_itself_may_be_in_one_object(do):
+    taken(**steps_of(do, plain))
+
+
+def count_beside(layer, place, h):
+    if layer.number == 1:
+        place.calls += 1
+    return h
+
+
+@pytest.mark.parametrize(
+    ("do", "names"),
+    [
+        (keep_aux, "block 0 (Layer).aux, block 1 (Layer).aux, block 2 (Layer).aux and 1 more:"),
+        (count_beside, "Layer.forward, place.calls:"),
+    ],
+)
+def test_state_that_goes_by_microbatches_is_said(caplog, do, names):
+    with caplog.at_level(logging.WARNING, "quintsched"):
+        taken(**steps_of(do, plain))
+    (line,) = [record.message for record in caplog.records if "counts microbatches" in record.message]
+    assert line.startswith(names)
+    assert "a step has 2" in line

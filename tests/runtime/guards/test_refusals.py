@@ -1,0 +1,156 @@
+"""Each row of the table of refusals refuses what it is for, in the first voice, and nothing beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime.guards import refused_combinations
+from quintsched.runtime.guards.refused_combinations import REFUSALS, BlockUse, require_usable_blocks
+from quintsched.runtime.parallel.expert.moe import MoE
+from quintsched.runtime.stage.build_stages import cuts_of
+
+WIDTH = 4
+
+
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+def norm() -> nn.Module:
+    return nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))
+
+
+def own_norm() -> nn.Module:
+    return nn.InstanceNorm1d(WIDTH, track_running_stats=True)
+
+
+def mixture(*, drops: bool = False) -> nn.Module:
+    return MoE(WIDTH, 2, lambda: nn.Sequential(linear(), nn.Dropout(0.1 if drops else 0.0)))
+
+
+class Looking(nn.Linear):
+    """Looks beyond its slice of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, past: Any = None, context: Any = None) -> Tensor:
+        return super().forward(x)
+
+
+class Exit(nn.Linear):
+    """Has a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Any:
+        return x, (super().forward(x) - targets).square().sum()
+
+
+@dataclass(frozen=True)
+class Case:
+    """Blocks and their use, which one row refuses."""
+
+    words: str
+    blocks: list[Callable[[], nn.Module]]
+    mesh: str = "pp=2"
+    schedule: str = "1f1b"
+    more: dict[str, Any] = field(default_factory=dict)
+    buffers: Any = "merge"
+    device: str = "cpu"
+    error: type[Exception] = MisfitError
+    is_sliced: bool = False
+    cuda_graph: bool = False
+
+
+SLICED = {"schedule": "seq-1f1b", "more": {"slices": 2}}
+CASES: tuple[Case, ...] = (
+    Case("seq-1f1b cuts sequences into 2 slices, but no block takes `past`", [linear] * 2, **SLICED),
+    Case("mesh pp=2,cp=2 cuts sequences over cp, but no block takes `context`", [linear] * 2, "pp=2,cp=2"),
+    Case("one of 3 blocks of stage 0 is to be recomputed, but it has 2; set", [linear] * 4, more={"recompute": 3}),
+    Case("a block of stage 0 takes targets, but .* compile it with --losses 0,1$", [Exit, linear]),
+    Case("block 1 takes targets, and sequence parallelism gives it a slice", [linear, Exit], is_sliced=True),
+    Case(r"1\.1 \(BatchNorm1d\) averages .* and seq-1f1b gives it slices", [Looking, norm], **SLICED),
+    Case(r"1\.1 \(BatchNorm1d\) averages .* and sequence_parallel gives", [linear, norm], is_sliced=True),
+    Case(r"1 \(InstanceNorm1d\) averages .* and mesh pp=2,cp=2", [Looking, own_norm], "pp=2,cp=2", buffers="sync"),
+    Case(r"1\.1 \(BatchNorm1d\) averages .* and mesh pp=2,cp=2 .* buffers='sync'", [Looking, norm], "pp=2,cp=2"),
+    Case(r"0\.1 \(BatchNorm1d\) has running statistics, and dualpipe", [norm, linear] * 2, schedule="dualpipe"),
+    Case(r"the buffer '0\.1' changes in every forward", [norm, linear], "dp=2,pp=2", buffers="refuse"),
+    Case(
+        "dualpipe-v lets a forward and a backward overlap, in which batch norms",
+        [norm, *[linear] * 3],
+        "dp=2,pp=2",
+        "dualpipe-v",
+        {"overlap": True},
+        buffers="sync",
+    ),
+    Case("block 1 has a dropout within the experts of 'itself'", [linear, lambda: mixture(drops=True)]),
+    Case(
+        r"block 1 drops out by a LSTM \(itself\), whose masks would not agree over mesh pp=2",
+        [linear, lambda: nn.LSTM(WIDTH, WIDTH, 2, dropout=0.1)],
+        device="cuda",
+    ),
+    Case("PyTorch has sharded modules of stage 0, whose activations", [linear] * 2, more={"offload": 1}),
+    Case(r"PyTorch has sharded block 0 \(DTensor\), whose weights ZeRO-1", [linear] * 2, "dp=2,pp=2", more={"zero": 1}),
+    Case(
+        "blocks draw random numbers",
+        [linear, lambda: nn.Dropout(0.1)],
+        error=UsageError,
+        cuda_graph=True,
+    ),
+    Case("the mixture of experts itself asks", [linear, mixture], error=UsageError, cuda_graph=True),
+)
+"""One for each row, in the same order."""
+
+
+def run_of(case: Case) -> BlockUse:
+    """Return what a case asks about."""
+    plan = qs.compile(case.schedule, mesh=case.mesh, microbatches=4, **case.more)
+    blocks = [block() for block in case.blocks]
+    cuts = cuts_of(plan, blocks, None)
+    return BlockUse(
+        plan, torch.device(case.device), blocks, cuts, lambda number: case.is_sliced, case.buffers, case.cuda_graph
+    )
+
+
+@pytest.mark.parametrize("number", range(len(REFUSALS)))
+def test_a_row_refuses_what_it_is_for(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, row = CASES[number], REFUSALS[number]
+    if row.fact is refused_combinations.SHARDED:
+        row = row._replace(fact=refused_combinations.BLOCKS)
+        monkeypatch.setattr(refused_combinations, "REFUSALS", (*REFUSALS[:number], row, *REFUSALS[number + 1 :]))
+    with pytest.raises(case.error, match=case.words):
+        require_usable_blocks(run_of(case))
+    monkeypatch.setattr(refused_combinations, "REFUSALS", (*REFUSALS[:number], *REFUSALS[number + 1 :]))
+    require_usable_blocks(run_of(case))
+
+
+def test_there_is_a_case_for_each_row() -> None:
+    assert len(CASES) == len(REFUSALS)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("", [norm, linear] * 2, "dp=2,pp=2"),
+        Case("", [norm, linear], "dp=2,pp=2", buffers="sync"),
+        Case("", [Looking, norm], "pp=2,cp=2", buffers="sync"),
+        Case("", [Looking, linear], **SLICED),
+        Case("", [Exit, linear], more={"losses": [0, 1]}),
+        Case("", [lambda: norm().eval(), linear] * 2, schedule="dualpipe"),
+        Case("", [mixture, linear], "ep=2,pp=2"),
+        Case("", [lambda: nn.LSTM(WIDTH, WIDTH, 2, dropout=0.1), linear]),
+        Case("", [linear, lambda: nn.Dropout(0.0)], cuda_graph=True),
+    ],
+)
+def test_other_uses_of_the_same_blocks_are_no_matter(case: Case) -> None:
+    require_usable_blocks(run_of(case))

@@ -1,0 +1,200 @@
+"""State that forwards change in whole runs: named, put back after trials, or refused."""
+
+import copy
+import io
+from array import array
+from contextvars import Context, ContextVar
+from queue import SimpleQueue
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import split
+
+from ...helpers.training import require_equal, train_alone, train_ranks
+from ..trials import ones, sgd, taken
+from .late_layers import Layer, counted, in_evaluations, losses
+
+
+def averaged(layer):
+    if layer.training:
+        with torch.no_grad():
+            for slow, fast in zip(layer.slow.parameters(), layer.fc.parameters(), strict=True):
+                slow.lerp_(fast, 0.2)
+    return layer.slow.weight.sum()
+
+
+def halved(layer):
+    if layer.late:
+        layer.slow.weight.data.mul_(0.5)
+    return layer.slow.weight.sum()
+
+
+def with_buffer(does):
+    layer = Layer(does)
+    layer.register_buffer("n", torch.zeros(()))
+    return layer
+
+
+def with_teacher(does):
+    layer = Layer(does)
+    layer.slow = copy.deepcopy(layer.fc).requires_grad_(False)
+    return layer
+
+
+NAMED = {
+    "a buffer, late": (with_buffer(counted), "block 1 (Layer).n"),
+    "a buffer, in evaluations": (with_buffer(in_evaluations), "block 1 (Layer).n"),
+    "a teacher that begins as a copy": (
+        with_teacher(averaged),
+        "block 1 (Layer).slow.weight, block 1 (Layer).slow.bias",
+    ),
+    "through .data, late": (with_teacher(halved), "block 1 (Layer).slow.weight"),
+}
+
+
+@pytest.mark.parametrize(("layer", "name"), NAMED.values(), ids=NAMED)
+def test_what_forwards_change_late_is_named_in_a_run(layer, name, named):
+    losses(layer, steps=6)
+    assert named() == [name]
+
+
+def appended(layer):
+    layer.held.append(1)
+    return 1 / len(layer.held)
+
+
+def written(layer):
+    layer.held.write("x" if isinstance(layer.held, io.StringIO) else b"x")
+    return 1 / layer.held.tell()
+
+
+HELD = {
+    "array": (appended, array("l")),
+    "bytearray": (appended, bytearray()),
+    "text": (written, io.StringIO()),
+    "bytes": (written, io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize(("does", "held"), HELD.values(), ids=HELD)
+def test_trials_put_back_what_is_in_memory(does, held):
+    def count(layer):
+        layer.held += 1
+        return 1 / layer.held
+
+    layers = []
+    for what, memory in ((does, held), (count, 0)):
+        torch.manual_seed(0)
+        layers.append(Layer(what, held=memory))
+    assert losses(layers[0], microbatches=1) == losses(layers[1], microbatches=1)
+
+
+def next_of(layer):
+    if layer.held is None:
+        layer.held = iter([1.0] * 100)
+    return next(layer.held)
+
+
+def queued(layer):
+    layer.held.put(1)
+    return 1 / layer.held.qsize()
+
+
+@pytest.mark.parametrize(("does", "held"), [(next_of, None), (queued, SimpleQueue())])
+def test_what_cannot_be_put_back_is_refused_when_it_is_made_too(does, held):
+    with pytest.raises(MisfitError, match=r"block 1 \(Layer\) goes by .*\.held, a .*cannot be put back"):
+        losses(Layer(does, held=held))
+
+
+class Frozen(nn.Linear):
+    """A linear layer that is trained from the second step on."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.step = 0
+
+    def forward(self, x):
+        self.requires_grad_(self.step > 0)
+        return torch.tanh(super().forward(x))
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([Frozen(), Frozen()]), nn.Linear(3, 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_forward_that_freezes_its_own_weights_is_split():
+    def change(model, step):
+        for layer in model.layers:
+            layer.step = step
+
+    torch.manual_seed(0)
+    model, x = Whole(), torch.ones(4, 3)
+    given = model, F.mse_loss, sgd, [(x, 2 * x)] * 3
+    ranks = train_ranks(qs.compile("gpipe", mesh="pp=2", microbatches=2), *given, before=change)
+    require_equal(ranks, train_alone(*given, dtype=None, before=change), 1e-6)
+
+
+FACTOR = ContextVar("factor", default=0.0)
+
+
+class Contextual(nn.Module):
+    """Hands on through a context variable what its next forward goes by."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(3, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h, factor = torch.tanh(self.fc1(x)), FACTOR.get()
+        FACTOR.set(h.detach().mean())
+        return x + self.fc2(h) * (1 + factor)
+
+
+@pytest.mark.parametrize("mesh", ["pp=1", "tp=2"])
+def test_what_trials_put_into_context_variables_is_gone(mesh):
+    torch.manual_seed(0)
+    numbers = [torch.randn(4, 3, generator=torch.Generator().manual_seed(step)) for step in range(6)]
+    given = [Contextual()], F.mse_loss, sgd, list(zip(numbers[:3], numbers[3:], strict=True))
+    ranks = train_ranks(qs.compile("1f1b", mesh=mesh, microbatches=1), *given)
+    require_equal(ranks, Context().run(lambda: train_alone(*given, dtype=torch.float32)), 1e-5)
+
+
+class Warming(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.Linear(3, 3)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps += 1
+        x = x * (self.steps / 10).clamp(max=1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_buffer_of_the_model_that_code_between_layers_changes_is_named(caplog, named):
+    taken(lambda: split(Warming(), example=torch.ones(4, 3)), ones(4, 3))
+    assert "steps" in [place.rpartition(".")[2] for place in named("changed by forwards, of which a step has 2")]
+
+
+def test_a_buffer_that_the_loop_deletes_is_none_of_replicas():
+    def change(blocks, step):
+        if step == 1:
+            del blocks[0].n
+            blocks[0].n = 0.5
+
+    layer = with_buffer(lambda layer: 1 + layer.n)
+    taken([layer], ones(8, 3, steps=3), mesh="dp=2", microbatches=1, change=change)

@@ -1,0 +1,279 @@
+"""Denominators of losses from the literature: each is weighed so that microbatches give the batch's, or refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quintsched.runtime.losses.experiments.metric_examination import MetricExamination, StatedMetricExamination
+from quintsched.runtime.losses.experiments.sum_or_mean import LossExamination
+from quintsched.runtime.losses.function_state import versions_kept
+from quintsched.runtime.losses.loss_reductions import Over
+
+CLASSES, TOKENS, SAMPLES = 5, 6, 8
+RANDOM = torch.Generator().manual_seed(1)
+ROWS = torch.randn(SAMPLES, CLASSES, generator=RANDOM)
+IDS = torch.randint(0, CLASSES, (SAMPLES,), generator=RANDOM)
+NUMBERS = torch.rand(SAMPLES, CLASSES, generator=RANDOM)
+LOGITS = torch.randn(SAMPLES, TOKENS, CLASSES, generator=RANDOM)
+LABELS = torch.randint(0, CLASSES, (SAMPLES, TOKENS), generator=RANDOM)
+MASK = (torch.rand(SAMPLES, TOKENS, generator=RANDOM) > 0.4).float()
+CLASS_WEIGHTS = torch.rand(CLASSES, generator=RANDOM) + 0.1
+LENGTHS = torch.tensor([1, 2, 1, 2, 2, 1, 1, 2])
+CTC = (LABELS[:, :2].clamp(min=1), torch.full((SAMPLES,), TOKENS), LENGTHS)
+
+
+def examine_loss(loss: Any, output: Any, targets: Any, samples: int, *, sliced: bool = False) -> Any:
+    with versions_kept(loss):
+        return LossExamination(loss, output, targets, samples, sliced=sliced).examine_loss()
+
+
+def each(output: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross-entropy of each target, also of such as are negative."""
+    rows = F.cross_entropy(output.flatten(0, -2), targets.clamp(min=0).flatten(), reduction="none")
+    return rows.view_as(targets)
+
+
+def focal(output: Tensor, targets: Tensor) -> Tensor:
+    losses = F.cross_entropy(output, targets, reduction="none")
+    return (CLASS_WEIGHTS.to(losses.dtype)[targets] * (1 - torch.exp(-losses)) ** 2 * losses).mean()
+
+
+def masked(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    return (each(output, targets[0]) * targets[1]).sum() / targets[1].sum()
+
+
+def of_two_pads(output: Tensor, targets: Tensor) -> Tensor:
+    counts = (targets != 0) & (targets != 3)
+    return (each(output, targets) * counts).sum() / counts.sum()
+
+
+def of_two_pads_clamped(output: Tensor, targets: Tensor) -> Tensor:
+    counts = (targets != 0) & (targets != 3)
+    return (each(output, targets) * counts).sum() / counts.sum().clamp(min=1)
+
+
+def masked_clamped(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    return (each(output, targets[0]) * targets[1]).sum() / (targets[1].sum() + 1e-6)
+
+
+def with_a_gradient(output: Tensor, targets: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad(output.square().sum(), output, create_graph=True)
+    return F.mse_loss(output, targets) + slope.square().mean()
+
+
+def by_samples(output: Tensor, targets: Tensor) -> Tensor:
+    kept = targets != -100
+    return ((each(output, targets) * kept).sum(1) / kept.sum(1)).mean()
+
+
+def ctc(output: Tensor, targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    return F.ctc_loss(output.log_softmax(-1).transpose(0, 1), *targets)
+
+
+def distilled(output: Tensor, targets: Tensor) -> Tensor:
+    return 4 * F.kl_div(F.log_softmax(output / 2, -1), F.softmax(targets / 2, -1), reduction="batchmean")
+
+
+FOUND: dict[str, tuple[Any, Tensor, Any, Over]] = {
+    "cross-entropy": (F.cross_entropy, ROWS, IDS, Over.TARGETS),
+    "sum": (nn.CrossEntropyLoss(reduction="sum"), ROWS, IDS, Over.SUM),
+    "sum / constant": (lambda o, t: (o - t).square().sum() / 8, ROWS, NUMBERS, Over.SUM),
+    "class weights": (nn.CrossEntropyLoss(CLASS_WEIGHTS), ROWS, IDS, Over.CLASSES),
+    "smoothed": (lambda o, t: F.cross_entropy(o, t, CLASS_WEIGHTS.to(o.dtype), label_smoothing=0.1), ROWS, IDS, None),
+    "another pad": (lambda o, t: F.cross_entropy(o, t, ignore_index=255), ROWS, IDS, Over.TARGETS),
+    "shifted": (lambda o, t: F.cross_entropy(o[:, :-1].flatten(0, 1), t[:, 1:].flatten()), LOGITS, LABELS, None),
+    "mask": (masked, LOGITS, (LABELS, MASK), Over.NUMBERS),
+    "mask, clamped": (masked_clamped, LOGITS, (LABELS, MASK), Over.NUMBERS),
+    "gradient": (with_a_gradient, ROWS, NUMBERS, Over.TOKENS),
+    "mean of means": (by_samples, LOGITS, LABELS, Over.SAMPLES),
+    "focal": (focal, ROWS, IDS, Over.SAMPLES),
+    "ctc": (ctc, LOGITS, CTC, Over.SAMPLES),
+    "distilled": (distilled, ROWS, NUMBERS, Over.SAMPLES),
+    "huber": (nn.HuberLoss(), ROWS, NUMBERS, Over.TOKENS),
+    "weights": (lambda o, t: F.mse_loss(o, t, weight=t), ROWS, NUMBERS, Over.NUMBERS),
+    "probabilities": (lambda o, t: F.binary_cross_entropy(o, t), ROWS.sigmoid(), NUMBERS, Over.TOKENS),
+    "detached": (lambda o, t: F.mse_loss(o.detach(), t), ROWS, NUMBERS, Over.SAMPLES),
+}
+
+
+def rows(tree: Any, count: int) -> Any:
+    return tuple(leaf[:count] for leaf in tree) if isinstance(tree, tuple) else tree[:count]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("samples", [1, 3, SAMPLES])
+@pytest.mark.parametrize("name", FOUND)
+def test_a_loss_is_weighed_by_what_it_is_over(name: str, samples: int) -> None:
+    loss, output, targets, over = FOUND[name]
+    weight, why = examine_loss(loss, rows(output, samples), rows(targets, samples), samples)
+    assert weight is not None, why
+    assert over is None or weight.over is over
+    if name == "another pad":
+        assert weight.ignored == 255
+    if name == "shifted":
+        assert (weight.over, weight.shift) == (Over.TARGETS, 1)
+
+
+def supcon(output: Tensor, targets: Tensor) -> Tensor:
+    similar = F.normalize(output, dim=1) @ F.normalize(output, dim=1).T
+    same = (targets[:, None] == targets[None]).to(output.dtype)
+    return -(((similar - similar.logsumexp(1, keepdim=True)) * same).sum(1) / same.sum(1)).mean()
+
+
+def dice(output: Tensor, targets: Tensor) -> Tensor:
+    found = output.sigmoid()
+    return 1 - 2 * (found * targets).sum() / (found.sum() + targets.sum())
+
+
+def ccc(output: Tensor, targets: Tensor) -> Tensor:
+    shared = ((output - output.mean()) * (targets - targets.mean())).mean()
+    return 1 - 2 * shared / (output.var() + targets.var() + (output.mean() - targets.mean()) ** 2)
+
+
+def gan_hinge(output: Tensor, targets: Tensor) -> Tensor:
+    is_real = targets > 0.5
+    return F.relu(1 - output[is_real]).mean() + F.relu(1 + output[~is_real]).mean()
+
+
+REFUSED: dict[str, tuple[Callable[..., Tensor], Tensor, Any]] = {
+    "two pads": (of_two_pads, LOGITS, LABELS),
+    "two pads, clamped": (of_two_pads_clamped, LOGITS, LABELS),
+    "two pads, indexed": (lambda o, t: -each(o, t)[(t != 0) & (t != 3)].mean(), LOGITS, LABELS),
+    "rmse": (lambda o, t: F.mse_loss(o, t).sqrt(), ROWS, NUMBERS),
+    "by those found": (lambda o, t: o.square().sum() / (t > 0).sum().clamp(min=1), LOGITS, LABELS),
+    "norm": (lambda o, t: (o - t).norm(), ROWS, NUMBERS),
+    "log of a mean": (lambda o, t: F.mse_loss(o, t).log(), ROWS, NUMBERS),
+    "maximum": (lambda o, t: F.cross_entropy(o, t, reduction="none").max(), ROWS, IDS),
+    "quantile": (lambda o, t: (o - t).abs().mean(1).quantile(0.9), ROWS, NUMBERS),
+    "hardest": (lambda o, t: each(o, t).topk(max(1, len(o) // 2)).values.mean(), ROWS, IDS),
+    "infonce": (lambda o, t: F.cross_entropy(o @ t.T, torch.arange(len(o))), ROWS, NUMBERS),
+    "supcon": (supcon, ROWS, IDS),
+    "dice": (dice, ROWS, NUMBERS.round()),
+    "ccc": (ccc, ROWS, NUMBERS),
+    "vicreg": (lambda o, t: F.mse_loss(o, t) + F.relu(1 - (o.var(0) + 1e-4).sqrt()).mean(), ROWS, NUMBERS),
+    "gan hinge": (gan_hinge, ROWS[:, 0], (IDS > 1).float()),
+    "two means": (lambda o, t: F.cross_entropy(o, t) + 0.1 * o.square().mean(), ROWS, IDS),
+    "balanced": (
+        lambda o, t: F.cross_entropy(o, t, 1 / torch.bincount(t, minlength=CLASSES).clamp(1).to(o)),
+        ROWS,
+        IDS,
+    ),
+    "sum / root": (lambda o, t: (o - t).square().sum() / len(o) ** 0.5, ROWS, NUMBERS),
+}
+
+
+@pytest.mark.filterwarnings("ignore:var")
+@pytest.mark.parametrize("samples", [1, 3, SAMPLES])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_weights_of_microbatches_make_up_is_refused(name: str, samples: int) -> None:
+    loss, output, targets = REFUSED[name]
+    weight, why = examine_loss(loss, rows(output, samples), rows(targets, samples), samples)
+    assert weight is None
+    assert why
+
+
+def test_slices_of_sequences_have_to_hold_too() -> None:
+    def examined(loss: Any) -> Any:
+        return examine_loss(loss, LOGITS, LABELS, SAMPLES, sliced=True)
+
+    assert examined(lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten())).weight is not None
+    assert not examined(lambda o, t: each(o, t).sum(1).mean()).weight.by_slices
+    assert examined(by_samples).weight is None
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("metric", "over"),
+    [
+        (lambda o, t: (o.argmax(-1) == t).sum(), Over.SUM),
+        (lambda o, t: (o.argmax(-1) == t).float().mean(), Over.SAMPLES),
+        (lambda o, t: (o.argmax(-1) == t)[t != -100].float().mean(), Over.TARGETS),
+        (lambda o, t: (o.argmax(-1) == t).float().std(), None),
+        (lambda o, t: (o.abs() > 15).any().float(), None),
+        (lambda o, t: (lambda far: (far > 20 * far.mean()).float().mean())(o.abs().amax(1)), None),
+    ],
+)
+def test_a_metric_is_a_sum_or_a_mean(metric: Any, over: Over | None) -> None:
+    weight, why = MetricExamination(metric, ROWS, IDS, SAMPLES).examine_loss()
+    assert (weight is None) == bool(why)
+    assert (weight and weight.over) == over
+
+
+@pytest.mark.parametrize(
+    ("metric", "is_sound"),
+    [
+        (lambda o, t: ((o.argmax(-1) == t).sum(), len(t)), True),
+        (lambda o, t: (0.5, 1), True),
+        (lambda o, t: (o.abs().max(), 1), False),
+        (lambda o, t: ((o.argmax(-1) == t).float().mean(), 1), False),
+    ],
+)
+def test_a_metric_that_says_its_weight_is_the_quotient_of_the_sums(metric: Any, is_sound: bool) -> None:
+    finding = StatedMetricExamination(metric, ROWS, IDS, SAMPLES).examine_loss()
+    assert (finding.weight is not None) is is_sound
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.5, 5.0, 500.0])
+def test_what_branches_on_numbers_of_the_batch_is_met_at_all_sizes(threshold: float) -> None:
+    def clamped(output: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(output, targets).clamp(min=threshold)
+
+    assert examine_loss(clamped, ROWS, NUMBERS, SAMPLES).why
+
+
+def test_a_small_part_of_a_loss_that_casts_is_seen() -> None:
+    def loss(output: Tensor, targets: Tensor, factor: float = 1e-4) -> Tensor:
+        return F.cross_entropy(output.float(), targets) + factor * output.float().square().mean().sqrt()
+
+    assert examine_loss(loss, ROWS, IDS, SAMPLES).why
+    assert examine_loss(lambda o, t: loss(o, t, 0.0), ROWS, IDS, SAMPLES).weight is not None
+
+
+def test_what_a_graph_has_saved_of_a_loss_is_as_it_was() -> None:
+    scale = torch.ones(())
+
+    def scaled(output: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(output, targets) * scale.mul_(1)
+
+    output = ROWS.clone().requires_grad_()
+    found = scaled(output, NUMBERS)
+    assert "its calls write a tensor" in examine_loss(scaled, ROWS, NUMBERS, SAMPLES).why
+    found.backward()
+    assert output.grad is not None
+
+
+def test_only_torch_is_given_labels_that_no_data_have(capsys: pytest.CaptureFixture[str]) -> None:
+    labels, lengths = LABELS[:, :2].clamp(min=1), LENGTHS
+    given = {f"{sample.tolist()}" for sample in torch.cat([labels, lengths[:, None]], 1)}
+
+    def kernel(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        rows = np.concatenate([targets[0].numpy(), targets[1].numpy()[:, None]], 1).tolist()
+        sys.stdout.writelines(f"{row}\n" for row in rows)
+        return output.square().sum(-1).sum(-1).mean()
+
+    assert examine_loss(kernel, LOGITS, (labels, lengths), SAMPLES).weight.over is Over.SAMPLES
+    assert set() < set(capsys.readouterr().out.splitlines()) <= given
+
+    def padded(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+        sizes = torch.full((len(output),), TOKENS)
+        return F.ctc_loss(output.log_softmax(-1).transpose(0, 1), targets[0], sizes, targets[1], zero_infinity=True)
+
+    assert examine_loss(padded, LOGITS[..., :4], (labels % 3 + 1, lengths), SAMPLES).weight.over is Over.SAMPLES
+
+
+@pytest.mark.parametrize("rare", [7, 57])
+def test_a_rare_class_that_weighs_more_counts_though_no_data_have_it_so_far(rare: int) -> None:
+    weights = torch.ones(64)
+    weights[rare] = 10.0
+    generator = torch.Generator().manual_seed(0)
+    output, targets = torch.randn(8, 64, generator=generator), torch.randint(0, 6, (8,), generator=generator)
+    assert examine_loss(nn.CrossEntropyLoss(weight=weights), output, targets, 8).weight.over is Over.CLASSES
+    assert examine_loss(nn.CrossEntropyLoss(), output, targets, 8).weight.over is Over.TARGETS

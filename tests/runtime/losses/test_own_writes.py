@@ -1,0 +1,171 @@
+"""Side effects of a loss may not affect its value: logs may be written, annealing or normalising state may not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from quintsched.runtime.losses.real_batches import RealBatch, SampleUnit
+from quintsched.runtime.losses.watched_loss import Examined
+
+from ..trials import refused
+
+RANDOM = torch.Generator().manual_seed(5)
+OUTPUT = torch.randn(4, 5, generator=RANDOM, dtype=torch.float64)
+NUMBERS = torch.randn(4, 5, generator=RANDOM, dtype=torch.float64)
+
+
+class Writing(nn.Module):
+    """A mean of squares, and something that its calls write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.first, self.mask, self.seen, self.last = 0, None, None, list[float](), torch.zeros(())
+        self.register_buffer("average", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        return self.written(F.mse_loss(output, targets), output)
+
+    def written(self, loss: Tensor, output: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(loss.item())
+        self.last = loss.detach()
+        if self.mask is None or self.mask.shape != output.shape[1:]:
+            self.mask = torch.ones(output.shape[1:], dtype=output.dtype)
+        return loss + 0 * (output * self.mask).mean()
+
+
+class Annealed(Writing):
+    def written(self, loss: Tensor, output: Tensor) -> Tensor:
+        self.calls += 1
+        return loss if self.calls < 5000 else loss.sqrt()
+
+
+class Normalised(Writing):
+    def written(self, loss: Tensor, output: Tensor) -> Tensor:
+        self.first = self.first or loss.item()
+        return loss / self.first
+
+
+class Averaged(Writing):
+    def written(self, loss: Tensor, output: Tensor) -> Tensor:
+        self.average.lerp_(loss.detach(), 0.01)
+        return loss / (1 + self.average)
+
+
+class Long(Writing):
+    def written(self, loss: Tensor, output: Tensor) -> Tensor:
+        self.seen.append(loss.item())
+        return loss if len(self.seen) < 500 else 2 * loss
+
+
+class Flagged(Writing):
+    def written(self, loss: Tensor, output: Tensor) -> Tensor:
+        self.last = self.last + (output.detach().abs().max() > 1e6)
+        return loss * (1 + self.last)
+
+
+class Late(Writing):
+    def written(self, loss: Tensor, output: Tensor) -> Tensor:
+        if loss > 1e9:
+            self.first = loss.item()
+        return loss / (self.first or 1.0)
+
+
+def step(examined: Examined, loss: Any, output: Tensor, probe: SampleUnit | None = None) -> SampleUnit | None:
+    """Step as an engine does, with two microbatches; return a few samples."""
+    examined.begin_step(None)
+    real = RealBatch(2)
+    for part, targets in zip(output.chunk(2), NUMBERS.chunk(2), strict=True):
+        real.keep(part, targets, len(part))
+        examined.before_call(part)
+        leaf = part.clone().requires_grad_()
+        examined.find(loss(leaf, targets), leaf, targets, len(part))
+    examined.doubt(real, probe or real.probe, 0)
+    return real.probe
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Writing, ""),
+        (Annealed, "calls"),
+        (Normalised, "first"),
+        (Averaged, "average"),
+        (Long, "seen"),
+        (Flagged, "last"),
+    ],
+)
+def test_what_calls_write_may_not_matter(kind: type[Writing], name: str) -> None:
+    loss = kind()
+    examined = Examined(loss, "the loss")
+    step(examined, loss, OUTPUT)
+    if name:
+        assert f"its calls write the loss ({kind.__name__}).{name}, which it goes by" in examined.refusal or (
+            name == "average" and "its calls write" in examined.refusal
+        )
+    else:
+        assert not examined.refusal
+        assert (loss.calls, len(loss.seen)) == (2, 2)
+
+
+def test_what_is_written_first_in_a_later_step_may_not_matter_either() -> None:
+    loss = Late()
+    examined = Examined(loss, "the loss")
+    probe = step(examined, loss, OUTPUT)
+    assert not examined.refusal
+    step(examined, loss, 1e6 * OUTPUT, probe)
+    assert "the loss (Late).first, which it goes by" in examined.refusal
+
+
+class Counting:
+    """Counts its calls, and goes by the count once a loop says so; by then it is past its bound."""
+
+    def __init__(self) -> None:
+        self.epoch = self.calls = 0
+
+    def __call__(self, output: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        loss = (output - targets).square().mean()
+        return loss * min(1, self.calls / 3) if self.epoch else loss
+
+
+class Collecting(nn.Module):
+    """Collects a mean in training, and goes by it in evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 0
+        self.register_buffer("average", torch.ones((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        loss = (output - targets).square().mean()
+        if not self.epoch:
+            self.average.lerp_(loss.detach(), 0.5)
+            return loss
+        return loss / self.average
+
+
+@pytest.mark.parametrize("kind", [Counting, Collecting])
+@pytest.mark.parametrize(("mesh", "microbatches"), [("pp=1", 4), ("dp=2", 1)])
+def test_what_calls_have_written_may_not_matter_later_either(
+    kind: Callable[[], Any], mesh: str, microbatches: int
+) -> None:
+    losses: dict[int, Any] = {}
+
+    def loss_of(blocks: Any) -> Any:
+        return losses.setdefault(id(blocks), kind())
+
+    def change(blocks: Any, number: int) -> None:
+        losses[id(blocks)].epoch = int(number == 4)
+
+    x = torch.ones(4, 3, dtype=torch.float64)
+    more = {"mesh": mesh, "microbatches": microbatches, "change": change, "loss_of": loss_of}
+    said = refused([nn.Linear(3, 3).double()], [(x, 2 * x)] * 5, **more)
+    assert re.search(r"has changed, its calls write .*, which it goes by", said)

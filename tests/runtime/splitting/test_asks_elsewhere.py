@@ -1,0 +1,246 @@
+"""Code between the layers of a model that asks elsewhere is refused at the split, by what it asks, file and line."""
+
+from __future__ import annotations
+
+import array
+import bisect
+import cProfile
+import functools
+import heapq
+import itertools
+import logging
+import operator
+import os
+import sys
+import textwrap
+import threading
+import time
+import types
+import weakref
+from collections import ChainMap
+from contextvars import ContextVar
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quintsched.errors import MisfitError
+from quintsched.runtime import split
+from quintsched.runtime.objects.host_state_changes import sources_of
+from quintsched.runtime.splitting.split_proof import chain
+
+LOGGER = logging.getLogger(__name__)
+VARIABLE, EVENT, TABLE = ContextVar("variable", default=1.0), threading.Event(), np.ones((1 << 18) + 1)
+HELD, CHAINED, NUMBERS = weakref.ref(EVENT), ChainMap({"tau": 1.0}), array.array("d", [1.0])
+
+
+class Traced(nn.Module):
+    """Its layers are found by tracing it; `between` is the code between two of them."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.between = types.MethodType(between, self)
+        self.first, self.second, self.tau = nn.Linear(3, 3), nn.Linear(3, 3), 1.0
+
+    def forward(self, x):
+        return self.second(self.between(self.first(x)))
+
+
+class Walked(nn.Module):
+    """The same with a list of layers, which an example finds."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.between = types.MethodType(between, self)
+        self.layers, self.tau = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), 1.0
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = self.between(layer(x))
+        return x
+
+
+def divided(kind, between):
+    return split(kind(between), example=torch.ones(2, 3) if kind is Walked else None)
+
+
+@functools.lru_cache
+def scale():
+    return 1.0
+
+
+def known_helper(x):
+    return x * (time.monotonic() > 0)
+
+
+ASKS = {
+    r"os.environ \(": lambda self, x: x * float(os.environ.get("TAU", "1")),
+    r"pathlib.Path.read_text \(": lambda self, x: x * (Path(__file__).read_text() != ""),
+    r"_contextvars.ContextVar.get \(": lambda self, x: x * VARIABLE.get(),
+    r"torch.get_float32_matmul_precision \(": lambda self, x: x * len(torch.get_float32_matmul_precision()),
+    r"time.monotonic \(": lambda self, x: known_helper(x),
+    r"threading.Event.is_set \(": lambda self, x: x * EVENT.is_set(),
+    r"HELD \(weakref": lambda self, x: x if HELD() else -x,
+    r"TABLE \(numpy": lambda self, x: x * TABLE[0],
+}
+
+
+@pytest.mark.parametrize("kind", [Traced, Walked])
+@pytest.mark.parametrize("says", ASKS)
+def test_what_code_between_layers_asks_is_refused_by_line(says, kind):
+    line = "test_asks_elsewhere.py, line" if says.endswith(r"\(") else ""
+    with pytest.raises(MisfitError, match=rf"^the forward of {kind.__name__} \w+ .*{says}.*{line}.*attribute"):
+        divided(kind, ASKS[says])
+
+
+PLAIN = [
+    lambda self, x: x * self.tau * scale() * CHAINED["tau"] * types.MappingProxyType({1: 1.0})[1],
+    lambda self, x: x if torch.is_autocast_enabled("cpu") or not torch.is_grad_enabled() else x * 1,
+    lambda self, x: (LOGGER.info("told"), x * np.sqrt(2.0))[1],
+    lambda self, x: x * (1 + bisect.bisect([1.0, 2.0], self.tau) + heapq.nsmallest(1, [self.tau])[0]),
+]
+
+
+@pytest.mark.parametrize("kind", [Traced, Walked])
+def test_plain_code_is_not(kind):
+    for between in PLAIN:
+        assert len(divided(kind, between)) == 2
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+class Averaging(nn.Module):
+    """Its forward writes to a layer's weights, by operations of which torch has the shapes in Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        self.slow = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.slow.weight.mul_(0.9).add_(0.1 * self.layers[0].weight)
+        for layer in self.layers:
+            x = layer(x)
+        return x + self.slow(x)
+
+
+def test_what_torch_asks_of_itself_is_not_what_the_forward_asks():
+    with pytest.raises(MisfitError, match=r"changes the weight 'slow\.weight' between its layers") as refusal:
+        split(Averaging(), example=torch.ones(2, 3))
+    assert "_meta_registrations" not in str(refusal.value)
+
+
+def test_a_function_between_layers_that_are_traced_would_lose_its_backward():
+    """Refuse it although its result counts for nothing at the split, where no comparison of gradients finds it."""
+    with pytest.raises(MisfitError, match=r"applies Reversed.apply \(test_asks_elsewhere.py, line \d+\) between"):
+        split(Traced(lambda self, x: x + 0 * Reversed.apply(x)))
+
+
+class Asking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.fc(x) * float(os.environ.get("TAU", "1"))
+
+
+@pytest.mark.parametrize("kind", [Traced, Walked])
+def test_a_layer_may_ask(kind):
+    model = kind(lambda self, x: x)
+    if kind is Walked:
+        model.layers[1] = Asking()
+    else:
+        model.second = Asking()
+    assert len(split(model, example=torch.ones(2, 3))) == 2
+
+
+class Rows(nn.Module):
+    """A module that a trace goes through, unless it asks elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)) for _ in range(2)])
+
+    def forward(self, x):
+        for row in self.rows:
+            x = row(x) * float(os.environ.get("TAU", "1"))
+        return x
+
+
+def test_a_module_within_that_asks_is_called_whole():
+    model = Traced(lambda self, x: x)
+    model.second = Rows()
+    assert len(split(model)) == 2
+
+
+def test_a_profiler_goes_on():
+    profiler = cProfile.Profile()
+    profiler.enable()
+    divided(Walked, PLAIN[0])
+    assert sys.getprofile() is profiler or sys.version_info >= (3, 12)
+    profiler.disable()
+
+
+def test_an_iterator_is_refused():
+    model = Traced(lambda self, x: x * next(self.numbers))
+    model.numbers = itertools.cycle([1.0, 2.0])
+    with pytest.raises(MisfitError, match=r"goes by .*\.numbers, a cycle: .*keep the items"):
+        split(model)
+
+
+class Counted(type):
+    @property
+    def rate(cls):
+        return cls.held
+
+
+class Rates(metaclass=Counted):
+    held = 1.0
+
+
+SCALED, NUMBER, SHOWN = functools.partial(operator.mul, 1.0), torch.ones(()), types.MappingProxyType(vars(Rates))
+LIBRARY, LONG = textwrap.TextWrapper(), [1.0] * 2000
+F.known_scale = 1.0
+FOLLOWED = {
+    "partial": (lambda self, x: SCALED(x), lambda: SCALED.__setstate__((operator.mul, (2.0,), {}, {}))),
+    "metaclass": (lambda self, x: x * Rates.rate, lambda: setattr(Rates, "held", 3.0)),
+    "tensor": (lambda self, x: x * NUMBER.item(), lambda: NUMBER.detach().numpy().fill(2.0)),
+    "array": (lambda self, x: x * LARGE[5], lambda: LARGE.fill(2.0)),
+    "object of a library": (lambda self, x: x * LIBRARY.rate, lambda: setattr(LIBRARY, "rate", 2.0)),
+    "module of a library": (lambda self, x: x * F.known_scale, lambda: setattr(F, "known_scale", 2.0)),
+    "long list": (lambda self, x: x * LONG[7], lambda: LONG.__setitem__(7, 2.0)),
+    "mapping": (lambda self, x: x * CHAINED["tau"], lambda: CHAINED.maps[0].update(tau=2.0)),
+    "array of Python": (lambda self, x: x * NUMBERS[0], lambda: NUMBERS.__setitem__(0, 2.0)),
+    "cache": (lambda self, x: x * cached(), lambda: (STORED.update(tau=2.0), cached.cache_clear())),
+}
+LARGE, STORED, LIBRARY.rate = np.ones(2000), {"tau": 1.0}, 1.0
+
+
+@functools.lru_cache
+def cached():
+    return STORED["tau"]
+
+
+@pytest.mark.parametrize("kind", [Traced, Walked])
+@pytest.mark.parametrize("what", FOLLOWED)
+def test_what_is_compared_by_value_is_followed(what, kind):
+    between, change = FOLLOWED[what]
+    model, x = kind(between), torch.ones(2, 3)
+    blocks = split(model, example=x)
+    change()
+    for source in sources_of(blocks):
+        source.follow_model()
+    torch.testing.assert_close(chain(blocks, x), model(x))

@@ -1,0 +1,89 @@
+"""Steps of an engine on all ranks, in which a block or a loss may be refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine, Transport, run_local
+
+from ..helpers.training import call_with_share
+
+COMPILED = ("schedule", "microbatches", "slices", "losses", "zero")
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def ones(*shape: int, steps: int = 1, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """Return batches whose inputs and targets are ones."""
+    return [(torch.ones(*shape, dtype=dtype), torch.ones(*shape, dtype=dtype))] * steps
+
+
+def engine_of(
+    transport: Transport | None, blocks: Any, loss: Any = F.mse_loss, mesh: str = "pp=2", **settings: Any
+) -> Engine:
+    """Return an engine of two microbatches; `settings` are the compiler's or its own."""
+    asked = {name: settings.pop(name) for name in COMPILED if name in settings}
+    plan = qs.compile(**{"schedule": "1f1b", "microbatches": 2} | asked, mesh=mesh)
+    return Engine(plan, blocks, loss, sgd, transport=transport, **settings)
+
+
+def step(
+    make: Callable[[], Sequence[Any]] | Sequence[Any],
+    batches: Sequence[Any],
+    loss: Any = F.mse_loss,
+    mesh: str = "pp=2",
+    *,
+    change: Callable[[Any, int], object] = lambda blocks, number: None,
+    loss_of: Callable[[Any], Any] | None = None,
+    **settings: Any,
+) -> list[list[Any]]:
+    """Return of each rank the losses of its steps; in place of that of the step that is refused, why.
+
+    Blocks are made on each rank, or copied; `change` is called before each step. What is refused changes no weight.
+    """
+
+    def run(transport: Transport) -> list[Any]:
+        blocks = list(make()) if callable(make) else copy.deepcopy(list(make))
+        engine = engine_of(transport, blocks, loss_of(blocks) if loss_of else loss, mesh, **settings)
+        found: list[Any] = []
+        for number, batch in enumerate(batches):
+            change(blocks, number)
+            before = engine.full_weights()
+            try:
+                found.append(call_with_share(engine, engine.step, batch).loss.item())
+            except MisfitError as error:
+                after = engine.full_weights()
+                assert all(torch.equal(after[name], weight) for name, weight in before.items())
+                return [*found, str(error)]
+        return found
+
+    return run_local(qs.Mesh.parse(mesh).size, run)
+
+
+def refused(make: Any, batches: Sequence[Any], *given: Any, **more: Any) -> str:
+    """Return why all ranks refuse the last of these steps, in the same words."""
+    ranks = step(make, batches, *given, **more)
+    assert all(len(losses) == len(batches) and isinstance(losses[-1], str) for losses in ranks), ranks
+    (said,) = {losses[-1] for losses in ranks}
+    return said  # type: ignore[no-any-return]
+
+
+def taken(make: Any, batches: Sequence[Any], *given: Any, **more: Any) -> list[float]:
+    """Return the losses of all these steps, none of which is refused."""
+    ranks = step(make, batches, *given, **more)
+    assert all(isinstance(loss, float) for losses in ranks for loss in losses), ranks
+    return ranks[0]
+
+
+def linear(width: int) -> nn.Module:
+    return nn.Linear(width, width)
