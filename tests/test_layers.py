@@ -20,6 +20,8 @@ from .layers import (
     IMPORTED_BY,
     INNER_ORDER,
     LAYERS,
+    LOOK_ELSEWHERE,
+    LOOKING,
     ORDER,
     ORDERED,
     ROOT,
@@ -212,48 +214,6 @@ def test_every_room_says_what_lives_there_and_what_it_may_import(layer):
 
 FRAMES = {"_getframe", "currentframe", "f_back", "f_code", "f_locals", "f_globals"}
 MODES = {"TorchFunctionMode", "TorchDispatchMode", "BaseTorchFunctionMode"}
-LOOKING = ("examine", "guards", "losses/experiments", "objects", "parallel/cut_proofs")
-"""Rooms that inspect user code: examinations, the walks of `objects` below them, and the proofs of cuts of blocks."""
-
-LOOK_ELSEWHERE = {
-    "blocks/failing_module.py": ({"a frame"}, "those of an error's traceback, to say where in a block it arose"),
-    "data/torch_loaders.py": ({"a frame"}, "those of torch's loader in a traceback, for the worker that has ended"),
-    "steps/error_location.py": ({"a frame", "__code__"}, "whether an error arose in our own call of autograd"),
-    "blocks/block_outlines.py": (
-        {"a mode", "vars"},
-        "builds blocks without drawing their weights, and stand-ins",
-    ),
-    "blocks/trees.py": ({"vars"}, "whether tensors have attributes, which do not go to other stages"),
-    "blocks/quick_shapes.py": ({"a mode"}, "gives the shapes of torch's own functions"),
-    "losses/function_state.py": ({"__code__"}, "numbers that a loss has in its code, which its targets may be"),
-    "optim/optimizer_updates.py": (
-        {"inspect", "__code__", "vars"},
-        "whether an optimizer's update of a parameter goes by others",
-    ),
-    "splitting/steady_state.py": ({"vars"}, "whether attributes that layers share change as often as layers run"),
-    "optim/gathered_steps.py": ({"a mode"}, "refuses draws of an optimizer, as it steps"),
-    "parallel/keyed_draws.py": ({"a mode"}, "keys what blocks draw, in each step"),
-    "parallel/synced_norm.py": ({"a mode"}, "adds up the statistics of norms over replicas, in each step"),
-    "splitting/split_model.py": ({"vars"}, "whether a row of modules is called as torch calls it"),
-    "splitting/split_blocks.py": ({"inspect", "vars"}, "makes blocks of a layer: its attributes, another signature"),
-    "splitting/find_layers.py": ({"vars"}, "makes a module that has a tied weight, and all else of another"),
-    "splitting/symbolic_trace.py": ({"vars"}, "traces a whole model by torch.fx, which reads attributes"),
-    "splitting/weightless_model.py": ({"vars"}, "lends attributes to the frame of a model that is split"),
-    "parallel/tensor/parameter_shards.py": (
-        {"vars"},
-        "whether a layer still is as it was cut, in each step",
-    ),
-    "parallel/tensor/cuttable_layers.py": ({"vars"}, "whether a layer that is to be cut runs torch's own forward"),
-    "parallel/tensor/pairs_by_name.py": (
-        {"vars"},
-        "which sizes of a layer are divided with it",
-    ),
-    "optim/build_optimizers.py": ({"vars"}, "gives a parameter's stand-in what the user has set on it"),
-    "optim/state_beside_parameters.py": ({"vars"}, "saves what an optimizer keeps beside its state"),
-    "optim/optimizer_arguments.py": ({"vars"}, "makes an optimizer anew over other parameters"),
-    "settings/run_settings.py": ({"inspect", "vars"}, "signs `Engine`, which is ours, with the settings"),
-}
-"""Other files that inspect code or objects: their means, and their purpose."""
 OURS = re.compile(r"self(\._at)?|torch|recording|made|parser\..*")
 """Objects whose attributes may be read, as they are not a user's: this package's classes, and torch itself."""
 
