@@ -178,8 +178,9 @@ def test_files_of_tests_are_small_and_import_no_test():
                 assert not any(name.startswith("test_") for name in named), f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
-def test_functions_of_the_runtime_are_short():
-    for path in sources("quintsched.runtime"):
+@pytest.mark.parametrize("layer", LAYERS)
+def test_functions_are_short(layer):
+    for path in sources(layer):
         for node in ast.walk(tree_of(path)):
             lines = (node.end_lineno or 0) - node.lineno + 1 if isinstance(node, ast.FunctionDef) else 0
             assert lines <= LONGEST_FUNCTION, f"{path.relative_to(ROOT)}: {getattr(node, 'name', '')} has {lines} lines"

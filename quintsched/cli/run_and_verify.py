@@ -30,6 +30,15 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting of the job; repeatable.")
 ]
 
+Processes = Annotated[
+    int | None,
+    typer.Option("--nproc", metavar="N", min=1, help="Processes here; default: this machine's of the mesh's ranks."),
+]
+LeastReplicas = Annotated[
+    int | None,
+    typer.Option("--min-dp", metavar="D", min=1, help="Restarts after ranks were lost have fewer replicas, to D."),
+]
+
 
 def run(
     files: Annotated[
@@ -48,19 +57,11 @@ def run(
     autotune: Annotated[
         bool, typer.Option("--autotune", help="Try a better plan after some steps; keep it where it is faster.")
     ] = False,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            "--nproc", metavar="N", min=1, help="Processes here; default: this machine's of the mesh's ranks."
-        ),
-    ] = None,
+    nproc: Processes = None,
     restarts: Annotated[
         int, typer.Option("--restarts", metavar="N", min=0, help="Start a run that failed again, so many times.")
     ] = 0,
-    min_dp: Annotated[
-        int | None,
-        typer.Option("--min-dp", metavar="D", min=1, help="Restarts after ranks were lost have fewer replicas, to D."),
-    ] = None,
+    min_dp: LeastReplicas = None,
     nnodes: Annotated[int, typer.Option("--nnodes", metavar="N", min=1, help="How many machines run it.")] = 1,
     node_rank: Annotated[
         int, typer.Option("--node-rank", metavar="I", min=0, help="Which of them this is, from 0.")

@@ -50,6 +50,12 @@ Chosen = Annotated[
         "--schedule", metavar="NAMES", help="Schedules to choose among; auto: all; solve: an order of its own."
     ),
 ]
+MostMemory = Annotated[
+    float | None, typer.Option("--memory-cap", metavar="X", help="Most memory of a rank, in the costs' unit (GB).")
+]
+TokenPredictors = Annotated[
+    int, typer.Option("--mtp", metavar="K", help="With --model: layers of multi-token prediction at its end.")
+]
 
 
 @taking_flags(*(name for name in FLAGS if name not in OWN))
@@ -67,13 +73,9 @@ def layout(
     ] = None,
     vpp: Annotated[int, typer.Option("--vpp", metavar="V", help="Stages on each pipeline rank.")] = 1,
     schedules: Chosen = "",
-    mtp: Annotated[
-        int, typer.Option("--mtp", metavar="K", help="With --model: layers of multi-token prediction at its end.")
-    ] = 0,
+    mtp: TokenPredictors = 0,
     against: Against = None,
-    memory_cap: Annotated[
-        float | None, typer.Option("--memory-cap", metavar="X", help="Most memory of a rank, in the costs' unit (GB).")
-    ] = None,
+    memory_cap: MostMemory = None,
     objective: Annotated[
         str, typer.Option("--objective", metavar="TIME", help="span (the longest of a rank) or makespan.")
     ] = "span",

@@ -44,20 +44,7 @@ def _of_model(model: Model, strategy: Strategy) -> Iterator[str]:
     yield f"--hidden-size {model.hidden}"
     yield f"--ffn-hidden-size {model.ffn_width}"
     yield f"--num-attention-heads {model.heads}"
-    if model.latent:
-        latent = model.latent
-        yield "--multi-latent-attention"
-        yield f"--kv-lora-rank {latent.kv_rank}"
-        if latent.q_rank:
-            yield f"--q-lora-rank {latent.q_rank}"
-        yield f"--qk-head-dim {model.head_width}"
-        yield f"--qk-pos-emb-head-dim {latent.rope_size}"
-        yield f"--v-head-dim {latent.value_size}"
-    else:
-        yield f"--kv-channels {model.head_width}"
-        if model.num_kv_heads < model.heads:
-            yield "--group-query-attention"
-            yield f"--num-query-groups {model.num_kv_heads}"
+    yield from _of_heads(model)
     yield f"--vocab-size {model.vocab}"
     yield f"--seq-length {strategy.seq}"
     yield f"--max-position-embeddings {max(model.seq, strategy.seq)}"
@@ -102,6 +89,22 @@ def _of_model(model: Model, strategy: Strategy) -> Iterator[str]:
         yield f"--moe-layer-freq ([{pattern}])"
         yield "--moe-token-dispatcher-type alltoall"
         yield "--moe-grouped-gemm"
+
+
+def _of_heads(model: Model) -> Iterator[str]:
+    if latent := model.latent:
+        yield "--multi-latent-attention"
+        yield f"--kv-lora-rank {latent.kv_rank}"
+        if latent.q_rank:
+            yield f"--q-lora-rank {latent.q_rank}"
+        yield f"--qk-head-dim {model.head_width}"
+        yield f"--qk-pos-emb-head-dim {latent.rope_size}"
+        yield f"--v-head-dim {latent.value_size}"
+        return
+    yield f"--kv-channels {model.head_width}"
+    if model.num_kv_heads < model.heads:
+        yield "--group-query-attention"
+        yield f"--num-query-groups {model.num_kv_heads}"
 
 
 def _of_strategy(model: Model, strategy: Strategy) -> Iterator[str]:
