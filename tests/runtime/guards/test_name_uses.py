@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-NAME_USES = Path(__file__).parents[3] / "runtime" / "examine" / "in_common" / "name_uses.py"
+NAME_USES = Path(__file__).parents[3] / "runtime" / "guards" / "name_uses.py"
 CODE = """
 def writes(self, g, name, k, v, i, j):
     w1[name] = g.norm(); w2.append(v); w3["a"] += 1; self.w4 += 1; self.w5["x"] = 1; w6.setdefault(k, []).append(v)
