@@ -19,15 +19,7 @@ from quintsched.strategies.descriptions.strategy_validity import resolved
 
 CODED = ("schedule", "recompute", "dtype", "gradients", "stages")
 """Columns that hold an index into the distinct values of `Table.values`."""
-SWITCH_COLUMNS = (
-    "sequence_parallel",
-    "overlap",
-    "pp_duplex",
-    "ep_overlap",
-    "tp_overlap",
-    "fused_accumulation",
-    "fused_loss",
-)
+SWITCH_COLUMNS = tuple(name for name, field in Strategy.model_fields.items() if field.annotation is bool)
 """Columns of 0 and 1."""
 
 

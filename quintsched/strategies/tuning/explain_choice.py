@@ -25,6 +25,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, percent, strategy_name, term_name
 from quintsched.strategies.descriptions.strategy_validity import check, resolved
 from quintsched.strategies.prediction.step import Prediction, predict
+from quintsched.strategies.prediction.strategy_columns import SWITCH_COLUMNS
 from quintsched.strategies.prediction.table import Table, evaluate
 from quintsched.strategies.tuning.bounds import frame_bounds
 from quintsched.strategies.tuning.choices import Choices
@@ -72,22 +73,7 @@ class Explanation:
         return binding_term(self.prediction)
 
 
-TAKEN = (
-    "microbatch",
-    "schedule",
-    "chunks",
-    "recompute",
-    "sequence_parallel",
-    "zero",
-    "zero_every",
-    "overlap",
-    "pp_duplex",
-    "ep_overlap",
-    "tp_overlap",
-    "fused_accumulation",
-    "fused_loss",
-    "gradients",
-)
+TAKEN = ("microbatch", "schedule", "chunks", "recompute", *SWITCH_COLUMNS, "zero", "zero_every", "gradients")
 """Settings that a strategy takes from the best one where it does not say them."""
 
 

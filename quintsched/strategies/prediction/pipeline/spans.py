@@ -8,7 +8,7 @@ times of stages ──▶ simulation, shape by shape    otherwise, on request
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,30 +57,7 @@ class Spans:
     exact: NDArray[np.bool_]
 
 
-DECIDES = (
-    "gpus",
-    "dp",
-    "tp",
-    "pp",
-    "cp",
-    "ep",
-    "microbatch",
-    "batch",
-    "seq",
-    "chunks",
-    "sequence_parallel",
-    "schedule",
-    "recompute",
-    "dtype",
-    "gradients",
-    "zero_every",
-    "pp_duplex",
-    "ep_overlap",
-    "tp_overlap",
-    "fused_accumulation",
-    "fused_loss",
-    "stages",
-)
+DECIDES = tuple(field.name for field in fields(Table) if field.name not in ("zero", "overlap", "values"))
 """Columns on which a makespan depends, beside ZeRO's exchanges in each microbatch."""
 
 
