@@ -198,11 +198,14 @@ class _LayerTimes:
         return all_reduce_s(moved, sizes.tp, np.ones_like(sizes.tp), self.hardware, self.constants)
 
     def _exchange(self) -> Array:
-        """Return the time of sending tokens to their experts over ep, and their results back."""
+        """Return the time of sending tokens to their experts over ep, and their results back.
+
+        Each rank of tp sends all tokens to its slices of the experts (`runtime/parallel/expert/moe.py`).
+        """
         sizes, experts = self.sizes, self.model.experts
         assert experts is not None
-        sent = sizes.between * self.model.hidden * SHORT.get(self.dtype, sizes.width)
-        made = sizes.between * self.model.hidden * sizes.width
+        sent = sizes.tokens * self.model.hidden * SHORT.get(self.dtype, sizes.width)
+        made = sizes.tokens * self.model.hidden * sizes.width
         there, back = (
             exchange_s(moved, experts.rows, experts.nodes, sizes.ep, sizes.tp * sizes.cp, self.hardware, self.constants)
             for moved in (sent, made)

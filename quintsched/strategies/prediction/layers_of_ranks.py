@@ -92,6 +92,7 @@ class PerMicrobatch:
     ep: Array
     ep_hidden: Array
     pp: Array
+    pp_hidden: Array
     dp: Array
     """Exposed part of ZeRO's gathers and reduce-scatters in every microbatch."""
     dp_hidden: Array

@@ -99,7 +99,7 @@ def step_terms(
 
 def _by_term(each: PerMicrobatch) -> dict[str, Array]:
     """Return a microbatch's time on each rank, by the term of a step that it belongs to."""
-    others = ("cp", "ep", "pp", "dp", "tp_hidden", "cp_hidden", "ep_hidden", "dp_hidden")
+    others = ("cp", "ep", "pp", "dp", "tp_hidden", "cp_hidden", "ep_hidden", "pp_hidden", "dp_hidden")
     return {
         "compute": each.compute_forward + each.compute_input + each.compute_weight,
         "accumulate": each.accumulate,
@@ -130,12 +130,13 @@ def per_microbatch(
 
     forward = over("forward")
     exposed, hidden = sharded_s(hardware, table, blocks, kinds, constants)
-    pp = messages_s(model, hardware, table, constants)[:, None] * np.ones_like(forward)
+    messages = messages_s(model, hardware, table, constants)[:, None] / 2 * np.ones_like(forward)
     weights, expert_weights = over("weights"), over("expert_weights")
     computed = over("backward_input") + over("backward_weight")
-    exchanged, exchange_hidden = exchanges_s(
-        table, (over("ep_forward"), over("ep_backward")), (forward, computed), constants
-    )
+    there, back = over("ep_forward"), over("ep_backward")
+    exchanged, exchange_hidden = beside_other_s(table, (there, back), (forward, computed), constants)
+    beside = np.maximum(forward - back, 0.0), np.maximum(computed - there, 0.0)
+    sent, sent_hidden = beside_other_s(table, (messages, messages), beside, constants)
     return PerMicrobatch(
         compute_forward=forward,
         compute_input=over("backward_input"),
@@ -149,7 +150,8 @@ def per_microbatch(
         cp_hidden=over("cp_hidden"),
         ep=exchanged + again("ep_forward"),
         ep_hidden=exchange_hidden,
-        pp=pp,
+        pp=sent,
+        pp_hidden=sent_hidden,
         dp=exposed,
         dp_hidden=hidden,
         weights=weights,
@@ -157,21 +159,22 @@ def per_microbatch(
     )
 
 
-def exchanges_s(
-    table: Table, exchanges: tuple[Array, Array], computed: tuple[Array, Array], constants: Constants
+def beside_other_s(
+    table: Table, waits: tuple[Array, Array], computed: tuple[Array, Array], constants: Constants
 ) -> tuple[Array, Array]:
-    """Return the exchange of tokens of a microbatch, forward and backward: exposed and hidden.
+    """Return the communication of a microbatch, forward and backward: exposed and hidden.
 
-    Where a forward is paired with another microbatch's backward, as in DualPipe, each one's exchange runs beside the
-    other's computation; the forwards that fill the pipeline, and the backwards that drain it, have no partner.
+    Where a forward is paired with another microbatch's backward, as in DualPipe, each one's exchange of tokens and its
+    messages between stages run beside the other's computation (arXiv:2412.19437, section 3.2.1); the forwards that fill
+    the pipeline, and the backwards that drain it, have no partner.
     """
     pairs = np.isin(table.schedule, _codes(table, "schedule", *PAIRED))
     pairs |= (table.ep_overlap > 0) & np.isin(table.schedule, _codes(table, "schedule", "interleaved-1f1b"))
     share = (pairs * np.clip(1 - (table.pp - 1) / table.microbatches, 0.0, 1.0))[:, None]
     exposed, hidden = np.zeros_like(computed[0]), np.zeros_like(computed[0])
-    for exchange, beside in zip(exchanges, reversed(computed), strict=True):
-        left, covered = overlap(exchange, beside, constants)
-        exposed = exposed + share * left + (1 - share) * exchange
+    for communication, beside in zip(waits, reversed(computed), strict=True):
+        left, covered = overlap(communication, beside, constants)
+        exposed = exposed + share * left + (1 - share) * communication
         hidden = hidden + share * covered
     return exposed, hidden
 
@@ -198,7 +201,7 @@ def _of_one_way(each: PerMicrobatch, table: Table) -> PerMicrobatch:
     passed = np.where(np.isin(table.schedule, _codes(table, "schedule", *BIDIRECTIONAL)), 0.5, 1.0)[:, None]
     if (passed == 1.0).all():
         return each
-    whole = ("pp", "weights", "expert_weights")
+    whole = ("pp", "pp_hidden", "weights", "expert_weights")
     halves = {one.name: getattr(each, one.name) * passed for one in fields(each) if one.name not in whole}
     return replace(each, **halves)
 
@@ -226,8 +229,7 @@ def sharded_s(
     The next layer is gathered during computation, and a layer's gradients are scattered during the next backward.
     """
     width = widths(table)
-    said = np.isin(table.gradients, _codes(table, "gradients", *WIDTHS))
-    reduced = np.where(said, gradient_bytes(table), width)
+    reduced = gradient_bytes(table)
     gathers = (table.zero == 3) * 1.0
     scatters = (table.zero >= 2) / np.minimum(table.zero_every, table.microbatches)
     exposed, hidden = np.zeros_like(kinds.dense), np.zeros_like(kinds.dense)

@@ -26,6 +26,8 @@ SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half", "gpipe")
 """Schedules that are searched by default."""
 MIXTURES = (*SCHEDULES, "dualpipe-v", "dualpipe")
 """Schedules that are searched for models with experts, whose exchange of tokens the last two hide."""
+RECOMPUTED = ("none", "selective", "full", "per-stage")
+"""Recomputation that is searched by default; with experts, whose activations are the most, also `light_modules`."""
 OF_MEGATRON = ("1f1b", "interleaved-1f1b")
 OF_TORCH = (*OF_MEGATRON, "gpipe", "interleaved-zb", "zbv", "dualpipe-v")
 ALIKE = (SCHEDULES, MIXTURES, OF_MEGATRON, OF_TORCH)
@@ -57,7 +59,7 @@ class Choices(Description):
     fused_loss: tuple[bool, ...] = Field(default=(False,), max_length=1)
     gradients: tuple[DType | None, ...] = Field(default=(None,), max_length=1)
     sequence_parallel: tuple[bool, ...] = (False, True)
-    recompute: tuple[RecomputeChoice, ...] = ("none", "selective", "full", "per-stage")
+    recompute: tuple[RecomputeChoice, ...] = RECOMPUTED
     even: bool = Field(default=False)
     """Whether every stage must have the same number of layers."""
 
@@ -69,9 +71,13 @@ class Choices(Description):
         return {name: _listed(name, value) for name, value in given.items() if value is not None}
 
     def of_model(self, model: Model) -> Choices:
-        """Return the choices with the default schedules of a model."""
-        mixes = model.experts is not None and self.schedule == SCHEDULES
-        return self.model_copy(update={"schedule": MIXTURES}) if mixes else self
+        """Return the choices with the default schedules and recomputation of a model with experts."""
+        usual = {
+            "schedule": (SCHEDULES, MIXTURES),
+            "recompute": (RECOMPUTED, (*RECOMPUTED, light_modules(model))),
+        }
+        mixes = {name: own for name, (plain, own) in usual.items() if getattr(self, name) == plain}
+        return self.model_copy(update=mixes) if mixes and model.experts is not None else self
 
     @classmethod
     def from_values(cls, given: Mapping[str, Any] | None) -> Choices:
@@ -93,6 +99,11 @@ def _listed(name: str, value: Any) -> Any:
     if not values:
         raise UsageError(f"tune: {name} has no choice; name one value at least, or leave it out")
     return tuple(dict.fromkeys(values)) if all(isinstance(one, Hashable) for one in values) else values
+
+
+def light_modules(model: Model) -> str:
+    """Return the modules that cost little time when they run again, as DeepSeek-V3 did (arXiv:2412.19437, 3.2.3)."""
+    return "layernorm+mla_up_proj+moe_act" if model.latent is not None else "layernorm+moe_act"
 
 
 def allows(choice: tuple[int, ...] | None, value: int) -> bool:
