@@ -79,21 +79,6 @@ class Layer(ArrayRecord):
     expert_weights: Array
     """Parameters on a GPU that differ between the ranks of ep."""
 
-    @property
-    def rerun(self) -> Array:
-        """Seconds of a recomputed forward, without its communication."""
-        return self.forward
-
-    @property
-    def waits_forward(self) -> Array:
-        """Exposed communication in the forward."""
-        return self.tp_forward + self.cp_forward + self.ep_forward
-
-    @property
-    def waits_backward(self) -> Array:
-        """Exposed communication in the backward."""
-        return self.tp_backward + self.cp_backward + self.ep_backward
-
 
 @dataclass(frozen=True, eq=False)
 class Blocks(ArrayRecord):

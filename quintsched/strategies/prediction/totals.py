@@ -32,7 +32,7 @@ from quintsched.strategies.prediction.shared_cores import (
     shares_cores,
     stepped_s,
 )
-from quintsched.strategies.prediction.strategy_columns import WIDTHS, Table, gradient_bytes, widths
+from quintsched.strategies.prediction.strategy_columns import Table, gradient_bytes, widths
 
 STEP_BYTES = 66.0
 """Bytes that an optimizer step reads and writes per parameter updated by a rank: its gradient is cleared (4), divided
@@ -110,9 +110,15 @@ def _by_term(each: PerMicrobatch) -> dict[str, Array]:
 
 
 def per_microbatch(
-    model: Model, hardware: Hardware, table: Table, blocks: Blocks, kinds: Kinds, constants: Constants
+    model: Model,
+    hardware: Hardware,
+    table: Table,
+    blocks: Blocks,
+    kinds: Kinds,
+    constants: Constants,
+    parts: Ints | int = 1,
 ) -> PerMicrobatch:
-    """Return the times of each kind of rank for one microbatch."""
+    """Return the times of each kind of rank for one microbatch; a kind is one of so many parts of a rank."""
 
     def summed(name: str, **counts: Array) -> Array:
         found: Array = np.zeros_like(kinds.dense)
@@ -130,13 +136,13 @@ def per_microbatch(
 
     forward = over("forward")
     exposed, hidden = sharded_s(hardware, table, blocks, kinds, constants)
-    messages = messages_s(model, hardware, table, constants)[:, None] / 2 * np.ones_like(forward)
+    messages = (messages_s(model, hardware, table, constants) / 2 / parts)[:, None] * np.ones_like(forward)
     weights, expert_weights = over("weights"), over("expert_weights")
     computed = over("backward_input") + over("backward_weight")
     there, back = over("ep_forward"), over("ep_backward")
-    exchanged, exchange_hidden = beside_other_s(table, (there, back), (forward, computed), constants)
-    beside = np.maximum(forward - back, 0.0), np.maximum(computed - there, 0.0)
-    sent, sent_hidden = beside_other_s(table, (messages, messages), beside, constants)
+    rest, mixes = (np.maximum(forward - back, 0.0), np.maximum(computed - there, 0.0)), model.experts is not None
+    exchanged, exchange_hidden = beside_other_s(table, (there, back), (forward, computed), constants, mixes=mixes)
+    sent, sent_hidden = beside_other_s(table, (messages, messages), rest, constants, mixes=mixes)
     return PerMicrobatch(
         compute_forward=forward,
         compute_input=over("backward_input"),
@@ -160,7 +166,7 @@ def per_microbatch(
 
 
 def beside_other_s(
-    table: Table, waits: tuple[Array, Array], computed: tuple[Array, Array], constants: Constants
+    table: Table, waits: tuple[Array, Array], computed: tuple[Array, Array], constants: Constants, *, mixes: bool
 ) -> tuple[Array, Array]:
     """Return the communication of a microbatch, forward and backward: exposed and hidden.
 
@@ -169,7 +175,7 @@ def beside_other_s(
     the pipeline, and the backwards that drain it, have no partner.
     """
     pairs = np.isin(table.schedule, _codes(table, "schedule", *PAIRED))
-    pairs |= (table.ep_overlap > 0) & np.isin(table.schedule, _codes(table, "schedule", "interleaved-1f1b"))
+    pairs |= mixes & (table.ep_overlap > 0) & np.isin(table.schedule, _codes(table, "schedule", "interleaved-1f1b"))
     share = (pairs * np.clip(1 - (table.pp - 1) / table.microbatches, 0.0, 1.0))[:, None]
     exposed, hidden = np.zeros_like(computed[0]), np.zeros_like(computed[0])
     for communication, beside in zip(waits, reversed(computed), strict=True):
@@ -344,8 +350,7 @@ def stage_times(
     model: Model, hardware: Hardware, table: Table, blocks: Blocks, stages: Kinds, constants: Constants
 ) -> StageTimes:
     """Return the times of each stage for a microbatch and at the end of a step; `stages` has stages as kinds."""
-    each = per_microbatch(model, hardware, table, blocks, stages, constants)
-    each = replace(each, pp=each.pp / table.chunks[:, None])
+    each = per_microbatch(model, hardware, table, blocks, stages, constants, table.chunks)
     reduction, gathering = reduce_s(hardware, table, each, constants)
     stepping = optimizer_s(hardware, table, each, constants)
     if shares_cores(hardware):

@@ -72,12 +72,10 @@ class Choices(Description):
 
     def of_model(self, model: Model) -> Choices:
         """Return the choices with the default schedules and recomputation of a model with experts."""
-        usual = {
-            "schedule": (SCHEDULES, MIXTURES),
-            "recompute": (RECOMPUTED, (*RECOMPUTED, light_modules(model))),
-        }
-        mixes = {name: own for name, (plain, own) in usual.items() if getattr(self, name) == plain}
-        return self.model_copy(update=mixes) if mixes and model.experts is not None else self
+        if model.experts is None:
+            return self
+        usual = {"schedule": (SCHEDULES, MIXTURES), "recompute": (RECOMPUTED, (*RECOMPUTED, light_modules(model)))}
+        return self.model_copy(update={n: own for n, (plain, own) in usual.items() if getattr(self, n) == plain})
 
     @classmethod
     def from_values(cls, given: Mapping[str, Any] | None) -> Choices:
