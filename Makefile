@@ -71,6 +71,7 @@ docs: $(INSTALLED)
 	@echo 'the site begins at out/site/index.html'
 
 # Pythons that a wheel is installed on: all from 3.11 whose command works here. Tools are in an environment of their own.
+# With pyenv, further ones work by: PYENV_VERSION=3.11.7:3.12.1 make release
 PYTHONS ?= $(foreach version,3.11 3.12 3.13 3.14,$(shell python$(version) -c 'import sys; print(sys.executable)' 2>/dev/null))
 TOOLS := out/release/tools
 

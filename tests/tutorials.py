@@ -103,7 +103,7 @@ def run_session(session: str, folder: Path, prelude: str = "", scripts: Path | N
     done = subprocess.run(
         ["bash", "-c", "\n".join(script)],
         cwd=folder,
-        env=os.environ | {"PATH": path, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+        env=unmeasured(folder) | {"PATH": path, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -111,6 +111,12 @@ def run_session(session: str, folder: Path, prelude: str = "", scripts: Path | N
         check=False,
     )
     return re.sub("^… .*\n", "", done.stdout, flags=re.MULTILINE)
+
+
+def unmeasured(folder: Path) -> dict[str, str]:
+    """Return an environment where `calibrate` has not measured this machine, so that no step shows its MFU."""
+    fonts = os.environ.get("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))  # found once, for all
+    return os.environ | {"XDG_CACHE_HOME": str(folder / ".cache"), "MPLCONFIGDIR": fonts}
 
 
 @contextlib.contextmanager
@@ -122,7 +128,7 @@ def command_server(folder: Path) -> Iterator[str]:
     with contextlib.ExitStack() as open_pipes:  # held open here, nobody waits for an end that has died
         for pipe in pipes:
             open_pipes.callback(os.close, os.open(pipe, os.O_RDWR))
-        server = subprocess.Popen([sys.executable, "-c", SERVER, folder], cwd=ROOT)
+        server = subprocess.Popen([sys.executable, "-c", SERVER, folder], cwd=ROOT, env=unmeasured(folder))
         try:
             yield SERVED.format(folder=shlex.quote(str(folder)))
         finally:
