@@ -93,12 +93,14 @@ class EngineRun:
         return digest.hexdigest()
 
     def rank_processes(self, rank: int) -> list[int]:
-        """Processes of a rank of this run, by their environment and arguments."""
-        found = []
+        """Processes of a rank of this run: torchrun's by environment and arguments, forked ones by name and folder."""
+        found, folder = [], str(self.folder)
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                named = f"RANK={rank}".encode() in (process / "environ").read_bytes().split(b"\0")
-                if named and str(self.folder).encode() in (process / "cmdline").read_bytes():
+                command, said = ((process / name).read_bytes() for name in ("cmdline", "environ"))
+                is_torchruns = folder.encode() in command and f"RANK={rank}".encode() in said.split(b"\0")
+                is_named = (process / "comm").read_text() == f"rank {rank}\n"
+                if is_torchruns or (is_named and os.readlink(process / "cwd") == folder):
                     found.append(int(process.name))
         return found
 
