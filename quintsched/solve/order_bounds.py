@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
+
 from quintsched.solve.order_problem import FORWARD, INPUT_HALF, WEIGHT_HALF, Problem
 from quintsched.solve.order_timing import Objective
 
@@ -56,47 +58,22 @@ def bound_of(problem: Problem, objective: Objective, rank: int, reason: Reason) 
 def head(problem: Problem, rank: int) -> float:
     """Return the least time until the first input of a rank comes."""
     first = problem.stage_to_pp.index(rank)
-    return min(_between(problem, microbatch, 0, first) for microbatch in range(problem.microbatches))
+    return float((problem.way_out[0] - problem.way_out[first]).min())
 
 
 def tail(problem: Problem, rank: int) -> float:
     """Return the least time from the end of a rank's last input half to that of the microbatch's last computation."""
-    first = problem.stage_to_pp.index(rank)
-    return min(_way_back(problem, microbatch, first) for microbatch in range(problem.microbatches))
-
-
-def _way_back(problem: Problem, microbatch: int, first: int) -> float:
-    """Return the time from the end of the input half of stage `first` to the end of stage 0's weight half."""
-    total = problem.durations[problem.number(WEIGHT_HALF, 0, microbatch)]
-    for stage in range(first):
-        half = problem.number(INPUT_HALF, stage, microbatch)
-        total += problem.durations[half] + problem.lags[half]
-    return total
+    first, (times, _) = problem.stage_to_pp.index(rank), problem.tables
+    way = problem.way_back[0] - problem.way_back[first] + times[INPUT_HALF, 0] - times[INPUT_HALF, first]
+    return float((way + times[WEIGHT_HALF, 0]).min())
 
 
 def _weight_halves(problem: Problem, rank: int) -> float:
-    each = (n for n in range(problem.number(WEIGHT_HALF, 0, 0), len(problem.durations)) if problem.ranks[n] == rank)
-    return math.fsum(problem.durations[number] for number in each)
+    return math.fsum(problem.tables[0][WEIGHT_HALF, _stages(problem, rank)].flat)
 
 
-def _between(problem: Problem, microbatch: int, first: int, last: int) -> float:
-    """Return the time from the start of a microbatch's forward of one stage to that of a later one, at the least."""
-    total = 0.0
-    for stage in range(first, last):
-        total += problem.durations[problem.number(FORWARD, stage, microbatch)]
-        total += problem.lags[problem.number(FORWARD, stage + 1, microbatch)]
-    return total
-
-
-def round_trip(problem: Problem, microbatch: int, out: int, back: int) -> float:
-    """Return the least time from the start of a forward of stage `out` to that of the input half of stage `back`."""
-    last = problem.num_stages - 1
-    total = _between(problem, microbatch, out, last)
-    total += problem.durations[problem.number(FORWARD, last, microbatch)]
-    for stage in range(last, back, -1):
-        total += problem.durations[problem.number(INPUT_HALF, stage, microbatch)]
-        total += problem.lags[problem.number(INPUT_HALF, stage - 1, microbatch)]
-    return total
+def _stages(problem: Problem, rank: int) -> list[int]:
+    return [stage for stage, where in enumerate(problem.stage_to_pp) if where == rank]
 
 
 def _work(problem: Problem, rank: int) -> float:
@@ -105,10 +82,11 @@ def _work(problem: Problem, rank: int) -> float:
 
 def _fill(problem: Problem, rank: int) -> float:
     """Work and the idle time before the first gradient: forwards in it are bounded by a fractional knapsack."""
-    stages = [stage for stage, where in enumerate(problem.stage_to_pp) if where == rank]
-    everything = range(problem.microbatches)
-    wait = min(round_trip(problem, microbatch, stages[0], stages[-1]) for microbatch in everything)
-    forwards = [problem.number(FORWARD, stage, microbatch) for stage in stages for microbatch in everything]
+    stages = _stages(problem, rank)
+    wait = float((problem.way_out[stages[0]] + problem.way_back[stages[-1]]).min())
+    forwards = [
+        problem.number(FORWARD, stage, microbatch) for stage in stages for microbatch in range(problem.microbatches)
+    ]
     room, fits = problem.caps[rank], 0.0
     free = [number for number in forwards if problem.holds[number] <= 0]
     fits += math.fsum(problem.durations[number] for number in free)
@@ -125,16 +103,13 @@ def _fill(problem: Problem, rank: int) -> float:
 def _memory(problem: Problem, rank: int) -> float:
     if problem.caps[rank] in (0.0, math.inf):
         return 0.0
-    area = 0.0
-    for stage, where in enumerate(problem.stage_to_pp):
-        for microbatch in range(problem.microbatches) if where == rank else ():
-            half = problem.number(INPUT_HALF, stage, microbatch)
-            weight = problem.number(WEIGHT_HALF, stage, microbatch)
-            until_half = round_trip(problem, microbatch, stage, stage)
-            after_half = until_half + problem.durations[half]
-            area -= problem.holds[half] * (until_half if problem.holds[half] > 0 else after_half)
-            area -= problem.holds[weight] * (after_half + problem.durations[weight])
-    return area / problem.caps[rank]
+    stages, (times, _) = _stages(problem, rank), problem.tables
+    holds = np.reshape(problem.holds, times.shape)[:, stages]
+    until_half = problem.way_out[stages] + problem.way_back[stages]
+    after_half = until_half + times[INPUT_HALF, stages]
+    area = -holds[INPUT_HALF] * np.where(holds[INPUT_HALF] > 0, until_half, after_half)
+    area -= holds[WEIGHT_HALF] * (after_half + times[WEIGHT_HALF, stages])
+    return float(area.sum()) / problem.caps[rank]
 
 
 _REASONS: dict[Reason, Callable[[Problem, int], float]] = {"work": _work, "fill": _fill, "memory": _memory}

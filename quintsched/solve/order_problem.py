@@ -133,6 +133,27 @@ class Problem:
         return tuple(found)
 
     @cached_property
+    def tables(self) -> tuple[Amounts, Amounts]:
+        """Times and messages of computations, each (kinds, stages, microbatches)."""
+        shape = (len(KINDS), self.num_stages, self.microbatches)
+        return np.reshape(self.durations, shape), np.reshape(self.lags, shape)
+
+    @cached_property
+    def way_out(self) -> Amounts:
+        """Least time from the start of each forward to the end of the last stage's, (stages, microbatches)."""
+        times, lags = self.tables
+        sent = np.concatenate((lags[FORWARD, 1:], np.zeros((1, self.microbatches))))
+        return np.cumsum((times[FORWARD] + sent)[::-1], axis=0)[::-1]
+
+    @cached_property
+    def way_back(self) -> Amounts:
+        """Least time from the end of the last stage's forward to the start of each input half, of the same shape."""
+        times, lags = self.tables
+        after = np.zeros_like(times[INPUT_HALF])
+        after[:-1] = times[INPUT_HALF, 1:] + lags[INPUT_HALF, :-1]
+        return np.cumsum(after[::-1], axis=0)[::-1]
+
+    @cached_property
     def are_alike(self) -> bool:
         """Whether all microbatches have the same times, messages and activations: then they may go in their order."""
         tables = (self.durations, self.lags, self.holds)
