@@ -10,14 +10,19 @@ is nearly so for the real ones. Each placement begins, and those that lag behind
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import math
 import random
-from collections.abc import Callable, Mapping
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from time import monotonic
 from types import MappingProxyType
 
+from quintsched.errors import UsageError
 from quintsched.simulation.costs import Costs
 from quintsched.solve import constraint_programming as exact
 from quintsched.solve.list_policies import policies, schedule_by
@@ -114,23 +119,60 @@ def search(
 ) -> Search:
     """Search with each problem (one for each placement); an interrupt ends it with the best so far.
 
-    `known` are more starting points, by name, for a search with one problem.
+    `known` are more starting points, by name, for a search with one problem. Raises `UsageError` where the time is over
+    before one order was timed.
     """
     state = Search(objective, seed, monotonic() + seconds, told)
-    attempts = [Attempt(problem, objective, lower_bound(problem, objective)) for problem in problems]
     try:
-        for attempt in attempts:
-            _begin(state, attempt, costs, effort, known)
-        for attempt in attempts:
-            _improve_by_moves(state, attempt, effort)
-        for attempt in sorted(attempts, key=lambda attempt: attempt.value):
-            best = state.best.value if state.best else math.inf
-            if attempt.value <= best * LAGS_BEHIND and attempt.bound.value < best - attempt.problem.tick:
-                _finish(state, attempt, effort)
+        with _interrupted_at(state.ends_s):
+            attempts = [Attempt(problem, objective, lower_bound(problem, objective)) for problem in problems]
+            for attempt in attempts:
+                _begin(state, attempt, costs, effort, known)
+            for attempt in attempts:
+                _improve_by_moves(state, attempt, effort)
+            for attempt in sorted(attempts, key=lambda attempt: attempt.value):
+                best = state.best.value if state.best else math.inf
+                if attempt.value <= best * LAGS_BEHIND and attempt.bound.value < best - attempt.problem.tick:
+                    _finish(state, attempt, effort)
     except KeyboardInterrupt:
-        if state.best is None:
+        if state.best is None and not state.is_over:
             raise
+        _settle(state)
+    if state.best is None:
+        raise UsageError("the time was over before one order of these sizes was timed; allow for more seconds")
     return state
+
+
+@contextlib.contextmanager
+def _interrupted_at(ends_s: float) -> Iterator[None]:
+    """Interrupt the main thread, as Ctrl-C does, where a part of the search does not look at the clock for long."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    lock, is_left = threading.Lock(), False
+
+    def interrupt() -> None:
+        with lock:
+            if not is_left and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                _thread.interrupt_main()
+
+    timer = threading.Timer(min(max(ends_s - monotonic(), 0.0), threading.TIMEOUT_MAX), interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        with lock:
+            is_left = True
+        timer.cancel()
+
+
+def _settle(state: Search) -> None:
+    """Time the best orders again, which an interrupt may have cut off from their value."""
+    if state.best is not None:
+        timing = time_orders(state.best.problem, state.best.orders)
+        assert timing is not None
+        state.best.value = timing.value(state.objective)
 
 
 def _begin(state: Search, attempt: Attempt, costs: Costs | None, effort: int, known: Mapping[str, Orders]) -> None:

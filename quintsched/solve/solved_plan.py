@@ -29,6 +29,8 @@ PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"linear": linear
 EFFORT, SECONDS = 4, 60.0
 MOST_COMPUTATIONS = 300_000
 """Largest step that is searched: with more, the named schedules alone would take minutes."""
+PROOF_OF_PLAN = 6.0
+"""Time to compile, prove and write a plan, in units of that to number its computations."""
 NAME = "solved"
 """Name of the schedule of solved plans."""
 
@@ -132,20 +134,24 @@ def solve(
         jitter: variation of durations, for which the 95th percentile is minimised: "0.1" (each times exp(0.1 z), z
             normal), "3%x4" (3 % of computations take four times as long), or a directory with a run's traces and plan.
         effort: work of the search; 1 takes a second for small problems.
-        seconds: most seconds that it takes.
+        seconds: most seconds that it takes, plan and proof included; in another thread than the main one, a part of the
+            search may take longer.
         seed: of the random numbers.
         told: called with each improvement and the seconds that have passed.
 
     Raises:
-        UsageError: wrong sizes, or a cap in which one microbatch has no room: it names the smallest that works.
+        UsageError: wrong sizes, too few seconds, or a cap in which one microbatch has no room: it names the smallest
+            that works.
         InputError: costs of another number of stages or microbatches.
     """
-    found, ends_s = mesh_of(pp, mesh), monotonic() + seconds
+    found, began_s = mesh_of(pp, mesh), monotonic()
     _require_search(objective, seconds, microbatches=microbatches, effort=effort)
     names = _placements(placement, chunks, found.pp)
     noise = None if jitter is None else Jitter.parse(jitter)
     problems = _problems(found.pp, microbatches, names, costs, memory_cap)
-    share = seconds if noise is None else seconds / 2
+    ends_s = began_s + seconds - PROOF_OF_PLAN * (monotonic() - began_s) / len(problems)
+    left = max(ends_s - monotonic(), 0.0)
+    share = left if noise is None else left / 2
     done = search(problems, costs, objective, seed=seed, effort=effort, seconds=share, told=told)
     robustness = None if noise is None else _harden(done, noise, seed, effort, ends_s)
     best = best_of(done)

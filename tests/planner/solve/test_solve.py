@@ -15,7 +15,7 @@ import quintsched as qs
 from quintsched.errors import InputError, UnsoundError, UsageError
 from quintsched.ir.placement import linear, v
 from quintsched.simulation.costs import Costs
-from quintsched.solve import Certificate, certify, constraint_programming, solve
+from quintsched.solve import Certificate, certify, constraint_programming, order_search, solve
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_problem import problem_of
 from quintsched.solve.order_timing import has_room, time_orders
@@ -215,6 +215,17 @@ def test_an_interrupt_of_constraint_programming_is_not_lost() -> None:
     assert answer.is_interrupted
 
 
+def test_a_part_of_the_search_that_takes_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endless(*_: object) -> list[tuple[str, list[list[int]]]]:
+        while True:
+            sum(range(1000))
+
+    monkeypatch.setattr(order_search, "named_orders", endless)
+    found = solve(pp=2, microbatches=4, placement="linear", seconds=0.5)
+    assert found.origin == "one by one"
+    certify(found.plan, found.certificate)
+
+
 def test_wrong_sizes_are_refused_with_what_works() -> None:
     for options, why in (
         ({"memory_cap": 0.5}, "the smallest that works: 1"),
@@ -222,6 +233,7 @@ def test_wrong_sizes_are_refused_with_what_works() -> None:
         ({"placement": "linear", "chunks": 2}, "leave chunks=2 out"),
         ({"effort": 0}, "effort is 0"),
         ({"seconds": 0}, "seconds is 0"),
+        ({"seconds": 1e-9}, "allow for more seconds"),
         ({"mesh": "pp=2"}, "give pp"),
         ({"memory_cap": math.nan}, "memory cap of rank 0 is nan"),
         ({"objective": "period"}, "objective is 'period'"),
