@@ -9,17 +9,17 @@ a schedule or a mesh which one test leaves out is taken by others. Likewise ever
 from __future__ import annotations
 
 import gc
+import os
 import random
 import signal
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from zlib import crc32
 
 import pytest
 from hypothesis import settings
-
-from .tutorials import command_server
 
 settings.register_profile("quick", max_examples=32, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=2000, deadline=None)
@@ -71,11 +71,15 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-@pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Shell code by which a session asks one process for each command; its tests are of the group `sessions`."""
-    with command_server(tmp_path_factory.mktemp("served")) as prelude:
-        yield prelude
+@pytest.fixture(scope="session", autouse=True)
+def uncalibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hide this machine's calibration, with which jobs would count FLOPs; matplotlib's list of fonts stays."""
+    with pytest.MonkeyPatch.context() as patch:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        if "MPLCONFIGDIR" not in os.environ:
+            patch.setenv("MPLCONFIGDIR", str(caches / "matplotlib"))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
+        yield
 
 
 def seed() -> None:

@@ -101,7 +101,7 @@ def test_code_of_the_guide_prints_what_it_shows(
         elif language == "console":
             assert all(line.startswith(NEED_A_NETWORK) for line in text.splitlines())
         else:
-            assert language in ("", "python")  # sessions, which test_examples runs; figures; the example
+            assert language in ("", "python")  # sessions, which test_tutorials runs; figures; the example
 
 
 @pytest.mark.parametrize("page", ["guide", "parallelism"])

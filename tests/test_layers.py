@@ -33,7 +33,6 @@ from .layers import (
     within,
 )
 
-pytestmark = pytest.mark.xdist_group("layers")  # files are parsed once
 HEAVY = {"torch", "matplotlib", "safetensors", "sklearn"}
 DRAWING = {
     ROOT / "quintsched" / name

@@ -31,7 +31,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 CONDA_NAMES = {"torch": "pytorch", "matplotlib": "matplotlib-base"}
 """Names of packages in conda, where they differ from those of PyPI."""
 
-pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("packaging")]
+pytestmark = pytest.mark.processes
 
 
 def run(*command: str | Path, cwd: Path, timeout: int = 200) -> subprocess.CompletedProcess[str]:

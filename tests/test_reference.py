@@ -26,7 +26,6 @@ NAMES = sorted(
     ["api.md", "commands.md", "exit-codes.md", "job.md", "job.schema.json", "since.json"]
     + [f"{kind}.schema.json" for kind in FILES]
 )
-pytestmark = pytest.mark.xdist_group("reference")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""README and tutorials: every block does what its page shows, the prose is easy to read, and questions are answered."""
+"""README, docs and tutorials: blocks do what is shown, the prose is easy to read, and questions are answered."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import re
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.settings.job_file import load_job
 
 from .readability import median_length, reading_ease, sentences, syllables
-from .tutorials import ROOT, TUTORIALS, blocks, is_like, run_page, run_session, write_files
+from .tutorials import ROOT, TUTORIALS, blocks, command_server, is_like, run_page, run_session, write_files
 
 README = ROOT / "README.md"
 PAGES = sorted(TUTORIALS.glob("*.md"))
@@ -71,7 +72,27 @@ def test_the_lines_of_the_readme_train(tmp_path: Path) -> None:
     assert is_like(session, run_session(session, tmp_path), ROUNDING)
 
 
-@pytest.mark.xdist_group("sessions")
+def shown_sessions() -> list[str]:
+    """Return what README and docs show of a terminal: "$ command" lines, each followed by what it prints."""
+    shown = [block.text for page in (README, *sorted((ROOT / "docs").glob("*.md"))) for block in blocks(page)]
+    return [text for text in shown if text.startswith("$ ") and "torchrun" not in text]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Shell code by which a session asks one process for each command."""
+    with command_server(tmp_path_factory.mktemp("served")) as prelude:
+        yield prelude
+
+
+@pytest.mark.processes
+def test_readme_and_docs_show_what_their_commands_print(served: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    assert len(shown_sessions()) >= 5
+    for session in shown_sessions():
+        assert run_session(session, tmp_path, served) == session
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("name", IN_SECONDS)
 def test_sessions_that_take_seconds_show_what_is_printed(name: str, served: str, tmp_path: Path) -> None:

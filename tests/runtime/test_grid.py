@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
@@ -26,11 +25,6 @@ QUICK = [case for case in CASES if case.world_size <= 4 and case.size("pp") <= 2
 """Of these some are tried every day."""
 
 
-def by_what_they_equal(cases: Iterable[Case]) -> list[Any]:
-    """Cases that equal the same run in one process are tested in the same process, where it is done once."""
-    return [pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(f"grid {case.model}")) for case in cases]
-
-
 trained = cache(train)
 
 
@@ -50,25 +44,25 @@ def require_equality_and_bits(case: Case) -> None:
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("case", by_what_they_equal(QUICK))
+@pytest.mark.parametrize("case", QUICK, ids=str)
 def test_cases_equal_one_process(case: Case) -> None:
     require_equality_and_bits(case)
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", by_what_they_equal([*PIPELINES, *NAMED]))
+@pytest.mark.parametrize("case", [*PIPELINES, *NAMED], ids=str)
 def test_cases_with_names_equal_one_process(case: Case) -> None:
     require_equality_and_bits(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", by_what_they_equal(case for case in CASES if case not in QUICK))
+@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK], ids=str)
 def test_cases_of_many_ranks_equal_one_process(case: Case) -> None:
     require_equality_and_bits(case)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", by_what_they_equal(replace(case, steps=10) for case in CASES[2::12]))
+@pytest.mark.parametrize("case", [replace(case, steps=10) for case in CASES[2::12]], ids=str)
 def test_ten_steps_equal_one_process(case: Case) -> None:
     require_equality_and_bits(case)
 

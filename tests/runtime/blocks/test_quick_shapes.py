@@ -39,7 +39,16 @@ def said(call: Callable[[], Any]) -> Any:
     return type(found), found.shape, found.dtype, found.stride(), found.device, found.requires_grad
 
 
-def calls(x: Any, y: Any) -> list[Callable[[], Any]]:
+def calls_of_one(x: Any) -> list[Callable[[], Any]]:
+    return [
+        lambda: F.layer_norm(x, ()),
+        lambda: F.gelu(x),
+        lambda: F.gelu(x, approximate="tanh"),
+        lambda: F.gelu(x, approximate="other"),
+    ]
+
+
+def calls_of_two(x: Any, y: Any) -> list[Callable[[], Any]]:
     return [
         lambda: F.linear(x, y),
         lambda: F.linear(x, torch.empty(5, 4, device="meta"), y),
@@ -47,10 +56,6 @@ def calls(x: Any, y: Any) -> list[Callable[[], Any]]:
         lambda: F.layer_norm(x, (4,), y),
         lambda: F.layer_norm(x, (4,), None, bias=y, eps=1e-3),
         lambda: F.layer_norm(x, (3, 4), y, y),
-        lambda: F.layer_norm(x, ()),
-        lambda: F.gelu(x),
-        lambda: F.gelu(x, approximate="tanh"),
-        lambda: F.gelu(x, approximate="other"),
         lambda: x + y,
         lambda: torch.add(x, y),
         lambda: torch.add(x, y, alpha=2),
@@ -61,13 +66,11 @@ def calls(x: Any, y: Any) -> list[Callable[[], Any]]:
 def test_it_is_what_torch_finds() -> None:
     some = tensors()
     with torch.no_grad():
-        for x, y in product(some, some):
-            if not isinstance(x, Tensor):
-                continue
-            for call in calls(x, y):
+        for x in (x for x in some if isinstance(x, Tensor)):
+            for call in (*calls_of_one(x), *(call for y in some for call in calls_of_two(x, y))):
                 expected = said(call)
                 with QuickShapes():
-                    assert said(call) == expected, (x, y)
+                    assert said(call) == expected, x
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

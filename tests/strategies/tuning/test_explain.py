@@ -27,13 +27,16 @@ def strategy(**given: object) -> Strategy:
     return Strategy(**{"gpus": 8, "batch": 16, "seq": 512, **given})
 
 
-def test_the_winner_is_the_winner():
-    tuning = tune(MODEL, LARGE, 8, 16, 512, top=1)
+@pytest.fixture(scope="module")
+def tuning():
+    return tune(MODEL, LARGE, 8, 16, 512, top=1)
+
+
+def test_the_winner_is_the_winner(tuning):
     assert "nothing is faster" in explain(tuning, tuning.best[0].strategy).lines[1]
 
 
-def test_a_loser_is_slower_by_its_terms():
-    tuning = tune(MODEL, LARGE, 8, 16, 512, top=1)
+def test_a_loser_is_slower_by_its_terms(tuning):
     found = explain(tuning, strategy(pp=8, schedule="gpipe", chunks=1))
     assert "slower than the best" in found.lines[1]
     assert any("pipeline bubble" in line for line in found.lines)
@@ -107,8 +110,7 @@ def test_what_holds_least_holds_least(seed):
     assert least == pytest.approx(Evaluator(tuning.space, given.hardware).evaluate(columns).memory_bytes.min())
 
 
-def test_what_cannot_be_placed_is_said():
-    tuning = tune(MODEL, LARGE, 8, 16, 512, top=1)
+def test_what_cannot_be_placed_is_said(tuning):
     with pytest.raises(UsageError, match="gpus=8"):
         explain(tuning, strategy(dp=3))
 

@@ -31,9 +31,6 @@ def test_a_search_for_the_front_has_a_certificate_too():
     assert check_certificate(certify(search(3, front=True)))
 
 
-pytestmark = pytest.mark.xdist_group("certificate")
-
-
 LIKELY = 133
 """The problem to begin with: its certificate had all, when this was written."""
 
