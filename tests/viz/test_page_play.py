@@ -34,13 +34,14 @@ def ask(questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def test_its_plans_are_those_of_the_planner() -> None:
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_its_plans_are_those_of_the_planner(every: int) -> None:
     questions = [
         {"name": name, "pp": pp, "microbatches": microbatches, "chunks": chunks, "dp": dp, "zero": zero}
-        for name, pp, microbatches, chunks, (dp, zero) in product(
-            SCHEDULES, (1, 2, 3, 4), (1, 4, 8), (1, 2, 3), ((1, 0), (2, 0), (2, 3))
+        for name, (dp, zero), microbatches, chunks, pp in product(
+            SCHEDULES, ((1, 0), (2, 0), (2, 3)), (1, 4, 8), (1, 2, 3), (1, 2, 3, 4)
         )
-    ]
+    ][::every]
     compiled = 0
     for question, found in zip(questions, ask(questions), strict=True):
         mesh = {name: question[name] for name in ("dp", "pp") if name == "pp" or question["dp"] > 1}
@@ -52,7 +53,7 @@ def test_its_plans_are_those_of_the_planner() -> None:
         plan = qs.compile(question["name"], mesh=qs.Mesh(**mesh), **options)
         assert qs.Plan.from_json(json.dumps(found["plan"])) == plan, question
         compiled += 1
-    assert compiled > 225
+    assert compiled > 225 // every
 
 
 def test_plans_that_were_taken_apart_are_the_same_again() -> None:

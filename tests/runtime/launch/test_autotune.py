@@ -74,7 +74,8 @@ def switching(config: JobConfig, changed: dict[str, object], *, keeps: bool) -> 
 @pytest.mark.parametrize(
     ("sections", "changed", "keeps"),
     [
-        ({}, {"stages": (1, 3), "schedule": "gpipe"}, True),
+        ({"parallel": {"mesh": "pp=2", "zero": 0}}, {"stages": (1, 3), "schedule": "gpipe"}, True),
+        pytest.param({}, {"stages": (1, 3), "schedule": "gpipe"}, True, marks=pytest.mark.slow),
         pytest.param(
             {"parallel": {"zero": 3, "schedule": "zb-h1"}},
             {"stages": (3, 1), "schedule": "1f1b"},

@@ -92,6 +92,7 @@ def test_eight_processes_equal_one(job_file: Path, tmp_path: Path) -> None:
     assert [r["grad_norm"] for r in told] == pytest.approx([r["grad_norm"] for r in expected], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_wrong_world_size_is_said_on_one_line_and_every_rank_exits_3(job_file: Path) -> None:
     code, out, err = launch("--config", job_file, "--set", "parallel.mesh=dp=4", "--nproc", "2")
     assert code == 3

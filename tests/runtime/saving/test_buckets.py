@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -243,22 +243,28 @@ FAULTS = [
 ]
 
 
+def with_fault(kind: str, call: int, act: Callable[[], object]) -> str:
+    """Act with a fault at a call, which has to be reached, and return what is said of it."""
+    FaultyMemory.arm(kind, call)
+    try:
+        act()
+        failed = ""
+    except QuintschedError as error:
+        failed = str(error)
+    finally:
+        is_reached = FaultyMemory.left < 0
+        FaultyMemory.arm("", -1)
+    assert is_reached
+    return failed
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "background", "first"), FAULTS)
 def test_200_faults_leave_a_whole_step_and_one_that_passes_is_not_seen(kind: str, background: bool, first: int) -> None:
     for call in range(first, first + 5):
         place = f"faulty://runs/{uuid4().hex}"
         save(place, 1, 10.0)
-        failed = ""
-        try:
-            FaultyMemory.arm(kind, call)
-            save(place, 2, 20.0, background=background)
-        except QuintschedError as error:
-            failed = str(error)
-        finally:
-            is_reached = FaultyMemory.left < 0
-            FaultyMemory.arm("", -1)
-        assert is_reached
+        failed = with_fault(kind, call, lambda place=place: save(place, 2, 20.0, background=background))
         if kind == "once":
             assert failed == ""
         assert not failed or place in failed
@@ -295,17 +301,9 @@ def test_faults_of_a_save_in_the_distributed_format_leave_a_whole_step(kind: str
         return {float(found.step), *(one for t in engine.full_weights().values() for one in t.unique().tolist())}
 
     for call in range(16):
-        place, failed = f"faulty://runs/{uuid4().hex}", ""
+        place = f"faulty://runs/{uuid4().hex}"
         save_step(place, 1)
-        try:
-            FaultyMemory.arm(kind, call)
-            save_step(place, 2)
-        except QuintschedError as error:
-            failed = str(error)
-        finally:
-            is_reached = FaultyMemory.left < 0
-            FaultyMemory.arm("", -1)
-        assert is_reached
+        failed = with_fault(kind, call, lambda place=place: save_step(place, 2))
         assert place in failed if failed else kind != "gone"
         assert not failed or kind != "once"
         assert on_engines(place, load_step) in ([{1.0}, {2.0}] if failed else [{2.0}])
