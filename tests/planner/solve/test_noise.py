@@ -43,7 +43,7 @@ def order_of(problem, plan):
     ]
 
 
-@pytest.mark.parametrize(("jitter", "closes"), [("0.1", 0.1), ("3%x4", 0.0)])
+@pytest.mark.parametrize(("jitter", "closes"), [("0.1", 0.1), pytest.param("3%x4", 0.0, marks=pytest.mark.slow)])
 def test_the_percentile_is_that_of_other_samples_and_never_much_worse(jitter, closes):
     sizes = {"pp": 4, "microbatches": 16, "placement": "linear", "memory_cap": 6, "effort": 1, "seconds": 600}
     nominal, found = solve(**sizes), solve(**sizes, jitter=jitter)
@@ -56,8 +56,7 @@ def test_the_percentile_is_that_of_other_samples_and_never_much_worse(jitter, cl
     assert values == pytest.approx([said.nominal, said.value], rel=0.02)
     assert said.closed >= closes
     assert max(found.plan.simulate().peak_activations) <= 6
-    if not closes:
-        assert solve(**sizes, jitter=jitter).plan == found.plan
+    assert solve(**sizes, jitter=jitter).plan == found.plan
 
 
 @pytest.mark.slow

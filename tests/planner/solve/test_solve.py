@@ -70,7 +70,7 @@ def drawn(seed: int) -> tuple[int, int, tuple[int, ...], Costs, float]:
     return pp, microbatches, placed, costs, rng.randint(1, pp) * factor
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=SLOW) for seed in range(4, 40))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=SLOW) for seed in range(3, 40))])
 def test_it_is_never_worse_than_a_named_schedule_and_its_certificate_holds(seed: int) -> None:
     pp, microbatches, placed, costs, cap = drawn(seed)
     placement = "linear" if len(placed) == pp else "v"

@@ -76,13 +76,13 @@ def test_overlapped_plans_give_the_same_bits(schedule: str) -> None:
     """A side of an overlap saves what goes, and takes what was fetched."""
     plans = pair(schedule, mesh="pp=2,tp=2", microbatches=6, overlap=True)
     assert any(isinstance(i, Overlap) for program in plans[1].programs for i in program)
-    task, blocks = ids_task(2, 12, 8), tiny_gpt(8, depth=6)
+    task, blocks = ids_task(2, 12, 8), tiny_gpt(8, depth=2)
     same_run(*(train_on(plan, task, blocks, dtype=torch.float64) for plan in plans))
 
 
 def test_with_sequence_parallelism_and_bf16() -> None:
     plans = pair("1f1b", mesh="tp=2,pp=2", microbatches=4)
-    task, blocks = ids_task(2, 8, 8), tiny_gpt(8, depth=6)
+    task, blocks = ids_task(2, 8, 8), tiny_gpt(8, depth=2)
     runs = [train_on(plan, task, blocks, dtype=torch.bfloat16, sequence_parallel=True) for plan in plans]
     same_run(*runs)
 
