@@ -126,6 +126,7 @@ def test_an_engine_is_compared_with_a_whole_model() -> None:
     for found in verified(model):
         assert found.is_equal, found.explain()
         assert not found.skipped
+        assert json.loads(json.dumps(found.to_data()))["equal"]
     model[2].factor = 1.5
     for found in verified(model):  # on every rank the same, also on those that hold other blocks
         assert (found.differences[0].kind, found.differences[0].name) == ("output", "2")
@@ -140,8 +141,3 @@ def test_references_that_cannot_be_compared_are_refused() -> None:
         verified(model)
     with pytest.raises(MisfitError, match="draws by itself in '4'"):
         verified(nn.Sequential(*build_model([Odd] * 4, dtype=torch.float64), nn.Dropout(0.5)))
-
-
-def test_an_outcome_is_json() -> None:
-    (found, *_) = verified(build_model([Odd] * 4, dtype=torch.float64))
-    assert json.loads(json.dumps(found.to_data()))["equal"]

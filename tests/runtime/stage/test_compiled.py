@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ class Mlp(nn.Module):
         return x + self.narrow(torch.nn.functional.gelu(self.wide(self.norm(x)))) * 0.5  # type: ignore[no-any-return]
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=slow)])
 @pytest.mark.parametrize(
     ("schedule", "more"),
     [
@@ -39,7 +41,11 @@ class Mlp(nn.Module):
     ],
     ids=str,
 )
-def test_compiled_stages_equal_plain_ones(schedule: str, more: dict[str, Any]) -> None:
+def test_compiled_stages_equal_plain_ones(
+    schedule: str, more: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every day without the machine's compiler, which takes a quarter of a minute: torch traces and splits alike."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     plan = qs.compile(schedule, microbatches=4, **more)
     inputs, targets = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
 
