@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import quintsched as qs
-from quintsched.cli import SECTIONS
+from quintsched.cli import SECTIONS, run_and_verify
 from quintsched.cli.app import make_app
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, Transport, build_model, load_job, plan_of, run_local
+from quintsched.runtime.launch import verify_job
 from quintsched.runtime.launch.verify_job import verify_here
 from quintsched.runtime.run_checks.mesh_against_one import Comparison
 
@@ -88,11 +89,14 @@ def test_the_first_block_that_differs_is_named(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("transport", ["local", pytest.param("gloo", marks=[pytest.mark.slow, pytest.mark.processes])])
-def test_the_command_compares_runs(transport: str, tmp_path: Path) -> None:
+def test_the_command_compares_runs(transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if transport == "local":  # what the command would start a process for
+        monkeypatch.setattr(run_and_verify, "call", lambda command: verify_job.main(command[-1:]))
     path = tmp_path / "job.yaml"
     path.write_text(JOB.replace("local", transport).replace("dp=2,pp=2", "pp=2"))
     found = CliRunner().invoke(make_app(SECTIONS), ["verify", str(path), "--json", "--steps", "1"])
     assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["equal"] or transport != "local"
 
 
 class Odd(nn.Module):
