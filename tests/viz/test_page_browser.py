@@ -187,7 +187,9 @@ def test_broken_files_and_links_are_refused(page: Page, tmp_path: Path) -> None:
     plan = qs.compile("1f1b", mesh="pp=3", microbatches=4)
     opened(page, plan.simulate(), tmp_path / "plan.html")
     huge = plan.to_json().replace('"microbatches": 4', '"microbatches": 4000000000')
-    for name, texts in {**BROKEN, "huge.json": [huge]}.items():
+    wide = json.loads(plan.to_json())
+    wide |= {"mesh": [["pp", 100_000]], "programs": [[]] * 100_000, "stage_to_pp": [*range(100_000)]}
+    for name, texts in {**BROKEN, "huge.json": [huge], "wide.json": [json.dumps(wide)]}.items():
         for text in texts:
             page.evaluate("quintsched.clear()")
             drop(page, {name: text})

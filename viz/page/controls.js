@@ -2,7 +2,7 @@
 import { h } from "./dom.js";
 import { readDropped } from "./drop.js";
 import { helpCard } from "./panel.js";
-import { number } from "./why.js";
+import { lasting, number } from "./numbers.js";
 
 export class Controls {
   constructor(app) {
@@ -19,11 +19,11 @@ export class Controls {
     }
     this.app.tip.hidden = !hit || (hit.row < 0 && (hit.time > this.app.view.makespan || hit.time < 0));
     if (this.app.tip.hidden) return;
-    const unit = this.app.view.unitName, { run, plan } = hit.scene;
+    const { run, plan } = hit.scene;
     if (hit.row >= 0) {
       const [from, to, wait] = [run.start[hit.row], run.end[hit.row], run.wait?.[hit.row]];
       this.app.tip.replaceChildren(h("b", {}, this.app.nameOf(hit.row, plan)), h("br"),
-        `${number(from)} to ${number(to)}, ${number(to - from)} ${unit}${wait ? `, after waiting ${number(wait)}` : ""}`,
+        `${number(from)} to ${number(to)}, ${lasting(to - from, run.unit)}${wait ? `, after waiting ${number(wait)}` : ""}`,
         h("br"), h("small", {}, plan.text(hit.row)));
     } else {
       const gap = this.app.waits && hit.scene === this.app.scene ? this.app.gapAt(hit.rank, hit.time) : null;
@@ -45,14 +45,16 @@ export class Controls {
 
   #listen() {
     let from = null, moved = 0;
-    const canvas = this.app.timeline;
+    const canvas = this.app.timeline, fingers = new Map();
     canvas.addEventListener("pointerdown", (event) => {
+      fingers.set(event.pointerId, event);
       from = [event.clientX, event.clientY];
       moved = 0;
       canvas.setPointerCapture(event.pointerId);
       if (this.app.playground.grab(event)) from = null;
     });
     canvas.addEventListener("pointermove", (event) => {
+      if (fingers.size === 2) return this.#pinch(fingers, event);
       if (this.app.playground.drag(event)) return;
       if (!from) return this.#hover(event);
       const [dx, dy] = [event.clientX - from[0], event.clientY - from[1]];
@@ -65,7 +67,10 @@ export class Controls {
         this.app.draw();
       }
     });
+    canvas.addEventListener("pointercancel", (event) => fingers.delete(event.pointerId));
     canvas.addEventListener("pointerup", (event) => {
+      if (fingers.size === 2) [from, this.app.playground.held] = [null, null];
+      fingers.delete(event.pointerId);
       canvas.classList.remove("dragging");
       if (!this.app.playground.release(event) && from && moved <= 4) this.#click(event);
       from = null;
@@ -104,22 +109,32 @@ export class Controls {
   #key(event) {
     if (event.target.matches?.("input, select") || !this.app.plan) return;
     const { view } = this.app;
-    if ((event.ctrlKey || event.metaKey) && event.key === "z") return this.app.playground.undo(event.shiftKey);
+    if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "z") return this.app.playground.undo(event.shiftKey);
     if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const wide = view.plotWidth * 0.2;
+    const wide = view.plotWidth * 0.2, middle = view.left + view.plotWidth / 2;
     const keys = {
       ArrowLeft: () => view.pan(wide, 0), ArrowRight: () => view.pan(-wide, 0),
+      "Shift ArrowLeft": () => this.app.playground.nudge(-1), "Shift ArrowRight": () => this.app.playground.nudge(1),
       ArrowUp: () => this.#otherRank(-1), ArrowDown: () => this.#otherRank(1),
-      "+": () => view.zoom(0.7, view.left + view.plotWidth / 2), "-": () => view.zoom(1.4, view.left + view.plotWidth / 2),
-      "=": () => view.zoom(0.7, view.left + view.plotWidth / 2), f: () => view.fit(), "/": () => this.app.query.focus(),
-      n: () => this.#along(1), p: () => this.#along(-1), w: () => this.#nextGap(), c: () => this.app.walkPath(),
+      "+": () => view.zoom(0.7, middle), "=": () => view.zoom(0.7, middle), "-": () => view.zoom(1.4, middle), f: () => view.fit(),
+      "/": () => this.app.query.focus(), n: () => this.#along(1), p: () => this.#along(-1), w: () => this.#nextGap(), c: () => this.app.walkPath(),
       m: () => this.app.setMode({ planned: "measured", measured: "both", both: "difference", difference: "planned" }[this.app.mode]),
       g: () => (view.showMessages = !view.showMessages), t: () => this.app.setTheme(), e: () => this.app.playground.toggle(),
       "?": () => this.app.show(helpCard()), Escape: () => this.app.clear(),
     };
-    if (!(event.key in keys)) return;
+    const key = event.shiftKey && event.key.startsWith("Arrow") ? `Shift ${event.key}` : event.key;
+    if (!(key in keys)) return;
     event.preventDefault();
-    keys[event.key]();
+    keys[key]();
+    this.app.draw();
+  }
+
+  /** Zoom by the distance of two fingers. */
+  #pinch(fingers, event) {
+    const before = fingers.get(event.pointerId), [other] = [...fingers.values()].filter(({ pointerId }) => pointerId !== event.pointerId);
+    const [old, now] = [before, event].map(({ offsetX }) => Math.max(Math.abs(offsetX - other.offsetX), 8));
+    fingers.set(event.pointerId, event);
+    this.app.view.zoom(old / now, (event.offsetX + other.offsetX) / 2);
     this.app.draw();
   }
 

@@ -139,7 +139,7 @@ export function graphOf(plan, profileName, host = false) {
       addRoom(edges, queues, !host && plan.layout.zero.stage >= 2);
       if (host) {
         addHost(edges, profile);
-        if (profile.queues !== "none") addLaunches(edges);
+        if (profile.queues !== "none") addQueues(edges, events.group.map((of) => Math.min(of, 0))); // NCCL may run one at a time
       }
     }
     return new Graph(events, edges);
@@ -236,19 +236,6 @@ function addHost(edges, profile) {
       const ahead = profile.queues === "none" && (tables.sends[op] || tables.receives[op]);
       if (wait >= 0 && !ahead) edges.add(wait, row);
       if (!tables.issued[op]) wait = row;
-    }
-  }
-}
-
-/** Add the edges from every collective of a rank to its next one: NCCL may run them one at a time. */
-function addLaunches(edges) {
-  const { plan, group } = edges.events;
-  for (let k = 0; k < plan.ranks; k++) {
-    let last = -1;
-    for (let row = plan.first[k]; row < plan.first[k + 1]; row++) {
-      if (group[row] < 0) continue;
-      if (last >= 0) edges.add(last, row);
-      last = row;
     }
   }
 }

@@ -1,24 +1,23 @@
 /** Header of the page: figures of the runs in sight, the verdict, and what the colours mean. */
 import { h } from "./dom.js";
 import { peakOf } from "./times.js";
-import { number } from "./why.js";
+import { counted, lasting, number } from "./numbers.js";
 
 /** Show the figures of the runs in sight, and the verdict. */
 export function showFigures(app) {
-  const unit = app.view.unitName, title = app.view.blocks ? `${app.shown.length} plans compared` : app.plan.title;
+  const title = app.view.blocks ? `${counted(app.shown.length, "plan")} compared` : app.plan.title;
   document.title = app.title.textContent = app.title.title = title;
   const parts = (app.view.blocks ? [] : app.shown).flatMap((run) => {
     const name = `${app.shown.length > 1 ? `${run.name}: ` : ""}makespan `;
     const peak = run.held?.length ? ["peak ", [number(peakOf(run))]] : [];
-    return [name, ...(run.stuck ? [["never ends"]] : [[number(run.makespan), unit], "bubble ", [`${(100 * run.bubble).toFixed(1)} %`]]), ...peak];
+    return [name, ...(run.stuck ? [["never ends"]] : [[lasting(run.makespan, run.unit)], "bubble ", [`${(100 * run.bubble).toFixed(1)} %`]]), ...peak];
   });
   app.figures.replaceChildren();
   for (let i = 0; i + 1 < parts.length; i += 2) app.figures.append(h("span", {}, parts[i], h("b", {}, parts[i + 1].join(" "))));
   if (app.verdict) {
-    const free = Object.values(app.verdict.profiles).filter((is) => is).length;
-    const sound = app.verdict.sound();
+    const free = Object.values(app.verdict.profiles).filter((is) => is).length, sound = app.verdict.sound();
     app.figures.append(h("button", { class: `chip ${sound ? "good" : "bad"}`, onclick: () => app.showVerdict() },
-      sound ? `✓ sound · ${free} of 5 transports` : "✗ not sound"));
+      sound ? `✓ sound · ${free} of ${app.plan.tables.profiles.length} transports` : "✗ not sound"));
   }
 }
 

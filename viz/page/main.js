@@ -16,7 +16,7 @@ import { drawAxis, drawLabels, drawTimeline } from "./timeline.js";
 import { showFigures, showLegend } from "./header.js";
 import { heldOverTime, peakOf } from "./times.js";
 import { View } from "./view.js";
-import { Waits, number } from "./why.js";
+import { Waits } from "./why.js";
 
 const AXIS = 24, LEAST_MEMORY = 130, MOST_MEMORY = 340;
 const MOST_WAITS_AT_ONCE = 250_000;
@@ -25,7 +25,6 @@ class App {
   constructor() {
     this.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
     this.mode = "planned";
-    this.frames = [];
     this.#build();
   }
 
@@ -48,7 +47,7 @@ class App {
     this.timeline.tabIndex = 0;
     this.timeline.setAttribute("role", "img");
     this.canvases = h("div", { class: "canvases" }, this.timeline, this.over, this.axis, this.memory);
-    this.panel = h("aside", { "aria-live": "polite" });
+    this.panel = h("aside", { "aria-live": "polite", tabindex: -1 });
     this.tip = h("div", { class: "tip", hidden: true });
     this.dropped = h("div", { class: "drop", hidden: true }, "drop a plan, a trace or a stall report");
     this.playBar = h("div", { class: "play", hidden: true });
@@ -74,7 +73,8 @@ class App {
     this.stepList.replaceChildren(...runs.map((run, at) => h("option", { value: at }, run.name)).slice(1));
     if (!keepView || runs.length < 2) this.mode = this.comparing ? "both" : "planned";
     this.modes.replaceChildren(...["planned", "measured", "both", "difference"].map((mode, at) =>
-      h("option", { value: mode, selected: mode === this.mode }, this.comparing && at < 2 ? runs[at].name : mode)));
+      h("option", { value: mode, selected: mode === this.mode },
+        !this.comparing ? mode : at < 2 ? runs[at].name : mode === "both" && runs.length > 2 ? "all" : mode)));
     this.view = new View(this.scenes.slice(0, 1));
     this.#applyTheme();
     this.#setLanes();
@@ -120,6 +120,7 @@ class App {
     view.difference = this.mode === "difference";
     view.blocks = this.comparing && view.lanes.length > 1;
     if (this.comparing && !view.lanes.includes(this.scene)) this.active = this.scenes.indexOf(view.lanes[0]);
+    this.canvases.style.minHeight = `${view.blocks ? 120 * view.lanes.length : 260}px`;
     view.home = Math.max(view.lanes.indexOf(this.scene), 0);
   }
 
@@ -234,7 +235,8 @@ class App {
       canvas.style.flex = "none";
       canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
     }
-    Object.assign(this.view, { width, height: wanted, ratio });
+    const narrow = width < 560;
+    Object.assign(this.view, { width, height: wanted, ratio, narrow, left: narrow ? 56 : 70, right: narrow ? 44 : 110 });
     if (this.firstRank !== undefined) {
       this.view.scroll = this.firstRank * this.view.rowHeight;
       this.firstRank = undefined;
@@ -255,13 +257,11 @@ class App {
   paint() {
     const { view } = this;
     if (!view) return;
-    const began = performance.now();
-    this.seen = drawTimeline(this.timeline.getContext("2d"), view);
+    drawTimeline(this.timeline.getContext("2d"), view);
     drawLabels(this.timeline.getContext("2d"), view);
     drawAxis(this.axis.getContext("2d"), view, AXIS);
     this.#paintMemory();
     this.paintOver();
-    this.frames.push(performance.now() - began);
     if (!document.body.dataset.painted) document.body.dataset.painted = String(performance.now());
   }
 
@@ -283,6 +283,7 @@ class App {
   }
 
   show(parts) {
+    if (this.panel.contains(document.activeElement)) this.panel.focus();
     this.panel.replaceChildren(...parts.filter((part) => part));
     this.panel.scrollTop = 0;
   }

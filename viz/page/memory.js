@@ -1,7 +1,8 @@
 /** Memory panel: activations that each rank holds over time, as lines for few ranks and as a heat map for many. */
 import { heat, lineColour } from "./colours.js";
+import { drawLine, drawText } from "./dom.js";
 import { firstAfter } from "./scene.js";
-import { number } from "./why.js";
+import { number } from "./numbers.js";
 
 const MOST_LINES = 6, CELLS = 4096;
 
@@ -10,22 +11,20 @@ export function drawMemory(context, view, { held, name }, cap, most, height) {
   const { is, left, width } = view;
   context.fillStyle = is.ground;
   context.fillRect(0, 0, width, height);
-  if (!held) {
-    context.fillStyle = is.quiet;
-    context.font = "12px system-ui, sans-serif";
-    context.fillText("activations: being added up …", left, 20);
-    return;
-  }
+  if (!held) return drawText(context, "activations: being added up …", left, 20, is.quiet);
   if (held.length <= MOST_LINES) drawLines(context, view, held, most, height);
   else drawHeat(context, view, held, most, height);
   if (cap !== null && held.length <= MOST_LINES) drawCap(context, view, cap, most, height);
-  context.fillStyle = is.quiet;
-  context.font = "11px system-ui, sans-serif";
-  context.textAlign = "left";
-  context.textBaseline = "top";
-  const many = held.length > MOST_LINES;
-  context.fillText(`${view.blocks ? `${name}: ` : ""}activations held, in microbatches of a whole rank; peak ${number(Math.max(...held.map((r) => r.peak)))}` +
-    `${many && cap !== null ? `, cap ${number(cap)}` : ""}`, left, 2);
+  const words = view.narrow ? "activations, in microbatches" : "activations held, in microbatches of a whole rank";
+  const limit = held.length > MOST_LINES && cap !== null ? `, cap ${number(cap)}` : "";
+  drawText(context, `${view.blocks ? `${name}: ` : ""}${words}; peak ${number(Math.max(...held.map((r) => r.peak)))}${limit}`, left, 2, is.quiet,
+    { base: "top" });
+}
+
+/** Write the peak of a rank at the right of its line or row. */
+function drawPeak(context, view, rank, { peak }, y, colour, named) {
+  const words = view.narrow ? number(peak) : `${named ? `rank ${rank}: ` : ""}peak ${number(peak)}`;
+  drawText(context, words, view.left + view.plotWidth + 8, y, colour);
 }
 
 const TOP = 18;
@@ -35,17 +34,10 @@ function drawLines(context, view, held, most, height) {
   const y = (amount) => height - 4 - (amount / (most * 1.08)) * (height - TOP - 6);
   context.strokeStyle = is.line;
   context.lineWidth = 1;
-  context.fillStyle = is.quiet;
-  context.font = "11px system-ui, sans-serif";
-  context.textBaseline = "middle";
-  context.textAlign = "right";
   const step = Math.max(1, Math.ceil(most / Math.min(4, height / 24)));
   for (let amount = 0; amount <= most; amount += step) {
-    context.beginPath();
-    context.moveTo(left, y(amount));
-    context.lineTo(left + plotWidth, y(amount));
-    context.stroke();
-    context.fillText(number(amount), left - 8, y(amount));
+    drawLine(context, left, y(amount), left + plotWidth, y(amount));
+    drawText(context, number(amount), left - 8, y(amount), is.quiet, { align: "right" });
   }
   context.save();
   context.beginPath();
@@ -68,12 +60,8 @@ function drawLines(context, view, held, most, height) {
     context.stroke();
   });
   context.restore();
-  context.textAlign = "left";
   const line = Math.min(15, (height - TOP) / held.length);
-  held.forEach((of, rank) => {
-    context.fillStyle = lineColour(is.theme, rank, held.length);
-    context.fillText(`rank ${rank}: peak ${number(of.peak)}`, left + plotWidth + 8, TOP + line * (rank + 0.5));
-  });
+  held.forEach((of, rank) => drawPeak(context, view, rank, of, TOP + line * (rank + 0.5), lineColour(is.theme, rank, held.length), true));
 }
 
 function drawHeat(context, view, held, most, height) {
@@ -99,16 +87,11 @@ function drawHeat(context, view, held, most, height) {
   view.heatCanvas.getContext("2d").putImageData(image, 0, 0);
   context.imageSmoothingEnabled = rows > tall;
   context.drawImage(view.heatCanvas, left, TOP, plotWidth, tall);
-  context.font = "11px system-ui, sans-serif";
-  context.textBaseline = "middle";
   const every = Math.max(1, Math.ceil((14 * rows) / tall));
   for (let rank = 0; rank < rows; rank += every) {
     const y = TOP + (tall * (rank + 0.5)) / rows;
-    context.fillStyle = is.quiet;
-    context.textAlign = "right";
-    context.fillText(`rank ${rank}`, left - 8, y);
-    context.textAlign = "left";
-    context.fillText(`peak ${number(held[rank].peak)}`, left + plotWidth + 8, y);
+    drawText(context, `rank ${rank}`, left - 8, y, is.quiet, { align: "right" });
+    drawPeak(context, view, rank, held[rank], y, is.quiet, false);
   }
 }
 
@@ -129,14 +112,9 @@ function cellsOf(of, makespan) {
 
 function drawCap(context, view, cap, most, height) {
   const { is, left, plotWidth } = view, y = height - 4 - (cap / (most * 1.08)) * (height - TOP - 6);
-  context.strokeStyle = context.fillStyle = is.bad;
+  context.strokeStyle = is.bad;
   context.setLineDash([6, 4]);
-  context.beginPath();
-  context.moveTo(left, y);
-  context.lineTo(left + plotWidth, y);
-  context.stroke();
+  drawLine(context, left, y, left + plotWidth, y);
   context.setLineDash([]);
-  context.textAlign = "left";
-  context.textBaseline = "bottom";
-  context.fillText(`cap ${number(cap)}`, left + 4, y - 2);
+  drawText(context, `cap ${number(cap)}`, left + 4, y - 2, is.bad, { base: "bottom" });
 }

@@ -35,14 +35,19 @@ function drawBox(app, context, row, colour, line) {
 
 function paintPath(app, context, rows, colour) {
   const { view } = app, { start, end } = app.run;
-  rows.forEach((row, at) => {
-    drawBox(app, context, row, at === app.path.at ? view.is.accent : colour, at === app.path.at ? 3.5 : 2);
-    const next = rows[at + 1];
+  const chosen = rows[app.path.at], computing = withoutMessages(app, rows);
+  computing.forEach((row, at) => {
+    drawBox(app, context, row, colour, 2);
+    const next = computing[at + 1];
     if (next !== undefined && app.plan.rank[next] !== app.plan.rank[row]) {
       curve(context, view, app.plan.rank[row], end[row], app.plan.rank[next], start[next], colour, 2, 0.9);
     }
   });
+  if (chosen !== undefined) drawBox(app, context, chosen, view.is.accent, 3.5);
 }
+
+/** Rows that are drawn as boxes: a message is the curve between two of them. */
+function withoutMessages({ plan }, rows) { return rows.filter((row) => plan.tables.ops[plan.op[row]].message === null); }
 
 function paintWaits(app, context, row) {
   const { waits, plan, view } = app;
@@ -82,7 +87,7 @@ function paintGap(app, context) {
   context.fillStyle = `${gap.colour}33`;
   context.fillRect(x0, y, x1 - x0, height);
   outline(context, x0, y, x1 - x0, height, gap.colour, 2);
-  const rows = gap.chain.map((event) => app.waits.events.firstRows[event]);
+  const rows = withoutMessages(app, gap.chain.map((event) => app.waits.events.firstRows[event]));
   rows.slice(0, 40).forEach((row, at) => {
     drawBox(app, context, row, gap.culprits.has(row) ? view.is.bad : view.is.glow, gap.culprits.has(row) ? 3 : 1.5);
     const next = rows[at + 1];

@@ -1,8 +1,8 @@
 /** Side panel: what is selected, why a rank is idle, and where the time of each rank goes. */
-import { h } from "./dom.js";
+import { h, picks } from "./dom.js";
 import KEYS from "./keys.json" with { type: "json" };
 import { peakOf } from "./times.js";
-import { number } from "./why.js";
+import { counted, lasting, number } from "./numbers.js";
 
 const MOST_LISTED = 14;
 
@@ -10,16 +10,16 @@ const MOST_LISTED = 14;
 export function instructionCard(app, row) {
   const { plan, run, waits } = app;
   const { op, ...fields } = plan.instruction(row);
-  const unit = app.view.unitName, { label } = plan.tables.ops[plan.op[row]];
+  const { unit } = app.view, { label } = plan.tables.ops[plan.op[row]];
   const facts = [["rank", `${plan.rank[row]}, instruction ${plan.index(row)}`]];
   for (const [name, value] of Object.entries(fields)) facts.push([name, Array.isArray(value) ? value.join(", ") : String(value)]);
   for (const one of app.comparing ? [run] : app.shown) {
-    facts.push([one.name, `${number(one.start[row])} to ${number(one.end[row])}: ${number(one.end[row] - one.start[row])} ${unit}` +
+    facts.push([one.name, `${number(one.start[row])} to ${number(one.end[row])}: ${lasting(one.end[row] - one.start[row], one.unit)}` +
       (one.wait?.[row] ? `, of which ${number(one.wait[row])} waiting` : "")]);
   }
   if (app.runs.length > 1 && !app.comparing) {
     const late = app.runs[app.measured].end[row] - app.runs[0].end[row];
-    facts.push(["difference", `${number(Math.abs(late))} ${unit} ${late >= 0 ? "later" : "earlier"} than planned`]);
+    facts.push(["difference", `${lasting(Math.abs(late), unit)} ${late >= 0 ? "later" : "earlier"} than planned`]);
   }
   const parts = [h("h2", {}, "instruction"), h("p", { class: "sentence" }, h("b", {}, op), label === op ? "" : ` ${label}`),
     h("dl", {}, facts.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]))];
@@ -41,8 +41,9 @@ export function rowList(app, rows, at = -1) {
   const { run } = app;
   return h("ul", { class: "list" }, rows.map(([row, note], place) => {
     const [op, chunk] = app.palette.shadeOf(row);
-    return h("li", { class: place === at ? "at" : "", onclick: () => app.select(row) }, h("i", { style: `background:${app.palette.texts[op][chunk]}` }),
-      h("span", {}, app.nameOf(row)), h("small", {}, note || `${number(run.start[row])} – ${number(run.end[row])}`));
+    return h("li", { class: place === at ? "at" : "", ...picks(() => app.select(row)) },
+      h("i", { style: `background:${app.palette.texts[op][chunk]}` }), h("span", {}, app.nameOf(row)),
+      h("small", {}, note || `${number(run.start[row])} – ${number(run.end[row])}`));
   }));
 }
 
@@ -57,19 +58,20 @@ export function gapCard(app, why, events) {
 /** Critical path, earliest first. */
 export function pathCard(app, path) {
   const rows = path.slice(0, 400).map((event) => [app.waits.events.firstRows[event], ""]);
-  return [h("h2", {}, `critical path: ${path.length} steps`), h("p", {}, "To make the step shorter, make one of these shorter."), rowList(app, rows)];
+  return [h("h2", {}, `critical path: ${counted(path.length, "step")}`),
+    h("p", {}, "To make the step shorter, make one of these shorter."), rowList(app, rows)];
 }
 
 /** Runs beside each other: makespan, bubble, peak of memory, idle time by cause, and what the second has more of. */
 export function compareCard(app) {
   const runs = [...app.shown].sort((one, other) => (other.name === "before") - (one.name === "before")), looks = app.plan.tables.causes;
-  const percent = (value) => `${value.toFixed(1)} %`;
+  const percent = (value) => value.toFixed(1);
   const idle = (cause) => (run) => run.breakdown &&
     (100 * run.breakdown.ranks.reduce((sum, of) => sum + (of[cause] ?? 0), 0)) / (run.makespan * run.plan.ranks || 1);
-  const rows = [["makespan", (run) => (run.stuck ? NaN : run.makespan), number], ["bubble", (run) => 100 * run.bubble, percent],
-    ["peak", (run) => run.held && peakOf(run), number], ...Object.keys(looks).map((cause) => [cause, idle(cause), percent])];
+  const rows = [["makespan", (run) => (run.stuck ? NaN : run.makespan), number], ["bubble, %", (run) => 100 * run.bubble, percent],
+    ["peak", (run) => run.held && peakOf(run), number], ...Object.keys(looks).map((cause) => [`${cause}, %`, idle(cause), percent])];
   const signed = (value, words) => {
-    const size = words(Math.abs(value));
+    const size = words(Math.abs(value) < 1e-6 ? 0 : Math.abs(value));
     return size === words(0) ? size : `${value > 0 ? "+" : "−"}${size}`;
   };
   return [h("h2", {}, "beside each other"), h("table", {},
@@ -95,8 +97,8 @@ export function breakdownCard(app, { ranks, gaps }) {
   return [h("h2", {}, "where the time goes"), h("div", { class: "bars" }, bars),
     h("div", { class: "legend", style: "padding:8px 0 0" }, parts.map(([part, colour]) =>
       h("span", {}, h("i", { style: `background:${colour}` }), `${part} ${percent(sum(part), total * plan.ranks)}`))),
-    gaps.length > 0 && h("h2", {}, "longest gaps"), h("ul", { class: "list" }, gaps.slice(0, 8).map((gap) => h("li", { onclick: () => app.showGap(gap) },
-      h("i", { style: `background:${colours[gap.cause]}` }), h("span", {}, `rank ${gap.rank}: ${number(gap.end - gap.start)} ${app.view.unitName}`),
+    gaps.length > 0 && h("h2", {}, "longest gaps"), h("ul", { class: "list" }, gaps.slice(0, 8).map((gap) => h("li", picks(() => app.showGap(gap)),
+      h("i", { style: `background:${colours[gap.cause]}` }), h("span", {}, `rank ${gap.rank}: ${lasting(gap.end - gap.start, run.unit)}`),
       h("small", {}, gap.cause))))];
 }
 
@@ -106,7 +108,7 @@ export function verdictCard(app, verdict, cycleWords) {
     h("span", { class: `chip ${verdict.profiles[name] ? "good" : "bad"}`, title: means }, `${verdict.profiles[name] ? "✓" : "✗"} ${name}`));
   const parts = [h("h2", {}, app.comparing ? `proof of ${app.run.name}` : "proof"), h("div", { class: "chips" }, chips)];
   for (const [point, words, row] of verdict.faults.slice(0, 5)) {
-    parts.push(h("p", { class: "fault", onclick: () => row !== null && app.select(row) }, h("b", {}, `${point}: `), words));
+    parts.push(h("p", { class: "fault", ...(row !== null && picks(() => app.select(row))) }, h("b", {}, `${point}: `), words));
   }
   if (verdict.faults.length > 5) parts.push(h("p", { class: "fault" }, `… and ${verdict.faults.length - 5} more`));
   if (cycleWords.length) parts.push(h("p", {}, "These waits close a circle:"), ...cycleWords.map((line) => h("p", { class: "fault" }, line)));

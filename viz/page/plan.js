@@ -10,6 +10,7 @@
  * every page, so that no rule stands here a second time.
  */
 import { Layout } from "./layout.js";
+import { counted } from "./numbers.js";
 
 export const ABSENT = -1;
 const MOST_UNITS = 4_000_000;
@@ -33,14 +34,15 @@ export function readTables(raw) {
 }
 
 /** Return the first key of a plan file without which nothing can be read; undefined if all are as they should be. */
-function brokenKey({ format, version, mode, schedule, mesh, stage_to_pp: placed, programs }) {
+function brokenKey({ format, version, mode, schedule, mesh, stage_to_pp: placed, buckets_per_stage, programs }) {
   const isSize = (size) => Number.isInteger(size) && size > 0 && size <= MOST_UNITS;
   const rules = {
     format: () => format === "quintsched.plan", version: () => version === 1, mode: () => ["train", "forward"].includes(mode),
     programs: () => programs.every(Array.isArray),
     schedule: () => ["microbatches", "chunks", "slices"].every((name) => isSize(schedule[name])),
     mesh: () => mesh.every(([, size]) => isSize(size)) && (Object.fromEntries(mesh).pp ?? 1) === programs.length,
-    stage_to_pp: () => placed.every((rank) => rank in programs) && isSize(placed.length * schedule.microbatches * schedule.slices),
+    stage_to_pp: () => placed.every((rank) => rank in programs) && isSize(placed.length * programs.length) &&
+      isSize(placed.length * schedule.microbatches * schedule.slices), buckets_per_stage: () => isSize(buckets_per_stage),
   };
   const holds = (rule) => { try { return rule(); } catch { return false; } };
   return Object.keys(rules).find((key) => !holds(rules[key]));
@@ -185,7 +187,7 @@ export class Plan {
   get title() {
     const mesh = this.head.mesh.map(([name, size]) => `${name}=${size}`).join(",");
     const { name, microbatches, chunks, slices } = this.schedule;
-    return this.givenTitle ?? `${name} on ${mesh}, ${microbatches} microbatches` +
+    return this.givenTitle ?? `${name} on ${mesh}, ${counted(microbatches, "microbatch")}` +
       (chunks > 1 ? `, ${chunks} chunks` : "") + (slices > 1 ? `, ${slices} slices` : "");
   }
 }

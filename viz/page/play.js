@@ -11,7 +11,7 @@ import { PUZZLES, solved } from "./puzzles.js";
 import { readLink, readOrders, writeLink } from "./link.js";
 import { simulate } from "./times.js";
 import { outline } from "./timeline.js";
-import { number } from "./why.js";
+import { number } from "./numbers.js";
 
 const MOST_UNDONE = 200;
 
@@ -31,7 +31,7 @@ export class Playground {
       const linked = readLink(location.hash);
       if (linked) return this.#open(linked);
     } catch (error) {
-      fault = `This link opens no plan: ${error.message}`;
+      fault = `This link opens no plan: ${error instanceof TypeError ? "it is broken" : error.message}`;
     }
     if (data.runs.length) this.app.open(data);
     else this.#open({});
@@ -132,12 +132,10 @@ export class Playground {
 
   #show(fresh = false) {
     const { app, settings } = this;
-    const began = performance.now();
     const found = this.programs ? { plan: Plan.fromPrograms(app.tables, this.head, this.programs) } : lower(app.tables, this.head, this.orders);
     const plan = found.plan ?? found.bare;
     const verdict = found.plan ? judge(plan) : judgeOrder(plan);
     const run = { ...simulate(plan, settings.costs, true), name: "edited", verdict };
-    this.judged = performance.now() - began;
     plan.givenTitle = this.puzzle?.name;
     app.open({ runs: [run, ...(this.original ? [this.original] : [])], cap: settings.cap, keepView: !fresh });
     this.#say(run, found.plan ? verdict : null);
@@ -248,11 +246,8 @@ export class Playground {
     const { held } = this;
     this.held = null;
     if (!held) return false;
-    if (!held.moved) {
-      this.app.select(held.row);
-      return true;
-    }
-    this.move(held.row, held.before);
+    if (held.moved) this.move(held.row, held.before);
+    else this.app.select(held.row);
     return true;
   }
 
@@ -270,6 +265,16 @@ export class Playground {
     if (to > from) to--;
     list.splice(to, 0, moved);
     this.#make(false, false);
+  }
+
+  /** Move the selected computation a place earlier or later in its rank's order; it stays selected. */
+  nudge(by) {
+    const { app } = this, { plan, selected } = app;
+    if (!this.editing || selected < 0) return;
+    const rank = plan.rank[selected], all = this.#computing(plan, rank), at = all.indexOf(selected), words = plan.text(selected);
+    if (at < 0 || !(at + by in all)) return;
+    this.move(selected, by < 0 ? all[at - 1] : all[at + 2] ?? -1);
+    app.select(this.#computing(app.plan, rank).find((row) => app.plan.text(row) === words));
   }
 
   #computing(plan, rank) {

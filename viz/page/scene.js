@@ -100,9 +100,7 @@ export class Scene {
     }
   }
 
-  /**
-   * Fill `out`, four floats per pixel (red, green, blue, share), with a rank's colours between two times.
-   */
+  /** Fill `out`, four floats per pixel (red, green, blue, share), with a rank's colours between two times. */
   sample(rank, t0, t1, width, out, colourOf) {
     out.fill(0, 0, width * 4);
     const perCell = (this.run.makespan || 1) / CELLS, perPixel = (t1 - t0) / width;

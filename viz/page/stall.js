@@ -1,5 +1,5 @@
 /** Stall report on a page: where each rank was, who is to blame, and who waited for whom. */
-import { h } from "./dom.js";
+import { h, picks } from "./dom.js";
 
 const MOST_LISTED = 40;
 
@@ -24,5 +24,5 @@ export function stallCard(app) {
   const chain = stall.chain.map(({ waiter, waits_for: other }) => `rank ${waiter.rank} waits for rank ${other.rank}`);
   return [h("h2", {}, "stall"), ...(words.length ? words : chain).slice(0, 12).map((line, at) => h("p", { class: at ? "" : "fault" }, line)),
     h("h2", {}, "where the ranks were"), h("ul", { class: "list" }, at.slice(0, MOST_LISTED).map(([row, rank, culprit]) =>
-      h("li", { onclick: () => app.select(row) }, h("span", { class: culprit ? "fault" : "" }, `rank ${rank}`), h("span", {}, plan.text(row)))))];
+      h("li", picks(() => app.select(row)), h("span", { class: culprit ? "fault" : "" }, `rank ${rank}`), h("span", {}, plan.text(row)))))];
 }

@@ -5,12 +5,12 @@
  *     far     per pixel the mean colour of what runs, faded by the share of idle time
  */
 import { rgb } from "./colours.js";
-import { number } from "./why.js";
+import { drawLine, drawText } from "./dom.js";
+import { number } from "./numbers.js";
 
-export const GUTTER = 0.12;
 const MOST_BOXES = 6000, MOST_CURVES = 500, SMALL = 9;
 
-/** Draw the rows of a view; returns what was drawn, for tests and for the legend. */
+/** Draw the rows of a view. */
 export function drawTimeline(context, view) {
   const { width, height } = view;
   context.fillStyle = view.is.ground;
@@ -26,16 +26,15 @@ export function drawTimeline(context, view) {
       rows.push({ scene, rank, from, to, ...band });
     }
   });
-  const seen = { boxes, far: boxes > MOST_BOXES || rows.some((row) => row.height < 5) };
-  if (seen.far) drawFar(context, view, rows);
+  const far = boxes > MOST_BOXES || rows.some((row) => row.height < 5);
+  if (far) drawFar(context, view, rows);
   else for (const row of rows) drawNear(context, view, row);
   if (rows.length && rows[0].height >= 7) for (const row of rows) drawExtras(context, view, row);
-  if (!seen.far && view.showMessages && (view.blocks || view.lanes.length === 1)) view.lanes.forEach((_, lane) => drawMessages(context, view, lane));
-  return seen;
+  if (!far && view.showMessages && (view.blocks || view.lanes.length === 1)) view.lanes.forEach((_, lane) => drawMessages(context, view, lane));
 }
 
 function drawFar(context, view, rows) {
-  const { width, height, is, ratio } = view;
+  const { height, is, ratio } = view;
   const w = Math.max(1, Math.floor(view.plotWidth * ratio)), h = Math.floor(height * ratio);
   view.buffer ??= {};
   if (view.buffer.w !== w || view.buffer.h !== h) {
@@ -59,12 +58,7 @@ function drawFar(context, view, rows) {
     }
     for (let y = y0 + 1; y < y1; y++) pixels.copyWithin(y * w, line, line + w);
   }
-  const left = Math.round(view.left * ratio);
-  context.putImageData(image, left, 0);
-  if (width > view.left + view.plotWidth) {
-    context.fillStyle = is.ground;
-    context.fillRect(view.left + view.plotWidth, 0, width, height);
-  }
+  context.putImageData(image, Math.round(view.left * ratio), 0);
 }
 
 function drawNear(context, view, { scene, rank, from, to, y, height }) {
@@ -176,7 +170,6 @@ export function curve(context, view, rank, time, peer, later, colour, line, stre
   const down = peer > rank;
   const x0 = view.x(time), x1 = view.x(later);
   const y0 = down ? one.y + one.height : one.y, y1 = down ? other.y : other.y + other.height;
-  context.save();
   context.globalAlpha = strength;
   context.strokeStyle = colour;
   context.lineWidth = line;
@@ -184,32 +177,29 @@ export function curve(context, view, rank, time, peer, later, colour, line, stre
   context.moveTo(x0, y0);
   context.bezierCurveTo(x0, (y0 + y1) / 2, x1, (y0 + y1) / 2, x1, y1);
   context.stroke();
-  context.restore();
+  context.globalAlpha = 1;
 }
 
 /** Draw the labels at the left of the rows, the share of busy time at the right, and the names of blocks. */
 export function drawLabels(context, view) {
-  const { is, left, plotWidth, width, height, rowHeight } = view;
+  const { is, left, plotWidth, width, height, rowHeight, narrow } = view;
   context.fillStyle = is.ground;
   context.fillRect(0, 0, left, height);
   context.fillRect(left + plotWidth, 0, width - left - plotWidth, height);
-  context.textBaseline = "middle";
   const every = Math.max(1, Math.ceil(15 / rowHeight));
-  const label = (text, y, x, align, colour, font = "12px") => {
-    context.font = `${font} system-ui, sans-serif`;
-    context.textAlign = align;
-    context.fillStyle = colour;
-    if (y > -8 && y < height + 8) context.fillText(text, x, view.scroll ? y : Math.max(y, 7));
+  const label = (text, y, x, align, colour, bold = "") => {
+    if (y > -8 && y < height + 8) drawText(context, text, x, view.scroll ? y : Math.max(y, 7), colour, { size: bold ? 13 : 12, align, bold });
   };
   view.lanes.forEach(({ plan, run }, lane) => {
-    if (view.blocks) label(run.name, view.top(lane) - view.scroll - 9, left, "left", is.ink, "600 13px");
+    if (view.blocks) label(run.name, view.top(lane) - view.scroll - 9, left, "left", is.ink, "600 ");
     for (let rank = 0; rank < plan.ranks; rank += every) {
       const { y, height: tall } = view.band(rank, lane), middle = y + tall / 2;
       const here = view.blocks ? middle : rank * rowHeight - view.scroll + rowHeight / 2;
       const chosen = view.selectedRank === rank && (!view.blocks || lane === view.home);
       if (view.blocks || lane === 0) label(`rank ${rank}`, here, left - 8, "right", chosen ? is.accent : is.ink);
       const busy = run.makespan ? (100 * run.busy[rank]) / run.makespan : 0;
-      if (lane === 0 || tall > 11) label(`${busy.toFixed(1)} % busy`, tall > 11 ? middle : here, left + plotWidth + 8, "left", is.quiet);
+      const words = narrow ? `${busy.toFixed(0)} %` : `${busy.toFixed(1)} % busy`;
+      if (!run.stuck && (view.blocks || lane === 0 || tall > 11)) label(words, tall > 11 ? middle : here, left + plotWidth + 8, "left", is.quiet);
     }
   });
 }
@@ -220,25 +210,16 @@ export function drawAxis(context, view, height) {
   context.fillStyle = is.ground;
   context.fillRect(0, 0, view.width, height);
   context.strokeStyle = is.line;
-  context.fillStyle = is.quiet;
-  context.font = "11px system-ui, sans-serif";
-  context.textAlign = "center";
-  context.textBaseline = "top";
-  context.beginPath();
   const times = ticks(view.t0, view.t1, plotWidth / 90);
   const decimals = Math.min(Math.max(0, -Math.floor(Math.log10(times[1] - times[0] || 1) + 1e-9)), 15);
   for (const time of times) {
     const x = view.x(time);
-    context.moveTo(x, 0);
-    context.lineTo(x, 4);
+    drawLine(context, x, 0, x, 4);
     const text = time.toLocaleString("en", { signDisplay: "negative", maximumFractionDigits: decimals });
-    context.fillText(text, Math.min(Math.max(x, left + 8), left + plotWidth - 8), 6);
+    drawText(context, text, Math.min(Math.max(x, left + 8), left + plotWidth - 8), 6, is.quiet, { align: "center", base: "top" });
   }
-  context.moveTo(left, 0.5);
-  context.lineTo(left + plotWidth, 0.5);
-  context.stroke();
-  context.textAlign = "right";
-  context.fillText(view.unitName, left - 8, 6);
+  drawLine(context, left, 0.5, left + plotWidth, 0.5);
+  drawText(context, view.unit === "forward" ? "forwards" : view.unit, left - 8, 6, is.quiet, { align: "right", base: "top" });
 }
 
 /** Round times between two, about so many. */

@@ -2,7 +2,7 @@
  * View: which times and ranks are on the screen, and where. A lane is one run: a row per rank, or, where several plans
  * are compared, a block of rows with its name above.
  */
-import { unitOf } from "./why.js";
+import { drawLine } from "./dom.js";
 
 const TITLE = 22, LEAST_ROW = 0.5, MOST_ROW = 88;
 
@@ -14,8 +14,7 @@ export class View {
   }
 
   get makespan() { return this.lanes.reduce((most, scene) => Math.max(most, scene.run.makespan), 0) || 1; }
-
-  get unitName() { return unitOf(this.lanes[0].run); }
+  get unit() { return this.lanes[0].run.unit; }
   get plotWidth() { return Math.max(this.width - this.left - this.right, 50); }
 
   fit() {
@@ -124,12 +123,7 @@ export class View {
     pen.fillStyle = this.is.wait;
     pen.fillRect(0, 0, 6, 6);
     pen.strokeStyle = this.is.waitHatch;
-    pen.beginPath();
-    for (const shift of [-6, 0, 6]) {
-      pen.moveTo(shift, 6);
-      pen.lineTo(shift + 6, 0);
-    }
-    pen.stroke();
+    for (const shift of [-6, 0, 6]) drawLine(pen, shift, 6, shift + 6, 0);
     this.pattern = { is: this.is, fill: context.createPattern(tile, "repeat") };
     return this.pattern.fill;
   }

@@ -7,6 +7,7 @@
 import { runEarly } from "./early.js";
 import { flowsOf } from "./flow.js";
 import { graphOf, group } from "./graph.js";
+import { lasting, number } from "./numbers.js";
 import { durationsOf, heldOverTime } from "./times.js";
 
 /** What each event of a timed plan waits for. */
@@ -106,7 +107,7 @@ export class Waits {
     const rows = culprits.map((event) => this.events.firstRows[event]);
     const what = rows.length ? rows.slice(0, 3).map((row) => this.name(row)).join(" and ") : "its own earlier work";
     const wire = messages.length ? `, then for its message (${number(this.durations[messages[0]] / plan.parts)} on the wire)` : "";
-    const sentence = `Rank ${gap.rank} waits ${number(gap.end - gap.start)} ${unitOf(run)} before ` +
+    const sentence = `Rank ${gap.rank} waits ${lasting(gap.end - gap.start, run.unit)} before ` +
       `${this.name(gap.row)} for ${what}${wire}: ${plan.tables.causes[cause].meaning}${ready ? this.#readyWords(gap, ready) : ""}.`;
     return { cause, sentence, culprits, last, messages, ready, end: target };
   }
@@ -219,8 +220,8 @@ export class Waits {
     const last = this.#lastEvent();
     const row = this.events.firstRows[last];
     const cause = this.#isCollective(last) ? "collective" : "cool-down";
-    const sentence = `Rank ${gap.rank} has nothing left to do for ${number(gap.end - gap.start)} ` +
-      `${unitOf(run)}: the step ends with ${this.name(row)}, and ${plan.tables.causes[cause].meaning}.`;
+    const sentence = `Rank ${gap.rank} has nothing left to do for ${lasting(gap.end - gap.start, run.unit)}: ` +
+      `the step ends with ${this.name(row)}, and ${plan.tables.causes[cause].meaning}.`;
     return { cause, sentence, culprits: [last], last: [last], messages: [], ready: null, end: last };
   }
 
@@ -229,13 +230,4 @@ export class Waits {
     const several = plan.layout.stages > plan.ranks && plan.stage[row] >= 0 ? ` of stage ${plan.stage[row]}` : "";
     return `${plan.short(row) || plan.name(row)}${several} on rank ${plan.rank[row]}`;
   }
-}
-
-/** Return the unit of a run's times, in words. */
-export function unitOf({ unit }) { return unit === "forward" ? "forwards" : unit; }
-
-/** Return a number with four significant digits. */
-export function number(value) {
-  const rounded = Number(value.toPrecision(4));
-  return Math.abs(rounded) >= 1e4 ? Math.round(rounded).toLocaleString("en") : String(rounded);
 }
