@@ -203,6 +203,8 @@ def _comparison(simulation: Simulation, steps: Sequence[MeasuredStep]) -> str:
         return "measured under planned"
     more = sum(step.makespan for step in steps) / (len(steps) * simulation.makespan) - 1
     took = "the step took" if len(steps) == 1 else f"the {len(steps)} steps took on average"
+    if abs(more) < 0.0005:
+        return f"measured under planned: {took} as long as planned"
     return f"measured under planned: {took} {percent(abs(more))} {'longer' if more >= 0 else 'less'} than planned"
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from quintsched.files.atomic import write_whole
-from quintsched.simulation.idle_time import MOST_EXPLAINED
 from quintsched.simulation.notebook import figures, rows_of, words
 from quintsched.simulation.simulator import Simulation, simulate
 from quintsched.trace.measured_trace import MeasuredStep, Trace
@@ -43,6 +42,8 @@ NAMES = {
 """Figures of a run's summary in order, with what they are."""
 
 
+MOST_DRAWN = 5_000
+"""Maximum number of instructions of a plan that is drawn beside its interactive page."""
 SHARES = "mfu", "bubble", "planned_bubble"
 
 
@@ -92,7 +93,7 @@ def _steps(trace: Trace) -> Iterator[str]:
     """Yield what a trace shows: the typical step under the plan, which is timed by the trace's own costs."""
     step, simulation = trace.step(), simulate(trace.plan, trace.costs())
     yield section("planned beside measured", rows_of(("", "makespan", "bubble"), _makespans(trace, simulation)))
-    if trace.plan.num_instructions <= MOST_EXPLAINED:
+    if trace.plan.num_instructions <= MOST_DRAWN:
         yield section("the step of median length", draw_measured(simulation, [step]).part())
         yield section("where the time goes, under the measured costs", draw_comparison([simulation]).part())
     page = page_of(simulation, [step], trace.plan.title)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from quintsched.errors import UsageError
 from quintsched.trace.training_log import TrainingLog
@@ -20,6 +22,8 @@ from ..style import HAIRLINE, QUIET, house_style, printable
 WIDTH, LOSS_HEIGHT, HEIGHT = 9.0, 2.6, 1.1
 TEXT, TITLE, SMALL = 9.0, 13.0, 8.0
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#5F6B7A")
+STROKES = ("-", (0, (5, 2)), (0, (1, 1.5)))
+"""Strokes of the lines: another one each time that all colours are taken."""
 PANELS = {
     "grad_norm": "norm of the gradient",
     "lr": "learning rate",
@@ -59,9 +63,11 @@ def draw_training(logs: Sequence[TrainingLog]) -> Sheet:
     _lines(axes, logs, "loss")
     for number, log in enumerate(logs):
         steps, losses = log.series("validation_loss", VALIDATED)
-        axes.plot(steps, losses, "o", markersize=4, color=_colour(number), zorder=3, gid=f"validation {number}")
+        axes.plot(steps, losses, "o", markersize=4, color=_look(number)["color"], zorder=3, gid=f"validation {number}")
     _style(axes, last=False)
-    until = axes.get_xlim()
+    first, last = axes.get_xlim()
+    until = (first, last) if last - first >= 1 else (first - 1, last + 1)
+    axes.set_xlim(until)
     shown = [*_shown(logs)]
     for figure in shown:
         sheet.space(0.12)
@@ -69,7 +75,7 @@ def draw_training(logs: Sequence[TrainingLog]) -> Sheet:
         axes = sheet.block(HEIGHT)
         _lines(axes, logs, figure)
         axes.set_xlim(until)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
         _style(axes, last=figure == shown[-1])
     sheet.space(0.55)
     return sheet
@@ -87,24 +93,26 @@ def _lines(axes: Axes, logs: Sequence[TrainingLog], figure: str) -> None:
     for number, log in enumerate(logs):
         steps, values = log.series(figure)
         marker = "." if len(steps) == 1 else ""
-        axes.plot(steps, values, marker=marker, color=_colour(number), linewidth=1.3, gid=f"{figure} {number}")
+        axes.plot(steps, values, marker=marker, linewidth=1.3, gid=f"{figure} {number}", **_look(number))
 
 
-def _colour(number: int) -> str:
-    return COLOURS[number % len(COLOURS)]
+def _look(number: int) -> dict[str, Any]:
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": STROKES[number // len(COLOURS) % len(STROKES)]}
 
 
 def _key(name: str, number: int) -> LegendKey:
     def draw(axes: Axes, x: float, y: float) -> None:
-        axes.plot([x, x + 16], [y, y], color=_colour(number), linewidth=2)
+        axes.plot([x, x + 20], [y, y], linewidth=2, **_look(number))
 
-    return LegendKey(printable(name), 16.0, draw)
+    return LegendKey(printable(name), 20.0, draw)
 
 
 def _style(axes: Axes, *, last: bool) -> None:
     axes.grid(color=HAIRLINE, linewidth=0.5, alpha=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=SMALL, labelbottom=last)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}"))
     if last:
         axes.set_xlabel("optimizer step", fontsize=TEXT)
     for side in ("top", "right"):
