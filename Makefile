@@ -4,7 +4,7 @@
 #   make test    the tests, in minutes            make test-all    the long proofs as well
 #   make lint    formatting, lint and types       make bench       the benchmarks, if there are any
 #   make reference    docs/reference, generated from the code
-#   make docs    the site of the documentation, in out/site
+#   make docs    the site of the documentation, in out/site; first its pictures whose contents have changed
 #   make release      the archives in dist/, checked, and the wheel installed on each Python of PYTHONS
 #   make coverage     statements that the tests reach, in out/coverage
 #   make page    the program of interactive pages, viz/page/built.js, from its sources beside it; needs node
@@ -64,6 +64,7 @@ reference: $(INSTALLED)
 	python -m docs.reference.generate
 
 docs: $(INSTALLED)
+	python -m docs.site.pictures
 	rm -rf out/pages out/site
 	python -m docs.site.prepare out/pages
 	python -m pip install -q '.[docs]' -c constraints.txt

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from docs.site.pictures import DOCS, PICTURES, stamp_of
 from docs.site.prepare import prepare
 from quintsched.schedules import all_schedules
 
@@ -38,6 +39,12 @@ def test_pages_are_whole_and_named_in_the_navigation(tmp_path: Path) -> None:
         prose = re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
         for link in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", prose):
             assert (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_show_what_is_drawn_today(name: str, tmp_path: Path) -> None:
+    drawn_by = "Chromium" if PICTURES[name].suffix == ".html" else "matplotlib"
+    assert stamp_of(DOCS / name) == PICTURES[name].digest(tmp_path), f"`make docs` makes it anew, with {drawn_by}"
 
 
 @pytest.mark.slow
