@@ -15,7 +15,7 @@ from quintsched.simulation.time_grid import time_grid
 
 def even(shape: Shape) -> str | None:
     """Say which shapes the schedule does not take, and which are near."""
-    return f"{shape.microbatches} microbatches make no pairs; add one" if shape.microbatches % 2 else None
+    return f"microbatches={shape.microbatches} makes no pairs; add one" if shape.microbatches % 2 else None
 
 
 @qs.schedule("paired-1f1b", summary="1F1B by pairs", bubble="(P-1)(F+I+W)", memory="min(2(P-r), M)", constraint=even)

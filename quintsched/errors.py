@@ -103,6 +103,16 @@ def listed_ranks(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(map(str, ordered[:-1]))} and {ordered[-1]}"
 
 
+def counted(number: float, noun: str, form: str = "") -> str:
+    """Return a number with its noun: "1 microbatch", "8 microbatches"; "1 rank's", "8 ranks'"."""
+    stem, apostrophe, _ = noun.partition("'")
+    if number != 1:
+        ending = "es" if stem.endswith(("ch", "s")) else "s"
+        plural = f"{stem[:-1]}ies" if stem.endswith(("gy", "ry")) else stem + ending
+        noun = plural + apostrophe
+    return f"{number:{form}} {noun}"
+
+
 MOST_QUOTED = 120
 """Maximum number of characters of a quoted value in a message."""
 

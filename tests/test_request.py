@@ -236,7 +236,7 @@ def test_whole_numbers_of_numpy_are_taken_and_written(kind: type) -> None:
         ({"recompute": "11"}, "recompute is '11'"),
         ({"recompute": -1}, "recompute is -1; give a whole number from 0 to 65536"),
         ({"recompute": MAX_RECOMPUTE + 1}, "recompute is 65537"),
-        ({"recompute": (1,)}, "recompute names 1 stages, but there are 2"),
+        ({"recompute": (1,)}, "recompute names 1 stage, but there are 2"),
         ({"recompute": ()}, "recompute names 0 stages, but there are 2"),
         ({"recompute": (1, 2.0)}, "recompute is 2.0"),
         ({"schedule": "inference", "recompute": 1}, "the plan only computes forward; there is nothing"),
@@ -322,7 +322,7 @@ def good(rank: int, shape: Shape) -> Order:
     "placed", [None, 3, "01", [0, None], [0, 1.0], [True, False], [0, 2], [-1, 0], [], {}, [10**30, 0]]
 )
 def test_a_placement_of_ones_own_that_gives_no_ranks_is_unsound(placed: object) -> None:
-    with pytest.raises(qs.UnsoundError, match="own: for pp=2 and 1 chunks its placement gives "):
+    with pytest.raises(qs.UnsoundError, match="own: for pp=2 and 1 chunk its placement gives "):
         qs.compile(own(good, placement=lambda pp, chunks: placed), mesh="pp=2", microbatches=2)
 
 

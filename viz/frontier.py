@@ -13,7 +13,7 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, counted
 from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
 from quintsched.strategies.tuning.tune import Candidate, Tuning
 
@@ -48,7 +48,8 @@ def draw_tuning(tuning: Tuning) -> Sheet:
     """Return a drawing of a search's result, in the current style."""
     sheet = Sheet(width=WIDTH, left=0.75, right=0.45)
     space = tuning.space
-    where = f"{tuning.model.name} on {space.gpus} {tuning.hardware.name}, {space.batch} samples of {space.seq} tokens"
+    samples = counted(space.batch, "sample")
+    where = f"{tuning.model.name} on {space.gpus} {tuning.hardware.name}, {samples} of {space.seq} tokens"
     sheet.space(0.1)
     sheet.line(printable(where), TITLE, bold=True)
     sheet.line("blue: faster than all that hold as little; numbers: the best, named below", TEXT, colour=QUIET)

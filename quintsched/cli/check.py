@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quintsched.cli.shared_options import MICROBATCHES, AsJson, emit, read_plan, read_schedule, say
-from quintsched.errors import InputError, UsageError
+from quintsched.errors import InputError, UsageError, counted
 from quintsched.files.progress_line import progress
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def check(
 def _check_plan(file: str, profile: str, memory_cap: float | None, as_json: bool) -> bool:
     try:
         plan = read_plan(file)
-        with progress(f"proving {plan.num_instructions} instructions"):
+        with progress(f"proving {counted(plan.num_instructions, 'instruction')}"):
             verdict = plan.check(profile=profile, memory_cap=memory_cap)
     except InputError as error:
         if as_json:
@@ -131,7 +131,7 @@ def _check_schedule(
     with progress(f"proving {number} shapes") as found:
         for outcome in prove(schedule, **shapes, memory_cap=memory_cap):
             outcomes.append(outcome)
-            found.at(len(outcomes), number, f"pp={outcome.pp}, {outcome.microbatches} microbatches")
+            found.at(len(outcomes), number, f"pp={outcome.pp}, {counted(outcome.microbatches, 'microbatch')}")
     if all(outcome.status is Status.REFUSED for outcome in outcomes):
         raise UsageError(f"the schedule takes none of these {len(outcomes)} shapes; {outcomes[0].reason}")
     sound = not any(outcome.status is Status.UNSOUND for outcome in outcomes)
@@ -159,14 +159,14 @@ def _describe(name: str, outcomes: Sequence[SweepOutcome]) -> list[str]:
     from quintsched.text.listing import table
 
     count = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
-    head = f"{name}: of {len(outcomes)} shapes {', '.join(f'{count[status]} {status}' for status in Status)}"
+    head = f"{name}: of {counted(len(outcomes), 'shape')} {', '.join(f'{count[status]} {status}' for status in Status)}"
     lines = [head, *table(("pp", "chunks", *(f"{status} at microbatches" for status in Status)), _rows(outcomes))]
     refused = next((outcome for outcome in outcomes if outcome.status is Status.REFUSED), None)
     failing = next((outcome for outcome in outcomes if outcome.status is Status.UNSOUND), None)
     if refused:
         lines.append(f"refused by the schedule itself, such as: {refused.reason}")
     if failing:
-        shape = f"pp={failing.pp}, {failing.chunks} chunks, {failing.microbatches} microbatches"
+        shape = f"pp={failing.pp}, {counted(failing.chunks, 'chunk')}, {counted(failing.microbatches, 'microbatch')}"
         lines += ["", f"the smallest shape that fails: {shape}", failing.reason]
     return lines
 

@@ -9,7 +9,7 @@ import typer
 
 from quintsched.cli.pictures import draw_collective
 from quintsched.cli.shared_options import AsJson, emit, percent, refuse_input, say, terminal_width
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, counted
 from quintsched.ir.communication import Wire
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _figures(run: CollectiveRun) -> list[str]:
     plan, wire = run.plan, run.wire
     forms = _closed_forms(plan, run.num_bytes, wire)
     listed = ", ".join(f"{name} {1e3 * seconds:.4g} ms" for name, seconds in forms.items())
-    inside = f", inside {wire.nodes} nodes {wire.node_latency_s:g} s and {wire.node_bandwidth:g} bytes/s"
+    inside = f", inside {counted(wire.nodes, 'node')} {wire.node_latency_s:g} s and {wire.node_bandwidth:g} bytes/s"
     crossed = [f"{name} above {size:.4g} bytes" for name, size in _crossovers(plan, wire).items()]
     return [
         f"{run.num_bytes:g} bytes at {wire.latency_s:g} s and {wire.bandwidth:g} bytes/s"

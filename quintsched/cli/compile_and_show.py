@@ -27,7 +27,7 @@ from quintsched.cli.shared_options import (
     terminal_width,
     timed,
 )
-from quintsched.errors import UsageError, suggest
+from quintsched.errors import UsageError, counted, suggest
 from quintsched.files.progress_line import ProgressLine, progress
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def _require_room(found: ProgressLine | None, output: Path | None, instructions:
     from quintsched.formats.plan_file import require_room
 
     if found is not None:
-        found.now(f"compiling {instructions} instructions or more")
+        found.now(f"compiling {counted(instructions, 'instruction')} or more")
     if output is not None:
         require_room(output, instructions, size, least="at least ")
 

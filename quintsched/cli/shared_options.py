@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, counted
 from quintsched.files.progress_line import progress
 from quintsched.files.terminal import shown, shown_json, write_line
 
@@ -112,9 +112,9 @@ def refuse_input(output: Path | None, *inputs: str | Path | None) -> None:
 
 def simulate_plan(plan: Plan, costs: Costs | None = None) -> Simulation:
     """Time a plan; raises `UnsoundError` with the counter-example where it is not sound: its times mean nothing."""
-    with progress(f"proving {plan.num_instructions} instructions") as found:
+    with progress(f"proving {counted(plan.num_instructions, 'instruction')}") as found:
         plan.check().raise_if_unsound()
-        found.now(f"timing {plan.num_instructions} instructions")
+        found.now(f"timing {counted(plan.num_instructions, 'instruction')}")
         return plan.simulate(costs)
 
 

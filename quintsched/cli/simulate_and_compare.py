@@ -30,7 +30,7 @@ from quintsched.cli.shared_options import (
     simulate_plan,
     write_costs,
 )
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, counted
 from quintsched.files.progress_line import ProgressLine, progress
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def _comparison(simulations: list[Simulation], refused: dict[str, str]) -> Itera
     from quintsched.text.listing import table
 
     first = simulations[0]
-    yield f"{first.plan.mesh}, {first.plan.schedule.microbatches} microbatches; time in {first.unit}"
+    yield f"{first.plan.mesh}, {counted(first.plan.schedule.microbatches, 'microbatch')}; time in {first.unit}"
     header = ("schedule", "chunks", "slices", "makespan", "bubble", "span bubble", "peak activations")
     rows = [
         (

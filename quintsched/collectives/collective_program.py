@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
+from quintsched.errors import counted
 from quintsched.ir.instruction_set import Instruction
 
 CollectiveKind = Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -108,7 +109,7 @@ class CollectiveProgram:
     def title(self) -> str:
         """One-line title: algorithm, kind, ranks, nodes and chunks."""
         nodes = f" on {self.nodes} nodes" if self.nodes > 1 else ""
-        return f"{self.algorithm} {self.kind} over {self.size} ranks{nodes}, {self.chunks} chunks"
+        return f"{self.algorithm} {self.kind} over {counted(self.size, 'rank')}{nodes}, {counted(self.chunks, 'chunk')}"
 
     @cached_property
     def halves(self) -> tuple[tuple[Half, ...], tuple[Half, ...]]:

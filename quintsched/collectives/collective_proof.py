@@ -32,7 +32,7 @@ from quintsched.collectives.collective_program import (
     SendChunk,
     SendRecv,
 )
-from quintsched.errors import UnsoundError
+from quintsched.errors import UnsoundError, counted
 from quintsched.graph.event_graph import EventGraph, stretches
 from quintsched.ir.diagnostics import Finding, Point
 
@@ -55,8 +55,8 @@ class CollectiveVerdict:
         """Return the verdict as text."""
         if self.sound:
             return (
-                f"sound: {self.plan.title}; {len(self.plan.messages)} messages, free of deadlock under blocking; "
-                f"{_PROMISES[self.plan.kind]}"
+                f"sound: {self.plan.title}; {counted(len(self.plan.messages), 'message')}, free of deadlock under "
+                f"blocking; {_PROMISES[self.plan.kind]}"
             )
         lines = [f"{finding.point.value}: {finding.message}" for finding in self.findings[:MOST_COLLECTIVE_FINDINGS]]
         more = len(self.findings) - len(lines)
@@ -102,12 +102,14 @@ def event_graph(plan: CollectiveProgram) -> EventGraph:
 
 def _malformed(plan: CollectiveProgram) -> Iterator[Finding]:
     if len(plan.programs) != plan.size:
-        yield Finding(Point.WELL_FORMED, f"there are {len(plan.programs)} programs for {plan.size} ranks")
+        yield Finding(Point.WELL_FORMED, f"there are {len(plan.programs)} programs for {counted(plan.size, 'rank')}")
         return
     if plan.kind not in COLLECTIVE_KINDS:
         yield Finding(Point.WELL_FORMED, f"there is no collective {plan.kind!r}")
     if plan.size < 2 or plan.chunks < 1:
-        message = f"{plan.size} ranks and {plan.chunks} chunks: it takes at least two ranks and a chunk"
+        message = (
+            f"{counted(plan.size, 'rank')} and {counted(plan.chunks, 'chunk')}: it takes at least two ranks and a chunk"
+        )
         yield Finding(Point.WELL_FORMED, message)
         return
     if plan.kind != "all_reduce" and plan.chunks % plan.size:

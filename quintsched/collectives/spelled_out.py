@@ -14,7 +14,7 @@ from quintsched.collectives.collective_program import (
 from quintsched.collectives.double_tree import tree_chain, tree_programs
 from quintsched.collectives.ring import ring_programs, ring_steps
 from quintsched.collectives.two_level import two_level_programs
-from quintsched.errors import UsageError, suggest
+from quintsched.errors import UsageError, counted, suggest
 
 TREE_CHUNKS = 8
 """Default number of chunks for a tree of more than two ranks; over two, further chunks fill no level of it."""
@@ -44,8 +44,8 @@ def has_two_levels(size: int, nodes: int) -> bool:
 def _require_nodes(size: int, nodes: int) -> None:
     if type(nodes) is not int or not has_two_levels(size, nodes):
         raise UsageError(
-            f"two-level over {size} ranks on {nodes!r} nodes: give two nodes or more, with equally many ranks on each, "
-            "two at least"
+            f"two-level over {counted(size, 'rank')} on {nodes!r} nodes: give two nodes or more, with equally many "
+            "ranks on each, two at least"
         )
 
 
@@ -77,14 +77,15 @@ def _require_spellable(kind: CollectiveKind, algorithm: Algorithm, size: int, ch
         raise UsageError(f"{algorithm} over an axis of size {size!r}: {why}")
     if algorithm == "tree" and kind != "all_reduce":
         raise UsageError(
-            f"a tree cannot do {kind} over {size} ranks: all data would pass through its root; use ring, which "
-            "sends no more than each rank needs"
+            f"a tree cannot do {kind} over {counted(size, 'rank')}: all data would pass through its root; use ring, "
+            "which sends no more than each rank needs"
         )
     default = TREE_CHUNKS if algorithm == "tree" and size > 2 else size
     found = default if chunks is None else chunks
     unit, what = (2, "2, one half for each tree") if algorithm == "tree" else (size, "the number of ranks")
     if type(found) is not int or not 0 < found <= MAX_CHUNKS or found % unit:
         raise UsageError(
-            f"{algorithm} over {size} ranks in {found!r} chunks: give a multiple of {what}, at most {MAX_CHUNKS}"
+            f"{algorithm} over {counted(size, 'rank')} in {found!r} chunks: give a multiple of {what}, at most "
+            f"{MAX_CHUNKS}"
         )
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quintsched.errors import InputError, UsageError
+from quintsched.errors import InputError, UsageError, counted
 from quintsched.files.atomic import read_whole, write_whole
 from quintsched.formats import plan_columns, plan_json
 from quintsched.ir.plan_data import PlanData
@@ -42,8 +42,8 @@ def require_room(path: Path, num_instructions: int, num_bytes: int, *, least: st
         )
     if path.suffix == SUFFIX and num_instructions > most:
         raise UsageError(
-            f"{path}: the plan has {least}{num_instructions} instructions; a plan file has at most {most}: take fewer "
-            "microbatches, chunks or slices"
+            f"{path}: the plan has {least}{counted(num_instructions, 'instruction')}; a plan file has at most {most}: "
+            "take fewer microbatches, chunks or slices"
         )
 
 

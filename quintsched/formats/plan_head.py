@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched.collectives.collective_json import CollectiveEntry, entries
 from quintsched.collectives.collective_program import MAX_SIZE
-from quintsched.errors import InputError, UsageError
+from quintsched.errors import InputError, UsageError, counted
 from quintsched.files.strictjson import describe_faults, pointer
 from quintsched.files.user_records import FormatVersion
 from quintsched.ir.communication import LARGEST_FIGURE, Communication, Means, Wire
@@ -214,7 +214,8 @@ def _recompute_of(file: HeadFile) -> tuple[int, ...]:
     """Return the recompute setting per stage; () if it is 0 for every stage."""
     if file.recompute is not None and len(file.recompute) != len(file.stage_to_pp):
         raise InputError(
-            f"/recompute: it has {len(file.recompute)} values, but there are {len(file.stage_to_pp)} stages"
+            f"/recompute: it has {counted(len(file.recompute), 'value')}, but there are "
+            f"{counted(len(file.stage_to_pp), 'stage')}"
         )
     return tuple(file.recompute or ()) if any(file.recompute or ()) else ()
 
@@ -227,8 +228,8 @@ def _refuse_absurd(file: HeadFile, num_instructions: int) -> None:
     forwards = sum(stages * microbatches for stages, microbatches in visits)
     if max(forwards, file.schedule.microbatches * file.schedule.slices) > num_instructions:
         raise InputError(
-            f"/programs: they hold {num_instructions} instructions, too few for {file.schedule.microbatches} "
-            f"microbatches on {len(file.stage_to_pp)} stages"
+            f"/programs: they hold {counted(num_instructions, 'instruction')}, too few for "
+            f"{file.schedule.microbatches} microbatches on {counted(len(file.stage_to_pp), 'stage')}"
         )
     cells = len(file.stage_to_pp) * file.schedule.microbatches * file.schedule.slices
     if cells > MOST_CELLS:

@@ -8,6 +8,7 @@ from functools import cached_property
 from threading import RLock
 from typing import Any, Literal, TypeVar
 
+from quintsched.errors import counted
 from quintsched.ir.communication import NATIVE, Communication
 from quintsched.ir.dataflow import Flows, flows_of
 from quintsched.ir.instruction_columns import Columns, Ints
@@ -195,12 +196,12 @@ class PlanData:
         zero = f", ZeRO-{self.zero.stage}" if self.zero.stage else ""
         spelled = f", {self.communication.means} communication" if self.communication.plans else ""
         blocks = f", stages of {listed(self.blocks_per_stage)} blocks" if self.blocks_per_stage else ""
-        counts = f"{self.schedule.microbatches} microbatches{chunks}{slices}{blocks}"
+        counts = f"{counted(self.schedule.microbatches, 'microbatch')}{chunks}{slices}{blocks}"
         return f"{counts}{overlap}{recomputing}{offloading}{zero}{spelled}"
 
     def __repr__(self) -> str:
         of = f"{self.schedule.name}, {self.mesh}, {self._particulars}"
-        return f"{type(self).__name__}({of}, {self.num_instructions} instructions)"
+        return f"{type(self).__name__}({of}, {counted(self.num_instructions, 'instruction')})"
 
 
 def shares_of(blocks_per_stage: Sequence[int], blocks: int, pp: int) -> tuple[float, ...]:

@@ -22,6 +22,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from quintsched.errors import counted
 from quintsched.files.strictjson import LIST, NUMBER, OBJECT, pointer
 from quintsched.ir.instruction_columns import LARGEST, Amounts, Ints
 
@@ -140,7 +141,7 @@ class Wires(LatencyAndBandwidth):
     def misfits(self, num_ranks: int) -> Iterator[str]:
         """Yield each entry that names a rank out of range or does not cover all ranks, with its place."""
         if self.nodes is not None and len(self.nodes) != num_ranks:
-            yield f"/nodes has {len(self.nodes)} values"
+            yield f"/nodes has {counted(len(self.nodes), 'value')}"
         for number, link in enumerate(self.links):
             for end in ("source", "destination"):
                 if getattr(link, end) >= num_ranks:

@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from quintsched.errors import InputError
+from quintsched.errors import InputError, counted
 from quintsched.files.user_records import RecordMetaclass, read_record
 from quintsched.ir.instruction_columns import Amounts, Ints
 from quintsched.simulation.cost_forms import (
@@ -149,9 +149,11 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
             lists += [(f"/{name}/cells/{at}", "units", row) for at, row in enumerate(cells or ())]
             for place, what, values in lists:
                 if isinstance(values, tuple) and len(values) != lengths[what]:
-                    yield f"{place} has {len(values)} values", f"{lengths[what]} {what}"
+                    yield f"{place} has {counted(len(values), 'value')}", f"{lengths[what]} {what}"
         if isinstance(self.p2p, Wires):
-            yield from ((f"/p2p{fault}", f"{num_ranks} pipeline ranks") for fault in self.p2p.misfits(num_ranks))
+            yield from (
+                (f"/p2p{fault}", f"{counted(num_ranks, 'pipeline rank')}") for fault in self.p2p.misfits(num_ranks)
+            )
 
     def of_stage(self, name: str, stage: int, chunks: int, slices: int) -> float:
         """Cost of an item that exists or is done once per stage, times chunks x slices: whole numbers stay exact."""

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quintsched.errors import UnsoundError
+from quintsched.errors import UnsoundError, counted
 from quintsched.files.atomic import write_whole
 from quintsched.files.user_records import read_record
 from quintsched.ir.instruction_set import COMPUTING, OffloadAct, Overlap, Recompute
@@ -93,7 +93,10 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
     _require(abs(value - certificate.value) <= TOLERANCE * value, f"its {certificate.objective} is {value:g}")
     peaks = tuple(simulated.peak_activations)
     for rank, (held, cap) in enumerate(zip(peaks, problem.caps, strict=True)):
-        _require(held <= cap * (1 + TOLERANCE), f"rank {rank} holds {held:g} microbatches, above the cap of {cap:g}")
+        _require(
+            held <= cap * (1 + TOLERANCE),
+            f"rank {rank} holds {counted(held, 'microbatch', 'g')}, above the cap of {cap:g}",
+        )
     _require(certificate.rank < plan.mesh.pp, f"it has no pipeline rank {certificate.rank}")
     bound = bound_of(problem, certificate.objective, certificate.rank, certificate.reason)
     where = f"rank {certificate.rank} by {certificate.reason}"

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, counted
 from quintsched.ir.instruction_columns import Amounts, Ints
 from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd
 from quintsched.schedules.kit.registry import Shape
@@ -249,7 +249,10 @@ def _lags(costs: Costs, shape: Shape, every: Ints, units: Ints) -> list[float]:
 def _caps(pp: int, memory_cap: float | Sequence[float] | None) -> tuple[float, ...]:
     caps = tuple(memory_cap) if isinstance(memory_cap, Sequence) else (memory_cap,) * pp
     if len(caps) != pp:
-        raise UsageError(f"memory_cap has {len(caps)} values; give one, or one for each of the {pp} pipeline ranks")
+        raise UsageError(
+            f"memory_cap has {counted(len(caps), 'value')}; give one, or one for each of the "
+            f"{counted(pp, 'pipeline rank')}"
+        )
     return tuple(math.inf if cap is None else float(cap) for cap in caps)
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from quintsched.errors import listed_ranks
+from quintsched.errors import counted, listed_ranks
 from quintsched.ir.mesh import Mesh
 from quintsched.stalls.states import GivenBatch, RankState
 
@@ -45,11 +45,11 @@ def find_other_data(mesh: Mesh, states: Mapping[int, RankState], near: Sequence[
 def _compare(given: Mapping[int, GivenBatch]) -> OtherData | None:
     lengths = {one.length for one in given.values() if one.samples}
     by_samples = {
-        rank: f"{one.samples} samples" + f" of length {one.length}" * (len(lengths) > 1)
+        rank: f"{counted(one.samples, 'sample')}" + f" of length {one.length}" * (len(lengths) > 1)
         for rank, one in given.items()
         if one.samples
     }
-    by_targets = {rank: f"targets of {one.targets} rows" for rank, one in given.items() if one.targets}
+    by_targets = {rank: f"targets of {counted(one.targets, 'row')}" for rank, one in given.items() if one.targets}
     for by_rank in (by_samples, by_targets):
         counts = Counter(by_rank.values()).most_common()
         if len(counts) < 2:

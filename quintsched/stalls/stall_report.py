@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ConfigDict, Field, ValidationError
 
-from quintsched.errors import InputError
+from quintsched.errors import InputError, counted
 from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.formats import plan_json
@@ -86,7 +86,7 @@ class StallReport(Strict):
             found = data.get(name)
             if isinstance(found, list) and len(found) > MOST_OF_A_RANK * plan.mesh.size:
                 raise InputError(
-                    f"/{name}: there are {len(found)}, but the mesh {plan.mesh} has {plan.mesh.size} ranks"
+                    f"/{name}: there are {len(found)}, but the mesh {plan.mesh} has {counted(plan.mesh.size, 'rank')}"
                 )
         try:
             report = StallFile.model_validate_json(json.dumps(data))

@@ -10,7 +10,7 @@ import re
 import signal
 from collections.abc import Sequence
 
-from quintsched.errors import listed_ranks, printable
+from quintsched.errors import counted, listed_ranks, printable
 from quintsched.stalls.findings import Culprit, Link, ProgramPlace
 from quintsched.stalls.states import Fate, RankState
 
@@ -45,7 +45,7 @@ def in_words(culprits: Sequence[Culprit], chain: Sequence[Link], states: Sequenc
     together = _together(culprits)
     lines = [together] if together else [_accusation(culprit) for culprit in culprits[:MOST_LISTED]]
     if not together and len(culprits) > MOST_LISTED:
-        lines.append(f"and so did {len(culprits) - MOST_LISTED} other ranks")
+        lines.append(f"and so did {counted(len(culprits) - MOST_LISTED, 'other rank')}")
     waiting = _waiting(chain, [culprit.rank for culprit in culprits])
     return "\n".join([*lines, waiting] if waiting else lines)
 
@@ -160,7 +160,7 @@ def _waiting(chain: Sequence[Link], culprits: Sequence[int]) -> str:
         what = f"for {name}" if waiter.instruction is None else _awaited(waiter, name)
         parts.append(f"rank {waiter.rank} waits {what} since {in_seconds(link.since_s)}")
     if len(chain) > MOST_LISTED:
-        parts.append(f"{len(chain) - MOST_LISTED} other ranks for these")
+        parts.append(f"{counted(len(chain) - MOST_LISTED, 'other rank')} for these")
     return ", and ".join([", ".join(parts[:-1]), parts[-1]]) if len(parts) > 1 else "".join(parts)
 
 
@@ -188,7 +188,7 @@ def unknown(states: Sequence[RankState]) -> str:
         since = f" since {in_seconds(state.since_s)}"
         lines.append(f"rank {state.rank} ({on_host(state.host)}){ended}{step}{at.rstrip()}{since}")
     if len(states) > MOST_LISTED:
-        lines.append(f"and {len(states) - MOST_LISTED} other ranks")
+        lines.append(f"and {counted(len(states) - MOST_LISTED, 'other rank')}")
     return "\n".join([*lines, *_other_calls(states)])
 
 

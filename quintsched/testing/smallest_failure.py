@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
 from quintsched.compiler import compile
-from quintsched.errors import UnsoundError, UsageError
+from quintsched.errors import UnsoundError, UsageError, counted
 from quintsched.graph.transport_profiles import PROFILES
 from quintsched.ir.instruction_set import short
 from quintsched.ir.mesh import Mesh
@@ -244,7 +244,8 @@ def _fault(plan: Plan, memory: Sequence[float] | None) -> str | None:
         return verdict.explain()
     for rank, peak in enumerate(verdict.peak_activations if memory else ()):
         if memory and peak > memory[rank]:
-            words = f"rank {rank} holds up to {peak:g} microbatches' activations"
+            held = counted(peak, "microbatch's", "g")
+            words = f"rank {rank} holds up to {held} activations"
             return f"memory: {words}; the bound that its author states is {memory[rank]:g}"
     compared = equivalence(plan)
     return None if compared.holds else compared.explain()

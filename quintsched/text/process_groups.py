@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from typing import Any
 
+from quintsched.errors import counted
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData
 from quintsched.text.listing import table
@@ -90,7 +91,8 @@ def describe_groups(plan: PlanData) -> Iterator[str]:
     if cube := mesh_cube(mesh):
         yield from (*(f"  {line}".rstrip() for line in cube), "")
     rows = [
-        (name, what, f"{_size(mesh, axes)} ranks", _some_groups(mesh, axes)) for name, (axes, what) in kinds.items()
+        (name, what, f"{counted(_size(mesh, axes), 'rank')}", _some_groups(mesh, axes))
+        for name, (axes, what) in kinds.items()
     ]
     yield from table(("over", "exchanges", "each", "groups"), rows) if rows else ["one rank: no groups"]
     yield ""
@@ -110,7 +112,7 @@ def describe_groups(plan: PlanData) -> Iterator[str]:
         ],
     )
     if mesh.size > MOST_ROWS:
-        yield f"… {mesh.size - MOST_ROWS} more ranks; --rank R --groups shows one, --groups --json all"
+        yield f"… {counted(mesh.size - MOST_ROWS, 'more rank')}; --rank R --groups shows one, --groups --json all"
 
 
 def describe_rank(plan: PlanData, rank: int) -> Iterator[str]:

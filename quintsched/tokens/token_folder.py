@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from quintsched.errors import InputError
+from quintsched.errors import InputError, counted
 from quintsched.files.plain_files import open_plain
 
 from .token_index import DOCUMENT_ENDS, ShardEntry, TokenIndex, documents_name, read_index, tokens_name
@@ -73,14 +73,14 @@ class Shard:
                 at = int(ascends.argmin())
                 raise InputError(
                     f"{self.documents_path}: document {start + at} ends at {ends[at]}, not behind the one before and "
-                    f"within {self.entry.tokens} tokens; write the tokens again"
+                    f"within {counted(self.entry.tokens, 'token')}; write the tokens again"
                 )
             before = ends[-1]
             yield ends
         if before != self.entry.tokens:
             raise InputError(
-                f"{self.documents_path}: the last document ends at {before}, but there are {self.entry.tokens} tokens; "
-                "write the tokens again"
+                f"{self.documents_path}: the last document ends at {before}, but there are "
+                f"{counted(self.entry.tokens, 'token')}; write the tokens again"
             )
 
     def require_ids(self, ids: StoredIds, start: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import NamedTuple, NoReturn, TypeAlias
 
-from quintsched.errors import InputError
+from quintsched.errors import InputError, counted
 from quintsched.files.strictjson import shorten
 from quintsched.torch_csv.vocabulary import COMPUTATIONS, ENDS_BACKWARD, MESSAGE_WORDS, NEEDS, OVERLAP, SHARDING, Word
 
@@ -168,7 +168,8 @@ def _refuse_gaps(cells: CsvCells) -> None:
             _refuse(found[max(found)], f"is there, but nothing of {what} {missing}; they are numbered from 0 upwards")
     if len(stages) * len(microbatches) > len(cells):
         raise InputError(
-            f"the file holds {len(cells)} actions, too few for {len(microbatches)} microbatches on {len(stages)} stages"
+            f"the file holds {counted(len(cells), 'action')}, too few for {counted(len(microbatches), 'microbatch')} "
+            f"on {counted(len(stages), 'stage')}"
         )
 
 

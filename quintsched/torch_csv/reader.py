@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from quintsched.errors import UnsoundError, UsageError
+from quintsched.errors import UnsoundError, UsageError, counted
 from quintsched.graph.transport_profiles import find_profile
 from quintsched.ir.instruction_set import (
     NEEDS_WEIGHTS,
@@ -80,7 +80,10 @@ def loads(
     cells = read_cells(text)
     lines = cells[-1].rank + 1
     if mesh is not None and mesh.pp != lines:
-        raise UsageError(f"the mesh {mesh} has {mesh.pp} pipeline ranks, but the file has {lines} lines, one for each")
+        raise UsageError(
+            f"the mesh {mesh} has {counted(mesh.pp, 'pipeline rank')}, but the file has {counted(lines, 'line')}, one "
+            "for each"
+        )
     assumed = (
         [] if mesh else [f"no mesh is given: the plan has no replicas; for two of them write mesh dp=2,pp={lines}"]
     )

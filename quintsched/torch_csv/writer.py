@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, counted
 from quintsched.ir.instruction_set import (
     AllReduceBucket,
     Bwd,
@@ -65,7 +65,7 @@ def left_out(plan: PlanData) -> Iterator[str]:
     if plan.blocks_per_stage:
         yield f"that its stages have {listed(plan.blocks_per_stage)} blocks; a run of what is imported chooses itself"
     if plan.buckets_per_stage > 1:
-        yield f"that a stage has {plan.buckets_per_stage} buckets; what is imported has one"
+        yield f"that a stage has {counted(plan.buckets_per_stage, 'bucket')}; what is imported has one"
 
 
 def _computations(program: Sequence[Instruction]) -> Iterator[str]:
@@ -128,7 +128,7 @@ def _beyond_torch(plan: PlanData) -> str | None:
     if plan.stage_to_part is not None or len(plan.routes) > 1:
         return "its microbatches go both ways; torch knows one route, from the first stage to the last"
     if plan.schedule.slices > 1:
-        return f"it cuts microbatches into {plan.schedule.slices} slices; torch computes them whole"
+        return f"it cuts microbatches into {counted(plan.schedule.slices, 'slice')}; torch computes them whole"
     if any(plan.recompute):
         return "it recomputes activations; torch's stages do that themselves, so leave it to their modules (checkpoint)"
     if plan.columns.are(HostCopy).any():
@@ -139,8 +139,8 @@ def _beyond_torch(plan: PlanData) -> str | None:
         )
     if plan.zero.shards_weights and plan.zero.every < plan.schedule.microbatches:
         return (
-            f"it reduces gradients after every {plan.zero.every} microbatches (ZeRO-3); torch does so once: compile "
-            f"it with zero_every {plan.schedule.microbatches}"
+            f"it reduces gradients after every {counted(plan.zero.every, 'microbatch')} (ZeRO-3); torch does so once: "
+            f"compile it with zero_every {plan.schedule.microbatches}"
         )
     if plan.tied:
         return (

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quintsched.errors import InputError, UsageError, suggest
+from quintsched.errors import InputError, UsageError, counted, suggest
 from quintsched.formats.run_plan import plan_beside
 from quintsched.graph.event_graph import Times
 from quintsched.ir.instruction_set import COMPUTING
@@ -119,7 +119,7 @@ class Trace:
         return self.ranks[0].steps
 
     def __repr__(self) -> str:
-        return f"Trace({self.plan.title}: {len(self.ranks)} ranks, steps {', '.join(map(str, self.steps))})"
+        return f"Trace({self.plan.title}: {counted(len(self.ranks), 'rank')}, steps {', '.join(map(str, self.steps))})"
 
     def _repr_html_(self) -> str:
         """Return the recorded steps, and the timeline of that of median length, as HTML for notebooks."""

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.errors import InputError, MisfitError, UsageError, counted
 from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer
 from quintsched.files.user_records import FormatVersion
@@ -126,7 +126,9 @@ def load_ranks(directory: Path, plan: PlanData) -> tuple[RankTrace, ...]:
     missing = [rank for rank in range(plan.mesh.size) if not (directory / file_name(rank)).exists()]
     if missing:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise InputError(f"{directory}: {file_name(missing[0])} is missing{more}; the plan has {plan.mesh.size} ranks")
+        raise InputError(
+            f"{directory}: {file_name(missing[0])} is missing{more}; the plan has {counted(plan.mesh.size, 'rank')}"
+        )
     digest = digest_of(plan)
     ranks = tuple(_load_rank(directory / file_name(rank), plan, digest, rank) for rank in range(plan.mesh.size))
     for other in ranks:
@@ -189,5 +191,7 @@ def _table(steps: list[_StepFile], name: str, size: int) -> Times:
         found = len(getattr(entry, name))
         if found != size:
             where = pointer("steps", place, name)
-            raise InputError(f"{where}: it has {found} values; the program has {size} instructions")
+            raise InputError(
+                f"{where}: it has {counted(found, 'value')}; the program has {counted(size, 'instruction')}"
+            )
     return np.array([getattr(entry, name) for entry in steps], dtype=np.float64)

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from quintsched.errors import counted
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import METRICS, NORM
 from quintsched.text.listing import excerpt
@@ -87,7 +88,7 @@ def _differences(run: SymbolicRun, expected: Sequential) -> Iterator[str]:
         yield from (f"{value} is left over on rank {rank.number}" for value in rank.values if value not in _LASTING)
     for (source, target), queue in run.channels.items():
         if queue:
-            yield f"channel {source}→{target}: {len(queue)} messages are never received"
+            yield f"channel {source}→{target}: {counted(len(queue), 'message')} are never received"
 
 
 _LASTING = (METRICS, NORM)

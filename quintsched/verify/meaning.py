@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from quintsched.errors import counted
 from quintsched.ir.values import MAX_SKIPS
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def piece_faults(plan: PlanData) -> Iterator[str]:
     stages = len(plan.stage_to_pp)
     pieces = tuple(range(stages)) if plan.stage_to_part is None else plan.stage_to_part
     if len(pieces) != stages:
-        yield f"stage_to_part names {len(pieces)} stages, but there are {stages}"
+        yield f"stage_to_part names {counted(len(pieces), 'stage')}, but there are {stages}"
         return
     held = sorted({*pieces})
     if held != [*range(len(held))]:

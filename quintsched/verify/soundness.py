@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from quintsched.arguments import NUMBER, PLAN, TEXT, takes
-from quintsched.errors import UnsoundError, UsageError, printable
+from quintsched.errors import UnsoundError, UsageError, counted, printable
 from quintsched.graph.plan_events import Channels, Events, carried, pipeline_collectives
 from quintsched.graph.transport_profiles import find_profile
 from quintsched.ir.diagnostics import Finding, Point
@@ -86,11 +86,12 @@ class Verdict:
         """Return the verdict as text: the proof's figures, or the findings with excerpts around their places."""
         if self.sound:
             free = ", ".join(name for name, is_free in self.profiles.items() if is_free)
-            activations, receives = max(self.peak_activations, default=0), max(self.peak_receives, default=0)
+            held = counted(max(self.peak_activations, default=0), "microbatch's", "g")
+            received = counted(max(self.peak_receives, default=0), "received message")
             head = (
-                f"sound: {self.plan.num_instructions} instructions on {self.plan.mesh.pp} pipeline ranks; "
-                f"free of deadlock under {free}; a rank stores at most {activations:g} microbatches' activations "
-                f"and {receives} received messages{self._blocks}"
+                f"sound: {counted(self.plan.num_instructions, 'instruction')} on "
+                f"{counted(self.plan.mesh.pp, 'pipeline rank')}; free of deadlock under {free}; a rank stores at most "
+                f"{held} activations and {received}{self._blocks}"
             )
             return "\n".join([head, *self._why_not_elsewhere()])
         cycle = [finding for finding in self.findings if finding.point is Point.DEADLOCK]
@@ -270,5 +271,6 @@ def _over_cap(activations: Sequence[float], cap: float | None) -> Iterator[Findi
     """Point 6, memory: the peak of each rank is within the cap, if one is given."""
     for rank, peak in enumerate(activations):
         if cap is not None and peak > cap:
-            message = f"rank {rank} holds up to {peak:g} microbatches' activations; the cap is {cap:g}"
+            held = counted(peak, "microbatch's", "g")
+            message = f"rank {rank} holds up to {held} activations; the cap is {cap:g}"
             yield Finding(Point.MEMORY, message, rank)

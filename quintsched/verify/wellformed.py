@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from quintsched.errors import printable
+from quintsched.errors import counted, printable
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.dataflow import peer_of
 from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
@@ -117,7 +117,7 @@ def _names_a_bucket(rows: Ints, kind: type[ins.OnBucket], layout: Layout, column
 def _head_faults(plan: PlanData) -> Iterator[str]:
     pp, stages = plan.mesh.pp, range(len(plan.stage_to_pp))
     if len(plan.programs) != pp:
-        yield f"there are {len(plan.programs)} programs, but the mesh {plan.mesh} has {pp} pipeline ranks"
+        yield f"there are {len(plan.programs)} programs, but the mesh {plan.mesh} has {counted(pp, 'pipeline rank')}"
     sizes = {"microbatches": plan.schedule.microbatches, "slices": plan.schedule.slices}
     for name, size in {**sizes, "buckets_per_stage": plan.buckets_per_stage}.items():
         if size < 1:
@@ -152,7 +152,7 @@ def blocks_faults(blocks: tuple[int, ...], plan: PlanData) -> Iterator[str]:
     """Yield the faults of a plan's number of blocks per stage."""
     num_stages = len(plan.stage_to_pp)
     if len(blocks) != num_stages:
-        yield f"blocks are given for {len(blocks)} stages ({listed(blocks)}), but there are {num_stages}"
+        yield f"blocks are given for {counted(len(blocks), 'stage')} ({listed(blocks)}), but there are {num_stages}"
         return
     for count in blocks:
         if type(count) is not int or not 0 <= count <= MAX_BLOCKS:
@@ -167,14 +167,14 @@ def blocks_faults(blocks: tuple[int, ...], plan: PlanData) -> Iterator[str]:
         if stage < num_stages and blocks[stage] != blocks[twin]:
             yield (
                 f"stages {twin} and {stage} hold the same piece of the model, but have {blocks[twin]} and "
-                f"{blocks[stage]} blocks; give both the same number"
+                f"{counted(blocks[stage], 'block')}; give both the same number"
             )
 
 
 def recompute_faults(recompute: tuple[int, ...], num_stages: int, mode: Mode) -> Iterator[str]:
     """Yield the faults of a plan's recompute setting per stage."""
     if len(recompute) != num_stages:
-        yield f"recompute names {len(recompute)} stages, but there are {num_stages}"
+        yield f"recompute names {counted(len(recompute), 'stage')}, but there are {num_stages}"
     for every in recompute:
         if type(every) is not int or not 0 <= every <= MAX_RECOMPUTE:
             yield (
@@ -198,7 +198,10 @@ def tied_faults(plan: PlanData) -> Iterator[str]:
         if len(stages) < 2 or any(type(stage) is not int for stage in stages) or sorted({*stages}) != [*stages]:
             yield f"tied: {name!r} must name at least two stages, each once and in rising order; it names {stages}"
         elif not any(stages_of_route.issuperset(stages) for stages_of_route in visited):
-            yield f"tied: no route visits all stages of {name!r}, {stages}; the plan has {len(plan.stage_to_pp)} stages"
+            yield (
+                f"tied: no route visits all stages of {name!r}, {stages}; the plan has "
+                f"{counted(len(plan.stage_to_pp), 'stage')}"
+            )
 
 
 def zero_faults(zero: Zero, mesh: Mesh, mode: Mode) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from quintsched.errors import InputError
+from quintsched.errors import InputError, counted
 from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.progress_line import ProgressLine
 from quintsched.files.strictjson import parse_strict
@@ -68,7 +68,7 @@ class MeasuredParts:
     def __init__(self, file: Path, device: torch.device) -> None:
         self.path = file.with_name(f"{file.name}.partial")
         self._device = device
-        self._machine = f"{platform.node()}, {count_cores()} cores, torch {torch.__version__}, {device.type}"
+        self._machine = f"{platform.node()}, {counted(count_cores(), 'core')}, torch {torch.__version__}, {device.type}"
         self._found = self._read()
 
     @property

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from quintsched.errors import QuintschedError
+from quintsched.errors import QuintschedError, counted
 
 from ..comm import Transport
 from ..comm.clocks import now_s
@@ -73,7 +73,7 @@ def _devices() -> Iterator[Row]:
 
 def _threads() -> Iterator[Row]:
     cores, said = count_cores(), os.environ.get("OMP_NUM_THREADS")
-    found = f"{cores} cores, OMP_NUM_THREADS={said or 'unset'}"
+    found = f"{counted(cores, 'core')}, OMP_NUM_THREADS={said or 'unset'}"
     if said is not None and said.isdigit() and int(said) > cores:
         yield "threads", found, "note", "more threads than cores: ranks on the CPU slow each other"
     else:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from quintsched.arguments import PATH, ours, takes
 from quintsched.compiler import compile_request, evaluation_of, stages_of
-from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.errors import InputError, MisfitError, UsageError, counted
 from quintsched.files.atomic import whole_path
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import listed
@@ -92,8 +92,8 @@ def _require_even_batch(batch_size: int, accumulate: int, plan: Plan) -> None:
         below = batch_size // count * count
         nearest = f"{below} or {below + count}" if below else str(count)
         raise MisfitError(
-            f"train.batch_size {batch_size} does not divide into {count} equal microbatches ({what}); the nearest that "
-            f"do: {nearest}"
+            f"train.batch_size {batch_size} does not divide into {counted(count, 'equal microbatch')} ({what}); the "
+            f"nearest that do: {nearest}"
         )
 
 

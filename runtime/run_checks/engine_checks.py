@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from quintsched.errors import MisfitError, QuintschedError, nearest
+from quintsched.errors import MisfitError, QuintschedError, counted, nearest
 from quintsched.plan import Plan
 
 from ..blocks.shape_inference import trace_shapes
@@ -205,7 +205,9 @@ class WholeModel:
     def _cut(self, tree: Any) -> list[Any]:
         rows = next((tensor.shape[0] for tensor in tensors_of(tree)), 0)
         if rows % self.microbatches:
-            raise MisfitError(f"a batch of {rows} samples does not divide into {self.microbatches} microbatches")
+            raise MisfitError(
+                f"a batch of {counted(rows, 'sample')} does not divide into {counted(self.microbatches, 'microbatch')}"
+            )
         return [share_of(tree, number, self.microbatches) for number in range(self.microbatches)]
 
     def _weighed(self, output: Any, targets: Any) -> tuple[Tensor, float]:

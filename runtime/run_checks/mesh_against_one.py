@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, counted
 from quintsched.plan import Plan
 
 from ..objects.distances import distance
@@ -94,8 +94,8 @@ class Comparison:
         end = f"; not compared: {', '.join(self.skipped)}" if self.skipped else ""
         if self.is_equal:
             return (
-                f"equal: {self.compared} tensors of {self.steps} steps on {self.ranks} ranks; the largest difference "
-                f"is {self.closest:.2f} of its tolerance{end}"
+                f"equal: {counted(self.compared, 'tensor')} of {counted(self.steps, 'step')} on "
+                f"{counted(self.ranks, 'rank')}; the largest difference is {self.closest:.2f} of its tolerance{end}"
             )
         first, others = self.differences[0], self.differences[1:]
         later = f"\n{len(others)} more differ after it, such as: {others[0]}" if others else ""

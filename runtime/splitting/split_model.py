@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from quintsched.arguments import MAPPING, SEVERAL, ArgumentKind, instance, takes
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import MisfitError, UsageError, counted
 
 from ..blocks.block_outlines import BLOCKS, BlockOrBuilder
 from ..blocks.module_state import require_sized, saved_tensors
@@ -96,7 +96,7 @@ class Split(Sequence[BlockOrBuilder]):
         self.conversions, self.generation_config = tuple(conversions), generation_config
 
     def __repr__(self) -> str:
-        return f"Split({len(self)} blocks: {in_words(self)})"
+        return f"Split({counted(len(self), 'block')}: {in_words(self)})"
 
     def of(self, blocks: Sequence[BlockOrBuilder]) -> Split:
         """Return the same split with other blocks, which have the same weights by the same names."""

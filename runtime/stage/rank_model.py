@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, counted
 from quintsched.ir.instruction_set import BwdInput
 from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
@@ -263,7 +263,7 @@ class RankModel:
     def in_words(self) -> str:
         """The plan, this rank's place in its mesh, and its stages, in a line."""
         axes = ", ".join(f"{axis}={place}" for axis, place in self._coordinates.items())
-        stages = ", ".join(f"stage {stage} of {len(self.cuts[stage])} blocks" for stage in self.stages)
+        stages = ", ".join(f"stage {stage} of {counted(len(self.cuts[stage]), 'block')}" for stage in self.stages)
         at = f"rank {self._transport.rank} of {self._transport.world_size} ({axes or 'alone'})"
         return f"{self.plan.title}; {at}: {stages}"
 

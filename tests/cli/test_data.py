@@ -11,11 +11,11 @@ def test_tokenize_and_show(cli, tmp_path):
     options = ("-o", "corpus", "--tokenizer", "bytes", "--field", "body", "--shard-tokens", 12)
     done = cli("data", "tokenize", "a.txt", "b.jsonl", *options)
     assert done.code == 0
-    said = "corpus: 25 tokens of 3 documents in 2 shard(s), uint16; tokenizer bytes, vocabulary 256, end 0\n"
+    said = "corpus: 25 tokens of 3 documents in 2 shards, uint16; tokenizer bytes, vocabulary 256, end 0\n"
     assert done.out == said
     assert Path("corpus/shard-00000.tokens").read_bytes() == "hello world\0".encode("utf-16-le")
     shown = cli("data", "show", "corpus", "--verify")
-    assert shown.out.startswith(said + "shard 0: 12 tokens, 1 documents, SHA-256 ")
+    assert shown.out.startswith(said + "shard 0: 12 tokens, 1 document, SHA-256 ")
     assert shown.out.endswith("every byte is as it was written\n")
     data = cli("data", "show", "corpus", "--json").data
     assert (data["tokens"], data["documents"], data["vocabulary"], data["verified"]) == (25, 3, 256, False)

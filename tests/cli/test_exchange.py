@@ -74,7 +74,7 @@ def test_an_unsound_file_exits_1_with_the_counter_example(cli, refused, tmp_path
     [
         ("0F0x,0B0\n", 1, "in.csv: line 1, cell 1 (rank 0, step 0): '0F0x' is no action; torch reads it as '0F0'", ()),
         (b"0F0,\xff", 1, "in.csv: not UTF-8 text: byte 4 cannot be read", ()),
-        ("0F0,0B0\n", 2, "the mesh pp=2 has 2 pipeline ranks, but the file has 1 lines", ("--mesh", "pp=2")),
+        ("0F0,0B0\n", 2, "the mesh pp=2 has 2 pipeline ranks, but the file has 1 line", ("--mesh", "pp=2")),
         ("0F0,0B0\n", 2, "mesh: unknown axis 'pq'", ("--mesh", "pq=2")),
         ("0F0,0B0\n", 2, "did you mean 'channel'?", ("--profile", "chanel")),
     ],

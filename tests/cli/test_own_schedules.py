@@ -52,7 +52,7 @@ def test_the_example_is_proved(cli, root):
     assert done.code == 0
     assert done.out.startswith("paired-1f1b: of 32 shapes 16 sound, 16 refused, 0 unsound\n")
     assert "3   1       2, 4, 6, 8             1, 3, 5, 7               -\n" in done.out
-    assert "refused by the schedule itself, such as: paired-1f1b: 1 microbatches make no pairs" in done.out
+    assert "refused by the schedule itself, such as: paired-1f1b: microbatches=1 makes no pairs" in done.out
     data = cli("check", target, "--pp", "2", "--microbatches", "3..4", "--json").data
     assert data["sound"] is True
     assert [(shape["pp"], shape["microbatches"], shape["status"]) for shape in data["shapes"]] == [
@@ -93,7 +93,7 @@ def test_the_smallest_shape_that_fails_is_shown(cli, write):
     assert done.code == 1
     assert done.out.startswith("forgets: of 15 shapes 11 sound, 0 refused, 4 unsound\n")
     assert "3   1       1                      -                        2..5\n" in done.out
-    assert "the smallest shape that fails: pp=3, 1 chunks, 2 microbatches\nnot sound: forgets on pp=3" in done.out
+    assert "the smallest shape that fails: pp=3, 1 chunk, 2 microbatches\nnot sound: forgets on pp=3" in done.out
     assert "complete: rank 0 runs Bwd(stage=0, microbatch=1) 0 times instead of once" in done.out
     data = cli("check", target, "--pp", "3", "--microbatches", "2", "--json")
     assert (data.code, data.data["sound"], data.data["shapes"][0]["status"]) == (1, False, "unsound")
@@ -209,7 +209,7 @@ def test_a_constraint_that_fails(refused, write):
 
 def test_a_schedule_that_takes_none_of_the_shapes(refused, root):
     message = refused(2, "check", f"{root / EXAMPLE}:paired_1f1b", "--pp", "1..4", "--microbatches", "3")
-    assert "takes none of these 4 shapes; paired-1f1b: 3 microbatches make no pairs" in message
+    assert "takes none of these 4 shapes; paired-1f1b: microbatches=3 makes no pairs" in message
 
 
 def test_too_many_shapes(refused, root):

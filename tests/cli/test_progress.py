@@ -28,7 +28,7 @@ TUNE = ("tune", "--model", "gpt2", "--hardware", "l4", "--mesh", "pp=2", "--batc
         (("compare", "1f1b", "gpipe", "--pp", 2, "-m", 2), "comparing: gpipe, 50 %"),
         (("check", "own.py:mine", "--pp", "1..2", "-m", "1..2"), "proving 4 shapes: pp=2, 2 microbatches, 100 %"),
         (TUNE, "searching: best "),
-        ((*TUNE, "--simulate"), "simulating 1 strategies"),
+        ((*TUNE, "--simulate"), "simulating 1 strategy"),
     ],
 )
 def test_how_far_a_command_is(cli, plan_file, tmp_path, monkeypatch, command, words):

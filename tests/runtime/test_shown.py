@@ -21,7 +21,7 @@ def test_one_line_each() -> None:
 
     (first, step, evaluation), (last, *same) = run_local(2, rank)
     assert first == "Engine(1f1b on dp=1,pp=2, 2 microbatches; rank 0 of 2 (dp=0, pp=0): stage 0 of 2 blocks)"
-    assert last.endswith("; rank 1 of 2 (dp=0, pp=1): stage 1 of 1 blocks)")
+    assert last.endswith("; rank 1 of 2 (dp=0, pp=1): stage 1 of 1 block)")
     assert step.startswith("StepResult(loss=")
     assert ", weight=12, grad_norm=" in step
     assert ", largest=" in step

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quintsched.cli.shared_options import AsJson, emit, say
+from quintsched.errors import counted
 
 if TYPE_CHECKING:
     from quintsched.tokens import TokenIndex
@@ -79,13 +80,14 @@ def _report(folder: Path, index: TokenIndex, as_json: bool, *, verified: bool = 
         emit({"path": str(folder), **index.model_dump(mode="json"), **totals, "verified": verified})
         return
     say(
-        f"{folder}: {index.num_tokens} tokens of {index.num_documents} documents in {len(index.shards)} shard(s), "
-        f"{index.dtype}; tokenizer {index.tokenizer}, vocabulary {index.vocabulary}, end "
-        f"{'none' if index.end is None else index.end}"
+        f"{folder}: {counted(index.num_tokens, 'token')} of {counted(index.num_documents, 'document')} in "
+        f"{counted(len(index.shards), 'shard')}, {index.dtype}; tokenizer {index.tokenizer}, vocabulary "
+        f"{index.vocabulary}, end {'none' if index.end is None else index.end}"
     )
     if shards:
         say(
-            f"shard {number}: {shard.tokens} tokens, {shard.documents} documents, SHA-256 {shard.tokens_sha256[:16]}"
+            f"shard {number}: {counted(shard.tokens, 'token')}, {counted(shard.documents, 'document')}, SHA-256 "
+            f"{shard.tokens_sha256[:16]}"
             for number, shard in enumerate(index.shards)
         )
     if verified:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from quintsched.errors import counted
 from quintsched.trace.step_line import in_words, rate, step_line
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _ranks(record: Mapping[str, Any], room: int) -> Iterator[str]:
     shown = range(len(busy))
     if len(busy) > max(room, 1):
         shown = sorted(sorted(shown, key=lambda rank: -busy[rank])[: max(room - 1, 1)])  # type: ignore[assignment]
-        yield f"the {len(shown)} of {len(busy)} ranks that compute most:"
+        yield f"the {len(shown)} of {counted(len(busy), 'rank')} that compute most:"
     late = stragglers(record)
     for rank in shown:
         full = min(round(BAR * busy[rank]), BAR)

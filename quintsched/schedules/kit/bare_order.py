@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from quintsched.errors import UnsoundError
+from quintsched.errors import UnsoundError, counted
 from quintsched.ir.instruction_columns import Columns
 from quintsched.ir.instruction_set import COMPUTATIONS, COMPUTING
 from quintsched.ir.mesh import Mesh
@@ -50,7 +50,10 @@ def _programs(schedule: Schedule, shape: Shape, runs: Runs | None) -> Iterator[C
 
 def _program(schedule: Schedule, rank: int, shape: Shape) -> Columns:
     """Return one rank's order; raises `UnsoundError` if the schedule's code fails or yields no computation."""
-    where = f"{schedule.name} at pp={shape.pp}, {shape.microbatches} microbatches, {shape.chunks} chunks, rank {rank}"
+    where = (
+        f"{schedule.name} at pp={shape.pp}, {counted(shape.microbatches, 'microbatch')}, "
+        f"{counted(shape.chunks, 'chunk')}, rank {rank}"
+    )
     most = len(COMPUTATIONS) * shape.num_units * len(shape.stages_of(rank))
     with own_code(where):
         steps = schedule.order(rank, shape)

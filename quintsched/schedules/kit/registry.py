@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from quintsched.arguments import FUNCTION, SEVERAL, TEXT, WHOLE_NUMBER, takes
-from quintsched.errors import QuintschedError, UnsoundError, UsageError, quoted, suggest
+from quintsched.errors import QuintschedError, UnsoundError, UsageError, counted, quoted, suggest
 from quintsched.ir.instruction_set import Compute, Overlap
 from quintsched.ir.mesh import whole_number
 from quintsched.ir.placement import linear
@@ -159,7 +159,7 @@ class Schedule:
                 f"{self.name}: overlap: it has no forward and backward side by side that do not wait for each other; "
                 f"choose among {others}"
             )
-        with own_code(f"{self.name} at pp={pp}, {microbatches} microbatches, {chunks} chunks"):
+        with own_code(f"{self.name} at pp={pp}, {counted(microbatches, 'microbatch')}, {counted(chunks, 'chunk')}"):
             shape = Shape(pp, microbatches, chunks, placed, slices, costs or Costs(), memory_cap, overlap=overlap)
             fault = self.constraint(shape)
         if fault:
@@ -173,14 +173,14 @@ class Schedule:
         """
         chunks = self.min_chunks if chunks is None else chunks
         _check_range(self.name, "chunks", chunks, self.min_chunks, self.max_chunks)
-        with own_code(f"{self.name} at pp={pp}, {chunks} chunks"):
+        with own_code(f"{self.name} at pp={pp}, {counted(chunks, 'chunk')}"):
             found = self.placement(pp, chunks)
         ranks = [whole_number(rank) for rank in found] if isinstance(found, Iterable) else []
         placed = tuple(rank for rank in ranks if rank is not None and 0 <= rank < pp)
         if not ranks or len(placed) != len(ranks):
             raise UnsoundError(
-                f"{self.name}: for pp={pp} and {chunks} chunks its placement gives {found!r}; it has to give a "
-                f"pipeline rank from 0 to {pp - 1} for each stage"
+                f"{self.name}: for pp={pp} and {counted(chunks, 'chunk')} its placement gives {found!r}; it has to "
+                f"give a pipeline rank from 0 to {pp - 1} for each stage"
             )
         return placed
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice, pairwise
 
-from quintsched.errors import UnsoundError
+from quintsched.errors import UnsoundError, counted
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import whole_number
 from quintsched.schedules.kit.registry import Schedule, Shape, own_code
@@ -25,13 +25,13 @@ def routes_of(schedule: Schedule, shape: Shape) -> tuple[Route, ...]:
         ways = 2 if schedule.bidirectional else 1
         return tuple(map(Route, _shares(stages, ways), _shares(units, ways)))
     most = max(len(stages), len(units))
-    with own_code(f"{schedule.name} at pp={shape.pp}, {shape.microbatches} microbatches: its routes"):
+    with own_code(f"{schedule.name} at pp={shape.pp}, {counted(shape.microbatches, 'microbatch')}: its routes"):
         found = [[_numbers(part, most) for part in _first(one, 2)] for one in _first(schedule.routes(shape), most)]
     pairs = [pair for pair in found if len(pair) == 2 and None not in pair]
     if not pairs or len(pairs) != len(found):
         raise UnsoundError(
-            f"{schedule.name}: its routes at pp={shape.pp}, {shape.microbatches} microbatches are not pairs of stages "
-            "and microbatches; give ((0, 1, …), (0, 1, …)) for each route"
+            f"{schedule.name}: its routes at pp={shape.pp}, {counted(shape.microbatches, 'microbatch')} are not pairs "
+            "of stages and microbatches; give ((0, 1, …), (0, 1, …)) for each route"
         )
     return tuple(Route(stages or (), units or ()) for stages, units in pairs)
 
@@ -43,7 +43,7 @@ def parts_of(schedule: Schedule, shape: Shape, routes: tuple[Route, ...]) -> tup
         places = {stage: part for route in routes for part, stage in enumerate(route.stages)}
         parts = tuple(places.get(stage, 0) for stage in stages)
         return None if parts == tuple(stages) else parts
-    with own_code(f"{schedule.name} at pp={shape.pp}, {shape.microbatches} microbatches: its stage_to_part"):
+    with own_code(f"{schedule.name} at pp={shape.pp}, {counted(shape.microbatches, 'microbatch')}: its stage_to_part"):
         given = _numbers(schedule.stage_to_part(shape), len(stages))
     if given is None:
         raise UnsoundError(

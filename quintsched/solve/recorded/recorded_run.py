@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from quintsched.errors import InputError, UsageError, suggest
+from quintsched.errors import InputError, UsageError, counted, suggest
 from quintsched.ir.instruction_set import Compute
 from quintsched.plan import Plan
 from quintsched.solve.order_certificate import require_searched
@@ -58,7 +58,7 @@ class RecordedRun:
     steps: tuple[RecordedStep, ...]
 
     def __repr__(self) -> str:
-        return f"RecordedRun({self.source}: {self.plan.title}, {len(self.steps)} steps)"
+        return f"RecordedRun({self.source}: {self.plan.title}, {counted(len(self.steps), 'step')})"
 
     def step(self, number: int | None = None) -> RecordedStep:
         """Return a step by its number; None: the one with the median makespan. Raises `UsageError` for no such step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from quintsched.errors import counted
 from quintsched.solve.recorded.whatif import WhatIf
 from quintsched.text.listing import table
 
@@ -33,8 +34,8 @@ def in_words(found: WhatIf) -> Iterator[str]:
         more = [f"others {percent(sum([*waited.values()][MOST_NAMED:]) / step)}"] if len(named) > MOST_NAMED else []
         yield f"rank {rank} idle {percent(sum(waited.values()) / step)}: {', '.join([*named[:MOST_NAMED], *more])}"
     yield ""
-    caps = sorted({f"{cap:g}" for cap in found.memory_cap}, key=float)
-    yield f"best order in the same memory (at most {caps[-1]} microbatches on a rank):"
+    most = counted(max(found.memory_cap), "microbatch", "g")
+    yield f"best order in the same memory (at most {most} on a rank):"
     for name, best in found.better.items():
         claim = best.certificate
         yield (

@@ -12,7 +12,7 @@ from time import monotonic
 
 import numpy as np
 
-from quintsched.errors import InputError
+from quintsched.errors import InputError, counted
 from quintsched.graph.event_graph import Times
 from quintsched.ir.instruction_columns import Amounts, Flags, Ints
 from quintsched.ir.instruction_set import Bwd, Compute
@@ -112,7 +112,9 @@ def retune(
 def paced_layers(plan: Plan, costs: Costs, held: Sequence[int], blocks: Sequence[float]) -> PacedLayers:
     """Return the blocks with their times, and the pace of each stage's rank."""
     if len(held) != len(plan.stage_to_pp) or sum(held) != len(blocks) or not min(blocks) > 0:
-        raise InputError(f"stages of {sum(held)} blocks, but {len(blocks)} times of blocks, which have to be positive")
+        raise InputError(
+            f"stages of {counted(sum(held), 'block')}, but {len(blocks)} times of blocks, which have to be positive"
+        )
     stages, ranks, weights = np.repeat(np.arange(len(held)), held), np.array(plan.stage_to_pp), np.array(blocks)
     times = {name: np.array([costs.of_stage(name, s, 1, 1) for s in range(len(held))]) for name in TIMES}
     whole = np.add.reduce([*times.values()])

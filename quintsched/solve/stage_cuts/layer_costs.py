@@ -20,7 +20,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from quintsched.errors import InputError
+from quintsched.errors import InputError, counted
 from quintsched.files.user_records import read_record
 from quintsched.ir.instruction_columns import Amounts, Ints
 from quintsched.ir.plan_data import PlanData
@@ -90,7 +90,7 @@ class LayerCosts(BaseModel):
         if kinds != order or kinds.count("embedding") != 1 or kinds.count("loss") != 1 or "decoder" not in kinds:
             raise PydanticCustomError("layers", "give one embedding, decoders, mtp if there is any, and one loss")
         if len(kinds) > MOST_LAYERS:
-            raise PydanticCustomError("layers", f"{len(kinds)} layers; at most {MOST_LAYERS} can be cut")
+            raise PydanticCustomError("layers", f"{counted(len(kinds), 'layer')}; at most {MOST_LAYERS} can be cut")
         return self
 
     @classmethod

@@ -16,7 +16,7 @@ from time import monotonic
 import numpy as np
 
 from quintsched.compiler import compile
-from quintsched.errors import InputError, UnsoundError, UsageError
+from quintsched.errors import InputError, UnsoundError, UsageError, counted
 from quintsched.ir.instruction_columns import Amounts, Ints
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.ir.mesh import Mesh
@@ -200,7 +200,7 @@ class _Run:
         stages = self.mesh.pp * self.chunks
         for text, cut in zip(layouts, given, strict=True):
             if len(cut) != stages + 1:
-                raise UsageError(f"layout {text}: it has {len(cut) - 1} stages, not {stages}")
+                raise UsageError(f"layout {text}: it has {counted(len(cut) - 1, 'stage')}, not {stages}")
         starts = [even(self.layers, stages), *given]
         cuts, errors, compared = list[StageCut](), list[UsageError](), list[StageCut]()
         for name in names:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from quintsched.cli.request_options import AXIS_OPTIONS, mesh_given
-from quintsched.errors import UsageError, suggest
+from quintsched.errors import UsageError, counted, suggest
 
 MESH = "mesh"
 
@@ -118,7 +118,7 @@ def axes_of_mesh(mesh: str | None, texts: Mapping[str, Any], several: bool = Fal
     found = Mesh.parse(text)
     gpus = texts.get("gpus")
     if gpus is not None and read_flag("gpus", gpus) != found.size:
-        raise UsageError(f"--gpus {gpus}, but --mesh {text} has {found.size} ranks; leave out one of them")
+        raise UsageError(f"--gpus {gpus}, but --mesh {text} has {counted(found.size, 'rank')}; leave out one of them")
     sizes = {axis: found.axis_size(axis) for axis in AXIS_OPTIONS}
     return {"gpus": found.size, **{axis: [size] if several else size for axis, size in sizes.items()}}
 

@@ -27,7 +27,7 @@ from quintsched.cli.shared_options import (
     refuse_input,
     say,
 )
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, counted
 from quintsched.files.progress_line import progress
 from quintsched.strategies.commands.flags import FLAGS, option_of, taking_flags
 
@@ -178,7 +178,7 @@ def _in_words(cut: CutStages, against: list[str], objective: str) -> Iterator[st
     best, unit, held = cut.best, cut.costs.unit, cut.costs.memory_unit
     mesh, microbatches = cut.sizes
     chunks = len(best.stage_to_pp) // mesh.pp
-    yield f"{best.schedule} on {mesh}, {microbatches} microbatches, stages on a rank: {chunks}"
+    yield f"{best.schedule} on {mesh}, {counted(microbatches, 'microbatch')}, stages on a rank: {chunks}"
     proof = "the best of all cuts" if best.is_exact else "the best cut that was found"
     yield f"{objective} {best.value:.6g} {unit}: {proof}"
     yield f"even stages, {cut.even.schedule}: {cut.even.value:.6g} {unit}; saved: {percent(cut.gain)}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quintsched.cli.shared_options import AsJson, emit, say
-from quintsched.errors import InputError, QuintschedError, UsageError
+from quintsched.errors import InputError, QuintschedError, UsageError, counted
 from quintsched.files.progress_line import progress
 from quintsched.strategies.commands.calibrate import calibrate_first
 from quintsched.strategies.commands.flags import taking_flags
@@ -110,7 +110,7 @@ def _answers(
 ) -> list[dict[str, Any]]:
     """Return what is predicted of each row."""
     found: list[dict[str, Any]] = []
-    with progress(f"predicting {len(rows)} rows") as shown:
+    with progress(f"predicting {counted(len(rows), 'row')}") as shown:
         for row in rows:
             found.append(_answer(row, flags, framework, start, simulate))
             shown.at(len(found), len(rows))

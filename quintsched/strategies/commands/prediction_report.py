@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from quintsched.cli.shared_options import percent
+from quintsched.errors import counted
 
 if TYPE_CHECKING:
     from quintsched.strategies.prediction.step import Prediction
@@ -22,7 +23,7 @@ def describe(found: Prediction, simulated_s: float | None = None) -> Iterator[st
     capacity = found.hardware.memory_gb
     verdict = "fits" if found.fits else "DOES NOT FIT"
     rows = [
-        ("step", duration(found.step_s), f"{found.strategy.microbatches} microbatches on each replica"),
+        ("step", duration(found.step_s), f"{counted(found.strategy.microbatches, 'microbatch')} on each replica"),
         ("throughput", f"{found.tokens_per_s:,.0f} tokens/s", f"{found.tokens_per_s / found.strategy.gpus:,.0f} a GPU"),
         ("MFU", percent(found.mfu), "of the peak, by the model's own operations"),
         ("memory", f"{gigabytes(found.memory_bytes)} GB", f"on the fullest rank, of {capacity:g} GB: {verdict}"),

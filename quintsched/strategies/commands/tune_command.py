@@ -18,7 +18,7 @@ import typer
 
 from quintsched.cli.pictures import picture_path, write_picture
 from quintsched.cli.shared_options import AsJson, emit, percent, refuse_input, say
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import MisfitError, UsageError, counted
 from quintsched.files.progress_line import progress
 from quintsched.strategies.commands.calibrate import calibrate_first
 from quintsched.strategies.commands.flags import CHOSEN, read_settings, taking_flags
@@ -170,7 +170,7 @@ def _search(
 
 def _simulations(predictions: Sequence[Prediction]) -> list[float | None]:
     found: list[float | None] = []
-    with progress(f"simulating {len(predictions)} strategies") as shown:
+    with progress(f"simulating {counted(len(predictions), 'strategy')}") as shown:
         for prediction in predictions:
             found.append(simulated(prediction))
             shown.at(len(found), len(predictions))
@@ -309,9 +309,10 @@ def _describe(
     from quintsched.text.listing import table
 
     space = found.space
-    count = f"{found.strategies:,}" if found.strategies < 10**9 else f"{found.strategies:.1e}"
-    yield f"{found.model.name} on {space.gpus} {found.hardware.name}, {space.batch} samples of {space.seq} tokens"
-    yield f"{count} strategies; what was not evaluated cannot win"
+    count = counted(found.strategies, "strategy", "," if found.strategies < 10**9 else ".1e")
+    samples = counted(space.batch, "sample")
+    yield f"{found.model.name} on {space.gpus} {found.hardware.name}, {samples} of {space.seq} tokens"
+    yield f"{count}; what was not evaluated cannot win"
     yield ""
     chosen = _rows(found, top)
     rows = [

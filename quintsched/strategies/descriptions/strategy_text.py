@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from quintsched.errors import counted
 from quintsched.strategies.descriptions.strategy import Strategy
 
 OUTERMOST_FIRST = ("dp", "pp", "ep", "cp", "tp")
@@ -49,7 +50,7 @@ def strategy_name(strategy: Strategy) -> str:
     parts += [recompute_name(strategy)] if strategy.recompute != "none" else []
     parts += ["sequence-parallel"] if strategy.sequence_parallel and strategy.tp > 1 else []
     reduces_late = strategy.zero > 1 and strategy.zero_every > 1
-    every = f", gradients reduced every {strategy.zero_every} microbatches" if reduces_late else ""
+    every = f", gradients reduced every {counted(strategy.zero_every, 'microbatch')}" if reduces_late else ""
     parts += [f"ZeRO-{strategy.zero}{every}"] if strategy.zero else []
     hidden = strategy.ep_overlap and strategy.ep > 1 and strategy.schedule == "interleaved-1f1b"
     parts += ["tokens exchanged beside computation"] if hidden else []
@@ -70,7 +71,7 @@ def recompute_name(strategy: Strategy) -> str:
     if isinstance(asked, str):
         return f"{asked} recomputation"
     if isinstance(asked, int):
-        return f"{asked} layers recomputed"
+        return f"{counted(asked, 'layer')} recomputed"
     runs: list[list[int]] = []
     for number in asked:
         if runs and runs[-1][0] == number:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, counted
 from quintsched.strategies.descriptions.flag_rows import read_strategy
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
@@ -332,7 +332,7 @@ def _slower(found: Prediction, winner: Prediction | None) -> Iterator[str]:
         yield f"nothing is faster: {duration(found.step_s)} a step"
         return
     if found.strategy.gpus != winner.strategy.gpus:
-        yield f"on {found.strategy.gpus} GPUs, where the search had {winner.strategy.gpus}:"
+        yield f"on {counted(found.strategy.gpus, 'GPU')}, where the search had {winner.strategy.gpus}:"
     slower = found.step_s / winner.step_s - 1
     yield f"{duration(found.step_s)} a step, {percent(slower)} slower than the best: {strategy_name(winner.strategy)}"
     for name, mine, theirs in terms(found, winner):

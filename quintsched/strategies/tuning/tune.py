@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from quintsched.arguments import MAPPING, WHOLE_NUMBER, ours, takes
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, counted
 from quintsched.simulation.notebook import heading, rows_of
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
@@ -69,7 +69,8 @@ class Tuning:
     def __repr__(self) -> str:
         best = f"best {self.best[0].step_s:.4g} s" if self.best else "none fits"
         return (
-            f"Tuning({self.model.name} on {self.space.gpus} {self.hardware.name}: {self.strategies} strategies, {best})"
+            f"Tuning({self.model.name} on {self.space.gpus} {self.hardware.name}: "
+            f"{counted(self.strategies, 'strategy')}, {best})"
         )
 
     def _repr_html_(self) -> str:
@@ -78,7 +79,9 @@ class Tuning:
             (str(rank), duration(one.step_s), gigabytes(one.memory_bytes), strategy_name(one.strategy))
             for rank, one in enumerate(self.best, start=1)
         ]
-        title = heading(f"{self.model.name} on {self.space.gpus} {self.hardware.name}: {self.strategies:,} strategies")
+        title = heading(
+            f"{self.model.name} on {self.space.gpus} {self.hardware.name}: {counted(self.strategies, 'strategy', ',')}"
+        )
         return f"<div>{title}{rows_of(('', 'step', 'GB', 'strategy'), found)}</div>"
 
     @property

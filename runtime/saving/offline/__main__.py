@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quintsched.errors import InputError, MisfitError, QuintschedError, UsageError
+from quintsched.errors import InputError, MisfitError, QuintschedError, UsageError, counted
 from quintsched.files.terminal import shown, standard_streams, write_error, write_line
 
 from ..checkpoints.bucket_folder import named_place
@@ -75,7 +75,9 @@ def _export(
 
     with _opened(path, step) as (_, saved):
         made = export(saved, _on_disk(output), average=ema, masters=masters, max_file_bytes=max_file_bytes)
-    words = f"{output}: {made.tensors} tensors, {made.num_bytes} bytes, in {len(made.files)} files"
+    words = (
+        f"{output}: {counted(made.tensors, 'tensor')}, {made.num_bytes} bytes, in {counted(len(made.files), 'file')}"
+    )
     files = [str(file) for file in made.files]
     return _say(json, words, files=files, tensors=made.tensors, bytes=made.num_bytes, tied=dict(made.tied))
 

@@ -214,7 +214,7 @@ FIELDS: list[tuple[str, object, str]] = [
     ("zero", {"stage": 2, "every": 1, "more": 1}, "/zero/more"),
     ("zero", 2, "/zero"),
     ("zero", {"stage": 0, "every": 2}, "only ZeRO-2 and 3"),
-    ("recompute", [1], "/recompute: it has 1 values, but there are 3 stages"),
+    ("recompute", [1], "/recompute: it has 1 value, but there are 3 stages"),
     ("recompute", [], "/recompute: it has 0 values"),
     ("recompute", [0, -1, 0], "/recompute/1"),
     ("recompute", [0, MAX_RECOMPUTE + 1, 0], "/recompute/1"),

@@ -194,7 +194,7 @@ def test_the_model_reads_like_the_plan():
 def test_a_title_stays_in_its_comment():
     plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
     evil = qs.Plan(**{**vars_of(plan), "schedule": type(plan.schedule)("*/\n#include <x>\n/*", 1)})
-    assert to_promela(evil).splitlines()[0] == "/* * / #include <x> /* on pp=1, 1 microbatches"
+    assert to_promela(evil).splitlines()[0] == "/* * / #include <x> /* on pp=1, 1 microbatch"
 
 
 def vars_of(plan: Plan) -> dict[str, object]:

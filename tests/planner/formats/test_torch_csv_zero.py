@@ -53,7 +53,7 @@ def test_what_torch_cannot_share_out():
     for zero, words in (
         (1, r"ZeRO-1.*weights as well \(3\)"),
         (2, "ZeRO-2"),
-        (3, "every 1 microbatches .* zero_every 4"),
+        (3, "every 1 microbatch .* zero_every 4"),
     ):
         with pytest.raises(qs.UsageError, match=words):
             torch_csv.dumps(qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4, zero=zero))

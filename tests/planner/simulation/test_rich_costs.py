@@ -276,12 +276,12 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "stages": ({"exchange": {"stages": [1, 2, 3]}}, "/exchange/stages has 3 values, but the plan has 2 stages"),
     "own microbatches": (
         {"forward": {"stages": 1, "microbatches": [1]}},
-        "/forward/microbatches has 1 values, but the plan has 4 microbatches",
+        "/forward/microbatches has 1 value, but the plan has 4 microbatches",
     ),
     "microbatches": ({"microbatches": []}, "/microbatches has 0 values, but the plan has 4 microbatches"),
-    "slices": ({"slices": [1, 2]}, "/slices has 2 values, but the plan has 1 slices"),
-    "message": ({"message": [1]}, "/message has 1 values, but the plan has 2 stages"),
-    "nodes": ({"p2p": {"nodes": [0], "across": WIRE}}, "/p2p/nodes has 1 values, but the plan has 2 pipeline ranks"),
+    "slices": ({"slices": [1, 2]}, "/slices has 2 values, but the plan has 1 slice"),
+    "message": ({"message": [1]}, "/message has 1 value, but the plan has 2 stages"),
+    "nodes": ({"p2p": {"nodes": [0], "across": WIRE}}, "/p2p/nodes has 1 value, but the plan has 2 pipeline ranks"),
     "a rank": ({"p2p": {"links": [LINK | {"source": 2}]}}, "/p2p/links/0/source is 2, but the plan has 2 pipeline"),
 }
 

@@ -206,7 +206,7 @@ def test_any_costs_can_be_simulated(data, per_stage):
 def test_one_plan_is_judged():
     plan = qs.compile("1f1b", mesh="pp=2", microbatches=3)
     assert_plan_sound(plan, memory=[2, 1])
-    with pytest.raises(AssertionError, match="rank 1 holds up to 1 microbatches' activations"):
+    with pytest.raises(AssertionError, match="rank 1 holds up to 1 microbatch's activations"):
         assert_plan_sound(plan, memory=[2, 0.5])
     broken = qs.Plan(**{name: getattr(plan, name) for name in plan.__dataclass_fields__} | {"programs": ((), ())})
     with pytest.raises(AssertionError, match="complete: rank 0 runs"):

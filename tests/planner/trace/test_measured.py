@@ -203,7 +203,7 @@ BROKEN = {
     "another plan": (change(plan="0" * 64), qs.MisfitError, "the trace of another plan"),
     "another rank": (change(rank=0), qs.InputError, "/rank: it is of rank 0, pp rank 1, not of rank 1, 1"),
     "no steps": (change(steps=[]), qs.InputError, "/steps: "),
-    "too short": (change_step("end", [1.0]), qs.InputError, r"/steps/0/end: it has 1 values; .* \d+ instructions"),
+    "too short": (change_step("end", [1.0]), qs.InputError, r"/steps/0/end: it has 1 value; .* \d+ instructions"),
     "not a number": (change_step("start", ["1"]), qs.InputError, "/steps/0/start/0: "),
     "another step": (change_step("step", 9), qs.InputError, "rank 0 recorded the steps 2, rank 1 9"),
     "too large": (change_step("start", [10**400]), qs.InputError, "/steps/0/start/0: "),

@@ -39,7 +39,7 @@ WRONG = {
     "pieces that are not there": (with_pieces(PLAIN, (3, 9)), "must count the pieces of the model 0, 1, 2, … and"),
     "a piece below none": (with_pieces(PLAIN, (-1, 0)), "must count the pieces of the model 0, 1, 2, … and leave none"),
     "one piece twice": (with_pieces(PLAIN, (0, 0)), "route 0 visits the pieces of the model in the order [0, 0]"),
-    "too few pieces": (replace(PLAIN, stage_to_part=(0,)), "stage_to_part names 1 stages, but there are 2"),
+    "too few pieces": (replace(PLAIN, stage_to_part=(0,)), "stage_to_part names 1 stage, but there are 2"),
     "a forward of the reversed model": (with_pieces(INFERENCE, (1, 0)), "in the order [1, 0]; each route must visit"),
     "a route that leaves a piece out": (
         replace(PLAIN, routes=(Route((0, 1), (0, 1, 2)), Route((1,), (3,)))),
