@@ -104,7 +104,7 @@ class Engine(EngineBase, EngineState):
         self._prepare, used_loss = for_slices(self.plan, loss_fn)
         builder, self._scale = builder_of(optimizer, blocks, self.settings.tied or {}), LossScale(grad_scaler)
         cut_logits = all(map(takes_vocabulary, (used_loss, *metrics.values())))
-        self._agree_on_settings({"metrics": [*metrics], "blocks": len(blocks), "cut_logits": cut_logits})
+        self._agree_on_settings(blocks, {"metrics": [*metrics], "cut_logits": cut_logits})
         self._connect_ranks()
         of_optimizers = self._build(blocks, builder, block_costs, cut_logits=cut_logits)
         self._model.shared_state.let_read({"the loss": loss_fn, **{f"metric {n!r}": m for n, m in metrics.items()}})

@@ -43,6 +43,7 @@ from .saving.weight_averages import Averages
 from .settings.run_settings import RunSettings
 from .splitting.split_model import Split
 from .stage.batches.microbatches import without_samples
+from .stage.build_stages import take_from_others
 from .stage.rank_model import RankModel
 from .stage.rank_view import RankView
 from .stage.tied_weights import with_ties
@@ -84,12 +85,15 @@ class EngineBase(WeightState, RankView):
         self.plan, self.transport = plan, transport or _connect(plan, self.settings)
         return MAX_SENDS if require_runnable(plan, self.transport).profiles["blocking"] else None
 
-    def _agree_on_settings(self, beside: Mapping[str, Any]) -> None:
+    def _agree_on_settings(self, blocks: Blocks, beside: Mapping[str, Any]) -> None:
         """Refuse, on all ranks alike, what they have not alike, and what no plan of theirs can do (collective)."""
+        take_from_others(blocks)
         settings, scale = self.settings, self._scale.state_dict()
         if settings.cuda_graph:
             require_capturable(self.plan, self.transport.device, scales=bool(scale))
-        agree_on_options(self.plan, {**dict(settings), **beside, **scale}, self.transport.world_group())
+        agree_on_options(
+            self.plan, {**dict(settings), "blocks": len(blocks), **beside, **scale}, self.transport.world_group()
+        )
         self.transport.check_everything(settings.verify)
 
     def _connect_ranks(self) -> None:
@@ -98,7 +102,6 @@ class EngineBase(WeightState, RankView):
         ring = self.settings.context == "ring"
         self._plans = StepPlans(self.plan, self.transport, self._groups.world, ring=ring)
         self._plans.open()
-        self._is_closed = False
         self._no_samples: tuple[Any, Any, dict[str, Any]] | None = None
         self.everyone = ControlGroup(self._groups.world)
         self._run_id = self.everyone.draw_id()
@@ -135,6 +138,7 @@ class EngineBase(WeightState, RankView):
         self._rank = RankTensors(self._model, self._state, self._groups, names, runner.steps, self._scale, averages)
         self.weights = EngineWeights(self._rank)
         self.saves = EngineSaves(self._rank, self._run_id, lambda: runner.accumulates)
+        self._model.hold.undo.append(self._state.gradients.hooks.remove)
 
     def _settle(
         self,
@@ -147,8 +151,8 @@ class EngineBase(WeightState, RankView):
         needs_loss: bool = True,
     ) -> PreparedStep:
         """Cut a batch, and settle with the other ranks what its units are."""
-        if self._is_closed:
-            raise UsageError("this engine was closed; make a new one")
+        if self._model.hold.ended:
+            raise UsageError(self._model.hold.ended)
         if self._runner.is_broken:
             raise UsageError("an earlier step failed half-way, so gradients and messages are lost; make a new engine")
         if torch.is_inference_mode_enabled():
@@ -180,8 +184,8 @@ class EngineBase(WeightState, RankView):
         )
 
     def close(self) -> None:
-        """Hang up; no step can follow."""
-        self._is_closed = True
+        """Hang up; no step can follow, and another engine may have the blocks, unless they are sharded (tp, ZeRO-3)."""
+        self._model.hold.end("this engine was closed; make a new one")
         self.transport.close()
 
 

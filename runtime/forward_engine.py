@@ -66,7 +66,7 @@ class ForwardEngine(EngineBase):
         max_sends = self._begin(plan, blocks, read, block_costs, transport)
         require_blocks(blocks)
         self._prepare, self._scale = None, LossScale(None)
-        self._agree_on_settings({"blocks": len(blocks)})
+        self._agree_on_settings(blocks, {})
         self._connect_ranks()
         self._build(blocks, lambda named: [], block_costs, cut_logits=False)
         options = RunOptions(

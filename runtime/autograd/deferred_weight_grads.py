@@ -44,6 +44,8 @@ from torch.overrides import _get_current_function_mode_stack, has_torch_function
 from quintsched.arguments import shown
 from quintsched.errors import UsageError
 
+from ..objects.taken_over import TakenOver
+
 Accumulate = Callable[[nn.Parameter, Tensor], None]
 _OURS = ("torch.", f"{__name__.rpartition('.autograd.')[0]}.")
 
@@ -234,8 +236,8 @@ def _has_products(parameter: nn.Parameter) -> bool:
     return is_plain and parameter.is_contiguous() and parameter.numel() > 0
 
 
-class DeferringLinear(nn.Linear):
-    """An nn.Linear with deferrable weight gradients; its repr, copies and pickles are those of nn.Linear."""
+class DeferringLinear(TakenOver, nn.Linear):
+    """An nn.Linear with deferrable weight gradients."""
 
     deferrable = ("weight", "bias")
 
@@ -243,27 +245,15 @@ class DeferringLinear(nn.Linear):
         """Map (…, in) to (…, out)."""
         return linear(input, self.weight, self.bias)
 
-    def _get_name(self) -> str:
-        return "Linear"
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return object.__new__, (nn.Linear,), self.__dict__
-
-
-class DeferringEmbedding(nn.Embedding):
-    """An nn.Embedding with deferrable weight gradients; its repr, copies and pickles are those of nn.Embedding."""
+class DeferringEmbedding(TakenOver, nn.Embedding):
+    """An nn.Embedding with deferrable weight gradients."""
 
     deferrable = ("weight",)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ids (…) to rows (…, embedding_dim)."""
         return embedding(input, self.weight, self.padding_idx)
-
-    def _get_name(self) -> str:
-        return "Embedding"
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return object.__new__, (nn.Embedding,), self.__dict__
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

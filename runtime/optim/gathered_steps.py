@@ -18,9 +18,11 @@ The engine knows the norm before it steps, so no message is needed. `r` is a par
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quintsched.errors import UsageError
 
 from ..comm import Group
+from ..objects.taken_over import hold_on
 from ..parallel.tensor.parameter_shards import Shard, gather_full, take_shard
 from .chained_optimizers import parts_of
 from .optimizer_arguments import nested_in, parameters_of
@@ -42,6 +45,10 @@ from .state_beside_parameters import OwnState, words_of
 _logger = logging.getLogger("quintsched.runtime")
 
 _NO_CONTEXT = nullcontext()
+_OURS = "quintsched"
+"""Key of the hook that refuses steps which are not those of a `Stepper`."""
+_stepped_here, _this_thread = WeakSet[Optimizer](), threading.local()
+"""Optimizers of steppers, and whether one steps in this thread."""
 _profiled = torch._C._autograd._profiler_enabled
 
 
@@ -94,6 +101,8 @@ class Stepper:
         self._own = [OwnState(n, part) for n, part in zip(numbers or range(len(parts)), parts, strict=True)]
         self._foreign = [own for own in self._own if own.is_foreign]
         self._is_first, self._has_shares = True, numbers is not None
+        _stepped_here.update(parts)
+        _pre_hooks[_OURS] = _refuse_own_steps  # type: ignore[index]
         self._stepped = len(self._part_of)
 
     def state_of(self, master: nn.Parameter) -> dict[str, Any]:
@@ -162,6 +171,7 @@ class Stepper:
             matrix.gather()
         for own in self._foreign:
             own.begin_step()
+        _this_thread.steps = True
         if norm is None and not (self._is_first and self._has_shares):
             _step_unrecorded(self.optimizer)
         else:
@@ -170,6 +180,7 @@ class Stepper:
                 _NO_CONTEXT if norm is None else rest_of_norm(self.optimizer, norm),
             ):
                 self.optimizer.step()
+        _this_thread.steps = False
         for own in self._foreign:
             own.end_step()
         for matrix in self._gathered:
@@ -200,12 +211,25 @@ class Stepper:
             _logger.warning("%s; saving will be refused", error)
 
 
+def _refuse_own_steps(optimizer: Optimizer, *_: object) -> None:
+    """Raise `UsageError` for a step by others of an engine's optimizer, or of weights that an engine trains."""
+    if getattr(_this_thread, "steps", False):
+        return
+    first = (group["params"][0] for group in optimizer.param_groups if group["params"])
+    if optimizer in _stepped_here or any(hold is not None and not hold.ended for hold in map(hold_on, first)):
+        raise UsageError(
+            f"{type(optimizer).__name__}.step() is called on weights that an engine trains: engine.step has stepped "
+            "them, and this would go by the same gradients once more; leave optimizer.step() out of the loop"
+        )
+
+
 def _step_unrecorded(optimizer: Optimizer) -> None:
     """Step an optimizer; where neither a profiler nor a hook looks on, without torch's record of it.
 
     That takes half of the time of a small step.
     """
-    has_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _pre_hooks or _post_hooks
+    beside = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    has_hooks = beside or len(_pre_hooks) > 1 or _post_hooks
     own = cast("Any", type(optimizer).step)
     is_torchs = hasattr(own, "hooked") and not hasattr(own.__wrapped__, "hooked")
     if is_torchs and not has_hooks and not _profiled() and optimizer.step == own.__get__(optimizer):

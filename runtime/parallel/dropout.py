@@ -39,7 +39,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +47,7 @@ from quintsched.errors import MisfitError
 
 from ..comm import Group
 from ..comm.autograd_collectives import outside_compiled
+from ..objects.taken_over import TakenOver
 
 
 @dataclass
@@ -245,8 +245,8 @@ def key_dropouts(module: nn.Module, number: int, masks: Masks) -> None:
         layer.masks, layer.site = masks, site
 
 
-class KeyedDropout(nn.Dropout):
-    """An nn.Dropout with keyed masks; its repr, copies and pickles are those of nn.Dropout.
+class KeyedDropout(TakenOver, nn.Dropout):
+    """An nn.Dropout with keyed masks.
 
     Attributes:
         masks, site: source of its masks, and its name in the model.
@@ -298,13 +298,6 @@ class KeyedDropout(nn.Dropout):
         sliced = None if cut is not None or self.was_gathered else self.sequence
         draw = partial(words, keys, positions=unit.positions)
         return self.masks.words_of_part(f"{self.site}: ", draw, x.shape, cut, sliced) >= round(self.p * 2**32)
-
-    def _get_name(self) -> str:
-        return "Dropout"
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        added = KeyedDropout.__annotations__
-        return object.__new__, (nn.Dropout,), {k: v for k, v in self.__dict__.items() if k not in added}
 
 
 _drop_aside: Callable[[KeyedDropout, Tensor], Tensor] = outside_compiled(KeyedDropout.drop)

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..comm import Group
 from ..comm.autograd_collectives import copy_to_group, reduce_from_group
+from ..objects.taken_over import TakenOver
 
 
 class SyncedNorms(TorchFunctionMode):
@@ -82,15 +83,12 @@ def _sum(x: Tensor, group: Group) -> Tensor:
     return copy_to_group(reduce_from_group(x, group), group)
 
 
-class BareSyncBatchNorm(nn.SyncBatchNorm):
-    """An nn.SyncBatchNorm without collectives of its own (the mode has them); its repr is unchanged."""
+class BareSyncBatchNorm(TakenOver, nn.SyncBatchNorm):
+    """An nn.SyncBatchNorm without collectives of its own (the mode has them)."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (samples, C, …) as a plain batch norm does."""
         return _BatchNorm.forward(self, input)
-
-    def _get_name(self) -> str:
-        return "SyncBatchNorm"
 
 
 def take_over_synced(block: nn.Module) -> None:

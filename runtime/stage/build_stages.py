@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import accumulate, chain
 from operator import is_
-from threading import Thread, current_thread
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +26,7 @@ from ..comm import Group
 from ..comm.host_collectives import first_said
 from ..guards.built_alike import why_unlike
 from ..guards.weights_not_held import why_separated
+from ..objects.taken_over import Hold, holds_on, take_back
 from ..parallel.cut_proofs.prove_cuts import Prover
 from ..parallel.dropout import Masks, key_dropouts
 from ..parallel.expert.moe import apply_expert_parallel, mixtures
@@ -38,9 +37,6 @@ from ..parallel.tensor.whole_model_cuts import TensorCuts
 from .balance_stages import partition
 
 BlockBuilder = Callable[[BlockOrBuilder, int], nn.Module]
-
-_trained_by: WeakKeyDictionary[nn.Module, ref[Thread]] = WeakKeyDictionary()
-"""Modules in stages, and the thread that trains them: with ranks as threads, the rank."""
 
 
 class Stage(nn.Module):
@@ -151,6 +147,7 @@ def build_stages(
     dtype: torch.dtype | None,
     device: torch.device,
     moves: str,
+    hold: Hold,
 ) -> dict[int, Stage]:
     """Build the stages of `pp_rank`; at no time does it hold more than one full block.
 
@@ -165,6 +162,7 @@ def build_stages(
         unlike = why_unlike(number, blocks[number], outlines[number], module)
         refused.append(unlike or (moves and why_separated(number, module, moves)))
         _require_own(number, module)
+        hold.take(module.parameters())
         spread_buffers(module)
         prepare_sharded(module, number, groups.tensor, groups.replicas)
         for held in (*module.parameters(), *module.buffers()):
@@ -193,11 +191,10 @@ def build_stages(
 def require_separate(blocks: Sequence[nn.Module], cuts: Sequence[range], tensor: Group) -> None:
     """Raise `MisfitError` for modules that cannot be cut into stages, and sharded over tp and ep, independently.
 
-    These are modules that were sharded before, and weights shared by modules of several stages, or by several modules
-    that are sharded: each stage trains its own copy, so the copies would diverge silently. `blocks` are on the meta
-    device (`on_meta`), so that functions that build several blocks around one weight are found too.
+    These are weights shared by modules of several stages, or by several modules that are sharded: each stage trains its
+    own copy, so the copies would diverge silently. `blocks` are on the meta device (`on_meta`), so that functions that
+    build several blocks around one weight are found too.
     """
-    _require_whole(blocks)
     homes: dict[int, tuple[int, int]] = {}
     for numbers in dict.fromkeys(cuts):
         stage = cuts.index(numbers)
@@ -216,22 +213,29 @@ def require_separate(blocks: Sequence[nn.Module], cuts: Sequence[range], tensor:
 
 def _require_own(number: int, module: nn.Module) -> None:
     """Raise `MisfitError` for a module that another rank of this process trains: both would step its weights."""
-    owner = _trained_by.get(module, lambda: None)()
-    if owner is not None and owner is not current_thread() and owner.is_alive():
+    if any(hold.is_of_other_rank for hold in holds_on(module)):
         raise MisfitError(
             f"block {number} ({type(module).__name__}) is trained by another rank of this process; make the model in "
             "the function that every rank runs, or give the engine functions that build blocks"
         )
-    _trained_by[module] = ref(current_thread())
 
 
-def _require_whole(blocks: Sequence[nn.Module]) -> None:
-    """Raise `MisfitError` for a module that is sharded already, as by another engine: it would be sharded twice."""
-    for number, block in enumerate(blocks):
+def take_from_others(blocks: Blocks) -> None:
+    """End the earlier engines of these blocks; raise `MisfitError` for those that are sharded: they would be twice."""
+    given = {number: block for number, block in enumerate(blocks) if isinstance(block, nn.Module)}
+    for number, block in given.items():
+        if any(hasattr(parameter, "_quintsched_moved") for parameter in block.parameters()):
+            raise MisfitError(
+                f"block {number} ({type(block).__name__}) has no weights of its own: another engine holds shards of "
+                "them (ZeRO-3); give each engine blocks of its own, and what that engine.full_state_dict() returns to "
+                "this engine.load_full_state_dict(…)"
+            )
         if any(shard_of(parameter) is not None for parameter in block.parameters()):
             raise MisfitError(f"block {number} is cut over tp already; give each engine whole blocks, it cuts them")
         if any(layer.group.size > 1 for layer in mixtures(block).values()):
             raise MisfitError(f"the experts of block {number} are cut over ep already; give each engine all")
+    for block in given.values():
+        take_back(block)
 
 
 def _same_everywhere(tensor: Tensor, group: Group) -> None:

@@ -34,6 +34,7 @@ from ..guards.refused_combinations import BlockUse, require_usable_blocks
 from ..guards.shared_state import SharedState
 from ..guards.weights_not_held import WeightsElsewhere
 from ..objects.host_state_changes import Copies, SharedOrigin, sources_of
+from ..objects.taken_over import Hold
 from ..parallel.context.context_parallel import ContextParallel
 from ..parallel.cut_proofs.prove_cuts import Prover
 from ..parallel.dropout import Masks
@@ -77,7 +78,7 @@ class RankModel:
         shared_state: Python state that blocks of several stages share besides weights.
         boundaries: `requires_grad` of stage inputs, and checks of their gradients.
         common: shared state that blocks here may mutate and others read; None: none.
-        own_blocks: blocks of these stages, by number.
+        own_blocks, hold: blocks of these stages, by number, and the hold on their weights.
         late_state: numbers that code of its blocks mutates.
         elsewhere: weights that this rank does not hold whole.
         tensor: the tensor-parallel sharding of blocks.
@@ -102,7 +103,8 @@ class RankModel:
         block_costs: Sequence[float] | None,
         cut_logits: bool,
     ) -> None:
-        self.plan, self.options = plan, options
+        self.plan, self.options, self.hold = plan, options, Hold()
+        self._num_steps = self._num_evaluations = 0
         self._groups, self._transport = groups, transport
         self._coordinates = plan.mesh.coordinates(transport.rank)
         self.pp_rank = self._coordinates.get("pp", 0)
@@ -159,7 +161,7 @@ class RankModel:
         require_usable_blocks(run)
 
     def _build(self, blocks: Blocks) -> None:
-        options, device = self.options, self._transport.device
+        options, device, zero = self.options, self._transport.device, self.plan.zero
         self.masks, self.elsewhere = Masks(options.seed, device), WeightsElsewhere(blocks)
         self.prover = Prover(
             self.tensor,
@@ -184,6 +186,7 @@ class RankModel:
             dtype=options.dtype,
             device=device,
             moves=self._moves,
+            hold=self.hold,
         )
         self.tensor.settle_choices(self.prover.share(self._groups.world))
         if options.sequence_parallel:  # known only after the proof
@@ -192,20 +195,19 @@ class RankModel:
         self.own_blocks = {int(n): b for stage in self.stages.values() for n, b in stage.blocks.items()}
         self.late_state = LateState(
             {str(n): block for n, block in self.own_blocks.items()},
-            are_whole=not self.plan.zero.shards_weights,
+            are_whole=not zero.shards_weights,
             may_hook=not (options.compiled or options.cuda_graph),
         )
         self.common: CommonState | None = None
-        self._num_steps = self._num_evaluations = 0
         self._published: tuple[object, tuple[int, int, int]] = None, (0, 0, 0)
-        is_resident = not self.plan.zero.shards_weights or self.num_replicas == 1
+        is_resident = not zero.shards_weights or self.num_replicas == 1
         self.elsewhere.settle_stages(self.stages.values(), is_resident=is_resident)
         if options.compiled:
             leave_uncompiled(self.stages)
         self.expert_load = ExpertLoad(blocks, self.stages, self._groups.tensor, self._groups.world)
         self.synced, self.buffers = self._share_buffers()
         self.same_data = SameData(self.replica, self.num_replicas, self._groups.world)
-        group = self._groups.world if self.plan.zero.shards_optimizer else self._groups.model
+        group = self._groups.world if zero.shards_optimizer else self._groups.model
         told = partial(share_bytes, group), self._transport.publisher.fail
         self.marks = DataMarks(group.ranks, self._replica_of, self._transport.rank, device, *told)
         self._needed = {"inputs": self.needs_inputs, "targets": self.needs_targets}

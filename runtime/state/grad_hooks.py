@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NoReturn
-from weakref import ref
+from weakref import finalize, ref
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -31,7 +31,7 @@ from .gradient_intake import keep_in_place, take_in
 
 
 class GradHooks:
-    """Fills the buckets of one rank, and has `reducer` launch them when they are full."""
+    """Fills the buckets of one rank, and has `reducer` launch them when they are full; `remove` ends that."""
 
     def __init__(self, buckets: GradBuckets, reducer: GradReducer) -> None:
         self._home, self._reducer = buckets.home, reducer
@@ -51,6 +51,8 @@ class GradHooks:
             for parameter in bucket.parameters:
                 hook = at_last if parameter is last else bucket.arrived
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+        self.remove = finalize(self, _remove, list(self._hooks.values()))
+        self.remove.atexit = False
 
     def _expect_as_last(self, bucket: GradBucket, parameter: Tensor) -> None:
         """Have a bucket take in its gradients when this parameter arrives: the last of a backward, usually."""
@@ -135,6 +137,11 @@ def _arrived_last(hooks: ref[GradHooks], bucket: ref[GradBucket], parameter: Ten
     if its is not None and of is not None:
         of.arrived.append(parameter)
         its._settle(of)
+
+
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _refuse_twice(bucket: GradBucket, arrived: Sequence[Tensor]) -> NoReturn:

@@ -84,6 +84,8 @@ class WeightBucket:
             shard = shard_of(parameter)
             if whole and made is not None and shard is not None:
                 mark_shard(made, shard)
+        for parameter in parameters if self.reshards else ():
+            parameter._quintsched_moved = True  # type: ignore[attr-defined]
         self._hidden = [p.new_full((), torch.nan).expand_as(p) for p in parameters] if self.reshards else []
         self._show()
         self.free()

@@ -57,6 +57,44 @@ def test_buckets_are_launched_while_the_last_weight_half_runs() -> None:
         assert f"add {WIDTH**2}" in notes[launched:], "the first bucket waited for all of them"
 
 
+def test_the_engine_made_last_of_the_same_modules_trains_them() -> None:
+    plan = qs.compile("zb-h1", mesh="pp=2", microbatches=2)
+    data = batch(4)
+
+    def run(transport: Transport) -> None:
+        torch.manual_seed(0)
+        modules = [linear().double(), nn.Dropout(0.5), linear().double(), nn.Dropout(0.5), linear().double()]
+        first = Engine(plan, modules, squared_sum, sgd, transport=transport)
+        first.step(*data)
+        fresh = Engine(plan, copy.deepcopy(modules), squared_sum, sgd, transport=transport)
+        second = Engine(plan, modules, squared_sum, sgd, transport=transport)
+        for _ in range(2):
+            assert torch.equal(second.step(*data).loss, fresh.step(*data).loss)
+        with pytest.raises(qs.UsageError, match="another engine has been made of this one's blocks"):
+            first.step(*data)
+        own = sgd(second.stages[transport.rank].parameters())
+        for optimizer in (own, second.optimizer):
+            with pytest.raises(qs.UsageError, match=r"SGD.step\(\) is called on weights that an engine trains"):
+                optimizer.step()
+        second.close()
+        own.step()
+
+    run_local(2, run)
+
+
+def test_weights_that_zero_3_has_moved_are_refused_to_a_second_engine() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=1, zero=3)
+
+    def run(transport: Transport) -> None:
+        modules = [linear().double()]
+        first = Engine(plan, modules, squared_sum, sgd, transport=transport)
+        with pytest.raises(qs.MisfitError, match=r"block 0 \(Linear\) has no weights of its own: another engine"):
+            Engine(plan, modules, squared_sum, sgd, transport=transport)
+        first.step(*batch(2))
+
+    run_local(2, run)
+
+
 def test_a_second_engine_trains_the_same_low_precision_modules() -> None:
     modules = [linear(), linear()]
     inputs, targets = (tensor.float() for tensor in batch(4))
