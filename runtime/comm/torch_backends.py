@@ -16,6 +16,7 @@ operation as soon as it is created, in the order that all ranks share; none is c
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from abc import abstractmethod
@@ -23,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -227,6 +229,16 @@ class _TorchTransport(Transport):
             run_bounded(lambda: _destroy_all([None] if self._owns_world else doomed[::-1], destroy), _CLOSE_TIMEOUT_S)
 
 
+def _hang_up_at_exit(transport: ref[_TorchTransport]) -> None:
+    """End the threads of gloo before the interpreter's end, also for an engine that nobody closes.
+
+    They would outlive what they use. After an error other ranks may be waited for in vain: then they are left.
+    """
+    made = transport()
+    if made is not None and getattr(sys, "last_value", None) is None:
+        made._hang_up(dist.destroy_process_group)
+
+
 class GlooTransport(FramedMessages, _TorchTransport):
     """Gloo over TCP, for CPU tensors; messages are matched by tag, so receives may be posted ahead of time."""
 
@@ -238,6 +250,7 @@ class GlooTransport(FramedMessages, _TorchTransport):
         self, device: torch.device, timeout: timedelta, owns_world: bool, publisher: Publisher | None = None
     ) -> None:
         super().__init__(device, timeout, owns_world, publisher)
+        atexit.register(_hang_up_at_exit, ref(self))
         self._messages: dist.ProcessGroup | None = None
 
     def _warm_up(self, group: Group) -> None:

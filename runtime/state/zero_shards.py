@@ -47,6 +47,9 @@ class WeightBucket:
         whole: whether every parameter is in one shard, whole; `at_one_place`: all in the first.
         is_stepped: whether an optimizer works on the shard: of short types, on a float32 copy.
         stats: counts what is resident.
+
+    Attributes:
+        nans: the memory of parameters whose full weights are not resident: a number each, which a write changes.
     """
 
     def __init__(
@@ -86,7 +89,8 @@ class WeightBucket:
                 mark_shard(made, shard)
         for parameter in parameters if self.reshards else ():
             parameter._quintsched_moved = True  # type: ignore[attr-defined]
-        self._hidden = [p.new_full((), torch.nan).expand_as(p) for p in parameters] if self.reshards else []
+        self.nans = self.full.new_full((len(parameters) if self.reshards else 0,), torch.nan)
+        self._hidden = [nan.expand_as(p) for nan, p in zip(self.nans, parameters, strict=False)]
         self._show()
         self.free()
 
@@ -123,6 +127,7 @@ class ShardedMasters(Masters):
 
     def __init__(self, buckets: Sequence[WeightBucket], stages: Mapping[int, Stage]) -> None:
         super().__init__({})
+        self._buckets, self._nans = buckets, [bucket.nans for bucket in buckets if bucket.reshards]
         self._pairs = {stage: ([], []) for stage in stages}
         self._within: dict[nn.Parameter, tuple[int, int]] = {}
         self._of_stage = {
@@ -142,6 +147,17 @@ class ShardedMasters(Masters):
                     self._within[parameter] = (segment.start, segment.stop)
         named = (pair for stage in stages.values() for pair in stage.named_weights().items())
         self._watch(named, in_buffers=True)
+
+    def changed(self) -> list[tuple[str, bool]]:
+        """Return weights that user code has changed: with `.data`, also those that are not resident now."""
+        found, nans = super().changed(), self._nans
+        if not found and nans and not bool(torch.cat(nans).isnan().all()):
+            names, buckets = {weight: name for name, weight in self._watched}, self._buckets
+            hidden = [pair for bucket in buckets for pair in zip(bucket.parameters, bucket.nans.isnan(), strict=False)]
+            found = [(names[weight], shard_of(weight) is not None) for weight, is_nan in hidden if not is_nan]
+            for nan in nans:
+                nan.fill_(torch.nan)
+        return found
 
     def publish(self, stages: Sequence[int]) -> None:
         """Publish stepped weights, and bump the version counters of parameters, which user code may read."""

@@ -8,6 +8,7 @@ several machines   the same; the launchers find it there too, and report the exi
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import socket
@@ -29,6 +30,8 @@ from .watcher import HubCall, Watcher
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+_logger = logging.getLogger("quintsched.runtime")
 
 HUB_S = 2.0
 """Timeout of a hub's answer to a launcher, in seconds."""
@@ -109,6 +112,9 @@ def _publisher(
             raise
         if held is not None:
             held.release()
+        _logger.warning(
+            "rank %d is not watched, so that a hang is not explained: no hub at %s (%s)", rank, address, error
+        )
         return Publisher(cell)
 
 

@@ -314,6 +314,8 @@ def _went_with_launcher(member: Member, fate: Fate) -> bool:
 def main() -> int:
     """Run a hub in a process of its own until all ranks have ended; print the verdict where no rank survives."""
     file, num_ranks = int(sys.argv[1]), int(sys.argv[2])
+    os.closerange(3, file)  # its starter's pipes: who reads them waits for their end
+    os.closerange(file + 1, os.sysconf("SC_OPEN_MAX"))
     hub = Hub(num_ranks, key=os.environ[KEY], listening=socket.socket(fileno=file), starter=int(sys.argv[3]))
     hub.watch_ranks()
     hub.close()

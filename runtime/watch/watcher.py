@@ -45,7 +45,8 @@ from .verdict_timing import RESTING
 if TYPE_CHECKING:
     from quintsched.plan import Plan
 
-CONNECT_S = 10.0
+CONNECT_S = 60.0
+"""Timeout of a hub's answer to a rank: on a machine under load the hub's process takes its time to start."""
 SAMPLE_S, BEAT_S = 0.25, 1.0
 """Seconds between samples of a cell that the hub cannot read, and between repeats of an unchanged one."""
 ASK_S = 6.0

@@ -148,6 +148,18 @@ def test_changes_that_would_be_lost_or_done_to_shards_are_refused(
     run_local(2, run)
 
 
+def test_a_write_by_data_to_weights_of_zero_3_is_refused() -> None:
+    def run(transport: Transport) -> None:
+        engine = make(transport, "dp=2", 3)
+        train(engine, [0])
+        name, weight = next(iter(engine.stages[0].named_weights().items()))
+        weight.data.zero_()
+        with pytest.raises(UsageError, match=rf"'{name}'.*engine\.gathered\(write=True\)"):
+            train(engine, [1])
+
+    run_local(2, run)
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_readers_between_steps_see_fresh_weights_also_of_modules_that_a_loop_holds(zero: int) -> None:
     def run(transport: Transport) -> None:

@@ -277,7 +277,9 @@ def test_no_more_strangers_are_let_in_than_there_are_places(hub: Hub) -> None:
     assert greeted == 2 * 2 + 16
 
 
-def test_a_rank_that_does_not_know_the_key_is_heard_by_nobody(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_know_the_key_is_heard_by_nobody(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for name, value in (hub.environment | {KEY: "another"}).items():
         monkeypatch.setenv(name, value)
     publisher = find_watch(0, 2, WatchOptions(), host_waits=True)
@@ -285,6 +287,7 @@ def test_a_rank_that_does_not_know_the_key_is_heard_by_nobody(hub: Hub, monkeypa
     publisher.number_of(qs.compile("1f1b", mesh="pp=2", microbatches=2))
     assert publisher.explain("lost") is None
     publisher.close()
+    assert "rank 0 is not watched" in caplog.text
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no nameless files")
