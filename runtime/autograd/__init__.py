@@ -1,6 +1,6 @@
 """Custom backwards: split input and weight gradients, activation recomputation, gradients of cached keys and values.
 
 `run_backward` calls autograd's engine, `deferred_weight_grads` defers weight gradients, `recompute` drops activations
-and recomputes them, `offload` moves them to host memory, `kv_store` is the KV cache of sequences in slices. Imports
-`comm.device` alone.
+and recomputes them, `offload` moves them to host memory, `kv_store` is the KV cache of sequences in slices;
+`taken_over` replaces classes of users' layers, and knows which engine holds a weight. Imports `comm.device` alone.
 """

@@ -33,8 +33,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quintsched.errors import UsageError
 
+from ..autograd.taken_over import hold_on
 from ..comm import Group
-from ..objects.taken_over import hold_on
 from ..parallel.tensor.parameter_shards import Shard, gather_full, take_shard
 from .chained_optimizers import parts_of
 from .optimizer_arguments import nested_in, parameters_of

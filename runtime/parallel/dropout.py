@@ -45,9 +45,9 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
+from ..autograd.taken_over import TakenOver
 from ..comm import Group
 from ..comm.autograd_collectives import outside_compiled
-from ..objects.taken_over import TakenOver
 
 
 @dataclass

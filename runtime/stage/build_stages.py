@@ -18,6 +18,7 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.ir.layout import Layout
 from quintsched.ir.plan_data import PlanData, listed
 
+from ..autograd.taken_over import Hold, holds_on, take_back
 from ..blocks.block_costs import estimate_costs
 from ..blocks.block_outlines import BlockOrBuilder, Blocks, build_block
 from ..blocks.dtensor import local_of, prepare_sharded
@@ -26,7 +27,6 @@ from ..comm import Group
 from ..comm.host_collectives import first_said
 from ..guards.built_alike import why_unlike
 from ..guards.weights_not_held import why_separated
-from ..objects.taken_over import Hold, holds_on, take_back
 from ..parallel.cut_proofs.prove_cuts import Prover
 from ..parallel.dropout import Masks, key_dropouts
 from ..parallel.expert.moe import apply_expert_parallel, mixtures

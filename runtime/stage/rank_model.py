@@ -21,6 +21,7 @@ from quintsched.plan import Plan
 
 from ..agreement.engine_records import agree_on_blocks
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
+from ..autograd.taken_over import Hold
 from ..blocks.block_outlines import Blocks, on_meta, outlines
 from ..blocks.dtensor import is_sharded
 from ..blocks.module_state import require_saved
@@ -34,7 +35,6 @@ from ..guards.refused_combinations import BlockUse, require_usable_blocks
 from ..guards.shared_state import SharedState
 from ..guards.weights_not_held import WeightsElsewhere
 from ..objects.host_state_changes import Copies, SharedOrigin, sources_of
-from ..objects.taken_over import Hold
 from ..parallel.context.context_parallel import ContextParallel
 from ..parallel.cut_proofs.prove_cuts import Prover
 from ..parallel.dropout import Masks

@@ -28,7 +28,11 @@ class TakenOver(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         kind = next(kind for kind in type(self).__mro__ if _replaced(kind))
-        return object.__new__, _replaced(kind), {k: v for k, v in vars(self).items() if k not in kind.__annotations__}
+        return (
+            object.__new__,
+            _replaced(kind),
+            {k: v for k, v in self.__dict__.items() if k not in kind.__annotations__},
+        )
 
 
 def _replaced(kind: type) -> tuple[type, ...]:
@@ -91,4 +95,4 @@ def take_back(module: nn.Module) -> None:
         for own in _replaced(kind):
             layer.__class__ = own
             for name in kind.__annotations__:
-                vars(layer).pop(name, None)
+                layer.__dict__.pop(name, None)
