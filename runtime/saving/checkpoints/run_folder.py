@@ -131,7 +131,10 @@ class RunFolder:
         temporary = self.directory / f".saving-{self._launch}-0"
         with writing(self.directory / name, WHAT):
             self.directory.mkdir(parents=True, exist_ok=True)
-            write_whole(temporary, content, WHAT, durable=True)
+            with temporary.open("wb") as file:  # by a name that `clear` knows, if this process is killed
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
             temporary.replace(self.directory / name)
 
     def complete(self, attempt: Path, step: int, keep: int) -> None:
