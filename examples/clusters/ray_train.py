@@ -88,7 +88,10 @@ if __name__ == "__main__":
     parser.add_argument("--gpu", action="store_true")
     arguments = parser.parse_args()
     settings = [*arguments.set, "checkpoint.background=false"]
-    workers = plan_of(load_job(arguments.job, settings)).mesh.size
+    job = load_job(arguments.job, settings)
+    if job.checkpoint.folder is None:
+        parser.error("checkpoint.dir has to be a folder that all nodes see, and no URL")
+    workers = plan_of(job).mesh.size
     if arguments.min_workers:
         settings, workers = [*settings, "parallel.elastic=true"], (arguments.min_workers, workers)
     result = TorchTrainer(

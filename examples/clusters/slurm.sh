@@ -16,18 +16,16 @@ set -uo pipefail
 
 job=${1:?usage: sbatch slurm.sh JOB.yaml [OPTION …]}
 shift
-checkpoints=${CHECKPOINTS:-out/checkpoints-$SLURM_JOB_ID}      # the same folder for a job that is queued again
+checkpoints=${CHECKPOINTS:-out/checkpoints-$SLURM_JOB_ID}      # the same for a job that is queued again; or a URL
 log=out/said-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 mkdir -p out
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol --oneliner show node "$first" | grep -oP ' NodeAddr=\K\S+')
-resume=()
-if [[ -d $checkpoints ]]; then resume=(--resume); fi
 
 export MASTER=$address:$((20000 + SLURM_JOB_ID % 40000))
 srun --kill-on-bad-exit=0 bash -c '
     exec quintsched run "$@" --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" --master "$MASTER"
-' run "$job" --set checkpoint.dir="$checkpoints" "${resume[@]}" "$@" 2>&1 | tee "$log"
+' run "$job" --set checkpoint.dir="$checkpoints" --resume "$@" 2>&1 | tee "$log"
 code=${PIPESTATUS[0]}
 
 # 0: ended well, but perhaps only since it was asked to stop. 2 and 3: a setting is wrong, which comes again.

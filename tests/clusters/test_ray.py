@@ -83,8 +83,9 @@ def test_a_killed_worker_and_a_drained_node_change_no_weight(
     (_head, *others) = cluster.nodes()
     storage = ("--storage", run.folder / "storage")
     with run.started(sys.executable, EXAMPLES / "ray_train.py", JOB, *storage, *run.options, **cluster.told) as driver:
-        wait_until(lambda: "Started training worker group" in run.said(), "workers on both nodes")
+        wait_until(lambda: "Attempting to start training worker group" in run.said(), "places on both nodes")
         cluster.add_node("third")
+        wait_until(lambda: "Started training worker group" in run.said(), "workers on both nodes")
         cluster.drain(others[0])
         wait_until(lambda: len(run.steps_of("start")) > 1, "a second attempt, without the drained node")
         (stopped,) = run.steps_of("stop")

@@ -328,7 +328,7 @@ def s3() -> Iterator[str]:
     """Run a server of S3 within a context; yield the URL of a bucket of it."""
     server = pytest.importorskip("moto.server", reason="needs pip install 'moto[server]' s3fs")
     pytest.importorskip("s3fs", reason="needs pip install s3fs")
-    started = server.ThreadedMotoServer(port=0)
+    started = server.ThreadedMotoServer("127.0.0.1", port=0)
     started.start()
     host, port = started.get_host_and_port()
     options = {"endpoint_url": f"http://{host}:{port}", "key": "a", "secret": "b"}
