@@ -12,7 +12,7 @@ from .engine_runs import EngineRun, plain_run
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> EngineRun:
     """The job by `quintsched run`."""
-    return plain_run(tmp_path_factory.mktemp("plain"))
+    return plain_run(EngineRun(tmp_path_factory.mktemp("plain")))
 
 
 @pytest.fixture(scope="session")

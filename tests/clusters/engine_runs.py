@@ -44,12 +44,13 @@ class EngineRun:
     """A run in a folder of its own, where its checkpoints, weights and log are."""
 
     folder: Path
+    epochs: int = EPOCHS
 
     @property
     def settings(self) -> list[str]:
         """Settings of the job: absolute paths, since engines change the directory."""
         places = {"checkpoint.dir": "checkpoints", "checkpoint.export": "weights", "log.path": "log.jsonl"}
-        return [f"train.epochs={EPOCHS}", *(f"{key}={self.folder / name}" for key, name in places.items())]
+        return [f"train.epochs={self.epochs}", *(f"{key}={self.folder / name}" for key, name in places.items())]
 
     @property
     def options(self) -> list[str]:
@@ -135,9 +136,8 @@ class EngineRun:
         return (self.folder / log).read_text("utf-8", errors="replace")
 
 
-def plain_run(folder: Path) -> EngineRun:
+def plain_run(run: EngineRun) -> EngineRun:
     """Run the job by `quintsched run`."""
-    run = EngineRun(folder)
     with run.started(sys.executable, "-m", "quintsched", "run", JOB, *run.options) as process:
         assert process.wait(WAIT_S) == 0, run.said()
     return run

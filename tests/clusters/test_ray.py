@@ -11,12 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
-from .engine_runs import EXAMPLES, JOB, VERDICT, WAIT_S, EngineRun, wait_until
+from .engine_runs import EXAMPLES, JOB, VERDICT, WAIT_S, EngineRun, plain_run, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, pytest.mark.processes, pytest.mark.timeout(1200)]
 NODES = "import ray; ray.init(logging_level='error'); print(*(n['NodeID'] for n in ray.nodes() if n['Alive']))"
@@ -78,8 +79,10 @@ def cluster(run: EngineRun) -> Iterator[RayCluster]:
 
 
 def test_a_killed_worker_and_a_drained_node_change_no_weight(
-    run: EngineRun, cluster: RayCluster, expected: str
+    run: EngineRun, cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    run = replace(run, epochs=12)  # a node takes some seconds to come
+    expected = plain_run(replace(run, folder=tmp_path_factory.mktemp("long"))).weights()
     (_head, *others) = cluster.nodes()
     storage = ("--storage", run.folder / "storage")
     with run.started(sys.executable, EXAMPLES / "ray_train.py", JOB, *storage, *run.options, **cluster.told) as driver:

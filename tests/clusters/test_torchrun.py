@@ -1,4 +1,4 @@
-"""torchrun on two nodes, which are two agents of it: a stop, a killed rank, fewer nodes."""
+"""torchrun on two nodes, which are two agents of it: a stop, a killed rank."""
 
 from __future__ import annotations
 
@@ -16,14 +16,12 @@ from .engine_runs import EXAMPLES, JOB, VERDICT, WAIT_S, EngineRun
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(900)]
 
 
-def start(
-    stack: ExitStack, run: EngineRun, name: str, *options: str, nodes: str = "2"
-) -> list[subprocess.Popen[bytes]]:
+def start(stack: ExitStack, run: EngineRun, name: str) -> list[subprocess.Popen[bytes]]:
     """Start the agents of two nodes; their logs are NAME-0.txt and NAME-1.txt."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    told = {"MASTER": f"127.0.0.1:{port}", "NODES": nodes, "RANKS": "2", "ADDRESS": "127.0.0.1"}
-    command = (EXAMPLES / "torchrun.sh", JOB, *run.options, *options)
+    told = {"MASTER": f"127.0.0.1:{port}", "NODES": "2", "RANKS": "2", "ADDRESS": "127.0.0.1"}
+    command = (EXAMPLES / "torchrun.sh", JOB, *run.options)
     return [stack.enter_context(run.started(*command, log=f"{name}-{node}.txt", **told)) for node in range(2)]
 
 
