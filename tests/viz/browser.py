@@ -84,6 +84,15 @@ class Page:
         button = "none" if kind == "mouseMoved" else "left"
         self._ask("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, buttons=1, clickCount=1)
 
+    def key(self, name: str, *, shift: bool = False, control: bool = False) -> None:
+        held = {"key": name, "modifiers": 8 * shift + 2 * control}
+        text = (
+            {"text": "\r" if name == "Enter" else name} if name == "Enter" or (len(name) == 1 and not control) else {}
+        )
+        self._ask("Input.dispatchKeyEvent", type="keyDown", **held, **text)
+        self._ask("Input.dispatchKeyEvent", type="keyUp", **held)
+        self.settle()
+
     def cpu_s(self) -> float:
         """Return the CPU time of all processes of the browser so far."""
         processes = self._ask("SystemInfo.getProcessInfo", session=False)["processInfo"]

@@ -161,6 +161,37 @@ def test_a_dragged_computation_is_proved_undone_and_saved(page: Page, tmp_path: 
     assert not page.errors
 
 
+def test_a_phone_and_a_keyboard_are_enough(page: Page, tmp_path: Path) -> None:
+    plan = qs.compile("1f1b", mesh="pp=4", microbatches=8)
+    render(plan.simulate(), tmp_path / "plan.html")
+    page.open(tmp_path / "plan.html", width=390, height=844)
+    beyond = (
+        "[...document.querySelectorAll('header *, main')].filter((e) => e.getBoundingClientRect().right > innerWidth)"
+    )
+    assert page.evaluate(f"{beyond}.length") == 0
+    for name in ("n", "ArrowDown", "w"):
+        page.key(name)
+    assert "why is this idle?" in page.evaluate("quintsched.panel.textContent")
+    assert page.evaluate("quintsched.panel.getBoundingClientRect().height") > 100
+    while not page.evaluate("document.activeElement.matches('li')"):
+        page.key("Tab")
+    page.key("Enter")
+    chosen = page.evaluate("quintsched.selected")
+    assert chosen >= 0
+    for name in ("e", "Escape", "n", "n"):
+        page.key(name)
+    moved = page.evaluate("quintsched.plan.text(quintsched.selected)")
+    page.key("ArrowRight", shift=True)
+    edited = qs.Plan.from_json(page.evaluate("quintsched.plan.toJson()"))
+    assert [i.microbatch for i in edited.programs[0] if isinstance(i, Fwd)][:3] == [0, 2, 1]
+    assert page.evaluate("quintsched.plan.text(quintsched.selected)") == moved
+    page.key("z", control=True)
+    assert qs.Plan.from_json(page.evaluate("quintsched.plan.toJson()")) == plan
+    page.key("Z", control=True, shift=True)
+    assert qs.Plan.from_json(page.evaluate("quintsched.plan.toJson()")) == edited
+    assert not page.errors
+
+
 def test_a_link_opens_the_same_order(page: Page, tmp_path: Path) -> None:
     opened(page, qs.compile("zb-h1", mesh="pp=3", microbatches=4).simulate(), tmp_path / "plan.html")
     page.evaluate("quintsched.playground.toggle(); quintsched.playground.move(1, 0)")
