@@ -42,6 +42,8 @@ TABLES = (
     "mpt_h100",
     "simumax_b200",
     "simumax_a100_pcie",
+    "nemo_h100",
+    "torchtitan_h100",
 )
 LIMITS = {
     "korthikanti": 0.0365,

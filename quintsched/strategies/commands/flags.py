@@ -63,7 +63,7 @@ FLAGS: dict[str, Flag] = {
 
 SWITCH_FLAGS: dict[str, str] = {
     "sequence_parallel": "Whether tp's ranks share out the tokens between products.",
-    "overlap": "Whether gradients are reduced beside backwards, and weights gathered beside forwards (default: yes).",
+    "overlap": "Whether reductions, gathers and messages of interleaved 1F1B run beside computation (default: yes).",
     "pp_duplex": "Whether a message in and one out between stages are exchanged at once (default: yes).",
     "ep_overlap": "Whether tokens are exchanged beside another microbatch's computation under interleaved 1F1B.",
     "tp_overlap": "Whether reductions over tp run beside the products for weights' gradients (default: yes).",

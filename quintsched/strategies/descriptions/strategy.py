@@ -63,8 +63,8 @@ class Strategy(Description):
     zero_every: Size = 1
     """With ZeRO-2 and 3, number of microbatches after which gradients are reduced; until then they are accumulated."""
     overlap: bool = True
-    """Whether replicas reduce gradients layer by layer during backwards, and gather updated weights during forwards;
-    else after all backwards, as in the runs measured by Megatron-LM's papers."""
+    """Whether replicas reduce gradients layer by layer during backwards and gather updated weights during forwards, and
+    interleaved 1F1B sends during both; else all of it is waited for, as in the runs of Megatron-LM's papers."""
     pp_duplex: bool = True
     """Whether a rank sends a message and receives one at once, as in Megatron-LM; else as in DeepSpeed's pipeline: each
     waits for the other, slices of tp are gathered again, and gradients are copied before they are added up."""

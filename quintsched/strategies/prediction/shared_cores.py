@@ -55,10 +55,12 @@ def in_step(each: PerMicrobatch, table: Table, hardware: Hardware, constants: Co
         tp_backward=each.tp_backward + each.tp_hidden,
         cp=each.cp + each.cp_hidden,
         ep=each.ep + each.ep_hidden,
+        pp=each.pp + each.pp_hidden,
         dp=_sharded_s(each, table, hardware, constants),
         tp_hidden=none,
         cp_hidden=none,
         ep_hidden=none,
+        pp_hidden=none,
         dp_hidden=none,
     )
 

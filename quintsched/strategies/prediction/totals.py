@@ -140,9 +140,13 @@ def per_microbatch(
     weights, expert_weights = over("weights"), over("expert_weights")
     computed = over("backward_input") + over("backward_weight")
     there, back = over("ep_forward"), over("ep_backward")
-    rest, mixes = (np.maximum(forward - back, 0.0), np.maximum(computed - there, 0.0)), model.experts is not None
-    exchanged, exchange_hidden = beside_other_s(table, (there, back), (forward, computed), constants, mixes=mixes)
-    sent, sent_hidden = beside_other_s(table, (messages, messages), rest, constants, mixes=mixes)
+    paired = np.isin(table.schedule, _codes(table, "schedule", *PAIRED))
+    loops = np.isin(table.schedule, _codes(table, "schedule", "interleaved-1f1b"))
+    mixing, rest = paired | loops & (table.ep_overlap > 0), (forward - back, computed - there)
+    exchanged, exchange_hidden = beside_other_s(table, mixing, (there, back), (forward, computed), constants)
+    sent, sent_hidden = beside_other_s(
+        table, paired | loops & (table.overlap > 0), (messages, messages), rest, constants
+    )
     return PerMicrobatch(
         compute_forward=forward,
         compute_input=over("backward_input"),
@@ -166,20 +170,23 @@ def per_microbatch(
 
 
 def beside_other_s(
-    table: Table, waits: tuple[Array, Array], computed: tuple[Array, Array], constants: Constants, *, mixes: bool
+    table: Table,
+    pairs: NDArray[np.bool_],
+    waits: tuple[Array, Array],
+    computed: tuple[Array, Array],
+    constants: Constants,
 ) -> tuple[Array, Array]:
     """Return the communication of a microbatch, forward and backward: exposed and hidden.
 
     Where a forward is paired with another microbatch's backward, as in DualPipe, each one's exchange of tokens and its
-    messages between stages run beside the other's computation (arXiv:2412.19437, section 3.2.1); the forwards that fill
-    the pipeline, and the backwards that drain it, have no partner.
+    messages between stages run beside the other's computation (arXiv:2412.19437, section 3.2.1). Interleaved 1F1B sends
+    beside it too (Megatron-LM, `overlap_p2p_comm`). Forwards that fill the pipeline, and backwards that drain it, have
+    no partner.
     """
-    pairs = np.isin(table.schedule, _codes(table, "schedule", *PAIRED))
-    pairs |= mixes & (table.ep_overlap > 0) & np.isin(table.schedule, _codes(table, "schedule", "interleaved-1f1b"))
     share = (pairs * np.clip(1 - (table.pp - 1) / table.microbatches, 0.0, 1.0))[:, None]
     exposed, hidden = np.zeros_like(computed[0]), np.zeros_like(computed[0])
     for communication, beside in zip(waits, reversed(computed), strict=True):
-        left, covered = overlap(communication, beside, constants)
+        left, covered = overlap(communication, np.maximum(beside, 0.0), constants)
         exposed = exposed + share * left + (1 - share) * communication
         hidden = hidden + share * covered
     return exposed, hidden

@@ -77,8 +77,8 @@ def mesh_bounds(space: Space, frames: Bounds) -> Bounds:
 def relaxed(space: Space, frames: Ints, dtype: int, zero: int, sequence_parallel: int, recompute: int) -> Columns:
     """Return one row per frame with these switches."""
     columns: Columns = {name: space.column(name, frames) for name in FRAME}
-    switches = {"dtype": dtype, "zero": zero, "zero_every": 1, "overlap": 0, "recompute": recompute}
-    switches["sequence_parallel"] = sequence_parallel
+    switches = {"dtype": dtype, "zero": zero, "zero_every": 1, "recompute": recompute}
+    switches |= {"sequence_parallel": sequence_parallel, "overlap": int(max(space.choices.overlap))}
     for name, value in switches.items():
         columns[name] = np.full(len(frames), value, np.int64)
     columns["sequence_parallel"] *= space.tokens_divide(frames)
