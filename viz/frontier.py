@@ -88,9 +88,9 @@ def _draw_numbers(axes: Axes, best: Sequence[Candidate]) -> None:
         else:
             groups.append((across, up, [number]))
     for _, _, numbers in groups:
-        first = best[numbers[0]]
+        last = max((best[number] for number in numbers), key=lambda found: found.step_s)
         text = ", ".join(str(number + 1) for number in numbers)
-        place = (first.step_s, first.memory_bytes / 1e9)
+        place = (last.step_s, last.memory_bytes / 1e9)
         axes.annotate(text, place, xytext=(6, 4), textcoords="offset points", fontsize=SMALL, zorder=5)
 
 
