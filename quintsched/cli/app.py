@@ -161,13 +161,20 @@ def _ending_in_words() -> Iterator[None]:
     try:
         yield
     except _Misused as error:
-        error.message = shown(error.message)  # type: ignore[attr-defined]
+        error.message = shown(error.message) + _set_advice(error)  # type: ignore[attr-defined]
         raise
     except QuintschedError as error:
         write_error(error)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
+
+
+def _set_advice(error: Any) -> str:
+    """Return how a setting of the job is written, for an unknown option of a command that takes these; else ""."""
+    if not hasattr(error, "option_name") or all("--set" not in param.opts for param in error.ctx.command.params):
+        return ""
+    return "; settings of the job go by their keys: --set train.max_steps=100"
 
 
 def _show_version(wanted: bool) -> None:

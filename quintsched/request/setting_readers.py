@@ -96,7 +96,8 @@ def read_whole_or_wholes(name: str, value: object) -> int | tuple[int, ...]:
 
 def read_ties(name: str, value: object) -> dict[str, tuple[int, ...]]:
     """Read the stages that hold each tied weight, by name; raises `UsageError`."""
-    return _read_named_stages(name, value, "give the stages that hold each weight: {'embedding': (0, 3)}")
+    words = "give the stages that hold each weight: {'embedding': (0, 3)}; names of weights go to Engine(…, tied=…)"
+    return _read_named_stages(name, value, f"{words}, which knows those of a split model")
 
 
 def read_skips(name: str, value: object) -> dict[str, tuple[int, ...]]:
@@ -109,6 +110,9 @@ def _read_named_stages(name: str, value: object, words: str) -> dict[str, tuple[
         return {}
     if not isinstance(value, Mapping):
         raise _refuse(name, value, words)
+    for key, stages in value.items():
+        if isinstance(stages, tuple | list) and any(isinstance(stage, str) for stage in stages):
+            raise _refuse(f"{name} {quoted(key)}", stages, words)
     numbers = {key: whole_number(stages) for key, stages in value.items()}
     return {
         key: read_wholes(f"{name} {quoted(key)}", value[key]) if number is None else (number,)

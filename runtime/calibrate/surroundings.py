@@ -1,6 +1,6 @@
 """`python -m quintsched.runtime.calibrate.surroundings`: what a run finds on this machine, as JSON, for `doctor`.
 
-    torch      its version and build             network    the name of this machine, interfaces, ports
+    torch      its version, torchvision's        network    the name of this machine, interfaces, ports
     devices    kind, number, memory              links      two processes: a small all-reduce, and a large one
     threads    cores, and OMP_NUM_THREADS        memory     of the machine, and of /dev/shm
 
@@ -15,12 +15,14 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from quintsched.errors import QuintschedError, counted
+from quintsched.errors import QuintschedError, counted, import_advice
 
 from ..comm import Transport
 from ..comm.clocks import now_s
@@ -41,7 +43,7 @@ Row = tuple[str, str, str, str]
 
 def main() -> None:
     """Print all findings."""
-    rows = [*_torch(), *_devices(), *_threads(), *_memory(), *_network(), *_links()]
+    rows = [*_torch(), *_torchvision(), *_devices(), *_threads(), *_memory(), *_network(), *_links()]
     json.dump(rows, sys.stdout)
 
 
@@ -54,6 +56,18 @@ def _torch() -> Iterator[Row]:
         yield "torch", found, "missing", "this build has no torch.distributed; install another build"
     else:
         yield "torch", found, "good", ""
+
+
+def _torchvision() -> Iterator[Row]:
+    """Yield whether an installed torchvision imports beside this torch: timm and transformers import it."""
+    if find_spec("torchvision") is None:
+        return
+    try:
+        found = str(import_module("torchvision").__version__)
+    except Exception as error:
+        yield "torchvision", str(error), "note", import_advice(error).removeprefix("; ")
+    else:
+        yield "torchvision", found, "good", ""
 
 
 def _devices() -> Iterator[Row]:

@@ -162,7 +162,9 @@ def _is_in_users_code(frames: Sequence[traceback.FrameSummary]) -> bool:
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith(_OWN) or frame.filename.endswith(_WRAPPERS)
+    """Whether a frame is of this package, of torch's wrappers, or the `__init__` that a dataclass makes."""
+    is_made = (frame.filename, frame.name) == ("<string>", "__init__")
+    return is_made or frame.filename.startswith(_OWN) or frame.filename.endswith(_WRAPPERS)
 
 
 def _tell_torchrun(error: BaseException) -> None:

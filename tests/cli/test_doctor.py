@@ -31,6 +31,16 @@ def test_a_wrong_interface_is_missing_and_it_is_said_what_to_do(monkeypatch):
     assert "no network interface 'nosuch'" in found.found
 
 
+def test_a_torchvision_of_another_torch_is_noted(monkeypatch, tmp_path):
+    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
+    (row,) = surroundings._torchvision()
+    found = Finding(*row)
+    assert (found.state, found.found) == ("note", "operator torchvision::nms does not exist")
+    assert "Import quintsched.runtime's Engine, Trainer or split before them" in found.advice
+
+
 def test_without_torch_planning_goes_on(monkeypatch, capsys):
     monkeypatch.setattr(MODULE.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MisfitError, match="torch"):

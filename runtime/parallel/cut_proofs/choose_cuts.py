@@ -45,6 +45,26 @@ from .trial_twins import Figures, Setting, outputs_of
 _logger = logging.getLogger("quintsched.runtime")
 
 
+class KindWarnings:
+    """Warnings about blocks, which the first rank logs: once for blocks of one class that have them alike."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, str] = {}
+
+    def add(self, number: int, words: str) -> None:
+        """Add a warning about block `number`."""
+        self._found.setdefault(words.replace(f"block {number} ", "").replace(f"'{number}.", "'"), words)
+
+    def log(self, world: Group) -> None:
+        """Log what all ranks have found (collective)."""
+        found = dict[str, str]()
+        for text in share_texts(world, json.dumps(self._found)):
+            found = json.loads(text) | found
+        self._found.clear()
+        for words in found.values() if not world.index else ():
+            _logger.warning("%s", words)
+
+
 class Chooser:
     """Chooser of cuts for the blocks of one rank.
 
@@ -63,7 +83,7 @@ class Chooser:
         self._setting = Setting(tensor=bench.group)
         self._guessed: Arrivals | None = None
         self._has_guessed = False
-        self._said: set[tuple[str, ...]] = set()
+        self.warnings = KindWarnings()
 
     def choose(self, kind: BlockKind) -> Choice:
         """Return the choice of cuts for a kind of block (collective over tp)."""
@@ -116,16 +136,11 @@ class Chooser:
         if self._tensor.are_ruled(pair):
             raise MisfitError(kind.refusal_to_cut(pair, self._bench.group.size))
         if not self._bench.group.index:
-            self._warn(kind, pair, f"kept whole over tp, for {why}")
+            self._warn(kind, pair, f"kept whole over tp, since {why}")
         return replicated(pair)
 
     def _warn(self, kind: BlockKind, pair: Sequence[Cut], words: str) -> None:
-        """Log what becomes of a pair, once for blocks of one class that have it alike."""
-        said = kind.name.partition("(")[2], *(cut.path.partition(".")[2] for cut in pair), words
-        if said not in self._said:
-            self._said.add(said)
-            names = " and ".join(repr(cut.path) for cut in pair)
-            _logger.warning("%s: %s are %s", kind.name, names, words)
+        self.warnings.add(kind.number, f"{kind.name}: {' and '.join(repr(cut.path) for cut in pair)} are {words}")
 
     def _way_of(
         self, kind: BlockKind, pair: Sequence[Cut], pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures
@@ -154,7 +169,7 @@ class Chooser:
         what = {str(way == alone(pair)): "cut one by one", str(way == replicated(pair)): "kept whole"}.get("True")
         if what is None or first is None or self._bench.group.index:
             return
-        self._warn(kind, pair, f"{what} over tp, for as a pair, {first}")
+        self._warn(kind, pair, f"{what} over tp, since as a pair, {first}")
 
     def _together(self, kind: BlockKind, pairs: Sequence[Sequence[Cut]], arrival: Arrival, whole: Figures) -> Choice:
         """Return the choice where pairs prove separately, but not together: one by one if that proves, else whole."""
@@ -193,7 +208,8 @@ class Chooser:
             if finding is None:
                 return sliced
         if not self._bench.group.index:
-            _logger.warning("%s is given whole tokens under sequence_parallel, for with slices, %s", kind.name, finding)
+            words = f"{kind.name} is given whole tokens under sequence_parallel, since with slices, {finding}"
+            self.warnings.add(kind.number, words)
         return replace(choice, slices=False)
 
     def _one_by_one(self, kind: BlockKind, pairs: Sequence[Sequence[Cut]]) -> Choice:

@@ -204,8 +204,9 @@ class Bench:
         except MisfitError as error:
             return [], str(error)
         except Exception as error:
-            wants = "; write sizes that follow the tensor, such as view(B, T, -1, D // heads)"
-            return [], f"cut, it raises {type(error).__name__}: {error}{wants * (type(error) is RuntimeError)}"
+            wants = "; write sizes that follow the tensor, such as chunk(3, -1) and view(B, T, -1, head_size)"
+            of_sizes = type(error) in (RuntimeError, ValueError, IndexError)
+            return [], f"it raises {type(error).__name__}: {error}{wants * of_sizes}"
 
     def unsound(self, kind: BlockKind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> CutGap | None:
         """Return why a kind's pairs may not be equivalent for other numbers, dtypes or modes, on any rank (collective).

@@ -11,7 +11,6 @@ features. A rank runs one twin at a time, so that it holds at most one full bloc
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -43,8 +42,6 @@ from .compare_twins import Bench, BlockKind, CutGap
 from .later_steps import BenchHere, Called, Followed, LaterSteps
 from .trial_inputs import TRIAL_SAMPLES, Arrival, Arrivals, FirstUnits, specs_of
 from .trial_twins import Figures, Setting
-
-_logger = logging.getLogger("quintsched.runtime")
 
 
 class Prover:
@@ -81,6 +78,7 @@ class Prover:
         self._group, self._context = group, context
         self._bench = Bench(group, tensor.rules)
         self._chooser = Chooser(self._bench, tensor, outlines, dtype)
+        self._warnings = self._chooser.warnings
         self._kinds: list[BlockKind] = []
         self._contents: dict[Content, int] = {}
         self._places: dict[int, tuple[int, ...]] = {}
@@ -130,9 +128,9 @@ class Prover:
                 "give the engine a function that builds it"
             ) from error
         if self._setting.cuts > 1:
-            _logger.warning("%s is not proved, for it cannot be copied: %s", title, error)
+            self._warnings.add(number, f"{title} is not proved, since it cannot be copied: {error}")
         if cuts:
-            _logger.warning("%s is kept whole over tp, for it cannot be copied: %s", title, error)
+            self._warnings.add(number, f"{title} is kept whole over tp, since it cannot be copied: {error}")
         return Choice(replicated(cuts), slices=False)
 
     def record_block(self, number: int, block: nn.Module) -> None:
@@ -143,6 +141,7 @@ class Prover:
 
     def share(self, world: Group) -> dict[int, Choice]:
         """All-gather the choices of all ranks, by number of the block (collective)."""
+        self._warnings.log(world)
         kinds = self._numbers.items() if self._setting.tensor is not None else ()
         return share({number: choice_for(kind.choice, number) for number, kind in kinds}, world)
 
@@ -180,6 +179,7 @@ class Prover:
         self._kinds.clear()
         self._contents.clear()
         self._numbers.clear()
+        self._warnings.log(world)
         if said := first_said(refusal, world):
             raise MisfitError(said)
 
@@ -242,8 +242,7 @@ class Prover:
 
     def _followed(self, kind: BlockKind, arrival: Arrival, called: list[Called]) -> Followed:
         setting = replace(self._setting, slices_tokens=self._tensor.tokens.inside(kind.number))
-        is_paired = setting.tensor is not None and not kind.is_parted
-        is_paired = is_paired and self._tensor.has_pairs(kind.number, kind.choice)
+        is_paired = self._group.size > 1 and not kind.is_parted and self._tensor.has_pairs(kind.number, kind.choice)
         return Followed(kind, self._tensor.are_ruled(kind.cuts), arrival, setting, is_paired, called)
 
     def _note_draws(self, followed: Followed, masks: Masks) -> str:
@@ -278,7 +277,7 @@ class Prover:
                 "states: seed both alike on all ranks, random.seed(…) and numpy.random.seed(…), or draw by torch"
             )
         if whole is None:
-            _logger.warning("%s is not proved, for %s", kind.name, kind.trouble)
+            self._warnings.add(kind.number, f"{kind.name} is not proved, since {kind.trouble}")
             self._part_unproved(kind)
             return ""
         read = self._read(kind, arrival)
@@ -319,7 +318,7 @@ class Prover:
         if is_asked or is_sliced or not self._tensor.has_pairs(kind.number, kind.choice):
             return
         if _part(kind):
-            _logger.warning("%s: its layers are cut one by one, for it is not proved", self._title(kind))
+            self._warnings.add(kind.number, f"{self._title(kind)}: layers are cut one by one: it is not proved")
 
     def _is_parted(self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, finding: CutGap) -> bool:
         """Part the pairs of a kind's blocks if that makes them equivalent; return whether it does."""
@@ -329,8 +328,10 @@ class Prover:
             return False
         advice = self._advice(kind, arrival, whole)
         helps = advice is not None and advice[2] and advice[2] != alone(advice[0])
-        words = f"; as a pair with rules={everywhere(advice[2])}" if advice and helps else ""
-        _logger.warning("%s: its layers are cut one by one, for in pairs, %s%s", self._title(kind), finding, words)
+        how = f"; as a pair with rules={everywhere(advice[2])}" if advice and helps else ""
+        self._warnings.add(
+            kind.number, f"{self._title(kind)}: layers are cut one by one, since in pairs, {finding}{how}"
+        )
         return True
 
     def _advice(
@@ -387,8 +388,7 @@ class Prover:
         )
 
     def _title(self, kind: BlockKind) -> str:
-        tensor = self._setting.tensor
-        return kind.name if tensor is None else f"{kind.name} over tp={tensor.size}"
+        return kind.name if self._group.size == 1 else f"{kind.name} over tp={self._group.size}"
 
 
 def _part(kind: BlockKind) -> bool:

@@ -132,7 +132,7 @@ class TensorCuts:
                 if is_free and not sizes_of(layer)[1] % self._group.size:
                     places.setdefault(name, []).append(number)
         rule = {f"*.{name}": TensorSplit.COLUMN.value for name in list(places)[:1]}
-        return f"; in no pair, so that a rule has to cut them, rules={rule}: {_listed(places)}" if places else ""
+        return f"; in no pair (a rule would cut them: rules={rule}): {_listed(places)}" if places else ""
 
     def are_ruled(self, cuts: Sequence[Cut]) -> bool:
         """Whether a user's rule matches one of these layers."""
@@ -234,7 +234,7 @@ def _proved(choices: Mapping[int, Choice]) -> str:
     for number, choice in sorted(choices.items()):
         for path in sorted(choice.proved):
             places.setdefault(path.partition(".")[2], []).append(number)
-    return f"; pairs proved at all numbers: {_listed(places)}" if places else ""
+    return f"; pairs proved for all inputs: {_listed(places)}" if places else ""
 
 
 def _numbers(numbers: Sequence[int]) -> str:

@@ -59,7 +59,7 @@ def test_a_pair_that_looks_at_other_features_is_parted_or_refused_where_a_rule_w
     assert {f"1.{first}.weight", f"1.{second}.weight"} <= found.cut
     assert str(found.engine.tensor_cuts).endswith(f"; one by one: 1.{first}, 1.{second}")
     where = f"'1.{first}' and '1.{second}'"
-    assert f"block 1 ({block.__name__}): {where} are cut one by one over tp, for as a pair, " in caplog.text
+    assert f"block 1 ({block.__name__}): {where} are cut one by one over tp, since as a pair, " in caplog.text
     said = refusal("tp=2", [Mlp, block], rules={f"*.{first}": "column", f"*.{second}": "row"})
     advice = {f"*.{first}": "replicate", f"*.{second}": "replicate"}
     assert said.startswith(f"block 1 ({block.__name__}) over tp=2 cut at {where}: ")
@@ -95,7 +95,7 @@ class LowRank(nn.Module):
 def test_layers_in_a_row_are_pairs_and_what_is_in_none_is_said_and_cut_by_rules_alone() -> None:
     found = train_equal("tp=2", [Rows, LowRank], rules={"*.lora_a": "column", "*.lora_b": "row"})
     assert {*(f"0.net.{number}.weight" for number in (0, 2, 4, 6)), "1.lora_a.weight"} <= found.cut
-    rule = "in no pair, so that a rule has to cut them, rules={'*.layer': 'column'}"
+    rule = "in no pair (a rule would cut them: rules={'*.layer': 'column'})"
     said = str(found.engine.tensor_cuts)
     assert f"whole: 0.layer, 0.first, 0.second; {rule}: 0.layer, 0.first, 0.second; " in said
     assert said.endswith("one by one: 0.net.4, 0.net.6")
@@ -117,7 +117,7 @@ class Shifted(ODD["NeoX"]):  # type: ignore[misc]
 def test_a_layout_that_only_a_batch_can_prove_is_parted_in_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
     blocks, extras = [Mlp, Shifted], {"shift": SHIFT}
     assert "1.qkv.weight" in train_equal("tp=2", blocks, extras=extras).cut
-    said = f"its layers are cut one by one, for in pairs, .*{re.escape(f'with rules={PARTS_1}')}"
+    said = f"layers are cut one by one, since in pairs, .*{re.escape(f'with rules={PARTS_1}')}"
     assert re.search(said, caplog.text)
     said = refusal("tp=2", blocks, extras=extras, rules={"*.qkv": "column", "*.proj": "row"})
     assert said.endswith(f"their outputs are laid out otherwise: rules={PARTS_1}")

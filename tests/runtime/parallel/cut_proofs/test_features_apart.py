@@ -185,14 +185,14 @@ def test_what_joins_features_or_goes_by_their_places_is_no_pair(
     between: Between, why: str, state: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert verdict(between, state=state).endswith("; one by one: 0.fc1, 0.fc2")
-    said = f"are cut one by one over tp, for as a pair, {why and 'it ' + why}"
+    said = f"are cut one by one over tp, since as a pair, {why and 'it ' + why}"
     assert said in caplog.text or f" in {why} in line" in caplog.text
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("between", [*APART, *ALIKE, *ASKS])
 def test_what_keeps_features_apart_wherever_they_lie_is_a_pair_and_says_so(between: Between) -> None:
-    assert verdict(between, state=torch.zeros(4)).endswith("; pairs proved at all numbers: 0.fc1")
+    assert verdict(between, state=torch.zeros(4)).endswith("; pairs proved for all inputs: 0.fc1")
 
 
 def test_numbers_at_places_are_as_many_as_these_whatever_they_are() -> None:
@@ -203,7 +203,7 @@ def test_numbers_at_places_are_as_many_as_these_whatever_they_are() -> None:
 
 def test_what_a_block_does_for_as_many_samples_as_there_are_parts_its_pair(caplog: pytest.LogCaptureFixture) -> None:
     verdict(lambda self, y: y.softmax(-1) if len(y) == 4 else F.gelu(y), microbatches=1)
-    assert "over tp=2: its layers are cut one by one, for in pairs, " in caplog.text
+    assert "over tp=2: layers are cut one by one, since in pairs, " in caplog.text
     caplog.clear()
     verdict(lambda self, y: F.relu(y) if len(y) == 4 else F.gelu(y), microbatches=1)
     assert "one by one" not in caplog.text
@@ -254,7 +254,7 @@ def test_draws_of_python_are_no_pair_and_have_to_be_alike_on_all_ranks(
     state = random.getstate()
     said = refusal("tp=2", [lambda: Seeing(skipped)], microbatches=1)
     assert re.search(r"block 0 \(Seeing\) over tp=2 draws from Python's .*: seed both alike", said)
-    assert "are cut one by one over tp, for as a pair, it draws from Python's or numpy" in caplog.text
+    assert "are cut one by one over tp, since as a pair, it draws from Python's or numpy" in caplog.text
     assert random.getstate() == state
 
 

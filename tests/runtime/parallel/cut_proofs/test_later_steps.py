@@ -323,7 +323,7 @@ def test_what_nobody_can_compare_has_layers_cut_one_by_one(what: str, caplog: py
             clear()
 
     require_equal(trained("tp=2"), trained("pp=1")[0], 1e-8)
-    assert "are cut one by one over tp, for as a pair, it " in caplog.text
+    assert "are cut one by one over tp, since as a pair, it " in caplog.text
 
 
 def clear() -> None:
@@ -356,5 +356,5 @@ def test_what_is_drawn_between_the_layers_is_that_of_one_process(what: str, capl
         return DRAWN[what](self, y) if self.training else y
 
     equal_to_one_process(between)
-    is_parted = bool(re.search("cut one by one over tp, for as a pair, (block 0|it) draws by", caplog.text))
+    is_parted = bool(re.search("cut one by one over tp, since as a pair, (block 0|it) draws by", caplog.text))
     assert is_parted == (what in ("tokens", "channels", "channels that are features", "an order of tokens"))

@@ -58,8 +58,8 @@ def test_what_is_proved_may_be_compiled() -> None:
 def test_blocks_of_short_types_are_cut_alike(dtype: torch.dtype) -> None:
     blocks = [ODD[name] for name in ("PerHeadNorms", "SoftmaxBetween", "Mixture")]
     pairs = ", ".join(["0.q_proj", *(f"2.experts.{number}.fc1" for number in range(4))])
-    whole = "whole: 2.gate; in no pair, so that a rule has to cut them, rules={'*.gate': 'column'}: 2.gate"
-    said = f"tp=2 cuts 22 of 45 weights; {whole}; pairs proved at all numbers: {pairs}; one by one: 1.fc1, 1.fc2"
+    whole = "whole: 2.gate; in no pair (a rule would cut them: rules={'*.gate': 'column'}): 2.gate"
+    said = f"tp=2 cuts 22 of 45 weights; {whole}; pairs proved for all inputs: {pairs}; one by one: 1.fc1, 1.fc2"
     assert train("tp=2", blocks, dtype=dtype)[0].engine.tensor_cuts == said
 
 

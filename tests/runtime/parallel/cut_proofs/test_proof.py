@@ -47,7 +47,7 @@ def test_each_kind_is_proved_once_and_says_what_is_cut(monkeypatch: pytest.Monke
     engine = train("tp=2", [Mlp, Timm, Mlp, Mlp, Timm])[0].engine
     # on two ranks: built, in training; in the first step, twice
     assert sorted(runs) == ["Fused"] * 8 + ["Mlp"] * 8
-    proved = "pairs proved at all numbers: 0,2-3.fc1, 1,4.qkv"
+    proved = "pairs proved for all inputs: 0,2-3.fc1, 1,4.qkv"
     assert engine.tensor_cuts == f"tp=2 cuts 15 of 30 weights; whole: only norms and biases; {proved}"
     runs.clear()
     train("tp=2", [Mlp, Timm], prove="none")
@@ -144,7 +144,7 @@ class WholeShifted(Whole):
 def test_attentions_that_are_kept_whole_get_whole_tokens_or_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     engine = train_equal("tp=2", [Mlp, Whole, Mlp], sequence_parallel=True).engine
     assert [engine._model.tensor.tokens.inside(number) for number in range(3)] == [True, False, True]
-    assert "block 1 (Whole) is given whole tokens under sequence_parallel, for with slices, " in caplog.text
+    assert "block 1 (Whole) is given whole tokens under sequence_parallel, since with slices, " in caplog.text
     shift = torch.randn(4, TOKENS, dtype=torch.float64)
     said = refusal("tp=2", [Mlp, WholeShifted], sequence_parallel=True, extras={"shift": shift})
     assert "block 1 (WholeShifted) over tp=2 is given a slice of the tokens by sequence_parallel, and " in said
@@ -238,7 +238,7 @@ class Alone(ODD["SoftmaxBetween"]):
 
 def test_what_nobody_can_prove_is_parted(caplog: pytest.LogCaptureFixture) -> None:
     assert "1.fc1.weight" in train_equal("tp=2", [Mlp, Alone]).cut
-    assert "block 1 (Alone) over tp=2: its layers are cut one by one, for it is not proved" in caplog.text
+    assert "block 1 (Alone) over tp=2: layers are cut one by one: it is not proved" in caplog.text
 
 
 class Told(Mlp):

@@ -36,7 +36,7 @@ HOOKS: list[Callable[[Any], Any]] = [
 @pytest.mark.parametrize("between", READS)
 def test_layers_whose_weights_are_read_are_whole(between: Between, caplog: pytest.LogCaptureFixture) -> None:
     assert verdict(between).endswith("whole: 0.fc1, 0.fc2")
-    assert "'0.fc1' and '0.fc2' are kept whole over tp, for it gives the weights of '0.fc" in caplog.text
+    assert "'0.fc1' and '0.fc2' are kept whole over tp, since it gives the weights of '0.fc" in caplog.text
 
 
 def test_types_and_sizes_of_weights_may_be_read() -> None:
