@@ -9,14 +9,13 @@ Prints a list of (name, found, state, advice); see `quintsched.cli.around_runs.d
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -60,14 +59,11 @@ def _torch() -> Iterator[Row]:
 
 def _torchvision() -> Iterator[Row]:
     """Yield whether an installed torchvision imports beside this torch: timm and transformers import it."""
-    if find_spec("torchvision") is None:
-        return
-    try:
-        found = str(import_module("torchvision").__version__)
-    except Exception as error:
-        yield "torchvision", str(error), "note", import_advice(error).removeprefix("; ")
-    else:
-        yield "torchvision", found, "good", ""
+    if importlib.util.find_spec("torchvision") is not None:
+        try:
+            yield "torchvision", str(importlib.import_module("torchvision").__version__), "good", ""
+        except Exception as error:
+            yield "torchvision", str(error), "note", import_advice(error).removeprefix("; ")
 
 
 def _devices() -> Iterator[Row]:

@@ -221,10 +221,8 @@ class _Calls:
         self.has_modes = torch._C._len_torch_dispatch_stack() > 0
 
     def __call__(self, frame: FrameType, event: str, called: Any) -> None:
-        if event not in _CALLS:
-            return
         caller: FrameType | None = frame
-        if not self._backwards and (kind := applied_function(frame, event, called)) is not None:
+        if not self._backwards and event in _CALLS and (kind := applied_function(frame, event, called)) is not None:
             name, caller = f"{kind.__qualname__}.apply", self._user(frame, beyond=True)
         elif event == "c_call":
             if _side_of(_module_of(frame)) is _Side.KEPT:

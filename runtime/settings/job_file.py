@@ -51,10 +51,8 @@ AxisSizes = Annotated[
     Field(strict=False, min_length=1),
 ]
 
-
 _UNSAID: dict[str, Any] = {"mesh": "dp=1", "schedule": "1f1b", "microbatches": 1}
 """Defaults of a job for the required arguments of `compile`."""
-
 
 _PLAN_MARKS = {"costs": (SettingRule.OF_A_MACHINE,), "schedule": (SettingRule.CODE,)}
 _TYPES: dict[type, dict[str, Any]] = {int: {"type": "integer"}, float: {"type": "number"}, bool: {"type": "boolean"}}
@@ -93,13 +91,9 @@ def _plan_field(entry: RequestOption) -> tuple[str, Any]:
 
 
 def _section(name: str, fields: dict[str, Any] | None = None) -> Any:
-    """Return the base class of a section: the engine's settings in it, and further `fields`, with their descriptions.
-
-    It has no source, in which pydantic would look for docstrings: in every loaded module, for a third of our import.
-    """
-    without = {"use_attribute_docstrings": False}
-    fields = {**(fields or {}), **fields_in(name)}
-    made = create_model(f"{name.title()}Settings", __base__=Settings, __cls_kwargs__=without, **fields)
+    """Return the base class of a section: the engine's settings in it, and further `fields`."""
+    bare, given = {"use_attribute_docstrings": False}, {**(fields or {}), **fields_in(name)}  # it has no source
+    made = create_model(f"{name.title()}Settings", __base__=Settings, __cls_kwargs__=bare, **given)
     made.model_config = Settings.model_config
     return made
 

@@ -162,8 +162,7 @@ def _is_in_users_code(frames: Sequence[traceback.FrameSummary]) -> bool:
 
 
 def _is_ours(frame: traceback.FrameSummary) -> bool:
-    """Whether a frame is of this package, of torch's wrappers, or the `__init__` that a dataclass makes."""
-    is_made = (frame.filename, frame.name) == ("<string>", "__init__")
+    is_made = (frame.filename, frame.name) == ("<string>", "__init__")  # by a dataclass
     return is_made or frame.filename.startswith(_OWN) or frame.filename.endswith(_WRAPPERS)
 
 
