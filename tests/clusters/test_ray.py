@@ -24,7 +24,10 @@ NODES = "import ray; ray.init(logging_level='error'); print(*(n['NodeID'] for n 
 
 
 class RayCluster:
-    """Raylets of this machine, two processors each, and a head that has two as well."""
+    """Raylets of this machine, two processors each, and a head that has two as well.
+
+    Each has an address of its own. The driver's is the head's, which Ray Train's controller shares.
+    """
 
     def __init__(self, stack: ExitStack, run: EngineRun) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -41,19 +44,20 @@ class RayCluster:
         }
         sockets = stack.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))  # short: a limit
         places = ["--temp-dir", sockets, "--include-dashboard=false"]
-        self._start("head", "--head", f"--port={port}", "--min-worker-port=0", "--max-worker-port=0", *places)
-        self.second = self.add_node("second")
+        self._start("head", "127.0.0.1", "--head", f"--port={port}", *places)
+        self.second = self.add_node("second", "127.0.0.2")
 
-    def _start(self, name: str, *how: str | Path) -> subprocess.Popen[bytes]:
-        command = (self._ray, "start", "--node-ip-address=127.0.0.1", "--num-cpus=2", "--disable-usage-stats")
+    def _start(self, name: str, address: str, *how: str | Path) -> subprocess.Popen[bytes]:
+        ports = ("--min-worker-port=0", "--max-worker-port=0")
+        command = (self._ray, "start", f"--node-ip-address={address}", "--num-cpus=2", "--disable-usage-stats", *ports)
         started = self._run.started(*command, "--block", *how, log=f"{name}.txt", **self.told)
         process = self._stack.enter_context(started)
         wait_until(lambda: "Ray runtime started" in self._run.said(f"{name}.txt"), f"the node {name}")
         return process
 
-    def add_node(self, name: str) -> subprocess.Popen[bytes]:
+    def add_node(self, name: str, address: str) -> subprocess.Popen[bytes]:
         """Start a further node."""
-        return self._start(name, f"--address={self.told['RAY_ADDRESS']}", "--min-worker-port=0", "--max-worker-port=0")
+        return self._start(name, address, f"--address={self.told['RAY_ADDRESS']}")
 
     def nodes(self) -> list[str]:
         """Return the numbers of the nodes."""
@@ -87,7 +91,7 @@ def test_a_killed_worker_and_a_drained_node_change_no_weight(
     storage = ("--storage", run.folder / "storage")
     with run.started(sys.executable, EXAMPLES / "ray_train.py", JOB, *storage, *run.options, **cluster.told) as driver:
         wait_until(lambda: "Attempting to start training worker group" in run.said(), "places on both nodes")
-        cluster.add_node("third")
+        cluster.add_node("third", "127.0.0.3")
         wait_until(lambda: "Started training worker group" in run.said(), "workers on both nodes")
         cluster.drain(others[0])
         wait_until(lambda: len(run.steps_of("start")) > 1, "a second attempt, without the drained node")
