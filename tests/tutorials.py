@@ -116,7 +116,7 @@ def run_session(session: str, folder: Path, prelude: str = "", scripts: Path | N
 def unmeasured(folder: Path) -> dict[str, str]:
     """Return an environment where `calibrate` has not measured this machine, so that no step shows its MFU."""
     fonts = os.environ.get("MPLCONFIGDIR", os.path.expanduser("~/.cache/matplotlib"))  # found once, for all
-    return os.environ | {"XDG_CACHE_HOME": str(folder / ".cache"), "MPLCONFIGDIR": fonts}
+    return os.environ | {"XDG_CACHE_HOME": str(folder.resolve() / ".cache"), "MPLCONFIGDIR": fonts}
 
 
 @contextlib.contextmanager
