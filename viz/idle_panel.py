@@ -8,11 +8,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
+from quintsched.files.terminal import percent
 from quintsched.simulation.idle_time import CAUSES, TimeOfRank
 
 from .looks import CAUSE_COLOURS, WORKING_COLOURS
 from .sheet import POINTS, LegendKey
-from .style import QUIET, percent
+from .style import QUIET
 
 COLOURS = {**WORKING_COLOURS, **CAUSE_COLOURS}
 MOST_LABELLED = 24

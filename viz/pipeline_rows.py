@@ -16,11 +16,12 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
+from quintsched.files.terminal import percent
 from quintsched.ir.instruction_set import Instruction, OffloadAct
 
 from .looks import CARGO, look_of
 from .scene import Arrow, ComputationBox, InstructionMark, Scene
-from .style import DIGIT_EM, IDLE, IDLE_HATCH, QUIET, WAIT, WAIT_HATCH, WAIT_PATTERN, Rgb, ink_on, percent, shade
+from .style import DIGIT_EM, IDLE, IDLE_HATCH, QUIET, WAIT, WAIT_HATCH, WAIT_PATTERN, Rgb, ink_on, shade
 
 GUTTER = 0.14
 """Fraction of a row that stays free above and below its band."""

@@ -88,8 +88,3 @@ def duration(value: float, unit: str) -> str:
     """Return a time with its unit."""
     unit = "forwards" if unit == "forward" and value != 1 else unit
     return f"{number(value)} {printable(unit)}"
-
-
-def percent(fraction: float) -> str:
-    """Return a fraction as per cent."""
-    return f"{100 * fraction:.1f} %"

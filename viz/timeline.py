@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 
 from quintsched.collectives import CollectiveRun
 from quintsched.errors import UsageError
+from quintsched.files.terminal import percent
 from quintsched.simulation.held_activations import Held, held_activations
 from quintsched.simulation.idle_time import MOST_EXPLAINED, times_of_ranks
 from quintsched.simulation.simulator import Simulation
@@ -30,7 +31,7 @@ from .page.plan_page import require_one_unit, save_compared, save_page
 from .pipeline_rows import Scale, draw_rows, set_time_axis, tail_points
 from .scene import Scene, stage_scene
 from .sheet import POINTS, Sheet, check_suffix
-from .style import DIGIT_EM, QUIET, duration, house_style, number, percent, printable, text_width
+from .style import DIGIT_EM, QUIET, duration, house_style, number, printable, text_width
 from .window import held_within, label_from, scene_within
 
 NARROWEST, WIDEST = 9.0, 28.0

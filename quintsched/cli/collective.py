@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quintsched.cli.pictures import draw_collective
-from quintsched.cli.shared_options import AsJson, emit, percent, refuse_input, say, terminal_width
+from quintsched.cli.shared_options import AsJson, emit, refuse_input, say, terminal_width
 from quintsched.errors import UsageError, counted
+from quintsched.files.terminal import percent
 from quintsched.ir.communication import Wire
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ from quintsched.cli.shared_options import (
     TimeShown,
     emit,
     note,
-    percent,
     read_costs,
     read_plan,
     refuse_input,
@@ -29,6 +28,7 @@ from quintsched.cli.shared_options import (
 )
 from quintsched.errors import UsageError, counted, suggest
 from quintsched.files.progress_line import ProgressLine, progress
+from quintsched.files.terminal import percent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -18,7 +18,6 @@ from quintsched.cli.shared_options import (
     TimeShown,
     emit,
     note,
-    percent,
     read_costs,
     read_plan,
     refuse_input,
@@ -26,6 +25,7 @@ from quintsched.cli.shared_options import (
     timed,
 )
 from quintsched.errors import InputError, UnsoundError, UsageError
+from quintsched.files.terminal import percent
 
 if TYPE_CHECKING:
     from quintsched.collectives import CollectiveRun

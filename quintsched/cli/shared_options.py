@@ -143,8 +143,3 @@ def read_schedule(name: str) -> Schedule:
 def terminal_width() -> int | None:
     """Return the columns of the terminal, or None if standard output is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def percent(share: float) -> str:
-    """Return a fraction as text: 0.125 as "12.5 %"."""
-    return f"{100 * share:.1f} %"

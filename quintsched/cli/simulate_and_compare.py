@@ -20,7 +20,6 @@ from quintsched.cli.shared_options import (
     Seconds,
     Seed,
     emit,
-    percent,
     read_costs,
     read_plan,
     read_schedule,
@@ -32,6 +31,7 @@ from quintsched.cli.shared_options import (
 )
 from quintsched.errors import UsageError, counted
 from quintsched.files.progress_line import ProgressLine, progress
+from quintsched.files.terminal import percent
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan

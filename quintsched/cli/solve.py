@@ -19,7 +19,6 @@ from quintsched.cli.shared_options import (
     Seed,
     emit,
     note,
-    percent,
     read_costs,
     read_plan,
     refuse_input,
@@ -27,6 +26,7 @@ from quintsched.cli.shared_options import (
 )
 from quintsched.errors import UsageError
 from quintsched.files.progress_line import progress
+from quintsched.files.terminal import percent
 
 if TYPE_CHECKING:
     from quintsched.solve import Solution

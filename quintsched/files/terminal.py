@@ -46,6 +46,11 @@ def shown_json(text: str) -> str:
     return _UNSEEN.sub(_escaped, text)
 
 
+def percent(share: float) -> str:
+    """Return a fraction as text: 0.125 as "12.5 %"."""
+    return f"{100 * share:.1f} %"
+
+
 def _escaped(match: re.Match[str]) -> str:
     units = match[0].encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4))

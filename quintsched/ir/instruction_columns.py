@@ -196,6 +196,10 @@ class Columns:
         rank = int(np.searchsorted(self.first, row, side="right")) - 1
         return rank, int(row - self.first[rank])
 
+    def place_in_words(self, row: int) -> str:
+        """Return a row's index in its rank's program, and its instruction."""
+        return f"{self.place(row)[1]} {self.instruction(row)}"
+
     def instruction(self, row: int) -> Instruction:
         """Instruction in a row."""
         kind = ALL[self.op[row]]

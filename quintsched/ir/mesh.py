@@ -164,6 +164,10 @@ class Mesh:
             for where in product(*outside)
         ]
 
+    def has_ranks(self, *axes: str) -> bool:
+        """Return whether there are several ranks along any of these axes."""
+        return any(self.axis_size(axis) > 1 for axis in axes)
+
     @property
     def without_ones(self) -> Mesh:
         """Equivalent mesh without axes of size 1."""

@@ -191,15 +191,12 @@ def _explain_order(plan: PlanData, waiting: Ints) -> str:
             makers = flows.produces.rows[flows.keys(flows.produces.places) == key]
             late = [int(maker) for maker in makers if waiting[maker]]
             if late:
-                lines.append(f"rank {rank} is stuck at {_at(plan, row)}: it needs {value}; {_maker(plan, late[0])}")
+                at = plan.columns.place_in_words(row)
+                lines.append(f"rank {rank} is stuck at {at}: it needs {value}; {_maker(plan, late[0])}")
                 break
     head = f"not sound: {plan.title}\ndeadlock: the order of computation itself cannot run"
     return "\n".join([head, *lines, *excerpt(plan, stuck)])
 
 
-def _at(plan: PlanData, row: int) -> str:
-    return f"{plan.columns.place(row)[1]} {plan.columns.instruction(row)}"
-
-
 def _maker(plan: PlanData, row: int) -> str:
-    return f"rank {plan.columns.place(row)[0]} makes it at {_at(plan, row)}"
+    return f"rank {plan.columns.place(row)[0]} makes it at {plan.columns.place_in_words(row)}"

@@ -47,7 +47,8 @@ def _describe_cycle(plan: PlanData, events: Events, cycle: Sequence[tuple[int, i
     lines = []
     for event, following, rank in stretches(cycle):
         here, there = events.member(event, rank), events.member(following, rank)
-        message = f"rank {rank}: {_where(plan, here)} must end before {_where(plan, there)} can begin"
+        words = plan.columns.place_in_words
+        message = f"rank {rank}: {words(here)} must end before {words(there)} can begin"
         lines.append(Finding(Point.DEADLOCK, message, rank, plan.columns.place(here)[1]))
     meets = any(events.groups[events.first_rows[event]] != NO_GROUP for event, _ in cycle)
     head = Finding(
@@ -56,7 +57,3 @@ def _describe_cycle(plan: PlanData, events: Events, cycle: Sequence[tuple[int, i
         f"both its ends have begun{', a collective when all its ranks have' if meets else ''}:",
     )
     return [head, *lines]
-
-
-def _where(plan: PlanData, row: int) -> str:
-    return f"{plan.columns.place(row)[1]} {plan.columns.instruction(row)}"

@@ -19,9 +19,6 @@ from .device import synchronize
 thread_computed_s = time.thread_time
 """CPU seconds of this thread."""
 
-process_computed_s = time.process_time
-"""CPU seconds of all threads of this process."""
-
 time_of_day_s = time.time
 """Seconds since 1970, by the machine's clock."""
 

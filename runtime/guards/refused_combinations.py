@@ -54,10 +54,6 @@ class BlockUse:
     buffers: BufferChoice
     cuda_graph: bool
 
-    def has_ranks(self, *axes: str) -> bool:
-        """Return whether the mesh has several ranks along any of these axes."""
-        return any(self.plan.mesh.axis_size(axis) > 1 for axis in axes)
-
     def some_take(self, name: str) -> bool:
         """Return whether any block has an argument of this name."""
         return any(name in arguments_of(block.forward) for block in self.blocks)
@@ -166,7 +162,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         BLOCKS,
-        lambda use: use.block == 0 and use.run.has_ranks("cp") and not use.run.some_take("context"),
+        lambda use: use.block == 0 and use.run.plan.mesh.has_ranks("cp") and not use.run.some_take("context"),
         MisfitError,
         "mesh {plan.mesh} cuts sequences over cp" + _BLIND.format("context"),
     ),
@@ -206,13 +202,13 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         modules_that(lambda module: _keeps_statistics(module) and not isinstance(module, _BatchNorm)),
-        lambda use: use.run.has_ranks("cp"),
+        lambda use: use.run.plan.mesh.has_ranks("cp"),
         MisfitError,
         _OVER_CP,
     ),
     Refusal(
         modules_that(lambda module: _keeps_statistics(module) and isinstance(module, _BatchNorm)),
-        lambda use: use.run.has_ranks("cp") and use.run.buffers != "sync",
+        lambda use: use.run.plan.mesh.has_ranks("cp") and use.run.buffers != "sync",
         MisfitError,
         _OVER_CP,
     ),
@@ -225,14 +221,14 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         RUNNING_NORMS,
-        lambda use: use.run.buffers == "refuse" and use.run.has_ranks(*REPLICA_AXES),
+        lambda use: use.run.buffers == "refuse" and use.run.plan.mesh.has_ranks(*REPLICA_AXES),
         MisfitError,
         "the buffer {path!r} changes in every forward, each replica by its own samples; let all take what the first "
         "has: buffers='first', or let batch norms share their statistics: buffers='sync'",
     ),
     Refusal(
         BATCH_NORMS,
-        lambda use: use.run.buffers == "sync" and use.run.has_overlaps and use.run.has_ranks(*REPLICA_AXES),
+        lambda use: use.run.buffers == "sync" and use.run.has_overlaps and use.run.plan.mesh.has_ranks(*REPLICA_AXES),
         MisfitError,
         "{plan.schedule.name} lets a forward and a backward overlap, in which batch norms cannot share their "
         "statistics; compile the plan without overlap, or with buffers='merge'",

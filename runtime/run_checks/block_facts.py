@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
 
 from ..blocks.block_outlines import TARGETS, Parcel, accepted_extras, on_meta, takes_targets
@@ -173,10 +174,6 @@ class Known(NamedTuple):
     plan: Plan
     needs_data: bool
 
-    def has_ranks(self, *axes: str) -> bool:
-        """Return whether the mesh has several ranks along any of these axes."""
-        return any(self.plan.mesh.axis_size(axis) > 1 for axis in axes)
-
 
 FOLLOWS: tuple[tuple[str, Callable[[Known], bool]], ...] = (
     (
@@ -205,7 +202,9 @@ FOLLOWS: tuple[tuple[str, Callable[[Known], bool]], ...] = (
     ),
     (
         "buffers that forwards change are made the same on all replicas, as `buffers` says",
-        lambda known: any("buffer" in facts.changes for facts in known.blocks) and known.has_ranks("dp", "ep", "cp"),
+        lambda known: (
+            any("buffer" in facts.changes for facts in known.blocks) and known.plan.mesh.has_ranks(*REPLICA_AXES)
+        ),
     ),
     (
         "blocks that change what they are given get copies of it",

@@ -6,7 +6,7 @@ stages  [  0  ][  1  ][ 2 ][ 3 ]                       cut by block costs, or as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import accumulate, chain
 from operator import is_
 from typing import Any
@@ -20,7 +20,7 @@ from quintsched.ir.plan_data import PlanData, listed
 
 from ..autograd.taken_over import Hold, holds_on, take_back
 from ..blocks.block_costs import estimate_costs
-from ..blocks.block_outlines import BlockOrBuilder, Blocks, build_block
+from ..blocks.block_outlines import Blocks, build_block
 from ..blocks.dtensor import local_of, prepare_sharded
 from ..blocks.module_state import spread_buffers
 from ..comm import Group
@@ -35,8 +35,6 @@ from ..parallel.synced_norm import take_over_synced
 from ..parallel.tensor.parameter_shards import shard_of
 from ..parallel.tensor.whole_model_cuts import TensorCuts
 from .balance_stages import partition
-
-BlockBuilder = Callable[[BlockOrBuilder, int], nn.Module]
 
 
 class Stage(nn.Module):

@@ -22,7 +22,6 @@ from quintsched.plan import Plan
 
 from ..blocks.dtensor import full_of, local_of
 from ..blocks.module_state import saved_tensors
-from ..comm import Group
 from ..optim.build_optimizers import OptimizerBuilds
 from ..optim.gathered_steps import Stepper
 from ..parallel.mesh_groups import MeshGroups
@@ -106,7 +105,7 @@ class TrainingState:
         self._stages, self._groups, self._tied, self._zero = stages, groups, tied, plan.zero
         self._stats = MemoryStats()
         self.weights, self._whole, self._at_one_place = ShardedWeights(), builds.whole, builds.at_one_place
-        buckets = self._buckets = self._make_buckets(plan, pp_rank, bucket_bytes)
+        buckets = self._make_buckets(plan, pp_rank, bucket_bytes)
         self.gradients = self._make_gradients(plan, buckets)
         self.steppers = builds.bind(self.masters.master_of)
         self.beside = BesideTensors(stages, self.steppers, self.masters)
@@ -220,10 +219,6 @@ class TrainingState:
         if master is None or stepper is None:
             return KeptState(master, {}, is_shard=True)
         return KeptState(master, stepper.state_of(master), not stepper.gathers(master), stepper)
-
-    def replicas_of(self, parameter: nn.Parameter) -> Group:
-        """Return the group over which the gradient of a parameter is summed."""
-        return self._buckets.home[parameter][0].replicas
 
     def stepped(self) -> dict[str, nn.Parameter]:
         """Return the tensors that this rank's optimizers step, by the names of weights in the whole model."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quintsched.cli.shared_options import AsJson, emit, percent, refuse_input, say
+from quintsched.cli.shared_options import AsJson, emit, refuse_input, say
+from quintsched.files.terminal import percent
 
 if TYPE_CHECKING:
     from quintsched.trace.training_log import TrainingLog

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quintsched.errors import counted
+from quintsched.files.terminal import percent
 from quintsched.solve.recorded.whatif import WhatIf
 from quintsched.text.listing import table
 
@@ -50,8 +51,3 @@ def in_words(found: WhatIf) -> Iterator[str]:
 
 def _signed(share: float) -> str:
     return f"{100 * share:+.2f} %"
-
-
-def percent(share: float) -> str:
-    """Return a fraction as text."""
-    return f"{100 * share:.1f} %"

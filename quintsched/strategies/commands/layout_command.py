@@ -21,7 +21,6 @@ from quintsched.cli.shared_options import (
     Seconds,
     Seed,
     emit,
-    percent,
     read_plan,
     read_trace,
     refuse_input,
@@ -29,6 +28,7 @@ from quintsched.cli.shared_options import (
 )
 from quintsched.errors import UsageError, counted
 from quintsched.files.progress_line import progress
+from quintsched.files.terminal import percent
 from quintsched.strategies.commands.flags import FLAGS, option_of, taking_flags
 
 if TYPE_CHECKING:

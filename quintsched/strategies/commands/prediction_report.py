@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from quintsched.cli.shared_options import percent
 from quintsched.errors import counted
+from quintsched.files.terminal import percent
 
 if TYPE_CHECKING:
     from quintsched.strategies.prediction.step import Prediction

@@ -102,11 +102,6 @@ def digits(value: float) -> str:
     return f"{value:,.{max(3 - whole, 0)}f}"
 
 
-def percent(share: float) -> str:
-    """Return a fraction as text: 0.125 as "12.5 %"."""
-    return f"{100 * share:.1f} %"
-
-
 def term_name(name: str) -> str:
     """Return the name of a term of time."""
     return TERMS.get(name, name.replace("_", " "))

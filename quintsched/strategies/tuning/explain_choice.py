@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 from quintsched.errors import UsageError, counted
+from quintsched.files.terminal import percent
 from quintsched.strategies.descriptions.flag_rows import read_strategy
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, percent, strategy_name, term_name
+from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name, term_name
 from quintsched.strategies.descriptions.strategy_validity import check, resolved
 from quintsched.strategies.prediction.step import Prediction, predict
 from quintsched.strategies.prediction.strategy_columns import SWITCH_COLUMNS

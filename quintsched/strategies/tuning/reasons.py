@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from quintsched.files.terminal import percent
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import (
     duration,
     held_name,
-    percent,
     strategy_mesh,
     strategy_name,
     term_name,

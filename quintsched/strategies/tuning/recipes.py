@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from quintsched.errors import UsageError
+from quintsched.files.terminal import percent
 from quintsched.strategies.descriptions.flag_rows import KEYS, PredictionRow, read_row
 from quintsched.strategies.descriptions.library import PRESETS
-from quintsched.strategies.descriptions.strategy_text import duration, percent
+from quintsched.strategies.descriptions.strategy_text import duration
 from quintsched.strategies.prediction.table import Table, evaluate
 from quintsched.strategies.tuning.choices import Choices
 from quintsched.strategies.tuning.explain_choice import explain

@@ -279,6 +279,13 @@ class _Mailbox:
     num_received: int = 0
     open: dict[int, Message] = field(default_factory=dict)
 
+    def message_of(self, key: ChannelKey, number: int) -> Message:
+        """Return the message of this number: that which the other end has posted, or a new one."""
+        message = self.open.pop(number, None)
+        if message is None:
+            message = self.open[number] = Message(key, number)
+        return message
+
 
 class LocalChannels:
     """All directed channels of a world. Calls are made with the world's lock held."""
@@ -299,10 +306,7 @@ class LocalChannels:
         """Post the next send; under the rules "nccl" the payload's memory is read when the message is delivered."""
         key = (source, destination, tag if self.is_tagged else None)
         box = self._boxes[key]
-        number, box.num_sent = box.num_sent, box.num_sent + 1
-        message = box.open.pop(number, None)
-        if message is None:
-            message = box.open[number] = Message(key, number)
+        message, box.num_sent = box.message_of(key, box.num_sent), box.num_sent + 1
         message.payload, message.sent = payload, what
         if self.is_buffered or message.buffer is not None:
             self._start(message)
@@ -312,10 +316,7 @@ class LocalChannels:
         """Post the next receive."""
         key = (source, destination, tag if self.is_tagged else None)
         box = self._boxes[key]
-        number, box.num_received = box.num_received, box.num_received + 1
-        message = box.open.pop(number, None)
-        if message is None:
-            message = box.open[number] = Message(key, number)
+        message, box.num_received = box.message_of(key, box.num_received), box.num_received + 1
         message.buffer, message.wanted = buffer, what
         if message.payload is not None and message.arrival_s is None:
             self._start(message)

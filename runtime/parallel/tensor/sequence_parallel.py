@@ -26,7 +26,7 @@ from quintsched.errors import MisfitError
 from ...blocks.block_outlines import TOKENS_DIM, Carry, Parcel, split_result
 from ...blocks.trees import TensorSpec, TreeSpec
 from ...comm import Group
-from ...comm.autograd_collectives import gather_from_group, scatter_to_group
+from ...comm.autograd_collectives import Collective, gather_from_group, scatter_to_group
 from ..expert.moe import mixtures
 from .parameter_shards import shard_of
 
@@ -126,22 +126,15 @@ def partial_weights(block: nn.Module) -> frozenset[nn.Parameter]:
 
 
 def _borders(given: bool, wanted: bool, group: Group) -> list[nn.Module]:
-    return [] if given == wanted else [_Scatter(group) if wanted else _Gather(group)]
+    return [] if given == wanted else [_Border(scatter_to_group if wanted else gather_from_group, group)]
 
 
-class _Scatter(nn.Module):
-    def __init__(self, group: Group) -> None:
+class _Border(nn.Module):
+    """Move of tokens at a border of whole ones and slices."""
+
+    def __init__(self, move: Collective, group: Group) -> None:
         super().__init__()
-        self.group = group
+        self.move, self.group = move, group
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return scatter_to_group(tokens, self.group, TOKENS_DIM)
-
-
-class _Gather(nn.Module):
-    def __init__(self, group: Group) -> None:
-        super().__init__()
-        self.group = group
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return gather_from_group(tokens, self.group, TOKENS_DIM)
+        return self.move(tokens, self.group, TOKENS_DIM)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...blocks.trees import Branch, Leaf, Node, TensorSlot, Tree
+from ...comm.checked.message_frame import describe_spec
 from ...data.loader_digests import scattered
 
 DigestNumber = int | Tensor
@@ -36,7 +37,7 @@ _OF_NUMPY = frozenset((torch.float32, torch.float64, torch.int64, torch.int32, t
 def structure_of(tree: Tree, tensors: Sequence[Tensor]) -> str:
     """Return the structure of a tree, with its plain values, and the dtypes and shapes of its tensors, in words."""
     if tree.root is TensorSlot.TENSOR:
-        return _tensor_words(tensors[0].shape, tensors[0].dtype)
+        return _tensor_words(tensors[0].dtype, tensors[0].shape)
     return _words(tree.root, iter(tensors))
 
 
@@ -86,15 +87,13 @@ def differ(samples: Sequence[Tensor]) -> DigestNumber:
     return torch.stack(found).any().to(torch.int64) if found else 0
 
 
-@lru_cache(maxsize=1024)
-def _tensor_words(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
+_tensor_words = lru_cache(maxsize=1024)(describe_spec)
 
 
 def _words(node: Node, tensors: Iterator[Tensor]) -> str:
     if node is TensorSlot.TENSOR:
         tensor = next(tensors)
-        return _tensor_words(tensor.shape, tensor.dtype)
+        return _tensor_words(tensor.dtype, tensor.shape)
     if isinstance(node, Leaf):
         return _leaf_words(node)
     assert isinstance(node, Branch)
