@@ -34,17 +34,7 @@ import torch
 import torch.distributed as dist
 from handwritten import LEARNING_RATE, Step, Task, gloo_wire, hand_written, pure_compute, torch_pipelining
 from muted import MUTED, MutedTransport, done, muted_torch
-from paired import (
-    Samples,
-    Target,
-    median_s,
-    merge,
-    ratios,
-    report,
-    run_processes,
-    sample,
-    status_bytes,
-)
+from paired import Samples, Target, median_s, merge, ratios, report, run_processes, sample, status_bytes
 from torch import Tensor, nn
 
 import quintsched as qs

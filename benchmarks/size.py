@@ -14,7 +14,6 @@ import ast
 import io
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cache
 from pathlib import Path
@@ -126,12 +125,6 @@ def longest_chain(uses: Mapping[str, Set[str]]) -> list[str]:
     return list(sorted(chains, key=len)[-1]) if chains else []
 
 
-def repeated(package: Path) -> list[str]:
-    """Return the names of modules that occur twice."""
-    count = Counter(path.name for path in modules(package) if not path.name.startswith("__"))
-    return sorted(name for name, times in count.items() if times > 1)
-
-
 def main() -> None:
     """Print a table."""
     package = ROOT / (sys.argv[1] if len(sys.argv) > 1 else "runtime")
@@ -144,7 +137,6 @@ def main() -> None:
         print(f"{room:<20}" + "".join(f"{number:>12,}" for number in size))
     chain = longest_chain(uses(package))
     print(f"\nlongest chain: {len(chain)} rooms: {' > '.join(chain)}")
-    print(f"names of modules that there are twice: {', '.join(repeated(package)) or 'none'}")
 
 
 if __name__ == "__main__":

@@ -195,3 +195,13 @@ def room_of(module: str, package: str) -> str | None:
     """Return the first name below `package` in a module's path; None for the package itself and for others."""
     below = module.removeprefix(package).split(".")[1:]
     return below[0] if within(module, package) and below else None
+
+
+def meanings(tree: ast.Module) -> Iterator[str]:
+    """Yield the public classes, types and constants of a module; variables of types mean nothing by themselves."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name
+        elif isinstance(node, ast.Assign) and "TypeVar" not in ast.unparse(node.value):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+            yield from (name for name in names if name[0].isupper())

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quintsched.runtime.comm import DoneWork, Work
-from quintsched.runtime.parallel.context.ring_attention import Arrival, Ring, ring_attention
+from quintsched.runtime.parallel.context.ring_attention import ArrivingBuffer, Ring, ring_attention
 
 from .model import synchronize
 
@@ -33,11 +33,11 @@ class StandingRing(Ring):
     def __init__(self, size: int, index: int) -> None:
         self.size, self.index = size, index
 
-    def shift(self, tensor: Tensor) -> Arrival:
-        return Arrival(tensor, ())
+    def shift(self, tensor: Tensor) -> ArrivingBuffer:
+        return ArrivingBuffer(tensor, ())
 
-    def expect(self, like: Tensor) -> Arrival:
-        return Arrival(torch.zeros_like(like), ())
+    def expect(self, like: Tensor) -> ArrivingBuffer:
+        return ArrivingBuffer(torch.zeros_like(like), ())
 
     def hand_on(self, gradients: Tensor) -> Work:
         return DoneWork()

@@ -20,7 +20,7 @@ from quintsched.errors import MisfitError
 
 from .plain_values import TEXT, NotPlainError, pack, unpack
 
-BESIDE = "engine.module."
+MODULE_KEYS = "engine.module."
 """Prefix of the checkpoint names of extra state-dict entries."""
 
 _EXTRA = "_extra_state"
@@ -73,7 +73,7 @@ def pack_beside(module: nn.Module, of_name: Callable[[str], str]) -> dict[str, T
         called = of_name(name)
         try:
             plain = value.detach() if isinstance(value, Tensor) else value
-            found |= pack(f"{BESIDE}{called}", plain)
+            found |= pack(f"{MODULE_KEYS}{called}", plain)
         except NotPlainError as error:
             raise MisfitError(
                 f"{called!r} of the state_dict cannot be saved exactly: {error}; modules give numbers, strings, "
@@ -86,7 +86,7 @@ def pack_beside(module: nn.Module, of_name: Callable[[str], str]) -> dict[str, T
 def load_beside(module: nn.Module, of_name: Callable[[str], str], state: Mapping[str, Tensor]) -> None:
     """Restore the extra entries that `pack_beside` packed; raises `MisfitError` if the state lacks one."""
     for name, mine in saved_beside(module).items():
-        called = f"{BESIDE}{of_name(name)}"
+        called = f"{MODULE_KEYS}{of_name(name)}"
         if f"{called}{TEXT}" not in state:
             raise MisfitError(f"the state is of another model: it has no {name!r} of {of_name(name)}")
         device = mine.device if isinstance(mine, Tensor) else None

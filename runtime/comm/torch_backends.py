@@ -43,13 +43,7 @@ from ..watch.rendezvous.key_value_store import HUB, Attempt, launchers_keys, mee
 from ..watch.uncaught_error import report_uncaught
 from .checked.framed_messages import FramedMessages, FrameKey
 from .checked.message_frame import NO_LABEL, Label, describe_spec
-from .device import (
-    LIBRARIES,
-    claim_device,
-    library_of,
-    require_queues,
-    synchronize,
-)
+from .device import LIBRARIES, claim_device, library_of, require_queues, synchronize
 from .torch_groups import TorchGroup, TorchWork, raise_stall, run_bounded, stall_errors
 from .transport_interface import Group, SelfGroup, Transport, Work
 

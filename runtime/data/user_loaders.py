@@ -84,10 +84,10 @@ def _set_numpys_state(state: Mapping[str, Any]) -> None:
     np.random.set_state({**state, "state": {**state["state"], "key": key.numpy().view(np.uint32)}})
 
 
-TARGETS = ("labels", "targets")
+TARGET_COLUMNS = ("labels", "targets")
 """Names of targets in a mapping."""
 
-UNKNOWN = DataSpec(input_shape=(), num_classes=0)
+UNKNOWN_SPEC = DataSpec(input_shape=(), num_classes=0)
 """Sizes of data that the user does not declare."""
 
 
@@ -98,7 +98,7 @@ def is_map_style(given: Any) -> bool:
 
 MIXED = "one of training and validation is a data set, the other a loader; give both as data sets, or both as loaders"
 
-Batch = tuple[Any, Any, Mapping[str, Any]]
+LoadedBatch = tuple[Any, Any, Mapping[str, Any]]
 """Inputs, targets, extras."""
 
 Say = Callable[[str], None]
@@ -147,7 +147,7 @@ class Loaders:
 
     train: Any
     validation: Any = None
-    spec: DataSpec = UNKNOWN
+    spec: DataSpec = UNKNOWN_SPEC
     batches: int | None = None
 
 
@@ -196,7 +196,7 @@ class LoaderFeed:
         """Whether the current batch is the last of several of a pass."""
         return self._at.given == self._length > 1
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[LoadedBatch]:
         """Yield the batches of an epoch from number `start` on, which must be the loader's position.
 
         Raises `MisfitError` where the loader has fewer batches than its length, or more.
@@ -329,11 +329,11 @@ class LoaderFeed:
                 self._end_epoch()
 
 
-def batch_of(given: Any) -> Batch:
+def batch_of(given: Any) -> LoadedBatch:
     """Split a loader's batch into inputs, targets, extras; raises `UsageError` for an object that is no batch."""
     if isinstance(given, Mapping):
-        name = next((name for name in TARGETS if name in given), None)
-        first = next((key for key in given if key not in TARGETS), None)
+        name = next((name for name in TARGET_COLUMNS if name in given), None)
+        first = next((key for key in given if key not in TARGET_COLUMNS), None)
         if name is not None and first is not None:
             return given[first], given[name], {k: v for k, v in given.items() if k not in (first, name)}
     elif isinstance(given, list | tuple) and len(given) in (2, 3):

@@ -133,7 +133,7 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, nn.Dropout) and module.p > 0
 
 
-BLOCKS = blocks_that(lambda block: True)
+ANY_BLOCK = blocks_that(lambda block: True)
 SHARDED = blocks_that(is_sharded)
 """Blocks that PyTorch has sharded (DTensor)."""
 TAKING_TARGETS = blocks_that(takes_targets)
@@ -155,19 +155,19 @@ _BLIND = ", but no block takes `{}` in its forward: an attention would see only 
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
-        BLOCKS,
+        ANY_BLOCK,
         lambda use: use.block == 0 and use.run.plan.schedule.slices > 1 and not use.run.some_take("past"),
         MisfitError,
         "{plan.schedule.name} cuts sequences into {plan.schedule.slices} slices" + _BLIND.format("past"),
     ),
     Refusal(
-        BLOCKS,
+        ANY_BLOCK,
         lambda use: use.block == 0 and use.run.plan.mesh.has_ranks("cp") and not use.run.some_take("context"),
         MisfitError,
         "mesh {plan.mesh} cuts sequences over cp" + _BLIND.format("context"),
     ),
     Refusal(
-        BLOCKS,
+        ANY_BLOCK,
         lambda use: use.every > use.count and use.block == use.run.cuts[use.stage][0],
         MisfitError,
         "one of {use.every} blocks of stage {use.stage} is to be recomputed, but it has {use.count}; set recompute to "

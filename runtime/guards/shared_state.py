@@ -34,7 +34,7 @@ from .weights_not_held import require_own_weights
 BlockHolder = tuple[int, str]
 """Number of a block, and the name of a holder in a snapshot of it."""
 
-Marks = Mapping[int, Sequence[tuple[str, str | int, ReadMark]]]
+ReadMarks = Mapping[int, Sequence[tuple[str, str | int, ReadMark]]]
 """Marks in place of values that other stages set, by block: the owner's name in a snapshot, the key, and the mark."""
 
 
@@ -136,7 +136,7 @@ class SharedState:
         name = f"block {number} ({type(block).__name__})"
         return Runs(name, self._stage_of[number], CodeReads(block, snapshot))
 
-    def require_none_handed_on(self, parcels: Sequence[Parcel], run: Callable[[Marks], object]) -> None:
+    def require_none_handed_on(self, parcels: Sequence[Parcel], run: Callable[[ReadMarks], object]) -> None:
         """Raise `MisfitError` where a block reads host state that a block of another stage sets.
 
         `run` runs all blocks again, with marks in place of values that other stages have set.

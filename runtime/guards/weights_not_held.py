@@ -42,7 +42,7 @@ _BY_ZERO = (
 )
 _INSTEAD = "let the optimizer decay weights (weight_decay=…), or take engine.full_weights() between steps"
 
-Places = dict[int, list[tuple[int, int, str]]]
+AddressRanges = dict[int, list[tuple[int, int, str]]]
 """Weights by data_ptr of their storage: first and last address of each, and its description for messages."""
 
 
@@ -72,9 +72,9 @@ class WeightsElsewhere:
             self._own.update((name.removeprefix("blocks."), weight) for name, weight in stage.named_parameters())
             self._experts |= expert_weights(stage)
 
-    def places(self) -> Places:
+    def places(self) -> AddressRanges:
         """Return the addresses of these weights, with their descriptions."""
-        found: Places = {}
+        found: AddressRanges = {}
         for name, weight in self._own.items():
             if why := self._why_cut(name, weight):
                 _add(found, weight, f"{name!r} (<block>.<weight>), {why}")
@@ -102,7 +102,7 @@ class ReadsElsewhere(TorchDispatchMode):
 
     def __init__(self, weights: WeightsElsewhere, what: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._weights, self._what, self._places = weights, what, Places()
+        self._weights, self._what, self._places = weights, what, AddressRanges()
         self.refusal = ""
 
     def __enter__(self) -> Any:
@@ -226,7 +226,7 @@ def _place(tensor: Tensor) -> int:
     return next(iter(_memory(tensor)), id(tensor))
 
 
-def _add(places: Places, weight: Tensor, told: str) -> None:
+def _add(places: AddressRanges, weight: Tensor, told: str) -> None:
     for memory in _memory(weight):
         first = weight.data_ptr()
         places.setdefault(memory, []).append((first, first + max(1, weight.nbytes), told))

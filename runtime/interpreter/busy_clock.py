@@ -19,7 +19,7 @@ from ..comm.device import is_accelerator, timing_event
 MOST_MOMENTS = 4096
 """Number of timestamps on a host that are kept before they are added up."""
 
-Stamp = Any
+ClockStamp = Any
 """A timestamp as a clock records it: only the clock that made it can read it."""
 
 
@@ -101,10 +101,10 @@ class TraceClock(Protocol):
     def set(self) -> None:
         """Set it to the time of day, before the first timestamp."""
 
-    def now(self) -> Stamp:
+    def now(self) -> ClockStamp:
         """Return a timestamp of this moment."""
 
-    def wall_s(self, stamp: Stamp) -> float:
+    def wall_s(self, stamp: ClockStamp) -> float:
         """Return the time of day of a timestamp, in seconds: the clock that all ranks share."""
 
 

@@ -28,7 +28,7 @@ from quintsched.trace.trace_json import RankTrace, digest_of
 from ..comm import Transport
 from ..comm.device import is_accelerator
 from ..comm.overlap_threads import BoundCall
-from .busy_clock import EventClock, HostClock, Stamp, TraceClock
+from .busy_clock import ClockStamp, EventClock, HostClock, TraceClock
 
 RECORDED_STEPS = range(2, 10)
 """Steps that are recorded by default: the first ones still warm up."""
@@ -39,9 +39,9 @@ class _Step:
     """Timestamps of one step, by instruction; waits are (instruction, since, until)."""
 
     number: int
-    start: list[Stamp | None]
-    end: list[Stamp | None]
-    waits: list[tuple[int, Stamp, Stamp]]
+    start: list[ClockStamp | None]
+    end: list[ClockStamp | None]
+    waits: list[tuple[int, ClockStamp, ClockStamp]]
 
 
 class Recorder:
@@ -56,9 +56,9 @@ class Recorder:
         self._clock: TraceClock = EventClock(device) if is_accelerator(device) else HostClock()
         self.now = self._clock.now
         self._number = -1
-        self._start: list[Stamp | None] = [None] * len(self._program)
-        self._end: list[Stamp | None] = [None] * len(self._program)
-        self._waits: list[tuple[int, Stamp, Stamp]] = []
+        self._start: list[ClockStamp | None] = [None] * len(self._program)
+        self._end: list[ClockStamp | None] = [None] * len(self._program)
+        self._waits: list[tuple[int, ClockStamp, ClockStamp]] = []
         self._wrapped: set[int] = set()
         self._recorded: list[_Step] = []
 
@@ -95,7 +95,7 @@ class Recorder:
 
         return timed
 
-    def mark(self, index: int, *, start: Stamp | None = None, end: Stamp | None = None) -> None:
+    def mark(self, index: int, *, start: ClockStamp | None = None, end: ClockStamp | None = None) -> None:
         """Set when an instruction began or ended (timestamps of `now`), where that is not the span of its calls.
 
         A receive, for example, ends when its value is taken, inside the call of another instruction.
@@ -110,7 +110,7 @@ class Recorder:
         if self._start[index] is None:
             self._start[index] = self.now()
 
-    def add_wait(self, index: int, since: Stamp, until: Stamp) -> None:
+    def add_wait(self, index: int, since: ClockStamp, until: ClockStamp) -> None:
         """Record that an instruction waited for another rank, from one timestamp of `now` to another.
 
         A wait for a message is recorded for the waiting instruction and for the receive.

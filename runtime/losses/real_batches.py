@@ -110,7 +110,7 @@ class JoinedCall(NamedTuple):
     tolerance: float
 
 
-class Comparison(NamedTuple):
+class BatchComparison(NamedTuple):
     """Result of a comparison.
 
     Attributes:
@@ -182,11 +182,11 @@ class RealBatch:
         loss: Callable[[Any, Any], Any],
         rule: LossWeight,
         tables: Sequence[Tensor],
-    ) -> Comparison:
+    ) -> BatchComparison:
         """Compare a loss of all samples joined with the combination of losses by its reduction."""
         units = self._alike()
         if not units:
-            return Comparison()
+            return BatchComparison()
         whole = _joined(units * self._copies)
         of = kind(loss, *whole.built(), whole.samples)
         for place, dtype in of.ways():
@@ -203,8 +203,8 @@ class RealBatch:
                 break
             tolerance = _ROUNDING * of.tolerance(together)
             why = _misfit(rule, tables, parts, each, together, self._copies, tolerance) or of.why_unlinear(rule)
-            return Comparison(why, self._numbers_of_each(rule, parts[0], together), JoinedCall(dtype, tolerance))
-        return Comparison()
+            return BatchComparison(why, self._numbers_of_each(rule, parts[0], together), JoinedCall(dtype, tolerance))
+        return BatchComparison()
 
     def rests(self, kind: type[LossExamination], loss: Callable[[Any, Any], Any]) -> dict[str, list[str]]:
         """Return digests of the output tensors of no sample in each microbatch, by path, if a loss reads them.

@@ -31,7 +31,7 @@ class AsksElsewhere(MisfitError):
     """Code between layers depends on state that cannot be compared."""
 
 
-FINAL = (AsksElsewhere, ModesLeftError)
+FINAL_ERRORS = (AsksElsewhere, ModesLeftError)
 """Errors that no other way of splitting the model avoids."""
 
 

@@ -29,7 +29,7 @@ from quintsched.errors import MisfitError, UsageError
 from ..blocks.plain_values import TEXT, NotPlainError, pack, quoted, unpack, unquoted
 from .optimizer_arguments import parameters_of
 
-BESIDE = "engine.optimizer."
+OPTIMIZER_KEYS = "engine.optimizer."
 """Prefix of all these names."""
 
 _CODE = (type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, partial)
@@ -40,7 +40,7 @@ _DEEPEST, _OBJECTS = 24, 12
 _GONE, _LOST = object(), object()
 """Placeholders for a value: absent, and unknown though it was there."""
 
-Names = Mapping[int, str]
+StateNames = Mapping[int, str]
 """Words for tensors that are saved elsewhere, by their ids."""
 
 StateByName = Mapping[str, tuple[nn.Parameter, dict[str, Any]]]
@@ -58,7 +58,7 @@ class OwnState:
     """
 
     def __init__(self, number: int, optimizer: Optimizer) -> None:
-        self.optimizer, self._kind, self._mine = optimizer, type(optimizer).__name__, f"{BESIDE}{number}"
+        self.optimizer, self._kind, self._mine = optimizer, type(optimizer).__name__, f"{OPTIMIZER_KEYS}{number}"
         self.is_foreign = not type(optimizer).__module__.startswith("torch.optim.")
         self._nested = [*_nested(optimizer)] if self.is_foreign else []
         self._groups, self._attributes = list[_Entries](), list[_Entries]()
@@ -100,7 +100,7 @@ class OwnState:
         for group in self._groups:
             group.find_changes()
 
-    def pack(self, names: Names) -> dict[str, Tensor]:
+    def pack(self, names: StateNames) -> dict[str, Tensor]:
         """Return it as tensors; raises `UsageError` for values that no file of tensors can hold."""
 
         def known(tensor: Tensor) -> str | None:

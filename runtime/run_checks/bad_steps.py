@@ -50,10 +50,10 @@ from .record_steps import ALL_UNITS, StepWatch
 TENSOR_KINDS = ("weights", "inputs", "targets", "activations", "loss", "gradients")
 """Kinds of tensors that may not be finite, in the order in which one causes the next."""
 
-LOSS = 2**30
+OF_LOSS_FUNCTION = 2**30
 """Index of the loss function, as the block behind the last one."""
 
-UNKNOWN = 2**30
+UNKNOWN_UNIT = 2**30
 """Index of a unit that is unknown: of a sum over units."""
 
 
@@ -63,8 +63,8 @@ class NotFinite:
 
     Attributes:
         kind: one of `TENSOR_KINDS`.
-        unit: the batch's unit, counted over all replicas; or `ALL_UNITS`, or `UNKNOWN`.
-        block: number of the block it belongs to; `LOSS`; -1: none.
+        unit: the batch's unit, counted over all replicas; or `ALL_UNITS`, or `UNKNOWN_UNIT`.
+        block: number of the block it belongs to; `OF_LOSS_FUNCTION`; -1: none.
         what: description, in words.
         rank: the global rank that found it.
     """
@@ -135,11 +135,11 @@ class FiniteChecks(StepWatch):
             for _, number in numbers[count:]:
                 if not is_finite(torch.as_tensor(number)):
                     what = f"{words} {float(number)}"
-                    self.found.append(NotFinite("loss", self._first_unit + unit, LOSS, what))
+                    self.found.append(NotFinite("loss", self._first_unit + unit, OF_LOSS_FUNCTION, what))
 
     def _look_at_sum(self, held: HeldTensor, gradient: Tensor) -> None:
         """Check an accumulated gradient: it is a sum over units, so its unit is unknown."""
-        self._look_at(local_of(gradient), "gradients", UNKNOWN, _block_of(held), f"gradient of {held.name}: ")
+        self._look_at(local_of(gradient), "gradients", UNKNOWN_UNIT, _block_of(held), f"gradient of {held.name}: ")
 
     def _handles(self, number: str, block: nn.Module, *, is_last: bool) -> Iterator[Any]:
         yield block.register_forward_hook(partial(self._gave, int(number), is_last))
@@ -158,7 +158,7 @@ class FiniteChecks(StepWatch):
             if loss is not None:
                 self._look_at(loss, "loss", unit, number, "the loss that it returns: ")
         taken = "gradient of what it is given: "
-        behind = (LOSS, taken) if number + 1 == self._num_blocks else (number + 1, taken)
+        behind = (OF_LOSS_FUNCTION, taken) if number + 1 == self._num_blocks else (number + 1, taken)
         if is_last and number + 1 < self._num_blocks:  # the next stage's rank checks the gradient that it sends
             behind = number, "gradient of its output, which was finite as the next stage sent it: "
         for (at, words), tensors in (((number, taken), tensors_of(given)), (behind, gives)):
@@ -265,20 +265,20 @@ class BadSteps:
 
     def _where(self, found: NotFinite | None, step: PreparedStep, weight: float) -> str:
         """Return the place of the first finding, in words."""
-        if not weight and (found is None or found.unit == UNKNOWN):
+        if not weight and (found is None or found.unit == UNKNOWN_UNIT):
             return "No target counts for the loss: its total weight is 0, by which gradients are divided"
         if found is None:
             return "Run again, all that was looked at is finite: what it computes is not the same in every run"
         plan, slices = self._model.plan, step.interpreter.state.flows.plan.schedule.slices
         place = ", ".join(f"{axis}={at}" for axis, at in plan.mesh.coordinates(found.rank).items())
         words = [f"rank {found.rank} ({place})"]
-        if found.block in (LOSS, ALL_UNITS):
-            words += ["the loss function"] * (found.block == LOSS)
+        if found.block in (OF_LOSS_FUNCTION, ALL_UNITS):
+            words += ["the loss function"] * (found.block == OF_LOSS_FUNCTION)
         else:
             stage = next((s for s, blocks in enumerate(self._model.cuts) if found.block in blocks), None)
             name = type(self._model.outlines[found.block]).__name__
             words += [f"stage {stage}", f"block {found.block} ({name})"]
-        if found.unit not in (ALL_UNITS, UNKNOWN):
+        if found.unit not in (ALL_UNITS, UNKNOWN_UNIT):
             replica, unit = divmod(found.unit, step.interpreter.state.flows.plan.schedule.num_units)
             words += [f"microbatch {unit // slices}"]
             words += [f"slice {unit % slices}"] * (slices > 1) + [f"replica {replica}"] * (self._model.num_replicas > 1)
@@ -289,7 +289,7 @@ class BadSteps:
         """Save the batch of the replica of the finding, and return where, in words (collective)."""
         said = ""
         coordinates = self._model.plan.mesh.coordinates(self._world.ranks[self._world.index])
-        replica = 0 if found is None or not 0 <= found.unit < UNKNOWN else found.unit // num_units
+        replica = 0 if found is None or not 0 <= found.unit < UNKNOWN_UNIT else found.unit // num_units
         is_mine = replica == self._model.replica and not coordinates.get("tp", 0)
         given = _tensors([part.batch for part in parts])
         if self._directory is not None and is_mine and given:

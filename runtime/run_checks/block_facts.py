@@ -27,8 +27,8 @@ from ..stage.rank_model import RankModel
 from ..steps.block_findings import BlockLoss
 from ..steps.units import UnitShape
 
-NOTHING = "nothing"
-OTHERWISE = "other random numbers"
+NO_FACT = "nothing"
+OTHER_DRAWS = "other random numbers"
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class BlockFacts:
     kind: str
     takes: str
     gives: str
-    changes: str = NOTHING
-    draws: str = NOTHING
+    changes: str = NO_FACT
+    draws: str = NO_FACT
     loss: str = "none"
-    cut: str = NOTHING
+    cut: str = NO_FACT
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ def find_facts(
     found: dict[int, tuple[list[str], str]] = {}
     over: dict[str, tuple[str, str]] = {}
     for of_blocks, of_losses in map(json.loads, share_texts(world, json.dumps([[*mine.items()], rules]))):
-        found |= {number: facts for number, facts in of_blocks if number not in found or facts[1] != NOTHING}
+        found |= {number: facts for number, facts in of_blocks if number not in found or facts[1] != NO_FACT}
         over |= of_losses
     shape = next(filter(None, step.units.shapes))
     blocks = tuple(_facts_of(model, shape, losses.blocks.losses, number, *found[number]) for number in sorted(found))
     kind = Over(over["loss"][0]) if "loss" in over else None
-    known = Known(blocks, kind, model.plan, shape.needs_data)
+    known = KnownFacts(blocks, kind, model.plan, shape.needs_data)
     words = {name: said for name, (_, said) in over.items()}
     return ModelFacts(blocks, words, tuple([sentence for sentence, holds in FOLLOWS if holds(known)]))
 
@@ -128,7 +128,7 @@ def _facts_of(
         type(outline).__name__,
         _taken(number, outline, shape),
         str(parcel),
-        ", ".join(_changes(parcel, changed)) or NOTHING,
+        ", ".join(_changes(parcel, changed)) or NO_FACT,
         draws,
         (str(loss[0]) if loss else "as the loss") if parcel.has_loss else "none",
         _cut(model, number),
@@ -152,7 +152,7 @@ def _changes(parcel: Parcel, buffers: Sequence[str]) -> Iterable[str]:
 
 def _draws(block: nn.Module, *, is_other: bool) -> str:
     drops = any(isinstance(module, KeyedDropout) and module.p > 0 for module in block.modules())
-    return ", ".join(["dropout"] * drops + [OTHERWISE] * is_other) or NOTHING
+    return ", ".join(["dropout"] * drops + [OTHER_DRAWS] * is_other) or NO_FACT
 
 
 def _cut(model: RankModel, number: int) -> str:
@@ -163,10 +163,10 @@ def _cut(model: RankModel, number: int) -> str:
         said[pair] = (
             f"{said[pair]} → {name}" if pair in said else name if cut.is_paired else f"{name} ({cut.split.value})"
         )
-    return ", ".join(said.values()) or NOTHING
+    return ", ".join(said.values()) or NO_FACT
 
 
-class Known(NamedTuple):
+class KnownFacts(NamedTuple):
     """Facts that decide which sentences of `FOLLOWS` hold; `needs_data`: tracing shapes takes real data."""
 
     blocks: Sequence[BlockFacts]
@@ -175,7 +175,7 @@ class Known(NamedTuple):
     needs_data: bool
 
 
-FOLLOWS: tuple[tuple[str, Callable[[Known], bool]], ...] = (
+FOLLOWS: tuple[tuple[str, Callable[[KnownFacts], bool]], ...] = (
     (
         "losses of microbatches and replicas are added up, and nothing is divided",
         lambda known: known.over is Over.SUM,
@@ -194,11 +194,11 @@ FOLLOWS: tuple[tuple[str, Callable[[Known], bool]], ...] = (
     ),
     (
         "steps with random numbers are run by their instructions, not from CUDA graphs",
-        lambda known: any(facts.draws != NOTHING for facts in known.blocks),
+        lambda known: any(facts.draws != NO_FACT for facts in known.blocks),
     ),
     (
         "blocks that draw other than by dropout are not compiled",
-        lambda known: any(OTHERWISE in facts.draws for facts in known.blocks),
+        lambda known: any(OTHER_DRAWS in facts.draws for facts in known.blocks),
     ),
     (
         "buffers that forwards change are made the same on all replicas, as `buffers` says",
@@ -216,7 +216,7 @@ FOLLOWS: tuple[tuple[str, Callable[[Known], bool]], ...] = (
     ),
     (
         "ranks of tp meet behind each pair, and at each layer that is cut alone",
-        lambda known: any(facts.cut != NOTHING for facts in known.blocks),
+        lambda known: any(facts.cut != NO_FACT for facts in known.blocks),
     ),
 )
 """Sentences on consequences for a run, each with the condition under which it holds."""

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, nearest
 
-from ..blocks.module_state import BESIDE as MODULES
+from ..blocks.module_state import MODULE_KEYS
 from ..blocks.plain_values import is_text
 from ..optim.optimizer_state import KeptMemory, kept_of
-from ..optim.state_beside_parameters import BESIDE as OPTIMIZERS
+from ..optim.state_beside_parameters import OPTIMIZER_KEYS
 from ..state.state_dict import MARK, same
 from ..state.training_state import KeptState
 from .rank_tensors import HeldTensor, RankTensors, state_placement
@@ -31,13 +31,13 @@ from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState
 from .tensor_placement import Placement, StateLayout
 from .weight_averages import DECAY
 
-_BESIDE = (MODULES, OPTIMIZERS)
+_BESIDE = (MODULE_KEYS, OPTIMIZER_KEYS)
 
 
 def require_of_any_mesh(saved: SavedState, name: str) -> None:
     """Raise `MisfitError` for module or optimizer state that differs between ranks, or between a rank's optimizers."""
     saved.require_alike(name)
-    if name.startswith(f"{OPTIMIZERS}{MARK}"):
+    if name.startswith(f"{OPTIMIZER_KEYS}{MARK}"):
         raise MisfitError(
             f"{saved.where}: {name!r} differs between the optimizers of a rank, so that nobody can say what "
             "it is on another mesh; resume on the mesh that wrote it"
@@ -61,7 +61,7 @@ class StateLoader:
         self._is_training = STEP in saved.pieces
         takes_states = takes_states and rank.trains
         self._takes_states = takes_states and (self._is_training or bool(saved.states))
-        self._kinds = _BESIDE if takes_states else (MODULES,)
+        self._kinds = _BESIDE if takes_states else (MODULE_KEYS,)
         own = rank.names.own or {}
         self._called = {
             name: list(dict.fromkeys(chain.from_iterable((one, own.get(one, one)) for one in (name, *group))))

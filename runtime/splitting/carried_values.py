@@ -33,13 +33,13 @@ from . import walk_log
 from .build_blocks import materialised
 from .steady_state import BetweenLayers, HostChanges
 from .walk_log import HIDDEN, CallArguments, CallResult, Flow, Placeholder, Rider, Span, SpanWalk
-from .weightless_model import Frame, Walk
+from .weightless_model import ModelFrame, Walk
 
 ArgumentPlace = tuple[int, str]
 """Number of a call, and a place among its arguments."""
 
 
-def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], watch: BetweenLayers | None = None) -> Flow:
+def capture(frame: ModelFrame, model: nn.Module, inputs: Mapping[str, Any], watch: BetweenLayers | None = None) -> Flow:
     """Record one run of a model's forward, its calls of layers; raises `MisfitError` where none is called.
 
     `watch` records what the code between layers does.
@@ -72,7 +72,7 @@ def capture(frame: Frame, model: nn.Module, inputs: Mapping[str, Any], watch: Be
 class _Capture(Walk):
     """Records calls; all weights and hidden states are unknown (NaN)."""
 
-    def __init__(self, frame: Frame, model: nn.Module, device: torch.device, watch: BetweenLayers | None) -> None:
+    def __init__(self, frame: ModelFrame, model: nn.Module, device: torch.device, watch: BetweenLayers | None) -> None:
         super().__init__(frame, device)
         self._model, self._watch = model, watch
         self._stand_ins: list[tuple[str, Tensor]] = []
@@ -184,7 +184,7 @@ class CarriedValues:
 
 
 def explore(
-    frame: Frame, model: nn.Module, inputs: Mapping[str, Any], select: Callable[[Any], Any], *, is_own: bool
+    frame: ModelFrame, model: nn.Module, inputs: Mapping[str, Any], select: Callable[[Any], Any], *, is_own: bool
 ) -> CarriedValues:
     """Record a forward; with `is_own`, for user code, check that every run does the same.
 
@@ -205,7 +205,7 @@ def explore(
 
 
 def _explored(
-    frame: Frame, model: nn.Module, inputs: Mapping[str, Any], select: Callable[[Any], Any], *, is_own: bool
+    frame: ModelFrame, model: nn.Module, inputs: Mapping[str, Any], select: Callable[[Any], Any], *, is_own: bool
 ) -> CarriedValues:
     if not is_own:
         return _found(frame, capture(frame, model, inputs), inputs, select)
@@ -224,7 +224,7 @@ def _explored(
         return _found(frame, flows[0], inputs, select)
 
 
-def _found(frame: Frame, flow: Flow, inputs: Mapping[str, Any], select: Callable[[Any], Any]) -> CarriedValues:
+def _found(frame: ModelFrame, flow: Flow, inputs: Mapping[str, Any], select: Callable[[Any], Any]) -> CarriedValues:
     spans = spans_of(flow)
     flow.riders = find_riders(frame, flow, spans, inputs, select)
     return CarriedValues(flow, spans, find_unneeded(frame, flow, spans, inputs, select))
@@ -252,7 +252,7 @@ def spans_of(flow: Flow) -> list[Span]:
 
 
 def find_riders(
-    frame: Frame,
+    frame: ModelFrame,
     flow: Flow,
     spans: Sequence[Span],
     inputs: Mapping[str, Any],
@@ -290,7 +290,7 @@ def find_riders(
 
 
 def find_unneeded(
-    frame: Frame, flow: Flow, spans: Sequence[Span], inputs: Mapping[str, Any], select: Callable[[Any], Any]
+    frame: ModelFrame, flow: Flow, spans: Sequence[Span], inputs: Mapping[str, Any], select: Callable[[Any], Any]
 ) -> dict[str, Tensor]:
     """Return the inputs of floating point (images, sounds) of which no block but the first needs any number or size.
 
@@ -334,7 +334,7 @@ class _Experiment(SpanWalk):
 
     def __init__(
         self,
-        frame: Frame,
+        frame: ModelFrame,
         flow: Flow,
         number: int,
         spans: Sequence[Span],

@@ -29,7 +29,7 @@ from .adapters.sliced_attention import Sight, look_here, seeing
 from .find_layers import shallow_copy
 from .split_context import Origin, as_meta, computable
 from .walk_log import SpanWalk, hidden_of
-from .weightless_model import Frame, needed
+from .weightless_model import ModelFrame, needed
 
 
 class _Itself:
@@ -115,7 +115,7 @@ def block_class(kind: type, role: type, takes: tuple[str, ...]) -> type:
     return type(kind.__name__, (kind,) if role is object else (role, kind), body)
 
 
-def _seeing(block: Any, frame: Frame, sight: Sight | None) -> AbstractContextManager[None]:
+def _seeing(block: Any, frame: ModelFrame, sight: Sight | None) -> AbstractContextManager[None]:
     """Set, within a context, the reach of the attentions of a block and of the forward that leads to it."""
     if sight is not None:
         look_here((*block.modules(), *frame.root.modules()))
@@ -226,7 +226,7 @@ class MultiLayerBlock(nn.Module):
 class _Place:
     """A frame with slots for a block's own modules, without registering them; copies of a block share it."""
 
-    def __init__(self, frame: Frame, names: Sequence[str]) -> None:
+    def __init__(self, frame: ModelFrame, names: Sequence[str]) -> None:
         self.frame = frame
         places = [(name, *place) for name in names for place in frame.places(name)]
         self.slots = [(name, parent, key, parent._modules[key]) for name, parent, key in places]
@@ -298,7 +298,7 @@ def outermost(names: Iterable[str]) -> list[str]:
     return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
 
-def _show_weights(frame: Frame, block: nn.Module, names: Iterable[str], *, is_meta: bool) -> None:
+def _show_weights(frame: ModelFrame, block: nn.Module, names: Iterable[str], *, is_meta: bool) -> None:
     """Make a block's weights visible to code on a frame, and, unless only shapes matter, its buffers."""
     for name in names:
         owner, _, key = name.rpartition(".")

@@ -21,7 +21,7 @@ from .adapters import router_losses, transformers_models
 from .adapters.sliced_attention import Sight
 from .carried_values import CarriedValues
 from .walk_log import HIDDEN, CallArguments, SpanWalk, Stop, replaced
-from .weightless_model import Frame, in_graph
+from .weightless_model import ModelFrame, in_graph
 
 
 class Origin:
@@ -48,7 +48,7 @@ class Origin:
 
     def __init__(
         self,
-        frame: Frame,
+        frame: ModelFrame,
         found: CarriedValues,
         inputs: Sequence[str],
         settings: Mapping[str, Any],

@@ -26,10 +26,10 @@ from ..blocks.module_state import require_sized, saved_tensors
 from ..comm.generators import GENERATORS, draws_undone
 from ..objects.host_state_changes import Copies
 from ..objects.library_or_user import arguments_of, is_of_library
-from ..objects.outer_state_reads import FINAL
+from ..objects.outer_state_reads import FINAL_ERRORS
 from ..objects.snapshot import Snapshot, require_undone
 from ..objects.spaces import is_hooked
-from ..parallel.tensor.cut_rules import Rules
+from ..parallel.tensor.cut_rules import CutRules
 from .adapters import peft_models, router_losses, transformers_models
 from .adapters.torchvision_operators import declare_missing
 from .build_blocks import built_without_weights, materialised
@@ -41,7 +41,7 @@ from .split_proof import require_equal, require_equal_loss
 from .split_traced import segments
 from .symbolic_trace import Untraceable
 from .walk_log import Flow
-from .weightless_model import Frame
+from .weightless_model import ModelFrame
 
 declare_missing()  # before a script or a job's file imports a library of models
 
@@ -76,7 +76,7 @@ class Split(Sequence[BlockOrBuilder]):
         blocks: Sequence[BlockOrBuilder],
         *,
         tied: Mapping[str, Sequence[str]] | None = None,
-        rules: Rules | None = None,
+        rules: CutRules | None = None,
         own_names: Mapping[str, str] | None = None,
         config: Any = None,
         conversions: Sequence[Any] = (),
@@ -176,11 +176,11 @@ def _whole(
     try:
         return _walked(model, blocks, inputs, prove, longer=example is None)
     except (MisfitError, UsageError) as error:
-        if blocks is not None or transformers_models.is_one(model) or isinstance(error, FINAL):
+        if blocks is not None or transformers_models.is_one(model) or isinstance(error, FINAL_ERRORS):
             raise
         try:
             return _proved_trace(model, inputs)
-        except FINAL:
+        except FINAL_ERRORS:
             raise
         except (MisfitError, Untraceable) as other:
             if isinstance(error, UsageError):  # no layers: tracing was the way to find blocks
@@ -352,7 +352,7 @@ def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str,
                 "travels by itself; let it take tensors by name, forward(self, x, mask)"
             )
     layers = find_layers(model) if blocks is None else named_layers(model, blocks)
-    frame = Frame(model, layers)
+    frame = ModelFrame(model, layers)
     select = transformers_models.select if transformers_models.is_one(model) else _output
     settings = transformers_models.settings(model) if transformers_models.is_one(model) else {}
     has_routers = transformers_models.is_one(model) and router_losses.asked(model)

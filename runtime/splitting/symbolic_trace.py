@@ -29,7 +29,7 @@ from ..blocks.block_outlines import meta_twins
 from ..comm.generators import AllGenerators
 from ..comm.torch_modes import Modes, modes_kept
 from ..objects.host_state_changes import label_of, line_of, tensors_in
-from ..objects.outer_state_reads import FINAL, require_plain
+from ..objects.outer_state_reads import FINAL_ERRORS, require_plain
 from ..objects.plain_code import asking_elsewhere
 from ..objects.spaces import is_hooked
 from .steady_state import HostChanges
@@ -64,8 +64,8 @@ def trace(model: nn.Module, training: Mapping[str, bool]) -> Traced:
 
     `training` has training flags of modules, by their names.
 
-    Raises `Untraceable`, and one of `FINAL` where the model's own forward has calls that are not plain, or leaves modes
-    switched; modules that do become leaf modules.
+    Raises `Untraceable`, and one of `FINAL_ERRORS` where the model's own forward has calls that are not plain, or
+    leaves modes switched; modules that do become leaf modules.
     """
     kept, opened, tries = set[str](), set[str](), 0
     while True:
@@ -82,7 +82,7 @@ def trace(model: nn.Module, training: Mapping[str, bool]) -> Traced:
             opened.add(found.name)
         except Exception as error:
             inner = tracer.inside[-1] if tracer.inside else ""
-            if not inner and isinstance(error, FINAL):
+            if not inner and isinstance(error, FINAL_ERRORS):
                 raise
             if not inner or inner in kept:
                 kind = "" if isinstance(error, Untraceable) else f"{type(error).__name__}: "

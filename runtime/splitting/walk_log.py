@@ -25,7 +25,7 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 from quintsched.errors import MisfitError
 
 from ..comm.torch_modes import Modes, modes_kept
-from .weightless_model import Frame, Walk
+from .weightless_model import ModelFrame, Walk
 
 CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments of a call, by position and by name."""
@@ -196,7 +196,7 @@ class SpanWalk(Walk):
 
     def __init__(
         self,
-        frame: Frame,
+        frame: ModelFrame,
         device: torch.device,
         flow: Flow,
         number: int,

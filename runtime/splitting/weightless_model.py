@@ -33,7 +33,7 @@ from ..objects.library_or_user import arguments_of, is_of_library
 _CURRENT: ContextVar[Walk | None] = ContextVar("walk", default=None)
 
 
-class Frame:
+class ModelFrame:
     """A copy of a model without weights; its buffers are copies.
 
     Args:
@@ -84,9 +84,9 @@ class Frame:
         for way in self.ways:
             way.eval()
 
-    def copy(self) -> Frame:
+    def copy(self) -> ModelFrame:
         """Return another frame of the same model, which shares nothing with this one."""
-        other = object.__new__(Frame)
+        other = object.__new__(ModelFrame)
         other.layers, other.followed, other.root = self.layers, self.followed, copy.deepcopy(self.root)
         other.flags = self.flags
         other._index()
@@ -159,7 +159,7 @@ class Walk:
 
     records = False
 
-    def __init__(self, frame: Frame, device: torch.device) -> None:
+    def __init__(self, frame: ModelFrame, device: torch.device) -> None:
         self.frame, self.device = frame, device
         self.calls, self.inside = 0, False
 

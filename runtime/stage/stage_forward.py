@@ -135,7 +135,7 @@ STEERED = (
 )
 
 
-class Whole:
+class WholeChain:
     """A recomputed chain at the end of the model: returns output tensors, and rebuilds the output from them."""
 
     def __init__(self, chain: RunBlocks) -> None:
@@ -204,7 +204,7 @@ class StageForward:
         self.takes_targets = any(map(takes_targets, blocks.values()))
         self.draws = StageDraws(masks, blocks, sliced, beside)
         """Random draws of the blocks; blocks that draw get their unit (see `UNIT`)."""
-        self._final: Whole | None = None
+        self._final: WholeChain | None = None
 
         def chain(some: Sequence[int], dropped: bool) -> tuple[RunBlocks, Callable[[], Iterable[Tensor]] | None]:
             first, end = (some[0], some[-1] + 1) if some else (start, start)
@@ -226,7 +226,7 @@ class StageForward:
             if any(parcels[number].records for number in some):
                 made = partial(_run_recorded, made)
             if dropped and end == len(parcels):
-                made = self._final = Whole(made)
+                made = self._final = WholeChain(made)
             return made, partial(_buffers, [module for _, module in modules]) if dropped else None
 
         self._chains = [chain(some, dropped) for some, dropped in chains_of(numbers, recompute if numbers else 0)]

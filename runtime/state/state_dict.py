@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from quintsched.errors import InputError, MisfitError
 from quintsched.files.strictjson import parse_strict
 
-from ..blocks.module_state import BESIDE as MODULES
-from ..blocks.module_state import load_beside, pack_beside
+from ..blocks.module_state import MODULE_KEYS, load_beside, pack_beside
 from ..blocks.plain_values import is_text
 from ..comm import Group
 from ..comm.host_collectives import share_texts
 from ..optim.gathered_steps import Stepper
-from ..optim.state_beside_parameters import BESIDE
+from ..optim.state_beside_parameters import OPTIMIZER_KEYS
 from ..stage.build_stages import Stage
 from .master_weights import Masters
 
@@ -100,7 +99,11 @@ class BesideTensors:
         joined = {name: tensor for one in each.values() for name, tensor in one.items()}
         if all(same(tensor, joined[name]) for one in each.values() for name, tensor in one.items()):
             return {**found, **joined}
-        marked = {f"{BESIDE}{mark}{n.removeprefix(BESIDE)}": t for mark, one in each.items() for n, t in one.items()}
+        marked = {
+            f"{OPTIMIZER_KEYS}{mark}{n.removeprefix(OPTIMIZER_KEYS)}": t
+            for mark, one in each.items()
+            for n, t in one.items()
+        }
         return {**found, **marked}
 
     def require(self, names: Iterable[str]) -> None:
@@ -108,7 +111,7 @@ class BesideTensors:
         given = dict.fromkeys(names)
         for stage in self._stages.values():
             mine = {name for name in pack_beside(stage, of_model) if is_text(name)}
-            blocks = tuple(f"{MODULES}{number}." for number in stage.blocks)
+            blocks = tuple(f"{MODULE_KEYS}{number}." for number in stage.blocks)
             odd = sorted(mine ^ {name for name in given if name.startswith(blocks) and is_text(name)})
             if odd:
                 raise MisfitError(f"the state is of another model: {odd[0]!r} is only on one side")
@@ -133,11 +136,11 @@ def _mark(step: tuple[int, ...]) -> str:
 
 def _of_step(state: Mapping[str, Value], step: tuple[int, ...]) -> Mapping[str, Value]:
     """Return the entries of the optimizer of some stages."""
-    marks = f"{BESIDE}{MARK}"
+    marks = f"{OPTIMIZER_KEYS}{MARK}"
     if not any(name.startswith(marks) for name in state):
         return state
-    mine = f"{BESIDE}{_mark(step)}"
-    return {BESIDE + name.removeprefix(mine): state[name] for name in state if name.startswith(mine)}
+    mine = f"{OPTIMIZER_KEYS}{_mark(step)}"
+    return {OPTIMIZER_KEYS + name.removeprefix(mine): state[name] for name in state if name.startswith(mine)}
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -154,7 +157,7 @@ def require_alike(beside: Mapping[str, Tensor], world: Group) -> None:
     known: dict[str, str] = {}
     for said in share_texts(world, json.dumps({name: _digest(tensor) for name, tensor in beside.items()})):
         for name, digest in json.loads(said).items():
-            if known.setdefault(name, digest) != digest or name.startswith(f"{BESIDE}{MARK}"):
+            if known.setdefault(name, digest) != digest or name.startswith(f"{OPTIMIZER_KEYS}{MARK}"):
                 raise MisfitError(
                     f"{name!r} is not the same on all ranks, so that no state for any mesh can have it; save what "
                     "engine.state_dict() gives of each rank (checkpoint.format: native)"

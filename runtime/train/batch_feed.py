@@ -41,7 +41,7 @@ from ..data import (
     load_dataset,
 )
 from ..data.prefetch import prefetched
-from ..data.user_loaders import MIXED, Batch, LoaderFeed, Loaders, Say, is_map_style
+from ..data.user_loaders import MIXED, LoadedBatch, LoaderFeed, Loaders, Say, is_map_style
 from ..engine_base import EngineBase
 from ..settings.job_file import DataConfig, Samples, TrainConfig
 from ..stage.batches.microbatches import most_rows, without_samples
@@ -139,15 +139,15 @@ class DatasetFeed:
         self._validation = BatchSampler(num_samples=num_validation, batch_size=size, seed=seed, shuffle=False)
         self.num_batches = self._train.num_batches
 
-    def train(self, epoch: int, start: int) -> Iterator[Batch]:
+    def train(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
         """Yield the batches of an epoch from number `start` on."""
         return self._batches(self._splits[0], self._train, epoch, start)
 
-    def validation(self) -> Iterator[Batch]:
+    def validation(self) -> Iterator[LoadedBatch]:
         """Yield all batches of validation."""
         return self._batches(self._splits[1], self._validation, 0, 0)
 
-    def once(self, samples: Samples) -> Iterator[Batch]:
+    def once(self, samples: Samples) -> Iterator[LoadedBatch]:
         """Yield this replica's part of a split, of which each sample is in one part, in order, batch by batch.
 
         Raises `MisfitError` where there are fewer samples than replicas.
@@ -164,7 +164,7 @@ class DatasetFeed:
             indices = mine[start : start + each]
             yield (None, None, {}) if split is None else self._gather(split, indices, 0)
 
-    def _batches(self, split: Any, sampler: BatchSampler, epoch: int, start: int) -> Iterator[Batch]:
+    def _batches(self, split: Any, sampler: BatchSampler, epoch: int, start: int) -> Iterator[LoadedBatch]:
         """Yield this replica's samples of each batch; (None, None, {}) on a rank that needs none."""
         replica, num_replicas = self._replica
         for indices in sampler.batches(epoch, start=start):
@@ -172,7 +172,7 @@ class DatasetFeed:
             mine = indices[replica * count : (replica + 1) * count]
             yield (None, None, {}) if split is None else self._gather(split, mine, epoch)
 
-    def _gather(self, split: Any, indices: Any, epoch: int) -> Batch:
+    def _gather(self, split: Any, indices: Any, epoch: int) -> LoadedBatch:
         return *gather_batch(split, indices), {}
 
     def example(self, samples: int) -> Tensor:
@@ -195,10 +195,10 @@ class TokenFeed(DatasetFeed):
         super().__init__(dataset, *arguments)
         self._ahead, self._needs = dataset.prefetch, needs
 
-    def _batches(self, split: Any, sampler: BatchSampler, epoch: int, start: int) -> Iterator[Batch]:
+    def _batches(self, split: Any, sampler: BatchSampler, epoch: int, start: int) -> Iterator[LoadedBatch]:
         return prefetched(super()._batches(split, sampler, epoch, start), self._ahead)
 
-    def _gather(self, split: Any, indices: Any, epoch: int) -> Batch:
+    def _gather(self, split: Any, indices: Any, epoch: int) -> LoadedBatch:
         samples: TokenSamples = split
         return samples.batch(indices, epoch, self._seed, ids=self._needs)
 
@@ -221,16 +221,16 @@ class UserFeed:
         advice = "give each replica as many, or say Loaders(…, batches=…)"
         require_same({"loaders": Section.from_settings(said)}, world, "the lengths of their loaders", advice)
 
-    def train(self, epoch: int, start: int) -> Iterator[Batch]:
+    def train(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
         """Yield the batches of an epoch from number `start` on."""
         yield from self._train.epoch(epoch, start)
 
-    def validation(self) -> Iterator[Batch]:
+    def validation(self) -> Iterator[LoadedBatch]:
         """Yield all batches of validation, if there is a loader for it."""
         if self._validation is not None:
             yield from self._validation.epoch(0)
 
-    def once(self, samples: Samples) -> Iterator[Batch]:
+    def once(self, samples: Samples) -> Iterator[LoadedBatch]:
         """Yield all batches of validation, or of one epoch of training; raises `MisfitError` where there are none."""
         if samples == "train":
             return self.train(0, 0)

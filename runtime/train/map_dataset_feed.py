@@ -20,7 +20,7 @@ from quintsched.errors import MisfitError, UsageError
 
 from ..agreement.sections import Record
 from ..data import PADDING, BatchSampler, DataSpec
-from ..data.user_loaders import MIXED, UNKNOWN, Batch, Say, batch_of, is_map_style
+from ..data.user_loaders import MIXED, UNKNOWN_SPEC, LoadedBatch, Say, batch_of, is_map_style
 from ..settings.job_file import Samples, TrainConfig
 from ..stage.batches.microbatches import without_samples
 
@@ -45,7 +45,7 @@ class MapFeed:
         validation: Dataset[Any] | None,
         settings: TrainConfig,
         share: tuple[int, int],
-        spec: DataSpec = UNKNOWN,
+        spec: DataSpec = UNKNOWN_SPEC,
     ) -> None:
         self._sets, self._share, self._size, self.spec = (train, validation), share, settings.batch_size, spec
         if not (validation is None or is_map_style(validation)):
@@ -61,16 +61,16 @@ class MapFeed:
         self.num_batches = self._train.num_batches
         self.settings: Record = {"data.training_samples": sizes[0], "data.validation_samples": sizes[1]}
 
-    def train(self, epoch: int, start: int) -> Iterator[Batch]:
+    def train(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
         """Yield the batches of an epoch from number `start` on."""
         return map(batch_of, self._batches(0, self._train.batches(epoch, start=start)))
 
-    def validation(self) -> Iterator[Batch]:
+    def validation(self) -> Iterator[LoadedBatch]:
         """Yield all batches of validation, if there are any."""
         given = () if self._validation is None else self._validation.batches(0)
         return map(batch_of, self._batches(1, given))
 
-    def once(self, samples: Samples) -> Iterator[Batch]:
+    def once(self, samples: Samples) -> Iterator[LoadedBatch]:
         """Yield this replica's part of a split, of which each sample is in one part, in order, batch by batch.
 
         Raises `MisfitError` where there is no validation.

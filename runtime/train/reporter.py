@@ -32,6 +32,7 @@ from quintsched.files.terminal import StreamBroken
 from quintsched.stalls.own_errors import Suppressed, came_from_handler
 from quintsched.user_code import load_object, names_file
 
+from ..data.user_loaders import Say
 from ..settings.job_file import SinkConfig
 
 NOT_FIGURES = ("event", "step", "epoch", "rank_busy", "rank_memory_gb")
@@ -71,7 +72,7 @@ def _wandb(**options: Any) -> Sink:
     return _OfLibrary(lambda figures, step: run.log(dict(figures), step=step), run.finish)
 
 
-BUILT_IN: Mapping[str, Callable[..., Sink]] = {"tensorboard": _tensorboard, "wandb": _wandb}
+TRACKERS: Mapping[str, Callable[..., Sink]] = {"tensorboard": _tensorboard, "wandb": _wandb}
 """Built-in sinks, by the package that each needs."""
 
 
@@ -121,7 +122,7 @@ class Sinks:
 
 def _build(config: SinkConfig) -> Sink:
     if not names_file(config.name):
-        return BUILT_IN[config.name](**config.options)
+        return TRACKERS[config.name](**config.options)
     found: Any = load_object(config.name)
     made: Sink = found(**config.options) if isinstance(found, type) else found
     return made
@@ -152,8 +153,8 @@ def require_sinks(sinks: Iterable[SinkConfig]) -> None:
                 raise UsageError(
                     f"log.sinks: {sink.name} is a function, so that there is nothing to build with options"
                 )
-        elif sink.name not in BUILT_IN:
-            raise UsageError(f"log.sinks: there is no sink {sink.name!r}{suggest(sink.name, BUILT_IN)}")
+        elif sink.name not in TRACKERS:
+            raise UsageError(f"log.sinks: there is no sink {sink.name!r}{suggest(sink.name, TRACKERS)}")
         elif find_spec(sink.name) is None:
             raise UsageError(
                 f"log.sinks: {sink.name!r} needs the package {sink.name}, which is not installed; pip install "
@@ -161,8 +162,7 @@ def require_sinks(sinks: Iterable[SinkConfig]) -> None:
             )
 
 
-Record = dict[str, object]
-Say = Callable[[str], None]
+LogRecord = dict[str, object]
 
 
 class Reporter:

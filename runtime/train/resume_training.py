@@ -30,7 +30,7 @@ from ..saving.verbs.engine_saves import WeightState
 from ..settings.job_file import ModelConfig
 from ..stage.batches.microbatches import most_rows
 from .batch_feed import Feed
-from .reporter import Record
+from .reporter import LogRecord
 
 
 def _nan_for_null(value: object) -> object:
@@ -71,7 +71,7 @@ class TrainingPosition:
     epochs_without_gain: int = 0
     stopped: bool = False
     totals: dict[str, Annotated[float, BeforeValidator(_nan_for_null)]] = field(default_factory=dict)
-    history: list[Record] = field(default_factory=list)
+    history: list[LogRecord] = field(default_factory=list)
     weighing: Weighing | None = None
 
 

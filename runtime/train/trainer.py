@@ -39,7 +39,7 @@ from ..splitting.split_model import Split, split
 from ..stage.build_stages import cuts_of
 from .batch_feed import Feed, feed_of, open_feed
 from .job_optimizer import build_optimizer, keep_own_rates, require_group_names
-from .reporter import Record, Reporter, Sink, Sinks, reporter_of, require_sinks
+from .reporter import LogRecord, Reporter, Sink, Sinks, reporter_of, require_sinks
 from .resume_training import StepSamples, TrainingPosition, go_on_from, load_pretrained_of
 from .run_environment import environment_of
 from .stage_costs import block_costs, measured_costs
@@ -259,7 +259,7 @@ class Trainer:
         """The steps of the whole training."""
         return self._loop.total_steps
 
-    def fit(self, start: Start = "new", *, resume: bool = False) -> list[Record]:
+    def fit(self, start: Start = "new", *, resume: bool = False) -> list[LogRecord]:
         """Train to the end, and return the record of each epoch.
 
         Where the folder of the checkpoints holds an earlier run, that is refused, unless `start` is "resume", which

@@ -24,7 +24,7 @@ from ..settings.job_file import JobConfig
 from .batch_feed import Feed, parts_of
 from .due_intervals import Due
 from .job_optimizer import learning_rate_factor, set_learning_rate
-from .reporter import Record, Reporter
+from .reporter import LogRecord, Reporter
 from .resume_training import Scale, StepSamples, TrainingPosition
 from .summed_losses import Sums, Window, figures_in_words
 from .throughput import Throughput
@@ -183,7 +183,7 @@ class TrainingLoop:
         of_ranks = self._throughput.read_ranks(seconds)
         self._idle_s += of_ranks["bubble"] * seconds
         self._logged_s += seconds
-        record: Record = {
+        record: LogRecord = {
             "event": "step",
             "step": progress.step,
             "epoch": progress.epoch + 1,
@@ -207,7 +207,7 @@ class TrainingLoop:
         validates = (is_due or progress.step == self.total_steps) and not progress.stopped
         validation = self.validate() if validates else {}
         is_whole = not progress.batch
-        record: Record = {
+        record: LogRecord = {
             "event": "epoch",
             "epoch": progress.epoch + (not is_whole),
             "step": progress.step,

@@ -37,7 +37,7 @@ from .stall_limits import Patience, PositionTracker
 from .verdict_timing import SETTLE_S, Judge, Member, Ruling, is_silent
 from .wall_time import now_s
 
-TICK_S = 0.1
+MONITOR_TICK_S = 0.1
 HURRY_S = 0.01
 """Seconds between two looks at all ranks; the shorter one while an exit status is awaited."""
 ALONE_AT_FIRST_S, ALONE_S = 120.0, 2.0
@@ -144,7 +144,7 @@ class Hub:
 
     def _hear(self) -> None:
         seeks = any(member.closed_s is not None and member.fate is None for member in self._members)
-        for connection in self._listener.wait_connections(HURRY_S if seeks else TICK_S):
+        for connection in self._listener.wait_connections(HURRY_S if seeks else MONITOR_TICK_S):
             for message in connection.receive():
                 try:
                     self._take(connection, message)

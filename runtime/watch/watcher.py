@@ -49,7 +49,7 @@ CONNECT_S = 60.0
 """Timeout of a hub's answer to a rank: on a machine under load the hub's process takes its time to start."""
 SAMPLE_S, BEAT_S = 0.25, 1.0
 """Seconds between samples of a cell that the hub cannot read, and between repeats of an unchanged one."""
-ASK_S = 6.0
+ASK_HUB_S = 6.0
 """Seconds that a rank waits for the verdict after its wait for others has failed."""
 GRACE_S, UNWIND_S = 2.0, 10.0
 """Seconds until a rank is ended after the verdict: while it does not know of it, and while it unwinds."""
@@ -150,21 +150,21 @@ class Watcher:
             self._say(error=headline(error), kind="stall" if lost_peer(error) else "unclear")
 
     def ask(self, words: str, *, in_code: bool = False) -> Answer | None:
-        """Report that a wait for others failed, and return the verdict, if one comes within `ASK_S`.
+        """Report that a wait for others failed, and return the verdict, if one comes within `ASK_HUB_S`.
 
         A wait `in_code` of the user may turn out to be this rank's own error: the message is empty then.
         """
         if not self._has_failed:
             self._asks = True
             self._say(error=printable(words), kind="unclear" if in_code else "stall")
-            self._answered.wait(ASK_S)
+            self._answered.wait(ASK_HUB_S)
         return self._answer
 
     def has_said(self, error: BaseException) -> bool | None:
         """Return whether the hub has printed all of this rank's refusal, as it does unless all ranks refuse."""
         if not (self._refuses and self._hub_speaks):
             return None
-        self._answered.wait(ASK_S)
+        self._answered.wait(ASK_HUB_S)
         told = self._answer.message if self._answer is not None and self._answer.was_told else ""
         is_one_line = "\n" not in said(error) and not getattr(error, "__notes__", None)
         return True if is_one_line and headline(error) in told else False if self._is_of_all else None

@@ -15,17 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from quintsched.cli.request_options import AXIS_OPTIONS
-from quintsched.cli.shared_options import (
-    AsJson,
-    Effort,
-    Seconds,
-    Seed,
-    emit,
-    read_plan,
-    read_trace,
-    refuse_input,
-    say,
-)
+from quintsched.cli.shared_options import AsJson, Effort, Seconds, Seed, emit, read_plan, read_trace, refuse_input, say
 from quintsched.errors import UsageError, counted
 from quintsched.files.progress_line import progress
 from quintsched.files.terminal import percent

@@ -21,21 +21,9 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import SHORT
 from quintsched.strategies.prediction import operators
-from quintsched.strategies.prediction.efficiency import (
-    CONSTANTS,
-    Constants,
-    Times,
-    launch_s,
-    launches,
-    operator_times,
-)
+from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, Times, launch_s, launches, operator_times
 from quintsched.strategies.prediction.operators import Array, BlockSizes, Operator, Product
-from quintsched.strategies.prediction.predicted_collectives import (
-    all_reduce_s,
-    exchange_s,
-    message_s,
-    overlap,
-)
+from quintsched.strategies.prediction.predicted_collectives import all_reduce_s, exchange_s, message_s, overlap
 
 T = TypeVar("T", bound="ArrayRecord")
 

@@ -26,13 +26,7 @@ from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
 from quintsched.strategies.prediction.layers_of_ranks import Kinds, LayerLayout, kinds
 from quintsched.strategies.prediction.memory.rank_memory import held_terms
 from quintsched.strategies.prediction.operators import Array, BlockSizes
-from quintsched.strategies.prediction.strategy_columns import (
-    WIDTHS,
-    Table,
-    distinct,
-    gradient_bytes,
-    rerun_modules,
-)
+from quintsched.strategies.prediction.strategy_columns import WIDTHS, Table, distinct, gradient_bytes, rerun_modules
 from quintsched.strategies.prediction.totals import step_terms
 
 __all__ = ["Evaluated", "Table", "distinct_blocks", "distinct_kinds", "evaluate", "held", "resolved", "sizes_of"]

@@ -29,7 +29,7 @@ from ..checked.message_frame import Label
 from ..host_link import HostLink, TimedLink
 from ..transport_interface import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
 from .simulated_nccl import Awaited, LocalWorld, WireTimes
-from .thread_collectives import Collective, Distribute
+from .thread_collectives import Distribute, MemberCall
 
 Result = TypeVar("Result")
 
@@ -109,29 +109,29 @@ class LocalGroup(Group):
             world.meetings.enter(rank, self._key)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        collective = Collective("all_reduce", op, tensor)
+        collective = MemberCall("all_reduce", op, tensor)
         return self._meet(collective, tensor, partial(_reduced, _COMBINE[op]))
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
-        collective = Collective("all_gather", None, tensor)
+        collective = MemberCall("all_gather", None, tensor)
         return self._meet(collective, output, lambda brought: [torch.cat(_tensors(brought))] * len(brought))
 
     def _reduce_scatter(self, output: Tensor, tensor: Tensor) -> Work:
-        collective = Collective("reduce_scatter", None, tensor)
+        collective = MemberCall("reduce_scatter", None, tensor)
         return self._meet(collective, output, lambda brought: reduce(torch.add, _tensors(brought)).chunk(len(brought)))
 
     def _all_to_all(
         self, output: Tensor, tensor: Tensor, received: Sequence[int] | None, sent: Sequence[int] | None
     ) -> Work:
         equal = (tensor.shape[0] // self.size,) * self.size
-        collective = Collective("all_to_all", None, tensor, tuple(received or equal), tuple(sent or equal))
+        collective = MemberCall("all_to_all", None, tensor, tuple(received or equal), tuple(sent or equal))
         return self._meet(collective, output, _swap)
 
     def _broadcast(self, tensor: Tensor, source: int) -> Work:
-        collective = Collective("broadcast from member", source, tensor)
+        collective = MemberCall("broadcast from member", source, tensor)
         return self._meet(collective, tensor, lambda brought: [brought[source].tensor] * len(brought))
 
-    def _meet(self, collective: Collective, output: Tensor, distribute: Distribute) -> Work:
+    def _meet(self, collective: MemberCall, output: Tensor, distribute: Distribute) -> Work:
         with self._world.lock:
             meeting, held = self._world.meetings.join(self._rank, self._key, collective, output, distribute)
             for other in held:
@@ -139,18 +139,18 @@ class LocalGroup(Group):
         return _LocalWork(self._world, self._rank, meeting, self.wait_cell, self.wait_code)
 
 
-def _reduced(combine: Callable[[Tensor, Tensor], Tensor], brought: list[Collective]) -> list[Tensor]:
+def _reduced(combine: Callable[[Tensor, Tensor], Tensor], brought: list[MemberCall]) -> list[Tensor]:
     total = brought[0].tensor
     for collective in brought[1:]:
         total = combine(total, collective.tensor)
     return [total] * len(brought)
 
 
-def _tensors(brought: list[Collective]) -> list[Tensor]:
+def _tensors(brought: list[MemberCall]) -> list[Tensor]:
     return [collective.tensor for collective in brought]
 
 
-def _swap(brought: list[Collective]) -> list[Tensor]:
+def _swap(brought: list[MemberCall]) -> list[Tensor]:
     """Return the rows that each member receives in an all-to-all.
 
     Raises `MisfitError` where one member sends a number of rows that another one does not expect.

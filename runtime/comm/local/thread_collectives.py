@@ -32,7 +32,7 @@ GroupKey = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class MemberCall:
     """A collective as a member issues it: kind with operation or source, and tensor; must be the same for all.
 
     Only an all-to-all may differ in its rows: the counts for each member, and from each.
@@ -44,7 +44,7 @@ class Collective:
     received: tuple[int, ...] = ()
     sent: tuple[int, ...] = ()
 
-    def fits(self, other: Collective) -> bool:
+    def fits(self, other: MemberCall) -> bool:
         """Whether these two can be the same collective."""
         mine, theirs, since = self.tensor, other.tensor, 1 if self.sent else 0
         return (
@@ -60,7 +60,7 @@ class Collective:
         return " ".join(str(word) for word in (self.kind, detail, describe(self.tensor)) if word is not None)
 
 
-Distribute = Callable[[list[Collective]], Sequence[Tensor]]
+Distribute = Callable[[list[MemberCall]], Sequence[Tensor]]
 """Maps the collectives of all members to the result of each."""
 
 
@@ -73,9 +73,9 @@ class Meeting:
 
     group: GroupKey
     number: int
-    first: tuple[int, Collective]
+    first: tuple[int, MemberCall]
     distribute: Distribute
-    brought: dict[int, tuple[Collective, Tensor]] = field(default_factory=dict)
+    brought: dict[int, tuple[MemberCall, Tensor]] = field(default_factory=dict)
     after: dict[int, Meeting] = field(default_factory=dict)
     then: dict[int, Meeting] = field(default_factory=dict)
     arrival_s: float | None = None
@@ -125,7 +125,7 @@ class Meetings:
         self._issued[rank][group] = 0
 
     def join(
-        self, rank: int, group: GroupKey, collective: Collective, output: Tensor, distribute: Distribute
+        self, rank: int, group: GroupKey, collective: MemberCall, output: Tensor, distribute: Distribute
     ) -> tuple[Meeting, list[Meeting]]:
         """Join the next meeting of the group; return it, and the meetings that can run now.
 

@@ -31,7 +31,7 @@ _SCALES = ((1, 0.5), (0.5, 1), (0.01, 0.1), (1, 0.1), (1, 10), (100, 10))
 _OTHER_SIDE = ((-1, -0.5), (-10, -30))
 
 
-class Leaves(Protocol):
+class Rows(Protocol):
     """Leaves of an output and of targets."""
 
     @property

@@ -12,7 +12,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-UNLINEAR = (
+CHANGES_GRADIENTS = (
     "its backward changes gradients by more than a factor, as a clamp or a sign does, or a hook in it: these are "
     "a microbatch's, and not the batch's; clip in the optimizer, Engine(…, clip=…)"
 )

@@ -25,10 +25,10 @@ from torch import Tensor
 from ...blocks.trees import flatten
 from ..function_state import FunctionKept, FunctionState, class_weights, whole_numbers
 from ..loss_reductions import WITHOUT_GRADIENT, LossWeight, Over, WeightFinding
-from .loss_parts import Leaves, LossParts, along_samples, along_tokens, cut_elsewhere, leaf_rows, ratio_of, shortened
+from .loss_parts import LossParts, Rows, along_samples, along_tokens, cut_elsewhere, leaf_rows, ratio_of, shortened
 from .losses_mixing_tokens import OF_SLICES, mixes_tokens
 from .losses_with_state import depends_on_calls, goes_by_written
-from .nonlinear_losses import FACTORS, UNLINEAR, gradients_of, is_linear
+from .nonlinear_losses import CHANGES_GRADIENTS, FACTORS, gradients_of, is_linear
 from .other_targets import with_ignored_tokens, with_other_targets
 from .trial_call_modes import CallsChecked, MadeUp, unseen
 
@@ -69,7 +69,7 @@ OF_OTHER_WEIGHTS = (
     " an argument or a global, not made in each call)"
 )
 WRITES = "its calls write {}, which it goes by: once for each microbatch, and not once for a batch"
-OF_NO_SAMPLE = (
+NO_SAMPLE = (
     "; output{} belongs to no sample, and so is in each microbatch: add what the loss takes of it to a mean, or to "
     "(sum, weight) as often as there are samples"
 )
@@ -128,7 +128,7 @@ class LossExamination:
 
         For a sum it does not matter: its gradients are added up unscaled.
         """
-        return "" if self._is_linear or weight.over is Over.SUM else UNLINEAR
+        return "" if self._is_linear or weight.over is Over.SUM else CHANGES_GRADIENTS
 
     def _agreed(self) -> WeightFinding:
         if not self.has_rows():
@@ -219,7 +219,7 @@ class LossExamination:
                 weight = replace(weight, is_guarded=weight.is_guarded or fails, is_clamped=is_clamped)
         return weight
 
-    def depends_on_calls(self, parts: Leaves, state: FunctionState | None = None) -> str | None:
+    def depends_on_calls(self, parts: Rows, state: FunctionState | None = None) -> str | None:
         """Return the name of the state that its own calls write and then read, since `state` was noted; None: none.
 
         Generators are restored.
@@ -349,7 +349,7 @@ class LossExamination:
         """Return a hint for a loss that reads output tensors of no sample; "": it reads none."""
         pairs = zip(self._output_tree.paths, parts.units, tried.gradients, strict=False)
         path = next((path for path, unit, g in pairs if not unit and g is not None and g.any()), None)
-        return "" if path is None else OF_NO_SAMPLE.format(path)
+        return "" if path is None else NO_SAMPLE.format(path)
 
     def tolerance(self, tried: Tried) -> float:
         """Return the relative tolerance of gradients, by dtype."""

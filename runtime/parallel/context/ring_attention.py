@@ -40,7 +40,7 @@ KEYS_TAG, GRADIENTS_TAG = 0, 1
 """Tags of a ring's messages. Pipeline messages have other peers (ranks that differ in pp), so tags cannot clash."""
 
 
-class Arrival(NamedTuple):
+class ArrivingBuffer(NamedTuple):
     """A receive buffer in flight, with the works that must complete before it may be used."""
 
     tensor: Tensor
@@ -62,18 +62,18 @@ class Ring:
         self._next = group.ranks[(group.index + 1) % group.size]
         self._previous = group.ranks[group.index - 1]
 
-    def shift(self, tensor: Tensor) -> Arrival:
+    def shift(self, tensor: Tensor) -> ArrivingBuffer:
         """Send keys and values to the next rank, and post the receive of those from the previous rank."""
         buffer = torch.empty_like(tensor)
         receive = self._transport.recv(buffer, self._previous, KEYS_TAG)
         send = self._group.beside(self._transport.send(tensor, self._next, KEYS_TAG))
-        return Arrival(buffer, (send, receive))
+        return ArrivingBuffer(buffer, (send, receive))
 
-    def expect(self, like: Tensor) -> Arrival:
+    def expect(self, like: Tensor) -> ArrivingBuffer:
         """Post the receive of gradients from the previous rank, shaped as `like`."""
         buffer = torch.empty_like(like)
         receive = self._transport.recv(buffer, self._previous, GRADIENTS_TAG)
-        return Arrival(buffer, (self._group.beside(receive),))
+        return ArrivingBuffer(buffer, (self._group.beside(receive),))
 
     def hand_on(self, gradients: Tensor) -> Work:
         """Send gradients to the next rank."""
@@ -126,7 +126,7 @@ class _RingAttention(torch.autograd.Function):
         back = _Back.begin_backward(ctx.kernel, grouped, gradient, mixed, weight)
         passing = _pack(key, value)
         home = torch.zeros_like(passing, dtype=weight.dtype)
-        arriving: Arrival | None = None
+        arriving: ArrivingBuffer | None = None
         sent: Work = DoneWork()
         for step in range(ring.size):
             coming = ring.shift(passing) if step + 1 < ring.size else None

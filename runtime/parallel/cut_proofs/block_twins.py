@@ -24,7 +24,7 @@ from ...objects.host_values import marks_of
 from ..tensor.pair_adjustments import restore_sizes
 from .reads.outside_references import require_held_once
 
-TensorOf = TypeVar("TensorOf", bound=Tensor)
+TensorKind = TypeVar("TensorKind", bound=Tensor)
 
 SEED = 20_240_229
 
@@ -158,7 +158,7 @@ def _is_ours(hook: Any) -> bool:
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_OURS)
 
 
-def marked(tensor: TensorOf, like: Tensor) -> TensorOf:
+def marked(tensor: TensorKind, like: Tensor) -> TensorKind:
     """Copy the attributes that users have set on tensor `like` to a tensor, and return it."""
     vars(tensor).update(marks_of(like))
     return tensor

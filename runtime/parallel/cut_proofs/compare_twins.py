@@ -19,7 +19,7 @@ from ...comm import EchoGroup, Group
 from ...comm.host_collectives import greatest
 from ..dropout import Masks, key_dropouts
 from ..tensor.cut_module import apply_tensor_parallel
-from ..tensor.cut_rules import Choice, Rules, find_cuts
+from ..tensor.cut_rules import Choice, CutRules, find_cuts
 from ..tensor.cuttable_layers import Cut
 from ..tensor.parameter_shards import shard_of
 from .block_twins import SEED, Blueprint
@@ -29,7 +29,7 @@ from .features_apart import DRAWS, draws_of_python, why_joined
 from .reads.drawn_parts import NotedMasks, Shapes, note_draws, undisturbed
 from .tokens.tokens_apart import TokenGathers, why_tokens_meet
 from .trial_inputs import Arrival, TrialInput
-from .trial_twins import OF_WEIGHT, Difference, Figures, Setting, differences, outputs_of, run_cut, run_whole, shaken
+from .trial_twins import OF_WEIGHT, Deviation, Figures, Setting, differences, outputs_of, run_cut, run_whole, shaken
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -111,7 +111,7 @@ class Bench:
         rules: those of the user.
     """
 
-    def __init__(self, group: Group, rules: Rules) -> None:
+    def __init__(self, group: Group, rules: CutRules) -> None:
         self.group, self.rules = group, rules
 
     def whole(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> Figures | None:
@@ -190,7 +190,7 @@ class Bench:
 
     def _differences(
         self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice
-    ) -> tuple[list[tuple[Difference, bool]], str]:
+    ) -> tuple[list[tuple[Deviation, bool]], str]:
         """Return the differences, each with whether it belongs to an uncut weight; and an error in words, or ""."""
         try:
             block = self.twin(kind, setting, choice)

@@ -140,7 +140,7 @@ def _is_of_sizes(was: int, now: int, sizes: Sequence[tuple[int, int]]) -> bool:
 
 
 @dataclass
-class Followed:
+class FollowedKind:
     """A kind of block that is checked in later steps, with its known call traces and its trial inputs.
 
     `setting` has the groups over which it is cut, and whether tokens are sliced.
@@ -173,14 +173,14 @@ class LaterSteps:
         self, bench: BenchHere, outlines: Sequence[nn.Module], dtype: torch.dtype | None, tokens: SequenceParallel
     ) -> None:
         self._bench, self._outlines, self._dtype, self._tokens = bench, outlines, dtype, tokens
-        self.followed: list[Followed] = []
+        self.followed: list[FollowedKind] = []
         self._lengths = set[str]()
         self._state = self._of_pairs = SteeringState({})
         self.names = self._state.names
         self._noted = ""
         self._calls: dict[tuple[int, str], Called | None] = {}
 
-    def follow_kinds(self, kinds: Sequence[Followed], units: FirstUnits) -> None:
+    def follow_kinds(self, kinds: Sequence[FollowedKind], units: FirstUnits) -> None:
         """Check these kinds from now on; the shapes of `units` are proved for cut sequences."""
         self.followed, self._lengths = list(kinds), {_shapes_of(units)}
         self._watch()
@@ -213,7 +213,7 @@ class LaterSteps:
                 followed.known.append(called)
         return ""
 
-    def _why_no_pair(self, followed: Followed, arrival: Arrival) -> str:
+    def _why_no_pair(self, followed: FollowedKind, arrival: Arrival) -> str:
         found = self._bench.unsound_again(followed.kind, arrival, is_asked=followed.is_asked)
         return "" if found is None else str(found)
 
@@ -281,7 +281,7 @@ class LaterSteps:
         self._calls.clear()
         self._watch()
 
-    def _as_they_are(self, followed: Followed, changed: str) -> list[Followed]:
+    def _as_they_are(self, followed: FollowedKind, changed: str) -> list[FollowedKind]:
         """Split a kind by the present contents of its blocks, and return one entry for each group of equal blocks."""
         kind, alike = followed.kind, dict[object, list[nn.Module]]()
         for block in kind.blocks:
@@ -331,7 +331,7 @@ class LaterSteps:
         )
 
 
-def _steering(followed: Sequence[Followed]) -> SteeringState:
+def _steering(followed: Sequence[FollowedKind]) -> SteeringState:
     """Return a snapshot of the host state that the blocks of some kinds depend on."""
     blocks = {
         f"block {one.kind.number}" if not place else f"block {place} like {one.kind.number}": block

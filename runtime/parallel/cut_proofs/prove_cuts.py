@@ -39,7 +39,7 @@ from .block_twins import Blueprint
 from .candidate_cuts import CandidateRules, alone, everywhere, paired_ways, replicated
 from .choose_cuts import Chooser, share
 from .compare_twins import Bench, BlockKind, CutGap
-from .later_steps import BenchHere, Called, Followed, LaterSteps
+from .later_steps import BenchHere, Called, FollowedKind, LaterSteps
 from .trial_inputs import TRIAL_SAMPLES, Arrival, Arrivals, FirstUnits, specs_of
 from .trial_twins import Figures, Setting
 
@@ -240,12 +240,12 @@ class Prover:
             proved.append((kind, arrival, [found for found in called[1:] if found is not None]))
         return proved
 
-    def _followed(self, kind: BlockKind, arrival: Arrival, called: list[Called]) -> Followed:
+    def _followed(self, kind: BlockKind, arrival: Arrival, called: list[Called]) -> FollowedKind:
         setting = replace(self._setting, slices_tokens=self._tensor.tokens.inside(kind.number))
         is_paired = self._group.size > 1 and not kind.is_parted and self._tensor.has_pairs(kind.number, kind.choice)
-        return Followed(kind, self._tensor.are_ruled(kind.cuts), arrival, setting, is_paired, called)
+        return FollowedKind(kind, self._tensor.are_ruled(kind.cuts), arrival, setting, is_paired, called)
 
-    def _note_draws(self, followed: Followed, masks: Masks) -> str:
+    def _note_draws(self, followed: FollowedKind, masks: Masks) -> str:
         """Record in `masks` the dimensions of a kind's sharded draws; return why they cannot be keyed, or ""."""
         kind = followed.kind
         if not (followed.in_pairs or followed.setting.slices_tokens):

@@ -30,7 +30,7 @@ from .trial_inputs import Arrival, TrialInput, cut_dimension
 SMALL = 0.1
 """Gradients below this share of the largest one are compared relative to that share: they may be mere rounding."""
 
-LOSS = "auxiliary loss"
+AUXILIARY = "auxiliary loss"
 """Name of a loss among outputs; losses of slices are summed."""
 
 TwinTensors = dict[str, Tensor]
@@ -124,15 +124,15 @@ def run_cut(block: nn.Module, arrival: Arrival, setting: Setting, whole: Figures
         if name in runs[0][2]
     }
     if setting.context is not None:  # outputs without tokens are replicated: a share of the loss each
-        alike = {name for name, dim in dims.items() if dim is None and name != LOSS}
+        alike = {name for name, dim in dims.items() if dim is None and name != AUXILIARY}
         seeds = {name: seed / setting.context.size if name in alike else seed for name, seed in seeds.items()}
     for take, _, made in reversed(runs):
         _backward(made, seeds, dims, take)
     _add_up_partial(block, setting)
     inputs = arrival.tensors
     outputs = {name: _join([_detached(made)[name] for _, _, made in runs], dim) for name, dim in dims.items()}
-    if LOSS in outputs:
-        outputs[LOSS] = _sum_of_losses([_detached(made)[LOSS] for _, _, made in runs], setting)
+    if AUXILIARY in outputs:
+        outputs[AUXILIARY] = _sum_of_losses([_detached(made)[AUXILIARY] for _, _, made in runs], setting)
     return Figures(
         outputs,
         {n: _join_gradients([leaves[n].grad for _, leaves, _ in runs], inputs[n].tokens) for n in runs[0][1]},
@@ -141,7 +141,7 @@ def run_cut(block: nn.Module, arrival: Arrival, setting: Setting, whole: Figures
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """Relative difference of a tensor (to the largest number among its like): kind ("its output") and name."""
 
     what: str
@@ -157,7 +157,7 @@ OF_WEIGHT = "the gradient of its weight"
 
 def differences(
     whole: Figures, cut: Figures, block: nn.Module, arrival: Arrival, setting: Setting
-) -> Iterator[Difference]:
+) -> Iterator[Deviation]:
     """Yield the difference of each compared tensor, on this rank's part; `block` is the cut one."""
     take, inputs = setting.slicer(None), arrival.tensors
     share = setting.context.size if setting.context is not None else 1
@@ -215,7 +215,7 @@ def _run(
     output, riders, auxiliary = split_result(copy_context().run(run_on_slices, block, sliced, activation, taken))
     left, tensors = flatten(output)
     outputs = {**dict(zip(left.paths, tensors, strict=True)), **riders}
-    return leaves, {**outputs, **({} if auxiliary is None else {LOSS: auxiliary})}
+    return leaves, {**outputs, **({} if auxiliary is None else {AUXILIARY: auxiliary})}
 
 
 def _beside(arrival: Arrival, setting: Setting, store: Store, number: int) -> dict[str, Any]:
@@ -295,7 +295,7 @@ def _join_gradients(parts: Sequence[Tensor | None], dim: int | None) -> Tensor |
     return _join(there, dim) if len(there) == len(parts) else None
 
 
-def _compare(what: str, expected: TwinGradients, found: Mapping[str, Tensor | None]) -> Iterator[Difference]:
+def _compare(what: str, expected: TwinGradients, found: Mapping[str, Tensor | None]) -> Iterator[Deviation]:
     """Yield the relative difference of each tensor; 1.0 if it is missing on one side and not zero on the other."""
     largest = max((largest_of(tensor) for tensor in expected.values() if tensor is not None), default=0.0)
     for name, wanted in expected.items():
@@ -305,4 +305,4 @@ def _compare(what: str, expected: TwinGradients, found: Mapping[str, Tensor | No
             apart = 0.0 if there is None or not there.any() else 1.0
         else:
             apart = off(got, wanted, SMALL * largest)
-        yield Difference(what, name, apart)
+        yield Deviation(what, name, apart)

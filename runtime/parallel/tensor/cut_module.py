@@ -27,7 +27,7 @@ from ..dropout import KeyedDropout
 from ..expert.moe import TensorBoundary, mixtures
 from .column_matmul import InputCommunication
 from .column_row_layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
-from .cut_rules import Rules, find_cuts, require_pairs
+from .cut_rules import CutRules, find_cuts, require_pairs
 from .cuttable_layers import REGISTERED, Cut, cut_weights, is_linear, join, pairs_of
 from .pair_adjustments import divide_sizes, gather_tokens_before, gather_wide_norms, join_pair
 from .parameter_shards import Shard, gather_full, require_same, shard_of, take_shard, watch_gradient
@@ -50,7 +50,7 @@ LayerCommunication = tuple[InputCommunication, Exit]
 def apply_tensor_parallel(
     module: nn.Module,
     group: Group | dist.ProcessGroup,
-    rules: Rules | None = None,
+    rules: CutRules | None = None,
     *,
     path: str = "",
     sequence_parallel: bool = False,

@@ -50,7 +50,7 @@ from .parameter_shards import require_even
 RuleData = str | Mapping[str, object]
 """A rule as users write it: "column", or {"cut": "column", "parts": 3} (see `settings.tensor_rules`)."""
 
-Rules = Mapping[str, RuleData]
+CutRules = Mapping[str, RuleData]
 """fnmatch patterns on names to rules; the first match applies."""
 
 
@@ -58,7 +58,7 @@ _OWN = "quintsched.runtime.models."
 _OPAQUE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-def find_cuts(root: nn.Module, rules: Rules, size: int, path: str = "", *, strict: bool = True) -> list[Cut]:
+def find_cuts(root: nn.Module, rules: CutRules, size: int, path: str = "", *, strict: bool = True) -> list[Cut]:
     """List the layers of `root` to be cut over `size` ranks; rules match their names below `path`.
 
     `strict`: the cuts are not proved (see `families.pair_cuts`).
@@ -132,12 +132,12 @@ def _attends(module: nn.Module) -> bool:
     return isinstance(module, _OPAQUE) or (has_layers and bool(head_counts([module], 0, 0)))
 
 
-def matches(path: str, rules: Rules) -> bool:
+def matches(path: str, rules: CutRules) -> bool:
     """Whether a rule matches the layer of this name."""
     return any(fnmatchcase(path, pattern) for pattern in rules)
 
 
-def require_rules_to_match(rules: Rules, blocks: Sequence[nn.Module]) -> None:
+def require_rules_to_match(rules: CutRules, blocks: Sequence[nn.Module]) -> None:
     """Raise `UsageError` for an invalid rule, or one that matches no layer of the model."""
     parse_rules(rules)
     names = [
@@ -162,7 +162,7 @@ def _declared(root: nn.Module, path: str) -> dict[str, TensorRule]:
     }
 
 
-def parse_rules(rules: Rules) -> dict[str, TensorRule]:
+def parse_rules(rules: CutRules) -> dict[str, TensorRule]:
     """Parse rules; raises `UsageError` for an invalid one."""
     return {pattern: _parse_rule(pattern, rule) for pattern, rule in rules.items()}
 
@@ -327,7 +327,7 @@ class Choice:
         proved: names in the whole model of the first columns of proved pairs.
     """
 
-    rules: Rules = field(default_factory=dict)
+    rules: CutRules = field(default_factory=dict)
     partial: frozenset[str] = frozenset()
     slices: bool = True
     gathers_before: bool = False

@@ -18,7 +18,7 @@ from ...settings.tensor_rules import TensorSplit
 from .cut_module import apply_tensor_parallel, require_like_experts
 from .cut_rules import (
     Choice,
-    Rules,
+    CutRules,
     can_be_sliced,
     declared_partial,
     find_cuts,
@@ -52,7 +52,7 @@ class TensorCuts:
         self,
         outlines: Sequence[nn.Module],
         group: Group,
-        rules: Rules,
+        rules: CutRules,
         *,
         sequence_parallel: bool,
         cut_logits: bool,

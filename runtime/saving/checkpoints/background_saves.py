@@ -64,7 +64,7 @@ class HostBuffer:
         return copies
 
 
-class Note(BaseModel):
+class SaveOutcome(BaseModel):
     """Result of a rank's part of a save: its file, or an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -110,10 +110,10 @@ class JointWrite:
             words = f"rank {self.rank}: {error}" if self.ranks > 1 else str(error)
             if self.rank:
                 with suppress(UsageError):  # a full disk takes no note; ranks exchange errors as the save ends
-                    self._say(Note(error=words[: MOST_NOTE // 8]))
+                    self._say(SaveOutcome(error=words[: MOST_NOTE // 8]))
             raise WriteError(words) from error
         if self.rank:
-            self._say(Note(file=mine))
+            self._say(SaveOutcome(file=mine))
             return
         files = [mine, *self._others()]
         with writing(self.folder.shown(self.final), WHAT):
@@ -147,13 +147,13 @@ class JointWrite:
     def _note(self, rank: int) -> Path:
         return self.attempt / f"rank-{rank:05d}.note"
 
-    def _say(self, note: Note) -> None:
+    def _say(self, note: SaveOutcome) -> None:
         self.folder.write(self._note(self.rank), note.model_dump_json().encode())
 
     def _read(self, rank: int) -> WrittenFile:
         path = self._note(rank)
         try:
-            note = Note.model_validate(parse_strict(self.folder.read(path, MOST_NOTE)))
+            note = SaveOutcome.model_validate(parse_strict(self.folder.read(path, MOST_NOTE)))
         except (InputError, ValidationError) as error:
             raise WriteError(f"{path}: {error}") from error
         if note.file is None:

@@ -33,9 +33,8 @@ from ...comm.clocks import now_s
 from ...settings.job_file import URL
 from ..write_tensors import WHAT
 from .manifest import MANIFEST
-from .run_folder import LEFTOVER, OWN_FOLDER, Result, RunFolder, SavedStep, if_there, step_of
+from .run_folder import LEFTOVER, LOCK, OWN_FOLDER, Result, RunFolder, SavedStep, if_there, step_of
 
-LOCK = "run.lock"
 BEAT_S = 5.0
 """Interval at which a run renews its lock; one that is not renewed for three of them is that of a dead run."""
 RETRY_S = (0.1, 0.4, 1.6)

@@ -47,7 +47,7 @@ from ...settings.run_settings import Start
 from ..write_tensors import WHAT
 from .bucket_folder import BucketFolder, BucketLock, Place, open_place
 from .manifest import MANIFEST, read_manifest
-from .run_folder import OWN_FOLDER, RunFolder, SavedStep
+from .run_folder import LOCK, OWN_FOLDER, RunFolder, SavedStep
 
 COSTS = "block_costs.json"
 """File of measured block costs, which a resumed run needs; see `checkpoints`."""
@@ -146,7 +146,6 @@ def _run_of(saved: SavedStep) -> str | None:
         return None
 
 
-LOCK = "run.lock"
 MOST_OWNER_BYTES = 4096
 _POLL_S = 0.05
 _WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)

@@ -39,6 +39,8 @@ _STEP = re.compile(r"step-([0-9]{8,18})(\.replaced)?")
 LEFTOVER = re.compile(r"\.(saving|removing)-[0-9a-f]{16}-[0-9]+(\.saving|\.replaced)?")
 
 Result = TypeVar("Result")
+LOCK = "run.lock"
+"""Name of the file that says which run writes to a folder."""
 OWN_FOLDER = "end that one first, or give this one a checkpoint.dir of its own"
 """Advice where another run saves in a folder."""
 

@@ -47,7 +47,7 @@ OLD_BUFFERS = re.compile(
 
 
 @dataclass(frozen=True)
-class Origin:
+class TensorOrigin:
     """Source of a tensor in a checkpoint; "{layer}" in its name is the number of the transformer block, from 0."""
 
     name: str
@@ -59,7 +59,7 @@ class Origin:
     otherwise: str | None = None
     """Name of the tensor to read where none of these names is present."""
 
-    def at(self, layer: int) -> Origin:
+    def at(self, layer: int) -> TensorOrigin:
         """Return the origin of one layer's tensor."""
         return replace(self, name=self.name.format(layer=layer))
 
@@ -94,7 +94,7 @@ def find_prefix(names: Iterable[str], found: Collection[str]) -> Prefix:
     return max(tried, key=lambda prefix: sum(prefix.in_file(name) in found for name in names))
 
 
-def join_tied(origins: Mapping[str, Origin], groups: Iterable[Sequence[str]]) -> dict[str, Origin]:
+def join_tied(origins: Mapping[str, TensorOrigin], groups: Iterable[Sequence[str]]) -> dict[str, TensorOrigin]:
     """Add to each tied tensor's origin the names of the others; `groups` are our names."""
     joined = dict(origins)
     for group in groups:
@@ -160,20 +160,20 @@ _LAYER = re.compile(r"(?:transformer\.)?h\.(\d+)\.")
 _APPROXIMATIONS = {"gelu_new": "tanh", "gelu_fast": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "none"}
 
 
-def _norm(ours: str, theirs: str) -> dict[str, Origin]:
-    return {f"{ours}.{kind}": Origin(f"transformer.{theirs}.{kind}") for kind in ("weight", "bias")}
+def _norm(ours: str, theirs: str) -> dict[str, TensorOrigin]:
+    return {f"{ours}.{kind}": TensorOrigin(f"transformer.{theirs}.{kind}") for kind in ("weight", "bias")}
 
 
-def _conv1d(ours: str, theirs: str) -> dict[str, Origin]:
+def _conv1d(ours: str, theirs: str) -> dict[str, TensorOrigin]:
     return {
-        f"{ours}.weight": Origin(f"transformer.{theirs}.weight", transposed=True),
-        f"{ours}.bias": Origin(f"transformer.{theirs}.bias"),
+        f"{ours}.weight": TensorOrigin(f"transformer.{theirs}.weight", transposed=True),
+        f"{ours}.bias": TensorOrigin(f"transformer.{theirs}.bias"),
     }
 
 
 _FIRST = {
-    "tokens.weight": Origin(TOKEN_EMBEDDING_NAME),
-    "positions.weight": Origin("transformer.wpe.weight", is_cut_short=True),
+    "tokens.weight": TensorOrigin(TOKEN_EMBEDDING_NAME),
+    "positions.weight": TensorOrigin("transformer.wpe.weight", is_cut_short=True),
 }
 _LAYERS = {
     **_norm("norm1", "h.{layer}.ln_1"),
@@ -183,7 +183,7 @@ _LAYERS = {
     **_conv1d("mlp.fc1", "h.{layer}.mlp.c_fc"),
     **_conv1d("mlp.fc2", "h.{layer}.mlp.c_proj"),
 }
-_LAST = {**_norm("norm", "ln_f"), "head.weight": Origin(LM_HEAD_NAME, otherwise=TOKEN_EMBEDDING_NAME)}
+_LAST = {**_norm("norm", "ln_f"), "head.weight": TensorOrigin(LM_HEAD_NAME, otherwise=TOKEN_EMBEDDING_NAME)}
 
 
 def is_gpt(blocks: Sequence[nn.Module]) -> bool:
@@ -192,7 +192,7 @@ def is_gpt(blocks: Sequence[nn.Module]) -> bool:
     return len(kinds) > 1 and kinds == [Embedding, *[Block] * (len(kinds) - 2), Head]
 
 
-def gpt2_origins(blocks: Sequence[nn.Module]) -> dict[str, Origin]:
+def gpt2_origins(blocks: Sequence[nn.Module]) -> dict[str, TensorOrigin]:
     """Return the origins of a GPT's tensors, by our names.
 
     Raises `MisfitError` for one of other options than GPT-2's.

@@ -30,7 +30,7 @@ from ..replaced_folder import standing
 from ..saved_state import MODEL, SavedState
 from ..stored_tensors import Folder, StoredTensor, alike, joined, open_folder, part_of, turned
 from ..tensor_placement import Placement
-from .foreign_names import OLD_BUFFERS, Origin, Prefix, find_prefix, join_tied, require_gpt2, require_names
+from .foreign_names import OLD_BUFFERS, Prefix, TensorOrigin, find_prefix, join_tied, require_gpt2, require_names
 from .tensor_names import ModelNames
 
 
@@ -79,7 +79,9 @@ def load_pretrained(
     return LoadedWeights(tuple(lacking.values()), unused)
 
 
-def _origins(folder: Folder, names: ModelNames, given: Mapping[str, str] | None) -> tuple[dict[str, Origin], Prefix]:
+def _origins(
+    folder: Folder, names: ModelNames, given: Mapping[str, str] | None
+) -> tuple[dict[str, TensorOrigin], Prefix]:
     """Return the origin of each of the model's tensors, and the prefix that maps its names to this folder's."""
     found = folder.tensors.keys()
     try:

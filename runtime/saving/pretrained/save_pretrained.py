@@ -34,7 +34,7 @@ from ..rank_tensors import HeldTensor, RankTensors, gather_boxes
 from ..replaced_folder import replace_folder
 from ..stored_tensors import CONFIG, ONE_FILE, SAFETENSORS_INDEX_FILE
 from ..write_tensors import FileEntry, in_file_order, write_tensors
-from .foreign_names import Origin, gpt2_config
+from .foreign_names import TensorOrigin, gpt2_config
 from .tensor_names import ModelNames
 
 WEIGHTS = "the weights"
@@ -91,7 +91,7 @@ def _raise_first(errors: Sequence[UsageError]) -> None:
         raise error
 
 
-def _saved_origins(names: ModelNames) -> dict[str, Origin]:
+def _saved_origins(names: ModelNames) -> dict[str, TensorOrigin]:
     """Return the tensors that are saved, by our names; of tied tensors, the first.
 
     A GPT that has not GPT-2's shape is saved under our names.
@@ -99,7 +99,7 @@ def _saved_origins(names: ModelNames) -> dict[str, Origin]:
     try:
         origins = names.origins()
     except MisfitError:
-        origins = {name: Origin(name) for name in names.ours}
+        origins = {name: TensorOrigin(name) for name in names.ours}
     further = {name for group in names.same() for name in group[1:]}
     found: dict[str, str] = {}
     for name, origin in origins.items():
@@ -109,7 +109,7 @@ def _saved_origins(names: ModelNames) -> dict[str, Origin]:
 
 
 def _entries(
-    mine: Iterable[HeldTensor], origins: Mapping[str, Origin], holders: Group, dtype: torch.dtype | None
+    mine: Iterable[HeldTensor], origins: Mapping[str, TensorOrigin], holders: Group, dtype: torch.dtype | None
 ) -> list[FileEntry]:
     """Return the tensors that these ranks hold together; the list is the same on all of them."""
     said = [
@@ -156,7 +156,7 @@ def write_index(folder: Path, homes: Mapping[str, str], num_bytes: int) -> None:
 
 
 def _gathered(
-    entry: FileEntry, held: HeldTensor | None, origins: Mapping[str, Origin], group: Group
+    entry: FileEntry, held: HeldTensor | None, origins: Mapping[str, TensorOrigin], group: Group
 ) -> Iterator[Tensor]:
     """Yield a tensor, some rows at a time, on every member of the group."""
     boxes = list(held.boxes()) if held is not None and held.speaks else []

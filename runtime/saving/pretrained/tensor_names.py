@@ -13,7 +13,7 @@ from quintsched.errors import UsageError, nearest
 from ...blocks.block_outlines import Blocks
 from ...blocks.module_state import saved_tensors
 from ...stage.build_stages import Stage
-from .foreign_names import Origin, gpt2_origins, is_gpt
+from .foreign_names import TensorOrigin, gpt2_origins, is_gpt
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ModelNames:
         """Whether names are GPT-2's: those of a built-in GPT, unless a checkpoint has ours."""
         return self.own is None and is_gpt(self.outlines) and not any(name in found for name in self.ours)
 
-    def origins(self, given: Mapping[str, str] | None = None, found: Collection[str] = ()) -> dict[str, Origin]:
+    def origins(self, given: Mapping[str, str] | None = None, found: Collection[str] = ()) -> dict[str, TensorOrigin]:
         """Return the origin of each tensor: as `given`, as the blocks declare, in GPT-2's names, or by our name.
 
         Raises `UsageError` for unknown names in `given`, `MisfitError` for a GPT of another shape than GPT-2's.
@@ -74,15 +74,15 @@ class ModelNames:
         if given is None and self.is_gpt2(found):
             return gpt2_origins(self.outlines)
         if given is not None:
-            return {name: Origin(given.get(name, name)) for name in self.ours}
-        return {name: Origin(names[0], alike=names[1:]) for name in self.ours for names in [self._all_own(name)]}
+            return {name: TensorOrigin(given.get(name, name)) for name in self.ours}
+        return {name: TensorOrigin(names[0], alike=names[1:]) for name in self.ours for names in [self._all_own(name)]}
 
     def _all_own(self, name: str) -> tuple[str, ...]:
         """Return the model's names of a tensor: first the one that it is looked up by, then all others."""
         own = (self.own or {}).get(name, name)
         return tuple(dict.fromkeys((own, *self.aliases.get(own, ()))))
 
-    def saved_as(self, origin: Origin) -> str:
+    def saved_as(self, origin: TensorOrigin) -> str:
         """Return the name that a tensor is saved by: the first that the model has for it."""
         return next(iter(self.aliases.get(origin.name, ())), origin.name)
 

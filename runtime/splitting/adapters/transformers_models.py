@@ -19,7 +19,7 @@ from ...objects.library_or_user import arguments_of
 LENGTH, SAMPLES, CHOICES, IMAGE, SOUND = 8, 2, 3, 64, 2000
 """Sizes of example inputs: tokens, samples, choices; image and sound sizes where the configuration has none."""
 
-OUTPUTS = ("logits", "prediction_logits", "text_embeds", "image_embeds", "last_hidden_state")
+OUTPUT_NAMES = ("logits", "prediction_logits", "text_embeds", "image_embeds", "last_hidden_state")
 """Output that the last block returns: the first of these that is present."""
 
 PAIRED = {"next_sentence_label": "seq_relationship_logits", "sentence_order_label": "sop_logits"}
@@ -124,7 +124,7 @@ def select(output: Any) -> Any:
         }
         if len(several) > 1:
             return several
-        return next((output[name] for name in OUTPUTS if output.get(name) is not None), output)
+        return next((output[name] for name in OUTPUT_NAMES if output.get(name) is not None), output)
     return output[0] if isinstance(output, tuple) else output
 
 

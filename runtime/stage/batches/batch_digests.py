@@ -53,8 +53,8 @@ class DataDigest(NamedTuple):
     words: str
 
 
-Row = Tensor | Sequence[DigestNumber]
-Marks = list[DataDigest | None]
+DigestRow = Tensor | Sequence[DigestNumber]
+StepDigests = list[DataDigest | None]
 """Marks of the inputs, the targets and the extras of a step."""
 
 _NO_EXTRAS = DataDigest(0, 1, "nothing")
@@ -97,15 +97,15 @@ class DataMarks:
         self._compares = max(map(len, self._members)) > 1
         self._is_there = is_accelerator(device)
         self._nothing = self._there([0] * (self._slots * _WIDTH))
-        self._latest: tuple[list[DigestNumber], Row, Marks] = [], self._nothing, []
-        self._of_nothing: Marks = [None, None, _NO_EXTRAS]
-        self._marks: Marks | None = None
-        self._taken: Marks = []
+        self._latest: tuple[list[DigestNumber], DigestRow, StepDigests] = [], self._nothing, []
+        self._of_nothing: StepDigests = [None, None, _NO_EXTRAS]
+        self._marks: StepDigests | None = None
+        self._taken: StepDigests = []
         self._turn = self._noted = 0
         self.equal: Sequence[float] = ()
         """The last sums of equal marks."""
 
-    def note(self, given: Mapping[str, Any], needed: Mapping[str, bool], extras: Mapping[str, Any]) -> Marks:
+    def note(self, given: Mapping[str, Any], needed: Mapping[str, bool], extras: Mapping[str, Any]) -> StepDigests:
         """Record marks of this rank's data for a step, or for one more batch of it, and return them.
 
         `given` and `needed` have "inputs" and "targets", in this order.
@@ -127,7 +127,7 @@ class DataMarks:
         self._marks = found
         return found
 
-    def take_row(self) -> Row:
+    def take_row(self) -> DigestRow:
         """Return the step's row, to be summed over the ranks: n numbers, none where nothing is compared."""
         marks, self._marks = self._marks, None
         if not self._compares:
@@ -155,7 +155,7 @@ class DataMarks:
             self._latest = row, table, marks
         return table
 
-    def _there(self, row: list[Any]) -> Row:
+    def _there(self, row: list[Any]) -> DigestRow:
         """Return a row on the device, float64; where the host is that device, itself."""
         if not self._is_there:
             return row

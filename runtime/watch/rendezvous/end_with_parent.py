@@ -19,7 +19,7 @@ from time import sleep
 ORPHANED = 4
 """Exit code where the parent is gone from the start: that of a run whose peer died."""
 
-LOOK_S = 1.0
+LOOK_AT_PARENT_S = 1.0
 _SET_DEATH_SIGNAL = 1
 """Linux's PR_SET_PDEATHSIG."""
 
@@ -52,7 +52,7 @@ def _asks_kernel() -> bool:
 
 def _look_after(parent: int) -> None:
     while os.getppid() == parent:
-        sleep(LOOK_S)
+        sleep(LOOK_AT_PARENT_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -118,9 +118,9 @@ def _await_answer(host: str, port: int, timeout_s: float) -> None:
     raise RuntimeError(f"nobody listens at {host}, port {port}: {why}")
 
 
-ROOM = "quintsched"
-POLL_S = 0.01
-_BEGUN = f"{ROOM}/begun"
+KEY_PREFIX = "quintsched"
+POLL_KEY_S = 0.01
+_BEGUN = f"{KEY_PREFIX}/begun"
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,9 @@ def meet(store: Store, rank: int, world_size: int, timeout_s: float) -> Attempt:
     if rank == 0:
         return _gather(store, world_size, timeout_s)
     nonce = secrets.token_hex(16)
-    store.set(f"{ROOM}/hello/{rank}", nonce)
+    store.set(f"{KEY_PREFIX}/hello/{rank}", nonce)
     try:
-        number = int(store.get(f"{ROOM}/welcome/{rank}/{nonce}"))
+        number = int(store.get(f"{KEY_PREFIX}/welcome/{rank}/{nonce}"))
     except RuntimeError as error:
         raise StallError(f"waiting {timeout_s:g} s for all ranks to come together: rank 0 did not") from error
     attempt = _attempt(store, number)
@@ -175,29 +175,29 @@ def meet_alone(timeout_s: float) -> Attempt | None:
 
 
 def _gather(store: Store, world_size: int, timeout_s: float) -> Attempt:
-    number = store.add(f"{ROOM}/attempts", 1)
+    number = store.add(f"{KEY_PREFIX}/attempts", 1)
     attempt = _attempt(store, number)
     answered: dict[int, bytes] = {}
     missing = [*range(1, world_size)]
-    for _ in range(math.ceil(timeout_s / POLL_S)):
+    for _ in range(math.ceil(timeout_s / POLL_KEY_S)):
         for rank in missing:
             _answer(store, rank, number, answered)
         missing = [rank for rank in missing if not attempt.store.check([f"here/{rank}"])]
         if not missing:
             return attempt
-        sleep(POLL_S)
+        sleep(POLL_KEY_S)
     raise StallError(f"waiting {timeout_s:g} s for all ranks to come together: {listed_ranks(missing)} did not")
 
 
 def _attempt(store: Store, number: int) -> Attempt:
-    return Attempt(number, PrefixStore(f"{ROOM}/{number}", store), store.check([_BEGUN]), store)
+    return Attempt(number, PrefixStore(f"{KEY_PREFIX}/{number}", store), store.check([_BEGUN]), store)
 
 
 def _answer(store: Store, rank: int, number: int, answered: dict[int, bytes]) -> None:
     """Reply to a rank's hello with the attempt's number; again for a new nonce: the last may be an old attempt's."""
-    if not store.check([f"{ROOM}/hello/{rank}"]):
+    if not store.check([f"{KEY_PREFIX}/hello/{rank}"]):
         return
-    nonce = store.get(f"{ROOM}/hello/{rank}")
+    nonce = store.get(f"{KEY_PREFIX}/hello/{rank}")
     if answered.get(rank) != nonce:
-        store.set(f"{ROOM}/welcome/{rank}/{nonce.decode()}", str(number))
+        store.set(f"{KEY_PREFIX}/welcome/{rank}/{nonce.decode()}", str(number))
         answered[rank] = nonce

@@ -17,12 +17,7 @@ from quintsched.graph.edges import build_graph
 from quintsched.graph.plan_events import Events
 from quintsched.graph.transport_profiles import find_profile
 from quintsched.ir.diagnostics import Point
-from quintsched.ir.instruction_set import (
-    AllReduceBucket,
-    Bwd,
-    Message,
-    SyncTied,
-)
+from quintsched.ir.instruction_set import AllReduceBucket, Bwd, Message, SyncTied
 from quintsched.plan import Plan
 from tests.planner.verify.held_back import held_back
 from tests.planner.verify.judge_hosts import Hosts

@@ -126,7 +126,7 @@ def run_of(case: Case) -> BlockUse:
 def test_a_row_refuses_what_it_is_for(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case, row = CASES[number], REFUSALS[number]
     if row.fact is refused_combinations.SHARDED:
-        row = row._replace(fact=refused_combinations.BLOCKS)
+        row = row._replace(fact=refused_combinations.ANY_BLOCK)
         monkeypatch.setattr(refused_combinations, "REFUSALS", (*REFUSALS[:number], row, *REFUSALS[number + 1 :]))
     with pytest.raises(case.error, match=case.words):
         require_usable_blocks(run_of(case))

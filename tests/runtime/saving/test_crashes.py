@@ -12,7 +12,8 @@ import pytest
 
 from quintsched.files import folders
 from quintsched.files.folders import exchange
-from quintsched.runtime.saving.checkpoints.folder_owner import COSTS, LOCK
+from quintsched.runtime.saving.checkpoints.folder_owner import COSTS
+from quintsched.runtime.saving.checkpoints.run_folder import LOCK
 
 from .crash import Killed, crashing
 from .holders import load, on_ranks, opened, save

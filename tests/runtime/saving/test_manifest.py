@@ -11,13 +11,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.errors import InputError, MisfitError, QuintschedError
-from quintsched.runtime.saving.checkpoints.manifest import (
-    MANIFEST,
-    DcpManifest,
-    WrittenFile,
-    parse_manifest,
-    seal,
-)
+from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, DcpManifest, WrittenFile, parse_manifest, seal
 
 from .holders import Holder, load, on_ranks, opened
 from .holders import save as save_step

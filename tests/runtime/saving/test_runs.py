@@ -17,9 +17,9 @@ import pytest
 
 import quintsched as qs
 from quintsched.runtime.launch.worker import main
-from quintsched.runtime.saving.checkpoints.folder_owner import LOCK, lock_folder
+from quintsched.runtime.saving.checkpoints.folder_owner import lock_folder
 from quintsched.runtime.saving.checkpoints.manifest import read_manifest
-from quintsched.runtime.saving.checkpoints.run_folder import RunFolder
+from quintsched.runtime.saving.checkpoints.run_folder import LOCK, RunFolder
 from quintsched.runtime.settings.job_file import JobConfig
 
 from ...helpers import jobs

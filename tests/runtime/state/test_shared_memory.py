@@ -19,15 +19,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.guards.shared_state import SharedState
 from quintsched.runtime.objects.host_values import numbers_of
 
-from ...helpers.training import (
-    Outcome,
-    check_equality,
-    sgd,
-    train_alone,
-    train_rank,
-    train_ranks,
-    worst_difference,
-)
+from ...helpers.training import Outcome, check_equality, sgd, train_alone, train_rank, train_ranks, worst_difference
 
 linear = partial(nn.Linear, 4, 4, dtype=torch.float64)
 BATCHES = [tuple(torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(k), dtype=torch.float64)) for k in (0, 1)]

@@ -18,13 +18,7 @@ from typing import Any
 import numpy as np
 
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.parameters import (
-    Held,
-    block_weights,
-    embedding_weights,
-    head_weights,
-    on_rank,
-)
+from quintsched.strategies.descriptions.parameters import Held, block_weights, embedding_weights, head_weights, on_rank
 from quintsched.strategies.descriptions.strategy import MODULES
 from quintsched.strategies.prediction.layers_of_ranks import RankKind
 from quintsched.strategies.prediction.memory.activations import (

@@ -31,7 +31,7 @@ from ..block_twins import SEED, Blueprint
 from ..feature_owners import CodePlace, NothingDropped
 from ..marks.owner_rules import Joined
 from ..trial_inputs import Arrival, TrialInput, cut_dimension
-from ..trial_twins import LOSS, Setting, TwinTensors, outputs_of
+from ..trial_twins import AUXILIARY, Setting, TwinTensors, outputs_of
 from .token_labels import TokenLabels, placed
 from .token_owners import MANY, FollowedContext, FollowedPast, Marked, TokenOwners, TokenReads
 
@@ -182,7 +182,7 @@ class _Follower:
         pairs = self._gathered.around(twin, owners, vector, told) if self._gathered is not None else nullcontext()
         with pairs, NothingDropped(), TokenReads(owners), owners:
             outputs = outputs_of(twin, arrival, beside)
-        outputs = {name: output.detach() for name, output in outputs.items() if name != LOSS}
+        outputs = {name: output.detach() for name, output in outputs.items() if name != AUXILIARY}
         for output in outputs.values():
             owners.show("output", output)
         return outputs
