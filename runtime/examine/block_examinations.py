@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from itertools import count
@@ -38,7 +37,7 @@ from ..parallel.tensor.cut_rules import is_built_in
 from ..stage.rank_model import RankModel
 from ..steps.block_findings import BlockFindings, BlockLoss, GatheredWeights
 from .block_losses import DRAWN_SAMPLES, examine_block_loss
-from .block_runs import RunBlock, drawing
+from .block_runs import TriedBlock, drawing
 from .gradients.nonlinear_backwards import BlockBackwards
 from .rows_of_samples import OF_NO_SAMPLE, extra_of_no_sample
 
@@ -82,7 +81,7 @@ class BlockExaminations(BlockFindings):
 
         blocks = {stage: {int(n): block for n, block in held.blocks.items()} for stage, held in model.stages.items()}
         overtaken = _overtaken(model.plan.programs[model.pp_rank])
-        self._backwards = BlockBackwards(blocks, self._run, self._alike, gathered, self._agree, overtaken)
+        self._backwards = BlockBackwards(blocks, self._tried, gathered, self._agree, overtaken)
         self._backwards.examine(arrival_of)
         self.unlinear = self._backwards.found
 
@@ -146,9 +145,9 @@ class BlockExaminations(BlockFindings):
                 names = sorted(filter(accepted_extras(block), units.cut_extras))
                 if why or not names or arrivals.num_samples != FEW or mixtures(block) or is_sharded(block):
                     continue
-                alike, arrival = partial(self._alike, number, block), arrivals.at(number, self._model.outlines[number])
+                arrival = arrivals.at(number, self._model.outlines[number])
                 with gathered(stage):
-                    found = extra_of_no_sample(self._run, number, block, arrival, names, alike)
+                    found = extra_of_no_sample(self._tried(number, block), arrival, names)
                 if found is not None:
                     why = OF_NO_SAMPLE.format(number, type(block).__name__, found, found)
         if why := first_said(why, self._groups.world):
@@ -214,11 +213,10 @@ class BlockExaminations(BlockFindings):
         for kind in self._kinds:
             number, block = kind.number, kind.block
             with self._gathered(kind.stage):
-                alike = partial(self._alike, number, block)
-                given = arrivals.at(number, self._model.outlines[number]), arrivals.num_samples, alike
+                given = arrivals.at(number, self._model.outlines[number]), arrivals.num_samples
                 records = not evaluates or first[1][number].records
                 examine = partial(examine_block_loss, agree=self._agree, is_brief=is_brief, records=records)
-                found.append(examine(self._run, number, block, *given))
+                found.append(examine(self._tried(number, block), *given))
         told = json.dumps([[*one[:2], list(map(asdict, one.over)), one.why, one.where] for one in found])
         return [
             BlockLoss(number, kind, tuple(LossWeight(**{**rule, "over": Over(rule["over"])}) for rule in over), *why)
@@ -272,15 +270,13 @@ class BlockExaminations(BlockFindings):
         return greatest(self._groups.tensor, numbers)
 
     @property
-    def _run(self) -> RunBlock:
-        return self._model.tensor.run_whole
-
-    @property
     def _cut(self) -> tuple[Group, int, torch.dtype | None]:
         return self._groups.context, self._model.plan.schedule.slices, self._model.options.dtype
 
-    def _alike(self, number: int, block: nn.Module, samples: range) -> AbstractContextManager[None]:
-        return drawing(self._model.masks, number, block, samples, self._model.tensor.tokens.group_of)
+    def _tried(self, number: int, block: nn.Module) -> TriedBlock:
+        model = self._model
+        alike = partial(drawing, model.masks, number, block, sliced=model.tensor.tokens.group_of)
+        return TriedBlock(model.tensor.run_whole, number, block, alike)
 
 
 def _overtaken(program: Sequence[Instruction]) -> set[int]:

@@ -35,7 +35,7 @@ from ..parallel.cut_proofs.block_twins import draw_weight
 from ..parallel.cut_proofs.trial_inputs import Arrival, TrialInput
 from ..parallel.expert.moe import mixtures
 from ..steps.block_findings import BlockLoss
-from .block_runs import RunBlock, SameDraws, run_with_graph
+from .block_runs import TriedBlock
 from .other_extras import Agree, others_of
 
 DRAWN_SAMPLES = 13
@@ -65,12 +65,9 @@ class _Tried(NamedTuple):
 
 
 def examine_block_loss(
-    run: RunBlock,
-    number: int,
-    block: nn.Module,
+    tried: TriedBlock,
     arrival: Arrival,
     samples: int,
-    alike: SameDraws,
     *,
     agree: Agree = list,
     is_brief: bool = False,
@@ -79,27 +76,20 @@ def examine_block_loss(
     """Return the reductions that the loss of a block may have, in its present mode; the block is restored.
 
     Args:
-        run: runs a block on its inputs.
-        number: of the block.
-        block: its weights are resident.
+        tried: the block; it draws the same each time for these samples.
         arrival: its inputs, of as many `samples`.
-        alike: a context in which it draws the same each time for these samples.
         agree: makes numbers equal on the ranks that run the block together.
         is_brief: whether one experiment is enough, as it was examined before.
         records: whether it runs with an autograd graph; without one its values decide.
     """
-    unseen = SteeringState({f"block {number}": block}).unseen
+    unseen = SteeringState({f"block {tried.number}": tried.block}).unseen
     asked = list[str]()
-    with versions_kept(block), untouched(block):
-        _leave_batches_out(block)
-        found = _Examination(run, number, block, arrival, samples, alike, agree, asked, records).examine_losses(
-            is_brief
-        )
+    with versions_kept(tried.block), untouched(tried.block):
+        _leave_batches_out(tried.block)
+        found = _Examination(tried, arrival, samples, agree, asked, records).examine_losses(is_brief)
         if not found.over and not found.why:  # for blocks that draw per microbatch, not per sample
-            by_unit = lambda some: alike(range(len(some)))  # noqa: E731
-            found = _Examination(run, number, block, arrival, samples, by_unit, agree, asked, records).examine_losses(
-                is_brief
-            )
+            by_unit = tried._replace(alike=lambda some: tried.alike(range(len(some))))
+            found = _Examination(by_unit, arrival, samples, agree, asked, records).examine_losses(is_brief)
     elsewhere = f"it asks {asked[0]}" if asked else unseen and f"it goes by {unseen!r}, which nobody can compare"
     return found._replace(over=(), why=f"{elsewhere}, and may be another then") if elsewhere else found
 
@@ -116,18 +106,9 @@ class _Examination:
     """Experiments on a block; calls that are not plain are added to `asked`."""
 
     def __init__(
-        self,
-        run: RunBlock,
-        number: int,
-        block: nn.Module,
-        arrival: Arrival,
-        samples: int,
-        alike: SameDraws,
-        agree: Agree,
-        asked: list[str],
-        records: bool,
+        self, tried: TriedBlock, arrival: Arrival, samples: int, agree: Agree, asked: list[str], records: bool
     ) -> None:
-        self._run, self._number, self._block, self._alike, self._agree = run, number, block, alike, agree
+        self._tried, self._block, self._agree, block = tried, tried.block, agree, tried.block
         self._asked, self._kept, self._records = asked, Kept(block), records
         accepts = accepted_extras(block)
         extras = {name: extra for name, extra in arrival.extras.items() if accepts(name)}
@@ -143,7 +124,7 @@ class _Examination:
 
     def examine_losses(self, is_brief: bool) -> BlockLoss:
         """Return the finding that all experiments agree on; if it `is_brief`, of the first with drawn weights."""
-        of, parts = (self._number, type(self._block).__name__), self._drawn(0, self._arrival)
+        of, parts = (self._tried.number, type(self._block).__name__), self._drawn(0, self._arrival)
         candidates: dict[LossWeight, None] = dict.fromkeys([LossWeight(Over.SUM), LossWeight(Over.SAMPLES)])
         if self._known is not None:
             of_targets = self._known.weights_of_targets(parts)
@@ -217,9 +198,9 @@ class _Examination:
         asked = list[str]()
         try:
             at_first = untouched(self._block, self._kept)
-            with at_first, self._alike(samples), asking_elsewhere(clocks=False) as asked:
+            with at_first, self._tried.alike(samples), asking_elsewhere(clocks=False) as asked:
                 given, records = self._arrival_of(outputs, targets), self._records
-                ran = run_with_graph(self._run, self._number, self._block, given, records=records)
+                ran = self._tried.run_with_graph(given, records=records)
                 wanted = [*ran.leaves, *ran.weights] if records else []
                 loss = torch.zeros(()) if ran.loss is None else ran.loss
                 found = (

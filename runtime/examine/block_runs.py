@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,9 +21,14 @@ from ..parallel.keyed_draws import IN_PLACE_DRAWS, BlockDraws
 
 Sliced = Callable[[int], Group | None]
 RunBlock = Callable[[int, nn.Module, Any, Mapping[str, Any]], Any]
+"""Function that runs a block of this rank on its inputs."""
 SameDraws = Callable[[range], AbstractContextManager[None]]
 """Function that returns a context in which a block draws the same each time for these samples."""
-"""Function that runs a block of this rank on its inputs."""
+
+
+def anyhow(_: range) -> AbstractContextManager[None]:
+    """Return a context that leaves the block's draws as they are."""
+    return nullcontext()
 
 
 class Ran(NamedTuple):
@@ -33,6 +38,36 @@ class Ran(NamedTuple):
     weights: Sequence[nn.Parameter]
     made: Sequence[Tensor]
     loss: Tensor | None
+
+
+class TriedBlock(NamedTuple):
+    """Block that is tried on inputs: how it is run, and how it draws the same again; its weights are resident."""
+
+    run: RunBlock
+    number: int
+    block: nn.Module
+    alike: SameDraws = anyhow
+
+    def __str__(self) -> str:
+        """Return its number and class."""
+        return f"block {self.number} ({type(self.block).__name__})"
+
+    def run_with_graph(self, arrival: Arrival, *, records: bool = True) -> Ran:
+        """Run the block, without an autograd graph unless it `records`."""
+        activation, riders, taken = _leaves(self.block, arrival, records=records)
+        weights = [p for p in self.block.parameters() if p.requires_grad]
+        leaves = [t for t in (*tensors_of(activation), *riders.values()) if t.requires_grad]
+        with torch.set_grad_enabled(records):
+            output, fresh, loss = split_result(copy_context().run(self.run, self.number, self.block, activation, taken))
+        made = [t for t in (*tensors_of(output), *fresh.values()) if t.requires_grad]
+        return Ran(leaves, weights, made, loss)
+
+    def floating_outputs(self, arrival: Arrival) -> list[Tensor]:
+        """Run the block without an autograd graph; return its floating-point outputs."""
+        activation, _, taken = _leaves(self.block, arrival, records=False)
+        with torch.no_grad():
+            output, fresh, _ = split_result(copy_context().run(self.run, self.number, self.block, activation, taken))
+        return [t.detach().clone() for t in (*tensors_of(output), *fresh.values()) if t.is_floating_point()]
 
 
 @contextmanager
@@ -80,25 +115,6 @@ def _of_sample(first: Tensor, samples: int, place: int, given: Any) -> Any:
 
 def _bounds(given: Mapping[str, Any]) -> list[Any]:
     return [given[name] for name in ("low", "high") if name in given]
-
-
-def run_with_graph(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, *, records: bool = True) -> Ran:
-    """Run a block whose weights are resident; without an autograd graph unless it `records`."""
-    activation, riders, taken = _leaves(block, arrival, records=records)
-    weights = [p for p in block.parameters() if p.requires_grad]
-    leaves = [t for t in (*tensors_of(activation), *riders.values()) if t.requires_grad]
-    with torch.set_grad_enabled(records):
-        output, fresh, loss = split_result(copy_context().run(run, number, block, activation, taken))
-    made = [t for t in (*tensors_of(output), *fresh.values()) if t.requires_grad]
-    return Ran(leaves, weights, made, loss)
-
-
-def outputs_of(run: RunBlock, number: int, block: nn.Module, arrival: Arrival) -> list[Tensor]:
-    """Run a block whose weights are resident, without an autograd graph; return its floating-point outputs."""
-    activation, _, taken = _leaves(block, arrival, records=False)
-    with torch.no_grad():
-        output, fresh, _ = split_result(copy_context().run(run, number, block, activation, taken))
-    return [t.detach().clone() for t in (*tensors_of(output), *fresh.values()) if t.is_floating_point()]
 
 
 def _leaves(

@@ -10,15 +10,14 @@ block mixes samples anyway. Where two rows do not fit and one does, they are no 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..blocks.without_side_effects import untouched
 from ..parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
-from .block_runs import RunBlock, outputs_of
+from .block_runs import TriedBlock
 
 _NEAR = 1e-4
 OF_NO_SAMPLE = (
@@ -27,14 +26,7 @@ OF_NO_SAMPLE = (
 )
 
 
-def extra_of_no_sample(
-    run: RunBlock,
-    number: int,
-    block: nn.Module,
-    arrival: Arrival,
-    names: Sequence[str],
-    alike: Callable[[range], AbstractContextManager[None]],
-) -> str | None:
+def extra_of_no_sample(tried: TriedBlock, arrival: Arrival, names: Sequence[str]) -> str | None:
     """Return the first of the named extras that belongs to no sample; None: they all do, or it cannot be told.
 
     `arrival` has two samples, and a row of each extra for either.
@@ -42,8 +34,8 @@ def extra_of_no_sample(
 
     def made(given: Arrival) -> list[Tensor] | None:
         try:
-            with untouched(block), alike(range(given.samples)):
-                return outputs_of(run, number, block, given)
+            with untouched(tried.block), tried.alike(range(given.samples)):
+                return tried.floating_outputs(given)
         except Exception:  # errors of user code on batches that it never gets
             return None
 

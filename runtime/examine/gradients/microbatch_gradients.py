@@ -8,36 +8,28 @@ forward, another's forward, backward        as without the other
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...blocks.trees import TensorSpec
 from ...blocks.without_side_effects import Kept, untouched
 from ...guards.own_backwards import hooks_of, is_known
 from ...objects.snapshot import Snapshot
 from ...parallel.cut_proofs.trial_inputs import Arrival, TrialInput, draw
-from ..block_runs import RunBlock, SameDraws, run_with_graph
+from ..block_runs import TriedBlock
 
-
-def anyhow(_: range) -> AbstractContextManager[None]:
-    """Return a context that leaves the block's draws as they are."""
-    return nullcontext()
-
-
-_MIXES = "block {} ({}) mixes samples in its backward alone, by a hook or a detach, or goes by how many there are"
-_GROWN = (
-    "block {} ({}) changes sums of gradients by a hook, once for each microbatch; use optimizer.register_step_pre_hook"
-)
-_STEPS = "block {} ({}) changes weights by a hook within its backward; let the optimizer do so"
+_MIXES = "{} mixes samples in its backward alone, by a hook or a detach, or goes by how many there are"
+_GROWN = "{} changes sums of gradients by a hook, once for each microbatch; use optimizer.register_step_pre_hook"
+_STEPS = "{} changes weights by a hook within its backward; let the optimizer do so"
 _OVERTAKEN = (
-    "block {} ({}) reads in its backward, or in a hook, what its latest forward has kept, which may be that of a later "
+    "{} reads in its backward, or in a hook, what its latest forward has kept, which may be that of a later "
     "microbatch; keep it in ctx.save_for_backward, or in the closure of a hook that the same forward registers"
 )
-_ADDS = "block {} ({}) adds a gradient to its {!r} in its forward, by a backward of its own or p.grad = …"
+_ADDS = "{} adds a gradient to its {!r} in its forward, by a backward of its own or p.grad = …"
 _OF_LATER = -0.75
 """Factor from the inputs of a microbatch to those of a later one."""
 
@@ -50,15 +42,15 @@ class _Adds(Exception):
     """Raised where a forward has added to the gradient of a weight, with its name."""
 
 
-def why_of_microbatch(run: RunBlock, number: int, block: nn.Module, arrival: Arrival, alike: SameDraws = anyhow) -> str:
+def why_of_microbatch(tried: TriedBlock, arrival: Arrival) -> str:
     """Return the reason why joint gradients of samples are not those of each, though outputs are; "": there is none."""
-    samples, trials, kept = range(arrival.samples), list[_Trial](), Kept(block)
+    samples, trials, kept = range(arrival.samples), list[_Trial](), Kept(tried.block)
     try:
-        whole = _try(run, number, block, kept, [(arrival, samples)], alike)
+        whole = _try(tried, kept, [(arrival, samples)])
         for k in samples if len(samples) > 1 else ():
-            trials.append(_try(run, number, block, kept, [(arrival.of_sample(k), samples[k : k + 1])], alike))
+            trials.append(_try(tried, kept, [(arrival.of_sample(k), samples[k : k + 1])]))
     except _Adds as error:
-        return _ADDS.format(number, type(block).__name__, str(error))
+        return _ADDS.format(tried, str(error))
     except Exception:  # it takes no other number of samples, or steps weights
         return ""
     outputs, gradients = (
@@ -66,42 +58,34 @@ def why_of_microbatch(run: RunBlock, number: int, block: nn.Module, arrival: Arr
     )
     if not _are_made_of(whole.made, outputs) or _are_made_of(whole.gradients, gradients):
         return ""
-    return _MIXES.format(number, type(block).__name__)
+    return _MIXES.format(tried)
 
 
-def why_of_others(
-    run: RunBlock,
-    number: int,
-    block: nn.Module,
-    arrival: Arrival,
-    alike: SameDraws = anyhow,
-    *,
-    overtaken: bool = True,
-) -> str:
+def why_of_others(tried: TriedBlock, arrival: Arrival, *, overtaken: bool = True) -> str:
     """Return the reason why a block's gradients depend on other microbatches, in words; "": they do not.
 
     `overtaken`: whether a later one's forward may run before its backward.
     """
-    samples, said = range(arrival.samples), (number, type(block).__name__)
+    samples = range(arrival.samples)
     turned = [TrialInput(p.tensor.flip(0) if p.tensor.dim() else p.tensor, p.tokens) for p in arrival.activation.parts]
     later = replace(arrival, activation=replace(arrival.activation, parts=turned)).scaled(_OF_LATER)
-    hooks, kept = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(block))}), Kept(block)
+    hooks, kept = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(tried.block))}), Kept(tried.block)
     try:
-        one = _try(run, number, block, kept, [(arrival, samples)], alike)
-        twice = _try(run, number, block, kept, [(arrival, samples)], alike, times=2)
-        late = _try(run, number, block, kept, [(arrival, samples), (later, samples)], alike) if overtaken else one
+        one = _try(tried, kept, [(arrival, samples)])
+        twice = _try(tried, kept, [(arrival, samples)], times=2)
+        late = _try(tried, kept, [(arrival, samples), (later, samples)]) if overtaken else one
     except _Steps:
-        return _STEPS.format(*said)
+        return _STEPS.format(tried)
     except Exception as error:  # e.g. a backward pops from a list that is empty by then
-        return _OVERTAKEN.format(*said) + f" ({type(error).__name__})"
+        return _OVERTAKEN.format(tried) + f" ({type(error).__name__})"
     finally:
         hooks.put_back()
     sums = [[its, its] for its in one.gradients[one.num_leaves :]]
     if not _are_made_of(twice.gradients[one.num_leaves :], sums):
-        return _GROWN.format(*said)
+        return _GROWN.format(tried)
     is_same = _are_made_of(one.made, [[made] for made in late.made])
     is_late = is_same and not _are_made_of(one.gradients, [[g] for g in late.gradients])
-    return _OVERTAKEN.format(*said) if is_late else ""
+    return _OVERTAKEN.format(tried) if is_late else ""
 
 
 class _Trial(NamedTuple):
@@ -112,27 +96,19 @@ class _Trial(NamedTuple):
     num_leaves: int = 0
 
 
-def _try(
-    run: RunBlock,
-    number: int,
-    block: nn.Module,
-    kept: Kept,
-    given: Sequence[tuple[Arrival, range]],
-    alike: SameDraws,
-    times: int = 1,
-) -> _Trial:
+def _try(tried: TriedBlock, kept: Kept, given: Sequence[tuple[Arrival, range]], times: int = 1) -> _Trial:
     """Run a block's forwards on all inputs, then the backward of the first; the block starts as `kept`.
 
     The gradients of weights are restored.
     """
-    samples = given[0][1]
+    samples, block = given[0][1], tried.block
     with untouched(block, kept), gradients_kept([*block.parameters(), *kept.snapshot.values()]):
         sums: Sequence[Tensor] = []
         for _ in range(times):
             ran = []
             for its, of in given:
-                with alike(of):
-                    ran.append(run_with_graph(run, number, block, its))
+                with tried.alike(of):
+                    ran.append(tried.run_with_graph(its))
             leaves, weights, made, _loss = ran[0]
             if times == 1 and (
                 added := [n for n, p in block.named_parameters() if p.requires_grad and p.grad is not None]
@@ -140,7 +116,7 @@ def _try(
                 raise _Adds(added[0])
             versions = [weight._version for weight in weights]
             begun = [_rows_begun(t, k, samples) for k, t in enumerate(made)]  # same rows for a sample in any batch
-            with alike(samples):
+            with tried.alike(samples):
                 torch.autograd.backward(made, begun)
             if versions != [weight._version for weight in weights]:
                 raise _Steps

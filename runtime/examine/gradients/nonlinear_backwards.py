@@ -18,9 +18,8 @@ scales, and of single samples; again after state that they read has changed. Hoo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 
 import torch
@@ -36,9 +35,9 @@ from ...objects.snapshot import Snapshot
 from ...parallel.cut_proofs.block_kinds import content_of
 from ...parallel.cut_proofs.trial_inputs import Arrival
 from ...steps.block_findings import GatheredWeights, Unlinear
-from ..block_runs import RunBlock, SameDraws, run_with_graph
+from ..block_runs import TriedBlock
 from ..other_extras import Agree, others_of
-from .microbatch_gradients import anyhow, why_of_microbatch, why_of_others
+from .microbatch_gradients import why_of_microbatch, why_of_others
 from .other_branches import MOST_ASKED, OtherAnswers, answered
 from .trial_backwards import Begin, Draws, TrialGradients, gradients_of, made_behind
 
@@ -53,7 +52,7 @@ _FROZEN = 4096
 _ALWAYS = 8
 """Number of changes of a block that is no suspect that are all examined; then every power of two."""
 _STEERED = (
-    "block {} ({}) may change gradients, and goes by {}, which may be another in a later step (let the training loop "
+    "{} may change gradients, and goes by {}, which may be another in a later step (let the training loop "
     "set an attribute of it)"
 )
 
@@ -62,41 +61,27 @@ ArrivalOf = Callable[[int, bool], Arrival]
 
 
 _SEES = (
-    "block {} ({}) goes in its forward by gradients that its backward, or a hook, has seen (let a hook of the "
+    "{} goes in its forward by gradients that its backward, or a hook, has seen (let a hook of the "
     "optimizer's step look at p.grad)"
 )
-_COUNTS = "block {} ({}) divides gradients by how often ids are in a batch, scale_grad_by_freq=True"
+_COUNTS = "{} divides gradients by how often ids are in a batch, scale_grad_by_freq=True"
 
 
-def why_unlinear(
-    run: RunBlock,
-    number: int,
-    block: nn.Module,
-    arrival: Arrival,
-    alike: SameDraws = anyhow,
-    *,
-    is_brief: bool = False,
-) -> Unlinear:
+def why_unlinear(tried: TriedBlock, arrival: Arrival, *, is_brief: bool = False) -> Unlinear:
     """Return the reason why a block's gradients are not proportional to its output gradients; its state is restored.
 
-    Args:
-        run: runs a block on its inputs.
-        number: of the block.
-        block: its weights are resident.
-        arrival: its inputs.
-        alike: a context in which it draws the same each time for some samples.
-        is_brief: whether few experiments are enough.
-
-    Raises, if it `is_brief`, the block's own errors, and `ArithmeticError` for gradients that are not finite.
+    If it `is_brief`, few experiments are enough; then the block's own errors are raised, and `ArithmeticError` for
+    gradients that are not finite.
     """
+    block = tried.block
     is_short = any(p.dtype is torch.float16 for p in block.parameters())
     scales = _SHORT_SCALES if is_short else _SCALES
     hooks, kept = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(block))}), Kept(block)
 
     def backward(seed: int, scale: float, only: int | None = None) -> TrialGradients:
         for rest in (0.0, _TINY):  # tiny in place of zero: a block may divide 0 / 0
-            with alike(range(arrival.samples)):
-                found = gradients_of(run, number, block, arrival, Begin(seed, scale, only, rest), kept)
+            with tried.alike(range(arrival.samples)):
+                found = gradients_of(tried, arrival, Begin(seed, scale, only, rest), kept)
             if all(bool(gradient.isfinite().all()) for gradient in found):
                 return found
         if is_brief:
@@ -110,41 +95,33 @@ def why_unlinear(
         draws, samples = range(1 if is_brief else _DRAWS), range(arrival.samples)
         ones = [backward(seed, 1.0) for seed in draws]
         halves = [[backward(seed, 1.0, only=sample) for sample in samples] for seed in draws]
-        sees = not is_brief and _sees_gradients(run, number, block, arrival, alike, scales, (hooks, kept))
+        sees = not is_brief and _sees_gradients(tried, arrival, scales, (hooks, kept))
     except Draws:
-        return Unlinear(_STEERED.format(number, type(block).__name__, "draws from Python's or numpy's generator"))
+        return Unlinear(_STEERED.format(tried, "draws from Python's or numpy's generator"))
     except Exception as error:  # errors of user code on numbers that no block has given
         if is_brief:
             raise
         said = f"{type(error).__name__}: {error}".splitlines()[0]
-        return Unlinear(
-            f"block {number} ({type(block).__name__}) may change gradients, and fails where it is tried, {said}"
-        )
+        return Unlinear(f"{tried} may change gradients, and fails where it is tried, {said}")
     finally:
         hooks.put_back()
 
     if asked:
-        return Unlinear(_STEERED.format(number, type(block).__name__, asked[0]))
+        return Unlinear(_STEERED.format(tried, asked[0]))
     if sees:
-        return Unlinear(_SEES.format(number, type(block).__name__))
-    return _judged(f"block {number} ({type(block).__name__})", none, others, ones, halves)
+        return Unlinear(_SEES.format(tried))
+    return _judged(str(tried), none, others, ones, halves)
 
 
 def _sees_gradients(
-    run: RunBlock,
-    number: int,
-    block: nn.Module,
-    arrival: Arrival,
-    alike: SameDraws,
-    scales: Sequence[float],
-    before: tuple[Snapshot, Kept],
+    tried: TriedBlock, arrival: Arrival, scales: Sequence[float], before: tuple[Snapshot, Kept]
 ) -> bool:
     """Return whether a block's output changes after a backward from larger gradients."""
     hooks, kept = before
     found = list[Sequence[Tensor]]()
     for scale in (1.0, *scales):
         hooks.put_back()
-        found.append(made_behind(run, number, block, arrival, Begin(0, scale), kept, alike))
+        found.append(made_behind(tried, arrival, Begin(0, scale), kept))
     pairs = (pair for its in found[1:] for pair in zip(its, found[0], strict=True))
     return not all(_is_close(now, one, torch.zeros_like(one), (1.0, one)) for now, one in pairs)
 
@@ -196,14 +173,14 @@ def _is_close(found: Tensor | int, wanted: Tensor, added: Tensor, sizes: tuple[f
     return float((found - wanted).abs().amax()) <= least + 1e-30
 
 
-def calls_own(run: RunBlock, number: int, block: nn.Module, arrival: Arrival) -> bool:
+def calls_own(tried: TriedBlock, arrival: Arrival) -> bool:
     """Return whether a block's forward applies a Function, or registers a hook, of no known library; it is restored."""
     calls = Calls()
-    if any(isinstance(weight, DTensor) for weight in block.parameters()):
+    if any(isinstance(weight, DTensor) for weight in tried.block.parameters()):
         return False
-    with suppress(Exception), untouched(block):  # errors on numbers that no block has given
+    with suppress(Exception), untouched(tried.block):  # errors on numbers that no block has given
         with calls.watched():
-            ran = run_with_graph(run, number, block, arrival)
+            ran = tried.run_with_graph(arrival)
         calls.look_at(ran.made)
     return calls.has_own
 
@@ -213,8 +190,7 @@ class BlockBackwards:
 
     Args:
         blocks: by stage and number.
-        run: runs a block on its inputs.
-        alike: returns a context in which a block, of a number, draws the same for some samples each time.
+        tried: returns how a block of a number is tried.
         gathered: makes the weights of a stage resident (collective over replicas).
         agree: makes numbers equal on the ranks that run a block together.
         overtaken: the stages where a forward of another microbatch may run before a backward.
@@ -223,14 +199,13 @@ class BlockBackwards:
     def __init__(
         self,
         blocks: Mapping[int, Mapping[int, nn.Module]],
-        run: RunBlock,
-        alike: Callable[[int, nn.Module, range], AbstractContextManager[None]],
+        tried: Callable[[int, nn.Module], TriedBlock],
         gathered: GatheredWeights,
         agree: Agree = list,
         overtaken: Collection[int] = (),
     ) -> None:
         self._overtaken = {number for stage in overtaken for number in blocks.get(stage, ())}
-        self._blocks, self._run, self._alike, self._gathered, self._agree = blocks, run, alike, gathered, agree
+        self._blocks, self._tried, self._gathered, self._agree = blocks, tried, gathered, agree
         self._arrival_of: ArrivalOf | None = None
         self._found: dict[int, Unlinear] = {}
         self._watched: dict[int, Watched] = {}
@@ -283,69 +258,71 @@ class BlockBackwards:
         is_suspect = code.is_suspect
         if code.has_more and not is_suspect:
             arrival = arrival_of(number, False)
-            with self._alike(number, block, range(arrival.samples)):
-                is_suspect = calls_own(self._run, number, block, arrival)
+            tried = self._tried(number, block)
+            with tried.alike(range(arrival.samples)):
+                is_suspect = calls_own(tried, arrival)
         kind: object = number
         if is_suspect and _is_of_kind(block, code):
             kind = _kind_of(block, arrival_of(number, True)), number in self._overtaken
         if kind not in known:
-            known[kind] = self._find(number, block, arrival_of, code, is_suspect=is_suspect)
+            known[kind] = self._find(self._tried(number, block), arrival_of, code, is_suspect=is_suspect)
         self._suspects = self._suspects | {number} if is_suspect else self._suspects - {number}
         self._watched[number] = Watched(block, code, is_suspect=is_suspect)
         return known[kind]
 
-    def _find(self, number: int, block: nn.Module, arrival_of: ArrivalOf, code: Code, *, is_suspect: bool) -> Unlinear:
+    def _find(self, tried: TriedBlock, arrival_of: ArrivalOf, code: Code, *, is_suspect: bool) -> Unlinear:
         """Return the finding of experiments on a block."""
         found = Unlinear()
         if is_suspect:
-            arrival = arrival_of(number, True)
-            found = why_unlinear(self._run, number, block, arrival, partial(self._alike, number, block))
-            found = found if found.why else self._of_others(number, block, arrival)
+            arrival = arrival_of(tried.number, True)
+            found = why_unlinear(tried, arrival)
+            found = found if found.why else self._of_others(tried, arrival)
         is_taken = not found.why or found.adds or found.is_of_each
         if is_taken:
-            found = self._of_microbatches(number, block, arrival_of, code, found, is_suspect=is_suspect)
+            found = self._of_microbatches(tried, arrival_of, code, found, is_suspect=is_suspect)
             is_taken = not found.why or found.adds or found.is_of_each
         if is_suspect and is_taken and (unknown := code.unknown()) is not None:
-            found = Unlinear(_STEERED.format(number, type(block).__name__, f"a {type(unknown).__name__}"))
+            found = Unlinear(_STEERED.format(tried, f"a {type(unknown).__name__}"))
         return found
 
-    def _of_others(self, number: int, block: nn.Module, arrival: Arrival) -> Unlinear:
+    def _of_others(self, tried: TriedBlock, arrival: Arrival) -> Unlinear:
         """Return the finding for other numbers in extras, and for other values of tensors that it reads in Python."""
-        accepts, alike = accepted_extras(block), partial(self._alike, number, block)
+        block, accepts = tried.block, accepted_extras(tried.block)
         taken = replace(arrival, extras={name: extra for name, extra in arrival.extras.items() if accepts(name)})
         given = others_of(taken, block, self._agree) if taken.extras else ()
         for other, words in islice(given, 1 if is_sharded(block) else None):  # ranks of other data may fail alone
-            if (found := self._found_briefly(number, block, other, alike)).why:
+            if (found := _found_briefly(tried, other)).why:
                 return found._replace(why=f"{found.why}, {words}")
         answers = OtherAnswers()
-        with suppress(Exception), answered(alike, answers)(range(arrival.samples)):
-            gradients_of(self._run, number, block, arrival, Begin(0, 1.0), Kept(block))
+        with suppress(Exception), answered(tried.alike, answers)(range(arrival.samples)):
+            gradients_of(tried, arrival, Begin(0, 1.0), Kept(block))
         for place in range(1, 1 + min(answers.count, MOST_ASKED) * (not is_sharded(block))):
-            otherwise = answered(alike, OtherAnswers(place))
-            if (found := self._found_briefly(number, block, arrival, otherwise)).why:
+            otherwise = tried._replace(alike=answered(tried.alike, OtherAnswers(place)))
+            if (found := _found_briefly(otherwise, arrival)).why:
                 return found._replace(why=f"{found.why}, where a tensor that it asks for its value has another")
         return Unlinear()
 
-    def _found_briefly(self, number: int, block: nn.Module, arrival: Arrival, alike: SameDraws) -> Unlinear:
-        """Return the finding for inputs that may never occur; a failure decides nothing."""
-        with suppress(Exception):
-            found = why_unlinear(self._run, number, block, arrival, alike, is_brief=True)
-            return found if found.why else Unlinear(why_of_microbatch(self._run, number, block, arrival, alike))
-        return Unlinear()
-
     def _of_microbatches(
-        self, number: int, block: nn.Module, arrival_of: ArrivalOf, code: Code, found: Unlinear, *, is_suspect: bool
+        self, tried: TriedBlock, arrival_of: ArrivalOf, code: Code, found: Unlinear, *, is_suspect: bool
     ) -> Unlinear:
         """Return the reason why gradients depend on the microbatch, or else the former finding."""
-        if any(getattr(module, "scale_grad_by_freq", False) is True for module in block.modules()):
-            return Unlinear(_COUNTS.format(number, type(block).__name__))
+        if any(getattr(module, "scale_grad_by_freq", False) is True for module in tried.block.modules()):
+            return Unlinear(_COUNTS.format(tried))
         if not (is_suspect or code.may_detach):
             return found
-        given = self._run, number, block, arrival_of(number, True), partial(self._alike, number, block)
-        why = "" if found.why else why_of_microbatch(*given)
+        arrival = arrival_of(tried.number, True)
+        why = "" if found.why else why_of_microbatch(tried, arrival)
         if is_suspect and not why:
-            why = why_of_others(*given, overtaken=number in self._overtaken)
+            why = why_of_others(tried, arrival, overtaken=tried.number in self._overtaken)
         return Unlinear(why) if why else found
+
+
+def _found_briefly(tried: TriedBlock, arrival: Arrival) -> Unlinear:
+    """Return the finding for inputs that may never occur; a failure decides nothing."""
+    with suppress(Exception):
+        found = why_unlinear(tried, arrival, is_brief=True)
+        return found if found.why else Unlinear(why_of_microbatch(tried, arrival))
+    return Unlinear()
 
 
 def _is_due(count: int) -> bool:

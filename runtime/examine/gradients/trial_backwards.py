@@ -12,7 +12,7 @@ from ...blocks.trees import TensorSpec
 from ...blocks.without_side_effects import Kept, untouched
 from ...parallel.cut_proofs.features_apart import draws_of_python
 from ...parallel.cut_proofs.trial_inputs import Arrival, draw
-from ..block_runs import RunBlock, SameDraws, run_with_graph
+from ..block_runs import TriedBlock
 from .microbatch_gradients import gradients_kept
 
 TrialGradients = Sequence[Tensor]
@@ -37,36 +37,32 @@ class Begin(NamedTuple):
     rest: float = 0.0
 
 
-def gradients_of(
-    run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: Begin, kept: Kept
-) -> list[Tensor]:
+def gradients_of(tried: TriedBlock, arrival: Arrival, begin: Begin, kept: Kept) -> list[Tensor]:
     """Return the gradients of a block's inputs and weights; the block starts as `kept`."""
-    with untouched(block, kept), gradients_kept([*block.parameters(), *kept.snapshot.values()]):
+    with untouched(tried.block, kept), gradients_kept([*tried.block.parameters(), *kept.snapshot.values()]):
         drawn = draws_of_python()
-        leaves, weights = _run_backwards(run, number, block, arrival, begin)
+        leaves, weights = _run_backwards(tried, arrival, begin)
         if draws_of_python() != drawn:
             raise Draws
         found = [torch.zeros_like(t) if t.grad is None else t.grad for t in (*leaves, *weights) if t.numel()]
         return [(g.to_dense() if g.is_sparse else g).detach().clone() for g in found]
 
 
-def made_behind(
-    run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: Begin, kept: Kept, alike: SameDraws
-) -> list[Tensor]:
+def made_behind(tried: TriedBlock, arrival: Arrival, begin: Begin, kept: Kept) -> list[Tensor]:
     """Return a block's outputs of a forward after a backward; the block starts as `kept`."""
-    with untouched(block, kept), gradients_kept([*block.parameters(), *kept.snapshot.values()]):
-        with alike(range(arrival.samples)):
-            _run_backwards(run, number, block, arrival, begin)
-        with alike(range(arrival.samples)):
-            made = run_with_graph(run, number, block, arrival).made
+    with untouched(tried.block, kept), gradients_kept([*tried.block.parameters(), *kept.snapshot.values()]):
+        with tried.alike(range(arrival.samples)):
+            _run_backwards(tried, arrival, begin)
+        with tried.alike(range(arrival.samples)):
+            made = tried.run_with_graph(arrival).made
         return [tensor.detach().clone() for tensor in made if tensor.numel()]
 
 
 def _run_backwards(
-    run: RunBlock, number: int, block: nn.Module, arrival: Arrival, begin: Begin
+    tried: TriedBlock, arrival: Arrival, begin: Begin
 ) -> tuple[Sequence[Tensor], Sequence[nn.Parameter]]:
     """Run a block's forward and backward; return its input leaves and weights, which have the gradients."""
-    leaves, weights, made, _ = run_with_graph(run, number, block, arrival)
+    leaves, weights, made, _ = tried.run_with_graph(arrival)
     if made:  # torch.autograd.grad is refused by reentrant checkpoints
         torch.autograd.backward(made, [_begun(t, k, arrival.samples, begin) for k, t in enumerate(made)])
     return leaves, weights

@@ -5,6 +5,7 @@ import types
 import torch
 from torch import nn
 
+from quintsched.runtime.examine.block_runs import TriedBlock
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
 
 
@@ -94,8 +95,8 @@ OTHERS = {
 ARRIVAL = Arrival(GivenTree([TrialInput(torch.tensor([[0.1, -0.4, 0.9], [-1.3, 0.2, 0.6]], dtype=torch.float64))]))
 
 
-def run(number, block, given, taken):
-    return block(given, **taken)
+def tried(block):
+    return TriedBlock(lambda number, block, given, taken: block(given, **taken), 3, block)
 
 
 INSTALLED = types.ModuleType("installed_clamps")

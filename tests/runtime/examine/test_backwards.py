@@ -11,14 +11,14 @@ from torch.utils.checkpoint import checkpoint
 from quintsched.runtime.examine.gradients.nonlinear_backwards import calls_own, why_unlinear
 from quintsched.runtime.guards.own_backwards import Code
 
-from .backward_blocks import ARRIVAL, CLAMP, INSTALLED, LINEAR, OTHERS, SEEN, Block, run
+from .backward_blocks import ARRIVAL, CLAMP, INSTALLED, LINEAR, OTHERS, SEEN, Block, tried
 
 
 @pytest.mark.parametrize("name", [*LINEAR, *OTHERS])
 def test_gradients_that_are_not_linear_are_found(name):
     block = {**LINEAR, **OTHERS}[name]
     assert Code(block).is_suspect
-    found = why_unlinear(run, 3, block, ARRIVAL)
+    found = why_unlinear(tried(block), ARRIVAL)
     assert found.why.startswith("block 3 (") == (name in OTHERS)
     assert found.adds == (name in ("decay of its own", "loss added"))
     assert block.inner.weight.grad is None
@@ -77,11 +77,11 @@ def test_wherever_it_is_written_one_run_shows_it(name):
     block = HIDDEN[name]
     code = Code(block)
     assert code.is_suspect or code.has_more
-    assert calls_own(run, 3, block, ARRIVAL)
+    assert calls_own(tried(block), ARRIVAL)
     is_linear = "hook" in name and "string" in name
-    assert ("as a clamp does" in why_unlinear(run, 3, block, ARRIVAL).why) != is_linear
-    assert not calls_own(run, 3, Block(), ARRIVAL)
-    assert not calls_own(run, 3, Block(lambda x: checkpoint(torch.tanh, x, use_reentrant=True)), ARRIVAL)
+    assert ("as a clamp does" in why_unlinear(tried(block), ARRIVAL).why) != is_linear
+    assert not calls_own(tried(Block()), ARRIVAL)
+    assert not calls_own(tried(Block(lambda x: checkpoint(torch.tanh, x, use_reentrant=True))), ARRIVAL)
 
 
 def test_what_cannot_be_tried_is_no_less_suspect():
@@ -89,7 +89,7 @@ def test_what_cannot_be_tried_is_no_less_suspect():
         raise ValueError("only numbers of a batch")
 
     assert (
-        "fails where it is tried, ValueError: only numbers of a batch" in why_unlinear(run, 3, Block(fail), ARRIVAL).why
+        "fails where it is tried, ValueError: only numbers of a batch" in why_unlinear(tried(Block(fail)), ARRIVAL).why
     )
 
 

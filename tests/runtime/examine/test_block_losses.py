@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from quintsched.errors import MisfitError
 from quintsched.runtime import Carry, run_local
 from quintsched.runtime.examine.block_losses import examine_block_loss
+from quintsched.runtime.examine.block_runs import TriedBlock
 from quintsched.runtime.losses.loss_reductions import Over
 from quintsched.runtime.parallel.cut_proofs import trial_inputs
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree
@@ -50,7 +51,8 @@ def found_of(block, samples=SAMPLES, seed=0, **extras):
         torch.manual_seed(some.start)
         return nullcontext()
 
-    found = examine_block_loss(lambda _, b, x, taken: b(x, **taken), 1, block, arrival, samples, alike)
+    tried = TriedBlock(lambda _, b, x, taken: b(x, **taken), 1, block, alike)
+    found = examine_block_loss(tried, arrival, samples)
     assert all(torch.equal(weight, before[name]) for name, weight in block.state_dict().items())
     assert not found.why
     return [weight.over for weight in found.over]

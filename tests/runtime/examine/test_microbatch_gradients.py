@@ -9,7 +9,7 @@ from torch import nn
 from quintsched.runtime.examine.gradients.microbatch_gradients import why_of_microbatch, why_of_others
 
 from ..trials import refused
-from .backward_blocks import ARRIVAL, LINEAR, Block, backward_of, halve, hooked, run
+from .backward_blocks import ARRIVAL, LINEAR, Block, backward_of, halve, hooked, tried
 
 
 class Kept(torch.autograd.Function):
@@ -78,12 +78,12 @@ OF_MICROBATCHES = {
 def test_gradients_of_a_microbatch_that_are_no_part_of_the_batchs_are_found(name):
     block, said = OF_MICROBATCHES[name]
     before = block.inner.weight.clone()
-    found = why_of_microbatch(run, 3, block, ARRIVAL) or why_of_others(run, 3, block, ARRIVAL)
+    found = why_of_microbatch(tried(block), ARRIVAL) or why_of_others(tried(block), ARRIVAL)
     assert torch.equal(before, block.inner.weight)
     assert said in found
     assert bool(said) == bool(found)
     if name == "kept on a class":
-        assert not why_of_others(run, 3, block, ARRIVAL, overtaken=False)
+        assert not why_of_others(tried(block), ARRIVAL, overtaken=False)
 
 
 def test_microbatches_of_one_sample_hide_no_mixing():

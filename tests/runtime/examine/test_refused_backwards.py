@@ -214,9 +214,9 @@ class Turning(Block):
 def test_blocks_of_one_kind_are_tried_once(others, count, monkeypatch):
     tried = []
 
-    def why(run, number, *given, **options):
-        tried.append(number)
-        return why_unlinear(run, number, *given, **options)
+    def why(block, *given, **options):
+        tried.append(block.number)
+        return why_unlinear(block, *given, **options)
 
     monkeypatch.setattr(nonlinear_backwards, "why_unlinear", why)
 
