@@ -68,7 +68,7 @@ BUDGET = {
     "blocks": 1324,
     "data": 1127,
     "guards": 1090,
-    "examine": 1084,
+    "examine": 1091,
     "optim": 1054,
     "steps": 892,
     "settings": 774,
@@ -85,7 +85,7 @@ BUDGET = {
 }
 """The most statements of each room of the runtime: a commit that makes one larger says so here."""
 
-MOST_LINES_OF_PACKAGES = {"strategies": 12_625, "solve": 6_000}
+MOST_LINES_OF_PACKAGES = {"strategies": 12_554, "solve": 6_000}
 """The most lines of packages beside the planner: a law replaces what it replaces."""
 
 
