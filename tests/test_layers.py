@@ -53,13 +53,13 @@ MOST_FILES, MOST_LINES, MOST_ROOMS_IN_A_CHAIN = 15, 400, 14
 LONGEST_FUNCTION = 60
 
 BUDGET = {
-    "parallel": 6097,
+    "parallel": 6092,
     "saving": 3760,
     "interpreter": 2882,
     "comm": 2760,
     "splitting": 2591,
     "watch": 2059,
-    "stage": 1980,
+    "stage": 1979,
     "losses": 1959,
     "objects": 1810,
     "train": 1614,
@@ -72,7 +72,7 @@ BUDGET = {
     "optim": 1054,
     "steps": 892,
     "settings": 774,
-    "run_checks": 754,
+    "run_checks": 752,
     "calibrate": 620,
     "models": 511,
     "autograd": 532,
@@ -85,7 +85,7 @@ BUDGET = {
 }
 """The most statements of each room of the runtime: a commit that makes one larger says so here."""
 
-MOST_LINES_OF_PACKAGES = {"strategies": 12_554, "solve": 6_000}
+MOST_LINES_OF_PACKAGES = {"strategies": 12_563, "solve": 6_000}
 """The most lines of packages beside the planner: a law replaces what it replaces."""
 
 
