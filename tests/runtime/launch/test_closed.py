@@ -1,4 +1,4 @@
-"""A run of one machine listens nowhere but on the loopback interface, and unpickles nothing."""
+"""A run of one machine listens nowhere but on the loopback interface, and unpickles nothing, also as it is stopped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ checkpoint: {{dir: "{folder}/saved"}}
 """
 
 MODEL = """
-import os
+import os, signal
 from pathlib import Path
 from torch import nn
 
@@ -54,6 +54,7 @@ class Last(nn.Linear):
             assert not [*listening(os.getppid())]  # the fork server
             for pid in {os.getpid(), int(launcher)}:
                 (HERE / f"listening-{pid}").write_text("\\n".join(listening(pid)))
+            os.kill(os.getpid(), signal.SIGUSR1)
         return super().forward(x)
 
 def build(data):
@@ -90,12 +91,13 @@ def test_one_machine_listens_on_loopback_only_and_nothing_is_unpickled(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    code, _, err = run(sys.executable, "-c", COMMAND, "run", tmp_path / "job.yaml")
+    code, out, err = run(sys.executable, "-c", COMMAND, "run", tmp_path / "job.yaml")
     assert code == 0, err
+    assert "stopped as asked: saved at step 2\n" in out
     found = {file.name: file.read_text().splitlines() for file in tmp_path.glob("listening-*")}
     assert len(found) == 3  # the launcher, and the last stage's ranks
     assert all(found.values())
     assert all(line.split()[1] in LOOPBACK for lines in found.values() for line in lines), found
     assert len([*tmp_path.glob("audited-*")]) == 3  # the command, the launcher, and what the ranks are forked from
     assert not (tmp_path / "pickled").exists(), (tmp_path / "pickled").read_text()
-    assert [*(tmp_path / "saved").iterdir()]
+    assert (tmp_path / "saved" / "step-00000002").is_dir()

@@ -13,7 +13,7 @@ import pytest
 
 from ...helpers.commands import run, write_job
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 JOB = """
 model: {{name: "{folder}/model.py:build"}}
@@ -49,12 +49,12 @@ WAYS = {
 @pytest.mark.parametrize(
     ("launcher", "whom", "number"),
     [
-        ("quintsched", "getpid", "SIGUSR1"),
-        pytest.param("quintsched", "getppid", "SIGTERM", marks=pytest.mark.slow),
-        pytest.param("quintsched", "getppid", "SIGINT", marks=pytest.mark.slow),
-        pytest.param("torchrun", "getpid", "SIGTERM", marks=pytest.mark.slow),
-        pytest.param("torchrun", "getppid", "SIGTERM", marks=pytest.mark.slow),
-        pytest.param("torchrun", "getppid", "SIGINT", marks=pytest.mark.slow),
+        ("quintsched", "getpid", "SIGUSR1"),  # every day: test_closed.py
+        ("quintsched", "getppid", "SIGTERM"),
+        ("quintsched", "getppid", "SIGINT"),
+        ("torchrun", "getpid", "SIGTERM"),
+        ("torchrun", "getppid", "SIGTERM"),
+        ("torchrun", "getppid", "SIGINT"),
     ],
 )
 def test_a_signal_lets_the_run_save_and_end_with_0(tmp_path: Path, launcher: str, whom: str, number: str) -> None:
@@ -69,7 +69,6 @@ def test_a_signal_lets_the_run_save_and_end_with_0(tmp_path: Path, launcher: str
     assert "Traceback" not in err or launcher == "torchrun"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", WAYS)
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path, launcher: str) -> None:
     slow = MODEL.replace("os.kill(os.WHOM(), signal.SIGNAL)", "print(os.getpid(), flush=True); time.sleep(60)")
