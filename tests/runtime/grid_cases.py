@@ -68,7 +68,8 @@ def settings_of(row: Sequence[int]) -> dict[str, Any]:
     """Return the fields of the case of an entry of each column."""
     (schedule, shape), mesh, model, of_plan, of_run = (column[k] for column, k in zip(COLUMNS, row, strict=True))
     pp = SHARES[mesh]["pp"]
-    microbatches = 2 * pp if schedule == "dualpipe" or pp == 3 else max(pp, 4)
+    many = schedule == "dualpipe" or pp == 3 or (pp == 8 and "overlap" in of_plan)  # or nothing overlaps
+    microbatches = 2 * pp if many else max(pp, 4)
     return {
         "schedule": schedule,
         "mesh": mesh,
