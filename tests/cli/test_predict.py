@@ -196,6 +196,7 @@ def test_its_plan_in_the_simulator(cli, refused) -> None:
 def test_a_home_that_cannot_be_written_says_where_else_to_measure(refused, tmp_path, monkeypatch):
     (tmp_path / ".cache").write_text("")
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME")
     asked = ("predict", "--model", "gpt-1.3b", "--hardware", "cpu", "--gpus", "1", "--batch", "1")
     for command in (("calibrate",), asked):
         message = refused(2, *command)
