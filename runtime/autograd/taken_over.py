@@ -44,12 +44,14 @@ class Hold:
     """A rank's hold on the weights of its blocks, until its engine is closed, or another one is made of the blocks.
 
     Attributes:
+        trains: whether the engine steps the weights; one that runs forwards alone leaves that to others.
         ended: why the engine can do no step any more; "": it can.
         undo: functions that are called then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, trains: bool) -> None:
         self._thread, self.ended, self.undo = ref(current_thread()), "", list[Callable[[], object]]()
+        self.trains = trains
 
     def take(self, weights: Iterable[Tensor]) -> None:
         """Take weights that no other hold has."""
@@ -89,7 +91,9 @@ def take_back(module: nn.Module) -> None:
     if any(hold.is_of_other_rank for hold in holds):
         return
     for hold in holds:
-        hold.end("another engine has been made of this one's blocks, and trains them now; use that, or make a new one")
+        hold.end(
+            "another engine has been made of this one's blocks since; use that, engine.evaluate for forwards alone"
+        )
     for layer in module.modules():
         kind = type(layer)
         for own in _replaced(kind):

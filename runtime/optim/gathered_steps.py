@@ -172,15 +172,17 @@ class Stepper:
         for own in self._foreign:
             own.begin_step()
         _this_thread.steps = True
-        if norm is None and not (self._is_first and self._has_shares):
-            _step_unrecorded(self.optimizer)
-        else:
-            with (
-                self._refusing_draws() if self._is_first and self._has_shares else _NO_CONTEXT,
-                _NO_CONTEXT if norm is None else rest_of_norm(self.optimizer, norm),
-            ):
-                self.optimizer.step()
-        _this_thread.steps = False
+        try:
+            if norm is None and not (self._is_first and self._has_shares):
+                _step_unrecorded(self.optimizer)
+            else:
+                with (
+                    self._refusing_draws() if self._is_first and self._has_shares else _NO_CONTEXT,
+                    _NO_CONTEXT if norm is None else rest_of_norm(self.optimizer, norm),
+                ):
+                    self.optimizer.step()
+        finally:
+            _this_thread.steps = False
         for own in self._foreign:
             own.end_step()
         for matrix in self._gathered:
@@ -216,10 +218,12 @@ def _refuse_own_steps(optimizer: Optimizer, *_: object) -> None:
     if getattr(_this_thread, "steps", False):
         return
     first = (group["params"][0] for group in optimizer.param_groups if group["params"])
-    if optimizer in _stepped_here or any(hold is not None and not hold.ended for hold in map(hold_on, first)):
+    is_own, holds = optimizer in _stepped_here, filter(None, map(hold_on, first))
+    if is_own or any(hold.trains and not hold.ended for hold in holds):
         raise UsageError(
             f"{type(optimizer).__name__}.step() is called on weights that an engine trains: engine.step has stepped "
             "them, and this would go by the same gradients once more; leave optimizer.step() out of the loop"
+            + ("" if is_own else ", or call engine.close() before, to train on without the engine")
         )
 
 

@@ -103,7 +103,7 @@ class RankModel:
         block_costs: Sequence[float] | None,
         cut_logits: bool,
     ) -> None:
-        self.plan, self.options, self.hold = plan, options, Hold()
+        self.plan, self.options, self.hold = plan, options, Hold(trains=plan.mode == "train")
         self._num_steps = self._num_evaluations = 0
         self._groups, self._transport = groups, transport
         self._coordinates = plan.mesh.coordinates(transport.rank)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Engine
+from quintsched.runtime import Engine, ForwardEngine
 from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.comm import Transport, run_local
 
@@ -76,8 +76,11 @@ def test_the_engine_made_last_of_the_same_modules_trains_them() -> None:
         for optimizer in (own, second.optimizer):
             with pytest.raises(qs.UsageError, match=r"SGD.step\(\) is called on weights that an engine trains"):
                 optimizer.step()
-        second.close()
-        own.step()
+        ForwardEngine(qs.compile("inference", mesh="pp=2", microbatches=2), modules, transport=transport)
+        own.step()  # an engine that runs forwards alone leaves training to others
+        own_of_fresh = sgd(fresh.stages[transport.rank].parameters())
+        fresh.close()
+        own_of_fresh.step()
 
     run_local(2, run)
 
