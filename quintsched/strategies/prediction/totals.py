@@ -59,7 +59,8 @@ def step_terms(
     If the schedule has no closed form, the bubble is a lower bound; if `stages` is given (it returns the stages of such
     strategies), it is simulated.
     """
-    each = _of_one_way(per_microbatch(model, hardware, table, blocks, kinds, constants), table)
+    ways = np.where(np.isin(table.schedule, _codes(table, "schedule", *BIDIRECTIONAL)), 2.0, 1.0)
+    each = _of_one_way(per_microbatch(model, hardware, table, blocks, kinds, constants, 1 / ways), ways[:, None])
     shares = shares_cores(hardware)
     if shares:
         each = in_step(each, table, hardware, constants)
@@ -116,9 +117,9 @@ def per_microbatch(
     blocks: Blocks,
     kinds: Kinds,
     constants: Constants,
-    parts: Ints | int = 1,
+    parts: Array | Ints | int = 1,
 ) -> PerMicrobatch:
-    """Return the times of each kind of rank for one microbatch; a kind is one of so many parts of a rank."""
+    """Return the times of each kind of rank for one microbatch; a microbatch passes so many such kinds on a rank."""
 
     def summed(name: str, **counts: Array) -> Array:
         found: Array = np.zeros_like(kinds.dense)
@@ -142,7 +143,8 @@ def per_microbatch(
     there, back = over("ep_forward"), over("ep_backward")
     paired = np.isin(table.schedule, _codes(table, "schedule", *PAIRED))
     loops = np.isin(table.schedule, _codes(table, "schedule", "interleaved-1f1b"))
-    mixing, rest = paired | loops & (table.ep_overlap > 0), (forward - back, computed - there)
+    mixing = paired | loops & (table.ep_overlap > 0)
+    rest = forward - back * mixing[:, None], computed - there * mixing[:, None]
     exchanged, exchange_hidden = beside_other_s(table, mixing, (there, back), (forward, computed), constants)
     sent, sent_hidden = beside_other_s(
         table, paired | loops & (table.overlap > 0), (messages, messages), rest, constants
@@ -209,14 +211,10 @@ def accumulated_s(
     return memory_s(each * (weights / shards + expert_weights / expert_shards), hardware, constants)
 
 
-def _of_one_way(each: PerMicrobatch, table: Table) -> PerMicrobatch:
+def _of_one_way(each: PerMicrobatch, ways: Array) -> PerMicrobatch:
     """Return the times of a microbatch under bidirectional schedules: it passes one of a rank's two stages, so half."""
-    passed = np.where(np.isin(table.schedule, _codes(table, "schedule", *BIDIRECTIONAL)), 0.5, 1.0)[:, None]
-    if (passed == 1.0).all():
-        return each
-    whole = ("pp", "pp_hidden", "weights", "expert_weights")
-    halves = {one.name: getattr(each, one.name) * passed for one in fields(each) if one.name not in whole}
-    return replace(each, **halves)
+    whole = ("weights", "expert_weights")
+    return replace(each, **{one.name: getattr(each, one.name) / ways for one in fields(each) if one.name not in whole})
 
 
 def messages_s(model: Model, hardware: Hardware, table: Table, constants: Constants) -> Array:

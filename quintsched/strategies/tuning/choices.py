@@ -100,7 +100,7 @@ def _listed(name: str, value: Any) -> Any:
 
 
 def light_modules(model: Model) -> str:
-    """Return the modules that cost little time when they run again, as DeepSeek-V3 did (arXiv:2412.19437, 3.2.3)."""
+    """Return the modules that cost little when they run again, as in DeepSeek-V3 (arXiv:2412.19437, 3.2.3, 3.3.3)."""
     return "layernorm+mla_up_proj+moe_act" if model.latent is not None else "layernorm+moe_act"
 
 

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from quintsched.errors import UsageError
+from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.step import predict
 from quintsched.strategies.prediction.table import Table, evaluate
@@ -141,6 +143,21 @@ def test_exchanges_of_tokens_hide_behind_the_other_microbatch():
     both, apart = (step("deepseek-v3", **sizes, schedule=name).breakdown_s for name in ("dualpipe", "1f1b"))
     assert both["ep"] + both["ep_hidden"] == pytest.approx(apart["ep"], rel=0.01)
     assert both["ep"] < apart["ep"] / 2
+
+
+def test_a_message_hides_behind_the_stage_that_its_microbatch_passes():
+    slow = Hardware(tflops={"bf16": 300.0}, memory_gb=80, memory_gbps=2000, link_gbps=0.5, network_gbps=0.5)
+    model = Model(layers=8, hidden=2048, heads=16)
+    found = predict(model, slow, Strategy(gpus=4, pp=4, batch=64, seq=2048, schedule="dualpipe")).breakdown_s
+    assert found["pp_hidden"] < found["compute"], "of one of the rank's two stages"
+    assert found["bubble"] < 0.05 * found["pp"]
+
+
+def test_messages_run_beside_all_computation_where_no_exchange_does():
+    sizes = {"ep": 8, "tp": 1, "pp": 8, "gpus": 64, "batch": 1024, "seq": 4096, "schedule": "interleaved-1f1b"}
+    beside, alone = (step("mixtral-8x7b", **sizes, chunks=2, ep_overlap=on).breakdown_s for on in (True, False))
+    assert alone["ep_hidden"] == 0
+    assert alone["pp_hidden"] >= beside["pp_hidden"] > 0
 
 
 def test_a_token_goes_to_a_node_once_where_its_experts_are_on_few():

@@ -29,6 +29,7 @@ def test_a_row_is_the_same_beside_others_and_alone():
         strategy(cp=2, schedule="1f1b", chunks=1),
         strategy(dp=2, schedule="1f1b", chunks=1, recompute=(2, 1, 0), zero=1),
         strategy(tp=2, schedule="interleaved-1f1b", chunks=2, recompute="full"),
+        strategy(tp=2, schedule="interleaved-1f1b", chunks=2, recompute="full", overlap=False),
     ]
     together = evaluate(MODEL, HARDWARE, Table.from_strategies(rows), simulate=True)
     alone = [evaluate(MODEL, HARDWARE, Table.from_strategies([row]), simulate=True) for row in rows]

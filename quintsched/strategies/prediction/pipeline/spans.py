@@ -57,7 +57,7 @@ class Spans:
     exact: NDArray[np.bool_]
 
 
-DECIDES = tuple(field.name for field in fields(Table) if field.name not in ("zero", "overlap", "values"))
+DECIDES = tuple(field.name for field in fields(Table) if field.name not in ("zero", "values"))
 """Columns on which a makespan depends, beside ZeRO's exchanges in each microbatch."""
 
 
