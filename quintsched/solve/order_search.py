@@ -124,7 +124,7 @@ def search(
     """
     state = Search(objective, seed, monotonic() + seconds, told)
     try:
-        with _interrupted_at(state.ends_s):
+        with interrupted_at(state.ends_s):
             attempts = [Attempt(problem, objective, lower_bound(problem, objective)) for problem in problems]
             for attempt in attempts:
                 _begin(state, attempt, costs, effort, known)
@@ -144,7 +144,7 @@ def search(
 
 
 @contextlib.contextmanager
-def _interrupted_at(ends_s: float) -> Iterator[None]:
+def interrupted_at(ends_s: float) -> Iterator[None]:
     """Interrupt the main thread, as Ctrl-C does, where a part of the search does not look at the clock for long."""
     if threading.current_thread() is not threading.main_thread():
         yield

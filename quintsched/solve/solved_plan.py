@@ -135,7 +135,7 @@ def solve(
             normal), "3%x4" (3 % of computations take four times as long), or a directory with a run's traces and plan.
         effort: work of the search; 1 takes a second for small problems.
         seconds: most seconds that it takes, plan and proof included; in another thread than the main one, a part of the
-            search may take longer.
+            search may take longer, and so may the judgement of one order under `jitter`.
         seed: of the random numbers.
         told: called with each improvement and the seconds that have passed.
 

@@ -22,6 +22,7 @@ from quintsched.solve.local_search import critical_path, random_move
 from quintsched.solve.noise.duration_samples import Jitter, Samples, percentile
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_problem import Orders, Problem
+from quintsched.solve.order_search import interrupted_at
 from quintsched.solve.order_timing import Objective, has_room, time_orders
 
 IMPROVING, CHOOSING, JUDGING = 128, 400, 1000
@@ -35,6 +36,8 @@ WORST = 0.1
 HOT, COLD = 2e-3, 1e-4
 KEPT = 12
 """Improvements among which is chosen: the last ones."""
+CHOICE = ((1 + KEPT) * CHOOSING + JUDGING) / JUDGING
+"""Time to choose and to judge, in units of that to judge one order."""
 
 
 @dataclass(frozen=True)
@@ -57,22 +60,25 @@ class Robustness:
 def harden(
     problem: Problem, orders: Orders, objective: Objective, jitter: Jitter, *, seed: int, effort: int, ends_s: float
 ) -> tuple[Orders, Robustness]:
-    """Return an order with a smaller 95th percentile, or the given one; an interrupt ends the search."""
+    """Return an order with a smaller 95th percentile, or the given one; an interrupt ends the search.
+
+    The given order and the bound are judged first, which shows how much time to keep free for the choice.
+    """
     run = _Run(problem, objective, jitter, random.Random(seed), ends_s)
     improving, choosing, judging = (
         Samples.draw(problem, jitter, number, (seed, purpose))
         for purpose, number in enumerate((IMPROVING, CHOOSING, JUDGING))
     )
-    found = [orders]
-    with suppress(KeyboardInterrupt):
-        run.improve(improving, found, effort)
-    best, least = orders, run.percentile(choosing, orders)
-    for other in found[-KEPT:]:
-        value = run.percentile(choosing, other)
-        if value < least:
-            best, least = other, value
-    values = run.percentile(judging, best), run.percentile(judging, orders)
-    return best, Robustness(jitter.text, *values, run.bound(judging))
+    found, bound, began_s = [orders], run.bound(judging), monotonic()
+    nominal = run.percentile(judging, orders)
+    run.ends_s -= CHOICE * (monotonic() - began_s)
+    if monotonic() < run.ends_s:
+        with suppress(KeyboardInterrupt), interrupted_at(run.ends_s):
+            run.improve(improving, found, effort)
+    if len(found) == 1:
+        return orders, Robustness(jitter.text, nominal, nominal, bound)
+    best = min((orders, *found[-KEPT:]), key=lambda one: run.percentile(choosing, one))
+    return best, Robustness(jitter.text, run.percentile(judging, best), nominal, bound)
 
 
 @dataclass

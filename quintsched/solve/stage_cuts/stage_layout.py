@@ -26,7 +26,7 @@ from quintsched.simulation.costs import Costs
 from quintsched.solve.order_problem import Orders, Problem, problem_of
 from quintsched.solve.order_search import search
 from quintsched.solve.order_timing import Objective
-from quintsched.solve.solved_plan import mesh_of, plan_of, require_positive
+from quintsched.solve.solved_plan import best_of, mesh_of, plan_of, require_positive
 from quintsched.solve.stage_cuts.cut_search import Cutting, best_cut, even
 from quintsched.solve.stage_cuts.cut_timing import OrderGraph, graph_of
 from quintsched.solve.stage_cuts.layer_costs import AMOUNTS, LayerCosts, Layers
@@ -225,6 +225,8 @@ class _Run:
         if not cuts:
             if errors and len(errors) == len(names):
                 raise errors[0]
+            if self.memory_cap is None:
+                raise UsageError("the time was over before one order was timed; allow for more seconds")
             least = min(max(cut.peaks) for cut in compared)
             raise UsageError(
                 f"no cut keeps to the memory cap of {self.memory_cap:g} {self.costs.memory_unit}; even stages need "
@@ -303,22 +305,21 @@ class _Run:
             return None
         try:
             problem = _problem(start, self.costs, self.mesh.pp, self.microbatches, self.memory_cap)
+            done = search(
+                [problem],
+                _costs(start, self.costs),
+                self.objective,
+                seed=self.seed,
+                effort=self.effort,
+                seconds=seconds,
+                told=lambda attempt, taken_s: None,
+            )
         except UsageError:
             return None
-        done = search(
-            [problem],
-            _costs(start, self.costs),
-            self.objective,
-            seed=self.seed,
-            effort=self.effort,
-            seconds=seconds,
-            told=lambda attempt, taken_s: None,
-        ).best
-        if done is None:
-            return None
-        orders = [[problem.computation(number) for number in order] for order in done.orders]
+        best = best_of(done)
+        orders = [[problem.computation(number) for number in order] for order in best.orders]
         graph = graph_of(orders, start.stage_to_pp, sends=self.costs.p2p > 0)
-        return self.cut_of(SOLVE, graph, [start.cut], done.orders)
+        return self.cut_of(SOLVE, graph, [start.cut], best.orders)
 
 
 def _sides(order: Iterable[object]) -> list[Compute]:

@@ -175,6 +175,11 @@ def test_a_searched_order_with_its_cut_is_as_fast_as_all_named_ones() -> None:
     assert every.gain > 0.1
 
 
+def test_too_little_time_is_refused_and_is_no_fault_of_the_memory() -> None:
+    with pytest.raises(UsageError, match="allow for more seconds"):
+        cut_stages(DEEPSEEK, pp=3, microbatches=6, schedules=["solve"], seconds=1e-9)
+
+
 def test_layouts_of_others_are_written_and_read() -> None:
     layers = Layers.of(DEEPSEEK)
     for text, stages in (
