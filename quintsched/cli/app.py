@@ -172,7 +172,7 @@ def _ending_in_words() -> Iterator[None]:
 
 def _set_advice(error: Any) -> str:
     """Return how a setting of the job is written, for an unknown option of a command that takes these; else ""."""
-    if not hasattr(error, "option_name") or all("--set" not in param.opts for param in error.ctx.command.params):
+    if not hasattr(error, "possibilities") or all("--set" not in param.opts for param in error.ctx.command.params):
         return ""
     return "; settings of the job go by their keys: --set train.max_steps=100"
 

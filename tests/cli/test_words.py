@@ -32,6 +32,16 @@ def test_compile_needs_one_mesh(refused):
     assert "--microbatches is missing" in refused(2, "compile", "-s", "1f1b", "--pp", 2)
 
 
+def test_an_unknown_option_of_run_leads_to_set(cli):
+    assert "--set train.max_steps=100" in cli("run", "job.yaml", "--train.lr", 3).err
+    for misused in (
+        ("run", "job.yaml", "--restarts"),
+        ("run", "job.yaml", "--resume=3"),
+        ("check", "x", "--pofile", 3),
+    ):
+        assert "--set" not in cli(*misused).err
+
+
 def test_predict_takes_a_mesh(cli, refused):
     by_axes = cli("predict", *GPT, "--gpus", 128, "--dp", 2, "--pp", 8, "--tp", 8, "--json").data
     assert cli("predict", *GPT, "--mesh", "dp=2,pp=8,tp=8", "--json").data == by_axes
