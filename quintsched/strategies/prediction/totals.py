@@ -256,7 +256,7 @@ def sharded_s(
         if not count.any():
             continue
         gather = _over_replicas(hardware, table, layer, width, constants)
-        scatter = gather * reduced / width
+        scatter = _over_replicas(hardware, table, layer, reduced, constants)
         beside_forward = layer.forward * overlaps
         beside_backward = (layer.backward_input + layer.backward_weight) * overlaps
         forward = overlap(gathers * gather, beside_forward, constants)

@@ -160,6 +160,13 @@ def test_messages_run_beside_all_computation_where_no_exchange_does():
     assert alone["pp_hidden"] >= beside["pp_hidden"] > 0
 
 
+def test_gradients_of_twice_the_bytes_take_as_many_hops():
+    small, sizes = Model(layers=4, hidden=256, heads=4), {"gpus": 64, "dp": 64, "batch": 64 * 64, "seq": 128, "zero": 2}
+    wide, short = (predict(small, A100, Strategy(**sizes, gradients=dtype)).breakdown_s for dtype in ("fp32", "bf16"))
+    taken = [one["dp"] + one["dp_hidden"] for one in (wide, short)]
+    assert taken[1] < taken[0] < 1.9 * taken[1]
+
+
 def test_a_token_goes_to_a_node_once_where_its_experts_are_on_few():
     deepseek = find_model("deepseek-v3")
     anywhere = deepseek.model_copy(update={"experts": deepseek.experts.model_copy(update={"nodes": None})})
