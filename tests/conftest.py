@@ -73,11 +73,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def uncalibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Hide this machine's calibration, with which jobs would count FLOPs; matplotlib's list of fonts stays."""
+    """Hide this machine's calibration, with which jobs would count FLOPs; lists of fonts and downloads stay."""
     with pytest.MonkeyPatch.context() as patch:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        if "MPLCONFIGDIR" not in os.environ:
-            patch.setenv("MPLCONFIGDIR", str(caches / "matplotlib"))
+        for name, folder in (("MPLCONFIGDIR", "matplotlib"), ("PIP_CACHE_DIR", "pip")):
+            if name not in os.environ:
+                patch.setenv(name, str(caches / folder))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("caches")))
         yield
 

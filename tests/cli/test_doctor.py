@@ -13,10 +13,14 @@ from quintsched.runtime.calibrate import surroundings
 MODULE = sys.modules["quintsched.cli.around_runs.doctor"]  # whose name is the command's as well
 
 
+def run(*arguments):
+    command = [sys.executable, "-m", "quintsched", "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
 @pytest.mark.processes
 def test_this_machine_can_run_and_two_processes_have_met():
-    command = [sys.executable, "-m", "quintsched", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run("--json")
     assert done.returncode == 0, done.stderr
     found = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert {"python", "torch", "devices", "threads", "interfaces", "ports", "links (cpu)"} <= set(found)
@@ -29,6 +33,16 @@ def test_a_wrong_interface_is_missing_and_it_is_said_what_to_do(monkeypatch):
     found = {row[0]: Finding(*row) for row in surroundings._network()}["interfaces"]
     assert (found.state, found.advice) == ("missing", "unset it, or name one of these")
     assert "no network interface 'nosuch'" in found.found
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_wrong_interface_ends_with_3(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch")
+    done = run()
+    assert done.returncode == 3
+    assert "no network interface 'nosuch'" in done.stdout
+    assert "interfaces" in done.stderr
 
 
 def test_a_torchvision_of_another_torch_is_noted(monkeypatch, tmp_path):

@@ -34,7 +34,7 @@ def ask(questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])  # 5: all sizes, in turn
 def test_its_plans_are_those_of_the_planner(every: int) -> None:
     questions = [
         {"name": name, "pp": pp, "microbatches": microbatches, "chunks": chunks, "dp": dp, "zero": zero}

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from tests.compiling import TORCH_COMPILES
+from tests.compiling import NEEDS_COMPILER, TORCH_WARNS
 
 from ..grid import Case, require_equality
 from ..toys import difference, sgd
 
-pytestmark = TORCH_COMPILES
-slow = pytest.mark.slow
+pytestmark = TORCH_WARNS
+slow = [pytest.mark.slow, NEEDS_COMPILER]
 
 
 class Mlp(nn.Module):
@@ -45,7 +46,8 @@ def test_compiled_stages_equal_plain_ones(
     schedule: str, more: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every day without the machine's compiler, which takes a quarter of a minute: torch traces and splits alike."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    counted = CompileCounterWithBackend(backend)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
     plan = qs.compile(schedule, microbatches=4, **more)
     inputs, targets = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
 
@@ -66,16 +68,18 @@ def test_compiled_stages_equal_plain_ones(
 
         return run_local(plan.mesh.size, run, timeout_s=300)
 
-    for (loss, weights, share), (expected_loss, expected, plain_share) in zip(
-        outcome(True), outcome(False), strict=True
-    ):
+    of_plain, before = outcome(False), counted.frame_count
+    of_compiled = outcome(True)
+    assert before == 0 < counted.frame_count
+    for (loss, weights, share), (expected_loss, expected, plain_share) in zip(of_compiled, of_plain, strict=True):
         assert loss == pytest.approx(expected_loss, abs=1e-12)
         assert all(difference(weight, expected[name]) <= 1e-12 for name, weight in weights.items())
         assert share == plain_share
         assert share is None if schedule == "1f1b" else share is not None and share > 0.9
 
 
-@slow
+@pytest.mark.slow
+@NEEDS_COMPILER
 @pytest.mark.parametrize(
     "case",
     [
@@ -100,7 +104,8 @@ class Noisy(Mlp):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("1f1b", marks=slow)])
+@NEEDS_COMPILER
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
 def test_compiled_stages_drop_the_same_and_are_compiled_once(schedule: str) -> None:
     plan = qs.compile(schedule, mesh="pp=1", microbatches=2)
     inputs, targets = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)

@@ -67,7 +67,7 @@ ANSWERS = {
 DIGITS = {
     "model": {"options": {"depth": 2, "hidden": 16, "heads": 2}},
     "parallel": {"mesh": "dp=2,pp=2", "microbatches": 2, "zero": 1},
-    "train": {"batch_size": 128, "clip": 1.0, "max_steps": 4},
+    "train": {"batch_size": 512, "clip": 1.0},
 }
 UNEVEN = on("pp=2", schedule="zbv", microbatches=4, stage_to_pp=[0, 0, 1, 1, 1, 0], stages=[1, 1, 0, 1, 3, 0])
 PADDED = gpt("moe-gpt", experts=4, mlp_ratio=1, capacity_factor=2.0, pad_to_capacity=True)
