@@ -46,6 +46,7 @@ def test_compiled_stages_equal_plain_ones(
     schedule: str, more: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every day without the machine's compiler, which takes a quarter of a minute: torch traces and splits alike."""
+    torch._dynamo.reset()  # cases before this one have compiled these blocks' code
     counted = CompileCounterWithBackend(backend)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
     plan = qs.compile(schedule, microbatches=4, **more)
