@@ -104,30 +104,39 @@ _FIRST_STAGE: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {"hanayo": lambda pp: pp, "v-half": lambda pp: pp + 1, "v-min": lambda pp: (2 * pp + 5) // 3}
 )
 """pp → microbatches of the first stage in flight, for schedules of several chunks where that is not twice pp."""
+_FULLEST_RANK: Mapping[str, Callable[[Any, Any, Any], Any]] = MappingProxyType(
+    {
+        "chimera": lambda pp, first, last: np.clip(pp // 2, first, last),
+        "hanayo": lambda _pp, _first, last: last,
+        "dualpipe-v": lambda _pp, _first, last: last,
+    }
+)
+"""(pp, first rank, last rank) → that of these ranks with most in flight, for schedules where it is not the first."""
 KEEPS_LOGITS = frozenset({"gpipe", "bfs"})
 """Schedules whose last stage runs all forwards before its first backward."""
 
 
-def in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any, rank: Any) -> Any:
+def in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any, rank: Any, last: Any = None) -> Any:
     """Return the peak number of microbatches in flight on `rank`, in microbatches of a whole rank.
 
-    A schedule that is not built in has no closed form: its order is generated, once per distinct shape. If a rank holds
+    With `last`, it is the most of all ranks from `rank` to `last`. A schedule that is not built in has no closed form: its order is generated, once per distinct shape. If a rank holds
     twins of stages, a microbatch passes one of them, so half of the rank. Raises `UsageError`.
     """
     found = find_schedule(schedule)
     if found.mode != "train":
         raise UsageError(f"schedule {schedule!r} does not train: it holds no activations")
-    held = _FORMS[found.name](pp, microbatches, chunks, rank) if found.name in _FORMS else None
-    if held is None:
-        return _of_orders(found.name, pp, microbatches, chunks, rank)
-    return held / (2 if found.bidirectional else chunks)
+    last = rank if last is None else last
+    if found.name not in _FORMS:
+        return _of_orders(found.name, pp, microbatches, chunks, rank, last)
+    fullest = _FULLEST_RANK[found.name](pp, rank, last) if found.name in _FULLEST_RANK else rank
+    return _FORMS[found.name](pp, microbatches, chunks, fullest) / (2 if found.bidirectional else chunks)
 
 
 def _of_orders(schedule: str, *shape: Any) -> Any:
     """Return the peaks counted from the schedule's own order."""
-    pp, microbatches, chunks, rank = (np.asarray(size) for size in np.broadcast_arrays(*shape))
-    rows = np.stack([pp.ravel(), microbatches.ravel(), chunks.ravel(), rank.ravel()], axis=1).tolist()
-    held = [peak_activations(schedule, p, m, v)[r] / v for p, m, v, r in rows]
+    sizes = np.broadcast_arrays(*shape)
+    pp, rows = sizes[0], np.stack([size.ravel() for size in sizes], axis=1).tolist()
+    held = [max(peak_activations(schedule, p, m, v)[first : last + 1]) / v for p, m, v, first, last in rows]
     return np.reshape(held, pp.shape)
 
 

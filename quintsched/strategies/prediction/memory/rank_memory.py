@@ -120,9 +120,9 @@ def _ranks(table: Table, kinds: Kinds) -> RankLayers:
             pp, chunks, microbatches = (
                 np.asarray(values)[rows, None] for values in (table.pp, table.chunks, table.microbatches)
             )
-            flight[rows] = in_flight(
-                schedule, pp=pp, microbatches=microbatches, chunks=chunks, rank=kinds.rank[rows].astype(np.int64)
-            )
+            rank = kinds.rank[rows].astype(np.int64)
+            last = rank + np.maximum(kinds.ranks[rows].astype(np.int64), 1) - 1
+            flight[rows] = in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks, rank=rank, last=last)
             first[rows] = first_in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks)
             logits[rows] = logits_in_flight(schedule, microbatches=microbatches)
     layers = {one.name: getattr(kinds, one.name) for one in fields(RankKind)}

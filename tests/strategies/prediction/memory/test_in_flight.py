@@ -41,6 +41,10 @@ def test_in_flight_is_what_the_plan_holds(name: str) -> None:
             assert (held <= said + 1e-9).all(), where
         else:
             assert held == pytest.approx(said), where
+        for first in range(pp):
+            for last in range(first, pp):
+                most = in_flight(name, pp=pp, microbatches=microbatches, chunks=chunks, rank=first, last=last)
+                assert most == pytest.approx(said[first : last + 1].max()), (where, first, last)
     assert compiled > 4
 
 
@@ -51,6 +55,7 @@ def test_orders_without_a_closed_form_are_counted(name: str, monkeypatch: pytest
     expected = in_flight(name, **shape, rank=np.array([0, 1, 3]))
     monkeypatch.setattr(forms, "_FORMS", {})
     assert in_flight(name, **shape, rank=np.array([0, 1, 3])) == pytest.approx(np.broadcast_to(expected, (3, 3)))
+    assert in_flight(name, **shape, rank=0, last=3) == pytest.approx(expected.max(axis=1, keepdims=True))
 
 
 def test_sizes_may_be_arrays() -> None:
