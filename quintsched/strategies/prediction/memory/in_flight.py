@@ -119,8 +119,9 @@ KEEPS_LOGITS = frozenset({"gpipe", "bfs"})
 def in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any, rank: Any, last: Any = None) -> Any:
     """Return the peak number of microbatches in flight on `rank`, in microbatches of a whole rank.
 
-    With `last`, it is the most of all ranks from `rank` to `last`. A schedule that is not built in has no closed form: its order is generated, once per distinct shape. If a rank holds
-    twins of stages, a microbatch passes one of them, so half of the rank. Raises `UsageError`.
+    With `last`, it is the most of all ranks from `rank` to `last`. A schedule that is not built in has no closed form:
+    its order is generated, once per distinct shape. If a rank holds twins of stages, a microbatch passes one of them,
+    so half of the rank. Raises `UsageError`.
     """
     found = find_schedule(schedule)
     if found.mode != "train":

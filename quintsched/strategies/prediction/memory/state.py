@@ -21,8 +21,6 @@ import numpy as np
 
 from quintsched.strategies.descriptions.parameters import Held
 
-STATE_KINDS = ("weights", "gradients", "optimizer", "gathered")
-
 SHARDED_FROM = {"weights": 3, "gradients": 2, "optimizer": 1}
 """ZeRO stage from which on each kind is sharded."""
 
@@ -59,7 +57,7 @@ def state_bytes(
     expert_replicas: Any,
     pending: Any = 0,
 ) -> dict[str, Any]:
-    """Return the bytes of a rank's state by kind (`STATE_KINDS`).
+    """Return the bytes of a rank's state by kind: weights, gradients, optimizer, gathered.
 
     Args:
         held: elements that the rank would hold without ZeRO.
