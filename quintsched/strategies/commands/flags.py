@@ -57,6 +57,12 @@ FLAGS: dict[str, Flag] = {
     "gradients": Flag(
         "TYPE", "Precision in which gradients are added up; default: fp32 (fp16 reduces its own).", is_number=False
     ),
+    "offload": Flag(
+        "X",
+        "Most microbatches of activations that a rank keeps; others are in host memory meanwhile.",
+        is_number=False,
+        has_choice=False,
+    ),
     "stages": Flag("LAYERS", "Layers of each stage, 3,4,4,3; default: as even as can be.", is_number=False),
 }
 """Flags with a value."""
@@ -72,7 +78,7 @@ SWITCH_FLAGS: dict[str, str] = {
 }
 """Flags that are on or off."""
 
-CHOSEN = tuple(name for name in FLAGS if name != "stages")
+CHOSEN = tuple(name for name in FLAGS if name not in ("offload", "stages"))
 """Flags of `tune`."""
 
 

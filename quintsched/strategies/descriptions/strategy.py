@@ -84,6 +84,9 @@ class Strategy(Description):
     these), all else in bf16; "mxfp8": the same, with a scale for each 32 numbers."""
     gradients: Literal["bf16", "fp16", "fp32", "fp64"] | None = None
     """Precision in which gradients are accumulated and reduced; None: 32 bits at least, fp16 reduced in its own."""
+    offload: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Most activations that a rank holds, in microbatches of a whole rank: others are copied to the host's memory and
+    back, as by `compile --offload`; None: no limit."""
     stages: tuple[int, ...] | None = None
     """Layers of each stage; None: as even as possible; see `strategy_validity.stage_layers`."""
 

@@ -23,6 +23,7 @@ TERMS = {
     "accumulate": "adding up gradients",
     "optimizer": "optimizer step",
     "end": "end of the step",
+    "offload": "copies to host memory and back",
     "cores": "waiting for a core",
     "sums": "loss and norm over all ranks",
 }
@@ -48,6 +49,7 @@ def strategy_name(strategy: Strategy) -> str:
     if strategy.stages:
         parts.append(f"stages {','.join(map(str, strategy.stages))}")
     parts += [recompute_name(strategy)] if strategy.recompute != "none" else []
+    parts += [f"at most {strategy.offload:g} microbatches of activations"] if strategy.offload else []
     parts += ["sequence-parallel"] if strategy.sequence_parallel and strategy.tp > 1 else []
     reduces_late = strategy.zero > 1 and strategy.zero_every > 1
     every = f", gradients reduced every {counted(strategy.zero_every, 'microbatch')}" if reduces_late else ""

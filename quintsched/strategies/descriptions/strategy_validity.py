@@ -19,7 +19,7 @@ from quintsched.errors import UsageError
 from quintsched.schedules import Schedule, find_schedule
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy import Strategy, modules_of
 
 
 def check(model: Model, hardware: Hardware | None, strategy: Strategy) -> None:
@@ -178,6 +178,11 @@ def _layer_faults(model: Model, stages: int, layers: tuple[int, ...]) -> Iterato
 
 def _recompute_faults(schedule: Schedule, stages: int, layers: tuple[int, ...], strategy: Strategy) -> Iterator[str]:
     asked = strategy.recompute
+    if strategy.offload and not (asked in ("none", 0) or modules_of(asked)):
+        yield (
+            f"offload={strategy.offload:g} with recompute={asked}: stages that recompute layers keep nothing to "
+            "offload; leave out one of them"
+        )
     if isinstance(asked, int) and asked > max(layers):
         yield f"recompute={asked}, but no stage has more than {max(layers)} layers; write full for all of them"
     if isinstance(asked, tuple):
@@ -189,6 +194,8 @@ def _recompute_faults(schedule: Schedule, stages: int, layers: tuple[int, ...], 
 
 
 def _hardware_faults(hardware: Hardware | None, strategy: Strategy) -> Iterator[str]:
+    if hardware is not None and strategy.offload and hardware.measured is not None and hardware.measured.cores:
+        yield "offload: host memory is a CPU's own memory, so that nothing is saved; leave it out"
     if hardware is not None and strategy.dtype not in hardware.tflops:
         known = ", ".join(hardware.tflops)
         yield f"hardware {hardware.name} has no figure for dtype {strategy.dtype} in tflops; it has {known}"

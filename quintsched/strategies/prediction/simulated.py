@@ -101,7 +101,7 @@ def costs_of(model: Model, hardware: Hardware, strategy: Strategy, constants: Co
     }
     twins = num_stages(resolved(strategy)) // stages.dense.shape[1]  # number of copies of each piece of the model
     each_stage = {name: tuple(values[0].tolist()) * twins for name, values in columns.items()}
-    return Costs.model_validate({"unit": "s", **each_stage})
+    return Costs.model_validate({"unit": "s", "host_bandwidth": hardware.pcie_gbps * 1e9, **each_stage})
 
 
 def _stage_times(

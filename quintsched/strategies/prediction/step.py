@@ -22,6 +22,7 @@ from quintsched.strategies.prediction.operators import (
     embedding,
     head,
 )
+from quintsched.strategies.prediction.simulated import simulated_step_s
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import evaluate, held
 
@@ -60,13 +61,20 @@ class Prediction:
 def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Prediction:
     """Predict the time and memory of a strategy.
 
-    Raises UsageError if the strategy is invalid.
+    What copies to host memory add is simulated, as they wait for room and for each other. Raises UsageError if the
+    strategy is invalid.
     """
     check(model, hardware, strategy)
     table = Table.from_strategies([strategy])
     found = evaluate(model, hardware, table, constants, simulate=True)
     of_ranks, _ = held(model, hardware, table, each_rank=True)
-    step_s, memory = float(found.step_s[0]), float(found.memory_bytes[0])
+    breakdown_s = {name: float(values[0]) for name, values in found.seconds.items()}
+    if strategy.offload is not None:
+        without = strategy.model_copy(update={"offload": None})
+        with_copies, plain = (simulated_step_s(model, hardware, one, constants) for one in (strategy, without))
+        breakdown_s["offload"] = max(with_copies - plain, 0.0)
+    step_s = float(found.step_s[0]) + breakdown_s.get("offload", 0.0)
+    memory = float(found.memory_bytes[0])
     tokens = strategy.batch * strategy.seq
     flops = model_flops(model, strategy.seq) * strategy.batch
     return Prediction(
@@ -79,7 +87,7 @@ def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Con
         fits=bool(found.fits[0]),
         memory_bytes=memory,
         memory_bytes_per_rank=tuple(np.sum([bytes_[0] for bytes_ in of_ranks.values()], axis=0).tolist()),
-        breakdown_s={name: float(values[0]) for name, values in found.seconds.items()},
+        breakdown_s=breakdown_s,
         breakdown_bytes={name: float(values[0]) for name, values in found.bytes.items()},
     )
 

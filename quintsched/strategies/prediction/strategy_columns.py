@@ -17,7 +17,7 @@ from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.strategy import MODULES, Strategy, modules_of
 from quintsched.strategies.descriptions.strategy_validity import resolved
 
-CODED = ("schedule", "recompute", "dtype", "gradients", "stages")
+CODED = ("schedule", "recompute", "dtype", "gradients", "offload", "stages")
 """Columns that hold an index into the distinct values of `Table.values`."""
 SWITCH_COLUMNS = tuple(name for name, field in Strategy.model_fields.items() if field.annotation is bool)
 """Columns of 0 and 1."""
@@ -50,6 +50,7 @@ class Table:
     recompute: Ints
     dtype: Ints
     gradients: Ints
+    offload: Ints
     stages: Ints
     values: dict[str, tuple[Any, ...]]
     """Values of the codes in the columns CODED."""
@@ -118,6 +119,11 @@ REDUCED = {"fp16": 2.0, "fp8": 4.0, "mxfp8": 4.0, "bf16": 4.0, "fp32": 4.0, "fp6
 def widths(table: Table) -> NDArray[np.float64]:
     """Return the bytes of an element of each strategy's weights and activations."""
     return _of_codes(table.values["dtype"], WIDTHS)[table.dtype]
+
+
+def activation_caps(table: Table) -> NDArray[np.float64]:
+    """Return the most microbatches of a whole rank whose activations each strategy keeps; inf: no limit."""
+    return np.array([np.inf if cap is None else cap for cap in table.values["offload"]])[table.offload]
 
 
 def gradient_bytes(table: Table, *, at_least: float = 0.0) -> NDArray[np.float64]:

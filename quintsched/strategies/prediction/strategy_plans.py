@@ -48,6 +48,7 @@ def parallel(model: Model, strategy: Strategy) -> dict[str, Any]:
         "zero": strategy.zero if is_sharded else None,
         "zero_every": every if every > 1 else None,
         "recompute": _every(model, strategy),
+        "offload": strategy.offload,
         "sequence_parallel": (strategy.sequence_parallel and strategy.tp > 1) or None,
     }
     return found | {name: value for name, value in usual.items() if value is not None}

@@ -96,6 +96,7 @@ class Evaluator:
             "batch": self.space.batch,
             "seq": self.space.seq,
             "gradients": 0,
+            "offload": 0,
             "stages": 0,
         }
         values |= {name: int(getattr(choices, name)[0]) for name in FIXED}
@@ -111,6 +112,7 @@ class Evaluator:
                 "dtype": choices.dtype,
                 "gradients": choices.gradients,
                 "recompute": recomputes,
+                "offload": (None,),
                 "stages": (None,),
             },
         )

@@ -2,10 +2,14 @@
 
 import pytest
 
+from quintsched.errors import UsageError
 from quintsched.schedules import all_schedules
+from quintsched.simulation.activation_memory import peak_activations
+from quintsched.strategies.descriptions.hardware import Curve, Measured
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.simulated import agreement, costs_of, simulated_step_s
+from quintsched.strategies.prediction.step import predict
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.prediction.table import evaluate
@@ -93,3 +97,32 @@ def test_what_a_plan_holds_is_what_is_predicted():
     found = plan_of(SMALL, given).simulate(costs)
     flight = [4, 3, 2, 1]
     assert found.peak_activations == pytest.approx([n * held for n, held in zip(flight, costs.activation, strict=True)])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "gpipe", "dualpipe", "hanayo"])
+def test_a_cap_of_activations_holds_and_its_copies_are_waited_for(schedule):
+    given = strategy(tp=8, pp=8, batch=32, schedule=schedule)
+    capped = given.model_copy(update={"offload": 4.0})
+    plain, found = predict(LARGE, A100, given), predict(LARGE, A100, capped)
+    assert found.step_s == pytest.approx(simulated_step_s(LARGE, A100, capped), rel=TOLERANCE)
+    assert found.step_s == pytest.approx(plain.step_s + found.breakdown_s["offload"])
+    assert predict(LARGE, A100.model_copy(update={"pcie_gbps": 4.0}), capped).step_s > 2 * found.step_s
+    kept = [term for term in found.breakdown_bytes if term.startswith(("activations", "logits"))]
+    peak = max(peak_activations(plan_of(LARGE, capped), costs_of(LARGE, A100, capped)))
+    assert sum(found.breakdown_bytes[term] for term in kept) == pytest.approx(peak, rel=0.03)
+    assert found.memory_bytes < plain.memory_bytes
+
+
+def test_a_cap_that_saves_nothing_or_cannot_be_kept_is_refused():
+    given = strategy(tp=8, pp=8, batch=32)
+    rate = Curve(sizes=(1.0,), rates=(1e9,))
+    cpu = A100.model_copy(
+        update={"measured": Measured(matmul={"bf16": rate}, memory=rate, link=rate, kernel_s=0, cores=2)}
+    )
+    for hardware, more, why in (
+        (A100, {"offload": 0.5}, "the least that works"),
+        (A100, {"offload": 2.0, "recompute": "full"}, "keep nothing to offload"),
+        (cpu, {"offload": 2.0}, "own memory"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            predict(LARGE, hardware, given.model_copy(update=more))

@@ -17,12 +17,18 @@ from numpy.typing import NDArray
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import SHORT
-from quintsched.strategies.prediction.layers_of_ranks import Kinds, RankKind
+from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, Kinds, RankKind
 from quintsched.strategies.prediction.memory.activations import ACTIVATION_KINDS, ActivationSizes
 from quintsched.strategies.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
 from quintsched.strategies.prediction.memory.own_runtime import own_activations, own_gathered
 from quintsched.strategies.prediction.memory.peak_memory import Mesh, RankLayers, memory_terms
-from quintsched.strategies.prediction.strategy_columns import Table, gradient_bytes, rerun_modules, widths
+from quintsched.strategies.prediction.strategy_columns import (
+    Table,
+    activation_caps,
+    gradient_bytes,
+    rerun_modules,
+    widths,
+)
 
 
 def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> dict[str, NDArray[np.float64]]:
@@ -122,8 +128,11 @@ def _ranks(table: Table, kinds: Kinds) -> RankLayers:
             )
             rank = kinds.rank[rows].astype(np.int64)
             last = rank + np.maximum(kinds.ranks[rows].astype(np.int64), 1) - 1
-            flight[rows] = in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks, rank=rank, last=last)
-            first[rows] = first_in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks)
-            logits[rows] = logits_in_flight(schedule, microbatches=microbatches)
+            cap = activation_caps(table)[rows, None]  # of passes of a rank: under twins, of one of its two stages
+            held = in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks, rank=rank, last=last)
+            flight[rows] = np.minimum(held, cap / (2 if schedule in BIDIRECTIONAL else 1))
+            passes = np.maximum(cap * chunks, 1)
+            first[rows] = np.minimum(first_in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks), passes)
+            logits[rows] = np.minimum(logits_in_flight(schedule, microbatches=microbatches), passes)
     layers = {one.name: getattr(kinds, one.name) for one in fields(RankKind)}
     return RankLayers(**layers | {"in_flight": flight, "first_in_flight": first, "logits_in_flight": logits})

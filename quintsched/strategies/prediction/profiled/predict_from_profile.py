@@ -6,6 +6,7 @@ steps     ──▶ hardware with their measured rates ──▶ `step.predict` 
 
 from __future__ import annotations
 
+from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
@@ -32,6 +33,8 @@ def predict_from_profile(
 
 
 def _composed(model: Model, hardware: Hardware, strategy: Strategy, profile: Profile) -> Prediction:
+    if strategy.offload is not None:
+        raise UsageError("a profile of operators has no copies to host memory; leave out offload")
     profile = resized(profile, model, strategy.seq)
     found = compose(profile, even_layout(profile, strategy, model.layers, hardware.gpus_per_node))
     memory = tuple(stage.peak for stage in found.memory)

@@ -158,6 +158,8 @@ def settled(name: str, flags: Mapping[str, Any]) -> dict[str, Any]:
     """
     if flags.get("stages") and not find_framework(name).stages:
         raise UsageError(f"--for {name}: it has no argument for the layers of each stage; leave out --stages")
+    if flags.get("offload") is not None and name != OWN:
+        raise UsageError(f"--for {name}: --offload is a cap of this project's runtime; leave it out")
     asked = {axis: value for axis, value in flags.items() if axis in Choices.model_fields}
     able = {axis: _listed(values) for axis, values in restrict(name, asked).items()}
     fields = {axis: Strategy.model_fields[axis].default for axis in {*able} & {*Strategy.model_fields} - {*asked}}
