@@ -85,7 +85,9 @@ def step_terms(
         some = table.take_rows(rows)
         return stage_times(model, hardware, some, blocks.take_rows(rows), stages(some), constants)
 
-    found = spans(table, each, blocks, kinds, reduction, of_rows if stages else None, tied=model.tied)
+    ends = end_times(model, hardware, table, blocks, constants)
+    ends = in_step(ends, table, hardware, constants) if shares else ends
+    found = spans(table, each, ends, kinds, reduction, of_rows if stages else None, tied=model.tied)
     makespan, summing = found.makespan, whole.max(axis=1)
     exposed = np.where((table.overlap > 0) & (not shares), found.exposed, summing)
     seconds["bubble"] = np.maximum(makespan - microbatches * total[rows, busiest], 0.0)
@@ -96,6 +98,14 @@ def step_terms(
         seconds["cores"] = np.maximum(cores_s(each, model, table, kinds, hardware, widths(table)) - makespan, 0.0)
         seconds["sums"] = shared_sums_s(table, hardware, constants)
     return seconds, fullest(held_terms(model, hardware, table, kinds), kinds), found.exact
+
+
+def end_times(model: Model, hardware: Hardware, table: Table, blocks: Blocks, constants: Constants) -> PerMicrobatch:
+    """Return the times of the embedding and the head for one microbatch, without messages, (n, 2)."""
+    none, one = np.zeros((len(table), 2)), np.ones((len(table), 2))
+    only = Kinds(none, none, none, none, one * (1, 0), one * (0, 1), one, none, one)
+    found = per_microbatch(model, hardware, table, blocks, only, constants)
+    return replace(found, pp=none, pp_hidden=none)
 
 
 def _by_term(each: PerMicrobatch) -> dict[str, Array]:

@@ -45,8 +45,8 @@ class Levels:
         durations_of: for each event, its row in the table of durations, kinds x stages.
         sources: predecessors of events, grouped by event.
         segments: for each event after level 0, the offset of its sources.
-        last_backwards: for each stage, the event of its last backward.
-        reduced_in_turn: for each rank, its stages in the order in which their gradients are complete.
+        last_backwards: for each stage, the events of its last backward and of its twins', which it is reduced with.
+        reduced_in_turn: for each rank, its stages in the order in which their gradients are reduced (twins by number).
         stage_to_pp: the placement of the stages.
     """
 
@@ -54,7 +54,7 @@ class Levels:
     durations_of: Ints
     sources: Ints
     segments: Ints
-    last_backwards: Ints
+    last_backwards: tuple[Ints, ...]
     reduced_in_turn: tuple[tuple[int, ...], ...]
     stage_to_pp: tuple[int, ...]
 
@@ -82,15 +82,14 @@ class Levels:
         Reductions of `tied` stages, which share weights, come after all backwards on these stages' ranks.
         """
         together = [rank for rank, stages in enumerate(self.reduced_in_turn) if set(stages) & set(tied)]
-        computed = [ends[self.last_backwards[list(stages)]].max(axis=0) for stages in self.reduced_in_turn]
+        ready = [ends[last].max(axis=0) for last in self.last_backwards]
+        computed = [np.max([ready[stage] for stage in stages], axis=0) for stages in self.reduced_in_turn]
         synced = np.max([computed[rank] for rank in together], axis=0) if together else np.zeros(ends.shape[1])
         found = np.zeros(ends.shape[1])
         for stages in self.reduced_in_turn:
             done = np.zeros(ends.shape[1])
             for stage in sorted(stages, key=lambda one: one in tied):
-                done = (
-                    np.maximum(done, synced if stage in tied else ends[self.last_backwards[stage]]) + reduction[stage]
-                )
+                done = np.maximum(done, synced if stage in tied else ready[stage]) + reduction[stage]
             found = np.maximum(found, done)
         return found
 
@@ -111,15 +110,17 @@ def levels_of(
     place[by_level] = np.arange(len(by_level))
     sources, targets = place[graph.sources], place[graph.targets]
     by_target = np.argsort(targets, kind="stable")
-    last = _last_backwards(plan)
+    last, layout = _last_backwards(plan), plan.layout
+    together = [list(layout.twins(stage) or (stage,)) for stage in range(len(plan.stage_to_pp))]
+    turns = [stages[0] if len(stages) > 1 else last[stages[0]] for stages in together]
     first = np.searchsorted(level[by_level], np.arange(level.max() + 2))
     return Levels(
         first=first,
         durations_of=_rows_of_table(plan)[events.first_rows][by_level],
         sources=sources[by_target],
         segments=np.searchsorted(targets[by_target], np.arange(first[1], len(level))),
-        last_backwards=place[events.of[last]],
-        reduced_in_turn=tuple(tuple(sorted(plan.layout.stages_of(rank), key=last.__getitem__)) for rank in range(pp)),
+        last_backwards=tuple(place[events.of[last[stages]]] for stages in together),
+        reduced_in_turn=tuple(tuple(sorted(layout.stages_of(rank), key=turns.__getitem__)) for rank in range(pp)),
         stage_to_pp=plan.stage_to_pp,
     )
 

@@ -316,7 +316,9 @@ def exposed_reductions(
         of_first = own[run] + top * first
         exposed = np.maximum(of_first, reduction[run] - (s.v - 1) * s.p * b[run]) - sooner
         if tied:
-            exposed = np.maximum(exposed, np.where(place.rank == s.p - 1, own[run] + last, 0.0))
+            both = of_first + np.maximum(reduction[run] - of_first - own[run] - last - (s.v - 2) * b[run], 0.0)
+            before = np.where((s.p == 1) & (s.v > 1), both, 0.0)
+            exposed = np.maximum(exposed, np.where(place.rank == s.p - 1, own[run] + last + before, 0.0))
         found = np.where(place.exists, np.maximum(found, exposed), found)
     return found
 

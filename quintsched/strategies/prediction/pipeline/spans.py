@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from quintsched.strategies.prediction.block_times import Blocks
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, Kinds, PerMicrobatch
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.equal_ranks import Pipelines
@@ -64,7 +63,7 @@ DECIDES = tuple(field.name for field in fields(Table) if field.name not in ("zer
 def spans(
     table: Table,
     each: PerMicrobatch,
-    blocks: Blocks,
+    ends: PerMicrobatch,
     kinds: Kinds,
     reduction: Array,
     of_stages: Callable[[RowNumbers], StageTimes] | None,
@@ -76,7 +75,7 @@ def spans(
     Args:
         table: the strategies.
         each: times of ranks of each kind, (n, K).
-        blocks: for the extra work of the first and the last stage.
+        ends: times of the embedding and of the head, (n, 2): the extra work of the first and the last stage.
         kinds: the kinds of ranks.
         reduction: time of gradient reduction by kind of rank, (n, K); `exposed` is for rows that overlap it.
         of_stages: returns the stage times of rows without closed form, which are then simulated; None: bounds suffice.
@@ -85,21 +84,21 @@ def spans(
     weights = each.weights + each.expert_weights
     pace = np.where(weights > 0, reduction / np.maximum(weights, 1.0), 0.0).max(axis=1)
     first, which = distinct([getattr(table, name) for name in DECIDES] + [table.zero * (table.zero >= 2)])
-    makespan, exact = _makespans(table, each, blocks, kinds, first)
+    makespan, exact = _makespans(table, each, ends, kinds, first)
     found = Spans(makespan[which], np.zeros(len(table)), exact[which])
     for code, schedule in enumerate(table.values["schedule"]):
         rows = np.flatnonzero((table.schedule == code) & (table.overlap > 0))
         if len(rows):
-            ends = (pace[rows] * layer.weights[rows] for layer in (blocks.first, blocks.last))
-            computing = _computing(schedule, table, each, blocks, kinds, rows)
-            found.exposed[rows] = exposed_reductions(schedule, computing, reduction.T[:, rows], *ends, tied=tied)
+            of_ends = (ends.weights.T * pace)[:, rows]
+            computing = _computing(schedule, table, each, ends, kinds, rows)
+            found.exposed[rows] = exposed_reductions(schedule, computing, reduction.T[:, rows], *of_ends, tied=tied)
     if of_stages is not None:
         _simulate(table, np.flatnonzero(~found.exact), found, of_stages, tied=tied)
     return found
 
 
 def _makespans(
-    table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, of: RowNumbers
+    table: Table, each: PerMicrobatch, ends: PerMicrobatch, kinds: Kinds, of: RowNumbers
 ) -> tuple[Array, NDArray[np.bool_]]:
     """Return the makespan of these rows, (n,), and whether it is exact (no lower bound)."""
     makespan, exact = np.zeros(len(of)), np.zeros(len(of), bool)
@@ -108,7 +107,7 @@ def _makespans(
         if not len(at):
             continue
         rows = of[at]
-        s, alike = _pipelines(schedule, table, each, blocks, kinds, rows), kinds.alike[rows, 0] > 0
+        s, alike = _pipelines(schedule, table, each, ends, kinds, rows), kinds.alike[rows, 0] > 0
         closed = alike & has_closed_form(schedule, table.microbatches[rows], table.pp[rows])
         closed |= table.pp[rows] * table.chunks[rows] == 1
         if closed.any():
@@ -139,44 +138,28 @@ def _simulate(
 
 
 def _pipelines(
-    schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: RowNumbers
+    schedule: str, table: Table, each: PerMicrobatch, ends: PerMicrobatch, kinds: Kinds, rows: RowNumbers
 ) -> Pipelines:
     """Return the pipelines of rows of one schedule."""
-    first, last = blocks.first.take_rows(rows), blocks.last.take_rows(rows)
-    return _of_passes(
-        schedule,
-        table,
-        kinds,
-        rows,
-        (each.forward, each.backward_input, each.backward_weight),
-        (first.forward + first.tp_forward, first.backward_input + first.tp_backward, first.backward_weight),
-        (last.forward + last.tp_forward, last.backward_input + last.tp_backward, last.backward_weight),
-    )
+    passes, of_ends = ((one.forward, one.backward_input, one.backward_weight) for one in (each, ends))
+    return _of_passes(schedule, table, kinds, rows, passes, of_ends)
 
 
 def _computing(
-    schedule: str, table: Table, each: PerMicrobatch, blocks: Blocks, kinds: Kinds, rows: RowNumbers
+    schedule: str, table: Table, each: PerMicrobatch, ends: PerMicrobatch, kinds: Kinds, rows: RowNumbers
 ) -> Pipelines:
     """Return the same with computation only, which is certain to run beside reductions.
 
     A recomputation does not wait for a gradient, so it does not delay the last gradient's way up the ranks.
     """
-    first, last = blocks.first.take_rows(rows), blocks.last.take_rows(rows)
-    return _of_passes(
-        schedule,
-        table,
-        kinds,
-        rows,
-        (each.compute_forward, each.compute_input, each.backward_weight),
-        (first.forward, first.backward_input, first.backward_weight),
-        (last.forward, last.backward_input, last.backward_weight),
-    )
+    passes, of_ends = ((one.compute_forward, one.compute_input, one.backward_weight) for one in (each, ends))
+    return _of_passes(schedule, table, kinds, rows, passes, of_ends)
 
 
 def _of_passes(
-    schedule: str, table: Table, kinds: Kinds, rows: RowNumbers, passes: Passes, first: Passes, last: Passes
+    schedule: str, table: Table, kinds: Kinds, rows: RowNumbers, passes: Passes, of_ends: Passes
 ) -> Pipelines:
-    """Return pipelines with these passes; `first` and `last`: embedding and head."""
+    """Return pipelines with these passes; `of_ends`: of embedding and head."""
     forward, backward_input, backward_weight = (of_kinds.T[:, rows] for of_kinds in passes)
     return rank_pipelines(
         schedule,
@@ -186,6 +169,6 @@ def _of_passes(
         forward=forward,
         backward_input=backward_input,
         backward_weight=backward_weight,
-        first=first,
-        last=last,
+        first=tuple(one[rows, 0] for one in of_ends),
+        last=tuple(one[rows, 1] for one in of_ends),
     )
