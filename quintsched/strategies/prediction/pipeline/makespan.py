@@ -287,7 +287,7 @@ def bound_of(schedule: str, s: Pipelines, alike: npt.NDArray[np.bool_] | bool = 
 
 
 def exposed_reductions(
-    schedule: str, s: Pipelines, reduction: Values, first: Values, last: Values, *, tied: bool = False
+    schedule: str, whole: Pipelines, s: Pipelines, reduction: Values, first: Values, last: Values, *, tied: bool = False
 ) -> Values:
     """Return the time of gradient reduction after the end of all computation, (n,).
 
@@ -299,14 +299,15 @@ def exposed_reductions(
 
     Args:
         schedule: its name.
-        s: the pipelines.
+        whole: the pipelines: a rank's reductions run beside all that it does after them.
+        s: the same with computation alone, by which the last gradient is certain to come later to earlier ranks.
         reduction: time for all stages of a rank of each run, (K, n), in seconds.
         first: part of it for the first stage alone, (n,).
         last: part of it for the last stage alone.
         tied: whether the first and the last stage share weights, so that both wait for the first one's last backward.
     """
     late = find_schedule(schedule).name not in WHOLE_BACKWARDS
-    b, up, w = chunk(s, "b"), Each(s, chunk(s, "i" if late else "b")), chunk(s, "w")
+    b, up, w = chunk(whole, "b"), Each(s, chunk(s, "i" if late else "b")), chunk(s, "w")
     own = chunked(s, reduction, first, last)
     found = np.zeros_like(s.c)
     for place in s.places:

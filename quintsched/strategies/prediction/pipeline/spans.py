@@ -91,7 +91,10 @@ def spans(
         if len(rows):
             of_ends = (ends.weights.T * pace)[:, rows]
             computing = _computing(schedule, table, each, ends, kinds, rows)
-            found.exposed[rows] = exposed_reductions(schedule, computing, reduction.T[:, rows], *of_ends, tied=tied)
+            several = (table.chunks[rows] > 1).any()
+            whole = _pipelines(schedule, table, each, ends, kinds, rows) if several else computing
+            exposed = exposed_reductions(schedule, whole, computing, reduction.T[:, rows], *of_ends, tied=tied)
+            found.exposed[rows] = exposed
     if of_stages is not None:
         _simulate(table, np.flatnonzero(~found.exact), found, of_stages, tied=tied)
     return found
