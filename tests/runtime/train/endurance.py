@@ -64,7 +64,7 @@ def endure(transport: Transport, schedule: str) -> tuple[Footprint, Footprint]:
     plan = qs.compile(schedule, mesh=qs.Mesh(pp=transport.world_size), microbatches=MICROBATCHES)
     blocks: Blocks = [lambda: nn.Linear(WIDTH, WIDTH), nn.Tanh, lambda: nn.Linear(WIDTH, WIDTH), nn.Tanh]
     engine = Engine(plan, blocks, nn.functional.mse_loss, lambda ps: torch.optim.SGD(ps, 0.01), transport=transport)
-    inputs, targets = torch.randn(2, SAMPLES, WIDTH)
+    inputs, targets = torch.randn(2, SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
     footprints = {}
     for step in range(STEPS + 1):
         result = engine.step(inputs, targets)
