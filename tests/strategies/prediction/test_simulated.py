@@ -7,6 +7,7 @@ from quintsched.schedules import all_schedules
 from quintsched.simulation.activation_memory import peak_activations
 from quintsched.strategies.descriptions.hardware import Curve, Measured
 from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.simulated import agreement, costs_of, simulated_step_s
 from quintsched.strategies.prediction.step import predict
@@ -97,6 +98,23 @@ def test_what_a_plan_holds_is_what_is_predicted():
     found = plan_of(SMALL, given).simulate(costs)
     flight = [4, 3, 2, 1]
     assert found.peak_activations == pytest.approx([n * held for n, held in zip(flight, costs.activation, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        (SMALL, {"dp": 8, "tp": 2, "pp": 4, "batch": 64, "chunks": 2, "zero": 3}),
+        (SMALL, {"dp": 8, "pp": 4, "batch": 32, "schedule": "dualpipe-v", "chunks": 2, "zero": 3}),
+        (SMALL, {"dp": 8, "pp": 4, "batch": 64, "schedule": "chimera"}),
+        (SMALL, {"dp": 8, "pp": 4, "batch": 64, "schedule": "dualpipe"}),
+        (LARGE, {"dp": 8, "tp": 8, "batch": 8, "schedule": "interleaved-1f1b", "chunks": 3, "recompute": "full"}),
+        (MIXED, {"dp": 8, "tp": 8, "batch": 16, "schedule": "interleaved-1f1b", "chunks": 2, "recompute": "full"}),
+    ],
+    ids=lambda one: one.name if isinstance(one, Model) else str(one),
+)
+def test_where_replicas_take_most_of_the_time(model, sizes):
+    slow = A100.model_copy(update={"network_gbps": 5.0})
+    assert abs(agreement(model, slow, strategy(**sizes)).error) < TOLERANCE
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "gpipe", "dualpipe", "hanayo"])
