@@ -1,6 +1,6 @@
 """Gloo and NCCL transports, over torch.distributed.
 
-    gloo             messages: one process group for all, matched by tag              collectives: a process group each
+    gloo             messages: a process group each way, matched by tag               collectives: a process group each
     gloo, as nccl    the same without tags: a directed channel delivers in order
     nccl             messages: one process group (communicator, stream) per channel   collectives: a process group each
 
@@ -44,6 +44,7 @@ from ..watch.uncaught_error import report_uncaught
 from .checked.framed_messages import FramedMessages, FrameKey
 from .checked.message_frame import NO_LABEL, Label, describe_spec
 from .device import LIBRARIES, claim_device, library_of, require_queues, synchronize
+from .small_reduces import SMALL_GROUP, DirectedGroups
 from .torch_groups import TorchGroup, TorchWork, raise_stall, run_bounded, stall_errors
 from .transport_interface import Group, SelfGroup, Transport, Work
 
@@ -174,12 +175,17 @@ class _TorchTransport(Transport):
         mine: Group = SelfGroup(self.rank, self.device)
         for ranks in partition:
             process_group = self._new_process_group(ranks) if len(ranks) > 1 else None
+            directed = self._directed_groups(ranks, process_group) if 1 < len(ranks) <= SMALL_GROUP else None
             if process_group is not None:
-                mine = TorchGroup(process_group, ranks, self.device, self.publisher)
+                mine = TorchGroup(process_group, ranks, self.device, self.publisher, directed)
                 self._groups.append(mine)
                 mine.compare_collectives(self.checks_everything)
         self._warm_up(mine)
         return mine
+
+    def _directed_groups(self, ranks: Sequence[int], process_group: dist.ProcessGroup | None) -> DirectedGroups | None:
+        """Return the groups of small reductions; all ranks call this. None: these go as any others."""
+        return None
 
     @abstractmethod
     def _warm_up(self, group: Group) -> None: ...
@@ -245,25 +251,35 @@ class GlooTransport(FramedMessages, _TorchTransport):
     ) -> None:
         super().__init__(device, timeout, owns_world, publisher)
         atexit.register(_hang_up_at_exit, ref(self))
-        self._messages: dist.ProcessGroup | None = None
+        self._messages: DirectedGroups | None = None
 
     def _warm_up(self, group: Group) -> None:
         """Do nothing: gloo connects when a group is created."""
 
+    def _directed_groups(self, ranks: Sequence[int], process_group: dist.ProcessGroup | None) -> DirectedGroups | None:
+        back = self._new_process_group(ranks)
+        return None if back is None or process_group is None else DirectedGroups(process_group, back)
+
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
-        """Reuse the process group of a group of all ranks for messages, if there is one: threads are per group."""
+        """Reuse the process groups of a group of all ranks for messages, if there are any: threads are per group."""
         if channels and self._messages is None:
             world = tuple(range(self.world_size))
-            of_all = next((group.process_group for group in self._groups if group.ranks == world), None)
-            self._messages = of_all or self._new_process_group(world)
+            of_all = next((group for group in self._groups if group.ranks == world), None)
+            if of_all is not None and of_all.directed is not None:
+                self._messages = of_all.directed
+            else:
+                process_group = (of_all and of_all.process_group) or self._new_process_group(world)
+                self._messages = self._directed_groups(world, process_group)
 
     def _post_send(self, memory: Tensor, key: FrameKey, peer: int, tag: int) -> Work:
         assert self._messages is not None
-        return self._issue(self._messages.send, memory, key, peer, peer, tag if self.has_tags else 0)
+        post = self._messages.between(self.rank, peer).send
+        return self._issue(post, memory, key, peer, peer, tag if self.has_tags else 0)
 
     def _post_receive(self, memory: Tensor, key: FrameKey, peer: int, tag: int) -> Work:
         assert self._messages is not None
-        return self._issue(self._messages.recv, memory, key, peer, peer, tag if self.has_tags else 0)
+        post = self._messages.between(peer, self.rank).recv
+        return self._issue(post, memory, key, peer, peer, tag if self.has_tags else 0)
 
     def _hang_up(self, destroy: Callable[[dist.ProcessGroup | None], None]) -> None:
         self._messages = None

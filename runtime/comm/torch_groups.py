@@ -36,6 +36,7 @@ from quintsched.stalls.verdict_text import NO_CULPRIT
 from ..watch.publisher import Publisher
 from ..watch.rank_position import NOTHING, WaitCell
 from .device import current_device
+from .small_reduces import SMALL_BYTES, DirectedGroups, SmallReduces
 from .transport_interface import Group, ReduceOp, SelfGroup, Work, describe
 
 Result = TypeVar("Result")
@@ -106,15 +107,6 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0]
 
 
-_EXCHANGED_BYTES, _EXCHANGING_RANKS = 2048, 4
-EXCHANGE_TAG = 2**31 - 1
-"""Tag of messages of small all-reduces, on a group's own process group: no other message has it."""
-
-_COMBINED: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.MIN: torch.minimum,
-}
 _REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
 
 
@@ -133,13 +125,19 @@ class TorchGroup(Group):
     """Collectives over a torch ProcessGroup."""
 
     def __init__(
-        self, process_group: dist.ProcessGroup, ranks: tuple[int, ...], device: torch.device, publisher: Publisher
+        self,
+        process_group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        device: torch.device,
+        publisher: Publisher,
+        directed: DirectedGroups | None = None,
     ) -> None:
         super().__init__(ranks, dist.get_rank(process_group), device)
         self.process_group: dist.ProcessGroup | None = process_group
+        self.directed = directed
         self._publisher = publisher
         self._checks: SameCollectives | None = None
-        self._exchanges = len(ranks) <= _EXCHANGING_RANKS and device.type == "cpu"
+        self._small = None if directed is None else SmallReduces(directed)
 
     def compare_collectives(self, compares: bool) -> None:
         """Switch comparison of collectives before they begin on or off; all members call this."""
@@ -151,12 +149,14 @@ class TorchGroup(Group):
         self._started(issue, name, output).wait()
 
     def release(self) -> None:
-        """Drop the process group: gloo closes its connections with the last reference."""
-        self.process_group = None
+        """Drop the process groups: gloo closes its connections with the last reference."""
+        self.process_group = self.directed = self._small = None
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        exchanged = self._exchanges and 0 < tensor.nbytes <= _EXCHANGED_BYTES and not tensor.is_complex()
-        issue = partial(_Exchange, tensor, op) if exchanged else partial(dist.all_reduce, tensor, _REDUCE_OPS[op])
+        if self._small is not None and 0 < tensor.nbytes <= SMALL_BYTES and not tensor.is_complex():
+            issue: Callable[..., Pending] = partial(self._small.begin, tensor, op)
+        else:
+            issue = partial(dist.all_reduce, tensor, _REDUCE_OPS[op])
         return self._issue(issue, f"all_reduce {op.value}", tensor, tensor)
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
@@ -206,34 +206,7 @@ def _gather_into() -> Callable[..., dist.Work | None]:
     return found
 
 
-class _Exchange:
-    """Small all-reduce over gloo, in place: each member sends its tensor to all others, and combines them by rank.
-
-    gloo's own is a ring of several segments, each way, driven by another thread: two ranks wake each other four times
-    where one message each way will do. The order of the sum is that of the ranks, on all of them.
-    """
-
-    __slots__ = ("_combine", "_rows", "_tensor", "_works")
-
-    def __init__(self, tensor: Tensor, op: ReduceOp, group: dist.ProcessGroup, async_op: bool) -> None:
-        assert async_op
-        mine, others = group.rank(), [member for member in range(group.size()) if member != group.rank()]
-        self._tensor, self._combine = tensor, _COMBINED[op]
-        self._rows = [tensor if member == mine else torch.empty_like(tensor) for member in range(group.size())]
-        self._works = [group.recv([self._rows[member]], member, EXCHANGE_TAG) for member in others]
-        self._works += [group.send([tensor], member, EXCHANGE_TAG) for member in others]
-
-    def wait(self) -> None:
-        """Wait until all tensors have come and gone, then combine them."""
-        for work in self._works:
-            work.wait()
-        combined, *rows = self._rows
-        for row in rows:
-            combined = self._combine(combined, row)
-        self._tensor.copy_(combined)
-
-
-Pending = dist.Work | _Exchange | None
+Pending = dist.Work | Work | None
 
 
 class TorchWork:
