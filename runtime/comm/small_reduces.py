@@ -14,7 +14,7 @@ keep the processor from its owner for milliseconds. What comes back on another p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,8 +26,8 @@ from quintsched.errors import MisfitError
 from .transport_interface import ReduceOp
 
 SMALL_BYTES, SMALL_GROUP = 2048, 4
-EXCHANGE_TAG = 2**31 - 1
-"""Tag of messages of small all-reduces: no other message of a process group has it."""
+EXCHANGE_TAGS = 2**31 - 2**16
+"""Tags from here on are those of small all-reduces, one for each group."""
 
 _WIPED = b"\xff" * 8
 _COMBINED: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
@@ -38,7 +38,7 @@ _COMBINED: dict[ReduceOp, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class DirectedGroups(NamedTuple):
-    """Process groups of the same ranks, for messages to higher ranks and to lower ones."""
+    """Process groups of all ranks, for messages to higher ranks and to lower ones."""
 
     upwards: dist.ProcessGroup
     downwards: dist.ProcessGroup
@@ -61,32 +61,32 @@ class _Posted:
 
 
 class SmallReduces:
-    """Sums, maxima and minima of at most `SMALL_BYTES` over at most `SMALL_GROUP` members, in place."""
+    """In-place reductions of at most `SMALL_BYTES` over at most `SMALL_GROUP` ranks; `number` is that of the group."""
 
-    def __init__(self, directed: DirectedGroups) -> None:
-        self._directed, self.rank = directed, directed.upwards.rank()
-        self.others = [member for member in range(directed.upwards.size()) if member != self.rank]
-        self._ahead: dict[int, deque[_Posted]] = {member: deque() for member in self.others}
+    def __init__(self, directed: DirectedGroups, ranks: Sequence[int], number: int) -> None:
+        self._directed, self._rank, self._tag = directed, directed.upwards.rank(), EXCHANGE_TAGS + number
+        self.index, self.others = ranks.index(self._rank), [rank for rank in ranks if rank != self._rank]
+        self._ahead: dict[int, deque[_Posted]] = {rank: deque() for rank in self.others}
 
     def begin(self, tensor: Tensor, op: ReduceOp, **_: object) -> _Exchange:
         """Send the tensor to all others; all members begin the same reductions in the same order."""
         return _Exchange(self, tensor, op)
 
-    def send(self, tensor: Tensor, member: int) -> dist.Work:
-        """Send a tensor to a member."""
-        return self._directed.between(self.rank, member).send([tensor], member, EXCHANGE_TAG)
+    def send(self, tensor: Tensor, rank: int) -> dist.Work:
+        """Send a tensor to another member."""
+        return self._directed.between(self._rank, rank).send([tensor], rank, self._tag)
 
-    def take_posted(self, member: int) -> _Posted:
-        """Return the earliest receive that is not taken, posted now if there is none."""
-        if not self._ahead[member]:
-            self.post(member, _Posted())
-        return self._ahead[member].popleft()
+    def take_posted(self, rank: int) -> _Posted:
+        """Return the earliest receive from a member that is not taken, posted now if there is none."""
+        if not self._ahead[rank]:
+            self.post(rank, _Posted())
+        return self._ahead[rank].popleft()
 
-    def post(self, member: int, receive: _Posted) -> None:
+    def post(self, rank: int, receive: _Posted) -> None:
         """Post a receive of the next message of a member, unless one is in flight."""
-        if not self._ahead[member]:
-            receive.work = self._directed.between(member, self.rank).recv([receive.memory], member, EXCHANGE_TAG)
-            self._ahead[member].append(receive)
+        if not self._ahead[rank]:
+            receive.work = self._directed.between(rank, self._rank).recv([receive.memory], rank, self._tag)
+            self._ahead[rank].append(receive)
 
 
 class _Exchange:
@@ -96,8 +96,8 @@ class _Exchange:
 
     def __init__(self, reduces: SmallReduces, tensor: Tensor, op: ReduceOp) -> None:
         self._reduces, self._tensor, self._op = reduces, tensor, op
-        self._received = [reduces.take_posted(member) for member in reduces.others]
-        self._sent = [reduces.send(tensor, member) for member in reduces.others]
+        self._received = [reduces.take_posted(rank) for rank in reduces.others]
+        self._sent = [reduces.send(tensor, rank) for rank in reduces.others]
 
     def wait(self) -> None:
         """Wait until all tensors have come and gone, then combine them and post the next receives."""
@@ -111,11 +111,11 @@ class _Exchange:
             if receive.bytes[nbytes : nbytes + len(_WIPED)] != _WIPED:
                 raise MisfitError(f"another rank begins a reduction of more than the {nbytes} bytes of this rank")
             rows.append(receive.memory[:nbytes].view(tensor.dtype).view(tensor.shape))
-        rows.insert(reduces.rank, tensor)
+        rows.insert(reduces.index, tensor)
         combined, *others = rows
         for row in others:
             combined = _COMBINED[self._op](combined, row)
         tensor.copy_(combined)
-        for member, receive in zip(reduces.others, self._received, strict=True):
+        for rank, receive in zip(reduces.others, self._received, strict=True):
             receive.bytes[:nbytes] = _WIPED * (nbytes // 8) + _WIPED[: nbytes % 8]
-            reduces.post(member, receive)
+            reduces.post(rank, receive)

@@ -44,7 +44,7 @@ from ..watch.uncaught_error import report_uncaught
 from .checked.framed_messages import FramedMessages, FrameKey
 from .checked.message_frame import NO_LABEL, Label, describe_spec
 from .device import LIBRARIES, claim_device, library_of, require_queues, synchronize
-from .small_reduces import SMALL_GROUP, DirectedGroups
+from .small_reduces import SMALL_GROUP, DirectedGroups, SmallReduces
 from .torch_groups import TorchGroup, TorchWork, raise_stall, run_bounded, stall_errors
 from .transport_interface import Group, SelfGroup, Transport, Work
 
@@ -175,16 +175,18 @@ class _TorchTransport(Transport):
         mine: Group = SelfGroup(self.rank, self.device)
         for ranks in partition:
             process_group = self._new_process_group(ranks) if len(ranks) > 1 else None
-            directed = self._directed_groups(ranks, process_group) if 1 < len(ranks) <= SMALL_GROUP else None
             if process_group is not None:
-                mine = TorchGroup(process_group, ranks, self.device, self.publisher, directed)
+                mine = TorchGroup(process_group, ranks, self.device, self.publisher)
                 self._groups.append(mine)
                 mine.compare_collectives(self.checks_everything)
+        directed = self._directed_groups() if any(1 < len(ranks) <= SMALL_GROUP for ranks in partition) else None
+        if directed is not None and isinstance(mine, TorchGroup) and len(mine.ranks) <= SMALL_GROUP:
+            mine.small = SmallReduces(directed, mine.ranks, len(self.groups))
         self._warm_up(mine)
         return mine
 
-    def _directed_groups(self, ranks: Sequence[int], process_group: dist.ProcessGroup | None) -> DirectedGroups | None:
-        """Return the groups of small reductions; all ranks call this. None: these go as any others."""
+    def _directed_groups(self) -> DirectedGroups | None:
+        """Return the process groups of small reductions (collective); None: these go as any others."""
         return None
 
     @abstractmethod
@@ -251,38 +253,36 @@ class GlooTransport(FramedMessages, _TorchTransport):
     ) -> None:
         super().__init__(device, timeout, owns_world, publisher)
         atexit.register(_hang_up_at_exit, ref(self))
-        self._messages: DirectedGroups | None = None
+        self._directed: DirectedGroups | None = None
 
     def _warm_up(self, group: Group) -> None:
         """Do nothing: gloo connects when a group is created."""
 
-    def _directed_groups(self, ranks: Sequence[int], process_group: dist.ProcessGroup | None) -> DirectedGroups | None:
-        back = self._new_process_group(ranks)
-        return None if back is None or process_group is None else DirectedGroups(process_group, back)
+    def _directed_groups(self) -> DirectedGroups:
+        """Return those of all ranks; a group of all ranks lends one, if there is any: threads are per process group."""
+        if self._directed is None:
+            world = tuple(range(self.world_size))
+            of_all = next((group.process_group for group in self._groups if group.ranks == world), None)
+            made = [of_all or self._new_process_group(world), self._new_process_group(world)]
+            self._directed = DirectedGroups(*[each for each in made if each is not None])
+        return self._directed
 
     def _open_channels(self, channels: Sequence[tuple[int, int]]) -> None:
-        """Reuse the process groups of a group of all ranks for messages, if there are any: threads are per group."""
-        if channels and self._messages is None:
-            world = tuple(range(self.world_size))
-            of_all = next((group for group in self._groups if group.ranks == world), None)
-            if of_all is not None and of_all.directed is not None:
-                self._messages = of_all.directed
-            else:
-                process_group = (of_all and of_all.process_group) or self._new_process_group(world)
-                self._messages = self._directed_groups(world, process_group)
+        if channels:
+            self._directed_groups()
 
     def _post_send(self, memory: Tensor, key: FrameKey, peer: int, tag: int) -> Work:
-        assert self._messages is not None
-        post = self._messages.between(self.rank, peer).send
+        assert self._directed is not None
+        post = self._directed.between(self.rank, peer).send
         return self._issue(post, memory, key, peer, peer, tag if self.has_tags else 0)
 
     def _post_receive(self, memory: Tensor, key: FrameKey, peer: int, tag: int) -> Work:
-        assert self._messages is not None
-        post = self._messages.between(peer, self.rank).recv
+        assert self._directed is not None
+        post = self._directed.between(peer, self.rank).recv
         return self._issue(post, memory, key, peer, peer, tag if self.has_tags else 0)
 
     def _hang_up(self, destroy: Callable[[dist.ProcessGroup | None], None]) -> None:
-        self._messages = None
+        self._directed = None
         super()._hang_up(destroy)
 
 

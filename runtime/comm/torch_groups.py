@@ -36,7 +36,7 @@ from quintsched.stalls.verdict_text import NO_CULPRIT
 from ..watch.publisher import Publisher
 from ..watch.rank_position import NOTHING, WaitCell
 from .device import current_device
-from .small_reduces import SMALL_BYTES, DirectedGroups, SmallReduces
+from .small_reduces import SMALL_BYTES, SmallReduces
 from .transport_interface import Group, ReduceOp, SelfGroup, Work, describe
 
 Result = TypeVar("Result")
@@ -130,14 +130,12 @@ class TorchGroup(Group):
         ranks: tuple[int, ...],
         device: torch.device,
         publisher: Publisher,
-        directed: DirectedGroups | None = None,
     ) -> None:
         super().__init__(ranks, dist.get_rank(process_group), device)
         self.process_group: dist.ProcessGroup | None = process_group
-        self.directed = directed
         self._publisher = publisher
         self._checks: SameCollectives | None = None
-        self._small = None if directed is None else SmallReduces(directed)
+        self.small: SmallReduces | None = None
 
     def compare_collectives(self, compares: bool) -> None:
         """Switch comparison of collectives before they begin on or off; all members call this."""
@@ -150,11 +148,11 @@ class TorchGroup(Group):
 
     def release(self) -> None:
         """Drop the process groups: gloo closes its connections with the last reference."""
-        self.process_group = self.directed = self._small = None
+        self.process_group = self.small = None
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        if self._small is not None and 0 < tensor.nbytes <= SMALL_BYTES and not tensor.is_complex():
-            issue: Callable[..., Pending] = partial(self._small.begin, tensor, op)
+        if self.small is not None and 0 < tensor.nbytes <= SMALL_BYTES and not tensor.is_complex():
+            issue: Callable[..., Pending] = partial(self.small.begin, tensor, op)
         else:
             issue = partial(dist.all_reduce, tensor, _REDUCE_OPS[op])
         return self._issue(issue, f"all_reduce {op.value}", tensor, tensor)

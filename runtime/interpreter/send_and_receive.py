@@ -27,7 +27,7 @@ from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots
 from ..comm import Work
 from ..comm.checked.message_frame import Label
 from ..comm.overlap_threads import BoundCall
-from ..comm.small_reduces import EXCHANGE_TAG
+from ..comm.small_reduces import EXCHANGE_TAGS
 from ..stage.stage_forward import Outputs
 from ..stage.stage_messages import Cargo
 from ..steps.units import NO_UNITS, UnitShape
@@ -39,7 +39,7 @@ from .value_cells import Together, ValueCell
 AHEAD_BYTES = 2**18
 """More receives than `AHEAD` are in flight while the buffers of a stage stay below this number of bytes together."""
 
-MOST_TAGS = EXCHANGE_TAG
+MOST_TAGS = EXCHANGE_TAGS
 
 
 @dataclass(frozen=True)
