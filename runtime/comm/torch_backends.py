@@ -43,8 +43,8 @@ from ..watch.rendezvous.key_value_store import HUB, Attempt, launchers_keys, mee
 from ..watch.uncaught_error import report_uncaught
 from .checked.framed_messages import FramedMessages, FrameKey
 from .checked.message_frame import NO_LABEL, Label, describe_spec
+from .checked.small_reduces import SMALL_GROUP, DirectedGroups, SmallReduces
 from .device import LIBRARIES, claim_device, library_of, require_queues, synchronize
-from .small_reduces import SMALL_GROUP, DirectedGroups, SmallReduces
 from .torch_groups import TorchGroup, TorchWork, raise_stall, run_bounded, stall_errors
 from .transport_interface import Group, SelfGroup, Transport, Work
 

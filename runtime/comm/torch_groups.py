@@ -35,8 +35,8 @@ from quintsched.stalls.verdict_text import NO_CULPRIT
 
 from ..watch.publisher import Publisher
 from ..watch.rank_position import NOTHING, WaitCell
+from .checked.small_reduces import SMALL_BYTES, SmallReduces
 from .device import current_device
-from .small_reduces import SMALL_BYTES, SmallReduces
 from .transport_interface import Group, ReduceOp, SelfGroup, Work, describe
 
 Result = TypeVar("Result")

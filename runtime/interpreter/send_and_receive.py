@@ -26,8 +26,8 @@ from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots
 
 from ..comm import Work
 from ..comm.checked.message_frame import Label
+from ..comm.checked.small_reduces import EXCHANGE_TAGS
 from ..comm.overlap_threads import BoundCall
-from ..comm.small_reduces import EXCHANGE_TAGS
 from ..stage.stage_forward import Outputs
 from ..stage.stage_messages import Cargo
 from ..steps.units import NO_UNITS, UnitShape

@@ -1,5 +1,5 @@
-"""Messages with frames that identify them, for wires that match any two messages.
+"""Messages that are checked on arrival, for wires that match any two messages.
 
-`message_frame` is the frame's layout, `framed_messages` sends and receives with it.
-Imports `comm.transport_interface`.
+`message_frame` is the layout of the frame that identifies a message, `framed_messages` sends and receives with it;
+`small_reduces` are sums of a few numbers, whose length is checked. Imports `comm.transport_interface`.
 """

@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import connect
+from quintsched.runtime.comm.checked.small_reduces import DirectedGroups, SmallReduces
 from quintsched.runtime.comm.torch_groups import SameCollectives
+from quintsched.runtime.comm.transport_interface import ReduceOp
 
 from ..ranks import run_ranks
 from ..toys import sgd
@@ -99,3 +104,30 @@ def test_an_engine_that_verifies_compares_what_its_ranks_add_up(tmp_path: Path) 
     first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
     assert first == second
     assert re.search(r"rank 0 \d+: all_reduce sum float32 \(4,\); rank 1 \d+: all_reduce sum float32 \(5,\)", first)
+
+
+def test_small_reductions_may_overlap_and_one_of_more_bytes_than_this_ranks_is_refused():
+    store, size, wait = dist.HashStore(), 3, timedelta(seconds=20)
+
+    def member(rank: int) -> None:
+        stores = [dist.PrefixStore(way, store) for way in ("up", "down")]
+        directed = DirectedGroups(*[dist.ProcessGroupGloo(each, rank, size, wait) for each in stores])
+        reduces = SmallReduces(directed, (0, 1, 2), 0)
+        for _ in range(3):
+            some = torch.tensor([rank, -rank]), torch.tensor(2.0**rank), torch.full((200,), rank, dtype=torch.float64)
+            works = [
+                reduces.begin(each, op)
+                for each, op in zip(some, (ReduceOp.MIN, ReduceOp.SUM, ReduceOp.MAX), strict=True)
+            ]
+            for work in reversed(works):
+                work.wait()
+            assert [some[0].tolist(), some[1].item(), *set(some[2].tolist())] == [[0, -2], 7, 2]
+        work = reduces.begin(torch.ones(5 if rank == 1 else 4), ReduceOp.SUM)
+        if rank == 1:
+            work.wait()
+        else:
+            with pytest.raises(MisfitError, match="reduction of more than the 16 bytes of this rank"):
+                work.wait()
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(member, range(size)))

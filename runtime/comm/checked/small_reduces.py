@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 
-from .transport_interface import ReduceOp
+from ..transport_interface import ReduceOp
 
 SMALL_BYTES, SMALL_GROUP = 2048, 4
 EXCHANGE_TAGS = 2**31 - 2**16
@@ -54,9 +54,8 @@ class _Posted:
     __slots__ = ("bytes", "memory", "work")
 
     def __init__(self) -> None:
-        self.memory = torch.empty(SMALL_BYTES + len(_WIPED), dtype=torch.uint8)
+        self.memory = torch.full((SMALL_BYTES + len(_WIPED),), 0xFF, dtype=torch.uint8)
         self.bytes = self.memory.numpy().data
-        self.bytes[:] = b"\xff" * len(self.bytes)
         self.work: dist.Work
 
 
