@@ -60,7 +60,7 @@ BUDGET = {
     "splitting": 2591,
     "watch": 2059,
     "stage": 1979,
-    "losses": 1959,
+    "losses": 1989,
     "objects": 1810,
     "train": 1614,
     "state": 1380,

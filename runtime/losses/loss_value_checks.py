@@ -2,11 +2,13 @@
 
     a few samples of one microbatch, and of the others of this rank     L(all) = Σ wᵢ L(i) / Σ wᵢ     three calls
 
-No device synchronization: the result is piggybacked on the figures of the step. Losses of torch are not checked.
+No device synchronization: the result is piggybacked on the figures of the step. On the CPU it is of Python numbers:
+an operation on a tensor takes longer than all arithmetic. Losses of torch are not checked.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FunctionType
@@ -20,22 +22,32 @@ from .function_state import class_weights
 from .loss_reductions import LossWeight, Over, named
 from .real_batches import JoinedCall, RealBatch, SampleUnit
 
+Number = Any
+"""A Python number, or on a device a 0-dimensional tensor."""
+ValueOfSome = tuple[Number, Number]
+"""A function's value of some samples, and its weight."""
+
 _KNOWN = ("torch.nn.functional", "torch.nn.modules.loss", "transformers.loss.")
 
 
 class Late(NamedTuple):
-    """Result of a comparison by values, as 0-dimensional tensors: whether it fails, the value, and the right value."""
+    """Result of a comparison by values, whether it fails, the value, and the right value."""
 
-    is_off: Tensor
-    value: Tensor
-    right: Tensor
+    is_off: Number
+    value: Number
+    right: Number
 
     def or_before(self, before: Late | None) -> Late:
         """Return the result that fails, of this and of an earlier batch of the same step."""
         if before is None:
             return self
-        value = torch.where(self.is_off, self.value, before.value)
-        return Late(self.is_off | before.is_off, value, torch.where(self.is_off, self.right, before.right))
+        if not isinstance(self.is_off, Tensor):
+            return self if self.is_off else before
+        value, right = (
+            torch.where(self.is_off, self.value, before.value),
+            torch.where(self.is_off, self.right, before.right),
+        )
+        return Late(self.is_off | before.is_off, value, right)
 
 
 def is_known(function: Any) -> bool:
@@ -56,47 +68,65 @@ def is_known(function: Any) -> bool:
 def compare_values(
     function: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor], batch: RealBatch, way: JoinedCall
 ) -> Late | None:
-    """Compare a function's value of joined samples with its reduction; None: the call fails."""
-    parts, swapped = batch.two_parts(), batch.swapped()
+    """Compare a function's value of joined samples with its reduction; None: the call fails, or nothing has weight."""
     if rule.over is Over.MICROBATCH:
         return None
+    call = partial(_called, function, rule, tables)
     try:
-        if parts is None and swapped is not None:
-            found = [_called(function, rule, tables, unit.moved(unit.device, way.dtype)) for unit in swapped]
-            now, before = (value / weight if rule.over is Over.STATED else value for value, weight in found)
-            return Late((now - before).abs() > way.tolerance * (now.abs() + before.abs() + 1e-9), before, now)
-        if parts is None:
+        if (parts := batch.two_parts(way.dtype)) is not None:
+            return _compare(rule, _called_apart(call, parts, partial(batch.two_parts, way.dtype)), way.tolerance)
+        if (swapped := batch.swapped()) is None:
             return None
-        one, other, whole = (_called(function, rule, tables, unit.moved(unit.device, way.dtype)) for unit in parts)
+        found = [call(unit.moved(unit.device, way.dtype)) for unit in swapped]
+        now, before = (value / weight if rule.over is Over.STATED else value for value, weight in found)
+        return Late(abs(now - before) > way.tolerance * (abs(now) + abs(before) + 1e-9), before, now)
     except Exception:  # errors of user code on batches that it never gets
         return None
-    is_something: Tensor | bool = True
+
+
+def _called_apart(
+    call: Callable[[SampleUnit], ValueOfSome],
+    parts: Sequence[SampleUnit],
+    remake: Callable[[], Sequence[SampleUnit] | None],
+) -> list[ValueOfSome]:
+    """Call on units that share memory; on copies, where a call writes to it, or that cannot be seen."""
+    leaves = parts[-1].leaves
+    if not any(leaf.is_inference() for leaf in leaves):
+        before = [leaf._version for leaf in leaves]
+        found = list(map(call, parts))
+        if before == [leaf._version for leaf in leaves]:
+            return found
+    return [call(unit.copied()) for unit in remake() or ()]
+
+
+def _compare(rule: LossWeight, found: Sequence[ValueOfSome], tolerance: float) -> Late | None:
+    """Compare the value of all samples with that of two parts, of (value, weight) of each and of all."""
+    one, other, (value, weight) = found
+    total = one[1] + other[1]
+    if not isinstance(total, Tensor) and (not total or not weight) and rule.over is not Over.SUM:
+        return None
     if rule.over is Over.SUM:
         a, b = one[0], other[0]
     elif rule.over is Over.STATED:  # a weight of 0 may have a nonzero sum
-        total = torch.as_tensor(one[1] + other[1], dtype=one[0].dtype, device=one[0].device)
-        a, b, is_something = one[0] / total, other[0] / total, total != 0
-        whole = whole[0] / whole[1], whole[1]
-    elif isinstance(one[1], int) and isinstance(other[1], int):
-        a, b = (value * (count / whole[1]) for value, count in (one, other))
+        a, b, value = one[0] / total, other[0] / total, value / weight
     else:
-        first, second = (
-            torch.as_tensor(weight, dtype=value.dtype, device=value.device) for value, weight in (one, other)
-        )
-        total = first + second
-        a, b = (
-            torch.where(w == 0, 0.0, v * w / total) for w, (v, _) in zip((first, second), (one, other), strict=True)
-        )
-        is_something = total != 0
-    right, value = a + b, whole[0]
-    least = 4 * way.tolerance * (a.abs() + b.abs() + value.abs() + 1e-9)
-    is_off = ((value - right).abs() <= least).logical_not() & value.isfinite()
-    return Late(is_off & is_something, value, right)
+        a, b = (_share(its, part, total) for its, part in (one, other))
+    right = a + b
+    least = 4 * tolerance * (abs(a) + abs(b) + abs(value) + 1e-9)
+    is_off = ((abs(value - right) <= least) ^ True) & (abs(value) < math.inf)
+    return Late(is_off if rule.over is Over.SUM else is_off & (total != 0), value, right)
+
+
+def _share(value: Number, weight: Number, total: Number) -> Number:
+    """Return a part's share of the mean; 0 where it weighs nothing, whatever its value."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight == 0, 0.0, value * weight / total)
+    return value * weight / total if weight else 0.0
 
 
 def _called(
     function: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor], unit: SampleUnit
-) -> tuple[Tensor, Tensor | float]:
+) -> ValueOfSome:
     """Return a function's value of a unit, as a mean or a sum by its reduction, and its weight.
 
     Raises `ValueError` where it returns neither.
@@ -108,9 +138,11 @@ def _called(
     value, weight = map(torch.as_tensor, found if is_pair else (found, 0))
     if is_pair != (rule.over is Over.STATED) or value.dim() or value.is_complex() or weight.dim():
         raise ValueError("neither a number nor (sum, weight)")
-    value = value.detach().double()
-    if is_pair:
-        return value, found[1]
-    if rule.over in (Over.SUM, Over.SAMPLES, Over.TOKENS):
-        return value, unit.samples
-    return value, rule.of_targets(named(targets), tables)
+    if not is_pair:
+        is_known = rule.over in (Over.SUM, Over.SAMPLES, Over.TOKENS)
+        its = unit.samples if is_known else rule.of_targets(named(targets), tables)
+    else:
+        its = found[1]
+    if value.device.type != "cpu":
+        return value.detach().double(), torch.as_tensor(its, dtype=torch.float64, device=value.device)
+    return float(value), float(its)

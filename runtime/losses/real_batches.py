@@ -67,13 +67,15 @@ class SampleUnit(NamedTuple):
         def shapes(unit: SampleUnit) -> list[object]:
             return [(leaf.shape[1:], leaf.dtype, bool(n)) for leaf, n in zip(unit.leaves, unit.rows, strict=True)]
 
-        is_built_alike = self.output.is_built_as(other.output) and self.target == other.target
-        return is_built_alike and shapes(self) == shapes(other)
+        if self is other:
+            return True
+        is_built_alike = self.output is other.output or self.output.is_built_as(other.output)
+        return is_built_alike and self.target == other.target and shapes(self) == shapes(other)
 
     def shares_rest_with(self, other: SampleUnit) -> bool:
         """Return whether its tensors of no sample equal those of another."""
         alike = zip(self.rows, self.leaves, other.leaves, strict=True)
-        return all(rows or one is its or torch.equal(one, its) for rows, one, its in alike)
+        return all(self.rows) or all(rows or one is its or torch.equal(one, its) for rows, one, its in alike)
 
     @property
     def device(self) -> torch.device:
@@ -93,6 +95,11 @@ class SampleUnit(NamedTuple):
     def with_leaves(self, others: Mapping[int, Tensor]) -> SampleUnit:
         """Return it with other leaves of its output, by index."""
         return self._replace(outputs=[others.get(number, leaf) for number, leaf in enumerate(self.outputs)])
+
+    def copied(self) -> SampleUnit:
+        """Return it with tensors of its own."""
+        outputs, targets = ([t.clone() for t in leaves] for leaves in (self.outputs, self.targets))
+        return self._replace(outputs=outputs, targets=targets)
 
     def moved(self, place: torch.device, dtype: torch.dtype | None) -> SampleUnit:
         """Return it on another device, floating-point tensors in another dtype."""
@@ -163,7 +170,8 @@ class RealBatch:
         count = min(samples, self._free * samples // max(1, sum(leaf.nbytes for leaf in leaves)))
         if count or len(self._units) < 2:
             rows = leaf_rows(tree, leaves, samples, apart) + leaf_rows(target_tree, given, samples)
-            unit = SampleUnit(tree, target_tree, leaves, given, samples, rows).cut(0, max(1, count))
+            unit = SampleUnit(tree, target_tree, leaves, given, samples, rows)
+            unit = unit if count == samples else unit.cut(0, max(1, count))
             self._units.append(unit._replace(outputs=[leaf.clone() for leaf in unit.outputs]))
 
     @property
@@ -184,9 +192,11 @@ class RealBatch:
         tables: Sequence[Tensor],
     ) -> BatchComparison:
         """Compare a loss of all samples joined with the combination of losses by its reduction."""
-        units = self._alike()
+        units, first = self._alike()
         if not units:
             return BatchComparison()
+        if first < units[0].samples:
+            units[:1] = [units[0].cut(0, first), units[0].cut(first, units[0].samples - first)]
         whole = _joined(units * self._copies)
         of = kind(loss, *whole.built(), whole.samples)
         for place, dtype in of.ways():
@@ -240,22 +250,26 @@ class RealBatch:
             return None
         return one, one.with_leaves({number: other.outputs[number] for number in one.of_rest})
 
-    def _alike(self) -> list[SampleUnit]:
-        """Return units that can be joined, or the halves of one, and an earlier one; none where there are no two."""
-        units = [unit for unit in self._units if unit.fits(self._units[0])]
-        if len(units) == 1 and units[0].samples > 1:
-            half = units[0].samples // 2
-            units = [units[0].cut(0, half), units[0].cut(half, units[0].samples - half)]
-        units += [unit for unit in self._beside if units and unit.fits(units[0]) and units[0].shares_rest_with(unit)]
-        return units if len(units) > 1 and all(map(units[0].shares_rest_with, units)) else []
+    def _alike(self) -> tuple[list[SampleUnit], int]:
+        """Return units that can be joined, and an earlier one, and the samples of the first part: of one alone, half.
 
-    def two_parts(self) -> tuple[SampleUnit, SampleUnit, SampleUnit] | None:
-        """Return one unit, the others joined, and all of them."""
-        units = self._alike()
+        No units, where there are no two parts.
+        """
+        units = [unit for unit in self._units if unit.fits(self._units[0])]
+        first = units[0].samples if units else 0
+        if len(units) == 1 and first > 1:
+            first //= 2
+        units += [unit for unit in self._beside if units and unit.fits(units[0]) and units[0].shares_rest_with(unit)]
+        has_two = sum(unit.samples for unit in units) > first and all(map(units[0].shares_rest_with, units))
+        return (units if has_two else []), first
+
+    def two_parts(self, dtype: torch.dtype | None) -> tuple[SampleUnit, SampleUnit, SampleUnit] | None:
+        """Return some samples, the others, and all of them: views of the same numbers, in a dtype."""
+        units, first = self._alike()
         if not units:
             return None
-        other = _joined(units[1:]) if len(units) > 2 else units[1]
-        return units[0], other, _joined(units)
+        whole = _joined(units).moved(self.device, dtype)
+        return whole.cut(0, first), whole.cut(first, whole.samples - first), whole
 
     def _numbers_of_each(self, rule: LossWeight, part: SampleUnit, whole: Tried) -> float | None:
         """Return the elements per sample that its mean may be over; ranks compare them.
