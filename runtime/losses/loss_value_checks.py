@@ -65,6 +65,7 @@ def is_known(function: Any) -> bool:
     return not (tables or is_hooked) and str(of.__module__).startswith(_KNOWN)
 
 
+@torch.no_grad()
 def compare_values(
     function: Callable[[Any, Any], Any], rule: LossWeight, tables: Sequence[Tensor], batch: RealBatch, way: JoinedCall
 ) -> Late | None:
@@ -129,20 +130,19 @@ def _called(
 ) -> ValueOfSome:
     """Return a function's value of a unit, as a mean or a sum by its reduction, and its weight.
 
-    Raises `ValueError` where it returns neither.
+    Raises `ValueError` where it returns neither. Gradients are switched off.
     """
     output, targets = unit.built()
-    with torch.no_grad():
-        found = function(output, targets)
+    found = function(output, targets)
     is_pair = isinstance(found, tuple)
-    value, weight = map(torch.as_tensor, found if is_pair else (found, 0))
-    if is_pair != (rule.over is Over.STATED) or value.dim() or value.is_complex() or weight.dim():
+    value, its = found if is_pair else (found, unit.samples)
+    value = value if isinstance(value, Tensor) else torch.as_tensor(value)
+    if is_pair != (rule.over is Over.STATED) or value.dim() or value.is_complex():
         raise ValueError("neither a number nor (sum, weight)")
-    if not is_pair:
-        is_known = rule.over in (Over.SUM, Over.SAMPLES, Over.TOKENS)
-        its = unit.samples if is_known else rule.of_targets(named(targets), tables)
-    else:
-        its = found[1]
+    if isinstance(its, Tensor) and its.dim():
+        raise ValueError("its weight is not a number")
+    if not is_pair and rule.over not in (Over.SUM, Over.SAMPLES, Over.TOKENS):
+        its = rule.of_targets(named(targets), tables)
     if value.device.type != "cpu":
         return value.detach().double(), torch.as_tensor(its, dtype=torch.float64, device=value.device)
     return float(value), float(its)

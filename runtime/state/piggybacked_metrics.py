@@ -26,9 +26,9 @@ class Room:
         """Write figures (n,), float64, to be summed by the all-reduce; n is at most `ROOM`."""
         self._rows.zero_()
         rest = figures
-        for row in self._rows[:, : len(figures)]:
+        for row in self._rows[:, : len(figures)].unbind():
             row.copy_(rest)
-            rest = torch.where(figures.isfinite(), rest - row, 0.0)
+            rest = (rest - row).nan_to_num_(0.0, torch.inf, -torch.inf)  # of what is infinite, nothing is left
 
     def alight(self, count: int) -> Tensor:
         """Return the sums of the first `count` figures, (count,), float64."""
