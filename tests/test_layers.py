@@ -56,7 +56,7 @@ BUDGET = {
     "parallel": 6092,
     "saving": 3760,
     "interpreter": 2882,
-    "comm": 2832,
+    "comm": 2838,
     "splitting": 2591,
     "watch": 2059,
     "stage": 1979,

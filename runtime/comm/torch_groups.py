@@ -35,7 +35,7 @@ from quintsched.stalls.verdict_text import NO_CULPRIT
 
 from ..watch.publisher import Publisher
 from ..watch.rank_position import NOTHING, WaitCell
-from .checked.small_reduces import SMALL_BYTES, SmallReduces
+from .checked.small_reduces import SmallReduces
 from .device import current_device
 from .transport_interface import Group, ReduceOp, SelfGroup, Work, describe
 
@@ -151,7 +151,7 @@ class TorchGroup(Group):
         self.process_group = self.small = None
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        if self.small is not None and 0 < tensor.nbytes <= SMALL_BYTES and not tensor.is_complex():
+        if self.small is not None and self.small.takes(tensor):
             issue: Callable[..., Pending] = partial(self.small.begin, tensor, op)
         else:
             issue = partial(dist.all_reduce, tensor, _REDUCE_OPS[op])

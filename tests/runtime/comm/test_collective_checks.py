@@ -106,22 +106,23 @@ def test_an_engine_that_verifies_compares_what_its_ranks_add_up(tmp_path: Path) 
     assert re.search(r"rank 0 \d+: all_reduce sum float32 \(4,\); rank 1 \d+: all_reduce sum float32 \(5,\)", first)
 
 
-def test_small_reductions_may_overlap_and_one_of_more_bytes_than_this_ranks_is_refused():
-    store, size, wait = dist.HashStore(), 3, timedelta(seconds=20)
+@pytest.mark.parametrize(("size", "elements"), [(3, 200), (2, 2000)])
+def test_small_reductions_may_overlap_and_one_of_more_bytes_than_this_ranks_is_refused(size: int, elements: int):
+    store, wait, ranks = dist.HashStore(), timedelta(seconds=20), tuple(range(size))
 
     def member(rank: int) -> None:
         stores = [dist.PrefixStore(way, store) for way in ("up", "down")]
         directed = DirectedGroups(*[dist.ProcessGroupGloo(each, rank, size, wait) for each in stores])
-        reduces = SmallReduces(directed, (0, 1, 2), 0)
+        reduces = SmallReduces(directed, ranks, 0)
         for _ in range(3):
-            some = torch.tensor([rank, -rank]), torch.tensor(2.0**rank), torch.full((200,), rank, dtype=torch.float64)
-            works = [
-                reduces.begin(each, op)
-                for each, op in zip(some, (ReduceOp.MIN, ReduceOp.SUM, ReduceOp.MAX), strict=True)
-            ]
+            some = torch.tensor([rank, -rank]), torch.tensor(2.0**rank), torch.full((elements,), float(rank)).double()
+            ops = ReduceOp.MIN, ReduceOp.SUM, ReduceOp.MAX
+            assert all(map(reduces.takes, some))
+            works = [reduces.begin(each, op) for each, op in zip(some, ops, strict=True)]
             for work in reversed(works):
                 work.wait()
-            assert [some[0].tolist(), some[1].item(), *set(some[2].tolist())] == [[0, -2], 7, 2]
+            found = [some[0].tolist(), some[1].item(), *set(some[2].tolist())]
+            assert found == [[0, 1 - size], 2**size - 1, size - 1]
         work = reduces.begin(torch.ones(5 if rank == 1 else 4), ReduceOp.SUM)
         if rank == 1:
             work.wait()
@@ -130,4 +131,4 @@ def test_small_reductions_may_overlap_and_one_of_more_bytes_than_this_ranks_is_r
                 work.wait()
 
     with ThreadPoolExecutor(size) as pool:
-        list(pool.map(member, range(size)))
+        list(pool.map(member, ranks))
