@@ -148,9 +148,9 @@ def _figures(run: CollectiveRun) -> list[str]:
     forms = _closed_forms(plan, run.num_bytes, wire)
     listed = ", ".join(f"{name} {1e3 * seconds:.4g} ms" for name, seconds in forms.items())
     inside = f", inside {counted(wire.nodes, 'node')} {wire.node_latency_s:g} s and {wire.node_bandwidth:g} bytes/s"
-    crossed = [f"{name} above {size:.4g} bytes" for name, size in _crossovers(plan, wire).items()]
+    crossed = [f"{name} above {counted(size, 'byte', '.4g')}" for name, size in _crossovers(plan, wire).items()]
     return [
-        f"{run.num_bytes:g} bytes at {wire.latency_s:g} s and {wire.bandwidth:g} bytes/s"
+        f"{counted(run.num_bytes, 'byte', 'g')} at {wire.latency_s:g} s and {wire.bandwidth:g} bytes/s"
         f"{inside if wire.nodes > 1 else ''}: {1e3 * run.makespan:.4g} ms, "
         f"bandwidth use {percent(run.bandwidth_use)}; a rank sends up to {max(run.sent_bytes):.4g} bytes",
         f"closed forms: {listed} (native: a bound for any library; tree: in its best number of chunks)",

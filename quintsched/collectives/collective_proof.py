@@ -113,7 +113,9 @@ def _malformed(plan: CollectiveProgram) -> Iterator[Finding]:
         yield Finding(Point.WELL_FORMED, message)
         return
     if plan.kind != "all_reduce" and plan.chunks % plan.size:
-        message = f"{plan.chunks} chunks do not divide into a part for each of {plan.size} ranks"
+        message = (
+            f"{counted(plan.chunks, 'chunk')} cannot be divided into a part for each of {counted(plan.size, 'rank')}"
+        )
         yield Finding(Point.WELL_FORMED, message)
     for rank, program in enumerate(plan.programs):
         for index, step in enumerate(program):

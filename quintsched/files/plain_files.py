@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from quintsched.errors import InputError
+from quintsched.errors import InputError, counted
 
 from .strictjson import shorten
 
@@ -77,7 +77,7 @@ def fill(file: BinaryIO, memory: memoryview, path: Path) -> None:
     while left:
         count = file.readinto(left)  # type: ignore[attr-defined]
         if not count:
-            raise InputError(f"{path}: the file is damaged: it ends {len(left)} bytes too early")
+            raise InputError(f"{path}: the file is damaged: it ends {counted(len(left), 'byte')} too early")
         left = left[count:]
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from quintsched.errors import InputError, UsageError, suggest
+from quintsched.errors import InputError, UsageError, counted, suggest
 from quintsched.files.strictjson import parse_strict, pointer
 from quintsched.formats.plan_head import LARGEST, HeadFile, PlanIndex, entries_of, plan_of, read_head, wellformed
 from quintsched.formats.plan_json import READERS, TYPES
@@ -240,7 +240,7 @@ class _Stream:
         if len(taken) < size:
             taken += self._unpack(size - len(taken))
         if len(taken) < size:
-            raise InputError(f"it ends {size - len(taken)} bytes too early: is it truncated?")
+            raise InputError(f"it ends {counted(size - len(taken), 'byte')} too early: is it truncated?")
         return np.frombuffer(taken, f"<u{width}")
 
     def require_end(self) -> None:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from string import Template
 
-from quintsched.errors import UnsoundError, UsageError
+from quintsched.errors import UnsoundError, UsageError, counted
 from quintsched.graph.edges import ISSUED
 from quintsched.graph.transport_profiles import find_profile
 from quintsched.ir.dataflow import Flow, flow, gatherings_of
@@ -112,7 +112,7 @@ class _Model:
             ASSERTED if self.profile == "blocking" else AWAITED,
             title=" ".join(self.plan.title.replace("*/", "* /").split()),
             profile=self.profile,
-            buffers=f"channels that hold {self.buffer} messages" if self.buffer else "every message a rendezvous",
+            buffers=f"channels of {counted(self.buffer, 'message')}" if self.buffer else "every message a rendezvous",
             values=max(len(self._numbers), 1),
             groups=max(len(self.groups), 1),
             ranks=max(len(self.plan.programs), 1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from quintsched.errors import QuintschedError, quoted
+from quintsched.errors import QuintschedError, counted, quoted
 from quintsched.files.atomic import write_whole
 from quintsched.formats import plan_columns, plan_json
 from quintsched.formats.plan_file import SUFFIX, load
@@ -81,5 +81,8 @@ def _instructions(there: PlanData, here: PlanData) -> str:
             if one != other:
                 return f"settings are the same, but instruction {index} of pp rank {rank} is {one} there, {other} here"
         if len(before) != len(after):
-            return f"settings are the same, but pp rank {rank} has {len(before)} instructions there, {len(after)} here"
+            return (
+                f"settings are the same, but pp rank {rank} has "
+                f"{counted(len(before), 'instruction')} there, {len(after)} here"
+            )
     return "they are written differently, but equal"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from quintsched.errors import MisfitError, UsageError, quoted, suggest
+from quintsched.errors import MisfitError, UsageError, counted, quoted, suggest
 
 AXES = ("dp", "pp", "tp", "cp", "ep")
 """Data, pipeline, tensor, context (sequence) and expert parallelism."""
@@ -117,7 +117,7 @@ class Mesh:
         if world_size != self.size:
             started = "1 process was" if world_size == 1 else f"{world_size} processes were"
             raise MisfitError(
-                f"the plan's mesh {self} has {self.size} ranks, but {started} started; "
+                f"the plan's mesh {self} has {counted(self.size, 'rank')}, but {started} started; "
                 f"use torchrun --nproc-per-node {self.size}, or a plan for {world_size}"
             )
 

@@ -150,8 +150,8 @@ def _require_size(path: Path, dtype: np.dtype[Any], count: int) -> None:
     with open_plain(path, "the tokens") as (_, size):
         if size != expected:
             raise InputError(
-                f"{path}: it has {size} bytes, but by the index {count} numbers of {dtype.itemsize} bytes, "
-                f"{expected}; copy it again, or write the tokens again"
+                f"{path}: it has {counted(size, 'byte')}, but by the index {counted(count, 'number')} of "
+                f"{counted(dtype.itemsize, 'byte')}, {expected}; copy it again, or write the tokens again"
             )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from quintsched.collectives.collective_program import MAX_SIZE
 from quintsched.collectives.collective_proof import prove
 from quintsched.collectives.gradient_exchange import CollectiveCall, candidates
+from quintsched.errors import counted
 from quintsched.ir.communication import MEANS
 from quintsched.ir.diagnostics import Finding
 from quintsched.ir.instruction_set import ALL
@@ -48,7 +49,7 @@ def communication_faults(plan: PlanData) -> Iterator[str]:
                 yield f"communication is {communication.means}, but no collective spells out {kind} over {size} ranks"
     for name, mini in communication.plans.items():
         if (mini.kind, mini.size) not in calls:
-            yield f"collective {name!r} is {mini.kind} over {mini.size} ranks, which no instruction calls"
+            yield f"collective {name!r} is {mini.kind} over {counted(mini.size, 'rank')}, which no instruction calls"
         if communication.means not in ("native", "auto") and mini.algorithm != communication.means:
             yield f"collective {name!r} is a {mini.algorithm}, but communication is {communication.means}"
 

@@ -135,7 +135,7 @@ def _head_faults(plan: PlanData) -> Iterator[str]:
         yield f"no route visits stage {unvisited[0]}"
     routed = sorted(microbatch for route in plan.routes for microbatch in route.microbatches)
     if routed != list(range(plan.schedule.num_units)):
-        yield f"the routes must hold each of the {plan.schedule.num_units} microbatches once"
+        yield f"the routes must hold each of the {counted(plan.schedule.num_units, 'microbatch')} once"
     yield from piece_faults(plan)
     if plan.recompute:
         yield from recompute_faults(plan.recompute, len(plan.stage_to_pp), plan.mode)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quintsched.arguments import shown
-from quintsched.errors import MisfitError, StallError, UsageError
+from quintsched.errors import MisfitError, StallError, UsageError, counted
 from quintsched.stalls.own_errors import came_from_handler, headline, is_own, lost_peer
 from quintsched.stalls.verdict_text import NO_CULPRIT
 
@@ -309,5 +309,5 @@ class SameCollectives:
                 if sends != expects:
                     raise MisfitError(
                         f"all_to_all {self._number} of ranks {list(self._ranks)}: rank {self._ranks[source]} sends "
-                        f"{sends} rows to rank {self._ranks[target]}, which expects {expects}"
+                        f"{counted(sends, 'row')} to rank {self._ranks[target]}, which expects {expects}"
                     )

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, counted
 
 from ..watch.publisher import Publisher
 from ..watch.rank_position import NOTHING, WaitCell, collective_code
@@ -272,7 +272,7 @@ class Transport(ABC):
             StallError: a member did not join.
         """
         if sorted(r for ranks in partition for r in ranks) != list(range(self.world_size)):
-            raise MisfitError(f"{list(partition)} does not name each of the {self.world_size} ranks once")
+            raise MisfitError(f"{list(partition)} does not name each of the {counted(self.world_size, 'rank')} once")
         if any(list(ranks) != sorted(ranks) for ranks in partition):
             raise MisfitError(f"ranks of a group must be ascending: {list(partition)}")
         group = self._make_group(partition)

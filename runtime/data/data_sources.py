@@ -34,7 +34,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from quintsched.arguments import shown
-from quintsched.errors import InputError, UsageError, suggest
+from quintsched.errors import InputError, UsageError, counted, suggest
 from quintsched.user_code import call_object, load_object, names_file
 
 from ..objects.library_or_user import arguments_of
@@ -217,14 +217,18 @@ def _parse(path: Path, stream: BinaryIO | gzip.GzipFile, dims: int) -> Bytes:
     if header[:4] != magic[: len(header)] or not header:
         raise InputError(f"{path}: starts with {header[:4].hex(' ') or 'nothing'}, not with IDX's {magic.hex(' ')}")
     if len(header) < header_size:
-        raise InputError(f"{path}: ends after {len(header)} bytes, within its header of {header_size} bytes")
+        raise InputError(
+            f"{path}: ends after {counted(len(header), 'byte')}, within its header of {counted(header_size, 'byte')}"
+        )
     shape = struct.unpack(f">{dims}I", header[4:])
     if 0 in shape:
         raise InputError(f"{path}: holds nothing, its header says {_sizes(shape)}")
     content = _read_up_to(stream, math.prod(shape))
     if len(content) != math.prod(shape):
-        found = "more" if len(content) > math.prod(shape) else f"only {len(content)} bytes"
-        raise InputError(f"{path}: its header says {_sizes(shape)} = {math.prod(shape)} bytes, but it holds {found}")
+        found = "more" if len(content) > math.prod(shape) else f"only {counted(len(content), 'byte')}"
+        raise InputError(
+            f"{path}: its header says {_sizes(shape)} = {counted(math.prod(shape), 'byte')}, but it holds {found}"
+        )
     return np.frombuffer(content, dtype=np.uint8).reshape(shape)
 
 
@@ -266,8 +270,8 @@ def load_text(path: Path | None, options: TextOptions) -> Dataset:
     train, validation = text[:start], text[start:]
     if len(validation) <= options.sequence:
         raise UsageError(
-            f"{name}: of its {len(text)} bytes, the last {len(validation)} are for validation, too few for a window of "
-            f"{options.sequence} + 1; set data.options.sequence to a smaller size"
+            f"{name}: of its {counted(len(text), 'byte')}, the last {len(validation)} are for validation, too few for "
+            f"a window of {options.sequence} + 1; set data.options.sequence to a smaller size"
         )
     return Dataset(
         name="text",

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import MisfitError, UsageError, counted
 
 DIGESTED = 256
 """Number of samples of a split that are hashed."""
@@ -138,7 +138,7 @@ class BatchSampler:
         if self.num_samples < 1 or self.batch_size < 1:
             raise UsageError(
                 f"batches need samples and a batch size of at least 1, not "
-                f"{self.num_samples} samples in batches of {self.batch_size}"
+                f"{counted(self.num_samples, 'sample')} in batches of {self.batch_size}"
             )
         if not 0 <= self.seed < 2**64:
             raise UsageError(f"a seed is a number from 0 to 2**64 - 1, not {self.seed}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from quintsched.errors import InputError, UsageError
+from quintsched.errors import InputError, UsageError, counted
 from quintsched.tokens import TokenFolder, open_tokens
 
 from ..settings.run_settings import Settings
@@ -101,8 +101,8 @@ def _windows(folder: TokenFolder, options: TokenOptions) -> Windows:
         found = DocumentWindows(folder, options.sequence)
     if not len(found):
         raise UsageError(
-            f"{folder.path}: its {folder.index.num_tokens} tokens are too few for a sample of {options.sequence} + 1 "
-            "in a shard; set data.options.sequence to a smaller size"
+            f"{folder.path}: its {counted(folder.index.num_tokens, 'token')} are too few for a sample of "
+            f"{options.sequence} + 1 in a shard; set data.options.sequence to a smaller size"
         )
     return found
 

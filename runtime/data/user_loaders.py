@@ -31,7 +31,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 
 from quintsched.arguments import shown
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import MisfitError, UsageError, counted
 
 from .loader_digests import Sample, SampleDigests, is_marked, mark_of, sample_of
 from .memory_dataset import DataSpec
@@ -233,7 +233,9 @@ class LoaderFeed:
                     at.last, at.before, self._sample = at.given, before, sample_of(found)
                 return found
             if not self._goes_on:
-                raise MisfitError(f"the loader ended after {number} batches; its length says {self.num_batches}")
+                raise MisfitError(
+                    f"the loader ended after {counted(number, 'batch')}; its length says {self.num_batches}"
+                )
         raise MisfitError("the loader has no batches")
 
     def state(self) -> bytes:
@@ -306,12 +308,12 @@ class LoaderFeed:
         self._batches = batches = iter(self._loader)
         for passed in range(number - 1):
             if skipped(batches) is None:
-                raise MisfitError(f"the loader ended after {passed} batches; it had given {number}")
+                raise MisfitError(f"the loader ended after {counted(passed, 'batch')}; it had given {number}")
         if at.before:
             self._generators.set(at.before)
         found = next(batches, None)
         if found is None:
-            raise MisfitError(f"the loader ended after {number - 1} batches; it had given {number}")
+            raise MisfitError(f"the loader ended after {counted(number - 1, 'batch')}; it had given {number}")
         if not at.given:
             self._batches = None
         return is_marked(mark_of(sample_of(found)), at.mark)
@@ -320,7 +322,7 @@ class LoaderFeed:
         first = epoch if not self._goes_on and with_epochs(self._loader) else 0
         batches = (epoch - first) * self.num_batches + batch
         if batches:
-            say(f"there is no state that the loader could go on from: it gives {batches} batches once more")
+            say(f"there is no state that the loader could go on from: it gives {counted(batches, 'batch')} once more")
         for now in range(first, epoch + 1):
             self._set_epoch(now)
             for number in range(self.num_batches if now < epoch else batch):

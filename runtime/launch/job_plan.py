@@ -122,8 +122,8 @@ def for_processes(job: JobConfig, plan_path: str | None, processes: int) -> JobC
     replica = mesh.size // mesh.axis_size("dp")
     if processes % replica:
         raise MisfitError(
-            f"{processes} processes make no whole replicas of {replica} ranks, as parallel.mesh {mesh} has them; start "
-            f"{processes // replica * replica or replica}"
+            f"{counted(processes, 'process')} make no whole replica of {counted(replica, 'rank')}, as parallel.mesh "
+            f"{mesh} has them; start {processes // replica * replica or replica}"
         )
     axes, dp = dict(mesh.axes), {"dp": processes // replica}
     mesh = Mesh(**(axes | dp if "dp" in axes else dp | axes))

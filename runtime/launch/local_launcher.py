@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quintsched.errors import MisfitError, QuintschedError, UsageError
+from quintsched.errors import MisfitError, QuintschedError, UsageError, counted
 from quintsched.files.atomic import writing
 from quintsched.files.terminal import write_error, write_line
 from quintsched.user_code import file_of, names_file
@@ -204,7 +204,7 @@ def _place_of(request: LaunchRequest, num_ranks: int) -> tuple[MachineRanks, soc
     if not 0 <= number < count:
         raise UsageError(f"--node-rank {number}: the machines are 0 to {count - 1}")
     if num_ranks % count:
-        raise MisfitError(f"{num_ranks} ranks cannot be shared out evenly over {count} machines")
+        raise MisfitError(f"{counted(num_ranks, 'rank')} cannot be shared out evenly over {counted(count, 'machine')}")
     if number > 0:
         require_elsewhere(host, said)
         return MachineRanks(host, port, num_ranks // count, number, count), None

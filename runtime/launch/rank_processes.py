@@ -17,6 +17,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from quintsched.errors import counted
 from quintsched.files.progress_line import progress
 
 from ..watch.rendezvous.fork_server import ForkedRank, ForkServer
@@ -80,7 +81,7 @@ class RankProcesses:
 
     def __enter__(self) -> RankProcesses:
         try:
-            with progress(f"starting {self._place.num_ranks} ranks"):
+            with progress(f"starting {counted(self._place.num_ranks, 'rank')}"):
                 for local_rank in range(self._place.num_ranks):
                     self._start(local_rank)
         except BaseException:

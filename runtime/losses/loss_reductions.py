@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, counted
 
 from ..blocks.trees import flatten
 
@@ -121,6 +121,6 @@ class EvenWeights:
             return ""
         return (
             "blocks have losses of their own beside it, which weigh as samples do, but there is a mean over "
-            f"{self.rule.over}, of which a microbatch has {weight:g} for {samples} samples, and others have "
+            f"{self.rule.over}, of which a microbatch has {weight:g} for {counted(samples, 'sample')}, and others have "
             f"{self.of_each:g} for each"
         )

@@ -43,7 +43,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, counted
 
 from ..autograd.taken_over import TakenOver
 from ..comm import Group
@@ -287,8 +287,8 @@ class KeyedDropout(TakenOver, nn.Dropout):
         samples = len(unit.samples)
         if not x.dim() or x.shape[0] % samples:
             raise MisfitError(
-                f"the dropout {self.site!r} is given {tuple(x.shape)} for {samples} samples; the first dimension must "
-                "be that of the samples, or samples and tokens in one"
+                f"the dropout {self.site!r} is given {tuple(x.shape)} for {counted(samples, 'sample')}; the first "
+                "dimension must be that of the samples, or samples and tokens in one"
             )
         keys = self.masks.keys(self.site, x.device)
         if torch._C._current_graph_task_id() == -1:

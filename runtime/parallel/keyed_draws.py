@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, counted
 
 from ..comm import Group
 from ..comm.generators import SeededGenerators, generator_bytes
@@ -181,8 +181,8 @@ class BlockDraws(TorchFunctionMode):
             return words(keys, shape, unit.positions, cut, sliced)
         if cut is not None or sliced is not None or unit.positions is not None:
             raise MisfitError(
-                f"block {self._number} drops out of {tuple(shape)} for {samples} samples, of which this rank has a "
-                "part; the first dimension must be that of the samples, or samples and tokens in one"
+                f"block {self._number} drops out of {tuple(shape)} for {counted(samples, 'sample')}, of which this "
+                "rank has a part; the first dimension must be that of the samples, or samples and tokens in one"
             )
         key = torch.tensor([self._masks.key(call.site)], dtype=torch.int64, device=self._device)
         return words(key, (1, *shape), None, None, None).view(tuple(shape))

@@ -22,7 +22,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from quintsched.errors import InputError
+from quintsched.errors import InputError, counted
 from quintsched.files.plain_files import fill, open_plain
 
 from ..blocks.number_types import name_of
@@ -140,6 +140,8 @@ def require_intact(path: Path, file: WrittenFile) -> None:
     """Raise `InputError` with the path unless a file matches its manifest entry: the size is checked first."""
     with open_plain(path, WHAT) as (_, size):
         if file.bytes is not None and size != file.bytes:
-            raise InputError(f"{path}: the file is damaged: it has {size} bytes, not the {file.bytes} of the manifest")
+            raise InputError(
+                f"{path}: the file is damaged: it has {counted(size, 'byte')}, not the {file.bytes} of the manifest"
+            )
     if hash_file(path).sha256 != file.sha256:
         raise InputError(f"{path}: the file is damaged: its SHA-256 is not that of the manifest")

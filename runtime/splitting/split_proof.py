@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
-from quintsched.errors import MisfitError, QuintschedError
+from quintsched.errors import MisfitError, QuintschedError, counted
 
 from ..blocks.block_outlines import accepted_extras, split_result
 from ..blocks.without_side_effects import untouched
@@ -202,7 +202,7 @@ def _compare(what: str, expected: _Result, found: _Result) -> None:
     """Raise `MisfitError` where two runs differ."""
     if len(expected.outputs) != len(found.outputs):
         raise MisfitError(
-            f"the blocks of {what} give {len(found.outputs)} tensors, and the model {len(expected.outputs)}"
+            f"the blocks of {what} give {counted(len(found.outputs), 'tensor')}, and the model {len(expected.outputs)}"
         )
     for number, (one, other) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
         apart = _off(one, other)

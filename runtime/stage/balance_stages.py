@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, counted
 
 
 def partition(costs: Sequence[float], stages: int) -> list[range]:
@@ -16,7 +16,8 @@ def partition(costs: Sequence[float], stages: int) -> list[range]:
     """
     if len(costs) < stages:
         raise MisfitError(
-            f"{len(costs)} blocks cannot fill {stages} stages; use fewer stages (pp x chunks) or more blocks"
+            f"{counted(len(costs), 'block')} cannot fill {counted(stages, 'stage')}; use fewer stages (pp x chunks) or "
+            "more blocks"
         )
     limit = _smallest_limit(costs, stages)
     cuts, first = [], 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import MisfitError, UsageError, counted
 from quintsched.ir.layout import Layout
 from quintsched.ir.plan_data import PlanData, listed
 
@@ -111,7 +111,7 @@ def cuts_of(plan: PlanData, blocks: Blocks, costs: Sequence[float] | None) -> li
         return cut_as_planned(plan, len(blocks))
     costs = estimate_costs(blocks) if costs is None else costs
     if len(costs) != len(blocks):
-        raise UsageError(f"there are {len(costs)} block_costs for {len(blocks)} blocks")
+        raise UsageError(f"there are {len(costs)} block_costs for {counted(len(blocks), 'block')}")
     return cut(costs, plan.layout)
 
 
@@ -124,8 +124,8 @@ def cut_as_planned(plan: PlanData, num_blocks: int) -> list[range]:
         each, rest = divmod(num_blocks, len(counts))
         evenly = ",".join(str(each + (layout.part_of(stage) < rest)) for stage in range(len(planned)))
         raise MisfitError(
-            f"the plan's stages have {listed(planned)} blocks, {ends[-1]} of a model, but the model has {num_blocks}; "
-            f"compile the plan with --stages and numbers that add up to that, like --stages {evenly}"
+            f"the plan's stages have {listed(planned)} blocks, {ends[-1]} of a model, but the model has "
+            f"{num_blocks}; compile the plan with --stages and numbers that add up to that, like --stages {evenly}"
         )
     return [range(*ends[layout.part_of(stage) :][:2]) for stage in range(len(planned))]
 

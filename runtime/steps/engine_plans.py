@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 
 from quintsched.compiler import compiled_again, evaluation_of
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import MisfitError, UsageError, counted
 from quintsched.ir.mesh import whole_number
 from quintsched.plan import Plan
 
@@ -92,8 +92,9 @@ class StepPlans:
             raise
         if found is None and not may_pad:
             raise UsageError(
-                f"the plan has {own.microbatches} microbatches, and it cannot be compiled again for {microbatches}, "
-                f"since it is not what {own.name!r} compiles to; give at most {own.microbatches}, or another plan"
+                f"the plan has {counted(own.microbatches, 'microbatch')}, and it cannot be compiled again for "
+                f"{microbatches}, since it is not what {own.name!r} compiles to; give at most {own.microbatches}, or "
+                "another plan"
             )
         if found is None or found.stage_to_pp != self.plan.stage_to_pp:
             return None
@@ -105,5 +106,6 @@ class StepPlans:
         most, least = map(int, greatest(self._world, [microbatches, -microbatches]))
         if most != -least:
             raise MisfitError(
-                f"the ranks' steps have from {-least} to {most} microbatches; give every rank the same `microbatches`"
+                f"the ranks' steps have from {-least} to {counted(most, 'microbatch')}; give every rank the same "
+                "`microbatches`"
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quintsched.errors import CodeError, MisfitError, QuintschedError
+from quintsched.errors import CodeError, MisfitError, QuintschedError, counted
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.instruction_set import Instruction
 from quintsched.ir.mesh import Mesh
@@ -80,7 +80,8 @@ def _why_of_some(name: str, function: Any, targets: Any, samples: int, units: Un
     found = [*tensors_with_rows(name, function, sizes), *wide][:_MOST_NAMED]
     named = f", and {' and '.join(found)} {'is' if len(found) == 1 else 'are'} for the whole batch" if found else ""
     return (
-        f"; it is called for each microbatch, here with {samples} of this replica's {units.num_samples} samples{named}"
+        f"; it is called for each microbatch, here with {samples} of this replica's "
+        f"{counted(units.num_samples, 'sample')}{named}"
         ": give each sample what it needs as a target of its own, and no numbers or rows of other samples"
     )
 

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import MisfitError, UsageError, counted
 from quintsched.ir.instruction_set import Overlap
 from quintsched.plan import Plan
 
@@ -235,7 +235,9 @@ class StepSettler:
         self._groups.metrics.all_reduce(table).wait()
         counts, of_replicas = table.tolist()
         if len(set(of_replicas)) > 1:
-            raise MisfitError(f"the replicas have {of_replicas} microbatches; give every rank the same `microbatches`")
+            raise MisfitError(
+                f"the replicas have {counted(of_replicas, 'microbatch')}; give every rank the same `microbatches`"
+            )
         return sum(counts[: model.replica])
 
 
@@ -243,8 +245,8 @@ def _require_alike(batch: Batch, microbatches: int, samples: int) -> None:
     """Raise `MisfitError` where this rank's step differs from that of the first stage's rank."""
     if batch.microbatches != microbatches:
         raise MisfitError(
-            f"this rank's step has {batch.microbatches} microbatches, but that of the first stage's rank has "
-            f"{microbatches}; give every rank the same `microbatches`"
+            f"this rank's step has {counted(batch.microbatches, 'microbatch')}, but that of the first stage's rank "
+            f"has {microbatches}; give every rank the same `microbatches`"
         )
     if batch.num_samples in (None, samples):
         return
@@ -252,11 +254,12 @@ def _require_alike(batch: Batch, microbatches: int, samples: int) -> None:
         if samples % microbatches == 0:
             return  # several rows for each sample, cut alike
         raise MisfitError(
-            f"this rank is given targets of {batch.num_samples} rows for {samples} samples, which {microbatches} "
-            "microbatches cannot share evenly; give targets whose first dimension is that of the samples"
+            f"this rank is given targets of {counted(batch.num_samples, 'row')} for {counted(samples, 'sample')}, "
+            f"which {microbatches} microbatches cannot share evenly; give targets whose first dimension is that of the "
+            "samples"
         )
     raise MisfitError(
-        f"this rank is given targets or extras of {batch.num_samples} samples, but the inputs have {samples}"
+        f"this rank is given targets or extras of {counted(batch.num_samples, 'sample')}, but the inputs have {samples}"
     )
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from quintsched.arguments import SEVERAL, ours, takes
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import MisfitError, UsageError, counted
 from quintsched.plan import Plan
 
 from ..agreement.sections import Plain, Record, Section, require_same
@@ -155,9 +155,8 @@ class DatasetFeed:
         number, (replica, num_replicas) = samples == "validation", self._replica
         count = (self._train, self._validation)[number].num_samples
         if count < num_replicas:
-            raise MisfitError(
-                f"{count} samples cannot be shared out over {num_replicas} replicas (dp x ep); take a mesh with fewer"
-            )
+            over = f"over {counted(num_replicas, 'replica')} (dp x ep); take a mesh with fewer"
+            raise MisfitError(f"{counted(count, 'sample')} cannot be shared out {over}")
         mine, size = np.array_split(np.arange(count), num_replicas)[replica], self._train.batch_size
         for start in range(0, len(mine), each := max(size // num_replicas, 1)):
             split = self._splits[number]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from quintsched.errors import UsageError
+from quintsched.errors import UsageError, counted
 from quintsched.files.atomic import whole_path
 from quintsched.plan import Plan
 
@@ -103,8 +103,8 @@ class ForwardRun:
                 return 0
             rate = samples / (now_s() - began)
             reporter.record({"event": "forward", "samples": samples, "samples_per_s": rate})
-            where = f"of {samples} samples ({self.job.forward.samples}) written in {self.job.forward.outputs}"
-            reporter.say(f"outputs {where}  {rate:.0f} samples/s")
+            where = f"of {counted(samples, 'sample')} ({self.job.forward.samples})"
+            reporter.say(f"outputs {where} written in {self.job.forward.outputs}  {rate:.0f} samples/s")
         return samples
 
     def _write(self, folder: Path) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import MisfitError, UsageError, counted
 
 from ..agreement.sections import Record
 from ..data import PADDING, BatchSampler, DataSpec
@@ -53,7 +53,8 @@ class MapFeed:
         sizes = [0 if one is None else len(one) for one in self._sets]  # type: ignore[arg-type]
         size, seed = settings.batch_size, settings.seed
         if min(sizes[0], size) < share[1]:
-            raise UsageError(f"batches of {min(sizes[0], size)} samples do not divide over {share[1]} replicas")
+            samples, replicas = counted(min(sizes[0], size), "sample"), counted(share[1], "replica")
+            raise UsageError(f"batches of {samples} do not divide over {replicas}")
         self._train = BatchSampler(num_samples=sizes[0], batch_size=size, seed=seed)
         self._validation = (
             BatchSampler(num_samples=sizes[1], batch_size=size, seed=seed, shuffle=False) if sizes[1] else None

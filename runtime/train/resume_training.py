@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from quintsched.errors import InputError, MisfitError
+from quintsched.errors import InputError, MisfitError, counted
 from quintsched.files.strictjson import describe_faults
 
 from ..agreement.kept_settings import require_kept
@@ -89,7 +89,7 @@ def progress_of(found: FoundCheckpoint, epoch_batches: int) -> TrainingPosition:
         raise InputError(f"{found.where}: the checkpoint's progress: {describe_faults(error)}") from error
     if progress.epoch_batches != epoch_batches:
         raise MisfitError(
-            f"{found.where}: the checkpoint's epochs have {progress.epoch_batches} batches, but here it is "
+            f"{found.where}: the checkpoint's epochs have {counted(progress.epoch_batches, 'batch')}, but here it is "
             f"{epoch_batches}; resume with the data and the batch size that it was made with"
         )
     return progress
@@ -216,8 +216,8 @@ class StepSamples:
         if self._before in (None, now) or is_within(SAMPLES_SETTING, self._overrides):
             return
         raise MisfitError(
-            f"{self._where} was written by a run with {self._before} samples in a step, but here loaders give {now}, "
-            f"{' + '.join(map(str, samples.values()))} of {len(samples)} replica(s); let each give "
+            f"{self._where} was written by a run with {counted(self._before, 'sample')} in a step, but here loaders "
+            f"give {now}, {' + '.join(map(str, samples.values()))} of {len(samples)} replica(s); let each give "
             f"{self._before} // num_replicas, or say --override {SAMPLES_SETTING}"
         )
 

@@ -7,6 +7,8 @@ import platform
 
 import torch
 
+from quintsched.errors import counted
+
 from ..agreement.run_records import own_version
 from ..comm import Transport
 from ..comm.device import device_name, is_accelerator
@@ -19,7 +21,7 @@ def environment_of(transport: Transport) -> dict[str, object]:
         "quintsched": own_version(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "device": device_name(device) if is_accelerator(device) else f"cpu, {os.cpu_count()} cores",
+        "device": device_name(device) if is_accelerator(device) else f"cpu, {counted(os.cpu_count() or 1, 'core')}",
         "system": f"{platform.system()} {platform.machine()}",
         "host": platform.node(),
     }

@@ -5,7 +5,7 @@ A run that ends sooner, since training stopped early, writes the steps it has. S
 
 from __future__ import annotations
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, counted
 from quintsched.files.atomic import cannot_write, whole_path
 
 from ..engine import Engine
@@ -32,8 +32,8 @@ class TracedSteps:
             return
         if runtime.trace_first >= num_steps:
             raise MisfitError(
-                f"runtime.trace_first is {runtime.trace_first}, but this run ends after {num_steps} steps: nothing "
-                "would be traced; set it to an earlier step, counted from 0"
+                f"runtime.trace_first is {runtime.trace_first}, but this run ends after {counted(num_steps, 'step')}: "
+                "nothing would be traced; set it to an earlier step, counted from 0"
             )
         try:
             self._directory.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import cached_property, partial
 
+from quintsched.errors import counted
 from quintsched.trace.step_line import in_words, step_line
 
 from ..comm.clocks import now_s
@@ -104,7 +105,8 @@ class TrainingLoop:
         """Train to the end."""
         began, first = now_s(), self.progress.step
         if self.is_over():
-            why = "the run had stopped early" if self.progress.stopped else f"it has {self.total_steps} steps"
+            has = f"it has {counted(self.total_steps, 'step')}"
+            why = "the run had stopped early" if self.progress.stopped else has
             self._reporter.say(f"nothing is left to train: {why}")
             return
         traced = TracedSteps(self._job.runtime, self.total_steps - first)
@@ -297,9 +299,9 @@ class TrainingLoop:
 
     def _summarize(self, steps: int, seconds: float) -> None:
         """Report the whole run in a line."""
-        progress, parts = self.progress, [f"{steps} steps in {in_words(seconds)}"]
+        progress, parts = self.progress, [f"{counted(steps, 'step')} in {in_words(seconds)}"]
         if tokens := steps * self._throughput.tokens_per_step():
-            parts.append(f"{tokens:,} tokens")
+            parts.append(f"{counted(tokens, 'token', ',')}")
         if progress.best is not None:
             parts.append(f"best validation loss {progress.best:.4f}")
         measured, planned = self._idle_s / self._logged_s, self.planned_bubble

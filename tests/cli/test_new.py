@@ -281,7 +281,7 @@ def test_a_plan_is_exported_to_spin(cli, refused, plan_file, tmp_path):
     done = cli("export", plan_file, "--to", "promela", "--profile", "channel", "--buffer", 2, "-o", "plan.pml")
     assert done.code == 0
     text = (tmp_path / "plan.pml").read_text()
-    assert "transport profile channel, channels that hold 2 messages" in text
+    assert "transport profile channel, channels of 2 messages" in text
     assert "--compute-only: promela has no such form; it is for torch-csv" in refused(
         2, "export", plan_file, "--to", "promela", "--compute-only"
     )

@@ -136,7 +136,7 @@ def test_pars_above_a_certified_floor_are_proved_by_cp_sat() -> None:
     for level in above:
         sizes = {"pp": level["pp"], "microbatches": level["microbatches"], "memory_cap": level["cap"]}
         costs, goal = qs.Costs(**level["costs"]), level["goal"]
-        found = solve(**sizes, costs=costs, objective=goal, placement="linear", effort=30)
+        found = solve(**sizes, costs=costs, objective=goal, placement="linear", effort=30, seconds=600)
         assert found.proved == level["proved"] == level["par"]
     assert [level["name"] for level in above] == ["The memory wall", "Half the memory"]
 

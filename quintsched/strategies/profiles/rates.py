@@ -24,7 +24,7 @@ from math import log2
 import numpy as np
 from numpy.typing import NDArray
 
-from quintsched.errors import MisfitError, suggest
+from quintsched.errors import MisfitError, counted, suggest
 from quintsched.strategies.descriptions.hardware import Curve
 from quintsched.strategies.profiles.profile import Operator, Profile
 
@@ -89,7 +89,7 @@ class Rates:
             return 0.0
         known = self.profile.collectives.get(kind)
         if not known:
-            raise MisfitError(f"the profile has no times of {kind} over {ranks} GPUs")
+            raise MisfitError(f"the profile has no times of {kind} over {counted(ranks, 'GPU')}")
         return size / rate_at(known[min((n for n in known if n >= ranks), default=max(known))], size, rising=True)
 
     def message_s(self, size: float, *, network: bool) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, counted
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.cost_forms import Wires
 from quintsched.simulation.costs import Costs
@@ -59,5 +59,5 @@ def _check(plan: PlanData, strategy: Strategy) -> None:
         raise MisfitError(f"the trace is of a mesh {axes or 'of one rank'}, the strategy says {asked or 'one rank'}")
     if plan.schedule.microbatches != strategy.microbatches:
         raise MisfitError(
-            f"the trace has {plan.schedule.microbatches} microbatches, the strategy {strategy.microbatches}"
+            f"the trace has {counted(plan.schedule.microbatches, 'microbatch')}, the strategy {strategy.microbatches}"
         )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quintsched.arguments import COUNT, FUNCTION, NUMBER, TEXT, takes
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, counted
 
 from ...settings.run_settings import Rules
 from ...watch.rank_position import NOTHING, WaitCell
@@ -159,8 +159,8 @@ def _swap(brought: list[MemberCall]) -> list[Tensor]:
         for target, receiver in enumerate(brought):
             if sender.sent[target] != receiver.received[source]:
                 raise MisfitError(
-                    f"all_to_all: member {source} sends {sender.sent[target]} rows to member {target}, which expects "
-                    f"{receiver.received[source]}"
+                    f"all_to_all: member {source} sends {counted(sender.sent[target], 'row')} to member {target}, "
+                    f"which expects {receiver.received[source]}"
                 )
     rows = [collective.tensor.split(collective.sent) for collective in brought]
     return [torch.cat(mine) for mine in zip(*rows, strict=True)]

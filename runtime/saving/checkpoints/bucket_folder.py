@@ -25,7 +25,7 @@ from tempfile import mkdtemp
 from time import sleep
 from typing import Any
 
-from quintsched.errors import InputError, UsageError
+from quintsched.errors import InputError, UsageError, counted
 from quintsched.files.atomic import whole_path, writing
 from quintsched.files.strictjson import parse_strict, shorten
 
@@ -160,7 +160,7 @@ class BucketFolder(RunFolder):
         _tried(self._files.put_file, str(file), self._key(place))
         size = _tried(self._files.info, self._key(place))["size"]
         if size != file.stat().st_size:
-            raise OSError(f"{place.name} has {size} bytes in the bucket, not {file.stat().st_size}")
+            raise OSError(f"{place.name} has {counted(size, 'byte')} in the bucket, not {file.stat().st_size}")
         file.unlink()
 
     def steps(self) -> list[SavedStep]:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from quintsched.errors import InputError, UsageError
+from quintsched.errors import InputError, UsageError, counted
 from quintsched.files.plain_files import read_plain, require_plain_name
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.ir.mesh import Mesh
@@ -184,7 +184,9 @@ def _require_ranks(manifest: Manifest) -> None:
             raise InputError(f"{pointer('files', rank, 'name')}: {fault}")
     if len(manifest.files) < ranks:
         missing = file_name(len(manifest.files))
-        raise InputError(f"/files: the mesh {manifest.mesh} has {ranks} ranks, but {missing!r} is missing")
+        raise InputError(f"/files: the mesh {manifest.mesh} has {counted(ranks, 'rank')}, but {missing!r} is missing")
     if len(manifest.files) > ranks:
         extra = shorten(manifest.files[ranks].name)
-        raise InputError(f"/files: the mesh {manifest.mesh} has {ranks} ranks, so {extra!r} is one file too many")
+        raise InputError(
+            f"/files: the mesh {manifest.mesh} has {counted(ranks, 'rank')}, so {extra!r} is one file too many"
+        )

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from quintsched.errors import InputError, QuintschedError, UsageError, printable
+from quintsched.errors import InputError, QuintschedError, UsageError, counted, printable
 from quintsched.files.plain_files import reading, require_folder
 
 from ..checkpoints.bucket_folder import named_place, open_place, place_of
@@ -106,7 +106,7 @@ def _look_at(home: RunFolder, saved: SavedStep) -> FoundStep:
         if size is None:
             return FoundStep(home, saved, manifest, f"{where}: there is no plain file of that name")
         if file.bytes not in (None, size):
-            fault = f"{where}: it has {size} bytes, not the {file.bytes} of the manifest"
+            fault = f"{where}: it has {counted(size, 'byte')}, not the {file.bytes} of the manifest"
             return FoundStep(home, saved, manifest, fault)
     return FoundStep(home, saved, manifest, None)
 

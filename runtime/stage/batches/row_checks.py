@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, counted
 
 from ...blocks.trees import Tensors, Tree, flatten
 
@@ -24,8 +24,9 @@ def require_no_rows(name: str, given: Any, samples: int | None, sizes: Sequence[
     if isinstance(given, list) and len(given) == samples and sum(map(bool, sizes)) > 1:
         if not flatten(given)[1]:
             raise MisfitError(
-                f"{name} is a list of {len(given)} values beside as many samples: tensors are cut into microbatches, "
-                f"lists are not; give a tensor, torch.tensor({name}), or, where it belongs to no sample, a tuple"
+                f"{name} is a list of {counted(len(given), 'value')} beside as many samples: tensors are cut into "
+                f"microbatches, lists are not; give a tensor, torch.tensor({name}), or, where it belongs to no sample, "
+                "a tuple"
             )
     elif isinstance(given, list | tuple | Mapping):
         for part in given.values() if isinstance(given, Mapping) else given:

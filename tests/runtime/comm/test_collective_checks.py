@@ -80,7 +80,7 @@ def test_rows_that_nobody_expects_are_refused() -> None:
         checks.require("all_to_all float32 (0, 4)", sent=[1, 2], received=expects)
 
     (words,) = set(on_threads(2, run))
-    assert words == "all_to_all 1 of ranks [4, 5]: rank 5 sends 1 rows to rank 4, which expects 2"
+    assert words == "all_to_all 1 of ranks [4, 5]: rank 5 sends 1 row to rank 4, which expects 2"
     assert on_threads(2, lambda checks: checks.require("all_to_all float32 (0, 4)", [1, 1], [1, 1])) == ["", ""]
 
 

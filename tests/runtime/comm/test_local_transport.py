@@ -169,7 +169,7 @@ def test_parts_that_are_not_what_the_other_expects_are_refused() -> None:
     def body(t: Transport) -> None:
         world_group(t).all_to_all(torch.empty(3), torch.empty(3), [2, 1], [2, 1]).wait()
 
-    with pytest.raises(MisfitError, match="member 0 sends 1 rows to member 1, which expects 2"):
+    with pytest.raises(MisfitError, match="member 0 sends 1 row to member 1, which expects 2"):
         run_local(2, body)
 
 

@@ -43,7 +43,7 @@ def test_dp_is_what_the_processes_make(mesh: str, processes: int, expected: str)
 
 
 def test_what_cannot_be_elastic_is_refused() -> None:
-    with pytest.raises(MisfitError, match=r"5 processes make no whole replicas of 2 ranks, .* start 4"):
+    with pytest.raises(MisfitError, match=r"5 processes make no whole replica of 2 ranks, .* start 4"):
         for_processes(job("dp=4,pp=2"), None, 5)
     with pytest.raises(UsageError, match=r"parallel\.elastic compiles a plan"):
         for_processes(job("dp=2"), "plan.json", 2)

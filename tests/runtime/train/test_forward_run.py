@@ -185,7 +185,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, int]] = [
     ("traced", {"runtime": {"trace": "traces"}}, "runtime.trace", 2),
     ("no checkpoint", {"checkpoint": {"dir": "nothing-here"}}, "there is no checkpoint there", 2),
     ("its checkpoints", {"checkpoint": {"dir": "out"}, "forward": {"outputs": "out"}}, "their own folder", 2),
-    ("few samples", {"data": {"options": {"validation": 1}}}, "1 samples cannot be shared out over 2 replicas", 3),
+    ("few samples", {"data": {"options": {"validation": 1}}}, "1 sample cannot be shared out over 2 replicas", 3),
     ("trains", {"mode": "train", "parallel": {"schedule": "inference"}}, "in a job file, mode: forward", 2),
 ]
 
