@@ -206,10 +206,13 @@ def test_a_link_opens_the_same_order(page: Page, tmp_path: Path) -> None:
 BROKEN = {
     "plan.json": ["", "null", "[]", '{"format": "quintsched.plan"}', '{"format": "quintsched.trace"}'],
     "plan.csv": ["", "999999999F0", "0B0,0F0"],
-    "costs.json": ['{"forward": -1}', '{"forward": "x"}', '{"forward": [1]}'],
+    "costs.json": [
+        f'{{"forward": {cost}}}' for cost in ("-1", '"x"', "[1]", "[1, 2, 3, 4]", "1e200", '1, "forwrd": 1')
+    ],
 }
 FRAGMENTS = (
     *("%", "{", "null", '{"pp":1000000000}', '{"pp":1.5}', '{"schedule":"constructor"}', '{"costs":{"forward":"x"}}'),
+    *("1", "[]", '{"levle":3}', '{"cap":-1}', '{"cap":"x"}', '{"schedule":"interleaved","microbatches":3}'),
     *('{"orders":[]}', '{"pp":2,"orders":["0F0","7F9"]}', '{"pp":1,"orders":"x"}'),
 )
 
@@ -242,6 +245,55 @@ def drop(page: Page, files: dict[str, str]) -> None:
     """Drop files on the page, and wait until it has read them."""
     page.evaluate(DROP.replace("FILES", json.dumps(files)))
     page.settle()
+
+
+def test_broken_traces_and_stalls_are_refused(page: Page, tmp_path: Path) -> None:
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    write_trace(tmp_path, plan.simulate(qs.Costs(unit="ms")), scales=(1.2,))
+    whole = {path.name: json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))}
+    step = whole["rank0.json"]["steps"][0]
+    render(plan.simulate(), tmp_path / "plan.html")
+    render(qs.compile("gpipe", mesh="pp=2", microbatches=2).simulate(), tmp_path / "other.html")
+    for fault, where in (
+        ({}, "other"),
+        *(
+            ({key: value}, "plan")
+            for key, value in (("version", 2), ("unit", "h"), ("plan", "0" * 64), ("steps", None))
+        ),
+        *(({"steps": [step | {"start": starts}]}, "plan") for starts in ([], step["start"][:-1], [None] * 20)),
+        ({"steps": [step | {"end": [0.0] * len(step["end"])}]}, "plan"),
+    ):
+        page.open(tmp_path / f"{where}.html")
+        drop(page, {n: json.dumps(of | (fault if n == "rank0.json" else {})) for n, of in whole.items()})
+        assert "cannot read this" in page.evaluate("quintsched.panel.textContent"), fault
+    page.open(tmp_path / "plan.html")
+    drop(page, {name: json.dumps(of) for name, of in whole.items()})
+    assert page.evaluate("quintsched.runs.length") == 2
+    state = RankState(0, "a", 0, "step", 3, "train", 2, 5.0, 0.1, None, None, 3)
+    stall = json.loads(find_culprit(plan, [state, replace(state, rank=1)]).to_json())
+    for broken in (
+        {"version": 2},
+        {"chain": [{}]},
+        {"culprits": "x"},
+        {"states": [stall["states"][0] | {"index": -4}]},
+    ):
+        page.evaluate("quintsched.clear()")
+        drop(page, {"stall.json": json.dumps(stall | broken)})
+        assert "cannot read this" in page.evaluate("quintsched.panel.textContent"), broken
+    assert not page.errors
+
+
+def test_costs_per_stage_do_not_fit_another_number_of_ranks(page: Page, tmp_path: Path) -> None:
+    costs = qs.Costs(forward=(1, 2, 3, 4))
+    opened(page, qs.compile("1f1b", mesh="pp=4", microbatches=4).simulate(costs), tmp_path / "plan.html")
+    page.evaluate("quintsched.playground.toggle()")
+    ranks = "document.querySelector('input[type=number]')"
+    page.evaluate(f"{ranks}.value = 3; {ranks}.dispatchEvent(new Event('change'))")
+    assert "the cost forward has 4 values, not 3" in page.evaluate("quintsched.playBar.textContent")
+    page.evaluate("quintsched.playground.move(1, 0)")
+    edited = qs.Plan.from_json(page.evaluate("quintsched.plan.toJson()"))
+    assert page.evaluate("quintsched.run.makespan") == edited.simulate(costs).makespan
+    assert not page.errors
 
 
 def test_ten_thousand_instructions_are_judged_in_no_time(page: Page, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ function runsOf(tables, of, section) {
   const wide = (array) => (array instanceof Int32Array ? array : Int32Array.from(array));
   const columns = Object.fromEntries(of.columns.map((name) => [name, wide(section(`column ${name}`))]));
   const plan = new Plan(tables, of.plan, wide(section("first")), section("op"), columns, of.table);
-  plan.givenTitle = of.title;
+  Object.assign(plan, { givenTitle: of.title, digest: of.digest });
   if (!of.runs.length) return [simulate(plan, of.costs, true)];
   return of.runs.map(({ name, wait, ...about }, number) =>
     runOf(plan, section(`start ${number}`), section(`end ${number}`), wait ? section(`wait ${number}`) : null,

@@ -3,6 +3,7 @@ import { lower } from "./compile.js";
 import { range } from "./layout.js";
 import { readOrders } from "./link.js";
 import { Plan } from "./plan.js";
+import { stallCard } from "./stall.js";
 import { Costs, runOf, simulate } from "./times.js";
 
 /** Read dropped files; returns what `App.open` takes. */
@@ -12,12 +13,16 @@ export async function readDropped(app, files) {
   if (csv) return { runs: [simulate(readCsv(app.tables, csv.text, csv.name.replace(/\.csv$/, "")), {}, true)] };
   const records = read.filter(({ name }) => name.endsWith(".json")).map(({ name, text }) => ({ name, json: parse(name, text) ?? {} }));
   const stall = records.find(({ json }) => json.format === "quintsched.stall")?.json;
-  if (stall) return { runs: [simulate(Plan.fromJson(app.tables, stall.plan), {}, true)], stall };
+  if (stall) {
+    const plan = Plan.fromJson(app.tables, stall.plan);
+    if (stall.version !== 1 || !stallCard({ plan, stall }).length) throw new Error("this is a stall report of a later version");
+    return { runs: [simulate(plan, {}, true)], stall };
+  }
   const traces = records.filter(({ json }) => json.format === "quintsched.trace").map(({ json }) => json);
   const plans = records.filter(({ json }) => json.format === "quintsched.plan").map(({ json }) => Plan.fromJson(app.tables, json));
   const costs = records.find(({ json }) => json.format === undefined && typeof json.forward !== "undefined")?.json;
   if (!plans.length && (traces.length || costs)) plans.push(app.plan);
-  if (!plans.length) throw new Error("Give a plan (.json), the files of a trace, a stall report, or a schedule in PyTorch's CSV format.");
+  if (!plans.length) throw new Error("Give a plan (.json), costs, the files of a trace, a stall report, or a schedule in PyTorch's CSV format.");
   const timed = costs ?? (plans[0] === app.plan ? app.run.costs.values : {});
   return { runs: traces.length ? measured(plans[0], traces, timed) : plans.map((plan) => simulate(plan, timed, true)) };
 }
@@ -35,6 +40,8 @@ function measured(plan, traces, costs) {
   const ofRank = range(plan.ranks).map((rank) => traces.find((trace) => trace.pp_rank === rank));
   const missing = ofRank.findIndex((trace) => !trace);
   if (missing >= 0) throw new Error(`the trace of pipeline rank ${missing} is missing`);
+  if (ofRank.some(({ version, unit }) => version !== 1 || unit !== "s")) throw new Error("the trace is of a later version");
+  if (traces.some((trace) => trace.plan !== (plan.digest ?? traces[0].plan))) throw new Error("the trace is of another plan");
   const steps = ofRank[0].steps.map(({ step }) => step).filter((step) => ofRank.every((t) => t.steps.some((s) => s.step === step)));
   const found = steps.map((step) => measuredStep(plan, ofRank, step)).sort((a, b) => a.makespan - b.makespan);
   if (!found.length) throw new Error("the traces have no step in common");
@@ -43,20 +50,15 @@ function measured(plan, traces, costs) {
 }
 
 function measuredStep(plan, ofRank, step) {
-  const [start, end, wait] = range(3).map(() => new Float64Array(plan.length));
-  ofRank.forEach((trace, rank) => {
-    const of = trace.steps.find((one) => one.step === step);
-    if (of.start.length !== plan.first[rank + 1] - plan.first[rank]) throw new Error("the trace is of another plan");
-    start.set(of.start, plan.first[rank]);
-    end.set(of.end, plan.first[rank]);
-    wait.set(of.wait, plan.first[rank]);
-  });
-  let zero = Infinity;
-  for (let row = 0; row < plan.length; row++) if (plan.tables.computes[plan.op[row]]) zero = Math.min(zero, start[row] + wait[row]);
-  for (let row = 0; row < plan.length; row++) {
-    start[row] -= zero;
-    end[row] -= zero;
-  }
+  const [start, end, wait] = ["start", "end", "wait"].map((name) => Float64Array.from(ofRank.flatMap((trace, rank) => {
+    const times = trace.steps.find((one) => one.step === step)[name];
+    if (times.length !== plan.first[rank + 1] - plan.first[rank]) throw new Error("the trace is of another plan");
+    if (!times.every(Number.isFinite)) throw new Error(`step ${step} of pipeline rank ${rank}: a time is no number`);
+    return times;
+  })));
+  if (end.some((time, row) => time < start[row] || wait[row] < 0)) throw new Error(`step ${step}: an instruction takes less than no time`);
+  const zero = start.reduce((least, time, row) => (plan.tables.computes[plan.op[row]] ? Math.min(least, time + wait[row]) : least), Infinity);
+  for (const times of [start, end]) times.forEach((time, row) => (times[row] = time - zero));
   return runOf(plan, start, end, wait, { name: `measured, step ${step}`, unit: "s", costs: new Costs(plan, { unit: "s" }) });
 }
 

@@ -1,7 +1,7 @@
 /** Link of a small plan: its settings and, if it was edited, its orders, in the fragment of the address. */
 const LETTERS = { Fwd: "F", Bwd: "B", BwdInput: "I", BwdWeight: "W" };
 const OPS = Object.fromEntries(Object.entries(LETTERS).map(([op, letter]) => [letter, op]));
-const MOST_LINKED = 4000;
+const KEYS = ["schedule", "pp", "microbatches", "chunks", "costs", "cap", "dp", "zero", "stage_to_pp"], MOST_LINKED = 4000;
 
 /** Return the fragment `#play=…`; null for a plan that is too large for it. */
 export function writeLink({ orders, ...settings }) {
@@ -13,7 +13,9 @@ export function writeLink({ orders, ...settings }) {
 export function readLink(fragment) {
   if (!fragment.startsWith("#play")) return null;
   if (!fragment.startsWith("#play=")) return {};
-  const { orders, ...settings } = JSON.parse(decodeURIComponent(fragment.slice("#play=".length)));
+  const read = JSON.parse(decodeURIComponent(fragment.slice("#play=".length))), { orders, ...settings } = read;
+  const unknown = Object.keys(settings).find((key) => !KEYS.includes(key));
+  if (unknown || String(read) !== "[object Object]") throw new Error(`it is broken${unknown ? `: ${unknown}` : ""}`);
   return { ...settings, ...(orders ? { orders: readOrders(orders) } : {}) };
 }
 

@@ -40,7 +40,8 @@ function brokenKey({ format, version, mode, schedule, mesh, stage_to_pp: placed,
     format: () => format === "quintsched.plan", version: () => version === 1, mode: () => ["train", "forward"].includes(mode),
     programs: () => programs.every(Array.isArray),
     schedule: () => ["microbatches", "chunks", "slices"].every((name) => isSize(schedule[name])),
-    mesh: () => mesh.every(([, size]) => isSize(size)) && (Object.fromEntries(mesh).pp ?? 1) === programs.length,
+    mesh: () => mesh.every(([axis, size], at) => isSize(size) && mesh.findIndex(([name]) => name === axis) === at) &&
+      (Object.fromEntries(mesh).pp ?? 1) === programs.length,
     stage_to_pp: () => placed.every((rank) => rank in programs) && isSize(placed.length * programs.length) &&
       isSize(placed.length * schedule.microbatches * schedule.slices), buckets_per_stage: () => isSize(buckets_per_stage),
   };
@@ -82,10 +83,7 @@ export class Plan {
     const known = new Map();
     const intern = (value) => {
       const text = JSON.stringify(value);
-      if (!known.has(text)) {
-        known.set(text, table.length);
-        table.push(value);
-      }
+      if (!known.has(text)) known.set(text, table.push(value) - 1);
       return known.get(text);
     };
     let row = 0;

@@ -28,6 +28,7 @@ from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation
 from quintsched.simulation.time_window import Window
 from quintsched.trace.measured_trace import MeasuredStep
+from quintsched.trace.trace_json import digest_of
 
 from .page_tables import page_tables
 
@@ -121,6 +122,7 @@ class _Shown:
         return {
             "title": self.plan.title,
             "plan": entries_of(self.plan),
+            "digest": digest_of(self.plan),
             "table": list(columns.table),
             "columns": list(columns.columns),
             "costs": self.costs.model_dump(mode="json"),

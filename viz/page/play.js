@@ -16,13 +16,7 @@ import { number } from "./numbers.js";
 const MOST_UNDONE = 200;
 
 export class Playground {
-  constructor(app) {
-    this.app = app;
-    this.editing = false;
-    this.past = [];
-    this.future = [];
-    this.puzzle = null;
-  }
+  constructor(app) { Object.assign(this, { app, editing: false, past: [], future: [], puzzle: null }); }
 
   /** Show the page's own plan, or the one of the link; without either, the playground. */
   start(data) {
@@ -43,7 +37,7 @@ export class Playground {
     const settings = { schedule: "1f1b", pp: 4, microbatches: 8, chunks: 1, costs: {}, cap: null, ...linked };
     const fault = sizeFault(settings) ?? (orders && orders.length !== settings.pp ? "each rank has one order" : null);
     if (fault || !(Object.hasOwn(SCHEDULES, settings.schedule) || orders)) throw new Error(fault ?? `there is no schedule ${settings.schedule}`);
-    if (!(settings.cap >= 0)) settings.cap = null;
+    if (settings.cap !== null && !(settings.cap >= 0)) throw new Error("its cap is no number of 0 or more");
     Object.assign(this, { settings, orders, head: headOf(settings.schedule, settings), editing: true });
     this.#bar();
     this.#make(!orders);
@@ -77,7 +71,7 @@ export class Playground {
     const change = (name, read = Number) => (event) => {
       settings[name] = read(event.target.value);
       this.puzzle = null;
-      this.#make(true);
+      this.#try(true);
     };
     const field = (label, name, least = 1) => h("label", {}, label,
       h("input", { type: "number", min: least, max: 512, value: settings[name], onchange: change(name) }));
@@ -86,7 +80,7 @@ export class Playground {
         const value = Number(event.target.value);
         if (!(value >= 0)) return;
         settings.costs = { ...settings.costs, [name]: value };
-        this.#make(false);
+        this.#try(false);
       },
     }));
     const names = [...new Set([...Object.keys(SCHEDULES), settings.schedule])];
@@ -111,6 +105,14 @@ export class Playground {
       this.says);
   }
 
+  /** Make the plan; what is wrong with a setting is said beside it. */
+  #try(fresh) {
+    const { head, orders, programs } = this;
+    try { this.#make(fresh); } catch ({ message }) {
+      Object.assign(this, { head, orders, programs }).says.replaceChildren(h("span", { class: "fault" }, message));
+    }
+  }
+
   /** Compile from the settings, or lower the orders as they are, and show the result. */
   #make(fresh, remember = true) {
     const { settings } = this;
@@ -120,7 +122,7 @@ export class Playground {
       const { chunked } = SCHEDULES[settings.schedule];
       settings.chunks = chunked ? Math.max(settings.chunks, 2) : 1;
       const fault = misfit(settings.schedule, settings);
-      if (fault) return this.says.replaceChildren(h("span", { class: "fault" }, fault));
+      if (fault) throw new Error(fault);
       this.programs = null;
       delete settings.stage_to_pp;
       this.head = headOf(settings.schedule, settings);
@@ -200,7 +202,7 @@ export class Playground {
     if (!puzzle) return;
     this.#remember();
     Object.assign(this, { puzzle, original: null });
-    const { name, task, par, goal, start, ...settings } = puzzle;
+    const { name, task, par, goal, start, floor, proved, ...settings } = puzzle;
     this.settings = { schedule: "1f1b", ...settings };
     this.head = headOf("1f1b", puzzle);
     this.orders = readOrders(puzzle.start);
@@ -246,8 +248,7 @@ export class Playground {
     const { held } = this;
     this.held = null;
     if (!held) return false;
-    if (held.moved) this.move(held.row, held.before);
-    else this.app.select(held.row);
+    void (held.moved ? this.move(held.row, held.before) : this.app.select(held.row));
     return true;
   }
 

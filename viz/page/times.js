@@ -7,7 +7,7 @@ import { eventsOf, graphOf } from "./graph.js";
 export class Costs {
   constructor(plan, values) {
     this.plan = plan;
-    this.values = spread(plan, { ...plan.tables.costs, ...values });
+    this.values = spread(plan, { ...plan.tables.costs, ...checked(plan, values) });
     this.spec = plan.schedule;
     this.parts = this.spec.chunks * this.spec.slices;
     this.cached = {};
@@ -79,6 +79,18 @@ export class Costs {
     const { latency, bandwidth } = this.#wire(source, destination);
     return (latency + size / (bandwidth ?? Infinity)) * this.parts;
   }
+}
+
+/** Return costs; those that the planner refuses raise an error. */
+function checked(plan, values) {
+  const lengths = { microbatches: plan.schedule.microbatches, slices: plan.schedule.slices };
+  for (const [name, value] of Object.entries(values)) {
+    const list = [value?.stages ?? value].flat(), due = lengths[name] ?? plan.layout.stages;
+    if (!Object.hasOwn(plan.tables.costs, name)) throw new Error(`there is no cost ${name}`);
+    if (Array.isArray(value?.stages ?? value) && list.length !== due) throw new Error(`the cost ${name} has ${list.length} values, not ${due}`);
+    if (list.some((cost) => cost > 1e100)) throw new Error(`the cost ${name} is over 1e100`);
+  }
+  return values;
 }
 
 function spread(plan, values) {
