@@ -44,6 +44,7 @@ TABLES = (
     "simumax_a100_pcie",
     "nemo_h100",
     "torchtitan_h100",
+    "bridge_26_02",
 )
 LIMITS = {
     "korthikanti": 0.0365,

@@ -188,6 +188,8 @@ class Model(Description):
     """Interval k: every k-th layer attends to all keys in spite of `window`; 0: none does."""
     sinks: Flag = False
     """Whether the softmax of attention has a learned sink, one number for each head (GPT-OSS)."""
+    repeated_keys: Flag = False
+    """Whether keys and values are repeated for all heads before the ring of cp passes them on (torchtitan's Llama)."""
     parallel_block: Literal[0, 1, 2] = 0
     """Number of norms of a layer whose attention and feed-forward network run side by side, on the same input (GPT-J,
     Falcon 7B and Cohere: 1, GPT-NeoX and Falcon 40B: 2); 0: one follows the other."""

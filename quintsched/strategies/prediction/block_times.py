@@ -188,7 +188,8 @@ class _LayerTimes:
     def _context(self, times: Sequence[Times], found: Sequence[Operator]) -> tuple[Array, Array, Array]:
         """Return exposed forward, exposed backward and hidden time of the cp ring; each hop overlaps with attention."""
         sizes, model = self.sizes, self.model
-        heads = np.maximum((model.kv_heads or model.heads) / sizes.tp, 1.0)
+        passed = model.heads if model.repeated_keys else model.num_kv_heads
+        heads = np.maximum(passed / sizes.tp, 1.0)
         block = sizes.tokens * heads * 2 * operators.head_size(model) * sizes.width
         hop = message_s(block, sizes.tp * sizes.cp / 2, self.hardware, self.constants)
         core = [time for time, operator in zip(times, found, strict=True) if operator.module == "core_attn"]

@@ -24,8 +24,9 @@ GroupSizes: TypeAlias = Array | NDArray[np.int64]
 LINK_LATENCY_S = 3e-6
 """Latency of one hop inside a node: NCCL's own figures for the simple protocol over NVLink, rounded."""
 EXCHANGE = 0.92
-"""Fraction of the network that an exchange of tokens once per node reaches: 46 of 50 GB/s over 64 H800 with the sizes
-of DeepSeek-V3 (deepseek-ai/DeepEP, README, normal kernels)."""
+"""Fraction of the network that an exchange of tokens reaches: 46 of 50 GB/s over 64 H800 with the sizes of DeepSeek-V3
+(deepseek-ai/DeepEP, README, normal kernels). NCCL's all-to-all is bound by the port of each GPU too, which reaches 48
+to 49 GB/s (NVIDIA/nccl-tests, issues 130 and 267)."""
 EXCHANGE_NODES = 20
 """Most nodes that these kernels serve (deepseek-ai/DeepEP, `NUM_MAX_RDMA_PEERS` of csrc/kernels/configs.cuh)."""
 NETWORK_LATENCY_S = 8e-6
@@ -63,11 +64,11 @@ def all_to_all_s(
 ) -> Array:
     """Return the seconds of an all-to-all in which each rank sends `moved` bytes in all, 1/n of them to each rank.
 
-    Traffic to other nodes goes through the rank's own network port.
+    Traffic to other nodes goes through the rank's own network port, and no rank waits for a ring.
     """
     members = _in_node(ranks, stride, hardware)
     inside = _all_to_all_inside_s(moved * members / np.maximum(ranks, 1), members, hardware, constants)
-    across = moved * (ranks - members) / np.maximum(ranks, 1) / (hardware.network_gbps * 1e9 * constants.network)
+    across = moved * (ranks - members) / np.maximum(ranks, 1) / (hardware.network_gbps * 1e9 * EXCHANGE)
     latency = np.where(ranks > members, NETWORK_LATENCY_S, LINK_LATENCY_S)
     return np.where(ranks > 1, latency + np.maximum(inside, across), 0.0)
 

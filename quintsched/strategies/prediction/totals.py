@@ -265,8 +265,8 @@ def sharded_s(
     for layer, count, overlaps in layers:
         if not count.any():
             continue
-        gather = _over_replicas(hardware, table, layer, width, constants)
-        scatter = _over_replicas(hardware, table, layer, reduced, constants)
+        gather = over_replicas_s(hardware, table, layer, width, constants)
+        scatter = over_replicas_s(hardware, table, layer, reduced, constants)
         beside_forward = layer.forward * overlaps
         beside_backward = (layer.backward_input + layer.backward_weight) * overlaps
         forward = overlap(gathers * gather, beside_forward, constants)
@@ -276,32 +276,28 @@ def sharded_s(
     return exposed, hidden
 
 
-def _over_replicas(hardware: Hardware, table: Table, layer: Layer, width: Array, constants: Constants) -> Array:
-    """Return the time of one ring pass over the replicas with the weights of a layer."""
-    stride = table.tp
-    replicas = table.dp * table.cp * table.ep
-    dense = ring_s(layer.weights * width, replicas, stride, hardware, constants)
-    if not layer.expert_weights.any():
-        return dense
-    return dense + ring_s(layer.expert_weights * width, table.dp * table.cp, stride, hardware, constants)
+def over_replicas_s(
+    hardware: Hardware, table: Table, part: Layer | PerMicrobatch, size: Array, constants: Constants
+) -> Array:
+    """Return the time of one ring pass over the replicas with the weights of a part, `size` bytes for each of them.
+
+    Experts have fewer replicas, which are further apart.
+    """
+    shape = (-1, *(1 for _ in part.weights.shape[1:]))
+    tp, ep, outer = (column.reshape(shape) for column in (table.tp, table.ep, table.dp * table.cp))
+    found = ring_s(part.weights * size, outer * ep, tp, hardware, constants)
+    if part.expert_weights.any():
+        found = found + ring_s(part.expert_weights * size, outer, tp * ep, hardware, constants)
+    return np.where(size > 0, found, 0.0)
 
 
 def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> tuple[Array, Array]:
     """Return the times of gradient reduction after the backwards, and of weight gathers after the step (ZeRO-1, 2)."""
-    stride, replicas = table.tp[:, None], (table.dp * table.cp * table.ep)[:, None]
-    outer = (table.dp * table.cp)[:, None]
-    width, zero = widths(table)[:, None], table.zero[:, None]
-    expert_stride = stride * table.ep[:, None]
-
-    def passed(size: Array) -> Array:
-        found = ring_s(each.weights * size, replicas, stride, hardware, constants)
-        if each.expert_weights.any():
-            found = found + ring_s(each.expert_weights * size, outer, expert_stride, hardware, constants)
-        return np.where(size > 0, found, 0.0)
-
-    summed = gradient_bytes(table)[:, None]
+    zero, summed = table.zero, gradient_bytes(table)
     added = np.where(zero == 0, 2 * summed, np.where(zero == 1, summed, 0.0))
-    return passed(added), passed(np.where((zero == 1) | (zero == 2), width, 0.0))
+    gathered = np.where((zero == 1) | (zero == 2), widths(table), 0.0)
+    found, again = (over_replicas_s(hardware, table, each, one[:, None], constants) for one in (added, gathered))
+    return found, again
 
 
 def beside_passes(

@@ -192,18 +192,18 @@ def _changes(model: Model, strategy: Strategy) -> Iterator[tuple[int, str, Strat
     for zero in range(strategy.zero + 1, 4):
         yield 1, *changed(zero=zero)
     for recompute in _more_recomputation(strategy):
-        yield 2, *changed(recompute=recompute)
+        yield 1, *changed(recompute=recompute)
     for size in divisors(strategy.microbatch)[:-1]:
-        yield 3, *changed(microbatch=size)
+        yield 1, *changed(microbatch=size)
     for axis in ("pp", "tp", "cp"):
         for factor in divisors(strategy.dp)[1:]:
-            yield 4, *changed(**{axis: getattr(strategy, axis) * factor, "dp": strategy.dp // factor})
+            yield 2, *changed(**{axis: getattr(strategy, axis) * factor, "dp": strategy.dp // factor})
     sparing = {"zero": 3, "recompute": "full", "microbatch": 1, "sequence_parallel": strategy.tp > 1}
     for axis in ("pp", "tp", "cp"):
         for factor in divisors(strategy.dp)[1:]:
             sizes = {axis: getattr(strategy, axis) * factor, "dp": strategy.dp // factor}
             yield (
-                5,
+                3,
                 *changed(
                     **sizes, **{name: value for name, value in sparing.items() if value != getattr(strategy, name)}
                 ),
