@@ -2,9 +2,11 @@
 
     work      a rank computes for this long
     fill      until the first gradient comes back to a rank it can only run forwards, as many as its cap has room for:
-              the rest of that time it is idle
+              the rest of that time it is idle. From the start of its last forward to that microbatch's weight half it
+              can only run backwards, as many as its cap has held: the rest of that time it is idle, too
     memory    each microbatch's activations are held for at least the time of its way to the end of the model and back;
-              the cap times the span is at least the sum of these
+              the cap times the span is at least the sum of these, and what stays free of the cap at both ends: in time
+              for i forwards no more than i begin, and in time for i weight halves no more than i end
 
 A makespan is at least the time until a rank's first input has come, plus that rank's span. After a rank's last input
 half, its gradient has the way to the first stage ahead, while the rank can only run weight halves; so a makespan is
@@ -20,7 +22,8 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from quintsched.solve.order_problem import FORWARD, INPUT_HALF, WEIGHT_HALF, Problem
+from quintsched.ir.instruction_columns import Amounts
+from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF, Problem
 from quintsched.solve.order_timing import Objective
 
 Reason = Literal["work", "fill", "memory"]
@@ -81,23 +84,35 @@ def _work(problem: Problem, rank: int) -> float:
 
 
 def _fill(problem: Problem, rank: int) -> float:
-    """Work and the idle time before the first gradient: forwards in it are bounded by a fractional knapsack."""
-    stages = _stages(problem, rank)
+    """Work and the idle time before the first gradient and after the last forward began.
+
+    Both are apart where not all forwards fit into the cap: then the last one waits for a gradient.
+    """
+    stages, (times, _), cap = _stages(problem, rank), problem.tables, problem.caps[rank]
+    starts, _, rest = np.reshape(problem.holds, times.shape)[:, stages]
+    forward, both = times[FORWARD, stages], times[INPUT_HALF, stages] + times[WEIGHT_HALF, stages]
     wait = float((problem.way_out[stages[0]] + problem.way_back[stages[-1]]).min())
-    forwards = [
-        problem.number(FORWARD, stage, microbatch) for stage in stages for microbatch in range(problem.microbatches)
-    ]
-    room, fits = problem.caps[rank], 0.0
-    free = [number for number in forwards if problem.holds[number] <= 0]
-    fits += math.fsum(problem.durations[number] for number in free)
-    paid = [number for number in forwards if problem.holds[number] > 0]
-    for number in sorted(paid, key=lambda number: -problem.durations[number] / problem.holds[number]):
-        share = min(1.0, room / problem.holds[number])
+    idle = max(0.0, wait - _most_work(forward, starts, cap))
+    if starts.sum() > cap * (1 + EPSILON):
+        way = problem.way_out[stages] + problem.way_back[stages] + both - forward
+        with np.errstate(divide="ignore", invalid="ignore"):
+            held = np.minimum(starts, np.where(both > 0, both * -rest / times[WEIGHT_HALF, stages], 0.0))
+        idle += max(0.0, float(way.min()) - _most_work(both, np.nan_to_num(held), cap))
+    return problem.work[rank] + idle
+
+
+def _most_work(works: Amounts, holds: Amounts, cap: float) -> float:
+    """Return the most work, in parts too, that holds no more than a cap: by work for what is held."""
+    free = holds <= 0
+    done, room = math.fsum(works[free].flat), cap
+    paid = sorted(zip(works[~free].flat, holds[~free].flat, strict=True), key=lambda one: -one[0] / one[1])
+    for work, held in paid:
+        share = min(1.0, room / held)
         if share <= 0:
             break
-        fits += share * problem.durations[number]
-        room -= share * problem.holds[number]
-    return problem.work[rank] + max(0.0, wait - fits)
+        done += share * float(work)
+        room -= share * float(held)
+    return done
 
 
 def _memory(problem: Problem, rank: int) -> float:
@@ -109,7 +124,24 @@ def _memory(problem: Problem, rank: int) -> float:
     after_half = until_half + times[INPUT_HALF, stages]
     area = -holds[INPUT_HALF] * np.where(holds[INPUT_HALF] > 0, until_half, after_half)
     area -= holds[WEIGHT_HALF] * (after_half + times[WEIGHT_HALF, stages])
-    return float(area.sum()) / problem.caps[rank]
+    return float(area.sum()) / problem.caps[rank] + _free_at_ends(problem, rank, float(area.sum()))
+
+
+def _free_at_ends(problem: Problem, rank: int, area: float) -> float:
+    """Return the least time of a whole cap that is free at both ends of a span, in which `area` is held.
+
+    Its i-th forward begins after i - 1 others, and its i-th last weight half ends before i - 1 others.
+    """
+    stages, (times, _), cap = _stages(problem, rank), problem.tables, problem.caps[rank]
+    most = float(np.reshape(problem.reserved, times.shape)[FORWARD, stages].max())
+    if not 0 < most < cap:
+        return 0.0
+    count = min(math.ceil(cap / most), len(stages) * problem.microbatches)
+    free = float(np.maximum(cap - most * np.arange(1, count + 1), 0.0).sum()) / cap
+    begin, end = (float(times[kind, stages].min()) for kind in (FORWARD, WEIGHT_HALF))
+    # In a shorter span, the same memory may be free at both ends.
+    apart = area >= cap * count * (begin + end)
+    return free * (begin + end if apart else max(begin, end))
 
 
 _REASONS: dict[Reason, Callable[[Problem, int], float]] = {"work": _work, "fill": _fill, "memory": _memory}
