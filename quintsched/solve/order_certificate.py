@@ -1,6 +1,6 @@
 """Certificate of a solved plan: its value, and a lower bound with the rank and the reason that it follows from.
 
-    {"objective": "span", "value": 41.0, "bound": 36.0, "rank": 0, "reason": "memory", "memory_cap": 2.0, "costs": {…}}
+    {"objective": "span", "value": 41.0, "bound": 37.0, "rank": 0, "reason": "memory", "memory_cap": 2.0, "costs": {…}}
 
 `certify` adds everything up again: the plan is sound, keeps to the cap, takes as long as stated, and no order of the
 same placement can be faster than the bound. It does not search, and knows nothing of how the plan was found.

@@ -31,7 +31,7 @@ SLOW = pytest.mark.slow
         (4, 8, "linear", 3, 31.0, "solver-proved"),
         (8, 16, "linear", 8, 55.0, "certified"),
         (4, 8, "v", 4, 24.0, "certified"),
-        pytest.param(8, 16, "linear", 6, 61.0, "solver-proved", marks=SLOW),
+        (8, 16, "linear", 6, 61.0, "certified"),
         pytest.param(8, 16, "v", 5, 56.5, "open", marks=SLOW),
         pytest.param(8, 16, "v", 6, 53.5, "open", marks=SLOW),
     ],
