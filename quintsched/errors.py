@@ -177,7 +177,7 @@ def import_advice(error: BaseException | None) -> str:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the known name nearest to `name`, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

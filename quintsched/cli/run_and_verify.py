@@ -156,6 +156,9 @@ def _job_request(plan: Path | None, job: Path, overrides: Sequence[str] | None) 
 
 def plan_and_job(files: Sequence[Path]) -> tuple[Path | None, Path]:
     """Return the plan file, if there is one, and the job file; raises `UsageError` if they are no such files."""
+    settings = [str(file) for file in files if "=" in str(file) and not file.exists()]
+    if settings:
+        raise UsageError(f"settings of the job go by --set, each with its full key: --set {settings[0]}")
     if not 1 <= len(files) <= 2 or files[-1].suffix not in JOB_SUFFIXES:
         raise UsageError("give a job file, and before it a plan file if wanted: [plan.json] job.yaml")
     for file in files:

@@ -51,9 +51,18 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
     ForeignKeys("model.options.patch", "", "patch_size"),
     ForeignKeys("model.options.experts", "with model.name: moe-gpt", "num_experts num_local_experts n_routed_experts"),
     ForeignKeys("model.options.top_k", "with model.name: moe-gpt", "num_experts_per_tok moe_router_topk moe_top_k"),
+    ForeignKeys(
+        "model.options.balance", "with model.name: moe-gpt", "moe_aux_loss_coeff router_aux_loss_coef aux_loss_coef"
+    ),
     # data
     ForeignKeys("data.name", '"digits", "mnist", "text", or "my_file.py:load"', "dataset dataset_name"),
-    ForeignKeys("data.path", "", "data_path data_dir data_root dataset_path dataset_dir train_file"),
+    ForeignKeys("data.path", "", "data_path data_dir data_root dataset_path dataset_dir train_file train_data_path"),
+    ForeignKeys(
+        "data.path",
+        "token shards, which quintsched data tokenize writes",
+        "tokenizer tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_type",
+    ),
+    ForeignKeys("data.options.pack", "of data.name: tokens", "packing packed sample_packing pack_sequences"),
     ForeignKeys(
         "data.options.sequence",
         "of data.name: text",
@@ -115,10 +124,15 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
         "virtual_pipeline_model_parallel_size virtual_pipeline_parallel_size num_model_chunks",
     ),
     ForeignKeys(
+        "parallel.chunks",
+        "the layers of a pipeline rank / N",
+        "num_layers_per_virtual_pipeline_stage num_layers_per_virtual_stage",
+    ),
+    ForeignKeys(
         "parallel.zero",
         "0 to 3; FULL_SHARD: 3, SHARD_GRAD_OP: 2, use_distributed_optimizer: 1",
         "zero_redundancy zero_stage zero_optimization zero_level fsdp fsdp_sharding_strategy sharding_strategy "
-        "use_distributed_optimizer",
+        "use_distributed_optimizer deepspeed deepspeed_config",
     ),
     ForeignKeys(
         "parallel.recompute",
@@ -141,6 +155,11 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
         "parallel.bucket_mb",
         "MB, 10^6 bytes; elements x 4 / 10^6",
         "bucket_cap_mb bucket_size_mb reduce_bucket_size allreduce_bucket_size ddp_bucket_size",
+    ),
+    ForeignKeys(
+        "parallel.buckets_per_stage",
+        "sums of gradients are always hidden behind the last backward; more buckets begin earlier",
+        "overlap_comm overlap_grad_reduce",
     ),
     # train
     ForeignKeys("train.epochs", "", "num_epochs max_epochs n_epochs num_train_epochs"),
@@ -180,6 +199,7 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
     ForeignKeys("train.lr_schedule.min_factor", "min_lr / lr", "min_lr lr_min eta_min end_learning_rate"),
     ForeignKeys("train.lr_schedule.min_factor", "", "min_lr_ratio min_lr_rate min_lr_factor"),
     ForeignKeys("train.lr_schedule.decay_steps", "with name: wsd", "lr_wsd_decay_iters"),
+    ForeignKeys("train.max_steps", "a decay ends with the run", "lr_decay_iters lr_decay_steps"),
     ForeignKeys(
         "train.clip",
         "the largest norm",
@@ -199,7 +219,7 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
     ForeignKeys(
         "runtime.precision",
         "float32, bfloat16 or float64; for fp16 Engine(…, grad_scaler=…)",
-        "fp16 bf16 mixed_precision dtype torch_dtype param_dtype params_dtype use_amp amp",
+        "fp16 bf16 fp32 mixed_precision dtype torch_dtype param_dtype params_dtype use_amp amp",
     ),
     ForeignKeys(
         "runtime.transport", "auto, nccl, gloo or local", "backend dist_backend distributed_backend ddp_backend"
@@ -208,7 +228,7 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
     ForeignKeys(
         "runtime.timeout_s", "seconds; minutes x 60", "timeout ddp_timeout dist_timeout distributed_timeout_minutes"
     ),
-    ForeignKeys("runtime.trace", "a folder", "profile profiler profiling enable_profiling"),
+    ForeignKeys("runtime.trace", "a folder", "profile profiler profiling enable_profiling wall_clock_breakdown"),
     # checkpoint
     ForeignKeys(
         "checkpoint.dir",
@@ -230,6 +250,11 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
     ),
     ForeignKeys(
         "log.sinks", "[tensorboard, wandb]", "report_to logger loggers wandb tensorboard use_wandb enable_wandb"
+    ),
+    ForeignKeys(
+        "log.sinks",
+        "{name: wandb, options: {project: …}}, {name: tensorboard, options: {log_dir: …}}",
+        "wandb_project wandb_run_name wandb_entity tensorboard_dir",
     ),
     # quintsched run
     ForeignKeys("--resume", "a flag of quintsched run", "resume resume_from resume_from_checkpoint auto_resume"),
