@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from quintsched.errors import MisfitError, UsageError
+from quintsched.files.progress_line import progress
 from quintsched.plan import Plan
 from quintsched.simulation.message_slots import MAX_SENDS
 
@@ -111,15 +112,16 @@ class EngineBase(WeightState, RankView):
     ) -> Section | None:
         """Build what the rank holds, stages, gradients, optimizers; return what all ranks have alike of these."""
         settings = self.settings
-        self._model = model = RankModel(
-            self.plan,
-            blocks,
-            self._groups,
-            self.transport,
-            settings,
-            block_costs=block_costs,
-            cut_logits=cut_logits,
-        )
+        with progress("building the stages, and examining their cuts", in_logs=True, rank=self.transport.rank):
+            model = self._model = RankModel(
+                self.plan,
+                blocks,
+                self._groups,
+                self.transport,
+                settings,
+                block_costs=block_costs,
+                cut_logits=cut_logits,
+            )
         builds = OptimizerBuilds(builder, model, self._groups.tensor, settings.zero_split)
         bucket_bytes = int(settings.bucket_mb * 1e6)
         self._state = TrainingState(

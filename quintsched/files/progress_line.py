@@ -8,6 +8,7 @@ that starts is an exception: a log that shows nothing for ten seconds gets a lin
 
     … building the model, 10 s
 
+One line at a time: a task within another that is shown, or beside a progress bar (`only_progress`), is not shown.
 A thread of its own writes the line, so that it moves while a computation of numpy does not return.
 """
 
@@ -20,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import TextIO
 
 from quintsched.files.terminal import shown
@@ -31,6 +33,9 @@ SILENT_S = 10.0
 """A log gets a line of what has taken so long, and then of what takes so long after it."""
 CLEAR = "\r\x1b[K"
 """Back to the beginning of the line, and all of it gone."""
+
+_HAS_PROGRESS: ContextVar[bool] = ContextVar("has_progress", default=False)
+"""Whether something around shows progress already."""
 
 
 class ProgressLine:
@@ -60,18 +65,32 @@ class ProgressLine:
 
 
 @contextmanager
-def progress(what: str, *, in_logs: bool = False) -> Iterator[ProgressLine]:
-    """A context that shows how long it takes, and how far it is, once it has taken two seconds (`in_logs`: ten)."""
+def only_progress() -> Iterator[None]:
+    """A context in which `progress` shows nothing, since its caller shows it."""
+    before = _HAS_PROGRESS.set(True)
+    try:
+        yield
+    finally:
+        _HAS_PROGRESS.reset(before)
+
+
+@contextmanager
+def progress(what: str, *, in_logs: bool = False, rank: int = 0) -> Iterator[ProgressLine]:
+    """A context that shows how long it takes, and how far it is, once it has taken two seconds (`in_logs`: ten).
+
+    Of several ranks that do the same, 0 alone shows it.
+    """
     found, stream = ProgressLine(what), sys.stderr
     is_watched = _is_watched(stream)
-    if not is_watched and (not in_logs or stream is None or stream.closed):
+    if rank or _HAS_PROGRESS.get() or (not is_watched and (not in_logs or stream is None or stream.closed)):
         yield found
         return
     done = threading.Event()
     thread = threading.Thread(target=_show if is_watched else _tell, args=(found, stream, done), daemon=True)
     thread.start()
     try:
-        yield found
+        with only_progress():
+            yield found
     finally:
         done.set()
         thread.join()

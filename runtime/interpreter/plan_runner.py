@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from quintsched.errors import MisfitError, UsageError, nearest
+from quintsched.files.progress_line import progress
 from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
@@ -135,7 +136,8 @@ class PlanRunner:
         self._transport.publisher.enter("step" if trains else "evaluate", step=self.steps.total + 1 if trains else None)
         self._model.prover.require_sound_state()
         if plan.mode not in self.interpreters:
-            units = self._settle_first(plan, batch, given)
+            with progress("examining the blocks, once", in_logs=True, rank=self._transport.rank):
+                units = self._settle_first(plan, batch, given)
         else:
             units = self._settler.settle_units(plan, batch)
             if given is not None:

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from quintsched.errors import UsageError, suggest
 from quintsched.files.atomic import cannot_write
-from quintsched.files.progress_line import ProgressLine, progress
+from quintsched.files.progress_line import ProgressLine, only_progress, progress
 from quintsched.files.terminal import StreamBroken
 from quintsched.stalls.own_errors import Suppressed, came_from_handler
 from quintsched.user_code import load_object, names_file
@@ -175,7 +175,7 @@ class Reporter:
     def __init__(self, path: str | None, say: Say, *, show_progress: bool = False, in_logs: bool = False) -> None:
         self._path, self._say, self.sinks = path, say, Sinks()
         self._file: TextIO | None = None
-        self._in_logs, self._examining = in_logs, ExitStack()
+        self._in_logs, self._examining, self._beside_bar = in_logs, ExitStack(), ExitStack()
         self._progress, self._has_stepped = _progress_bar() if show_progress else None, False
 
     def record(self, record: Mapping[str, object]) -> None:
@@ -243,12 +243,14 @@ class Reporter:
             opened.pop_all()
         if self._progress is not None:
             self._progress.start()
+            self._beside_bar.enter_context(only_progress())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._examining.close()
+        self._beside_bar.close()
         if self._progress is not None:
             self._progress.stop()
         try:

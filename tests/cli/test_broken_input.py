@@ -60,7 +60,10 @@ COMPILE = ("compile", "--schedule")
         (("run",), "give a job file"),
         (("run", "plan.json"), "give a job file"),
         (("run", "plan.json", "a.yaml", "b.yaml"), "give a job file"),
-        (("run", "a.yaml", "train.max_steps=3"), "settings of the job go by --set, each with its full key: --set train"),
+        (
+            ("run", "a.yaml", "train.max_steps=3"),
+            "settings of the job go by --set, each with its full key: --set train",
+        ),
     ],
 )
 def test_wrong_usage(refused, plan_file, arguments, message):

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from quintsched.files import progress_line as module
-from quintsched.files.progress_line import CLEAR, ProgressLine, progress
+from quintsched.files.progress_line import CLEAR, ProgressLine, only_progress, progress
 
 
 class Screen(io.StringIO):
@@ -97,3 +97,15 @@ def test_a_log_is_told_once_of_each_thing_that_takes_long(screen, monkeypatch):
         time.sleep(0.1)
         found.now("building the model")
         assert shown(made, "… reading the data, 0 s\n") == "… building the model, 0 s\n"
+
+
+def test_of_tasks_within_each_other_the_outer_one_is_shown_and_of_ranks_0(screen):
+    made = screen()
+    with progress("building the model"), progress("cutting it"):
+        assert "cutting" not in shown(made)
+    made = screen()
+    with only_progress(), progress("beside a bar"):
+        time.sleep(0.06)
+    with progress("on another rank", rank=1):
+        time.sleep(0.06)
+    assert made.getvalue() == ""
