@@ -16,7 +16,7 @@ from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.settings.job_file import load_job
 from quintsched.runtime.train.trainer import Trainer
 
-from .hosted_job import ends, job_of, launch, wait_for
+from .hosted_job import ends, job_of, launch, wait_for_steps
 from .hosts import hosts
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -50,7 +50,7 @@ def test_a_rank_that_is_stopped_on_another_host_is_named(tmp_path: Path) -> None
     job = job_of(tmp_path, epochs=5000)
     with hosts(2, tmp_path) as net:
         started = launch(net, job, "--set", "runtime.stall_after=2")
-        wait_for(tmp_path, 4)
+        wait_for_steps(tmp_path)
         assert net.start(1, "kill", "-STOP", (tmp_path / "rank-3").read_text()).wait(10) == 0
         found = ends(started)
         assert [code for code, _, _ in found] == [4, 4]
@@ -73,7 +73,7 @@ def test_a_launcher_that_is_killed_ends_all_hosts(tmp_path: Path, number: int) -
     job = job_of(tmp_path, epochs=5000)
     with hosts(2, tmp_path) as net:
         started = launch(net, job)
-        wait_for(tmp_path, 4)
+        wait_for_steps(tmp_path)
         net.signal(started[number], signal.SIGKILL)
         codes = [code for code, _, _ in ends(started, 60)]
         assert codes[number] == -signal.SIGKILL
@@ -88,7 +88,7 @@ def test_a_stop_that_one_host_is_asked_for_stops_all(tmp_path: Path) -> None:
     job = job_of(tmp_path, epochs=5000)
     with hosts(2, tmp_path) as net:
         started = launch(net, job, "--set", f"checkpoint.dir={tmp_path / 'saved'}")
-        wait_for(tmp_path, 4)
+        wait_for_steps(tmp_path)
         net.signal(started[1], signal.SIGTERM)
         found = ends(started, 60)
         assert [code for code, _, _ in found] == [0, 0], found
@@ -99,7 +99,7 @@ def test_nothing_of_a_run_of_one_host_is_seen_from_another(tmp_path: Path) -> No
     job = job_of(tmp_path, epochs=5000)
     with hosts(2, tmp_path) as net:
         run = net.start(0, sys.executable, "-m", "quintsched.runtime.launch.local_launcher", "--config", job)
-        wait_for(tmp_path, 4)
+        wait_for_steps(tmp_path)
         scan = net.start(1, sys.executable, "-m", __name__, net.addresses[0])
         out, err = scan.communicate(timeout=120)
         assert json.loads(out) == {"open": [], "refused": 65535}, err

@@ -9,7 +9,7 @@ import pytest
 
 from quintsched.stalls.stall_report import StallReport
 
-from .hosted_job import MODEL, ends, job_of, launch, wait_for
+from .hosted_job import MODEL, ends, job_of, launch, wait_for_steps
 from .hosts import Hosts, hosts
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -30,7 +30,7 @@ def test_a_cut_link_ends_all_hosts_and_nobody_else_is_named(tmp_path: Path, coun
     job = job_of(tmp_path, epochs=5000)
     with hosts(count, tmp_path) as net:
         started = launch(net, job)
-        wait_for(tmp_path, 4)
+        wait_for_steps(tmp_path)
         net.cut(cut)
         found = ends(started, 90)
         assert [code for code, _, _ in found] == [4] * count
@@ -52,7 +52,7 @@ def trained(net: Hosts, folder: Path, job: Path, seconds: float = 0.0) -> bytes:
     for file in folder.glob("rank-*"):
         file.unlink()
     started = launch(net, job, "--set", f"checkpoint.export={folder / 'out'}")
-    wait_for(folder, 4)
+    wait_for_steps(folder)
     if seconds:
         net.cut(1)
         time.sleep(seconds)
