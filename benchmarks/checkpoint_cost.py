@@ -57,7 +57,7 @@ class Saving:
         self._count += 1
         if self._saves is not None and self._count % self._every == 1:
             began = time.perf_counter()
-            self._saves.save(self._count, {})
+            self._saves.save_step(self._count, {})
             self.stood_s.append(time.perf_counter() - began)
 
 

@@ -71,7 +71,7 @@ def measure(blocks: int, folder: Path, format: Format) -> tuple[int, dict[str, i
             with Checkpoints(folder / name, 1, background, format=format).opened(engine.saves) as saves:
 
                 def write(saves: OpenCheckpoints = saves) -> None:
-                    saves.save(1, {})
+                    saves.save_step(1, {})
                     saves.finish_save()
 
                 found[name] = risen(write)
@@ -84,7 +84,7 @@ def measure(blocks: int, folder: Path, format: Format) -> tuple[int, dict[str, i
             def read() -> None:
                 newest = saves.newest_whole()
                 assert newest is not None
-                newest.load()
+                newest.load_step()
 
             found[name] = risen(read)
 

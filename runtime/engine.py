@@ -204,7 +204,7 @@ class Engine(EngineBase, EngineState):
     def save_trace(self, directory: str | Path) -> None:
         """Write start and end of each instruction of the traced steps on this rank (`quintsched render --trace`)."""
         if self._recorder is not None:
-            self._recorder.save(Path(directory))
+            self._recorder.save_trace(Path(directory))
 
     @called_as("engine.evaluate(inputs, targets)")
     def evaluate(

@@ -71,5 +71,5 @@ def rank_traces(
 def write_trace(directory: Path, simulation: qs.Simulation, **how: object) -> Trace:
     """Write what `rank_traces` yields, and read it back."""
     for of_rank in rank_traces(simulation, **how):  # type: ignore[arg-type]
-        of_rank.save(directory)
+        of_rank.save_rank(directory)
     return Trace.load(directory, simulation.plan)

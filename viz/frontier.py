@@ -41,7 +41,7 @@ def render_tuning(tuning: Tuning, path: Path) -> None:
     if not tuning.best:
         raise UsageError(f"{path}: there is nothing to draw: no strategy fits")
     with house_style():
-        draw_tuning(tuning).save(path)
+        draw_tuning(tuning).write_picture(path)
 
 
 def draw_tuning(tuning: Tuning) -> Sheet:

@@ -3,7 +3,7 @@
     sheet = Sheet(width=9.0, left=0.6, right=0.8)
     sheet.line(…)           text across the sheet
     axes = sheet.block(2.0) axes between the margins
-    sheet.save(path)
+    sheet.write_picture(path)
 
 Sizes are explicit, never computed by a layout engine, so that nothing overlaps and equal inputs give identical bytes.
 """
@@ -78,14 +78,14 @@ class Sheet:
         axes.set_ylim(height_points, 0)
         return axes
 
-    def fit(self, text: str, size: float, *, bold: bool = False) -> float:
+    def fit_text(self, text: str, size: float, *, bold: bool = False) -> float:
         """Return the size of a line of text: `size` at the sheet's scale, or smaller to fit."""
         size *= self.font_scale
         return min(size, size * self._text_width / text_width(text, size, bold=bold))
 
     def line(self, text: str, size: float, *, bold: bool = False, colour: str = INK) -> None:
         """Write one line of text from the left margin, smaller if it would not fit."""
-        size = self.fit(text, size, bold=bold)
+        size = self.fit_text(text, size, bold=bold)
         paper = self.paper(size * 1.5)
         weight = "bold" if bold else "normal"
         paper.text(0, size * 1.1, text, fontsize=size, fontweight=weight, color=colour, va="baseline")
@@ -113,7 +113,7 @@ class Sheet:
             bottom = 1 - (top + height) / self._height
             axes.set_position((self.left / self.width, bottom, inner, height / self._height))
 
-    def save(self, path: Path) -> None:
+    def write_picture(self, path: Path) -> None:
         """Write the sheet; raises `UsageError` on failure."""
         self.arrange()
         write_whole(path, self._png() if path.suffix.lower() == ".png" else self._svg(), "the picture")

@@ -56,7 +56,7 @@ def render(simulation: Simulation, path: Path, *, window: Window | None = None) 
         save_page(simulation, (), path, window=window)
         return
     with house_style():
-        draw_plan(simulation, window).save(path)
+        draw_plan(simulation, window).write_picture(path)
 
 
 def compare(simulations: Sequence[Simulation], path: Path) -> None:
@@ -71,7 +71,7 @@ def compare(simulations: Sequence[Simulation], path: Path) -> None:
         return
     require_one_unit(simulations)
     with house_style():
-        draw_comparison(simulations).save(path)
+        draw_comparison(simulations).write_picture(path)
 
 
 def render_measured(
@@ -89,14 +89,14 @@ def render_measured(
         save_page(simulation, steps, path, window=window)
         return
     with house_style():
-        draw_measured(simulation, steps, window).save(path)
+        draw_measured(simulation, steps, window).write_picture(path)
 
 
 def render_collective(run: CollectiveRun, path: Path) -> None:
     """Draw a spelled-out collective over time, one row per rank, into a `.png` or `.svg` file."""
     check_suffix(path)
     with house_style():
-        draw_collective(run).save(path)
+        draw_collective(run).write_picture(path)
 
 
 def draw_plan(simulation: Simulation, window: Window | None = None) -> Sheet:
@@ -274,5 +274,5 @@ def name_times(sheet: Sheet, axes: Axes, unit: str) -> None:
     size = TEXT * sheet.font_scale
     label = f"time ({printable('forwards' if unit == 'forward' else unit)})"
     axes.tick_params(axis="x", labelsize=size)
-    axes.set_xlabel(label, fontsize=sheet.fit(label, TEXT))
+    axes.set_xlabel(label, fontsize=sheet.fit_text(label, TEXT))
     sheet.space((size * 4.2) / POINTS)

@@ -131,7 +131,7 @@ def _check_schedule(
     with progress(f"proving {number} shapes") as found:
         for outcome in prove(schedule, **shapes, memory_cap=memory_cap):
             outcomes.append(outcome)
-            found.at(len(outcomes), number, f"pp={outcome.pp}, {counted(outcome.microbatches, 'microbatch')}")
+            found.show_done(len(outcomes), number, f"pp={outcome.pp}, {counted(outcome.microbatches, 'microbatch')}")
     if all(outcome.status is Status.REFUSED for outcome in outcomes):
         raise UsageError(f"the schedule takes none of these {len(outcomes)} shapes; {outcomes[0].reason}")
     sound = not any(outcome.status is Status.UNSOUND for outcome in outcomes)

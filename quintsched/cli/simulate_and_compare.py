@@ -238,7 +238,7 @@ def _simulate_all(names: list[str], request: _Request) -> tuple[list[Simulation]
     schedules = [(name, read_schedule(name)) for name in dict.fromkeys(names)]
     with progress("comparing") as found:
         for done, (name, schedule) in enumerate(schedules):
-            found.at(done, len(schedules), name)
+            found.show_done(done, len(schedules), name)
             try:
                 plan = request.compile(schedule)
             except UsageError as error:
@@ -342,7 +342,7 @@ def _shown_attempts(shown: ProgressLine, seconds: float) -> Callable[[Attempt, f
     """Return what shows the attempts of a search that ends after so many seconds."""
 
     def told(attempt: Attempt, taken_s: float) -> None:
-        shown.at(taken_s, seconds, f"{attempt.value:g} at most, {attempt.bound.value:g} at least")
+        shown.show_done(taken_s, seconds, f"{attempt.value:g} at most, {attempt.bound.value:g} at least")
 
     return told
 

@@ -88,7 +88,7 @@ def solve(
 
         def told(attempt: Attempt, taken_s: float) -> None:
             bound = max(attempt.bound.value, attempt.proved)
-            shown.at(taken_s, seconds, f"{attempt.value:g} at most, {bound:g} at least ({attempt.origin})")
+            shown.show_done(taken_s, seconds, f"{attempt.value:g} at most, {bound:g} at least ({attempt.origin})")
 
         found = solve_order(
             pp=pp,

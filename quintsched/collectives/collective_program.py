@@ -132,7 +132,7 @@ class CollectiveProgram:
         """Rank whose part contains a chunk."""
         return chunk * self.size // self.chunks
 
-    def at(self, half: Half) -> str:
+    def half_place(self, half: Half) -> str:
         """Return the place of one end of a message as text: "rank 0 step 3, SendRecv(…)"."""
         return f"rank {half.rank} step {half.step}, {self.programs[half.rank][half.step]}"
 

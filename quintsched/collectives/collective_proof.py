@@ -152,13 +152,15 @@ def _broken_channels(plan: CollectiveProgram) -> Iterator[Finding]:
         matched |= {sent, received}
         if sent.chunk != received.chunk:
             message = (
-                f"channel {sent.rank}→{received.rank}: {plan.at(sent)} sends chunk {sent.chunk}, but "
-                f"{plan.at(received)} expects chunk {received.chunk}"
+                f"channel {sent.rank}→{received.rank}: {plan.half_place(sent)} sends chunk {sent.chunk}, but "
+                f"{plan.half_place(received)} expects chunk {received.chunk}"
             )
             yield Finding(Point.CHANNELS, message, received.rank, received.step)
     for verb, halves in zip(("receives what it sends", "sends what it waits for"), plan.halves, strict=True):
         for half in (half for half in halves if half not in matched):
-            yield Finding(Point.CHANNELS, f"{plan.at(half)}: rank {half.peer} never {verb}", half.rank, half.step)
+            yield Finding(
+                Point.CHANNELS, f"{plan.half_place(half)}: rank {half.peer} never {verb}", half.rank, half.step
+            )
 
 
 def _deadlock(plan: CollectiveProgram) -> Iterator[Finding]:
@@ -170,7 +172,7 @@ def _deadlock(plan: CollectiveProgram) -> Iterator[Finding]:
     yield Finding(Point.DEADLOCK, f"{len(waits)} waits close a circle; a message ends when both its ends have begun:")
     for event, following, rank in waits:
         here, there = (_end_on(plan.messages[e], rank) for e in (event, following))
-        message = f"rank {rank}: {plan.at(here)} must end before {plan.at(there)} can begin"
+        message = f"rank {rank}: {plan.half_place(here)} must end before {plan.half_place(there)} can begin"
         yield Finding(Point.DEADLOCK, message, rank, here.step)
 
 
@@ -201,17 +203,18 @@ def _wrongly_moved(
 ) -> Iterator[Finding]:
     """Yield the faults of a message that carries the symbol `came` to a chunk that holds `there`."""
     if sums.holds_rest(came):
-        message = f"{plan.at(sent)} sends chunk {sent.chunk}, of which it has nothing yet"
+        message = f"{plan.half_place(sent)} sends chunk {sent.chunk}, of which it has nothing yet"
         yield Finding(Point.COMPLETE, message, sent.rank, sent.step)
     if not received.reduce:
         return
     where = received.rank, received.step
     if sums.holds_rest(there):
-        message = f"{plan.at(received)} adds to chunk {received.chunk}, of which it has nothing yet: what stood there"
-        yield Finding(Point.COMPLETE, f"{message} before would be in the sum", *where)
+        message = f"{plan.half_place(received)} adds to chunk {received.chunk}, of which it has nothing yet"
+        yield Finding(Point.COMPLETE, f"{message}: what stood there before would be in the sum", *where)
     twice = sums.brought(came) & sums.brought(there)
     if twice:
-        message = f"{plan.at(received)} adds what rank {_names(twice)} brought to chunk {received.chunk} a second time"
+        brought = f"what rank {_names(twice)} brought to chunk {received.chunk}"
+        message = f"{plan.half_place(received)} adds {brought} a second time"
         yield Finding(Point.COMPLETE, message, *where)
 
 

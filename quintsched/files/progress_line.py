@@ -45,7 +45,7 @@ class ProgressLine:
         self.what, self._words, self._share = what, "", 0.0
         self._begun_s = time.monotonic()
 
-    def at(self, done: float, total: float, words: str = "") -> None:
+    def show_done(self, done: float, total: float, words: str = "") -> None:
         """Record how much is done of how much, and what is to be said besides."""
         self._share, self._words = min(done / total, 1.0) if total else 0.0, words
 

@@ -91,7 +91,7 @@ def assert_sound(
     if failure:
         smaller = (trial.failure(case, failure.costs) for case in cases[: cases.index(failure.case)])
         first = next(filter(None, smaller), failure)
-        raise AssertionError(first.explain(found))
+        raise AssertionError(first.explain_failure(found))
     if not trial.taken:
         raise AssertionError(f"{found.name} takes none of the {len(cases)} shapes; {trial.refusal}")
     return Proved(found.name, len(trial.taken), () if memory else (NO_BOUND,))
@@ -156,7 +156,7 @@ class _Failure(Exception):
     message: str
     picture: tuple[str, ...]
 
-    def explain(self, schedule: Schedule) -> str:
+    def explain_failure(self, schedule: Schedule) -> str:
         with_costs = f" with {self.costs!r}" if self.costs else ""
         head = f"{schedule.name} fails; the smallest shape that does: {self.case}{with_costs}"
         return "\n".join([head, "", self.message, "", *self.picture])

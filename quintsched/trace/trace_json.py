@@ -83,7 +83,7 @@ class RankTrace:
     end: Times
     wait: Times
 
-    def save(self, directory: Path) -> None:
+    def save_rank(self, directory: Path) -> None:
         """Write `rank<rank>.json` atomically; raises `UsageError` on failure."""
         head = {
             "format": TRACE_FORMAT,

@@ -191,7 +191,7 @@ class Sequential:
             found[self.model.held(tie, stage)] = added(*parts)
         return tuple(self.model.over(self.plan.layout.buckets[bucket], part) for part in found)
 
-    def step(self, stage: int, bucket: int) -> Gradient:
+    def step_gradient(self, stage: int, bucket: int) -> Gradient:
         """Gradient that a stage's optimizer step must use: the full one, or each rank's shard under ZeRO-3."""
         gradient, layout = self.gradient(stage, bucket), self.plan.layout
         shared = layout.zero.shards_weights

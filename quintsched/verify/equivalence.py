@@ -108,7 +108,7 @@ def _wrong_steps(rank: SymbolicRank, stage: int, expected: Sequential) -> Iterat
     steps = {bucket: rank.applied.get((stage, bucket), []) for bucket in expected.plan.layout.buckets}
     if not all(steps.values()):
         yield f"stage {stage} never gets its optimizer step"
-    if not all(_same(found, expected.step(stage, bucket)) for bucket in steps for found in steps[bucket]):
+    if not all(_same(found, expected.step_gradient(stage, bucket)) for bucket in steps for found in steps[bucket]):
         yield f"the optimizer steps stage {stage} with another gradient than the sequential program's"
 
 

@@ -85,7 +85,7 @@ class MeasuredParts:
         """Measure what is missing, keep each part as soon as it is there, and return all."""
         for name in self.missing:
             shares = {part: share for part, (_, share) in PARTS.items()}
-            progress.at(sum(shares[part] for part in self.done), sum(shares.values()), name)
+            progress.show_done(sum(shares[part] for part in self.done), sum(shares.values()), name)
             measured = Measured(**PARTS[name][0](self._device))
             self._found[name] = measured.model_dump(mode="json", exclude_unset=True, exclude_none=True)
             self._write()

@@ -63,7 +63,7 @@ def raise_stall(error: RuntimeError, what: str, publisher: Publisher | None = No
     if _NOT_A_STALL.search(str(error)) or came_from_handler(error):
         raise error
     said = f"{what}: a peer died or does not answer ({_first_line(error)})"
-    verdict = publisher.explain(said) if publisher else None
+    verdict = publisher.explain_failed_wait(said) if publisher else None
     if verdict is None or not verdict.message:
         raise StallError(said) from error
     named_nobody = verdict.message.startswith(NO_CULPRIT)
@@ -79,7 +79,7 @@ def as_stall(error: Exception, publisher: Publisher) -> Exception:
     """
     if is_own(error) or lost_peer(error):
         return error
-    verdict = publisher.explain(headline(error), in_code=True)
+    verdict = publisher.explain_failed_wait(headline(error), in_code=True)
     if verdict is None or not verdict.message or verdict.message.startswith(NO_CULPRIT):
         return error
     stall = StallError(verdict.message)

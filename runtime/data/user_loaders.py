@@ -62,13 +62,13 @@ class Generators:
         """Return their states."""
         return [read() for read, _ in self._all]
 
-    def fit(self, states: GeneratorStates) -> bool:
+    def takes_states(self, states: GeneratorStates) -> bool:
         """Whether states are those of as many generators."""
         return len(states) == len(self._all)
 
     def set(self, states: GeneratorStates) -> None:
         """Set their states; where their number differs, only those of the process."""
-        known = states if self.fit(states) else states[:_OF_PROCESS]
+        known = states if self.takes_states(states) else states[:_OF_PROCESS]
         for (_, put), state in zip(self._all, known, strict=False):
             put(state)
 
@@ -277,7 +277,7 @@ class LoaderFeed:
         else:
             self._give_again(epoch, batch, say)
         if "drawn" in saved:
-            if not self._generators.fit(saved["drawn"]):
+            if not self._generators.takes_states(saved["drawn"]):
                 say(OTHER_GENERATORS)
             self._generators.set(saved["drawn"])
 

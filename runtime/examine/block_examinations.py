@@ -77,7 +77,7 @@ class BlockExaminations(BlockFindings):
 
         def arrival_of(number: int, has_few: bool) -> Arrival:
             few = FEW if has_few or self._cut[0].size * self._cut[1] > 1 else None
-            return self._given_of(few, repeats=few is not None).at(number, model.outlines[number])
+            return self._given_of(few, repeats=few is not None).block_arrival(number, model.outlines[number])
 
         blocks = {stage: {int(n): block for n, block in held.blocks.items()} for stage, held in model.stages.items()}
         overtaken = _overtaken(model.plan.programs[model.pp_rank])
@@ -145,7 +145,7 @@ class BlockExaminations(BlockFindings):
                 names = sorted(filter(accepted_extras(block), units.cut_extras))
                 if why or not names or arrivals.num_samples != FEW or mixtures(block) or is_sharded(block):
                     continue
-                arrival = arrivals.at(number, self._model.outlines[number])
+                arrival = arrivals.block_arrival(number, self._model.outlines[number])
                 with gathered(stage):
                     found = extra_of_no_sample(self._tried(number, block), arrival, names)
                 if found is not None:
@@ -213,7 +213,7 @@ class BlockExaminations(BlockFindings):
         for kind in self._kinds:
             number, block = kind.number, kind.block
             with self._gathered(kind.stage):
-                given = arrivals.at(number, self._model.outlines[number]), arrivals.num_samples
+                given = arrivals.block_arrival(number, self._model.outlines[number]), arrivals.num_samples
                 records = not evaluates or first[1][number].records
                 examine = partial(examine_block_loss, agree=self._agree, is_brief=is_brief, records=records)
                 found.append(examine(self._tried(number, block), *given))

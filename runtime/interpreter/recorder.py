@@ -5,7 +5,7 @@
     recorder.begin_step(step)
     for call in calls if recorder.active else unwrapped: call()
     recorder.end_step()
-    recorder.save(directory)
+    recorder.save_trace(directory)
 
 While a step runs, only timestamps of a clock are kept (`busy_clock`); they become seconds when the trace is saved.
 """
@@ -138,7 +138,7 @@ class Recorder:
             self._recorded.append(_Step(self._number, list(self._start), list(self._end), list(self._waits)))
             self.active = False
 
-    def save(self, directory: Path) -> None:
+    def save_trace(self, directory: Path) -> None:
         """Write this rank's trace into a directory, if any step was recorded, and rank 0 the plan beside it.
 
         Raises `UsageError` if it cannot be written.
@@ -148,7 +148,7 @@ class Recorder:
         spans = [self._read(step) for step in self._recorded]
         start, end, wait = (np.stack(times) for times in zip(*spans, strict=True))
         steps = tuple(step.number for step in self._recorded)
-        RankTrace(digest_of(self._plan), self._rank, self._pp_rank, steps, start, end, wait).save(directory)
+        RankTrace(digest_of(self._plan), self._rank, self._pp_rank, steps, start, end, wait).save_rank(directory)
         if self._rank == 0:
             save_beside(self._plan, directory)
 

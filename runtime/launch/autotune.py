@@ -67,7 +67,7 @@ class Autotune:
     wants_stop: Callable[[], bool] = lambda: False
     overrides: Sequence[str] = ()
 
-    def fit(self, start: Start, notes: Sequence[str] = ()) -> None:
+    def tune_and_train(self, start: Start, notes: Sequence[str] = ()) -> None:
         """Train to the end; rank 0 reports, `notes` first. Raises `UsageError` where nothing can be tuned."""
         if self.job.checkpoint.folder is None:
             raise UsageError("--autotune hands the state from plan to plan in a folder; set checkpoint.dir to one")

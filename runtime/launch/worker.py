@@ -200,7 +200,7 @@ def train(
         from .job_plan import request_of
 
         tuner = proposer(request_of(job))
-        Autotune(job, plan, transport, tuner, lambda: stop.asked, overrides).fit(start, lines)
+        Autotune(job, plan, transport, tuner, lambda: stop.asked, overrides).tune_and_train(start, lines)
         return
     reporter = reporter_of(job.log.path, transport.rank)
     for line in lines:

@@ -133,7 +133,7 @@ class Stepper:
         device = next((parameter.device for parameter, _ in weights.values()), torch.device("cpu"))
         for own in self._foreign:
             own.share(state, self._of(own, weights))
-            own.load(state, device, words_of(weights))
+            own.load_packed(state, device, words_of(weights))
 
     def _weights(self, masters: Mapping[str, nn.Parameter]) -> dict[str, tuple[nn.Parameter, dict[str, Any]]]:
         handles = {name: self._handles.get(master, master) for name, master in masters.items()}
@@ -155,7 +155,7 @@ class Stepper:
         groups = () if part is None else part.param_groups
         return next((group for group in groups if any(parameter is other for other in group["params"])), {})
 
-    def step(self, norm: Tensor | None = None) -> None:
+    def step_weights(self, norm: Tensor | None = None) -> None:
         """Run a step; collective over tp where matrices are gathered.
 
         `norm` is that of all gradients, 0-dimensional, for an optimizer that depends on it. Raises `UsageError` where

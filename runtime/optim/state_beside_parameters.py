@@ -160,7 +160,7 @@ class OwnState:
             if name.startswith((f"{self._mine}/", f"{self._mine}.")) and not name.startswith(known):
                 raise MisfitError(f"the state is of another optimizer than {self._kind}, which has no {name!r}")
 
-    def load(self, state: TensorsByName, device: torch.device, tensors: TensorsByName) -> None:
+    def load_packed(self, state: TensorsByName, device: torch.device, tensors: TensorsByName) -> None:
         """Load a result of `pack`; `tensors` are those that are saved by words.
 
         Missing entries are reset to their values when the optimizer was built.
@@ -172,7 +172,7 @@ class OwnState:
         for entries in self._attributes:
             entries.find_changes()
         for entries in (*self._groups, *self._attributes):
-            entries.load(state, given)
+            entries.set_entries(state, given)
         for name, one in self._states:
             for key, _ in self._unsaved(one):
                 del one.state[key]
@@ -267,7 +267,7 @@ class _Entries:
                 found |= _packed(f"{self._prefix}{quoted(key)}", key, value, known)
         return found
 
-    def load(self, state: TensorsByName, given: Callable[[str], Any]) -> None:
+    def set_entries(self, state: TensorsByName, given: Callable[[str], Any]) -> None:
         """Set entries from a state, in place where possible; reset the other changed ones to their first values."""
         names = [name for name in state if name.startswith(self._prefix) and name.endswith(TEXT)]
         keys = [name.removeprefix(self._prefix).removesuffix(TEXT) for name in names]

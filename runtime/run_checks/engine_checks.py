@@ -126,7 +126,7 @@ class EngineChecks:
         refusal = first_said(whole.refusal(), self.world)
         if refusal:
             raise MisfitError(refusal)
-        alone, precise = (whole.record(inputs, targets, extras, dtype) for dtype in (None, torch.float64))
+        alone, precise = (whole.record_step(inputs, targets, extras, dtype) for dtype in (None, torch.float64))
         recording = Recording(self.world.index, plan.mesh.coordinates(self.world.index))
         observer = self._observer(recording)
         observer.note_weights(BEFORE)
@@ -180,7 +180,7 @@ class WholeModel:
                 )
         return ""
 
-    def record(self, inputs: Any, targets: Any, extras: Mapping[str, Any], dtype: torch.dtype | None) -> Recording:
+    def record_step(self, inputs: Any, targets: Any, extras: Mapping[str, Any], dtype: torch.dtype | None) -> Recording:
         """Return the recording of a step on a whole batch, computed in `dtype` (None: the model's own)."""
         model = copy.deepcopy(self.model).train(self.model.training)
         if dtype is not None:

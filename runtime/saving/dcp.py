@@ -201,7 +201,7 @@ def load_dcp(
     unused = require_names(
         path, [name for name in tensors if name.startswith(MODEL)], ours.keys(), lacking, fresh, strict=strict
     )
-    StateLoader(saved, rank, is_part=True, takes_states=optimizer).load(everyone.together)
+    StateLoader(saved, rank, is_part=True, takes_states=optimizer).load_state(everyone.together)
     everyone.together(lambda: rank.take_progress(saved))
     values = everyone.together(lambda: {name: saved.values[name]() for name in beside if name in saved.values})
     return LoadedWeights(tuple(lacking.values()), unused, {**dict.fromkeys(beside), **values})

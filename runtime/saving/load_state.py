@@ -68,7 +68,7 @@ class StateLoader:
             for name, group in rank.names.groups().items()
         }
 
-    def load(self, together: Callable[[Callable[[], None]], None] = lambda work: work()) -> None:
+    def load_state(self, together: Callable[[Callable[[], None]], None] = lambda work: work()) -> None:
         """Load the state (collective where weights are sharded); with `together`, all ranks fail alike.
 
         Raises, before anything is changed, `MisfitError` for the state of another model, or of several saves,

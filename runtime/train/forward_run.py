@@ -89,7 +89,7 @@ class ForwardRun:
             for line in (engine.tensor_cuts, engine.expert_shares):
                 if line is not None:
                     reporter.say(line)
-            reporter.record({"event": "start", "plan": engine.plan.title, "step": 0})
+            reporter.write_record({"event": "start", "plan": engine.plan.title, "step": 0})
             began = now_s()
 
             def write(folder: Path) -> None:
@@ -102,7 +102,7 @@ class ForwardRun:
                 reporter.say("stopped as asked: no outputs are written")
                 return 0
             rate = samples / (now_s() - began)
-            reporter.record({"event": "forward", "samples": samples, "samples_per_s": rate})
+            reporter.write_record({"event": "forward", "samples": samples, "samples_per_s": rate})
             where = f"of {counted(samples, 'sample')} ({self.job.forward.samples})"
             reporter.say(f"outputs {where} written in {self.job.forward.outputs}  {rate:.0f} samples/s")
         return samples
@@ -148,6 +148,6 @@ class ForwardRun:
         where = f"the checkpoint {found.where}"
         for words in self.engine.everyone.together(lambda: require_kept(saved, now, self._overrides, where)):
             say(words)
-        found.load()
+        found.load_step()
         folder.close()
         say(f"weights of step {found.step} in {job.checkpoint.dir}")

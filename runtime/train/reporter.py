@@ -178,7 +178,7 @@ class Reporter:
         self._in_logs, self._examining, self._beside_bar = in_logs, ExitStack(), ExitStack()
         self._progress, self._has_stepped = _progress_bar() if show_progress else None, False
 
-    def record(self, record: Mapping[str, object]) -> None:
+    def write_record(self, record: Mapping[str, object]) -> None:
         """Write one record to the log, and pass it to the sinks; raises `UsageError` if the log fails."""
         self.sinks.pass_record(record)
         if self._file is not None:

@@ -126,7 +126,7 @@ def go_on_from(
     for words in engine.everyone.together(lambda: require_kept(kept, settings, overrides, where)):
         say(words)
     progress = progress_of(found, feed.num_batches)
-    found.load()
+    found.load_step()
     _restore(found, engine, feed, progress, say)
     say(f"resumed after step {found.step}")
     return progress

@@ -277,7 +277,7 @@ class Trainer:
             for line in (self.job.checkpoint.unused, engine.tensor_cuts, engine.expert_shares, engine.zero_split):
                 if line is not None:
                     reporter.say(line)
-            reporter.record(
+            reporter.write_record(
                 {
                     "event": "start",
                     "plan": self.plan.title,

@@ -199,7 +199,7 @@ class TrainingLoop:
             "left_s": (self.total_steps - progress.step) * seconds / steps,
             **expert_figures(self._engine.expert_tokens()),
         }
-        self._reporter.record(record)
+        self._reporter.write_record(record)
         self._reporter.show_step(step_line(record, self.total_steps))
 
     def _end_epoch(self, totals: dict[str, float], steps: int, seconds: float) -> None:
@@ -219,7 +219,7 @@ class TrainingLoop:
             "step_s": seconds / max(steps, 1),
         }
         progress.history.append(record)
-        self._reporter.record(record)
+        self._reporter.write_record(record)
         most = "" if train.most_epochs is None else f"/{train.most_epochs}"
         where = f"epoch {record['epoch']}{most}" + ("" if is_whole else f", step {progress.step}")
         has_loss = math.isfinite(validation.get("loss", math.nan))
@@ -238,7 +238,9 @@ class TrainingLoop:
             self._log(result)
         progress, validation = self.progress, self.validate()
         named = {f"validation_{name}": mean for name, mean in validation.items()}
-        self._reporter.record({"event": "evaluation", "step": progress.step, "epoch": progress.epoch + 1, **named})
+        self._reporter.write_record(
+            {"event": "evaluation", "step": progress.step, "epoch": progress.epoch + 1, **named}
+        )
         self._reporter.say(f"step {progress.step}  validation {figures_in_words(validation)}")
         self.watch_for_gain(validation["loss"], "validations", f"step {progress.step}")
         self._engine.clock.read_s()
@@ -282,7 +284,7 @@ class TrainingLoop:
         with self._publisher.phase("save"):
             self.samples.note_varying()
             state = self._engine.everyone.together(self._feed.state)
-            self.saves.save(self.progress.step, asdict(self.progress), state)
+            self.saves.save_step(self.progress.step, asdict(self.progress), state)
             if waits:
                 self.saves.finish_save()
 
@@ -291,7 +293,7 @@ class TrainingLoop:
         self.is_stopped = True
         self._save(waits=True)
         step, saves = self.progress.step, self.saves is not None
-        self._reporter.record({"event": "stop", "step": step, "saved": saves})
+        self._reporter.write_record({"event": "stop", "step": step, "saved": saves})
         where = (
             f"saved at step {step}" if saves else f"nothing is saved after step {step}: the job has no checkpoint.dir"
         )
@@ -309,5 +311,5 @@ class TrainingLoop:
         if self.saves is not None:
             parts.append(f"saved in {self._job.checkpoint.dir}")
         figures = {"seconds": seconds, "best": progress.best, "bubble": measured, "planned_bubble": planned}
-        self._reporter.record({"event": "end", "step": progress.step, **figures})
+        self._reporter.write_record({"event": "end", "step": progress.step, **figures})
         self._reporter.say("trained: " + ", ".join(parts))

@@ -158,7 +158,7 @@ class Publisher:
         """
         return None if self._watcher is None else self._watcher.has_said(error)
 
-    def explain(self, said: str, *, in_code: bool = False) -> Answer | None:
+    def explain_failed_wait(self, said: str, *, in_code: bool = False) -> Answer | None:
         """Report that a wait for other ranks failed, and return the verdict; None: there is none.
 
         `in_code`: user code waited; the message is empty where the error is this rank's own. Takes a few

@@ -162,7 +162,7 @@ def trace_seeds() -> list[bytes]:
     plan = traced()
     for rank in range(2):
         start = np.arange(len(plan.programs[rank]), dtype=float)[None].repeat(2, 0)
-        RankTrace(digest_of(plan), rank, rank, (2, 3), start, start + 0.5, start * 0).save(folder())
+        RankTrace(digest_of(plan), rank, rank, (2, 3), start, start + 0.5, start * 0).save_rank(folder())
     return [(folder() / "rank0.json").read_bytes()]
 
 

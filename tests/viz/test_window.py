@@ -48,7 +48,7 @@ def test_the_whole_window_changes_nothing() -> None:
 def test_a_part_is_drawn_with_the_names_and_times_of_the_whole(tmp_path: Path) -> None:
     with house_style():
         sheet = draw_plan(simulated(), Window(range(2, 4), 10.0, 20.0))
-        sheet.save(tmp_path / "part.svg")
+        sheet.write_picture(tmp_path / "part.svg")
     text = (tmp_path / "part.svg").read_text("utf-8")
     for words in ("rank 2", "rank 3: peak", "ranks 2 to 3 of 4, time 10 to 20 of 33", ">20<"):
         assert words in text

@@ -62,7 +62,7 @@ def render_stall(report: StallReport, path: Path) -> None:
         return
     simulation = simulate(report.plan)
     with house_style():
-        draw_stall(report, simulation).save(path)
+        draw_stall(report, simulation).write_picture(path)
 
 
 def draw_stall(report: StallReport, simulation: Simulation) -> Sheet:

@@ -45,7 +45,7 @@ def render_training(logs: Sequence[TrainingLog], path: Path) -> None:
     if not any(log.series("loss")[0] for log in logs):
         raise UsageError(f"{path}: there is nothing to draw: no run has logged a step with a finite loss")
     with house_style():
-        draw_training(logs).save(path)
+        draw_training(logs).write_picture(path)
 
 
 def draw_training(logs: Sequence[TrainingLog]) -> Sheet:

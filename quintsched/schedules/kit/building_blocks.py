@@ -47,8 +47,8 @@ def repeat_and_close_up(
     """
     ranks = [_Rank(shape.stages_of(rank), block, shape, cap, spare) for rank, block in enumerate(blocks)]
     progress = _Progress(2 * shape.pp)
-    while started := [done for rank in ranks if (done := rank.step(progress))]:
-        progress.record(started)
+    while started := [done for rank in ranks if (done := rank.run_pass(progress))]:
+        progress.count_passes(started)
     return tuple(tuple(rank.order) for rank in ranks)
 
 
@@ -66,7 +66,7 @@ class _Progress:
         above = self._forwards if stage == len(self._inputs) - 1 else self._inputs[1:]
         return self._forwards[stage] > microbatch and above[stage] > microbatch
 
-    def record(self, started: Sequence[Compute]) -> None:
+    def count_passes(self, started: Sequence[Compute]) -> None:
         """Count the passes of one slot as done."""
         for done in started:
             self._forwards[done.stage] += isinstance(done, Fwd)
@@ -88,7 +88,7 @@ class _Rank:
         self._memory = 0
         self._pending: deque[BwdWeight] = deque()
 
-    def step(self, progress: _Progress) -> Compute | None:
+    def run_pass(self, progress: _Progress) -> Compute | None:
         """Do one pass if any can run, and return it."""
         found = self._pass(progress) or (self._pending.popleft() if self._pending else None)
         if found is None:

@@ -60,7 +60,7 @@ class RecordedRun:
     def __repr__(self) -> str:
         return f"RecordedRun({self.source}: {self.plan.title}, {counted(len(self.steps), 'step')})"
 
-    def step(self, number: int | None = None) -> RecordedStep:
+    def find_step(self, number: int | None = None) -> RecordedStep:
         """Return a step by its number; None: the one with the median makespan. Raises `UsageError` for no such step."""
         if number is None:
             return sorted(self.steps, key=lambda step: step.makespan)[(len(self.steps) - 1) // 2]

@@ -137,7 +137,7 @@ def what_if(
     """
     if not seconds > 0 or effort < 1:
         raise UsageError(f"seconds is {seconds:g} and effort {effort}; give positive numbers")
-    chosen = run.step(step)
+    chosen = run.find_step(step)
     recording = Recording.from_step(run.plan, chosen)
     caps = recording.peaks if memory_cap is None else (float(memory_cap),) * len(recording.peaks)
     kinds = (WHOLE, SPLIT) if recording.has_whole_backwards else (SPLIT,)

@@ -67,7 +67,7 @@ class Cutting:
             found &= cuts[:, self.num_stages - self.num_ranks] <= pieces - 2
         return found
 
-    def fit(self, cuts: Ints) -> Flags:
+    def keeps_cap(self, cuts: Ints) -> Flags:
         """Return which cuts keep to the memory cap."""
         if math.isinf(self.memory_cap):
             return np.ones(len(cuts), np.bool_)
@@ -155,7 +155,7 @@ def balanced(cutting: Cutting) -> Ints:
 def _best_of(cutting: Cutting, cuts: Ints, least: float = math.inf) -> BestCut | None:
     """Return the best of these cuts that fits and is below `least`; of equal ones, that with the evenest ranks."""
     cuts = cuts[cutting.are_valid(cuts)]
-    cuts = cuts[cutting.fit(cuts)]
+    cuts = cuts[cutting.keeps_cap(cuts)]
     if not len(cuts):
         return None
     values = cutting.times(cuts)

@@ -113,7 +113,7 @@ def _answers(
     with progress(f"predicting {counted(len(rows), 'row')}") as shown:
         for row in rows:
             found.append(_answer(row, flags, framework, start, simulate))
-            shown.at(len(found), len(rows))
+            shown.show_done(len(found), len(rows))
     return found
 
 

@@ -153,7 +153,7 @@ def _search(
     with progress("searching") as found:
 
         def show(done: int, total: int, best_s: float) -> None:
-            found.at(done, total, f"best {best_s:.4g} s" if best_s < float("inf") else "nothing fits yet")
+            found.show_done(done, total, f"best {best_s:.4g} s" if best_s < float("inf") else "nothing fits yet")
 
         return tune(
             model,
@@ -174,7 +174,7 @@ def _simulations(predictions: Sequence[Prediction]) -> list[float | None]:
     with progress(f"simulating {counted(len(predictions), 'strategy')}") as shown:
         for prediction in predictions:
             found.append(simulated(prediction))
-            shown.at(len(found), len(predictions))
+            shown.show_done(len(found), len(predictions))
     return found
 
 

@@ -124,7 +124,7 @@ def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> 
         if stepper is not None and not outcome.skipped:
             if absent.found:
                 absent.take_away(stages)
-            stepper.step(norm() if goes_by_norm else None)
+            stepper.step_weights(norm() if goes_by_norm else None)
             masters.publish(stages)
         for bucket in buckets:
             bucket.clear(afresh=outcome.skipped)

@@ -105,7 +105,7 @@ class Chooser:
             self._has_guessed = True
             self._guessed = Arrivals.guess(self._outlines, self._bench.group, self._dtype)
         if self._guessed is not None:
-            return [self._guessed.at(kind.number, self._outlines[kind.number])]
+            return [self._guessed.block_arrival(kind.number, self._outlines[kind.number])]
         return guesses(kind.blueprint.bare, device, dtype)
 
     def _choose(

@@ -206,7 +206,7 @@ class LaterSteps:
             if arrivals is None:
                 alone = SelfGroup(0, self._bench.group.device)
                 arrivals = Arrivals(units, self._outlines, parcels, alone, 1, self._dtype, samples=None)
-            why = self._why_no_pair(followed, arrivals.at(number, self._outlines[number]))
+            why = self._why_no_pair(followed, arrivals.block_arrival(number, self._outlines[number]))
             if why:
                 return self._bench.refusal(followed.kind, f"given {units.spec}, {why}")
             if called is not None:
@@ -229,7 +229,7 @@ class LaterSteps:
         for followed in of_tokens:
             number = followed.kind.number
             why = self._bench.why_tokens_meet(
-                followed.kind, arrivals.at(number, self._outlines[number]), followed.setting
+                followed.kind, arrivals.block_arrival(number, self._outlines[number]), followed.setting
             )
             if why:
                 return self._bench.refusal_of_tokens(followed.kind, followed.setting, f"given {units.spec}, {why}")

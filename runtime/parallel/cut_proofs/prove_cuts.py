@@ -236,7 +236,7 @@ class Prover:
         for kind in self._kinds:
             called = [self.later.called(kind, kind.number, *some.specs_at(kind.number)) for some in (few, every)]
             arrivals = few if called[0] and called[1] and called[1].is_like(called[0]) else every
-            arrival = arrivals.at(kind.number, outlines[kind.number])
+            arrival = arrivals.block_arrival(kind.number, outlines[kind.number])
             proved.append((kind, arrival, [found for found in called[1:] if found is not None]))
         return proved
 

@@ -254,7 +254,7 @@ class Arrivals:
             whole = whole[torch.arange(self.num_samples, device=whole.device) % len(whole)]
         return TrialInput(whole.to(at_work(first.dtype)), TOKENS_DIM if is_cut else None)
 
-    def at(self, number: int, block: nn.Module) -> Arrival:
+    def block_arrival(self, number: int, block: nn.Module) -> Arrival:
         """Return the trial inputs of block `number`."""
         device, spec = self._group.device, self._units.spec
         extras = {**self._extras, **({TARGETS: self._targets} if self._targets and takes_targets(block) else {})}

@@ -2,8 +2,8 @@
 
     with Checkpoints(DIR, keep=2).opened(engine.saves, "resume") as run:    DIR is this run's alone
         found = run.newest_whole()         all ranks: sizes and hashes right? else the step before, together
-        found.load()                       only now a tensor is changed
-        run.save(step, progress)           a copy in the host's memory; a thread writes it
+        found.load_step()                  only now a tensor is changed
+        run.save_step(step, progress)      a copy in the host's memory; a thread writes it
         run.finish()                       it is on disk, or the error of the rank that could not write
 
 A rank reads its own file, whole, where all ranks shard their weights as the ranks that saved; else its part of all.
@@ -117,7 +117,7 @@ class FoundCheckpoint:
                     "and does not say where its tensors lie; resume with the plan and mesh that wrote it"
                 )
 
-    def load(self) -> None:
+    def load_step(self) -> None:
         """Load the checkpoint into the engine (collective); raises `MisfitError` before any tensor is changed."""
         saves, replicas = self._saves, self._saves.rank.replicas
         if isinstance(self.manifest, DcpManifest):
@@ -207,7 +207,7 @@ class OpenCheckpoints(SavedCheckpoints):
         self.run, self.moved = opened.run, opened.words
         self._writer, self._buffer = Writer(), HostBuffer(saves.rank.groups.world.device)
 
-    def save(self, step: int, progress: Mapping[str, Any], loader: bytes | None = None) -> None:
+    def save_step(self, step: int, progress: Mapping[str, Any], loader: bytes | None = None) -> None:
         """Save every rank's state after `step`, and its loader's, once the previous save has ended.
 
         Raises `UsageError` on all ranks where one could not write; in the background, the error of the previous save.

@@ -59,7 +59,7 @@ class TensorOrigin:
     otherwise: str | None = None
     """Name of the tensor to read where none of these names is present."""
 
-    def at(self, layer: int) -> TensorOrigin:
+    def layer_origin(self, layer: int) -> TensorOrigin:
         """Return the origin of one layer's tensor."""
         return replace(self, name=self.name.format(layer=layer))
 
@@ -209,7 +209,7 @@ def gpt2_origins(blocks: Sequence[nn.Module]) -> dict[str, TensorOrigin]:
             )
         if isinstance(block, Block) and block.attention.proj.in_features != block.attention.proj.out_features:
             raise MisfitError(f"the model is no gpt2: its heads are not as wide as hidden; it needs a gpt with {NEEDS}")
-        origins.update({f"{number}.{name}": origin.at(number - 1) for name, origin in table.items()})
+        origins.update({f"{number}.{name}": origin.layer_origin(number - 1) for name, origin in table.items()})
     return origins
 
 

@@ -75,7 +75,7 @@ def load_pretrained(
             saved.add_piece(MODEL + name, next(iter(stored)), Placement.whole(shape), tensor)
     found = [name for name in folder.tensors if not OLD_BUFFERS.search(name) or name in used]
     unused = require_names(folder.path, found, used, lacking, names.may_stay(fresh), strict=strict)
-    StateLoader(saved, rank, is_part=True).load(everyone.together)
+    StateLoader(saved, rank, is_part=True).load_state(everyone.together)
     return LoadedWeights(tuple(lacking.values()), unused)
 
 

@@ -130,9 +130,9 @@ class EngineSaves:
         self.rank.averages.require_none_applied(verb)
         loader = StateLoader(saved, self.rank)
         if is_collective:
-            loader.load(self.rank.everyone.together)
+            loader.load_state(self.rank.everyone.together)
         else:
-            loader.load()
+            loader.load_state()
         self.rank.take_progress(saved)
 
     def _progress(self) -> dict[str, Tensor]:

@@ -124,7 +124,7 @@ class EngineWeights:
             raise UsageError(f"the model has no weight {unknown[0]!r}; names begin with the number of a block")
         self._rank.averages.require_none_applied("set_weights")
         saved = SavedState.of_tensors({MODEL + name: tensor for name, tensor in weights.items()})
-        StateLoader(saved, self._rank, is_part=True).load()
+        StateLoader(saved, self._rank, is_part=True).load_state()
 
     def state_bytes(self) -> StateBytes:
         """Return the peak bytes of weights, gradients and optimizer state on this rank since the last call."""

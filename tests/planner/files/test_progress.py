@@ -43,7 +43,7 @@ def shown(made: Screen, so_far: str = "") -> str:
 def test_what_takes_long_is_shown_and_cleared(screen):
     made = screen()
     with progress("proving 4 shapes") as found:
-        found.at(1, 4, "pp=2")
+        found.show_done(1, 4, "pp=2")
         assert shown(made).startswith(f"{CLEAR}proving 4 shapes: pp=2, 25 %, 0 s, about ")
         found.now("timing")
         assert "timing, 0 s" in shown(made, made.getvalue())
@@ -83,9 +83,9 @@ def test_a_line_is_no_longer_than_the_terminal_and_harms_it_not(screen):
 def test_a_line_says_how_far_it_is():
     found = ProgressLine("searching")
     assert found.line == "searching, 0 s"
-    found.at(5, 0)
+    found.show_done(5, 0)
     assert found.line == "searching, 0 s"
-    found.at(10, 10)
+    found.show_done(10, 10)
     assert found.line == "searching, 100 %, 0 s"
 
 

@@ -67,7 +67,7 @@ def test_where_both_kinds_of_backward_run_their_whole_time_is_kept(tmp_path):
         for index, instruction in enumerate(simulation.plan.programs[of_rank.pp_rank]):
             if isinstance(instruction, Bwd):
                 of_rank.wait[:, index] = of_rank.end[:, index] - of_rank.start[:, index] - 0.001
-        of_rank.save(tmp_path)
+        of_rank.save_rank(tmp_path)
     found = Trace.load(tmp_path, simulation.plan).costs()
     assert found.backward_input == found.backward_weight
     split, full = counts[1], counts[0]
@@ -143,7 +143,7 @@ def test_the_median_step_of_the_replica_of_rank_0_is_the_default(tmp_path):
     assert trace.step().number == 4
     late = next(of_rank for of_rank in rank_traces(simulation, scales=(1.0, 1.4, 1.2)) if of_rank.rank == 3)
     late.end[:, -1] += 1.0
-    late.save(tmp_path)
+    late.save_rank(tmp_path)
     trace = Trace.load(tmp_path, simulation.plan)
     assert trace.makespan(2, rank=0) == pytest.approx(simulation.makespan / 1000, rel=0.001)
     assert trace.makespan(2, rank=2) == trace.makespan(2, rank=3) > 1
@@ -166,7 +166,7 @@ def test_a_wait_before_the_first_computation_is_no_part_of_the_step(tmp_path):
     write_trace(tmp_path, simulation)
     early.start[:, first] -= 5.0
     early.wait[:, first] += 5.0
-    early.save(tmp_path)
+    early.save_rank(tmp_path)
     trace = Trace.load(tmp_path, simulation.plan)
     assert trace.makespan(2) == pytest.approx(simulation.makespan / 1000, rel=0.001)
     assert trace.costs().forward == pytest.approx(PER_STAGE.forward, abs=0.01)
@@ -179,7 +179,7 @@ def test_who_waited_from_before_the_step_ran_as_long_as_it_did(tmp_path):
     late.start[:, 1] -= 0.005
     late.wait[:, 1] += first - late.start[:, 1]
     for of_rank in (early, late):
-        of_rank.save(tmp_path)
+        of_rank.save_rank(tmp_path)
     span = Trace.load(tmp_path, simulation.plan).step().timeline[1][1]
     assert isinstance(span.instruction, Fwd)
     assert span.end - span.start - span.wait == pytest.approx(12.0, abs=0.01)
@@ -249,11 +249,11 @@ def test_truncated_and_missing_files(tmp_path):
 
 def test_files_are_written_whole_or_not_at_all(tmp_path):
     of_rank = next(rank_traces(simulated()))
-    of_rank.save(tmp_path / "new" / "traces")
+    of_rank.save_rank(tmp_path / "new" / "traces")
     assert [path.name for path in (tmp_path / "new" / "traces").iterdir()] == ["rank0.json"]
     (tmp_path / "file").write_text("")
     with pytest.raises(qs.UsageError, match="cannot write the trace"):
-        of_rank.save(tmp_path / "file")
+        of_rank.save_rank(tmp_path / "file")
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "seq-1f1b"])

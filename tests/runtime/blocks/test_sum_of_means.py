@@ -12,11 +12,10 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, SumOfMeans
-from quintsched.runtime.blocks.block_outlines import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.splitting.adapters.transformers_models import pretraining_loss, select
 
-from ..toys import sgd
+from ...helpers.training import Outcome, require_equal, sgd, train_alone
 
 IDS, SAMPLES, TOKENS = 7, 8, 5
 RANDOM = torch.Generator().manual_seed(0)
@@ -57,17 +56,10 @@ def test_masked_tokens_and_pairs_are_those_of_the_whole_batch(mesh: str, count: 
         evaluated = engine.evaluate(INPUTS[mine], targets).loss.item()
         return evaluated, engine.step(INPUTS[mine], targets).loss.item(), engine.full_weights()
 
-    model = build_model(BLOCKS, 0, torch.float64)
-    optimizer = sgd(list(model.parameters()))
-    loss = plain_loss(model(INPUTS), TARGETS)
-    loss.backward()
-    optimizer.step()
-    expected = dict(model.named_parameters())
-    for evaluated, found, weights in run_local(plan.mesh.size, run):
-        assert evaluated == pytest.approx(loss.item(), rel=1e-12)
-        assert found == pytest.approx(loss.item(), rel=1e-12)
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-12, atol=1e-12)
+    found = run_local(plan.mesh.size, run)
+    expected = train_alone(BLOCKS, plain_loss, sgd, [(INPUTS, TARGETS)])
+    require_equal([Outcome([loss], weights) for _, loss, weights in found], expected)
+    assert [evaluated for evaluated, *_ in found] == pytest.approx(expected.losses * len(found), rel=1e-12)
 
 
 def engine_of(loss_fn: Any) -> Engine:

@@ -24,7 +24,7 @@ class Heard(Publisher):
         super().__init__()
         self._message, self.asked = message, list[str]()
 
-    def explain(self, said: str, *, in_code: bool = False) -> Answer | None:
+    def explain_failed_wait(self, said: str, *, in_code: bool = False) -> Answer | None:
         self.asked.append(said)
         return None if self._message is None else Answer(self._message, was_told=True)
 

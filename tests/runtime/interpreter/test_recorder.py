@@ -57,7 +57,7 @@ def load(tmp_path, recorder):
     other = Recorder(PLAN, 1, CPU, steps=recorder._steps)
     record_plain(other, 1, sorted(recorder._steps))
     for each in (recorder, other):
-        each.save(tmp_path)
+        each.save_trace(tmp_path)
     return Trace.load(tmp_path, PLAN)
 
 
@@ -120,7 +120,7 @@ def test_a_step_that_broke_off_leaves_nothing_behind(tmp_path, clock):
 def test_nothing_is_written_where_nothing_was_recorded(tmp_path):
     recorder = Recorder(PLAN, 0, CPU)
     record_plain(recorder, 0, [0, 1, RECORDED_STEPS.stop, RECORDED_STEPS.stop + 1])
-    recorder.save(tmp_path)
+    recorder.save_trace(tmp_path)
     assert not list(tmp_path.iterdir())
 
 

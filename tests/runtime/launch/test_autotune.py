@@ -50,7 +50,7 @@ def tuned(config: JobConfig, propose: Propose) -> list[float]:
     plan = plan_of(config)
 
     def run(transport: Transport) -> None:
-        Autotune(config, plan, transport, propose).fit("new")
+        Autotune(config, plan, transport, propose).tune_and_train("new")
 
     run_local(plan.mesh.size, run)
     return losses()

@@ -42,7 +42,7 @@ def test_a_rank_that_is_killed_ends_all_hosts_with_4(tmp_path: Path) -> None:
         found = ends(launch(net, job))
         assert [code for code, _, _ in found] == [4, 4]
         for _, _, err in found:
-            assert "error: rank 3 (host host1, dp=1, pp=1) was killed by SIGKILL" in err
+            assert "rank 3 (host host1, dp=1, pp=1) was killed by SIGKILL" in err
         assert net.pids() == []
 
 
@@ -55,7 +55,7 @@ def test_a_rank_that_is_stopped_on_another_host_is_named(tmp_path: Path) -> None
         found = ends(started)
         assert [code for code, _, _ in found] == [4, 4]
         for _, _, err in found:
-            assert "error: rank 3 (host host1, dp=1, pp=1) does not answer, as if it were stopped" in err
+            assert "rank 3 (host host1, dp=1, pp=1) does not answer, as if it were stopped" in err
         assert net.pids() == []
 
 

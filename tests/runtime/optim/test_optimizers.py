@@ -195,9 +195,9 @@ def test_whoever_looks_on_sees_the_whole_step() -> None:
     made[1].register_step_post_hook(lambda *_: seen.append("own"))
     rates = torch.optim.lr_scheduler.StepLR(made[3], 1)
     for optimizer in made:
-        Stepper(optimizer, ()).step()
+        Stepper(optimizer, ()).step_weights()
     rates.step()  # warns where no step came before it
     of_all = register_optimizer_step_pre_hook(lambda *_: seen.append("all"))
-    Stepper(made[0], ()).step()
+    Stepper(made[0], ()).step_weights()
     of_all.remove()
     assert seen == ["own", "class", "all"]

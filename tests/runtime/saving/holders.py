@@ -72,7 +72,7 @@ def save(
 
     def act(holder: Holder) -> None:
         with opened(holder, folder, keep, background=background) as saves:
-            saves.save(step, {"number": number})
+            saves.save_step(step, {"number": number})
 
     on_ranks(act, plan, number)
 
@@ -95,7 +95,7 @@ def load(folder: Path, plan: qs.Plan = PLAN) -> Loaded | None:
             found = saves.newest_whole()
             if found is None:
                 return None
-            found.load()
+            found.load_step()
         number = float(holder.loaded["model.0.weight"][0])
         assert holder.loaded["model.0.weight"].tolist() == [number] * 3
         assert number == found.manifest.progress["number"]

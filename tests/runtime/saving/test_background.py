@@ -55,13 +55,13 @@ def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, monkeypatch: 
         state |= {"same": state["model.0.weight"], "turned": torch.arange(6.0).reshape(2, 3).T, "empty": torch.empty(0)}
         holder.state_dict = lambda: dict(state)
         with Checkpoints(tmp_path, 2).opened(holder) as saves:
-            saves.save(1, {})
+            saves.save_step(1, {})
             assert not list(tmp_path.glob("step-*"))
             state["model.0.weight"].fill_(2.0)
             state["turned"].zero_()
             transport.world_group()
             gate.open.set()
-            saves.save(2, {})
+            saves.save_step(2, {})
             assert [path.name for path in tmp_path.glob("step-*")][:1] == ["step-00000001"]
         with Checkpoints(tmp_path, 2).opened(holder, "resume") as saves:
             assert saved_steps(saves.folder.directory)[-1].step == 1
@@ -213,14 +213,14 @@ def test_what_goes_on_is_waited_for(tmp_path: Path) -> None:
 def test_saves_that_are_waited_for_are_there_at_once(data_file: Path, tmp_path: Path) -> None:
     config = job(data_file, checkpoint={"dir": str(tmp_path), "every": 5, "background": False})
     there: list[bool] = []
-    save = OpenCheckpoints.save
+    save = OpenCheckpoints.save_step
 
     def noted(self: OpenCheckpoints, step: int, *arguments: Any) -> None:
         save(self, step, *arguments)
         there.append((tmp_path / f"step-{step:08d}" / "manifest.json").exists())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OpenCheckpoints, "save", noted)
+        patch.setattr(OpenCheckpoints, "save_step", noted)
         history = fit(config)[0][0]
     assert len(there) == 16
     assert all(there)

@@ -290,14 +290,14 @@ def test_faults_of_a_save_in_the_distributed_format_leave_a_whole_step(kind: str
     def save_step(place: str, step: int) -> None:
         def act(engine: Engine, saves: OpenCheckpoints) -> None:
             engine.set_weights({name: torch.full_like(old, step) for name, old in engine.full_weights().items()})
-            saves.save(step, {})
+            saves.save_step(step, {})
 
         on_engines(place, act)
 
     def load_step(engine: Engine, saves: OpenCheckpoints) -> set[float]:
         found = saves.newest_whole()
         assert found is not None
-        found.load()
+        found.load_step()
         return {float(found.step), *(one for t in engine.full_weights().values() for one in t.unique().tolist())}
 
     for call in range(16):

@@ -249,8 +249,8 @@ def engine_of(transport: Transport, mesh: str = "pp=2") -> Engine:
 def save_two(mesh: str, folder: Path, form: Any) -> None:
     def act(transport: Transport) -> None:
         with Checkpoints(folder, 2, format=form).opened(engine_of(transport, mesh).saves) as saves:
-            saves.save(2, {})
-            saves.save(4, {})
+            saves.save_step(2, {})
+            saves.save_step(4, {})
 
     run_local(2, act)
 
@@ -262,7 +262,7 @@ def newest(mesh: str, folder: Path, form: Any) -> list[int]:
         with Checkpoints(folder, 2, format=form).opened(engine_of(transport, mesh).saves, "resume") as saves:
             found = saves.newest_whole()
             assert found is not None
-            found.load()
+            found.load_step()
             return found.step
 
     return run_local(2, act)

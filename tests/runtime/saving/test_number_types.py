@@ -56,7 +56,7 @@ def save(folder: Path, size: int = 1) -> dict[str, Tensor]:
         engine = engine_of(transport, size=size)
         engine.step(INPUTS, TARGETS)
         with Checkpoints(folder, 2).opened(engine.saves) as saves:
-            saves.save(1, {"epoch": 1, "batch": 1})
+            saves.save_step(1, {"epoch": 1, "batch": 1})
         return engine.full_state_dict(all_blocks=True)
 
     return weights_of(run_local(size, body, timeout_s=60)[0])
@@ -68,7 +68,7 @@ def resume(folder: Path, size: int = 1) -> dict[str, Tensor]:
         with Checkpoints(folder, 2).opened(engine.saves, "resume") as saves:
             found = saves.newest_whole()
             assert found is not None
-            found.load()
+            found.load_step()
         return engine.full_state_dict(all_blocks=True)
 
     return weights_of(run_local(size, body, timeout_s=60)[0])

@@ -62,7 +62,7 @@ def save(folder: Path, mesh: str = "dp=2,tp=2", zero: int = 2, **more: Any) -> d
         engine.ema(0.5)
         train(engine, 0, 2)
         with Checkpoints(folder, 2).opened(engine.saves) as saves:
-            saves.save(2, {"epoch": 1, "batch": 3})
+            saves.save_step(2, {"epoch": 1, "batch": 3})
         return engine.full_state_dict(all_blocks=True)
 
     found: dict[str, Tensor] = on(mesh, body, zero, **more)[0]
@@ -75,7 +75,7 @@ def resume(folder: Path, mesh: str, zero: int = 0, **more: Any) -> dict[str, Ten
         with Checkpoints(folder, 2).opened(engine.saves, "resume") as saves:
             found = saves.newest_whole()
             assert found is not None
-            found.load()
+            found.load_step()
         return engine.full_state_dict(all_blocks=True)
 
     found: dict[str, Tensor] = on(mesh, body, zero, **more)[0]
@@ -222,11 +222,11 @@ def test_a_model_that_was_split_has_its_own_names(tmp_path: Path, capsys: pytest
         engine = Engine(plan, Split(), loss_of, adam, transport=transport)
         with Checkpoints(folder, 2).opened(engine.saves, start) as saves:  # type: ignore[arg-type]
             if start == "new":
-                saves.save(0, {})
+                saves.save_step(0, {})
             else:
                 found = saves.newest_whole()
                 assert found is not None
-                found.load()
+                found.load_step()
         return engine.full_state_dict(all_blocks=True)
 
     state = run_local(2, lambda transport: body(transport, tmp_path / "out", "new"))[0]

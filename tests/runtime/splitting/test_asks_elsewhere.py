@@ -32,6 +32,8 @@ from quintsched.runtime import split
 from quintsched.runtime.objects.host_state_changes import sources_of
 from quintsched.runtime.splitting.split_proof import chain
 
+from ..examine.backward_blocks import backward_of
+
 LOGGER = logging.getLogger(__name__)
 VARIABLE, EVENT, TABLE = ContextVar("variable", default=1.0), threading.Event(), np.ones((1 << 18) + 1)
 HELD, CHAINED, NUMBERS = weakref.ref(EVENT), ChainMap({"tau": 1.0}), array.array("d", [1.0])
@@ -110,14 +112,7 @@ def test_plain_code_is_not(kind):
         assert len(divided(kind, between)) == 2
 
 
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -gradient
+REVERSED = backward_of(torch.neg)
 
 
 class Averaging(nn.Module):
@@ -144,8 +139,8 @@ def test_what_torch_asks_of_itself_is_not_what_the_forward_asks():
 
 def test_a_function_between_layers_that_are_traced_would_lose_its_backward():
     """Refuse it although its result counts for nothing at the split, where no comparison of gradients finds it."""
-    with pytest.raises(MisfitError, match=r"applies Reversed.apply \(test_asks_elsewhere.py, line \d+\) between"):
-        split(Traced(lambda self, x: x + 0 * Reversed.apply(x)))
+    with pytest.raises(MisfitError, match=r"Changed.apply \(test_asks_elsewhere.py, line \d+\) between"):
+        split(Traced(lambda self, x: x + 0 * REVERSED(x)))
 
 
 class Asking(nn.Module):

@@ -163,7 +163,7 @@ def test_the_command_ends_with_that_line(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_log_that_cannot_be_written_ends_a_run_in_one_line() -> None:
     reporter = Reporter("/dev/full", lambda _: None)
     with pytest.raises(WriteError, match="/dev/full: cannot write the log: No space left on device"), reporter:
-        reporter.record({"event": "step"})
+        reporter.write_record({"event": "step"})
 
 
 def test_a_reporter_holds_its_log_only_while_it_runs(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_second_run_that_writes_to_one_log_says_so(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == "open\n"
         with Reporter(path, said.append) as reporter:
-            reporter.record({"loss": 1.0})
+            reporter.write_record({"loss": 1.0})
         other.communicate()
     assert len(said) == 1
     assert said[0].startswith(f"{path}: another run writes to this log as well")

@@ -62,7 +62,7 @@ from quintsched.runtime.watch.connect_to_monitor import WatchOptions, find_watch
 publisher = find_watch(int(sys.argv[1]), 2, WatchOptions(), host_waits=True)
 print("here", flush=True)
 sys.stdin.readline()
-print(publisher.explain("RuntimeError: gloo said so", in_code=True), flush=True)
+print(publisher.explain_failed_wait("RuntimeError: gloo said so", in_code=True), flush=True)
 sys.stdin.read()
 sys.exit(1)
 """
@@ -285,7 +285,7 @@ def test_a_rank_that_does_not_know_the_key_is_heard_by_nobody(
     publisher = find_watch(0, 2, WatchOptions(), host_waits=True)
     assert publisher is not None
     publisher.number_of(qs.compile("1f1b", mesh="pp=2", microbatches=2))
-    assert publisher.explain("lost") is None
+    assert publisher.explain_failed_wait("lost") is None
     publisher.close()
     assert "rank 0 is not watched" in caplog.text
 

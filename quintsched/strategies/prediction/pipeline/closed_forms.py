@@ -94,9 +94,9 @@ class _Zigzag:
         if not self.is_late:
             return np.asarray(found)
         deep = np.minimum(s.p, s.m) - 1
-        found = np.maximum(found, (deep + 1) * s.at(self.late.amounts, deep) - self.back.first(deep) - s.c * deep)
+        found = np.maximum(found, (deep + 1) * s.of_rank(self.late.amounts, deep) - self.back.first(deep) - s.c * deep)
         for place in s.places:
-            left = np.minimum(place.rank + 1, s.m) * self.late.at(place)
+            left = np.minimum(place.rank + 1, s.m) * self.late.on(place)
             over = left - self.back.before(place) - s.c * place.rank
             found = np.where(place.exists, np.maximum(found, over), found)
         return np.asarray(found)
@@ -116,16 +116,16 @@ class _Zigzag:
         s, (slow_f, slow_b) = self.s, np.zeros((2, *self.s.c.shape))
         left = self.back.amounts + self.r.amounts
         for place in s.places:
-            slow_f = np.where(place.exists, np.maximum(slow_f, self.f.at(place)), slow_f)
-            slow_b = np.where(place.exists, np.maximum(slow_b, left[place.run] + self.late.at(place)), slow_b)
+            slow_f = np.where(place.exists, np.maximum(slow_f, self.f.on(place)), slow_f)
+            slow_b = np.where(place.exists, np.maximum(slow_b, left[place.run] + self.late.on(place)), slow_b)
             ahead, way = s.p - 1 - place.rank, s.c * place.rank
-            begins = self.f.through(place) + way + ahead * slow_f + self.r.at(place)
+            begins = self.f.through(place) + way + ahead * slow_f + self.r.on(place)
             ends = self.back.through(place) + way + ahead * slow_b
             ends = ends + np.where(ahead > 0, self.late.amounts[0], self.ending)
             if self.is_late:
-                weights = np.minimum(s.p, s.m) * self.late.at(place)
-                ends = np.maximum(ends, self.back.at(place) + ahead * left[place.run] + weights)
-            yield place, begins, self.r.at(place) + ends
+                weights = np.minimum(s.p, s.m) * self.late.on(place)
+                ends = np.maximum(ends, self.back.on(place) + ahead * left[place.run] + weights)
+            yield place, begins, self.r.on(place) + ends
 
     def around(self, top: EndRanks, bottoms: list[tuple[EndRanks, Values, Values]]) -> Values:
         """Return the length of the longest paths to a rank's first backward, and from its last forward on."""
@@ -150,11 +150,11 @@ class _Zigzag:
 
     def _to_and_fro(self, top: EndRanks, bottom: EndRanks, room: Values, turned: Values | float) -> Values:
         """Return the same after `turned` backwards."""
-        r_top, r_bottom, w_top = self.r.at(top), self.r.at(bottom), self.late.at(top)
+        r_top, r_bottom, w_top = self.r.on(top), self.r.on(bottom), self.late.on(top)
         room = np.maximum(room, 0.0)
         if top is bottom:
             turns = np.maximum(room + 1 - np.maximum(top.rank - turned, 0.0), 0.0)
-            return np.asarray(room * (self.both.at(top) + r_top) + turns * w_top)
+            return np.asarray(room * (self.both.on(top) + r_top) + turns * w_top)
         length = np.maximum(bottom.rank - top.rank + 1, 1.0)
         sweeps = np.floor(room / length)
         rest = room - sweeps * length
@@ -162,21 +162,21 @@ class _Zigzag:
         begun = sweeps * length + turned >= bottom.rank
         high = self.both.first(top.rank + rest) - self.both.before(top) + r_top + begun * w_top
         low = self.both.through(bottom) - self.both.first(bottom.rank + 1 - rest) + r_bottom
-        low = low + begun * self.late.at(bottom)
-        one = np.maximum(self.both.at(top) + r_top + begun * w_top, self.both.at(bottom) + r_bottom)
+        low = low + begun * self.late.on(bottom)
+        one = np.maximum(self.both.on(top) + r_top + begun * w_top, self.both.on(bottom) + r_bottom)
         short = np.maximum(np.maximum(high, low) + 2 * self.s.c * (rest - 1), rest * one)
         turns = np.maximum(sweeps + 1 - np.ceil(np.maximum(top.rank - turned, 0.0) / length), 0.0)
         return np.asarray(sweeps * sweep + turns * w_top + np.where(rest > 0, short, 0.0))
 
     def at_one_rank(self, place: EndRanks) -> Values:
         """Return the length of paths that end at one rank with its cool-down, from its warm-up or first backward on."""
-        s, ahead, w = self.s, self.s.p - 1 - place.rank, self.late.at(place)
+        s, ahead, w = self.s, self.s.p - 1 - place.rank, self.late.on(place)
         up = self.back.before(place) + s.c * place.rank
         finish = np.maximum(s.m * w, np.maximum(s.m - 1 - place.rank, 0.0) * w + up + self.late.amounts[0])
-        rest = self.f.before(place) + s.c * place.rank + s.m * self.back.at(place) + finish
-        own = s.m * (self.f.at(place) + self.r.at(place))
+        rest = self.f.before(place) + s.c * place.rank + s.m * self.back.on(place) + finish
+        own = s.m * (self.f.on(place) + self.r.on(place))
         below = self.both.after(place) + 2 * s.c * ahead + self.r.last
-        around = below + np.maximum(s.m - ahead, 1.0) * self.f.at(place) + (s.m - 1) * self.r.at(place)
+        around = below + np.maximum(s.m - ahead, 1.0) * self.f.on(place) + (s.m - 1) * self.r.on(place)
         return np.asarray(rest + np.maximum(own, np.where(ahead > 0, around, 0.0)))
 
 
@@ -191,7 +191,7 @@ def interleaved(s: Pipelines) -> Values:
         run = place.run
         work = s.m * (s.f[run] + s.b[run] + s.r[run])
         if s.c.any():
-            slow = np.maximum(t.f.at(place), t.b.at(place)) + s.c - t.f.at(place) - t.r.at(place) - t.b.at(place)
+            slow = np.maximum(t.f.on(place), t.b.on(place)) + s.c - t.f.on(place) - t.r.on(place) - t.b.on(place)
             work = work + np.maximum(s.m - s.p, 0.0) * t.rounds * np.maximum(slow, 0.0)
         path = t.begins(place) + t.laps(place) + work + t.ends(place)
         found = np.where(place.exists, np.maximum(found, path), found)
@@ -223,16 +223,16 @@ class _Ring:
 
     def ends(self, place: EndRanks) -> Values:
         """Return the way from a rank's last backward of the last chunk, beyond its own remaining backwards."""
-        return self._way(place, self.b, self.r.at(place), self.r.amounts[0], self.s.first.b)
+        return self._way(place, self.b, self.r.on(place), self.r.amounts[0], self.s.first.b)
 
     def _way(
         self, place: EndRanks, each: Each, again: Values | float, again_first: Values | float, extra: Values
     ) -> Values:
         """Return the longest of three: around the ring; rank by rank; a round at rank 0, and then around the ring."""
         s, top = self.s, place.rank == 0
-        own = self.rounds * s.p * (each.at(place) + again) + top * s.p * extra
+        own = self.rounds * s.p * (each.on(place) + again) + top * s.p * extra
         ring = each.total + s.p * s.c
-        embeds = (s.p - 1) * (each.amounts[0] + again_first + extra) + each.at(place) + again - ring
+        embeds = (s.p - 1) * (each.amounts[0] + again_first + extra) + each.on(place) + again - ring
         straight = each.before(place) + s.c * place.rank + np.where(top, 0.0, extra)
         around: Values = self.rounds * ring + np.maximum(embeds, 0.0) + top * extra
         return np.asarray(straight + np.maximum(around - own, 0.0))
@@ -242,7 +242,7 @@ class _Ring:
 
         They go with its first backward, or after a round of units there with a forward; at the end after a round too.
         """
-        s, f, b, r = self.s, self.f.at(place), self.b.at(place), self.r.at(place)
+        s, f, b, r = self.s, self.f.on(place), self.b.on(place), self.r.on(place)
         ahead, top = s.p - 1 - place.rank, place.rank == 0
         down, up = self.f.after(place) + s.c * ahead, self.b.after(place) + s.c * ahead
         forwards = np.minimum(2 * ahead, s.m * s.v - 1 - self.rounds * s.p)

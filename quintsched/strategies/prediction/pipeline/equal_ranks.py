@@ -61,7 +61,7 @@ class Pipelines(Passes):
         """Last rank of each run."""
         return np.asarray(self.begin + self.ranks - 1)
 
-    def at(self, each: Values, rank: Values) -> Values:
+    def of_rank(self, each: Values, rank: Values) -> Values:
         """Return one rank's value."""
         found: Values = each[0]
         for run in range(1, len(each)):
@@ -109,9 +109,9 @@ class Each:
     @cached_property
     def last(self) -> Values:
         """Value of the last rank."""
-        return self.s.at(self.amounts, self.s.p - 1)
+        return self.s.of_rank(self.amounts, self.s.p - 1)
 
-    def at(self, place: EndRanks) -> Values:
+    def on(self, place: EndRanks) -> Values:
         """Value of the rank at a place."""
         return np.asarray(self.amounts[place.run])
 

@@ -175,12 +175,12 @@ def _of_stages(s: Pipelines, placed: tuple[int, ...]) -> Values:
     columns = []
     for name in ("f", "i", "w"):
         each = chunk(s, name)
-        stages = np.stack([s.at(each, rank) for rank in ranks])
+        stages = np.stack([s.of_rank(each, rank) for rank in ranks])
         stages[0] += getattr(s.first, name)
         stages[-1] += getattr(s.last, name)
         columns.append(stages)
     f, i, w = columns
-    return stage_durations(f, i, w, np.stack([s.at(s.r / s.v, rank) for rank in ranks]), s.c)
+    return stage_durations(f, i, w, np.stack([s.of_rank(s.r / s.v, rank) for rank in ranks]), s.c)
 
 
 def stage_durations(
