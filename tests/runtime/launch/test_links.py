@@ -42,7 +42,7 @@ def test_a_cut_link_ends_all_hosts_and_nobody_else_is_named(tmp_path: Path, coun
         if (number == cut) if cut else (number > 0):
             assert f"(host host{number}) {CUT_OFF}" in words
         elif is_known:
-            assert f"error: rank {cut} (host host{cut}, dp=1, pp=0) cannot be reached; it was last heard of" in words
+            assert f"rank {cut} (host host{cut}, dp=1, pp=0) cannot be reached; it was last heard of" in words
         else:
             assert "error: nobody can be told from the others: host host0 and host host1" in words
 
