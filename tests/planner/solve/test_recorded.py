@@ -209,6 +209,19 @@ def test_waits_are_blamed_on_ranks_messages_and_pauses_and_add_up() -> None:
         assert sum(waited.values()) + busy == pytest.approx(run.time)
 
 
+@pytest.mark.parametrize("late", [-200.0, -20.0, 1.0, 200.0])
+def test_clocks_that_differ_are_refused(late: float) -> None:
+    run = Planted.even("1f1b", 4, 8)
+    first, second, *others = run.step().rows
+    shifted = tuple(ComputedSpan(one.instruction, one.start + late, one.end + late) for one in second)
+    step = RecordedStep(1, (first, shifted, *others))
+    if late == 1.0:
+        Recording.from_step(run.plan, step)
+        return
+    with pytest.raises(InputError, match=r"before its input is made.*their clocks differ"):
+        Recording.from_step(run.plan, step)
+
+
 def test_a_better_order_is_certified_and_never_worse_than_the_recorded_one() -> None:
     run = Planted.even("gpipe", 3, 6)
     stage(1, 1.3)(run)
