@@ -48,6 +48,7 @@ from .stage.build_stages import take_from_others
 from .stage.rank_model import RankModel
 from .stage.rank_view import RankView
 from .stage.tied_weights import with_ties
+from .state.grad_buckets import VERSION
 from .state.training_state import TrainingState
 from .steps.engine_plans import StepPlans
 
@@ -163,6 +164,8 @@ class EngineBase(WeightState, RankView):
         try:
             if plan.mode == "train" and self._state.masters.are_watched:
                 self._state.take_in_changes()
+            if plan.mode == "train" and [*map(VERSION, self._state.shown)] != self._state.shown_versions:
+                self._state.require_own_gradients()
             for source in self._model.sources:
                 source.follow_model()
             prepared = targets if targets is None or self._prepare is None else self._prepare(targets)

@@ -104,7 +104,8 @@ class Code:
         self.hooks = {f"hook {k}": hook for k, hook in enumerate(hooks_of(block))}
         of_all = {name: getattr(global_hooks, name) for name in HOOKS_OF_ALL}
         roots = {"block": None if is_of_torch(block) else block, "model": root, **self.hooks, **of_all}
-        reached = [*Snapshot({name: thing for name, thing in roots.items() if thing}, numbers=False).values()]
+        there = {name: thing for name, thing in roots.items() if thing not in (None, {})}  # a module may have no truth
+        reached = [*Snapshot(there, numbers=False).values()]
         others = [thing for thing in reached if isinstance(thing, FunctionType | type) and not is_known(thing)]
         of_known = {id(t) for m in reached if isinstance(m, nn.Module) and is_known(type(m)) for t in m.buffers(False)}
         tensors = (thing for thing in reached if isinstance(thing, Tensor) and not isinstance(thing, nn.Parameter))

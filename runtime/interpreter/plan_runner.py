@@ -34,6 +34,7 @@ from ..stage.batches.microbatches import Batch
 from ..stage.rank_model import RankModel
 from ..stage.sliced_losses import require_planned_losses
 from ..stage.stage_forward import StageForward
+from ..state.grad_buckets import VERSION
 from ..state.training_state import TrainingState
 from ..steps.changed_weights import weights_unchanged
 from ..steps.join_outputs import OutputJoiner
@@ -239,6 +240,7 @@ class PlanRunner:
             self._state.weights.wait_gathers()
         self.is_broken, outcome = False, state.step_end.outcome
         if trains:
+            self._state.shown_versions = [*map(VERSION, self._state.shown)]
             samples = self._model.num_replicas * step.units.num_samples
             self._samples_before = 0 if last else self._samples_before + samples
             if not last:

@@ -48,7 +48,7 @@ _NO_CONTEXT = nullcontext()
 _OURS = "quintsched"
 """Key of the hook that refuses steps which are not those of a `Stepper`."""
 _stepped_here, _this_thread = WeakSet[Optimizer](), threading.local()
-"""Optimizers of steppers, and whether one steps in this thread."""
+"""Optimizers that step masters or shards alone, which are no weights of a block; whether one steps in this thread."""
 _profiled = torch._C._autograd._profiler_enabled
 
 
@@ -101,7 +101,9 @@ class Stepper:
         self._own = [OwnState(n, part) for n, part in zip(numbers or range(len(parts)), parts, strict=True)]
         self._foreign = [own for own in self._own if own.is_foreign]
         self._is_first, self._has_shares = True, numbers is not None
-        _stepped_here.update(parts)
+        for part in parts:
+            if not any(map(hold_on, parameters_of(part))):
+                _stepped_here.add(part)
         _pre_hooks[_OURS] = _refuse_own_steps  # type: ignore[index]
         self._stepped = len(self._part_of)
 
@@ -217,8 +219,7 @@ def _refuse_own_steps(optimizer: Optimizer, *_: object) -> None:
     """Raise `UsageError` for a step by others of an engine's optimizer, or of weights that an engine trains."""
     if getattr(_this_thread, "steps", False):
         return
-    first = (group["params"][0] for group in optimizer.param_groups if group["params"])
-    is_own, holds = optimizer in _stepped_here, filter(None, map(hold_on, first))
+    is_own, holds = optimizer in _stepped_here, filter(None, map(hold_on, parameters_of(optimizer)))
     if is_own or any(hold.trains and not hold.ended for hold in holds):
         raise UsageError(
             f"{type(optimizer).__name__}.step() is called on weights that an engine trains: engine.step has stepped "

@@ -173,6 +173,7 @@ def build_stages(
         choice = prover.choose(number, module, builder)
         apply_expert_parallel(module, groups.experts, groups.context, tokens_alike=True)  # set anew per step
         cut = tensor.apply(number, module, choice)
+        hold.take(cut.parameters())
         prover.record_block(number, cut)
         return cut
 

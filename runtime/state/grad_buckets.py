@@ -46,7 +46,7 @@ from .piggybacked_metrics import Room, room_for
 WaitForWorks = Callable[[Iterable[Work]], None]
 """Waits for works with other ranks."""
 
-_GRAD, _VERSION = attrgetter("grad"), attrgetter("_version")
+_GRAD, VERSION = attrgetter("grad"), attrgetter("_version")
 
 IN_CACHE = 2**16
 """Count of numbers that fit into a core's cache."""
@@ -82,6 +82,7 @@ class GradBucket:
         plan_bucket: the plan's bucket that it belongs to; `stage` is that bucket's stage.
         flat: the full gradients.
         shard: this rank's part of their sum over replicas: in the same memory, unless full gradients are freed.
+        given: what the optimizer steps, and the views that become its `.grad`.
         views: the gradient of each parameter, as a view of the flat buffer; `pairs` are (parameter, view).
         room: the space for figures that are piggybacked on its reduction.
         comes_summed: whether PyTorch reduces these gradients itself.
@@ -142,7 +143,7 @@ class GradBucket:
         if self.reshards and stats is not None:
             stats.add_bytes(MemoryKind.GRADIENTS, self.shard.nbytes)
         pairs = zip(map(masters.master_of, parameters), self.held(), strict=True)
-        self._grads = [(stepped, view) for stepped, view in pairs if stepped is not None and view is not None]
+        self.given = [(stepped, view) for stepped, view in pairs if stepped is not None and view is not None]
         self.clear()
         self.kept = frozenset([id(view) for parameter, view in self.pairs if can_be_grad(view, parameter)])
         keeps_views = len(self.kept) == len(self.views)
@@ -165,7 +166,7 @@ class GradBucket:
                 view.data = own.data
         if self.begins_at_zero and self._versions is None:
             self.flat.zero_()
-            self._versions = list(map(_VERSION, self.views))
+            self._versions = list(map(VERSION, self.views))
         for parameter, view in self.pairs:
             if not self.adds_in_place:
                 parameter.grad = None
@@ -187,7 +188,7 @@ class GradBucket:
         """Set missing gradients to `NO_GRADIENT`, before all are read together."""
         if not self.blank or not self._storage.is_resident:
             return
-        if self._versions is not None and not any(map(eq, map(_VERSION, self.views), self._versions)):
+        if self._versions is not None and not any(map(eq, map(VERSION, self.views), self._versions)):
             self.blank.clear()  # all have come
             return
         for number, (parameter, view) in enumerate(self.pairs):
@@ -199,7 +200,7 @@ class GradBucket:
 
     def give(self) -> None:
         """Set `.grad` of everything that the optimizer steps to its view."""
-        for stepped, view in self._grads:
+        for stepped, view in self.given:
             if stepped.grad is not view:
                 stepped.grad = view
 

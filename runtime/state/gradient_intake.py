@@ -55,13 +55,15 @@ def take_in(bucket: GradBucket) -> list[Tensor]:
 def keep_in_place(bucket: GradBucket) -> None:
     """Put back views that user code has taken from `.grad` since the last backward, and add what came instead.
 
-    Raises `MisfitError` where a hook has replaced a sum.
+    Raises `MisfitError` where a hook has replaced a sum, or taken it away.
     """
     for parameter, view in bucket.pairs if bucket.is_open else ():
         if parameter.grad is not view and id(getattr(parameter, "_quintsched_sum", None)) in bucket.own:
             if parameter.grad is not None:
                 _require_not_replaced(bucket, parameter, own_hooks=0)
                 view.add_(parameter.grad)
+            elif parameter._post_accumulate_grad_hooks:
+                _require_taken(bucket, parameter, ())
             parameter.grad = view
 
 

@@ -5,6 +5,9 @@
        └──────────── rounded ◀── master (float32) ◀── optimizer step ◀────────┘
 
 Weights of 32 bits or more are their own masters.
+
+Writes by user code between steps would be lost in masters and shards, or go by a shard where the whole is meant. They
+are found by version counters and memory, and, as `.data` counts no versions, by a few numbers of each weight.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from ..blocks.dtensor import local_of
 from ..blocks.number_types import is_low
 from ..parallel.tensor.parameter_shards import mark_shard, shard_of
 from ..stage.build_stages import Stage
+
+NUM_SAMPLES = 16
+"""Count of numbers of a weight that are compared, from one end of its memory to the other."""
 
 
 class Masters:
@@ -42,13 +48,30 @@ class Masters:
         self._watched = [(name, weight) for name, weight in named if not isinstance(weight, DTensor)]
         self._in_buffers, self.are_watched = in_buffers, bool(self._watched)
         """Whether any weights are watched."""
-        self._versions = self._now()
+        self._versions, self._samples = self._now(), list[Tensor]()
+        if self.are_watched:
+            self._sample()
+
+    def _memory_of(self, weight: nn.Parameter) -> Tensor:
+        """Return the memory that the engine alone writes of a weight."""
+        return weight.data
+
+    def _sample(self) -> None:
+        self._samples = [_spread(self._memory_of(weight)) for _, weight in self._watched]
+        self._numbers = self._row()
+
+    def _row(self) -> Tensor:
+        return torch.cat(self._samples) if self._samples else torch.empty(0)
 
     def note_versions(self) -> None:
-        """Record the version counters of weights, after changes by the engine itself."""
-        now = self._now()
-        places = self._versions if self._in_buffers else now
+        """Record version counters and numbers of weights, after changes by the engine itself."""
+        now, before = self._now(), self._versions
+        places = before if self._in_buffers else now
         self._versions = [(version, place) for (version, _), (_, place) in zip(now, places, strict=True)]
+        if [place for _, place in before] == [place for _, place in places]:
+            self._numbers = self._row()
+        else:
+            self._sample()
 
     def _now(self) -> list[tuple[int, int]]:
         return [(weight._version, weight.data_ptr()) for _, weight in self._watched]
@@ -63,10 +86,14 @@ class Masters:
 
         Only weights with a master copy, or of which shards are stepped, are watched.
         """
-        if not self._watched or (now := self._now()) == self._versions:
+        now, row = self._now(), self._row()
+        if now == self._versions and _equal(row, self._numbers):
             return []
-        pairs = zip(self._watched, self._versions, now, strict=True)
-        return [(name, shard_of(weight) is not None) for (name, weight), was, here in pairs if was != here]
+        lengths = [*map(len, self._samples)]
+        same = map(_equal, row.split(lengths), self._numbers.split(lengths))
+        pairs = zip(self._watched, self._versions, now, same, strict=True)
+        changed = [weight for weight, was, here, is_same in pairs if was != here or not is_same]
+        return [(name, shard_of(weight) is not None) for name, weight in changed]
 
     @torch.no_grad()
     def take_over(self) -> None:
@@ -108,3 +135,15 @@ def _master(parameter: nn.Parameter) -> nn.Parameter:
     if shard is not None:
         mark_shard(master, shard)
     return master
+
+
+def _spread(memory: Tensor) -> Tensor:
+    """Return a view of some numbers of a tensor; of one where it is not contiguous, as others' may lie between."""
+    if memory.is_contiguous():
+        return memory.view(-1)[:: 1 + memory.numel() // NUM_SAMPLES]
+    return memory.as_strided((min(1, memory.numel()),), (1,))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two rows have the same bits: not-a-number equals itself."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))

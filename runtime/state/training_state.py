@@ -29,7 +29,7 @@ from ..parallel.tensor.parameter_shards import gather_full, shard_of, take_shard
 from ..stage.build_stages import Stage
 from ..stage.tied_weights import TiedWeights
 from .flat_buffer import FlatLayout
-from .grad_buckets import GradBucket, GradBuckets, PlanBucket, cut_buckets
+from .grad_buckets import VERSION, GradBucket, GradBuckets, PlanBucket, cut_buckets
 from .grad_hooks import GradHooks
 from .grad_norm import AbsentGradients, GradNorm
 from .grad_reducer import GradReducer
@@ -87,6 +87,10 @@ class TrainingState:
         builds: builds the optimizers.
         bucket_bytes: maximum size of a reduction bucket, in bytes.
 
+    Attributes:
+        shown: gradients that user code finds in `.grad` between steps.
+        shown_versions: their version counters after the last step.
+
     Raises:
         MisfitError: weights that cannot be sharded.
     """
@@ -107,6 +111,8 @@ class TrainingState:
         self.weights, self._whole, self._at_one_place = ShardedWeights(), builds.whole, builds.at_one_place
         buckets = self._make_buckets(plan, pp_rank, bucket_bytes)
         self.gradients = self._make_gradients(plan, buckets)
+        self.shown = [view for bucket in buckets.all for _, view in bucket.given]
+        self.shown_versions = [*map(VERSION, self.shown)]
         self.steppers = builds.bind(self.masters.master_of)
         self.beside = BesideTensors(stages, self.steppers, self.masters)
         self.zero_split = self._describe_split(builds.why)
@@ -250,6 +256,17 @@ class TrainingState:
                 "engine.gathered(write=True):`, where weights are whole, or by engine.set_weights({name: tensor})"
             )
         self.weights.take_in()
+
+    def require_own_gradients(self) -> None:
+        """Raise `UsageError` where user code has changed gradients that the last step has used; zeros are allowed."""
+        pairs = zip(self.shown, self.shown_versions, strict=True)
+        changed = [view for view, version in pairs if view._version != version]
+        if self.gradients.reducer.accumulates or any(bool(view.any()) for view in changed):
+            raise UsageError(
+                "gradients were changed since the last engine.step, as by clip_grad_norm_ or p.grad.mul_, which has no "
+                "effect, as that step has used them: clip by Engine(…, clip=…), scale the loss, or change gradients in "
+                "a hook, optimizer.register_step_pre_hook; before a backward of the loop's own, call zero_grad()"
+            )
 
     @torch.no_grad()
     def take_over(self) -> None:

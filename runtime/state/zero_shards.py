@@ -127,7 +127,7 @@ class ShardedMasters(Masters):
 
     def __init__(self, buckets: Sequence[WeightBucket], stages: Mapping[int, Stage]) -> None:
         super().__init__({})
-        self._buckets, self._nans = buckets, [bucket.nans for bucket in buckets if bucket.reshards]
+        self._nans, self._memory = [bucket.nans for bucket in buckets if bucket.reshards], dict[nn.Parameter, Tensor]()
         self._pairs = {stage: ([], []) for stage in stages}
         self._within: dict[nn.Parameter, tuple[int, int]] = {}
         self._of_stage = {
@@ -139,6 +139,11 @@ class ShardedMasters(Masters):
                 low, high = self._pairs[bucket.plan_bucket.stage]
                 low.append(bucket.shard)
                 high.append(bucket.stepped)
+            memory = bucket.nans.split(1) if bucket.reshards else bucket.layout.held(bucket.shard)
+            is_stepped = bucket.stepped is bucket.shard and not bucket.reshards
+            for parameter, numbers in zip(bucket.parameters, memory, strict=True):
+                is_none = numbers is None or (is_stepped and shard_of(parameter) is None)  # writes are not lost
+                self._memory[parameter] = bucket.shard[:0] if is_none else numbers
             for parameter, master, segment in zip(
                 bucket.parameters, bucket.segments, bucket.layout.segments(), strict=True
             ):
@@ -148,15 +153,14 @@ class ShardedMasters(Masters):
         named = (pair for stage in stages.values() for pair in stage.named_weights().items())
         self._watch(named, in_buffers=True)
 
+    def _memory_of(self, weight: nn.Parameter) -> Tensor:
+        return self._memory[weight]
+
     def changed(self) -> list[tuple[str, bool]]:
         """Return weights that user code has changed: with `.data`, also those that are not resident now."""
-        found, nans = super().changed(), self._nans
-        if not found and nans and not bool(torch.cat(nans).isnan().all()):
-            names, buckets = {weight: name for name, weight in self._watched}, self._buckets
-            hidden = [pair for bucket in buckets for pair in zip(bucket.parameters, bucket.nans.isnan(), strict=False)]
-            found = [(names[weight], shard_of(weight) is not None) for weight, is_nan in hidden if not is_nan]
-            for nan in nans:
-                nan.fill_(torch.nan)
+        found = super().changed()
+        for nan in self._nans if found else ():
+            nan.fill_(torch.nan)
         return found
 
     def publish(self, stages: Sequence[int]) -> None:

@@ -129,7 +129,11 @@ def move(weight: torch.nn.Parameter) -> None:
     weight.data = weight.data * 0.5
 
 
-@pytest.mark.parametrize("change", [halve, move])
+def clamp_data(weight: torch.nn.Parameter) -> None:
+    weight.data.clamp_(-1e-3, 1e-3)
+
+
+@pytest.mark.parametrize("change", [halve, move, clamp_data])
 @pytest.mark.parametrize(("mesh", "dtype"), [("dp=2", torch.bfloat16), ("tp=2", torch.float64)])
 def test_changes_that_would_be_lost_or_done_to_shards_are_refused(
     mesh: str, dtype: torch.dtype, change: Callable[[torch.nn.Parameter], None]

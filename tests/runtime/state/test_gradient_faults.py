@@ -81,6 +81,7 @@ def test_the_engine_made_last_of_the_same_modules_trains_them() -> None:
         own_of_fresh = sgd(fresh.stages[transport.rank].parameters())
         fresh.close()
         own_of_fresh.step()
+        fresh.optimizer.step()
 
     run_local(2, run)
 

@@ -214,6 +214,10 @@ def test_a_backward_of_the_loop_between_steps_is_the_loop_s_alone() -> None:
             layer.zero_grad()
             layer(torch.ones(2, 4)).square().sum().backward()
         assert torch.equal(layers[0].weight.grad, twin.weight.grad)  # type: ignore[arg-type]
+    engine.step(torch.ones(4, 4), torch.zeros(4, 4))
+    nn.utils.clip_grad_norm_(layers[0].parameters(), 1e-3)
+    with pytest.raises(qs.UsageError, match=r"gradients were changed since the last engine.step.*Engine\(…, clip=…\)"):
+        engine.step(torch.ones(4, 4), torch.zeros(4, 4))
 
 
 def halve(model: nn.Module, step: int) -> None:
