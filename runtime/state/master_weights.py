@@ -48,7 +48,7 @@ class Masters:
         self._watched = [(name, weight) for name, weight in named if not isinstance(weight, DTensor)]
         self._in_buffers, self.are_watched = in_buffers, bool(self._watched)
         """Whether any weights are watched."""
-        self._versions, self._samples = self._now(), list[Tensor]()
+        self._versions, self._samples, self._numbers = self._now(), list[Tensor](), torch.empty(0)
         if self.are_watched:
             self._sample()
 

@@ -69,16 +69,13 @@ def clone(parameter: Tensor) -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(("hook", "said"), [(free, "has lost its gradient"), (clone, "replaces its .grad")])
 def test_a_hook_that_takes_a_sum_away_is_refused(hook: Callable[[Tensor], None], said: str, width: int) -> None:
-    engine, plain = engine_of(width), norms(engine_of(width))
+    engine = engine_of(width)
 
     def hang_on(step: int) -> None:
         if step == 1:
             for parameter in engine.stages[0].parameters():
                 parameter.register_post_accumulate_grad_hook(hook)
 
-    if hook is free and width == WIDTHS[0]:  # autograd has added in place before the hook runs: nothing is lost
-        assert norms(engine, before=hang_on) == plain
-        return
     with pytest.raises(MisfitError, match=said):
         norms(engine, before=hang_on)
 
