@@ -63,7 +63,7 @@ BUDGET = {
     "losses": 1989,
     "objects": 1810,
     "train": 1621,
-    "state": 1420,
+    "state": 1423,
     "launch": 1333,
     "blocks": 1324,
     "data": 1127,

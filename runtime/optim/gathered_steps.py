@@ -102,7 +102,7 @@ class Stepper:
         self._foreign = [own for own in self._own if own.is_foreign]
         self._is_first, self._has_shares = True, numbers is not None
         for part in parts:
-            if not any(map(hold_on, parameters_of(part))):
+            if not any(map(hold_on, part.param_groups[0]["params"])):
                 _stepped_here.add(part)
         _pre_hooks[_OURS] = _refuse_own_steps  # type: ignore[index]
         self._stepped = len(self._part_of)

@@ -48,8 +48,9 @@ class Masters:
         self._watched = [(name, weight) for name, weight in named if not isinstance(weight, DTensor)]
         self._in_buffers, self.are_watched = in_buffers, bool(self._watched)
         """Whether any weights are watched."""
-        self._versions, self._samples, self._numbers = self._now(), list[Tensor](), torch.empty(0)
+        self._versions, self._samples, self._numbers = list[tuple[int, int]](), list[Tensor](), torch.empty(0)
         if self.are_watched:
+            self._versions = self._now()
             self._sample()
 
     def _memory_of(self, weight: nn.Parameter) -> Tensor:

@@ -111,7 +111,9 @@ class TrainingState:
         self.weights, self._whole, self._at_one_place = ShardedWeights(), builds.whole, builds.at_one_place
         buckets = self._make_buckets(plan, pp_rank, bucket_bytes)
         self.gradients = self._make_gradients(plan, buckets)
-        self.shown = [view for bucket in buckets.all for _, view in bucket.given]
+        self.shown = list[Tensor]()
+        for bucket in buckets.all:
+            self.shown += dict(bucket.given).values()
         self.shown_versions = [*map(VERSION, self.shown)]
         self.steppers = builds.bind(self.masters.master_of)
         self.beside = BesideTensors(stages, self.steppers, self.masters)
