@@ -55,7 +55,7 @@ LONGEST_FUNCTION = 60
 BUDGET = {
     "parallel": 6092,
     "saving": 3760,
-    "interpreter": 2886,
+    "interpreter": 2885,
     "comm": 2838,
     "splitting": 2591,
     "watch": 2059,

@@ -241,8 +241,7 @@ class PlanRunner:
         self.is_broken, outcome = False, state.step_end.outcome
         if trains:
             self._state.shown_versions = [*map(VERSION, self._state.shown)]
-            samples = self._samples_before + self._model.num_replicas * step.units.num_samples
-            self._samples_before = 0 if last else samples
+            self._samples_before = 0 if last else self._samples_before + self._model.num_replicas * step.units.num_samples
             if not last:
                 self._state.masters.note_versions()
         if trains and last and not outcome.empty:
