@@ -221,7 +221,7 @@ class PlanRunner:
             self._buffers.generation += 1  # receives of all plans share them
         trains = state.flows.trains
         self._begin(step, last=last, wants_outputs=wants_outputs)
-        masks, buffers = self._model.masks, self._model.buffers
+        model, masks, buffers = self._model, self._model.masks, self._model.buffers
         before = self._read_generators() if masks.alarms < MOST_ALARMS else b""
         if trains and (buffers.are_shared or not self.steps.in_run):
             watched = NO_CONTEXT if self.steps.in_run else weights_unchanged(self._model, self._groups)
@@ -241,7 +241,7 @@ class PlanRunner:
         self.is_broken, outcome = False, state.step_end.outcome
         if trains:
             self._state.shown_versions = [*map(VERSION, self._state.shown)]
-            self._samples_before = 0 if last else self._samples_before + self._model.num_replicas * step.units.num_samples
+            self._samples_before = 0 if last else self._samples_before + model.num_replicas * step.units.num_samples
             if not last:
                 self._state.masters.note_versions()
         if trains and last and not outcome.empty:
