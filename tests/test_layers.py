@@ -63,7 +63,7 @@ BUDGET = {
     "losses": 1989,
     "objects": 1810,
     "train": 1621,
-    "state": 1423,
+    "state": 1424,
     "launch": 1333,
     "blocks": 1324,
     "data": 1127,

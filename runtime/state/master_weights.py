@@ -7,7 +7,8 @@
 Weights of 32 bits or more are their own masters.
 
 Writes by user code between steps would be lost in masters and shards, or go by a shard where the whole is meant. They
-are found by version counters and memory, and, as `.data` counts no versions, by a few numbers of each weight.
+are found by version counters and memory. On the CPU a few numbers of each weight are compared too, as `.data` counts no
+versions.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Masters:
             self._sample()
 
     def _memory_of(self, weight: nn.Parameter) -> Tensor:
-        """Return the memory that the engine alone writes of a weight."""
-        return weight.data
+        """Return the memory that the engine alone writes of a weight; none on a device, which would be waited for."""
+        return weight.data if weight.is_cpu else weight.data.new_empty(0)
 
     def _sample(self) -> None:
         self._samples = [_spread(self._memory_of(weight)) for _, weight in self._watched]

@@ -142,7 +142,8 @@ class ShardedMasters(Masters):
             memory = bucket.nans.split(1) if bucket.reshards else bucket.layout.held(bucket.shard)
             is_stepped = bucket.stepped is bucket.shard and not bucket.reshards
             for parameter, numbers in zip(bucket.parameters, memory, strict=True):
-                is_none = numbers is None or (is_stepped and shard_of(parameter) is None)  # writes are not lost
+                is_kept = is_stepped and shard_of(parameter) is None  # writes are not lost
+                is_none = numbers is None or is_kept or not (bucket.reshards or parameter.is_cpu)
                 self._memory[parameter] = bucket.shard[:0] if is_none else numbers
             for parameter, master, segment in zip(
                 bucket.parameters, bucket.segments, bucket.layout.segments(), strict=True
