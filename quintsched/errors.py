@@ -175,13 +175,13 @@ def import_advice(error: BaseException | None) -> str:
     return ""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" for the known name nearest to `name`, or nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+def nearest(name: str, known: Iterable[str], *, closeness: float = 0.5) -> str:
+    """Return "; did you mean 'x'?" for the known name nearest to `name`, at least as close (0 to 1), or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=closeness)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str], *, closeness: float = 0.5) -> str:
     """Return "; did you mean 'x'?" for the known name nearest to `name`, or else the list of known names."""
     known = list(known)
-    return nearest(name, known) or (f"; there is: {', '.join(known)}" if known else "")
+    return nearest(name, known, closeness=closeness) or (f"; there is: {', '.join(known)}" if known else "")

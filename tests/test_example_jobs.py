@@ -35,7 +35,12 @@ ACTIVE = 12.9e9  # of mixtral-8x7b, arXiv:2401.04088, section 2: 13B
 TINY = {"hidden": 32, "depth": 2, "heads": 4, "kv_heads": 2, "ffn": 48}
 TRAINED = {
     "qwen3-8b": {"model.options.head_size": 6, "parallel.mesh": "dp=2"},
-    "mixtral-8x7b": {"model.options.experts": 4, "parallel.mesh": "dp=2,ep=2"},
+    "mixtral-8x7b": {
+        "model.options.experts": 4,
+        "parallel.mesh": "pp=2,ep=2",
+        "parallel.chunks": 2,
+        "parallel.stages": [1, 1, 1, 1],
+    },
 }
 VOCABULARY = 50
 

@@ -34,7 +34,7 @@ TUNE = ("tune", "--model", "gpt2", "--hardware", "l4", "--mesh", "pp=2", "--batc
 def test_how_far_a_command_is(cli, plan_file, tmp_path, monkeypatch, command, words):
     (tmp_path / "own.py").write_text(OWN)
     lines: list[str] = []
-    for name in ("__init__", "at", "now"):
+    for name in ("__init__", "show_done", "now"):
         plain = getattr(module.ProgressLine, name)
 
         def noted(self, *given, plain=plain):
