@@ -59,7 +59,7 @@ BUDGET = {
     "comm": 2838,
     "splitting": 2591,
     "watch": 2059,
-    "stage": 1980,
+    "stage": 1981,
     "losses": 1989,
     "objects": 1810,
     "train": 1621,

@@ -160,7 +160,7 @@ def build_stages(
         unlike = why_unlike(number, blocks[number], outlines[number], module)
         refused.append(unlike or (moves and why_separated(number, module, moves)))
         _require_own(number, module)
-        whole = list(module.parameters())
+        hold.take(module.parameters())
         spread_buffers(module)
         prepare_sharded(module, number, groups.tensor, groups.replicas)
         for held in (*module.parameters(), *module.buffers()):
@@ -173,7 +173,8 @@ def build_stages(
         choice = prover.choose(number, module, builder)
         apply_expert_parallel(module, groups.experts, groups.context, tokens_alike=True)  # set anew per step
         cut = tensor.apply(number, module, choice)
-        hold.take((*whole, *cut.parameters()))
+        if groups.tensor.size * groups.experts.size > 1:
+            hold.take(cut.parameters())  # parts replace the whole weights
         prover.record_block(number, cut)
         return cut
 
