@@ -71,7 +71,7 @@ BUDGET = {
     "examine": 1091,
     "optim": 1057,
     "steps": 892,
-    "settings": 774,
+    "settings": 798,
     "run_checks": 752,
     "calibrate": 620,
     "models": 511,

@@ -14,7 +14,6 @@ current directory, not to the job file: the same file serves runs in many places
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,6 +30,7 @@ from quintsched.request import CompileRequest, RequestOption, entries
 from .intervals import Every, EveryOrEpoch
 from .optimizer_settings import LearningRateConfig as LearningRateConfig
 from .optimizer_settings import OptimizerConfig as OptimizerConfig
+from .places import URL, PathText, PlaceText
 from .run_settings import (
     Names,
     RunSettings,
@@ -218,7 +218,7 @@ class RuntimeConfig(_section("runtime")):  # type: ignore[misc]
     """Transport of messages; "auto": NCCL where each rank has a GPU, else gloo; "local": threads of one process."""
     rules: StrictRules | None = None
     """Stricter rules than the transport's, for tests: a send waits for its receive; messages in NCCL's order."""
-    trace: Annotated[str | None, SettingRule.OF_A_MACHINE] = None
+    trace: Annotated[PathText | None, SettingRule.OF_A_MACHINE] = None
     """A directory for a trace of when each instruction ran, for `render --trace`; none: no trace."""
     trace_first: int = Field(default=2, ge=0)
     """The first step that is traced, counted from 0."""
@@ -226,14 +226,10 @@ class RuntimeConfig(_section("runtime")):  # type: ignore[misc]
     """Number of steps that are traced."""
 
 
-URL = re.compile(r"(?!file:)[a-z][a-z0-9+.-]+://.+")
-"""A place of checkpoints that is a bucket, not a folder."""
-
-
 class CheckpointConfig(Settings):
     """Section `checkpoint`: what is saved of the run."""
 
-    dir: str | None = None
+    dir: PlaceText | None = None
     """Directory of the checkpoints, or its URL in a bucket (s3://bucket/run); none: nothing is saved."""
     every: EveryOrEpoch = 0
     """Interval between checkpoints: 500, "50M tokens", "30 min"; 0: one at the end of each epoch."""
@@ -244,7 +240,7 @@ class CheckpointConfig(Settings):
     host. Those of the format "dcp" never are."""
     format: Literal["native", "dcp"] = "native"
     """"native": a file per rank, for the plan that wrote it; "dcp": PyTorch's distributed format, for any mesh."""
-    export: str | None = None
+    export: PathText | None = None
     """A directory for the trained weights, as `from_pretrained` of transformers reads them; none: not written."""
 
     @property
@@ -264,7 +260,7 @@ class CheckpointConfig(Settings):
 class ForwardConfig(Settings):
     """The section `forward`: the outputs of a run with `mode: forward`."""
 
-    outputs: Annotated[str | None, SettingRule.OF_A_MACHINE] = None
+    outputs: Annotated[PathText | None, SettingRule.OF_A_MACHINE] = None
     """A folder for them: an index, and files of safetensors."""
     samples: Samples = "validation"
     """Split of the data that is run forward: each sample once, in the order of the data."""
@@ -284,7 +280,7 @@ class SinkConfig(Settings):
 class LogConfig(Settings):
     """Section `log`: the log file and further receivers."""
 
-    path: Annotated[str | None, SettingRule.OF_A_MACHINE] = None
+    path: Annotated[PathText | None, SettingRule.OF_A_MACHINE] = None
     """A file of JSON lines; none: no file."""
     every: Every = 50
     """Interval between two records: 50, "1M tokens", "30 s"."""

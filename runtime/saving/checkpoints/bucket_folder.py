@@ -30,7 +30,7 @@ from quintsched.files.atomic import whole_path, writing
 from quintsched.files.strictjson import parse_strict, shorten
 
 from ...comm.clocks import now_s
-from ...settings.job_file import URL
+from ...settings.places import URL, checked_place
 from ..write_tensors import WHAT
 from .manifest import MANIFEST
 from .run_folder import LEFTOVER, LOCK, OWN_FOLDER, Result, RunFolder, SavedStep, if_there, step_of
@@ -45,8 +45,8 @@ Place = Path | str
 
 
 def named_place(text: str) -> Place:
-    """Return a URL as it is, and the path of a folder."""
-    return text.rstrip("/") if URL.fullmatch(text) else Path(text)
+    """Return a URL as it is, and the path of a folder; raises `UsageError` for what only looks like a URL."""
+    return checked_place(text).rstrip("/") if URL.fullmatch(text) else Path(checked_place(text))
 
 
 def place_of(text: str) -> Place:
@@ -81,7 +81,7 @@ class BucketFolder(RunFolder):
         try:
             from fsspec.core import url_to_fs
 
-            self._files, self._root = url_to_fs(url, use_listings_cache=False)
+            self._files, self._root = url_to_fs(named_place(url), use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise UsageError(
                 f"{url}: {error}; a URL of checkpoints needs fsspec, and its package for the kind"

@@ -318,9 +318,13 @@ def test_a_bucket_is_no_folder_that_a_launcher_makes(tmp_path: Path, monkeypatch
         assert (asked.checkpoint.folder is None, asked.folder) == (not made, Path("runs/1") if made else None)
 
 
-def test_a_url_that_nobody_knows_is_refused(data_file: Path) -> None:
-    with pytest.raises(qs.UsageError, match=r"nowhere://runs/1: .*nowhere"):
-        fit(job(data_file, "nowhere://runs/1"))
+@pytest.mark.parametrize("name", ["lr=0.1 é", "lr%20+a&b", "a'b;$c|d\\", "~", "-a", "a:b@c"])
+def test_names_of_objects_may_be_odd(bucket: str, name: str) -> None:
+    place = f"{bucket}/{name}"
+    for step in (1, 2):
+        save(place, step, step)
+    assert load(place).number == 2.0
+    assert names_in(place) == ["plan.json", "step-00000002"]
 
 
 @contextmanager

@@ -1,0 +1,33 @@
+"""Places of a job: text that only looks like a path or a URL is refused before anything is made or removed there."""
+
+from __future__ import annotations
+
+import pytest
+
+import quintsched as qs
+from quintsched.runtime.saving.checkpoints.bucket_folder import named_place, open_place
+from quintsched.runtime.settings.job_file import JobConfig
+
+
+@pytest.mark.parametrize("name", ["a*", "lr[0]", "a?b", "a#1", "a::b", "a//b", "a/../b", "a/.", "a\nb"])
+def test_patterns_are_no_names_of_objects(name: str) -> None:
+    for read in (named_place, lambda url: JobConfig(checkpoint={"dir": url})):
+        with pytest.raises(qs.UsageError, match="to clients of buckets it is no plain name"):
+            read(f"s3://bucket/{name}")
+
+
+@pytest.mark.parametrize("text", ["file:///runs/1", "S3://runs/1", "s3:/runs/1", "simplecache::s3://runs/1"])
+def test_what_only_looks_like_a_url_makes_no_folder(text: str) -> None:
+    for section, key in (("checkpoint", "dir"), ("checkpoint", "export"), ("log", "path"), ("runtime", "trace")):
+        with pytest.raises(qs.UsageError, match=f"/{section}/{key}: .* it is no path on a disk, nor a URL such as"):
+            JobConfig(**{section: {key: text}})
+
+
+@pytest.mark.parametrize("text", ["out/a*b", "12:30/run", "a:b", "C:/out", "out//x", "../out [1]"])
+def test_a_folder_has_any_name(text: str) -> None:
+    assert JobConfig(checkpoint={"dir": text}).checkpoint.folder is not None
+
+
+def test_a_url_that_nobody_knows_is_refused() -> None:
+    with pytest.raises(qs.UsageError, match=r"nowhere://runs/1: .*nowhere"):
+        open_place("nowhere://runs/1")
