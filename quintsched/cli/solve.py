@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -39,7 +40,7 @@ Chunks = Annotated[
 ]
 Cap = Annotated[
     float | None,
-    typer.Option("--memory-cap", metavar="X", help="Most activations on a rank, in microbatches of a whole rank."),
+    typer.Option("--memory-cap", metavar="X", help="Most activations on a rank, in the unit of the costs (default: microbatches)."),
 ]
 Minimised = Annotated[
     str, typer.Option("--objective", metavar="TIME", help="span (the longest of a rank) or makespan (of all ranks).")
@@ -83,6 +84,7 @@ def solve(
     """
     from quintsched.solve import solve as solve_order
 
+    began_s = monotonic()
     _require_writable([file for file in (output, log, certificate) if file is not None], costs)
     with progress("solving") as shown:
 
@@ -107,7 +109,7 @@ def solve(
         )
     _write(found, output, certificate, log)
     if as_json:
-        emit(_as_json(found))
+        emit({**_as_json(found), "seconds": monotonic() - began_s})
     else:
         say(_in_words(found))
         if output is None:
@@ -167,8 +169,10 @@ def _as_json(found: Solution) -> dict[str, object]:
 
 def _in_words(found: Solution) -> str:
     claim = found.certificate
+    other = f"makespan {found.makespan:g}" if claim.objective == "span" else f"span {found.span:g}"
     lines = [
-        f"{claim.objective} {claim.value:g} {claim.costs.unit}, placement {found.placement}, found by: {found.origin}",
+        f"{claim.objective} {claim.value:g} {claim.costs.unit}, {other}, placement {found.placement}, "
+        f"found by: {found.origin}",
         f"certified bound {claim.bound:g} (rank {claim.rank} by {claim.reason})",
     ]
     if found.proved is not None and found.proved > claim.bound:

@@ -42,6 +42,7 @@ class Solution:
     Attributes:
         plan: the plan; its order is proved sound under the strictest transport profile.
         certificate: its value and a lower bound, as `certify` verifies them.
+        span, makespan: longest span of a rank, and time until the last computation ends; the value is one of them.
         placement: name of its placement.
         origin: the part of the search that found it; a name of a schedule where nothing better was found.
         proved: lower bound that CP-SAT has proved for this placement (None: none). `certify` cannot verify it.
@@ -51,6 +52,8 @@ class Solution:
 
     plan: Plan
     certificate: Certificate
+    span: float
+    makespan: float
     placement: str
     origin: str
     proved: float | None
@@ -77,6 +80,8 @@ class Solution:
             "placement": self.placement,
             "objective": claim.objective,
             "value": claim.value,
+            "span": self.span,
+            "makespan": self.makespan,
             "bound": claim.bound,
             "proved": self.proved,
             "gap": self.gap,
@@ -194,6 +199,8 @@ def solution_of(
 ) -> Solution:
     """Return the result of a search, with the certificate of the best plan."""
     best = best_of(done)
+    timing = time_orders(best.problem, best.orders)
+    assert timing is not None
     certificate = Certificate(
         objective=best.objective,
         value=best.value,
@@ -204,7 +211,8 @@ def solution_of(
         costs=costs,
     )
     proved = None if math.isinf(best.proved) else best.proved
-    return Solution(plan, certificate, placement, best.origin, proved, tuple(done.log))
+    times = timing.value("span"), timing.makespan
+    return Solution(plan, certificate, *times, placement, best.origin, proved, tuple(done.log))
 
 
 def plan_of(problem: Problem, orders: Orders, mesh: Mesh) -> Plan:

@@ -177,7 +177,7 @@ class Recording:
         for wire in sorted({gap.wire for gap in self.gaps if gap.wire}):
             mine = [gap for gap in self.gaps if gap.wire == wire]
             waited = _median([gap.lasts for gap in mine if gap.waited])
-            on_its_way = waited - self._before_any(wire[1], otherwise=usual)
+            on_its_way = waited - self._before_any(wire, otherwise=usual)
             wires[wire] = max(0.0, min(on_its_way, self._longest_wire(mine)))
             arrival = 0.0
             for gap in mine:
@@ -189,16 +189,27 @@ class Recording:
         return Parts(self.computing, pauses.reshape(self.shape), receiving.reshape(self.shape), wires)
 
     def _usual_receiving(self) -> float:
-        """Return the time that ranks take for a message that is there: the median of ranks, each with its median."""
-        of_ranks: dict[int, list[float]] = {}
-        for gap in self.gaps:
-            if gap.wire and not gap.waited:
-                of_ranks.setdefault(gap.wire[1], []).append(gap.lasts)
-        return _median(list(map(_median, of_ranks.values())))
+        """Return the time that ranks take for a message that is there: the median of ranks, each with its median.
 
-    def _before_any(self, rank: int, otherwise: float) -> float:
-        """Return the median gap of a rank that has not waited."""
-        found = [gap.lasts for gap in self.gaps if self.problem.ranks[gap.number] == rank and not gap.waited]
+        A rank that has waited for all messages takes at most the time since they were made.
+        """
+        there, coming, most = dict[int, list[float]](), dict[tuple[int, int], list[float]](), dict[int, float]()
+        for gap in self.gaps:
+            if gap.wire and gap.waited:
+                coming.setdefault(gap.wire, []).append(gap.lasts)
+            elif gap.wire:
+                there.setdefault(gap.wire[1], []).append(gap.lasts)
+        for (_, rank), lasts in coming.items():
+            most[rank] = min(_median(lasts), most.get(rank, math.inf))
+        return _median(list((most | {rank: _median(lasts) for rank, lasts in there.items()}).values()))
+
+    def _before_any(self, wire: tuple[int, int], otherwise: float) -> float:
+        """Return the median gap of a receiver that has not waited, but before messages of a wire that may be full."""
+        found = [
+            gap.lasts
+            for gap in self.gaps
+            if self.problem.ranks[gap.number] == wire[1] and gap.wire != wire and not gap.waited
+        ]
         return _median(found) if found else otherwise
 
     @staticmethod

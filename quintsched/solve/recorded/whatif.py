@@ -108,7 +108,7 @@ class WhatIf:
 
     def _as_json(self, name: str) -> dict[str, object]:
         claim = self.better[name].certificate
-        more = {"makespan": claim.value, "avoidable": self.avoidable(name), "certified_gap": claim.gap}
+        more = {"avoidable": self.avoidable(name), "certified_gap": claim.gap}
         return {**self.better[name].summary(), **more}
 
 

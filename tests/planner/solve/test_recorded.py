@@ -156,6 +156,7 @@ CASES: list[tuple[tuple, dict[str, tuple[Plant, str]]]] = [
     (FLAT, {"pauses": (pause(3, 4.0), "rank 3")}),
     (FLAT, {"pauses": (one_pause(Bwd(2, 5), 90.0), "rank 2")}),
     (("gpipe", 4, 6), {"pauses": (pause(1, 6.0, every=3), "rank 1")}),
+    (("gpipe", 5, 10), {"pauses": (pause(3, 2.5), "rank 3"), "messages": (wire(0, 1, 15.0), "from rank 0 to rank 1")}),
     (FLAT, {"variation": (outlier("forward", 1, 4, 8.0), "forward 4 of stage 1, 8 times")}),
     (FLAT, {"variation": (outlier("backward", 3, 6, 5.0), "backward 6 of stage 3, 5 times")}),
     (LOOP, {"variation": (outlier("backward", 5, 0, 4.0), "backward 0 of stage 5, 4 times")}),
