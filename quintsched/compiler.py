@@ -25,12 +25,13 @@ from quintsched.passes.place_offloads import place_offloads
 from quintsched.passes.spell_collectives import spell_out
 from quintsched.plan import Plan
 from quintsched.request import CompileRequest, settings
-from quintsched.schedules import Schedule, Shape, find_schedule
+from quintsched.schedules import Schedule, Shape, all_schedules, find_schedule
 from quintsched.schedules.kit.bare_order import order_of_computation
+from quintsched.schedules.kit.given_order import schedule_of_plan
 from quintsched.schedules.kit.routes import routes_of
 from quintsched.schedules.kit.uneven_stages import Runs, find_runs
 from quintsched.simulation.costs import Costs
-from quintsched.user_code import load_schedule, names_file
+from quintsched.user_code import load_schedule
 from quintsched.verify.meaning import loss_faults, skip_faults
 from quintsched.verify.soundness import check, check_order
 from quintsched.verify.wellformed import blocks_faults, recompute_faults, tied_faults, zero_faults
@@ -271,14 +272,13 @@ def _inference_along(plan: Plan) -> Schedule:
 def compiled_again(plan: Plan, **changes: object) -> Plan | None:
     """Return the plan of the same request with some settings changed (microbatches=6, tied={…}).
 
-    Return None if the plan does not compile again to itself: it was imported, edited by hand, compiled with costs
-    (which no plan stores), or from a schedule in a file, whose name is never resolved to code.
+    A plan whose schedule is not registered (solved, imported, of a user's file) keeps its order of computation: no
+    name in a plan is resolved to code. Return None if the plan does not compile again to itself: it was edited by
+    hand, or compiled with costs, which no plan stores.
 
     Raises:
         UsageError: the schedule does not take the changed settings.
     """
-    if names_file(plan.schedule.name):
-        return None
     try:
         request = _request_of(plan)
         if compile_request(request).to_json() != plan.to_json():
@@ -291,6 +291,9 @@ def compiled_again(plan: Plan, **changes: object) -> Plan | None:
 def _request_of(plan: Plan) -> CompileRequest:
     """Return the request that a plan was compiled from, as far as the plan stores it."""
     said = {name: setting.in_plan(plan) for name, setting in settings() if setting.in_plan is not None}
+    known = {name for found in all_schedules() for name in (found.name, *found.aliases)}
+    if plan.schedule.name not in known:
+        said["schedule"] = schedule_of_plan(plan, "the plan")
     return CompileRequest(**{name: value for name, value in said.items() if value is not None})  # type: ignore[arg-type]
 
 

@@ -1,6 +1,7 @@
 """Import of objects from a user's own file, named "path/to/my_file.py:name".
 
-Command lines, Python code and job files may name code in this way; plan files never do.
+Command lines, Python code and job files may name code in this way; plan files never do. A plan file may be named as a
+schedule: it has an order of computation.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from quintsched.errors import QuintschedError, UsageError, import_advice, neares
 if TYPE_CHECKING:
     from quintsched.schedules import Schedule
 
+PLAN_FILES = (".json", ".qplan")
+"""Endings of plan files."""
 _IMPORTING = threading.RLock()
 """Lock held while a user's file is imported: ranks may be threads, and none may see a half-imported module."""
 
@@ -69,14 +72,18 @@ def load_object(name: str) -> Any:
 
 
 def load_schedule(name: str | Schedule) -> Schedule:
-    """Return the schedule of this name: a registered one, or "my_file.py:name" for a user-defined one.
+    """Return the schedule of this name: a registered one, a user-defined "my_file.py:name", or that of a plan file.
 
     A `Schedule` object is returned unchanged. Raises `UsageError` for an unknown name, and for any other object.
     """
+    from quintsched.plan import Plan
     from quintsched.schedules import Schedule, find_schedule
+    from quintsched.schedules.kit.given_order import schedule_of_plan
 
     if isinstance(name, Schedule):
         return name
+    if name.endswith(PLAN_FILES):
+        return schedule_of_plan(Plan.load(name), name)
     if not names_file(name):
         return find_schedule(name)
     found = load_object(name)

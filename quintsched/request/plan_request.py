@@ -69,8 +69,8 @@ class CompileRequest:
     """
 
     schedule: str | Schedule = _setting(
-        "a registered schedule (`quintsched schedules` lists them), one of your own as my_file.py:my_schedule, or "
-        "in Python a `Schedule`.",
+        "a registered schedule (`quintsched schedules` lists them), one of your own as my_file.py:my_schedule, a plan "
+        "file, whose order of computation is taken, or in Python a `Schedule`.",
         setting_readers.read_schedule,
         "NAME",
         first=True,

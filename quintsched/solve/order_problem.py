@@ -196,7 +196,7 @@ def problem_of(
         memory_cap: most activations that a rank holds, in microbatches of a whole rank: one number, or one per rank.
 
     Raises:
-        UsageError: a cap in which one microbatch has no room: names the smallest that works.
+        NoRoomError: a cap in which one microbatch has no room.
         InputError: costs of other numbers of stages, microbatches or ranks.
     """
     costs, stages = costs or Costs(), len(stage_to_pp)
@@ -256,12 +256,20 @@ def _caps(pp: int, memory_cap: float | Sequence[float] | None) -> tuple[float, .
     return tuple(math.inf if cap is None else float(cap) for cap in caps)
 
 
+class NoRoomError(UsageError):
+    """Memory cap in which one microbatch has no room, with the `smallest` that works on the rank that needs most."""
+
+    def __init__(self, rank: int, cap: float, smallest: float) -> None:
+        self.smallest = smallest
+        super().__init__(
+            f"the memory cap of rank {rank} is {cap:.10g}, but one microbatch holds {smallest:.10g}; the smallest that "
+            f"works: {smallest:.10g}"
+        )
+
+
 def _require_room(problem: Problem) -> None:
-    """Raise `UsageError` for a cap in which the largest microbatch has no room: one at a time, any larger works."""
-    for rank, (cap, order) in enumerate(zip(problem.caps, problem.one_by_one, strict=True)):
-        need = max(accumulate(problem.holds[number] for number in order))
-        if not cap * (1 + EPSILON) >= need:
-            raise UsageError(
-                f"the memory cap of rank {rank} is {cap:g}, but one microbatch holds {need:g}; the smallest that "
-                f"works: {need:g}"
-            )
+    """Raise `NoRoomError` for a cap in which a microbatch has no room: one at a time, any larger works."""
+    needs = [max(accumulate(problem.holds[number] for number in order)) for order in problem.one_by_one]
+    for need, rank in sorted(zip(needs, range(problem.pp), strict=True), reverse=True):
+        if not problem.caps[rank] * (1 + EPSILON) >= need:
+            raise NoRoomError(rank, problem.caps[rank], need)

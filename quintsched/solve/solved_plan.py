@@ -13,13 +13,13 @@ from quintsched.ir.instruction_set import Compute
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.placement import linear, loop, v
 from quintsched.plan import Plan
-from quintsched.schedules import Order, Schedule, Shape, find_schedule
+from quintsched.schedules.kit.given_order import schedule_of_rows
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.notebook import figures
 from quintsched.solve.noise.duration_samples import Jitter
 from quintsched.solve.noise.robust_search import Robustness, harden
 from quintsched.solve.order_certificate import TOLERANCE, Certificate
-from quintsched.solve.order_problem import Orders, Problem, problem_of
+from quintsched.solve.order_problem import NoRoomError, Orders, Problem, problem_of
 from quintsched.solve.order_search import Attempt, Search, search
 from quintsched.solve.order_timing import Objective, time_orders
 
@@ -229,30 +229,6 @@ def plan_of_rows(
     return compile(schedule, mesh=mesh, microbatches=microbatches, chunks=schedule.min_chunks)
 
 
-def schedule_of_rows(
-    rows: Sequence[Sequence[Compute]], stage_to_pp: tuple[int, ...], pp: int, name: str = NAME
-) -> Schedule:
-    """Return the schedule in which each rank computes its row, in order."""
-    chunks = len(stage_to_pp) // pp
-
-    def order(rank: int, shape: Shape) -> Order:
-        return rows[rank]
-
-    return replace(
-        find_schedule("1f1b"),
-        name=name,
-        order=order,
-        summary="the order that `quintsched solve` has found",
-        bubble="searched",
-        memory="the memory cap",
-        aliases=(),
-        placement=lambda pp, chunks: stage_to_pp,
-        min_chunks=chunks,
-        max_chunks=chunks,
-        constraint=lambda shape: None,
-    )
-
-
 def mesh_of(pp: int | None, mesh: Mesh | str | None) -> Mesh:
     """Return the mesh of a request; raises `UsageError` unless exactly one of both is given."""
     if (pp is None) == (mesh is None):
@@ -279,17 +255,19 @@ def _placements(name: str, chunks: int | None, pp: int) -> dict[str, tuple[int, 
 def _problems(
     pp: int, microbatches: int, names: dict[str, tuple[int, ...]], costs: Costs | None, memory_cap: float | None
 ) -> list[Problem]:
-    """Return the problem of each placement that the costs fit; raises the first error where they fit none."""
-    problems, errors = [], []
+    """Return the problem of each placement that costs and cap fit; where none does, raises the error of the one that
+    needs the least memory, or the first error."""
+    problems, errors = list[Problem](), list[UsageError | InputError]()
     if (most := 3 * microbatches * max(map(len, names.values()))) > MOST_COMPUTATIONS:
         raise UsageError(f"this step has {most:,} computations; solve takes at most {MOST_COMPUTATIONS:,}")
     for placed in names.values():
         try:
             problems.append(problem_of(pp, microbatches, placed, costs, memory_cap))
-        except InputError as error:
+        except (InputError, NoRoomError) as error:
             errors.append(error)
     if not problems:
-        raise errors[0]
+        no_room = [error for error in errors if isinstance(error, NoRoomError)]
+        raise min(no_room, key=lambda error: error.smallest, default=errors[0])
     return problems
 
 

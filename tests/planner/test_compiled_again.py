@@ -10,7 +10,9 @@ import pytest
 import quintsched as qs
 from quintsched.compiler import compiled_again
 from quintsched.errors import UsageError
+from quintsched.ir.instruction_set import Compute
 from quintsched.schedules import all_schedules
+from quintsched.solve import solve
 
 SETTINGS = [{}, {"zero": 3, "zero_every": 2}, {"recompute": 1, "buckets_per_stage": 2}, {"skip": {"h": (0, 1)}}]
 
@@ -38,9 +40,25 @@ def test_a_plan_that_was_changed_by_hand_is_not_compiled_again():
     assert compiled_again(named_otherwise, microbatches=2) is None
 
 
-def test_the_name_of_a_file_is_never_resolved():
+def test_a_name_that_is_not_registered_is_never_resolved_and_the_order_stays(tmp_path):
     plan = qs.compile("gpipe", mesh="pp=2", microbatches=4)
-    assert compiled_again(replace(plan, schedule=replace(plan.schedule, name="evil.py:run"))) is None
+    other = replace(plan, schedule=replace(plan.schedule, name="evil.py:run"))
+    assert compiled_again(other).to_json() == other.to_json()
+    with pytest.raises(UsageError, match="order of 4 microbatches, not of 2"):
+        compiled_again(other, microbatches=2)
+    costs = qs.Costs(forward=(1.0, 2.0, 0.5, 1.0), activation=0.5)
+    solved = solve(pp=2, microbatches=4, placement="v", memory_cap=1, costs=costs, effort=1).plan
+    solved.save(tmp_path / "solved.qplan")
+    tied = qs.compile(str(tmp_path / "solved.qplan"), mesh="dp=2,pp=2", microbatches=4, zero=1, tied={"w": (0, 3)})
+    assert order_of(tied) == order_of(solved)
+    assert compiled_again(tied).to_json() == tied.to_json()
+    with pytest.raises(UsageError, match="of 2 pipeline ranks, not of 4"):
+        qs.compile(str(tmp_path / "solved.qplan"), mesh="pp=4", microbatches=4)
+
+
+def order_of(plan):
+    """Return the computations of each rank."""
+    return [[i for i in program if isinstance(i, Compute)] for program in plan.programs]
 
 
 def test_what_the_schedule_does_not_take_is_said():

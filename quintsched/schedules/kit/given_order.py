@@ -1,0 +1,49 @@
+"""Schedule whose order of computation is given: by a solver, by a recorded run, or by a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from quintsched.errors import UsageError, counted
+from quintsched.ir.instruction_set import COMPUTING, Compute, Overlap, Recompute
+from quintsched.ir.plan_data import PlanData
+from quintsched.schedules.kit.registry import Order, Schedule, Shape
+
+
+def schedule_of_rows(
+    rows: Sequence[Sequence[Compute | Overlap]], stage_to_pp: tuple[int, ...], pp: int, name: str
+) -> Schedule:
+    """Return the schedule in which each rank computes its row, in order."""
+    chunks = max(1, len(stage_to_pp) // pp)
+
+    def order(rank: int, shape: Shape) -> Order:
+        return rows[rank]
+
+    def placement(num_ranks: int, chunks: int) -> tuple[int, ...]:
+        if num_ranks != pp:
+            raise UsageError(f"{name}: its order is of {counted(pp, 'pipeline rank')}, not of {num_ranks}")
+        return stage_to_pp
+
+    return Schedule(name, order, "a given order", placement=placement, min_chunks=chunks, max_chunks=chunks)
+
+
+def schedule_of_plan(plan: PlanData, name: str) -> Schedule:
+    """Return the schedule with a plan's order of computation, for plans of equal sizes with other settings.
+
+    Raises:
+        UsageError: a plan that does not train, or with slices or several routes; `name` is that of the plan.
+    """
+    if plan.mode != "train" or len(plan.routes) != 1 or plan.schedule.slices != 1:
+        raise UsageError(f"{name}: only the order of a plan that trains whole sequences on one route is a schedule")
+    kinds = tuple(kind for kind in COMPUTING if kind is not Recompute)
+    rows = [[i for i in program if isinstance(i, kinds)] for program in plan.programs]
+    microbatches = plan.schedule.microbatches
+
+    def fault(shape: Shape) -> str | None:
+        if shape.microbatches == microbatches:
+            return None
+        return f"{name} has the order of {counted(microbatches, 'microbatch')}, not of {shape.microbatches}"
+
+    found = schedule_of_rows(rows, plan.stage_to_pp, plan.mesh.pp, plan.schedule.name)  # type: ignore[arg-type]
+    return replace(found, constraint=fault)
