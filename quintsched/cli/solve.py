@@ -40,7 +40,11 @@ Chunks = Annotated[
 ]
 Cap = Annotated[
     float | None,
-    typer.Option("--memory-cap", metavar="X", help="Most activations on a rank, in the unit of the costs (default: microbatches)."),
+    typer.Option(
+        "--memory-cap",
+        metavar="X",
+        help="Most activations on a rank, in the unit of the costs (default: microbatches).",
+    ),
 ]
 Minimised = Annotated[
     str, typer.Option("--objective", metavar="TIME", help="span (the longest of a rank) or makespan (of all ranks).")

@@ -13,7 +13,7 @@ from quintsched.ir.instruction_set import Compute
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.placement import linear, loop, v
 from quintsched.plan import Plan
-from quintsched.schedules.kit.given_order import schedule_of_rows
+from quintsched.schedules.kit.given_order import SOLVED, schedule_of_rows
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.notebook import figures
 from quintsched.solve.noise.duration_samples import Jitter
@@ -31,8 +31,6 @@ MOST_COMPUTATIONS = 300_000
 """Largest step that is searched: with more, the named schedules alone would take minutes."""
 PROOF_OF_PLAN = 6.0
 """Time to compile, prove and write a plan, in units of that to number its computations."""
-NAME = "solved"
-"""Name of the schedule of solved plans."""
 
 
 @dataclass(frozen=True)
@@ -218,11 +216,11 @@ def solution_of(
 def plan_of(problem: Problem, orders: Orders, mesh: Mesh) -> Plan:
     """Return the proved plan of an order."""
     rows = [[problem.computation(number) for number in order] for order in orders]
-    return plan_of_rows(rows, problem.stage_to_pp, problem.microbatches, mesh, NAME)
+    return plan_of_rows(rows, problem.stage_to_pp, problem.microbatches, mesh)
 
 
 def plan_of_rows(
-    rows: Sequence[Sequence[Compute]], stage_to_pp: tuple[int, ...], microbatches: int, mesh: Mesh, name: str
+    rows: Sequence[Sequence[Compute]], stage_to_pp: tuple[int, ...], microbatches: int, mesh: Mesh, name: str = SOLVED
 ) -> Plan:
     """Return the proved plan in which each rank computes its row, in order."""
     schedule = schedule_of_rows(rows, stage_to_pp, mesh.pp, name)

@@ -19,9 +19,8 @@ from quintsched.compiler import compile_request
 from quintsched.errors import QuintschedError, UsageError
 from quintsched.plan import Plan
 from quintsched.request import CompileRequest
-from quintsched.solve.recorded.retune import retune
 from quintsched.schedules.kit.given_order import schedule_of_rows
-from quintsched.solve.solved_plan import NAME
+from quintsched.solve.recorded.retune import retune
 from quintsched.trace.measured_trace import Trace
 
 from ..comm import Transport
@@ -173,7 +172,7 @@ def proposer(request: CompileRequest) -> Propose:
         found = retune(plan, costs, held, blocks)
         changed = replace(request, stages=found.stages)
         if found.rows is not None:
-            schedule = schedule_of_rows(found.rows, plan.stage_to_pp, plan.mesh.pp, NAME)
+            schedule = schedule_of_rows(found.rows, plan.stage_to_pp, plan.mesh.pp)
             changed = replace(changed, schedule=schedule, chunks=schedule.min_chunks, stage_to_pp=None)
         better = compile_request(changed)
         gain = plan.simulate(found.before).makespan - better.simulate(found.after).makespan

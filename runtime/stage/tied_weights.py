@@ -189,5 +189,5 @@ def _refuse(homes: Mapping[str, tuple[int, ...]], planned: Mapping[str, tuple[in
     wanted = " ".join(f"--tied {name}={','.join(map(str, stages))}" for name, stages in sorted(homes.items()))
     raise MisfitError(
         f"the plan ties {dict(planned) or 'nothing'}, the model's tied weights lie on stages {dict(homes) or 'none'}; "
-        f"compile the plan with {wanted or 'no --tied'}"
+        f"compile the plan with {wanted or 'no --tied'}; --schedule PLAN keeps the order of a plan file"
     )

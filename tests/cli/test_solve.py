@@ -8,7 +8,7 @@ def test_a_solved_plan_is_an_ordinary_plan_with_a_certificate(cli, tmp_path):
     files = ("-o", plan, "--certificate", certificate, "--log", log)
     found = cli("solve", "--pp", 4, "-m", 8, "--memory-cap", 2, "--placement", "linear", "--effort", 1, *files)
     assert found.code == 0
-    assert found.out.startswith("span 41 forward, placement linear")
+    assert found.out.startswith("span 41 forward, makespan 41, placement linear")
     assert "optimal, proved by the solver" in found.out
     assert cli("check", plan).code == 0
     assert json.loads(log.read_text().splitlines()[-1])["value"] == 41
@@ -23,7 +23,9 @@ def test_a_solved_plan_is_an_ordinary_plan_with_a_certificate(cli, tmp_path):
 
 def test_json_and_wrong_requests(cli):
     found = cli("solve", "--pp", 2, "-m", 4, "--effort", 1, "--json")
-    assert json.loads(found.out)["status"] == "certified"
+    data = json.loads(found.out)
+    assert data["status"] == "certified"
+    assert data.keys() >= {"makespan", "span", "bound", "gap", "seconds"}
     told = cli("solve", "--pp", 2, "-m", 4, "--memory-cap", 0.5)
     assert (told.code, "the smallest that works: 1" in told.err) == (2, True)
     assert cli("solve", "--pp", 2, "-m", 4, "--objective", "period").code == 2

@@ -10,9 +10,12 @@ from quintsched.ir.instruction_set import COMPUTING, Compute, Overlap, Recompute
 from quintsched.ir.plan_data import PlanData
 from quintsched.schedules.kit.registry import Order, Schedule, Shape
 
+SOLVED = "solved"
+"""Name of the schedule of solved plans."""
+
 
 def schedule_of_rows(
-    rows: Sequence[Sequence[Compute | Overlap]], stage_to_pp: tuple[int, ...], pp: int, name: str
+    rows: Sequence[Sequence[Compute | Overlap]], stage_to_pp: tuple[int, ...], pp: int, name: str = SOLVED
 ) -> Schedule:
     """Return the schedule in which each rank computes its row, in order."""
     chunks = max(1, len(stage_to_pp) // pp)

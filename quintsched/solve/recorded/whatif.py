@@ -18,7 +18,7 @@ from quintsched.solve.recorded.idle_causes import Cause, IdleCauses
 from quintsched.solve.recorded.recorded_run import RecordedRun, RecordedStep
 from quintsched.solve.recorded.replay import Recording
 from quintsched.solve.recorded.waits import Waits, waits_of
-from quintsched.solve.solved_plan import EFFORT, NAME, SECONDS, Solution, plan_of, plan_of_rows, solution_of
+from quintsched.solve.solved_plan import EFFORT, SECONDS, Solution, plan_of, plan_of_rows, solution_of
 
 WHOLE, SPLIT = "whole", "split"
 """Backwards of a better order: as one, or as two halves."""
@@ -167,7 +167,7 @@ def _plan(problem: Problem, orders: Orders, kind: str) -> Plan:
     if kind == SPLIT:
         return plan_of(problem, orders, mesh)
     rows = [with_whole_backwards(problem, order) for order in orders]
-    return plan_of_rows(rows, problem.stage_to_pp, problem.microbatches, mesh, NAME)
+    return plan_of_rows(rows, problem.stage_to_pp, problem.microbatches, mesh)
 
 
 def with_whole_backwards(problem: Problem, order: Sequence[int]) -> list[Compute]:
