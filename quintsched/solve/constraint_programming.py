@@ -42,10 +42,10 @@ def is_installed() -> bool:
     return importlib.util.find_spec("ortools") is not None
 
 
-def import_cp_model() -> Any:
-    """Return OR-Tools' module; a thread imports it, since an interrupt in the middle of an import leaves half of it."""
+def import_or_tools() -> None:
+    """Import OR-Tools in a thread: an interrupt in the middle of an import would leave half of it."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(importlib.import_module, "ortools.sat.python.cp_model").result()
+        pool.submit(importlib.import_module, "ortools.sat.python.cp_model").result()
 
 
 def improve(
@@ -71,7 +71,9 @@ def improve(
         seconds: most seconds that it takes.
         stops: asked between solutions whether to end.
     """
-    cp_model = import_cp_model()
+    import_or_tools()
+    from ortools.sat.python import cp_model
+
     unit, is_exact = _unit(problem, value)
     scaled = [round(duration / unit) for duration in problem.durations]
     most = round(value / unit) if is_exact else math.floor(value / unit)
@@ -101,11 +103,13 @@ def improve(
 
 def _model(problem: Problem, hints: list[int], most: int, objective: Objective, unit: float) -> tuple[Any, list[Any]]:
     """Return the model of orders that take at most `most` units, and its variables: the start of each computation."""
+    from ortools.sat.python import cp_model
+
     scaled = [round(duration / unit) for duration in problem.durations]
     lags = [math.ceil(lag / unit - EPSILON) for lag in problem.lags]
     heads = [head(problem, rank) / unit for rank in range(problem.pp)]
     horizon = most + math.ceil(max(heads)) + 2
-    model = import_cp_model().CpModel()
+    model: Any = cp_model.CpModel()
     begins = [model.new_int_var(0, horizon, "") for _ in scaled]
     for number, (begin, hint) in enumerate(zip(begins, hints, strict=True)):
         needed = problem.needs[number]
@@ -131,7 +135,9 @@ def _model(problem: Problem, hints: list[int], most: int, objective: Objective, 
 
 def new_solver(seed: int, effort: float, seconds: float) -> Any:
     """Return a solver that ends after this work, in its deterministic seconds, or after these seconds."""
-    solver = import_cp_model().CpSolver()
+    from ortools.sat.python import cp_model
+
+    solver = cp_model.CpSolver()
     solver.parameters.random_seed = seed % 2**31
     solver.parameters.num_workers = WORKERS
     solver.parameters.interleave_search = False

@@ -270,6 +270,6 @@ class NoRoomError(UsageError):
 def _require_room(problem: Problem) -> None:
     """Raise `NoRoomError` for a cap in which a microbatch has no room: one at a time, any larger works."""
     needs = [max(accumulate(problem.holds[number] for number in order)) for order in problem.one_by_one]
-    for need, rank in sorted(zip(needs, range(problem.pp), strict=True), reverse=True):
-        if not problem.caps[rank] * (1 + EPSILON) >= need:
-            raise NoRoomError(rank, problem.caps[rank], need)
+    for rank in sorted(range(problem.pp), key=needs.__getitem__, reverse=True):
+        if not problem.caps[rank] * (1 + EPSILON) >= needs[rank]:
+            raise NoRoomError(rank, problem.caps[rank], needs[rank])

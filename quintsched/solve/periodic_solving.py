@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from quintsched.solve.constraint_programming import import_cp_model, new_solver, solve_model
+from quintsched.solve.constraint_programming import import_or_tools, new_solver, solve_model
 from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF, Problem
 from quintsched.solve.order_timing import has_room
 from quintsched.solve.periodic_orders import least_period, unrolled
@@ -56,12 +56,14 @@ def _solved(
     problem: Problem, period: float, seed: int, effort: float, seconds: float
 ) -> tuple[list[float] | None, bool]:
     """Return the start of each computation of the first microbatch, by kind and stage."""
-    cp_model = import_cp_model()
+    import_or_tools()
+    from ortools.sat.python import cp_model
+
     stages, unit = problem.num_stages, period / RESOLUTION
     numbers = range(0, len(problem.durations), problem.microbatches)
     durations = [math.ceil(problem.durations[number] / unit - EPSILON) for number in numbers]
     lags = [math.ceil(problem.lags[number] / unit - EPSILON) for number in numbers]
-    model = cp_model.CpModel()
+    model: Any = cp_model.CpModel()
     turns = MOST_TURNS * stages
     places = [model.new_int_var(0, RESOLUTION - 1, "") for _ in durations]
     starts = [model.new_int_var(0, RESOLUTION * turns, "") for _ in durations]

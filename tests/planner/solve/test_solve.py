@@ -229,6 +229,8 @@ def test_a_part_of_the_search_that_takes_too_long_is_cut_off(monkeypatch: pytest
 def test_wrong_sizes_are_refused_with_what_works() -> None:
     for options, why in (
         ({"memory_cap": 0.5}, "the smallest that works: 1"),
+        ({"memory_cap": 0.5, "costs": Costs(activation=(1.0, 5.0))}, "rank 1 .* the smallest that works: 5"),
+        ({"memory_cap": 3, "costs": Costs(activation=(3.0, 1.0, 3.0, 1.25))}, "the smallest that works: 4.25"),
         ({"placement": "w"}, "unknown placement 'w'"),
         ({"placement": "linear", "chunks": 2}, "leave chunks=2 out"),
         ({"effort": 0}, "effort is 0"),
@@ -245,9 +247,11 @@ def test_wrong_sizes_are_refused_with_what_works() -> None:
         solve(pp=2, microbatches=4, placement="linear", costs=Costs(forward=(1.0, 1.0, 1.0)))
 
 
-def test_costs_of_each_stage_choose_the_placements_that_have_as_many() -> None:
+def test_costs_of_each_stage_choose_the_placements_that_have_as_many_and_have_room() -> None:
     found = solve(pp=2, microbatches=4, costs=Costs(forward=(1.0, 2.0)), effort=1)
     assert found.placement == "linear"
+    found = solve(pp=2, microbatches=4, costs=Costs(activation=(3.0, 1.0, 3.0, 1.0)), memory_cap=4, effort=1)
+    assert found.placement == "v", "in a loop, rank 0 would hold 6"
 
 
 def test_without_or_tools_it_searches_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
