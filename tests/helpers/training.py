@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from inspect import Parameter, signature
 from typing import Any
 
@@ -42,6 +42,16 @@ class Outcome:
     norms: list[float] = field(default_factory=list)
     idle: frozenset[str] = frozenset()
     """Names of what a whole module has and its training gives no gradient, which need not be on any rank."""
+    figures: list[tuple[float, float]] = field(default_factory=list)
+    """Per step the weight of its loss, and its metric, if there is one."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step on the batches of several replicas, each of a shape of its own, some without samples; or an evaluation."""
+
+    replicas: Sequence[Batch]
+    learns: bool = True
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -53,70 +63,102 @@ def train_alone(
     model: Any,
     loss: Callable[[Any, Any], Any],
     optimizer: Callable[[Any], Any],
-    batches: Sequence[Batch],
+    batches: Sequence[Batch | Step],
     *,
-    microbatches: int = 1,
     seed: int = 0,
     dtype: torch.dtype | None = torch.float64,
-    clip: float | None = None,
     tied: Mapping[str, Sequence[str]] | None = None,
     masks: Masks | None = None,
-    before: Change | None = None,
-    after: Change | None = None,
     evaluated: Batch | None = None,
-    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    low: bool = False,
+    **more: Any,
 ) -> Outcome:
-    """Train in one process; of ours are initial weights, and the masks of dropouts where `masks` is given.
+    """Train a copy in one process; of ours are initial weights, and the masks of dropouts where `masks` is given.
 
-    A loss is (sum, weight), or a mean over its microbatch; gradients are divided by the weight of the whole batch. The
-    loss of the batch `evaluated` comes last.
+    The loss of the batch `evaluated` comes last. Of weights that are `low` in precision the optimizer steps
+    copies in float32.
     """
     is_whole = isinstance(model, nn.Module)
     model = copy.deepcopy(model) if is_whole else build_model(copied(model), seed, dtype)
     for number, block in enumerate(model.children() if masks else ()):
         key_dropouts(block, number, masks)  # type: ignore[arg-type]
     tie(model, tied or {})
-    stepper, losses, norms, trained = optimizer(list(model.parameters())), [], [], set[str]()
+    held = dict(model.named_parameters())
+    masters = {name: nn.Parameter(p.detach().float(), p.requires_grad) for name, p in held.items()} if low else {}
+    stepper = optimizer([*(masters or held).values()])
+    steps = [*batches, *([] if evaluated is None else [Step([evaluated], learns=False)])]
+    found = train_model(model, stepper, loss, steps, masters=masters, masks=masks, **more)
+    return found if is_whole else replace(found, idle=frozenset())
 
-    def run(batch: Batch, step: int, count: int, *, learns: bool) -> float:
-        total, weight, first = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64), 0
-        for number in range(count):
-            inputs, targets, extras = cut_batch(batch, number, count)
+
+def train_model(
+    model: nn.Module,
+    stepper: torch.optim.Optimizer,
+    loss: Callable[[Any, Any], Any],
+    batches: Sequence[Batch | Step],
+    *,
+    microbatches: int = 1,
+    clip: float | None = None,
+    masks: Masks | None = None,
+    metric: Callable[[Any, Any], Any] | None = None,
+    masters: Mapping[str, nn.Parameter] | None = None,
+    before: Change | None = None,
+    after: Change | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Outcome:
+    """Train a model in place, in one process: the loop that everything is compared with.
+
+    A loss is (sum, weight), or a mean over its microbatch; gradients are divided by the weight of the whole batch. Of
+    weights that have `masters` the optimizer has to step these.
+    """
+    masters, losses, norms, figures, trained = masters or {}, list[float](), list[float](), [], set[str]()
+    number = 0  # of training steps
+
+    def run(step: Step, number: int) -> None:
+        total, weight, measured, first = *torch.zeros(3, dtype=torch.float64), 0
+        for inputs, targets, extras in parts_of(step, microbatches):
             samples = num_samples(inputs)
-            with around(), masks.draw_for(MaskUnit(step, range(first, first + samples))) if masks else nullcontext():
+            with around(), masks.draw_for(MaskUnit(number, range(first, first + samples))) if masks else nullcontext():
                 found, auxiliary = run_model(model, inputs, targets, extras)
                 value = loss(found, targets)
                 own, its_weight = value if isinstance(value, tuple) else (value, 1.0)
                 own = own if auxiliary is None else own + auxiliary
-                if learns:
+                if step.learns:
                     own.backward()
             total, weight, first = total + own.detach(), weight + its_weight, first + samples
-        trained.update(_divided_gradients(model, weight) if learns else ())
-        return float(total / weight)
+            measured = measured + metric(found, targets) if metric else measured
+            for p, master in ((p, masters[name]) for name, p in model.named_parameters() if name in masters):
+                if p.grad is not None:
+                    given, p.grad = p.grad.to(master.dtype), None
+                    master.grad = given if master.grad is None else master.grad + given
+        losses.append(float(total / weight))
+        figures.extend([(float(weight), float(measured / weight))] if metric else ())
+        for name, p in model.named_parameters() if step.learns else ():
+            if (gradient := masters.get(name, p).grad) is not None:
+                gradient /= weight.to(gradient.dtype)
+                trained.add(name)
 
-    for step, batch in enumerate(batches):
+    for batch in batches:
+        step = batch if isinstance(batch, Step) else Step([batch])
+        if not step.learns:
+            model.eval()
+            run(step, number)
+            model.train()
+            continue
         if before is not None:
-            before(model, step)
+            before(model, number)
         stepper.zero_grad()
-        losses.append(run(batch, step, microbatches, learns=True))
+        run(step, number)
         if clip is not None:
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+            norms.append(float(nn.utils.clip_grad_norm_([*masters.values()] or model.parameters(), clip)))
         stepper.step()
+        for name, master in masters.items():
+            model.get_parameter(name).data.copy_(master)
         if after is not None:
-            after(model, step)
-    if evaluated is not None:
-        model.eval()
-        losses.append(run(evaluated, len(batches), microbatches, learns=False))
-    weights = {name: held.detach().clone() for name, held in model.state_dict().items()}
-    return Outcome(losses, weights, norms, frozenset(weights.keys() - trained if is_whole else ()))
-
-
-def _divided_gradients(model: nn.Module, weight: torch.Tensor) -> Iterator[str]:
-    """Divide the gradients by the weight of the batch; yield the names of the weights that have one."""
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            parameter.grad /= weight.to(parameter.grad.dtype)
-            yield name
+            after(model, number)
+        number += 1
+    weights = {name: tensor.detach().clone() for name, tensor in {**model.state_dict(), **masters}.items()}
+    return Outcome(losses, weights, norms, frozenset(weights.keys() - trained), figures)
 
 
 def train_ranks(
@@ -124,7 +166,7 @@ def train_ranks(
     model: Any,
     loss: Callable[[Any, Any], Any] | None,
     optimizer: Any,
-    batches: Sequence[Batch],
+    batches: Sequence[Batch | Step],
     *,
     wire: Rules = "mailbox",
     before: Change | None = None,
@@ -150,7 +192,7 @@ def train_rank(
     model: Any,
     loss: Callable[[Any, Any], Any] | None,
     optimizer: Any,
-    batches: Sequence[Batch],
+    batches: Sequence[Batch | Step],
     before: Change | None = None,
     after: Change | None = None,
     evaluated: Batch | None = None,
@@ -162,12 +204,14 @@ def train_rank(
     if isinstance(model, nn.Module):
         blocks = cut(model) if cut else split(model, example=batches[0][0])
     engine = Engine(plan, blocks, loss or blocks.loss_fn, optimizer, transport=transport, **settings)
-    losses, norms = [], []
+    losses, norms, figures = [], [], list[tuple[float, float]]()
     for step, batch in enumerate(batches):
         if before is not None:
             before(model, step)
-        result = call_with_share(engine, engine.step, batch)
+        learns = not isinstance(batch, Step) or batch.learns
+        result = call_with_share(engine, engine.step if learns else engine.evaluate, batch)
         losses.append(result.loss.item())
+        figures.extend((result.weight.item(), float(measured)) for measured in result.metrics.values())
         if result.grad_norm is not None:
             norms.append(result.grad_norm.item())
         if after is not None:
@@ -175,12 +219,18 @@ def train_rank(
     if evaluated is not None:
         losses.append(call_with_share(engine, engine.evaluate, evaluated).loss.item())
     names = getattr(blocks, "own_names", {})
-    return Outcome(losses, {names.get(name, name): held for name, held in engine.full_weights().items()}, norms)
+    weights = {names.get(name, name): held for name, held in engine.full_weights().items()}
+    return Outcome(losses, weights, norms, figures=figures)
 
 
-def call_with_share(engine: Engine, call: Callable[..., Any], batch: Batch) -> Any:
+def call_with_share(engine: Engine, call: Callable[..., Any], batch: Batch | Step) -> Any:
     """Call the engine's method with this replica's share of a batch, and only what the rank needs."""
-    inputs, targets, extras = cut_batch(batch, engine.replica, engine.num_replicas)
+    mine = (
+        (batch.replicas[engine.replica], 0, 1)
+        if isinstance(batch, Step)
+        else (batch, engine.replica, engine.num_replicas)
+    )
+    inputs, targets, extras = cut_batch(*mine)
     return call(inputs if engine.needs_inputs else None, targets if engine.needs_targets else None, **extras)
 
 
@@ -197,6 +247,13 @@ def run_model(module: Any, inputs: Any, targets: Any, extras: Mapping[str, Any])
         riders |= fresh
         losses += [] if auxiliary is None else [auxiliary]
     return inputs, sum(losses[1:], losses[0]) if losses else None
+
+
+def parts_of(step: Step, microbatches: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
+    """Yield the microbatches of one process in a step: each replica's that has samples."""
+    for batch in step.replicas:
+        if num_samples(batch[0]):
+            yield from (cut_batch(batch, number, microbatches) for number in range(microbatches))
 
 
 def cut_batch(batch: Batch, number: int, count: int) -> tuple[Any, Any, dict[str, Any]]:
@@ -239,6 +296,8 @@ def worst_difference(outcomes: Sequence[Outcome], expected: Outcome) -> float:
     assert set(expected.weights) - expected.idle <= held <= set(expected.weights)
     losses = torch.tensor(expected.losses, dtype=torch.float64)
     found = [difference(torch.tensor(o.losses, dtype=torch.float64), losses) for o in outcomes]
+    figures = torch.tensor(expected.figures, dtype=torch.float64)
+    found += [difference(torch.tensor(o.figures, dtype=torch.float64), figures) for o in outcomes if expected.figures]
     found += [
         difference(weight, expected.weights[name])
         for o in outcomes
@@ -253,7 +312,7 @@ def check_equality(
     model: Any,
     loss: Callable[[Any, Any], Any],
     optimizer: Callable[[Any], Any],
-    batches: Sequence[Batch],
+    batches: Sequence[Batch | Step],
     *,
     microbatches: int = 1,
     tolerance: float = 1e-12,

@@ -25,6 +25,7 @@ import quintsched as qs
 from quintsched.errors import QuintschedError, StallError
 from quintsched.runtime import Engine, Transport, run_local, split
 
+from ...helpers import training
 from .catalogue import Batch, Family, Inputs, drawn, loss_of
 
 MICROBATCHES, STEPS = 4, 2
@@ -279,61 +280,40 @@ def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
 @cache
 def train_alone(family: Family, *, bf16: bool = False, sgd: bool = False) -> Trained:
     """Train in one process with nothing of ours; `bf16` works on float32 masters, as SGD does then."""
-    model = copy.deepcopy(model_of(family))
-    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    if bf16:
-        model = _in_bf16(model, batches_of(family)[0])
-        masters = {name: master.float() for name, master in masters.items()}
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    parameters = {name: nn.Parameter(m, requires_grad=name in trained) for name, m in masters.items()}
-    optimizer = _optimizer(bf16 or sgd)((name, p) for name, p in parameters.items() if name in trained)
-    losses = []
-    for batch in batches_of(family):
-        with nullcontext() if bf16 else Doubles():
-            loss, gradients = _step_alone(model, batch, torch.float32 if bf16 else torch.float64)
-        losses.append(loss)
-        for name, gradient in gradients.items():
-            parameters[name].grad = gradient
-        optimizer.step()
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(parameters[name])
-    saved, aliases = model.state_dict(), _aliases(model)
-    weights = {name: saved[name] for name in dict.fromkeys(aliases.values())} | {
-        n: p.detach() for n, p in parameters.items()
-    }
-    return Trained(losses, optimizer.noted, weights)
+    model, made = _in_bf16(family) if bf16 else model_of(family), list[Noting]()
+    names = [name for name, _ in model.named_parameters()]
+
+    def optimizer(parameters: Iterable[nn.Parameter]) -> Noting:
+        named = ((name, p) for name, p in zip(names, parameters, strict=True) if p.requires_grad)
+        made.append(_optimizer(bf16 or sgd)(named))
+        return made[-1]
+
+    steps = [_called(batch, model) for batch in batches_of(family)]
+    around = nullcontext if bf16 else Doubles
+    how: dict[str, Any] = {"microbatches": MICROBATCHES, "low": bf16, "around": around}
+    found = training.train_alone(model, loss_of, optimizer, steps, **how)
+    kept = {*names, *_aliases(model).values()}
+    weights = {name: weight for name, weight in found.weights.items() if name in kept}
+    return Trained(found.losses, made[-1].noted, weights)
 
 
-def _in_bf16(model: nn.Module, batch: Batch) -> nn.Module:
+def _in_bf16(family: Family) -> nn.Module:
     """Return the model with its weights in bf16; its buffers stay float32 where it runs like that."""
-    kept = copy.deepcopy(model).float()
-    for parameter in kept.parameters():
+    model = copy.deepcopy(model_of(family)).float()
+    for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     try:
-        _step_alone(copy.deepcopy(kept), batch, torch.float32)
+        steps = [_called(batches_of(family)[0], model)]
+        training.train_alone(model, loss_of, training.sgd, steps, microbatches=MICROBATCHES, low=True)
     except RuntimeError:
-        return model.bfloat16()
-    return kept
+        return copy.deepcopy(model_of(family)).bfloat16()
+    return model
 
 
-def _step_alone(model: nn.Module, batch: Batch, summed_in: torch.dtype) -> tuple[float, dict[str, Tensor]]:
-    """Return the loss of a batch, and its gradients, added up over the microbatches and divided by what counts at last.
-
-    Norms of transformers compute in float32 whatever the weights are, so that it matters when that is done.
-    """
+def _called(batch: Batch, model: nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return inputs, targets and what the model takes by name beside them, in the type of its weights."""
     dtype = next(model.parameters()).dtype
-    pieces = [_share(batch, k, MICROBATCHES) for k in range(MICROBATCHES)]
-    weight = sum(float((piece.targets != -100).sum()) for piece in pieces)
-    total, gradients = 0.0, {}
-    for piece in pieces:
-        inputs = _each(piece.inputs, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-        loss, _ = loss_of(model(inputs) if isinstance(inputs, Tensor) else model(**inputs), piece.targets)
-        loss.backward()
-        total += float(loss.detach()) / weight
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                grad = parameter.grad.to(summed_in)
-                gradients[name] = gradients[name] + grad if name in gradients else grad
-                parameter.grad = None
-    return total, {name: gradient / weight for name, gradient in gradients.items()}
+    inputs = _each(batch.inputs, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    named = inputs if isinstance(inputs, dict) else {"": inputs}
+    first, *others = named
+    return named[first], batch.targets, {name: named[name] for name in others}

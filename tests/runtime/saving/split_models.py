@@ -67,12 +67,17 @@ def loss_of(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def batches(engine: Engine, steps: int = 2) -> Iterator[tuple[Tensor, Tensor]]:
-    random = torch.Generator().manual_seed(9)
-    for _ in range(steps):
-        inputs = torch.randn(8, 5, 8, generator=random, dtype=torch.float64)
-        targets = torch.randn(8, generator=random, dtype=torch.float64)
+    for inputs, targets in whole_batches(steps):
         mine = slice(engine.replica * 8 // engine.num_replicas, (engine.replica + 1) * 8 // engine.num_replicas)
         yield inputs[mine], targets[mine]
+
+
+def whole_batches(steps: int) -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(9)
+    return [
+        tuple(torch.randn(*sizes, generator=random, dtype=torch.float64) for sizes in ((8, 5, 8), (8,)))
+        for _ in range(steps)
+    ]  # type: ignore[misc]
 
 
 def plan_of(mesh: str, zero: int) -> qs.Plan:

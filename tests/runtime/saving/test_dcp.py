@@ -22,7 +22,8 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.dcp import read_table
 
-from .split_models import Split, batches, loss_of, plan_of
+from ...helpers.training import train_model
+from .split_models import Split, batches, loss_of, plan_of, whole_batches
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 MESHES = [("dp=1", 0), ("pp=2", 0), ("tp=2", 0), ("dp=2", 0), ("dp=2", 1), ("dp=2", 3), ("dp=2,tp=2", 3)]
@@ -72,17 +73,7 @@ def train(engine: Engine, first: int, last: int) -> list[float]:
 
 
 def train_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> list[float]:
-    class Whole:
-        replica, num_replicas = 0, 1
-
-    losses = []
-    for inputs, targets in list(batches(Whole(), last))[first:]:  # type: ignore[arg-type]
-        loss = loss_of(model(inputs), targets) / len(targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return train_model(model, optimizer, weighed_loss, whole_batches(last)[first:]).losses
 
 
 def plain() -> tuple[nn.Module, torch.optim.Optimizer]:

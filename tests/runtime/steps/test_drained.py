@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,8 +12,9 @@ from quintsched.runtime import Engine, drained
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
 
+from ...helpers.training import Outcome, require_equal
 from ..toys import sgd
-from .changing import Batch, Run, Shape, batches, require_equal, small_gpt, train_alone
+from .changing import Batch, Shape, batches, small_gpt, train_alone
 
 STEPS = [Shape([(4, 8), (4, 8)]), Shape([(3, 8), (2, 4)]), Shape([(4, 8), (0, 8)]), Shape([(2, 16), (0, 8)])]
 
@@ -34,21 +37,25 @@ def engine_of(transport: Transport, plan: qs.Plan) -> Engine:
     )
 
 
+def outcome(results: list[Any], engine: Engine) -> Outcome:
+    figures = [(result.weight.item(), result.metrics["accuracy"].item()) for result in results]
+    return Outcome([result.loss.item() for result in results], engine.full_weights(), figures=figures)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,pp=2"])
 def test_drained_loaders_end_together(mesh: str, zero: int) -> None:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
 
-    def run(transport: Transport) -> Run:
+    def run(transport: Transport) -> Outcome:
         engine = engine_of(transport, plan)
         needs_data = engine.needs_inputs or engine.needs_targets
         results = [
             engine.step(inputs, targets)
             for inputs, targets in drained(loader(engine.replica) if needs_data else None, engine)
         ]
-        figures = [(r.loss.item(), r.weight.item(), r.metrics["accuracy"].item()) for r in results]
-        return Run(figures, engine.full_weights())
+        return outcome(results, engine)
 
     require_equal(run_local(plan.mesh.size, run), train_alone(small_gpt(), STEPS))
 
@@ -56,13 +63,12 @@ def test_drained_loaders_end_together(mesh: str, zero: int) -> None:
 def test_no_more_data_waits_for_the_others() -> None:
     plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
 
-    def run(transport: Transport) -> tuple[Run, int]:
+    def run(transport: Transport) -> tuple[Outcome, int]:
         engine = engine_of(transport, plan)
         results = [engine.step(*batch) for batch in loader(engine.replica)]
         later = engine.no_more_data(results.append)
-        figures = [(r.loss.item(), r.weight.item(), r.metrics["accuracy"].item()) for r in results]
         assert engine.state_dict()["engine.step"] == len(STEPS)
-        return Run(figures, engine.full_weights()), later
+        return outcome(results, engine), later
 
     found = run_local(4, run)
     assert [later for _, later in found] == [0, 0, 2, 2]

@@ -14,8 +14,9 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
+from ...helpers.training import require_equal
 from ..toys import sgd
-from .changing import Shape, batches, require_equal, small_gpt, train_alone, train_on
+from .changing import Shape, batches, small_gpt, train_alone, train_on
 
 SHAPES = [
     Shape([(4, 8)]),

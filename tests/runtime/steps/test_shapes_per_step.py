@@ -10,15 +10,14 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Carry, Engine
-from quintsched.runtime.blocks.block_outlines import build_model, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
+from ...helpers.training import require_equal
 from ..toys import CLASSES, sgd
-from . import changing
-from .changing import LONGEST, Shape, batches, require_equal, small_gpt, train_alone, train_on
+from .changing import LONGEST, Shape, batches, small_gpt, train_alone, train_on
 
 ONE = [
     Shape([(4, 8)]),
@@ -89,15 +88,7 @@ def test_overlapped_and_offloaded_units_too(more: dict[str, Any]) -> None:
     require_equal(train_on(plan, blocks, shapes), train_alone(blocks, shapes))
 
 
-class Chained(nn.Sequential):
-    def forward(self, ids: Tensor) -> Tensor:
-        for block in self:
-            ids, _, _ = split_result(block(ids))
-        return ids
-
-
-def test_replicas_that_share_experts_compute_units_without_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changing, "build_model", lambda *given: Chained(*build_model(*given)))
+def test_replicas_that_share_experts_compute_units_without_samples() -> None:
     data = DataSpec(input_shape=(LONGEST,), num_classes=CLASSES)
     blocks = moe_gpt(data, MoEGPTOptions(hidden=8, depth=2, heads=2, experts=4, balance=0, z=0))
     plan = qs.compile("1f1b", mesh="pp=2,ep=2", microbatches=4)
@@ -134,19 +125,9 @@ class Up(Middle):
         return self.head(super().forward(x) + skip)
 
 
-class Alone(nn.Sequential):
-    def forward(self, ids: Tensor) -> Tensor:
-        down, middle, up = self
-        carried = down(ids)
-        return up(middle(carried.output), **carried.riders)
-
-
 @pytest.mark.parametrize("skip", [None, {"skip": (0, 2)}], ids=str)
-def test_what_rides_along_changes_with_the_rest(
-    skip: dict[str, tuple[int, ...]] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_rides_along_changes_with_the_rest(skip: dict[str, tuple[int, ...]] | None) -> None:
     blocks = [Down, Middle, Up]
-    monkeypatch.setattr(changing, "build_model", lambda *given: Alone(*build_model(*given)))
     plan = qs.compile("1f1b", mesh="pp=3", microbatches=4, skip=skip)
     require_equal(train_on(plan, blocks, ONE, "nccl"), train_alone(blocks, ONE))
 

@@ -13,8 +13,9 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
+from ...helpers.training import require_equal
 from ..toys import CLASSES, sgd
-from .changing import Shape, batches, require_equal, train_alone, train_on
+from .changing import Shape, batches, train_alone, train_on
 
 
 class Chosen(nn.Module):

@@ -19,6 +19,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.splitting.adapters.transformers_models import CausalLMLoss
 from quintsched.runtime.train.summed_losses import accuracy_of
 
+from ...helpers.training import Step, train_model
 from ..families.cells import Doubles
 
 transformers = pytest.importorskip("transformers")
@@ -118,30 +119,29 @@ def plainly(model: nn.Module, loaders: Any) -> list[dict[str, float]]:
     """Train as one does without us; figures as the job's."""
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=RATE)
 
-    def of(batches: Any, *, trains: bool) -> tuple[float, float]:
-        figures = torch.zeros(3, dtype=torch.float64)
-        for batch in batches:
-            logits, labels = model(**batch).logits[:, :-1], batch["labels"][:, 1:]
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-            counted = (labels != -100).sum()
-            figures += torch.stack([loss.detach(), (logits.argmax(-1) == labels).sum(), counted])
-            if trains:
-                optimizer.zero_grad()
-                (loss / counted).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-        return float(figures[0] / figures[2]), float(figures[1] / figures[2])
+    def of(batches: Any, *, learns: bool) -> tuple[float, float]:
+        steps = [Step([(ids, labels, more)], learns) for ids, labels, more in map(parts, batches)]
+        found = train_model(model, optimizer, summed, steps, clip=1.0, metric=right, around=Doubles)
+        counts, shares = torch.tensor(found.figures, dtype=torch.float64).T
+        losses = torch.tensor(found.losses, dtype=torch.float64)
+        return tuple((each * counts / counts.sum()).sum().item() for each in (losses, shares))
 
-    found = []
-    with Doubles():
-        for _ in range(EPOCHS):
-            loss, accuracy = of(loaders.train, trains=True)
-            with torch.no_grad():
-                held_out, right = of(loaders.validation, trains=False)
-            found.append(
-                {"loss": loss, "accuracy": accuracy, "validation_loss": held_out, "validation_accuracy": right}
-            )
-    return found
+    epochs = [of(loaders.train, learns=True) + of(loaders.validation, learns=False) for _ in range(EPOCHS)]
+    names = ("loss", "accuracy", "validation_loss", "validation_accuracy")
+    return [dict(zip(names, figures, strict=True)) for figures in epochs]
+
+
+def parts(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    return batch["input_ids"], batch["labels"][:, 1:], {"attention_mask": batch["attention_mask"]}
+
+
+def summed(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
+    logits = output.logits[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+def right(output: Any, labels: Tensor) -> Tensor:
+    return (output.logits[:, :-1].argmax(-1) == labels).sum()
 
 
 def require_equal(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:

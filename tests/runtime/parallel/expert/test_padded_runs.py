@@ -16,6 +16,7 @@ from quintsched.runtime.parallel.expert import moe
 from quintsched.runtime.parallel.expert.router import Dispatch, counted
 from quintsched.runtime.train.summed_losses import cross_entropy_sum
 
+from ....helpers.training import require_equal
 from ...steps import changing
 from ...steps.changing import Shape
 from ...toys import ids_task, sgd
@@ -91,7 +92,7 @@ def test_replicas_of_other_shapes_have_the_same_numbers(mesh: str) -> None:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=4)
     padded, plain = (changing.train_on(plan, padding(pads=pads), UNEVEN) for pads in (True, False))
     for one, other in zip(padded, plain, strict=True):
-        changing.require_equal([one], other)
+        require_equal([one], other)
 
 
 def test_rows_are_counted_in_the_steps_that_want_it_and_in_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +144,7 @@ def test_overlapped_computations_refuse_other_shapes() -> None:
     shapes = [Shape([(8, 8), (8, 8)])] * 3
     alike, one = changing.train_on(plan, padding(), shapes), changing.train_on(plan, padding(pads=False), shapes)
     for found, expected in zip(alike, one, strict=True):
-        changing.require_equal([found], expected)
+        require_equal([found], expected)
     with pytest.raises(qs.MisfitError, match="give all replicas as many samples of the same length, or compile the pl"):
         changing.train_on(plan, padding(), [*shapes, Shape([(8, 8), (4, 8)])])
 
