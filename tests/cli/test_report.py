@@ -1,6 +1,7 @@
 """`quintsched report`: what it says of logs, and what it draws of them."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -49,6 +50,8 @@ def test_runs_are_reported_and_drawn_side_by_side(cli, tmp_path):
         "  bubble 30.0 %",
         "  ended: not yet",
     ]
+    os.utime(tmp_path / "two" / "log.jsonl", (0, 0))  # and nobody has it open
+    assert "ended: the log has no end: the run was killed" in cli("report", "two").out
     drawn = (tmp_path / "curves.svg").read_text()
     assert all(f'id="{name}"' in drawn for name in ("loss 0", "loss 1", "validation 0", "bubble 0", "memory_gb 1"))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from quintsched.cli.around_runs import run_end
 from quintsched.cli.around_runs import watch as module
 from quintsched.cli.around_runs.run_view import curve, stragglers, view_of
 from quintsched.trace.training_log import LogReader, TrainingLog
@@ -59,8 +60,8 @@ def test_a_run_that_goes_on_is_followed_to_its_end(cli, tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="logs are not locked there")
 def test_a_killed_run_is_known_by_its_log_that_nobody_holds(cli, monkeypatch):
-    monkeypatch.setattr(module, "QUIET_S", 0.0)
-    monkeypatch.setattr(module, "QUIET_RECORDS", 0)
+    monkeypatch.setattr(run_end, "QUIET_S", 0.0)
+    monkeypatch.setattr(run_end, "QUIET_RECORDS", 0)
     monkeypatch.setattr(module, "POLL_S", 0.05)
     writer = subprocess.Popen([sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert writer.stdin is not None

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quintsched.cli.around_runs.run_end import summary_of
 from quintsched.cli.shared_options import AsJson, emit, refuse_input, say
 from quintsched.files.terminal import percent
 
 if TYPE_CHECKING:
     from quintsched.trace.training_log import TrainingLog
-
-
-STALL = "stall.json"
-"""The file beside a log in which a run that stalled or lost a rank leaves its verdict."""
 
 
 def report(
@@ -55,16 +52,6 @@ def report(
         emit([summary_of(log) for log in logs])
     else:
         say(_lines(logs))
-
-
-def summary_of(log: TrainingLog) -> dict[str, Any]:
-    """Return a log's summary, with the verdict of a stall for a run that has no end and wrote it after its log."""
-    from quintsched.stalls.stall_report import StallReport
-
-    found, stall = log.summary(), log.path.parent / STALL
-    if found["ended"] is None and stall.is_file() and stall.stat().st_mtime >= log.path.stat().st_mtime:
-        found["ended"] = StallReport.load(stall).words()
-    return found
 
 
 def _traces_beside(log: Path) -> Path | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quintsched.cli.around_runs.report import summary_of
+from quintsched.cli.around_runs.run_end import is_abandoned, summary_of
 from quintsched.cli.shared_options import say
 from quintsched.errors import InputError, StallError
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from quintsched.trace.training_log import Record, TrainingLog
 
 POLL_S = 0.5
-QUIET_S = 30.0
-"""Silence of a log that no process holds open, after which its run has been killed; longer where records are rare."""
-QUIET_RECORDS = 4
 
 
 def watch(
@@ -49,9 +46,9 @@ def watch(
             if not records:
                 raise InputError(f"{reader.file}: no record of a run")
             log = TrainingLog(reader.file, records)
-            is_over = records[-1]["event"] in ENDS or _is_abandoned(log)
+            is_over = records[-1]["event"] in ENDS or is_abandoned(log)
             if new or is_over:
-                summary = _summary(log, is_over)
+                summary = summary_of(log) if is_over else log.summary()  # a stalled run may start again
                 _show(live, log, summary, new, as_json)
             if is_over:
                 break
@@ -60,15 +57,6 @@ def watch(
         raise StallError(f"{reader.file}: {summary['ended']}")
     if not as_json:
         say(f"ended: {summary['ended']}")
-
-
-def _summary(log: TrainingLog, is_over: bool) -> dict[str, Any]:
-    """Return the summary of a log; a stall is none of a run that goes on: it may start again."""
-    if not is_over:
-        return log.summary()
-    found = summary_of(log)
-    found["ended"] = found["ended"] or "the log has no end: the run was killed, or writes it no longer"
-    return found
 
 
 def _live(as_json: bool) -> AbstractContextManager[Live | None]:
@@ -110,26 +98,3 @@ def _lines(new: list[Record], summary: dict[str, Any]) -> Iterator[str]:
                 yield line_of(record, summary.get("planned_bubble"))
             case "epoch" | "evaluation" if record.get("validation_loss") is not None:
                 yield f"step {record['step']}  validation loss {record['validation_loss']:.4f}"
-
-
-def _is_abandoned(log: TrainingLog) -> bool:
-    """Whether a log has been silent for long, and no process has it open to write."""
-    steps = [record for record in log.records if record["event"] == "step"][-2:]
-    between_s = (steps[-1]["step"] - steps[0]["step"]) * steps[-1].get("step_s", 0.0) if steps else 0.0
-    silent_s = time.time() - log.path.stat().st_mtime
-    return silent_s > max(QUIET_S, QUIET_RECORDS * between_s) and not _is_written(log.path)
-
-
-def _is_written(path: Path) -> bool:
-    """Whether a run holds the lock of its log; true where that cannot be known."""
-    if sys.platform == "win32":
-        return True
-    import errno
-    import fcntl
-
-    with path.open("rb") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno in (errno.EACCES, errno.EAGAIN, errno.ENOLCK, errno.ENOTSUP)
-    return False
