@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import quintsched as qs
+from quintsched.viz import render
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = (
     "--headless",
@@ -119,3 +122,21 @@ def browser(folder: Path) -> Iterator[Page]:
             it.terminate()
             os.close(to_it)
             os.close(from_it)
+
+
+def opened(page: Page, simulation: qs.Simulation, path: Path) -> Page:
+    """Write the page of a simulation, and open it."""
+    render(simulation, path)
+    page.open(path)
+    return page
+
+
+DROP = """(async () => { const files = Object.entries(FILES).map(([name, text]) => new File([text], name));
+  const event = new Event('drop'); event.dataTransfer = { files }; dispatchEvent(event);
+  await new Promise((go) => setTimeout(go, 100)) })()"""
+
+
+def drop(page: Page, files: dict[str, str]) -> None:
+    """Drop files on the page, and wait until it has read them."""
+    page.evaluate(DROP.replace("FILES", json.dumps(files)))
+    page.settle()

@@ -6,21 +6,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instruction_set import Bwd, Fwd, RecvGrad, SendAct
-from quintsched.stalls.culprit import find_culprit
-from quintsched.stalls.states import Fate, RankState
-from quintsched.viz import compare, render, render_measured, render_stall, save_untimed
+from quintsched.ir.instruction_set import Fwd
+from quintsched.viz import compare, render, render_measured
 from tests.traces import write_trace
 
-from .browser import CHROMIUM, Page, browser
+from .browser import CHROMIUM, Page, drop, opened
 
 pytestmark = [
     pytest.mark.slow,
@@ -42,18 +38,6 @@ PAN = """(async () => { const a = quintsched;
   } })()"""
 FRAMES = 80
 MODES = ("planned", "measured", "both", "difference")
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
-
-
-def opened(page: Page, simulation: qs.Simulation, path: Path) -> Page:
-    render(simulation, path)
-    page.open(path)
-    return page
 
 
 PLANS = {
@@ -103,6 +87,7 @@ def test_a_measured_step_is_switched_and_compared(page: Page, tmp_path: Path) ->
     assert page.evaluate("quintsched.stepList.textContent") == "measured, step 2measured, step 3"
     assert page.evaluate("quintsched.timeline.toDataURL()") not in seen
     assert len(seen) == 4
+    assert "longest against the plan" in page.evaluate("quintsched.panel.textContent")
     assert not page.errors
 
 
@@ -192,94 +177,49 @@ def test_a_phone_and_a_keyboard_are_enough(page: Page, tmp_path: Path) -> None:
     assert not page.errors
 
 
-def test_a_link_opens_the_same_order(page: Page, tmp_path: Path) -> None:
-    opened(page, qs.compile("zb-h1", mesh="pp=3", microbatches=4).simulate(), tmp_path / "plan.html")
-    page.evaluate("quintsched.playground.toggle(); quintsched.playground.move(1, 0)")
-    edited = page.evaluate("quintsched.plan.toJson()")
-    link = page.evaluate(
-        "[...document.querySelectorAll('button')].find((b) => b.textContent === 'share link').click() ?? location.hash"
+def choose(page: Page, label: str, value: object) -> None:
+    """Set a field of the playground, or choose an entry of its list."""
+    page.evaluate(
+        f"""(() => {{ const bar = quintsched.playBar, field = bar.querySelector('select[aria-label="{label}"]') ??
+        [...bar.querySelectorAll('label')].find((one) => one.textContent === '{label}').querySelector('input');
+        field.value = '{value}'; field.dispatchEvent(new Event('change')) }})()"""
     )
-    page.open(tmp_path / "plan.html", link)
-    assert page.evaluate("quintsched.plan.toJson()") == edited
-
-
-BROKEN = {
-    "plan.json": ["", "null", "[]", '{"format": "quintsched.plan"}', '{"format": "quintsched.trace"}'],
-    "plan.csv": ["", "999999999F0", "0B0,0F0"],
-    "costs.json": [
-        f'{{"forward": {cost}}}' for cost in ("-1", '"x"', "[1]", "[1, 2, 3, 4]", "1e200", '1, "forwrd": 1')
-    ],
-}
-FRAGMENTS = (
-    *("%", "{", "null", '{"pp":1000000000}', '{"pp":1.5}', '{"schedule":"constructor"}', '{"costs":{"forward":"x"}}'),
-    *("1", "[]", '{"levle":3}', '{"cap":-1}', '{"cap":"x"}', '{"schedule":"interleaved","microbatches":3}'),
-    *('{"orders":[]}', '{"pp":2,"orders":["0F0","7F9"]}', '{"pp":1,"orders":"x"}'),
-)
-
-
-def test_broken_files_and_links_are_refused(page: Page, tmp_path: Path) -> None:
-    plan = qs.compile("1f1b", mesh="pp=3", microbatches=4)
-    opened(page, plan.simulate(), tmp_path / "plan.html")
-    huge = plan.to_json().replace('"microbatches": 4', '"microbatches": 4000000000')
-    wide = json.loads(plan.to_json())
-    wide |= {"mesh": [["pp", 100_000]], "programs": [[]] * 100_000, "stage_to_pp": [*range(100_000)]}
-    for name, texts in {**BROKEN, "huge.json": [huge], "wide.json": [json.dumps(wide)]}.items():
-        for text in texts:
-            page.evaluate("quintsched.clear()")
-            drop(page, {name: text})
-            assert "cannot read this" in page.evaluate("quintsched.panel.textContent"), (name, text)
-    for fragment in FRAGMENTS:
-        page.open(tmp_path / "plan.html", f"#play={fragment}")
-        said = page.evaluate("quintsched.panel.textContent")
-        assert "opens no plan" in said or "well-formed" in said, fragment
-        assert page.evaluate("quintsched.run.makespan") >= 0
-    assert not page.errors
-
-
-DROP = """(async () => { const files = Object.entries(FILES).map(([name, text]) => new File([text], name));
-  const event = new Event('drop'); event.dataTransfer = { files }; dispatchEvent(event);
-  await new Promise((go) => setTimeout(go, 100)) })()"""
-
-
-def drop(page: Page, files: dict[str, str]) -> None:
-    """Drop files on the page, and wait until it has read them."""
-    page.evaluate(DROP.replace("FILES", json.dumps(files)))
     page.settle()
 
 
-def test_broken_traces_and_stalls_are_refused(page: Page, tmp_path: Path) -> None:
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-    write_trace(tmp_path, plan.simulate(qs.Costs(unit="ms")), scales=(1.2,))
-    whole = {path.name: json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))}
-    step = whole["rank0.json"]["steps"][0]
-    render(plan.simulate(), tmp_path / "plan.html")
-    render(qs.compile("gpipe", mesh="pp=2", microbatches=2).simulate(), tmp_path / "other.html")
-    for fault, where in (
-        ({}, "other"),
-        *(
-            ({key: value}, "plan")
-            for key, value in (("version", 2), ("unit", "h"), ("plan", "0" * 64), ("steps", None))
-        ),
-        *(({"steps": [step | {"start": starts}]}, "plan") for starts in ([], step["start"][:-1], [None] * 20)),
-        ({"steps": [step | {"end": [0.0] * len(step["end"])}]}, "plan"),
-    ):
-        page.open(tmp_path / f"{where}.html")
-        drop(page, {n: json.dumps(of | (fault if n == "rank0.json" else {})) for n, of in whole.items()})
-        assert "cannot read this" in page.evaluate("quintsched.panel.textContent"), fault
-    page.open(tmp_path / "plan.html")
-    drop(page, {name: json.dumps(of) for name, of in whole.items()})
-    assert page.evaluate("quintsched.runs.length") == 2
-    state = RankState(0, "a", 0, "step", 3, "train", 2, 5.0, 0.1, None, None, 3)
-    stall = json.loads(find_culprit(plan, [state, replace(state, rank=1)]).to_json())
-    for broken in (
-        {"version": 2},
-        {"chain": [{}]},
-        {"culprits": "x"},
-        {"states": [stall["states"][0] | {"index": -4}]},
-    ):
-        page.evaluate("quintsched.clear()")
-        drop(page, {"stall.json": json.dumps(stall | broken)})
-        assert "cannot read this" in page.evaluate("quintsched.panel.textContent"), broken
+def test_questions_about_a_plan_are_answered(page: Page, tmp_path: Path) -> None:
+    """The bubble, waits, the critical path, memory, and the plan with other costs, sizes, cap and schedule."""
+    opened(page, qs.compile("1f1b", mesh="dp=2,pp=4", microbatches=8).simulate(), tmp_path / "plan.html")
+
+    def said(*words: str) -> None:
+        panel = " ".join(page.evaluate("quintsched.panel.innerText").split())
+        assert all(of in panel for of in words), (words, panel)
+
+    said("warm-up 13.6 %", "rank 0: 6 forwards warm-up", "Rank 0 holds most, 4, from 3 to 24", "F3 · rank 0")
+    page.evaluate("quintsched.showGap(quintsched.waits.gaps(0)[0])")
+    said("Rank 0 waits 6 forwards before B0 on rank 0 for B0 on rank 1", "F4 on rank 0 was ready, which the order runs")
+    page.evaluate("quintsched.walkPath()")
+    said("CRITICAL PATH: 22 STEPS")
+    page.evaluate("quintsched.clear(); quintsched.playground.toggle()")
+    choose(page, "message", 0.5)
+    said("makespan 33 41 +8", "message, % 0.0 9.8 +9.8")
+    choose(page, "message", 0)
+    choose(page, "cap", 4)
+    page.evaluate("quintsched.showGap(quintsched.waits.gaps(0)[0])")
+    said("F4 on rank 0 was ready, held back by the cap")
+    choose(page, "microbatches", 9)
+    said("makespan 33 36 +3", "per microbatch 4.125 4 −0.125", "holds most, 4 (cap 4)")
+    choose(page, "microbatches", 8)
+    choose(page, "schedule", "zb-h1")
+    said("makespan 33 27 −6", "bubble, % 27.3 11.1 −16.2")
+    text = json.loads(qs.compile("1f1b", mesh="pp=2", microbatches=8).to_json())
+    text["programs"][0][3:5] = text["programs"][0][4], text["programs"][0][3]
+    drop(page, {"swapped.json": json.dumps(text)})
+    page.evaluate("quintsched.panel.querySelector('.chip.bad').click()")
+    said(
+        "✗ blocking: where?",
+        "under blocking: rank 1: 2 RecvAct(stage=1, microbatch=1, peer=0) must end before 4 SendGrad",
+    )
     assert not page.errors
 
 
@@ -329,47 +269,3 @@ def test_large_plans_are_smooth(
         before = page.cpu_s()
         page.evaluate(PAN.replace("ZOOM", str(zoom)).replace("FRAMES", str(FRAMES)))
         assert (page.cpu_s() - before) / FRAMES < 1 / least_frames, name
-
-
-def deadlocked() -> qs.Plan:
-    """Return a plan whose rank 0 waits for a gradient before it sends what that gradient comes from."""
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-    program = list(plan.programs[0])
-    send, receive, backward = (next(i for i in program if isinstance(i, kind)) for kind in (SendAct, RecvGrad, Bwd))
-    rest = [i for i in program if i not in (receive, backward)]
-    at = rest.index(send)
-    program = [*rest[:at], receive, backward, *rest[at:]]
-    return replace(plan, programs=(tuple(program), plan.programs[1]))
-
-
-@pytest.mark.parametrize("dropped", [False, True])
-def test_the_counter_example_of_a_deadlock_is_marked(dropped: bool, page: Page, tmp_path: Path) -> None:
-    plan = deadlocked()
-    if dropped:
-        opened(page, qs.compile("gpipe", mesh="pp=2", microbatches=1).simulate(), tmp_path / "plan.html")
-        drop(page, {"plan.json": plan.to_json()})
-    else:
-        save_untimed(plan, tmp_path / "broken.html")
-        page.open(tmp_path / "broken.html")
-    assert not page.evaluate("quintsched.verdict.sound()")
-    assert page.evaluate("quintsched.cycle.length") >= 2
-    assert "close a circle" in page.evaluate("quintsched.panel.textContent")
-    assert page.evaluate("quintsched.run.stuck.size") > 4
-    assert not page.errors
-
-
-def test_a_stall_is_marked(page: Page, tmp_path: Path) -> None:
-    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4)
-    states = [
-        RankState(
-            rank, "a", rank, "step", 3, "train", 4 - rank, 5.0, 0.1, Fate("signal", 9) if rank == 1 else None, None, 3
-        )
-        for rank in range(4)
-    ]
-    report = find_culprit(plan, states)
-    render_stall(report, tmp_path / "stall.html")
-    page.open(tmp_path / "stall.html")
-    assert page.evaluate("quintsched.view.marked.length") == 4
-    assert page.evaluate("quintsched.view.marked.filter(([, , culprit]) => culprit).length") == len(report.ranks)
-    assert "where the ranks were" in page.evaluate("quintsched.panel.textContent")
-    assert not page.errors

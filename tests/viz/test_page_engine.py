@@ -29,6 +29,11 @@ from tests.planner.verify.small_plans import OFFLOADED, OVERLAPPING, SMALL, TIED
 
 CAP, EXPLAINED = 2.0, 4
 """Memory cap of explanations of idle time; every which plan has them."""
+HEADS: dict[str, Any] = {
+    "tied": {"w": [0, 1]}, "skips": {"a": [0, 1]}, "losses": [0, 1], "blocks_per_stage": [1, 1], "recompute": [1, 0],
+    "zero": {"stage": 1, "every": 1}, "stage_to_part": [0, 1], "communication": "ring",
+}  # fmt: skip
+"""Entries of a plan's head that most plans lack."""
 ANSWER = Path(__file__).parent / "page" / "answer.mjs"
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
@@ -158,6 +163,50 @@ def test_the_engine_agrees_with_the_planner() -> None:
     assert seen["sound"] > 20
     assert seen["explained"] > 150
     assert min(seen[kind] for kind in ("deadlock", "faulty", "malformed")) > 5, seen
+
+
+def changed(value: Any, random: Random) -> Any:
+    """Return JSON data with one value in it changed, often to one that other files have there."""
+    if isinstance(value, list | dict) and value and random.random() < 0.8:
+        kept = [*value] if isinstance(value, list) else {**value}
+        place = random.choice(range(len(value)) if isinstance(value, list) else [*value])
+        return (
+            [*kept[:place], changed(kept[place], random), *kept[place + 1 :]]
+            if isinstance(kept, list)
+            else {**kept, place: changed(kept[place], random)}
+        )
+    if isinstance(value, list) and value:
+        return random.choice((value[1:], [*value, random.choice(value)], value[::-1], []))
+    if isinstance(value, int):
+        return random.choice((value + 1, value - 1, 0, 3, 2**24, 2**31))
+    return random.choice(("pp", "cp", "train", "forward", None, 1, 1.5, [], {}, [0, 1], {"w": [0, 1]}))
+
+
+@pytest.mark.parametrize("count", [120, pytest.param(5000, marks=pytest.mark.slow)])
+def test_a_plan_that_the_planner_refuses_is_refused(count: int) -> None:
+    random, files = Random(count), []
+    for recipe in random.choices([*SMALL, *OFFLOADED, *OVERLAPPING, *UNEVEN, *TIED], k=count):
+        file = json.loads(recipe.plan.to_json())
+        head = {name: value for name, value in file.items() if name != "programs"}
+        for name in random.sample([*head, *HEADS], random.choice((1, 1, 2))):
+            head[name] = changed(head[name], random) if name in head else HEADS[name]
+        files.append(json.dumps(head | {"programs": file["programs"]}))
+    lines = [json.dumps({"tables": page_tables()}), *(f'{{"plan": {file}, "costs": {{}}}}' for file in files)]
+    done = subprocess.run(["node", str(ANSWER)], input="\n".join(lines), capture_output=True, text=True, check=True)
+    taken = 0
+    for file, line in zip(files, done.stdout.splitlines(), strict=True):
+        answer, refusal = json.loads(line), ""
+        try:
+            Plan.from_json(file)
+        except qs.InputError as error:
+            refusal = str(error)
+        said = answer.get("error", "")
+        assert ("this is no plan" in said or "well-formed" in answer.get("points", ())) == bool(refusal), (
+            refusal,
+            said,
+        )
+        taken += not refusal
+    assert taken > count // 20
 
 
 @pytest.mark.slow

@@ -7,15 +7,13 @@
  */
 import { flowsOf } from "./flow.js";
 import { eventsOf, graphOf } from "./graph.js";
+import { malformations } from "./judge.js";
 import { range } from "./layout.js";
 import { ABSENT, Plan } from "./plan.js";
 import { Costs, durationsOf } from "./times.js";
 
 const RECEIVES_OUTSTANDING = 2, MOST_COMPUTED = 20_000;
-const F = (stage, microbatch) => ({ op: "Fwd", stage, microbatch });
-const B = (stage, microbatch) => ({ op: "Bwd", stage, microbatch });
-const I = (stage, microbatch) => ({ op: "BwdInput", stage, microbatch });
-const W = (stage, microbatch) => ({ op: "BwdWeight", stage, microbatch });
+const [F, B, I, W] = ["Fwd", "Bwd", "BwdInput", "BwdWeight"].map((op) => (stage, microbatch) => ({ op, stage, microbatch }));
 
 /** Lanes of steps, each with a delay, merged beat by beat. */
 function alternate(...lanes) {
@@ -61,7 +59,7 @@ export const SCHEDULES = {
   "interleaved-1f1b": {
     chunked: true,
     order: (shape, rank) => {
-      const { microbatchOf, forward, backward } = inRounds(shape, rank), { pp, microbatches, chunks } = shape;
+      const { pp, microbatches, chunks } = shape, { microbatchOf, forward, backward } = inRounds(shape, rank);
       const warmup = Math.min(2 * (pp - rank - 1) + (chunks - 1) * pp, microbatches * chunks);
       return alternate([F, 0, forward, microbatchOf], [B, warmup, backward, microbatchOf]);
     },
@@ -69,8 +67,7 @@ export const SCHEDULES = {
   "interleaved-zb": {
     chunked: true,
     order: (shape, rank) => {
-      const { microbatchOf, forward, backward } = inRounds(shape, rank), { pp, chunks } = shape;
-      const warmup = (chunks - 1) * pp + pp - rank - 1;
+      const { microbatchOf, forward, backward } = inRounds(shape, rank), warmup = shape.chunks * shape.pp - rank - 1;
       return alternate([F, 0, forward, microbatchOf], [I, warmup, backward, microbatchOf], [W, warmup + rank, backward, microbatchOf]);
     },
   },
@@ -92,15 +89,16 @@ export function misfit(name, shape) {
   return null;
 }
 
-/** Return the head of a plan of this shape. */
-export function headOf(name, { pp, microbatches, chunks, dp = 1, zero = 0, stage_to_pp = range(pp * chunks).map((stage) => stage % pp) }) {
+/** Return the head of a plan of this shape; further axes of the `mesh` are kept. */
+export function headOf(name, { pp, microbatches, chunks, dp = 1, zero = 0, mesh = dp === 1 ? [] : [["dp", dp]], ...more }) {
+  const { stage_to_pp = range(pp * chunks).map((stage) => stage % pp) } = more;
   return {
     format: "quintsched.plan", version: 1, mode: "train",
     schedule: { name, microbatches, chunks, slices: 1, options: {} },
-    mesh: [...(dp > 1 ? [["dp", dp]] : []), ["pp", pp]],
+    mesh: Object.entries({ ...Object.fromEntries(mesh), pp }),
     stage_to_pp,
     routes: [{ stages: range(pp * chunks), microbatches: range(microbatches) }],
-    buckets_per_stage: 1, program_axes: ["pp"], ...(zero ? { zero: { stage: zero, every: 1 } } : {}),
+    buckets_per_stage: 1, program_axes: ["pp"], ...(zero !== 0 ? { zero: { stage: zero, every: 1 } } : {}),
   };
 }
 
@@ -122,7 +120,8 @@ export function ordersIn(plan) {
 
 /** Lower an order of computation; `{ plan }`, or `{ bare }` with the order alone if it cannot run. */
 export function lower(tables, head, orders) {
-  const bare = Plan.fromPrograms(tables, head, orders);
+  const bare = Plan.fromPrograms(tables, head, orders), [broken] = malformations(bare);
+  if (broken) throw new Error(broken[1]);
   const durations = durationsOf(bare, new Costs(bare, {}));
   const run = graphOf(bare, "channel").run(durations);
   if (!run.finished) return { bare, run };

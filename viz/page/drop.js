@@ -1,9 +1,10 @@
 /** Files that a reader drops on the page: plans, traces of a run, stall reports, PyTorch's schedule CSV. */
 import { lower } from "./compile.js";
+import { breach } from "./door.js";
 import { range } from "./layout.js";
 import { readOrders } from "./link.js";
 import { Plan } from "./plan.js";
-import { stallCard } from "./stall.js";
+import { strayRank } from "./stall.js";
 import { Costs, runOf, simulate } from "./times.js";
 
 /** Read dropped files; returns what `App.open` takes. */
@@ -15,12 +16,14 @@ export async function readDropped(app, files) {
   const stall = records.find(({ json }) => json.format === "quintsched.stall")?.json;
   if (stall) {
     const plan = Plan.fromJson(app.tables, stall.plan);
-    if (stall.version !== 1 || !stallCard({ plan, stall }).length) throw new Error("this is a stall report of a later version");
+    const { format, version, plan: _, words, ...entries } = stall;
+    const broken = version === 1 ? breach(app.tables.forms.stall, entries) : "/version: it is not 1", stray = broken ?? strayRank(plan, entries);
+    if (stray !== undefined) throw new Error(`this is no stall report: ${broken ?? `rank ${stray} was where its plan has no instruction`}`);
     return { runs: [simulate(plan, {}, true)], stall };
   }
   const traces = records.filter(({ json }) => json.format === "quintsched.trace").map(({ json }) => json);
   const plans = records.filter(({ json }) => json.format === "quintsched.plan").map(({ json }) => Plan.fromJson(app.tables, json));
-  const costs = records.find(({ json }) => json.format === undefined && typeof json.forward !== "undefined")?.json;
+  const costs = records.find(({ json }) => json.format === undefined && Object.keys(json).some((key) => Object.hasOwn(app.tables.costs, key)))?.json;
   if (!plans.length && (traces.length || costs)) plans.push(app.plan);
   if (!plans.length) throw new Error("Give a plan (.json), costs, the files of a trace, a stall report, or a schedule in PyTorch's CSV format.");
   const timed = costs ?? (plans[0] === app.plan ? app.run.costs.values : {});
@@ -40,7 +43,8 @@ function measured(plan, traces, costs) {
   const ofRank = range(plan.ranks).map((rank) => traces.find((trace) => trace.pp_rank === rank));
   const missing = ofRank.findIndex((trace) => !trace);
   if (missing >= 0) throw new Error(`the trace of pipeline rank ${missing} is missing`);
-  if (ofRank.some(({ version, unit }) => version !== 1 || unit !== "s")) throw new Error("the trace is of a later version");
+  const broken = traces.map((trace) => breach(plan.tables.forms.trace, trace)).find((fault) => fault);
+  if (broken) throw new Error(`this is no trace: ${broken}`);
   if (traces.some((trace) => trace.plan !== (plan.digest ?? traces[0].plan))) throw new Error("the trace is of another plan");
   const steps = ofRank[0].steps.map(({ step }) => step).filter((step) => ofRank.every((t) => t.steps.some((s) => s.step === step)));
   const found = steps.map((step) => measuredStep(plan, ofRank, step)).sort((a, b) => a.makespan - b.makespan);
@@ -53,7 +57,6 @@ function measuredStep(plan, ofRank, step) {
   const [start, end, wait] = ["start", "end", "wait"].map((name) => Float64Array.from(ofRank.flatMap((trace, rank) => {
     const times = trace.steps.find((one) => one.step === step)[name];
     if (times.length !== plan.first[rank + 1] - plan.first[rank]) throw new Error("the trace is of another plan");
-    if (!times.every(Number.isFinite)) throw new Error(`step ${step} of pipeline rank ${rank}: a time is no number`);
     return times;
   })));
   if (end.some((time, row) => time < start[row] || wait[row] < 0)) throw new Error(`step ${step}: an instruction takes less than no time`);

@@ -2,7 +2,7 @@
  * Early reductions: a bucket is reduced as soon as the last backward of its stage has filled it, as in the planner's
  * `simulation.early_reductions`. In the graph that is timed, a fraction of a backward is a node of its own.
  */
-import { Graph } from "./graph.js";
+import { Graph, itemsOf } from "./graph.js";
 
 /** Run the timed graph of a plan; `of` has the events of its nodes behind the events, whose ends those of events include. */
 export function runEarly(plan, costs, graph, durations) {
@@ -27,14 +27,14 @@ function reduceEarly(plan, costs, graph, durations) {
   for (const { event, backward, first, full, last } of found) {
     const part = (share, to) => {
       const one = node(backward, share);
-      for (const before of listOf(graph.before, backward)) added.push([before, one]);
+      for (const before of itemsOf(graph.before, backward)) added.push([before, one]);
       added.push([one, to]);
     };
     if (first < 1) part(first, event);
     if (last < 1) {
       const piece = node(event, last);
       part(full, piece);
-      for (const after of listOf(graph.after, event)) added.push([piece, after]);
+      for (const after of itemsOf(graph.after, event)) added.push([piece, after]);
     }
   }
   if (!of.length) return { graph, durations, of };
@@ -48,8 +48,6 @@ function reduceEarly(plan, costs, graph, durations) {
   const arrays = Object.fromEntries(Object.entries(edges).map(([name, all]) => [name, { array: Int32Array.from(all) }]));
   return { graph: new Graph(graph.events, arrays, graph.count + of.length), durations: Float64Array.from(times), of };
 }
-
-function listOf({ starts, items }, event) { return items.subarray(starts[event], starts[event + 1]); }
 
 /** Return the reductions that begin in the last backward of their stage: [{event, backward, first, full, last}]. */
 function reductionsOf(plan, costs, graph) {
@@ -69,7 +67,7 @@ function reductionsOf(plan, costs, graph) {
     const atOnce = ties.some(({ number }) => number === 0) || (!at?.split && (head.recompute?.[stage] ?? 0) > 1);
     if (!at || atOnce || part !== layout.numReductions[stage] - 1 || (ties.length && bucket >= dense - 1)) continue;
     const event = of[row], backward = of[at.row];
-    if (!listOf(graph.before, event).includes(backward)) continue;
+    if (!itemsOf(graph.before, event).includes(backward)) continue;
     const { pieces: given } = costs.values, pieces = Array.isArray(given) ? given[stage] : given;
     const [parts, place] = bucket < dense ? [dense, bucket] : [1, 0];
     found.push({ event, backward, first: (place + 1 / pieces) / parts, full: (place + 1) / parts, last: 1 / pieces });

@@ -5,6 +5,7 @@
  *
  * A place is a (value, rank) pair: the value's key on the rank that holds its stage, the key plus `size` elsewhere.
  */
+import { range } from "./layout.js";
 
 /** List of integers that grows. */
 export class Ints {
@@ -43,6 +44,33 @@ const OF_CELL = {
   HAS_EARLIER: (l, s, u) => u % l.slices > 0,
   HAS_LATER: (l, s, u) => u % l.slices < l.slices - 1,
 };
+
+/** Stages whose values a term means, beside its OWN. */
+const OF_WHOSE = {
+  BEFORE: ({ layout }, row, s, u) => [layout.stageBefore(s, u)].filter((stage) => stage >= 0),
+  HELD: ({ layout, plan }, row) => layout.heldBy[plan.rank[row]],
+  NAMED: ({ layout, plan }, row) => plan.value("stages", row).filter((stage) => layout.holders[stage] === plan.rank[row]),
+};
+
+/** Numbers of the values of a stage that a term means, beside its UNIT. */
+const OF_WHICH = {
+  EVERY_UNIT: ({ layout }, row, s) => layout.unitsOf[s],
+  EARLIER: (_, row, s, u) => [u - 1],
+  GATHERING: ({ gatherings }, row, s, u, at) => [gatherings ? gatherings[at] : 0],
+  BUCKET: ({ plan, layout }, row) => [Math.max(plan.column("part")[row], 0) * layout.buckets.length + plan.column("bucket")[row]],
+  TIE: ({ plan, layout }, row) => [layout.ties.findLast(({ params }) => params === plan.value("params", row))?.number ?? 0],
+  REDUCTION_BEFORE: ({ layout }, row, s, u) => reducedBy(layout, layout.reductionOf[s * layout.units + u] - 1),
+  EVERY_BUCKET: ({ layout }) => layout.reducedBuckets,
+  EVERY_REDUCTION: ({ layout }, row, s) => range(layout.numReductions[s]).flatMap((number) => reducedBy(layout, number)),
+  EVERY_TIE: ({ layout }, row, s) => layout.tiesOf[s].map(({ number }) => number),
+  REDUCED_UNITS: ({ plan, layout }, row, s) =>
+    layout.unitsOf[s].filter((u) => layout.reductionOf[s * layout.units + u] === plan.column("part")[row]),
+};
+
+/** Buckets of a stage's reduction, numbered over all of them; none before the first. */
+function reducedBy({ reducedBuckets, buckets }, number) {
+  return number < 0 ? [] : reducedBuckets.map((bucket) => number * buckets.length + bucket);
+}
 
 /** Return the data flow of all instructions of a well-formed plan. */
 export function flowsOf(plan) { return plan.once("flows", () => new Flows(plan)); }
@@ -106,78 +134,18 @@ class Flows {
   }
 
   #evaluate(term, row, stage, unit, at) {
-    const { layout, plan } = this;
-    if (term.skips) return this.#skips(term, row, stage, unit);
-    switch (term.whose) {
-      case "OWN":
-        return this.#select(term, row, stage, unit, at);
-      case "BEFORE": {
-        const before = layout.stageBefore(stage, unit);
-        if (before >= 0) this.#select(term, row, before, unit, at);
-        break;
-      }
-      case "HELD":
-        for (const held of layout.heldBy[plan.rank[row]]) this.#select(term, row, held, unit, at);
-        break;
-      case "NAMED":
-        for (const named of plan.value("stages", row)) {
-          if (layout.holders[named] === plan.rank[row]) this.#select(term, row, named, unit, at);
-        }
-        break;
-      default: // RANK
-        this.#emit(term, row, 0, plan.rank[row]);
-    }
+    if (term.skips) this.#skips(term, row, stage, unit);
+    else if (term.whose === "RANK") this.#emit(term, row, 0, this.plan.rank[row]);
+    else if (term.whose === "OWN") this.#select(term, row, stage, unit, at);
+    else for (const other of OF_WHOSE[term.whose](this, row, stage, unit)) this.#select(term, row, other, unit, at);
   }
 
   #select(term, row, stage, unit, at) {
-    const { layout, plan } = this;
-    const { cell } = term;
-    const buckets = layout.buckets.length;
-    if (term.which === "EVERY_UNIT") {
-      for (const other of layout.unitsOf[stage]) {
-        if (!cell || cell(layout, stage, other)) this.#emit(term, row, stage, other);
-      }
-      return;
-    }
-    if (cell && !cell(layout, stage, unit)) return;
-    switch (term.which) {
-      case "UNIT":
-        return this.#emit(term, row, stage, unit);
-      case "EARLIER":
-        return this.#emit(term, row, stage, unit - 1);
-      case "GATHERING":
-        return this.#emit(term, row, stage, this.gatherings ? this.gatherings[at] : 0);
-      case "BUCKET":
-        return this.#emit(term, row, stage, Math.max(plan.column("part")[row], 0) * buckets + plan.column("bucket")[row]);
-      case "TIE": {
-        const params = plan.value("params", row);
-        return this.#emit(term, row, stage, layout.ties.findLast((tie) => tie.params === params)?.number ?? 0);
-      }
-      case "REDUCTION_BEFORE": {
-        const before = layout.reductionOf[stage * layout.units + unit] - 1;
-        if (before >= 0) for (const bucket of layout.reducedBuckets) this.#emit(term, row, stage, before * buckets + bucket);
-        break;
-      }
-      case "EVERY_BUCKET":
-        for (const bucket of layout.reducedBuckets) this.#emit(term, row, stage, bucket);
-        break;
-      case "EVERY_REDUCTION":
-        for (let number = 0; number < layout.numReductions[stage]; number++) {
-          for (const bucket of layout.reducedBuckets) this.#emit(term, row, stage, number * buckets + bucket);
-        }
-        break;
-      case "EVERY_TIE":
-        for (const tie of layout.tiesOf[stage]) this.#emit(term, row, stage, tie.number);
-        break;
-      case "REDUCED_UNITS": {
-        const part = plan.column("part")[row];
-        for (const other of layout.unitsOf[stage]) {
-          if (layout.reductionOf[stage * layout.units + other] === part) this.#emit(term, row, stage, other);
-        }
-        break;
-      }
-      default:
-        throw new Error(`no way to select ${term.which}`);
+    const { layout } = this, { cell, which } = term;
+    if (cell && which !== "EVERY_UNIT" && !cell(layout, stage, unit)) return;
+    if (which === "UNIT") this.#emit(term, row, stage, unit);
+    else for (const number of OF_WHICH[which](this, row, stage, unit, at)) {
+      if (!cell || which !== "EVERY_UNIT" || cell(layout, stage, number)) this.#emit(term, row, stage, number);
     }
   }
 

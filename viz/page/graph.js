@@ -53,11 +53,7 @@ class Events {
   get members() { return (this.memberLists ??= group(this.of, this.count)); }
 
   /** Row of an event on a rank, or else its first row. */
-  member(event, rank) {
-    const { starts, items } = this.members;
-    for (let i = starts[event]; i < starts[event + 1]; i++) if (this.plan.rank[items[i]] === rank) return items[i];
-    return this.firstRows[event];
-  }
+  member(event, rank) { return itemsOf(this.members, event).find((row) => this.plan.rank[row] === rank) ?? this.firstRows[event]; }
 }
 
 /** Return the channels, by source and destination, with their sends and receives in program order. */
@@ -316,3 +312,6 @@ export function group(keys, count, values = null) {
   for (let i = 0; i < keys.length; i++) items[next[keys[i]]++] = values ? values[i] : i;
   return { starts, items };
 }
+
+/** Return the items of a key in what `group` returned. */
+export function itemsOf({ starts, items }, key) { return items.subarray(starts[key], starts[key + 1]); }

@@ -7,13 +7,10 @@ import { counted, lasting, number } from "./numbers.js";
 export function showFigures(app) {
   const title = app.view.blocks ? `${counted(app.shown.length, "plan")} compared` : app.plan.title;
   document.title = app.title.textContent = app.title.title = title;
-  const parts = (app.view.blocks ? [] : app.shown).flatMap((run) => {
-    const name = `${app.shown.length > 1 ? `${run.name}: ` : ""}makespan `;
-    const peak = run.held?.length ? ["peak ", [number(peakOf(run))]] : [];
-    return [name, ...(run.stuck ? [["never ends"]] : [[lasting(run.makespan, run.unit)], "bubble ", [`${(100 * run.bubble).toFixed(1)} %`]]), ...peak];
-  });
-  app.figures.replaceChildren();
-  for (let i = 0; i + 1 < parts.length; i += 2) app.figures.append(h("span", {}, parts[i], h("b", {}, parts[i + 1].join(" "))));
+  app.figures.replaceChildren(...(app.view.blocks ? [] : app.shown).flatMap((run) => [
+    [`${app.shown.length > 1 ? `${run.name}: ` : ""}makespan `, run.stuck ? "never ends" : lasting(run.makespan, run.unit)],
+    ...(run.stuck ? [] : [["bubble ", `${(100 * run.bubble).toFixed(1)} %`]]), ...(run.held?.length ? [["peak ", number(peakOf(run))]] : []),
+  ]).map(([name, value]) => h("span", {}, name, h("b", {}, value))));
   if (app.verdict) {
     const free = Object.values(app.verdict.profiles).filter((is) => is).length, sound = app.verdict.sound();
     app.figures.append(h("button", { class: `chip ${sound ? "good" : "bad"}`, onclick: () => app.showVerdict() },

@@ -50,7 +50,8 @@ export function describeCycle(plan, cycle) {
   });
 }
 
-function malformations(plan) {
+/** Return the instructions of a plan that name what it does not have. */
+export function malformations(plan) {
   const found = [];
   for (let row = 0; row < plan.length && found.length < MOST_FINDINGS; row++) {
     const fault = rowFault(plan, row);

@@ -8,7 +8,7 @@ import { drawMemory } from "./memory.js";
 import { stallCard, standing } from "./stall.js";
 import { paintOver } from "./overlay.js";
 import styles from "./page.css";
-import { breakdownCard, compareCard, gapCard, helpCard, instructionCard, pathCard, rowList, verdictCard } from "./panel.js";
+import { breakdownCard, compareCard, gapCard, helpCard, instructionCard, lateCard, memoryCard, pathCard, rowList, verdictCard } from "./panel.js";
 import { Playground } from "./play.js";
 import { Scene } from "./scene.js";
 import { search } from "./search.js";
@@ -290,13 +290,14 @@ class App {
 
   overview() {
     const { verdict, breakdown } = this.run;
-    const parts = [...(this.shown.length > 1 ? compareCard(this) : []), ...(verdict ? verdictCard(this, verdict, []) : []),
-      ...(breakdown ? breakdownCard(this, breakdown) : [])];
+    const parts = [...(this.runs.length > 1 ? compareCard(this) : []), ...(verdict ? verdictCard(this, verdict, []) : []),
+      ...(this.runs.length > 1 && !this.comparing ? lateCard(this) : []), ...(breakdown ? breakdownCard(this, breakdown) : []),
+      ...(this.run.held && !this.run.stuck ? memoryCard(this) : [])];
     this.show(parts.length ? parts : helpCard());
   }
 
-  showVerdict() {
-    const profile = this.verdict.profiles.channel === false ? "channel" : Object.keys(this.verdict.cycles)[0];
+  showVerdict(chosen) {
+    const profile = chosen ?? (this.verdict.profiles.channel === false ? "channel" : Object.keys(this.verdict.cycles)[0]);
     this.cycle = profile ? this.verdict.cycles[profile].map(([here, there]) => [here, there]) : null;
     this.show(verdictCard(this, this.verdict, profile ? [`under ${profile}:`, ...describeCycle(this.plan, this.verdict.cycles[profile])] : []));
     this.draw();

@@ -4,7 +4,7 @@ import { drawLine, drawText } from "./dom.js";
 import { firstAfter } from "./scene.js";
 import { number } from "./numbers.js";
 
-const MOST_LINES = 6, CELLS = 4096;
+const MOST_LINES = 6;
 
 /** Draw a run's activations, on a scale up to `most`. */
 export function drawMemory(context, view, { held, name }, cap, most, height) {
@@ -69,9 +69,7 @@ function drawHeat(context, view, held, most, height) {
   const tall = height - TOP - 2, rows = held.length;
   const columns = Math.max(1, Math.floor(plotWidth));
   const image = new ImageData(columns, rows);
-  held.forEach((of, rank) => {
-    const coarse = (t1 - t0) / columns >= view.makespan / CELLS && of.times.length > CELLS ? cellsOf(of, view.makespan) : null;
-    const { times, amounts } = coarse ?? of;
+  held.forEach(({ times, amounts }, rank) => {
     let at = Math.max(0, firstAfter(times, 0, times.length, t0) - 1);
     for (let x = 0; x < columns; x++) {
       const until = t0 + ((t1 - t0) * (x + 1)) / columns;
@@ -93,21 +91,6 @@ function drawHeat(context, view, held, most, height) {
     drawText(context, `rank ${rank}`, left - 8, y, is.quiet, { align: "right" });
     drawPeak(context, view, rank, held[rank], y, is.quiet, false);
   }
-}
-
-/** Return the peaks of a rank in cells of time, for far views. */
-function cellsOf(of, makespan) {
-  if (of.cells) return of.cells;
-  const times = Float64Array.from({ length: CELLS }, (_, cell) => (cell * makespan) / CELLS);
-  const amounts = new Float64Array(CELLS);
-  let at = 0;
-  for (let cell = 0; cell < CELLS; cell++) {
-    amounts[cell] = of.amounts[at];
-    while (at + 1 < of.times.length && of.times[at + 1] < ((cell + 1) * makespan) / CELLS) {
-      amounts[cell] = Math.max(amounts[cell], of.amounts[++at]);
-    }
-  }
-  return (of.cells = { times, amounts });
 }
 
 function drawCap(context, view, cap, most, height) {

@@ -34,16 +34,18 @@ function drawBox(app, context, row, colour, line) {
 }
 
 function paintPath(app, context, rows, colour) {
-  const { view } = app, { start, end } = app.run;
-  const chosen = rows[app.path.at], computing = withoutMessages(app, rows);
-  computing.forEach((row, at) => {
-    drawBox(app, context, row, colour, 2);
-    const next = computing[at + 1];
-    if (next !== undefined && app.plan.rank[next] !== app.plan.rank[row]) {
-      curve(context, view, app.plan.rank[row], end[row], app.plan.rank[next], start[next], colour, 2, 0.9);
-    }
+  paintChain(app, context, rows, () => [colour, 2], colour);
+  if (rows[app.path.at] !== undefined) drawBox(app, context, rows[app.path.at], app.view.is.accent, 3.5);
+}
+
+/** Draw rows that follow each other, earliest first, with curves between ranks. */
+function paintChain(app, context, rows, look, colour) {
+  const { start, end } = app.run, { rank } = app.plan, boxes = withoutMessages(app, rows);
+  boxes.forEach((row, at) => {
+    drawBox(app, context, row, ...look(row));
+    const next = boxes[at + 1];
+    if (next !== undefined && rank[next] !== rank[row]) curve(context, app.view, rank[row], end[row], rank[next], start[next], colour, 2, 0.9);
   });
-  if (chosen !== undefined) drawBox(app, context, chosen, view.is.accent, 3.5);
 }
 
 /** Rows that are drawn as boxes: a message is the curve between two of them. */
@@ -87,14 +89,8 @@ function paintGap(app, context) {
   context.fillStyle = `${gap.colour}33`;
   context.fillRect(x0, y, x1 - x0, height);
   outline(context, x0, y, x1 - x0, height, gap.colour, 2);
-  const rows = withoutMessages(app, gap.chain.map((event) => app.waits.events.firstRows[event]));
-  rows.slice(0, 40).forEach((row, at) => {
-    drawBox(app, context, row, gap.culprits.has(row) ? view.is.bad : view.is.glow, gap.culprits.has(row) ? 3 : 1.5);
-    const next = rows[at + 1];
-    if (next !== undefined && app.plan.rank[next] !== app.plan.rank[row]) {
-      curve(context, view, app.plan.rank[next], app.run.end[next], app.plan.rank[row], app.run.start[row], view.is.glow, 1.5, 0.8);
-    }
-  });
+  const rows = gap.chain.slice(0, 80).map((event) => app.waits.events.firstRows[event]).reverse();
+  paintChain(app, context, rows, (row) => (gap.culprits.has(row) ? [view.is.bad, 3] : [view.is.glow, 1.5]), view.is.glow);
 }
 
 function paintCycle(app, context, here, there) {

@@ -6,20 +6,32 @@ with the planner that wrote it. No matplotlib here.
 
 from __future__ import annotations
 
+from typing import Any
+
+from pydantic import BaseModel
+
+from quintsched.formats.instruction_schema import FIELD_SCHEMAS
+from quintsched.formats.plan_head import HeadFile
 from quintsched.graph.edges import ISSUED
 from quintsched.graph.transport_profiles import PROFILES, Profile, each_pair
 from quintsched.ir.dataflow_rules import RULES
 from quintsched.ir.instruction_columns import FIELDS, NUMBERS
 from quintsched.ir.instruction_set import ALL, OWN_QUEUES, HostCopy, Instruction, Message, Send
-from quintsched.ir.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES
+from quintsched.ir.mesh import EXPERT_REPLICA_AXES, MAX_RANKS, REPLICA_AXES
+from quintsched.ir.plan_data import MAX_BLOCKS, MAX_TIED
 from quintsched.ir.values import AMBIENT, COUNTED, TRAVELS, WORDS, ValueKind
 from quintsched.simulation.activation_memory import HELD
 from quintsched.simulation.costs import INSTEAD, NOT_OF_STAGES, PER_UNIT, TAKEN_AS_IT_IS, Costs
 from quintsched.simulation.durations import BETWEEN_INPUTS
 from quintsched.simulation.idle_time import CAUSES, COMPUTING_TIME, OTHERS
+from quintsched.stalls.stall_report import StallFile
+from quintsched.trace.trace_json import RankFile
 from quintsched.verify.wellformed import ZERO_STAGES
 
 from ..looks import CARGO, CAUSE_COLOURS, WORKING_COLOURS, look_of
+
+FORMS: dict[str, type[BaseModel]] = {"plan": HeadFile, "costs": Costs, "trace": RankFile, "stall": StallFile}
+"""Models of the files that may be dropped on a page; it reads them by their schemas."""
 
 
 def page_tables() -> dict[str, object]:
@@ -50,6 +62,8 @@ def page_tables() -> dict[str, object]:
         "costs_per_slice": sorted(PER_UNIT),
         "causes": {cause: {"meaning": means, "colour": CAUSE_COLOURS[cause]} for cause, means in CAUSES.items()},
         "working": {part: WORKING_COLOURS[part] for part in (COMPUTING_TIME, OTHERS)},
+        "forms": {name: _slim(form.model_json_schema()) for name, form in FORMS.items()} | {"fields": FIELD_SCHEMAS},
+        "most": {"ranks": MAX_RANKS, "names": MAX_TIED, "blocks": MAX_BLOCKS, "axes": list(REPLICA_AXES)},
         "cargo": {kind.name: {"label": look.label, "colour": look.colour} for kind, look in CARGO.items()},
     }
 
@@ -76,6 +90,14 @@ def _instruction(kind: type[Instruction]) -> dict[str, object]:
         "label": look.label,
         "colour": look.colour,
     }
+
+
+def _slim(schema: Any) -> Any:
+    """Return a JSON Schema without what is only for readers."""
+    if isinstance(schema, dict):
+        said = ("title", "description", "default")
+        return {key: _slim(value) for key, value in schema.items() if key not in said or isinstance(value, dict)}
+    return [_slim(value) for value in schema] if isinstance(schema, list) else schema
 
 
 def _queues(profile: Profile) -> str:

@@ -64,11 +64,13 @@ export function pathCard(app, path) {
 
 /** Runs beside each other: makespan, bubble, peak of memory, idle time by cause, and what the second has more of. */
 export function compareCard(app) {
-  const runs = [...app.shown].sort((one, other) => (other.name === "before") - (one.name === "before")), looks = app.plan.tables.causes;
+  const runs = [...(app.comparing ? app.runs : app.shown)].sort((one, other) => (other.name === "before") - (one.name === "before"));
+  const looks = app.plan.tables.causes, batches = new Set(runs.map(({ plan }) => plan.schedule.microbatches));
   const percent = (value) => value.toFixed(1);
   const idle = (cause) => (run) => run.breakdown &&
     (100 * run.breakdown.ranks.reduce((sum, of) => sum + (of[cause] ?? 0), 0)) / (run.makespan * run.plan.ranks || 1);
-  const rows = [["makespan", (run) => (run.stuck ? NaN : run.makespan), number], ["bubble, %", (run) => 100 * run.bubble, percent],
+  const makespan = (run) => (run.stuck ? NaN : run.makespan), each = (run) => batches.size > 1 && makespan(run) / run.plan.schedule.microbatches;
+  const rows = [["makespan", makespan, number], ["… per microbatch", each, number], ["bubble, %", (run) => 100 * run.bubble, percent],
     ["peak", (run) => run.held && peakOf(run), number], ...Object.keys(looks).map((cause) => [`${cause}, %`, idle(cause), percent])];
   const signed = (value, words) => {
     const size = words(Math.abs(value) < 1e-6 ? 0 : Math.abs(value));
@@ -79,6 +81,25 @@ export function compareCard(app) {
     rows.map(([name, value, words]) => [name, runs.map(value), words]).filter(([, values]) => values.some((value) => value)).map(([name, values, words]) =>
       h("tr", {}, h("th", {}, name), values.map((value) => h("td", {}, value === undefined ? "" : Number.isNaN(value) ? "never ends" : words(value))),
         runs.length === 2 && h("td", {}, values.includes(undefined) ? "" : signed(values[1] - values[0], words)))))];
+}
+
+/** Computations that took longest against the plan, without what they waited. */
+export function lateCard(app) {
+  const [planned, measured] = app.shown, took = ({ start, end, wait }, row) => end[row] - start[row] - (wait ? wait[row] : 0);
+  const longer = Array.from(app.scene.rows, (row) => [row, took(measured, row) - took(planned, row)]).sort((one, other) => other[1] - one[1]);
+  const words = (by) => `${by < 0 ? "−" : "+"}${lasting(Math.abs(by), measured.unit)}`;
+  return [h("h2", {}, "longest against the plan"), rowList(app, longer.slice(0, 8).map(([row, by]) => [row, words(by)]))];
+}
+
+/** The rank that holds most, since when, and the computation that was the last to add. */
+export function memoryCard(app) {
+  const { run, scene, cap } = app, peaks = run.held.map(({ amounts }) => amounts.reduce((one, other) => Math.max(one, other), 0));
+  const rank = peaks.indexOf(Math.max(...peaks)), { times, amounts } = run.held[rank];
+  const full = (amount) => amount > peaks[rank] * (1 - 1e-9), from = amounts.findIndex(full), until = amounts.findIndex((a, at) => at > from && !full(a));
+  const row = scene.rows[scene.at(rank, times[from] + run.makespan * 1e-9)], most = `${number(peaks[rank])}${cap === null ? "" : ` (cap ${number(cap)})`}`;
+  if (row === undefined) return [];
+  return [h("h2", {}, "fullest rank"), h("p", {}, `Rank ${rank} holds most, ${most}, from ${number(times[from])} to ` +
+    `${number(times[until] ?? run.makespan)}; the last to add was:`), rowList(app, [[row, ""]])];
 }
 
 /** Bars of all ranks: what they run, and idle time by its cause; the longest gaps. */
@@ -105,7 +126,8 @@ export function breakdownCard(app, { ranks, gaps }) {
 /** Card of the proof: the profiles, and what is wrong. */
 export function verdictCard(app, verdict, cycleWords) {
   const chips = app.plan.tables.profiles.map(({ name, stands_for: means }) =>
-    h("span", { class: `chip ${verdict.profiles[name] ? "good" : "bad"}`, title: means }, `${verdict.profiles[name] ? "✓" : "✗"} ${name}`));
+    h("span", { class: `chip ${verdict.profiles[name] ? "good" : "bad"}`, title: means, ...(verdict.cycles[name] && picks(() => app.showVerdict(name))) },
+      `${verdict.profiles[name] ? "✓" : "✗"} ${name}${verdict.cycles[name] ? ": where?" : ""}`));
   const parts = [h("h2", {}, app.comparing ? `proof of ${app.run.name}` : "proof"), h("div", { class: "chips" }, chips)];
   for (const [point, words, row] of verdict.faults.slice(0, 5)) {
     parts.push(h("p", { class: "fault", ...(row !== null && picks(() => app.select(row))) }, h("b", {}, `${point}: `), words));

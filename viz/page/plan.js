@@ -9,11 +9,11 @@
  * `tables` is what the planner says about instructions: classes, data-flow rules, profiles. Python writes it into
  * every page, so that no rule stands here a second time.
  */
-import { Layout } from "./layout.js";
+import { breach, headFault } from "./door.js";
+import { Layout, range } from "./layout.js";
 import { counted } from "./numbers.js";
 
 export const ABSENT = -1;
-const MOST_UNITS = 4_000_000;
 
 /** Index the planner's tables by name. */
 export function readTables(raw) {
@@ -33,22 +33,6 @@ export function readTables(raw) {
   };
 }
 
-/** Return the first key of a plan file without which nothing can be read; undefined if all are as they should be. */
-function brokenKey({ format, version, mode, schedule, mesh, stage_to_pp: placed, buckets_per_stage, programs }) {
-  const isSize = (size) => Number.isInteger(size) && size > 0 && size <= MOST_UNITS;
-  const rules = {
-    format: () => format === "quintsched.plan", version: () => version === 1, mode: () => ["train", "forward"].includes(mode),
-    programs: () => programs.every(Array.isArray),
-    schedule: () => ["microbatches", "chunks", "slices"].every((name) => isSize(schedule[name])),
-    mesh: () => mesh.every(([axis, size], at) => isSize(size) && mesh.findIndex(([name]) => name === axis) === at) &&
-      (Object.fromEntries(mesh).pp ?? 1) === programs.length,
-    stage_to_pp: () => placed.every((rank) => rank in programs) && isSize(placed.length * programs.length) &&
-      isSize(placed.length * schedule.microbatches * schedule.slices), buckets_per_stage: () => isSize(buckets_per_stage),
-  };
-  const holds = (rule) => { try { return rule(); } catch { return false; } };
-  return Object.keys(rules).find((key) => !holds(rules[key]));
-}
-
 export class Plan {
   constructor(tables, head, first, op, columns, table) {
     Object.assign(this, { tables, head, first, op, columns, table });
@@ -66,10 +50,16 @@ export class Plan {
 
   /** Build a plan from the JSON of a plan file. */
   static fromJson(tables, file) {
-    const broken = brokenKey(file ?? {});
-    if (broken) throw new Error(`this is no plan: its ${broken} is broken, or of a later version`);
-    const { programs, ...head } = file;
+    const { programs, ...head } = file ?? {};
+    const broken = programs?.every?.(Array.isArray) ? Plan.brokenHead(tables, head, programs) : "/programs: it is not a list of lists";
+    if (broken) throw new Error(`this is no plan: ${broken}`);
     return Plan.fromPrograms(tables, head, programs);
+  }
+
+  /** Return where a head is none that the planner reads; null if it is one. */
+  static brokenHead(tables, head, programs) {
+    const misfit = breach(tables.forms.plan, head) ?? headFault(tables, head, programs);
+    return misfit && !misfit.includes(":") ? `/${misfit}: it does not fit the rest of the plan` : misfit ?? null;
   }
 
   /** Build a plan from one list of instructions, as objects of a plan file, per rank. */
@@ -92,10 +82,12 @@ export class Plan {
         const code = tables.code[instruction?.op];
         if (code === undefined) throw new Error(`unknown instruction ${instruction?.op}`);
         op[row] = code;
-        for (const name of tables.ops[code].fields) {
+        const { fields } = tables.ops[code];
+        if (Object.keys(instruction).length > fields.length + 1) throw new Error(`${instruction.op} has an unknown field`);
+        for (const name of fields) {
           columns[name] ??= new Int32Array(length).fill(ABSENT);
-          const value = instruction[name];
-          if (value === undefined || (tables.numbers.has(name) && !Number.isInteger(value))) throw new Error(`${instruction.op} without ${name}`);
+          const value = instruction[name], fault = breach(tables.forms.fields[name], value);
+          if (fault) throw new Error(`${instruction.op}/${name}${fault}`);
           columns[name][row] = tables.numbers.has(name) ? value : intern(value);
         }
         row++;
@@ -148,24 +140,11 @@ export class Plan {
   get apart() {
     return this.once("apart", () => {
       const { Overlap, Fwd, Bwd } = this.tables.code;
-      if (!this.op.includes(Overlap)) {
-        return { length: this.length, op: this.op, stage: this.stage, unit: this.unit, origin: null };
-      }
-      const ops = [], stages = [], units = [], origin = [];
-      for (let row = 0; row < this.length; row++) {
-        const sides = this.op[row] !== Overlap ? [[this.op[row], this.stage[row], this.unit[row]]]
-          : [[Fwd, ...this.value("forward", row)], [Bwd, ...this.value("backward", row)]];
-        for (const [op, stage, unit] of sides) {
-          ops.push(op);
-          stages.push(stage);
-          units.push(unit);
-          origin.push(row);
-        }
-      }
-      return {
-        length: ops.length, op: Uint8Array.from(ops), stage: Int32Array.from(stages), unit: Int32Array.from(units),
-        origin: Int32Array.from(origin),
-      };
+      if (!this.op.includes(Overlap)) return { length: this.length, op: this.op, stage: this.stage, unit: this.unit, origin: null };
+      const sides = (row) => this.op[row] !== Overlap ? [[this.op[row], this.stage[row], this.unit[row], row]]
+        : [[Fwd, ...this.value("forward", row), row], [Bwd, ...this.value("backward", row), row]];
+      const all = range(this.length).flatMap(sides), [op, stage, unit, origin] = range(4).map((at) => Int32Array.from(all, (side) => side[at]));
+      return { length: all.length, op, stage, unit, origin };
     });
   }
 

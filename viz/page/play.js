@@ -7,13 +7,21 @@ import { h, download } from "./dom.js";
 import { judge, judgeOrder } from "./judge.js";
 import { range } from "./layout.js";
 import { Plan } from "./plan.js";
-import { PUZZLES, solved } from "./puzzles.js";
+import PUZZLES from "./levels.json" with { type: "json" };
 import { readLink, readOrders, writeLink } from "./link.js";
 import { simulate } from "./times.js";
 import { outline } from "./timeline.js";
 import { number } from "./numbers.js";
 
 const MOST_UNDONE = 200;
+
+/** Whether a puzzle is solved on this machine; with `now`, remember that it is. No order is below par: `quintsched solve` certifies or proves it. */
+function solved(puzzle, now = false) {
+  try {
+    if (now) localStorage.setItem(`quintsched ${puzzle.name}`, "solved");
+    return localStorage.getItem(`quintsched ${puzzle.name}`) === "solved";
+  } catch { return false; }
+}
 
 export class Playground {
   constructor(app) { Object.assign(this, { app, editing: false, past: [], future: [], puzzle: null }); }
@@ -38,36 +46,38 @@ export class Playground {
     const fault = sizeFault(settings) ?? (orders && orders.length !== settings.pp ? "each rank has one order" : null);
     if (fault || !(Object.hasOwn(SCHEDULES, settings.schedule) || orders)) throw new Error(fault ?? `there is no schedule ${settings.schedule}`);
     if (settings.cap !== null && !(settings.cap >= 0)) throw new Error("its cap is no number of 0 or more");
-    Object.assign(this, { settings, orders, head: headOf(settings.schedule, settings), editing: true });
+    const head = headOf(settings.schedule, settings), broken = Plan.brokenHead(this.app.tables, head, orders ?? ordersOf(settings.schedule, settings));
+    if (broken) throw new Error(broken);
+    Object.assign(this, { settings, orders, head, editing: true });
     this.#bar();
     this.#make(!orders);
-    if (!(this.app.run?.makespan >= 0)) throw new Error("its sizes, costs or orders are broken");
   }
 
   toggle() {
     const { app } = this;
     this.editing = !this.editing;
-    app.playButton.classList.toggle("on", this.editing);
-    app.timeline.classList.toggle("editing", this.editing);
-    app.playBar.hidden = !this.editing;
-    if (!this.editing) return app.resize();
-    const { plan } = app;
-    this.original = { ...app.run, name: "before", scene: null };
-    const { name, microbatches, chunks } = plan.schedule;
-    const costs = app.run.costs?.values ?? {}, { dp } = Object.fromEntries(plan.head.mesh), { stage_to_pp, zero } = plan.head;
-    this.settings = { schedule: name, pp: plan.ranks, microbatches, chunks, costs, cap: app.cap, dp, zero: zero?.stage, stage_to_pp };
-    this.head = plan.head;
-    this.orders = ordersIn(plan);
-    this.programs = isPlain(plan) ? null : plan.programs();
+    if (this.editing) this.#take(app.plan);
     this.#bar();
     return app.resize();
   }
 
+  /** Take up a plan for editing. */
+  #take(plan) {
+    const { app } = this;
+    this.original = { ...app.run, name: "before", scene: null };
+    const { name, microbatches, chunks } = plan.schedule;
+    const costs = app.run.costs?.values ?? {}, { mesh, stage_to_pp, zero } = plan.head;
+    this.settings = { schedule: name, pp: plan.ranks, microbatches, chunks, costs, cap: app.cap, mesh, zero: zero?.stage, stage_to_pp };
+    this.head = plan.head;
+    this.orders = ordersIn(plan);
+    this.programs = isPlain(plan) ? null : plan.programs();
+  }
+
   #bar() {
     const { app, settings } = this;
-    app.playButton.classList.add("on");
-    app.timeline.classList.add("editing");
-    app.playBar.hidden = false;
+    app.playButton.classList.toggle("on", this.editing);
+    app.timeline.classList.toggle("editing", this.editing);
+    app.playBar.hidden = !this.editing;
     const change = (name, read = Number) => (event) => {
       settings[name] = read(event.target.value);
       this.puzzle = null;

@@ -17,38 +17,23 @@ export class Scene {
     const beside = Uint8Array.from(tables.ops, (op) => (op.among_replicas || op.host_copy || op.whole_mesh || op.name === "SyncTied" ? 1 : 0));
     const message = Uint8Array.from(tables.ops, (op) => (op.message ? 1 : 0));
     for (let k = 0; k < plan.ranks; k++) {
+      const mine = [];
       for (let row = plan.first[k]; row < plan.first[k + 1]; row++) {
         const op = plan.op[row];
         if (message[op]) continue;
-        if (tables.computes[op] || (!beside[op] && end[row] > start[row])) boxes.push(row);
+        if (tables.computes[op] || (!beside[op] && end[row] > start[row])) mine.push(row);
         else extras.push(row);
       }
+      for (const row of mine.sort((a, b) => start[a] - start[b])) boxes.push(row); // measured ones need not be in program order
       this.first[k + 1] = boxes.length;
       this.extraFirst[k + 1] = extras.length;
     }
     this.rows = Int32Array.from(boxes);
     this.extras = Int32Array.from(extras);
-    const begins = (rows) => Float64Array.from(rows, (row) => start[row]);
-    const ends = (rows) => Float64Array.from(rows, (row) => end[row]);
-    [this.start, this.end] = [begins(this.rows), ends(this.rows)];
-    [this.extraStart, this.extraEnd] = [begins(this.extras), ends(this.extras)];
-    this.wait = wait ? Float64Array.from(this.rows, (row) => wait[row]) : null;
-    this.#sort();
+    const timesOf = (rows, of) => Float64Array.from(rows, (row) => of[row]);
+    [this.start, this.end, this.wait] = [start, end, wait].map((of) => of && timesOf(this.rows, of));
+    [this.extraStart, this.extraEnd] = [start, end].map((of) => timesOf(this.extras, of));
     this.density = null;
-  }
-
-  /** Sort each rank's boxes by start: measured ones need not be in program order. */
-  #sort() {
-    for (let k = 0; k < this.plan.ranks; k++) {
-      const from = this.first[k], to = this.first[k + 1];
-      let sorted = true;
-      for (let i = from + 1; i < to && sorted; i++) sorted = this.start[i] >= this.start[i - 1];
-      if (sorted) continue;
-      const order = Array.from({ length: to - from }, (_, i) => from + i).sort((a, b) => this.start[a] - this.start[b]);
-      for (const name of ["rows", "start", "end", ...(this.wait ? ["wait"] : [])]) {
-        this[name].set(order.map((i) => this[name][i]), from);
-      }
-    }
   }
 
   /** Row of another scene's run with the same computation as one of this; -1 if it has none. */

@@ -9,11 +9,18 @@ function pipelineRank({ head: { mesh }, ranks }, rank) {
   return Math.floor(rank / inner.reduce((product, [, size]) => product * size, 1)) % ranks;
 }
 
+/** Return the rank of a report whose instruction its plan does not have; undefined if it has all. */
+export function strayRank(plan, { culprits, states }) {
+  const world = plan.head.mesh.reduce((all, [, size]) => all * size, 1), length = (rank) => plan.first[rank + 1] - plan.first[rank];
+  return [...culprits.map(({ place }) => place), ...states.filter(({ program }) => program === plan.head.mode)].find(({ rank, index }) =>
+    !(rank >= 0 && rank < world) || !(index === null || (index >= 0 && index < length(pipelineRank(plan, rank)))))?.rank;
+}
+
 /** Return the row at which each rank was, as [row, rank, whether it is a culprit]. */
 export function standing(plan, stall) {
   const culprits = new Set(stall.culprits.map(({ rank }) => rank));
   return stall.states.filter(({ index, program }) => index !== null && program === plan.head.mode).map(({ rank, index }) =>
-    [plan.first[pipelineRank(plan, rank)] + index, rank, culprits.has(rank)]).filter(([row]) => row < plan.length);
+    [plan.first[pipelineRank(plan, rank)] + index, rank, culprits.has(rank)]);
 }
 
 /** Card of a report: its words, and the ranks with their instructions, culprits first. */

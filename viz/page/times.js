@@ -1,4 +1,5 @@
 /** Durations of events under a cost model, the times of a plan, and the memory of its ranks. */
+import { breach } from "./door.js";
 import { runEarly } from "./early.js";
 import { flowsOf } from "./flow.js";
 import { eventsOf, graphOf } from "./graph.js";
@@ -83,12 +84,11 @@ export class Costs {
 
 /** Return costs; those that the planner refuses raise an error. */
 function checked(plan, values) {
-  const lengths = { microbatches: plan.schedule.microbatches, slices: plan.schedule.slices };
+  const broken = breach(plan.tables.forms.costs, values), lengths = { microbatches: plan.schedule.microbatches, slices: plan.schedule.slices };
+  if (broken) throw new Error(`the costs: ${broken}`);
   for (const [name, value] of Object.entries(values)) {
-    const list = [value?.stages ?? value].flat(), due = lengths[name] ?? plan.layout.stages;
-    if (!Object.hasOwn(plan.tables.costs, name)) throw new Error(`there is no cost ${name}`);
-    if (Array.isArray(value?.stages ?? value) && list.length !== due) throw new Error(`the cost ${name} has ${list.length} values, not ${due}`);
-    if (list.some((cost) => cost > 1e100)) throw new Error(`the cost ${name} is over 1e100`);
+    const list = value?.stages ?? value, due = lengths[name] ?? plan.layout.stages;
+    if (Array.isArray(list) && list.length !== due) throw new Error(`the cost ${name} has ${list.length} values, not ${due}`);
   }
   return values;
 }

@@ -6,7 +6,7 @@
  */
 import { runEarly } from "./early.js";
 import { flowsOf } from "./flow.js";
-import { graphOf, group } from "./graph.js";
+import { graphOf, group, itemsOf } from "./graph.js";
 import { lasting, number } from "./numbers.js";
 import { durationsOf, heldOverTime } from "./times.js";
 
@@ -27,20 +27,13 @@ export class Waits {
   }
 
   /** Events before (or after) an event, those first that ended last (or begin first). */
-  #neighbours(event, lists) {
-    const found = [...lists.items.subarray(lists.starts[event], lists.starts[event + 1])];
-    return [...new Set(found.map((node) => (node < this.events.count ? node : this.parts[node - this.events.count])))];
+  #neighbours(event, lists, time) {
+    const found = [...itemsOf(lists, event)].map((node) => (node < this.events.count ? node : this.parts[node - this.events.count]));
+    return [...new Set(found)].sort((a, b) => time[a] - time[b] || this.position[a] - this.position[b]);
   }
 
-  before(event) {
-    const { end } = this.times;
-    return this.#neighbours(event, this.graph.before).sort((a, b) => end[b] - end[a] || this.position[b] - this.position[a]);
-  }
-
-  after(event) {
-    const { start } = this.times;
-    return this.#neighbours(event, this.graph.after).sort((a, b) => start[a] - start[b] || this.position[a] - this.position[b]);
-  }
+  before(event) { return this.#neighbours(event, this.graph.before, this.times.end).reverse(); }
+  after(event) { return this.#neighbours(event, this.graph.after, this.times.start); }
 
   /** Events before this one that end exactly when it begins. */
   tight(event) { return this.before(event).filter((other) => this.times.end[other] >= this.times.start[event] - this.slack); }
@@ -61,8 +54,7 @@ export class Waits {
   }
 
   #ranksOf(event) {
-    const { starts, items } = this.events.members;
-    return [...items.subarray(starts[event], starts[event + 1])].map((row) => this.plan.rank[row]);
+    return Array.from(itemsOf(this.events.members, event), (row) => this.plan.rank[row]);
   }
 
   #isMessage(event) { return this.plan.tables.ops[this.plan.op[this.events.firstRows[event]]].message !== null; }
@@ -152,16 +144,11 @@ export class Waits {
 
   /** Whether a rank has begun no backward before a gap, or has no forward left after it. */
   #phase(gap) {
-    const { plan } = this;
-    const { tables } = plan;
+    const { plan } = this, { ops, code: { Fwd, Overlap } } = plan.tables;
     this.phases ??= Array.from({ length: plan.ranks }, (_, rank) => {
-      let backward = plan.length, forward = -1;
-      for (let row = plan.first[rank]; row < plan.first[rank + 1]; row++) {
-        const { name, begins_backward: begins } = tables.ops[plan.op[row]];
-        if ((begins || name === "Overlap") && backward === plan.length) backward = row;
-        if (name === "Fwd" || name === "Overlap") forward = row;
-      }
-      return { backward, forward };
+      const begin = plan.first[rank], mine = plan.op.subarray(begin, plan.first[rank + 1]);
+      const backward = mine.findIndex((op) => ops[op].begins_backward || op === Overlap);
+      return { backward: backward < 0 ? plan.length : begin + backward, forward: begin + mine.findLastIndex((op) => op === Fwd || op === Overlap) };
     });
     const { backward, forward } = this.phases[gap.rank];
     if (gap.row <= backward) return "warm-up";

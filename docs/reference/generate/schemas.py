@@ -11,9 +11,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from quintsched.collectives.collective_json import CollectiveFile
-from quintsched.formats.plan_head import LARGEST, PLAN_FORMAT, PlanFile
-from quintsched.formats.plan_json import CODECS, TYPES
-from quintsched.ir.mesh import AXES
+from quintsched.formats.instruction_schema import INSTRUCTION_SCHEMA
+from quintsched.formats.plan_head import PLAN_FORMAT, PlanFile
 from quintsched.simulation.costs import Costs
 from quintsched.solve.stage_cuts.layer_costs import LayerCosts
 from quintsched.stalls.stall_report import STALL_FORMAT, STALL_VERSION, StallFile
@@ -48,7 +47,7 @@ def _schema(kind: str) -> Schema:
     found: Schema = _portable(form.model_json_schema())
     if form is PlanFile:
         found["properties"]["format"] = {"const": PLAN_FORMAT}
-        found["properties"]["programs"] = {"type": "array", "items": {"type": "array", "items": _instruction()}}
+        found["properties"]["programs"] = {"type": "array", "items": {"type": "array", "items": INSTRUCTION_SCHEMA}}
     if form is StallFile:
         head = {"format": {"const": STALL_FORMAT}, "version": {"const": STALL_VERSION}, "plan": {"$ref": PLAN}}
         found["properties"], found["required"] = head | found["properties"], [*head, *found["required"]]
@@ -67,28 +66,3 @@ def _portable(schema: Any) -> Any:
         kept = {key: value for key, value in schema.items() if key != "pattern" or "{" not in value}
         return {key: _portable(value) for key, value in kept.items()}
     return [_portable(value) for value in schema] if isinstance(schema, list) else schema
-
-
-def _instruction() -> Schema:
-    return {"oneOf": [_of_op(op) for op in sorted(CODECS)]}
-
-
-def _of_op(op: str) -> Schema:
-    names = CODECS[op].names
-    return {
-        "type": "object",
-        "properties": {"op": {"const": op}} | {name: _FIELDS[TYPES[name]] for name in names},
-        "required": ["op", *names],
-        "additionalProperties": False,
-    }
-
-
-_INDEX: Schema = {"type": "integer", "minimum": 0, "maximum": LARGEST}
-_FIELDS: dict[str, Schema] = {
-    "int": _INDEX,
-    "str": {"type": "string", "minLength": 1, "maxLength": 200},
-    "tuple[int, ...]": {"type": "array", "items": _INDEX},
-    "tuple[int, int]": {"type": "array", "items": _INDEX, "minItems": 2, "maxItems": 2},
-    "tuple[str, ...]": {"type": "array", "items": {"enum": list(AXES)}},
-}
-"""Schema of an instruction's field, by its type."""

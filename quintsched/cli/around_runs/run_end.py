@@ -1,4 +1,4 @@
-"""How a run ended: by its log, the verdict of its stall, or the silence of a log that nobody writes any longer."""
+"""End of a run: by its log, the verdict of its stall, or the silence of a log that nobody writes any longer."""
 
 from __future__ import annotations
 
