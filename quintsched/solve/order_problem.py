@@ -18,7 +18,7 @@ import numpy as np
 from quintsched.errors import UsageError, counted
 from quintsched.ir.instruction_columns import Amounts, Ints
 from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd
-from quintsched.schedules.kit.registry import Shape
+from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.simulation.costs import Costs
 
 FORWARD, INPUT_HALF, WEIGHT_HALF = range(3)
@@ -200,12 +200,12 @@ def problem_of(
         InputError: costs of other numbers of stages, microbatches or ranks.
     """
     costs, stages = costs or Costs(), len(stage_to_pp)
-    shape = Shape(pp, microbatches, stages // pp, tuple(stage_to_pp), costs=costs)
-    costs.check_fits(shape, stages, pp)
+    counts = ScheduleSpec("", microbatches, stages // pp)
+    costs.check_fits(counts, stages, pp)
     every, units = np.indices((stages, microbatches)).reshape(2, -1)
 
     def of(*names: str) -> list[float]:
-        added: Amounts = np.add.reduce([costs.of_units(name, every, units, shape) for name in names]) / shape.chunks
+        added: Amounts = np.add.reduce([costs.of_units(name, every, units, counts) for name in names]) / counts.chunks
         return [float(one) for one in added]
 
     after = of("activation_after_input")
@@ -218,7 +218,7 @@ def problem_of(
         stage_to_pp=tuple(stage_to_pp),
         durations=tuple(time for names in passes for time in of(*names)),
         needs=tuple(_needs(stages, microbatches)),
-        lags=tuple(_lags(costs, shape, every, units)),
+        lags=tuple(_lags(costs, np.array(stage_to_pp), every, units, counts)),
         holds=tuple(holds),
         caps=_caps(pp, memory_cap),
     )
@@ -233,13 +233,13 @@ def _needs(stages: int, microbatches: int) -> list[int]:
     return [*forwards, *halves, *range(each, 2 * each)]
 
 
-def _lags(costs: Costs, shape: Shape, every: Ints, units: Ints) -> list[float]:
-    ranks, stages = np.array(shape.stage_to_pp), len(shape.stage_to_pp)
+def _lags(costs: Costs, ranks: Ints, every: Ints, units: Ints, counts: ScheduleSpec) -> list[float]:
+    stages = len(ranks)
 
     def messages(named: Ints, source: Ints, target: Ints) -> list[float]:
         sends = (source >= 0) & (target >= 0) & (source < stages) & (target < stages)
         ends = ranks[np.where(sends, source, 0)], ranks[np.where(sends, target, 0)]
-        times = costs.message_times(np.where(sends, named, 0), units, *ends, shape)
+        times = costs.message_times(np.where(sends, named, 0), units, *ends, counts)
         return list(np.where(sends & (ends[0] != ends[1]), times, 0.0))
 
     forwards = messages(every - 1, every - 1, every)
