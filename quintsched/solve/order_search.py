@@ -79,6 +79,8 @@ class Search:
     began_s: float = field(default_factory=monotonic)
     log: list[tuple[float, float, float, str]] = field(default_factory=list)
     best: Attempt | None = None
+    is_interrupted: bool = False
+    """Whether Ctrl-C has ended it."""
 
     @property
     def is_over(self) -> bool:
@@ -135,7 +137,8 @@ def search(
                 if attempt.value <= best * LAGS_BEHIND and attempt.bound.value < best - attempt.problem.tick:
                     _finish(state, attempt, effort)
     except KeyboardInterrupt:
-        if state.best is None and not state.is_over:
+        state.is_interrupted = not state.is_over
+        if state.best is None and state.is_interrupted:
             raise
         _settle(state)
     if state.best is None:

@@ -22,6 +22,8 @@ from quintsched.solve.solved_plan import EFFORT, SECONDS, Solution, plan_of, pla
 
 WHOLE, SPLIT = "whole", "split"
 """Backwards of a better order: as one, or as two halves."""
+AFTER_INTERRUPT_S = 1.0
+"""Most seconds of the second search, where Ctrl-C has ended the first."""
 Told = Callable[[Attempt, float], None]
 
 
@@ -141,17 +143,17 @@ def what_if(
     recording = Recording.from_step(run.plan, chosen)
     caps = recording.peaks if memory_cap is None else (float(memory_cap),) * len(recording.peaks)
     kinds = (WHOLE, SPLIT) if recording.has_whole_backwards else (SPLIT,)
-    better = {
-        kind: _best(recording, caps, kind, effort=effort, seconds=seconds / len(kinds), seed=seed, told=told)
-        for kind in kinds
-    }
+    better, each = dict[str, Solution](), seconds / len(kinds)
+    for kind in kinds:
+        better[kind], is_interrupted = _best(recording, caps, kind, effort=effort, seconds=each, seed=seed, told=told)
+        each = min(each, AFTER_INTERRUPT_S) if is_interrupted else each
     return WhatIf(run, chosen, recording, caps, better)
 
 
 def _best(
     recording: Recording, caps: tuple[float, ...], kind: str, *, effort: int, seconds: float, seed: int, told: Told
-) -> Solution:
-    """Search from the recorded order on."""
+) -> tuple[Solution, bool]:
+    """Search from the recorded order on; return the best, and whether Ctrl-C came."""
     plan, costs = recording.plan, recording.costs(split=kind == SPLIT)
     problem = problem_of(plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp, costs, caps)
     known = {"the recorded order": recording.orders}
@@ -159,7 +161,7 @@ def _best(
     assert done.best is not None, "one microbatch after the other has room"
     made = _plan(problem, done.best.orders, kind)
     cap = None if any(map(math.isinf, caps)) else caps
-    return solution_of(done, made, "as recorded", costs, cap)
+    return solution_of(done, made, "as recorded", costs, cap), done.is_interrupted
 
 
 def _plan(problem: Problem, orders: Orders, kind: str) -> Plan:

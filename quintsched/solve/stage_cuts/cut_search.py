@@ -33,6 +33,15 @@ TRIED, PATHS, KICKS = 48, 24, 3
 EPSILON = 1e-9
 
 
+@dataclass(frozen=True, eq=False)
+class BestCut:
+    """Best cut that was found, its time, and whether all were tried."""
+
+    cut: Ints
+    value: float
+    is_exact: bool
+
+
 @dataclass(eq=False)
 class Cutting:
     """Problem of a cut: layers, an order, and the most memory of a rank."""
@@ -44,6 +53,8 @@ class Cutting:
     memory_cap: float = math.inf
     timed: int = 0
     """Ends that were computed so far."""
+    best: BestCut | None = None
+    """Best cut so far, for a search that is interrupted."""
     _paths: list[Ints] = field(default_factory=list)
 
     @property
@@ -99,15 +110,6 @@ class Cutting:
         return found
 
 
-@dataclass(frozen=True, eq=False)
-class BestCut:
-    """Best cut that was found, its time, and whether all were tried."""
-
-    cut: Ints
-    value: float
-    is_exact: bool
-
-
 def best_cut(
     cutting: Cutting, microbatches: int, starts: list[Ints], *, effort: int, seed: int, stops: Callable[[], bool]
 ) -> BestCut | None:
@@ -161,7 +163,12 @@ def _best_of(cutting: Cutting, cuts: Ints, least: float = math.inf) -> BestCut |
     values = cutting.times(cuts)
     near = np.flatnonzero(values <= values.min() * (1 + EPSILON))
     best = int(near[cutting.work(cuts[near]).argmin()])
-    return BestCut(cuts[best], float(values[best]), False) if values[best] < least else None
+    if not values[best] < least:
+        return None
+    found = BestCut(cuts[best], float(values[best]), False)
+    if cutting.best is None or found.value < cutting.best.value:
+        cutting.best = found
+    return found
 
 
 def _best_of_all(cutting: Cutting, microbatches: int, best: BestCut | None) -> BestCut | None:

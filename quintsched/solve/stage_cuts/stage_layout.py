@@ -179,7 +179,7 @@ def _may_be_cut(schedule: Schedule) -> bool:
     return schedule.mode == "train" and not special
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
     """Arguments of a search, and its steps."""
 
@@ -193,6 +193,7 @@ class _Run:
     effort: int
     ends_s: float
     seed: int
+    is_interrupted: bool = False
 
     def best_of(self, names: list[str], layouts: Sequence[str]) -> CutStages:
         """Return the best cut of all schedules."""
@@ -203,22 +204,12 @@ class _Run:
                 raise UsageError(f"layout {text}: it has {counted(len(cut) - 1, 'stage')}, not {stages}")
         starts = [even(self.layers, stages), *given]
         cuts, errors, compared = list[StageCut](), list[UsageError](), list[StageCut]()
-        for name in names:
-            if name == SOLVE:
-                continue
-            try:
-                graph = self.named(name)
-            except (UsageError, InputError, UnsoundError) as error:
-                if len(names) == 1:
-                    raise
-                errors.append(UsageError(str(error)))
-                continue
-            compared = compared or [self.judged(name, graph, start) for start in starts]
-            starts_here = [*starts, *(cut.cut for cut in cuts)]
-            best = self.cut_of(name, graph, starts_here)
-            cuts += [best] if best else []
-        if SOLVE in names:
-            cuts += self.solved(cuts, starts)
+        try:
+            self.search(names, starts, cuts, errors, compared)
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+        if self.is_interrupted and not cuts:
+            raise KeyboardInterrupt
         if not compared:
             graph = self.named(_names((), self.chunks)[0])
             compared = [self.judged(SOLVE, graph, start) for start in starts]
@@ -236,9 +227,35 @@ class _Run:
         best = min(cuts, key=lambda cut: cut.value)
         return CutStages(best, first, tuple(others), (self.mesh, self.microbatches), self.costs)
 
+    def search(
+        self,
+        names: list[str],
+        starts: list[Ints],
+        cuts: list[StageCut],
+        errors: list[UsageError],
+        compared: list[StageCut],
+    ) -> None:
+        """Add the best cut of each schedule, schedules that do not fit, and the times of the starts under the first."""
+        for name in names:
+            if name == SOLVE or self.is_interrupted:
+                continue
+            try:
+                graph = self.named(name)
+            except (UsageError, InputError, UnsoundError) as error:
+                if len(names) == 1:
+                    raise
+                errors.append(UsageError(str(error)))
+                continue
+            if not compared:
+                compared += [self.judged(name, graph, start) for start in starts]
+            best = self.cut_of(name, graph, [*starts, *(cut.cut for cut in cuts)])
+            cuts += [best] if best else []
+        if SOLVE in names:
+            self.solve_orders(cuts, starts)
+
     @property
     def is_over(self) -> bool:
-        return monotonic() > self.ends_s
+        return self.is_interrupted or monotonic() > self.ends_s
 
     def named(self, name: str) -> OrderGraph:
         """Return the graph of a named schedule's order."""
@@ -260,14 +277,13 @@ class _Run:
 
     def cut_of(self, name: str, graph: OrderGraph, starts: list[Ints], orders: Orders | None = None) -> StageCut | None:
         """Return the best cut under an order; None if none fits."""
-        found = best_cut(
-            self.cutting(graph),
-            self.microbatches,
-            starts,
-            effort=self.effort,
-            seed=self.seed,
-            stops=lambda: self.is_over,
-        )
+        cutting = self.cutting(graph)
+        try:
+            found = best_cut(
+                cutting, self.microbatches, starts, effort=self.effort, seed=self.seed, stops=lambda: self.is_over
+            )
+        except KeyboardInterrupt:
+            found, self.is_interrupted = cutting.best, True
         return None if found is None else self._stage_cut(name, graph, found.cut, found.value, found.is_exact, orders)
 
     def _stage_cut(
@@ -281,23 +297,21 @@ class _Run:
         found: Amounts = graph.peaks(self.layers, cut[None])[0]
         return found
 
-    def solved(self, cuts: list[StageCut], starts: list[Ints]) -> list[StageCut]:
-        """Return the best cuts with searched orders: of each placement, in turns an order and a cut for it."""
+    def solve_orders(self, cuts: list[StageCut], starts: list[Ints]) -> None:
+        """Add the best cuts with searched orders: of each placement, in turns an order and a cut for it."""
         placements = {cut.stage_to_pp: cut for cut in sorted(cuts, key=lambda cut: -cut.value)}
         if not placements:
             graph = self.named(_names((), self.chunks)[0])
             best = self.cut_of(SOLVE, replace(graph, held=tuple(held[:1] for held in graph.held)), starts)
             placements = {best.stage_to_pp: best} if best else {}
-        found = []
         for start in placements.values():
             best, seconds = start, (self.ends_s - monotonic()) / len(placements)
             for _ in range(ROUNDS):
-                again = self.solved_once(best, seconds / ROUNDS)
+                again = None if self.is_interrupted else self.solved_once(best, seconds / ROUNDS)
+                cuts += [again] if again else []
                 if again is None or again.value > best.value * (1 - GAIN):
                     break
                 best = again
-                found.append(best)
-        return found
 
     def solved_once(self, start: StageCut, seconds: float) -> StageCut | None:
         """Return the best cut for the best order for a cut; None where no order fits, or time is over."""
@@ -316,7 +330,7 @@ class _Run:
             )
         except UsageError:
             return None
-        best = best_of(done)
+        best, self.is_interrupted = best_of(done), self.is_interrupted or done.is_interrupted
         orders = [[problem.computation(number) for number in order] for order in best.orders]
         graph = graph_of(orders, start.stage_to_pp, sends=self.costs.p2p > 0)
         return self.cut_of(SOLVE, graph, [start.cut], best.orders)

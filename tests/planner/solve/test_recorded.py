@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -237,6 +238,16 @@ def test_a_better_order_is_certified_and_never_worse_than_the_recorded_one() -> 
     same = what_if(recorded_run("test", run.plan, [run.step()]), effort=1, seconds=2)
     assert same.memory_cap == (6.0, 6.0, 6.0)
     assert all(best.certificate.value <= run.time * (1 + 1e-9) for best in same.better.values())
+
+
+def test_an_interrupt_ends_both_searches() -> None:
+    def told(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    run, began_s = Planted.even("gpipe", 4, 16), monotonic()
+    found = what_if(recorded_run("test", run.plan, [run.step()]), seconds=100, told=told)
+    assert set(found.better) == {"whole", "split"}
+    assert monotonic() - began_s < 20
 
 
 def test_recorded_split_backwards_stay_split(tmp_path: Path) -> None:

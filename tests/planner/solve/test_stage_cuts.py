@@ -129,6 +129,25 @@ def test_moves_find_the_best_of_all_cuts_too(monkeypatch: pytest.MonkeyPatch) ->
     assert [best.value for best in moved] == pytest.approx(exact)
 
 
+def test_an_interrupt_returns_the_best_cut_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    costs, pp, chunks, microbatches = drawn(1)
+    monkeypatch.setattr(cut_search, "_best_of_all", interrupted)
+    found = cut_stages(costs, pp=pp, microbatches=microbatches, chunks=chunks, schedules=["auto"])
+    assert found.best.value <= found.even.value
+    assert not found.best.is_exact
+    monkeypatch.setattr(cut_search, "_best_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cut_stages(costs, pp=pp, microbatches=microbatches, chunks=chunks)
+
+
+def test_a_searched_order_that_is_no_better_than_a_named_one_is_found() -> None:
+    found = cut_stages(drawn(0)[0], pp=1, microbatches=3, schedules=["solve"], effort=1)
+    assert found.best.value == pytest.approx(found.even.value)
+
+
 DEEPSEEK = LayerCosts.model_validate(
     {
         "layers": [
