@@ -62,7 +62,7 @@ BUDGET = {
     "stage": 1981,
     "losses": 1989,
     "objects": 1810,
-    "train": 1621,
+    "train": 1623,
     "state": 1424,
     "launch": 1333,
     "blocks": 1324,

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from quintsched.errors import InputError, UsageError, WriteError
 
@@ -97,6 +98,13 @@ def cannot_write(path: str | Path, what: str, error: OSError) -> UsageError:
     """Return the error for a failed write: a `WriteError` if the cause may pass, such as a full disk."""
     kind = WriteError if error.errno in _MAY_PASS else UsageError
     return kind(f"{path}: cannot write {what}: {error.strerror or error}")
+
+
+def require_folder(folder: Path, what: str) -> None:
+    """Make a folder unless it is there; raises `UsageError` where nothing can be made in it."""
+    with writing(folder, what):
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
 
 
 def whole_path(path: str | Path) -> Path:

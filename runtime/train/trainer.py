@@ -20,7 +20,7 @@ from torch import nn
 from quintsched.arguments import instance, shown, takes
 from quintsched.compiler import compile_request
 from quintsched.errors import UsageError, suggest
-from quintsched.files.atomic import whole_path
+from quintsched.files.atomic import require_folder, whole_path
 from quintsched.plan import Plan
 
 from ..agreement.run_records import agree_on_start, agreed_settings
@@ -269,6 +269,8 @@ class Trainer:
         if start not in get_args(Start):
             raise UsageError(f"fit: start is {shown(start)}{suggest(str(start), get_args(Start))}")
         agree_on_start(start, self._overrides, self.engine.transport)
+        if self._export_dir is not None and self.engine.transport.rank == 0:
+            require_folder(self._export_dir.parent, "the weights")  # which are written last
         with self._reporter as reporter, self._opened(start):
             with self._publisher.phase("load"):
                 if not (start == "resume" and self._resume()):
