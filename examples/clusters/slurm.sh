@@ -22,8 +22,9 @@ mkdir -p out
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol --oneliner show node "$first" | grep -oP ' NodeAddr=\K\S+')
 
-export MASTER=$address:$((20000 + SLURM_JOB_ID % 40000))
-srun --kill-on-bad-exit=0 bash -c '
+export MASTER=$address:$((20000 + SLURM_JOB_ID % 12000))       # below 32768, where systems begin to give ports away
+# One launcher per node; said here too, as a job that is changed to fewer nodes keeps the number of tasks it began with.
+srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --kill-on-bad-exit=0 bash -c '
     exec quintsched run "$@" --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" --master "$MASTER"
 ' run "$job" --set checkpoint.dir="$checkpoints" --resume "$@" 2>&1 | tee "$log"
 code=${PIPESTATUS[0]}
