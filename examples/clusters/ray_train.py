@@ -28,8 +28,10 @@ def take_checkpoint(folder: Path) -> None:
         return
     with kept.as_directory() as source:
         (step,) = Path(source).glob("step-*")
-        if not (folder / step.name / "manifest.json").exists():
-            shutil.copytree(step, folder / step.name, dirs_exist_ok=True)
+        if not (folder / step.name).exists():
+            half = folder / f".ray-{step.name}"  # a worker may die while it copies
+            shutil.copytree(step, half, dirs_exist_ok=True)
+            half.rename(folder / step.name)
 
 
 class Handover:

@@ -62,7 +62,7 @@ def raise_stall(error: RuntimeError, what: str, publisher: Publisher | None = No
     """
     if _NOT_A_STALL.search(str(error)) or came_from_handler(error):
         raise error
-    said = f"{what}: a peer died or does not answer ({_first_line(error)})"
+    said = f"{what}: a peer died or does not answer ({str(error).strip().splitlines()[0]})"
     verdict = publisher.explain_failed_wait(said) if publisher else None
     if verdict is None or not verdict.message:
         raise StallError(said) from error
@@ -98,13 +98,12 @@ def run_bounded(call: Callable[[], Result], timeout_s: float) -> Result | None:
             return
 
     thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
+    try:
+        thread.start()
+        thread.join(timeout_s)
+    except RuntimeError:  # Python 3.12 starts no thread once it exits
+        run()
     return answers[0] if answers else None
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 _REDUCE_OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}

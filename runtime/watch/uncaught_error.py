@@ -117,9 +117,13 @@ def _place_of(error: BaseException) -> str:
 class _Frames(traceback.StackSummary):
     """Frames of a traceback; those without a file stand for frames that were left out."""
 
-    def format_frame_summary(self, frame_summary: traceback.FrameSummary) -> str:
-        """Return the lines for a frame."""
-        return super().format_frame_summary(frame_summary) if frame_summary.filename else f"  {frame_summary.name}\n"
+    def format_frame_summary(self, frame_summary: traceback.FrameSummary, **how: bool) -> str:
+        """Return the lines for a frame; Python 3.13 says whether to colour them."""
+        return (
+            super().format_frame_summary(frame_summary, **how)
+            if frame_summary.filename
+            else f"  {frame_summary.name}\n"
+        )
 
 
 def _trace_of(error: BaseException) -> str:

@@ -86,7 +86,8 @@ PLAIN: list[Callable[[], object]] = [
 def test_what_is_asked_elsewhere_is_heard(name: str) -> None:
     with asking_elsewhere() as found:
         ASKS[name]()
-    assert found[0].startswith(f"{name} (test_plain_code.py, line ")
+    said = found[0].removeprefix("_" if name == "io.open" else "").removeprefix(name)  # Python 3.12 has it in _io
+    assert said.startswith(" (test_plain_code.py, line ")
 
 
 def test_clocks_may_be_taken_to_measure() -> None:
