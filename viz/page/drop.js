@@ -10,9 +10,9 @@ import { Costs, runOf, simulate } from "./times.js";
 /** Read dropped files; returns what `App.open` takes. */
 export async function readDropped(app, files) {
   const read = await Promise.all(files.map(async (file) => ({ name: file.name, text: await file.text() })));
-  const csv = read.find(({ name }) => name.endsWith(".csv"));
-  if (csv) return { runs: [simulate(readCsv(app.tables, csv.text, csv.name.replace(/\.csv$/, "")), {}, true)] };
-  const records = read.filter(({ name }) => name.endsWith(".json")).map(({ name, text }) => ({ name, json: parse(name, text) ?? {} }));
+  const csv = read.find(({ name }) => /\.csv$/i.test(name));
+  if (csv) return { runs: [simulate(readCsv(app.tables, csv.text, csv.name.replace(/\.csv$/i, "")), {}, true)] };
+  const records = read.filter(({ name }) => /\.json$/i.test(name)).map(({ name, text }) => ({ name, json: parse(name, text) ?? {} }));
   const stall = records.find(({ json }) => json.format === "quintsched.stall")?.json;
   if (stall) {
     const plan = Plan.fromJson(app.tables, stall.plan);

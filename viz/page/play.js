@@ -45,7 +45,6 @@ export class Playground {
     const settings = { schedule: "1f1b", pp: 4, microbatches: 8, chunks: 1, costs: {}, cap: null, ...linked };
     const fault = sizeFault(settings) ?? (orders && orders.length !== settings.pp ? "each rank has one order" : null);
     if (fault || !(Object.hasOwn(SCHEDULES, settings.schedule) || orders)) throw new Error(fault ?? `there is no schedule ${settings.schedule}`);
-    if (settings.cap !== null && !(settings.cap >= 0)) throw new Error("its cap is no number of 0 or more");
     const head = headOf(settings.schedule, settings), broken = Plan.brokenHead(this.app.tables, head, orders ?? ordersOf(settings.schedule, settings));
     if (broken) throw new Error(broken);
     Object.assign(this, { settings, orders, head, editing: true });
@@ -87,9 +86,7 @@ export class Playground {
       h("input", { type: "number", min: least, max: 512, value: settings[name], onchange: change(name) }));
     const cost = (label, name, otherwise) => h("label", {}, label, h("input", {
       class: "cost", value: typeof settings.costs[name] === "object" ? "…" : settings.costs[name] ?? otherwise, onchange: (event) => {
-        const value = Number(event.target.value);
-        if (!(value >= 0)) return;
-        settings.costs = { ...settings.costs, [name]: value };
+        settings.costs = { ...settings.costs, [name]: Number(event.target.value) };
         this.#try(false);
       },
     }));
@@ -101,9 +98,8 @@ export class Playground {
       field("ranks", "pp"), field("microbatches", "microbatches"), field("chunks", "chunks"),
       cost("forward", "forward", 1), cost("input half", "backward_input", 1), cost("weight half", "backward_weight", 1), cost("message", "p2p", 0),
       h("label", {}, "cap", h("input", { class: "cost", value: settings.cap ?? "", placeholder: "none", onchange: (event) => {
-        const cap = Number(event.target.value);
-        settings.cap = event.target.value.trim() === "" || !(cap >= 0) ? null : cap;
-        this.#make(false);
+        settings.cap = event.target.value.trim() === "" ? null : Number(event.target.value);
+        this.#try(false);
       } })),
       h("button", { onclick: () => this.undo(false), title: "Ctrl+Z" }, "undo"), h("button",
         { onclick: () => this.#split(), title: "split all backwards into their halves, or join them" }, "split B"),
@@ -126,6 +122,7 @@ export class Playground {
   /** Compile from the settings, or lower the orders as they are, and show the result. */
   #make(fresh, remember = true) {
     const { settings } = this;
+    if (settings.cap !== null && !(settings.cap >= 0)) throw new Error("the cap is no number of 0 or more");
     if (remember) this.#remember();
     if (fresh) {
       if (!(settings.schedule in SCHEDULES)) return null;

@@ -192,7 +192,7 @@ export function drawLabels(context, view) {
   };
   view.lanes.forEach(({ plan, run }, lane) => {
     if (view.blocks) label(run.name, view.top(lane) - view.scroll - 9, left, "left", is.ink, "600 ");
-    for (let rank = 0; rank < plan.ranks; rank += every) {
+    for (let rank = 0; rank < plan.ranks; rank += rank ? every : Math.floor(every * 1.5)) { // the first is moved down
       const { y, height: tall } = view.band(rank, lane), middle = y + tall / 2;
       const here = view.blocks ? middle : rank * rowHeight - view.scroll + rowHeight / 2;
       const chosen = view.selectedRank === rank && (!view.blocks || lane === view.home);
