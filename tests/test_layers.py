@@ -63,7 +63,7 @@ BUDGET = {
     "losses": 1989,
     "objects": 1810,
     "train": 1623,
-    "state": 1424,
+    "state": 1441,
     "launch": 1333,
     "blocks": 1324,
     "data": 1127,

@@ -14,10 +14,10 @@ earlier.
     stages 2, 3           backward  ─▶ [   full gradients   ] ─ reduce-scatter ─▶ added to the shard, then freed
                           backward  ─▶ [   full gradients   ] ─ …
 
-Full gradients of stages 2 and 3 are resident from a backward to the end of its reduction. The next backward or gather
-of weights on this rank waits for that end: others reuse the memory. A gradient of the first half of a split backward
-allocates its bucket itself. Where gradients are partial sums over tp, shards are all-reduced over tp at the end of the
-step.
+Full gradients of stages 2 and 3 are resident from a backward to the end of its reduction, the shard of their sum from
+the first reduction of a step to the optimizer's step. The next backward or gather of weights on this rank waits for a
+reduction's end: others reuse the memory. A gradient of the first half of a split backward allocates its bucket itself.
+Where gradients are partial sums over tp, shards are all-reduced over tp at the end of the step.
 """
 
 from __future__ import annotations
@@ -136,15 +136,15 @@ class GradBucket:
         self.own = frozenset(map(id, self.views))
         self._addresses = [*map(Tensor.data_ptr, self.views)]
         self._reduced = self._layout.shard(self.flat)
-        self.shard = torch.full_like(self._reduced, NO_GRADIENT) if self.reshards else self._reduced
+        self.shard = torch.empty_like(self._reduced) if self.reshards else self._reduced
         places = [segment.at for segment in self._layout.segments() if segment is not None]
         self.firsts = torch.tensor(places, dtype=torch.int64, device=device)
-        self._storage = ResizableStorage(self.flat, MemoryKind.GRADIENTS, stats or MemoryStats())
-        if self.reshards and stats is not None:
-            stats.add_bytes(MemoryKind.GRADIENTS, self.shard.nbytes)
+        stats = stats or MemoryStats()
+        self._storage = ResizableStorage(self.flat, MemoryKind.GRADIENTS, stats)
+        self._sum = ResizableStorage(self.shard, MemoryKind.GRADIENTS, stats) if self.reshards else None
         pairs = zip(map(masters.master_of, parameters), self.held(), strict=True)
         self.given = [(stepped, view) for stepped, view in pairs if stepped is not None and view is not None]
-        self.clear()
+        self._clear()
         self.kept = frozenset([id(view) for parameter, view in self.pairs if can_be_grad(view, parameter)])
         keeps_views = len(self.kept) == len(self.views)
         self.begins_at_zero = not self.reshards and (size <= IN_CACHE if keeps_views else is_low(local[0].dtype))
@@ -220,9 +220,22 @@ class GradBucket:
         return self.replicas.reduce_scatter(self._reduced, self.flat)
 
     def finish_reduction(self) -> None:
-        """Add the result of a reduce-scatter to the shard, and free full gradients."""
-        self.shard.add_(self._reduced)
+        """Add the result of a reduce-scatter to the shard, which the first of a step allocates; free full gradients."""
+        if not self.begin_sum(self._reduced):
+            self.shard.add_(self._reduced)
         self._free_full()
+
+    def begin_sum(self, first: Tensor | None = None) -> bool:
+        """Allocate the shard of the step's sum and set it to its first part; None: no gradient. False: it is begun."""
+        if self._sum is None or self._is_begun:
+            return False
+        self._is_begun = True
+        self._sum.allocate()
+        if first is None:
+            self.shard.fill_(NO_GRADIENT)
+        else:
+            self.shard.copy_(first)
+        return True
 
     def counted(self, counts: Sequence[bool]) -> list[Tensor]:
         """Return the shard's parts of those parameters that count in the norm; the whole shard where all do."""
@@ -232,15 +245,20 @@ class GradBucket:
 
     def clear(self, *, afresh: bool = False) -> None:
         """Reset for the next step; `afresh` also zeroes gaps, which may have become NaN."""
-        self.blank, self.missing, self.ready = set(self._all), set(self._all), False
-        self.may_lack, self.is_open, self.notes_arrivals = self.reshards, False, False
-        self._versions = None
-        for parameter in self.parameters if self._layout.num_shards > 1 else ():
-            parameter.grad = None  # outside of its shard, it would be of this replica alone, and undivided
-        if self.reshards:
-            self.shard.fill_(NO_GRADIENT)
+        self._clear()
+        if self._sum is not None:
+            for stepped, _ in self.given:
+                stepped.grad = None
+            self._sum.free()
         elif afresh and self._is_sharded:
             self._layout.zero_gaps(self.flat)
+
+    def _clear(self) -> None:
+        self.blank, self.missing, self.ready = set(self._all), set(self._all), False
+        self.may_lack, self.is_open, self.notes_arrivals = self.reshards, False, False
+        self._versions, self._is_begun = None, False
+        for parameter in self.parameters if self._layout.num_shards > 1 else ():
+            parameter.grad = None  # outside of its shard, it would be of this replica alone, and undivided
 
     def held(self) -> list[Tensor | None]:
         """Return each parameter's gradient as far as this rank's shard has it; None where it has none of it."""

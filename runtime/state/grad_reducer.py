@@ -192,6 +192,8 @@ class GradReducer:
             self._end_sums()
         if self._under_way:
             self.finish_reductions(wait)
+        for bucket in self._buckets.all if self.reshards else ():
+            bucket.begin_sum()  # where nothing was reduced
         if self._sharded:
             wait([self._groups.tensor.all_reduce(bucket.shard) for bucket in self._buckets.partial_sums])
         self._num_launched = 0
