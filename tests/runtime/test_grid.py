@@ -61,12 +61,6 @@ def test_cases_of_many_ranks_equal_one_process(case: Case) -> None:
     require_equality_and_bits(case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [replace(case, steps=10) for case in CASES[2::12]], ids=str)
-def test_ten_steps_equal_one_process(case: Case) -> None:
-    require_equality_and_bits(case)
-
-
 @pytest.mark.sampled(25)
 @pytest.mark.parametrize("seed", range(1, 201))
 def test_cases_of_other_seeds_equal_one_process_or_are_refused(seed: int) -> None:

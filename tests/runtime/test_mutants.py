@@ -190,6 +190,7 @@ def test_mutants_of_pairs_that_are_sound_train_as_one_process_does() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 41))
-def test_all_sound_ones_of_a_hundred_thousand_mutants_train_as_one_process_does(seed: int) -> None:
-    for plan in accepted(seed, 2500):
+def test_all_sound_ones_of_ten_thousand_mutants_train_as_one_process_does(seed: int) -> None:
+    """About 650 plans. That what is sound computes the gradient, test_soundness asks of ten times as many mutants."""
+    for plan in accepted(seed, 250):
         require_equality(plan)

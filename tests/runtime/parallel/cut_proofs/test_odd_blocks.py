@@ -40,9 +40,13 @@ def test_over_tp(name: str) -> None:
     assert ranks[0].has_pairs or name not in PAIRED
 
 
+def in_turn(*meshes: tuple[str, dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return each block with one of the meshes."""
+    return [(name, *meshes[number % len(meshes)]) for number, name in enumerate(ODD)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ODD)
-@pytest.mark.parametrize(("mesh", "more"), [("tp=4", {}), ("tp=2", {"sequence_parallel": True})])
+@pytest.mark.parametrize(("name", "mesh", "more"), in_turn(("tp=4", {}), ("tp=2", {"sequence_parallel": True})))
 def test_over_other_meshes(name: str, mesh: str, more: dict[str, Any]) -> None:
     train_equal(name, mesh, **more)
 
@@ -92,11 +96,11 @@ class Anchor(nn.Module):
         return x
 
 
+SLICED: dict[str, Any] = {"schedule": "seq-1f1b", "slices": 2}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ODD)
-@pytest.mark.parametrize(
-    ("mesh", "more"), [("cp=2", {}), ("cp=2,tp=2", {}), ("pp=2", {"schedule": "seq-1f1b", "slices": 2})]
-)
+@pytest.mark.parametrize(("name", "mesh", "more"), in_turn(("cp=2", {}), ("cp=2,tp=2", {}), ("pp=2", SLICED)))
 def test_where_sequences_are_cut(name: str, mesh: str, more: dict[str, Any]) -> None:
     if name in BLIND or (name in COUNTING and "slices" in more):
         assert "block 0 " in refusal(mesh, [ODD[name], Anchor], **more)
