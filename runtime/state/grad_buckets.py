@@ -107,6 +107,7 @@ class GradBucket:
     missing: set[Tensor]
     replicas: Group
     _versions: list[int] | None
+    _is_begun: bool
 
     def __init__(
         self,
