@@ -209,7 +209,7 @@ export class Playground {
     if (!puzzle) return;
     this.#remember();
     Object.assign(this, { puzzle, original: null });
-    const { name, task, par, goal, start, floor, proved, ...settings } = puzzle;
+    const { name, task, par, goal, start, ...settings } = puzzle;
     this.settings = { schedule: "1f1b", ...settings };
     this.head = headOf("1f1b", puzzle);
     this.orders = readOrders(puzzle.start);
