@@ -64,7 +64,7 @@ def test_plans_that_were_taken_apart_are_the_same_again() -> None:
 
 
 def test_each_level_can_be_solved_and_its_floor_is_certified() -> None:
-    """Par is reached by an order within the cap; `certify` proves a floor, which is par in all levels but "Half the memory".
+    """Par is reached by an order within the cap; `certify` proves a floor, which is par but in "Half the memory".
 
     That of gathers follows from all orders of a rank.
     """
