@@ -23,7 +23,8 @@ from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
 from quintsched.strategies.prediction.layers_of_ranks import Kinds, stages_of_rank
 from quintsched.strategies.prediction.memory.rank_memory import stage_terms
-from quintsched.strategies.prediction.pipeline.makespan import repetition, require_simulable
+from quintsched.strategies.prediction.operators import Array
+from quintsched.strategies.prediction.pipeline.makespan import pace_of, repeated, require_simulable
 from quintsched.strategies.prediction.pipeline.spans import StageTimes
 from quintsched.strategies.prediction.shared_cores import shares_cores
 from quintsched.strategies.prediction.strategy_columns import Table
@@ -54,15 +55,16 @@ def agreement(model: Model, hardware: Hardware, strategy: Strategy, constants: C
 def simulated_step_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> float:
     """Return the seconds of a step by its plan, plus the parts that a plan does not contain."""
     costs = costs_of(model, hardware, strategy, constants)
-    few, more, times = repetition(strategy.pp, strategy.microbatches)
     full = resolved(strategy)
-    require_simulable(str(full.schedule), full.pp, more, num_stages(full))
+    schedule, pp = str(full.schedule), full.pp
 
-    def seconds(microbatches: int) -> float:
-        return plan_of(model, strategy, microbatches).simulate(costs).makespan
+    def ends_of(microbatches: int) -> Array:
+        require_simulable(schedule, pp, microbatches, num_stages(full))
+        return np.array([plan_of(model, strategy, microbatches).simulate(costs).makespan])
 
-    longer = seconds(more)
-    step_s = longer + (longer - seconds(few)) * times if times else longer
+    work = sum(np.asarray(getattr(costs, name)) for name in ("forward", "backward_input", "backward_weight"))
+    pace = pace_of(schedule, pp, full.chunks, work)
+    step_s = float(repeated(pp, strategy.microbatches, pace, ends_of)[0])
     return step_s + _beyond_s(model, hardware, strategy, constants)
 
 

@@ -84,4 +84,5 @@ def _every(model: Model, strategy: Strategy) -> int | list[int] | None:
     layers = _layers(model, strategy)
     numbers = asked if isinstance(asked, tuple) else (int(asked),) * len(layers)
     every = [size // number if number else 0 for size, number in zip(layers, numbers, strict=True)]
-    return every[0] if len(set(every)) == 1 else every
+    twins = num_stages(strategy) // len(layers)
+    return every[0] if len(set(every)) == 1 else every * twins

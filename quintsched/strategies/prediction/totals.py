@@ -59,7 +59,7 @@ def step_terms(
     If the schedule has no closed form, the bubble is a lower bound; if `stages` is given (it returns the stages of such
     strategies), it is simulated.
     """
-    ways = np.where(np.isin(table.schedule, _codes(table, "schedule", *BIDIRECTIONAL)), 2.0, 1.0)
+    ways = np.where(np.isin(table.schedule, _codes(table, "schedule", *BIDIRECTIONAL)), 2, 1)
     each = _of_one_way(per_microbatch(model, hardware, table, blocks, kinds, constants, 1 / ways), ways[:, None])
     shares = shares_cores(hardware)
     if shares:
@@ -72,20 +72,21 @@ def step_terms(
     seconds = {name: microbatches * values[rows, busiest] for name, values in _by_term(each).items()}
     reduction, gathering = reduce_s(hardware, table, each, constants)
     whole = reduction
+    ends = end_times(model, hardware, table, blocks, constants)
+    _, of_ends = reduce_s(hardware, table, ends, constants)
     stepping = optimizer_s(hardware, table, each, constants)
     if shares:
         reduction, gathering = (reduced_s(part, table, hardware) for part in (reduction, gathering))
         stepping = stepped_s(stepping, table, hardware)
         whole = reduction
     else:
-        reduction, gathering = beside_passes(table, each, kinds, reduction, gathering, constants, table.chunks)
+        reduction, gathering = beside_passes(table, each, kinds, reduction, gathering, constants, of_ends, ways)
 
     def of_rows(rows: RowNumbers) -> StageTimes:
         assert stages is not None
         some = table.take_rows(rows)
         return stage_times(model, hardware, some, blocks.take_rows(rows), stages(some), constants)
 
-    ends = end_times(model, hardware, table, blocks, constants)
     ends = in_step(ends, table, hardware, constants) if shares else ends
     found = spans(table, each, ends, kinds, reduction, of_rows if stages else None, tied=model.tied)
     makespan, summing = found.makespan, whole.max(axis=1)
@@ -307,7 +308,8 @@ def beside_passes(
     reduction: Array,
     gathering: Array,
     constants: Constants,
-    parts: Ints | None = None,
+    of_ends: Array | None = None,
+    ways: Ints | int = 1,
 ) -> tuple[Array, Array]:
     """Return what remains of reductions after a stage's last backward, and of gathers before its first forward.
 
@@ -318,26 +320,36 @@ def beside_passes(
         backward of the last microbatch   ▕ layer 3 ▏▕ layer 2 ▏▕ layer 1 ▏
         reductions                                   ▕ 3 ▏▕    2    ▏▕  1  ▏    the part after the backward
 
-    `parts` is the number of stages that the columns of `each` stand for: a rank's chunks; None: of one stage each, of
-    which those after the first round only wait their turn.
+    Each column of `each` stands for a rank's chunks, or `ways` twins, with `of_ends` as the gathers of embedding and
+    head, (n, 2); None: for one stage, which after the first round only waits its turn.
     """
-    own = np.ones_like(reduction) * (1.0 if parts is None else parts[:, None])
-    is_first = kinds.rank < table.pp[:, None] if parts is None else np.ones(reduction.shape, np.bool_)
+    alone = of_ends is None
+    chunks = np.ones((len(table), 1)) if alone else table.chunks[:, None]
+    own, twins = chunks * np.reshape(ways, (-1, 1)), np.reshape(ways, (-1, 1)) > 1
     inner = 1 - 1 / np.maximum((kinds.dense + kinds.mixture) / own, 1.0)
     overlaps = (table.overlap > 0)[:, None]
+    forward = each.compute_forward / chunks
 
     def left(communication: Array, computation: Array) -> Array:
         """Return the rest of a stage's communication beside its computation, layer by layer."""
-        beside: Array = np.minimum(communication, computation) * inner * (overlaps & is_first)
+        beside: Array = np.minimum(communication, computation) * inner * overlaps
         return communication - beside * (1 - constants.contention)
 
+    def later(communication: Array) -> Array:
+        """Return the rest of gathers of a stage that is not its rank's first; twins both begin a way."""
+        rest = np.where(overlaps, np.maximum(communication - table.pp[:, None] * forward, 0.0), communication)
+        return np.where(twins, left(communication, forward), rest)
+
+    if of_ends is None:
+        is_first = kinds.rank < table.pp[:, None]
+        reduced = np.where(is_first, left(reduction, each.compute_input + each.backward_weight), reduction)
+        return reduced, np.where(is_first, left(gathering, forward), later(gathering))
     of_stage = reduction / own
-    reduced = reduction - of_stage + left(of_stage, (each.compute_input + each.backward_weight) / own)
-    of_stage, forward = gathering / own, each.compute_forward / own
-    rounds = table.pp[:, None] * forward
-    later = np.where(overlaps, np.maximum(of_stage - rounds, 0.0), of_stage)
-    gathered: Array = np.where(is_first, left(of_stage, forward), later) + (own - 1) * later
-    return reduced, gathered
+    reduced = reduction - of_stage + left(of_stage, (each.compute_input + each.backward_weight) / chunks)
+    first, last = kinds.first * of_ends[:, :1], kinds.last * of_ends[:, 1:]
+    of_stage, behind = (gathering - first - last) / own, (own > 1) * kinds.last
+    gathered = left(of_stage + first + (own == 1) * last, forward) + behind * later(of_stage + last)
+    return reduced, gathered + (own - 1 - behind) * later(of_stage)
 
 
 def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> Array:

@@ -13,6 +13,7 @@ per microbatch. Arguments are numbers or arrays that broadcast together; n is th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -26,6 +27,7 @@ from quintsched.schedules import find_schedule
 from quintsched.schedules.kit.bare_order import order_of_computation
 from quintsched.simulation import activation_memory
 from quintsched.simulation.costs import Costs
+from quintsched.strategies.prediction.layers_of_ranks import V_SHAPED
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
 from quintsched.strategies.prediction.pipeline.equal_ranks import Each, Passes, Pipelines, Values, chunked
 from quintsched.strategies.prediction.pipeline.levels import TIMED_CLASSES, levels_of
@@ -33,15 +35,18 @@ from quintsched.strategies.prediction.pipeline.levels import TIMED_CLASSES, leve
 NumberOrArray: TypeAlias = float | npt.ArrayLike
 
 SIMULATED_DEPTHS = 3
-"""Simulated microbatches, in units of the pipeline's depth; after these, the steady state repeats."""
+"""Fewest simulated microbatches, in units of the pipeline's depth; once the state is steady, it repeats."""
 FEWEST = 8
 """Minimum number of microbatches of a repetition."""
+STEADY = 1e-9
+"""Relative error of rounding in the time that the steady state adds."""
 MOST_SIMULATED = 2**21
 """Maximum number of passes of stages that are simulated, which takes some 20 seconds."""
-V_SHAPED = frozenset({"zbv", "dualpipe-v", "v-half", "v-min", "hanayo"})
-"""Schedules under which the first rank has the first and the last stage."""
 WHOLE_BACKWARDS = frozenset({"gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "bfs"})
 """Schedules under which each rank ends with a full backward of its first stage, on which earlier ranks depend."""
+
+CHUNK_BY_CHUNK = frozenset({"bfs"})
+"""Schedules under which a rank runs all microbatches through a chunk before the next chunk."""
 
 
 def pipelines(
@@ -226,18 +231,47 @@ def staged(
     Raises:
         UsageError: too many stages and microbatches to simulate.
     """
-    few, more, times = repetition(pp, microbatches)
-    require_simulable(schedule, pp, more, durations.shape[1])
     recompute = tuple(bool(one) for one in (durations[TIMED_CLASSES.index(Recompute)] > 0).any(axis=1))
     recompute = recompute if any(recompute) else ()
-    levels = levels_of(schedule, pp, more, chunks, recompute)
-    ends = levels.ends(durations)
-    makespan = np.asarray(ends.max(axis=0))
-    exposed = np.zeros_like(makespan) if reduction is None else levels.reduced(ends, reduction, tied) - makespan
-    if times:
-        shorter = levels_of(schedule, pp, few, chunks, recompute).ends(durations).max(axis=0)
-        makespan = makespan + (makespan - shorter) * times
-    return makespan, np.maximum(exposed, 0.0)
+
+    def ends_of(number: int) -> Values:
+        require_simulable(schedule, pp, number, durations.shape[1])
+        levels = levels_of(schedule, pp, number, chunks, recompute)
+        ends = levels.ends(durations)
+        computed = ends.max(axis=0)
+        reduced = computed if reduction is None else levels.reduced(ends, reduction, tied)
+        return np.stack([computed, np.maximum(computed, reduced)])
+
+    forward, backward_input, backward_weight, _, again, _ = durations
+    pace = pace_of(schedule, pp, chunks, forward + backward_input + backward_weight + again)
+    makespan, reduced = repeated(pp, microbatches, pace, ends_of)
+    return makespan, reduced - makespan
+
+
+def repeated(pp: int, microbatches: int, pace: Values, ends_of: Callable[[int], Values]) -> Values:
+    """Return the ends of all microbatches, (…, n), from `ends_of` fewer, as the steady state repeats.
+
+    In it the last of these ends comes no earlier, for each microbatch, than by `pace`, (n,): until then, the times of
+    other ranks or reductions are still ahead of the busiest rank's work, and twice as many microbatches are taken.
+    """
+    depths = SIMULATED_DEPTHS
+    while True:
+        few, more, times = repetition(pp, microbatches, depths)
+        longer = ends_of(more)
+        if not times:
+            return longer
+        gained = longer - ends_of(few)
+        if (gained[-1] >= (1 - STEADY) * (more - few) * pace).all():
+            return np.asarray(longer + times * gained)
+        depths *= 2
+
+
+def pace_of(schedule: str, pp: int, chunks: int | None, work: npt.ArrayLike) -> Values:
+    """Return the work of the busiest rank for a microbatch, (n,); `work` is that of each stage, (stages, n)."""
+    found, work = find_schedule(schedule), np.asarray(work, np.float64)
+    of_ranks = np.zeros((pp, *work.shape[1:]))
+    np.add.at(of_ranks, list(found.placed(pp, chunks)), work)
+    return np.asarray(of_ranks.max(axis=0) / (1 + found.bidirectional))
 
 
 def require_simulable(schedule: str, pp: int, microbatches: int, num_stages: int) -> None:
@@ -251,13 +285,13 @@ def require_simulable(schedule: str, pp: int, microbatches: int, num_stages: int
         )
 
 
-def repetition(pp: int, microbatches: int) -> tuple[int, int, int]:
+def repetition(pp: int, microbatches: int, depths: int = SIMULATED_DEPTHS) -> tuple[int, int, int]:
     """Return (few, more, times): step time = time of `more` microbatches + `times` x (time of `more` - time of `few`).
 
     `times` is 0 if `more` is all microbatches.
     """
     step = pp * -(-FEWEST // pp)
-    few = SIMULATED_DEPTHS * step + microbatches % step
+    few = depths * step + microbatches % step
     if microbatches <= few + step:
         return few, microbatches, 0
     return few, few + step, (microbatches - few) // step - 1
@@ -287,7 +321,7 @@ def bound_of(schedule: str, s: Pipelines, alike: npt.NDArray[np.bool_] | bool = 
 
 
 def exposed_reductions(
-    schedule: str, whole: Pipelines, s: Pipelines, reduction: Values, first: Values, last: Values, *, tied: bool = False
+    schedule: str, s: Pipelines, reduction: Values, first: Values, last: Values, *, tied: bool = False
 ) -> Values:
     """Return the time of gradient reduction after the end of all computation, (n,).
 
@@ -299,27 +333,30 @@ def exposed_reductions(
 
     Args:
         schedule: its name.
-        whole: the pipelines: a rank's reductions run beside all that it does after them.
-        s: the same with computation alone, by which the last gradient is certain to come later to earlier ranks.
+        s: the pipelines: a rank's reductions run beside all that it and, on the gradients' way up, earlier ranks do.
         reduction: time for all stages of a rank of each run, (K, n), in seconds.
         first: part of it for the first stage alone, (n,).
         last: part of it for the last stage alone.
         tied: whether the first and the last stage share weights, so that both wait for the first one's last backward.
     """
     late = find_schedule(schedule).name not in WHOLE_BACKWARDS
-    b, up, w = chunk(whole, "b"), Each(s, chunk(s, "i" if late else "b")), chunk(s, "w")
+    b, up, w = chunk(s, "b"), Each(s, chunk(s, "i" if late else "b")), chunk(s, "w")
     own = chunked(s, reduction, first, last)
     found = np.zeros_like(s.c)
+    rounds = s.m if find_schedule(schedule).name in CHUNK_BY_CHUNK else s.p  # of a chunk's backwards, at the end
     for place in s.places:
         top, run = place.rank == 0, place.run
         sooner = up.before(place) + s.c * place.rank + np.where(top, 0.0, s.first.i if late else s.first.b)
         sooner = np.maximum(sooner - late * place.rank * w[run], 0.0)
         of_first = own[run] + top * first
-        exposed = np.maximum(of_first, reduction[run] - (s.v - 1) * s.p * b[run]) - sooner
+        beside = np.where(s.v > 1, rounds, 0.0) * ((s.v - 1) * b[run] + top * s.first.b)
+        exposed = np.maximum(of_first, reduction[run] - beside) - sooner
         if tied:
-            both = of_first + np.maximum(reduction[run] - of_first - own[run] - last - (s.v - 2) * b[run], 0.0)
-            before = np.where((s.p == 1) & (s.v > 1), both, 0.0)
-            exposed = np.maximum(exposed, np.where(place.rank == s.p - 1, own[run] + last + before, 0.0))
+            alone = (s.p == 1) & (s.v > 1)  # both on one rank
+            apart = reduction[run] - own[run] - last - alone * of_first  # of its other stages, which come before
+            done = np.maximum(np.minimum(apart, own[run]), apart - np.maximum(s.v - 2, 0) * rounds * b[run]) - sooner
+            before = np.maximum(np.where(alone, apart - (s.v - 2) * b[run], done), 0.0) + alone * of_first
+            exposed = np.maximum(exposed, np.where(place.rank == s.p - 1, before + own[run] + last, 0.0))
         found = np.where(place.exists, np.maximum(found, exposed), found)
     return found
 

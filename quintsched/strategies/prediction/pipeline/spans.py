@@ -28,7 +28,6 @@ from quintsched.strategies.prediction.pipeline.makespan import (
 from quintsched.strategies.prediction.strategy_columns import Table, distinct
 
 RowNumbers = NDArray[np.int64]
-Passes = tuple[Array, Array, Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +89,9 @@ def spans(
         rows = np.flatnonzero((table.schedule == code) & (table.overlap > 0))
         if len(rows):
             of_ends = (ends.weights.T * pace)[:, rows]
-            computing = _computing(schedule, table, each, ends, kinds, rows)
-            several = (table.chunks[rows] > 1).any()
-            whole = _pipelines(schedule, table, each, ends, kinds, rows) if several else computing
-            exposed = exposed_reductions(schedule, whole, computing, reduction.T[:, rows], *of_ends, tied=tied)
-            found.exposed[rows] = exposed
+            s = _pipelines(schedule, table, each, ends, kinds, rows)
+            exposed = exposed_reductions(schedule, s, reduction.T[:, rows], *of_ends, tied=tied)
+            found.exposed[rows] = np.where(found.exact[rows] | (kinds.alike[rows, 0] > 0), exposed, 0.0)
     if of_stages is not None:
         _simulate(table, np.flatnonzero(~found.exact), found, of_stages, tied=tied)
     return found
@@ -145,24 +142,6 @@ def _pipelines(
 ) -> Pipelines:
     """Return the pipelines of rows of one schedule."""
     passes, of_ends = ((one.forward, one.backward_input, one.backward_weight) for one in (each, ends))
-    return _of_passes(schedule, table, kinds, rows, passes, of_ends)
-
-
-def _computing(
-    schedule: str, table: Table, each: PerMicrobatch, ends: PerMicrobatch, kinds: Kinds, rows: RowNumbers
-) -> Pipelines:
-    """Return the same with computation only, which is certain to run beside reductions.
-
-    A recomputation does not wait for a gradient, so it does not delay the last gradient's way up the ranks.
-    """
-    passes, of_ends = ((one.compute_forward, one.compute_input, one.backward_weight) for one in (each, ends))
-    return _of_passes(schedule, table, kinds, rows, passes, of_ends)
-
-
-def _of_passes(
-    schedule: str, table: Table, kinds: Kinds, rows: RowNumbers, passes: Passes, of_ends: Passes
-) -> Pipelines:
-    """Return pipelines with these passes; `of_ends`: of embedding and head."""
     forward, backward_input, backward_weight = (of_kinds.T[:, rows] for of_kinds in passes)
     return rank_pipelines(
         schedule,
