@@ -115,7 +115,8 @@ class _LayerTimes:
         exchange = self._exchange() if mixes else zero  # there and back
         tp_backward, tp_hidden = self._tensor_backward(times, found, reduces_backward)
         tp_forward = reduces_forward * self._reduce()
-        waits = tp_forward + cp_forward + exchange, tp_backward + cp_backward + exchange
+        waited = exchange * (1 - np.asarray(self.sizes.ep_overlap))
+        waits = tp_forward + cp_forward + waited, tp_backward + cp_backward + waited
         total = _launched(
             total,
             sum((self._rerun(one, launches(one)) for one in found), Times(zero, zero, zero, zero)),

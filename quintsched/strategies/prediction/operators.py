@@ -46,6 +46,8 @@ class BlockSizes:
     """1 for each of `descriptions.strategy.MODULES` that is recomputed, else 0."""
     tp_overlap: Array | float = 1.0
     """1 if reductions of gradients over tp run beside products, else 0."""
+    ep_overlap: Array | float = 0.0
+    """1 if tokens go to experts beside another microbatch's computation, for which the host launches meanwhile."""
     fused_loss: Array | float = 0.0
     """1 if the cross-entropy is one kernel, in place of the logits; else 0."""
 

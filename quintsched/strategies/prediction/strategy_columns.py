@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.strategy import MODULES, Strategy, modules_of
 from quintsched.strategies.descriptions.strategy_validity import resolved
+from quintsched.strategies.prediction.layers_of_ranks import PAIRED
 
 CODED = ("schedule", "recompute", "dtype", "gradients", "offload", "stages")
 """Columns that hold an index into the distinct values of `Table.values`."""
@@ -81,6 +82,20 @@ class Table:
     def microbatches(self) -> Ints:
         """Number of microbatches per replica."""
         return self.batch // (self.replicas * self.microbatch)
+
+    @property
+    def reduced_every(self) -> Ints:
+        """Microbatches after which ZeRO-2 and 3 reduce gradients."""
+        return np.minimum(self.zero_every, self.microbatches)
+
+    def is_scheduled(self, *names: str) -> NDArray[np.bool_]:
+        """Return whether each strategy has one of these schedules."""
+        return np.array([name in names for name in self.values["schedule"]])[self.schedule]
+
+    @property
+    def exchanges_beside(self) -> NDArray[np.bool_]:
+        """Whether tokens go to experts beside another microbatch's computation."""
+        return self.is_scheduled(*PAIRED) | self.is_scheduled("interleaved-1f1b") & (self.ep_overlap > 0)
 
     def take_rows(self, index: slice | NDArray[Any]) -> Table:
         """Return the table of these rows."""

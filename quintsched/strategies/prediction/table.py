@@ -99,7 +99,8 @@ def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: C
     modules = np.array(
         [sum(1 << MODULES.index(one) for one in modules_of(value)) for value in table.values["recompute"]]
     )
-    first, inverse = distinct([*(getattr(table, name) for name in names), modules[table.recompute]])
+    columns = (*(getattr(table, name) for name in names), table.exchanges_beside.astype(np.int64))
+    first, inverse = distinct([*columns, modules[table.recompute]])
     keys = table.take_rows(first)
     made: list[Blocks] = []
     order: list[Ints] = []
@@ -153,5 +154,6 @@ def sizes_of(table: Table, dtype: str) -> BlockSizes:
         accumulated=2 * gradient_bytes(table) * table.fused_accumulation,
         fused_loss=table.fused_loss.astype(np.float64),
         tp_overlap=table.tp_overlap.astype(np.float64),
+        ep_overlap=table.exchanges_beside.astype(np.float64),
         rerun=rerun_modules(table),
     )

@@ -59,7 +59,7 @@ def step_terms(
     If the schedule has no closed form, the bubble is a lower bound; if `stages` is given (it returns the stages of such
     strategies), it is simulated.
     """
-    ways = np.where(np.isin(table.schedule, _codes(table, "schedule", *BIDIRECTIONAL)), 2, 1)
+    ways = np.where(table.is_scheduled(*BIDIRECTIONAL), 2, 1)
     each = _of_one_way(per_microbatch(model, hardware, table, blocks, kinds, constants, 1 / ways), ways[:, None])
     shares = shares_cores(hardware)
     if shares:
@@ -152,14 +152,11 @@ def per_microbatch(
     weights, expert_weights = over("weights"), over("expert_weights")
     computed = over("backward_input") + over("backward_weight")
     there, back = over("ep_forward"), over("ep_backward")
-    paired = np.isin(table.schedule, _codes(table, "schedule", *PAIRED))
-    loops = np.isin(table.schedule, _codes(table, "schedule", "interleaved-1f1b"))
-    mixing = paired | loops & (table.ep_overlap > 0)
+    mixing = table.exchanges_beside
+    sending = table.is_scheduled(*PAIRED) | table.is_scheduled("interleaved-1f1b") & (table.overlap > 0)
     rest = forward - back * mixing[:, None], computed - there * mixing[:, None]
     exchanged, exchange_hidden = beside_other_s(table, mixing, (there, back), (forward, computed), constants)
-    sent, sent_hidden = beside_other_s(
-        table, paired | loops & (table.overlap > 0), (messages, messages), rest, constants
-    )
+    sent, sent_hidden = beside_other_s(table, sending, (messages, messages), rest, constants)
     return PerMicrobatch(
         compute_forward=forward,
         compute_input=over("backward_input"),
@@ -213,7 +210,7 @@ def accumulated_s(
     Where gradients are scattered after each microbatch, only a shard is added. DeepSpeed's pipeline makes a copy in the
     sum's precision first (`BF16_Optimizer._update_hp_grad`).
     """
-    scatters = (table.zero >= 2) & (table.zero_every == 1)
+    scatters = (table.zero >= 2) & (table.reduced_every == 1)
     shards = np.where(scatters, table.dp * table.cp * table.ep, 1)[:, None]
     expert_shards = np.where(scatters, table.dp * table.cp, 1)[:, None]
     summed = gradient_bytes(table)
@@ -253,7 +250,7 @@ def sharded_s(
     width = widths(table)
     reduced = gradient_bytes(table)
     gathers = (table.zero == 3) * 1.0
-    scatters = (table.zero >= 2) / np.minimum(table.zero_every, table.microbatches)
+    scatters = (table.zero >= 2) / table.reduced_every
     exposed, hidden = np.zeros_like(kinds.dense), np.zeros_like(kinds.dense)
     layers = (
         (blocks.dense, kinds.dense, True),
@@ -383,7 +380,3 @@ def stage_times(
     else:
         reduction, gathering = beside_passes(table, each, stages, reduction, gathering, constants)
     return StageTimes(each, reduction, gathering, stepping)
-
-
-def _codes(table: Table, name: str, *wanted: str) -> list[int]:
-    return [code for code, value in enumerate(table.values[name]) if value in wanted]

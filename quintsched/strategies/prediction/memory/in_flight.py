@@ -115,6 +115,9 @@ _FULLEST_RANK: Mapping[str, Callable[[Any, Any, Any], Any]] = MappingProxyType(
 KEEPS_LOGITS = frozenset({"gpipe", "bfs"})
 """Schedules whose last stage runs all forwards before its first backward."""
 
+DELAYS_HEAD = frozenset({"zb-h1", "zb-h2", "zb-auto", "interleaved-zb"})
+"""Schedules whose last stage runs weight halves of backwards, which need the gradient of logits, as late as others."""
+
 
 def in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any, rank: Any, last: Any = None) -> Any:
     """Return the peak number of microbatches in flight on `rank`, in microbatches of a whole rank.
@@ -150,6 +153,9 @@ def first_in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any) -
     return microbatches if found.name in KEEPS_LOGITS else np.minimum(most, microbatches)
 
 
-def logits_in_flight(schedule: str, *, microbatches: Any) -> Any:
+def logits_in_flight(schedule: str, *, pp: Any, microbatches: Any) -> Any:
     """Return the number of microbatches whose logits the last stage keeps at once."""
-    return microbatches if find_schedule(schedule).name in KEEPS_LOGITS else 1 + 0 * microbatches
+    name = find_schedule(schedule).name
+    if name in DELAYS_HEAD:
+        return _FORMS[name](pp, microbatches, 1, pp - 1)
+    return microbatches if name in KEEPS_LOGITS else 1 + 0 * microbatches

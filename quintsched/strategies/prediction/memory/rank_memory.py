@@ -104,11 +104,11 @@ def _pending(table: Table) -> NDArray[np.float64]:
     Under interleaved 1F1B, a rank's stages take turns of pp microbatches each, so that one accumulates at a time. What
     is reduced once, at the end, needs no shards besides.
     """
-    interleaved = np.array([name == "interleaved-1f1b" for name in table.values["schedule"]])[table.schedule]
-    in_turn = np.where(interleaved & (table.zero_every <= table.pp), 1 / table.chunks, 1.0)
-    once = table.zero_every >= table.microbatches
+    every = table.reduced_every
+    in_turn = np.where(table.is_scheduled("interleaved-1f1b") & (every <= table.pp), 1 / table.chunks, 1.0)
+    once = every == table.microbatches
     waiting = np.where(once, 1 - 1 / (table.dp * table.cp * table.ep), in_turn)
-    return np.where((table.zero >= 2) & (table.zero_every > 1), waiting, 0.0)
+    return np.where((table.zero >= 2) & (every > 1), waiting, 0.0)
 
 
 def fullest(terms: Mapping[str, NDArray[np.float64]], kinds: Kinds) -> dict[str, NDArray[np.float64]]:
@@ -133,6 +133,6 @@ def _ranks(table: Table, kinds: Kinds) -> RankLayers:
             flight[rows] = np.minimum(held, cap / (2 if schedule in BIDIRECTIONAL else 1))
             passes = np.maximum(cap * chunks, 1)
             first[rows] = np.minimum(first_in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks), passes)
-            logits[rows] = np.minimum(logits_in_flight(schedule, microbatches=microbatches), passes)
+            logits[rows] = np.minimum(logits_in_flight(schedule, pp=pp, microbatches=microbatches), passes)
     layers = {one.name: getattr(kinds, one.name) for one in fields(RankKind)}
     return RankLayers(**layers | {"in_flight": flight, "first_in_flight": first, "logits_in_flight": logits})

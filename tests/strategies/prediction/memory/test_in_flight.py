@@ -65,30 +65,32 @@ def test_sizes_may_be_arrays() -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TRAINING)
-def test_microbatches_of_the_first_stage(name: str) -> None:
-    """Check the point at which rank 0 holds most, and of several such points the one with most of the first stage."""
+def test_microbatches_of_the_first_stage_and_of_the_last(name: str) -> None:
+    """Check the point at which their rank holds most, and of several such points the one with most of the stage."""
     scale = 1e-6
     for pp, microbatches, chunks in _shapes(name):
         try:
             plan = qs.compile(name, mesh=qs.Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
         except UsageError:
             continue
-        stages = len(plan.stage_to_pp)
-        alike, heavier = (
-            peak_activations(plan, Costs(activation=(1.0 + more, *(1.0,) * (stages - 1))))[0] for more in (0, scale)
-        )
-        held = round((heavier - alike) / scale, 3)
-        said = first_in_flight(name, pp=pp, microbatches=microbatches, chunks=chunks)
-        where = f"{name} pp={pp} microbatches={microbatches} chunks={chunks}: {held} {said}"
-        if name in BOUNDS or find_schedule(name).bidirectional:
-            assert held <= said, where
-        else:
-            assert held == said, where
-
-
-def test_logits_stand_for_every_microbatch_where_all_forwards_come_first() -> None:
-    assert logits_in_flight("gpipe", microbatches=8) == 8
-    assert logits_in_flight("1f1b", microbatches=8) == 1
+        places = plan.stage_to_pp
+        ends = {
+            0: first_in_flight(name, pp=pp, microbatches=microbatches, chunks=chunks),
+            len(places) // (1 + find_schedule(name).bidirectional) - 1: logits_in_flight(
+                name, pp=pp, microbatches=microbatches
+            ),
+        }
+        for stage, said in ends.items():
+            activation = np.ones(len(places))
+            alike = peak_activations(plan, Costs(activation=activation.tolist()))[places[stage]]
+            activation[stage] += scale
+            heavier = peak_activations(plan, Costs(activation=activation.tolist()))[places[stage]]
+            held = round((heavier - alike) / scale, 3)
+            where = f"{name} pp={pp} microbatches={microbatches} chunks={chunks} stage={stage}: {held} {said}"
+            if name in BOUNDS or find_schedule(name).bidirectional or (stage and chunks > 1):
+                assert held <= said or (stage and microbatches < 2 * pp), where
+            else:
+                assert held == said, where
 
 
 def test_an_unknown_schedule_is_refused() -> None:
