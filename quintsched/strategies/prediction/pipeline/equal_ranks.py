@@ -35,15 +35,13 @@ class Passes:
 class Pipelines(Passes):
     """n pipelines, each of K runs of equal ranks, in order of rank; a run may be empty.
 
-    `f`, `i`, `w`, `r` (recomputation), (K, n), are the times of all stages of a rank for a microbatch; `first` and
-    `last`, (n,), are the parts that belong to the first and to the last stage alone; if they are not 0, those ranks are
-    runs of their own. `c` is a message, `p` the ranks, `m` the microbatches, `v` the chunks; `bent`: the stages go down
-    the ranks and up again, so that the first rank has the last stage.
+    `f`, `i`, `w`, (K, n), are the times of all stages of a rank for a microbatch; `first` and `last`, (n,), are the
+    parts that belong to the first and to the last stage alone; if they are not 0, those ranks are runs of their own.
+    `p` are the ranks, `m` the microbatches, `v` the chunks; `bent`: the stages go down the ranks and up again, so that
+    the first rank has the last stage.
     """
 
-    r: Values
     ranks: Values
-    c: Values
     p: Values
     m: Values
     v: Values
@@ -130,7 +128,7 @@ class Each:
 
     def first(self, ranks: Values) -> Values:
         """Sum over the first `ranks` ranks."""
-        found = np.zeros_like(self.s.c)
+        found = np.zeros_like(self.s.p)
         for run, amount in enumerate(self.amounts):
             found = found + amount * np.minimum(np.maximum(ranks - self.s.begin[run], 0.0), self.s.ranks[run])
         return found

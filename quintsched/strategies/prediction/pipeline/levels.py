@@ -11,7 +11,7 @@ channel); the order is compiled without proof, reductions and optimizer. Orders 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -23,17 +23,15 @@ from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Events
 from quintsched.graph.transport_profiles import PROFILES
 from quintsched.ir.instruction_columns import Ints
-from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Fwd, Message, Recompute, RecvGrad, SendAct
+from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Fwd
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData
 from quintsched.passes.place_messages import place_messages
-from quintsched.passes.place_recomputes import place_recomputes
 from quintsched.schedules import find_schedule
 from quintsched.schedules.kit.bare_order import order_of_computation
 
-TIMED_CLASSES = (Fwd, BwdInput, BwdWeight, Bwd, Recompute, Message)
-"""Classes with a duration, in the order of a table of durations; a message counts with the stage whose input, or
-gradient of the input, it carries."""
+TIMED_CLASSES = (Fwd, BwdInput, BwdWeight, Bwd)
+"""Classes with a duration, in the order of a table of durations; messages and recomputation are part of these."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +64,7 @@ class Levels:
     def ends(self, table: Times) -> Times:
         """Return the end time of each event, (events, n), for durations of (kinds, stages, n)."""
         durations = table.reshape(len(TIMED_CLASSES) * self.num_stages, -1)
-        ends = durations[self.durations_of]
+        ends = np.vstack([durations, np.zeros_like(durations[:1])])[self.durations_of]
         first, segments = self.first.tolist(), self.segments
         starts_of = np.r_[segments, len(self.sources)]
         base = first[1]
@@ -95,11 +93,9 @@ class Levels:
 
 
 @lru_cache(maxsize=64)
-def levels_of(
-    schedule: str, pp: int, microbatches: int, chunks: int | None, recompute: tuple[bool, ...] = ()
-) -> Levels:
-    """Return the levels of a schedule's order, with recomputation of the stages in `recompute`. Raises `UsageError`."""
-    plan = compute_order(schedule, pp, microbatches, chunks, recompute)
+def levels_of(schedule: str, pp: int, microbatches: int, chunks: int | None) -> Levels:
+    """Return the levels of a schedule's order. Raises `UsageError`."""
+    plan = compute_order(schedule, pp, microbatches, chunks)
     events = Events.merge(plan)
     graph = build_graph(events, plan.flows, PROFILES["channel"])
     order = meeting_order(plan)
@@ -125,27 +121,19 @@ def levels_of(
     )
 
 
-def compute_order(
-    schedule: str, pp: int, microbatches: int, chunks: int | None, recompute: tuple[bool, ...] = ()
-) -> PlanData:
+def compute_order(schedule: str, pp: int, microbatches: int, chunks: int | None) -> PlanData:
     """Return a schedule's computations with their messages, and no later passes."""
     found = find_schedule(schedule)
-    shape = found.shape(pp, microbatches, chunks)
-    order = order_of_computation(found, shape, Mesh(pp=pp))
-    if any(recompute):
-        order = replace(order, recompute=tuple(map(int, recompute)))
-    return place_messages(place_recomputes(order))
+    return place_messages(order_of_computation(found, found.shape(pp, microbatches, chunks), Mesh(pp=pp)))
 
 
 def _rows_of_table(plan: PlanData) -> Ints:
-    """Return, for each row of the plan, its row in a table of durations, kinds x stages."""
+    """Return, for each row of the plan, its row in a table of durations, kinds x stages; that after it for messages."""
     columns = plan.columns
-    found = np.zeros(len(columns), np.int64)
+    found = np.full(len(columns), len(TIMED_CLASSES) * len(plan.stage_to_pp), np.int64)
     for number, kind in enumerate(TIMED_CLASSES):
         rows = columns.rows_where(kind)
         found[rows] = number * len(plan.stage_to_pp) + columns.stage[rows]
-    outputs = columns.rows_where(SendAct, RecvGrad)
-    found[outputs] += plan.layout.all_after(columns.stage[outputs], columns.unit[outputs]) - columns.stage[outputs]
     return found
 
 

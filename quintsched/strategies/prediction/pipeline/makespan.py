@@ -1,27 +1,23 @@
 """Makespan of a step's computation under a schedule, and activations in flight, for many strategies at once.
 
-    makespan          of pipelines with equal stages, except for extra work of the first and the last one
-    of_pipelines      of pipelines of runs of equal ranks, as an uneven number of layers gives them
-    staged            of pipelines with arbitrary stages, by simulation
-    lower_bound       bound for searches: the slowest rank's work, plus the way down to that rank before it, and the
+    rank_pipelines    pipelines of runs of equal ranks, as an uneven number of layers gives them, for `closed_forms`
+    staged            makespan of pipelines with arbitrary stages, by simulation (`levels`)
+    bound_of          bound for searches: the slowest rank's work, plus the way down to that rank before it, and the
                       way up after it
     exposed_reductions  time of gradient reduction after the end of all computation
 
-The first two use closed forms where they exist (`closed_forms`); all else is simulated (`levels`). Times are seconds
-per microbatch. Arguments are numbers or arrays that broadcast together; n is the number of pipelines.
+Times are seconds per microbatch; n is the number of pipelines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from quintsched.errors import UsageError
-from quintsched.ir.instruction_set import Recompute
 from quintsched.ir.mesh import Mesh
 from quintsched.schedules import find_schedule
 from quintsched.schedules.kit.bare_order import order_of_computation
@@ -30,9 +26,7 @@ from quintsched.simulation.costs import Costs
 from quintsched.strategies.prediction.layers_of_ranks import V_SHAPED
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
 from quintsched.strategies.prediction.pipeline.equal_ranks import Each, Passes, Pipelines, Values, chunked
-from quintsched.strategies.prediction.pipeline.levels import TIMED_CLASSES, levels_of
-
-NumberOrArray: TypeAlias = float | npt.ArrayLike
+from quintsched.strategies.prediction.pipeline.levels import levels_of
 
 SIMULATED_DEPTHS = 3
 """Fewest simulated microbatches, in units of the pipeline's depth; once the state is steady, it repeats."""
@@ -49,58 +43,8 @@ CHUNK_BY_CHUNK = frozenset({"bfs"})
 """Schedules under which a rank runs all microbatches through a chunk before the next chunk."""
 
 
-def pipelines(
-    schedule: str,
-    *,
-    pp: NumberOrArray,
-    microbatches: NumberOrArray,
-    chunks: NumberOrArray = 1,
-    forward: NumberOrArray,
-    backward_input: NumberOrArray,
-    backward_weight: NumberOrArray,
-    recompute: NumberOrArray = 0.0,
-    message: NumberOrArray = 0.0,
-    first_forward: NumberOrArray = 0.0,
-    first_backward_input: NumberOrArray = 0.0,
-    first_backward_weight: NumberOrArray = 0.0,
-    last_forward: NumberOrArray = 0.0,
-    last_backward_input: NumberOrArray = 0.0,
-    last_backward_weight: NumberOrArray = 0.0,
-) -> Pipelines:
-    """Return pipelines of equal stages, (n,) each.
-
-    Args:
-        schedule: name of the schedule.
-        pp: pipeline ranks.
-        microbatches: per replica.
-        chunks: stages per rank.
-        forward: time of a stage between the first and the last, communication inside it included.
-        backward_input: input half of a backward, likewise.
-        backward_weight: weight half of a backward.
-        recompute: recomputed forward before the backward; it does not wait for the gradient.
-        message: the time of a message between two stages, either way.
-        first_forward: extra time of the first stage (the embedding); and so on.
-        last_forward: extra time of the last stage (the head, the loss); and so on.
-    """
-    first = (first_forward, first_backward_input, first_backward_weight)
-    last = (last_forward, last_backward_input, last_backward_weight)
-    given = (pp, microbatches, chunks, message, recompute, forward, backward_input, backward_weight, *first, *last)
-    p, m, v, c, r, *passes = np.broadcast_arrays(*(np.atleast_1d(np.asarray(one, np.float64)) for one in given))
-    bent = find_schedule(schedule).name in V_SHAPED
-    ends_above = (p == 1) | bent
-    ranks = np.stack([np.ones_like(p), np.where(ends_above, p - 1, p - 2), np.where(ends_above, 0.0, 1.0)])
-    stages, x, y = passes[:3], passes[3:6], passes[6:]
-    each = [
-        np.stack([v * one + more + np.where(ends_above, most, 0.0), v * one, v * one + most])
-        for one, more, most in zip(stages, x, y, strict=True)
-    ]
-    again = np.stack([v * r] * 3)
-    c = np.where(p > 1, c, 0.0)
-    return Pipelines(each[0], each[1], each[2], again, ranks, c, p, m, v, Passes(*x), Passes(*y), bent)
-
-
 def has_closed_form(
-    schedule: str, microbatches: NumberOrArray = np.inf, pp: NumberOrArray = 1
+    schedule: str, microbatches: npt.ArrayLike = np.inf, pp: npt.ArrayLike = 1
 ) -> npt.NDArray[np.bool_]:
     """Return whether a closed form gives the makespan of such pipelines: within 1 % of a simulation, mostly exactly."""
     name = find_schedule(schedule).name
@@ -108,35 +52,19 @@ def has_closed_form(
     return np.asarray((name in CLOSED_FORMS) & (filled | (name != "zb-h1")))
 
 
-def makespan(schedule: str, **times: NumberOrArray) -> Values:
-    """Return the end of the last computation, (n,), in seconds; the arguments are those of `pipelines`.
-
-    Raises `UsageError` for an unknown schedule, or, if it is simulated, for sizes that it does not take.
-    """
-    return of_pipelines(schedule, pipelines(schedule, **times))
-
-
-def of_pipelines(schedule: str, found: Pipelines) -> Values:
-    """Return the end of the last computation of each pipeline, (n,): by the closed form, if there is one."""
-    formula = CLOSED_FORMS.get(find_schedule(schedule).name)
-    return formula(found) if formula else simulated(schedule, found)
-
-
 def rank_pipelines(
     schedule: str,
     *,
     ranks: npt.ArrayLike,
     microbatches: npt.ArrayLike,
-    chunks: NumberOrArray = 1,
+    chunks: npt.ArrayLike = 1,
     forward: npt.ArrayLike,
     backward_input: npt.ArrayLike,
     backward_weight: npt.ArrayLike,
-    recompute: npt.ArrayLike = 0.0,
-    message: NumberOrArray = 0.0,
-    first: tuple[NumberOrArray, NumberOrArray, NumberOrArray] = (0.0, 0.0, 0.0),
-    last: tuple[NumberOrArray, NumberOrArray, NumberOrArray] = (0.0, 0.0, 0.0),
+    first: Sequence[npt.ArrayLike] = (0.0, 0.0, 0.0),
+    last: Sequence[npt.ArrayLike] = (0.0, 0.0, 0.0),
 ) -> Pipelines:
-    """Return pipelines of runs of equal ranks, for `of_pipelines`, `bound_of` and `exposed_reductions`.
+    """Return pipelines of runs of equal ranks.
 
     Args:
         schedule: name of the schedule.
@@ -146,61 +74,20 @@ def rank_pipelines(
         forward: time of all stages of a rank of each run, (K, n), embedding and head included; and so on.
         backward_input: likewise.
         backward_weight: likewise.
-        recompute: likewise.
-        message: time of a message, in either direction.
         first: part of the forward and the backward's halves that belongs to the first stage alone, (n,) each.
         last: part that belongs to the last stage alone, likewise.
     """
     counts = np.asarray(ranks, np.float64)
     p, m = counts.sum(axis=0), np.asarray(microbatches, np.float64)
-    f, i, w, r = (
-        np.broadcast_to(np.asarray(one, np.float64), counts.shape)
-        for one in (forward, backward_input, backward_weight, recompute)
-    )
-    v, c, *ends = (np.broadcast_to(np.asarray(one, np.float64), p.shape) for one in (chunks, message, *first, *last))
-    c, bent = np.where(p > 1, c, 0.0), find_schedule(schedule).name in V_SHAPED
-    return Pipelines(f, i, w, r, counts, c, p, m, v, Passes(*ends[:3]), Passes(*ends[3:]), bent)
+    f, i, w = (np.asarray(one, np.float64) for one in (forward, backward_input, backward_weight))
+    v, *ends = (np.broadcast_to(np.asarray(one, np.float64), p.shape) for one in (chunks, *first, *last))
+    bent = find_schedule(schedule).name in V_SHAPED
+    return Pipelines(f, i, w, counts, p, m, v, Passes(*ends[:3]), Passes(*ends[3:]), bent)
 
 
-def simulated(schedule: str, s: Pipelines) -> Values:
-    """Return the end of the last computation of each pipeline, (n,), by simulation: all of one shape at once."""
-    found = np.zeros(len(s.p))
-    recomputes = (s.r > 0).any(axis=0)
-    shapes, which = np.unique(np.stack([s.p, s.m, s.v, recomputes]), axis=1, return_inverse=True)
-    for number, (pp, microbatches, chunks, _) in enumerate(shapes.T.astype(int).tolist()):
-        members = np.flatnonzero(which.reshape(-1) == number)
-        placed = find_schedule(schedule).placed(pp, chunks)
-        found[members] = staged(schedule, pp, microbatches, chunks, _of_stages(s, placed)[:, :, members])[0]
-    return found
-
-
-def _of_stages(s: Pipelines, placed: tuple[int, ...]) -> Values:
-    """Return the durations of each stage, (kinds, stages, n), for equal chunks of a rank."""
-    ranks = [np.full_like(s.p, rank) for rank in placed]
-    columns = []
-    for name in ("f", "i", "w"):
-        each = chunk(s, name)
-        stages = np.stack([s.of_rank(each, rank) for rank in ranks])
-        stages[0] += getattr(s.first, name)
-        stages[-1] += getattr(s.last, name)
-        columns.append(stages)
-    f, i, w = columns
-    return stage_durations(f, i, w, np.stack([s.of_rank(s.r / s.v, rank) for rank in ranks]), s.c)
-
-
-def stage_durations(
-    forward: npt.ArrayLike,
-    backward_input: npt.ArrayLike,
-    backward_weight: npt.ArrayLike,
-    recompute: npt.ArrayLike = 0.0,
-    message: npt.ArrayLike = 0.0,
-) -> Values:
-    """Return the durations argument of `staged`: (kinds, stages, n), in the order of `levels.TIMED_CLASSES`.
-
-    Each argument is (stages, n), or broadcasts to that; `message` is that of a stage's input, or its gradient.
-    """
-    f, i, w, r, c = np.broadcast_arrays(forward, backward_input, backward_weight, recompute, message)
-    return np.stack([f, i, w, i + w, r, c]).astype(np.float64)
+def stage_durations(forward: Values, backward_input: Values, backward_weight: Values) -> Values:
+    """Return the durations argument of `staged`: (kinds, stages, n), in the order of `levels.TIMED_CLASSES`."""
+    return np.stack([forward, backward_input, backward_weight, backward_input + backward_weight])
 
 
 def staged(
@@ -231,19 +118,16 @@ def staged(
     Raises:
         UsageError: too many stages and microbatches to simulate.
     """
-    recompute = tuple(bool(one) for one in (durations[TIMED_CLASSES.index(Recompute)] > 0).any(axis=1))
-    recompute = recompute if any(recompute) else ()
 
     def ends_of(number: int) -> Values:
         require_simulable(schedule, pp, number, durations.shape[1])
-        levels = levels_of(schedule, pp, number, chunks, recompute)
+        levels = levels_of(schedule, pp, number, chunks)
         ends = levels.ends(durations)
         computed = ends.max(axis=0)
         reduced = computed if reduction is None else levels.reduced(ends, reduction, tied)
         return np.stack([computed, np.maximum(computed, reduced)])
 
-    forward, backward_input, backward_weight, _, again, _ = durations
-    pace = pace_of(schedule, pp, chunks, forward + backward_input + backward_weight + again)
+    pace = pace_of(schedule, pp, chunks, durations[:3].sum(axis=0))
     makespan, reduced = repeated(pp, microbatches, pace, ends_of)
     return makespan, reduced - makespan
 
@@ -297,11 +181,6 @@ def repetition(pp: int, microbatches: int, depths: int = SIMULATED_DEPTHS) -> tu
     return few, few + step, (microbatches - few) // step - 1
 
 
-def lower_bound(schedule: str, **times: NumberOrArray) -> Values:
-    """Return a lower bound on the step time, (n,), in seconds; the arguments are those of `pipelines`."""
-    return bound_of(schedule, pipelines(schedule, **times))
-
-
 def bound_of(schedule: str, s: Pipelines, alike: npt.NDArray[np.bool_] | bool = True) -> Values:
     """Return a lower bound on the step time of these pipelines, (n,).
 
@@ -310,12 +189,12 @@ def bound_of(schedule: str, s: Pipelines, alike: npt.NDArray[np.bool_] | bool = 
     whole = find_schedule(schedule).name in WHOLE_BACKWARDS
     f, i, b = (Each(s, chunk(s, name)) for name in ("f", "i", "b"))
     ends = s.first.f + s.first.i + s.last.f + s.last.i
-    found = s.v * (f.total + i.total) + 2 * s.c * (s.p - 1) + ends
+    found = s.v * (f.total + i.total) + ends
     for place in s.places:
         apart = (place.rank > 0) & alike
-        down = f.before(place) + place.rank * s.c + s.first.f
-        home = b.before(place) + place.rank * s.c + s.first.b if whole else 0.0
-        busy = s.m * (s.f[place.run] + s.b[place.run] + s.r[place.run]) + np.where(apart, down + home, 0.0)
+        home = b.before(place) + s.first.b if whole else 0.0
+        ways = np.where(apart, f.before(place) + s.first.f + home, 0.0)
+        busy = s.m * (s.f[place.run] + s.b[place.run]) + ways
         found = np.where(place.exists, np.maximum(found, busy), found)
     return np.asarray(found)
 
@@ -342,11 +221,11 @@ def exposed_reductions(
     late = find_schedule(schedule).name not in WHOLE_BACKWARDS
     b, up, w = chunk(s, "b"), Each(s, chunk(s, "i" if late else "b")), chunk(s, "w")
     own = chunked(s, reduction, first, last)
-    found = np.zeros_like(s.c)
+    found = np.zeros_like(s.p)
     rounds = s.m if find_schedule(schedule).name in CHUNK_BY_CHUNK else s.p  # of a chunk's backwards, at the end
     for place in s.places:
         top, run = place.rank == 0, place.run
-        sooner = up.before(place) + s.c * place.rank + np.where(top, 0.0, s.first.i if late else s.first.b)
+        sooner = up.before(place) + np.where(top, 0.0, s.first.i if late else s.first.b)
         sooner = np.maximum(sooner - late * place.rank * w[run], 0.0)
         of_first = own[run] + top * first
         beside = np.where(s.v > 1, rounds, 0.0) * ((s.v - 1) * b[run] + top * s.first.b)

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, Kinds, PerMicrobatch
 from quintsched.strategies.prediction.operators import Array
+from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS, one_f_one_b
 from quintsched.strategies.prediction.pipeline.equal_ranks import Pipelines
 from quintsched.strategies.prediction.pipeline.makespan import (
     bound_of,
     exposed_reductions,
     has_closed_form,
-    of_pipelines,
     rank_pipelines,
     stage_durations,
     staged,
@@ -111,7 +111,7 @@ def _makespans(
         closed = alike & has_closed_form(schedule, table.microbatches[rows], table.pp[rows])
         closed |= table.pp[rows] * table.chunks[rows] == 1
         if closed.any():
-            makespan[at] = of_pipelines(schedule if has_closed_form(schedule) else "1f1b", s)
+            makespan[at] = CLOSED_FORMS.get(schedule, one_f_one_b)(s)
         if not closed.all():
             makespan[at] = np.where(closed, makespan[at], bound_of(schedule, s, alike))
         exact[at] = closed
