@@ -121,8 +121,8 @@ def layer_errors(layers: list[dict[str, Any]], constants: Constants) -> Vector:
             {**settings, "dtype": "fp16", "sequence_parallel": layer["sequence_parallel"], "recompute": "selective"}
         )
         block = distinct_blocks(model, hardware, Table.from_strategies([asked.strategy]), constants).dense
-        forward = float((block.forward + block.tp_forward + block.cp_forward + block.ep_forward)[0])
-        waits = block.tp_backward + block.cp_backward + block.ep_backward
+        forward = float((block.forward + block.tp_forward + block.cp_forward + block.ep)[0])
+        waits = block.tp_backward + block.cp_backward + block.ep
         backward = float((block.backward_input + block.backward_weight + waits)[0])
         backward += {"none": 0.0, "selective": float(block.selective[0]), "full": forward}[layer["recompute"]]
         found += [np.log(forward * 1e3 / layer["forward"]), np.log(backward * 1e3 / layer["backward"])]

@@ -14,7 +14,6 @@ TERMS = {
     "compute": "forward and backward",
     "recompute": "recomputation",
     "tp": "tp communication",
-    "sp": "sequence-parallel communication",
     "cp": "cp communication",
     "ep": "ep communication",
     "pp": "pp communication",

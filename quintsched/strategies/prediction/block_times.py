@@ -60,8 +60,8 @@ class Layer(ArrayRecord):
     cp_forward: Array
     cp_backward: Array
     cp_hidden: Array
-    ep_forward: Array
-    ep_backward: Array
+    ep: Array
+    """Exchange of tokens with their experts, in either direction."""
     weights: Array
     """Parameters on a GPU that all replicas hold."""
     expert_weights: Array
@@ -134,8 +134,7 @@ class _LayerTimes:
             cp_forward=cp_forward,
             cp_backward=cp_backward,
             cp_hidden=cp_hidden,
-            ep_forward=exchange,
-            ep_backward=exchange,
+            ep=exchange,
             weights=sum((_weights(operator) for operator in found if not _expert(operator)), zero),
             expert_weights=sum((_weights(operator) for operator in found if _expert(operator)), zero),
         )

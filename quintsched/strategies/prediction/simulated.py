@@ -1,7 +1,7 @@
 """Strategy as a real plan: compiled, and timed by the event simulator with the prediction's own costs.
 
     strategy ──plan_of──▶ Plan ──┐
-       └─────costs_of──▶ Costs ──┴──simulate──▶ step, against the closed form: `agreement`
+       └─────costs_of──▶ Costs ──┴──simulate──▶ step
 
 Exposed communication inside a stage (tp, cp, ep, messages, ZeRO's gathers) is part of its forward and backward, and so
 is recomputation, which on GPUs does not run ahead of the gradient. Reductions and the optimizer run where the plan has
@@ -10,8 +10,6 @@ state repeats.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,25 +29,6 @@ from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.strategy_plans import num_stages, plan_of
 from quintsched.strategies.prediction.table import distinct_blocks, distinct_stages, evaluate
 from quintsched.strategies.prediction.totals import stage_times
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Step time of a strategy by the closed form and by its plan, in seconds."""
-
-    predicted_s: float
-    simulated_s: float
-
-    @property
-    def error(self) -> float:
-        """Relative error of the prediction against the simulation."""
-        return self.predicted_s / self.simulated_s - 1
-
-
-def agreement(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Agreement:
-    """Compile and simulate a strategy's plan, and compare; raises `UsageError` if the strategy is invalid."""
-    found = evaluate(model, hardware, Table.from_strategies([strategy]), constants, simulate=True)
-    return Agreement(float(found.step_s[0]), simulated_step_s(model, hardware, strategy, constants))
 
 
 def simulated_step_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> float:

@@ -151,12 +151,12 @@ def per_microbatch(
     messages = (messages_s(model, hardware, table, constants) / 2 / parts)[:, None] * np.ones_like(forward)
     weights, expert_weights = over("weights"), over("expert_weights")
     computed = over("backward_input") + over("backward_weight")
-    there, back = over("ep_forward"), over("ep_backward")
+    exchange = over("ep")
     mixing = table.exchanges_beside
     sending = table.is_scheduled(*PAIRED) | table.is_scheduled("interleaved-1f1b") & (table.overlap > 0)
-    rest = forward - back * mixing[:, None], computed - there * mixing[:, None]
-    exchanged, exchange_hidden = beside_other_s(table, mixing, (there, back), (forward, computed), constants)
-    sent, sent_hidden = beside_other_s(table, sending, (messages, messages), rest, constants)
+    rest = forward - exchange * mixing[:, None], computed - exchange * mixing[:, None]
+    exchanged, exchange_hidden = beside_other_s(table, mixing, exchange, (forward, computed), constants)
+    sent, sent_hidden = beside_other_s(table, sending, messages, rest, constants)
     return PerMicrobatch(
         compute_forward=forward,
         compute_input=over("backward_input"),
@@ -168,7 +168,7 @@ def per_microbatch(
         tp_hidden=over("tp_hidden"),
         cp=over("cp_forward") + over("cp_backward") + again("cp_forward"),
         cp_hidden=over("cp_hidden"),
-        ep=exchanged + again("ep_forward"),
+        ep=exchanged + again("ep"),
         ep_hidden=exchange_hidden,
         pp=sent,
         pp_hidden=sent_hidden,
@@ -182,11 +182,11 @@ def per_microbatch(
 def beside_other_s(
     table: Table,
     pairs: NDArray[np.bool_],
-    waits: tuple[Array, Array],
+    wait: Array,
     computed: tuple[Array, Array],
     constants: Constants,
 ) -> tuple[Array, Array]:
-    """Return the communication of a microbatch, forward and backward: exposed and hidden.
+    """Return the communication of a microbatch, exposed and hidden: as long in its forward as in its backward.
 
     Where a forward is paired with another microbatch's backward, as in DualPipe, each one's exchange of tokens and its
     messages between stages run beside the other's computation (arXiv:2412.19437, section 3.2.1). Interleaved 1F1B sends
@@ -195,9 +195,9 @@ def beside_other_s(
     """
     share = (pairs * np.clip(1 - (table.pp - 1) / table.microbatches, 0.0, 1.0))[:, None]
     exposed, hidden = np.zeros_like(computed[0]), np.zeros_like(computed[0])
-    for communication, beside in zip(waits, reversed(computed), strict=True):
-        left, covered = overlap(communication, np.maximum(beside, 0.0), constants)
-        exposed = exposed + share * left + (1 - share) * communication
+    for beside in computed:
+        left, covered = overlap(wait, np.maximum(beside, 0.0), constants)
+        exposed = exposed + share * left + (1 - share) * wait
         hidden = hidden + share * covered
     return exposed, hidden
 

@@ -46,7 +46,7 @@ def test_launches_of_a_large_layer_cost_nothing():
 
 def test_the_host_launches_during_communication_too():
     alone, shared = layer(hardware=H100), layer(hardware=H100.model_copy(update={"link_gbps": 10.0}), gpus=2, tp=2)
-    assert (shared.forward + shared.tp_forward + shared.cp_forward + shared.ep_forward).item() == pytest.approx(
+    assert (shared.forward + shared.tp_forward + shared.cp_forward + shared.ep).item() == pytest.approx(
         alone.forward.item()
     )
 

@@ -3,7 +3,8 @@
 import pytest
 
 from quintsched.strategies.descriptions.library import find_hardware, find_model
-from quintsched.strategies.prediction.simulated import agreement
+from quintsched.strategies.prediction.simulated import simulated_step_s
+from quintsched.strategies.prediction.step import predict
 from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.tuning.tune import tune
 
@@ -22,6 +23,6 @@ def test_the_best_five_take_what_is_said(model, gpus, batch, fixed):
     assert found.best
     for one in found.best:
         plan_of(found.model, one.strategy).check("blocking").raise_if_unsound()
-        both = agreement(found.model, found.hardware, one.strategy)
-        assert both.predicted_s == pytest.approx(one.step_s)
-        assert abs(both.error) < 0.01
+        predicted = predict(found.model, found.hardware, one.strategy)
+        assert (predicted.step_s, predicted.memory_bytes) == pytest.approx((one.step_s, one.memory_bytes))
+        assert simulated_step_s(found.model, found.hardware, one.strategy) == pytest.approx(one.step_s, rel=0.01)

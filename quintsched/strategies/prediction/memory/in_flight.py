@@ -23,81 +23,25 @@ Form = Callable[[Any, Any, Any, Any], Any]
 """(pp, microbatches, chunks, rank) → activations in flight, in chunks."""
 
 
-def _all(_pp: Any, microbatches: Any, chunks: Any, _rank: Any) -> Any:
-    return microbatches * chunks
-
-
-def _one_f_one_b(pp: Any, microbatches: Any, _chunks: Any, rank: Any) -> Any:
-    return np.minimum(pp - rank, microbatches)
-
-
-def _eager(pp: Any, microbatches: Any, _chunks: Any, rank: Any) -> Any:
-    return np.minimum(2 * (pp - rank) - 1, microbatches)
-
-
-def _interleaved(pp: Any, microbatches: Any, chunks: Any, rank: Any) -> Any:
-    return np.minimum(2 * (pp - rank - 1) + (chunks - 1) * pp + 1, microbatches * chunks)
-
-
-def _as_many_as_ranks(pp: Any, microbatches: Any, chunks: Any, _rank: Any) -> Any:
-    return np.minimum(pp, microbatches) * chunks
-
-
-def _twice_as_many_as_ranks(pp: Any) -> Any:
-    return 2 * pp
-
-
-def _zb_h2(pp: Any, microbatches: Any, _chunks: Any, _rank: Any) -> Any:
-    return np.minimum(2 * pp - 1, microbatches)
-
-
-def _zb_auto(pp: Any, microbatches: Any, _chunks: Any, _rank: Any) -> Any:
-    return np.minimum(2 * pp, microbatches)
-
-
-def _v_half(pp: Any, microbatches: Any, _chunks: Any, _rank: Any) -> Any:
-    return 2 * np.minimum((pp + 2) // 2, microbatches)
-
-
-def _v_min(pp: Any, microbatches: Any, _chunks: Any, _rank: Any) -> Any:
-    return 2 * np.minimum((pp + 4) // 3, microbatches)
-
-
-def _chimera(pp: Any, _microbatches: Any, _chunks: Any, rank: Any) -> Any:
-    return pp // 2 + 1 + np.minimum(rank, pp - 1 - rank)
-
-
-def _hanayo(pp: Any, _microbatches: Any, chunks: Any, rank: Any) -> Any:
-    return pp * chunks - (pp - 1 - rank)
-
-
-def _dualpipe(pp: Any, _microbatches: Any, _chunks: Any, _rank: Any) -> Any:
-    return pp + 1
-
-
-def _dualpipe_v(pp: Any, microbatches: Any, _chunks: Any, rank: Any) -> Any:
-    return np.minimum(np.minimum(2 * pp + 1, microbatches + rank + 1), 2 * microbatches)
-
-
 _FORMS: Mapping[str, Form] = MappingProxyType(
     {
-        "gpipe": _all,
-        "bfs": _all,
-        "1f1b": _one_f_one_b,
-        "seq-1f1b": _one_f_one_b,
-        "eager-1f1b": _eager,
-        "interleaved-1f1b": _interleaved,
-        "interleaved-zb": _as_many_as_ranks,
-        "zb-h1": _as_many_as_ranks,
-        "zbv": _as_many_as_ranks,
-        "zb-h2": _zb_h2,
-        "zb-auto": _zb_auto,
-        "v-half": _v_half,
-        "v-min": _v_min,
-        "chimera": _chimera,
-        "hanayo": _hanayo,
-        "dualpipe": _dualpipe,
-        "dualpipe-v": _dualpipe_v,
+        "gpipe": lambda _pp, m, v, _rank: m * v,
+        "bfs": lambda _pp, m, v, _rank: m * v,
+        "1f1b": lambda pp, m, _v, rank: np.minimum(pp - rank, m),
+        "seq-1f1b": lambda pp, m, _v, rank: np.minimum(pp - rank, m),
+        "eager-1f1b": lambda pp, m, _v, rank: np.minimum(2 * (pp - rank) - 1, m),
+        "interleaved-1f1b": lambda pp, m, v, rank: np.minimum(2 * (pp - rank - 1) + (v - 1) * pp + 1, m * v),
+        "interleaved-zb": lambda pp, m, v, _rank: np.minimum(pp, m) * v,
+        "zb-h1": lambda pp, m, v, _rank: np.minimum(pp, m) * v,
+        "zbv": lambda pp, m, v, _rank: np.minimum(pp, m) * v,
+        "zb-h2": lambda pp, m, _v, _rank: np.minimum(2 * pp - 1, m),
+        "zb-auto": lambda pp, m, _v, _rank: np.minimum(2 * pp, m),
+        "v-half": lambda pp, m, _v, _rank: 2 * np.minimum((pp + 2) // 2, m),
+        "v-min": lambda pp, m, _v, _rank: 2 * np.minimum((pp + 4) // 3, m),
+        "chimera": lambda pp, _m, _v, rank: pp // 2 + 1 + np.minimum(rank, pp - 1 - rank),
+        "hanayo": lambda pp, _m, v, rank: pp * v - (pp - 1 - rank),
+        "dualpipe": lambda pp, _m, _v, _rank: pp + 1,
+        "dualpipe-v": lambda pp, m, _v, rank: np.minimum(np.minimum(2 * pp + 1, m + rank + 1), 2 * m),
     }
 )
 _FIRST_STAGE: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
@@ -149,7 +93,7 @@ def first_in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any) -
     found = find_schedule(schedule)
     if found.max_chunks == 1:
         return in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks, rank=0) * (1 + found.bidirectional)
-    most = _FIRST_STAGE.get(found.name, _twice_as_many_as_ranks)(pp)
+    most = _FIRST_STAGE[found.name](pp) if found.name in _FIRST_STAGE else 2 * pp
     return microbatches if found.name in KEEPS_LOGITS else np.minimum(most, microbatches)
 
 
