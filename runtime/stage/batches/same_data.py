@@ -1,7 +1,7 @@
 """Comparison of whole batches between the ranks of one replica, in some steps.
 
     replica 0    rank 0 (tp=0): inputs a, targets b ─┐
-                 rank 1 (tp=1): inputs a, targets c ─┴▶ one minimum over all ranks ─▶ targets differ, on every rank
+                 rank 1 (tp=1): inputs a, targets c ─┴▶ fingerprints of all ranks ─▶ targets differ, on every rank
 
 Sequences are compared whole, before they are sharded over cp. Each rank compares all data that it has. Inputs and
 targets that it does not need may be missing, or placeholders (see `batch_digests`). Steps 0, 1, 2, 4, 8, … of each mode
@@ -11,7 +11,9 @@ are compared in this way; every training step by marks (`batch_digests`).
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,13 +22,12 @@ from torch import Tensor
 from quintsched.errors import MisfitError
 
 from ...blocks.trees import flatten
-from ...comm import Group, ReduceOp
-from ...comm.host_collectives import share_bytes
+from ...comm import Group
+from ...comm.host_collectives import share_texts
 from .batch_digests import ADVICE
 from .tree_digests import structure_of
 
-_COLUMNS = 16
-_NOTHING = 2**63 - 1
+_NAMES = "names of extras"
 
 
 class SameData:
@@ -55,35 +56,19 @@ class SameData:
             extras: data that every rank has.
         """
         names = sorted(extras)
-        whole = [given.get("inputs"), given.get("targets"), ", ".join(names) or "nothing"]
-        beside: list[Any] = [extras[name] for name in names]
-        if len(beside) > _COLUMNS - len(whole):
-            beside = [*beside[: _COLUMNS - len(whole) - 1], beside[_COLUMNS - len(whole) - 1 :]]
-        mine = [_NOTHING if tree is None else fingerprint(tree) for tree in whole] + list(map(fingerprint, beside))
-        mine += [_NOTHING] * (_COLUMNS - len(mine))
-        found = torch.full((2, self._num_replicas, _COLUMNS), _NOTHING)
-        found[0, self._replica] = torch.tensor(mine)
-        found[1, self._replica] = torch.tensor([_NOTHING if word == _NOTHING else -word for word in mine])
-        found = found.to(self._world.device)
-        self._world.all_reduce(found, ReduceOp.MIN).wait()
-        low, high = found.cpu()
-        differs = (low != -high) & (low != _NOTHING)
-        if differs.any():
-            replica, column = (int(place) for place in differs.nonzero()[0])
-            what = ["inputs", "targets", "names of extras", *(f"{name!r}" for name in names)]
-            self._refuse(replica, what[column] if column < len(what) else "extras", mine[column])
-
-    def _refuse(self, replica: int, what: str, mine: int) -> None:
-        """Raise an error that names two ranks that differ; all ranks take part, and the first one names the data."""
-        sent = f"{self._replica} {mine} {what}".encode()
-        all_said = [said.decode().split(" ", 2) for said in share_bytes(self._world, sent)]
-        ranks = [(rank, s) for rank, s in enumerate(all_said) if s[0] == str(replica) and s[1] != str(_NOTHING)]
-        first, said = ranks[0]
-        other = next(rank for rank, s in ranks if s[1] != said[1])
-        raise MisfitError(
-            f"ranks {first} and {other} are given different {said[2]}, and belong to one replica ({replica} of "
-            f"{self._num_replicas}): {ADVICE}"
-        )
+        mine = {name: fingerprint(tree) for name, tree in given.items() if tree is not None}
+        mine |= {_NAMES: fingerprint(names), **{f"{name!r}": fingerprint(extras[name]) for name in names}}
+        told = list(map(json.loads, share_texts(self._world, json.dumps([self._replica, mine]))))
+        for replica in range(self._num_replicas):
+            members = {rank: its for rank, (number, its) in enumerate(told) if number == replica}
+            for what in dict.fromkeys(["inputs", "targets", _NAMES, *chain.from_iterable(members.values())]):
+                have = [(rank, its[what]) for rank, its in members.items() if what in its]
+                other = next((rank for rank, mark in have if mark != have[0][1]), None)
+                if other is not None:
+                    raise MisfitError(
+                        f"ranks {have[0][0]} and {other} are given different {what}, and belong to one replica "
+                        f"({replica} of {self._num_replicas}): {ADVICE}"
+                    )
 
 
 def fingerprint(tree: Any) -> int:
