@@ -2,6 +2,8 @@
 
 data set    first and last stages read it, each rank its replica's samples of batches that all ranks know; those of
             token shards are read ahead, and all stages read where documents end, if attention is kept within them
+map-style   every rank reads those of its replica; the order goes by seed and epoch alone, so that a run resumes at the
+            same sample on any mesh
 loaders     every rank has those of its replica
 
 Loops over loaders of unequal length: a rank without further batches takes part with no samples, until all have ended.
@@ -19,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import RandomSampler, SequentialSampler, default_collate
 
 from quintsched.arguments import SEVERAL, ours, takes
 from quintsched.errors import MisfitError, UsageError, counted
@@ -30,6 +32,7 @@ from ..blocks.trees import map_tensors
 from ..comm import Group, Transport
 from ..comm.host_collectives import ControlGroup, broadcast_bytes
 from ..data import (
+    PADDING,
     BatchSampler,
     Dataset,
     DataSpec,
@@ -40,12 +43,12 @@ from ..data import (
     knows_replica,
     load_dataset,
 )
+from ..data.memory_dataset import Indices
 from ..data.prefetch import prefetched
-from ..data.user_loaders import MIXED, LoadedBatch, LoaderFeed, Loaders, Say, is_map_style
+from ..data.user_loaders import MIXED, UNKNOWN_SPEC, LoadedBatch, LoaderFeed, Loaders, Say, batch_of, is_map_style
 from ..engine_base import EngineBase
 from ..settings.job_file import DataConfig, Samples, TrainConfig
 from ..stage.batches.microbatches import most_rows, without_samples
-from .map_dataset_feed import MapFeed
 
 
 def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Transport) -> Feed:
@@ -60,9 +63,11 @@ def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Trans
     dataset = found if isinstance(found, Dataset | TokenDataset) else None
     sizes = _broadcast_sizes(dataset, plan, transport)
     if sizes is not None and isinstance(dataset, TokenDataset):
-        return TokenFeed(dataset, *sizes, train, replica, said, needs=needs)
+        splits = dataset.train, dataset.validation
+        return TokenFeed(splits, *sizes, train, replica, said, ahead=dataset.prefetch, needs=needs)
     if sizes is not None:
-        return DatasetFeed(dataset, *sizes, train, replica, said)
+        read = (None, None) if dataset is None else (dataset.train, dataset.validation)
+        return DatasetFeed(read, *sizes, train, replica, said, shuffles=dataset is not None)
     loaders = together(lambda: load_dataset(data, *replica) if found is None else found)
     assert isinstance(loaders, Loaders)
     if is_map_style(loaders.train):
@@ -111,7 +116,7 @@ def _loader_of(given: Any, name: str, share: tuple[int, int]) -> Any:
 
 
 class DatasetFeed:
-    """Data set in memory; `dataset` is None on ranks that do not read it.
+    """Data set in memory: a training and a validation split, both None on ranks that do not read them.
 
     Attributes:
         settings: properties of the data, where this rank reads them: a resumed run must have the same.
@@ -123,20 +128,21 @@ class DatasetFeed:
 
     def __init__(
         self,
-        dataset: Dataset | TokenDataset | None,
+        splits: tuple[Any, Any],
         spec: DataSpec,
-        num_train: int,
-        num_validation: int,
+        counts: tuple[int, int],
         train: TrainConfig,
         replica: tuple[int, int],
         settings: Record,
+        *,
+        shuffles: bool = True,
     ) -> None:
         self.spec, self.settings, self._replica, self._seed = spec, settings, replica, train.seed
-        self._splits: tuple[Any, Any] = (dataset.train, dataset.validation) if dataset else (None, None)
-        ordered = isinstance(dataset, Dataset)  # other samples have an order of their own
-        size, seed = train.batch_size, train.seed
-        self._train = BatchSampler(num_samples=num_train, batch_size=size, seed=seed, shuffle=ordered)
-        self._validation = BatchSampler(num_samples=num_validation, batch_size=size, seed=seed, shuffle=False)
+        self._splits, size, seed = splits, train.batch_size, train.seed
+        self._train = BatchSampler(num_samples=counts[0], batch_size=size, seed=seed, shuffle=shuffles)
+        self._validation = (
+            BatchSampler(num_samples=counts[1], batch_size=size, seed=seed, shuffle=False) if counts[1] else None
+        )
         self.num_batches = self._train.num_batches
 
     def train(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
@@ -144,16 +150,20 @@ class DatasetFeed:
         return self._batches(self._splits[0], self._train, epoch, start)
 
     def validation(self) -> Iterator[LoadedBatch]:
-        """Yield all batches of validation."""
-        return self._batches(self._splits[1], self._validation, 0, 0)
+        """Yield all batches of validation, if there are any."""
+        if self._validation is not None:
+            yield from self._batches(self._splits[1], self._validation, 0, 0)
 
     def once(self, samples: Samples) -> Iterator[LoadedBatch]:
         """Yield this replica's part of a split, of which each sample is in one part, in order, batch by batch.
 
-        Raises `MisfitError` where there are fewer samples than replicas.
+        Raises `MisfitError` where there is no validation, or fewer samples than replicas.
         """
         number, (replica, num_replicas) = samples == "validation", self._replica
-        count = (self._train, self._validation)[number].num_samples
+        sampler = (self._train, self._validation)[number]
+        if sampler is None:
+            raise MisfitError("there is no data set of validation; return a pair of data sets, or say samples: train")
+        count = sampler.num_samples
         if count < num_replicas:
             over = f"over {counted(num_replicas, 'replica')} (dp x ep); take a mesh with fewer"
             raise MisfitError(f"{counted(count, 'sample')} cannot be shared out {over}")
@@ -165,11 +175,14 @@ class DatasetFeed:
 
     def _batches(self, split: Any, sampler: BatchSampler, epoch: int, start: int) -> Iterator[LoadedBatch]:
         """Yield this replica's samples of each batch; (None, None, {}) on a rank that needs none."""
-        replica, num_replicas = self._replica
         for indices in sampler.batches(epoch, start=start):
-            count = len(indices) // num_replicas
-            mine = indices[replica * count : (replica + 1) * count]
-            yield (None, None, {}) if split is None else self._gather(split, mine, epoch)
+            yield (None, None, {}) if split is None else self._gather(split, self._mine(indices), epoch)
+
+    def _mine(self, indices: Indices) -> Indices:
+        """Return this replica's part of a batch."""
+        replica, num_replicas = self._replica
+        count = len(indices) // num_replicas
+        return indices[replica * count : (replica + 1) * count]
 
     def _gather(self, split: Any, indices: Any, epoch: int) -> LoadedBatch:
         return *gather_batch(split, indices), {}
@@ -190,9 +203,9 @@ class DatasetFeed:
 class TokenFeed(DatasetFeed):
     """Token shards; batches are read ahead by a thread. Without `needs`, only the extras of a batch are read."""
 
-    def __init__(self, dataset: TokenDataset, *arguments: Any, needs: bool) -> None:
-        super().__init__(dataset, *arguments)
-        self._ahead, self._needs = dataset.prefetch, needs
+    def __init__(self, *arguments: Any, ahead: int, needs: bool) -> None:
+        super().__init__(*arguments, shuffles=False)  # samples have an order of their own
+        self._ahead, self._needs = ahead, needs
 
     def _batches(self, split: Any, sampler: BatchSampler, epoch: int, start: int) -> Iterator[LoadedBatch]:
         return prefetched(super()._batches(split, sampler, epoch, start), self._ahead)
@@ -200,6 +213,34 @@ class TokenFeed(DatasetFeed):
     def _gather(self, split: Any, indices: Any, epoch: int) -> LoadedBatch:
         samples: TokenSamples = split
         return samples.batch(indices, epoch, self._seed, ids=self._needs)
+
+
+class MapFeed(DatasetFeed):
+    """Map-style data sets of torch, whose samples torch's default collation joins; `validation` may be None.
+
+    A smaller last batch is divided as evenly as can be, also where some replicas get no samples. Raises `UsageError`
+    for a data set without samples, or with fewer in the first batch than there are replicas.
+    """
+
+    def __init__(
+        self, train: Any, validation: Any, settings: TrainConfig, share: tuple[int, int], spec: DataSpec = UNKNOWN_SPEC
+    ) -> None:
+        if not (validation is None or is_map_style(validation)):
+            raise UsageError(MIXED)
+        count = len(train)
+        if min(count, settings.batch_size) < share[1]:
+            samples, replicas = counted(min(count, settings.batch_size), "sample"), counted(share[1], "replica")
+            raise UsageError(f"batches of {samples} do not divide over {replicas}")
+        counts = count, 0 if validation is None else len(validation)
+        super().__init__((train, validation), spec, counts, settings, share, {"data.training_samples": count})
+
+    def _mine(self, indices: Indices) -> Indices:
+        return np.array_split(indices[indices != PADDING], self._replica[1])[self._replica[0]]
+
+    def _gather(self, split: Any, indices: Any, epoch: int) -> LoadedBatch:
+        if not len(indices):
+            return batch_of(without_samples(default_collate([split[0]])))
+        return batch_of(default_collate([split[index] for index in indices.tolist()]))
 
 
 class UserFeed:
@@ -255,7 +296,7 @@ class UserFeed:
         self._train.restore(state, epoch, batch, say)
 
 
-Feed = DatasetFeed | MapFeed | UserFeed
+Feed = DatasetFeed | UserFeed
 """Batches of one replica, for training and for validation."""
 
 
@@ -287,7 +328,7 @@ def _described(found: Dataset | TokenDataset | Loaders, config: DataConfig) -> d
 
 def _broadcast_sizes(
     dataset: Dataset | TokenDataset | None, plan: Plan, transport: Transport
-) -> tuple[DataSpec, int, int] | None:
+) -> tuple[DataSpec, tuple[int, int]] | None:
     """Broadcast the sizes of a data set from the first rank that reads data to all others; None: there are loaders."""
     source = next(rank for rank in range(plan.mesh.size) if _needs_data(plan, rank))
     mine: list[Any] = []
@@ -297,7 +338,7 @@ def _broadcast_sizes(
     if not said:
         return None
     shape, num_classes, num_train, num_validation = said
-    return DataSpec(input_shape=tuple(shape), num_classes=num_classes), num_train, num_validation
+    return DataSpec(input_shape=tuple(shape), num_classes=num_classes), (num_train, num_validation)
 
 
 def parts_of(batch: Any, count: int) -> list[Any]:
