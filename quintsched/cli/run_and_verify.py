@@ -81,11 +81,11 @@ def run(
     SIGTERM, SIGUSR1 or Ctrl-C lets it finish the step in progress, save, and end with 0; Ctrl-C again ends it at once.
     """
     if print_schema:
-        raise typer.Exit(call(_launch("print_job", {})))
+        raise typer.Exit(call(_launch("show_job", {"what": "schema"})))
     plan, job = plan_and_job(files or [])
     if print_config:
-        request = {**_job_request(plan, job, overrides), "trace": trace and str(trace)}
-        raise typer.Exit(call(_launch("print_job", request)))
+        request = {**_job_request(plan, job, overrides), "trace": trace and str(trace), "what": "settings"}
+        raise typer.Exit(call(_launch("show_job", request)))
     if resume and fresh:
         raise UsageError("--resume goes on with an earlier run and --fresh does not; give one of them")
     _require_torch()
@@ -133,7 +133,7 @@ def inspect(
     """
     plan, job = plan_and_job(files)
     _require_torch()
-    raise typer.Exit(call(_launch("inspect_job", {**_job_request(plan, job, overrides), "as_json": as_json})))
+    raise typer.Exit(call(_launch("show_job", {**_job_request(plan, job, overrides), "as_json": as_json})))
 
 
 def _launch(module: str, request: Mapping[str, object]) -> list[str]:
@@ -178,8 +178,8 @@ def plan_of_job(job: Path, overrides: Sequence[str] | None) -> Plan:
     command = [
         sys.executable,
         "-m",
-        "quintsched.runtime.launch.write_plan",
-        json.dumps(_job_request(None, job, overrides)),
+        "quintsched.runtime.launch.show_job",
+        json.dumps({**_job_request(None, job, overrides), "what": "plan"}),
     ]
     with progress(f"compiling the plan of {job}"):
         done = subprocess.run(command, capture_output=True, text=True, check=False)

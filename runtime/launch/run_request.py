@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
@@ -94,18 +94,15 @@ class VerifyRequest(RunRequest):
     """Run as a rank that records its part, into a file in this directory."""
 
 
-class InspectRequest(RunRequest):
-    """Report the inputs, outputs, mutations and random draws of a job's blocks."""
-
-    as_json: bool = False
-    """Print it machine-readable."""
-
-
-class PrintRequest(RunRequest):
-    """Print all settings of a job as they are resolved, or the JSON Schema of job files."""
+class ShowRequest(RunRequest):
+    """Show what a job is, or what its blocks do in a step."""
 
     config: str = ""
-    """The job file; "": the schema is printed."""
+    """The job file; for the schema, none."""
+    what: Literal["facts", "plan", "settings", "schema"] = "facts"
+    """Facts found by one step, the plan, all settings as they are resolved, or the JSON Schema of job files."""
+    as_json: bool = False
+    """Print facts machine-readable."""
 
 
 Request = TypeVar("Request", bound=RunRequest)

@@ -6,7 +6,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.runtime.launch.job_plan import plan_of
-from quintsched.runtime.launch.write_plan import main as write_plan
+from quintsched.runtime.launch.show_job import main as show_job
 from quintsched.runtime.settings.job_file import load_job
 
 JOB = """
@@ -42,7 +42,7 @@ def test_what_a_run_refuses_is_refused(cli, job):
 def test_a_choice_is_written_with_its_reasons(job, capsys):
     auto = {"auto": {"world": 4, "hardware": "a100-80gb", "axes": {"cp": 1}}}
     request = {"config": str(job), "set": [f"parallel={json.dumps(auto)}"]}
-    assert write_plan([json.dumps(request)]) == 0
+    assert show_job([json.dumps({**request, "what": "plan"})]) == 0
     out, err = capsys.readouterr()
     assert qs.Plan.from_json(out).mesh.size == 4
     assert err.startswith("parallel: auto: ")

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local
-from quintsched.runtime.launch.inspect_job import main
+from quintsched.runtime.launch.show_job import main
 from quintsched.runtime.run_checks.block_facts import ModelFacts
 
 from ..toys import sgd

@@ -11,7 +11,7 @@ import pytest
 
 from quintsched.errors import UsageError
 from quintsched.files.strictyaml import parse_yaml
-from quintsched.runtime.launch import print_job
+from quintsched.runtime.launch import show_job
 from quintsched.runtime.settings.job_document import job_yaml
 from quintsched.runtime.settings.job_file import JobConfig, load_job, marked
 from quintsched.runtime.settings.run_settings import SettingRule, Settings
@@ -73,7 +73,7 @@ def test_what_asks_whether_a_key_was_given_is_marked() -> None:
 def test_a_broken_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("train: {epoch: 1}\n")
-    assert print_job.main([json.dumps({"config": str(job)})]) == 2
+    assert show_job.main([json.dumps({"config": str(job), "what": "settings"})]) == 2
     assert "train.epoch: unknown key; did you mean 'epochs'?" in capsys.readouterr().err
 
 
