@@ -3,7 +3,7 @@
     estimate    number of weights that a token's matmuls use    no data, no memory, the same on every rank
     measure     seconds of forward and backward                 one block at a time, on the example's device
 
-`stage.balance_stages` cuts stages so that the cost of the slowest is minimal.
+`stage.build_stages` cuts stages so that the cost of the slowest is minimal.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from ..steps.block_findings import BlockFindings, BlockLoss, GatheredWeights
 from .block_losses import DRAWN_SAMPLES, examine_block_loss
 from .block_runs import TriedBlock, drawing
 from .gradients.nonlinear_backwards import BlockBackwards
-from .rows_of_samples import OF_NO_SAMPLE, extra_of_no_sample
+from .other_extras import OF_NO_SAMPLE, extra_of_no_sample
 
 _FREE_BYTES = 32 << 20
 

@@ -37,8 +37,8 @@ from ..stage.stage_forward import StageForward
 from ..state.grad_buckets import VERSION
 from ..state.training_state import TrainingState
 from ..steps.changed_weights import weights_unchanged
+from ..steps.error_location import refuse_together
 from ..steps.join_outputs import OutputJoiner
-from ..steps.joint_refusal import refuse_together
 from ..steps.settle_step import StepSettler
 from ..steps.trial_unit import ParcelFinder
 from ..steps.units import Latest, StepCount, Units, UnitShape, UnitSpec

@@ -30,7 +30,7 @@ from ..objects.outer_state_reads import FINAL_ERRORS
 from ..objects.snapshot import Snapshot, require_undone
 from ..objects.spaces import is_hooked
 from ..parallel.tensor.cut_rules import CutRules
-from .adapters import peft_models, router_losses, transformers_models
+from .adapters import router_losses, transformers_models
 from .adapters.torchvision_operators import declare_missing
 from .build_blocks import built_without_weights, materialised
 from .carried_values import explore
@@ -148,7 +148,7 @@ def split(
     """
     with GENERATORS, draws_undone():  # ranks that are threads of one process split one after the other
         if isinstance(model, nn.Module):
-            return _whole(peft_models.without_wrapper(model), blocks, example, prove)
+            return _whole(transformers_models.without_wrapper(model), blocks, example, prove)
         return _built(model, blocks, example, prove)
 
 

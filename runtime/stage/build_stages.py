@@ -2,6 +2,8 @@
 
 blocks   0 1 2 3 4 5 6 7 8 9                 each block: build ─▶ same start everywhere ─▶ keep this rank's shard
 stages  [  0  ][  1  ][ 2 ][ 3 ]                       cut by block costs, or as the plan fixes it
+
+Partition of blocks into contiguous stages that minimizes the cost of the slowest stage.
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ from ..parallel.mesh_groups import MeshGroups
 from ..parallel.synced_norm import take_over_synced
 from ..parallel.tensor.parameter_shards import shard_of
 from ..parallel.tensor.whole_model_cuts import TensorCuts
-from .balance_stages import partition
 
 
 class Stage(nn.Module):
@@ -243,3 +244,43 @@ def _same_everywhere(tensor: Tensor, group: Group) -> None:
         sent = tensor.detach().contiguous()
         group.broadcast(sent, 0).wait()
         tensor.data.copy_(sent)
+
+
+def partition(costs: Sequence[float], stages: int) -> list[range]:
+    """Return `stages` non-empty ranges of blocks, with the exact minimum of the largest sum of costs.
+
+    Among the optimal cuts, earlier stages take as many blocks as they can. Dynamic programming over
+    (stages, blocks), O(stages x blocks²) at worst; costs are not negative.
+    Raises `MisfitError` where there are fewer blocks than stages.
+    """
+    if len(costs) < stages:
+        raise MisfitError(
+            f"{counted(len(costs), 'block')} cannot fill {counted(stages, 'stage')}; use fewer stages (pp x chunks) or "
+            "more blocks"
+        )
+    limit = _smallest_limit(costs, stages)
+    cuts, first = [], 0
+    for stage in range(stages):
+        last, total = first, 0.0
+        spare = len(costs) - (stages - stage - 1)
+        while last < spare and (last == first or total + costs[last] <= limit):
+            total += costs[last]
+            last += 1
+        cuts.append(range(first, last))
+        first = last
+    return cuts
+
+
+def _smallest_limit(costs: Sequence[float], stages: int) -> float:
+    """Return the minimum over all cuts of the largest sum, summing each stage from its first block on."""
+    num_blocks = len(costs)
+    best = [0.0] + [float("inf")] * num_blocks
+    for _ in range(stages):
+        following = [float("inf")] * (num_blocks + 1)
+        for first in range(num_blocks):
+            total = 0.0
+            for last in range(first, num_blocks):
+                total += costs[last]
+                following[last + 1] = min(following[last + 1], max(best[first], total))
+        best = following
+    return best[num_blocks]

@@ -29,8 +29,7 @@ from ..comm import LocalTransport, Transport
 from ..comm.host_collectives import share_bytes
 from ..comm.torch_modes import Modes
 from ..guards.common_state import CommonState
-from ..guards.eval_mode import eval_mode_warning
-from ..guards.microbatch_state import LateState
+from ..guards.microbatch_state import LateState, eval_mode_warning
 from ..guards.refused_combinations import BlockUse, require_usable_blocks
 from ..guards.shared_state import SharedState
 from ..guards.weights_not_held import WeightsElsewhere

@@ -5,6 +5,8 @@ Metrics of a training, passed on while it runs (sinks): to TensorBoard, Weights 
 record of a step    {"event": "step", "step": 40, "loss": 2.1, …} ─▶ {"train/loss": 2.1, …}, step 40
 record of an epoch  {"event": "epoch", "step": 64, "validation_loss": 1.9, …} ─▶ {"epoch/validation_loss": 1.9, …}
 sink(figures, step=40)   for each of them, on rank 0;   sink.close() at the end, if it has that
+
+Environment of a run, for its log: versions, device and host, so that a report of the run says where it ran.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
+import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -22,16 +26,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from quintsched.errors import UsageError, suggest
+from quintsched.errors import UsageError, counted, suggest
 from quintsched.files.atomic import cannot_write
 from quintsched.files.progress_line import ProgressLine, only_progress, progress
 from quintsched.files.terminal import StreamBroken
 from quintsched.stalls.own_errors import Suppressed, came_from_handler
 from quintsched.user_code import load_object, names_file
 
+from ..agreement.run_records import own_version
+from ..comm import Transport
+from ..comm.device import device_name, is_accelerator
 from ..data.user_loaders import Say
 from ..settings.job_file import SinkConfig
 
@@ -314,3 +322,16 @@ def _progress_bar() -> Progress:
 
 def _plain(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def environment_of(transport: Transport) -> dict[str, object]:
+    """Return the environment of this rank."""
+    device = transport.device
+    return {
+        "quintsched": own_version(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "device": device_name(device) if is_accelerator(device) else f"cpu, {counted(os.cpu_count() or 1, 'core')}",
+        "system": f"{platform.system()} {platform.machine()}",
+        "host": platform.node(),
+    }

@@ -39,9 +39,8 @@ from ..splitting.split_model import Split, split
 from ..stage.build_stages import cuts_of
 from .batch_feed import Feed, feed_of, open_feed
 from .job_optimizer import build_optimizer, keep_own_rates, require_group_names
-from .reporter import LogRecord, Reporter, Sink, Sinks, reporter_of, require_sinks
+from .reporter import LogRecord, Reporter, Sink, Sinks, environment_of, reporter_of, require_sinks
 from .resume_training import StepSamples, TrainingPosition, go_on_from, load_pretrained_of
-from .run_environment import environment_of
 from .stage_costs import block_costs, measured_costs
 from .summed_losses import accuracy_of, has_perplexity, loss_of, with_z_loss
 from .trace_window import traced_steps

@@ -38,8 +38,7 @@ from ...steps.block_findings import GatheredWeights, Unlinear
 from ..block_runs import TriedBlock
 from ..other_extras import Agree, others_of
 from .microbatch_gradients import why_of_microbatch, why_of_others
-from .other_branches import MOST_ASKED, OtherAnswers, answered
-from .trial_backwards import Begin, Draws, TrialGradients, gradients_of, made_behind
+from .trial_backwards import MOST_ASKED, Begin, Draws, OtherAnswers, TrialGradients, answered, gradients_of, made_behind
 
 _SCALES, _SHORT_SCALES = (2.0**-10, 2.0**10), (2.0**-4, 2.0**4)
 _TINY = 2.0**-60

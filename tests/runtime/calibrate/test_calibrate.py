@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from quintsched.errors import InputError, MisfitError, StallError, UsageError
-from quintsched.runtime.calibrate import links, machine, measured_parts, operations
+from quintsched.runtime.calibrate import links, machine, operations
 from quintsched.runtime.calibrate.links import run_processes
 from quintsched.runtime.calibrate.operations import call_s, curve_of
 from quintsched.runtime.comm import Transport
@@ -34,7 +34,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operations, "BUDGET_S", 0.002)
     for name, sizes in (("EDGES", (16, 32)), ("LENGTHS", (16, 32)), ("ELEMENTS", (2**12,)), ("STEPPED", (2**10,))):
         monkeypatch.setattr(operations, name, {False: sizes})
-    monkeypatch.setattr(measured_parts, "measure_links", lambda _: None)
+    monkeypatch.setattr(machine, "measure_links", lambda _: None)
 
 
 def test_a_longer_call_takes_longer() -> None:
@@ -93,9 +93,9 @@ def test_what_was_measured_outlives_an_interruption(
 def test_parts_of_another_machine_are_measured_anew_and_nonsense_is_refused(tmp_path: Path) -> None:
     file, partial = tmp_path / "mine.json", tmp_path / "mine.json.partial"
     partial.write_text('{"machine": "another", "missing": [], "measured": {"attention": {}}}')
-    assert measured_parts.MeasuredParts(file, CPU).done == []
-    assert measured_parts.MeasuredParts(file, CPU).missing == list(measured_parts.PARTS)
-    ours = measured_parts.MeasuredParts(file, CPU)._machine
+    assert machine.MeasuredParts(file, CPU).done == []
+    assert machine.MeasuredParts(file, CPU).missing == list(machine.PARTS)
+    ours = machine.MeasuredParts(file, CPU)._machine
     for text in ("{", "[]", "{}", json.dumps({"machine": ours, "measured": {"attention": {"matmul": 3}}})):
         partial.write_text(text)
         with pytest.raises(InputError, match=r"mine.json.partial: not what calibrate has left .* remove it"):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.runtime.stage.balance_stages import partition
+from quintsched.runtime.stage.build_stages import partition
 
 COSTS = st.lists(st.integers(0, 20).map(float) | st.floats(0, 10), min_size=1, max_size=9)
 

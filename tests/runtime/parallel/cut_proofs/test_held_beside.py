@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from quintsched.errors import MisfitError
 from quintsched.runtime.comm import run_local
-from quintsched.runtime.parallel.cut_proofs.reads.outside_references import require_held_once
+from quintsched.runtime.parallel.cut_proofs.block_twins import require_held_once
 
 from .odd_mlps import HIDDEN, WIDTH, Mlp
 from .training import BATCHES, require_equal, train_rank
