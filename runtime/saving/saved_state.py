@@ -169,13 +169,6 @@ class SavedState:
         """Add a piece of the tensor `called`, which a file stores as `name`."""
         self.pieces.setdefault(called, []).append(SavedPiece(name, placement, stored, StateLayout(), self.where))
 
-    def __enter__(self) -> SavedState:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self.pieces.clear()
-        self.beside.clear()
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of a tensor."""
         return self.pieces[name][0].placement.shape

@@ -110,12 +110,12 @@ class FoundCheckpoint:
         if self._fits or isinstance(self.manifest, DcpManifest):
             return
         self._fetch_all()
-        with SavedState.of_files(self._paths) as saved:
-            if saved.unplaced:
-                raise MisfitError(
-                    f"{saved.unplaced[0]}: the checkpoint was written by another plan (mesh {self.manifest.mesh}), "
-                    "and does not say where its tensors lie; resume with the plan and mesh that wrote it"
-                )
+        saved = SavedState.of_files(self._paths)
+        if saved.unplaced:
+            raise MisfitError(
+                f"{saved.unplaced[0]}: the checkpoint was written by another plan (mesh {self.manifest.mesh}), "
+                "and does not say where its tensors lie; resume with the plan and mesh that wrote it"
+            )
 
     def load_step(self) -> None:
         """Load the checkpoint into the engine (collective); raises `MisfitError` before any tensor is changed."""
@@ -130,8 +130,8 @@ class FoundCheckpoint:
         if not are_own:
             saves.rank.everyone.together(self._fetch_all)
         saves.load_state_files(paths, are_own=are_own)
-        with SavedState.of_files(paths, lambda _: StateLayout(replicas)) as saved:
-            loader = saved.of_replica(LOADER, *replicas)
+        saved = SavedState.of_files(paths, lambda _: StateLayout(replicas))
+        loader = saved.of_replica(LOADER, *replicas)
         self.loader = None if loader is None else loader.numpy().tobytes()
 
 

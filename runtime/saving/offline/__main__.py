@@ -111,11 +111,11 @@ def _opened(path: str, step: int | None) -> Iterator[tuple[Manifest, SavedState]
     fault = verify(found)
     if fault is not None:
         raise InputError(fault)
-    with SavedState.of_files([found.saved.folder / file.name for file in manifest.files]) as saved:
-        if saved.unplaced:
-            where = found.home.shown(saved.unplaced[0])
-            raise MisfitError(f"{where}: the file does not say where its tensors lie; save it anew by a run")
-        yield manifest, saved
+    saved = SavedState.of_files([found.saved.folder / file.name for file in manifest.files])
+    if saved.unplaced:
+        where = found.home.shown(saved.unplaced[0])
+        raise MisfitError(f"{where}: the file does not say where its tensors lie; save it anew by a run")
+    yield manifest, saved
 
 
 def _say(json: bool, words: str, **values: Any) -> int:

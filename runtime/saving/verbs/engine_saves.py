@@ -91,10 +91,10 @@ class EngineSaves:
         With `are_own` they have just this rank's shards, as they are here, and need no layout.
         """
         files, layout_of = [Path(path) for path in paths], self.rank.layout if are_own else None
-        with self.rank.everyone.together(lambda: SavedState.of_files(files, layout_of)) as saved:
-            if saved.unplaced:
-                raise MisfitError(f"{saved.unplaced[0]}: the file does not say where its tensors lie")
-            self._load("load_state_files", saved, is_collective=True)
+        saved = self.rank.everyone.together(lambda: SavedState.of_files(files, layout_of))
+        if saved.unplaced:
+            raise MisfitError(f"{saved.unplaced[0]}: the file does not say where its tensors lie")
+        self._load("load_state_files", saved, is_collective=True)
 
     def holds_file(self, path: Path) -> bool:
         """Whether a file has exactly this rank's weights, sharded as here: then no other has to be read.
@@ -102,13 +102,13 @@ class EngineSaves:
         A file without a layout is assumed to match. One without the number of steps is part of what
         `checkpoint reshard` wrote, where another rank's file has it. Raises `InputError` for a file of another kind.
         """
-        with SavedState.of_files([path]) as saved:
-            if saved.unplaced:
-                return True
-            mine = {MODEL + one.name: one.placement.held for one in self.rank.held() if one.numbers is not None}
-            names = {name for name in saved.pieces if name.startswith(MODEL)}
-            is_alike = saved.layouts[0].holds_as(self.rank.layout(mine))
-            return is_alike and names == mine.keys() and STEP in saved.pieces
+        saved = SavedState.of_files([path])
+        if saved.unplaced:
+            return True
+        mine = {MODEL + one.name: one.placement.held for one in self.rank.held() if one.numbers is not None}
+        names = {name for name in saved.pieces if name.startswith(MODEL)}
+        is_alike = saved.layouts[0].holds_as(self.rank.layout(mine))
+        return is_alike and names == mine.keys() and STEP in saved.pieces
 
     def full_state_dict(self, *, all_blocks: bool = False) -> dict[str, Tensor]:
         """Return the names of `state_dict` with full tensors, on the CPU, which any mesh can load (collective).

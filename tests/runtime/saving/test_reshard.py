@@ -330,12 +330,12 @@ def test_files_of_several_saves_are_refused(tmp_path: Path) -> None:
 
 def test_a_file_says_how_its_tensors_lie(tmp_path: Path) -> None:
     begin(tmp_path, Run("dp=2,tp=2", 2))
-    with SavedState.of_files(sorted(tmp_path.glob("rank-*"))) as saved:
-        assert [StateLayout.from_text(layout.to_text()) for layout in saved.layouts] == saved.layouts
-        assert [layout.replica for layout in saved.layouts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-        assert saved.shape("model.1.attention.qkv.weight") == (48, 16)
-        assert saved.whole("model.1.attention.qkv.weight").shape == (48, 16)
-        assert "exp_avg" in saved.states["1.attention.qkv.weight"]
+    saved = SavedState.of_files(sorted(tmp_path.glob("rank-*")))
+    assert [StateLayout.from_text(layout.to_text()) for layout in saved.layouts] == saved.layouts
+    assert [layout.replica for layout in saved.layouts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert saved.shape("model.1.attention.qkv.weight") == (48, 16)
+    assert saved.whole("model.1.attention.qkv.weight").shape == (48, 16)
+    assert "exp_avg" in saved.states["1.attention.qkv.weight"]
 
 
 @pytest.mark.parametrize(
@@ -360,5 +360,5 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a safetensors file"):
         SavedState.of_files([path_of(tmp_path, 0)])
     save_file({"model.0.weight": torch.ones(2)}, path_of(tmp_path, 0))
-    with SavedState.of_files([path_of(tmp_path, 0)]) as saved:
-        assert saved.unplaced == [path_of(tmp_path, 0)]
+    saved = SavedState.of_files([path_of(tmp_path, 0)])
+    assert saved.unplaced == [path_of(tmp_path, 0)]

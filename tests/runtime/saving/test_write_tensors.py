@@ -46,8 +46,8 @@ def require_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    with SavedState.of_files([path], lambda _: StateLayout()) as saved:
-        return {name: saved.whole(name) for name in saved.pieces}
+    saved = SavedState.of_files([path], lambda _: StateLayout())
+    return {name: saved.whole(name) for name in saved.pieces}
 
 
 def test_safetensors_reads_what_we_write_and_we_what_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
