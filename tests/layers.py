@@ -110,7 +110,6 @@ LOOK_ELSEWHERE = {
         "builds blocks without drawing their weights, and stand-ins",
     ),
     "blocks/trees.py": ({"vars"}, "whether tensors have attributes, which do not go to other stages"),
-    "blocks/quick_shapes.py": ({"a mode"}, "gives the shapes of torch's own functions"),
     "losses/function_state.py": ({"__code__"}, "numbers that a loss has in its code, which its targets may be"),
     "optim/optimizer_updates.py": (
         {"inspect", "__code__", "vars"},

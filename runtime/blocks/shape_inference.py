@@ -38,7 +38,6 @@ from .block_outlines import (
 )
 from .dtensor import before_fully_shard
 from .failing_module import place_of
-from .quick_shapes import QuickShapes
 from .trees import DIFFERENTIABLE, Tensors, TensorSpec, TreeSpec, attribute_of, tensors_of
 from .without_side_effects import BlockResult, as_leaves, attributes_untouched, run_block
 
@@ -249,8 +248,7 @@ def _run(module: nn.Module, weights: dict[str, Tensor], given: Any, taken: Mappi
     `torch.device("meta")` as the default device.
     """
     try:
-        with QuickShapes():
-            return torch.func.functional_call(module, weights, (given,), dict(taken), tie_weights=False)
+        return torch.func.functional_call(module, weights, (given,), dict(taken), tie_weights=False)
     except (RuntimeError, ValueError) as error:
         if "meta" not in str(error):
             raise
