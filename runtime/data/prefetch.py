@@ -3,21 +3,23 @@
     thread      read 3   read 4   ·        read 5          at most `ahead` batches wait to be taken
     loop        step 1            step 2            step 3
 
-Taking a batch that is there takes no lock and wakes nobody: on a busy core a thread that is woken takes the place of
+Taking a batch that is there waits for no lock and wakes nobody: on a busy core a thread that is woken takes the place of
 the one that wakes it. So the thread looks for itself, every few milliseconds, whether there is room for one more.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future
 from threading import Event, Thread
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
 POLL_S = 0.005
 """Time between two looks of a thread whose items wait to be taken."""
+_END = object()
 
 
 def prefetched(items: Iterator[Item], ahead: int) -> Generator[Item, None, None]:
@@ -29,52 +31,33 @@ def prefetched(items: Iterator[Item], ahead: int) -> Generator[Item, None, None]
     if not ahead:
         yield from items
         return
-    ready = _Ready[Item](ahead)
-    thread = Thread(target=ready.fill, args=(items,), name="quintsched-prefetch", daemon=True)
+    ready, arrived, closed = deque[Future[Any]](), Event(), Event()
+
+    def fill() -> None:
+        is_last = False
+        while not (is_last or closed.is_set()):
+            made = Future[Any]()
+            try:
+                made.set_result(next(items, _END))
+            except BaseException as error:
+                made.set_exception(error)
+            is_last = made.exception() is not None or made.result() is _END
+            ready.append(made)
+            arrived.set()
+            while len(ready) >= ahead and not closed.wait(POLL_S):
+                pass
+
+    thread = Thread(target=fill, name="quintsched-prefetch", daemon=True)
     thread.start()
     try:
-        while (take := ready.next()) is not None:
-            yield take()
+        while True:
+            while not ready:
+                arrived.wait()
+                arrived.clear()
+            item = ready.popleft().result()
+            if item is _END:
+                return
+            yield item
     finally:
-        ready.closed.set()
+        closed.set()
         thread.join()
-
-
-class _Ready(Generic[Item]):
-    """Items that a thread has made: functions that return one, or raise what making it has raised; None ends them."""
-
-    def __init__(self, ahead: int) -> None:
-        self._items: deque[Callable[[], Item] | None] = deque()
-        self._ahead, self._arrived, self.closed = ahead, Event(), Event()
-
-    def fill(self, items: Iterator[Item]) -> None:
-        """Make items until they end, one fails or the iterator is closed."""
-        try:
-            for item in items:
-                self._put(lambda item=item: item)  # type: ignore[misc]
-                while len(self._items) >= self._ahead and not self.closed.wait(POLL_S):
-                    pass
-                if self.closed.is_set():
-                    return
-        except BaseException as error:
-            self._put(_raising(error))
-        else:
-            self._put(None)
-
-    def _put(self, item: Callable[[], Item] | None) -> None:
-        self._items.append(item)
-        self._arrived.set()
-
-    def next(self) -> Callable[[], Item] | None:
-        """Return the next item, once it is there."""
-        while not self._items:
-            self._arrived.wait()
-            self._arrived.clear()
-        return self._items.popleft()
-
-
-def _raising(error: BaseException) -> Callable[[], Any]:
-    def take() -> Any:
-        raise error
-
-    return take
