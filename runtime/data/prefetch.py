@@ -3,8 +3,8 @@
     thread      read 3   read 4   ·        read 5          at most `ahead` batches wait to be taken
     loop        step 1            step 2            step 3
 
-Taking a batch that is there waits for no lock and wakes nobody: on a busy core a thread that is woken takes the place of
-the one that wakes it. So the thread looks for itself, every few milliseconds, whether there is room for one more.
+Taking a batch that is there waits for no lock and wakes nobody: on a busy core a thread that is woken takes the place
+of the one that wakes it. So the thread looks for itself, every few milliseconds, whether there is room for one more.
 """
 
 from __future__ import annotations
