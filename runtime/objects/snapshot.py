@@ -18,11 +18,9 @@ and the reads of blocks in `parallel.cut_proofs`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from io import IOBase
-from itertools import compress
-from operator import call, is_
+from operator import is_
 from queue import Queue, SimpleQueue
 from threading import Event, Semaphore
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -147,8 +145,6 @@ class Snapshot:
         self.iterators: list[tuple[str, Any]] = []
         self._seen: dict[int, Any] = {}
         self._held: list[_Held] = []
-        self._empty: list[Callable[[], _Held]] = []
-        self._containers: list[Any] = []
         self._tensors: list[tuple[str, Tensor, int, Tensor, Tensor]] = []
         self._free = set[int]()  # ids of those without a graph
         self._waiting = deque(roots.items())
@@ -159,7 +155,7 @@ class Snapshot:
 
     def changes(self) -> Iterator[ChangedPlace]:
         """Yield places whose values have changed, and tensors that were written to."""
-        for name, space, before in self._filled():
+        for name, space, before in self._held:
             now = space.read_values()
             if not _is_same_dict(before, now):
                 for key in [*before, *(key for key in now if key not in before)]:
@@ -173,7 +169,7 @@ class Snapshot:
 
     def holders(self) -> Iterator[tuple[str, int]]:
         """Yield the names and ids of all mutable objects found."""
-        yield from [(held.name, id(held.space.holder)) for held in self._all_held()]
+        yield from [(held.name, id(held.space.holder)) for held in self._held]
         yield from [(name, id(tensor)) for name, tensor, *_ in self._tensors]
 
     def cells(self) -> Iterator[tuple[str, int]]:
@@ -185,7 +181,7 @@ class Snapshot:
 
     def spaces(self) -> Iterator[tuple[str, Space]]:
         """Yield the names and places of all holders."""
-        return iter([(held.name, held.space) for held in self._all_held()])
+        return iter([(held.name, held.space) for held in self._held])
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Return the tensors by name, parameters first, then in breadth-first order."""
@@ -202,7 +198,7 @@ class Snapshot:
 
     def put(self, owner: str, key: Any, value: Any) -> None:
         """Set the value under a key of the holder of this name, until `put_back`."""
-        found = [held for held in self._all_held() if held.name == owner]
+        found = [held for held in self._held if held.name == owner]
         for held in sorted(found, key=lambda held: key not in held.before)[:1]:
             held.space.put_back({**held.before, key: value})
 
@@ -215,20 +211,13 @@ class Snapshot:
                     tensor.data = memory
                 if tensor.grad_fn is not None and id(tensor) in self._free and not tensor._is_view():
                     tensor.detach_()  # changed in place by what requires a gradient in a trial
-        for _, space, before in self._filled():
+        for _, space, before in self._held:
             if not _is_same_dict(before, space.read_values()):
                 space.put_back(before)
 
     def _hold(self, name: str, space: Space) -> Mapping[Any, Any]:
         self._held.append(_Held(name, space, dict(space.read_values())))
         return self._held[-1].before
-
-    def _all_held(self) -> list[_Held]:
-        return self._held + [held() for held in self._empty]
-
-    def _filled(self) -> list[_Held]:
-        """Return the holders without containers that were empty and still are."""
-        return [*self._held, *map(call, compress(self._empty, self._containers))]
 
     def _enter(self, name: str, thing: Any) -> None:
         """Enter an object, once."""
@@ -240,12 +229,7 @@ class Snapshot:
 
     def _enter_all(self, name: str, space: Space, entries: Iterable[tuple[Any, Any]]) -> None:
         for key, value in entries:
-            if type(value) in CONTAINERS and not value and id(value) not in self._seen:
-                self._seen[id(value)] = value
-                self._containers.append(value)
-                self._empty.append(partial(_empty_in, space, name, key, value))
-            else:
-                self._enter("" if isinstance(value, PLAIN_TYPES) else space.label(name, key), value)
+            self._enter("" if isinstance(value, PLAIN_TYPES) else space.label(name, key), value)
 
     def _look_into(self, name: str, thing: Any) -> None:
         self._seen[id(thing)] = thing
@@ -342,11 +326,6 @@ class Snapshot:
             self._tensors.append((name, tensor, tensor._version, tensor.data, was))
             if tensor.grad_fn is None:
                 self._free.add(id(tensor))
-
-
-def _empty_in(space: Space, name: str, key: Any, container: Any) -> _Held:
-    """Return a container that was empty as a holder. Most are hook dicts, so that they are built only on request."""
-    return _Held(space.label(name, key), space_of(container), {})
 
 
 def _has_changed(tensor: Tensor, version: int, was: Tensor) -> bool:
