@@ -105,10 +105,7 @@ LOOK_ELSEWHERE = {
     "blocks/failing_module.py": ({"a frame"}, "those of an error's traceback, to say where in a block it arose"),
     "data/torch_loaders.py": ({"a frame"}, "those of torch's loader in a traceback, for the worker that has ended"),
     "steps/error_location.py": ({"a frame", "__code__"}, "whether an error arose in our own call of autograd"),
-    "blocks/block_outlines.py": (
-        {"a mode", "vars"},
-        "builds blocks without drawing their weights, and stand-ins",
-    ),
+    "blocks/block_outlines.py": ({"vars"}, "builds stand-ins of blocks"),
     "blocks/trees.py": ({"vars"}, "whether tensors have attributes, which do not go to other stages"),
     "losses/function_state.py": ({"__code__"}, "numbers that a loss has in its code, which its targets may be"),
     "optim/optimizer_updates.py": (

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode
 
 from quintsched.arguments import ROW, WHOLE_NUMBER, ArgumentKind, instance, takes
 from quintsched.errors import MisfitError, QuintschedError, import_advice
@@ -300,7 +299,7 @@ def on_meta(block: BlockOrBuilder) -> nn.Module:
     """Return a block for shape inference: a builder's module on the meta device, a given module unchanged."""
     if isinstance(block, nn.Module):
         return block
-    with seeded(0, 0), torch.device("meta"), _Undrawn():
+    with seeded(0, 0), torch.device("meta"):
         return _built(block)
 
 
@@ -323,17 +322,3 @@ def _built(builder: Callable[[], nn.Module]) -> nn.Module:
 
 def _name(builder: object) -> str:
     return str(getattr(builder, "__qualname__", builder))
-
-
-class _Undrawn(TorchFunctionMode):
-    """Skip weight initialisation on the meta device: it has no effect, and costs about a millisecond per tensor."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = kwargs or {}
-        if getattr(func, "__module__", None) == nn.init.__name__ or func in (Tensor.normal_, Tensor.uniform_):
-            tensor = args[0] if args else given.get("tensor")
-            if isinstance(tensor, Tensor) and tensor.is_meta:
-                return tensor
-        return func(*args, **given)
