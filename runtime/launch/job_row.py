@@ -1,21 +1,16 @@
 """Row of prediction flags for a job and its plan: the input of `quintsched predict [plan.json] job.yaml`.
 
-    model, data   ──▶ {"model": {"layers": 4, …},          the sizes of a built-in model on the job's data
-    plan          ──▶  "dp": 2, "pp": 2, "chunks": 1, …    its mesh, schedule, recomputation and sharding
-    stages        ──▶  "stages": [2, 2]}                   the layers of each stage, as the run will assign them
-
-`python -m quintsched.runtime.launch.job_row [PLAN] --config JOB` writes the row as JSON.
+model, data   ──▶ {"model": {"layers": 4, …},          the sizes of a built-in model on the job's data
+plan          ──▶  "dp": 2, "pp": 2, "chunks": 1, …    its mesh, schedule, recomputation and sharding
+stages        ──▶  "stages": [2, 2]}                   the layers of each stage, as the run will assign them
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from quintsched.errors import QuintschedError, UsageError
-from quintsched.files.terminal import standard_streams, write_error
+from quintsched.errors import UsageError
 from quintsched.plan import Plan
 
 from ..blocks.block_costs import estimate_costs
@@ -24,22 +19,8 @@ from ..models import build_model, model_sizes
 from ..settings.job_file import JobConfig
 from ..settings.run_settings import DTYPE_NAMES
 from ..stage.build_stages import cut, cut_as_planned
-from .run_request import RunRequest, read_request
-from .worker import prepare
 
 ROW_AXES = ("dp", "tp", "pp", "cp", "ep")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the row of a job; returns the exit code."""
-    try:
-        job, plan, _ = prepare(read_request(RunRequest, sys.argv[1:] if argv is None else argv), alone=True)
-        row = row_of(job, plan)
-    except QuintschedError as error:
-        write_error(error)
-        return error.exit_code
-    sys.stdout.write(json.dumps(row) + "\n")
-    return 0
 
 
 def row_of(job: JobConfig, plan: Plan) -> dict[str, Any]:
@@ -98,8 +79,3 @@ def _recomputed(plan: Plan, stages: Sequence[Sequence[int]]) -> str | list[int]:
     if set(every) == {1}:
         return "full"
     return [sum(k > 0 and place % k == k - 1 for place in layers) for k, layers in zip(every, stages, strict=True)]
-
-
-if __name__ == "__main__":
-    with standard_streams():
-        sys.exit(main())

@@ -99,8 +99,8 @@ class ShowRequest(RunRequest):
 
     config: str = ""
     """The job file; for the schema, none."""
-    what: Literal["facts", "plan", "settings", "schema"] = "facts"
-    """Facts found by one step, the plan, all settings as they are resolved, or the JSON Schema of job files."""
+    what: Literal["facts", "plan", "row", "settings", "schema"] = "facts"
+    """Facts found by one step, the plan, the flags of its prediction, all settings, or the JSON Schema of job files."""
     as_json: bool = False
     """Print facts machine-readable."""
 

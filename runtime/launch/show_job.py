@@ -3,6 +3,7 @@
     facts       inputs, outputs, mutations and random draws of its blocks, found by one step
     plan        that of `quintsched run`: compiled, read from its plan file, or chosen (auto), with reasons on standard
                 error; for an elastic job, that of the mesh that the file has
+    row         flags of a prediction, for `quintsched predict job.yaml`
     settings    the job with all its settings        schema    that of job files
 
 A plan or blocks that a run would refuse are refused here too.
@@ -47,6 +48,10 @@ def _text_of(request: ShowRequest) -> str:
         for note in notes:
             write_line(note)
         return plan.to_json()
+    if request.what == "row":
+        from .job_row import row_of
+
+        return json.dumps(row_of(job, plan)) + "\n"
     from ..comm import run_local
     from ..train.trainer import Trainer
 

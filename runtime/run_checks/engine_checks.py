@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
@@ -218,14 +219,10 @@ class WholeModel:
 
     def _finish(self, model: nn.Module, weight: float) -> float:
         """Divide accumulated gradients by the total weight, clip them, and return their norm before clipping."""
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        for gradient in gradients:
-            gradient.div_(weight)
-        norm = torch.nn.utils.get_total_norm(gradients).item()
-        if self.clip is not None and norm + 1e-6 > self.clip:
-            for gradient in gradients:
-                gradient.mul_(self.clip / (norm + 1e-6))
-        return norm
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(weight)
+        return nn.utils.clip_grad_norm_(model.parameters(), inf if self.clip is None else self.clip).item()
 
     def _note(
         self,

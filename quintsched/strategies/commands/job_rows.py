@@ -22,7 +22,7 @@ def row_of_job(files: Sequence[Path]) -> dict[str, Any]:
     if importlib.util.find_spec("torch") is None:
         raise UsageError("the sizes of a job's model are found with torch; pip install 'quintsched[runtime]'")
     arguments = ["--config", str(job), *([str(plan)] if plan else [])]
-    command = [sys.executable, "-m", "quintsched.runtime.launch.job_row", *arguments]
+    command = [sys.executable, "-m", "quintsched.runtime.launch.show_job", *arguments, "--what", "row"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise typer.Exit(done.returncode)
