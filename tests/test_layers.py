@@ -63,7 +63,7 @@ BUDGET = {
     "losses": 1989,
     "objects": 1794,
     "train": 1579,
-    "state": 1434,
+    "state": 1433,
     "launch": 1288,
     "blocks": 1272,
     "data": 1114,

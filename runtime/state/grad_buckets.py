@@ -138,8 +138,7 @@ class GradBucket:
         self._addresses = [*map(Tensor.data_ptr, self.views)]
         self._reduced = self._layout.shard(self.flat)
         self.shard = torch.empty_like(self._reduced) if self.reshards else self._reduced
-        places = [segment.at for segment in self._layout.segments() if segment is not None]
-        self.firsts = torch.tensor(places, dtype=torch.int64, device=device)
+        self.firsts = torch.tensor([s.at for s in self._layout.segments() if s], dtype=torch.int64, device=device)
         stats = stats or MemoryStats()
         self._storage = ResizableStorage(self.flat, MemoryKind.GRADIENTS, stats)
         self._sum = ResizableStorage(self.shard, MemoryKind.GRADIENTS, stats) if self.reshards else None
