@@ -16,14 +16,14 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime.blocks.block_costs import estimate_costs, measure_costs
-from quintsched.runtime.blocks.block_outlines import Blocks, build_block, build_model
+from quintsched.runtime.blocks.block_outlines import Blocks, build_block
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
 
-from ..helpers.training import Outcome, check_equality, require_same_bits
+from ..helpers.training import Outcome, check_equality, require_same_bits, train_alone
 from .toys import Task, difference, sgd, share, tiny_vit
 
 TASK = Task.make(3, 8, torch.float64)
@@ -47,14 +47,10 @@ def test_every_rank_knows_loss_metrics_and_norm() -> None:
         assert result.grad_norm is not None
         return result.loss.item(), result.metrics["accuracy"].item(), result.weight.item(), result.grad_norm.item()
 
-    model = build_model(tiny_vit(), 0, torch.float64)
-    output = model(TASK.inputs[0])
-    loss, weight = cross_entropy_sum(output, TASK.targets[0])
-    (loss / weight).backward()
-    norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]))
-    expected = (loss / weight, correct_sum(output, TASK.targets[0]) / weight, weight, norm)
+    alone = train_alone(tiny_vit(), cross_entropy_sum, sgd, TASK.batches[:1], clip=1e9, metric=correct_sum)
+    (weight, accuracy), *_ = alone.figures
     for told in run_local(8, run):
-        assert told == pytest.approx([float(value.detach()) for value in expected], rel=1e-9)
+        assert told == pytest.approx([alone.losses[0], accuracy, weight, alone.norms[0]], rel=1e-9)
 
 
 def test_evaluation_leaves_the_training_alone() -> None:

@@ -41,35 +41,6 @@ def same_run(found: list[Outcome], expected: list[Outcome]) -> None:
     require_same_bits(found, expected)
 
 
-@pytest.mark.sampled(16)
-@pytest.mark.parametrize("schedule", TRAINING, ids=lambda schedule: schedule.name)
-def test_every_schedule_gives_the_same_bits(schedule: qs.Schedule) -> None:
-    plans = pair(schedule, mesh="pp=2", microbatches=4, slices=min(2, schedule.max_slices))
-    task, blocks = ids_task(2, 8, 8), tiny_gpt(8, depth=6)
-    same_run(*(train_on(plan, task, blocks, dtype=torch.float64) for plan in plans))
-
-
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize(
-    ("schedule", "shape"),
-    [
-        ("1f1b", {"mesh": "dp=2,pp=2"}),
-        ("zb-h1", {"mesh": "tp=2,pp=2"}),
-        ("1f1b", {"mesh": "cp=2,pp=2"}),
-        ("zbv", {"mesh": "dp=2,pp=2", "zero": 3}),
-        ("interleaved-1f1b", {"mesh": "dp=2,pp=2", "zero": 2, "zero_every": 2}),
-        ("interleaved-1f1b", {"mesh": "pp=2", "recompute": [0, 2, 0, 1]}),
-        ("seq-1f1b", {"mesh": "tp=2,pp=2", "slices": 2}),
-    ],
-    ids=str,
-)
-def test_every_axis_gives_the_same_bits(schedule: str, shape: dict[str, Any]) -> None:
-    plans = pair(schedule, microbatches=4, **shape)
-    task, blocks = ids_task(2, 16, 8), tiny_gpt(8, depth=6)
-    runs = [train_on(plan, task, blocks, dtype=torch.float64, clip=0.5, rules="nccl") for plan in plans]
-    same_run(*runs)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["dualpipe", "interleaved-1f1b"])
 def test_overlapped_plans_give_the_same_bits(schedule: str) -> None:

