@@ -32,8 +32,9 @@ class Held:
 
 def flows_of_ranks(run: TimedRun) -> list[list[Flow]]:
     """Return the data flow of each span's instruction."""
-    plan = run.plan
-    return [plan.flows.of_rows(plan.columns.rows_of(rank)) for rank in range(plan.columns.num_ranks)]
+    flows, columns = run.plan.flows, run.plan.columns
+    ranks = range(columns.num_ranks)
+    return run.plan.remember("flows of ranks", lambda: [flows.of_rows(columns.rows_of(rank)) for rank in ranks])
 
 
 def held_activations(run: TimedRun, costs: Costs) -> tuple[Held, ...]:
