@@ -211,7 +211,7 @@ def test_questions_about_a_plan_are_answered(page: Page, tmp_path: Path) -> None
     said("makespan 33 36 +3", "per microbatch 4.125 4 −0.125", "holds most, 4 (cap 4)")
     choose(page, "microbatches", 8)
     choose(page, "schedule", "zb-h1")
-    said("makespan 33 27 −6", "bubble, % 27.3 11.1 −16.2")
+    said("makespan 33 27 −6", "bubble, % 27.3 11.1 −16.2", "Rank 0, like 3 others, holds most, 4")
     text = json.loads(qs.compile("1f1b", mesh="pp=2", microbatches=8).to_json())
     text["programs"][0][3:5] = text["programs"][0][4], text["programs"][0][3]
     drop(page, {"swapped.json": json.dumps(text)})

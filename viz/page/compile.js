@@ -3,7 +3,7 @@
  *
  *     order ─▶ messages, each send with its receive at one point of a global order ─▶ reductions, norm, step
  *
- * It covers plans without recomputation, skips and tied weights, and of ZeRO the third stage; the result is that of `quintsched compile`.
+ * It covers plans without recomputation, skips and tied weights; the result is that of `quintsched compile`.
  */
 import { flowsOf } from "./flow.js";
 import { eventsOf, graphOf } from "./graph.js";
@@ -91,26 +91,25 @@ export function misfit(name, shape) {
 
 /** Return the head of a plan of this shape; further axes of the `mesh` are kept. */
 export function headOf(name, { pp, microbatches, chunks, dp = 1, zero = 0, mesh = dp === 1 ? [] : [["dp", dp]], ...more }) {
-  const { stage_to_pp = range(pp * chunks).map((stage) => stage % pp) } = more;
+  const { stage_to_pp = range(pp * chunks).map((stage) => stage % pp), buckets_per_stage = 1 } = more;
   return {
     format: "quintsched.plan", version: 1, mode: "train",
     schedule: { name, microbatches, chunks, slices: 1, options: {} },
     mesh: Object.entries({ ...Object.fromEntries(mesh), pp }),
     stage_to_pp,
     routes: [{ stages: range(pp * chunks), microbatches: range(microbatches) }],
-    buckets_per_stage: 1, program_axes: ["pp"], ...(zero !== 0 ? { zero: { stage: zero, every: 1 } } : {}),
+    buckets_per_stage, program_axes: ["pp"], ...(zero !== 0 ? { zero: zero?.stage ? zero : { stage: zero, every: 1 } } : {}),
   };
 }
 
 /** Return the orders of all ranks of a schedule. */
 export function ordersOf(name, shape) { return range(shape.pp).map((rank) => SCHEDULES[name].order(shape, rank)); }
 
-/** Whether a plan has nothing that the lowering here leaves out, so that its order may be lowered again. */
-export function isPlain(plan) {
-  const { head } = plan;
-  const more = ["recompute", "tied", "skips", "stage_to_part", "collectives", "blocks_per_stage"].some((key) => head[key] !== undefined);
-  const rare = ["Overlap", "OffloadAct", "FetchAct", "Recompute"].some((name) => plan.op.includes(plan.tables.code[name]));
-  return !more && !rare && [undefined, 3].includes(head.zero?.stage) && head.mode === "train" && plan.schedule.slices === 1;
+/** Return what a plan has that the lowering here leaves out; if it is nothing, its order may be lowered again. */
+export function besides({ head, op, tables, schedule }) {
+  const keys = ["recompute", "tied", "skips", "losses", "stage_to_part", "collectives", "blocks_per_stage"].filter((key) => head[key] !== undefined);
+  const rare = ["Overlap", "OffloadAct", "FetchAct"].filter((name) => op.includes(tables.code[name]));
+  return [...keys, ...rare, ...(head.mode === "train" ? [] : ["forward mode"]), ...(schedule.slices === 1 ? [] : ["slices"])];
 }
 
 /** Return the computations of a plan, as one list per rank. */
@@ -198,14 +197,14 @@ function gathered({ layout, tables }, program) {
   return inserted(program, added);
 }
 
-/** Add the reductions behind each stage's last backward, under ZeRO-3 behind every few, and the end of the step. */
+/** Add the reductions behind each stage's last backward, from ZeRO-2 on behind every few, and the end of the step. */
 function ended(plan, program, rank) {
   const { layout, tables } = plan, { stage: sharding, every } = layout.zero;
   const axes = layout.buckets.filter(([, over]) => over.length), done = {}, last = new Map(), added = new Map();
   program.forEach(({ op, stage }, at) => {
     if (!tables.ops[tables.code[op]].ends_backward) return;
     done[stage] = (done[stage] ?? -1) + 1;
-    const part = sharding ? Math.floor(done[stage] / every) : 0;
+    const part = sharding > 1 ? Math.floor(done[stage] / every) : 0;
     last.set(`${stage} ${part}`, { at, stage, part });
   });
   for (const { at, stage, part } of [...last.values()].sort((a, b) => a.at - b.at || a.stage - b.stage)) {
@@ -214,5 +213,7 @@ function ended(plan, program, rank) {
     add(added, before, ...axes.map(([bucket, over]) =>
       sharding ? { op: "ReduceScatterBucket", stage, bucket, axes: over, part } : { op: "AllReduceBucket", stage, bucket, axes: over }));
   }
-  return [...inserted(program, added), { op: "ShareMetrics" }, { op: "ClipGrad" }, { op: "OptStep", stages: layout.heldBy[rank] }];
+  const whole = [1, 2].includes(sharding) ? layout.heldBy[rank].flatMap((stage) => axes.map(([bucket, over]) =>
+    ({ op: "AllGatherBucket", stage, bucket, axes: over }))) : [];
+  return [...inserted(program, added), { op: "ShareMetrics" }, { op: "ClipGrad" }, { op: "OptStep", stages: layout.heldBy[rank] }, ...whole];
 }

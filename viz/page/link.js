@@ -1,7 +1,7 @@
 /** Link of a small plan: its settings and, if it was edited, its orders, in the fragment of the address. */
 const LETTERS = { Fwd: "F", Bwd: "B", BwdInput: "I", BwdWeight: "W" };
 const OPS = Object.fromEntries(Object.entries(LETTERS).map(([op, letter]) => [letter, op]));
-const KEYS = ["schedule", "pp", "microbatches", "chunks", "costs", "cap", "dp", "mesh", "zero", "stage_to_pp"], MOST_LINKED = 4000;
+const KEYS = ["schedule", "pp", "microbatches", "chunks", "costs", "cap", "dp", "mesh", "zero", "stage_to_pp", "buckets_per_stage"], MOST_LINKED = 4000;
 
 /** Return the fragment `#play=…`; null for a plan that is too large for it. */
 export function writeLink({ orders, ...settings }) {

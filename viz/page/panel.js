@@ -97,8 +97,9 @@ export function memoryCard(app) {
   const rank = peaks.indexOf(Math.max(...peaks)), { times, amounts } = run.held[rank];
   const full = (amount) => amount > peaks[rank] * (1 - 1e-9), from = amounts.findIndex(full), until = amounts.findIndex((a, at) => at > from && !full(a));
   const row = scene.rows[scene.at(rank, times[from] + run.makespan * 1e-9)], most = `${number(peaks[rank])}${cap === null ? "" : ` (cap ${number(cap)})`}`;
+  const like = peaks.filter(full).length - 1, who = `Rank ${rank}${like ? `, like ${counted(like, "other")},` : ""}`;
   if (row === undefined) return [];
-  return [h("h2", {}, "fullest rank"), h("p", {}, `Rank ${rank} holds most, ${most}, from ${number(times[from])} to ` +
+  return [h("h2", {}, "fullest rank"), h("p", {}, `${who} holds most, ${most}, from ${number(times[from])} to ` +
     `${number(times[until] ?? run.makespan)}; the last to add was:`), rowList(app, [[row, ""]])];
 }
 

@@ -2,7 +2,7 @@
  * Playground: choose a schedule, sizes, costs and a cap; drag computations to another place; proof, times and memory
  * follow. A plan that another tool made is edited in the same way.
  */
-import { headOf, isPlain, lower, misfit, ordersIn, ordersOf, SCHEDULES, sizeFault } from "./compile.js";
+import { besides, headOf, lower, misfit, ordersIn, ordersOf, SCHEDULES, sizeFault } from "./compile.js";
 import { h, download } from "./dom.js";
 import { judge, judgeOrder } from "./judge.js";
 import { range } from "./layout.js";
@@ -65,11 +65,12 @@ export class Playground {
     const { app } = this;
     this.original = { ...app.run, name: "before", scene: null };
     const { name, microbatches, chunks } = plan.schedule;
-    const costs = app.run.costs?.values ?? {}, { mesh, stage_to_pp, zero } = plan.head;
-    this.settings = { schedule: name, pp: plan.ranks, microbatches, chunks, costs, cap: app.cap, mesh, zero: zero?.stage, stage_to_pp };
+    const costs = app.run.costs?.values ?? {}, { mesh, stage_to_pp, zero, buckets_per_stage } = plan.head;
+    this.settings = { schedule: name, pp: plan.ranks, microbatches, chunks, costs, cap: app.cap, mesh, zero, stage_to_pp, buckets_per_stage };
     this.head = plan.head;
     this.orders = ordersIn(plan);
-    this.programs = isPlain(plan) ? null : plan.programs();
+    this.left = besides(plan).join(", ");
+    this.programs = this.left ? plan.programs() : null;
   }
 
   #bar() {
@@ -148,6 +149,7 @@ export class Playground {
     plan.givenTitle = this.puzzle?.name;
     app.open({ runs: [run, ...(this.original ? [this.original] : [])], cap: settings.cap, keepView: !fresh });
     this.#say(run, found.plan ? verdict : null);
+    if (this.left && !this.programs && !this.puzzle) this.says.append(h("span", {}, `compiled without the plan's ${this.left}`));
   }
 
   #say(run, verdict) {
