@@ -67,7 +67,7 @@ docs: $(INSTALLED)
 	python -m docs.site.pictures
 	rm -rf out/pages out/site
 	python -m docs.site.prepare out/pages
-	python -m pip install -q '.[docs]' -c constraints.txt
+	python -m pip install -q -e '.[docs]' -c constraints.txt
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 	@echo 'the site begins at out/site/index.html'
 
