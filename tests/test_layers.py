@@ -62,7 +62,7 @@ BUDGET = {
     "stage": 1961,
     "losses": 1989,
     "objects": 1794,
-    "train": 1579,
+    "train": 1585,
     "state": 1433,
     "launch": 1288,
     "blocks": 1272,

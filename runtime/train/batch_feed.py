@@ -50,6 +50,8 @@ from ..engine_base import EngineBase
 from ..settings.job_file import DataConfig, Samples, TrainConfig
 from ..stage.batches.microbatches import most_rows, without_samples
 
+SAME_DATA = "give all ranks the same data set"
+
 
 def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Transport) -> Feed:
     """Return the source of a job's data (collective); raises as loading does, `MisfitError` where replicas differ."""
@@ -59,7 +61,7 @@ def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Trans
     found = together(lambda: load_dataset(data, *replica) if has_extras(data) or needs else None)
     said = {} if found is None else _described(found, data)
     section = Section.from_settings(said) if said else None
-    require_same({"data": section}, world, "the data", "give all ranks the same data set")
+    require_same({"data": section}, world, "the data", SAME_DATA)
     dataset = found if isinstance(found, Dataset | TokenDataset) else None
     sizes = _broadcast_sizes(dataset, plan, transport)
     if sizes is not None and isinstance(dataset, TokenDataset):
@@ -71,7 +73,7 @@ def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Trans
     loaders = together(lambda: load_dataset(data, *replica) if found is None else found)
     assert isinstance(loaders, Loaders)
     if is_map_style(loaders.train):
-        return MapFeed(loaders.train, loaders.validation, train, replica, loaders.spec)
+        return _feed_of_maps(loaders, train, replica, world)
     return UserFeed(loaders, world)
 
 
@@ -82,11 +84,11 @@ def feed_of(
 
     Raises:
         UsageError: a loader that gives the same samples to all replicas, or a data set beside a loader.
-        MisfitError: loaders of replicas differ in length.
+        MisfitError: loaders of replicas, or data sets of ranks, differ in length.
     """
     share, world = _replica(plan, transport.rank), transport.world_group()
     if is_map_style(train):
-        return MapFeed(train, validation, settings, share)
+        return _feed_of_maps(Loaders(train, validation), settings, share, world)
 
     def find() -> Loaders:
         given = _loader_of(train, "train", share)
@@ -97,6 +99,12 @@ def feed_of(
         )
 
     return UserFeed(ControlGroup(world).together(find), world)
+
+
+def _feed_of_maps(found: Loaders, train: TrainConfig, share: tuple[int, int], world: Group) -> MapFeed:
+    feed = ControlGroup(world).together(lambda: MapFeed(found.train, found.validation, train, share, found.spec))
+    require_same({"data": Section.from_settings(feed.settings)}, world, "the data", SAME_DATA)
+    return feed
 
 
 def _loader_of(given: Any, name: str, share: tuple[int, int]) -> Any:
@@ -232,7 +240,8 @@ class MapFeed(DatasetFeed):
             samples, replicas = counted(min(count, settings.batch_size), "sample"), counted(share[1], "replica")
             raise UsageError(f"batches of {samples} do not divide over {replicas}")
         counts = count, 0 if validation is None else len(validation)
-        super().__init__((train, validation), spec, counts, settings, share, {"data.training_samples": count})
+        sizes = dict(zip(("data.training_samples", "data.validation_samples"), counts, strict=True))
+        super().__init__((train, validation), spec, counts, settings, share, sizes)
 
     def _mine(self, indices: Indices) -> Indices:
         return np.array_split(indices[indices != PADDING], self._replica[1])[self._replica[0]]

@@ -145,6 +145,15 @@ def test_what_is_missing_is_said(config: Any, train: Any, words: str) -> None:
         run_local(ranks, lambda transport: Trainer(split(net()), train, None, config, transport=transport, **own))
 
 
+def test_data_sets_of_other_sizes_are_refused() -> None:
+    def run(transport: Any) -> None:
+        config = {"parallel": {"mesh": "dp=2"}, "train": {"batch_size": 8}}
+        Trainer(split(net()), data(), data(20 if transport.rank else 40), config, transport=transport)
+
+    with pytest.raises(qs.MisfitError, match="validation_samples is 40 on rank 0, but 20 on rank 1"):
+        run_local(2, run)
+
+
 def test_a_start_is_one_of_three() -> None:
     (trainer,) = run_local(1, lambda transport: Trainer(split(net()), batches, None, {}, transport=transport))
     with pytest.raises(qs.UsageError, match="fit: start is 'again'; there is: new, fresh, resume"):
