@@ -72,23 +72,23 @@ export function compareCard(app) {
   const makespan = (run) => (run.stuck ? NaN : run.makespan), each = (run) => batches.size > 1 && makespan(run) / run.plan.schedule.microbatches;
   const rows = [["makespan", makespan, number], ["… per microbatch", each, number], ["bubble, %", (run) => 100 * run.bubble, percent],
     ["peak", (run) => run.held && peakOf(run), number], ...Object.keys(looks).map((cause) => [`${cause}, %`, idle(cause), percent])];
-  const signed = (value, words) => {
-    const size = words(Math.abs(value) < 1e-6 ? 0 : Math.abs(value));
-    return size === words(0) ? size : `${value > 0 ? "+" : "−"}${size}`;
+  const signed = ([one, other], words) => {
+    const size = words(words(one) === words(other) ? 0 : Math.abs(other - one));
+    return size === words(0) ? size : `${other > one ? "+" : "−"}${size}`;
   };
   return [h("h2", {}, "beside each other"), h("table", {},
     h("tr", {}, h("th", {}), runs.map(({ name }) => h("th", {}, name)), runs.length === 2 && h("th", {}, "difference")),
     rows.map(([name, value, words]) => [name, runs.map(value), words]).filter(([, values]) => values.some((value) => value)).map(([name, values, words]) =>
       h("tr", {}, h("th", {}, name), values.map((value) => h("td", {}, value === undefined ? "" : Number.isNaN(value) ? "never ends" : words(value))),
-        runs.length === 2 && h("td", {}, values.includes(undefined) ? "" : signed(values[1] - values[0], words)))))];
+        runs.length === 2 && h("td", {}, values.every(Number.isFinite) ? signed(values, words) : ""))))];
 }
 
 /** Computations that took longest against the plan, without what they waited. */
 export function lateCard(app) {
   const [planned, measured] = app.shown, took = ({ start, end, wait }, row) => end[row] - start[row] - (wait ? wait[row] : 0);
   const longer = Array.from(app.scene.rows, (row) => [row, took(measured, row) - took(planned, row)]).sort((one, other) => other[1] - one[1]);
-  const words = (by) => `${by < 0 ? "−" : "+"}${lasting(Math.abs(by), measured.unit)}`;
-  return [h("h2", {}, "longest against the plan"), rowList(app, longer.slice(0, 8).map(([row, by]) => [row, words(by)]))];
+  const most = longer.slice(0, 8).filter(([, by]) => by > measured.makespan * 1e-4).map(([row, by]) => [row, `+${lasting(by, measured.unit)}`]);
+  return most.length ? [h("h2", {}, "longest against the plan"), rowList(app, most)] : [];
 }
 
 /** The rank that holds most, since when, and the computation that was the last to add. */
