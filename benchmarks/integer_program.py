@@ -1,9 +1,9 @@
 """Solved orders beside those of the zero-bubble authors' integer program, under its own model of memory.
 
-The program is in older branches of their repository, `megatron/core/pipeline_parallel/auto_schedule.py`; it needs PuLP
-(3.3, with its CBC) and torch. `python benchmarks/solve.py --ilp PATH` runs it on 20 instances, 120 s each. Its
-constraint of memory looks up a cap for each computation, so that a list of as many equal caps is given. Its order is
-timed as ours are, where that makes it shorter than it says itself.
+The program is `megatron/core/pipeline_parallel/auto_schedule.py` in older branches of their repository, such as
+`legacy-main`; it needs PuLP (3.3, with its CBC) and torch. `python benchmarks/solve.py --ilp PATH` runs it on 20
+instances, 120 s each. Its constraint of memory looks up a cap for each computation, so that a list of as many equal
+caps is given. Its order is timed as ours are, where that makes it shorter than it says itself.
 """
 
 from __future__ import annotations
