@@ -23,6 +23,8 @@ from quintsched.strategies.commands.measured_flags import MeasuredStart, Profile
 from quintsched.strategies.commands.prediction_report import as_data, describe
 
 if TYPE_CHECKING:
+    from quintsched.strategies.descriptions.model import Model
+    from quintsched.strategies.descriptions.strategy import Strategy
     from quintsched.strategies.prediction.step import Prediction
     from quintsched.strategies.tuning.export.emit import Emitted as Written
 
@@ -81,7 +83,7 @@ def predict(
     found = predicted(_as_run(framework, flags), start)
     with progress("simulating the plan"):
         simulated_s = simulated(found) if simulate else None
-    written = None if directory is None else _emit(found, framework, directory)
+    written = None if directory is None else written_for(framework, found.model, found.strategy, directory)
     if as_json:
         emit(as_data(found, simulated_s) | ({} if written is None else {"files": written.as_data()}))
         return
@@ -139,11 +141,12 @@ def _as_run(framework: str | None, flags: Mapping[str, Any]) -> Mapping[str, Any
     return settled(framework, flags)
 
 
-def _emit(found: Prediction, framework: str | None, folder: Path) -> Written:
+def written_for(framework: str | None, model: Model, strategy: Strategy, folder: Path) -> Written:
+    """Return the files with which a framework, or our own runtime, runs a strategy, written into a folder."""
     from quintsched.strategies.tuning.export.emit import emit_for
     from quintsched.strategies.tuning.export.frameworks import OWN
 
-    return emit_for(framework or OWN, found.model, found.strategy, folder)
+    return emit_for(framework or OWN, model, strategy, folder)
 
 
 def said(written: Written) -> list[str]:

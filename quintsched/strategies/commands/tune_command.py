@@ -24,7 +24,7 @@ from quintsched.files.terminal import percent
 from quintsched.strategies.commands.calibrate import calibrate_first
 from quintsched.strategies.commands.flags import CHOSEN, read_settings, taking_flags
 from quintsched.strategies.commands.measured_flags import MeasuredStart, ProfileAt, ProfileFile
-from quintsched.strategies.commands.predict_command import Emitted, For, Simulated, said, simulated
+from quintsched.strategies.commands.predict_command import Emitted, For, Simulated, said, simulated, written_for
 from quintsched.strategies.commands.prediction_report import as_data
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from quintsched.strategies.tuning.explain_choice import Explanation
     from quintsched.strategies.tuning.export.emit import Emitted as Files
     from quintsched.strategies.tuning.reasons import Row
-    from quintsched.strategies.tuning.recipes import Recipe
     from quintsched.strategies.tuning.tune import Candidate, Tuning
 
 WHERE = ("model", "hardware", "gpus", "gpus_per_node", "batch", "seq")
@@ -89,11 +88,12 @@ def tune(
 
     Flags of a strategy that are left out are free. If nothing fits, the exit code is 3.
     """
+    from quintsched.strategies.prediction.step import predict
+    from quintsched.strategies.tuning import explain_choice, reasons, recipes
+
     whole = None if tokens is None else read_tokens(tokens)
-    recipe = None if beside is None else _recipe(beside)
-    flags = flags if recipe is None else recipe.choices(flags)
-    flags = flags if framework is None else _restricted(framework, flags)
-    _require_sizes(flags)
+    recipe = None if beside is None else recipes.find_recipe(beside)
+    flags = _searched(flags if recipe is None else recipe.choices(flags), framework)
     for written in (output, certificate):
         refuse_input(written, flags.get("model"), flags.get("hardware"), profile)
     path = None if output is None else picture_path(output)
@@ -102,14 +102,15 @@ def tune(
         _certify(found, certificate)
     explanation = None if explain is None else _explain(found, explain)
     if not found.best:
-        raise MisfitError("\n".join(_why_nothing_fits(found, explanation)))
+        raise MisfitError("\n".join((explanation or explain_choice.misfit(found)).lines))
     if path is not None:
         write_picture(path, partial(_draw, found, path))
     shown = found.best[:top] if as_json else [row.candidate for row in _rows(found, top)]
-    predictions = _predictions(found, shown)
+    predictions = [predict(found.model, found.hardware, one.strategy) for one in shown]
     simulations = _simulations(predictions) if simulate else [None] * len(predictions)
-    files = None if directory is None else _emit(found, framework, directory)
-    published = () if recipe is None else _beside(found, recipe)
+    chosen = reasons.recommended(found).strategy
+    files = None if directory is None else written_for(framework, found.model, chosen, directory)
+    published = () if recipe is None else recipes.beside(found, recipe)
     training = None if whole is None else _days_and_cost(found, whole, price)
     if as_json:
         more: dict[str, Any] = {} if training is None else {"days": training[0], "cost": training[1]}
@@ -117,23 +118,23 @@ def tune(
         emit(_as_data(found, predictions, simulations) | _more_data(explanation, files) | more)
         return
     say(_describe(found, top, predictions, simulations))
-    if training is not None:
-        days, cost = training
-        paid = "" if cost is None else f"; {cost:,.0f} at {price:g} by GPU and hour"
-        say(["", f"{tokens} tokens: {days:,.1f} days{paid}"])
-    if explanation is not None:
-        say(["", *explanation.lines])
-    if published:
-        say(["", *published])
+    for lines in (_days_in_words(tokens, training, price), explanation.lines if explanation else (), published):
+        if lines:
+            say(["", *lines])
     if files is not None:
         say(said(files))
 
 
-def _require_sizes(flags: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for a missing size of the problem."""
+def _searched(flags: dict[str, Any], framework: str | None) -> dict[str, Any]:
+    """Return the flags as far as a framework can run them; raises `UsageError` for a missing size of the problem."""
+    from quintsched.strategies.tuning.export.frameworks import restrict
+
+    if framework is not None:
+        flags = flags | restrict(framework, {name: value for name, value in flags.items() if name not in WHERE})
     for name in ("gpus", "batch"):
         if name not in flags:
             raise UsageError(f"--{name} is missing; tune needs --model, --hardware, --gpus and --batch")
+    return flags
 
 
 def _search(
@@ -203,40 +204,6 @@ def _draw(found: Tuning, path: Path) -> None:
     viz.render_tuning(found, path)
 
 
-def _why_nothing_fits(found: Tuning, explanation: Explanation | None) -> Sequence[str]:
-    from quintsched.strategies.tuning.explain_choice import misfit
-
-    return (explanation or misfit(found)).lines
-
-
-def _recipe(name: str) -> Recipe:
-    from quintsched.strategies.tuning.recipes import find_recipe
-
-    return find_recipe(name)
-
-
-def _beside(found: Tuning, recipe: Recipe) -> tuple[str, ...]:
-    from quintsched.strategies.tuning.recipes import beside
-
-    return beside(found, recipe)
-
-
-def _restricted(framework: str, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags of a search of what a framework can run."""
-    from quintsched.strategies.tuning.export.frameworks import restrict
-
-    asked = {name: value for name, value in flags.items() if name not in WHERE}
-    return {**flags, **restrict(framework, asked)}
-
-
-def _emit(found: Tuning, framework: str | None, folder: Path) -> Files:
-    from quintsched.strategies.tuning.export.emit import emit_for
-    from quintsched.strategies.tuning.export.frameworks import OWN
-    from quintsched.strategies.tuning.reasons import recommended
-
-    return emit_for(framework or OWN, found.model, recommended(found).strategy, folder)
-
-
 def _more_data(explanation: Explanation | None, files: Files | None) -> dict[str, Any]:
     """Return the explanation and the emitted files as JSON data, as far as they were requested."""
     more: dict[str, Any] = {}
@@ -254,12 +221,6 @@ def _rows(found: Tuning, top: int) -> list[Row]:
     return rows(found.best)[:top]
 
 
-def _predictions(found: Tuning, candidates: Sequence[Candidate]) -> list[Prediction]:
-    from quintsched.strategies.prediction.step import predict
-
-    return [predict(found.model, found.hardware, candidate.strategy) for candidate in candidates]
-
-
 def _days_and_cost(found: Tuning, tokens: float, price: float | None) -> tuple[float, float | None]:
     """Return the days, and the cost, of training on a number of tokens, by the recommended strategy."""
     from quintsched.strategies.tuning.reasons import recommended
@@ -267,6 +228,16 @@ def _days_and_cost(found: Tuning, tokens: float, price: float | None) -> tuple[f
     space = found.space
     days = tokens / (space.batch * space.seq) * recommended(found).step_s / 86400
     return days, None if price is None else days * 24 * space.gpus * price
+
+
+def _days_in_words(
+    tokens: str | None, training: tuple[float, float | None] | None, price: float | None
+) -> Sequence[str]:
+    if training is None:
+        return ()
+    days, cost = training
+    paid = "" if cost is None else f"; {cost:,.0f} at {price:g} by GPU and hour"
+    return (f"{tokens} tokens: {days:,.1f} days{paid}",)
 
 
 def read_tokens(text: str) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import Any
 
 import numpy as np
@@ -195,19 +195,12 @@ def _changes(model: Model, strategy: Strategy) -> Iterator[tuple[int, str, Strat
         yield 1, *changed(recompute=recompute)
     for size in divisors(strategy.microbatch)[:-1]:
         yield 1, *changed(microbatch=size)
-    for axis in ("pp", "tp", "cp"):
-        for factor in divisors(strategy.dp)[1:]:
-            yield 2, *changed(**{axis: getattr(strategy, axis) * factor, "dp": strategy.dp // factor})
     sparing = {"zero": 3, "recompute": "full", "microbatch": 1, "sequence_parallel": strategy.tp > 1}
-    for axis in ("pp", "tp", "cp"):
-        for factor in divisors(strategy.dp)[1:]:
-            sizes = {axis: getattr(strategy, axis) * factor, "dp": strategy.dp // factor}
-            yield (
-                3,
-                *changed(
-                    **sizes, **{name: value for name, value in sparing.items() if value != getattr(strategy, name)}
-                ),
-            )
+    more = {name: value for name, value in sparing.items() if value != getattr(strategy, name)}
+    for size, others in ((2, {}), (3, more)):
+        for axis, factor in product(("pp", "tp", "cp"), divisors(strategy.dp)[1:]):
+            cut = {axis: getattr(strategy, axis) * factor, "dp": strategy.dp // factor}
+            yield size, *changed(**cut, **others)
     gpus = strategy.gpus
     while (gpus := 2 * gpus) <= MOST_GPUS:
         for axis in ("dp", "pp", "tp"):

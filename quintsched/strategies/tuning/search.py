@@ -51,9 +51,8 @@ class SearchResult:
     """Whether frames were left out."""
     rows: int
     """Number of strategies that were evaluated."""
-    put_off: int
-    """Number of deferred leaves; `worked_out` counts those that were solved or simulated afterwards."""
     worked_out: int
+    """Number of deferred leaves that were solved or simulated afterwards."""
 
 
 class Search:
@@ -74,7 +73,7 @@ class Search:
         self.by_stage, self.unknown = [nobody()], [nobody()]
         """Deferred leaves with lower bounds of their times: to be solved, and to be simulated."""
         self.solved: list[tuple[Ints, Ints]] = []
-        self.rows = self.put_off = self.worked_out = 0
+        self.rows = self.worked_out = 0
 
     def search_space(self) -> SearchResult:
         """Search the space."""
@@ -92,7 +91,6 @@ class Search:
             tuple(self.solved),
             pruned=self.prune,
             rows=self.rows,
-            put_off=self.put_off,
             worked_out=self.worked_out,
         )
 
@@ -150,7 +148,6 @@ class Search:
     def _solve(self) -> None:
         """Solve per-stage recomputation, by ascending bound."""
         later = _sorted(self.by_stage)
-        self.put_off += len(later)
         for start in range(0, len(later), GROUPS_AT_ONCE):
             near = start + np.flatnonzero(later.time_s[start : start + GROUPS_AT_ONCE] <= self.ranking.limit_s)
             if not len(near):
@@ -164,7 +161,6 @@ class Search:
     def _simulate(self) -> None:
         """Simulate leaves without a closed form, by ascending bound."""
         later = _sorted(self.unknown)
-        self.put_off += len(later)
         for start in range(0, len(later), SIMULATED_AT_ONCE):
             part = later.take_candidates(np.arange(start, min(start + SIMULATED_AT_ONCE, len(later))))
             near = part.take_candidates(np.flatnonzero(part.time_s <= self.ranking.limit_s))

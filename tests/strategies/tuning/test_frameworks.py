@@ -36,7 +36,7 @@ def strategies(name: str):
         yield Strategy(dp=2, tp=2, pp=2, ep=2, ep_overlap=True, **both, **more)
         for recompute in (2, "layernorm+moe_act", "none"):
             yield Strategy(dp=8, cp=2, dtype="fp8", **{**both, "recompute": recompute})
-        yield Strategy(dp=8, tp=2, dtype="fp16", overlap=False, **{**both, "gradients": None})
+        yield Strategy(dp=4, tp=2, pp=2, dtype="fp16", overlap=False, chunks=2, **{**both, "gradients": "fp32"})
     elif name == "torchtitan":
         yield Strategy(dp=4, tp=2, pp=2, zero=3, schedule="zbv", **both)
         yield Strategy(dp=8, ep=2, zero=2, dtype="fp32", **both)
@@ -63,6 +63,9 @@ def test_arguments_say_the_strategy(tmp_path):
     assert {*wanted.split("|"), "--global-batch-size 256", "--use-distributed-optimizer", "--num-query-groups 8"} <= {
         *text.splitlines()
     }
+    asked = Strategy(gpus=8, dp=4, pp=2, chunks=2, batch=64, seq=1024, overlap=False, dtype="fp16", gradients="fp32")
+    lines = emit_for("megatron", find_model("gpt2"), asked, tmp_path).files["arguments"].read_text().splitlines()
+    assert {"--no-overlap-p2p-communication", "--accumulate-allreduce-grads-in-fp32", "--fp16"} <= {*lines}
     asked = Strategy(gpus=8, dp=4, tp=2, zero=2, batch=64, seq=1024)
     found = json.loads(emit_for("deepspeed", find_model("gpt2"), asked, tmp_path).files["arguments"].read_text())
     assert (

@@ -66,7 +66,12 @@ class Framework:
 
 FRAMEWORKS: dict[str, Framework] = {
     "megatron": Framework(
-        runs={"schedule": OF_MEGATRON, "zero": (0, 1), "dtype": ("fp8", "mxfp8", "bf16", "fp16", "fp32")},
+        runs={
+            "schedule": OF_MEGATRON,
+            "zero": (0, 1),
+            "dtype": ("fp8", "mxfp8", "bf16", "fp16", "fp32"),
+            "pp_duplex": (True,),
+        },
         usual={"fused_accumulation": True, "recompute": ("none", "selective", "full")},
         modules=MEGATRON_MODULES,
         numbers=True,

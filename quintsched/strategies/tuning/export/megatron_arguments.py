@@ -122,12 +122,14 @@ def _of_strategy(model: Model, strategy: Strategy) -> Iterator[str]:
         "--use-distributed-optimizer": strategy.zero == 1,
         "--overlap-grad-reduce": strategy.overlap,
         "--overlap-param-gather": strategy.overlap and strategy.zero == 1,
+        "--no-overlap-p2p-communication": interleaves and not strategy.overlap,
         "--overlap-moe-expert-parallel-comm": strategy.ep > 1 and strategy.ep_overlap and interleaves,
         "--no-gradient-accumulation-fusion": not strategy.fused_accumulation,
         "--cross-entropy-loss-fusion": strategy.fused_loss,
         "--bf16": strategy.dtype == "bf16" or strategy.dtype in SHORT,
         "--fp16": strategy.dtype == "fp16",
         "--grad-reduce-in-bf16": strategy.gradients == "bf16",
+        "--accumulate-allreduce-grads-in-fp32": (strategy.dtype, strategy.gradients) == ("fp16", "fp32"),
     }
     yield from (name for name, on in switches.items() if on)
     if strategy.dtype in SHORT:

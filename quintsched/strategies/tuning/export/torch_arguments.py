@@ -56,6 +56,8 @@ def torchtitan_notes(model: Model, strategy: Strategy) -> Iterator[str]:
     yield f"--module and --config: those of {model.name}"
     word = "FullAC.Config()" if strategy.recompute == "full" else "no activation checkpointing"
     yield f"activation_checkpoint of that config: {word}"
+    if strategy.pp > 1 and strategy.zero_every < strategy.microbatches:
+        yield f"beside a pipeline, gradients are reduced once: --zero-every {strategy.microbatches} predicts that"
 
 
 def deepspeed_arguments(model: Model, strategy: Strategy) -> str:
