@@ -63,7 +63,7 @@ BUDGET = {
     "losses": 1989,
     "objects": 1794,
     "train": 1585,
-    "state": 1433,
+    "state": 1429,
     "launch": 1288,
     "blocks": 1272,
     "data": 1114,

@@ -7,7 +7,7 @@ AdamW [the rest] ─┘
 
 from __future__ import annotations
 
-from collections import ChainMap, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
@@ -36,7 +36,7 @@ class ChainedOptimizers(Optimizer):
     @property
     def state(self) -> Mapping[Any, Any]:  # type: ignore[override]
         """Per-parameter state of all parts."""
-        return ChainMap(*(part.state for part in self.parts))
+        return {parameter: state for part in self.parts for parameter, state in part.state.items()}
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Step all parts."""

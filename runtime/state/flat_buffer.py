@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor
 
 ALIGNMENT = 32
@@ -82,10 +81,6 @@ class FlatLayout:
     def size(self) -> int:
         """Length of the flat buffer, in numbers."""
         return self.num_shards * self.shard_size
-
-    def empty(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a new flat buffer: uninitialized, but zero in the gaps between parameters."""
-        return self.zero_gaps(torch.empty(self.size, dtype=dtype, device=device))
 
     def zero_gaps(self, flat: Tensor) -> Tensor:
         """Zero the gaps between parameters, and return the buffer."""

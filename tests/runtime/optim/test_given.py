@@ -13,6 +13,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.optim.chained_optimizers import LRSchedulers, chained
 
 from ..toys import difference, share
 from .optimizers import LargestNorm, Lookahead, by_dims
@@ -199,3 +200,17 @@ def test_groups_that_placeholders_would_change_are_refused(told_by: str, mesh: s
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
     with pytest.raises(MisfitError, match=r"other options .* group parameters by name, optimizer=lambda named"):
         run_local(2, run, timeout_s=60)
+
+
+def test_optimizers_that_step_together_keep_and_clear_what_each_has() -> None:
+    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    both, again = (chained([torch.optim.Adam([w], lr=0.1 * n) for n, w in enumerate(weights, 1)]) for _ in range(2))
+    schedulers = LRSchedulers(lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5), [both])
+    sum((w * w).sum() for w in weights).backward()
+    both.step()
+    schedulers.step()
+    assert schedulers.get_last_lr() == [0.05, 0.1] == [group["lr"] for group in both.param_groups]
+    again.load_state_dict(both.state_dict())
+    assert all(again.state[w]["exp_avg"].equal(both.state[w]["exp_avg"]) for w in weights)
+    both.zero_grad()
+    assert [w.grad for w in weights] == [None, None]
