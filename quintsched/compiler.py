@@ -273,8 +273,8 @@ def compiled_again(plan: Plan, **changes: object) -> Plan | None:
     """Return the plan of the same request with some settings changed (microbatches=6, tied={…}).
 
     A plan whose schedule is not registered (solved, imported, of a user's file) keeps its order of computation: no
-    name in a plan is resolved to code. Return None if the plan does not compile again to itself: it was edited by
-    hand, or compiled with costs, which no plan stores.
+    name in a plan is resolved to code. Return None if it has no order for other microbatches, or if the plan does not
+    compile again to itself: it was edited by hand, or compiled with costs, which no plan stores.
 
     Raises:
         UsageError: the schedule does not take the changed settings.
@@ -282,6 +282,8 @@ def compiled_again(plan: Plan, **changes: object) -> Plan | None:
     try:
         request = _request_of(plan)
         if compile_request(request).to_json() != plan.to_json():
+            return None
+        if not _is_registered(plan) and changes.get("microbatches") not in (None, request.microbatches):
             return None
     except (UsageError, UnsoundError):
         return None
@@ -291,10 +293,13 @@ def compiled_again(plan: Plan, **changes: object) -> Plan | None:
 def _request_of(plan: Plan) -> CompileRequest:
     """Return the request that a plan was compiled from, as far as the plan stores it."""
     said = {name: setting.in_plan(plan) for name, setting in settings() if setting.in_plan is not None}
-    known = {name for found in all_schedules() for name in (found.name, *found.aliases)}
-    if plan.schedule.name not in known:
+    if not _is_registered(plan):
         said["schedule"] = schedule_of_plan(plan, "the plan")
     return CompileRequest(**{name: value for name, value in said.items() if value is not None})  # type: ignore[arg-type]
+
+
+def _is_registered(plan: Plan) -> bool:
+    return any(plan.schedule.name in (found.name, *found.aliases) for found in all_schedules())
 
 
 def _per_stage(recompute: int | Sequence[int], schedule: Schedule, shape: Shape) -> tuple[int, ...]:
