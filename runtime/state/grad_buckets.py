@@ -141,10 +141,12 @@ class GradBucket:
         self.firsts = torch.tensor([s.at for s in self._layout.segments() if s], dtype=torch.int64, device=device)
         stats = stats or MemoryStats()
         self._storage = ResizableStorage(self.flat, MemoryKind.GRADIENTS, stats)
-        self._sum = ResizableStorage(self.shard, MemoryKind.GRADIENTS, stats) if self.reshards else None
+        self._sum: ResizableStorage | None = None
         pairs = zip(map(masters.master_of, parameters), self.held(), strict=True)
         self.given = [(stepped, view) for stepped, view in pairs if stepped is not None and view is not None]
-        self._clear()
+        self.clear()
+        if self.reshards:
+            self._sum = ResizableStorage(self.shard, MemoryKind.GRADIENTS, stats)
         self.kept = frozenset([id(view) for parameter, view in self.pairs if can_be_grad(view, parameter)])
         keeps_views = len(self.kept) == len(self.views)
         self.begins_at_zero = not self.reshards and (size <= IN_CACHE if keeps_views else is_low(local[0].dtype))
@@ -245,20 +247,17 @@ class GradBucket:
 
     def clear(self, *, afresh: bool = False) -> None:
         """Reset for the next step; `afresh` also zeroes gaps, which may have become NaN."""
-        self._clear()
+        self.blank, self.missing, self.ready = set(self._all), set(self._all), False
+        self.may_lack, self.is_open, self.notes_arrivals = self.reshards, False, False
+        self._versions, self._is_begun = None, False
+        for parameter in self.parameters if self._layout.num_shards > 1 else ():
+            parameter.grad = None  # outside of its shard, it would be of this replica alone, and undivided
         if self._sum is not None:
             for stepped, _ in self.given:
                 stepped.grad = None
             self._sum.free()
         elif afresh and self._is_sharded:
             self._layout.zero_gaps(self.flat)
-
-    def _clear(self) -> None:
-        self.blank, self.missing, self.ready = set(self._all), set(self._all), False
-        self.may_lack, self.is_open, self.notes_arrivals = self.reshards, False, False
-        self._versions, self._is_begun = None, False
-        for parameter in self.parameters if self._layout.num_shards > 1 else ():
-            parameter.grad = None  # outside of its shard, it would be of this replica alone, and undivided
 
     def held(self) -> list[Tensor | None]:
         """Return each parameter's gradient as far as this rank's shard has it; None where it has none of it."""
