@@ -70,7 +70,7 @@ export function compareCard(app) {
   const idle = (cause) => (run) => run.breakdown &&
     (100 * run.breakdown.ranks.reduce((sum, of) => sum + (of[cause] ?? 0), 0)) / (run.makespan * run.plan.ranks || 1);
   const makespan = (run) => (run.stuck ? NaN : run.makespan), each = (run) => batches.size > 1 && makespan(run) / run.plan.schedule.microbatches;
-  const rows = [["makespan", makespan, number], ["… per microbatch", each, number], ["bubble, %", (run) => 100 * run.bubble, percent],
+  const rows = [["makespan", makespan, number], ["… per microbatch", each, number], ["bubble, %", (run) => (run.stuck ? NaN : 100 * run.bubble), percent],
     ["peak", (run) => run.held && peakOf(run), number], ...Object.keys(looks).map((cause) => [`${cause}, %`, idle(cause), percent])];
   const signed = ([one, other], words) => {
     const size = words(words(one) === words(other) ? 0 : Math.abs(other - one));
