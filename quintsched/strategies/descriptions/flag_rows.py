@@ -32,7 +32,6 @@ INNERMOST_FIRST = ("tp", "cp", "ep", "dp", "pp")
 KEYS = ("model", "hardware", "gpus_per_node", *Strategy.model_fields)
 """Keys of a row."""
 
-
 LARGEST_SIZE = 2**40
 """Largest size."""
 

@@ -68,7 +68,6 @@ IN_16_BITS = ("logits", "router", "patches")
 BACKWARD_FLOPS = 2.5
 """FLOP of fused attention's backward per FLOP of the forward: five products to two."""
 
-
 RING_PASSES, RING_KERNELS = (5, 15), (10, 20)
 """Extra cost of a ring step of attention over the cp axis, forward and backward, beside its fused call: passes over as
 many float32 numbers as its queries have, and kernels."""

@@ -34,7 +34,6 @@ __all__ = ["Evaluated", "Table", "distinct_blocks", "distinct_kinds", "evaluate"
 ROWS_AT_ONCE = 1 << 15
 """Number of rows processed at a time, so that columns stay in the processor's cache."""
 
-
 TIMED_KERNELS = ("tp_overlap", "fused_loss", "fused_accumulation", "gradients")
 """Columns of what kernels do at once."""
 

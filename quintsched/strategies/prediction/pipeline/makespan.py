@@ -223,18 +223,20 @@ def exposed_reductions(
     own = chunked(s, reduction, first, last)
     found = np.zeros_like(s.p)
     rounds = s.m if find_schedule(schedule).name in CHUNK_BY_CHUNK else s.p  # of a chunk's backwards, at the end
+    ring = Each(s, b).total  # on its way over all ranks
     for place in s.places:
         top, run = place.rank == 0, place.run
         sooner = up.before(place) + np.where(top, 0.0, s.first.i if late else s.first.b)
         sooner = np.maximum(sooner - late * place.rank * w[run], 0.0)
         of_first = own[run] + top * first
-        beside = np.where(s.v > 1, rounds, 0.0) * ((s.v - 1) * b[run] + top * s.first.b)
+        turn = np.maximum(rounds * b[run], ring)
+        beside = np.where(s.v > 1, (s.v - 1) * turn + top * rounds * s.first.b, 0.0)
         exposed = np.maximum(of_first, reduction[run] - beside) - sooner
         if tied:
             alone = (s.p == 1) & (s.v > 1)  # both on one rank
             apart = reduction[run] - own[run] - last - alone * of_first  # of its other stages, which come before
-            done = np.maximum(np.minimum(apart, own[run]), apart - np.maximum(s.v - 2, 0) * rounds * b[run]) - sooner
-            before = np.maximum(np.where(alone, apart - (s.v - 2) * b[run], done), 0.0) + alone * of_first
+            done = np.maximum(np.minimum(apart, own[run]), apart - np.maximum(s.v - 2, 0) * turn) - sooner
+            before = np.maximum(np.where(alone, apart - (s.v - 2) * turn, done), 0.0) + alone * of_first
             exposed = np.maximum(exposed, np.where(place.rank == s.p - 1, before + own[run] + last, 0.0))
         found = np.where(place.exists, np.maximum(found, exposed), found)
     return found
