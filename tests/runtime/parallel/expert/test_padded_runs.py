@@ -49,7 +49,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_padding_changes_no_run(number: int) -> None:
-    """Where rows are dropped: the grid has mixtures that drop none."""
+    """Mixtures that drop rows: the grid has those that drop none."""
     schedule, mesh, shape, more, options = CASES[number]
     plan = qs.compile(schedule, mesh=mesh, microbatches=4 if schedule == "dualpipe-v" else 2, **shape)
     train_both(plan, (0.5, 1.25)[number % 2], more, **options)
