@@ -80,7 +80,7 @@ def known_helper(x):
 
 ASKS = {
     r"os.environ \(": lambda self, x: x * float(os.environ.get("TAU", "1")),
-    r"pathlib.Path.read_text \(": lambda self, x: x * (Path(__file__).read_text() != ""),
+    r"pathlib\S*\.Path\.read_text \(": lambda self, x: x * (Path(__file__).read_text() != ""),
     r"_contextvars.ContextVar.get \(": lambda self, x: x * VARIABLE.get(),
     r"torch.get_float32_matmul_precision \(": lambda self, x: x * len(torch.get_float32_matmul_precision()),
     r"time.monotonic \(": lambda self, x: known_helper(x),
