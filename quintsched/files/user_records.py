@@ -38,7 +38,7 @@ class RecordMetaclass(ModelMetaclass):
                 raise UsageError(
                     f"{cls.__name__}: {' and '.join(lacks)} missing; write {cls.__name__}({call})"
                 ) from None
-            raise UsageError(f"{cls.__name__}: {describe_faults(error)}") from None
+            raise UsageError(f"{cls.__name__}: {describe_faults(error, cls)}") from None
 
 
 Record = TypeVar("Record", bound=BaseModel)
@@ -63,6 +63,6 @@ def read_record(kind: type[Record], path: Path, most_bytes: int, what: str) -> R
     try:
         return kind.model_validate_json(json.dumps(parse_strict(text)))
     except ValidationError as error:
-        raise InputError(f"{path}: {describe_faults(error)}") from error
+        raise InputError(f"{path}: {describe_faults(error, kind)}") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error

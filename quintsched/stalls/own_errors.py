@@ -30,6 +30,10 @@ _WIRE_ERRORS = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreE
 """Names of torch's exception classes for communication."""
 
 MOST_CAUSES = 20
+WORKER_ERROR = re.compile(
+    r"Caught \w+ (?P<where>in .*)\.\nOriginal Traceback.*:\n(?P<frames>(?s:.*\n)? .*\n)(?P<error>\S(?s:.*))\Z"
+)
+"""Message of torch's error for one in another process or thread, such as a DataLoader's worker."""
 _OWN_NAME = re.compile(r"\Arank \d+ \([^)]*\),? ")
 """Beginning of a message that already names the rank."""
 
@@ -68,8 +72,13 @@ def headline(error: BaseException) -> str:
 
 
 def said(error: BaseException) -> str:
-    """Return an error as the last line of a traceback; errors of this package without their class."""
+    """Return an error as the last line of a traceback; errors of this package without their class.
+
+    That of a process that loads data is the error there.
+    """
     text = message_of(error)
+    if found := WORKER_ERROR.search(text):
+        return f"{found['error'].strip()}, {found['where']}"
     kind = type(error).__name__
     if isinstance(error, BaseExceptionGroup):
         text = f"{text}: {'; '.join(map(said, error.exceptions))}"

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ from types import TracebackType
 
 from quintsched.errors import QuintschedError, StallError, printable
 from quintsched.files.terminal import write_error
-from quintsched.stalls.own_errors import causes_of, headline, said
+from quintsched.stalls.own_errors import WORKER_ERROR, causes_of, headline, message_of, said
 
 from .wall_time import epoch_s
 
@@ -34,8 +35,13 @@ MOST_LETTERS_OF_A_LINE = 300
 STORE_S = 2.0
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _OWN = str(Path(__file__).parents[2])
-_WRAPPERS = ("torch/nn/modules/module.py", "torch/_functorch/functional_call.py", "torch/nn/utils/stateless.py")
+_WRAPPERS = (
+    *("torch/nn/modules/module.py", "torch/_functorch/functional_call.py", "torch/nn/utils/stateless.py"),
+    *("torch/utils/data/dataloader.py", "torch/utils/data/_utils/worker.py", "torch/utils/data/_utils/fetch.py"),
+    "torch/_utils.py",
+)
 """Files whose frames only pass a call on."""
+_FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 _LIBRARIES = tuple(get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 
@@ -138,6 +144,11 @@ def _trace_of(error: BaseException) -> str:
         cause = cause.__cause__
         frames += traceback.extract_tb(cause.__traceback__)
     found = traceback.TracebackException.from_exception(cause)
+    if in_worker := WORKER_ERROR.search(message_of(cause)):
+        places = _FRAME.findall(in_worker["frames"])
+        frames += [traceback.FrameSummary(file, int(line), name) for file, line, name in places]
+        found.stack = _Frames(_shortened(frames, keeps_end=True))
+        return _fit("".join(["Traceback (most recent call last):\n", *found.stack.format(), in_worker["error"]]))
     if isinstance(error, QuintschedError) or _is_in_users_code(frames):
         found.stack = _Frames(_shortened(frames, keeps_end=cause is not error))
     lines = found.stack.format() if cause is error and isinstance(error, QuintschedError) else found.format()

@@ -146,6 +146,20 @@ def test_an_error_of_a_users_function_has_the_frames_of_that(
     assert "json/decoder.py" in said
 
 
+def test_an_error_in_a_loaders_worker_has_one_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.py").write_text("def read(row):\n    raise KeyError(f'{row}\\nis broken')\n")
+    with pytest.raises(KeyError) as caught:
+        try:
+            call_object(f"{tmp_path / 'rows.py'}:read", 37)
+        except KeyError:
+            torch._utils.ExceptionWrapper(where="in DataLoader worker process 1").reraise()
+    uncaught_error.report(caught.value, 0, with_trace=True, is_named=True)
+    head, *trace = capsys.readouterr().err.splitlines()
+    assert head == "error: KeyError: '37\\nis broken', in DataLoader worker process 1"
+    assert (trace[0], trace.count(TRACE), trace[-1]) == (TRACE, 1, "KeyError: '37\\nis broken'")
+    assert all("rows.py" in line or Path(__file__).name in line for line in trace if line.startswith("  File"))
+
+
 def test_torchrun_is_told_once(code_error: qs.QuintschedError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
