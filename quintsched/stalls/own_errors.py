@@ -66,9 +66,10 @@ def failed_in_code(error: BaseException) -> bool:
     return cause is not None and not isinstance(cause, QuintschedError) and came_from_handler(cause)
 
 
-def headline(error: BaseException) -> str:
+def headline(error: BaseException, *, first_line: bool = False) -> str:
     """Return an error's class and message on one line, fit for a terminal, without the rank at its beginning."""
-    return printable(_OWN_NAME.sub("", said(error), count=1))
+    text = said(error).partition("\n")[0] if first_line else said(error)
+    return printable(_OWN_NAME.sub("", text, count=1))
 
 
 def said(error: BaseException) -> str:

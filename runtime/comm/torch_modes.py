@@ -87,7 +87,7 @@ class Modes(NamedTuple):
 
     def put_back(self) -> None:
         """Restore these modes; except inference mode, which ends with its context."""
-        if self.grad is not None:
+        if self.grad not in (None, torch.is_grad_enabled()):  # a switch would count as one of the block: `GradSwitches`
             torch.set_grad_enabled(self.grad)
         for kind, dtype in self.autocast or ():
             torch.set_autocast_enabled(kind, dtype is not None)

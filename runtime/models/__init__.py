@@ -57,16 +57,14 @@ MODELS: Mapping[str, ModelKind[Any]] = MappingProxyType(
 def build_model(config: ModelConfig, data: DataSpec, seed: int = 0) -> Blocks:
     """Return the blocks of a job's model.
 
-    A user's function ("my_file.py:build") is called with the options by name, `pretrained` if it takes that, and first
-    with `data` if it has a parameter left that has this name or no default. It returns a list of modules or of
-    functions that build them, a `Split`, or a whole model, which is split. Its weights are drawn under `seed`, on all
-    ranks alike.
+    A user's function ("my_file.py:build") is called with the options by name, and with `data` and `pretrained` if it
+    has parameters of these names. It returns a list of modules or of functions that build them, a `Split`, or a whole
+    model, which is split. Its weights are drawn under `seed`, on all ranks alike.
     Raises UsageError for an unknown name or wrong options, MisfitError where the data does not fit the model.
     """
     if names_file(config.name):
         with seeded(seed, 0):
-            given, options = _user_arguments(config, data)
-            return _user_blocks(config.name, call_object(config.name, *given, **options))
+            return _user_blocks(config.name, call_object(config.name, **_user_arguments(config, data)))
     kind, options = _built_in(config)
     return kind.build(data, options)
 
@@ -108,13 +106,12 @@ def _built_in(config: ModelConfig) -> tuple[ModelKind[Any], Any]:
         return kind, read_settings(kind.options, config.options, "", prefix="model.options")
 
 
-def _user_arguments(config: ModelConfig, data: DataSpec) -> tuple[tuple[DataSpec, ...], dict[str, Any]]:
-    """Return the arguments of a user's function: the options, before them `data` if a parameter is left for it."""
+def _user_arguments(config: ModelConfig, data: DataSpec) -> dict[str, Any]:
+    """Return the arguments of a user's function: the options, and `data` and `pretrained` where it takes them."""
     function = load_object(config.name)
     taken = arguments_of(function) if callable(function) else {}
-    options = ({"pretrained": config.pretrained} if "pretrained" in taken else {}) | config.options
-    left = [one for name, one in taken.items() if name not in options and one.kind.name.startswith(("POS", "VAR_POS"))]
-    return (data,) if any(one.name == "data" or one.default is one.empty for one in left) else (), options
+    ours = {"data": data, "pretrained": config.pretrained}
+    return {name: value for name, value in ours.items() if name in taken} | config.options
 
 
 def _user_blocks(name: str, blocks: object) -> Blocks:

@@ -33,6 +33,13 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
     # model
     ForeignKeys("model.name", "", "model_name model_type model_class arch architecture"),
     ForeignKeys(
+        "model.name",
+        '"my_file.py:build", which returns the model with its adapters, or with weights that are not trained',
+        "lora use_lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules lora_target lora_config qlora peft "
+        "use_peft peft_type peft_config adapter adapters target_modules task_type finetuning_type freeze freeze_layers "
+        "freeze_backbone quantization load_in_4bit load_in_8bit attn_implementation flash_attention use_flash_attn",
+    ),
+    ForeignKeys(
         "model.pretrained",
         "a safetensors file, or a folder with one",
         "model_name_or_path pretrained_model_name_or_path pretrained_path pretrained_checkpoint init_from",
@@ -61,6 +68,12 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
         "data.path",
         "token shards, which quintsched data tokenize writes",
         "tokenizer tokenizer_name tokenizer_name_or_path tokenizer_path tokenizer_type",
+    ),
+    ForeignKeys(
+        "data.name",
+        '"my_file.py:load", with PromptAnswers, which trains on answers alone',
+        "train_on_inputs train_on_prompt mask_inputs mask_prompt completion_only_loss assistant_only_loss "
+        "response_template instruction_template prompt_template chat_template",
     ),
     ForeignKeys("data.options.pack", "of data.name: tokens", "packing packed sample_packing pack_sequences"),
     ForeignKeys(
@@ -190,7 +203,9 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
         "constant, linear, cosine, wsd, …",
         "lr_scheduler lr_scheduler_type scheduler scheduler_type lr_decay_style decay_type",
     ),
-    ForeignKeys("train.lr_schedule.warmup_steps", "", "num_warmup_steps warmup_iters lr_warmup_steps lr_warmup_iters"),
+    ForeignKeys(
+        "train.lr_schedule.warmup_steps", "", "warmup num_warmup_steps warmup_iters lr_warmup_steps lr_warmup_iters"
+    ),
     ForeignKeys(
         "train.lr_schedule.warmup_steps",
         "the ratio x the number of steps",
@@ -205,7 +220,9 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
         "the largest norm",
         "gradient_clipping gradient_clip gradient_clip_val max_grad_norm max_norm clip_grad clip_grad_norm grad_clip",
     ),
-    ForeignKeys("train.loss", '"my_file.py:loss"', "loss_fn loss_function criterion"),
+    ForeignKeys(
+        "train.loss", '"my_file.py:loss"', "loss_fn loss_function criterion label_smoothing label_smoothing_factor"
+    ),
     ForeignKeys(
         "train.evaluate_every",
         'steps, "5M tokens" or "10 min"; 0: the end of each epoch',
@@ -258,7 +275,7 @@ FOREIGN_KEYS: Sequence[ForeignKeys] = (
     ),
     # quintsched run
     ForeignKeys("--resume", "a flag of quintsched run", "resume resume_from resume_from_checkpoint auto_resume"),
-    ForeignKeys("--nnodes", "an option of quintsched run", "nnodes num_nodes n_nodes"),
+    ForeignKeys("--nnodes", "an option of quintsched run", "nnodes num_nodes n_nodes num_machines machines"),
 )
 """All words that are known; each has one meaning."""
 

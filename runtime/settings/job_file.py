@@ -103,7 +103,7 @@ class ModelConfig(SourcedSection, _section("model")):  # type: ignore[misc]
 
     name: Annotated[str, SettingRule.CODE] = "vit"
     """A built-in model, or a user's function, "my_file.py:build", which returns blocks, or a model to be split. It is
-    called with the options by name, and first with the sizes of the data (a `DataSpec`) if it takes `data`."""
+    called with the options by name, and with `data`, the sizes of the data (a `DataSpec`), if it takes that."""
     options: Annotated[dict[str, Any], SettingRule.OPEN] = Field(default_factory=dict)
     """Options of that model."""
     pretrained: Annotated[str | None, SettingRule.FREE, SettingRule.OF_A_MACHINE] = None

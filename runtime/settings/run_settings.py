@@ -134,7 +134,7 @@ def _nearest_key(root: type[Settings], path: Sequence[int | str], key: str) -> s
     ]
     if below:
         return suggest(below[0], below)
-    return _foreign_key(root, key) or _key_elsewhere(root, key) or suggest(key, section.model_fields, closeness=0.65)
+    return _foreign_key(root, key) or _key_elsewhere(root, key) or suggest(key, section.model_fields, closeness=0.7)
 
 
 def _foreign_key(root: type[Settings], key: str) -> str:

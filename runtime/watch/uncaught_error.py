@@ -89,7 +89,7 @@ def report(error: BaseException, rank: int, *, with_trace: bool, is_named: bool 
     notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()) if is_ours)
     trace = f"\n{_trace_of(error)}" if with_trace else ""
     words = f"{whose}{_fit(said(error))}{_fit(notes)}{trace}".rstrip("\n")
-    report_once(words, rank, _place_of(error), headline(error))
+    report_once(words, rank, _place_of(error), headline(error, first_line=True))
 
 
 def report_once(words: str, rank: int, of_all: str = "", line: str = "") -> None:

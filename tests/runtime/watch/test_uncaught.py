@@ -148,11 +148,12 @@ def test_an_error_of_a_users_function_has_the_frames_of_that(
 
 def test_an_error_in_a_loaders_worker_has_one_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.py").write_text("def read(row):\n    raise KeyError(f'{row}\\nis broken')\n")
+    try:
+        call_object(f"{tmp_path / 'rows.py'}:read", 37)
+    except KeyError:
+        found = torch._utils.ExceptionWrapper(where="in DataLoader worker process 1")
     with pytest.raises(KeyError) as caught:
-        try:
-            call_object(f"{tmp_path / 'rows.py'}:read", 37)
-        except KeyError:
-            torch._utils.ExceptionWrapper(where="in DataLoader worker process 1").reraise()
+        found.reraise()
     uncaught_error.report(caught.value, 0, with_trace=True, is_named=True)
     head, *trace = capsys.readouterr().err.splitlines()
     assert head == "error: KeyError: '37\\nis broken', in DataLoader worker process 1"
