@@ -58,7 +58,7 @@ BUDGET = {
     "interpreter": 2885,
     "comm": 2838,
     "splitting": 2587,
-    "watch": 2059,
+    "watch": 2066,
     "stage": 1961,
     "losses": 1989,
     "objects": 1794,

@@ -6,14 +6,14 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import TYPE_CHECKING, NoReturn
 
 from quintsched.errors import InputError, printable, suggest
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel, ValidationError
+    from pydantic import ValidationError
 
 
 MOST_CHARACTERS = 60
@@ -102,17 +102,17 @@ _WORDS = {
 """Messages that replace pydantic's own, by type of fault."""
 
 
-def describe_faults(error: ValidationError, kind: type[BaseModel] | None = None) -> str:
+def describe_faults(error: ValidationError, known: Iterable[str] = ()) -> str:
     """Return pydantic's first fault as `/where: what`, with the number of further faults.
 
-    `kind`: the class of a record that users write, whose fields are suggested for an unknown key.
+    `known`: keys of a record that users write, which are suggested for an unknown one.
     """
     faults = error.errors(include_url=False)
     first = faults[0]
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     words = _WORDS[first["type"]].format(**first.get("ctx", {})) if first["type"] in _WORDS else first["msg"]
-    if kind and first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
-        words += suggest(shorten(str(first["loc"][0])), kind.model_fields, closeness=0.65)
+    if known and first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+        words += suggest(shorten(str(first["loc"][0])), known, closeness=0.65)
     steps = (step for step in first["loc"] if step not in (NUMBER, LIST, OBJECT))
     where = pointer(*(shorten(step) if isinstance(step, str) else step for step in steps))
     return printable(f"{where or '/'}: {words}{more}")

@@ -32,13 +32,13 @@ class RecordMetaclass(ModelMetaclass):
             return super().__call__(*args, **values)
         except ValidationError as error:
             faults = [(fault["type"], *fault["loc"]) for fault in error.errors()]
+            fields: dict[str, FieldInfo] = vars(cls)["__pydantic_fields__"]
             if lacks := [str(name) for kind, name, *below in faults if kind == "missing" and not below]:
-                fields: dict[str, FieldInfo] = vars(cls)["__pydantic_fields__"]
                 call = ", ".join(f"{name}=…" for name, field in fields.items() if field.is_required())
                 raise UsageError(
                     f"{cls.__name__}: {' and '.join(lacks)} missing; write {cls.__name__}({call})"
                 ) from None
-            raise UsageError(f"{cls.__name__}: {describe_faults(error, cls)}") from None
+            raise UsageError(f"{cls.__name__}: {describe_faults(error, fields)}") from None
 
 
 Record = TypeVar("Record", bound=BaseModel)
@@ -63,6 +63,6 @@ def read_record(kind: type[Record], path: Path, most_bytes: int, what: str) -> R
     try:
         return kind.model_validate_json(json.dumps(parse_strict(text)))
     except ValidationError as error:
-        raise InputError(f"{path}: {describe_faults(error, kind)}") from error
+        raise InputError(f"{path}: {describe_faults(error, kind.model_fields)}") from error
     except InputError as error:
         raise InputError(f"{path}: {error}") from error

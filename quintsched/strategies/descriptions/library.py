@@ -124,7 +124,7 @@ def _checked(kind: type[D], values: Mapping[str, Any], source: str, find: Callab
     try:
         return kind.model_validate(given)
     except ValidationError as error:
-        raise InputError(f"{source}: {describe_faults(error, kind)}") from None
+        raise InputError(f"{source}: {describe_faults(error, kind.model_fields)}") from None
 
 
 def _file(what: str | Path, within: str, kind: str, names: list[str]) -> Path:
