@@ -52,12 +52,6 @@ class Weighing:
     microbatches: int
     is_used: bool
 
-    def rescales(self, before: Weighing | None) -> float:
-        """Return the factor for earlier sums, with which their samples weigh as much as present ones."""
-        if before is None or not (self.is_used and before.is_used):
-            return 1.0
-        return before.samples / self.samples
-
 
 @pydantic_dataclass(config=ConfigDict(extra="forbid"))
 class TrainingPosition:
@@ -161,14 +155,12 @@ class Scale:
         if before is not None and before.microbatches == self._microbatches:
             self._engine.usual_samples = before.samples
 
-    def of_sums(self, progress: TrainingPosition) -> float:
-        """Return the factor for the sums of a checkpoint, after the first step; the first call is collective."""
-        before = progress.weighing
+    def note_in(self, progress: TrainingPosition) -> None:
+        """Store the weighting for a checkpoint, after the first step; the first call is collective."""
         if self._weighing is None:
             is_used = self._engine.everyone.add_numbers(self._engine.loss_is_bare)[0] > 0
             self._weighing = Weighing(self._engine.usual_samples, self._microbatches, is_used)
         progress.weighing = self._weighing
-        return self._weighing.rescales(before)
 
 
 class StepSamples:

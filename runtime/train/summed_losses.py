@@ -159,19 +159,19 @@ class Sums:
 
     Args:
         start: sums of batches before.
-        scale: returns the factor for those; called when the first batch is added.
+        begun: called when the first batch is added.
     """
 
-    def __init__(self, start: dict[str, float], scale: Callable[[], float] | None = None) -> None:
+    def __init__(self, start: dict[str, float], begun: Callable[[], object] | None = None) -> None:
         self._sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in start.items()}
-        self._scale = scale
+        self._begun = begun
         self._latest: deque[StepResult] = deque()
 
     def add_result(self, result: StepResult) -> None:
         """Add a batch's sums."""
-        if self._scale is not None:
-            factor, self._scale = self._scale(), None
-            self._sums = {name: value * factor for name, value in self._sums.items()} if factor != 1 else self._sums
+        if self._begun is not None:
+            self._begun()
+            self._begun = None
         self._latest.append(result)
         if len(self._latest) > UNDER_WAY:
             self._add_oldest()

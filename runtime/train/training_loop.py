@@ -122,7 +122,7 @@ class TrainingLoop:
         self._window = Window()
         self._engine.clock.read_s()  # what validation computed belongs to no window
         began, first_batch = now_s(), progress.batch
-        totals, has_logged = Sums(progress.totals, lambda: self._scale.of_sums(progress)), False
+        totals, has_logged = Sums(progress.totals, lambda: self._scale.note_in(progress)), False
         for result in self._steps(traced):
             totals.add_result(result)
             self._window.add_step(result)
