@@ -31,7 +31,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.efficiency import peak
 from quintsched.strategies.prediction.predicted_collectives import all_reduce_s
 from quintsched.strategies.prediction.step import model_flops, predict
-from quintsched.strategies.tuning.recipes import RECIPES, chosen
+from quintsched.strategies.tuning.published_recipes import RECIPES, chosen
 
 DATA = Path(__file__).parent / "data"
 TABLES = (

@@ -29,7 +29,7 @@ from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy_text import duration, strategy_name
 from quintsched.strategies.tuning.check_search_certificate import check_certificate
 from quintsched.strategies.tuning.search_certificate import certify, load_certificate
-from quintsched.strategies.tuning.space import divisors
+from quintsched.strategies.tuning.strategy_space import divisors
 from quintsched.strategies.tuning.tune import Tuning, tune
 
 GPUS, BATCH, SEQ = 16_384, 16_384, 2048

@@ -32,7 +32,7 @@ from quintsched.schedules.kit.routes import routes_of
 from quintsched.schedules.kit.uneven_stages import Runs, find_runs
 from quintsched.simulation.costs import Costs
 from quintsched.user_code import load_schedule
-from quintsched.verify.meaning import loss_faults, skip_faults
+from quintsched.verify.microbatch_routes import loss_faults, skip_faults
 from quintsched.verify.soundness import check, check_order
 from quintsched.verify.wellformed import blocks_faults, recompute_faults, tied_faults, zero_faults
 

@@ -17,8 +17,8 @@ from matplotlib.typing import ColorType
 
 from quintsched.simulation.held_activations import Held
 
-from .sheet import LegendKey
-from .style import HAIRLINE, QUIET, number, text_width
+from .figure_sheet import LegendKey
+from .house_style import HAIRLINE, QUIET, number, text_width
 
 MOST_LINES = 6
 LINE_COLOURS = "viridis"

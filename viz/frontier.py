@@ -17,9 +17,9 @@ from quintsched.errors import UsageError, counted
 from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
 from quintsched.strategies.tuning.tune import Candidate, Tuning
 
-from .looks import INK
-from .sheet import Sheet, check_suffix
-from .style import HAIRLINE, QUIET, house_style, printable
+from .figure_sheet import Sheet, check_suffix
+from .house_style import HAIRLINE, QUIET, house_style, printable
+from .instruction_colours import INK
 
 WIDTH, HEIGHT = 9.0, 4.6
 TEXT, TITLE, SMALL = 9.0, 13.0, 8.5

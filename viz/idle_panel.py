@@ -11,9 +11,9 @@ from matplotlib.patches import Rectangle
 from quintsched.files.terminal import percent
 from quintsched.simulation.idle_time import CAUSES, TimeOfRank
 
-from .looks import CAUSE_COLOURS, WORKING_COLOURS
-from .sheet import POINTS, LegendKey
-from .style import QUIET
+from .figure_sheet import POINTS, LegendKey
+from .house_style import QUIET
+from .instruction_colours import CAUSE_COLOURS, WORKING_COLOURS
 
 COLOURS = {**WORKING_COLOURS, **CAUSE_COLOURS}
 MOST_LABELLED = 24

@@ -9,11 +9,11 @@ from matplotlib.patches import Rectangle
 
 from quintsched.ir.instruction_set import Instruction
 
-from .looks import CARGO, LOOKS, Look, look_of
+from .figure_sheet import LegendKey
+from .house_style import IDLE, IDLE_HATCH, WAIT, WAIT_HATCH, WAIT_PATTERN, ink_on, shade
+from .instruction_colours import CARGO, LOOKS, Look, look_of
 from .pipeline_rows import Scale, messages_shown
-from .scene import Scene
-from .sheet import LegendKey
-from .style import IDLE, IDLE_HATCH, WAIT, WAIT_HATCH, WAIT_PATTERN, ink_on, shade
+from .timeline_scene import Scene
 
 MOST_SWATCHES = 8
 

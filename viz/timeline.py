@@ -25,14 +25,14 @@ from quintsched.trace.measured_trace import MeasuredStep
 
 from .activation_panel import draw_held, held_height, held_key
 from .collective_scene import chunk_scene
+from .figure_sheet import POINTS, Sheet, check_suffix
+from .house_style import DIGIT_EM, QUIET, duration, house_style, number, printable, text_width
 from .idle_panel import draw_idle, idle_height, idle_keys
 from .legend import keys_of
 from .page.plan_page import require_one_unit, save_compared, save_page
 from .pipeline_rows import Scale, draw_rows, set_time_axis, tail_points
-from .scene import Scene, stage_scene
-from .sheet import POINTS, Sheet, check_suffix
-from .style import DIGIT_EM, QUIET, duration, house_style, number, printable, text_width
-from .window import held_within, label_from, scene_within
+from .timeline_scene import Scene, stage_scene
+from .timeline_window import held_within, label_from, scene_within
 
 NARROWEST, WIDEST = 9.0, 28.0
 """Limits of a picture's width, in inches."""

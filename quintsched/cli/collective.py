@@ -117,7 +117,7 @@ def _write(run: CollectiveRun, path: Path) -> None:
 def _closed_forms(plan: CollectiveProgram, num_bytes: float, wire: Wire) -> dict[str, float]:
     """Return the times of all means by the closed forms, in seconds."""
     from quintsched.collectives.collective_timing import fastest_tree_seconds, native_seconds, spelled_seconds
-    from quintsched.collectives.spelled_out import has_two_levels
+    from quintsched.collectives.expand_collective import has_two_levels
 
     found = {
         "native": native_seconds(plan.kind, plan.size, num_bytes, wire),
@@ -133,7 +133,7 @@ def _closed_forms(plan: CollectiveProgram, num_bytes: float, wire: Wire) -> dict
 def _crossovers(plan: CollectiveProgram, wire: Wire) -> dict[str, float]:
     """Return the bytes above which an all-reduce by rings, of one or two levels, is faster than by tree."""
     from quintsched.collectives.collective_timing import crossover_bytes
-    from quintsched.collectives.spelled_out import has_two_levels
+    from quintsched.collectives.expand_collective import has_two_levels
 
     if plan.kind != "all_reduce":
         return {}

@@ -23,7 +23,7 @@ from quintsched.collectives.collective_program import (
     CollectiveProgram,
     CollectiveStep,
 )
-from quintsched.collectives.spelled_out import spelled
+from quintsched.collectives.expand_collective import spelled
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten

@@ -13,7 +13,7 @@ from quintsched.collectives import collective_json, collective_timing
 from quintsched.collectives.collective_program import CollectiveProgram
 from quintsched.collectives.collective_proof import CollectiveVerdict, prove
 from quintsched.collectives.collective_timing import CollectiveRun
-from quintsched.collectives.spelled_out import spelled
+from quintsched.collectives.expand_collective import spelled
 from quintsched.ir.communication import Wire
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from quintsched.collectives.collective_program import Algorithm, CollectiveKind, CollectiveProgram
 from quintsched.collectives.collective_proof import event_graph, prove
-from quintsched.collectives.spelled_out import num_steps
+from quintsched.collectives.expand_collective import num_steps
 from quintsched.collectives.two_level import two_level_steps
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.graph.event_graph import Times

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from quintsched.collectives.collective_program import CollectiveKind, CollectiveProgram
 from quintsched.collectives.collective_timing import TREE_CHOICES, spelled_seconds
-from quintsched.collectives.spelled_out import has_two_levels, spelled
+from quintsched.collectives.expand_collective import has_two_levels, spelled
 from quintsched.ir.communication import Communication, Means, Wire
 
 CollectiveCall = tuple[CollectiveKind, int]

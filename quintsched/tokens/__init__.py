@@ -6,8 +6,8 @@
 Imports `files`, `errors`; needs numpy alone. A tokenizer of transformers is imported where one is asked for.
 """
 
-from .token_folder import Shard, TokenFolder, open_tokens
 from .token_index import ShardEntry, TokenIndex
+from .token_reader import Shard, TokenFolder, open_tokens
 from .token_writer import TokenWriter
 from .tokenizers import Tokenizer, documents_of, find_tokenizer
 

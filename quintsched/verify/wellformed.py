@@ -16,7 +16,7 @@ from quintsched.ir.layout import TWINS, Layout
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import MAX_BLOCKS, MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, PlanData, listed
 from quintsched.ir.zero_sharding import Zero
-from quintsched.verify.meaning import loss_faults, piece_faults, skip_faults
+from quintsched.verify.microbatch_routes import loss_faults, piece_faults, skip_faults
 from quintsched.verify.planned_collectives import communication_faults
 
 MOST_FINDING_LETTERS = 2000

@@ -20,7 +20,7 @@ from torch.autograd.function import FunctionCtx
 from quintsched.errors import MisfitError
 
 from ..comm.generators import fork_generators, generator_states, restore_generators
-from .run_backward import run_backward
+from .autograd_engine import run_backward
 
 RunForward = Callable[[tuple[Tensor, ...], Mapping[str, Any]], tuple[tuple[Tensor, ...], Tensor | None]]
 

@@ -24,9 +24,9 @@ from torch.nn.parameter import is_lazy
 
 from ..comm.generators import draws_undone, fork_generators
 from ..comm.torch_modes import modes_kept
+from ..objects.attribute_spaces import is_of_torch
 from ..objects.grad_switches import GradSwitches
 from ..objects.snapshot import Snapshot
-from ..objects.spaces import is_of_torch
 from .block_outlines import split_result
 from .trees import DIFFERENTIABLE, map_tensors
 

@@ -10,10 +10,10 @@ Imports `objects`, `settings`.
 """
 
 from .data_sources import has_extras, knows_replica, load_dataset
+from .job_tokens import MixturePart, TokenOptions, load_tokens
 from .memory_dataset import IGNORED_TARGET, PADDING, BatchSampler, Dataset, DataSpec, Normalization, Split, gather_batch
 from .prompts import PromptAnswers, chat, concatenated, pad_batch
 from .token_samples import TokenDataset, TokenSamples
-from .token_source import MixturePart, TokenOptions, load_tokens
 from .token_stream import PackedStream
 from .user_loaders import Loaders
 

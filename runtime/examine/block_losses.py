@@ -30,7 +30,7 @@ from ..losses.experiments.sum_or_mean import LossExamination
 from ..losses.function_state import versions_kept
 from ..losses.loss_reductions import LossWeight, Over
 from ..objects.plain_code import asking_elsewhere
-from ..objects.steering import SteeringState
+from ..objects.steering_state import SteeringState
 from ..parallel.cut_proofs.block_twins import draw_weight
 from ..parallel.cut_proofs.trial_inputs import Arrival, TrialInput
 from ..parallel.expert.moe import mixtures

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ..blocks.block_outlines import BlockOrBuilder, on_meta
+from ..objects.attribute_spaces import OF_TORCH, attributes_of
 from ..objects.library_or_user import PLAIN_TYPES, is_of_library, is_ours
-from ..objects.spaces import OF_TORCH, attributes_of
 
 _DEEPEST = 4
 

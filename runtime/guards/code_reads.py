@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..objects.attribute_spaces import hooks_on, stands_for
 from ..objects.library_or_user import codes_in, is_of_library, is_ours
 from ..objects.snapshot import Snapshot
-from ..objects.spaces import hooks_on, stands_for
 from .name_uses import FILL, Uses, union_of, uses_in
 
 _LAST_NAME = re.compile(r"(\w+)(?:\[[^\]]*\])*$")

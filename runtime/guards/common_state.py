@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..blocks.shape_inference import HAND_ON
+from ..objects.attribute_spaces import OF_TORCH, ClosureCells, Entries, Items, OfClass, Space, Trained, Whole
 from ..objects.host_values import GONE, numbers_of
 from ..objects.snapshot import Snapshot, is_same
-from ..objects.spaces import OF_TORCH, ClosureCells, Entries, Items, OfClass, Space, Trained, Whole
 from .code_reads import CodeReads, memory_of
 
 Judged = Collection[tuple[int, str | int | None]]

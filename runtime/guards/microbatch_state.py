@@ -32,10 +32,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from ..blocks.block_outlines import MutatedState, Parcel
+from ..objects.attribute_spaces import OF_TORCH, Entries, Trained, is_of_torch
 from ..objects.host_state_changes import sources_of
 from ..objects.library_or_user import is_ours, methods_of, names_of
 from ..objects.snapshot import Snapshot
-from ..objects.spaces import OF_TORCH, Entries, Trained, is_of_torch
 from ..objects.value_marks import Holder, Marks, Thing, mark_of, tensors_of
 from ..parallel.dropout import KeyedDropout
 from .own_backwards import Code, HooksAndModules

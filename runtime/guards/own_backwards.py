@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
+from ..objects.attribute_spaces import HOOKS, HOOKS_OF_ALL, hooks_on, is_of_torch
 from ..objects.library_or_user import is_library_module, is_of_library, names_of
 from ..objects.plain_code import applied_function, has_known_content, only_tells, profiled_by
 from ..objects.snapshot import Snapshot
-from ..objects.spaces import HOOKS, HOOKS_OF_ALL, hooks_on, is_of_torch
-from ..objects.steering import SteeringState
+from ..objects.steering_state import SteeringState
 
 _KNOWN = frozenset({"torch", "numpy", "transformers", "timm", "peft", "quintsched", *sys.stdlib_module_names})
 _KNOWN_BY_NAME = _KNOWN - {"__main__"}

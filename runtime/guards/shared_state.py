@@ -30,10 +30,10 @@ from quintsched.errors import MisfitError
 
 from ..blocks.block_outlines import Parcel
 from ..blocks.shape_inference import HAND_ON
+from ..objects.attribute_spaces import is_of_torch
 from ..objects.host_state_changes import sources_of
 from ..objects.host_values import OPERATORS
 from ..objects.snapshot import Snapshot, label_in
-from ..objects.spaces import is_of_torch
 from .code_reads import CodeReads, snapshot_of
 from .common_state import CommonState, Runs
 from .weights_not_held import require_own_weights

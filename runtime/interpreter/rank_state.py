@@ -21,10 +21,10 @@ from torch import Tensor
 
 from quintsched.ir.values import Value
 
+from ..autograd.autograd_engine import Root, edge_of
 from ..autograd.deferred_weight_grads import Products, WeightQueue
 from ..autograd.kv_store import Store
 from ..autograd.recompute import Rerun
-from ..autograd.run_backward import Root, edge_of
 from ..comm import Group, Transport, Work
 from ..comm.overlap_order import Overlaps
 from ..comm.overlap_threads import BoundCall

@@ -22,7 +22,7 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, strategy_name
 from quintsched.strategies.prediction.step import predict
-from quintsched.strategies.tuning.reasons import reasons
+from quintsched.strategies.tuning.advice import reasons
 from quintsched.strategies.tuning.tune import Tuning, tune
 
 from ..comm.device import find_accelerator, num_devices

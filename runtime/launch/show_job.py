@@ -19,7 +19,7 @@ from contextlib import redirect_stdout
 from quintsched.errors import QuintschedError
 from quintsched.files.terminal import shown, standard_streams, write_error, write_line
 
-from ..settings.job_document import job_schema, job_yaml
+from ..settings.job_schema import job_schema, job_yaml
 from .run_request import ShowRequest, read_request
 
 

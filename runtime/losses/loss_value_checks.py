@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..objects.spaces import HOOKS
+from ..objects.attribute_spaces import HOOKS
 from .function_state import class_weights
 from .loss_reductions import LossWeight, Over, named
 from .real_batches import JoinedCall, RealBatch, SampleUnit

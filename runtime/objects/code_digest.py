@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import nn
 
+from .attribute_spaces import ClosureCells, stands_for
 from .library_or_user import PLAIN_TYPES, is_of_library, names_of
-from .spaces import ClosureCells, stands_for
 
 _OF_A_RANK = frozenset({"rank", "world", "device", "gpu", "host", "hostname", "node", "local", "main", "master"}) | {
     *("leader", "process", "pid", "port", "address", "path", "dir", "file", "folder", "time", "start", "log", "verbose")

@@ -31,10 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .host_values import OPERATORS, is_same, state_of
-from .library_or_user import PLAIN_TYPES, globals_of, is_library_module, is_of_library, names_of, texts
-from .plain_code import has_known_content
-from .spaces import (
+from .attribute_spaces import (
     CONTAINERS,
     HOOKS,
     LONGEST,
@@ -49,6 +46,9 @@ from .spaces import (
     parts_of,
     space_of,
 )
+from .host_values import OPERATORS, is_same, state_of
+from .library_or_user import PLAIN_TYPES, globals_of, is_library_module, is_of_library, names_of, texts
+from .plain_code import has_known_content
 
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary)
 _STILL = (*PLAIN_TYPES, LockType, RLock, torch.jit.ScriptFunction)

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
+from .attribute_spaces import HOOKS, OF_TORCH, hooks_on
 from .host_state import HostState
 from .host_values import numbers_of
 from .library_or_user import codes_in, is_of_library, is_ours, methods_of
 from .outer_state_reads import require_known
-from .spaces import HOOKS, OF_TORCH, hooks_on
 
 
 class SharedOrigin(Protocol):

@@ -33,10 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from quintsched.errors import MisfitError
 
-from .host_values import GONE, putter_of, state_of
-from .host_values import is_same as is_same
-from .library_or_user import PLAIN_TYPES, globals_of, is_library_module, is_of_library, is_ours, names_of
-from .spaces import (
+from .attribute_spaces import (
     CONTAINERS,
     HOOKS,
     LONGEST,
@@ -53,6 +50,9 @@ from .spaces import (
     parts_of,
     space_of,
 )
+from .host_values import GONE, putter_of, state_of
+from .host_values import is_same as is_same
+from .library_or_user import PLAIN_TYPES, globals_of, is_library_module, is_of_library, is_ours, names_of
 
 _NO_ITERATORS: tuple[type, ...] = (IOBase, ProxyType, CallableProxyType)
 """Types with `__next__` that are no iterators here: files, and weak proxies, whose referents may lack it."""

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .attribute_spaces import CONTAINERS, LONGEST, Space
 from .host_values import numbers_of
 from .library_or_user import PLAIN_TYPES, is_of_library
-from .spaces import CONTAINERS, LONGEST, Space
 
 _MOST_BYTES, _MOST_NESTED = 1 << 16, 3
 """Limits: bytes of an array that is compared at each check, not only when due; nesting depth of values."""

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quintsched.errors import UsageError
 
-from ..autograd.taken_over import hold_on
+from ..autograd.engine_holds import hold_on
 from ..comm import Group
 from ..parallel.tensor.parameter_shards import Shard, gather_full, take_shard
 from .chained_optimizers import parts_of

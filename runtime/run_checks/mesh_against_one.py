@@ -24,7 +24,7 @@ from torch import Tensor
 from quintsched.errors import MisfitError, counted
 from quintsched.plan import Plan
 
-from ..objects.distances import distance
+from ..objects.tensor_distances import distance
 from ..parallel.context.context_parallel import SequenceShard
 from .record_steps import BEFORE, Made, Recording, ResultKind
 

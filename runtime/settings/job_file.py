@@ -30,7 +30,7 @@ from quintsched.request import CompileRequest, RequestOption, entries
 from .intervals import Every, EveryOrEpoch
 from .optimizer_settings import LearningRateConfig as LearningRateConfig
 from .optimizer_settings import OptimizerConfig as OptimizerConfig
-from .places import URL, PathText, PlaceText
+from .output_paths import URL, PathText, PlaceText
 from .run_settings import (
     Names,
     RunSettings,

@@ -24,11 +24,11 @@ from quintsched.errors import MisfitError, UsageError, counted
 from ..blocks.block_outlines import BLOCKS, BlockOrBuilder
 from ..blocks.module_state import require_sized, saved_tensors
 from ..comm.generators import GENERATORS, draws_undone
+from ..objects.attribute_spaces import is_hooked
 from ..objects.host_state_changes import Copies
 from ..objects.library_or_user import arguments_of, is_of_library
 from ..objects.outer_state_reads import FINAL_ERRORS
 from ..objects.snapshot import Snapshot, require_undone
-from ..objects.spaces import is_hooked
 from ..parallel.tensor.cut_rules import CutRules
 from .adapters import router_losses, transformers_models
 from .adapters.torchvision_operators import declare_missing

@@ -22,8 +22,8 @@ from quintsched.errors import MisfitError, QuintschedError, counted
 from ..blocks.block_outlines import accepted_extras, split_result
 from ..blocks.without_side_effects import untouched
 from ..comm.generators import AllGenerators
-from ..objects.distances import off
 from ..objects.library_or_user import is_of_library
+from ..objects.tensor_distances import off
 from .walk_log import is_number
 from .weightless_model import by_place_or_name
 

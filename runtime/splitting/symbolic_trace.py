@@ -28,10 +28,10 @@ from torch.fx.proxy import TraceError
 from ..blocks.block_outlines import meta_twins
 from ..comm.generators import AllGenerators
 from ..comm.torch_modes import Modes, modes_kept
+from ..objects.attribute_spaces import is_hooked
 from ..objects.host_state_changes import label_of, line_of, tensors_in
 from ..objects.outer_state_reads import FINAL_ERRORS, require_plain
 from ..objects.plain_code import asking_elsewhere
-from ..objects.spaces import is_hooked
 from .steady_state import HostChanges
 from .weightless_model import by_place_or_name, needed
 

@@ -20,7 +20,7 @@ from quintsched.errors import MisfitError, UsageError, counted
 from quintsched.ir.layout import Layout
 from quintsched.ir.plan_data import PlanData, listed
 
-from ..autograd.taken_over import Hold, holds_on, take_back
+from ..autograd.engine_holds import Hold, holds_on, take_back
 from ..blocks.block_costs import estimate_costs
 from ..blocks.block_outlines import Blocks, build_block
 from ..blocks.dtensor import local_of, prepare_sharded

@@ -21,7 +21,7 @@ from quintsched.plan import Plan
 
 from ..agreement.engine_records import agree_on_blocks
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
-from ..autograd.taken_over import Hold
+from ..autograd.engine_holds import Hold
 from ..blocks.block_outlines import Blocks, on_meta, outlines
 from ..blocks.dtensor import is_sharded
 from ..blocks.module_state import require_saved

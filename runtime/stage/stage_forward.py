@@ -23,7 +23,7 @@ from ..blocks.block_outlines import Parcel, accepted_extras, split_result, takes
 from ..blocks.trees import ONE_TENSOR, Tensors, Tree, TreeSpec, flatten
 from ..blocks.without_side_effects import as_leaves, detached
 from ..comm import Group
-from ..objects.spaces import forward_hooks, is_of_torch
+from ..objects.attribute_spaces import forward_hooks, is_of_torch
 from ..parallel.dropout import Masks
 from .in_place_copies import NOTHING_COPIED, Copied, copied_in
 from .stage_draws import UNIT, Extras, Outputs, RunBlocks, StageDraws

@@ -22,7 +22,7 @@ from quintsched.ir.instruction_set import Instruction
 from quintsched.ir.mesh import Mesh
 from quintsched.stalls.own_errors import failed_in_code, message_of, said
 
-from ..autograd.run_backward import run_backward
+from ..autograd.autograd_engine import run_backward
 from ..blocks.failing_module import block_of, frames, place_of
 from ..blocks.trees import TreeSpec
 from ..comm import Group

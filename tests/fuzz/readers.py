@@ -20,7 +20,7 @@ import yaml
 import quintsched as qs
 from quintsched import torch_csv
 from quintsched.collectives import collective_json
-from quintsched.collectives.spelled_out import spelled
+from quintsched.collectives.expand_collective import spelled
 from quintsched.errors import InputError
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats import plan_columns, plan_json

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.transforms import Bbox
 
-from quintsched.viz.sheet import PNG_DPI, Sheet
+from quintsched.viz.figure_sheet import PNG_DPI, Sheet
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -12,7 +12,7 @@ import quintsched as qs
 from quintsched.strategies.descriptions.strategy_text import strategy_name
 from quintsched.viz import render_tuning
 from quintsched.viz.frontier import draw_tuning
-from quintsched.viz.style import house_style
+from quintsched.viz.house_style import house_style
 
 from .pictures import read_svg, texts_of, visible_texts
 

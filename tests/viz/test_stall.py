@@ -11,8 +11,8 @@ from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import BlockingCall, Fate, RankState
 from quintsched.viz import render_stall
+from quintsched.viz.house_style import house_style
 from quintsched.viz.runs.stall_picture import BLAME, draw_stall, shown_ranks
-from quintsched.viz.style import house_style
 
 
 def stalled(mesh="dp=2,pp=2", places=((4, "receive", 4), (3, "nothing", None), (None, None, None), (None, None, None))):

@@ -28,7 +28,7 @@ from quintsched.stalls.stall_report import StallFile
 from quintsched.trace.trace_json import RankFile
 from quintsched.verify.wellformed import ZERO_STAGES
 
-from ..looks import CARGO, CAUSE_COLOURS, WORKING_COLOURS, look_of
+from ..instruction_colours import CARGO, CAUSE_COLOURS, WORKING_COLOURS, look_of
 
 FORMS: dict[str, type[BaseModel]] = {"plan": HeadFile, "costs": Costs, "trace": RankFile, "stall": StallFile}
 """Models of the files that may be dropped on a page; it reads them by their schemas."""

@@ -19,8 +19,8 @@ from quintsched.trace.measured_trace import MeasuredStep, Trace
 from quintsched.trace.training_log import TrainingLog
 from quintsched.verify.soundness import check
 
+from ..house_style import house_style
 from ..page.plan_page import page_of
-from ..style import house_style
 from ..timeline import draw_comparison, draw_measured
 from .report_parts import page_of_parts, page_within, section
 from .training_curves import draw_training

@@ -16,8 +16,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from quintsched.errors import UsageError
 from quintsched.trace.training_log import TrainingLog
 
-from ..sheet import LegendKey, Sheet, check_suffix
-from ..style import HAIRLINE, QUIET, house_style, printable
+from ..figure_sheet import LegendKey, Sheet, check_suffix
+from ..house_style import HAIRLINE, QUIET, house_style, printable
 
 WIDTH, LOSS_HEIGHT, HEIGHT = 9.0, 2.6, 1.1
 TEXT, TITLE, SMALL = 9.0, 13.0, 8.0

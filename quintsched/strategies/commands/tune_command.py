@@ -29,9 +29,9 @@ from quintsched.strategies.commands.prediction_report import as_data
 
 if TYPE_CHECKING:
     from quintsched.strategies.prediction.step import Prediction
+    from quintsched.strategies.tuning.advice import Row
     from quintsched.strategies.tuning.explain_choice import Explanation
     from quintsched.strategies.tuning.export.emit import Emitted as Files
-    from quintsched.strategies.tuning.reasons import Row
     from quintsched.strategies.tuning.tune import Candidate, Tuning
 
 WHERE = ("model", "hardware", "gpus", "gpus_per_node", "batch", "seq")
@@ -142,7 +142,7 @@ def _search(
 ) -> Tuning:
     from quintsched.strategies.descriptions.flag_rows import find_parts, longest_sequence
     from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware
-    from quintsched.strategies.tuning.reasons import POOL
+    from quintsched.strategies.tuning.advice import POOL
     from quintsched.strategies.tuning.tune import tune
 
     if isinstance(flags.get("hardware"), str):
@@ -216,14 +216,14 @@ def _more_data(explanation: Explanation | None, files: Files | None) -> dict[str
 
 def _rows(found: Tuning, top: int) -> list[Row]:
     """Return the rows that are printed, the fastest first."""
-    from quintsched.strategies.tuning.reasons import rows
+    from quintsched.strategies.tuning.advice import rows
 
     return rows(found.best)[:top]
 
 
 def _days_and_cost(found: Tuning, tokens: float, price: float | None) -> tuple[float, float | None]:
     """Return the days, and the cost, of training on a number of tokens, by the recommended strategy."""
-    from quintsched.strategies.tuning.reasons import recommended
+    from quintsched.strategies.tuning.advice import recommended
 
     space = found.space
     days = tokens / (space.batch * space.seq) * recommended(found).step_s / 86400
@@ -249,7 +249,7 @@ def read_tokens(text: str) -> float:
 
 
 def _as_data(found: Tuning, predictions: Sequence[Prediction], simulations: Sequence[float | None]) -> dict[str, Any]:
-    from quintsched.strategies.tuning.reasons import advice, reasons, recommended
+    from quintsched.strategies.tuning.advice import advice, reasons, recommended
 
     return {
         "model": found.model.name,
@@ -277,7 +277,7 @@ def _as_data(found: Tuning, predictions: Sequence[Prediction], simulations: Sequ
 def _describe(
     found: Tuning, top: int, predictions: Sequence[Prediction], simulations: Sequence[float | None]
 ) -> Iterator[str]:
-    from quintsched.strategies.tuning.reasons import advice, reasons
+    from quintsched.strategies.tuning.advice import advice, reasons
     from quintsched.text.listing import table
 
     space = found.space

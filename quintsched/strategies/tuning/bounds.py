@@ -19,7 +19,7 @@ import numpy as np
 
 from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.tuning.evaluator import STATE, Evaluator, Floats
-from quintsched.strategies.tuning.space import FRAME, FULL, NONE, PER_STAGE, SELECTIVE, Columns, Space
+from quintsched.strategies.tuning.strategy_space import FRAME, FULL, NONE, PER_STAGE, SELECTIVE, Columns, Space
 
 BOUND_MARGIN = 1e-9
 """Relative margin by which bounds are lowered, because of rounding."""

@@ -22,7 +22,7 @@ from quintsched.strategies.tuning.bounds import BOUND_MARGIN, frame_bounds, mesh
 from quintsched.strategies.tuning.evaluator import Evaluator, StrategyOutcomes
 from quintsched.strategies.tuning.per_stage import is_new
 from quintsched.strategies.tuning.search_certificate import Certificate, LeftOut, Winner
-from quintsched.strategies.tuning.space import MESH, PER_STAGE, Mask, Space, make_space
+from quintsched.strategies.tuning.strategy_space import MESH, PER_STAGE, Mask, Space, make_space
 
 FRAMES_AT_ONCE = 1 << 12
 CERTIFICATE_TOLERANCE = 1e-9

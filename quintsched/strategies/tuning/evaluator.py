@@ -22,7 +22,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.memory.peak_memory import COMES_AND_GOES
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.table import Evaluated, evaluate, held
-from quintsched.strategies.tuning.space import FIXED, MESH, PER_STAGE, Columns, Mask, Space
+from quintsched.strategies.tuning.strategy_space import FIXED, MESH, PER_STAGE, Columns, Mask, Space
 
 Floats = NDArray[np.float64]
 ENDS = ("dp", "optimizer")

@@ -28,10 +28,10 @@ from quintsched.strategies.descriptions.strategy_validity import check, resolved
 from quintsched.strategies.prediction.step import Prediction, predict
 from quintsched.strategies.prediction.strategy_columns import SWITCH_COLUMNS
 from quintsched.strategies.prediction.table import Table, evaluate
+from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.bounds import frame_bounds
-from quintsched.strategies.tuning.choices import Choices
 from quintsched.strategies.tuning.evaluator import Evaluator
-from quintsched.strategies.tuning.space import FRAME, PER_STAGE, SWITCHES, Space, divisors, make_space
+from quintsched.strategies.tuning.strategy_space import FRAME, PER_STAGE, SWITCHES, Space, divisors, make_space
 from quintsched.strategies.tuning.tune import Tuning
 
 MOST_GPUS = 2**20

@@ -13,7 +13,7 @@ import numpy as np
 
 from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.tuning.evaluator import Floats
-from quintsched.strategies.tuning.space import Mask
+from quintsched.strategies.tuning.strategy_space import Mask
 
 
 def pareto(time: Floats, memory: Floats, *ties: Ints) -> Ints:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from quintsched.ir.instruction_columns import Ints
+from quintsched.strategies.tuning.best_strategies import Candidates, nobody
 from quintsched.strategies.tuning.evaluator import Evaluator
-from quintsched.strategies.tuning.ranking import Candidates, nobody
-from quintsched.strategies.tuning.space import FULL, NONE, Mask, Space
+from quintsched.strategies.tuning.strategy_space import FULL, NONE, Mask, Space
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,11 +25,11 @@ from quintsched.files.user_records import FormatVersion, read_record
 from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Description, Model, Size
+from quintsched.strategies.tuning.axis_choices import Choices
+from quintsched.strategies.tuning.best_strategies import Candidates
 from quintsched.strategies.tuning.bounds import Bounds, frame_bounds, mesh_bounds
-from quintsched.strategies.tuning.choices import Choices
 from quintsched.strategies.tuning.evaluator import Evaluator
-from quintsched.strategies.tuning.ranking import Candidates
-from quintsched.strategies.tuning.space import MESH
+from quintsched.strategies.tuning.strategy_space import MESH
 from quintsched.strategies.tuning.tune import Tuning
 
 MOST_CERTIFICATE_BYTES = 2**28

@@ -22,12 +22,12 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
 from quintsched.strategies.descriptions.strategy_validity import check
+from quintsched.strategies.tuning.axis_choices import Choices
+from quintsched.strategies.tuning.best_strategies import Candidates
 from quintsched.strategies.tuning.bounds import relaxed
-from quintsched.strategies.tuning.choices import Choices
 from quintsched.strategies.tuning.evaluator import Evaluator
-from quintsched.strategies.tuning.ranking import Candidates
 from quintsched.strategies.tuning.search import Search, SearchProgress, SearchResult, strategy_at
-from quintsched.strategies.tuning.space import FULL, Space, make_space
+from quintsched.strategies.tuning.strategy_space import FULL, Space, make_space
 
 HEADROOM = 0.06
 """Fraction of a GPU's memory that is left free by default."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.values import ValueKind
 
-from ...autograd.run_backward import run_backward
+from ...autograd.autograd_engine import run_backward
 from ...comm.overlap_threads import BoundCall
 from ...stage.stage_forward import Outputs, outside, spans_of
 from ..busy_clock import NoClock

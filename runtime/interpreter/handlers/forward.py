@@ -20,8 +20,8 @@ from quintsched.errors import MisfitError
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.values import Value, ValueKind
 
+from ...autograd.autograd_engine import edge_of
 from ...autograd.recompute import Rerun
-from ...autograd.run_backward import edge_of
 from ...blocks.block_outlines import Parcel
 from ...blocks.trees import TreeSpec, laid_out, map_tensors
 from ...blocks.without_side_effects import tensors_of_training

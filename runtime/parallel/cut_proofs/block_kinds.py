@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
+from ...objects.attribute_spaces import ClosureCells, attributes_of
 from ...objects.host_values import bytes_of, state_of
 from ...objects.library_or_user import is_of_framework, is_of_library, is_ours
-from ...objects.spaces import ClosureCells, attributes_of
 from ..dropout import KeyedDropout
 from ..tensor.cut_rules import Choice
 from ..tensor.cuttable_layers import Cut, has_hooked_weights

@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_leaves
 from quintsched.errors import MisfitError
 
 from ...blocks.block_outlines import build_block, on_meta
+from ...objects.attribute_spaces import HOOKS, OF_TORCH, ClosureCells, attributes_of, defaults_of, parts_of
 from ...objects.host_values import marks_of
 from ...objects.library_or_user import PLAIN_TYPES, is_of_library
-from ...objects.spaces import HOOKS, OF_TORCH, ClosureCells, attributes_of, defaults_of, parts_of
 from ..tensor.pair_adjustments import restore_sizes
 
 TensorKind = TypeVar("TensorKind", bound=Tensor)

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...autograd.run_backward import run_backward
+from ...autograd.autograd_engine import run_backward
 from ...blocks.block_outlines import seeded
 from ...comm import EchoGroup, Group
 from ...objects.plain_code import asking_elsewhere
-from ...objects.steering import SteeringState
+from ...objects.steering_state import SteeringState
 from ..tensor.cuttable_layers import Cut
 from .block_twins import SEED, Blueprint
 from .feature_owners import CodePlace, FeatureOwners, HostReads, NothingDropped, WeightReads

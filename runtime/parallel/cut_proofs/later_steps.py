@@ -35,7 +35,7 @@ from ...comm import EchoGroup, SelfGroup
 from ...comm.local.threads_in_turns import EnteredModes, run_in_turns
 from ...objects.library_or_user import is_of_framework
 from ...objects.plain_code import asking_elsewhere, unrecorded
-from ...objects.steering import SteeringState
+from ...objects.steering_state import SteeringState
 from ..dropout import CutSite
 from ..tensor.cut_rules import Choice
 from ..tensor.sequence_parallel import SequenceParallel

@@ -20,7 +20,7 @@ from ...autograd.kv_store import Past, Store
 from ...blocks.block_outlines import accepted_extras, split_result
 from ...blocks.trees import flatten
 from ...comm import Group
-from ...objects.distances import largest_of, off
+from ...objects.tensor_distances import largest_of, off
 from ..context.context_parallel import ContextParallel
 from ..tensor.parameter_shards import shard_of, take_shard
 from ..tensor.sequence_parallel import partial_weights, run_on_slices

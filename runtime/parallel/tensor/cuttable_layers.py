@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...comm import Group
-from ...objects.spaces import hooks_on, is_hooked
+from ...objects.attribute_spaces import hooks_on, is_hooked
 from ...settings.tensor_rules import FusedParts, TensorSplit
 
 _OF_TORCH = (nn.Linear, nn.Embedding, nn.Module, object)

@@ -23,8 +23,8 @@ from quintsched.errors import MisfitError
 
 from ...comm import Group, ReduceOp
 from ...comm.autograd_collectives import gather_from_group
+from ...objects.attribute_spaces import hooks_on
 from ...objects.library_or_user import is_ours
-from ...objects.spaces import hooks_on
 from ...settings.tensor_rules import FusedParts
 from .cuttable_layers import is_replaced, join
 

@@ -30,7 +30,7 @@ from quintsched.files.atomic import whole_path, writing
 from quintsched.files.strictjson import parse_strict, shorten
 
 from ...comm.clocks import now_s
-from ...settings.places import URL, checked_place
+from ...settings.output_paths import URL, checked_place
 from ..write_tensors import WHAT
 from .manifest import MANIFEST
 from .run_folder import LEFTOVER, LOCK, OWN_FOLDER, Result, RunFolder, SavedStep, if_there, step_of

@@ -20,8 +20,8 @@ from quintsched.collectives.collective_timing import (
     spelled_seconds,
 )
 from quintsched.collectives.double_tree import double_tree
+from quintsched.collectives.expand_collective import num_steps
 from quintsched.collectives.gradient_exchange import choose, spelled_out
-from quintsched.collectives.spelled_out import num_steps
 from quintsched.ir.diagnostics import Point
 from quintsched.text.collective_grid import time_grid
 

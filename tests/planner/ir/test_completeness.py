@@ -72,7 +72,7 @@ class TestEveryInstruction:
         assert kind.computes or not kind.exchanges
 
     def test_it_has_a_colour_unless_it_is_an_arrow(self, kind):
-        looks = import_module("quintsched.viz.looks")
+        looks = import_module("quintsched.viz.instruction_colours")
         shown = {type(side) for side in self.example(kind).sides}  # of several, each has its own
         assert (shown <= set(looks.LOOKS)) != issubclass(kind, instruction_set.Message)
 

@@ -13,9 +13,9 @@ from quintsched.strategies.descriptions.strategy_text import strategy_name
 from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.efficiency import CONSTANTS
 from quintsched.strategies.prediction.step import predict
-from quintsched.strategies.tuning.choices import Choices
-from quintsched.strategies.tuning.recipes import RECIPES
-from quintsched.strategies.tuning.space import FIXED, MESH, make_space
+from quintsched.strategies.tuning.axis_choices import Choices
+from quintsched.strategies.tuning.published_recipes import RECIPES
+from quintsched.strategies.tuning.strategy_space import FIXED, MESH, make_space
 
 
 def read(name):

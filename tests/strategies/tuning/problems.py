@@ -11,7 +11,7 @@ from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measure
 from quintsched.strategies.descriptions.model import Experts, Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.table import Table, evaluate
-from quintsched.strategies.tuning.choices import Choices
+from quintsched.strategies.tuning.axis_choices import Choices
 
 
 def _curve(rate: float) -> Curve:

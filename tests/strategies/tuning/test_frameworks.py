@@ -11,7 +11,7 @@ from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.tuning.export.emit import emit_for
 from quintsched.strategies.tuning.export.frameworks import FRAMEWORKS, OWN, restrict
-from quintsched.strategies.tuning.recipes import beside, find_recipe, recipes
+from quintsched.strategies.tuning.published_recipes import beside, find_recipe, recipes
 from quintsched.strategies.tuning.tune import tune
 
 PARSERS = json.loads((Path(__file__).parents[2] / "data" / "framework_arguments.json").read_text(encoding="utf-8"))

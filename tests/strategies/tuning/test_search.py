@@ -3,7 +3,7 @@
 import pytest
 
 from quintsched.errors import UsageError
-from quintsched.strategies.tuning.space import make_space
+from quintsched.strategies.tuning.strategy_space import make_space
 from quintsched.strategies.tuning.tune import tune
 
 from .problems import Problem, brute_force, groups, problem

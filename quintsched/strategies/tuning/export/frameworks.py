@@ -16,7 +16,7 @@ from typing import Any
 from quintsched.errors import UsageError, suggest
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy, modules_of
-from quintsched.strategies.tuning.choices import OF_MEGATRON, OF_TORCH, Choices
+from quintsched.strategies.tuning.axis_choices import OF_MEGATRON, OF_TORCH, Choices
 from quintsched.strategies.tuning.export.megatron_arguments import MEGATRON_MODULES, megatron_arguments, megatron_notes
 from quintsched.strategies.tuning.export.torch_arguments import (
     deepspeed_arguments,

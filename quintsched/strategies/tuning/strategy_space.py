@@ -29,7 +29,7 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import check, has_light_ends, stage_layers
 from quintsched.strategies.prediction.layers_of_ranks import V_SHAPED
-from quintsched.strategies.tuning.choices import ALIKE, UNLIMITED, Choices, allows
+from quintsched.strategies.tuning.axis_choices import ALIKE, UNLIMITED, Choices, allows
 
 Mask = NDArray[np.bool_]
 Columns = dict[str, Ints]

@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextToPath
 
-from .looks import INK
+from .instruction_colours import INK
 
 Rgb = tuple[float, float, float]
 

@@ -10,10 +10,10 @@ import quintsched as qs
 from quintsched.simulation.held_activations import held_activations
 from quintsched.simulation.time_grid import readable_window, time_grid
 from quintsched.simulation.time_window import Window
-from quintsched.viz.scene import stage_scene
-from quintsched.viz.style import house_style
+from quintsched.viz.house_style import house_style
 from quintsched.viz.timeline import draw_plan
-from quintsched.viz.window import held_within, scene_within
+from quintsched.viz.timeline_scene import stage_scene
+from quintsched.viz.timeline_window import held_within, scene_within
 
 
 def simulated(microbatches: int = 8, pp: int = 4) -> qs.Simulation:

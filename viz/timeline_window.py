@@ -12,8 +12,8 @@ from matplotlib.ticker import FuncFormatter
 from quintsched.simulation.held_activations import Held
 from quintsched.simulation.time_window import Window
 
-from .scene import Arrow, Bar, ComputationBox, InstructionMark, Scene, Strip, WaitingTime
-from .style import number
+from .house_style import number
+from .timeline_scene import Arrow, Bar, ComputationBox, InstructionMark, Scene, Strip, WaitingTime
 
 Span = TypeVar("Span", ComputationBox, Bar, WaitingTime, Strip)
 

@@ -23,10 +23,10 @@ from quintsched.strategies.descriptions.flag_rows import KEYS, PredictionRow, re
 from quintsched.strategies.descriptions.library import PRESETS
 from quintsched.strategies.descriptions.strategy_text import duration
 from quintsched.strategies.prediction.table import Table, evaluate
-from quintsched.strategies.tuning.choices import Choices
+from quintsched.strategies.tuning.advice import BAND
+from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.explain_choice import explain
-from quintsched.strategies.tuning.reasons import BAND
-from quintsched.strategies.tuning.space import FIXED
+from quintsched.strategies.tuning.strategy_space import FIXED
 from quintsched.strategies.tuning.tune import Tuning
 
 RECIPES = PRESETS / "recipes.json"

@@ -12,8 +12,8 @@ import pytest
 from quintsched.errors import UsageError
 from quintsched.files.strictyaml import parse_yaml
 from quintsched.runtime.launch import show_job
-from quintsched.runtime.settings.job_document import job_yaml
 from quintsched.runtime.settings.job_file import JobConfig, load_job, marked
+from quintsched.runtime.settings.job_schema import job_yaml
 from quintsched.runtime.settings.run_settings import SettingRule, Settings
 
 from ...helpers.commands import run
@@ -62,7 +62,7 @@ def test_a_printed_job_has_overrides_and_short_forms(tmp_path: Path) -> None:
 
 def test_what_asks_whether_a_key_was_given_is_marked() -> None:
     texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "runtime").rglob("*.py")}
-    found = {name for name, text in texts.items() if ".model_fields_set" in text and name != "job_document.py"}
+    found = {name for name, text in texts.items() if ".model_fields_set" in text and name != "job_schema.py"}
     known = {"job_file.py", "optimizer_settings.py", "job_optimizer.py", "trainer.py", "auto_plan.py"}
     assert found == known, "mark the settings that are asked for with Mark.GIVEN, then name the file here"
     names = set(marked(SettingRule.GIVEN))

@@ -23,8 +23,8 @@ from matplotlib.figure import Figure
 from quintsched.errors import UsageError
 from quintsched.files.atomic import write_whole
 
-from .looks import INK
-from .style import text_width
+from .house_style import text_width
+from .instruction_colours import INK
 
 POINTS = 72.0
 SUFFIXES = (".png", ".svg")
