@@ -89,10 +89,11 @@ def tune(
     Flags of a strategy that are left out are free. If nothing fits, the exit code is 3.
     """
     from quintsched.strategies.prediction.step import predict
-    from quintsched.strategies.tuning import explain_choice, reasons, recipes
+    from quintsched.strategies.tuning import explain_choice, published_recipes
+    from quintsched.strategies.tuning.advice import recommended
 
     whole = None if tokens is None else read_tokens(tokens)
-    recipe = None if beside is None else recipes.find_recipe(beside)
+    recipe = None if beside is None else published_recipes.find_recipe(beside)
     flags = _searched(flags if recipe is None else recipe.choices(flags), framework)
     for written in (output, certificate):
         refuse_input(written, flags.get("model"), flags.get("hardware"), profile)
@@ -108,9 +109,9 @@ def tune(
     shown = found.best[:top] if as_json else [row.candidate for row in _rows(found, top)]
     predictions = [predict(found.model, found.hardware, one.strategy) for one in shown]
     simulations = _simulations(predictions) if simulate else [None] * len(predictions)
-    chosen = reasons.recommended(found).strategy
+    chosen = recommended(found).strategy
     files = None if directory is None else written_for(framework, found.model, chosen, directory)
-    published = () if recipe is None else recipes.beside(found, recipe)
+    published = () if recipe is None else published_recipes.beside(found, recipe)
     training = None if whole is None else _days_and_cost(found, whole, price)
     if as_json:
         more: dict[str, Any] = {} if training is None else {"days": training[0], "cost": training[1]}
