@@ -89,8 +89,7 @@ def tune(
     Flags of a strategy that are left out are free. If nothing fits, the exit code is 3.
     """
     from quintsched.strategies.prediction.step import predict
-    from quintsched.strategies.tuning import explain_choice, published_recipes
-    from quintsched.strategies.tuning.advice import recommended
+    from quintsched.strategies.tuning import advice, explain_choice, published_recipes
 
     whole = None if tokens is None else read_tokens(tokens)
     recipe = None if beside is None else published_recipes.find_recipe(beside)
@@ -109,7 +108,7 @@ def tune(
     shown = found.best[:top] if as_json else [row.candidate for row in _rows(found, top)]
     predictions = [predict(found.model, found.hardware, one.strategy) for one in shown]
     simulations = _simulations(predictions) if simulate else [None] * len(predictions)
-    chosen = recommended(found).strategy
+    chosen = advice.recommended(found).strategy
     files = None if directory is None else written_for(framework, found.model, chosen, directory)
     published = () if recipe is None else published_recipes.beside(found, recipe)
     training = None if whole is None else _days_and_cost(found, whole, price)
