@@ -241,7 +241,8 @@ class CheckpointConfig(Settings):
     format: Literal["native", "dcp"] = "native"
     """"native": a file per rank, for the plan that wrote it; "dcp": PyTorch's distributed format, for any mesh."""
     export: PathText | None = None
-    """A directory for the trained weights, as `from_pretrained` of transformers reads them; none: not written."""
+    """A directory for the trained weights, as `from_pretrained` of transformers reads them, or for PEFT's adapter of
+    the model, as `PeftModel.from_pretrained` does; none: not written."""
 
     @property
     def folder(self) -> Path | None:

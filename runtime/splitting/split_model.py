@@ -30,7 +30,7 @@ from ..objects.library_or_user import arguments_of, is_of_library
 from ..objects.outer_state_reads import FINAL_ERRORS
 from ..objects.snapshot import Snapshot, require_undone
 from ..parallel.tensor.cut_rules import CutRules
-from .adapters import router_losses, transformers_models
+from .adapters import peft_adapters, router_losses, transformers_models
 from .adapters.torchvision_operators import declare_missing
 from .build_blocks import built_without_weights, materialised
 from .carried_values import explore
@@ -64,6 +64,7 @@ class Split(Sequence[BlockOrBuilder]):
         config: that of the model, where its library has one.
         conversions: the rules by which the model's library changes names of checkpoints as it loads them.
         generation_config: the settings of generation that the library saves beside the weights, or None.
+        adapter: that of PEFT, of a model with one: all that is saved of it for other programs.
         loss_fn: the loss of the model's head: (output, targets) → (sum, weight); None: not known.
         cuts: the names of the modules of the model that are in each block.
         copies: keep copies of the model's modules equal to these.
@@ -91,6 +92,7 @@ class Split(Sequence[BlockOrBuilder]):
         self.own_names = dict(own_names or {})
         self.aliases, self.optional = dict(aliases or {}), frozenset(optional)
         self.config, self.loss_fn = config, loss_fn
+        self.adapter: peft_adapters.Adapter | None = None
         self.changing: frozenset[tuple[int, str]] = frozenset()
         self.copies: Sequence[Copies] = ()
         self.conversions, self.generation_config = tuple(conversions), generation_config
@@ -148,7 +150,9 @@ def split(
     """
     with GENERATORS, draws_undone():  # ranks that are threads of one process split one after the other
         if isinstance(model, nn.Module):
-            return _whole(transformers_models.without_wrapper(model), blocks, example, prove)
+            found = _whole(peft_adapters.without_wrapper(model), blocks, example, prove)
+            found.adapter = peft_adapters.adapter_of(model)
+            return found
         return _built(model, blocks, example, prove)
 
 
@@ -212,8 +216,7 @@ def _walked(
 
 def _proved_trace(model: nn.Module, inputs: Mapping[str, Any]) -> Split:
     """Return the traced segments of a model, proved on some inputs; raises `Untraceable`, `MisfitError`."""
-    parts = segments(model)
-    found = _traced(model, parts)
+    found = _traced(model, parts := segments(model))
     require_equal(model, parts, inputs, lambda output: output, found.own_names)
     return found
 
@@ -337,10 +340,9 @@ def _inputs(model: nn.Module, example: Collection[str] = ()) -> tuple[str, ...]:
     parameters = arguments_of(model.forward).values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     others = NOT_INPUTS if transformers_models.is_one(model) else NOT_INPUTS.difference(example)
-    names = tuple(name for name in named if name not in others)
-    if not names:
-        raise UsageError(f"the forward of {type(model).__name__} names no inputs")
-    return names
+    if names := tuple(name for name in named if name not in others):
+        return names
+    raise UsageError(f"the forward of {type(model).__name__} names no inputs")
 
 
 def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str, Any]) -> tuple[Origin, list[str]]:
@@ -389,9 +391,7 @@ def _is_layer(origin: Origin, number: int) -> bool:
 
 
 def _block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
-    if _is_layer(origin, number):
-        return layer_block(model, origin, number)
-    return segment(model, origin, number)
+    return (layer_block if _is_layer(origin, number) else segment)(model, origin, number)
 
 
 def _output(output: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import split
+from quintsched.runtime import Engine, run_local, split
+from quintsched.runtime.comm import Transport
 
 from ..helpers.training import train_alone, train_ranks
+from .toys import share
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -111,3 +115,21 @@ def test_prompts_that_a_wrapper_adds_are_refused() -> None:
     config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(qs.UsageError, match="puts prompts before its inputs"):
         split(peft.get_peft_model(llama(), config))
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("pp=2,tp=2", 0), ("dp=2,pp=2", 3)])
+def test_peft_reads_the_adapter_that_is_saved(tmp_path: Path, mesh: str, zero: int) -> None:
+    plan, model = qs.compile("1f1b", mesh=mesh, microbatches=4, zero=zero), adapted(llama)
+
+    def run(transport: Transport) -> None:
+        engine = Engine(plan, split(copy.deepcopy(model)), cross_entropy, adamw, transport=transport)
+        for inputs, targets in BATCHES:
+            engine.step(*share(engine, inputs, targets))
+        engine.save_pretrained(tmp_path)
+
+    run_local(4, run)
+    base = adapted(llama).unload()  # type: ignore[operator]
+    found = peft.PeftModel.from_pretrained(base, tmp_path).state_dict()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    for name, weight in train_alone(model, cross_entropy, adamw, BATCHES).weights.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-10, atol=1e-10)

@@ -5,7 +5,8 @@
            model-00003-of-00003.safetensors     (more than `max_file_bytes`)
     rank 0 model.safetensors.index.json, config.json, generation_config.json
 
-A single file is `model.safetensors`, without an index.
+A single file is `model.safetensors`, without an index. Of a model with an adapter of PEFT, rank 0 writes what
+`PeftModel.from_pretrained` reads: adapter_model.safetensors, adapter_config.json.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -43,6 +45,8 @@ WEIGHTS = "the weights"
 WEIGHT_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 """Files that are replaced, or removed, together."""
 
+ADAPTER_FILE = "adapter_model.safetensors"
+
 GATHERED_BYTES = 2**28
 """Most bytes of a tensor that are gathered at once, where it has several rows."""
 
@@ -50,18 +54,21 @@ GATHERED_BYTES = 2**28
 def save_pretrained(path: Path, rank: RankTensors, dtype: torch.dtype | None, max_file_bytes: int) -> None:
     """Write the folder; see `EngineSaves.save_pretrained`. All ranks call this."""
     everyone, groups, names = rank.everyone, rank.groups, rank.names
-    is_writer = groups.holders.index == 0
+    is_adapter = names.adapter is not None
+    writers = groups.world if is_adapter else groups.holders  # an adapter is one file
+    is_writer, max_file_bytes = writers.index == 0, sys.maxsize if is_adapter else max_file_bytes
     origins = everyone.together(lambda: _saved_origins(names))
     mine = {one.name: one for one in rank.held() if one.name in origins and rank.is_first_twin(one)}
-    files = cut_into_files(_entries(mine.values(), origins, groups.holders, dtype), max_file_bytes)
+    files = cut_into_files(_entries(mine.values(), origins, writers, dtype), max_file_bytes)
     counts = [int(said) for said in everyone.share_bytes(str(len(files) if is_writer else 0).encode())]
     first, total = 1 + sum(counts[: groups.world.index]), sum(counts)
 
     def write(folder: Path) -> None:
         errors = []
         for number, entries in enumerate(files, first):
-            parts = (part for e in entries for part in _gathered(e, mine.get(e.held_as), origins, groups.holders))
-            file = folder / weight_file_name(number, total) if is_writer else None
+            parts = (part for e in entries for part in _gathered(e, mine.get(e.held_as), origins, writers))
+            name = ADAPTER_FILE if is_adapter else weight_file_name(number, total)
+            file = folder / name if is_writer else None
             errors += _write_all(file, entries, parts)
         everyone.together(lambda: _raise_first(errors))
         homes = {entry.name: weight_file_name(n, total) for n, entries in enumerate(files, first) for entry in entries}
@@ -70,7 +77,7 @@ def save_pretrained(path: Path, rank: RankTensors, dtype: torch.dtype | None, ma
         rest = partial(_write_rest, folder, [json.loads(said) for said in shared], names, dtype or _main_dtype(files))
         everyone.together(lambda: rest() if everyone.is_first else None)
 
-    replace_folder(path, WEIGHTS, everyone, WEIGHT_FILES, write)
+    replace_folder(path, WEIGHTS, everyone, re.compile(re.escape(ADAPTER_FILE)) if is_adapter else WEIGHT_FILES, write)
 
 
 def _write_all(path: Path | None, entries: Sequence[FileEntry], parts: Iterator[Tensor]) -> list[UsageError]:
@@ -94,8 +101,16 @@ def _raise_first(errors: Sequence[UsageError]) -> None:
 def _saved_origins(names: ModelNames) -> dict[str, TensorOrigin]:
     """Return the tensors that are saved, by our names; of tied tensors, the first.
 
-    A GPT that has not GPT-2's shape is saved under our names.
+    A GPT that has not GPT-2's shape is saved under our names. Of a model with an adapter, only that is saved.
     """
+    if names.adapter is not None:
+        if names.adapter.others:
+            raise MisfitError(
+                f"the model has several adapters ({', '.join(names.adapter.others)} besides the first), and one is "
+                "written; split a model with that one alone"
+            )
+        own, called = names.own or {}, names.adapter.names
+        return {name: TensorOrigin(called[own[name]]) for name in names.ours if own.get(name) in called}
     try:
         origins = names.origins()
     except MisfitError:
@@ -186,6 +201,11 @@ def _write_rest(
     folder: Path, shared: Sequence[tuple[dict[str, str], int]], names: ModelNames, dtype: torch.dtype
 ) -> None:
     """Write the files beside the weights: the index of several files, and configurations."""
+    if names.adapter is not None:
+        saved = copy.copy(names.adapter.config)
+        saved.inference_mode = True  # as PEFT saves it
+        saved.save_pretrained(folder)
+        return
     homes = {name: home for theirs, _ in shared for name, home in theirs.items()}
     write_index(folder, homes, sum(size for _, size in shared))
     kind = str(dtype).removeprefix("torch.")

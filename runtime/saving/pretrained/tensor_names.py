@@ -27,6 +27,7 @@ class ModelNames:
         config: the configuration of the library that the model is from, or None.
         conversions: that library's rules for names of checkpoints (`load_pretrained`).
         generation_config: that library's settings of generation, or None.
+        adapter: PEFT's, of a model with one (`names`, `config`, `others`), or None.
         aliases: all names that the model has for a tensor, by each of them, where there are several.
         optional: the model's names of tensors that keep their values where a checkpoint lacks them.
     """
@@ -37,6 +38,7 @@ class ModelNames:
     config: Any = None
     conversions: Sequence[Any] = ()
     generation_config: Any = None
+    adapter: Any = None
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)
     optional: Collection[str] = ()
 
@@ -45,10 +47,10 @@ class ModelNames:
         cls, blocks: Blocks, outlines: Sequence[nn.Module], tied: Mapping[str, Sequence[str]]
     ) -> ModelNames:
         """Return the names that blocks declare."""
-        said = (getattr(blocks, name, None) for name in ("own_names", "config", "conversions", "generation_config"))
-        own, config, conversions, generation_config = said
+        known = ("own_names", "config", "conversions", "generation_config", "adapter")
+        own, config, conversions, generation_config, adapter = (getattr(blocks, name, None) for name in known)
         aliases, optional = getattr(blocks, "aliases", {}), getattr(blocks, "optional", ())
-        return cls(outlines, own, tied, config, conversions or (), generation_config, aliases, optional)
+        return cls(outlines, own, tied, config, conversions or (), generation_config, adapter, aliases, optional)
 
     @property
     def ours(self) -> list[str]:

@@ -173,6 +173,8 @@ class EngineSaves:
     ) -> None:
         """Write a folder that `from_pretrained` of transformers reads: weights and buffers under their own names.
 
+        Of a model with an adapter of PEFT, the adapter alone, as `PeftModel.from_pretrained(base, folder)` reads it.
+
         Collective. Tensors are gathered one by one, by the first rank of each pipeline coordinate, which writes
         them; tied weights are saved once. The folder's old content stays until the new files are complete;
         files of other names stay after it.
