@@ -7,8 +7,8 @@
 
 Where autograd adds in place from the first on, a parameter has a hook only if its bucket is launched early. A hook
 costs each parameter and microbatch, so it only lists what has arrived. A bucket takes in what is listed when its last
-parameter arrives, by one call for all, and when the backward ends. In a stage's last backward a bucket with all of
-its gradients is ready to be launched.
+parameter arrives, by one call for all, or a large one, and when the backward ends. In a stage's last backward a bucket
+with all of its gradients is ready to be launched.
 
 Intake of gradients that a backward has left in `.grad`: added to their views, by one call for a bucket's.
 
@@ -34,7 +34,7 @@ from quintsched.errors import MisfitError
 
 from ..autograd.deferred_weight_grads import Products, queue_of
 from ..blocks.dtensor import local_gradient
-from .grad_buckets import GradBucket, GradBuckets
+from .grad_buckets import IN_CACHE, GradBucket, GradBuckets
 from .grad_reducer import GradReducer
 
 
@@ -55,9 +55,8 @@ class GradHooks:
                 continue
             self._hooked.append(bucket)
             self._lasts[bucket] = last = bucket.parameters[-1]
-            at_last = self._at_last(bucket)
             for parameter in bucket.parameters:
-                hook = at_last if parameter is last else bucket.arrived
+                hook = self._hook(bucket, parameter, is_last=parameter is last)
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
         self.remove = finalize(self, _remove, list(self._hooks.values()))
         self.remove.atexit = False
@@ -65,15 +64,17 @@ class GradHooks:
     def _expect_as_last(self, bucket: GradBucket, parameter: Tensor) -> None:
         """Have a bucket take in its gradients when this parameter arrives: the last of a backward, usually."""
         last, self._lasts[bucket] = self._lasts[bucket], parameter
-        for one, hook in ((last, bucket.arrived), (parameter, self._at_last(bucket))):
+        for one in (last, parameter):
+            hook = self._hook(bucket, one, is_last=one is parameter)
             one._post_accumulate_grad_hooks[self._hooks[one].id] = hook
 
-    def _at_last(self, bucket: GradBucket) -> Callable[[Tensor], None]:
-        """Return the hook that takes in a bucket's gradients.
+    def _hook(self, bucket: GradBucket, parameter: Tensor, *, is_last: bool) -> Callable[[Tensor], None]:
+        """Return a parameter's hook: it takes in a bucket's gradients, or lists that this one has come.
 
         A parameter must not keep its engine alive: the garbage collector does not see cycles through its hooks.
         """
-        return partial(_arrived_last, ref(self), ref(bucket))
+        is_large = parameter.numel() > IN_CACHE  # it would leave the cache, and its memory would be held
+        return partial(_arrived_last, ref(self), ref(bucket)) if is_last or is_large else bucket.arrived
 
     def settler(self) -> Callable[[], None]:
         """Return a function that takes in the gradients of a backward that has ended.
