@@ -65,16 +65,16 @@ class GradHooks:
         """Have a bucket take in its gradients when this parameter arrives: the last of a backward, usually."""
         last, self._lasts[bucket] = self._lasts[bucket], parameter
         for one in (last, parameter):
-            hook = self._hook(bucket, one, is_last=one is parameter)
-            one._post_accumulate_grad_hooks[self._hooks[one].id] = hook
+            one._post_accumulate_grad_hooks[self._hooks[one].id] = self._hook(bucket, one, is_last=one is parameter)
 
     def _hook(self, bucket: GradBucket, parameter: Tensor, *, is_last: bool) -> Callable[[Tensor], None]:
         """Return a parameter's hook: it takes in a bucket's gradients, or lists that this one has come.
 
-        A parameter must not keep its engine alive: the garbage collector does not see cycles through its hooks.
+        A large gradient is not listed: it would leave the cache, and its memory would be held. A parameter must not
+        keep its engine alive: the garbage collector does not see cycles through its hooks.
         """
-        is_large = parameter.numel() > IN_CACHE  # it would leave the cache, and its memory would be held
-        return partial(_arrived_last, ref(self), ref(bucket)) if is_last or is_large else bucket.arrived
+        lists = not is_last and parameter.numel() <= IN_CACHE
+        return bucket.arrived if lists else partial(_arrived_last, ref(self), ref(bucket))
 
     def settler(self) -> Callable[[], None]:
         """Return a function that takes in the gradients of a backward that has ended.
