@@ -7,7 +7,7 @@
 #   make docs    the site of the documentation, in out/site; first its pictures whose contents have changed
 #   make release      the archives in dist/, checked, and the wheel installed on each Python of PYTHONS
 #   make coverage     statements that the tests reach, in out/coverage
-#   make page    the program of interactive pages, viz/page/built.js, from its sources beside it; needs node
+#   make page    the program of interactive pages, viz/page/built.js, from its sources beside it, linted; needs node
 #   make gpu     what only a GPU can show: its tests, then its benchmarks; docs/gpu.md says more
 
 SHELL := bash
@@ -90,6 +90,7 @@ coverage: $(INSTALLED)
 	$(PYTEST) --cov=quintsched --cov=runtime --cov=viz --cov-report=term:skip-covered --cov-report=html:out/coverage
 
 page:
+	npx --yes eslint@9.39.2 --config tests/viz/page/eslint.config.mjs viz/page/*.js
 	npx --yes esbuild@0.28.2 viz/page/main.js $(BUNDLE) --outfile=viz/page/built.js
 
 gpu:

@@ -61,7 +61,7 @@ function drawFar(context, view, rows) {
   context.putImageData(image, Math.round(view.left * ratio), 0);
 }
 
-function drawNear(context, view, { scene, rank, from, to, y, height }) {
+function drawNear(context, view, { scene, from, to, y, height }) {
   const end = Math.min(view.x(scene.run.makespan), view.left + view.plotWidth);
   context.fillStyle = view.is.idle;
   const begin = Math.max(view.x(0), view.left);
