@@ -74,7 +74,7 @@ BUDGET = {
     "settings": 798,
     "run_checks": 749,
     "calibrate": 609,
-    "models": 509,
+    "models": 514,
     "autograd": 533,
     "agreement": 347,
     "engine_base": 136,

@@ -111,7 +111,12 @@ def _user_arguments(config: ModelConfig, data: DataSpec) -> dict[str, Any]:
     function = load_object(config.name)
     taken = arguments_of(function) if callable(function) else {}
     ours = {"data": data, "pretrained": config.pretrained}
-    return {name: value for name, value in ours.items() if name in taken} | config.options
+    given = {name: value for name, value in ours.items() if name in taken} | config.options
+    needed = [name for name, one in taken.items() if one.default is one.empty and "VAR" not in one.kind.name]
+    if lacks := [name for name in needed if name not in given]:
+        words = f"{config.name} takes {lacks[0]!r}: set model.options.{lacks[0]}"
+        raise UsageError(f"{words}, or call it data where it is to get the sizes of the data")
+    return given
 
 
 def _user_blocks(name: str, blocks: object) -> Blocks:
