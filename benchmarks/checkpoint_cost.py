@@ -33,7 +33,7 @@ import quintsched as qs
 from quintsched.runtime import Engine, connect
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt
-from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, OpenCheckpoints
+from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints, OpenCheckpoints
 
 RANKS, CLASSES, SEQUENCE, MICROBATCHES = 2, 256, 64, 4
 LIMIT, LEAST_STEP_S = 1.02, 0.05

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, Format, OpenCheckpoints
+from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints, Format, OpenCheckpoints
 
 THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
 WIDTH = 2048

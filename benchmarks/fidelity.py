@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine, Transport, connect, run_local
-from quintsched.runtime.autograd.kv_store import Past
+from quintsched.runtime.autograd.slice_kv_cache import Past
 from quintsched.runtime.comm import Rules
 from quintsched.trace.measured_trace import Trace
 

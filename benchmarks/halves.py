@@ -30,7 +30,7 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 
 SEQUENCE, WORDS, SAMPLES, MICROBATCHES = 128, 256, 16, 4

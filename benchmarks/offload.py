@@ -34,7 +34,7 @@ from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 COPY_MS = 15.0
 BYTES = 4

@@ -44,7 +44,7 @@ from quintsched.runtime.comm.autograd_collectives import all_to_all
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.parallel.expert.moe import MoE
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 
 WIRE_S = 0.005

@@ -91,7 +91,7 @@ def _calls_of_a_run(steps: int, **more: Any) -> list[list[Call]]:
     return calls
 
 
-_COMPUTING = tuple(f"runtime/interpreter/handlers/{name}.py" for name in ("forward", "backward"))
+_COMPUTING = tuple(f"runtime/interpreter/handlers/{name}_handlers.py" for name in ("forward", "backward"))
 
 
 def parts_of(calls: list[Call]) -> tuple[int, int, int]:

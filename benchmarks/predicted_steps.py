@@ -44,7 +44,7 @@ from prediction import kendall_tau
 from quintsched.runtime import Engine, connect
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.library import find_hardware
 from quintsched.strategies.descriptions.model import Model
@@ -240,7 +240,7 @@ def main() -> int:
 
 def calibrated() -> Hardware:
     """Measure this machine."""
-    from quintsched.runtime.calibrate.machine import calibrate
+    from quintsched.runtime.calibrate.machine_description import calibrate
 
     with TemporaryDirectory() as folder:
         return calibrate(torch.device("cpu"), Path(folder) / "measured.json")

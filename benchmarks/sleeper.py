@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quintsched.runtime.autograd.deferred_weight_grads import defer
-from quintsched.runtime.autograd.kv_store import Past
+from quintsched.runtime.autograd.slice_kv_cache import Past
 
 LONGEST = 4.0
 """Longest unit, whatever input a block gets as it is examined."""

@@ -74,7 +74,7 @@ class Plan(PlanData):
 
     def capture_obstacles(self) -> list[str]:
         """Return reasons why a step cannot be captured in a CUDA graph (`Engine(cuda_graph=True)`); [] if it can be."""
-        from quintsched.verify.capture import capture_obstacles
+        from quintsched.verify.cuda_graph_capture import capture_obstacles
 
         return capture_obstacles(self)
 

@@ -27,18 +27,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .autograd.deferred_weight_grads import defer
+    from .blocks.block_builders import Carry, build_model
     from .blocks.block_costs import measure_costs
-    from .blocks.block_outlines import Carry, build_model
     from .blocks.sum_of_means import SumOfMeans
     from .comm import Group, Transport, connect, run_local
-    from .comm.connection import connect_for
+    from .comm.choose_transport import connect_for
     from .engine import Engine
     from .forward_engine import ForwardEngine
-    from .interpreter.tally import StepResult
+    from .interpreter.step_losses.loss_totals import StepResult
     from .launch.job_plan import plan_of
     from .launch.stop_request import StopRequest
     from .parallel.expert.moe import MoE, apply_expert_parallel
-    from .parallel.tensor.cut_module import (
+    from .parallel.tensor.apply_tensor_parallel import (
         ColumnParallelLinear,
         RowParallelLinear,
         VocabParallelEmbedding,
@@ -51,19 +51,19 @@ if TYPE_CHECKING:
     from .train.trainer import Trainer
 
 _HOMES = {
-    "blocks.block_outlines": ("Carry", "build_model"),
+    "blocks.block_builders": ("Carry", "build_model"),
     "blocks.block_costs": ("measure_costs",),
     "autograd.deferred_weight_grads": ("defer",),
     "settings.job_file": ("JobConfig", "load_job"),
-    "comm.connection": ("connect_for",),
+    "comm.choose_transport": ("connect_for",),
     "engine": ("Engine",),
     "forward_engine": ("ForwardEngine",),
     "saving.pretrained.load_pretrained": ("LoadedWeights",),
     "parallel.expert.moe": ("MoE", "apply_expert_parallel"),
     "launch.job_plan": ("plan_of",),
     "launch.stop_request": ("StopRequest",),
-    "interpreter.tally": ("StepResult",),
-    "parallel.tensor.cut_module": (
+    "interpreter.step_losses.loss_totals": ("StepResult",),
+    "parallel.tensor.apply_tensor_parallel": (
         "ColumnParallelLinear",
         "RowParallelLinear",
         "VocabParallelEmbedding",

@@ -20,27 +20,27 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 
-from .agreement.engine_records import agree_on_functions
-from .blocks.block_outlines import Blocks
+from .agreement.compared_engine_settings import agree_on_functions
+from .blocks.block_builders import Blocks
 from .comm import Transport
 from .engine_base import EngineBase
 from .examine.block_examinations import BlockExaminations
+from .interpreter.instruction_state import LossFn, MetricFn, RunOptions
 from .interpreter.interpreter import PreparedStep
-from .interpreter.rank_state import LossFn, MetricFn, RunOptions
-from .interpreter.recorder import Recorder
-from .interpreter.saved_bytes import SavedBytes
-from .interpreter.tally import StepResult
+from .interpreter.saved_activation_bytes import SavedBytes
+from .interpreter.step_losses.loss_totals import StepResult
+from .interpreter.trace_recorder import Recorder
 from .optim.loss_scale import LossScale
 from .optim.optimizer_arguments import OptimizerGiven, builder_of
 from .parallel.tensor.vocab_loss import takes_vocabulary
 from .plan_requirements import require_mode, require_usable
-from .run_checks.bad_steps import BadSteps
 from .run_checks.block_facts import ModelFacts
 from .run_checks.engine_checks import EngineChecks
 from .run_checks.mesh_against_one import Comparison
+from .run_checks.nonfinite_steps import BadSteps
 from .saving.verbs.engine_saves import EngineState
 from .settings.run_settings import RunSettings, taking_settings
-from .stage.sliced_losses import for_slices
+from .stage.early_stage_losses import for_slices
 
 
 @taking_settings

@@ -18,26 +18,26 @@ from quintsched.files.progress_line import progress
 from quintsched.plan import Plan
 from quintsched.simulation.message_slots import MAX_SENDS
 
-from .agreement.engine_records import agree_on_options
-from .agreement.sections import Section
-from .blocks.block_outlines import Blocks
+from .agreement.compare_ranks import Section
+from .agreement.compared_engine_settings import agree_on_options
+from .blocks.block_builders import Blocks
 from .blocks.without_side_effects import tensors_of_training
 from .comm import Transport
-from .comm.connection import connect_for, watch_by
+from .comm.choose_transport import connect_for, watch_by
 from .comm.host_collectives import ControlGroup
 from .interpreter.busy_clock import Clock
+from .interpreter.instruction_state import RunOptions
 from .interpreter.interpreter import PreparedStep
 from .interpreter.plan_runner import PlanRunner
-from .interpreter.rank_state import RunOptions
-from .interpreter.recorder import Recorder
-from .interpreter.tally import StepResult
+from .interpreter.step_losses.loss_totals import StepResult
+from .interpreter.trace_recorder import Recorder
 from .optim.build_optimizers import OptimizerBuilds
 from .optim.loss_scale import LossScale
 from .optim.optimizer_arguments import Builder
 from .parallel.mesh_groups import make_groups
 from .plan_requirements import require_capturable, require_runnable
-from .saving.pretrained.tensor_names import ModelNames
-from .saving.rank_tensors import RankTensors
+from .saving.pretrained.model_tensor_names import ModelNames
+from .saving.rank_tensor_inventory import RankTensors
 from .saving.verbs.engine_saves import EngineSaves, WeightState
 from .saving.verbs.engine_weights import EngineWeights
 from .saving.weight_averages import Averages
@@ -45,12 +45,12 @@ from .settings.run_settings import RunSettings
 from .splitting.split_model import Split
 from .stage.batches.microbatches import without_samples
 from .stage.build_stages import take_from_others
-from .stage.rank_model import RankModel
-from .stage.rank_view import RankView
+from .stage.rank_properties import RankView
+from .stage.rank_stages import RankModel
 from .stage.tied_weights import with_ties
-from .state.grad_buckets import VERSION
-from .state.training_state import TrainingState
-from .steps.engine_plans import StepPlans
+from .step_setup.engine_plans import StepPlans
+from .weights_and_gradients.grad_buckets import VERSION
+from .weights_and_gradients.training_state import TrainingState
 
 
 class EngineBase(WeightState, RankView):

@@ -17,10 +17,10 @@ from quintsched.arguments import PLAN, ROW, called_as, ours, takes
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 
-from .blocks.block_outlines import TARGETS, Blocks
+from .blocks.block_builders import TARGETS, Blocks
 from .comm import Transport
 from .engine_base import EngineBase
-from .interpreter.rank_state import RunOptions
+from .interpreter.instruction_state import RunOptions
 from .optim.loss_scale import LossScale
 from .plan_requirements import require_blocks, require_mode
 from .settings.run_settings import RunSettings, taking_settings

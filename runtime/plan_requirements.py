@@ -14,9 +14,9 @@ from quintsched.verify.soundness import Verdict
 
 from .comm import Transport
 from .comm.device import graphs_of
-from .comm.generators import draws_undone
-from .objects.snapshot import Snapshot, require_undone
-from .stage.sliced_losses import cuts_sequences
+from .comm.random_generators import draws_undone
+from .stage.early_stage_losses import cuts_sequences
+from .user_objects.snapshot import Snapshot, require_undone
 
 
 def require_runnable(plan: Plan, transport: Transport) -> Verdict:

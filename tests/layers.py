@@ -25,9 +25,9 @@ ORDER: dict[str, tuple[str, ...]] = {
         "run_checks",
         "examine",
         "interpreter",
-        "steps",
+        "step_setup",
         "saving",
-        "state",
+        "weights_and_gradients",
         "optim",
         "stage",
         "models",
@@ -39,7 +39,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "data",
         "autograd",
         "agreement",
-        "objects",
+        "user_objects",
         "comm",
         "watch",
         "settings",
@@ -98,28 +98,37 @@ INNER_ORDER = {"quintsched.runtime.parallel": ("cut_proofs", "tensor", "expert",
 IMPORTED_BY = {"quintsched.runtime.examine": {"engine"}}
 """Rooms that those named here alone import, and pass on to the rooms below."""
 
-LOOKING = ("examine", "guards", "losses/experiments", "objects", "parallel/cut_proofs")
-"""Rooms that inspect user code: examinations, the walks of `objects` below them, and the proofs of cuts of blocks."""
+LOOKING = ("examine", "guards", "losses/experiments", "user_objects", "parallel/cut_proofs")
+"""Rooms that inspect user code: examinations, the walks of `user_objects` below, and the proofs of cuts of blocks."""
 
 LOOK_ELSEWHERE = {
     "blocks/failing_module.py": ({"a frame"}, "those of an error's traceback, to say where in a block it arose"),
-    "data/torch_loaders.py": ({"a frame"}, "those of torch's loader in a traceback, for the worker that has ended"),
-    "steps/error_location.py": ({"a frame", "__code__"}, "whether an error arose in our own call of autograd"),
-    "blocks/block_outlines.py": ({"vars"}, "builds stand-ins of blocks"),
+    "data/torch_loader_position.py": (
+        {"a frame"},
+        "those of torch's loader in a traceback, for the worker that has ended",
+    ),
+    "interpreter/error_location.py": ({"a frame", "__code__"}, "whether an error arose in our own call of autograd"),
+    "blocks/block_builders.py": ({"vars"}, "builds stand-ins of blocks"),
     "blocks/trees.py": ({"vars"}, "whether tensors have attributes, which do not go to other stages"),
-    "losses/function_state.py": ({"__code__"}, "numbers that a loss has in its code, which its targets may be"),
-    "optim/optimizer_updates.py": (
+    "losses/loss_function_state.py": ({"__code__"}, "numbers that a loss has in its code, which its targets may be"),
+    "optim/update_dependencies.py": (
         {"inspect", "__code__", "vars"},
         "whether an optimizer's update of a parameter goes by others",
     ),
-    "splitting/steady_state.py": ({"vars"}, "whether attributes that layers share change as often as layers run"),
-    "optim/gathered_steps.py": ({"a mode"}, "refuses draws of an optimizer, as it steps"),
+    "splitting/state_between_layers.py": (
+        {"vars"},
+        "whether attributes that layers share change as often as layers run",
+    ),
+    "optim/gathered_matrix_steps.py": ({"a mode"}, "refuses draws of an optimizer, as it steps"),
     "parallel/keyed_draws.py": ({"a mode"}, "keys what blocks draw, in each step"),
     "parallel/synced_norm.py": ({"a mode"}, "adds up the statistics of norms over replicas, in each step"),
     "splitting/split_model.py": ({"vars"}, "whether a row of modules is called as torch calls it"),
-    "splitting/split_blocks.py": ({"inspect", "vars"}, "makes blocks of a layer: its attributes, another signature"),
+    "splitting/layers_and_segments.py": (
+        {"inspect", "vars"},
+        "makes blocks of a layer: its attributes, another signature",
+    ),
     "splitting/find_layers.py": ({"vars"}, "makes a module that has a tied weight, and all else of another"),
-    "splitting/symbolic_trace.py": ({"vars"}, "traces a whole model by torch.fx, which reads attributes"),
+    "splitting/torch_fx_trace.py": ({"vars"}, "traces a whole model by torch.fx, which reads attributes"),
     "splitting/weightless_model.py": ({"vars"}, "lends attributes to the frame of a model that is split"),
     "parallel/tensor/parameter_shards.py": (
         {"vars"},
@@ -131,7 +140,7 @@ LOOK_ELSEWHERE = {
         "which sizes of a layer are divided with it",
     ),
     "optim/build_optimizers.py": ({"vars"}, "gives a parameter's stand-in what the user has set on it"),
-    "optim/state_beside_parameters.py": ({"vars"}, "saves what an optimizer keeps beside its state"),
+    "optim/optimizer_extra_state.py": ({"vars"}, "saves what an optimizer keeps beside its state"),
     "optim/optimizer_arguments.py": ({"vars"}, "makes an optimizer anew over other parameters"),
     "settings/run_settings.py": ({"inspect", "vars"}, "signs `Engine`, which is ours, with the settings"),
 }

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from quintsched.cli import main as quintsched
-from quintsched.runtime.blocks.block_outlines import on_meta
+from quintsched.runtime.blocks.block_builders import on_meta
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.worker import main

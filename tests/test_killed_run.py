@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.objects.code_digest import describe_module
+from quintsched.runtime.user_objects.code_digest import describe_module
 from quintsched.user_code import load_object
 
 ROOT = Path(__file__).parents[1]

@@ -17,9 +17,9 @@ from docs.reference.generate.schemas import FILES
 from quintsched.cli import _command
 from quintsched.errors import EXIT_CODES, QuintschedError
 from quintsched.files.strictyaml import parse_yaml
-from quintsched.runtime.agreement.run_records import flatten
+from quintsched.runtime.agreement.compared_run_settings import flatten
 from quintsched.runtime.settings.job_file import JobConfig
-from quintsched.runtime.settings.job_schema import job_schema
+from quintsched.runtime.settings.job_json_schema import job_schema
 
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(

@@ -24,7 +24,7 @@ from torch import Tensor
 from quintsched.runtime import Engine
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from .model import AdamW, Size, alone, synchronize, whole
 

@@ -16,7 +16,7 @@ from quintsched.runtime import Engine, Transport, build_model
 from quintsched.runtime.comm import LocalTransport, LocalWorld
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_sizes
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.prediction.step import model_flops
 

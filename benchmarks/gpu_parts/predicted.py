@@ -20,8 +20,8 @@ from paired import Target
 from prediction import kendall_tau
 
 from quintsched.runtime import Engine
-from quintsched.runtime.calibrate.machine import calibrate
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.calibrate.machine_description import calibrate
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.library import find_hardware
 from quintsched.strategies.descriptions.strategy import Strategy

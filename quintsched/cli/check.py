@@ -86,7 +86,7 @@ def _buffers(verdict: Verdict) -> Iterator[str]:
 
 def _capture(verdict: Verdict) -> Iterator[str]:
     """Yield whether a CUDA graph can capture the step of a sound plan for one rank; nothing for several ranks."""
-    from quintsched.verify.capture import capture_obstacles
+    from quintsched.verify.cuda_graph_capture import capture_obstacles
 
     if verdict.sound and verdict.plan.mesh.size == 1:
         obstacles = capture_obstacles(verdict.plan)
@@ -95,7 +95,7 @@ def _capture(verdict: Verdict) -> Iterator[str]:
 
 def report(verdict: Verdict, profile: str) -> dict[str, Any]:
     """Return a verdict as JSON data."""
-    from quintsched.verify.capture import capture_obstacles
+    from quintsched.verify.cuda_graph_capture import capture_obstacles
 
     return {
         "title": verdict.plan.title,
@@ -156,7 +156,7 @@ def read_span(text: str, option: str) -> range:
 
 def _describe(name: str, outcomes: Sequence[SweepOutcome]) -> list[str]:
     from quintsched.sweep import Status
-    from quintsched.text.listing import table
+    from quintsched.text.plan_listing import table
 
     count = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
     head = f"{name}: of {counted(len(outcomes), 'shape')} {', '.join(f'{count[status]} {status}' for status in Status)}"

@@ -134,7 +134,7 @@ def _watch(print_after: str | None) -> Callable[[str, Plan], None] | None:
     """Return the observer that prints the plan after a pass, or after each; raises `UsageError` for an unknown one."""
     from quintsched.compiler import ORDER
     from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES
-    from quintsched.text.listing import listing
+    from quintsched.text.plan_listing import listing
 
     if print_after is None:
         return None
@@ -225,7 +225,7 @@ def _show_grid(
 
 def _show_rank(plan: Plan, rank: int, as_json: bool) -> None:
     from quintsched.formats.plan_json import encode
-    from quintsched.text.listing import listing
+    from quintsched.text.plan_listing import listing
 
     program, where = plan.program(rank), plan.mesh.coordinates(rank)
     if as_json:

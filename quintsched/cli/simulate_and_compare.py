@@ -116,7 +116,7 @@ def _read_costs(costs: str | None, directory: Path | None, plan: Plan, per_micro
 
 
 def _describe(simulation: Simulation) -> Iterator[str]:
-    from quintsched.text.listing import table
+    from quintsched.text.plan_listing import table
 
     peaks = "  ".join(f"{rank}: {peak:g}" for rank, peak in enumerate(simulation.peak_activations))
     rows = [
@@ -249,7 +249,7 @@ def _simulate_all(names: list[str], request: _Request) -> tuple[list[Simulation]
 
 
 def _comparison(simulations: list[Simulation], refused: dict[str, str]) -> Iterator[str]:
-    from quintsched.text.listing import table
+    from quintsched.text.plan_listing import table
 
     first = simulations[0]
     yield f"{first.plan.mesh}, {counted(first.plan.schedule.microbatches, 'microbatch')}; time in {first.unit}"

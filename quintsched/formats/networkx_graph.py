@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import networkx
 
-from quintsched.graph.edges import Edges, all_data_edges, queue_edges
+from quintsched.graph.event_edges import Edges, all_data_edges, queue_edges
 from quintsched.graph.plan_events import Events
 from quintsched.graph.transport_profiles import PROFILES
 from quintsched.ir.plan_data import PlanData

@@ -24,7 +24,7 @@ from functools import cached_property
 from string import Template
 
 from quintsched.errors import UnsoundError, UsageError, counted
-from quintsched.graph.edges import ISSUED
+from quintsched.graph.event_edges import ISSUED
 from quintsched.graph.transport_profiles import find_profile
 from quintsched.ir.dataflow import Flow, flow, gatherings_of
 from quintsched.ir.instruction_set import (

@@ -24,7 +24,7 @@ from quintsched.passes.reduce_buckets import reduce_buckets
 from quintsched.passes.share_metrics import clip_gradients, share_metrics
 from quintsched.passes.step_optimizer import step_optimizer
 from quintsched.passes.sync_tied import sync_tied
-from quintsched.text.listing import excerpt
+from quintsched.text.plan_listing import excerpt
 from quintsched.verify.soundness import check
 
 Watch = Callable[[str, PlanData], None]

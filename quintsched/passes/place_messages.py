@@ -20,7 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from quintsched.errors import UnsoundError
-from quintsched.graph.edges import build_graph
+from quintsched.graph.event_edges import build_graph
 from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Events
 from quintsched.graph.transport_profiles import PROFILES
@@ -42,7 +42,7 @@ from quintsched.ir.programs import Programs
 from quintsched.ir.values import SKIPS, ValueKind
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.durations import event_durations
-from quintsched.text.listing import excerpt
+from quintsched.text.plan_listing import excerpt
 
 RECEIVES_OUTSTANDING = 2
 

@@ -18,8 +18,8 @@ from typing import Any
 from quintsched.errors import counted
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData
-from quintsched.text.listing import table
 from quintsched.text.mesh_cube import mesh_cube
+from quintsched.text.plan_listing import table
 
 EXCHANGED = {
     "dp": "",

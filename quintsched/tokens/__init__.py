@@ -6,9 +6,9 @@
 Imports `files`, `errors`; needs numpy alone. A tokenizer of transformers is imported where one is asked for.
 """
 
-from .token_index import ShardEntry, TokenIndex
-from .token_reader import Shard, TokenFolder, open_tokens
-from .token_writer import TokenWriter
+from .shard_index import ShardEntry, TokenIndex
+from .shard_reader import Shard, TokenFolder, open_tokens
+from .shard_writer import TokenWriter
 from .tokenizers import Tokenizer, documents_of, find_tokenizer
 
 __all__ = [

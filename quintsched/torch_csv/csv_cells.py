@@ -13,7 +13,15 @@ from typing import NamedTuple, NoReturn, TypeAlias
 
 from quintsched.errors import InputError, counted
 from quintsched.files.strictjson import shorten
-from quintsched.torch_csv.vocabulary import COMPUTATIONS, ENDS_BACKWARD, MESSAGE_WORDS, NEEDS, OVERLAP, SHARDING, Word
+from quintsched.torch_csv.csv_vocabulary import (
+    COMPUTATIONS,
+    ENDS_BACKWARD,
+    MESSAGE_WORDS,
+    NEEDS,
+    OVERLAP,
+    SHARDING,
+    Word,
+)
 
 MAX_CHARACTERS = 2**28
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quintsched.graph.blocking_transport import meeting_order
-from quintsched.graph.edges import build_graph
+from quintsched.graph.event_edges import build_graph
 from quintsched.graph.event_graph import stretches
 from quintsched.graph.plan_events import NO_GROUP, Events
 from quintsched.graph.transport_profiles import PROFILES

@@ -24,7 +24,7 @@ from typing import Any
 from quintsched.errors import counted
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.values import METRICS, NORM
-from quintsched.text.listing import excerpt
+from quintsched.text.plan_listing import excerpt
 from quintsched.verify.algebra import Gradient, Model, Sequential
 from quintsched.verify.symbolic_collective import broken_promise
 from quintsched.verify.symbolic_rank import SymbolicRank

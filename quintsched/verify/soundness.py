@@ -28,7 +28,7 @@ from quintsched.simulation.activation_memory import peak_activations, peak_recei
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MessageRule, MessageSlots, message_slots
 from quintsched.simulation.notebook import figures, heading, words
-from quintsched.text.listing import excerpt
+from quintsched.text.plan_listing import excerpt
 from quintsched.verify.deadlock import deadlocks
 from quintsched.verify.liveness import broken_flow
 from quintsched.verify.planned_collectives import broken_collectives

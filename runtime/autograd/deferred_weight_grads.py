@@ -44,7 +44,7 @@ from torch.overrides import _get_current_function_mode_stack, has_torch_function
 from quintsched.arguments import shown
 from quintsched.errors import UsageError
 
-from .engine_holds import TakenOver
+from .engine_owned_layers import TakenOver
 
 Accumulate = Callable[[nn.Parameter, Tensor], None]
 _OURS = ("torch.", f"{__name__.rpartition('.autograd.')[0]}.")

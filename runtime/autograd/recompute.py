@@ -19,8 +19,8 @@ from torch.autograd.function import FunctionCtx
 
 from quintsched.errors import MisfitError
 
-from ..comm.generators import fork_generators, generator_states, restore_generators
-from .autograd_engine import run_backward
+from ..comm.random_generators import fork_generators, generator_states, restore_generators
+from .autograd_engine_call import run_backward
 
 RunForward = Callable[[tuple[Tensor, ...], Mapping[str, Any]], tuple[tuple[Tensor, ...], Tensor | None]]
 

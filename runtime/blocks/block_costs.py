@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quintsched.arguments import WHOLE_NUMBER, ArgumentKind, takes
 
 from ..comm.clocks import settled_s
-from .block_outlines import BLOCKS, Blocks, accepted_extras, build_block, on_meta, split_result
+from .block_builders import BLOCKS, Blocks, accepted_extras, build_block, on_meta, split_result
 from .trees import DIFFERENTIABLE, flatten, map_tensors, tensors_of
 
 

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
-from ..comm.generators import draws_undone
+from ..comm.random_generators import draws_undone
 from ..comm.torch_modes import ModesLeftError
-from ..objects.host_values import is_same
-from ..objects.library_or_user import PLAIN_TYPES
-from ..objects.snapshot import Snapshot, UntriedError, label_in, require_no_iterator, require_undone
-from .block_outlines import (
+from ..user_objects.host_value_equality import is_same
+from ..user_objects.library_or_user import PLAIN_TYPES
+from ..user_objects.snapshot import Snapshot, UntriedError, label_in, require_no_iterator, require_undone
+from .block_builders import (
     TARGETS,
     Blocks,
     InputMutation,

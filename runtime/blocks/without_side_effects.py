@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from ..comm.generators import draws_undone, fork_generators
+from ..comm.random_generators import draws_undone, fork_generators
 from ..comm.torch_modes import modes_kept
-from ..objects.attribute_spaces import is_of_torch
-from ..objects.grad_switches import GradSwitches
-from ..objects.snapshot import Snapshot
-from .block_outlines import split_result
+from ..user_objects.grad_switches import GradSwitches
+from ..user_objects.object_contents import is_of_torch
+from ..user_objects.snapshot import Snapshot
+from .block_builders import split_result
 from .trees import DIFFERENTIABLE, map_tensors
 
 Result = TypeVar("Result")

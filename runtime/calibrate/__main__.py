@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         import torch
 
-        from .machine import calibrate
+        from .machine_description import calibrate
 
         calibrate(torch.device(arguments.device), arguments.file)
     except QuintschedError as error:

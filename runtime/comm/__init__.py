@@ -1,9 +1,9 @@
 """Communication between ranks behind one interface: over NCCL or gloo, or between threads of one process.
 
-`transport_interface` is the interface, `torch_backends` and `local` implement it, `connection` picks one for a run;
-`host_link` copies to host memory; `autograd_collectives` are differentiable, `message_collectives` are built from
-point-to-point messages; `device` is the only module that knows accelerators, `clocks` the only one that reads time.
-Imports `settings`, for the names of transports, and `watch`.
+`transport_interface` is the interface, `torch_backends` and `local` implement it, `choose_transport` picks one for a
+run; `host_copies` copies to host memory; `autograd_collectives` are differentiable, `message_collectives` are built
+from point-to-point messages; `device` is the only module that knows accelerators, `clocks` the only one that reads
+time. Imports `settings`, for the names of transports, and `watch`.
 """
 
 from ..settings.run_settings import Rules

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from ..watch.wall_time import now_s as now_s
+from ..watch.torch_free_clock import now_s as now_s
 from .device import synchronize
 
 thread_computed_s = time.thread_time

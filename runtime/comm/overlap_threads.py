@@ -34,7 +34,7 @@ from quintsched.errors import MisfitError
 
 from .clocks import now_s
 from .device import current_stream, is_accelerator, on_stream, timing_event
-from .generators import SEEDED, generator_states, generators_lent, restore_generators
+from .random_generators import SEEDED, generator_states, generators_lent, restore_generators
 from .torch_modes import Modes
 from .transport_interface import Group, ReduceOp, Work
 

@@ -37,13 +37,13 @@ from quintsched.plan import Plan
 
 from ..settings.run_settings import Rules
 from ..watch.connect_to_monitor import WatchOptions, find_watch, start_watch
-from ..watch.publisher import Publisher
+from ..watch.position_publisher import Publisher
 from ..watch.rendezvous.addresses import choose_interfaces, require_interfaces
-from ..watch.rendezvous.key_value_store import HUB, Attempt, launchers_keys, meet, open_store, require_addresses
+from ..watch.rendezvous.rendezvous_store import HUB, Attempt, launchers_keys, meet, open_store, require_addresses
 from ..watch.uncaught_error import report_uncaught
 from .checked.framed_messages import FramedMessages, FrameKey
+from .checked.gloo_small_reduces import SMALL_GROUP, DirectedGroups, SmallReduces
 from .checked.message_frame import NO_LABEL, Label, describe_spec
-from .checked.small_reduces import SMALL_GROUP, DirectedGroups, SmallReduces
 from .device import LIBRARIES, claim_device, library_of, require_queues, synchronize
 from .torch_groups import TorchGroup, TorchWork, raise_stall, run_bounded, stall_errors
 from .transport_interface import Group, SelfGroup, Transport, Work

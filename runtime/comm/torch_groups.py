@@ -33,9 +33,9 @@ from quintsched.errors import MisfitError, StallError, UsageError, counted
 from quintsched.stalls.own_errors import came_from_handler, headline, is_own, lost_peer
 from quintsched.stalls.verdict_text import NO_CULPRIT
 
-from ..watch.publisher import Publisher
+from ..watch.position_publisher import Publisher
 from ..watch.rank_position import NOTHING, WaitCell
-from .checked.small_reduces import SmallReduces
+from .checked.gloo_small_reduces import SmallReduces
 from .device import current_device
 from .transport_interface import Group, ReduceOp, SelfGroup, Work, describe
 

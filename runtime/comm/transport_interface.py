@@ -23,10 +23,10 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, counted
 
-from ..watch.publisher import Publisher
+from ..watch.position_publisher import Publisher
 from ..watch.rank_position import NOTHING, WaitCell, collective_code
 from .checked.message_frame import NO_LABEL, Label, Stamp, describe_spec
-from .host_link import HostLink, host_link
+from .host_copies import HostLink, host_link
 
 
 class ReduceOp(Enum):

@@ -6,15 +6,15 @@
 
 Every rank computes the same batches from (seed, epoch) alone; no message is needed. In place of a data set, `Loaders`
 wrap the user's; `PackedStream` packs a stream of texts, `PromptAnswers` are for fine-tuning.
-Imports `objects`, `settings`.
+Imports `user_objects`, `settings`.
 """
 
 from .data_sources import has_extras, knows_replica, load_dataset
-from .job_tokens import MixturePart, TokenOptions, load_tokens
 from .memory_dataset import IGNORED_TARGET, PADDING, BatchSampler, Dataset, DataSpec, Normalization, Split, gather_batch
+from .packed_stream import PackedStream
 from .prompts import PromptAnswers, chat, concatenated, pad_batch
-from .token_samples import TokenDataset, TokenSamples
-from .token_stream import PackedStream
+from .token_mixture import MixturePart, TokenOptions, load_tokens
+from .token_sample_order import TokenDataset, TokenSamples
 from .user_loaders import Loaders
 
 __all__ = [

@@ -37,12 +37,12 @@ from quintsched.arguments import shown
 from quintsched.errors import InputError, UsageError, counted, suggest
 from quintsched.user_code import call_object, load_object, names_file
 
-from ..objects.library_or_user import arguments_of
 from ..settings.job_file import DataConfig
 from ..settings.run_settings import Settings, read_settings
-from .job_tokens import TokenOptions, load_tokens
+from ..user_objects.library_or_user import arguments_of
 from .memory_dataset import BatchSampler, Dataset, Normalization, Split
-from .token_samples import TokenDataset
+from .token_mixture import TokenOptions, load_tokens
+from .token_sample_order import TokenDataset
 from .user_loaders import Loaders, is_map_style
 
 BUILT_IN = ("digits", "mnist", "text", "tokens")

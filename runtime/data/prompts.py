@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from quintsched.errors import UsageError
 
 from .memory_dataset import IGNORED_TARGET
-from .token_stream import Encode, encode_bytes
+from .packed_stream import Encode, encode_bytes
 
 PairEncoder = Callable[[str, str], tuple[Sequence[int], Sequence[int]]]
 """Prompt, answer → ids of the prompt, ids of the answer with its end."""

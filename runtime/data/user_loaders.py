@@ -33,9 +33,9 @@ from torch.utils.data import IterableDataset
 from quintsched.arguments import shown
 from quintsched.errors import MisfitError, UsageError, counted
 
-from .loader_digests import Sample, SampleDigests, is_marked, mark_of, sample_of
 from .memory_dataset import DataSpec
-from .torch_loaders import naming_workers, refusal_of_position, samplers_of, skipped, with_epochs
+from .same_data_on_resume import Sample, SampleDigests, is_marked, mark_of, sample_of
+from .torch_loader_position import naming_workers, refusal_of_position, samplers_of, skipped, with_epochs
 
 GeneratorStates = list[Any]
 """States of some generators: tensors, numbers, tuples, dicts."""

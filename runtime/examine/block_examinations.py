@@ -19,14 +19,13 @@ from torch import nn
 from quintsched.errors import MisfitError
 from quintsched.ir.instruction_set import Compute, Fwd, Instruction, Overlap, Recompute
 
-from ..blocks.block_outlines import Parcel, accepted_extras
+from ..blocks.block_builders import Parcel, accepted_extras
 from ..blocks.dtensor import is_sharded
 from ..blocks.shape_inference import trace_shapes
 from ..blocks.trees import Tree
 from ..comm import Group
 from ..comm.host_collectives import first_said, greatest, share_texts
 from ..losses.loss_reductions import LossWeight, Over
-from ..objects.host_state import HostState
 from ..parallel.cut_proofs.block_kinds import content_of
 from ..parallel.cut_proofs.features_apart import state_of_host
 from ..parallel.cut_proofs.trial_inputs import TRIAL_SAMPLES as FEW
@@ -34,12 +33,13 @@ from ..parallel.cut_proofs.trial_inputs import Arrival, Arrivals, FirstUnits
 from ..parallel.expert.moe import mixtures
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.cut_rules import is_built_in
-from ..stage.rank_model import RankModel
-from ..steps.block_findings import BlockFindings, BlockLoss, GatheredWeights
+from ..stage.rank_stages import RankModel
+from ..step_setup.block_examination_results import BlockFindings, BlockLoss, GatheredWeights
+from ..user_objects.host_state import HostState
 from .block_losses import DRAWN_SAMPLES, examine_block_loss
-from .block_runs import TriedBlock, drawing
+from .extra_variants import OF_NO_SAMPLE, extra_of_no_sample
 from .gradients.nonlinear_backwards import BlockBackwards
-from .other_extras import OF_NO_SAMPLE, extra_of_no_sample
+from .trial_block_runs import TriedBlock, drawing
 
 _FREE_BYTES = 32 << 20
 

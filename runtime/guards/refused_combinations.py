@@ -24,12 +24,12 @@ from quintsched.ir.instruction_set import OffloadAct, Overlap
 from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
 
-from ..blocks.block_outlines import takes_targets
+from ..blocks.block_builders import takes_targets
 from ..blocks.dtensor import is_sharded
 from ..comm.device import is_accelerator
-from ..objects.library_or_user import arguments_of
 from ..parallel.expert.moe import MoE
 from ..settings.run_settings import BufferChoice
+from ..user_objects.library_or_user import arguments_of
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 
 from quintsched.errors import MisfitError
 
-from ..objects.snapshot import Snapshot
 from ..parallel.expert.moe import expert_weights
 from ..parallel.tensor.parameter_shards import shard_of
+from ..user_objects.snapshot import Snapshot
 
 _PLAIN = (Tensor, nn.Parameter)
 

@@ -1,9 +1,10 @@
 """Execution of a plan: each instruction is bound once to its handler, then a loop walks the list of calls.
 
 `plan_runner` binds plans to a rank and runs them, `cuda_graphs` by CUDA graphs; `interpreter` has the dispatch table
-and the loop. It dispatches to `handlers`, and to `send_and_receive` for messages. `rank_state` has the state that each
-handler may touch, `value_cells` the values between instructions, `activation_offload` activations in host memory;
-`program_values` asks the planner what an instruction takes and makes; `recorder` traces when each ran. Imports `steps`,
-`state`, `stage`, `optim`, `losses`, `agreement`, `parallel`, `objects`, `blocks`, `comm`, `autograd`, `settings`,
-`watch`.
+and the loop. It dispatches to `handlers`, and to `send_and_receive` for messages. `instruction_state` has the state
+that each handler may touch, `value_cells` the values between instructions, `offload_instructions` activations in host
+memory; `program_dataflow` asks the planner what an instruction takes and makes; `trace_recorder` traces when each ran.
+`step_losses` has losses, `join_outputs` joins outputs of an evaluation, `error_location` locates errors of user code.
+Imports `step_setup`, `weights_and_gradients`, `stage`, `optim`, `losses`, `agreement`, `parallel`, `user_objects`,
+`blocks`, `comm`, `autograd`, `settings`, `watch`.
 """

@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from quintsched.errors import QuintschedError, UsageError
 
 from ..comm.device import graphs_of, settings_of_torch
-from ..comm.generators import AllGenerators
-from ..objects.host_state import HostState
+from ..comm.random_generators import AllGenerators
 from ..parallel.dropout import KeyedDropout
-from ..stage.rank_model import RankModel
-from ..state.training_state import TrainingState
-from ..steps.units import Latest
+from ..stage.rank_stages import RankModel
+from ..step_setup.units import Latest
+from ..user_objects.host_state import HostState
+from ..weights_and_gradients.training_state import TrainingState
 from .busy_clock import Clock
 from .interpreter import PreparedStep
 

@@ -6,7 +6,7 @@
                  └ before each call its index in the program is published, for hang detection (`watch`)
 
 One small function per instruction: `handlers` has those of forwards and backwards, of the step's end and of ZeRO,
-`activation_offload` those of offloaded activations; each is bound to its view of the rank's state. `send_and_receive`
+`offload_instructions` those of offloaded activations; each is bound to its view of the rank's state. `send_and_receive`
 decides where a receive is posted and a send issued, which need not be at its index in the program.
 """
 
@@ -27,14 +27,13 @@ from quintsched.ir.instruction_set import Instruction
 from ..comm.overlap_threads import BoundCall
 from ..comm.torch_groups import as_stall
 from ..stage.batches.microbatches import Batch
-from ..steps.error_location import explained
-from ..steps.units import Units
+from ..step_setup.units import Units
 from ..watch.rank_position import INDEX, NOWHERE
-from .activation_offload import bind_fetch_act, bind_offload_act, with_room
-from .handlers.backward import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
+from .error_location import explained
+from .handlers.backward_handlers import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
 from .handlers.bound_calls import bound
-from .handlers.forward import bind_fwd
-from .handlers.step_end import (
+from .handlers.forward_handlers import bind_fwd
+from .handlers.step_end_handlers import (
     ClipHalves,
     bind_clip_grad,
     bind_opt_step,
@@ -43,10 +42,11 @@ from .handlers.step_end import (
     bind_sync_tied,
     halves_of_clip,
 )
-from .handlers.zero import bind_all_gather_bucket, bind_free_params, bind_gather_params, with_full_weights
-from .rank_state import MessageState, RankState
-from .recorder import Recorder
+from .handlers.zero_handlers import bind_all_gather_bucket, bind_free_params, bind_gather_params, with_full_weights
+from .instruction_state import MessageState, RankState
+from .offload_instructions import bind_fetch_act, bind_offload_act, with_room
 from .send_and_receive import bind_receives, bind_sends, post_all
+from .trace_recorder import Recorder
 
 ALL_CALLS = slice(None)
 

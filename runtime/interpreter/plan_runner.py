@@ -20,34 +20,30 @@ from quintsched.files.progress_line import progress
 from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
-from ..agreement.sections import Section, agree, require_same
-from ..blocks.block_outlines import Parcel, accepted_extras
+from ..agreement.compare_ranks import Section, agree, require_same
+from ..blocks.block_builders import Parcel, accepted_extras
 from ..comm import Group, Transport
-from ..comm.generators import generator_reader
 from ..comm.host_collectives import greatest
 from ..comm.overlap_order import Overlaps
-from ..objects.library_or_user import arguments_of
+from ..comm.random_generators import generator_reader
 from ..parallel.cut_proofs.trial_inputs import FirstUnits
 from ..parallel.dropout import MOST_ALARMS
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.batches.microbatches import Batch
-from ..stage.rank_model import RankModel
-from ..stage.sliced_losses import require_planned_losses
+from ..stage.early_stage_losses import require_planned_losses
+from ..stage.rank_stages import RankModel
 from ..stage.stage_forward import StageForward
-from ..state.grad_buckets import VERSION
-from ..state.training_state import TrainingState
-from ..steps.changed_weights import weights_unchanged
-from ..steps.error_location import refuse_together
-from ..steps.join_outputs import OutputJoiner
-from ..steps.settle_step import StepSettler
-from ..steps.trial_unit import ParcelFinder
-from ..steps.units import Latest, StepCount, Units, UnitShape, UnitSpec
-from .activation_offload import HostCopies
+from ..step_setup.settle_units import StepSettler
+from ..step_setup.unit_output_shapes import ParcelFinder
+from ..step_setup.units import Latest, StepCount, Units, UnitShape, UnitSpec
+from ..step_setup.weights_changed_in_forward import weights_unchanged
+from ..user_objects.library_or_user import arguments_of
+from ..weights_and_gradients.grad_buckets import VERSION
+from ..weights_and_gradients.training_state import TrainingState
 from .busy_clock import Clock
 from .cuda_graphs import StepGraphs
-from .interpreter import BoundCalls, Interpreter, PreparedStep
-from .program_values import ProgramFlow
-from .rank_state import (
+from .error_location import refuse_together
+from .instruction_state import (
     NO_CONTEXT,
     ComputeState,
     CurrentStep,
@@ -58,11 +54,15 @@ from .rank_state import (
     StepEndState,
     ZeroState,
 )
-from .recorder import Recorder
-from .run_losses import RunLosses
-from .saved_bytes import resident_tensors
+from .interpreter import BoundCalls, Interpreter, PreparedStep
+from .join_outputs import OutputJoiner
+from .offload_instructions import HostCopies
+from .program_dataflow import ProgramFlow
+from .saved_activation_bytes import resident_tensors
 from .send_and_receive import outgrows
-from .tally import StepResult, Tally
+from .step_losses.agree_on_losses import RunLosses
+from .step_losses.loss_totals import StepResult, Tally
+from .trace_recorder import Recorder
 from .value_cells import ReceiveBuffers, ValueCells, Waits
 
 MOST_BOUND = 8

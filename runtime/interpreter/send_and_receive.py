@@ -25,15 +25,15 @@ from quintsched.ir.values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots, receive_lifetimes, send_lifetimes
 
 from ..comm import Work
+from ..comm.checked.gloo_small_reduces import EXCHANGE_TAGS
 from ..comm.checked.message_frame import Label
-from ..comm.checked.small_reduces import EXCHANGE_TAGS
 from ..comm.overlap_threads import BoundCall
+from ..stage.message_contents import Cargo
 from ..stage.stage_forward import Outputs
-from ..stage.stage_messages import Cargo
-from ..steps.units import NO_UNITS, UnitShape
+from ..step_setup.units import NO_UNITS, UnitShape
 from ..watch.rank_position import receive_code, send_code
-from .program_values import ProgramFlow, activation_of
-from .rank_state import BoundReceive, MessageState
+from .instruction_state import BoundReceive, MessageState
+from .program_dataflow import ProgramFlow, activation_of
 from .value_cells import Together, ValueCell
 
 AHEAD_BYTES = 2**18

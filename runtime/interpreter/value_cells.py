@@ -18,8 +18,8 @@ from ..blocks.trees import TensorSpec
 from ..comm import Work
 from ..stage.stage_forward import Outputs
 from ..watch.rank_position import NOTHING, NOWHERE, WaitCell
-from .program_values import activation_of
-from .recorder import Recorder
+from .program_dataflow import activation_of
+from .trace_recorder import Recorder
 
 _MOST_VIEWS = 64
 """Number of views (shapes) that are cached per buffer."""

@@ -37,7 +37,7 @@ from ..watch.rendezvous.fork_server import ForkServer
 from . import worker
 from .job_plan import Worlds, for_processes, smaller_worlds
 from .rank_processes import MachineRanks, RankProcesses, taking_signals
-from .run_request import LaunchRequest, read_request
+from .run_arguments import LaunchRequest, read_request
 from .stop_request import STOPPING
 from .supervise import DIED, Machines, note_end, supervise, wait_for_machines, watching
 
@@ -179,7 +179,7 @@ def start_here(
 
 def _serve(listener: socket.socket | None) -> Store | None:
     """Serve the run's store for as long as it is referenced; torch is imported while the fork server imports it too."""
-    from ..watch.rendezvous.key_value_store import serve
+    from ..watch.rendezvous.rendezvous_store import serve
 
     return None if listener is None else serve(listener, STORE_WAITS_S)
 
@@ -187,7 +187,7 @@ def _serve(listener: socket.socket | None) -> Store | None:
 def _machines(place: MachineRanks, store: Store | None, attempt: int) -> Machines | None:
     if place.num_nodes == 1:
         return None
-    from ..watch.rendezvous.key_value_store import connect_to
+    from ..watch.rendezvous.rendezvous_store import connect_to
 
     connect = partial(connect_to, place.host, place.port, STORE_WAITS_S)
     return Machines((lambda: store) if store is not None else connect, place.node, place.num_nodes, attempt)

@@ -19,8 +19,8 @@ from contextlib import redirect_stdout
 from quintsched.errors import QuintschedError
 from quintsched.files.terminal import shown, standard_streams, write_error, write_line
 
-from ..settings.job_schema import job_schema, job_yaml
-from .run_request import ShowRequest, read_request
+from ..settings.job_json_schema import job_schema, job_yaml
+from .run_arguments import ShowRequest, read_request
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def _text_of(request: ShowRequest) -> str:
             write_line(note)
         return plan.to_json()
     if request.what == "row":
-        from .job_row import row_of
+        from .prediction_flags import row_of
 
         return json.dumps(row_of(job, plan)) + "\n"
     from ..comm import run_local

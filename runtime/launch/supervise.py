@@ -90,7 +90,7 @@ class Machines:
 
     def __init__(self, open_store: Callable[[], Store], number: int, count: int, attempt: int) -> None:
         self._open_store, self._number, self._count = open_store, number, count
-        from ..watch.rendezvous.key_value_store import (  # torch is imported once the ranks are started
+        from ..watch.rendezvous.rendezvous_store import (  # torch is imported once the ranks are started
             HUB,
             launchers_keys,
         )

@@ -19,7 +19,7 @@ from quintsched.errors import InputError, QuintschedError
 from quintsched.files.terminal import shown, standard_streams, write_error
 
 from . import worker
-from .run_request import VerifyRequest, read_request
+from .run_arguments import VerifyRequest, read_request
 from .stop_request import let_through
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def compare_with_one(job: JobConfig, plan: Plan, mesh: Sequence[Recording], step
 
 def class_names(job: JobConfig) -> list[str]:
     """Return the names of the classes of a job's blocks."""
-    from ..blocks.block_outlines import on_meta
+    from ..blocks.block_builders import on_meta
     from ..data import load_dataset
     from ..models import build_model
 

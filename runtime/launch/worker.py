@@ -29,7 +29,7 @@ from quintsched.stalls.own_errors import failed_in_code, headline, is_own
 from ..watch.rendezvous.end_with_parent import end_with_launcher
 from ..watch.uncaught_error import report
 from ..watch.verdict_timing import LATE_REFUSAL_S
-from .run_request import RunRequest, read_request
+from .run_arguments import RunRequest, read_request
 from .stop_request import StopNow, StopRequest
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def _require_world(job: JobConfig, plan: Plan, processes: int) -> None:
 def run(job: JobConfig, plan: Plan, start: Start, **how: Any) -> None:
     """Train the job on the transport it names, until its end or until a stop is asked for; `how` goes to `train`."""
     from ..comm import LocalTransport, run_local
-    from ..comm.connection import watch_by
-    from ..watch.rendezvous.key_value_store import meet_alone
+    from ..comm.choose_transport import watch_by
+    from ..watch.rendezvous.rendezvous_store import meet_alone
 
     if job.runtime.transport != "local":
         with connected(job, plan) as transport:
@@ -147,7 +147,7 @@ def run(job: JobConfig, plan: Plan, start: Start, **how: Any) -> None:
 @contextmanager
 def connected(job: JobConfig, plan: Plan) -> Iterator[Transport]:
     """Yield this process's transport; an error within aborts it, and is raised as a stall where a peer was lost."""
-    from ..comm.connection import connect_for, watch_by
+    from ..comm.choose_transport import connect_for, watch_by
     from ..comm.torch_groups import as_stall
 
     assert job.runtime.transport != "local"
@@ -196,8 +196,8 @@ def train(
 
     stop, lines = stop or StopRequest(), (*notes, plan.title)
     if tunes:
-        from .autotune import Autotune, proposer
         from .job_plan import request_of
+        from .tune_while_training import Autotune, proposer
 
         tuner = proposer(request_of(job))
         Autotune(job, plan, transport, tuner, lambda: stop.asked, overrides).tune_and_train(start, lines)
@@ -290,7 +290,7 @@ def _open_store() -> Store | None:
         return None
     from torch.distributed.distributed_c10d import PrefixStore
 
-    from ..watch.rendezvous.key_value_store import open_store
+    from ..watch.rendezvous.rendezvous_store import open_store
 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return PrefixStore(f"quintsched/leave/{attempt}", open_store(WAIT_S))

@@ -1,9 +1,10 @@
 """Losses and metrics: their reductions (sum, or mean over what), and the weight of a microbatch by them.
 
-weighted_losses     a loss whose microbatches add up to the batch; `weighed_metrics`: the same for metrics
+weighted_losses     a loss whose microbatches add up to the batch; `weighted_metrics`: the same for metrics
 watched_loss        a loss or metric: examined at its first call (`experiments`), and watched from then on
 loss_reductions     possible reductions, and the weight of a microbatch by them
-real_batches        a step's own microbatches, compared with the reduction found; `loss_value_checks`: by values alone
+reduction_check_on_batches    a step's own microbatches, compared with the reduction found
+reduction_check_by_values     the same in every step, by values alone
 
-Imports `objects`, `blocks`, `comm` and `settings`.
+Imports `user_objects`, `blocks`, `comm` and `settings`.
 """

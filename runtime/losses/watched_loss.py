@@ -1,10 +1,11 @@
 """Loss, metric, or part of a loss: examined at its first call, and watched from then on.
 
-first call    experiments: its reduction (`sum_or_mean`, `stated_weights`, `metric_examination`)
+first call    experiments: its reduction (`sum_or_mean`, `stated_weights`, `metric_sum_or_mean`)
 each step     before: whether the state it reads was changed from outside; after: whether its own calls did; and its
-              reduction, by values of the step's own microbatches (`loss_value_checks`): other data may branch otherwise
-some steps    the same by gradients too (`real_batches`): 0, 1, 2, 4, 8, …; steps with unlike shapes; steps before
-              which state that it reads has changed
+              reduction, by values of the step's own microbatches (`reduction_check_by_values`), as other data may
+              branch otherwise
+some steps    the same by gradients too (`reduction_check_on_batches`): 0, 1, 2, 4, 8, …; steps with unlike shapes;
+              steps before which state that it reads has changed
 
 This package's own functions are trusted; torch's are not compared by values.
 """
@@ -19,13 +20,13 @@ import torch
 from torch import Tensor
 
 from ..blocks.trees import flatten, tensors_of
-from .experiments.metric_examination import MetricExamination, StatedMetricExamination
+from .experiments.metric_sum_or_mean import MetricExamination, StatedMetricExamination
 from .experiments.stated_weights import StatedExamination
 from .experiments.sum_or_mean import WRITES, LossExamination
-from .function_state import FunctionKept, FunctionState, class_weights, versions_kept
+from .loss_function_state import FunctionKept, FunctionState, class_weights, versions_kept
 from .loss_reductions import WITHOUT_GRADIENT, LossWeight, Over, WeightFinding
-from .loss_value_checks import Late, compare_values, is_known
-from .real_batches import JoinedCall, RealBatch, SampleUnit, why_rests_misfit
+from .reduction_check_by_values import Late, compare_values, is_known
+from .reduction_check_on_batches import JoinedCall, RealBatch, SampleUnit, why_rests_misfit
 
 _OTHERWISE = "it was found to be {}, but in step {} it is not so: {}"
 HANDED_ON = 'a block has found it, and it is handed on; say that it is a mean over samples, loss_over="samples"'

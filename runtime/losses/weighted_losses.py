@@ -4,9 +4,9 @@
     microbatch 1    targets 1 7 5 2    mean 1.0      sum 4.0, weight 4 ─┴▶ 8.0 / 6     not (2.0 + 1.0) / 2
 
 A loss function that returns (sum, weight) states its weight; for a plain number, `loss_over` may state its unit. A loss
-without `loss_over` is examined at its first call, and checked later (`losses.watched_loss`); the finding is bound,
-and ranks agree on it before the optimizer first steps (`interpreter.run_losses`). Where blocks have auxiliary losses,
-means are weighted by samples (`EvenWeights`), both alike; sums are added up, both alike.
+without `loss_over` is examined at its first call, and checked later (`losses.watched_loss`); the finding is bound, and
+ranks agree on it before the optimizer first steps (`interpreter.step_losses.agree_on_losses`). Where blocks have
+auxiliary losses, means are weighted by samples (`EvenWeights`), both alike; sums are added up, both alike.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..blocks.trees import DIFFERENTIABLE, TensorSpec, map_tensors, tensors_of
 from ..comm import Group
 from ..settings.run_settings import LossOver
 from .experiments.sum_or_mean import LossExamination
-from .function_state import FunctionKept, versions_kept
+from .loss_function_state import FunctionKept, versions_kept
 from .loss_reductions import EvenWeights, LossWeight, Over, named
-from .real_batches import RealBatch
+from .reduction_check_on_batches import RealBatch
 from .watched_loss import Examined
 
 NO_WEIGHT = (

@@ -2,7 +2,7 @@
 
 A model is a list of zero-argument builders, one per block: a rank calls those of its stages only.
 Adding a model is one module with an options class and a function, and one line in MODELS.
-Imports `splitting`, `parallel`, `blocks`, `data`, `autograd`, `job`.
+Imports `splitting`, `parallel`, `blocks`, `data`, `autograd`, `settings`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from quintsched.errors import UsageError, suggest
 from quintsched.strategies.descriptions.model import Model
 from quintsched.user_code import call_object, load_object, names_file
 
-from ..blocks.block_outlines import Blocks, seeded
+from ..blocks.block_builders import Blocks, seeded
 from ..data import DataSpec
-from ..objects.library_or_user import arguments_of
 from ..settings.job_file import ModelConfig
 from ..settings.run_settings import Settings, read_settings
 from ..splitting.split_model import Split, split
+from ..user_objects.library_or_user import arguments_of
 from .gpt import GPTOptions, MoEGPTOptions, gpt, gpt_sizes, gpt_tied, moe_gpt, moe_gpt_sizes
 from .vit import ViTOptions, vit, vit_sizes
 

@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError, UsageError
 from quintsched.strategies.descriptions.model import Experts, Model
 
-from ..autograd.kv_store import Past
+from ..autograd.slice_kv_cache import Past
 from ..data import DataSpec
 from ..parallel.context.context_parallel import Context
 from ..parallel.expert.moe import MoE

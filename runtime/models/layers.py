@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from quintsched.errors import MisfitError
 
-from ..autograd.kv_store import Past
+from ..autograd.slice_kv_cache import Past
 from ..parallel.context.context_parallel import Context
 
 ROTARY_BASE = 10_000.0

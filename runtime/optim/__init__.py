@@ -2,6 +2,6 @@
 
 `optimizer_arguments` normalizes the argument, and rebuilds optimizers over other parameters; `build_optimizers` decides
 which parameters must stay whole, and builds a rank's optimizers over its shards; `chained_optimizers` combines several,
-with their schedulers; `gathered_steps` gathers whole matrices over tp for a step. `optimizer_updates` finds the
-dependencies of an update. Imports `stage`, `agreement`, `objects`, `parallel`, `blocks`, `comm`, `settings`.
+with their schedulers; `gathered_matrix_steps` gathers whole matrices over tp for a step. `update_dependencies` finds
+the dependencies of an update. Imports `stage`, `agreement`, `user_objects`, `parallel`, `blocks`, `comm`, `settings`.
 """

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .state_beside_parameters import settings_of
+from .optimizer_extra_state import settings_of
 
 
 class ChainedOptimizers(Optimizer):

@@ -32,10 +32,10 @@ from torch.optim import Optimizer
 from quintsched.arguments import shown
 from quintsched.errors import MisfitError, UsageError
 
-from ..agreement.engine_records import optimizer_section
-from ..blocks.block_outlines import Blocks
-from ..objects.library_or_user import arguments_of
-from .optimizer_updates import tensors_in
+from ..agreement.compared_engine_settings import optimizer_section
+from ..blocks.block_builders import Blocks
+from ..user_objects.library_or_user import arguments_of
+from .update_dependencies import tensors_in
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 """Parameters by their names in the whole model."""

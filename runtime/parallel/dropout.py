@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError, counted
 
-from ..autograd.engine_holds import TakenOver
+from ..autograd.engine_owned_layers import TakenOver
 from ..comm import Group
 from ..comm.autograd_collectives import outside_compiled
 

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from quintsched.errors import MisfitError, counted
 
 from ..comm import Group
-from ..comm.generators import SeededGenerators, generator_bytes
+from ..comm.random_generators import SeededGenerators, generator_bytes
 from .dropout import ColumnRowPair, Masks, MaskUnit, words
 from .expert.moe import mixtures
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from ..autograd.engine_holds import TakenOver
+from ..autograd.engine_owned_layers import TakenOver
 from ..comm import Group
 from ..comm.autograd_collectives import copy_to_group, reduce_from_group
 

@@ -16,16 +16,16 @@ from torch import nn
 from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
 
-from ..blocks.block_outlines import TARGETS, Parcel, accepted_extras, on_meta, takes_targets
+from ..blocks.block_builders import TARGETS, Parcel, accepted_extras, on_meta, takes_targets
 from ..comm import Group
 from ..comm.host_collectives import share_texts
 from ..interpreter.interpreter import PreparedStep
-from ..interpreter.run_losses import RunLosses
+from ..interpreter.step_losses.agree_on_losses import RunLosses
 from ..losses.loss_reductions import Over
 from ..parallel.dropout import KeyedDropout
-from ..stage.rank_model import RankModel
-from ..steps.block_findings import BlockLoss
-from ..steps.units import UnitShape
+from ..stage.rank_stages import RankModel
+from ..step_setup.block_examination_results import BlockLoss
+from ..step_setup.units import UnitShape
 
 NO_FACT = "nothing"
 OTHER_DRAWS = "other random numbers"

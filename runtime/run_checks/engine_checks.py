@@ -27,14 +27,14 @@ from ..blocks.shape_inference import trace_shapes
 from ..blocks.trees import map_tensors, tensors_of
 from ..comm import Group
 from ..comm.host_collectives import first_said, share_texts
+from ..interpreter.instruction_state import LossFn
 from ..interpreter.interpreter import PreparedStep
 from ..interpreter.plan_runner import PlanRunner
-from ..interpreter.rank_state import LossFn
-from ..interpreter.saved_bytes import SavedBytes
-from ..interpreter.tally import StepResult
-from ..saving.rank_tensors import RankTensors
-from ..stage.rank_model import RankModel
-from ..state.master_weights import Masters
+from ..interpreter.saved_activation_bytes import SavedBytes
+from ..interpreter.step_losses.loss_totals import StepResult
+from ..saving.rank_tensor_inventory import RankTensors
+from ..stage.rank_stages import RankModel
+from ..weights_and_gradients.master_weights import Masters
 from .block_facts import ModelFacts, find_facts
 from .mesh_against_one import Comparison, compare, from_words, joined, to_words
 from .record_steps import BEFORE, Made, Recording, ResultKind, StepObserver

@@ -24,8 +24,8 @@ from torch import Tensor
 from quintsched.errors import MisfitError, counted
 from quintsched.plan import Plan
 
-from ..objects.tensor_distances import distance
 from ..parallel.context.context_parallel import SequenceShard
+from ..user_objects.tensor_distances import distance
 from .record_steps import BEFORE, Made, Recording, ResultKind
 
 ROUNDING_SLACK = 8.0

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from quintsched.ir import instruction_set as ins
 from quintsched.plan import Plan
 
-from ..blocks.block_outlines import split_result
+from ..blocks.block_builders import split_result
 from ..blocks.dtensor import local_of
 from ..blocks.trees import tensors_of
 from ..comm.overlap_threads import BoundCall
-from ..interpreter.tally import StepResult
-from ..saving.rank_tensors import HeldTensor
-from ..stage.rank_model import RankModel
-from ..state.master_weights import Masters
+from ..interpreter.step_losses.loss_totals import StepResult
+from ..saving.rank_tensor_inventory import HeldTensor
+from ..stage.rank_stages import RankModel
+from ..weights_and_gradients.master_weights import Masters
 
 BEFORE = -1
 """Step number of the weights before the first step."""

@@ -3,7 +3,7 @@
     model.<name>                            masters where there are any, and buffers, under the model's own names
     optimizer.state.<name>.<key>            the optimizer's state of a weight
     optimizer.param_groups.<name>.<key>     the settings of its parameter group
-    engine.optimizer.…, engine.module.…     further state of optimizers and modules (`state.state_dict`)
+    engine.optimizer.…, engine.module.…     further state of optimizers and modules (`rank_state_dict`)
     engine.step                             number of steps made
 
 These are the keys of `get_state_dict` of `torch.distributed.checkpoint.state_dict` with `flatten_optimizer_state_dict`.
@@ -54,16 +54,16 @@ from quintsched.files.atomic import read_whole, write_whole, writing
 
 from ..blocks.plain_values import is_text, quoted
 from ..optim.optimizer_state import SCALARS, flat_of
-from ..state.state_dict import require_alike
-from ..state.training_state import KeptState
+from ..weights_and_gradients.rank_state_dict import require_alike
+from ..weights_and_gradients.training_state import KeptState
+from .atomic_folder import replace_folder, standing
+from .lazy_tensors import StoredTensor
 from .load_state import StateLoader
 from .pretrained.foreign_names import find_prefix, require_names
 from .pretrained.load_pretrained import LoadedWeights
-from .rank_tensors import HeldTensor, RankTensors, sizes_of, state_placement
-from .replaced_folder import replace_folder, standing
+from .rank_tensor_inventory import HeldTensor, RankTensors, sizes_of, state_placement
 from .saved_state import MODEL, STEP, SavedState
 from .saved_state import STATE as OURS
-from .stored_tensors import StoredTensor
 from .tensor_placement import Placement, TensorPiece
 
 STATE, GROUPS = "optimizer.state.", "optimizer.param_groups."

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, nearest
 
-from ..blocks.module_state import MODULE_KEYS
 from ..blocks.plain_values import is_text
+from ..blocks.state_dict_entries import MODULE_KEYS
+from ..optim.optimizer_extra_state import OPTIMIZER_KEYS
 from ..optim.optimizer_state import KeptMemory, kept_of
-from ..optim.state_beside_parameters import OPTIMIZER_KEYS
-from ..state.state_dict import MARK, same
-from ..state.training_state import KeptState
-from .rank_tensors import HeldTensor, RankTensors, state_placement
+from ..weights_and_gradients.rank_state_dict import MARK, same
+from ..weights_and_gradients.training_state import KeptState
+from .rank_tensor_inventory import HeldTensor, RankTensors, state_placement
 from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState
 from .tensor_placement import Placement, StateLayout
 from .weight_averages import DECAY

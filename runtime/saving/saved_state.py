@@ -21,10 +21,10 @@ from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError
 
-from ..blocks.number_types import require_kind
+from ..blocks.dtype_names import require_kind
 from ..optim.loss_scale import SCALE
-from ..state.state_dict import STATES, require_states, same
-from .stored_tensors import MappedFile, StoredTensor, of_memory
+from ..weights_and_gradients.rank_state_dict import STATES, require_states, same
+from .lazy_tensors import MappedFile, StoredTensor, of_memory
 from .tensor_placement import LAYOUT, RUN, Placement, Range, StateLayout, TensorPiece
 
 MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."

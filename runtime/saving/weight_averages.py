@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, UsageError
 
-from ..state.training_state import TrainingState
+from ..weights_and_gradients.training_state import TrainingState
 
 Decay = float | Callable[[int], float]
 """Decay of the average, in [0, 1]; or a function of the number of updates so far."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from quintsched.errors import InputError, counted
 from quintsched.files.plain_files import fill, open_plain
 
-from ..blocks.number_types import name_of
+from ..blocks.dtype_names import name_of
 
 BYTES_AT_ONCE = 2**24
 """Bytes that are read, written and hashed at a time."""

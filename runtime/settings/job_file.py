@@ -27,6 +27,7 @@ from quintsched.files.strictjson import shorten
 from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
 from quintsched.request import CompileRequest, RequestOption, entries
 
+from .deferred_sections import SourcedSection, source_of
 from .intervals import Every, EveryOrEpoch
 from .optimizer_settings import LearningRateConfig as LearningRateConfig
 from .optimizer_settings import OptimizerConfig as OptimizerConfig
@@ -41,7 +42,6 @@ from .run_settings import (
     fields_in,
     read_settings,
 )
-from .sourced_section import SourcedSection, source_of
 
 Axis = Literal["dp", "pp", "tp", "cp", "ep"]
 Samples = Literal["validation", "train"]

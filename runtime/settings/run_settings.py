@@ -39,7 +39,7 @@ from quintsched.files.strictjson import shorten
 from quintsched.files.user_records import RecordMetaclass
 
 from .foreign_keys import find_foreign_key
-from .tensor_rules import read_rule
+from .tensor_parallel_rules import read_rule
 
 
 class Settings(BaseModel, metaclass=RecordMetaclass):
@@ -216,7 +216,7 @@ def _rule_data(value: Any) -> Any:
 
 
 TensorRuleData = Annotated[str | dict[str, Any], PlainValidator(_rule_data)]
-"""A rule as users write it; see `tensor_rules`."""
+"""A rule as users write it; see `tensor_parallel_rules`."""
 
 
 class SettingRule(Enum):

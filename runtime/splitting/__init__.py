@@ -2,8 +2,8 @@
 
     model ──▶ frame (its forward, no weights) ──▶ flow (data between its layers) ──▶ blocks ──▶ proved ──▶ Split
 
-`weightless_model` is a copy whose forward runs without weights, `walk_log` the record of such runs (walks),
-`split_blocks` the blocks made from it, `find_layers` finds layers, `adapters` has knowledge of libraries;
-`split_traced` traces a forward symbolically (torch.fx) instead; `steady_state` detects state between layers that runs
-change. Imports `parallel`, `objects`, `blocks`, `autograd` and `comm`.
+`weightless_model` is a copy whose forward runs without weights, `layer_dataflow` the record of such runs (walks),
+`layers_and_segments` the blocks made from it, `find_layers` finds layers, `adapters` has knowledge of libraries;
+`torch_fx_segments` traces a forward symbolically (torch.fx) instead; `state_between_layers` detects state between
+layers that runs change. Imports `parallel`, `user_objects`, `blocks`, `autograd` and `comm`.
 """

@@ -3,7 +3,7 @@
 model ─▶ names of its layers ─▶ frame ─▶ flow ─▶ spans      [ prologue │ layer 0 │ layer 1 │ … │ epilogue ]
       ─▶ blocks, ties taken apart ─▶ proved: the chain of blocks computes what the model computes
 
-A model without an example is traced if possible (`split_traced`); so is one in whose walk no blocks are found.
+A model without an example is traced if possible (`torch_fx_segments`); so is one in whose walk no blocks are found.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from torch.utils._pytree import tree_leaves
 from quintsched.arguments import MAPPING, SEVERAL, ArgumentKind, instance, takes
 from quintsched.errors import MisfitError, UsageError, counted
 
-from ..blocks.block_outlines import BLOCKS, BlockOrBuilder
-from ..blocks.module_state import require_sized, saved_tensors
-from ..comm.generators import GENERATORS, draws_undone
-from ..objects.attribute_spaces import is_hooked
-from ..objects.host_state_changes import Copies
-from ..objects.library_or_user import arguments_of, is_of_library
-from ..objects.outer_state_reads import FINAL_ERRORS
-from ..objects.snapshot import Snapshot, require_undone
+from ..blocks.block_builders import BLOCKS, BlockOrBuilder
+from ..blocks.state_dict_entries import require_sized, saved_tensors
+from ..comm.random_generators import GENERATORS, draws_undone
 from ..parallel.tensor.cut_rules import CutRules
+from ..user_objects.changes_since_split import Copies
+from ..user_objects.library_or_user import arguments_of, is_of_library
+from ..user_objects.object_contents import is_hooked
+from ..user_objects.outer_state_reads import FINAL_ERRORS
+from ..user_objects.snapshot import Snapshot, require_undone
 from .adapters import peft_adapters, router_losses, transformers_models
 from .adapters.torchvision_operators import declare_missing
-from .build_blocks import built_without_weights, materialised
-from .carried_values import explore
+from .find_carried_values import explore
 from .find_layers import apart, find_layers, in_words, named_layers, untie
-from .split_blocks import TARGET_NAMES, layer_block, segment
-from .split_context import Origin
+from .layer_dataflow import Flow
+from .layers_and_segments import TARGET_NAMES, layer_block, segment
+from .materialize_blocks import built_without_weights, materialised
+from .shared_forward_context import Origin
 from .split_proof import require_equal, require_equal_loss
-from .split_traced import segments
-from .symbolic_trace import Untraceable
-from .walk_log import Flow
+from .torch_fx_segments import segments
+from .torch_fx_trace import Untraceable
 from .weightless_model import ModelFrame
 
 declare_missing()  # before a script or a job's file imports a library of models

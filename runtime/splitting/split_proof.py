@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from quintsched.errors import MisfitError, QuintschedError, counted
 
-from ..blocks.block_outlines import accepted_extras, split_result
+from ..blocks.block_builders import accepted_extras, split_result
 from ..blocks.without_side_effects import untouched
-from ..comm.generators import AllGenerators
-from ..objects.library_or_user import is_of_library
-from ..objects.tensor_distances import off
-from .walk_log import is_number
+from ..comm.random_generators import AllGenerators
+from ..user_objects.library_or_user import is_of_library
+from ..user_objects.tensor_distances import off
+from .layer_dataflow import is_number
 from .weightless_model import by_place_or_name
 
 SPLIT_TOLERANCE = 1e-5

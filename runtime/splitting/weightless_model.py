@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_map_only
 from quintsched.errors import MisfitError
 
 from ..blocks.without_side_effects import run_alone
-from ..objects.host_state_changes import label_of, tensors_in
-from ..objects.library_or_user import arguments_of, is_of_library
+from ..user_objects.changes_since_split import label_of, tensors_in
+from ..user_objects.library_or_user import arguments_of, is_of_library
 
 _CURRENT: ContextVar[Walk | None] = ContextVar("walk", default=None)
 

@@ -20,14 +20,14 @@ from quintsched.errors import MisfitError, UsageError, counted
 from quintsched.ir.layout import Layout
 from quintsched.ir.plan_data import PlanData, listed
 
-from ..autograd.engine_holds import Hold, holds_on, take_back
+from ..autograd.engine_owned_layers import Hold, holds_on, take_back
+from ..blocks.block_builders import Blocks, build_block
 from ..blocks.block_costs import estimate_costs
-from ..blocks.block_outlines import Blocks, build_block
 from ..blocks.dtensor import local_of, prepare_sharded
-from ..blocks.module_state import spread_buffers
+from ..blocks.state_dict_entries import spread_buffers
 from ..comm import Group
 from ..comm.host_collectives import first_said
-from ..guards.built_alike import why_unlike
+from ..guards.repeatable_builders import why_unlike
 from ..guards.weights_not_held import why_separated
 from ..parallel.cut_proofs.prove_cuts import Prover
 from ..parallel.dropout import Masks, key_dropouts

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ..blocks.block_outlines import Parcel, accepted_extras
+from ..blocks.block_builders import Parcel, accepted_extras
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from torch.overrides import TorchFunctionMode
 from quintsched.errors import MisfitError
 
 from ..autograd.recompute import Rerun, run_dropped
-from ..blocks.block_outlines import Parcel, accepted_extras, split_result, takes_targets
+from ..blocks.block_builders import Parcel, accepted_extras, split_result, takes_targets
 from ..blocks.trees import ONE_TENSOR, Tensors, Tree, TreeSpec, flatten
 from ..blocks.without_side_effects import as_leaves, detached
 from ..comm import Group
-from ..objects.attribute_spaces import forward_hooks, is_of_torch
 from ..parallel.dropout import Masks
+from ..user_objects.object_contents import forward_hooks, is_of_torch
 from .in_place_copies import NOTHING_COPIED, Copied, copied_in
-from .stage_draws import UNIT, Extras, Outputs, RunBlocks, StageDraws
+from .stage_random_draws import UNIT, Extras, Outputs, RunBlocks, StageDraws
 
 __all__ = ["UNIT", "Chain", "Extras", "Outputs", "RunBlocks", "StageForward", "apart"]
 

@@ -21,7 +21,7 @@ from quintsched.compiler import compiled_again
 from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
-from ..blocks.block_outlines import Blocks
+from ..blocks.block_builders import Blocks
 from ..parallel.mesh_groups import MeshGroups
 from .build_stages import Stage, cuts_of
 

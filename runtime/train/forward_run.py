@@ -2,7 +2,7 @@
 
 weights   the newest whole checkpoint of checkpoint.dir, else model.pretrained, else as blocks are built
 samples   of a data set: replica 0 has the first ones, replica 1 those behind them, …; of loaders: each its own
-outputs   written by one rank of each replica (`saving.output_files`); the folder is replaced when all are whole
+outputs   written by one rank of each replica (`saving.forward_output_files`); the folder is replaced when all are whole
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from quintsched.errors import UsageError, counted
 from quintsched.files.atomic import whole_path
 from quintsched.plan import Plan
 
-from ..agreement.kept_settings import require_kept
-from ..agreement.run_records import agreed_settings
+from ..agreement.compared_run_settings import agreed_settings
+from ..agreement.settings_on_resume import require_kept
 from ..comm import Transport
 from ..comm.clocks import now_s
 from ..forward_engine import ForwardEngine
 from ..models import build_model, tied_weights
+from ..saving.atomic_folder import replace_folder
 from ..saving.checkpoints.bucket_folder import open_place, place_of
-from ..saving.checkpoints.checkpoints import SavedCheckpoints
-from ..saving.output_files import OUTPUT_FILES, OUTPUTS, OutputFiles, write_index
-from ..saving.replaced_folder import replace_folder
+from ..saving.checkpoints.save_and_load_checkpoints import SavedCheckpoints
+from ..saving.forward_output_files import OUTPUT_FILES, OUTPUTS, OutputFiles, write_index
 from ..settings.job_file import JobConfig
 from ..splitting.split_model import Split
 from ..stage.batches.microbatches import most_rows
 from .batch_feed import drained, open_feed
+from .costs_for_stage_cuts import block_costs
 from .reporter import Reporter, Sinks
 from .resume_training import load_pretrained_of
-from .stage_costs import block_costs
 
 
 class StopAskedError(Exception):

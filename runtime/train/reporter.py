@@ -37,7 +37,7 @@ from quintsched.files.terminal import StreamBroken
 from quintsched.stalls.own_errors import Suppressed, came_from_handler
 from quintsched.user_code import load_object, names_file
 
-from ..agreement.run_records import own_version
+from ..agreement.compared_run_settings import own_version
 from ..comm import Transport
 from ..comm.device import device_name, is_accelerator
 from ..data.user_loaders import Say

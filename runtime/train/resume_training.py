@@ -20,12 +20,12 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from quintsched.errors import InputError, MisfitError, counted
 from quintsched.files.strictjson import describe_faults
 
-from ..agreement.kept_settings import require_kept
-from ..agreement.run_records import is_within
-from ..agreement.sections import Plain
+from ..agreement.compare_ranks import Plain
+from ..agreement.compared_run_settings import is_within
+from ..agreement.settings_on_resume import require_kept
 from ..data.user_loaders import Say
 from ..engine import Engine
-from ..saving.checkpoints.checkpoints import FoundCheckpoint
+from ..saving.checkpoints.save_and_load_checkpoints import FoundCheckpoint
 from ..saving.verbs.engine_saves import WeightState
 from ..settings.job_file import ModelConfig
 from ..stage.batches.microbatches import most_rows

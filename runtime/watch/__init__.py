@@ -11,6 +11,6 @@ On accelerators the host runs ahead: a verdict names the instruction that the ho
 shows as a host that waits in a synchronisation. Imports nothing of the runtime, and no torch but in `rendezvous`.
 """
 
-from .publisher import Publisher
+from .position_publisher import Publisher
 
 __all__ = ["Publisher"]

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from quintsched.stalls.own_errors import came_from_handler
 
 from .monitor_sockets import ADDRESS, KEY, FrameError
+from .position_publisher import Publisher
 from .process_state import HeldTerm
-from .publisher import Publisher
 from .rank_position import PositionCell
 from .rendezvous.addresses import LOOPBACK, address_towards, is_one_machine, listen
 from .stall_limits import Patience
-from .watcher import HubCall, Watcher
+from .watch_thread import HubCall, Watcher
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

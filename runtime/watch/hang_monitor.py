@@ -34,8 +34,8 @@ from .process_state import NO_PROCESS, ProcessId, fate_of, fate_of_code, look_at
 from .rank_position import CellReader, place_of
 from .rendezvous.addresses import LOOPBACK
 from .stall_limits import Patience, PositionTracker
+from .torch_free_clock import now_s
 from .verdict_timing import SETTLE_S, Judge, Member, Ruling, is_silent
-from .wall_time import now_s
 
 MONITOR_TICK_S = 0.1
 HURRY_S = 0.01

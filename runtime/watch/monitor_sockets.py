@@ -33,7 +33,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from . import wall_time
+from . import torch_free_clock
 
 JSON, PLAN = b"J", b"P"
 MOST_FRAME_BYTES = {JSON: 64 * 1024, PLAN: 64 * 1024 * 1024}
@@ -166,7 +166,7 @@ class Connection:
         self.socket = connected
         self.rank: int | None = None
         self.is_closed = self.is_cut = False
-        self.since_s = wall_time.now_s()
+        self.since_s = torch_free_clock.now_s()
         self._key, self._asked = key, challenge()
         self._reader = FrameReader()
         self.send({"ask": self._asked})
@@ -249,7 +249,7 @@ class Listener:
                 if connection.is_closed:
                     self.drop(connection)
         for connection in list(self._connections.values()):
-            if connection.rank is None and wall_time.now_s() > connection.since_s + STRANGER_S:
+            if connection.rank is None and torch_free_clock.now_s() > connection.since_s + STRANGER_S:
                 self.drop(connection)
 
     def drop(self, connection: Connection) -> None:

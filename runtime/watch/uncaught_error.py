@@ -27,7 +27,7 @@ from quintsched.errors import QuintschedError, StallError, printable
 from quintsched.files.terminal import write_error
 from quintsched.stalls.own_errors import WORKER_ERROR, causes_of, headline, message_of, said
 
-from .wall_time import epoch_s
+from .torch_free_clock import epoch_s
 
 MOST_PRINTED_LETTERS = 20_000
 """Limit of letters that are printed of an error's message, and of each line of its traceback."""
@@ -103,7 +103,7 @@ def first_rank(words: str, rank: int) -> int:
     """Return the first rank of this attempt that had these words to report; `rank` itself where that is unknown."""
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return rank
-    from .rendezvous.key_value_store import has_launchers_store, open_store
+    from .rendezvous.rendezvous_store import has_launchers_store, open_store
 
     digest = hashlib.sha256(words.encode(errors="replace")).hexdigest()
     key = f"quintsched/reported/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{digest}"

@@ -8,7 +8,7 @@ import pytest
 
 from quintsched.cli.around_runs.doctor import Finding, doctor
 from quintsched.errors import MisfitError
-from quintsched.runtime.calibrate import surroundings
+from quintsched.runtime.calibrate import doctor_facts
 
 MODULE = sys.modules["quintsched.cli.around_runs.doctor"]  # whose name is the command's as well
 
@@ -30,7 +30,7 @@ def test_this_machine_can_run_and_two_processes_have_met():
 
 def test_a_wrong_interface_is_missing_and_it_is_said_what_to_do(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch")
-    found = {row[0]: Finding(*row) for row in surroundings._network()}["interfaces"]
+    found = {row[0]: Finding(*row) for row in doctor_facts._network()}["interfaces"]
     assert (found.state, found.advice) == ("missing", "unset it, or name one of these")
     assert "no network interface 'nosuch'" in found.found
 
@@ -49,7 +49,7 @@ def test_a_torchvision_of_another_torch_is_noted(monkeypatch, tmp_path):
     (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-    (row,) = surroundings._torchvision()
+    (row,) = doctor_facts._torchvision()
     found = Finding(*row)
     assert (found.state, found.found) == ("note", "operator torchvision::nms does not exist")
     assert "Import quintsched.runtime's Engine, Trainer or split before them" in found.advice

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from quintsched.runtime.launch.job_plan import plan_of
-from quintsched.runtime.launch.run_request import LaunchRequest, RunRequest, read_request
+from quintsched.runtime.launch.run_arguments import LaunchRequest, RunRequest, read_request
 
 from .engine_runs import EXAMPLES, ROOT
 

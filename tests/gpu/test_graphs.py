@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from tests.runtime.toys import ids_task, sgd, tiny_gpt
 
 from .machine import Machine

@@ -22,7 +22,7 @@ from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import LocalTransport, LocalWorld, Transport, connect
 from quintsched.runtime.comm.device import QUEUES, is_accelerator, synchronize
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from tests.runtime.comm.group_checks import CHAIN, check_collectives, make_groups
 from tests.runtime.comm.spelled_checks import check_spelled
 from tests.runtime.toys import ids_task, share, tiny_gpt

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quintsched as qs
-from quintsched.runtime.blocks.block_outlines import build_model, split_result
+from quintsched.runtime.blocks.block_builders import build_model, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.dropout import Masks, MaskUnit, key_dropouts

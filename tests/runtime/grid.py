@@ -24,14 +24,14 @@ from quintsched import torch_csv
 from quintsched.collectives import Wire
 from quintsched.ir.instruction_set import Bwd, BwdWeight
 from quintsched.runtime import Engine
+from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.blocks.block_costs import estimate_costs
-from quintsched.runtime.blocks.block_outlines import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
 from quintsched.runtime.parallel.dropout import Masks
 from quintsched.runtime.parallel.expert.moe import mixtures
 from quintsched.runtime.stage.build_stages import cut
-from quintsched.runtime.train.summed_losses import correct_sum
+from quintsched.runtime.train.built_in_losses import correct_sum
 from quintsched.schedules import Schedule
 
 from ..helpers.training import Outcome, call_with_share, difference, train_alone

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched import torch_csv
 from quintsched.ir.instruction_set import Bwd, Fwd
-from quintsched.runtime.blocks.block_outlines import Blocks
+from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, moe_gpt
 from quintsched.runtime.models.vit import ViTOptions, vit

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Message
-from quintsched.runtime.autograd.kv_store import Past
-from quintsched.runtime.blocks.block_outlines import Blocks
+from quintsched.runtime.autograd.slice_kv_cache import Past
+from quintsched.runtime.blocks.block_builders import Blocks
 
 from ..helpers.training import Outcome, train_ranks
 from .toys import sgd

@@ -22,7 +22,7 @@ PRELOADED = [
     "quintsched.runtime.launch.local_launcher",
     "quintsched.runtime.launch.worker",
     "quintsched.runtime.train.trainer",
-    "quintsched.runtime.comm.connection",
+    "quintsched.runtime.comm.choose_transport",
     "quintsched.stalls.culprit",
 ]
 """Modules that the server imports: the first use in a process decides, so that all uses have the same."""

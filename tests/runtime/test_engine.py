@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError
+from quintsched.runtime.blocks.block_builders import Blocks, build_block
 from quintsched.runtime.blocks.block_costs import estimate_costs, measure_costs
-from quintsched.runtime.blocks.block_outlines import Blocks, build_block
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
-from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
 from ..helpers.training import Outcome, check_equality, require_same_bits, train_alone
 from .toys import Task, difference, sgd, share, tiny_vit

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.ir.instruction_set import Overlap
 from quintsched.runtime import Carry
-from quintsched.runtime.autograd.kv_store import Past
+from quintsched.runtime.autograd.slice_kv_cache import Past
 from quintsched.runtime.comm import Rules
 
 from ..helpers import training

@@ -1,7 +1,7 @@
 """Predicted memory of CPU ranks equals the real one, to the byte, for each rank of 26 strategies.
 
 Activations are what autograd saves. State is compared with all that aligning and cutting into buckets does to it in
-`state/test_predicted_state`; here sizes are such that nothing is left over.
+`weights_and_gradients/test_predicted_state`; here sizes are such that nothing is left over.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models import build_model as blocks_of
 from quintsched.runtime.settings.job_file import ModelConfig
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
 from quintsched.strategies.descriptions.model import Experts, Images, Model
 from quintsched.strategies.descriptions.strategy import Strategy

@@ -17,7 +17,7 @@ from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.passes import TRAIN_PASSES, lower
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.interpreter.rank_state import LossFn
+from quintsched.runtime.interpreter.instruction_state import LossFn
 from quintsched.verify import soundness
 
 from .linear_blocks import alone, batch, linear, squared_sum, train

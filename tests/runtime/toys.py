@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime.blocks.block_outlines import Blocks
+from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.models.vit import ViTOptions, vit
-from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
 from ..helpers import training
 from ..helpers.training import Outcome, difference, train_alone, worst_difference

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from quintsched.formats.instruction_schema import FIELD_SCHEMAS
 from quintsched.formats.plan_head import HeadFile
-from quintsched.graph.edges import ISSUED
+from quintsched.graph.event_edges import ISSUED
 from quintsched.graph.transport_profiles import PROFILES, Profile, each_pair
 from quintsched.ir.dataflow_rules import RULES
 from quintsched.ir.instruction_columns import FIELDS, NUMBERS

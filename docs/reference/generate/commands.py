@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from quintsched.cli import _command
-from quintsched.runtime.launch.run_request import RunRequest
+from quintsched.runtime.launch.run_arguments import RunRequest
 
 from .markdown import anchor, docstring, notice, one_line, table, tidy
 

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quintsched.runtime.settings.job_schema import job_schema
+from quintsched.runtime.settings.job_json_schema import job_schema
 
 from .markdown import notice, one_line, table, tidy
 

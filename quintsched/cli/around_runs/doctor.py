@@ -116,7 +116,7 @@ def _of_torch() -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
         yield Finding("torch", "not installed", "missing", "pip install 'quintsched[runtime]'; planning needs none")
         return
-    command = [sys.executable, "-m", "quintsched.runtime.calibrate.surroundings"]
+    command = [sys.executable, "-m", "quintsched.runtime.calibrate.doctor_facts"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=os.environ, check=False)
         yield from (Finding(*finding) for finding in json.loads(done.stdout))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from quintsched.errors import counted
 from quintsched.files.terminal import percent
 from quintsched.solve.recorded.whatif import WhatIf
-from quintsched.text.listing import table
+from quintsched.text.plan_listing import table
 
 MOST_NAMED = 3
 """Most ranks that are named on which one rank has waited."""

@@ -163,7 +163,7 @@ def _predicted(flags: Mapping[str, Any], microbatches: int | None, mtp: int) -> 
 
 
 def _in_words(cut: CutStages, against: list[str], objective: str) -> Iterator[str]:
-    from quintsched.text.listing import table
+    from quintsched.text.plan_listing import table
 
     best, unit, held = cut.best, cut.costs.unit, cut.costs.memory_unit
     mesh, microbatches = cut.sizes

@@ -17,7 +17,7 @@ HIDDEN = "_hidden"
 def describe(found: Prediction, simulated_s: float | None = None) -> Iterator[str]:
     """Yield the lines of one prediction."""
     from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
-    from quintsched.text.listing import table
+    from quintsched.text.plan_listing import table
 
     yield f"{found.model.name} on {found.strategy.gpus} {found.hardware.name}: {strategy_name(found.strategy)}"
     capacity = found.hardware.memory_gb

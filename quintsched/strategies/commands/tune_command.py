@@ -278,7 +278,7 @@ def _describe(
     found: Tuning, top: int, predictions: Sequence[Prediction], simulations: Sequence[float | None]
 ) -> Iterator[str]:
     from quintsched.strategies.tuning.advice import advice, reasons
-    from quintsched.text.listing import table
+    from quintsched.text.plan_listing import table
 
     space = found.space
     count = counted(found.strategies, "strategy", "," if found.strategies < 10**9 else ".1e")

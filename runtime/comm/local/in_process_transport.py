@@ -24,9 +24,9 @@ from quintsched.errors import MisfitError, counted
 
 from ...settings.run_settings import Rules
 from ...watch.rank_position import NOTHING, WaitCell
-from ...watch.rendezvous.key_value_store import Attempt
+from ...watch.rendezvous.rendezvous_store import Attempt
 from ..checked.message_frame import Label
-from ..host_link import HostLink, TimedLink
+from ..host_copies import HostLink, TimedLink
 from ..transport_interface import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
 from .simulated_nccl import Awaited, LocalWorld, WireTimes
 from .thread_collectives import Distribute, MemberCall

@@ -35,8 +35,8 @@ from quintsched.errors import MisfitError, StallError, UsageError, suggest
 from ...settings.run_settings import Rules
 from ..checked.message_frame import NO_LABEL, Label
 from ..clocks import now_s
-from ..generators import SEEDED, generators_lent
-from ..host_link import require_bandwidth
+from ..host_copies import require_bandwidth
+from ..random_generators import SEEDED, generators_lent
 from ..transport_interface import describe
 from .thread_collectives import Meetings
 

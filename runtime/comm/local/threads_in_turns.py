@@ -19,7 +19,7 @@ from torch import overrides
 from torch.utils import _python_dispatch as dispatches
 
 from ..device import use_device
-from ..generators import SEEDED, generators_lent
+from ..random_generators import SEEDED, generators_lent
 from ..transport_interface import Group
 from .in_process_transport import LocalTransport
 from .simulated_nccl import Awaited, LocalWorld

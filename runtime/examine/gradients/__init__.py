@@ -1,4 +1,4 @@
-"""Blocks whose backward is not linear in the gradient: `guards.own_backwards` finds them, `nonlinear_backwards` tries.
+"""Blocks whose backward is not linear in the gradient: suspects of `guards.custom_backwards` are tried.
 
 Imports what `examine` may, and runs of blocks from beside it.
 """

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ...blocks.trees import TensorSpec
 from ...blocks.without_side_effects import Kept, untouched
-from ...guards.own_backwards import hooks_of, is_known
-from ...objects.snapshot import Snapshot
+from ...guards.custom_backwards import hooks_of, is_known
 from ...parallel.cut_proofs.trial_inputs import Arrival, TrialInput, draw
-from ..block_runs import TriedBlock
+from ...user_objects.snapshot import Snapshot
+from ..trial_block_runs import TriedBlock
 
 _MIXES = "{} mixes samples in its backward alone, by a hook or a detach, or goes by how many there are"
 _GROWN = "{} changes sums of gradients by a hook, once for each microbatch; use optimizer.register_step_pre_hook"

@@ -11,7 +11,7 @@
     backward: self.seen = g; forward: … seen    scaled by that weight  by which nothing divides it
     p.grad.mul_(0.5), of a sum so far           earlier ones again     once for each microbatch
 
-Suspects (`own_backwards`) are run on a few samples before the first step, with backwards from gradients of several
+Suspects (`custom_backwards`) are run on a few samples before the first step, with backwards from gradients of several
 scales, and of single samples; again after state that they read has changed. Hooks on weights count as well.
 """
 
@@ -26,17 +26,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...blocks.block_outlines import accepted_extras
+from ...blocks.block_builders import accepted_extras
 from ...blocks.dtensor import is_sharded
 from ...blocks.without_side_effects import Kept, untouched
-from ...guards.own_backwards import Calls, Code, HooksAndModules, Watched, hooks_of
-from ...objects.plain_code import asking_elsewhere
-from ...objects.snapshot import Snapshot
+from ...guards.custom_backwards import Calls, Code, HooksAndModules, Watched, hooks_of
 from ...parallel.cut_proofs.block_kinds import content_of
 from ...parallel.cut_proofs.trial_inputs import Arrival
-from ...steps.block_findings import GatheredWeights, Unlinear
-from ..block_runs import TriedBlock
-from ..other_extras import Agree, others_of
+from ...step_setup.block_examination_results import GatheredWeights, Unlinear
+from ...user_objects.plain_code import asking_elsewhere
+from ...user_objects.snapshot import Snapshot
+from ..extra_variants import Agree, others_of
+from ..trial_block_runs import TriedBlock
 from .microbatch_gradients import why_of_microbatch, why_of_others
 from .trial_backwards import MOST_ASKED, Begin, Draws, OtherAnswers, TrialGradients, answered, gradients_of, made_behind
 

@@ -16,7 +16,7 @@ from quintsched.ir.values import Value, ValueKind
 
 from ...blocks.trees import DIFFERENTIABLE
 from ...stage.stage_forward import Outputs
-from ..rank_state import ComputeState
+from ..instruction_state import ComputeState
 
 
 class Leaves(NamedTuple):

@@ -2,7 +2,7 @@
 
 sum_or_mean       values and gradients; operators that it calls (`trial_call_modes`), state that its own calls write
                   (`losses_with_state`), tokens that it mixes (`losses_mixing_tokens`)
-stated_weights    the same for losses that return (sum, weight); `metric_examination`: by values alone
+stated_weights    the same for losses that return (sum, weight); `metric_sum_or_mean`: by values alone
 
 Imports `blocks`, `comm`, and reductions and states of functions from beside it.
 """

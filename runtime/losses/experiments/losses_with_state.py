@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...comm.generators import AllGenerators
-from ..function_state import FunctionKept, FunctionState, name_of
+from ...comm.random_generators import AllGenerators
+from ..loss_function_state import FunctionKept, FunctionState, name_of
 
 _FAR = (10, 100, 1_000, 10_000, 1_000_000)
 CallLosses = Callable[[], Sequence[Tensor]]

@@ -1,4 +1,4 @@
 """Context parallelism: attention over sequences that are sharded over the ranks of cp (ring, gather, ulysses).
 
-Imports `blocks`, `comm`, `job`.
+Imports `blocks`, `comm`, `settings`.
 """

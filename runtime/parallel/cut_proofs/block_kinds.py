@@ -25,19 +25,21 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...objects.attribute_spaces import ClosureCells, attributes_of
-from ...objects.host_values import bytes_of, state_of
-from ...objects.library_or_user import is_of_framework, is_of_library, is_ours
+from ...user_objects.host_value_equality import bytes_of, state_of
+from ...user_objects.library_or_user import is_of_framework, is_of_library, is_ours
+from ...user_objects.object_contents import ClosureCells, attributes_of
 from ..dropout import KeyedDropout
 from ..tensor.cut_rules import Choice
 from ..tensor.cuttable_layers import Cut, has_hooked_weights
 from .candidate_cuts import renumbered
-from .compare_twins import BlockKind
+from .whole_against_cut import BlockKind
 
 _COUNTERS = ("idx", "index", "layer", "layer_id", "layer_number", "number", "i", "block_id")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, CodeType)
 _SEQUENCES = (tuple, list, deque)
-_OBSERVERS = tuple(f"quintsched.runtime.{room}." for room in ("examine", "guards", "losses", "objects", "splitting"))
+_OBSERVERS = tuple(
+    f"quintsched.runtime.{room}." for room in ("examine", "guards", "losses", "user_objects", "splitting")
+)
 """Observers that this package attaches to modules' attributes; only their code is compared."""
 _MODELS = "quintsched.runtime.models."
 """Models of this package, whose options are compared by content; its other objects are compared by identity."""

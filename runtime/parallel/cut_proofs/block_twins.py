@@ -27,10 +27,10 @@ from torch.utils._pytree import tree_leaves
 
 from quintsched.errors import MisfitError
 
-from ...blocks.block_outlines import build_block, on_meta
-from ...objects.attribute_spaces import HOOKS, OF_TORCH, ClosureCells, attributes_of, defaults_of, parts_of
-from ...objects.host_values import marks_of
-from ...objects.library_or_user import PLAIN_TYPES, is_of_library
+from ...blocks.block_builders import build_block, on_meta
+from ...user_objects.host_value_equality import marks_of
+from ...user_objects.library_or_user import PLAIN_TYPES, is_of_library
+from ...user_objects.object_contents import HOOKS, OF_TORCH, ClosureCells, attributes_of, defaults_of, parts_of
 from ..tensor.pair_adjustments import restore_sizes
 
 TensorKind = TypeVar("TensorKind", bound=Tensor)

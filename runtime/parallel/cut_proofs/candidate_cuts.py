@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
 
-from ...settings.tensor_rules import FusedParts, TensorSplit
+from ...settings.tensor_parallel_rules import FusedParts, TensorSplit
 from ..tensor.cut_rules import RuleData
 from ..tensor.cuttable_layers import Cut, cut_width, sizes_of
 from ..tensor.pairs_by_name import configured_heads_of, widths_of

@@ -31,16 +31,16 @@ from quintsched.errors import MisfitError
 
 from ...comm import Group
 from ...comm.host_collectives import share_texts
-from ...settings.tensor_rules import TensorSplit
+from ...settings.tensor_parallel_rules import TensorSplit
 from ..tensor.cut_rules import Choice
 from ..tensor.cuttable_layers import Cut, pairs_of
 from ..tensor.pair_adjustments import wide_norms
 from ..tensor.whole_model_cuts import TensorCuts
 from .candidate_cuts import CandidateRules, alone, replicated, ways_of
-from .compare_twins import Bench, BlockKind, CutGap
 from .reads.drawn_parts import undisturbed
 from .trial_inputs import Arrival, Arrivals, guesses
-from .trial_twins import Figures, Setting, outputs_of
+from .twin_runs import Figures, Setting, outputs_of
+from .whole_against_cut import Bench, BlockKind, CutGap
 
 _logger = logging.getLogger("quintsched.runtime")
 

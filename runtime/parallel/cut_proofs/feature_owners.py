@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...objects.plain_code import unrecorded
-from ...settings.tensor_rules import TensorSplit
+from ...settings.tensor_parallel_rules import TensorSplit
+from ...user_objects.plain_code import unrecorded
 from ..keyed_draws import BY_DEVICE, KEYED
 from ..tensor.cuttable_layers import Cut, sizes_of
 from ..tensor.pair_adjustments import wide_norms

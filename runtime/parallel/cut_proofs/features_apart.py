@@ -19,18 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...autograd.autograd_engine import run_backward
-from ...blocks.block_outlines import seeded
+from ...autograd.autograd_engine_call import run_backward
+from ...blocks.block_builders import seeded
 from ...comm import EchoGroup, Group
-from ...objects.plain_code import asking_elsewhere
-from ...objects.steering_state import SteeringState
+from ...user_objects.control_flow_state import SteeringState
+from ...user_objects.plain_code import asking_elsewhere
 from ..tensor.cuttable_layers import Cut
 from .block_twins import SEED, Blueprint
 from .feature_owners import CodePlace, FeatureOwners, HostReads, NothingDropped, WeightReads
 from .marks.owner_rules import Joined
 from .reads.cut_sizes import CutCalls, OtherCalls, WholeCalls, apart_in
 from .trial_inputs import Arrival, TrialInput
-from .trial_twins import outputs_of
+from .twin_runs import outputs_of
 
 _MAY = ", by which it may do something else"
 DRAWS = f"draws from Python's or numpy's generator{_MAY}"

@@ -20,13 +20,13 @@ from torch import nn
 
 from quintsched.errors import MisfitError
 
-from ...blocks.block_outlines import Parcel, accepted_extras
+from ...blocks.block_builders import Parcel, accepted_extras
 from ...blocks.dtensor import is_sharded
 from ...blocks.without_side_effects import attributes_untouched
 from ...comm import Group
 from ...comm.host_collectives import first_said
 from ...settings.run_settings import Proofs
-from ...settings.tensor_rules import TensorSplit
+from ...settings.tensor_parallel_rules import TensorSplit
 from ..context.context_parallel import ContextParallel
 from ..dropout import Masks
 from ..tensor.cut_rules import Choice, is_built_in
@@ -38,10 +38,10 @@ from .block_kinds import Content, choice_for, kind_of, kinds_apart
 from .block_twins import Blueprint
 from .candidate_cuts import CandidateRules, alone, everywhere, paired_ways, replicated
 from .choose_cuts import Chooser, share
-from .compare_twins import Bench, BlockKind, CutGap
-from .later_steps import BenchHere, Called, FollowedKind, LaterSteps
+from .proofs_in_later_steps import BenchHere, Called, FollowedKind, LaterSteps
 from .trial_inputs import TRIAL_SAMPLES, Arrival, Arrivals, FirstUnits, specs_of
-from .trial_twins import Figures, Setting
+from .twin_runs import Figures, Setting
+from .whole_against_cut import Bench, BlockKind, CutGap
 
 
 class Prover:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...blocks.block_outlines import TARGETS, TOKENS_DIM, Parcel, takes_targets
+from ...blocks.block_builders import TARGETS, TOKENS_DIM, Parcel, takes_targets
 from ...blocks.shape_inference import lengthened, trace_shapes, wants_data
 from ...blocks.trees import ONE_TENSOR, Tensors, TensorSpec, Tree, TreeSpec, flatten
 from ...comm import Group, SelfGroup

@@ -15,7 +15,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from ...blocks.block_outlines import Blocks, named_modules
+from ...blocks.block_builders import Blocks, named_modules
 from ...comm import Group
 from .moe import MoE, mixtures
 

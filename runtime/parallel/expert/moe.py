@@ -39,7 +39,7 @@ from quintsched.arguments import FUNCTION, NUMBER, WHOLE_NUMBER, instance, takes
 from quintsched.errors import MisfitError, UsageError
 
 from ...autograd.deferred_weight_grads import linear
-from ...blocks.block_outlines import TOKENS_DIM
+from ...blocks.block_builders import TOKENS_DIM
 from ...comm import Group, SelfGroup, as_group
 from ...comm.autograd_collectives import (
     all_to_all_rows,

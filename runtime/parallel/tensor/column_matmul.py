@@ -28,7 +28,7 @@ from torch._C import _are_functorch_transforms_active, _is_any_autocast_enabled
 from torch.nn import functional
 
 from ...autograd.deferred_weight_grads import bias_gradient, defer, linear, weight_gradient
-from ...blocks.block_outlines import TOKENS_DIM
+from ...blocks.block_builders import TOKENS_DIM
 from ...comm import Group
 from ...comm.autograd_collectives import (
     all_gather,

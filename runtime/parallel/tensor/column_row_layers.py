@@ -20,10 +20,10 @@ from quintsched.arguments import WHOLE_NUMBER, ours, takes
 from quintsched.errors import MisfitError
 
 from ...autograd.deferred_weight_grads import embedding, linear
-from ...blocks.block_outlines import TOKENS_DIM
+from ...blocks.block_builders import TOKENS_DIM
 from ...comm import Group
 from ...comm.autograd_collectives import reduce_from_group, reduce_scatter, scatter_to_group
-from ...settings.tensor_rules import FusedParts
+from ...settings.tensor_parallel_rules import FusedParts
 from ..dropout import ColumnRowPair
 from .column_matmul import InputCommunication, column_product
 from .cuttable_layers import is_conv1d, sizes_of

@@ -31,7 +31,7 @@ from torch.jit import ScriptModule
 
 from quintsched.errors import MisfitError, UsageError, nearest
 
-from ...settings.tensor_rules import TensorRule, TensorSplit, read_rule
+from ...settings.tensor_parallel_rules import TensorRule, TensorSplit, read_rule
 from .cuttable_layers import (
     REGISTERED,
     Cut,
@@ -48,7 +48,7 @@ from .pairs_by_name import FAMILIES, families_in, has_fewer_kv_heads, head_count
 from .parameter_shards import require_even
 
 RuleData = str | Mapping[str, object]
-"""A rule as users write it: "column", or {"cut": "column", "parts": 3} (see `settings.tensor_rules`)."""
+"""A rule as users write it: "column", or {"cut": "column", "parts": 3} (see `settings.tensor_parallel_rules`)."""
 
 CutRules = Mapping[str, RuleData]
 """fnmatch patterns on names to rules; the first match applies."""

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ...comm import Group
-from ...objects.attribute_spaces import hooks_on, is_hooked
-from ...settings.tensor_rules import FusedParts, TensorSplit
+from ...settings.tensor_parallel_rules import FusedParts, TensorSplit
+from ...user_objects.object_contents import hooks_on, is_hooked
 
 _OF_TORCH = (nn.Linear, nn.Embedding, nn.Module, object)
 _FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.Embedding)}

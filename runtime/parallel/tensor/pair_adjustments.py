@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...blocks.block_outlines import TOKENS_DIM
+from ...blocks.block_builders import TOKENS_DIM
 from ...comm import Group
 from ...comm.autograd_collectives import all_gather
 from ..dropout import ColumnRowPair, KeyedDropout

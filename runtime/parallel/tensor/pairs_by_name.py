@@ -17,7 +17,7 @@ from math import gcd
 
 from torch import nn
 
-from ...settings.tensor_rules import FusedParts, TensorRule, TensorSplit
+from ...settings.tensor_parallel_rules import FusedParts, TensorRule, TensorSplit
 from .cuttable_layers import Cut, NamedLayer, is_adapted, is_layer, is_linear, is_plain, layers_at, sizes_of
 from .parameter_shards import divides, require_even
 

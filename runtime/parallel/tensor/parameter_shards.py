@@ -23,9 +23,9 @@ from quintsched.errors import MisfitError
 
 from ...comm import Group, ReduceOp
 from ...comm.autograd_collectives import gather_from_group
-from ...objects.attribute_spaces import hooks_on
-from ...objects.library_or_user import is_ours
-from ...settings.tensor_rules import FusedParts
+from ...settings.tensor_parallel_rules import FusedParts
+from ...user_objects.library_or_user import is_ours
+from ...user_objects.object_contents import hooks_on
 from .cuttable_layers import is_replaced, join
 
 

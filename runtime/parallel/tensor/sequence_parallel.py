@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...blocks.block_outlines import TOKENS_DIM, Carry, Parcel, split_result
+from ...blocks.block_builders import TOKENS_DIM, Carry, Parcel, split_result
 from ...blocks.trees import TensorSpec, TreeSpec
 from ...comm import Group
 from ...comm.autograd_collectives import Collective, gather_from_group, scatter_to_group

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...comm import Group, ReduceOp
-from ...objects.library_or_user import arguments_of
+from ...user_objects.library_or_user import arguments_of
 
 
 def cut_cross_entropy(logits: Tensor, targets: Tensor, ignored: int, group: Group) -> Tensor:

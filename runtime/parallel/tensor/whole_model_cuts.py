@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...blocks.block_outlines import Parcel
+from ...blocks.block_builders import Parcel
 from ...blocks.dtensor import is_sharded
 from ...blocks.trees import TensorSpec, TreeSpec
 from ...comm import Group
 from ...comm.autograd_collectives import gather_from_group
-from ...settings.tensor_rules import TensorSplit
-from .cut_module import apply_tensor_parallel, require_like_experts
+from ...settings.tensor_parallel_rules import TensorSplit
+from .apply_tensor_parallel import apply_tensor_parallel, require_like_experts
 from .cut_rules import (
     Choice,
     CutRules,

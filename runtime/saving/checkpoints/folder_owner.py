@@ -50,7 +50,7 @@ from .manifest import MANIFEST, read_manifest
 from .run_folder import LOCK, OWN_FOLDER, RunFolder, SavedStep
 
 COSTS = "block_costs.json"
-"""File of measured block costs, which a resumed run needs; see `checkpoints`."""
+"""File of measured block costs, which a resumed run needs; see `save_and_load_checkpoints`."""
 
 LOCK_PATIENCE_S = 5.0
 """Time that a run waits for a previous one to end, and for a shared file system to show the lock file."""

@@ -26,16 +26,16 @@ from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 
 from ...stage.build_stages import cut, cut_as_planned
-from ...state.state_dict import STATES
+from ...weights_and_gradients.rank_state_dict import STATES
+from ..atomic_folder import standing
 from ..checkpoints.bucket_folder import Place
-from ..checkpoints.checkpoints import LOADER, plan_digest
 from ..checkpoints.folder_owner import new_run_folder
 from ..checkpoints.manifest import MANIFEST, Manifest, file_name, make_manifest
 from ..checkpoints.run_folder import step_folder
+from ..checkpoints.save_and_load_checkpoints import LOADER, plan_digest
+from ..lazy_tensors import open_folder
 from ..load_state import require_of_any_mesh
-from ..replaced_folder import standing
 from ..saved_state import AVERAGE, MODEL, STATE, SavedState
-from ..stored_tensors import open_folder
 from ..tensor_placement import LAYOUT, Placement, StateLayout
 from ..write_tensors import WHAT, FileEntry, WrittenFile, in_file_order, write_tensors
 

@@ -35,7 +35,7 @@ from quintsched.files.strictjson import describe_faults
 
 from ...models.gpt import Block, Embedding, Head
 from ...models.layers import Attention, Mlp
-from ..stored_tensors import StoredTensor
+from ..lazy_tensors import StoredTensor
 
 MOST_NAMED = 5
 """Number of names that an error lists."""

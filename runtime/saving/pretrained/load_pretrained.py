@@ -24,14 +24,14 @@ from typing import Any
 
 from quintsched.errors import MisfitError
 
+from ..atomic_folder import standing
+from ..lazy_tensors import Folder, StoredTensor, alike, joined, open_folder, part_of, turned
 from ..load_state import StateLoader
-from ..rank_tensors import RankTensors
-from ..replaced_folder import standing
+from ..rank_tensor_inventory import RankTensors
 from ..saved_state import MODEL, SavedState
-from ..stored_tensors import Folder, StoredTensor, alike, joined, open_folder, part_of, turned
 from ..tensor_placement import Placement
 from .foreign_names import OLD_BUFFERS, Prefix, TensorOrigin, find_prefix, join_tied, require_gpt2, require_names
-from .tensor_names import ModelNames
+from .model_tensor_names import ModelNames
 
 
 @dataclass(frozen=True)

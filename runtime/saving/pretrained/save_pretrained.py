@@ -29,15 +29,15 @@ from torch import Tensor
 from quintsched.errors import MisfitError, UsageError
 from quintsched.files.atomic import write_whole, writing
 
-from ...blocks.number_types import TYPES, name_of
+from ...blocks.dtype_names import TYPES, name_of
 from ...comm import Group
 from ...comm.host_collectives import share_bytes
-from ..rank_tensors import HeldTensor, RankTensors, gather_boxes
-from ..replaced_folder import replace_folder
-from ..stored_tensors import CONFIG, ONE_FILE, SAFETENSORS_INDEX_FILE
+from ..atomic_folder import replace_folder
+from ..lazy_tensors import CONFIG, ONE_FILE, SAFETENSORS_INDEX_FILE
+from ..rank_tensor_inventory import HeldTensor, RankTensors, gather_boxes
 from ..write_tensors import FileEntry, in_file_order, write_tensors
 from .foreign_names import TensorOrigin, gpt2_config
-from .tensor_names import ModelNames
+from .model_tensor_names import ModelNames
 
 WEIGHTS = "the weights"
 """Name of the files in messages."""

@@ -22,12 +22,12 @@ from torch import Tensor
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
-from ...state.state_dict import list_states
+from ...weights_and_gradients.rank_state_dict import list_states
 from ..dcp import load_dcp, save_dcp
 from ..load_state import StateLoader
 from ..pretrained.load_pretrained import LoadedWeights, load_pretrained
 from ..pretrained.save_pretrained import save_pretrained
-from ..rank_tensors import RankTensors, apart, full_state, sizes_of
+from ..rank_tensor_inventory import RankTensors, apart, full_state, sizes_of
 from ..saved_state import MODEL, STEP, SavedState
 from ..tensor_placement import LAYOUT, RUN
 from .engine_weights import EngineWeights

@@ -20,14 +20,14 @@ from torch.optim import Optimizer
 
 from quintsched.errors import UsageError
 
-from ...blocks.module_state import saved_tensors
+from ...blocks.state_dict_entries import saved_tensors
 from ...optim.chained_optimizers import LRSchedulers
 from ...stage.build_stages import Stage
-from ...state.master_weights import Masters
-from ...state.memory_stats import StateBytes
-from ...state.training_state import TrainingState
+from ...weights_and_gradients.master_weights import Masters
+from ...weights_and_gradients.resident_weight_bytes import StateBytes
+from ...weights_and_gradients.training_state import TrainingState
 from ..load_state import StateLoader
-from ..rank_tensors import RankTensors
+from ..rank_tensor_inventory import RankTensors
 from ..saved_state import MODEL, SavedState
 from ..weight_averages import Decay, WeightAverage
 

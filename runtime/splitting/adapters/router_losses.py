@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
 
-from ...objects.library_or_user import arguments_of
+from ...user_objects.library_or_user import arguments_of
 from . import transformers_models
 
 KEY = "router_logits"

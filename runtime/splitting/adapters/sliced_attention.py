@@ -24,9 +24,9 @@ from torch.nn import functional as F
 
 from quintsched.errors import MisfitError
 
-from ...autograd.kv_store import Past
-from ...objects.host_values import INSTEAD
+from ...autograd.slice_kv_cache import Past
 from ...parallel.context.context_parallel import Context
+from ...user_objects.host_value_equality import INSTEAD
 
 _IMPLEMENTATION = "_attn_implementation_internal"
 

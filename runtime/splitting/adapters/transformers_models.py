@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from quintsched.errors import MisfitError, UsageError
 
 from ...blocks.sum_of_means import SumOfMeans
-from ...objects.library_or_user import arguments_of
+from ...user_objects.library_or_user import arguments_of
 
 LENGTH, SAMPLES, CHOICES, IMAGE, SOUND = 8, 2, 3, 64, 2000
 """Sizes of example inputs: tokens, samples, choices; image and sound sizes where the configuration has none."""

@@ -1,5 +1,5 @@
 """The batch of a replica: cut into microbatches, and compared between the ranks of the replica.
 
-`microbatches` cuts; `same_data` compares whole batches in some steps, `batch_digests` a digest of each in every step.
-Imports `blocks`, `data`, `parallel` and `comm`.
+`microbatches` cuts; `full_batch_comparison` compares whole batches in some steps, `batch_digests` a digest of each in
+every step. Imports `blocks`, `data`, `parallel` and `comm`.
 """

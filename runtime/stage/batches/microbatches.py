@@ -35,7 +35,7 @@ from ...blocks.trees import (
 )
 from ...parallel.context.context_parallel import WHOLE_SEQUENCE, SequenceShard
 from ..stage_forward import Extras
-from .row_checks import fewest_rows, require_as_many_samples, require_no_rows
+from .sample_count_checks import fewest_rows, require_as_many_samples, require_no_rows
 
 
 @dataclass(eq=False, slots=True)

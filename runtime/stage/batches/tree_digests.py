@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...blocks.trees import Branch, Leaf, Node, TensorSlot, Tree
 from ...comm.checked.message_frame import describe_spec
-from ...data.loader_digests import scattered
+from ...data.same_data_on_resume import scattered
 
 DigestNumber = int | Tensor
 """An int, or a 0-dimensional int64 tensor on the data's device, so that the host need not wait for it."""

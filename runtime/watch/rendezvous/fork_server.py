@@ -27,7 +27,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..wall_time import now_s
+from ..torch_free_clock import now_s
 from .end_with_parent import command_of, end_with
 
 DEFAULTS: Mapping[str, str] = {

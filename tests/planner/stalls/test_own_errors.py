@@ -37,7 +37,7 @@ def test_what_a_handler_raises_in_a_wait_is_told_from_what_the_wait_raises():
 
 
 def test_a_handler_is_heard_where_errors_of_its_kind_are_left_out():
-    namespace = {"__name__": "quintsched.runtime.watch.watcher", "Suppressed": Suppressed, "handler": handle}
+    namespace = {"__name__": "quintsched.runtime.watch.watch_thread", "Suppressed": Suppressed, "handler": handle}
     exec("with Suppressed(OSError): raise BrokenPipeError", namespace)
     with pytest.raises(TimeoutError, match="my own"):
         exec("with Suppressed(OSError): handler(1, None)", namespace)

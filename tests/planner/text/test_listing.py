@@ -8,7 +8,7 @@ import pytest
 import quintsched as qs
 from quintsched.ir.instruction_set import short
 from quintsched.simulation.time_grid import time_grid
-from quintsched.text.listing import listing, table
+from quintsched.text.plan_listing import listing, table
 
 DATA = Path(__file__).parents[2] / "data"
 GRIDS = {

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.graph.edges import build_graph
+from quintsched.graph.event_edges import build_graph
 from quintsched.graph.plan_events import Events
 from quintsched.graph.transport_profiles import find_profile
 from quintsched.ir.diagnostics import Point

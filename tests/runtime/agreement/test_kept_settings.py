@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.agreement.kept_settings import require_kept
+from quintsched.runtime.agreement.settings_on_resume import require_kept
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.settings.job_file import JobConfig

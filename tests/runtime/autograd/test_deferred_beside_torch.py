@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, weight_norm
 
 from quintsched.runtime.autograd.deferred_weight_grads import DeferringLinear, WeightQueue, defer_weights, linear
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.parallel.tensor.cut_module import apply_tensor_parallel
+from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 
 from .halves import backward_in_halves, backward_plainly, check_same_bits, drain, leaf, seed_like
 

@@ -28,10 +28,10 @@ from torch.distributed.tensor.parallel import (
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime.blocks.block_outlines import build_block
+from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.comm import connect
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ..toys import ids_task, sgd, share, tiny_gpt
 

@@ -29,7 +29,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 import quintsched as qs
 from quintsched import torch_csv
 from quintsched.ir.instruction_set import Instruction, Overlap
-from quintsched.runtime.interpreter.program_values import ProgramFlow
+from quintsched.runtime.interpreter.program_dataflow import ProgramFlow
 from quintsched.runtime.interpreter.send_and_receive import plan_receives
 from quintsched.schedules import all_schedules
 from quintsched.simulation.message_slots import MessageRule

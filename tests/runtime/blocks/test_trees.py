@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import quintsched as qs
-from quintsched.runtime.blocks.block_outlines import Carry, split_result
-from quintsched.runtime.blocks.tree_words import from_words, to_words
+from quintsched.runtime.blocks.block_builders import Carry, split_result
+from quintsched.runtime.blocks.tree_spec_text import from_words, to_words
 from quintsched.runtime.blocks.trees import Tree, TreeSpec, flatten, merged, require_known
 
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 import quintsched as qs
-from quintsched.runtime.blocks.block_outlines import build_block, build_model
+from quintsched.runtime.blocks.block_builders import build_block, build_model
 from quintsched.runtime.blocks.shape_inference import trace_shapes
 from quintsched.runtime.blocks.trees import TreeSpec
 from quintsched.runtime.blocks.without_side_effects import attributes_untouched, untouched
-from quintsched.runtime.comm.generators import draws_undone
+from quintsched.runtime.comm.random_generators import draws_undone
 
 from ...helpers.training import check_equality, sgd
 

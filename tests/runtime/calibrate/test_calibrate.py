@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from quintsched.errors import InputError, MisfitError, StallError, UsageError
-from quintsched.runtime.calibrate import links, machine, operations
-from quintsched.runtime.calibrate.links import run_processes
-from quintsched.runtime.calibrate.operations import call_s, curve_of
+from quintsched.runtime.calibrate import machine_description, time_links, time_operations
+from quintsched.runtime.calibrate.time_links import run_processes
+from quintsched.runtime.calibrate.time_operations import call_s, curve_of
 from quintsched.runtime.comm import Transport
 from quintsched.runtime.comm.clocks import now_s
 from quintsched.strategies.commands.calibrate import calibrate_first
@@ -31,14 +31,14 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure small sizes, for a moment."""
-    monkeypatch.setattr(operations, "BUDGET_S", 0.002)
+    monkeypatch.setattr(time_operations, "BUDGET_S", 0.002)
     for name, sizes in (("EDGES", (16, 32)), ("LENGTHS", (16, 32)), ("ELEMENTS", (2**12,)), ("STEPPED", (2**10,))):
-        monkeypatch.setattr(operations, name, {False: sizes})
-    monkeypatch.setattr(machine, "measure_links", lambda _: None)
+        monkeypatch.setattr(time_operations, name, {False: sizes})
+    monkeypatch.setattr(machine_description, "measure_links", lambda _: None)
 
 
 def test_a_longer_call_takes_longer() -> None:
-    small, large = (call_s(operations._layer(torch.float32, CPU, edge), CPU, 0.02) for edge in (32, 256))
+    small, large = (call_s(time_operations._layer(torch.float32, CPU, edge), CPU, 0.02) for edge in (32, 256))
     assert 0 < small < large
 
 
@@ -50,10 +50,10 @@ def test_a_curve_is_size_over_time() -> None:
 @pytest.mark.usefixtures("briefly")
 def test_a_description_of_this_machine_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
-    found = machine.calibrate(CPU, path)
+    found = machine_description.calibrate(CPU, path)
     measured = found.measured
     assert measured is not None
-    assert measured.cores == links.count_cores() >= 1
+    assert measured.cores == time_links.count_cores() >= 1
     assert set(measured.matmul) == {"bf16", "fp16", "fp32", "fp64"} == set(measured.attention)
     assert measured.kernel_s is not None
     assert 1e-7 < measured.kernel_s < 1e-2
@@ -72,16 +72,16 @@ def test_what_was_measured_outlives_an_interruption(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(operations, "memory_curve", interrupted)
+        patch.setattr(time_operations, "memory_curve", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            machine.calibrate(CPU, file)
+            machine_description.calibrate(CPU, file)
     assert not file.exists()
     said = json.loads(partial.read_text())
     assert said["missing"] == ["memory and optimizer", "messages and sums between processes"]
     assert set(said["measured"]) == {"matrix products", "attention"}
     assert f"kept in {partial}; the same command measures what is missing: memory" in capsys.readouterr().err
-    monkeypatch.setattr(operations, "matmul_curves", interrupted)  # not measured again
-    found = machine.calibrate(CPU, file)
+    monkeypatch.setattr(time_operations, "matmul_curves", interrupted)  # not measured again
+    found = machine_description.calibrate(CPU, file)
     assert f"going on with what {partial} has: matrix products, attention" in capsys.readouterr().err
     assert found.measured is not None
     kept = {"matmul": said["measured"]["matrix products"]["matmul"]}
@@ -93,20 +93,20 @@ def test_what_was_measured_outlives_an_interruption(
 def test_parts_of_another_machine_are_measured_anew_and_nonsense_is_refused(tmp_path: Path) -> None:
     file, partial = tmp_path / "mine.json", tmp_path / "mine.json.partial"
     partial.write_text('{"machine": "another", "missing": [], "measured": {"attention": {}}}')
-    assert machine.MeasuredParts(file, CPU).done == []
-    assert machine.MeasuredParts(file, CPU).missing == list(machine.PARTS)
-    ours = machine.MeasuredParts(file, CPU)._machine
+    assert machine_description.MeasuredParts(file, CPU).done == []
+    assert machine_description.MeasuredParts(file, CPU).missing == list(machine_description.PARTS)
+    ours = machine_description.MeasuredParts(file, CPU)._machine
     for text in ("{", "[]", "{}", json.dumps({"machine": ours, "measured": {"attention": {"matmul": 3}}})):
         partial.write_text(text)
         with pytest.raises(InputError, match=r"mine.json.partial: not what calibrate has left .* remove it"):
-            machine.calibrate(CPU, file)
+            machine_description.calibrate(CPU, file)
 
 
 @pytest.mark.usefixtures("briefly")
 def test_nothing_is_measured_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write"):
-        machine.calibrate(CPU, tmp_path / "file" / "mine.json")
+        machine_description.calibrate(CPU, tmp_path / "file" / "mine.json")
 
 
 @pytest.mark.slow
@@ -127,24 +127,24 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_a_long_call_is_the_last_of_its_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operations, "LONG_S", 0.0)
-    monkeypatch.setattr(operations, "BUDGET_S", 0.001)
-    monkeypatch.setattr(operations, "EDGES", {False: (8, 16)})
-    assert operations.matmul_curves(CPU)["fp32"].sizes == (2.0 * 8**3,)
+    monkeypatch.setattr(time_operations, "LONG_S", 0.0)
+    monkeypatch.setattr(time_operations, "BUDGET_S", 0.001)
+    monkeypatch.setattr(time_operations, "EDGES", {False: (8, 16)})
+    assert time_operations.matmul_curves(CPU)["fp32"].sizes == (2.0 * 8**3,)
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(MisfitError, match="choose --device cpu"):
-        machine.calibrate(torch.device("meta"), Path("meta.json"))
+        machine_description.calibrate(torch.device("meta"), Path("meta.json"))
 
 
 def test_a_quota_counts_as_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(links, "QUOTA", quota)
-    everything = links.count_cores()
+    monkeypatch.setattr(time_links, "QUOTA", quota)
+    everything = time_links.count_cores()
     for content, number in (("max 100000", everything), ("100000 100000", 1), ("nonsense", everything)):
         quota.write_text(content)
-        assert links.count_cores() == number
+        assert time_links.count_cores() == number
 
 
 def test_hardware_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -192,8 +192,8 @@ def test_processes_that_hang_end_with_the_call(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_links_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "PARTIES", (2,))
-    found = links.measure_links(CPU)
+    monkeypatch.setattr(time_links, "PARTIES", (2,))
+    found = time_links.measure_links(CPU)
     assert found is not None
     assert min(found.link.rates + found.link_work.rates + found.all_reduce[2].rates) > 0
     assert set(found.all_reduce) == set(found.all_reduce_work) == {2}

@@ -18,7 +18,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import connect
-from quintsched.runtime.comm.checked.small_reduces import DirectedGroups, SmallReduces
+from quintsched.runtime.comm.checked.gloo_small_reduces import DirectedGroups, SmallReduces
 from quintsched.runtime.comm.torch_groups import SameCollectives
 from quintsched.runtime.comm.transport_interface import ReduceOp
 

@@ -9,8 +9,8 @@ import torch
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime.comm import LocalTransport, LocalWorld, Transport, connection, device, generators
-from quintsched.runtime.comm.connection import choose_library, connect_for
+from quintsched.runtime.comm import LocalTransport, LocalWorld, Transport, choose_transport, device, random_generators
+from quintsched.runtime.comm.choose_transport import choose_library, connect_for
 
 CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ def test_four_ranks_of_one_machine_connect(devices: int, backend: str, monkeypat
         asked.append(library)
         return LocalTransport(LocalWorld(4, "cpu"), 3)
 
-    monkeypatch.setattr(connection, "connect", connect)
+    monkeypatch.setattr(choose_transport, "connect", connect)
     connect_for(qs.compile("1f1b", mesh="pp=4", microbatches=4), 1.0)
     assert asked == [backend]
 
@@ -121,9 +121,9 @@ def test_generators_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(get_rng_state=kept.__getitem__, set_rng_state=lambda state, of: kept.update({of: state}))
     monkeypatch.setattr(torch, "get_device_module", lambda of: module)
     for of in (CPU, gpu):
-        states = generators.generator_states(of)
+        states = random_generators.generator_states(of)
         first, kept[gpu] = torch.rand(3), torch.tensor([8])
-        generators.restore_generators(of, states)
+        random_generators.restore_generators(of, states)
         assert torch.equal(torch.rand(3), first)
         assert kept[gpu].item() == (7 if of == gpu else 8)
         kept[gpu] = torch.tensor([7])

@@ -8,9 +8,9 @@ import torch
 from quintsched.errors import CodeError, StallError
 from quintsched.runtime.comm import torch_groups
 from quintsched.runtime.comm.torch_groups import TorchGroup, as_stall
-from quintsched.runtime.watch.publisher import Publisher
+from quintsched.runtime.watch.position_publisher import Publisher
 from quintsched.runtime.watch.rank_position import NOTHING
-from quintsched.runtime.watch.watcher import Answer
+from quintsched.runtime.watch.watch_thread import Answer
 from quintsched.stalls.verdict_text import NO_CULPRIT
 
 LOST = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")

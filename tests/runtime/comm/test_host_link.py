@@ -10,7 +10,7 @@ import torch
 
 import quintsched as qs
 from quintsched.runtime.comm import LocalTransport, LocalWorld, Transport, run_local
-from quintsched.runtime.comm.host_link import HostLink, TimedLink
+from quintsched.runtime.comm.host_copies import HostLink, TimedLink
 
 BYTES = [torch.arange(400, dtype=torch.uint8), torch.zeros(600, dtype=torch.uint8)]
 

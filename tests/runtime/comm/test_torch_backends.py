@@ -15,7 +15,7 @@ from torch import nn
 from quintsched.errors import MisfitError, StallError, UsageError
 from quintsched.runtime.comm import Group, SelfGroup, Transport, as_group, connect
 from quintsched.runtime.comm.torch_backends import require_same_backend
-from quintsched.runtime.parallel.tensor.cut_module import apply_tensor_parallel
+from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 
 from ..ranks import free_port, run_ranks
 from .group_checks import CHAIN, WORLD, check_collectives, make_groups

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from quintsched.errors import CodeError
-from quintsched.runtime.data.torch_loaders import naming_workers
+from quintsched.runtime.data.torch_loader_position import naming_workers
 
 pytestmark = pytest.mark.processes
 

@@ -26,7 +26,7 @@ from torch.utils.data import (
 )
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.data.loader_digests import is_marked, mark_of, sample_of, scattered
+from quintsched.runtime.data.same_data_on_resume import is_marked, mark_of, sample_of, scattered
 from quintsched.runtime.data.user_loaders import OTHER_DATA, OTHER_GENERATORS, Generators, LoaderFeed
 
 ROWS = 14

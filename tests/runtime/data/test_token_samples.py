@@ -17,7 +17,7 @@ from quintsched.errors import InputError, UsageError
 from quintsched.runtime.data import IGNORED_TARGET, PADDING, TokenDataset, TokenSamples, load_dataset
 from quintsched.runtime.data import token_windows as windows_module
 from quintsched.runtime.data.prefetch import prefetched
-from quintsched.runtime.data.token_samples import MIXTURE_BLOCK, permuted, shares_of
+from quintsched.runtime.data.token_sample_order import MIXTURE_BLOCK, permuted, shares_of
 from quintsched.runtime.settings.job_file import DataConfig
 from quintsched.tokens import TokenWriter
 

@@ -5,7 +5,7 @@ import types
 import torch
 from torch import nn
 
-from quintsched.runtime.examine.block_runs import TriedBlock
+from quintsched.runtime.examine.trial_block_runs import TriedBlock
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
 
 

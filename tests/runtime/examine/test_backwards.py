@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from quintsched.runtime.examine.gradients.nonlinear_backwards import calls_own, why_unlinear
-from quintsched.runtime.guards.own_backwards import Code
+from quintsched.runtime.guards.custom_backwards import Code
 
 from .backward_blocks import ARRIVAL, CLAMP, INSTALLED, LINEAR, OTHERS, SEEN, Block, tried
 

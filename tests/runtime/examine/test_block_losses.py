@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from quintsched.errors import MisfitError
 from quintsched.runtime import Carry, run_local
 from quintsched.runtime.examine.block_losses import examine_block_loss
-from quintsched.runtime.examine.block_runs import TriedBlock
+from quintsched.runtime.examine.trial_block_runs import TriedBlock
 from quintsched.runtime.losses.loss_reductions import Over
 from quintsched.runtime.parallel.cut_proofs import trial_inputs
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree

@@ -131,15 +131,15 @@ class Injection:
         return ODD[self.step % len(ODD)]
 
     def _install_in_job(self, folder: Path) -> None:
-        from quintsched.runtime.launch import run_request
+        from quintsched.runtime.launch import run_arguments
 
-        loads = run_request.load_job
+        loads = run_arguments.load_job
 
         def load(path: str | Path, settings: Sequence[str] = ()) -> Any:
             (folder / "fired").write_text(str(time.time()))
             return loads(path, [*settings, self.odd])
 
-        run_request.load_job = load
+        run_arguments.load_job = load
 
     def _install_in_program(self, folder: Path) -> None:
         from quintsched.runtime.interpreter.interpreter import Interpreter

@@ -70,11 +70,11 @@ def _cut_when_asked(net: Hosts, number: int, folder: Path, until: float) -> None
 def _launch_on(network: str, number: int, folder: str, injected: dict[str, Any], master: str, num_hosts: int) -> None:
     """Be the launcher on a host."""
     from quintsched.runtime.launch import supervise
-    from quintsched.runtime.watch import watcher
+    from quintsched.runtime.watch import watch_thread
 
     enter_host(network, number)
     supervise.FAILED_WAITS_S = LAUNCHERS_WAIT_S
-    watcher.machine = lambda: f"host{number}"
+    watch_thread.machine = lambda: f"host{number}"
     where = ["--nnodes", str(num_hosts), "--node-rank", str(number), "--master", f"{master}:29517"]
     with contextlib.chdir(folder):
         launch(folder, injected, where)

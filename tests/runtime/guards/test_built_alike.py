@@ -13,8 +13,8 @@ from torch import nn
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
-from quintsched.runtime.blocks.block_outlines import build_block, on_meta
-from quintsched.runtime.guards.built_alike import why_unlike
+from quintsched.runtime.blocks.block_builders import build_block, on_meta
+from quintsched.runtime.guards.repeatable_builders import why_unlike
 
 
 class Layer(nn.Module):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from quintsched.errors import MisfitError
-from quintsched.runtime.guards.shared_state import SharedState
+from quintsched.runtime.guards.state_in_several_stages import SharedState
 
 FILE = Path("statistics")
 

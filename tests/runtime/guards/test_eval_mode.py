@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quintsched.runtime.guards.microbatch_state import eval_mode_warning
+from quintsched.runtime.guards.state_changed_by_forwards import eval_mode_warning
 
 from ..trials import engine_of, ones, taken
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from quintsched.runtime.guards.microbatch_state import LateState
+from quintsched.runtime.guards.state_changed_by_forwards import LateState
 
 from ..trials import ones, taken
 from .late_layers import Layer, losses

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-NAME_USES = Path(__file__).parents[3] / "runtime" / "guards" / "name_uses.py"
+NAME_USES = Path(__file__).parents[3] / "runtime" / "guards" / "bytecode_names.py"
 CODE = """
 def writes(self, g, name, k, v, i, j):
     w1[name] = g.norm(); w2.append(v); w3["a"] += 1; self.w4 += 1; self.w5["x"] = 1; w6.setdefault(k, []).append(v)
@@ -27,8 +27,8 @@ def files(p, q):
 """
 ASK = """
 import importlib.util, sys
-spec = importlib.util.spec_from_file_location("name_uses", sys.argv[1])
-module = sys.modules["name_uses"] = importlib.util.module_from_spec(spec)
+spec = importlib.util.spec_from_file_location("bytecode_names", sys.argv[1])
+module = sys.modules["bytecode_names"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 codes = [c for c in compile(sys.argv[2], "code", "exec").co_consts if hasattr(c, "co_code")]
 for code in codes:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
-from quintsched.runtime.guards.shared_state import SharedState
+from quintsched.runtime.guards.state_in_several_stages import SharedState
 from quintsched.runtime.guards.weights_not_held import ReadsElsewhere, WeightsElsewhere
 from quintsched.runtime.parallel.tensor.parameter_shards import Shard, mark_shard
 

@@ -13,7 +13,7 @@ import quintsched as qs
 from quintsched.runtime import plan_requirements
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.interpreter import cuda_graphs
-from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 from tests.runtime.toys import ids_task, sgd, tiny_gpt
 
 from .op_tape import OpTape

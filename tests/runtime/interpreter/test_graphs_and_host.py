@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from quintsched.errors import UsageError
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from tests.runtime.toys import ids_task, tiny_gpt
 
 from .captured import LENGTH, SAMPLES, engine_of, require_same, tapes, trained, with_block

@@ -16,8 +16,8 @@ from quintsched.instructions import Compute, FetchAct, Fwd, HostCopy, OffloadAct
 from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.interpreter.activation_offload import HostCopies
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.interpreter.offload_instructions import HostCopies
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 
 from ...helpers.training import require_same_bits

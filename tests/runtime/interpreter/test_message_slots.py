@@ -34,7 +34,7 @@ from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Carry, Engine
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.interpreter import send_and_receive
-from quintsched.runtime.interpreter.rank_state import RankState
+from quintsched.runtime.interpreter.instruction_state import RankState
 from quintsched.schedules import all_schedules
 from quintsched.simulation.message_slots import receive_lifetimes
 

@@ -24,10 +24,10 @@ from quintsched.ir.layout import Route
 from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Rules, Transport, run_local
-from quintsched.runtime.interpreter.program_values import ProgramFlow
-from quintsched.runtime.interpreter.rank_state import RankState
+from quintsched.runtime.interpreter.instruction_state import RankState
+from quintsched.runtime.interpreter.program_dataflow import ProgramFlow
 from quintsched.runtime.interpreter.send_and_receive import plan_receives
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.simulation.message_slots import AHEAD, MAX_SENDS, MessageRule
 
 from ..toys import Task, sgd, share, tiny_vit

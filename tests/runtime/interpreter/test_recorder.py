@@ -9,7 +9,7 @@ import torch
 import quintsched as qs
 from quintsched.ir.instruction_set import RecvGrad
 from quintsched.runtime.interpreter.busy_clock import EventClock
-from quintsched.runtime.interpreter.recorder import RECORDED_STEPS, Recorder
+from quintsched.runtime.interpreter.trace_recorder import RECORDED_STEPS, Recorder
 from quintsched.trace.measured_trace import Trace
 
 PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=2)
@@ -36,7 +36,7 @@ class FakeClock:
 @pytest.fixture
 def clock(monkeypatch):
     made = FakeClock()
-    monkeypatch.setattr("quintsched.runtime.interpreter.recorder.HostClock", lambda: made)
+    monkeypatch.setattr("quintsched.runtime.interpreter.trace_recorder.HostClock", lambda: made)
     return made
 
 

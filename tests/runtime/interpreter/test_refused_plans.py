@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.graph.edges import build_graph
+from quintsched.graph.event_edges import build_graph
 from quintsched.graph.plan_events import Events
 from quintsched.graph.transport_profiles import find_profile
 from quintsched.ir import instruction_set as ins

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quintsched.runtime.comm import Transport, Work, run_local
-from quintsched.runtime.interpreter.tally import Tally
+from quintsched.runtime.interpreter.step_losses.loss_totals import Tally
 from quintsched.runtime.losses.weighted_losses import Counted
 
 CPU = torch.device("cpu")

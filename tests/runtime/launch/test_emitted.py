@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from quintsched.runtime.launch.job_row import row_of
-from quintsched.runtime.launch.run_request import RunRequest
+from quintsched.runtime.launch.prediction_flags import row_of
+from quintsched.runtime.launch.run_arguments import RunRequest
 from quintsched.runtime.launch.worker import main, prepare
 from quintsched.strategies.descriptions.model import Experts, Images, Model
 from quintsched.strategies.descriptions.strategy import Strategy

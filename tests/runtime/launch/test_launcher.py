@@ -20,7 +20,7 @@ from quintsched.runtime.launch.local_launcher import start_ranks
 from quintsched.runtime.launch.rank_processes import RankProcesses
 from quintsched.runtime.launch.stop_request import StopNow, StopRequest
 from quintsched.runtime.watch.hang_monitor import Hub
-from quintsched.runtime.watch.wall_time import now_s
+from quintsched.runtime.watch.torch_free_clock import now_s
 from quintsched.stalls.states import Fate
 
 pytestmark = pytest.mark.processes

@@ -17,7 +17,7 @@ from quintsched.runtime.settings.job_file import load_job
 from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.trainer import Trainer
 from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
-from quintsched.runtime.watch.rendezvous.key_value_store import serve
+from quintsched.runtime.watch.rendezvous.rendezvous_store import serve
 
 from ...helpers.commands import run, write_job
 from .killed_job import JOB, MODEL

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quintsched.runtime.losses.experiments.metric_examination import MetricExamination, StatedMetricExamination
+from quintsched.runtime.losses.experiments.metric_sum_or_mean import MetricExamination, StatedMetricExamination
 from quintsched.runtime.losses.experiments.sum_or_mean import LossExamination
-from quintsched.runtime.losses.function_state import versions_kept
+from quintsched.runtime.losses.loss_function_state import versions_kept
 from quintsched.runtime.losses.loss_reductions import Over
 
 CLASSES, TOKENS, SAMPLES = 5, 6, 8

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.losses.function_state import FunctionKept
+from quintsched.runtime.losses.loss_function_state import FunctionKept
 
 CPU = torch.device("cpu")
 

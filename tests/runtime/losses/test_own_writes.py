@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quintsched.runtime.losses.real_batches import RealBatch, SampleUnit
+from quintsched.runtime.losses.reduction_check_on_batches import RealBatch, SampleUnit
 from quintsched.runtime.losses.watched_loss import Examined
 
 from ..trials import refused

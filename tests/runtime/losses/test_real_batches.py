@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.losses.function_state import FunctionState
-from quintsched.runtime.losses.loss_value_checks import is_known
+from quintsched.runtime.losses.loss_function_state import FunctionState
+from quintsched.runtime.losses.reduction_check_by_values import is_known
 
 from ...helpers.training import train_alone
 from ..trials import engine_of, refused, sgd, step, taken

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.runtime.blocks.block_outlines import build_model
+from quintsched.runtime.blocks.block_builders import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.losses.experiments.stated_weights import StatedExamination
 

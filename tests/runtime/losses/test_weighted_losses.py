@@ -16,9 +16,9 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_outlines import build_model
+from quintsched.runtime.blocks.block_builders import build_model
 from quintsched.runtime.comm import run_local
-from quintsched.runtime.comm.generators import draws_undone
+from quintsched.runtime.comm.random_generators import draws_undone
 from quintsched.runtime.losses.weighted_losses import WeighedLoss
 from quintsched.runtime.settings.run_settings import LossOver
 

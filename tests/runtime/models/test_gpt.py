@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.blocks.block_outlines import build_model
+from quintsched.runtime.blocks.block_builders import build_model
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models import build_model as build_blocks
 from quintsched.runtime.models import tied_weights

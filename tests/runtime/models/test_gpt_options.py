@@ -14,13 +14,13 @@ from torch.nn import functional
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.autograd.kv_store import Past, Store
-from quintsched.runtime.blocks.block_outlines import Blocks, build_model
+from quintsched.runtime.autograd.slice_kv_cache import Past, Store
+from quintsched.runtime.blocks.block_builders import Blocks, build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_sizes, gpt_tied, moe_gpt, moe_gpt_sizes
 from quintsched.runtime.models.layers import Attention, Rotary, SwiGlu
-from quintsched.runtime.parallel.tensor.cut_module import apply_tensor_parallel, shard_of
+from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel, shard_of
 from quintsched.strategies.descriptions.parameters import total
 
 from ..toys import CLASSES, ids_task, train_plainly, train_rank, worst_difference

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.blocks.block_outlines import build_block
+from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models import build_model
 from quintsched.runtime.models.vit import Attention, PatchEmbedding, ViTOptions, vit

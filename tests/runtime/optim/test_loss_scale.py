@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_outlines import build_model
+from quintsched.runtime.blocks.block_builders import build_model
 from quintsched.runtime.comm import Transport, run_local
 
 from ..toys import difference, share

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from quintsched.errors import UsageError
-from quintsched.runtime.optim.optimizer_updates import COUPLING_BY_CLASS, Coupling, coupling_of, require_steppable
+from quintsched.runtime.optim.update_dependencies import COUPLING_BY_CLASS, Coupling, coupling_of, require_steppable
 
 from .optimizers import LargestNorm, Lookahead, SignMomentum, Trust
 

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.optim.gathered_steps import Stepper
+from quintsched.runtime.optim.gathered_matrix_steps import Stepper
 
 from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
 from .optimizers import (

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quintsched.runtime.blocks.block_outlines import BlockOrBuilder, Blocks
+from quintsched.runtime.blocks.block_builders import BlockOrBuilder, Blocks
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 

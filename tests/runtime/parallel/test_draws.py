@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import quintsched as qs
 from quintsched.runtime import Engine, MoE
-from quintsched.runtime.autograd.kv_store import Past
-from quintsched.runtime.blocks.block_outlines import Blocks
+from quintsched.runtime.autograd.slice_kv_cache import Past
+from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.parallel.context.context_parallel import Context
 

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.runtime import Engine
-from quintsched.runtime.autograd.kv_store import Past
-from quintsched.runtime.blocks.block_outlines import Blocks
+from quintsched.runtime.autograd.slice_kv_cache import Past
+from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.models.vit import ViTOptions
 from quintsched.runtime.parallel.context.context_parallel import Context
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ..toys import CLASSES, ids_task, sgd, share
 from .expert.moe_training import require_equality

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.comm.generators import SeededGenerators
+from quintsched.runtime.comm.random_generators import SeededGenerators
 from quintsched.runtime.parallel.dropout import Masks, MaskUnit
 from quintsched.runtime.parallel.keyed_draws import BlockDraws
 

@@ -17,7 +17,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ..toys import CLASSES, sgd
 

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 import quintsched as qs
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.comm.host_collectives import ControlGroup
-from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, OpenCheckpoints
 from quintsched.runtime.saving.checkpoints.manifest import Manifest
+from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints, OpenCheckpoints
 
 PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=2)
 

@@ -17,11 +17,11 @@ import quintsched as qs
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.comm.clocks import now_s
 from quintsched.runtime.saving import write_tensors
-from quintsched.runtime.saving.checkpoints import checkpoints
+from quintsched.runtime.saving.checkpoints import save_and_load_checkpoints
 from quintsched.runtime.saving.checkpoints.background_saves import HostBuffer, JointWrite
-from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, OpenCheckpoints
 from quintsched.runtime.saving.checkpoints.manifest import read_manifest
 from quintsched.runtime.saving.checkpoints.run_folder import saved_steps
+from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints, OpenCheckpoints
 from quintsched.runtime.saving.write_tensors import WrittenFile
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
@@ -43,7 +43,7 @@ class Gate:
             assert self.open.wait(20)
             return write(*arguments)
 
-        monkeypatch.setattr(checkpoints, "write_tensors", gated)
+        monkeypatch.setattr(save_and_load_checkpoints, "write_tensors", gated)
 
 
 def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_an_error_in_the_background_stops_all_ranks_after_the_next_step(
         return trainer.progress.step, str(error.value)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints, "write_tensors", full)
+        patch.setattr(save_and_load_checkpoints, "write_tensors", full)
         found = run_local(plan.mesh.size, run)
     assert failed.is_set()
     assert len(set(found)) == 1
@@ -145,7 +145,7 @@ def test_a_disk_that_takes_no_note_either_is_told_of_at_once(
             Trainer.of_job(config, plan, transport, Reporter(None, lambda _: None)).fit()
         return str(error.value)
 
-    monkeypatch.setattr(checkpoints, "write_tensors", write_part)
+    monkeypatch.setattr(save_and_load_checkpoints, "write_tensors", write_part)
     monkeypatch.setattr(JointWrite, "_say", say_nothing)
     began = now_s()
     (words,) = set(run_local(plan.mesh.size, run))

@@ -30,9 +30,9 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.launch.local_launcher import _make_folders
 from quintsched.runtime.saving.checkpoints import bucket_folder
 from quintsched.runtime.saving.checkpoints.bucket_folder import BucketFolder
-from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints, OpenCheckpoints
+from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints, OpenCheckpoints
 from quintsched.runtime.settings.job_file import JobConfig
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ...helpers import jobs
 from ...helpers.jobs import data_file, figures, fit, interrupt_after

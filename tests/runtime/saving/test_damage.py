@@ -26,8 +26,8 @@ import quintsched as qs
 from quintsched.errors import InputError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, seal
+from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
 
 from ..toys import adam, ids_task, share, tiny_gpt
 from .holders import Loaded, load, save

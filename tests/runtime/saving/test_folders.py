@@ -13,8 +13,8 @@ import torch
 from quintsched.files import folders as whole_folders
 from quintsched.runtime.comm.host_collectives import ControlGroup
 from quintsched.runtime.comm.transport_interface import SelfGroup
-from quintsched.runtime.saving import replaced_folder as folders
-from quintsched.runtime.saving.replaced_folder import replace_folder, standing
+from quintsched.runtime.saving import atomic_folder as folders
+from quintsched.runtime.saving.atomic_folder import replace_folder, standing
 
 OURS = re.compile(r"weights")
 

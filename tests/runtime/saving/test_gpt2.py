@@ -16,7 +16,7 @@ from quintsched.errors import InputError, MisfitError, QuintschedError, UsageErr
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.models.gpt import GPTOptions
-from quintsched.runtime.saving.stored_tensors import MappedFile
+from quintsched.runtime.saving.lazy_tensors import MappedFile
 from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.trainer import Trainer

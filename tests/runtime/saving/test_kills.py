@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.runtime.comm.connection import connect_for
+from quintsched.runtime.comm.choose_transport import connect_for
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.settings.run_settings import Start

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.number_types import TYPES
+from quintsched.runtime.blocks.dtype_names import TYPES
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
+from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
 
 from .offline_command import main
 

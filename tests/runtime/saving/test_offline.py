@@ -19,17 +19,17 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_outlines import Blocks, build_model
+from quintsched.runtime.blocks.block_builders import Blocks, build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.saving import saved_state
-from quintsched.runtime.saving.checkpoints.checkpoints import Checkpoints
 from quintsched.runtime.saving.checkpoints.folder_owner import lock_folder
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, read_manifest
+from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
 from quintsched.runtime.saving.offline import reshard_checkpoint as resharding
 from quintsched.runtime.saving.write_tensors import hash_file
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ..toys import CLASSES, adam, ids_task, share, tiny_gpt
 from .offline_command import main

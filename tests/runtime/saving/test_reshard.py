@@ -19,13 +19,13 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_outlines import Blocks
+from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_tied, moe_gpt
 from quintsched.runtime.saving.saved_state import SavedPiece, SavedState
 from quintsched.runtime.saving.tensor_placement import LAYOUT, StateLayout
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ..optim.optimizers import Shampoo, adafactor, muon
 from ..toys import CLASSES, adam, difference, ids_task, share, tiny_gpt

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_outlines import Blocks, build_block
+from quintsched.runtime.blocks.block_builders import Blocks, build_block
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ...helpers.training import train_alone
 from ..toys import adam, cross_entropy_plainly, difference, ids_task, share, tiny_gpt

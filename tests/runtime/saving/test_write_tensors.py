@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quintsched.errors import InputError, UsageError
-from quintsched.runtime.blocks.number_types import TYPES
-from quintsched.runtime.saving import stored_tensors, write_tensors
+from quintsched.runtime.blocks.dtype_names import TYPES
+from quintsched.runtime.saving import lazy_tensors, write_tensors
 from quintsched.runtime.saving.checkpoints.background_saves import HostBuffer
 from quintsched.runtime.saving.saved_state import SavedState
 from quintsched.runtime.saving.tensor_placement import StateLayout
@@ -51,7 +51,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def test_safetensors_reads_what_we_write_and_we_what_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_tensors, "MOST_MAPPED", 50)
+    monkeypatch.setattr(lazy_tensors, "MOST_MAPPED", 50)
     ours, theirs, state = tmp_path / "ours", tmp_path / "theirs", tensors()
     file = write(ours, state, {"key": "text"})
     assert file == hash_file(ours)

@@ -13,7 +13,7 @@ import pytest
 from quintsched.cli import run_and_verify
 from quintsched.errors import UsageError
 from quintsched.runtime.data.data_sources import TextOptions
-from quintsched.runtime.data.job_tokens import TokenOptions
+from quintsched.runtime.data.token_mixture import TokenOptions
 from quintsched.runtime.models.gpt import MoEGPTOptions
 from quintsched.runtime.models.vit import ViTOptions
 from quintsched.runtime.settings.foreign_keys import FOREIGN_KEYS, find_foreign_key

@@ -28,8 +28,8 @@ import torch
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, load_job, run_local
-from quintsched.runtime.agreement.run_records import job_settings
-from quintsched.runtime.agreement.kept_settings import require_kept
+from quintsched.runtime.agreement.compared_run_settings import job_settings
+from quintsched.runtime.agreement.settings_on_resume import require_kept
 
 
 def engine(transport, warmup):

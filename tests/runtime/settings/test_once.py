@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from quintsched.runtime.agreement.run_records import flatten
+from quintsched.runtime.agreement.compared_run_settings import flatten
 from quintsched.runtime.settings.job_file import JobConfig, marked
 from quintsched.runtime.settings.run_settings import RunSettings, SettingRule
 

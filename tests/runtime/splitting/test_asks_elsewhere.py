@@ -29,8 +29,8 @@ from torch.nn import functional as F
 
 from quintsched.errors import MisfitError
 from quintsched.runtime import split
-from quintsched.runtime.objects.host_state_changes import sources_of
 from quintsched.runtime.splitting.split_proof import chain
+from quintsched.runtime.user_objects.changes_since_split import sources_of
 
 from ..examine.backward_blocks import backward_of
 

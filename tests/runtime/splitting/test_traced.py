@@ -11,8 +11,8 @@ import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import split
 from quintsched.runtime.splitting.split_proof import chain
-from quintsched.runtime.splitting.split_traced import segments
-from quintsched.runtime.splitting.symbolic_trace import Untraceable, trace
+from quintsched.runtime.splitting.torch_fx_segments import segments
+from quintsched.runtime.splitting.torch_fx_trace import Untraceable, trace
 
 from ...helpers.training import check_equality
 from .models import loss, sgd

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_outlines import Blocks
+from quintsched.runtime.blocks.block_builders import Blocks
 
 from ...helpers.training import Outcome, check_equality, require_equal, train_alone, train_ranks
 from ..toys import sgd

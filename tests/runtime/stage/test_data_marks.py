@@ -13,7 +13,7 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.stage.batches.batch_digests import DataDigest, mark_of, who_is_odd
-from quintsched.runtime.stage.batches.same_data import fingerprint
+from quintsched.runtime.stage.batches.full_batch_comparison import fingerprint
 from quintsched.runtime.stage.batches.tree_digests import (
     _ODD,
     _digest,

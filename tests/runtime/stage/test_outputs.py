@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_outlines import Blocks, build_model
+from quintsched.runtime.blocks.block_builders import Blocks, build_model
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ..toys import tiny_gpt
 

@@ -13,7 +13,7 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.stage.batches.batch_digests import DataMarks
-from quintsched.runtime.stage.batches.same_data import SameData
+from quintsched.runtime.stage.batches.full_batch_comparison import SameData
 
 from ..toys import sgd
 

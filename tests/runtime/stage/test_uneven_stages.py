@@ -10,7 +10,7 @@ import torch
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ...helpers.training import check_equality
 from ..grid import Case, require_equality

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 import quintsched as qs
-from quintsched.runtime.blocks.block_outlines import Blocks
+from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Transport, connect
 from quintsched.runtime.engine import Engine
 

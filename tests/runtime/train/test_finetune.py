@@ -17,7 +17,7 @@ from quintsched.errors import UsageError
 from quintsched.runtime import JobConfig, Trainer, plan_of
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.splitting.adapters.transformers_models import CausalLMLoss
-from quintsched.runtime.train.summed_losses import accuracy_of
+from quintsched.runtime.train.built_in_losses import accuracy_of
 
 from ...helpers.training import Step, train_model
 from ..families.cells import Doubles

@@ -12,7 +12,7 @@ from quintsched.runtime import run_local
 from quintsched.runtime.data import IGNORED_TARGET
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.settings.job_file import JobConfig
-from quintsched.runtime.train.summed_losses import CausalZLoss, ZLoss, correct_sum, cross_entropy_sum, with_z_loss
+from quintsched.runtime.train.built_in_losses import CausalZLoss, ZLoss, correct_sum, cross_entropy_sum, with_z_loss
 from quintsched.runtime.train.trainer import Trainer
 
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from quintsched.errors import UsageError
-from quintsched.runtime.blocks.block_outlines import build_model, undecayed_weights
+from quintsched.runtime.blocks.block_builders import build_model, undecayed_weights
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.models.vit import ViTOptions, vit
 from quintsched.runtime.settings.optimizer_settings import OPTIMIZERS, LearningRateConfig, OptimizerConfig
-from quintsched.runtime.train.job_optimizer import (
+from quintsched.runtime.train.optimizer_and_lr_schedule import (
     build_optimizer,
     keep_own_rates,
     learning_rate_factor,

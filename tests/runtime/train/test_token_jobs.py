@@ -14,7 +14,7 @@ import quintsched as qs
 from quintsched.runtime.data import IGNORED_TARGET, DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import GPTOptions, gpt
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.tokens import TokenWriter
 
 from ...helpers.jobs import launch, run_job

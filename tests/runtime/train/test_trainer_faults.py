@@ -16,10 +16,10 @@ import quintsched as qs
 from quintsched.runtime.comm import Transport, connect, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.interpreter.busy_clock import Clock
-from quintsched.runtime.optim.gathered_steps import Stepper
+from quintsched.runtime.optim.gathered_matrix_steps import Stepper
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, read_manifest
 from quintsched.runtime.saving.checkpoints.run_folder import RunFolder, saved_steps
-from quintsched.runtime.state.training_state import KeptState
+from quintsched.runtime.weights_and_gradients.training_state import KeptState
 
 from ...helpers.jobs import data_file, figures, fit, interrupt_after, job
 from ..ranks import run_ranks

@@ -19,7 +19,7 @@ from quintsched.errors import UsageError
 from quintsched.runtime import Engine, run_local, split
 from quintsched.runtime.watch import uncaught_error
 from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
-from quintsched.runtime.watch.rendezvous.key_value_store import serve
+from quintsched.runtime.watch.rendezvous.rendezvous_store import serve
 from quintsched.user_code import call_object
 
 from ...helpers.commands import run

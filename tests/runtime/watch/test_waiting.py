@@ -9,7 +9,7 @@ import quintsched as qs
 from quintsched.ir.instruction_set import RecvGrad, SendAct
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.runtime.watch.rank_position import NOTHING, collective_code, wait_of
 
 from ..toys import Task, sgd, share, tiny_vit

@@ -18,7 +18,7 @@ from itertools import pairwise
 import numpy as np
 
 from quintsched.graph.blocking_transport import meeting_order
-from quintsched.graph.edges import build_graph
+from quintsched.graph.event_edges import build_graph
 from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Events
 from quintsched.graph.transport_profiles import PROFILES

@@ -23,8 +23,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ....objects.plain_code import unrecorded
-from ....settings.tensor_rules import TensorSplit
+from ....settings.tensor_parallel_rules import TensorSplit
+from ....user_objects.plain_code import unrecorded
 from ...tensor.cuttable_layers import Cut, sizes_of
 from ...tensor.pair_adjustments import wide_norms
 from ..feature_owners import FeatureOwners, line

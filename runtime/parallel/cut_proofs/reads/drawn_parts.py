@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ....comm import Group
-from ....comm.generators import SeededGenerators
+from ....comm.random_generators import SeededGenerators
 from ...dropout import BY_SAMPLES, WORD, CutSite, Masks, MaskUnit
 from ...keyed_draws import BlockDraws
 from ..block_twins import SEED
 from ..trial_inputs import Arrival
-from ..trial_twins import outputs_of
+from ..twin_runs import outputs_of
 
 Drawn = tuple[tuple[int, ...], bool]
 """Shape of a mask, and whether it is drawn between columns and rows."""

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ....autograd.kv_store import Past, Store
+from ....autograd.slice_kv_cache import Past, Store
 from ....comm import SelfGroup
 from ...context.context_parallel import Context, SequenceShard
 from ..feature_owners import CodePlace, FeatureOwners, line

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from ....autograd.kv_store import Store
-from ....blocks.block_outlines import TOKENS_DIM, seeded
-from ....settings.tensor_rules import TensorSplit
+from ....autograd.slice_kv_cache import Store
+from ....blocks.block_builders import TOKENS_DIM, seeded
+from ....settings.tensor_parallel_rules import TensorSplit
 from ...context.context_parallel import WHOLE_SEQUENCE, SequenceShard
 from ...dropout import KeyedDropout
 from ...tensor.cuttable_layers import Cut, pairs_of
@@ -31,7 +31,7 @@ from ..block_twins import SEED, Blueprint
 from ..feature_owners import CodePlace, NothingDropped
 from ..marks.owner_rules import Joined
 from ..trial_inputs import Arrival, TrialInput, cut_dimension
-from ..trial_twins import AUXILIARY, Setting, TwinTensors, outputs_of
+from ..twin_runs import AUXILIARY, Setting, TwinTensors, outputs_of
 from .token_labels import TokenLabels, placed
 from .token_owners import MANY, FollowedContext, FollowedPast, Marked, TokenOwners, TokenReads
 

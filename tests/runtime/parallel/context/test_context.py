@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_outlines import Blocks
+from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
 from ...toys import ids_task, sgd, share, tiny_gpt, tiny_vit, train_on
 from ..lively import LENGTH, lively_gpt

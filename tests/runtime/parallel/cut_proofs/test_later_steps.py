@@ -27,7 +27,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.objects.steering_state import SteeringState
+from quintsched.runtime.user_objects.control_flow_state import SteeringState
 
 from ...toys import sgd
 from .odd_mlps import HIDDEN, TOKENS

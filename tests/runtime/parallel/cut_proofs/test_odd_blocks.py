@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime.autograd.kv_store import Past
-from quintsched.runtime.comm.connection import connect_for
+from quintsched.runtime.autograd.slice_kv_cache import Past
+from quintsched.runtime.comm.choose_transport import connect_for
 from quintsched.runtime.parallel.context.context_parallel import Context
 from tests.compiling import torch_compiles
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quintsched.runtime.autograd.kv_store import Past
+from quintsched.runtime.autograd.slice_kv_cache import Past
 from quintsched.runtime.comm import Group
 from quintsched.runtime.parallel.context.context_parallel import Context
 from quintsched.runtime.parallel.cut_proofs.block_twins import Blueprint
 from quintsched.runtime.parallel.cut_proofs.tokens.tokens_apart import why_tokens_meet
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
-from quintsched.runtime.parallel.cut_proofs.trial_twins import Setting
+from quintsched.runtime.parallel.cut_proofs.twin_runs import Setting
 
 from .odd_mlps import TOKENS, WIDTH, Mlp
 from .training import batch, refusal, train

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import MoE, apply_tensor_parallel
+from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.blocks.block_costs import estimate_costs
-from quintsched.runtime.blocks.block_outlines import build_block
 from quintsched.runtime.blocks.shape_inference import trace_shapes
 from quintsched.runtime.blocks.trees import TensorSpec, TreeSpec
 from quintsched.runtime.comm import Transport, run_local

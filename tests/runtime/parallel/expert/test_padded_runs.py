@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine, MoE
-from quintsched.runtime.blocks.block_outlines import Blocks
+from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.parallel.expert import moe
 from quintsched.runtime.parallel.expert.router import Dispatch, counted
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ....helpers.training import require_equal
-from ...steps import changing
-from ...steps.changing import Shape
+from ...step_setup import changing
+from ...step_setup.changing import Shape
 from ...toys import ids_task, sgd
 from ..lively import LLAMA
 from .moe_training import LENGTH, moe_blocks, require_same, train_on

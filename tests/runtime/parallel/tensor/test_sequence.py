@@ -12,10 +12,10 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.ir.values import Value, ValueKind
 from quintsched.runtime import Carry, Engine
-from quintsched.runtime.blocks.block_outlines import build_block
+from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.comm import Group, Transport, run_local
-from quintsched.runtime.parallel.tensor.cut_module import apply_tensor_parallel
-from quintsched.runtime.train.summed_losses import cross_entropy_sum
+from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ...toys import ids_task, sgd, share
 from ..lively import lively_gpt

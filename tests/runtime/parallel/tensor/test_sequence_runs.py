@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime.blocks.block_outlines import build_block
+from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.vit import ViTOptions, vit
 

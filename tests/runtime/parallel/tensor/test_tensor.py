@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.comm import Group, LocalTransport, LocalWorld, SelfGroup, Transport, run_local
-from quintsched.runtime.parallel.tensor.cut_module import (
+from quintsched.runtime.parallel.tensor.apply_tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     Shard,

@@ -13,7 +13,7 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.parallel.tensor.column_row_layers import ColumnParallelLinear, VocabParallelEmbedding
-from quintsched.runtime.train.summed_losses import correct_sum, cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
 from ...toys import Outcome, ids_task, sgd, share, tiny_gpt, train_plainly, train_rank, worst_difference
 

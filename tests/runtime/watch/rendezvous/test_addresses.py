@@ -20,7 +20,7 @@ from quintsched.runtime.watch.rendezvous.addresses import (
     own_addresses,
     require_interfaces,
 )
-from quintsched.runtime.watch.rendezvous.key_value_store import open_store
+from quintsched.runtime.watch.rendezvous.rendezvous_store import open_store
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from quintsched.errors import StallError
-from quintsched.runtime.watch.rendezvous.key_value_store import Attempt, meet
+from quintsched.runtime.watch.rendezvous.rendezvous_store import Attempt, meet
 
 
 def new_store() -> dist.Store:

@@ -9,7 +9,7 @@ import pytest
 from quintsched.errors import UsageError
 from quintsched.runtime.watch.rendezvous import addresses
 from quintsched.runtime.watch.rendezvous.addresses import own_address, read_master, require_elsewhere
-from quintsched.runtime.watch.rendezvous.key_value_store import connect_to
+from quintsched.runtime.watch.rendezvous.rendezvous_store import connect_to
 
 SAID = "--master it"
 

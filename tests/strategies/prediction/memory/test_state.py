@@ -8,7 +8,7 @@ import pytest
 from quintsched.strategies.descriptions.library import find_model, model_names
 from quintsched.strategies.descriptions.parameters import Held, total
 from quintsched.strategies.prediction.memory.state import Precision, state_bytes
-from tests.runtime.state.bucket_layout import BucketLayout, stage_tensors
+from tests.runtime.weights_and_gradients.bucket_layout import BucketLayout, stage_tensors
 
 
 def test_bytes_of_megatron_and_deepspeed() -> None:

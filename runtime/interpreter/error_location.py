@@ -1,0 +1,151 @@
+"""Errors of user code, raised again with the place where they arose: rank, stage, block and module.
+
+ValueError: no such token      ──▶      CodeError: rank 1 (pp=1), stage 2, block 5 (Layer), in its 'attn', a Attention:
+                                    ValueError: no such token                         (raised from the ValueError)
+
+Refusal of a step that some ranks cannot begin: the same error on all ranks, or an error of one rank's own code.
+
+all ranks, or a whole pipeline        a batch that no block takes    ─▶ MisfitError on all ranks, in the same words
+one rank of several alike             its code raised there alone    ─▶ CodeError on that rank; the others wait for it,
+                                                                        and are notified when it ends, as of any rank
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quintsched.errors import CodeError, MisfitError, QuintschedError, UsageError, counted, listed_ranks
+from quintsched.ir import instruction_set as ins
+from quintsched.ir.instruction_set import Instruction
+from quintsched.ir.mesh import Mesh
+from quintsched.stalls.own_errors import failed_in_code, message_of, said
+
+from ..autograd.autograd_engine_call import run_backward
+from ..blocks.failing_module import block_of, frames, place_of
+from ..blocks.trees import TreeSpec
+from ..comm import Group
+from ..comm.host_collectives import ControlGroup, first_said, share_texts
+from ..losses.loss_function_state import tensors_with_rows
+from ..losses.weighted_losses import WeighedLoss
+from ..losses.weighted_metrics import WeighedMetric
+from ..stage.stage_forward import StageForward
+from ..step_setup.units import Units
+
+_MOST_NAMED = 3
+
+
+def explained(
+    error: Exception, instruction: Instruction, index: int, rank: str, forwards: Mapping[int, StageForward]
+) -> Exception:
+    """Return the exception to raise for an error in an instruction of a program, with its place added.
+
+    Errors of this package are returned as they are, with a note. `rank`: this rank's number and coordinates in words.
+    """
+    place = _place(error, instruction, forwards)
+    if place and not isinstance(error, QuintschedError):
+        words = f"{rank}, {place}: {said(error)}"
+        error = CodeError(f"{words}{_advice(message_of(error))}")
+    error.add_note(f"on {rank}, instruction {index}: {instruction}")
+    return error
+
+
+def rank_in_words(mesh: Mesh, rank: int) -> str:
+    """Return a rank's number and mesh coordinates, in words."""
+    return f"rank {rank} ({', '.join(f'{axis}={at}' for axis, at in mesh.coordinates(rank).items())})"
+
+
+def called(
+    name: str, function: WeighedLoss | WeighedMetric, output: Any, targets: Any, units: Units, unit: int, **more: Any
+) -> Any:
+    """Call a loss or metric on a unit's outputs and targets; raise `CodeError` for errors of user code.
+
+    A `MisfitError` of this package is deferred until all ranks settle the step.
+    `more`: further keyword arguments of the function.
+    """
+    samples = len(units.samples[unit])
+    try:
+        return function(output, targets, samples=samples, **more)
+    except MisfitError as error:
+        return function.defer(error, output)
+    except QuintschedError:
+        raise
+    except Exception as error:
+        raise CodeError(
+            f"{name} raised {said(error)}; it was given {TreeSpec.from_tree(output)}, and targets "
+            f"{TreeSpec.from_tree(targets)}{_why_of_some(name, function.function, targets, samples, units)}"
+        ) from error
+
+
+def _why_of_some(name: str, function: Any, targets: Any, samples: int, units: Units) -> str:
+    """Return a hint for a function that fails on one microbatch of the samples; "" if it was given all of them."""
+    sizes = {units.num_samples, units.num_samples * units.num_replicas} - {samples}
+    if not sizes:
+        return ""
+    spec = TreeSpec.from_tree(targets)
+    given = zip(spec.tree.paths, (tuple(tensor.shape) for tensor in spec.tensors), strict=True)
+    wide = [f"targets{path} {shape}" for path, shape in given if sizes & {*shape[1:]}]
+    found = [*tensors_with_rows(name, function, sizes), *wide][:_MOST_NAMED]
+    named = f", and {' and '.join(found)} {'is' if len(found) == 1 else 'are'} for the whole batch" if found else ""
+    return (
+        f"; it is called for each microbatch, here with {samples} of this replica's "
+        f"{counted(units.num_samples, 'sample')}{named}"
+        ": give each sample what it needs as a target of its own, and no numbers or rows of other samples"
+    )
+
+
+def _place(error: Exception, instruction: Instruction, forwards: Mapping[int, StageForward]) -> str:
+    """Return the stage and block that an error comes from, in words; "" if from none."""
+    sides = [side for side in instruction.sides if isinstance(side, ins.Compute)]
+    for side in sides:
+        blocks = forwards[side.stage].blocks
+        number = block_of(error, blocks)
+        if number is not None:
+            return f"stage {side.stage}, {place_of(error, number, blocks[number])}"
+    if sides and any(frame.f_code is run_backward.__code__ for frame in frames(error)):
+        return f"the backward of stage {sides[-1].stage} ({', '.join(_names(forwards[sides[-1].stage]))})"
+    return ""
+
+
+def _names(forward: StageForward) -> list[str]:
+    return [f"block {number}, a {type(block).__name__}" for number, block in forward.blocks.items()]
+
+
+def _advice(message: str) -> str:
+    if "in-place operation" in message or "inplace operation" in message:
+        return (
+            "; let the block change a copy: x = x.clone(), or build its module with inplace=False; where blocks pass "
+            "on x and a view of it, pass on x, and let each take the view itself"
+        )
+    return ""
+
+
+JointRefusal = MisfitError | UsageError
+
+
+def refuse_together(problem: JointRefusal | None, world: Group, alike: Group, mesh: Mesh) -> None:
+    """Raise, on all ranks, where some of them have a problem (collective over all).
+
+    `alike`: the ranks that compute the same as this one, which is among them.
+    """
+    if not first_said("" if problem is None else str(problem), world):
+        return
+    peers = alike.ranks if alike.size > 1 else world.ranks
+    mine = "" if problem is None else json.dumps([str(problem), failed_in_code(problem), list(peers)])
+    told = {rank: json.loads(text) for rank, text in zip(world.ranks, share_texts(world, mine), strict=True) if text}
+    alone = [rank for rank, (_, in_code, its) in told.items() if in_code and any(peer not in told for peer in its)]
+    rank = world.ranks[world.index]
+    if rank in alone and problem is not None:
+        kind = type(problem.__cause__).__name__
+        who, others = rank_in_words(mesh, rank), "other ranks that compute the same did not fail"
+        raise CodeError(f"{who}, {kind}: {problem}; {others}") from problem.__cause__
+    if alone:
+        ControlGroup(world).barrier()  # the failed ranks never reach this barrier: wait until their end is noticed
+    raise problem or MisfitError(_words(told))
+
+
+def _words(told: dict[int, Sequence[str]]) -> str:
+    """Return the message of the first rank with a problem, and the ranks with the same message."""
+    words = next(iter(told.values()))[0]
+    return f"{listed_ranks([rank for rank, theirs in told.items() if theirs[0] == words])}: {words}"

@@ -1,0 +1,372 @@
+"""Handlers of forwards: a stage runs on a unit, and stores its output for the next stage, or its loss in the tally.
+
+    batch, cells ──▶ given, extras ──▶ the stage ──▶ outputs ──▶ cells: the next stage, of this rank or another
+                                                            └──▶ loss, metrics: the tally
+
+Each function binds one instruction: all that does not depend on the step is computed once, at binding. Lookups by the
+shape of a unit happen in each step; a unit without samples is skipped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quintsched.errors import MisfitError
+from quintsched.ir import instruction_set as ins
+from quintsched.ir.values import Value, ValueKind
+
+from ...autograd.autograd_engine_call import edge_of
+from ...autograd.recompute import Rerun
+from ...blocks.block_builders import Parcel
+from ...blocks.trees import TreeSpec, laid_out, map_tensors
+from ...blocks.without_side_effects import tensors_of_training
+from ...comm.overlap_threads import BoundCall
+from ...stage.message_contents import TakenSkips
+from ...stage.stage_forward import STEERED, UNIT, Extras, Outputs, RunBlocks, apart
+from ...step_setup.units import NO_UNITS, Units, UnitShape
+from ..error_location import called
+from ..instruction_state import NO_CONTEXT, NO_ROOTS, ONLY, BackwardRoots, ComputeState, with_loss_root
+from ..value_cells import RowParts, ValueCell
+from .graph_leaves import leaves_of
+from .unit_extras import extras_maker, unit_adder
+
+_logger = logging.getLogger(__name__)
+
+
+NO_RERUNS: list[Rerun] = []
+NO_EXTRAS: Extras = {}
+NO_OUTPUTS: Outputs = ()
+
+_OTHER_STRIDES = (
+    "stage %d (%s) leaves a tensor with strides %s, and left one with others where shapes were found, which later "
+    "stages are given: what asks for strides there goes otherwise than in one process; let it return y.contiguous()"
+)
+
+
+def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> BoundCall:
+    """Run a stage forward on a unit; on the last stage of the route, compute the loss too."""
+    return state.current.unless_empty(instruction.microbatch, _bind_fwd(state, index, instruction))
+
+
+def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> BoundCall:
+    made, plan = state.flows.made(instruction, ValueKind.OUTPUT), state.flows.plan
+    finish = (
+        _hand_on(state, instruction)
+        if made
+        else _loser(state, instruction.microbatch, plan.schedule.slices * plan.mesh.axis_size("cp"))
+    )
+    kept = state.flows.made(instruction, ValueKind.SAVED, ValueKind.CHECKPOINT)
+    if kept:
+        return _bind_training(state, index, instruction, finish, kept[0])
+    return _bind_evaluation(state, index, instruction, finish)
+
+
+def _bind_training(
+    state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], BackwardRoots], kept: Value
+) -> BoundCall:
+    """Run a forward whose graph is kept; inputs require a gradient where an earlier stage made them.
+
+    Bound to units whose blocks neither draw nor get extras, and of which this rank moves or recomputes nothing, it is
+    no more than the stage itself between two moments of the clock.
+    """
+    stage, unit, current = instruction.stage, instruction.microbatch, state.current
+    forward, parts, saved = state.forwards[stage], _parts_taken(state, instruction), state.saved
+    source, wait, take = state.cells.source(parts, index)
+    note, now, moves, is_fed = state.clock.note, state.clock.now, state.host.moves(kept), bool(parts)
+    leaves, may_stay, hooks = leaves_of(state, instruction, kept)
+    run_other, with_loss, plain = _bind_other(state, instruction, finish, kept, is_fed=is_fed)
+    only, take_apart, shows_leaves = forward.only, forward.take_apart, not is_fed or (not moves and forward.is_of_torch)
+    take_any = state.cells.row_taker(parts, index) if is_fed else None
+
+    def run() -> None:
+        given, shape = current.batch.inputs[unit] if take_any is None else take_any(), current.units.shapes[unit]
+        note(now())
+        if shape is not None and (strides := shape.cargo.strides.get(stage)):
+            given = tuple(map(laid_out, given, strides))
+        if is_fed:
+            given = leaves(given)
+        run_other(given, given if shows_leaves else _shown(given, shape, stage))
+
+    def bind(units: Units) -> BoundCall:
+        shape = units.shapes[unit]
+        if plain is None or forward.draws.are_due or shape is None or stage in shape.cargo.strides:
+            return run
+        stays, buffer, row = may_stay and not any(hooks), NO_OUTPUTS, NO_OUTPUTS
+
+        def run_plain() -> None:
+            nonlocal buffer, row
+            if source is not None:
+                if source.works:
+                    wait()
+                given, source.value = source.value, ()
+            else:
+                given = current.batch.inputs[unit] if take is None else take()
+            note(now())
+            if given is not buffer or not stays:
+                buffer, row = given, leaves(given) if is_fed else given
+            seen = row if shows_leaves else _shown(row, shape, stage)
+            if only is not None and isinstance(output := only(seen[0]), Tensor):
+                saved[kept] = row, finish((output,)), NO_RERUNS, None
+            else:
+                outputs, auxiliary = plain(seen, NO_EXTRAS) if only is None else take_apart(output)
+                start = finish(outputs)
+                saved[kept] = row, start if auxiliary is None else with_loss(start, auxiliary), NO_RERUNS, None
+            note(now())
+
+        return run_plain
+
+    run.bind = bind  # type: ignore[attr-defined]
+    return run
+
+
+class _Other(NamedTuple):
+    """The rest of a forward: `run` takes (inputs, these as blocks see them) where blocks draw, recompute, ….
+
+    `with_loss` adds an auxiliary loss to a start; `plain` runs a stage that needs none of this, if there is one.
+    """
+
+    run: Callable[[Outputs, Outputs], None]
+    with_loss: Callable[[BackwardRoots, Tensor], BackwardRoots]
+    plain: RunBlocks | None
+
+
+def _bind_other(
+    state: ComputeState, instruction: ins.Fwd, finish: Callable[[Outputs], BackwardRoots], kept: Value, *, is_fed: bool
+) -> _Other:
+    forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
+    extras_of, with_unit, draws = extras_maker(state, instruction), unit_adder(state, instruction), forward.draws
+    note, now, saved, losses = state.clock.note, state.clock.now, state.saved, state.tally.auxiliary
+    look, host, stores, store = state.tally.look, state.host, state.stores, _store_of(state, instruction)
+    place, neighbours, moves = _place_of_loss(state, instruction), _neighbours(state, instruction), host.moves(kept)
+    skips, whole = _taken_skips(state, instruction), forward.whole
+
+    def with_loss(start: BackwardRoots, auxiliary: Tensor) -> BackwardRoots:
+        auxiliary = _weigh_other(state, unit, auxiliary)
+        losses.append((place, auxiliary.detach()))
+        return with_loss_root(start, auxiliary, state.scale)
+
+    def run(given: Outputs, seen: Outputs) -> None:
+        reruns: list[Rerun] = []
+        extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
+        if draws.are_due:
+            extras = with_unit(extras)
+        versions = skips and skips.versions(given)
+        activations = host.activations(stores.get(store)) if moves else None
+        with NO_CONTEXT if activations is None else activations.saving():
+            outputs, auxiliary = forward(seen, extras, reruns) if whole is None else whole(seen, extras)
+            start = finish(outputs)
+        if skips and versions:
+            skips.require_unchanged(given, versions)
+        for neighbour in neighbours:
+            neighbour.value = tuple([apart(output, given) for output in neighbour.value])
+        if look is not None:
+            look()
+        start = start if auxiliary is None else with_loss(start, auxiliary)
+        saved[kept] = given, start, reruns, extras.get(UNIT)
+        note(now())
+        if activations is not None:
+            host.leave(kept, activations, given if is_fed else ())
+
+    plain = None if skips or moves or neighbours or look or extras_of else forward.plain
+    return _Other(run, with_loss, plain)
+
+
+def _shown(given: Outputs, shape: UnitShape | None, stage: int) -> Outputs:
+    """Return inputs as user blocks see them: clones where they may keep them, as the buffer is received into again.
+
+    Else views: views are no leaves, as in one process, and stay valid where a leaf's memory is freed (offload).
+    """
+    if shape is not None and stage in shape.cargo.keeping:
+        return tuple([one.clone() for one in given])
+    return tuple([one.view_as(one) for one in given])
+
+
+def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[ValueCell]:
+    """Return the cells of outputs that later stages of this rank take: these may outlive the input of this stage.
+
+    A skip that is taken and passed on is not among them: the plan keeps its memory alive for all stages that take it.
+    """
+    taken = {value.number for value in state.flows.taken(instruction, ValueKind.SKIP)}
+    made = state.flows.made(instruction, ValueKind.OUTPUT, ValueKind.SKIP)
+    own = [value for value in made if value.kind is ValueKind.OUTPUT or value.number not in taken]
+    return [state.cells.cell_of(value) for value in own if not state.flows.is_sent(value)]
+
+
+def _store_of(state: ComputeState, instruction: ins.Compute) -> tuple[int, int]:
+    """Return the key of the store that holds keys and values of a microbatch's slices."""
+    return instruction.stage, instruction.microbatch // state.flows.plan.schedule.slices
+
+
+def _bind_evaluation(
+    state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], BackwardRoots]
+) -> BoundCall:
+    """Run a forward without a graph."""
+    unit, current, stage = instruction.microbatch, state.current, instruction.stage
+    forward, with_unit = state.forwards[stage], unit_adder(state, instruction)
+    parts = _parts_taken(state, instruction)
+    take = state.cells.row_taker(parts, index) if parts else None
+    extras_of, draws = extras_maker(state, instruction), forward.draws
+    note, now = state.clock.note, state.clock.now
+    losses, place, look = state.tally.auxiliary, _place_of_loss(state, instruction), state.tally.look
+    skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, ValueKind.OUTPUT))
+    has_loss = state.loss_fn.is_wanted
+
+    def conclude(output: Any, given: Outputs) -> None:
+        if current.outputs is not None:
+            current.outputs[unit] = map_tensors(lambda tensor: apart(tensor.detach(), given), output)
+        if has_loss and current.batch.targets[unit] is not None:
+            finish((output,))
+
+    def run() -> None:
+        given = current.batch.inputs[unit] if take is None else take()
+        note(now())
+        shape = current.units.shapes[unit]
+        if take is not None:
+            copies = shape is not None and stage in shape.cargo.keeping
+            given = tuple([t.detach().clone() if copies else t.detach() for t in given])
+        if shape is not None and stage in shape.cargo.strides:
+            given = tuple(map(laid_out, given, shape.cargo.strides[stage]))
+        versions = skips and skips.versions(given)
+        extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
+        extras = with_unit(extras) if draws.are_due else extras
+        outputs, auxiliary = forward(given, extras, [])
+        if skips and versions:
+            skips.require_unchanged(given, versions)
+        if auxiliary is not None:
+            losses.append((place, _weigh_other(state, unit, auxiliary)))
+        if hands_on:
+            finish(tuple([apart(output.detach(), given) for output in outputs]))
+        else:
+            conclude(outputs[0], given)
+        if look is not None:
+            look()
+        note(now())
+
+    return run
+
+
+def _taken_skips(state: ComputeState, instruction: ins.Fwd) -> TakenSkips | None:
+    """Return the skips that a stage receives; None where there are none."""
+    arriving = state.forwards[instruction.stage].arriving
+    taken = state.flows.taken(instruction, ValueKind.SKIP)
+    if not taken:
+        return None
+    found = [place for _, places in parts_of(state, taken, arriving) for place in places]
+    return TakenSkips(instruction.stage, arriving, found)
+
+
+def _place_of_loss(state: ComputeState, instruction: ins.Fwd) -> int:
+    """Return the tally's place for a loss of blocks: by the piece of the model, then the microbatch."""
+    return state.flows.plan.layout.part_of(instruction.stage) * state.tally.num_units + instruction.microbatch
+
+
+def _weigh_other(state: ComputeState, unit: int, loss: Tensor) -> Tensor:
+    """Return the auxiliary loss of blocks for a unit, weighted as the loss function's is."""
+    return state.loss_fn.weigh_other(loss, len(state.current.units.samples[unit]), state.usual_samples)
+
+
+def _parts_taken(state: ComputeState, instruction: ins.Fwd) -> RowParts:
+    """Return the places of a forward's inputs; none where the input comes from the batch."""
+    taken = state.flows.taken(instruction, ValueKind.OUTPUT, ValueKind.SKIP)
+    return parts_of(state, taken, state.forwards[instruction.stage].arriving)
+
+
+def parts_of(state: ComputeState, values: Sequence[Value], row: Parcel) -> RowParts:
+    """Return the places of values in the row of a parcel."""
+    places = state.shape.cargo.places
+    return [(value, places(value, row)) for value in values]
+
+
+def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], BackwardRoots]:
+    """Return a function that stores a stage's outputs for later stages; raises where a shape is not the agreed one."""
+    made, stage = state.flows.made(instruction, ValueKind.OUTPUT, ValueKind.SKIP), instruction.stage
+    cell, forward, parcel = state.cells.cell_of(made[0]), state.forwards[stage], state.forwards[stage].parcel
+    give = state.cells.row_giver(parts_of(state, made, parcel))
+    only_one, current, unit = len(parcel.specs) == 1 and not parcel.is_resident, state.current, instruction.microbatch
+    units, agreed = NO_UNITS, state.shape.cargo.outputs_of(stage)
+    size: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    def check(outputs: Outputs, agreed: Parcel) -> None:
+        found = [TreeSpec.from_tree(output) for output in outputs]
+        if found != list(map(TreeSpec.plain, agreed.specs)):
+            gave, shapes = " + ".join(map(str, found)), [[t.shape for t in one.tensors] for one in found]
+            is_cast = shapes == [[t.shape for t in TreeSpec.plain(one).tensors] for one in agreed.specs]
+            why = (
+                "its type is another than without data, as under torch.autocast: let each block return its output in "
+                "one type (.float()), or compute all in it, Engine(…, dtype=torch.bfloat16)"
+                if is_cast
+                else STEERED
+            )
+            raise MisfitError(f"stage {stage} ({forward.title}) gave {gave}; the ranks agreed on {agreed}: {why}")
+
+    def hand_on(outputs: Outputs) -> BackwardRoots:
+        nonlocal units, agreed, size, dtype
+        output = outputs[0]
+        if current.units is not units:
+            units, shape = current.units, current.units.shapes[unit]
+            assert shape is not None
+            agreed = shape.cargo.outputs_of(stage)
+            size, dtype = (agreed.specs[0].shape, agreed.specs[0].dtype) if only_one else (None, None)
+            left = shape.cargo.strides.get(stage + 1, [None])[0]
+            if unit == 0 and isinstance(output, Tensor) and output.is_contiguous() is (left is not None):
+                _logger.warning(_OTHER_STRIDES, stage, forward.title, output.stride())
+        if isinstance(output, Tensor) and output.dtype is dtype and output.shape == size:
+            cell.value = (output.detach(),)
+            return ((edge_of(output),), ONLY, ()) if output.requires_grad else NO_ROOTS
+        check(outputs, agreed)
+        give(forward.without_weights([output.detach() for output in outputs]))
+        numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)
+        return tuple([edge_of(outputs[number]) for number in numbers]), numbers, ()
+
+    return hand_on
+
+
+def _loser(state: ComputeState, unit: int, slices: int) -> Callable[..., BackwardRoots]:
+    """Return a function that computes the loss of a unit, and adds loss, weight and metrics to the tally."""
+    current, tally, loss_fn, usual, scale = state.current, state.tally, state.loss_fn, state.usual_samples, state.scale
+    metrics, trains, look = state.metrics, state.flows.trains, state.tally.look
+
+    def lose(outputs: Outputs, targets: Any = None) -> BackwardRoots:
+        """Use `targets` in place of the batch's, if they are given."""
+        targets = current.batch.targets[unit] if targets is None else targets
+        if torch.is_inference_mode_enabled():
+            with tensors_of_training():  # losses are examined by graphs
+                return lose(*map_tensors(torch.clone, (outputs[:1], targets)))
+        units, output = current.units, outputs[0]
+        if look is not None:
+            look()  # detects changes by blocks, before the loss can undo them
+        found = called("the loss function", loss_fn, output, targets, units, unit, usual=usual, slices=slices)
+        loss, times = tally.add_loss(unit, found)
+        if metrics:
+            with torch.no_grad():
+                for column, own, (name, metric) in zip(tally.metrics, tally.of_metrics, metrics.items(), strict=True):
+                    found, weight = called(f"metric {name!r}", metric, output, targets, units, unit)
+                    column.append((unit, found))
+                    own.append((unit, weight))
+        if loss.requires_grad:
+            return (edge_of(loss),), (), (scale.gradient_of(loss, times),)
+        if trains:
+            _tell_without_graph(state, unit, output)
+        return NO_ROOTS
+
+    return lose
+
+
+def _tell_without_graph(state: ComputeState, unit: int, output: Any) -> None:
+    """Warn that a loss has no graph and trains nothing; raise later where gradients were left switched off."""
+    if not torch.is_grad_enabled():
+        words = (
+            f"gradients are switched off where the loss of microbatch {unit} is found, so that it trains nothing: a "
+            "block or the loss function has left them so; switch by a context, `with torch.no_grad(): …`"
+        )
+        state.loss_fn.defer(MisfitError(words), output)
+        return
+    _logger.warning(
+        "the loss of microbatch %d has no graph, as after `detach()` or `item()`, so that it trains nothing", unit
+    )

@@ -1,0 +1,246 @@
+"""Parameters that no microbatch uses are not stepped, as in one process; zeros that came are a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import quintsched as qs
+from quintsched.runtime import Engine, MoE
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.weights_and_gradients import grad_buckets
+
+from ...helpers.training import Outcome, call_with_share, cut_tree, require_equal, require_same_bits, train_alone
+from ..optim.optimizers import plain
+
+WIDTH = 8
+
+
+class Choosing(nn.Module):
+    """Has three branches: one per sign of the first sample's first feature, and one that nobody takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positive, self.negative, self.unused = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.gate = nn.Parameter(torch.zeros(WIDTH))
+        self.last = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor, choose: Tensor) -> Tensor:
+        if x.is_meta:
+            return self.positive(x)
+        branch = self.positive if choose[0] > 0 else self.negative
+        return x + torch.tanh(branch(x)) + self.gate * 0 + (self.last * 0.0 if choose[0] < 0 else 0)
+
+
+def blocks(count: int = 2) -> list[Callable[[], nn.Module]]:
+    return [Choosing] * count
+
+
+def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    return (output - targets).square().sum(), float(len(output))
+
+
+def batches() -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    random = torch.Generator().manual_seed(0)
+    found = []
+    for signs in ([1, 1, 1, 1], [-1, -1, -1, -1], [1, 1, 1, -1], [1, 1, 1, 1]):
+        inputs, targets = torch.randn(2, 8, WIDTH, generator=random, dtype=torch.float64).unbind()
+        found.append((inputs, targets, {"choose": torch.tensor(signs, dtype=torch.float64).repeat_interleave(2)}))
+    return found
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.3),
+    "sgd": partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "adafactor": partial(torch.optim.Adafactor, lr=0.01, weight_decay=0.3, eps=(1e-6, 1e-3)),
+    "several": lambda parameters: [
+        torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.01, weight_decay=0.3),
+        torch.optim.AdamW([p for p in parameters if p.dim() != 2], lr=0.01, weight_decay=0.3),
+    ],
+}
+
+
+def alone(optimizer: str, given: Sequence[Callable[[], nn.Module]] | None = None, tied: Sequence[str] = ()) -> Outcome:
+    """Train in one process, gradients set to none between steps."""
+    ties, stepper = {"shared": tied} if tied else {}, plain(OPTIMIZERS[optimizer])
+    return train_alone(given or blocks(), loss, stepper, batches(), microbatches=4, tied=ties)
+
+
+@pytest.mark.sampled(18)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+@pytest.mark.parametrize(
+    ("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2,pp=2", 1), ("dp=2,pp=2", 3), ("dp=2", 2), ("dp=4", 1), ("pp=2", 0)]
+)
+def test_what_nobody_used_is_not_stepped(optimizer: str, mesh: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=4 // qs.Mesh.parse(mesh).axis_size("dp"), zero=zero)
+    trained = train(plan, OPTIMIZERS[optimizer])
+    require_equal(trained, alone(optimizer))
+    monkeypatch.setattr(grad_buckets, "IN_CACHE", 0)  # the first gradient of a step is copied
+    require_same_bits(trained, train(plan, OPTIMIZERS[optimizer]))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b"])
+def test_gradients_have_the_same_bits_whether_a_step_begins_at_zero_or_with_a_copy(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = qs.compile(schedule, mesh="dp=2,pp=2", microbatches=2, chunks=2 if schedule[0] == "i" else 1)
+    trained = [train(plan, OPTIMIZERS["adamw"], parts=parts) for parts in (1, 2)]
+    monkeypatch.setattr(grad_buckets, "IN_CACHE", 0)
+    for parts, weights in zip((1, 2), trained, strict=True):
+        require_same_bits(weights, train(plan, OPTIMIZERS["adamw"], parts=parts))
+
+
+SCHEDULES = [s.name for s in qs.all_schedules() if s.mode == "train" and s.max_slices == 1]
+
+
+@pytest.mark.sampled(56)
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_on_every_schedule_recomputed_and_accumulated_too(schedule: str, zero: int) -> None:
+    recompute, parts = zero % 2, 2 - zero // 2
+    microbatches = 4 if schedule == "dualpipe" else 2
+    plan = qs.compile(schedule, mesh="dp=2,pp=2", microbatches=microbatches, zero=zero, recompute=recompute)
+    given = blocks(len(plan.stage_to_pp))
+    require_equal(train(plan, OPTIMIZERS["adamw"], parts=parts, given=given), alone("adamw", given))
+
+
+class Pair(Choosing):
+    """Its branches are such as tp cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.other_up, self.other_down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor, choose: Tensor) -> Tensor:
+        if x.is_meta or choose[0] > 0:
+            return x + self.down(torch.tanh(self.up(x)))
+        return x + self.other_down(torch.tanh(self.other_up(x)))
+
+
+class Mixture(nn.Module):
+    """Experts that samples reach by their sign, two of four none at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, choose: Tensor) -> Tensor:
+        if x.is_meta:
+            return x + 0
+        out, mine = x, (choose > 0).long()
+        for number, expert in enumerate(self.experts):
+            rows = mine == number
+            if rows.any():
+                out = out.index_put((rows.nonzero(as_tuple=True)), expert(x[rows]))
+        return out
+
+
+class RoutedMixture(nn.Module):
+    """Has an expert that no token takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        make = partial(nn.Linear, WIDTH, WIDTH)
+        self.mixture = MoE(WIDTH, 4, make, top_k=1, balance=0.0, z=0.0)
+        with torch.no_grad():
+            self.mixture.router.weight[3] = -10.0
+
+    def forward(self, x: Tensor, choose: Tensor) -> Any:
+        return x + self.mixture(x.abs())[0]
+
+
+class Lookup(nn.Module):
+    """Has a weight that two stages hold, and uses it for samples with a negative sign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.own = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor, choose: Tensor) -> Tensor:
+        return self.own(x) if x.is_meta or choose[0] > 0 else self.shared(x)
+
+
+class KeptLookup(Lookup):
+    """Never uses it."""
+
+    def forward(self, x: Tensor, choose: Tensor) -> Tensor:
+        return self.own(x)
+
+
+TIED = ("0.shared.weight", "1.shared.weight")
+KINDS: dict[str, tuple[list[Callable[[], nn.Module]], str, str, dict[str, Any]]] = {
+    "tp": ([Pair, Pair], "adamw", "dp=2,tp=2", {}),
+    "matrices gathered over tp": ([Pair, Pair], "several", "dp=2,tp=2", {}),
+    "several optimizers": ([Choosing, Pair], "several", "dp=2,pp=2", {}),
+    "experts of one's own": ([Mixture, Choosing], "adamw", "dp=2,pp=2", {}),
+    "experts over ep": ([RoutedMixture, Pair], "adamw", "dp=2,ep=2", {}),
+    "tied": ([Lookup, Lookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),
+    "tied, in use on one stage": ([Lookup, KeptLookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),
+    "tied, in use on none": ([KeptLookup, KeptLookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),
+    "sums in messages": ([Choosing, Choosing], "adamw", "dp=2,pp=2", {"communication": "ring"}),
+    "overlapped": (
+        [Choosing, Choosing],
+        "adamw",
+        "dp=2,pp=2",
+        {"schedule": "dualpipe", "microbatches": 4, "overlap": True},
+    ),
+}
+
+
+@pytest.mark.sampled(40)
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_every_mesh(kind: str, zero: int) -> None:
+    given, optimizer, mesh, options = KINDS[kind]
+    plan = qs.compile(**{"schedule": "1f1b", "mesh": mesh, "microbatches": 2, "zero": zero, **options})
+    tied = TIED if plan.tied else ()
+    found = train(plan, OPTIMIZERS[optimizer], given=given, tied={"shared": tied} if tied else {})
+    require_equal(found, alone(optimizer, given, tied))
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_of_short_weights_are_not_stepped_either(dtype: torch.dtype) -> None:
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=1)
+
+    def run(transport: Transport) -> None:
+        engine = Engine(plan, blocks(), loss, OPTIMIZERS["adamw"], dtype=dtype, transport=transport)
+        before = {name: weight.clone() for name, weight in engine.full_weights().items()}
+        call_with_share(engine, engine.step, pytree.tree_map(lambda x: x.to(dtype), batches()[0]))
+        for name, weight in engine.full_weights().items():
+            assert torch.equal(weight, before[name]) is not ("positive" in name), name
+
+    run_local(2, run, timeout_s=60)
+
+
+def train(
+    plan: qs.Plan,
+    optimizer: Any,
+    *,
+    parts: int = 1,
+    given: Sequence[Callable[[], nn.Module]] | None = None,
+    tied: Mapping[str, Sequence[str]] | None = None,
+) -> list[Outcome]:
+    """Train; gradients are accumulated over some parts of every batch."""
+
+    def run(transport: Transport) -> Outcome:
+        own, more = given or blocks(max(2, len(plan.stage_to_pp))), {"bucket_mb": 0.0005, "tied": tied}
+        engine, losses = Engine(plan, own, loss, optimizer, dtype=torch.float64, transport=transport, **more), []
+        for batch in batches():
+            mine = cut_tree(batch, engine.replica, engine.num_replicas)
+            results = []
+            for part in range(parts):
+                inputs, targets, extras = cut_tree(mine, part, parts)
+                results.append(engine.step(inputs, targets, last=part == parts - 1, **extras))
+            losses.append(results[-1].with_earlier(results[:-1]).loss.item())
+        return Outcome(losses, engine.full_weights())
+
+    return run_local(plan.mesh.size, run, timeout_s=60)

@@ -1,0 +1,125 @@
+"""Weights that are frozen: from the start, or for a while; with every sharding, and whole stages of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import quintsched as qs
+from quintsched.runtime import Engine
+from quintsched.runtime.blocks.block_builders import Blocks, build_block
+from quintsched.runtime.comm import Transport, run_local
+
+from ...helpers.training import Outcome, check_equality
+
+WIDTH, STEPS = 4, 5
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3)
+
+
+def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    return (output - target).square().sum(), float(len(output))
+
+
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def frozen() -> nn.Module:
+    return layer().requires_grad_(False)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, 8, WIDTH, generator=random, dtype=torch.float64)
+    return x, y
+
+
+def thaw(blocks: Any, step: int) -> None:
+    """Train the last block alone, then one more in every step; rest block 3 for a step."""
+    for number, block in enumerate(blocks):
+        block.requires_grad_(number >= 3 - step and not (number == 3 and step == 3))
+
+
+def check(request_of: dict[str, Any], blocks: Blocks, *, gradually: bool = False, **options: Any) -> list[Outcome]:
+    plan, batches = qs.compile(**request_of, microbatches=2), [batch(step) for step in range(STEPS)]
+    modules = [build_block(block, number, 0, torch.float64) for number, block in enumerate(blocks)]
+    return check_equality(plan, modules, squares, adamw, batches, before=thaw if gradually else None, **options)
+
+
+PLANS: list[dict[str, Any]] = [
+    {"schedule": "1f1b", "mesh": "dp=2,pp=2"},
+    {"schedule": "zb-h1", "mesh": "pp=4"},
+    {"schedule": "1f1b", "mesh": "dp=2", "zero": 1},
+    {"schedule": "1f1b", "mesh": "dp=2", "zero": 3},
+    {"schedule": "1f1b", "mesh": "pp=2", "recompute": 1},
+]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("request_of", PLANS, ids=str)
+@pytest.mark.parametrize("gradually", [False, True])
+def test_frozen_weights_stay_and_all_else_is_as_in_one_process(request_of: dict[str, Any], gradually: bool) -> None:
+    blocks: Blocks = [layer] * 4 if gradually else [frozen, frozen, layer, frozen]
+    check(request_of, blocks, gradually=gradually)
+
+
+def test_what_was_frozen_at_first_is_not_trained_in_silence() -> None:
+    engine = Engine(qs.compile("1f1b", mesh="dp=1", microbatches=1), [frozen, layer], squares, adamw)
+    x, y = (part.float() for part in batch(0))
+    engine.step(x, y)
+    engine.stages[0].blocks["0"].requires_grad_(True)
+    with pytest.raises(qs.MisfitError, match=r"0\.0\.weight is to be trained, but was frozen when the engine was made"):
+        engine.step(x, y)
+    engine.stages[0].blocks["0"].requires_grad_(False)
+    engine.step(x, y)
+
+
+@pytest.mark.parametrize("request_of", [{"mesh": "pp=2"}, {"mesh": "dp=2", "zero": 1}], ids=str)
+def test_parameters_added_to_an_optimizer_are_refused(request_of: dict[str, Any]) -> None:
+    def run(transport: Transport) -> None:
+        some = lambda params: adamw(list(params)[:2])  # noqa: E731
+        engine = Engine(plan, [layer, layer, layer], squares, some, dtype=torch.float64, transport=transport)
+        x, y = (part.chunk(engine.num_replicas)[engine.replica] for part in batch(0))
+        engine.step(x, y)
+        for optimizer in engine.optimizers.values():
+            optimizer.add_param_group({"params": list(engine.stages[0].blocks["1"].parameters())})
+        engine.step(x, y)
+
+    plan = qs.compile("1f1b", microbatches=2, **request_of)
+    with pytest.raises(
+        qs.UsageError, match=r"built with \d parameters and have \d now .* freeze those that are to learn"
+    ):
+        run_local(plan.mesh.size, run, timeout_s=60)
+
+
+def test_a_parameter_in_the_place_of_a_known_one_is_not_ignored_in_silence() -> None:
+    engine = Engine(qs.compile("1f1b", mesh="dp=1", microbatches=1), [layer], squares, adamw)
+    x, y = (part.float() for part in batch(0))
+    engine.step(x, y)
+    block = engine.stages[0].blocks["0"]
+    name, known = next(iter(block.named_parameters()))
+    owner = block.get_submodule(name.rpartition(".")[0])
+    setattr(owner, name.rpartition(".")[2], nn.Parameter(torch.ones_like(known)))
+    with pytest.raises(qs.MisfitError, match="is another parameter than when the engine was made"):
+        engine.step(x, y)
+
+
+TIES = {"weight": ("0.weight", "3.weight")}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_tied_weight_may_be_frozen_as_a_whole(stages: int) -> None:
+    def still() -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    ties = {"weight": (0, 1)} if stages == 2 else {}
+    request_of = {"schedule": "1f1b", "mesh": f"pp={stages}", "tied": ties}
+    check(request_of, [still, layer, layer, still], tied=TIES)
+    with pytest.raises(qs.MisfitError, match=r"\(0.weight, 3.weight\) is trained in one block and frozen in"):
+        check(request_of, [still, layer, layer, lambda: nn.Linear(WIDTH, WIDTH)], tied=TIES)
