@@ -26,7 +26,7 @@ from quintsched.strategies.descriptions.flag_rows import read_row
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
 from quintsched.strategies.prediction.strategy_columns import Table
-from quintsched.strategies.prediction.table import distinct_blocks, evaluate
+from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, evaluate
 
 DATA = Path(__file__).parent / "data"
 START = Constants(product=0.85, half=200.0, memory=0.8, link=0.8, network=0.4, contention=0.2)

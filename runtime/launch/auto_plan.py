@@ -21,7 +21,7 @@ from quintsched.strategies.descriptions.library import find_hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, strategy_name
-from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.tuning.advice import reasons
 from quintsched.strategies.tuning.tune import Tuning, tune
 

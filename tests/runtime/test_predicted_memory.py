@@ -25,7 +25,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.strategy_plans import plan_of
-from quintsched.strategies.prediction.table import held
+from quintsched.strategies.prediction.vectorized_prediction import held
 from quintsched.strategies.tuning.export.emit import built_in
 
 SEQ, VOCAB, CLASSES = 32, 128, 16

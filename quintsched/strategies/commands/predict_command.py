@@ -25,7 +25,7 @@ from quintsched.strategies.commands.prediction_report import as_data, describe
 if TYPE_CHECKING:
     from quintsched.strategies.descriptions.model import Model
     from quintsched.strategies.descriptions.strategy import Strategy
-    from quintsched.strategies.prediction.step import Prediction
+    from quintsched.strategies.prediction.predict_strategy import Prediction
     from quintsched.strategies.tuning.export.emit import Emitted as Written
 
 MOST_ROWS_BYTES = 2**26
@@ -157,8 +157,8 @@ def said(written: Written) -> list[str]:
 def predicted(given: Mapping[str, Any], start: MeasuredStart | None) -> Prediction:
     """Return the prediction of a row of flags."""
     from quintsched.strategies.descriptions.flag_rows import read_row
+    from quintsched.strategies.prediction.predict_strategy import predict
     from quintsched.strategies.prediction.profiled.predict_from_profile import predict_from_profile
-    from quintsched.strategies.prediction.step import predict
 
     if isinstance(given.get("hardware"), str):
         calibrate_first(given["hardware"])
@@ -170,6 +170,6 @@ def predicted(given: Mapping[str, Any], start: MeasuredStart | None) -> Predicti
 
 def simulated(found: Prediction) -> float:
     """Return the seconds of a step, by simulating the strategy's plan."""
-    from quintsched.strategies.prediction.simulated import simulated_step_s
+    from quintsched.strategies.prediction.simulated_strategy import simulated_step_s
 
     return simulated_step_s(found.model, found.hardware, found.strategy)

@@ -9,7 +9,7 @@ from quintsched.errors import counted
 from quintsched.files.terminal import percent
 
 if TYPE_CHECKING:
-    from quintsched.strategies.prediction.step import Prediction
+    from quintsched.strategies.prediction.predict_strategy import Prediction
 
 HIDDEN = "_hidden"
 

@@ -28,7 +28,7 @@ from quintsched.strategies.commands.predict_command import Emitted, For, Simulat
 from quintsched.strategies.commands.prediction_report import as_data
 
 if TYPE_CHECKING:
-    from quintsched.strategies.prediction.step import Prediction
+    from quintsched.strategies.prediction.predict_strategy import Prediction
     from quintsched.strategies.tuning.advice import Row
     from quintsched.strategies.tuning.explain_choice import Explanation
     from quintsched.strategies.tuning.export.emit import Emitted as Files
@@ -88,7 +88,7 @@ def tune(
 
     Flags of a strategy that are left out are free. If nothing fits, the exit code is 3.
     """
-    from quintsched.strategies.prediction.step import predict
+    from quintsched.strategies.prediction.predict_strategy import predict
     from quintsched.strategies.tuning import advice, explain_choice, published_recipes
 
     whole = None if tokens is None else read_tokens(tokens)

@@ -23,8 +23,8 @@ from quintsched.strategies.prediction.memory.peak_memory import COMES_AND_GOES
 from quintsched.strategies.prediction.memory.rank_memory import stage_terms
 from quintsched.strategies.prediction.operators import Product
 from quintsched.strategies.prediction.strategy_columns import Table
-from quintsched.strategies.prediction.table import distinct_blocks, sizes_of
 from quintsched.strategies.prediction.totals import messages_s, per_microbatch
+from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, sizes_of
 
 COLUMNS = ("embedding", "dense", "mixture", "loss")
 TIMES = ("forward", "backward_input", "backward_weight")

@@ -22,7 +22,7 @@ from quintsched.strategies.prediction.efficiency import Constants, curve_rate, m
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, PAIRED, Kinds, PerMicrobatch
 from quintsched.strategies.prediction.memory.rank_memory import fullest, held_terms
 from quintsched.strategies.prediction.operators import Array
-from quintsched.strategies.prediction.pipeline.spans import RowNumbers, StageTimes, spans
+from quintsched.strategies.prediction.pipeline.pipeline_times import RowNumbers, StageTimes, spans
 from quintsched.strategies.prediction.predicted_collectives import message_s, overlap, ring_s
 from quintsched.strategies.prediction.shared_cores import (
     cores_s,

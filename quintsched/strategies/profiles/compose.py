@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quintsched.strategies.profiles.blocking_1f1b import blocking_1f1b
-from quintsched.strategies.profiles.memory import StageMemory, stage_memory
 from quintsched.strategies.profiles.operator_layout import OperatorLayout
+from quintsched.strategies.profiles.operator_rates import Rates
 from quintsched.strategies.profiles.profile import Profile
-from quintsched.strategies.profiles.rates import Rates
+from quintsched.strategies.profiles.stage_peak_memory import StageMemory, stage_memory
 from quintsched.strategies.profiles.stage_times import StageTime, end_s, exchange, stage_time, tied_s
 
 

@@ -115,7 +115,7 @@ class Profile(Description):
     weight_gradients: bool = True
     """Whether `backward_s` includes the products for weight gradients."""
     alone: bool = False
-    """Whether each operator was run separately and repeatedly, unlike in a real run; see `rates`."""
+    """Whether each operator was run separately and repeatedly, unlike in a real run; see `operator_rates`."""
     accumulation_bytes: Amount = 0.0
     """Bytes moved by gradient accumulation, per byte of weights and microbatch, if `backward_s` does not include it."""
     memory_rate: Figure | None = None

@@ -22,7 +22,7 @@ from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.ir.plan_data import PlanData
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.profiles import aceso, galvatron, kineto, primus, traces
+from quintsched.strategies.profiles import aceso, galvatron, kineto, primus, profile_from_trace
 from quintsched.strategies.profiles.profile import Profile
 
 MOST_PROFILE_BYTES = 2**28
@@ -82,7 +82,7 @@ def _read_folder(path: Path, measured: Measured, size: str | None) -> Profile:
     if (path / "rank0.json").exists():
         if measured.plan is None:
             raise UsageError(f"{path} is a trace: say which plan was run")
-        return traces.read_trace(path, measured.plan, *_taken_under(path, measured))
+        return profile_from_trace.read_trace(path, measured.plan, *_taken_under(path, measured))
     raise UsageError(
         f"{path}: neither Aceso's files (gpt_13B_mbs1_tp1_algo0.csv …) nor Galvatron's (computation_profiling_….json) "
         "nor a trace (rank0.json …)"

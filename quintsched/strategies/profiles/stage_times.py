@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from quintsched.strategies.profiles.operator_layout import OperatorLayout, Placed, Stage
+from quintsched.strategies.profiles.operator_rates import Rates
 from quintsched.strategies.profiles.profile import Operator
-from quintsched.strategies.profiles.rates import Rates
 
 REDUCTION_PASSES = 6.0
 """Memory passes over gradients around their reduction: gathered, divided and scattered, each read and written."""

@@ -21,7 +21,7 @@ from quintsched.strategies.descriptions.strategy_text import (
     strategy_name,
     term_name,
 )
-from quintsched.strategies.prediction.step import Prediction, predict
+from quintsched.strategies.prediction.predict_strategy import Prediction, predict
 from quintsched.strategies.tuning.explain_choice import binding_term
 from quintsched.strategies.tuning.tune import Candidate, Tuning
 

@@ -1,12 +1,12 @@
 """Checker of a certificate of `tune`, without a search: it counts, evaluates and compares.
 
     boxes and evaluated frames     every frame of the space is in exactly one of them
-    each pruned box                its bound equals that of `bounds`, and exceeds the k-th best or the memory
+    each pruned box                its bound equals that of `strategy_bounds`, and exceeds the k-th best or the memory
     each evaluated frame           all its leaves are evaluated; the best k are those of the certificate
     per-stage recomputation        the time of such a leaf without any recomputation exceeds the k-th best; or less
                                    than `least` does not fit, and `least` is slower or among the best
 
-It trusts the prediction, the space, and `bounds`, but not the search.
+It trusts the prediction, the space, and `strategy_bounds`, but not the search.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 
 from quintsched.errors import UnsoundError
 from quintsched.ir.instruction_columns import Ints
-from quintsched.strategies.tuning.bounds import BOUND_MARGIN, frame_bounds, mesh_bounds
 from quintsched.strategies.tuning.evaluator import Evaluator, StrategyOutcomes
-from quintsched.strategies.tuning.per_stage import is_new
+from quintsched.strategies.tuning.per_stage_recompute import is_new
 from quintsched.strategies.tuning.search_certificate import Certificate, LeftOut, Winner
+from quintsched.strategies.tuning.strategy_bounds import BOUND_MARGIN, frame_bounds, mesh_bounds
 from quintsched.strategies.tuning.strategy_space import MESH, PER_STAGE, Mask, Space, make_space
 
 FRAMES_AT_ONCE = 1 << 12

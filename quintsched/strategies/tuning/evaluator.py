@@ -21,7 +21,7 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.memory.peak_memory import COMES_AND_GOES
 from quintsched.strategies.prediction.strategy_columns import Table
-from quintsched.strategies.prediction.table import Evaluated, evaluate, held
+from quintsched.strategies.prediction.vectorized_prediction import Evaluated, evaluate, held
 from quintsched.strategies.tuning.strategy_space import FIXED, MESH, PER_STAGE, Columns, Mask, Space
 
 Floats = NDArray[np.float64]

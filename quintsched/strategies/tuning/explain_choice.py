@@ -25,12 +25,12 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name, term_name
 from quintsched.strategies.descriptions.strategy_validity import check, resolved
-from quintsched.strategies.prediction.step import Prediction, predict
+from quintsched.strategies.prediction.predict_strategy import Prediction, predict
 from quintsched.strategies.prediction.strategy_columns import SWITCH_COLUMNS
-from quintsched.strategies.prediction.table import Table, evaluate
+from quintsched.strategies.prediction.vectorized_prediction import Table, evaluate
 from quintsched.strategies.tuning.axis_choices import Choices
-from quintsched.strategies.tuning.bounds import frame_bounds
 from quintsched.strategies.tuning.evaluator import Evaluator
+from quintsched.strategies.tuning.strategy_bounds import frame_bounds
 from quintsched.strategies.tuning.strategy_space import FRAME, PER_STAGE, SWITCHES, Space, divisors, make_space
 from quintsched.strategies.tuning.tune import Tuning
 

@@ -22,7 +22,7 @@ from quintsched.files.terminal import percent
 from quintsched.strategies.descriptions.flag_rows import KEYS, PredictionRow, read_row
 from quintsched.strategies.descriptions.library import PRESETS
 from quintsched.strategies.descriptions.strategy_text import duration
-from quintsched.strategies.prediction.table import Table, evaluate
+from quintsched.strategies.prediction.vectorized_prediction import Table, evaluate
 from quintsched.strategies.tuning.advice import BAND
 from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.explain_choice import explain

@@ -9,7 +9,7 @@
 
 A box is pruned if no strategy in it can be as fast as the k-th best, or none can fit. Boxes and evaluated frames cover
 the space exactly once. In an evaluated frame, leaves of per-stage recomputation are either no faster than the k-th best
-even without recomputation, or in `per_stage`: fewer recomputed layers than that do not fit.
+even without recomputation, or in `per_stage_recompute`: fewer recomputed layers than that do not fit.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Description, Model, Size
 from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.best_strategies import Candidates
-from quintsched.strategies.tuning.bounds import Bounds, frame_bounds, mesh_bounds
 from quintsched.strategies.tuning.evaluator import Evaluator
+from quintsched.strategies.tuning.strategy_bounds import Bounds, frame_bounds, mesh_bounds
 from quintsched.strategies.tuning.strategy_space import MESH
 from quintsched.strategies.tuning.tune import Tuning
 

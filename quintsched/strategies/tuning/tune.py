@@ -24,9 +24,9 @@ from quintsched.strategies.descriptions.strategy_text import duration, gigabytes
 from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.best_strategies import Candidates
-from quintsched.strategies.tuning.bounds import relaxed
+from quintsched.strategies.tuning.branch_and_bound import Search, SearchProgress, SearchResult, strategy_at
 from quintsched.strategies.tuning.evaluator import Evaluator
-from quintsched.strategies.tuning.search import Search, SearchProgress, SearchResult, strategy_at
+from quintsched.strategies.tuning.strategy_bounds import relaxed
 from quintsched.strategies.tuning.strategy_space import FULL, Space, make_space
 
 HEADROOM = 0.06
@@ -35,7 +35,7 @@ HEADROOM = 0.06
 
 @dataclass(frozen=True)
 class Candidate:
-    """Strategy that fits, with the search's results; `prediction.step.predict` has the breakdown."""
+    """Strategy that fits, with the search's results; `predict_strategy.predict` has the breakdown."""
 
     strategy: Strategy
     step_s: float

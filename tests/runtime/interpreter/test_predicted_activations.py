@@ -17,7 +17,7 @@ from quintsched.strategies.descriptions.hardware import Hardware, Measured
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.strategy_columns import Table
-from quintsched.strategies.prediction.table import held
+from quintsched.strategies.prediction.vectorized_prediction import held
 
 VOCAB, SEQ, DEPTH, HIDDEN, HEADS, SAMPLES = 64, 16, 4, 32, 4, 2
 GPT = Model(layers=DEPTH, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, seq=SEQ, tied=False, dropout=False)

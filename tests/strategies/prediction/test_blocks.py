@@ -9,7 +9,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import LAUNCH_S, launches
 from quintsched.strategies.prediction.strategy_columns import Table
-from quintsched.strategies.prediction.table import distinct_blocks, evaluate, sizes_of
+from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, evaluate, sizes_of
 
 GPT = find_model({"layers": 4, "hidden": 256, "heads": 4, "attention": "flash2", "dropout": False})
 H100 = find_hardware("h100")

@@ -7,7 +7,7 @@ import pytest
 import quintsched as qs
 from quintsched.solve import cut_stages
 from quintsched.strategies.prediction.layer_times import layer_costs
-from quintsched.strategies.prediction.simulated import costs_of
+from quintsched.strategies.prediction.simulated_strategy import costs_of
 
 H100 = qs.find_hardware("h100")
 

@@ -7,7 +7,7 @@ from quintsched.strategies.descriptions import parameters
 from quintsched.strategies.descriptions.library import find_model
 from quintsched.strategies.descriptions.model import LayerKind
 from quintsched.strategies.prediction.operators import BlockSizes, Product, block, embedding, head
-from quintsched.strategies.prediction.step import model_flops
+from quintsched.strategies.prediction.predict_strategy import model_flops
 
 
 def sizes(tp=1, ep=1, seq=1024, cp=1, spread=0):

@@ -12,7 +12,7 @@ from quintsched.strategies.descriptions.library import find_hardware, hardware_n
 from quintsched.strategies.descriptions.strategy_text import strategy_name
 from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.efficiency import CONSTANTS
-from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.published_recipes import RECIPES
 from quintsched.strategies.tuning.strategy_space import FIXED, MESH, make_space

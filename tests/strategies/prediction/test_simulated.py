@@ -9,11 +9,11 @@ from quintsched.strategies.descriptions.hardware import Curve, Measured
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.simulated import costs_of, simulated_step_s
-from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.prediction.predict_strategy import predict
+from quintsched.strategies.prediction.simulated_strategy import costs_of, simulated_step_s
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.strategy_plans import plan_of
-from quintsched.strategies.prediction.table import evaluate
+from quintsched.strategies.prediction.vectorized_prediction import evaluate
 
 TOLERANCE = 0.01
 LARGE, SMALL, MIXED = (find_model(name) for name in ("gpt3-175b", "mpt-1b", "mixtral-8x7b"))

@@ -8,8 +8,8 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.step import predict
-from quintsched.strategies.prediction.table import Table, evaluate
+from quintsched.strategies.prediction.predict_strategy import predict
+from quintsched.strategies.prediction.vectorized_prediction import Table, evaluate
 
 A100 = find_hardware("a100-80gb")
 

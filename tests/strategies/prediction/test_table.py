@@ -6,7 +6,7 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Experts, Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.layers_of_ranks import LayerLayout, kinds
-from quintsched.strategies.prediction.table import Table, evaluate
+from quintsched.strategies.prediction.vectorized_prediction import Table, evaluate
 
 MODEL = Model(layers=6, hidden=512, heads=8)
 HARDWARE = Hardware(tflops={"bf16": 300.0}, memory_gb=80, memory_gbps=2000, link_gbps=16, network_gbps=1)

@@ -9,8 +9,8 @@ import pytest
 from quintsched.errors import InputError, UsageError
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware, work_s
-from quintsched.strategies.prediction.step import predict
 from quintsched.strategies.profiles.read_profile import Measured, read_profile
 from quintsched.strategies.tuning.tune import tune
 

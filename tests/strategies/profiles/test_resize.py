@@ -15,10 +15,10 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.profiles.aceso import read_layout
 from quintsched.strategies.profiles.compose import Composed, compose
 from quintsched.strategies.profiles.operator_layout import even_layout
+from quintsched.strategies.profiles.operator_rates import rate_at
 from quintsched.strategies.profiles.profile import Profile
-from quintsched.strategies.profiles.rates import rate_at
 from quintsched.strategies.profiles.read_profile import Measured, read_profile
-from quintsched.strategies.profiles.resize import resized
+from quintsched.strategies.profiles.resize_profile import resized
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data"
 MODELS = {

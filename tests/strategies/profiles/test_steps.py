@@ -14,13 +14,13 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware, work_s
 from quintsched.strategies.prediction.profiled.predict_from_profile import predict_from_profile
-from quintsched.strategies.prediction.step import predict
 from quintsched.strategies.profiles.kineto import from_trace, kind_of, read_kineto
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile
+from quintsched.strategies.profiles.profile_from_trace import read_trace
 from quintsched.strategies.profiles.read_profile import Measured, read_profile, write_profile
-from quintsched.strategies.profiles.traces import read_trace
 from tests.traces import write_trace
 
 DATA = Path(__file__).parents[2] / "data"

@@ -10,7 +10,7 @@ from quintsched.schedules.kit.registry import find_schedule
 from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
 from quintsched.strategies.descriptions.model import Experts, Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.table import Table, evaluate
+from quintsched.strategies.prediction.vectorized_prediction import Table, evaluate
 from quintsched.strategies.tuning.axis_choices import Choices
 
 

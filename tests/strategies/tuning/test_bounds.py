@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from quintsched.strategies.tuning.bounds import frame_bounds, mesh_bounds
 from quintsched.strategies.tuning.evaluator import Evaluator
+from quintsched.strategies.tuning.strategy_bounds import frame_bounds, mesh_bounds
 from quintsched.strategies.tuning.strategy_space import PER_STAGE, make_space
 
 from .problems import groups, problem

@@ -8,7 +8,7 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.tuning.evaluator import Evaluator
 from quintsched.strategies.tuning.explain_choice import explain, least_memory, misfit, smallest_change, terms
 from quintsched.strategies.tuning.tune import tune

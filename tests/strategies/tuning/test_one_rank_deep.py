@@ -6,7 +6,7 @@ import pytest
 
 from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.library import find_hardware, find_model
-from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.tuning.tune import tune
 
 MODEL = {"layers": 6, "hidden": 512, "heads": 16, "vocab": 1000}

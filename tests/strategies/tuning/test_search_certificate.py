@@ -39,8 +39,8 @@ LIKELY = 133
 def good() -> Iterator[Certificate]:
     """A certificate with all that one may have."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quintsched.strategies.tuning.search.FIRST_ROWS", 16)
-        patch.setattr("quintsched.strategies.tuning.search.ROWS_AT_ONCE", 64)
+        patch.setattr("quintsched.strategies.tuning.branch_and_bound.FIRST_ROWS", 16)
+        patch.setattr("quintsched.strategies.tuning.branch_and_bound.ROWS_AT_ONCE", 64)
         seeds = (seed for seed in (*range(LIKELY, 200), *range(LIKELY)) if groups(problem(seed)))
         found = (certify(search(seed)) for seed in seeds)
         yield next(made for made in found if _has_all(made))

@@ -1,8 +1,8 @@
 """Time of the pipeline of a step, for many strategies at once.
 
-    spans ──▶ makespan ──┬──▶ closed_forms ──▶ runs      runs of equal ranks, and sums over ranks
-                         └──▶ levels                     any schedule, by simulation
+    pipeline_times ──▶ makespan ──┬──▶ closed_forms ──▶ equal_ranks     runs of equal ranks, and sums over ranks
+                                  └──▶ event_graph_levels               any schedule, by simulation
 
-`makespan` is the interface; `spans` applies it to the rows of a table. Imports `prediction`'s records of tables, blocks
-and stages, schedules and passes.
+`makespan` is the interface; `pipeline_times` applies it to the rows of a table. Imports `prediction`'s records of
+tables, blocks and stages, schedules and passes.
 """

@@ -1,7 +1,7 @@
 """Makespan of a step's computation under a schedule, and activations in flight, for many strategies at once.
 
     rank_pipelines    pipelines of runs of equal ranks, as an uneven number of layers gives them, for `closed_forms`
-    staged            makespan of pipelines with arbitrary stages, by simulation (`levels`)
+    staged            makespan of pipelines with arbitrary stages, by simulation (`event_graph_levels`)
     bound_of          bound for searches: the slowest rank's work, plus the way down to that rank before it, and the
                       way up after it
     exposed_reductions  time of gradient reduction after the end of all computation
@@ -26,7 +26,7 @@ from quintsched.simulation.costs import Costs
 from quintsched.strategies.prediction.layers_of_ranks import V_SHAPED
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
 from quintsched.strategies.prediction.pipeline.equal_ranks import Each, Passes, Pipelines, Values, chunked
-from quintsched.strategies.prediction.pipeline.levels import levels_of
+from quintsched.strategies.prediction.pipeline.event_graph_levels import levels_of
 
 SIMULATED_DEPTHS = 3
 """Fewest simulated microbatches, in units of the pipeline's depth; once the state is steady, it repeats."""

@@ -22,8 +22,8 @@ from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, operator_times
 from quintsched.strategies.prediction.memory.activations import ActivationSizes, block_input, block_kept
 from quintsched.strategies.prediction.operators import AttentionKernel, Operator, Pass, Product
-from quintsched.strategies.prediction.step import predict
-from quintsched.strategies.prediction.table import Table, sizes_of
+from quintsched.strategies.prediction.predict_strategy import predict
+from quintsched.strategies.prediction.vectorized_prediction import Table, sizes_of
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile
 
 CORRECTIONS = 4

@@ -1,7 +1,7 @@
 """Prediction of a strategy from a profile.
 
 operators ──▶ stages composed of them                ──▶ Prediction
-steps     ──▶ hardware with their measured rates ──▶ `step.predict` ──▶ Prediction
+steps     ──▶ hardware with their measured rates ──▶ `predict_strategy` ──▶ Prediction
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, peak
+from quintsched.strategies.prediction.predict_strategy import Prediction, model_flops, predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware
-from quintsched.strategies.prediction.step import Prediction, model_flops, predict
 from quintsched.strategies.profiles.compose import Composed, compose
 from quintsched.strategies.profiles.operator_layout import even_layout
 from quintsched.strategies.profiles.profile import Profile
-from quintsched.strategies.profiles.resize import resized
+from quintsched.strategies.profiles.resize_profile import resized
 
 
 def predict_from_profile(

@@ -12,9 +12,9 @@ from quintsched.strategies.descriptions.parameters import total
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.memory.activations import ActivationSizes, block_kept
 from quintsched.strategies.prediction.memory.peak_memory import FRAGMENTATION
-from quintsched.strategies.prediction.step import predict
+from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.prediction.strategy_columns import Table
-from quintsched.strategies.prediction.table import evaluate, held
+from quintsched.strategies.prediction.vectorized_prediction import evaluate, held
 
 GPT3, A100 = find_model("gpt3-175b"), find_hardware("a100-80gb")
 

@@ -7,7 +7,7 @@ import quintsched as qs
 from quintsched.schedules import all_schedules, find_schedule
 from quintsched.simulation.costs import Costs
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
-from quintsched.strategies.prediction.pipeline.levels import TIMED_CLASSES
+from quintsched.strategies.prediction.pipeline.event_graph_levels import TIMED_CLASSES
 from quintsched.strategies.prediction.pipeline.makespan import (
     bound_of,
     has_closed_form,

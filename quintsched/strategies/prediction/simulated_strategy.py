@@ -23,12 +23,12 @@ from quintsched.strategies.prediction.layers_of_ranks import Kinds, stages_of_ra
 from quintsched.strategies.prediction.memory.rank_memory import stage_terms
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.makespan import pace_of, repeated, require_simulable
-from quintsched.strategies.prediction.pipeline.spans import StageTimes
+from quintsched.strategies.prediction.pipeline.pipeline_times import StageTimes
 from quintsched.strategies.prediction.shared_cores import shares_cores
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.strategy_plans import num_stages, plan_of
-from quintsched.strategies.prediction.table import distinct_blocks, distinct_stages, evaluate
 from quintsched.strategies.prediction.totals import stage_times
+from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, distinct_stages, evaluate
 
 
 def simulated_step_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> float:

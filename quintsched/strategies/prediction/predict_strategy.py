@@ -22,9 +22,9 @@ from quintsched.strategies.prediction.operators import (
     embedding,
     head,
 )
-from quintsched.strategies.prediction.simulated import simulated_step_s
+from quintsched.strategies.prediction.simulated_strategy import simulated_step_s
 from quintsched.strategies.prediction.strategy_columns import Table
-from quintsched.strategies.prediction.table import evaluate, held
+from quintsched.strategies.prediction.vectorized_prediction import evaluate, held
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from quintsched.errors import MisfitError
 from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.profiles.operator_rates import Rates
 from quintsched.strategies.profiles.profile import Measures, Operator, Profile
-from quintsched.strategies.profiles.rates import Rates
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quintsched.strategies.profiles.operator_layout import OperatorLayout, Stage
+from quintsched.strategies.profiles.operator_rates import Rates
 from quintsched.strategies.profiles.profile import Operator
-from quintsched.strategies.profiles.rates import Rates
 from quintsched.strategies.profiles.stage_times import found
 
 STATE = 8.0
