@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeVar
 
 from quintsched.instructions import Compute
-from quintsched.ir.dataflow import Value, flow
+from quintsched.ir.dataflow_analysis import Value, flow
 from quintsched.simulation.simulator import Simulation
 from quintsched.trace.measured_trace import MeasuredStep
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from prediction import NOT_FLAGS, rows_of
 
 from quintsched.strategies.descriptions.flag_rows import read_row
-from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, evaluate

@@ -21,7 +21,7 @@ from typing import Any
 
 from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.hardware import Hardware
-from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import strategy_name
 from quintsched.strategies.prediction.predict_strategy import predict

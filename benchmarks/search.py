@@ -25,7 +25,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy_text import duration, strategy_name
 from quintsched.strategies.tuning.check_search_certificate import check_certificate
 from quintsched.strategies.tuning.search_certificate import certify, load_certificate

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from quintsched.simulation.costs import Costs
     from quintsched.simulation.simulator import Simulation
     from quintsched.strategies.descriptions.hardware import Hardware
-    from quintsched.strategies.descriptions.library import find_hardware, find_model
     from quintsched.strategies.descriptions.model import Model
+    from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
     from quintsched.strategies.descriptions.strategy import Strategy
     from quintsched.strategies.prediction.predict_strategy import Prediction, predict
     from quintsched.strategies.tuning.tune import Tuning, tune
@@ -45,7 +45,7 @@ _HOMES = {
     "verify.soundness": ("Verdict", "check"),
     "compiler": ("compile",),
     "strategies.descriptions.hardware": ("Hardware",),
-    "strategies.descriptions.library": ("find_hardware", "find_model"),
+    "strategies.descriptions.presets_and_files": ("find_hardware", "find_model"),
     "strategies.descriptions.model": ("Model",),
     "strategies.descriptions.strategy": ("Strategy",),
     "strategies.prediction.predict_strategy": ("Prediction", "predict"),

@@ -22,7 +22,7 @@ from quintsched.ir.plan_data import PlanData, ScheduleSpec, listed, shares_of
 from quintsched.ir.zero_sharding import Zero
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, lower
 from quintsched.passes.place_offloads import place_offloads
-from quintsched.passes.spell_collectives import spell_out
+from quintsched.passes.place_spelled_collectives import spell_out
 from quintsched.plan import Plan
 from quintsched.request import CompileRequest, settings
 from quintsched.schedules import Schedule, Shape, all_schedules, find_schedule

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.files.progress_line import progress
+from quintsched.files.terminal_progress import progress
 from quintsched.plan import Plan
 from quintsched.simulation.message_slots import MAX_SENDS
 
-from .agreement.compare_ranks import Section
 from .agreement.compared_engine_settings import agree_on_options
+from .agreement.refuse_unequal_ranks import Section
 from .blocks.block_builders import Blocks
 from .blocks.without_side_effects import tensors_of_training
 from .comm import Transport

@@ -47,7 +47,7 @@ ORDER: dict[str, tuple[str, ...]] = {
     "quintsched.viz": (
         "frontier",
         "runs",
-        "timeline",
+        "draw_timeline",
         "timeline_window",
         "activation_panel",
         "idle_panel",
@@ -59,7 +59,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "page",
         "instruction_colours",
         "collective_scene",
-        "timeline_scene",
+        "timeline_objects",
     ),
     "quintsched.strategies": ("commands", "tuning", "prediction", "profiles", "descriptions"),
     "quintsched": (
@@ -120,10 +120,10 @@ LOOK_ELSEWHERE = {
         "whether attributes that layers share change as often as layers run",
     ),
     "optim/gathered_matrix_steps.py": ({"a mode"}, "refuses draws of an optimizer, as it steps"),
-    "parallel/keyed_draws.py": ({"a mode"}, "keys what blocks draw, in each step"),
+    "parallel/seeded_block_draws.py": ({"a mode"}, "keys what blocks draw, in each step"),
     "parallel/synced_norm.py": ({"a mode"}, "adds up the statistics of norms over replicas, in each step"),
     "splitting/split_model.py": ({"vars"}, "whether a row of modules is called as torch calls it"),
-    "splitting/layers_and_segments.py": (
+    "splitting/layer_and_segment_blocks.py": (
         {"inspect", "vars"},
         "makes blocks of a layer: its attributes, another signature",
     ),

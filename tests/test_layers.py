@@ -359,7 +359,7 @@ def test_the_command_line_imports_nothing_heavy_at_the_top():
         "quintsched.strategies.commands",
         "quintsched.errors",
         "quintsched.files.terminal",
-        "quintsched.files.progress_line",
+        "quintsched.files.terminal_progress",
         "quintsched.request",
         "quintsched.ir.communication",
     )

@@ -18,13 +18,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .draw_timeline import compare, render, render_collective, render_measured
     from .frontier import render_tuning
     from .page.plan_page import save_compared, save_page, save_untimed
     from .perfetto import save_events
     from .runs.run_report import save_report
     from .runs.stall_picture import render_stall
     from .runs.training_curves import render_training
-    from .timeline import compare, render, render_collective, render_measured
 
 __all__ = [
     "compare",
@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
         "render_stall": ".runs.stall_picture",
         "render_training": ".runs.training_curves",
     }
-    return getattr(import_module(homes.get(name, ".timeline"), __name__), name)
+    return getattr(import_module(homes.get(name, ".draw_timeline"), __name__), name)
 
 
 def __dir__() -> list[str]:

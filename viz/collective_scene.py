@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from quintsched.collectives import CollectiveRun
 from quintsched.ir.instruction_set import Compute
 
-from .timeline_scene import ComputationBox, Scene
+from .timeline_objects import ComputationBox, Scene
 
 
 @dataclass(frozen=True, slots=True)

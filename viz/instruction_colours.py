@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quintsched.ir.dataflow import ValueKind
+from quintsched.ir.dataflow_analysis import ValueKind
 from quintsched.ir.instruction_set import (
     AllGatherBucket,
     AllReduceBucket,

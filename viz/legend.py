@@ -13,7 +13,7 @@ from .figure_sheet import LegendKey
 from .house_style import IDLE, IDLE_HATCH, WAIT, WAIT_HATCH, WAIT_PATTERN, ink_on, shade
 from .instruction_colours import CARGO, LOOKS, Look, look_of
 from .pipeline_rows import Scale, messages_shown
-from .timeline_scene import Scene
+from .timeline_objects import Scene
 
 MOST_SWATCHES = 8
 

@@ -34,7 +34,7 @@ from quintsched.simulation.simulator import Simulation, Span
 from quintsched.trace.measured_costs import UNITS
 from quintsched.trace.measured_trace import MeasuredStep
 
-from .timeline_scene import arrivals_of
+from .timeline_objects import arrivals_of
 
 Event: TypeAlias = dict[str, object]
 Run: TypeAlias = Simulation | MeasuredStep

@@ -21,7 +21,7 @@ from quintsched.ir.instruction_set import Instruction, OffloadAct
 
 from .house_style import DIGIT_EM, IDLE, IDLE_HATCH, QUIET, WAIT, WAIT_HATCH, WAIT_PATTERN, Rgb, ink_on, shade
 from .instruction_colours import CARGO, look_of
-from .timeline_scene import Arrow, ComputationBox, InstructionMark, Scene
+from .timeline_objects import Arrow, ComputationBox, InstructionMark, Scene
 
 GUTTER = 0.14
 """Fraction of a row that stays free above and below its band."""

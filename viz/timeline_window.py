@@ -13,7 +13,7 @@ from quintsched.simulation.held_activations import Held
 from quintsched.simulation.time_window import Window
 
 from .house_style import number
-from .timeline_scene import Arrow, Bar, ComputationBox, InstructionMark, Scene, Strip, WaitingTime
+from .timeline_objects import Arrow, Bar, ComputationBox, InstructionMark, Scene, Strip, WaitingTime
 
 Span = TypeVar("Span", ComputationBox, Bar, WaitingTime, Strip)
 

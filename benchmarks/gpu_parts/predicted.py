@@ -23,7 +23,7 @@ from quintsched.runtime import Engine
 from quintsched.runtime.calibrate.machine_description import calibrate
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.hardware import Hardware
-from quintsched.strategies.descriptions.library import find_hardware
+from quintsched.strategies.descriptions.presets_and_files import find_hardware
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import strategy_name
 from quintsched.strategies.descriptions.strategy_validity import resolved

@@ -10,7 +10,7 @@ import typer
 
 from quintsched.cli.shared_options import MICROBATCHES, AsJson, emit, read_plan, read_schedule, say
 from quintsched.errors import InputError, UsageError, counted
-from quintsched.files.progress_line import progress
+from quintsched.files.terminal_progress import progress
 
 if TYPE_CHECKING:
     from quintsched.sweep import SweepOutcome

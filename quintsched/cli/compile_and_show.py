@@ -27,8 +27,8 @@ from quintsched.cli.shared_options import (
     timed,
 )
 from quintsched.errors import UsageError, counted, suggest
-from quintsched.files.progress_line import ProgressLine, progress
 from quintsched.files.terminal import percent
+from quintsched.files.terminal_progress import ProgressLine, progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quintsched.errors import UsageError
-from quintsched.files.progress_line import progress
+from quintsched.files.terminal_progress import progress
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
@@ -94,7 +94,7 @@ def run(
     of_run["autotune"] = autotune
     of_launcher = {"nproc": nproc, "restarts": restarts, "min_dp": min_dp, "nnodes": nnodes, "node_rank": node_rank}
     request = {**_job_request(plan, job, overrides), **of_run, **of_launcher, "master": master or ""}
-    raise typer.Exit(call(_launch("local_launcher", request)))
+    raise typer.Exit(call(_launch("local_run", request)))
 
 
 def _require_machines(nnodes: int, node_rank: int, master: str | None) -> None:

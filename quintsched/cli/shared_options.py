@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from quintsched.errors import UsageError, counted
-from quintsched.files.progress_line import progress
 from quintsched.files.terminal import shown, shown_json, write_line
+from quintsched.files.terminal_progress import progress
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan

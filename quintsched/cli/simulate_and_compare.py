@@ -30,8 +30,8 @@ from quintsched.cli.shared_options import (
     write_costs,
 )
 from quintsched.errors import UsageError, counted
-from quintsched.files.progress_line import ProgressLine, progress
 from quintsched.files.terminal import percent
+from quintsched.files.terminal_progress import ProgressLine, progress
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan

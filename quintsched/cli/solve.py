@@ -26,8 +26,8 @@ from quintsched.cli.shared_options import (
     say,
 )
 from quintsched.errors import UsageError
-from quintsched.files.progress_line import progress
 from quintsched.files.terminal import percent
+from quintsched.files.terminal_progress import progress
 
 if TYPE_CHECKING:
     from quintsched.solve import Solution

@@ -4,9 +4,9 @@
                                                │         ──▶ simulate()    latency, bandwidth, bandwidth use
                                                └── runtime.comm.message_collectives runs it on any transport
 
-`collective_program` defines the steps, `ring` and `double_tree` generate the programs, `collective_proof` and
-`collective_timing` analyse them, `gradient_exchange` picks one by message size, `collective_json` is the file format.
-Imports `graph`, `ir` and `files`; knows no plans.
+`collective_program` defines the steps, `ring_algorithm` and `double_tree_algorithm` generate the programs,
+`collective_proof` and `collective_timing` analyse them, `gradient_exchange` picks one by message size,
+`collective_json` is the file format. Imports `graph`, `ir` and `files`; knows no plans.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Timing of a collective: a message takes latency + bytes / bandwidth; a rank sends and receives one at a time.
 
     ring         2(n-1) · (latency + bytes/n / bandwidth)                            half of it for each half
-    tree         2(fill + period·(K/2-1)) · (latency + bytes/K / bandwidth)          K > 2 chunks; see `double_tree`
+    tree         2(fill + period·(K/2-1)) · (latency + bytes/K / bandwidth)    K > 2 chunks; see `double_tree_algorithm`
     two-level    2((n-g) · inside + (g-1) · between)          g nodes; the time of a message of bytes/n inside, between
     native       2⌈log2 n⌉ · latency + 2(n-1)/n · bytes / bandwidth                  a bound: no algorithm beats it
 
@@ -21,7 +21,7 @@ import numpy as np
 from quintsched.collectives.collective_program import Algorithm, CollectiveKind, CollectiveProgram
 from quintsched.collectives.collective_proof import event_graph, prove
 from quintsched.collectives.expand_collective import num_steps
-from quintsched.collectives.two_level import two_level_steps
+from quintsched.collectives.two_level_algorithm import two_level_steps
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.graph.event_graph import Times
 from quintsched.ir.communication import LARGEST_FIGURE, Wire

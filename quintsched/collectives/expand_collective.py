@@ -11,9 +11,9 @@ from quintsched.collectives.collective_program import (
     CollectiveKind,
     CollectiveProgram,
 )
-from quintsched.collectives.double_tree import tree_chain, tree_programs
-from quintsched.collectives.ring import ring_programs, ring_steps
-from quintsched.collectives.two_level import two_level_programs
+from quintsched.collectives.double_tree_algorithm import tree_chain, tree_programs
+from quintsched.collectives.ring_algorithm import ring_programs, ring_steps
+from quintsched.collectives.two_level_algorithm import two_level_programs
 from quintsched.errors import UsageError, counted, suggest
 
 TREE_CHUNKS = 8

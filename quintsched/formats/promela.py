@@ -12,7 +12,7 @@ instructions that the host has waited for.
 
 Channels are first-in-first-out, and the receiver asserts that it gets the expected message. With `buffer` 0 a send
 waits for its receive (rendezvous), else a channel holds that many messages. Under `tagged`, messages match by name. The
-data flow comes from `quintsched.ir.dataflow`; nothing is shared with the checker's proof.
+data flow comes from `quintsched.ir.dataflow_analysis`; nothing is shared with the checker's proof.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from string import Template
 from quintsched.errors import UnsoundError, UsageError, counted
 from quintsched.graph.event_edges import ISSUED
 from quintsched.graph.transport_profiles import find_profile
-from quintsched.ir.dataflow import Flow, flow, gatherings_of
+from quintsched.ir.dataflow_analysis import Flow, flow, gatherings_of
 from quintsched.ir.instruction_set import (
     AMONG_REPLICAS,
     WHOLE_MESH,

@@ -6,7 +6,7 @@
     Clip  reads     WEIGHT_GRADs    of all stages HELD     of EVERY_UNIT
 
 A term states a role (consume, read, produce, follow), whose values they are, which of them, and under which condition.
-Only `quintsched.ir.dataflow` evaluates the table. The kinds of values are declared in `quintsched.ir.values`.
+Only `quintsched.ir.dataflow_analysis` evaluates the table. The kinds of values are declared in `quintsched.ir.values`.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from quintsched.errors import counted
 from quintsched.ir.communication import NATIVE, Communication
-from quintsched.ir.dataflow import Flows, flows_of
+from quintsched.ir.dataflow_analysis import Flows, flows_of
 from quintsched.ir.instruction_columns import Columns, Ints
 from quintsched.ir.instruction_set import ENDS_BACKWARD, FetchAct, Instruction, Overlap
 from quintsched.ir.layout import Layout, Route

@@ -4,7 +4,7 @@
 
     Numbering       OUTPUT: stage 0, 1, …   OUTPUT_GRAD: stage 0, 1, …   SAVED: …      numbered one after the other
 
-The instructions that produce and consume them are found in `quintsched.ir.dataflow`.
+The instructions that produce and consume them are found in `quintsched.ir.dataflow_analysis`.
 """
 
 from __future__ import annotations

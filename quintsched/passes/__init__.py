@@ -3,7 +3,8 @@
     order of computation ─▶ place_recomputes ─▶ place_messages ─▶ gather_params ─▶ sync_tied ─▶ reduce_buckets
                          ─▶ share_metrics ─▶ clip_gradients ─▶ step_optimizer
 
-Two more passes depend on other settings of the request, and come last: `place_offloads` and `spell_collectives`.
+Two more passes depend on other settings of the request, and come last: `place_offloads` and
+`place_spelled_collectives`.
 
 Each is a pure function from plan to plan. `Pass.establishes` lists the points of a sound plan that hold after it;
 `lower` applies them all, and on request names the one that breaks a point. Imports `verify` and packages below it.
@@ -17,13 +18,13 @@ from dataclasses import dataclass
 from quintsched.errors import UnsoundError
 from quintsched.ir.diagnostics import Point
 from quintsched.ir.plan_data import PlanData
-from quintsched.passes.gather_params import gather_params
 from quintsched.passes.place_messages import place_messages
+from quintsched.passes.place_metric_exchange import clip_gradients, share_metrics
+from quintsched.passes.place_optimizer_steps import step_optimizer
 from quintsched.passes.place_recomputes import place_recomputes
-from quintsched.passes.reduce_buckets import reduce_buckets
-from quintsched.passes.share_metrics import clip_gradients, share_metrics
-from quintsched.passes.step_optimizer import step_optimizer
-from quintsched.passes.sync_tied import sync_tied
+from quintsched.passes.place_reductions import reduce_buckets
+from quintsched.passes.place_tied_sums import sync_tied
+from quintsched.passes.place_weight_gathers import gather_params
 from quintsched.text.plan_listing import excerpt
 from quintsched.verify.soundness import check
 

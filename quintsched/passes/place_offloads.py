@@ -24,8 +24,8 @@ from quintsched.ir.instruction_set import BEGINS_BACKWARD, COMPUTING, FetchAct, 
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.programs import Programs
 from quintsched.ir.values import ValueKind
-from quintsched.simulation.activation_memory import Changes, activation_changes, held_by, peak_activations
 from quintsched.simulation.costs import Costs
+from quintsched.simulation.simulated_activation_memory import Changes, activation_changes, held_by, peak_activations
 
 Moves = list[tuple[int, int]]
 """(cell, before): cell = stage x units + unit, and the row before which the copy of its activations is inserted."""

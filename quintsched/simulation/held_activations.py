@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quintsched.ir.dataflow import Flow, Value, ValueKind
-from quintsched.simulation.activation_memory import held_by, held_kinds
+from quintsched.ir.dataflow_analysis import Flow, Value, ValueKind
 from quintsched.simulation.costs import Costs
+from quintsched.simulation.simulated_activation_memory import held_by, held_kinds
 from quintsched.simulation.simulator import TimedRun
 
 ROUNDING = 1e-9

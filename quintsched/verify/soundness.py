@@ -24,10 +24,10 @@ from quintsched.ir.diagnostics import Finding, Point
 from quintsched.ir.instruction_columns import Flags, Ints
 from quintsched.ir.instruction_set import COMPUTATIONS, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
 from quintsched.ir.plan_data import PlanData, listed
-from quintsched.simulation.activation_memory import peak_activations, peak_receives
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MessageRule, MessageSlots, message_slots
 from quintsched.simulation.notebook import figures, heading, words
+from quintsched.simulation.simulated_activation_memory import peak_activations, peak_receives
 from quintsched.text.plan_listing import excerpt
 from quintsched.verify.deadlock import deadlocks
 from quintsched.verify.liveness import broken_flow

@@ -10,7 +10,7 @@ import numpy as np
 
 from quintsched.errors import counted, printable
 from quintsched.ir import instruction_set as ins
-from quintsched.ir.dataflow import peer_of
+from quintsched.ir.dataflow_analysis import peer_of
 from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.layout import TWINS, Layout
 from quintsched.ir.mesh import Mesh

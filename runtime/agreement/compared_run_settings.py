@@ -28,7 +28,7 @@ from quintsched.user_code import file_of, is_user_object, require_file
 from ..comm import Transport
 from ..settings.job_file import JobConfig, marked
 from ..settings.run_settings import SettingRule
-from .compare_ranks import Plain, Record, Section, require_same
+from .refuse_unequal_ranks import Plain, Record, Section, require_same
 
 OF_A_MACHINE, CODE_SETTINGS = (tuple(marked(mark)) for mark in (SettingRule.OF_A_MACHINE, SettingRule.CODE))
 """Settings of a job that may differ between ranks, and those that may name user code (path.py:object)."""

@@ -23,9 +23,9 @@ from pydantic import ValidationError
 
 from quintsched.errors import InputError, MisfitError, counted
 from quintsched.files.atomic import read_whole, write_whole
-from quintsched.files.progress_line import ProgressLine, progress
 from quintsched.files.strictjson import parse_strict
 from quintsched.files.terminal import write_line
+from quintsched.files.terminal_progress import ProgressLine, progress
 from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
 
 from ..comm.device import find_accelerator, is_accelerator, memory_bytes

@@ -16,8 +16,8 @@ from ..blocks.trees import DIFFERENTIABLE, tensors_of
 from ..comm import Group
 from ..comm.random_generators import SeededGenerators
 from ..parallel.cut_proofs.trial_inputs import Arrival, TrialInput
-from ..parallel.dropout import Masks, MaskUnit
-from ..parallel.keyed_draws import IN_PLACE_DRAWS, BlockDraws
+from ..parallel.mesh_independent_dropout import Masks, MaskUnit
+from ..parallel.seeded_block_draws import IN_PLACE_DRAWS, BlockDraws
 
 Sliced = Callable[[int], Group | None]
 RunBlock = Callable[[int, nn.Module, Any, Mapping[str, Any]], Any]

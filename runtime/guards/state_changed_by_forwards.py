@@ -32,7 +32,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from ..blocks.block_builders import MutatedState, Parcel
-from ..parallel.dropout import KeyedDropout
+from ..parallel.mesh_independent_dropout import KeyedDropout
 from ..user_objects.changed_value_marks import Holder, Marks, Thing, mark_of, tensors_of
 from ..user_objects.changes_since_split import sources_of
 from ..user_objects.library_or_user import is_ours, methods_of, names_of

@@ -24,7 +24,7 @@ from quintsched.errors import QuintschedError, UsageError
 
 from ..comm.device import graphs_of, settings_of_torch
 from ..comm.random_generators import AllGenerators
-from ..parallel.dropout import KeyedDropout
+from ..parallel.mesh_independent_dropout import KeyedDropout
 from ..stage.rank_stages import RankModel
 from ..step_setup.units import Latest
 from ..user_objects.host_state import HostState

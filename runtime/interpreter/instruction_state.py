@@ -32,11 +32,11 @@ from ..losses.weighted_losses import WeighedLoss
 from ..losses.weighted_metrics import WeighedMetric
 from ..optim.gathered_matrix_steps import Stepper
 from ..optim.loss_scale import LossScale
-from ..parallel.dropout import MaskUnit
 from ..parallel.mesh_groups import MeshGroups
+from ..parallel.mesh_independent_dropout import MaskUnit
 from ..settings.run_settings import RunSettings
-from ..stage.batches.batch_digests import DataMarks
 from ..stage.batches.microbatches import NOTHING, Batch
+from ..stage.batches.same_batch_every_step import DataMarks
 from ..stage.rank_stages import RankModel
 from ..stage.stage_forward import Outputs, StageForward
 from ..stage.stage_input_gradients import BoundaryGradients

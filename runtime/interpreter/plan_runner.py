@@ -16,19 +16,19 @@ from typing import Any
 from torch import nn
 
 from quintsched.errors import MisfitError, UsageError, nearest
-from quintsched.files.progress_line import progress
+from quintsched.files.terminal_progress import progress
 from quintsched.ir.values import Value
 from quintsched.plan import Plan
 
-from ..agreement.compare_ranks import Section, agree, require_same
+from ..agreement.refuse_unequal_ranks import Section, agree, require_same
 from ..blocks.block_builders import Parcel, accepted_extras
 from ..comm import Group, Transport
 from ..comm.host_collectives import greatest
 from ..comm.overlap_order import Overlaps
 from ..comm.random_generators import generator_reader
 from ..parallel.cut_proofs.trial_inputs import FirstUnits
-from ..parallel.dropout import MOST_ALARMS
 from ..parallel.mesh_groups import MeshGroups
+from ..parallel.mesh_independent_dropout import MOST_ALARMS
 from ..stage.batches.microbatches import Batch
 from ..stage.early_stage_losses import require_planned_losses
 from ..stage.rank_stages import RankModel

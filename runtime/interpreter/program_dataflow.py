@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import compress
 from operator import attrgetter
 
-from quintsched.ir.dataflow import Flow as Flow
-from quintsched.ir.dataflow import flows_of
+from quintsched.ir.dataflow_analysis import Flow as Flow
+from quintsched.ir.dataflow_analysis import flows_of
 from quintsched.ir.instruction_set import ENDS_BACKWARD, Bwd, BwdInput, BwdWeight, ClipGrad, Compute, Instruction, Send
 from quintsched.ir.values import Value, ValueKind
 from quintsched.plan import Plan

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.ir.mesh import LAID_OUT
 from quintsched.plan import Plan
-from quintsched.strategies.descriptions.library import find_hardware
 from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, strategy_name
 from quintsched.strategies.prediction.predict_strategy import predict

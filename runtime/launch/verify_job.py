@@ -54,7 +54,7 @@ def verify(request: VerifyRequest) -> Comparison:
     if job.runtime.transport == "local" or plan.mesh.size == 1:
         return verify_here(job, plan, request.steps)
     from .job_plan import Worlds
-    from .local_launcher import preloaded_for, start_ranks
+    from .local_run import preloaded_for, start_ranks
 
     with tempfile.TemporaryDirectory() as folder:
         of_ranks = request.model_copy(update={"into": folder})

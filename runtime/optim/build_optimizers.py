@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from quintsched.errors import MisfitError, UsageError
 from quintsched.ir.instruction_set import OptStep
 
-from ..agreement.compare_ranks import Section
 from ..agreement.compared_engine_settings import optimizer_section
+from ..agreement.refuse_unequal_ranks import Section
 from ..comm import Group
 from ..parallel.tensor.parameter_shards import shard_of
 from ..settings.run_settings import ZeroSplit

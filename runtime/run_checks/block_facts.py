@@ -22,7 +22,7 @@ from ..comm.host_collectives import share_texts
 from ..interpreter.interpreter import PreparedStep
 from ..interpreter.step_losses.agree_on_losses import RunLosses
 from ..losses.loss_reductions import Over
-from ..parallel.dropout import KeyedDropout
+from ..parallel.mesh_independent_dropout import KeyedDropout
 from ..stage.rank_stages import RankModel
 from ..step_setup.block_examination_results import BlockLoss
 from ..step_setup.units import UnitShape

@@ -3,7 +3,7 @@
 model ─▶ names of its layers ─▶ frame ─▶ flow ─▶ spans      [ prologue │ layer 0 │ layer 1 │ … │ epilogue ]
       ─▶ blocks, ties taken apart ─▶ proved: the chain of blocks computes what the model computes
 
-A model without an example is traced if possible (`torch_fx_segments`); so is one in whose walk no blocks are found.
+A model without an example is traced if possible (`split_by_torch_fx`); so is one in whose walk no blocks are found.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .adapters import peft_adapters, router_losses, transformers_models
 from .adapters.torchvision_operators import declare_missing
 from .find_carried_values import explore
 from .find_layers import apart, find_layers, in_words, named_layers, untie
+from .layer_and_segment_blocks import TARGET_NAMES, layer_block, segment
 from .layer_dataflow import Flow
-from .layers_and_segments import TARGET_NAMES, layer_block, segment
 from .materialize_blocks import built_without_weights, materialised
 from .shared_forward_context import Origin
+from .split_by_torch_fx import segments
 from .split_proof import require_equal, require_equal_loss
-from .torch_fx_segments import segments
 from .torch_fx_trace import Untraceable
 from .weightless_model import ModelFrame
 

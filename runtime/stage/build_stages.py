@@ -30,9 +30,9 @@ from ..comm.host_collectives import first_said
 from ..guards.repeatable_builders import why_unlike
 from ..guards.weights_not_held import why_separated
 from ..parallel.cut_proofs.prove_cuts import Prover
-from ..parallel.dropout import Masks, key_dropouts
 from ..parallel.expert.moe import apply_expert_parallel, mixtures
 from ..parallel.mesh_groups import MeshGroups
+from ..parallel.mesh_independent_dropout import Masks, key_dropouts
 from ..parallel.synced_norm import take_over_synced
 from ..parallel.tensor.parameter_shards import shard_of
 from ..parallel.tensor.whole_model_cuts import TensorCuts

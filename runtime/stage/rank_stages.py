@@ -35,18 +35,18 @@ from ..guards.weights_not_held import WeightsElsewhere
 from ..guards.writes_across_stages import CommonState
 from ..parallel.context.context_parallel import ContextParallel
 from ..parallel.cut_proofs.prove_cuts import Prover
-from ..parallel.dropout import Masks
 from ..parallel.expert.expert_load import ExpertLoad, expert_report, replicated_experts
 from ..parallel.expert.moe import MoE, leave_uncompiled, mixtures
 from ..parallel.mesh_groups import MeshGroups
+from ..parallel.mesh_independent_dropout import Masks
 from ..parallel.synced_norm import SyncedNorms
 from ..parallel.tensor.cut_rules import is_built_in
 from ..parallel.tensor.whole_model_cuts import TensorCuts
 from ..settings.run_settings import RunSettings
 from ..user_objects.changes_since_split import Copies, SharedOrigin, sources_of
-from .batches.batch_digests import DataMarks, is_place_holder, is_real
-from .batches.full_batch_comparison import SameData
+from .batches.compare_whole_batches import SameData
 from .batches.microbatches import BatchCutter, shape_of
+from .batches.same_batch_every_step import DataMarks, is_place_holder, is_real
 from .build_stages import build_stages, cuts_of, require_separate
 from .early_stage_losses import target_stages
 from .replicated_buffers import SharedBuffers, has_batch_norms, synced_choice

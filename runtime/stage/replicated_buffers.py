@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from quintsched.errors import MisfitError
 from quintsched.plan import Plan
 
-from ..agreement.compare_ranks import agree
+from ..agreement.refuse_unequal_ranks import agree
 from ..comm import Group, ReduceOp
 from ..comm.host_collectives import share_texts
 from ..parallel.expert.moe import MoE

@@ -23,7 +23,7 @@ from ..blocks.block_builders import Parcel, accepted_extras, split_result, takes
 from ..blocks.trees import ONE_TENSOR, Tensors, Tree, TreeSpec, flatten
 from ..blocks.without_side_effects import as_leaves, detached
 from ..comm import Group
-from ..parallel.dropout import Masks
+from ..parallel.mesh_independent_dropout import Masks
 from ..user_objects.object_contents import forward_hooks, is_of_torch
 from .in_place_copies import NOTHING_COPIED, Copied, copied_in
 from .stage_random_draws import UNIT, Extras, Outputs, RunBlocks, StageDraws

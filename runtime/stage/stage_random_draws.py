@@ -4,8 +4,8 @@
                                                                       └─▶ draws: generators are seeded around each
     a later run    torch's generators have moved nevertheless        ───▶ all are watched again
 
-The masks of nn.Dropout need none of this (`parallel.dropout`). Blocks that draw otherwise are not compiled, as compiled
-code would draw from its own generator.
+The masks of nn.Dropout need none of this (`parallel.mesh_independent_dropout`). Blocks that draw otherwise are not
+compiled, as compiled code would draw from its own generator.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..comm import Group
-from ..parallel.dropout import KeyedDropout, Masks, MaskUnit
-from ..parallel.keyed_draws import BlockDraws
+from ..parallel.mesh_independent_dropout import KeyedDropout, Masks, MaskUnit
+from ..parallel.seeded_block_draws import BlockDraws
 from ..parallel.tensor.cut_rules import is_built_in
 
 Outputs = tuple[Any, ...]
@@ -33,7 +33,7 @@ Extras = Mapping[str, Any]
 RunBlocks = Callable[[Outputs, Extras], tuple[Outputs, Tensor | None]]
 
 UNIT = "the unit"
-"""Key in a unit's extras of the unit itself (a `dropout.MaskUnit`), where blocks draw; blocks never see it."""
+"""Key in extras of the unit itself (a `mesh_independent_dropout.MaskUnit`) where blocks draw; they never see it."""
 
 _NOTHING = nullcontext()
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
 
-from ..agreement.compare_ranks import agree
+from ..agreement.refuse_unequal_ranks import agree
 from ..blocks.dtype_names import is_low
 from ..guards.state_changed_by_forwards import changed_line
 from ..parallel.mesh_groups import MeshGroups

@@ -27,7 +27,7 @@ from quintsched.arguments import SEVERAL, ours, takes
 from quintsched.errors import MisfitError, UsageError, counted
 from quintsched.plan import Plan
 
-from ..agreement.compare_ranks import Plain, Record, Section, require_same
+from ..agreement.refuse_unequal_ranks import Plain, Record, Section, require_same
 from ..blocks.trees import map_tensors
 from ..comm import Group, Transport
 from ..comm.host_collectives import ControlGroup, broadcast_bytes

@@ -32,8 +32,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from quintsched.errors import UsageError, counted, suggest
 from quintsched.files.atomic import cannot_write
-from quintsched.files.progress_line import ProgressLine, only_progress, progress
 from quintsched.files.terminal import StreamBroken
+from quintsched.files.terminal_progress import ProgressLine, only_progress, progress
 from quintsched.stalls.own_errors import Suppressed, came_from_handler
 from quintsched.user_code import load_object, names_file
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import QuintschedError
-from quintsched.strategies.descriptions.library import calibrated_file, find_hardware, hardware_names
+from quintsched.strategies.descriptions.presets_and_files import calibrated_file, find_hardware, hardware_names
 
 from ..comm.device import device_name, peak_bytes
 from ..engine import Engine

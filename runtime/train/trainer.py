@@ -23,8 +23,8 @@ from quintsched.errors import UsageError, suggest
 from quintsched.files.atomic import require_folder, whole_path
 from quintsched.plan import Plan
 
-from ..agreement.compare_ranks import Plain
 from ..agreement.compared_run_settings import agree_on_start, agreed_settings
+from ..agreement.refuse_unequal_ranks import Plain
 from ..blocks.block_builders import Blocks, undecayed_weights
 from ..comm import Transport
 from ..comm.choose_transport import connect_for, watch_by

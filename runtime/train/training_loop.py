@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import cached_property, partial
 
 from quintsched.errors import counted
-from quintsched.trace.step_line import in_words, step_line
+from quintsched.trace.step_line_format import in_words, step_line
 
 from ..comm.clocks import now_s
 from ..engine import Engine

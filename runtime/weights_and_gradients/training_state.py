@@ -32,9 +32,9 @@ from .flat_buffer import FlatLayout
 from .grad_buckets import VERSION, GradBucket, GradBuckets, PlanBucket, cut_buckets
 from .grad_hooks import GradHooks
 from .grad_norm import AbsentGradients, GradNorm
-from .grad_reducer import GradReducer
 from .master_weights import Masters
 from .rank_state_dict import BesideTensors, named_masters, of_model
+from .reduce_grad_buckets import GradReducer
 from .resident_weight_bytes import MemoryKind, MemoryStats, StateBytes
 from .zero_weight_shards import ShardedMasters, ShardedWeights, WeightBucket
 

@@ -305,7 +305,7 @@ def test_what_run_starts(cli, plan_file, tmp_path, monkeypatch):
     for some in (machines[:4], machines[2:], ("--nnodes", 2, "--node-rank", 2, *machines[4:])):
         assert "several machines need --nnodes" in cli("run", "job.yaml", *some).err
     parent = [sys.executable, "-m", "quintsched.runtime.watch.rendezvous.end_with_parent", str(os.getpid())]
-    assert all(command[:-1] == [*parent, "quintsched.runtime.launch.local_launcher"] for command in commands)
+    assert all(command[:-1] == [*parent, "quintsched.runtime.launch.local_run"] for command in commands)
     requests = [json.loads(command[-1]) for command in commands]
     plain = {"plan": None, "config": "job.yaml", "set": [], "trace": None, "resume": False, "fresh": False}
     plain |= {

@@ -3,7 +3,7 @@
 import pytest
 
 import quintsched as qs
-from quintsched.files import progress_line as module
+from quintsched.files import terminal_progress as module
 
 OWN = """
 from quintsched.schedules import schedule

@@ -12,7 +12,7 @@ from typing import Any
 from quintsched.strategies.commands.measured_flags import MeasuredStart
 from quintsched.strategies.commands.predict_command import predicted
 from quintsched.strategies.commands.prediction_report import as_data, describe
-from quintsched.strategies.descriptions.library import find_hardware, find_model, hardware_names, model_names
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model, hardware_names, model_names
 from quintsched.strategies.profiles import aceso
 from quintsched.strategies.profiles.profile import Profile
 from quintsched.strategies.tuning.check_search_certificate import check_certificate

@@ -42,7 +42,7 @@ from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import BlockingCall, Fate, RankState
 from quintsched.strategies.descriptions.flag_rows import read_row
-from quintsched.strategies.descriptions.library import find_hardware, find_model, hardware_names, model_names
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model, hardware_names, model_names
 from quintsched.strategies.tuning.search_certificate import certify, load_certificate
 from quintsched.strategies.tuning.tune import tune
 from quintsched.trace.trace_json import RankTrace, digest_of, load_ranks

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import quintsched as qs
-from quintsched.ir.dataflow import Value, flow
+from quintsched.ir.dataflow_analysis import Value, flow
 from quintsched.ir.instruction_set import Message, Send
 
 Channel = tuple[int, int]

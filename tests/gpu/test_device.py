@@ -17,7 +17,7 @@ from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.context import block_attention
 from quintsched.runtime.parallel.context.block_attention import PLAIN_KERNEL, Kernel, attend, choose, gradients
-from quintsched.runtime.parallel.dropout import Masks, MaskUnit, key_dropouts
+from quintsched.runtime.parallel.mesh_independent_dropout import Masks, MaskUnit, key_dropouts
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 from tests.runtime import grid

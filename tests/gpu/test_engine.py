@@ -29,7 +29,7 @@ log: {every: 1}
 def losses(machine: Machine, job: Path, log: Path, *settings: str) -> list[float]:
     sets = [part for setting in (*settings, f"log.path={log}") for part in ("--set", setting)]
     done = subprocess.run(
-        [sys.executable, "-m", "quintsched.runtime.launch.local_launcher", "--config", str(job), *sets],
+        [sys.executable, "-m", "quintsched.runtime.launch.local_run", "--config", str(job), *sets],
         env=os.environ | machine.environment(8),
         capture_output=True,
         text=True,

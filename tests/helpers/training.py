@@ -25,7 +25,7 @@ import quintsched as qs
 from quintsched.runtime.blocks.block_builders import build_model, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.parallel.dropout import Masks, MaskUnit, key_dropouts
+from quintsched.runtime.parallel.mesh_independent_dropout import Masks, MaskUnit, key_dropouts
 from quintsched.runtime.splitting.split_model import split
 
 Batch = Sequence[Any]

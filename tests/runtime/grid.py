@@ -28,8 +28,8 @@ from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.blocks.block_costs import estimate_costs
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
-from quintsched.runtime.parallel.dropout import Masks
 from quintsched.runtime.parallel.expert.moe import mixtures
+from quintsched.runtime.parallel.mesh_independent_dropout import Masks
 from quintsched.runtime.stage.build_stages import cut
 from quintsched.runtime.train.built_in_losses import correct_sum
 from quintsched.schedules import Schedule

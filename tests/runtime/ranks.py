@@ -19,7 +19,7 @@ PRELOADED = [
     "torch",
     "torch.distributed",
     "quintsched.compiler",
-    "quintsched.runtime.launch.local_launcher",
+    "quintsched.runtime.launch.local_run",
     "quintsched.runtime.launch.worker",
     "quintsched.runtime.train.trainer",
     "quintsched.runtime.comm.choose_transport",

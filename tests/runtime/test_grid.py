@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quintsched.ir.instruction_set import Overlap
-from quintsched.runtime.parallel.dropout import Masks
+from quintsched.runtime.parallel.mesh_independent_dropout import Masks
 from tests.compiling import torch_compiles
 
 from ..helpers.training import require_same_bits, train_alone

@@ -12,9 +12,9 @@ import quintsched as qs
 from quintsched.ir.instruction_set import OptStep, Recv, Send
 from quintsched.trace.measured_trace import MeasuredStep, Trace
 from quintsched.viz import render_measured
+from quintsched.viz.draw_timeline import draw_measured
 from quintsched.viz.house_style import house_style
-from quintsched.viz.timeline import draw_measured
-from quintsched.viz.timeline_scene import stage_scene
+from quintsched.viz.timeline_objects import stage_scene
 from tests.traces import write_trace
 
 from .pictures import count_drawn, read_svg, texts_of, visible_texts

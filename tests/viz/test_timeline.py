@@ -19,11 +19,11 @@ import quintsched as qs
 from quintsched.ir.instruction_set import Compute, FetchAct, Fwd, HostCopy, OffloadAct, Overlap, Send
 from quintsched.simulation.held_activations import ROUNDING, held_activations
 from quintsched.viz import compare, render
+from quintsched.viz.draw_timeline import draw_comparison, draw_plan
 from quintsched.viz.figure_sheet import PNG_DPI
 from quintsched.viz.house_style import house_style, number, shade, text_width
 from quintsched.viz.instruction_colours import LOOKS
-from quintsched.viz.timeline import draw_comparison, draw_plan
-from quintsched.viz.timeline_scene import stage_scene
+from quintsched.viz.timeline_objects import stage_scene
 
 from .pictures import count_drawn, read_svg, texts_of, visible_texts
 

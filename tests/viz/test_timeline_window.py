@@ -10,9 +10,9 @@ import quintsched as qs
 from quintsched.simulation.held_activations import held_activations
 from quintsched.simulation.time_grid import readable_window, time_grid
 from quintsched.simulation.time_window import Window
+from quintsched.viz.draw_timeline import draw_plan
 from quintsched.viz.house_style import house_style
-from quintsched.viz.timeline import draw_plan
-from quintsched.viz.timeline_scene import stage_scene
+from quintsched.viz.timeline_objects import stage_scene
 from quintsched.viz.timeline_window import held_within, scene_within
 
 

@@ -20,10 +20,10 @@ from quintsched.ir.instruction_set import ALL, OWN_QUEUES, HostCopy, Instruction
 from quintsched.ir.mesh import EXPERT_REPLICA_AXES, MAX_RANKS, REPLICA_AXES
 from quintsched.ir.plan_data import MAX_BLOCKS, MAX_TIED
 from quintsched.ir.values import AMBIENT, COUNTED, TRAVELS, WORDS, ValueKind
-from quintsched.simulation.activation_memory import HELD
 from quintsched.simulation.costs import INSTEAD, NOT_OF_STAGES, PER_UNIT, TAKEN_AS_IT_IS, Costs
 from quintsched.simulation.durations import BETWEEN_INPUTS
 from quintsched.simulation.idle_time import CAUSES, COMPUTING_TIME, OTHERS
+from quintsched.simulation.simulated_activation_memory import HELD
 from quintsched.stalls.stall_report import StallFile
 from quintsched.trace.trace_json import RankFile
 from quintsched.verify.wellformed import ZERO_STAGES

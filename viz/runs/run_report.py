@@ -19,9 +19,9 @@ from quintsched.trace.measured_trace import MeasuredStep, Trace
 from quintsched.trace.training_log import TrainingLog
 from quintsched.verify.soundness import check
 
+from ..draw_timeline import draw_comparison, draw_measured
 from ..house_style import house_style
 from ..page.plan_page import page_of
-from ..timeline import draw_comparison, draw_measured
 from .report_parts import page_of_parts, page_within, section
 from .training_curves import draw_training
 

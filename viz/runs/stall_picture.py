@@ -22,14 +22,14 @@ from quintsched.simulation.simulator import Simulation
 from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import RankState
 
+from ..draw_timeline import SMALL, TEXT, TITLE, lay_out, name_times
 from ..figure_sheet import LegendKey, Sheet, check_suffix
 from ..house_style import QUIET, house_style, printable
 from ..instruction_colours import INK
 from ..legend import keys_of
 from ..page.plan_page import save_untimed
 from ..pipeline_rows import band, draw_rows, rectangle, set_time_axis
-from ..timeline import SMALL, TEXT, TITLE, lay_out, name_times
-from ..timeline_scene import Scene, stage_scene
+from ..timeline_objects import Scene, stage_scene
 
 MOST_ROWS = 32
 """Maximum number of rows, unless the first culprit's pipeline alone has more."""

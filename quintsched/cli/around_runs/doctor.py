@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 
 from quintsched.cli.shared_options import AsJson, emit, say
 from quintsched.errors import MisfitError
-from quintsched.files.progress_line import progress
+from quintsched.files.terminal_progress import progress
 
 State = Literal["good", "note", "missing"]
 TIMEOUT_S = 120

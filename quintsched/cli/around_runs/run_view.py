@@ -15,7 +15,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from quintsched.errors import counted
-from quintsched.trace.step_line import in_words, rate, step_line
+from quintsched.trace.step_line_format import in_words, rate, step_line
 
 if TYPE_CHECKING:
     from quintsched.trace.training_log import Record, TrainingLog

@@ -34,7 +34,7 @@ def calibrate(
 
     Products, memory, and links between processes.
     """
-    from quintsched.strategies.descriptions.library import calibrated_file
+    from quintsched.strategies.descriptions.presets_and_files import calibrated_file
 
     if output is None and device != CPU:
         raise UsageError(f"calibrate --device {device}: say where the description goes, with -o {device}.json")
@@ -47,7 +47,7 @@ def calibrate(
 
 def calibrate_first(hardware: str) -> None:
     """Measure this machine if `--hardware cpu` needs it and it was never measured; exits on failure."""
-    from quintsched.strategies.descriptions.library import calibrated_file
+    from quintsched.strategies.descriptions.presets_and_files import calibrated_file
 
     file = calibrated_file()
     if hardware.strip().lower() == CPU and not file.is_file():

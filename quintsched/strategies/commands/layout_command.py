@@ -17,8 +17,8 @@ import typer
 from quintsched.cli.request_options import AXIS_OPTIONS
 from quintsched.cli.shared_options import AsJson, Effort, Seconds, Seed, emit, read_plan, read_trace, refuse_input, say
 from quintsched.errors import UsageError, counted
-from quintsched.files.progress_line import progress
 from quintsched.files.terminal import percent
+from quintsched.files.terminal_progress import progress
 from quintsched.strategies.commands.flags import FLAGS, option_of, taking_flags
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import typer
 
 from quintsched.cli.shared_options import AsJson, emit, say
 from quintsched.errors import InputError, QuintschedError, UsageError, counted
-from quintsched.files.progress_line import progress
+from quintsched.files.terminal_progress import progress
 from quintsched.strategies.commands.calibrate import calibrate_first
 from quintsched.strategies.commands.flags import taking_flags
 from quintsched.strategies.commands.measured_flags import MeasuredStart, ProfileAt, ProfileFile

@@ -19,8 +19,8 @@ import typer
 from quintsched.cli.pictures import picture_path, write_picture
 from quintsched.cli.shared_options import AsJson, emit, refuse_input, say
 from quintsched.errors import MisfitError, UsageError, counted
-from quintsched.files.progress_line import progress
 from quintsched.files.terminal import percent
+from quintsched.files.terminal_progress import progress
 from quintsched.strategies.commands.calibrate import calibrate_first
 from quintsched.strategies.commands.flags import CHOSEN, read_settings, taking_flags
 from quintsched.strategies.commands.measured_flags import MeasuredStart, ProfileAt, ProfileFile

@@ -22,8 +22,8 @@ from pydantic import ValidationError
 from quintsched.errors import UsageError, quoted, suggest
 from quintsched.ir.mesh import whole_number
 from quintsched.strategies.descriptions.hardware import Hardware
-from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import MODULES, Strategy, modules_of
 
 INNERMOST_FIRST = ("tp", "cp", "ep", "dp", "pp")

@@ -132,7 +132,7 @@ class Images(Description):
 
 
 class Model(Description):
-    """Transformer by its sizes; see the module. Raises pydantic's error, which `library` converts."""
+    """Transformer by its sizes; see the module. Raises pydantic's error, which `presets_and_files` converts."""
 
     name: str = "model"
     layers: Layers = Field(validation_alias=_also("layers", "num_layers", "num_hidden_layers", "n_layers", "n_layer"))

@@ -20,7 +20,7 @@ from quintsched.strategies.prediction.block_times import Blocks
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, operator_times
 from quintsched.strategies.prediction.layers_of_ranks import Kinds
 from quintsched.strategies.prediction.memory.peak_memory import COMES_AND_GOES
-from quintsched.strategies.prediction.memory.rank_memory import stage_terms
+from quintsched.strategies.prediction.memory.vectorized_peak_memory import stage_terms
 from quintsched.strategies.prediction.operators import Product
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.totals import messages_s, per_microbatch

@@ -20,7 +20,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
 from quintsched.strategies.prediction.layers_of_ranks import Kinds, stages_of_rank
-from quintsched.strategies.prediction.memory.rank_memory import stage_terms
+from quintsched.strategies.prediction.memory.vectorized_peak_memory import stage_terms
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.makespan import pace_of, repeated, require_simulable
 from quintsched.strategies.prediction.pipeline.pipeline_times import StageTimes

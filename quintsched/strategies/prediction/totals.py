@@ -20,7 +20,7 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.prediction.block_times import Blocks, Layer
 from quintsched.strategies.prediction.efficiency import Constants, curve_rate, memory_rate, memory_s
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, PAIRED, Kinds, PerMicrobatch
-from quintsched.strategies.prediction.memory.rank_memory import fullest, held_terms
+from quintsched.strategies.prediction.memory.vectorized_peak_memory import fullest, held_terms
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.pipeline_times import RowNumbers, StageTimes, spans
 from quintsched.strategies.prediction.predicted_collectives import message_s, overlap, ring_s

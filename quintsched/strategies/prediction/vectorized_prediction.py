@@ -24,7 +24,7 @@ from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.block_times import Blocks, blocks
 from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
 from quintsched.strategies.prediction.layers_of_ranks import Kinds, LayerLayout, kinds
-from quintsched.strategies.prediction.memory.rank_memory import held_terms
+from quintsched.strategies.prediction.memory.vectorized_peak_memory import held_terms
 from quintsched.strategies.prediction.operators import Array, BlockSizes
 from quintsched.strategies.prediction.strategy_columns import WIDTHS, Table, distinct, gradient_bytes, rerun_modules
 from quintsched.strategies.prediction.totals import step_terms

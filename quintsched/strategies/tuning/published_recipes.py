@@ -20,7 +20,7 @@ import numpy as np
 from quintsched.errors import UsageError
 from quintsched.files.terminal import percent
 from quintsched.strategies.descriptions.flag_rows import KEYS, PredictionRow, read_row
-from quintsched.strategies.descriptions.library import PRESETS
+from quintsched.strategies.descriptions.presets_and_files import PRESETS
 from quintsched.strategies.descriptions.strategy_text import duration
 from quintsched.strategies.prediction.vectorized_prediction import Table, evaluate
 from quintsched.strategies.tuning.advice import BAND

@@ -12,7 +12,7 @@ from quintsched.ir import instruction_set as ins
 
 from ...autograd.slice_kv_cache import Past, Store
 from ...blocks.block_builders import TARGETS
-from ...parallel.dropout import MaskUnit
+from ...parallel.mesh_independent_dropout import MaskUnit
 from ...stage.stage_forward import UNIT, Extras, Outputs
 from ..instruction_state import ComputeState
 

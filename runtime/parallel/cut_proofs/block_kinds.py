@@ -28,11 +28,11 @@ from quintsched.errors import MisfitError
 from ...user_objects.host_value_equality import bytes_of, state_of
 from ...user_objects.library_or_user import is_of_framework, is_of_library, is_ours
 from ...user_objects.object_contents import ClosureCells, attributes_of
-from ..dropout import KeyedDropout
+from ..mesh_independent_dropout import KeyedDropout
 from ..tensor.cut_rules import Choice
 from ..tensor.cuttable_layers import Cut, has_hooked_weights
 from .candidate_cuts import renumbered
-from .whole_against_cut import BlockKind
+from .twin_test_bench import BlockKind
 
 _COUNTERS = ("idx", "index", "layer", "layer_id", "layer_number", "number", "i", "block_id")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range, slice, CodeType)

@@ -40,7 +40,7 @@ from .candidate_cuts import CandidateRules, alone, replicated, ways_of
 from .reads.drawn_parts import undisturbed
 from .trial_inputs import Arrival, Arrivals, guesses
 from .twin_runs import Figures, Setting, outputs_of
-from .whole_against_cut import Bench, BlockKind, CutGap
+from .twin_test_bench import Bench, BlockKind, CutGap
 
 _logger = logging.getLogger("quintsched.runtime")
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...settings.tensor_parallel_rules import TensorSplit
 from ...user_objects.plain_code import unrecorded
-from ..keyed_draws import BY_DEVICE, KEYED
+from ..seeded_block_draws import BY_DEVICE, KEYED
 from ..tensor.cuttable_layers import Cut, sizes_of
 from ..tensor.pair_adjustments import wide_norms
 from ..tensor.parameter_shards import Shard
@@ -242,7 +242,7 @@ class HostReads(TorchFunctionMode):
 
 
 class NothingDropped(TorchFunctionMode):
-    """Torch function mode in which dropout functions keep all elements: their masks are keyed (see `keyed_draws`)."""
+    """Torch function mode in which dropout functions keep all elements; masks are keyed (`seeded_block_draws`)."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

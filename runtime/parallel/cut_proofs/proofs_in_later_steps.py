@@ -36,7 +36,7 @@ from ...comm.local.threads_in_turns import EnteredModes, run_in_turns
 from ...user_objects.control_flow_state import SteeringState
 from ...user_objects.library_or_user import is_of_framework
 from ...user_objects.plain_code import asking_elsewhere, unrecorded
-from ..dropout import CutSite
+from ..mesh_independent_dropout import CutSite
 from ..tensor.cut_rules import Choice
 from ..tensor.sequence_parallel import SequenceParallel
 from .block_kinds import content_of
@@ -44,7 +44,7 @@ from .features_apart import state_of_host
 from .reads.drawn_parts import unusual_parts
 from .trial_inputs import Arrival, Arrivals, FirstUnits, specs_of
 from .twin_runs import Figures, Setting
-from .whole_against_cut import Bench, BlockKind, CutGap
+from .twin_test_bench import Bench, BlockKind, CutGap
 
 
 class BenchHere(Bench):

@@ -28,7 +28,7 @@ from ...comm.host_collectives import first_said
 from ...settings.run_settings import Proofs
 from ...settings.tensor_parallel_rules import TensorSplit
 from ..context.context_parallel import ContextParallel
-from ..dropout import Masks
+from ..mesh_independent_dropout import Masks
 from ..tensor.cut_rules import Choice, is_built_in
 from ..tensor.cuttable_layers import Cut, has_hooked_weights, join, pairs_of
 from ..tensor.pair_adjustments import part_pairs
@@ -41,7 +41,7 @@ from .choose_cuts import Chooser, share
 from .proofs_in_later_steps import BenchHere, Called, FollowedKind, LaterSteps
 from .trial_inputs import TRIAL_SAMPLES, Arrival, Arrivals, FirstUnits, specs_of
 from .twin_runs import Figures, Setting
-from .whole_against_cut import Bench, BlockKind, CutGap
+from .twin_test_bench import Bench, BlockKind, CutGap
 
 
 class Prover:

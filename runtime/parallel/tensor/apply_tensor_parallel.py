@@ -23,8 +23,8 @@ from quintsched.errors import MisfitError
 
 from ...comm import Group, as_group
 from ...settings.tensor_parallel_rules import TensorSplit
-from ..dropout import KeyedDropout
 from ..expert.moe import TensorBoundary, mixtures
+from ..mesh_independent_dropout import KeyedDropout
 from .column_matmul import InputCommunication
 from .column_row_layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
 from .cut_rules import CutRules, find_cuts, require_pairs

@@ -40,7 +40,7 @@ from ...comm.autograd_collectives import (
     reduce_from_group,
     reduce_scatter,
 )
-from ..dropout import ColumnRowPair
+from ..mesh_independent_dropout import ColumnRowPair
 
 InputCommunication = Literal["copy", "gather", "none"]
 """Communication of a column layer's input; see the module."""

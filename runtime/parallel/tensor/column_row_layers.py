@@ -24,7 +24,7 @@ from ...blocks.block_builders import TOKENS_DIM
 from ...comm import Group
 from ...comm.autograd_collectives import reduce_from_group, reduce_scatter, scatter_to_group
 from ...settings.tensor_parallel_rules import FusedParts
-from ..dropout import ColumnRowPair
+from ..mesh_independent_dropout import ColumnRowPair
 from .column_matmul import InputCommunication, column_product
 from .cuttable_layers import is_conv1d, sizes_of
 from .parameter_shards import Shard, gather_blocks, mark_shard, require_same, take_shard

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...blocks.block_builders import TOKENS_DIM
 from ...comm import Group
 from ...comm.autograd_collectives import all_gather
-from ..dropout import ColumnRowPair, KeyedDropout
+from ..mesh_independent_dropout import ColumnRowPair, KeyedDropout
 from .column_row_layers import ColumnParallelLinear, RowParallelLinear
 from .cuttable_layers import Cut, sizes_of
 from .pairs_by_name import divided

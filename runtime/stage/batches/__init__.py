@@ -1,5 +1,5 @@
 """The batch of a replica: cut into microbatches, and compared between the ranks of the replica.
 
-`microbatches` cuts; `full_batch_comparison` compares whole batches in some steps, `batch_digests` a digest of each in
-every step. Imports `blocks`, `data`, `parallel` and `comm`.
+`microbatches` cuts; `compare_whole_batches` compares whole batches in some steps, `same_batch_every_step` a digest of
+each in every step. Imports `blocks`, `data`, `parallel` and `comm`.
 """

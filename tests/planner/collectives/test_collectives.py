@@ -19,7 +19,7 @@ from quintsched.collectives.collective_timing import (
     native_seconds,
     spelled_seconds,
 )
-from quintsched.collectives.double_tree import double_tree
+from quintsched.collectives.double_tree_algorithm import double_tree
 from quintsched.collectives.expand_collective import num_steps
 from quintsched.collectives.gradient_exchange import choose, spelled_out
 from quintsched.ir.diagnostics import Point

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from quintsched.files import progress_line as module
-from quintsched.files.progress_line import CLEAR, ProgressLine, only_progress, progress
+from quintsched.files import terminal_progress as module
+from quintsched.files.terminal_progress import CLEAR, ProgressLine, only_progress, progress
 
 
 class Screen(io.StringIO):

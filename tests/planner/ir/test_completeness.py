@@ -10,7 +10,7 @@ import pytest
 import quintsched as qs
 from quintsched.formats import plan_json as planfile
 from quintsched.graph.transport_profiles import PROFILES
-from quintsched.ir import dataflow, dataflow_rules, instruction_set, values
+from quintsched.ir import dataflow_analysis, dataflow_rules, instruction_set, values
 from quintsched.ir.instruction_set import ALL, WHOLE_MESH, Instruction, Recv, Send, short
 from quintsched.ir.layout import Layout, Route
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES
@@ -50,7 +50,7 @@ class TestEveryInstruction:
         examples = [self.example(kind)]
         if kind in instruction_set.SKIP_MESSAGES:  # only between certain ranks, where others go through one stage alike
             examples = [replace(examples[0], stage=stage, peer=peer) for stage in range(3) for peer in range(2)]
-        found = [dataflow.flow(example, LAYOUT, 0) for example in examples]
+        found = [dataflow_analysis.flow(example, LAYOUT, 0) for example in examples]
         assert any(flow.consumes or flow.reads or flow.produces for flow in found)
 
     def test_it_has_letters(self, kind):

@@ -13,7 +13,7 @@ import pytest
 import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.graph.transport_profiles import PROFILES
-from quintsched.ir.dataflow import Flow
+from quintsched.ir.dataflow_analysis import Flow
 from quintsched.ir.instruction_set import Message, OffloadAct, Recv, Send
 from quintsched.ir.values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.passes.place_offloads import least_cap

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from quintsched.ir.dataflow import Value
+from quintsched.ir.dataflow_analysis import Value
 from quintsched.ir.instruction_set import ClipGrad, Instruction, Message, Recv, Send, ShareMetrics, SyncTied
 from quintsched.plan import Plan
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError, QuintschedError, listed_ranks
-from quintsched.runtime.agreement import compare_ranks
-from quintsched.runtime.agreement.compare_ranks import Record, Section, require_same
+from quintsched.runtime.agreement import refuse_unequal_ranks
 from quintsched.runtime.agreement.compared_run_settings import (
     OF_A_MACHINE,
     code_settings,
@@ -25,6 +24,7 @@ from quintsched.runtime.agreement.compared_run_settings import (
     job_settings,
     of_all_ranks,
 )
+from quintsched.runtime.agreement.refuse_unequal_ranks import Record, Section, require_same
 from quintsched.runtime.comm import Group, Transport
 from quintsched.runtime.data import Dataset, Split
 from quintsched.runtime.engine import Engine
@@ -77,7 +77,7 @@ def test_long_values_are_cut_where_they_differ(monkeypatch: pytest.MonkeyPatch) 
     assert "xa" in words
     assert "xb" in words
     assert len(words) < 400
-    monkeypatch.setattr(compare_ranks, "MOST_SECTION_BYTES", 200)
+    monkeypatch.setattr(refuse_unequal_ranks, "MOST_SECTION_BYTES", 200)
     assert "some is" in compared([{"text": "x" * 1000}, {"text": "y" * 1000}])
 
 
@@ -164,8 +164,8 @@ def test_no_odd_setting_trains_on_in_silence(tmp_path: Path, odd: str) -> None:
 def test_paths_of_a_machine_may_differ(tmp_path: Path) -> None:
     one = job_settings(job_at(tmp_path, ["log.path=a", "runtime.trace=b", "data.path=c", "model.pretrained=d"]))
     assert of_all_ranks(one) == of_all_ranks(job_settings(job_at(tmp_path)))
-    compare_ranks = {name.partition(".")[0] for name in OF_A_MACHINE}
-    assert compare_ranks <= {name.partition(".")[0] for name in one}
+    refuse_unequal_ranks = {name.partition(".")[0] for name in OF_A_MACHINE}
+    assert refuse_unequal_ranks <= {name.partition(".")[0] for name in one}
 
 
 def test_every_setting_of_a_job_has_a_name() -> None:

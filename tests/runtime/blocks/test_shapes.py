@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime.agreement.compare_ranks import agree
+from quintsched.runtime.agreement.refuse_unequal_ranks import agree
 from quintsched.runtime.blocks.shape_inference import trace_shapes
 from quintsched.runtime.blocks.trees import TensorSpec, TreeSpec
 from quintsched.runtime.comm import Transport, run_local

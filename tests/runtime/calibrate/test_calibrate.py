@@ -22,7 +22,7 @@ from quintsched.runtime.calibrate.time_operations import call_s, curve_of
 from quintsched.runtime.comm import Transport
 from quintsched.runtime.comm.clocks import now_s
 from quintsched.strategies.commands.calibrate import calibrate_first
-from quintsched.strategies.descriptions import library
+from quintsched.strategies.descriptions import presets_and_files
 from quintsched.strategies.descriptions.hardware import Measured
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def test_a_description_of_this_machine_is_read_back(tmp_path: Path) -> None:
     assert measured.kernel_s is not None
     assert 1e-7 < measured.kernel_s < 1e-2
     assert found.tflops["fp32"] == pytest.approx(max(measured.matmul["fp32"].rates) / 1e12)
-    assert library.find_hardware(path) == found
+    assert presets_and_files.find_hardware(path) == found
     assert [*tmp_path.iterdir()] == [path]
 
 

@@ -113,14 +113,14 @@ def end_all(folder: Path) -> None:
 
 def launch(folder: str, injected: dict[str, Any] | None, machine: Sequence[str] = ()) -> None:
     """Be the launcher of a job in a folder; `machine` are arguments that say which of several it is."""
-    from quintsched.runtime.launch import local_launcher
+    from quintsched.runtime.launch import local_run
 
     said = os.open(f"{folder}/said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 1)
     os.dup2(said, 2)
     injection = None if injected is None else Injection(**injected)
 
-    class Forking(local_launcher.ForkServer):
+    class Forking(local_run.ForkServer):
         """Forks ranks from this process, which has imported all."""
 
         def __init__(self, *_: object) -> None:
@@ -133,8 +133,8 @@ def launch(folder: str, injected: dict[str, Any] | None, machine: Sequence[str] 
         def start_rank(self, environment: Mapping[str, str], arguments: Sequence[str]) -> Any:
             return _Forked(Path(folder), environment, arguments, injection)
 
-    local_launcher.ForkServer = Forking  # type: ignore[misc]
-    code = local_launcher.main(["--config", f"{folder}/job.yaml", *machine])
+    local_run.ForkServer = Forking  # type: ignore[misc]
+    code = local_run.main(["--config", f"{folder}/job.yaml", *machine])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

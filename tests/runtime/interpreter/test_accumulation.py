@@ -18,7 +18,7 @@ from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
-from quintsched.runtime.parallel.dropout import Masks
+from quintsched.runtime.parallel.mesh_independent_dropout import Masks
 from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
 from ..toys import CLASSES, Outcome, adam, ids_task, share, train_plainly, worst_difference

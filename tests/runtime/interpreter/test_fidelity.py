@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 
 import quintsched as qs
-from quintsched.ir.dataflow import Flow, flow
+from quintsched.ir.dataflow_analysis import Flow, flow
 from quintsched.ir.instruction_set import AllReduceBucket, Compute, Recv, ReduceScatterBucket, Send
 from quintsched.runtime.comm import run_local
 from quintsched.simulation.simulator import Span

@@ -53,7 +53,7 @@ def launch(net: Hosts, job: Path, *more: object, way: str = "quintsched") -> lis
     for number in range(count):
         where = ["--nnodes", count, "--node-rank", number]
         if way == "quintsched":
-            command = ["quintsched.runtime.launch.local_launcher", *where, "--master", f"{net.addresses[0]}:{port}"]
+            command = ["quintsched.runtime.launch.local_run", *where, "--master", f"{net.addresses[0]}:{port}"]
         else:
             where += ["--nproc-per-node", 4 // count, "--master-addr", net.addresses[0], "--master-port", port]
             command = ["torch.distributed.run", *where, "-m", "quintsched.runtime"]

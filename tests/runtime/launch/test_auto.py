@@ -12,7 +12,7 @@ import quintsched as qs
 from quintsched.runtime.blocks.block_builders import on_meta
 from quintsched.runtime.data import load_dataset
 from quintsched.runtime.launch.auto_plan import choose, world_size
-from quintsched.runtime.launch.local_launcher import _worlds
+from quintsched.runtime.launch.local_run import _worlds
 from quintsched.runtime.launch.prediction_flags import row_of
 from quintsched.runtime.launch.run_arguments import LaunchRequest
 from quintsched.runtime.models import build_model, model_sizes

@@ -110,7 +110,7 @@ def test_a_run_grows_again_to_the_mesh_of_the_job(tmp_path: Path, way: str) -> N
     command = (
         sys.executable,
         "-m",
-        "quintsched.runtime.launch.local_launcher",
+        "quintsched.runtime.launch.local_run",
         "--config",
         file,
         *settings,
@@ -139,7 +139,7 @@ def test_a_run_that_lost_a_rank_goes_on_with_fewer_replicas(tmp_path: Path) -> N
     log = tmp_path / "log.jsonl"
     (tmp_path / "fuse").touch()
     settings = ("--set", f"log.path={log}", "--set", f"checkpoint.dir={tmp_path / 'saved'}")
-    launcher = ("quintsched.runtime.launch.local_launcher", "--restarts", "1", "--min-dp", "1")
+    launcher = ("quintsched.runtime.launch.local_run", "--restarts", "1", "--min-dp", "1")
     code, out, err = run(sys.executable, "-m", *launcher, "--config", file, *settings)
     assert code == 0, err
     assert "1f1b on dp=2" in out

@@ -98,7 +98,7 @@ def test_a_stop_that_one_host_is_asked_for_stops_all(tmp_path: Path) -> None:
 def test_nothing_of_a_run_of_one_host_is_seen_from_another(tmp_path: Path) -> None:
     job = job_of(tmp_path, epochs=5000)
     with hosts(2, tmp_path) as net:
-        run = net.start(0, sys.executable, "-m", "quintsched.runtime.launch.local_launcher", "--config", job)
+        run = net.start(0, sys.executable, "-m", "quintsched.runtime.launch.local_run", "--config", job)
         wait_for_steps(tmp_path)
         scan = net.start(1, sys.executable, "-m", __name__, net.addresses[0])
         out, err = scan.communicate(timeout=120)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.runtime.launch import local_launcher
+from quintsched.runtime.launch import local_run
 from quintsched.runtime.launch.job_plan import Worlds
-from quintsched.runtime.launch.local_launcher import start_ranks
-from quintsched.runtime.launch.rank_processes import RankProcesses
+from quintsched.runtime.launch.local_run import start_ranks
+from quintsched.runtime.launch.start_and_stop_ranks import RankProcesses
 from quintsched.runtime.launch.stop_request import StopNow, StopRequest
 from quintsched.runtime.watch.hang_monitor import Hub
 from quintsched.runtime.watch.torch_free_clock import now_s
@@ -70,12 +70,12 @@ elif what != "fails":
 
 LAUNCHER = """
 import sys
-from quintsched.runtime.launch import local_launcher
+from quintsched.runtime.launch import local_run
 from quintsched.runtime.launch.job_plan import Worlds
 
-local_launcher._serve = lambda listener: listener  # these ranks have no use for a store
+local_run._serve = lambda listener: listener  # these ranks have no use for a store
 ranks, *rest = [{}]
-sys.exit(local_launcher.start_ranks(Worlds(ranks), *rest))
+sys.exit(local_run.start_ranks(Worlds(ranks), *rest))
 """
 
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_said_before_ranks_start(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text("parallel: {mesh: dp=2}")
-    assert local_launcher.main(["--config", "job.yaml", *arguments]) == 2
+    assert local_run.main(["--config", "job.yaml", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -254,10 +254,10 @@ def test_ranks_that_the_launcher_ends_slowly_are_blamed_for_nothing(
             super().start()
 
     wakes = iter([[signal.SIGINT, signal.SIGINT]])
-    monkeypatch.setattr(local_launcher, "RankProcesses", SlowRanks)
-    monkeypatch.setattr(local_launcher, "_serve", lambda listener: listener.close())
+    monkeypatch.setattr(local_run, "RankProcesses", SlowRanks)
+    monkeypatch.setattr(local_run, "_serve", lambda listener: listener.close())
     monkeypatch.setattr("quintsched.runtime.launch.supervise.Hub", KnownHub)
-    monkeypatch.setattr("quintsched.runtime.launch.rank_processes.Wakes.wait_signals", lambda *_: next(wakes))
+    monkeypatch.setattr("quintsched.runtime.launch.start_and_stop_ranks.Wakes.wait_signals", lambda *_: next(wakes))
     assert start_ranks(Worlds([2]), "no.module", []) == 130
     assert hubs[0].verdict is None
     assert capfd.readouterr().err == "stopping after the step in progress (Ctrl-C ends the run at once)\n"

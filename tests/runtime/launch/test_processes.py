@@ -62,7 +62,7 @@ def job_file(tmp_path: Path) -> Path:
 
 
 def launch(*arguments: str | Path) -> tuple[int, str, str]:
-    return run(sys.executable, "-m", "quintsched.runtime.launch.local_launcher", *arguments)
+    return run(sys.executable, "-m", "quintsched.runtime.launch.local_run", *arguments)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on_from_the_last_step(t
     file = write_job(tmp_path, JOB, MODEL)
     ways = {
         "torchrun": ("torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", "quintsched.runtime"),
-        "quintsched": ("quintsched.runtime.launch.local_launcher", "--restarts", "1"),
+        "quintsched": ("quintsched.runtime.launch.local_run", "--restarts", "1"),
     }
     log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
     settings = [f"log.path={log}", f"checkpoint.dir={saved}"]

@@ -41,7 +41,7 @@ def build(data):
 """
 
 WAYS = {
-    "quintsched": ("quintsched.runtime.launch.local_launcher",),
+    "quintsched": ("quintsched.runtime.launch.local_run",),
     "torchrun": ("torch.distributed.run", "--nproc-per-node=2", "-m", "quintsched.runtime"),
 }
 

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Group, SelfGroup
-from quintsched.runtime.parallel.dropout import ColumnRowPair, KeyedDropout, Masks, MaskUnit, key_dropouts
+from quintsched.runtime.parallel.mesh_independent_dropout import (
+    ColumnRowPair,
+    KeyedDropout,
+    Masks,
+    MaskUnit,
+    key_dropouts,
+)
 
 from ..toys import sgd
 

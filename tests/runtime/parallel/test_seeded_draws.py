@@ -15,8 +15,8 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.comm.random_generators import SeededGenerators
-from quintsched.runtime.parallel.dropout import Masks, MaskUnit
-from quintsched.runtime.parallel.keyed_draws import BlockDraws
+from quintsched.runtime.parallel.mesh_independent_dropout import Masks, MaskUnit
+from quintsched.runtime.parallel.seeded_block_draws import BlockDraws
 
 from ..toys import sgd
 

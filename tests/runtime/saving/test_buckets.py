@@ -27,7 +27,7 @@ import quintsched as qs
 from quintsched.errors import QuintschedError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.launch.local_launcher import _make_folders
+from quintsched.runtime.launch.local_run import _make_folders
 from quintsched.runtime.saving.checkpoints import bucket_folder
 from quintsched.runtime.saving.checkpoints.bucket_folder import BucketFolder
 from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints, OpenCheckpoints

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import split
+from quintsched.runtime.splitting.split_by_torch_fx import segments
 from quintsched.runtime.splitting.split_proof import chain
-from quintsched.runtime.splitting.torch_fx_segments import segments
 from quintsched.runtime.splitting.torch_fx_trace import Untraceable, trace
 
 from ...helpers.training import check_equality

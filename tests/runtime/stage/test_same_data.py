@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.stage.batches.batch_digests import DataMarks
-from quintsched.runtime.stage.batches.full_batch_comparison import SameData
+from quintsched.runtime.stage.batches.compare_whole_batches import SameData
+from quintsched.runtime.stage.batches.same_batch_every_step import DataMarks
 
 from ..toys import sgd
 

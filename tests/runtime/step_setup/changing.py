@@ -14,7 +14,7 @@ from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Rules
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt
-from quintsched.runtime.parallel.dropout import Masks
+from quintsched.runtime.parallel.mesh_independent_dropout import Masks
 from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
 from ...helpers import training

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
-from quintsched.runtime.weights_and_gradients import grad_reducer
+from quintsched.runtime.weights_and_gradients import reduce_grad_buckets
 from tests.runtime.toys import sgd
 
 WIDTHS = [8, 300]
@@ -121,13 +121,13 @@ def test_buckets_learn_which_gradient_comes_last(monkeypatch: pytest.MonkeyPatch
             return y
 
     inside: list[bool] = []
-    launch = grad_reducer.GradReducer.launch_ready
+    launch = reduce_grad_buckets.GradReducer.launch_ready
 
-    def noted(self: grad_reducer.GradReducer) -> None:
+    def noted(self: reduce_grad_buckets.GradReducer) -> None:
         inside.append(torch._C._current_graph_task_id() >= 0)
         launch(self)
 
-    monkeypatch.setattr(grad_reducer.GradReducer, "launch_ready", noted)
+    monkeypatch.setattr(reduce_grad_buckets.GradReducer, "launch_ready", noted)
 
     def rank(transport: Any) -> None:
         plan = qs.compile("1f1b", mesh="dp=2", microbatches=4)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from quintsched.errors import InputError
-from quintsched.strategies.descriptions.library import find_model
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.parameters import total
+from quintsched.strategies.descriptions.presets_and_files import find_model
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from quintsched.errors import InputError, QuintschedError, UsageError
-from quintsched.strategies.descriptions import library
-from quintsched.strategies.descriptions.library import (
+from quintsched.strategies.descriptions import presets_and_files
+from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.presets_and_files import (
     calibrated_file,
     find_hardware,
     find_model,
@@ -21,7 +22,6 @@ from quintsched.strategies.descriptions.library import (
     model_names,
     plain,
 )
-from quintsched.strategies.descriptions.model import Model
 
 SIZES = {"layers": 2, "hidden": 64, "heads": 4}
 
@@ -54,7 +54,7 @@ def test_names_are_forgiving(find: Callable[[str], Any], written: str, name: str
 def test_no_two_presets_have_a_name_in_common() -> None:
     for folder in ("models", "hardware"):
         names: Counter[str] = Counter()
-        for path in (library.PRESETS / folder).glob("*.yaml"):
+        for path in (presets_and_files.PRESETS / folder).glob("*.yaml"):
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
             for name, own in content[folder].items():
                 names.update({plain(known) for known in (name, *own.get("aliases", ()))})

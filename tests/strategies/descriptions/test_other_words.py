@@ -3,7 +3,7 @@
 import pytest
 
 from quintsched.errors import InputError, UsageError
-from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 
 
 def test_megatrons_options_say_what_ours_say():

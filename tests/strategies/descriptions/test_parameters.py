@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quintsched.strategies.descriptions.library import find_model, model_names
 from quintsched.strategies.descriptions.model import LayerKind
 from quintsched.strategies.descriptions.parameters import (
     active,
@@ -16,6 +15,7 @@ from quintsched.strategies.descriptions.parameters import (
     on_rank,
     total,
 )
+from quintsched.strategies.descriptions.presets_and_files import find_model, model_names
 
 PUBLISHED = {
     "gpt2": 124_439_808,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quintsched.errors import UsageError
-from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import check, resolved
 from quintsched.user_code import load_schedule

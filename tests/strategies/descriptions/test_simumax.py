@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.prediction import DATA
 from quintsched.errors import InputError
-from quintsched.strategies.descriptions.library import find_hardware
+from quintsched.strategies.descriptions.presets_and_files import find_hardware
 from quintsched.strategies.prediction.efficiency import shape_rate
 
 SYSTEM = json.loads((DATA / "simumax_b200_system.json").read_text(encoding="utf-8"))

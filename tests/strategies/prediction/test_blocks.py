@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from quintsched.strategies.descriptions.hardware import Measured
-from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import LAUNCH_S, launches

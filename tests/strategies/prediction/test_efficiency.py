@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quintsched.strategies.descriptions.hardware import Curve, Measured
-from quintsched.strategies.descriptions.library import find_hardware
+from quintsched.strategies.descriptions.presets_and_files import find_hardware
 from quintsched.strategies.prediction.efficiency import CONSTANTS, full_waves, launch_s, operator_times
 from quintsched.strategies.prediction.operators import AttentionKernel, Pass, Product
 from quintsched.strategies.prediction.predicted_collectives import (

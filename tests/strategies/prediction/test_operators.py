@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from quintsched.strategies.descriptions import parameters
-from quintsched.strategies.descriptions.library import find_model
 from quintsched.strategies.descriptions.model import LayerKind
+from quintsched.strategies.descriptions.presets_and_files import find_model
 from quintsched.strategies.prediction.operators import BlockSizes, Product, block, embedding, head
 from quintsched.strategies.prediction.predict_strategy import model_flops
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.fit_cost_model import DATA, OWN, fit_efficiency, layer_errors, read_rows, step_errors
 from benchmarks.prediction import LIMITS, MEMORY_LIMITS, memory_errors, ours, read_cases, roofline, score_of
-from quintsched.strategies.descriptions.library import find_hardware, hardware_names
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, hardware_names
 from quintsched.strategies.descriptions.strategy_text import strategy_name
 from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.efficiency import CONSTANTS

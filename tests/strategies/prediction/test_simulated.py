@@ -4,10 +4,10 @@ import pytest
 
 from quintsched.errors import UsageError
 from quintsched.schedules import all_schedules
-from quintsched.simulation.activation_memory import peak_activations
+from quintsched.simulation.simulated_activation_memory import peak_activations
 from quintsched.strategies.descriptions.hardware import Curve, Measured
-from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.prediction.simulated_strategy import costs_of, simulated_step_s

@@ -5,8 +5,8 @@ import pytest
 
 from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.hardware import Hardware
-from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.prediction.vectorized_prediction import Table, evaluate

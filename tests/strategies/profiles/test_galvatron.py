@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from quintsched.errors import InputError, UsageError
-from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware, work_s

@@ -11,8 +11,8 @@ import quintsched as qs
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.simulation.costs import Costs
 from quintsched.strategies.descriptions.hardware import Hardware
-from quintsched.strategies.descriptions.library import find_hardware, find_model
 from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware, work_s

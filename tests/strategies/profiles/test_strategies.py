@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.strategies.descriptions.library import find_hardware
 from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.profiled.predict_from_profile import predict_from_profile
 from quintsched.strategies.profiles.aceso import read_folder

@@ -3,7 +3,7 @@
 import pytest
 
 from quintsched.errors import UsageError
-from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import strategy_mesh
 from quintsched.strategies.tuning.advice import BAND, POOL, advice, complexity, recommended, rows

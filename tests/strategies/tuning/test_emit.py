@@ -5,8 +5,8 @@ import yaml
 
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
-from quintsched.strategies.descriptions.library import find_model, model_names
 from quintsched.strategies.descriptions.model import Experts, Images, Model
+from quintsched.strategies.descriptions.presets_and_files import find_model, model_names
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.tuning.export.emit import built_in, emit, job_file

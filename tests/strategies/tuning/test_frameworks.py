@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from quintsched.errors import UsageError
-from quintsched.strategies.descriptions.library import find_hardware, find_model, model_names
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model, model_names
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.tuning.export.emit import emit_for
 from quintsched.strategies.tuning.export.frameworks import FRAMEWORKS, OWN, restrict

@@ -5,7 +5,7 @@ from itertools import permutations
 import pytest
 
 from quintsched.errors import UsageError
-from quintsched.strategies.descriptions.library import find_hardware, find_model
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.tuning.tune import tune
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from quintsched.errors import UsageError
-from quintsched.strategies.descriptions.library import find_model
 from quintsched.strategies.descriptions.model import Model
+from quintsched.strategies.descriptions.presets_and_files import find_model
 from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.strategy_space import PER_STAGE, Space, make_space

@@ -3,8 +3,8 @@
     rank 0   F0 F1 F2 F3 B0 F4 B1 …        1f1b, pp = 4: four before the first backward, then one in, one out
     rank 3            F0 B0 F1 B1 …        … and one on the last rank
 
-Counted in microbatches of a whole rank: a chunk's activations count 1/chunks. Equal to `simulation.activation_memory`
-on the compiled plan, where an activation is held until its weight gradient is done. Sizes may be arrays.
+Counted in microbatches of a whole rank: a chunk's activations count 1/chunks. Equal to the simulator's peak of the
+compiled plan (`simulated_activation_memory`): activations are held until their weight gradient. Sizes may be arrays.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from quintsched.errors import UsageError
 from quintsched.ir.mesh import Mesh
 from quintsched.schedules import find_schedule
 from quintsched.schedules.kit.bare_order import order_of_computation
-from quintsched.simulation import activation_memory
+from quintsched.simulation import simulated_activation_memory
 from quintsched.simulation.costs import Costs
 from quintsched.strategies.prediction.layers_of_ranks import V_SHAPED
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
@@ -255,4 +255,4 @@ def peak_activations(schedule: str, pp: int, microbatches: int, chunks: int | No
     """
     found = find_schedule(schedule)
     order = order_of_computation(found, found.shape(pp, microbatches, chunks), Mesh(pp=pp))
-    return tuple(peak * order.schedule.parts for peak in activation_memory.peak_activations(order, Costs()))
+    return tuple(peak * order.schedule.parts for peak in simulated_activation_memory.peak_activations(order, Costs()))

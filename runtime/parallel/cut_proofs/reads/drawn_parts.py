@@ -16,8 +16,8 @@ from quintsched.errors import MisfitError
 
 from ....comm import Group
 from ....comm.random_generators import SeededGenerators
-from ...dropout import BY_SAMPLES, WORD, CutSite, Masks, MaskUnit
-from ...keyed_draws import BlockDraws
+from ...mesh_independent_dropout import BY_SAMPLES, WORD, CutSite, Masks, MaskUnit
+from ...seeded_block_draws import BlockDraws
 from ..block_twins import SEED
 from ..trial_inputs import Arrival
 from ..twin_runs import outputs_of

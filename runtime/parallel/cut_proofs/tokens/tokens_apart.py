@@ -25,7 +25,7 @@ from ....autograd.slice_kv_cache import Store
 from ....blocks.block_builders import TOKENS_DIM, seeded
 from ....settings.tensor_parallel_rules import TensorSplit
 from ...context.context_parallel import WHOLE_SEQUENCE, SequenceShard
-from ...dropout import KeyedDropout
+from ...mesh_independent_dropout import KeyedDropout
 from ...tensor.cuttable_layers import Cut, pairs_of
 from ..block_twins import SEED, Blueprint
 from ..feature_owners import CodePlace, NothingDropped

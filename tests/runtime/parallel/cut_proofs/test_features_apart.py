@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from quintsched.runtime.parallel.cut_proofs import whole_against_cut
+from quintsched.runtime.parallel.cut_proofs import twin_test_bench
 from quintsched.runtime.parallel.cut_proofs.marks.element_labels import Shadows
 from quintsched.runtime.parallel.cut_proofs.marks.owner_rules import goes_by_data
 
@@ -250,7 +250,7 @@ def skipped(self: Any, y: Tensor) -> Tensor:
 def test_draws_of_python_are_no_pair_and_have_to_be_alike_on_all_ranks(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_against_cut, "draws_of_python", lambda: (threading.get_ident(),))
+    monkeypatch.setattr(twin_test_bench, "draws_of_python", lambda: (threading.get_ident(),))
     state = random.getstate()
     said = refusal("tp=2", [lambda: Seeing(skipped)], microbatches=1)
     assert re.search(r"block 0 \(Seeing\) over tp=2 draws from Python's .*: seed both alike", said)

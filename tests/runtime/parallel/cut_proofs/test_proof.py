@@ -22,7 +22,7 @@ from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, moe_gpt
 from quintsched.runtime.parallel.context.context_parallel import Context
-from quintsched.runtime.parallel.cut_proofs import whole_against_cut
+from quintsched.runtime.parallel.cut_proofs import twin_test_bench
 from quintsched.runtime.parallel.cut_proofs.block_kinds import kind_of
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
@@ -37,13 +37,13 @@ NeoX, Timm = ODD["NeoX"], ODD["Fused"]
 
 def test_each_kind_is_proved_once_and_says_what_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[str] = []
-    whole = whole_against_cut.run_whole
+    whole = twin_test_bench.run_whole
 
     def counted(block: nn.Module, arrival: Any) -> Any:
         runs.append(type(block).__name__)
         return whole(block, arrival)
 
-    monkeypatch.setattr(whole_against_cut, "run_whole", counted)
+    monkeypatch.setattr(twin_test_bench, "run_whole", counted)
     engine = train("tp=2", [Mlp, Timm, Mlp, Mlp, Timm])[0].engine
     # on two ranks: built, in training; in the first step, twice
     assert sorted(runs) == ["Fused"] * 8 + ["Mlp"] * 8
@@ -80,8 +80,8 @@ def test_built_in_blocks_prove_too_and_run_only_if_asked(
         else gpt(data, GPTOptions(hidden=16, depth=2, heads=4, **model))
     )
     runs: list[object] = []
-    cut = whole_against_cut.run_cut
-    monkeypatch.setattr(whole_against_cut, "run_cut", lambda *args: runs.append(args) or cut(*args))
+    cut = twin_test_bench.run_cut
+    monkeypatch.setattr(twin_test_bench, "run_cut", lambda *args: runs.append(args) or cut(*args))
     task = ids_task(1, 8, 16)
     given = {"microbatches": 4, "schedule": schedule, "loss_fn": cross_entropy_sum, **more}
     train(mesh, blocks, [(task.inputs[0], task.targets[0])], prove="all", **given)

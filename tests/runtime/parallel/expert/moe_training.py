@@ -15,8 +15,8 @@ from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import MoEGPTOptions, gpt_tied, moe_gpt
-from quintsched.runtime.parallel.dropout import Masks
 from quintsched.runtime.parallel.expert.moe import mixtures
+from quintsched.runtime.parallel.mesh_independent_dropout import Masks
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ....helpers.training import Outcome, call_with_share, copied, difference, train_alone

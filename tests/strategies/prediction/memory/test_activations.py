@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quintsched.strategies.descriptions.library import find_model
 from quintsched.strategies.descriptions.model import LayerKind, Model
+from quintsched.strategies.descriptions.presets_and_files import find_model
 from quintsched.strategies.prediction.memory.activations import (
     ActivationSizes,
     block_input,

@@ -8,8 +8,8 @@ import pytest
 import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.schedules import all_schedules, find_schedule
-from quintsched.simulation.activation_memory import peak_activations
 from quintsched.simulation.costs import Costs
+from quintsched.simulation.simulated_activation_memory import peak_activations
 from quintsched.strategies.prediction.memory import in_flight as forms
 from quintsched.strategies.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
 

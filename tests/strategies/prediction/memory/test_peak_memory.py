@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quintsched.strategies.descriptions.library import find_hardware, find_model, model_names
 from quintsched.strategies.descriptions.parameters import total
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model, model_names
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.memory.activations import ActivationSizes, block_kept
 from quintsched.strategies.prediction.memory.peak_memory import FRAGMENTATION

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from quintsched.strategies.descriptions.library import find_model, model_names
 from quintsched.strategies.descriptions.parameters import Held, total
+from quintsched.strategies.descriptions.presets_and_files import find_model, model_names
 from quintsched.strategies.prediction.memory.state import Precision, state_bytes
 from tests.runtime.weights_and_gradients.bucket_layout import BucketLayout, stage_tensors
 

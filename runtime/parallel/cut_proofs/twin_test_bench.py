@@ -17,7 +17,7 @@ from quintsched.errors import MisfitError, StallError
 from ...blocks.block_builders import TOKENS_DIM, seeded
 from ...comm import EchoGroup, Group
 from ...comm.host_collectives import greatest
-from ..dropout import Masks, key_dropouts
+from ..mesh_independent_dropout import Masks, key_dropouts
 from ..tensor.apply_tensor_parallel import apply_tensor_parallel
 from ..tensor.cut_rules import Choice, CutRules, find_cuts
 from ..tensor.cuttable_layers import Cut

@@ -36,8 +36,8 @@ from ..watch.rendezvous.addresses import (
 from ..watch.rendezvous.fork_server import ForkServer
 from . import worker
 from .job_plan import Worlds, for_processes, smaller_worlds
-from .rank_processes import MachineRanks, RankProcesses, taking_signals
 from .run_arguments import LaunchRequest, read_request
+from .start_and_stop_ranks import MachineRanks, RankProcesses, taking_signals
 from .stop_request import STOPPING
 from .supervise import DIED, Machines, note_end, supervise, wait_for_machines, watching
 
@@ -120,7 +120,7 @@ def _make_folders(job: JobConfig, node: int) -> None:
 
 def _measure_first(job: JobConfig) -> None:
     """Measure this machine, once for all ranks, where `auto` needs its costs and no file has them."""
-    from quintsched.strategies.descriptions.library import calibrated_file
+    from quintsched.strategies.descriptions.presets_and_files import calibrated_file
 
     file = calibrated_file()
     if job.parallel.auto is None or job.parallel.auto.hardware != "cpu" or file.is_file():

@@ -29,8 +29,8 @@ from quintsched.errors import MisfitError, counted
 
 from ..comm import Group
 from ..comm.random_generators import SeededGenerators, generator_bytes
-from .dropout import ColumnRowPair, Masks, MaskUnit, words
 from .expert.moe import mixtures
+from .mesh_independent_dropout import ColumnRowPair, Masks, MaskUnit, words
 
 FACTORIES = frozenset({"rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"})
 IN_PLACE_DRAWS = frozenset(

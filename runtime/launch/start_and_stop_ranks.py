@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from quintsched.errors import counted
-from quintsched.files.progress_line import progress
+from quintsched.files.terminal_progress import progress
 
 from ..watch.rendezvous.fork_server import ForkedRank, ForkServer
 from .stop_request import STOPPING, handled

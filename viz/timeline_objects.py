@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quintsched.ir.dataflow import Value, ValueKind
+from quintsched.ir.dataflow_analysis import Value, ValueKind
 from quintsched.ir.instruction_set import AMONG_REPLICAS, Compute, HostCopy, Instruction, Overlap, Recv, Send
 from quintsched.simulation.held_activations import flows_of_ranks
 from quintsched.simulation.simulator import Simulation

@@ -31,7 +31,7 @@ from .idle_panel import draw_idle, idle_height, idle_keys
 from .legend import keys_of
 from .page.plan_page import require_one_unit, save_compared, save_page
 from .pipeline_rows import Scale, draw_rows, set_time_axis, tail_points
-from .timeline_scene import Scene, stage_scene
+from .timeline_objects import Scene, stage_scene
 from .timeline_window import held_within, label_from, scene_within
 
 NARROWEST, WIDEST = 9.0, 28.0

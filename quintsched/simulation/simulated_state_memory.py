@@ -31,8 +31,8 @@ import numpy as np
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.instruction_columns import Amounts
 from quintsched.ir.plan_data import PlanData
-from quintsched.simulation.activation_memory import activation_changes, while_running
 from quintsched.simulation.costs import Costs
+from quintsched.simulation.simulated_activation_memory import activation_changes, while_running
 
 
 def peak_state(plan: PlanData, costs: Costs) -> tuple[float, ...]:

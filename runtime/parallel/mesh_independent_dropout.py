@@ -20,7 +20,8 @@ generator state has to be saved, restored or shared between threads.
         y.sum().backward()
 
 Inputs are (samples, …, features), or have samples and tokens in one first dimension. Outside of a unit, as in user
-code between two steps, a keyed dropout is an ordinary one. `keyed_draws` handles all other random draws of blocks.
+code between two steps, a keyed dropout is an ordinary one. `seeded_block_draws` handles all other random draws of
+blocks.
 
 Words are 32-bit hashes in int64, mixed by xor-shifts and products below 2⁶³: bitwise equal on every device. The
 two constants are those of the finaliser of least bias in Chris Wellons' "hash prospector" (2018).

@@ -5,7 +5,7 @@
 
 Modules that hold a row of modules, such as `nn.Sequential`, are traced into; others are leaf modules of the trace. A
 cut is made before a module with matrices, where the fewest values cross. Weights that several segments use are
-tied. Code between modules is traced for training and for evaluation; see `retraced_graphs` for the state it reads.
+tied. Code between modules is traced for training and for evaluation; see `retraced_fx_graphs` for the state it reads.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from quintsched.errors import MisfitError
 from ..blocks.block_builders import Carry
 from ..blocks.state_dict_entries import saved_tensors
 from ..comm.torch_modes import Modes, recordable
-from .layers_and_segments import block_class, take
-from .retraced_graphs import TraceSource
+from .layer_and_segment_blocks import block_class, take
+from .retraced_fx_graphs import TraceSource
 
 
 class TracedSegment(nn.Module):

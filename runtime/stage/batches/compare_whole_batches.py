@@ -4,8 +4,8 @@
                  rank 1 (tp=1): inputs a, targets c ─┴▶ fingerprints of all ranks ─▶ targets differ, on every rank
 
 Sequences are compared whole, before they are sharded over cp. Each rank compares all data that it has. Inputs and
-targets that it does not need may be missing, or placeholders (see `batch_digests`). Steps 0, 1, 2, 4, 8, … of each mode
-are compared in this way; every training step by marks (`batch_digests`).
+targets that it does not need may be missing, or placeholders (see `same_batch_every_step`). Steps 0, 1, 2, 4, 8, … of
+each mode are compared in this way; every training step by marks (`same_batch_every_step`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quintsched.errors import MisfitError
 from ...blocks.trees import flatten
 from ...comm import Group
 from ...comm.host_collectives import share_texts
-from .batch_digests import ADVICE
+from .same_batch_every_step import ADVICE
 from .tree_digests import structure_of
 
 _NAMES = "names of extras"

@@ -19,8 +19,8 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import SHORT
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, Kinds, RankKind
 from quintsched.strategies.prediction.memory.activations import ACTIVATION_KINDS, ActivationSizes
+from quintsched.strategies.prediction.memory.built_in_model_activations import own_activations, own_gathered
 from quintsched.strategies.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
-from quintsched.strategies.prediction.memory.own_runtime import own_activations, own_gathered
 from quintsched.strategies.prediction.memory.peak_memory import Mesh, RankLayers, memory_terms
 from quintsched.strategies.prediction.strategy_columns import (
     Table,
