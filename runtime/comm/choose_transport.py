@@ -54,8 +54,9 @@ def watch_by(settings: RunSettings, folder: Path | None = None) -> WatchOptions:
     detected, by its closed connection.
     """
     timeout_s = max(settings.timeout_s, COMPILING_S) if settings.compiled else settings.timeout_s
-    report = str((folder or Path()) / WatchOptions.report)
-    return WatchOptions(timeout_s, settings.stall_after, settings.compiled, report)
+    return WatchOptions(
+        timeout_s, settings.stall_after, settings.compiled, str((folder or Path()) / WatchOptions.report)
+    )
 
 
 def choose_library() -> str:

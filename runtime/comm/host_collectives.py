@@ -42,8 +42,7 @@ def share_texts(group: Group, mine: str) -> list[str]:
 
 def first_said(mine: str, group: Group) -> str:
     """Return, on all members, the first non-empty text, up to `MOST_ERROR_BYTES` bytes; "": all are empty."""
-    said = share_bytes(group, mine.encode()[:MOST_ERROR_BYTES])
-    return next(filter(None, said), b"").decode(errors="ignore")
+    return next(filter(None, share_bytes(group, mine.encode()[:MOST_ERROR_BYTES])), b"").decode(errors="ignore")
 
 
 def broadcast_bytes(group: Group, mine: bytes, source: int) -> bytes:

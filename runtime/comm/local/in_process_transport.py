@@ -109,8 +109,7 @@ class LocalGroup(Group):
             world.meetings.enter(rank, self._key)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Work:
-        collective = MemberCall("all_reduce", op, tensor)
-        return self._meet(collective, tensor, partial(_reduced, _COMBINE[op]))
+        return self._meet(MemberCall("all_reduce", op, tensor), tensor, partial(_reduced, _COMBINE[op]))
 
     def _all_gather(self, output: Tensor, tensor: Tensor) -> Work:
         collective = MemberCall("all_gather", None, tensor)

@@ -26,13 +26,15 @@ def check_collectives(t: Transport, group: Group, dtype: torch.dtype = torch.flo
     swapped, parts = torch.empty_like(x), x * 10 + torch.arange(group.size, device=x.device)[:, None].to(x.dtype)
     sent, received = [*range(group.size)], [group.index] * group.size  # member k gets k rows of each
     uneven = x.new_empty(sum(received), 3)
-    large = x.new_full((1200,), t.rank)
+    large, many = x.new_full((1200,), t.rank), x.new_full((2**16, 2), t.rank)
+    whole = many.new_empty(group.size * len(many), 2)
     works = [
         group.all_reduce(large),
         group.all_reduce(most, ReduceOp.MAX),
         group.all_reduce(least, ReduceOp.MIN),
         group.all_reduce(total),
         group.all_gather(gathered, x),
+        group.all_gather(whole, many),
         group.reduce_scatter(scattered, x),
         group.all_to_all(swapped, parts),
         group.broadcast(source, group.size - 1),
@@ -50,6 +52,8 @@ def check_collectives(t: Transport, group: Group, dtype: torch.dtype = torch.flo
     assert uneven[:, 0].tolist() == [rank for rank in group.ranks for _ in range(group.index)]
     assert source.eq(group.ranks[-1]).all()
     assert gathered[:: group.size, 0].tolist() == list(group.ranks)
+    assert whole.view(group.size, -1).aminmax(dim=1).min.tolist() == list(group.ranks)
+    assert whole.view(group.size, -1).aminmax(dim=1).max.tolist() == list(group.ranks)
 
 
 def launch(order: Callable[[int], str], rules: Rules, ranks: int = 2) -> list[float]:
