@@ -79,8 +79,7 @@ class OptimizerBuilds:
     def __init__(self, builder: Builder, model: RankModel, tensor: Group, split: ZeroSplit) -> None:
         self._builder, self._model, self._tensor, self._split = builder, model, tensor, split
         plan = model.plan
-        per_rank = [[i.stages for i in program if isinstance(i, OptStep)] for program in plan.programs]
-        self._steps: list[StepStages] = per_rank[model.pp_rank]
+        self._steps: list[StepStages] = [i.stages for i in plan.programs[model.pp_rank] if isinstance(i, OptStep)]
         self._is_whole_here = plan.mesh.axis_size("pp") * plan.mesh.axis_size("ep") == 1 and len(self._steps) == 1
         self._shards = plan.zero.shards_optimizer
         self._is_direct = self._is_whole_here and not self._shards and tensor.size == 1
@@ -121,8 +120,7 @@ class OptimizerBuilds:
         """Return a parameter of a whole shape without memory, with the attributes that user code set on it."""
         dtype = self._model.options.dtype or (outline if own is None else own).dtype
         dtype = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
-        one = torch.zeros((), dtype=dtype, device=self._tensor.device)
-        made = nn.Parameter(one.expand(outline.shape))
+        made = nn.Parameter(torch.zeros((), dtype=dtype, device=self._tensor.device).expand(outline.shape))
         for given in (outline, own):
             kept = {} if given is None else vars(given)
             made.__dict__.update({name: value for name, value in kept.items() if not name.startswith("_quintsched")})

@@ -108,5 +108,4 @@ class LRSchedulers:
             for group, settings in zip(scheduler.optimizer.param_groups, given["groups"], strict=True):
                 for key, value in settings.items():
                     here = group.get(key)
-                    is_written = isinstance(here, Tensor)
-                    group[key] = here.copy_(torch.as_tensor(value)) if is_written else deepcopy(value)
+                    group[key] = here.copy_(torch.as_tensor(value)) if isinstance(here, Tensor) else deepcopy(value)

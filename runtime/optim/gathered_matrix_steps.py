@@ -13,6 +13,9 @@ For an optimizer that clips by the norm of all gradients but has only some param
     rank 1    [ p2 ]    + [ r ]        so that the optimizer computes the norm over p0 p1 p2 on both
 
 The engine knows the norm before it steps, so no message is needed. `r` is a parameter during a step only.
+
+Torch's own optimizers step large weights in up to 8 pieces, since a step over many parameters at once (`foreach`) has
+temporaries as large as all of them. They step each parameter by itself, so the numbers are the same.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import logging
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any, NoReturn, cast
 from weakref import WeakSet
 
@@ -40,7 +44,7 @@ from .chained_optimizers import parts_of
 from .optimizer_arguments import nested_in, parameters_of
 from .optimizer_extra_state import OwnState, words_of
 from .optimizer_state import flat_of
-from .update_dependencies import coupling_of_class, hooks_of
+from .update_dependencies import COUPLING_BY_CLASS, coupling_of_class, hooks_of
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -61,8 +65,7 @@ class GatheredMatrix:
     """
 
     def __init__(self, shard: nn.Parameter, how: Shard, group: Group) -> None:
-        self.shard, self._group = shard, group
-        self._how = how
+        self.shard, self._group, self._how = shard, group, how
         shape = list(shard.shape)
         shape[how.dim] *= how.size
         self.full = nn.Parameter(torch.empty(shape, dtype=shard.dtype, device=shard.device))
@@ -101,6 +104,8 @@ class Stepper:
         self._own = [OwnState(n, part) for n, part in zip(numbers or range(len(parts)), parts, strict=True)]
         self._foreign = [own for own in self._own if own.is_foreign]
         self._is_first, self._has_shares = True, numbers is not None
+        sizes = (p.nbytes if p.is_cpu else p.nbytes // 16 for p in self._part_of)  # a GPU's small steps are launches
+        self._pieces = min(8, sum(sizes) >> 22) if type(optimizer) in COUPLING_BY_CLASS else 1
         for part in parts:
             if not any(map(hold_on, part.param_groups[0]["params"])):
                 _stepped_here.add(part)
@@ -115,8 +120,6 @@ class Stepper:
 
     def read_beside(self, masters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
         """Return the optimizers' other state as tensors; `masters` are this rank's, by the names of weights."""
-        if not self._foreign:
-            return {}
         weights = self._weights(masters)
         names = {id(tensor): words for words, tensor in reversed(words_of(weights).items())}
         packed = [{**own.pack(names), **own.pack_shared(self._of(own, weights))} for own in self._foreign]
@@ -129,8 +132,6 @@ class Stepper:
 
     def load_beside(self, state: Mapping[str, Tensor], masters: Mapping[str, nn.Parameter]) -> None:
         """Load a result of `read_beside`, after the per-parameter state."""
-        if not self._foreign:
-            return
         weights = self._weights(masters)
         device = next((parameter.device for parameter, _ in weights.values()), torch.device("cpu"))
         for own in self._foreign:
@@ -175,14 +176,11 @@ class Stepper:
             own.begin_step()
         _this_thread.steps = True
         try:
-            if norm is None and not (self._is_first and self._has_shares):
-                _step_unrecorded(self.optimizer)
-            else:
-                with (
-                    self._refusing_draws() if self._is_first and self._has_shares else _NO_CONTEXT,
-                    _NO_CONTEXT if norm is None else rest_of_norm(self.optimizer, norm),
-                ):
-                    self.optimizer.step()
+            with (
+                self._refusing_draws() if self._is_first and self._has_shares else _NO_CONTEXT,
+                _NO_CONTEXT if norm is None else rest_of_norm(self.optimizer, norm),
+            ):
+                _step_unrecorded(self.optimizer, self._pieces)
         finally:
             _this_thread.steps = False
         for own in self._foreign:
@@ -228,19 +226,32 @@ def _refuse_own_steps(optimizer: Optimizer, *_: object) -> None:
         )
 
 
-def _step_unrecorded(optimizer: Optimizer) -> None:
-    """Step an optimizer; where neither a profiler nor a hook looks on, without torch's record of it.
+def _step_unrecorded(optimizer: Optimizer, pieces: int) -> None:
+    """Step an optimizer; where neither a profiler nor a hook looks on, in pieces and without torch's record of it.
 
-    That takes half of the time of a small step.
+    That record takes half of the time of a small step.
     """
     beside = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     has_hooks = beside or len(_pre_hooks) > 1 or _post_hooks
     own = cast("Any", type(optimizer).step)
     is_torchs = hasattr(own, "hooked") and not hasattr(own.__wrapped__, "hooked")
     if is_torchs and not has_hooks and not _profiled() and optimizer.step == own.__get__(optimizer):
-        own.__wrapped__(optimizer)  # the function that torch has put its record around
+        whole = optimizer.param_groups
+        try:
+            for groups in _cut_groups(whole, pieces) if pieces > 1 else (whole,):
+                optimizer.param_groups = groups
+                own.__wrapped__(optimizer)  # the function that torch has put its record around
+        finally:
+            optimizer.param_groups = whole
     else:
         optimizer.step()
+
+
+def _cut_groups(groups: Sequence[dict[str, Any]], pieces: int) -> Iterator[list[dict[str, Any]]]:
+    """Yield parts of each group, one at a time."""
+    for group in groups:
+        bounds = [len(group["params"]) * number // pieces for number in range(pieces + 1)]
+        yield from ([{**group, "params": group["params"][a:b]}] for a, b in pairwise(bounds) if a < b)
 
 
 class _RefusedDraws(TorchDispatchMode):

@@ -71,13 +71,13 @@ class LossScale:
         """Return the scale, and its number of steps without a change; {} without a scaler."""
         if self._scaler is None:
             return {}
-        steps = float(self._scaler.state_dict()["_growth_tracker"])
-        return {SCALE: torch.tensor([self.value, steps], dtype=torch.float64)}
+        return {SCALE: torch.tensor([self.value, self._scaler.state_dict()["_growth_tracker"]], dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a result of `state_dict`, if it is in the state."""
         found = state.get(SCALE)
         if self._scaler is not None and found is not None:
             self.value, steps = found.tolist()
-            kept = {"scale": self.value, "_growth_tracker": int(steps)}
-            self._scaler.load_state_dict({**self._scaler.state_dict(), **kept})
+            self._scaler.load_state_dict(
+                {**self._scaler.state_dict(), "scale": self.value, "_growth_tracker": int(steps)}
+            )

@@ -221,8 +221,7 @@ def _over_other(taken: Optimizer, blocks: Blocks) -> Builder:
     def build(named: NamedParameters) -> list[Optimizer]:
         ours = dict(named)
         taken.__class__ = _taken(type(given))
-        instead = {id(p): [ours[name] for name in names[p] if name in ours][:1] for p in parameters_of(given)}
-        return [remade(given, instead)]
+        return [remade(given, {id(p): [ours[n] for n in names[p] if n in ours][:1] for p in parameters_of(given)})]
 
     return build
 

@@ -18,7 +18,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime.optim import gathered_matrix_steps
 from quintsched.runtime.optim.gathered_matrix_steps import Stepper
+from quintsched.runtime.optim.optimizer_arguments import parameters_of
 
 from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
 from .optimizers import (
@@ -201,3 +203,36 @@ def test_whoever_looks_on_sees_the_whole_step() -> None:
     Stepper(made[0], ()).step_weights()
     of_all.remove()
     assert seen == ["own", "class", "all"]
+
+
+@pytest.mark.parametrize("kind", [*TORCHS.values(), partial(torch.optim.Adafactor, lr=0.01)])
+def test_large_weights_are_stepped_in_pieces_to_the_same_bits(
+    kind: Callable[..., Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, cut = list[int](), gathered_matrix_steps._cut_groups
+
+    def counted(groups: Any, pieces: int) -> Any:
+        for some in cut(groups, pieces):
+            sizes.append(len(some[0]["params"]))
+            yield some
+
+    def made() -> Optimizer:
+        random = torch.Generator().manual_seed(0)
+        found = [nn.Parameter(torch.randn(2**9, 2**11, generator=random)) for _ in range(3)]
+        for parameter in found:
+            parameter.grad = torch.randn(parameter.shape, generator=random)
+        return kind([{"params": found[:2]}, {"params": found[2:], "weight_decay": 0.1}])
+
+    monkeypatch.setattr(gathered_matrix_steps, "_cut_groups", counted)
+    ours, its = Stepper(made(), ()), made()
+    groups, unlike = ours.optimizer.param_groups, list[object]()
+    for _ in range(2):
+        ours.step_weights()
+        its.step()
+    assert sizes == [1, 1, 1] * 2
+    assert ours.optimizer.param_groups is groups
+    for mine, other in zip(parameters_of(ours.optimizer), parameters_of(its), strict=True):
+        assert torch.equal(mine, other)
+        kept = ours.optimizer.state[mine]
+        unlike += [n for n, v in its.state[other].items() if str(v) != str(kept[n])]
+    assert not unlike
