@@ -181,8 +181,8 @@ class RealBatch:
 
     @property
     def probe(self) -> SampleUnit | None:
-        """A few samples, or None."""
-        return self._units[0].cut(0, min(2, self._units[0].samples)) if self._units else None
+        """A few samples, in memory of their own, or None."""
+        return self._units[0].cut(0, min(2, self._units[0].samples)).copied() if self._units else None
 
     def misfit(
         self,

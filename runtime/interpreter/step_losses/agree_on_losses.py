@@ -93,7 +93,7 @@ class RunLosses:
         self._num_shares = model.num_replicas * model.plan.mesh.axis_size("cp")
         self.loss.is_wanted, self._asked_in_vain = options.finds_loss, not options.finds_loss
         self._is_due = self._has_looked = self._has_doubt = False
-        self._is_watched, self._has_gradients, self._trains = True, False, True
+        self._is_watched, self._has_gradients, self._trains, self._is_part = True, False, True, False
         self._refusal = self._of_metrics = self._of_any = self._of_pairs = ""
         self._told: dict[Examined, str] = {}
         ends = {model.plan.layout.rank_of(route.stages[-1]) for route in model.plan.routes}
@@ -183,7 +183,7 @@ class RunLosses:
         `units`, with their `targets` or None, are one object for all steps of the same shapes; `is_part`: gradient
         accumulation.
         """
-        self._trains = plan.mode == "train"
+        self._trains, self._is_part = plan.mode == "train", is_part
         if self._trains:
             self._sizes = units.sizes | self._sizes if self.earlier else units.sizes
         else:
@@ -308,7 +308,7 @@ class RunLosses:
         self._has_looked, batch, self.loss.real = True, self.loss.real, None
         if batch is not None:
             self._probe = self._probe or batch.probe
-            self._before = self._before or (batch.probe if self._trains else None)
+            self._before = self._before or (batch.probe if self._trains and self._is_part else None)
         for one in self._watched:
             if batch is not None and not (self._has_gradients and self._trains):  # gradients may be NaN there
                 one.compare_values(batch)
