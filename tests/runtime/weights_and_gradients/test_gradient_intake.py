@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
-from quintsched.runtime.weights_and_gradients import reduce_grad_buckets
+from quintsched.runtime.weights_and_gradients import grad_buckets, grad_hooks, reduce_grad_buckets
 from tests.runtime.toys import sgd
 
 WIDTHS = [8, 300]
@@ -137,6 +137,34 @@ def test_buckets_learn_which_gradient_comes_last(monkeypatch: pytest.MonkeyPatch
 
     run_local(2, rank)
     assert sum(inside) >= 0.8 * len(inside) > 0
+
+
+@pytest.mark.parametrize(("in_cache", "is_taken"), [(63, True), (64, False)])
+def test_a_large_gradient_is_taken_in_before_the_backward_goes_on(
+    in_cache: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones are taken in together, when the last of their bucket comes."""
+    monkeypatch.setattr(grad_hooks, "IN_CACHE", in_cache)
+    monkeypatch.setattr(grad_buckets, "IN_CACHE", 1)
+    seen: list[bool] = []
+
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.first(x)
+            weight: Any = self.last.weight
+            if y.requires_grad:
+                y.register_hook(lambda _: seen.append(weight.grad is getattr(weight, "_quintsched_sum", 0)))
+            z: Tensor = self.last(y)
+            return z
+
+    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=1), [Noting], F.mse_loss, sgd)
+    for _ in range(2):
+        engine.step(*torch.randn(2, 8, 8))
+    assert seen[-1] is is_taken
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -17,6 +17,7 @@ from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
+from quintsched.runtime.weights_and_gradients.grad_buckets import GradBucket
 
 from ...helpers.training import train_ranks
 from ..parallel.lively import lively_gpt
@@ -140,6 +141,48 @@ def test_weights_and_gradients_are_resident_only_while_they_are_used() -> None:
         assert any(not torch.equal(weight, before[name]) for name, weight in after.items())
 
     run_local(4, run)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_shards_of_gradients_are_resident_from_the_first_reduction_to_the_optimizer(zero: int) -> None:
+    class Noting(torch.optim.SGD):
+        needs_whole_parameters = False
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["note"]()
+            super().step()
+
+    def run(transport: Transport) -> None:
+        buckets, seen = list[GradBucket](), list[list[bool]]()
+
+        def note(*_: object) -> None:
+            seen.append([bucket.shard.untyped_storage().nbytes() > 0 for bucket in buckets])
+
+        plan = qs.compile("1f1b", mesh="dp=2", microbatches=3, zero=zero)
+        engine = Engine(
+            plan,
+            [lambda: nn.Linear(8, 8)] * 2,
+            nn.functional.mse_loss,
+            partial(Noting, lr=0.1),
+            transport=transport,
+            bucket_mb=1e-4,
+        )
+        buckets += engine._state.gradients.reducer.of_stages([*engine.stages])
+        (optimizer,) = engine.optimizers.values()
+        optimizer.param_groups[0]["note"] = note
+        layer = next(module for module in engine.stages[0].modules() if isinstance(module, nn.Linear))
+        layer.register_forward_pre_hook(note)
+        inputs, targets = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(transport.rank))
+        for _ in range(2):
+            engine.step(inputs, targets)
+            note()
+        first, _, third, optimizers, after = seen[-5:]
+        assert len(buckets) == 4
+        assert not any(first + after)
+        assert all(third + optimizers)
+
+    run_local(2, run)
 
 
 def test_weights_that_are_gathered_and_freed_do_not_count_as_saved_by_autograd() -> None:
