@@ -151,6 +151,14 @@ def rank_stages(model: Model, layout: LayerLayout) -> list[list[RankKind]]:
     return [[stages[stage] for stage in of_rank] for of_rank in held]
 
 
+@lru_cache(maxsize=2**12)
+def layers_of_stages(model: Model, layout: LayerLayout) -> NDArray[np.float64]:
+    """Return the layers of each rank's stages, (pp, stages of a rank, 4): of each kind, and recomputed ones of each."""
+    held = [[list(vars(stage).values())[:4] for stage in of_rank] for of_rank in rank_stages(model, layout)]
+    counts = np.array(held, np.float64)
+    return np.concatenate((counts[..., :2] - counts[..., 2:], counts[..., 2:]), axis=-1)
+
+
 def _alike(layout: LayerLayout, of_ranks: list[list[RankKind]]) -> float:
     """Return 1 if all stages hold the same layers, except for embedding and head, or each rank has one; 0 for twins."""
     several = {(one.dense, one.mixture, one.full_dense, one.full_mixture) for own in of_ranks for one in own}

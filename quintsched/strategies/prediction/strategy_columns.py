@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.strategy import MODULES, Strategy, modules_of
 from quintsched.strategies.descriptions.strategy_validity import resolved
-from quintsched.strategies.prediction.layers_of_ranks import PAIRED
+from quintsched.strategies.prediction.layers_of_ranks import PAIRED, LayerLayout
 
 CODED = ("schedule", "recompute", "dtype", "gradients", "offload", "stages")
 """Columns that hold an index into the distinct values of `Table.values`."""
@@ -96,6 +96,19 @@ class Table:
     def exchanges_beside(self) -> NDArray[np.bool_]:
         """Whether tokens go to experts beside another microbatch's computation."""
         return self.is_scheduled(*PAIRED) | self.is_scheduled("interleaved-1f1b") & (self.ep_overlap > 0)
+
+    @property
+    def layouts(self) -> tuple[list[LayerLayout], Ints]:
+        """Distinct layouts of layers, and the index of each strategy's layout."""
+        names = [field.name for field in fields(LayerLayout)]
+        first, which = distinct([getattr(self, name) for name in names])
+        columns = [self._values_of(name, first) for name in names]
+        return [LayerLayout(*one) for one in zip(*columns, strict=True)], which
+
+    def _values_of(self, name: str, rows: Ints) -> list[Any]:
+        """Return the values of a column in these rows."""
+        column = getattr(self, name)[rows].tolist()
+        return [self.values[name][code] for code in column] if name in CODED else column
 
     def take_rows(self, index: slice | NDArray[Any]) -> Table:
         """Return the table of these rows."""

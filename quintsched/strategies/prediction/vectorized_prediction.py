@@ -113,32 +113,15 @@ def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: C
 
 def distinct_kinds(model: Model, table: Table, *, each_rank: bool = False) -> Kinds:
     """Return the kinds of ranks of every row, computed once per distinct layout."""
-    layouts, which = _layouts(table)
+    layouts, which = table.layouts
     return kinds(model, layouts, each_rank=each_rank).take_layouts(which)
 
 
 def distinct_stages(model: Model, table: Table) -> Kinds:
     """Return the stages of every row, as if each were on a rank of its own."""
-    layouts, which = _layouts(table)
+    layouts, which = table.layouts
     apart = [LayerLayout(each.pp * each.chunks, 1, "1f1b", each.stages, each.recompute) for each in layouts]
     return kinds(model, apart, each_rank=True).take_layouts(which)
-
-
-def _layouts(table: Table) -> tuple[list[LayerLayout], Ints]:
-    """Return the distinct layouts, and the index of each row's layout."""
-    names = ("pp", "chunks", "schedule", "stages", "recompute")
-    first, which = distinct([getattr(table, name) for name in names])
-    layouts = [
-        LayerLayout(
-            int(table.pp[row]),
-            int(table.chunks[row]),
-            table.values["schedule"][table.schedule[row]],
-            table.values["stages"][table.stages[row]],
-            table.values["recompute"][table.recompute[row]],
-        )
-        for row in first
-    ]
-    return layouts, which
 
 
 def sizes_of(table: Table, dtype: str) -> BlockSizes:

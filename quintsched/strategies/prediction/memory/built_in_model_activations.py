@@ -44,7 +44,7 @@ def own_activations(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: Ran
     first = ranks.first * np.where(recomputes, 1.0, ranks.first_in_flight)
     last = ranks.last * np.where(recomputes, 1.0, ranks.logits_in_flight)
     inputs = (mesh.chunks - ranks.first) * block_input(model, sizes)
-    found["activations_inputs"] = np.where(recomputes, ranks.in_flight - 1.0 / mesh.chunks, 0.0) * inputs
+    found["activations_inputs"] = np.where(recomputes, ranks.stages_in_flight - 1.0 / mesh.chunks, 0.0) * inputs
     found["activations_embedding"] = first * _embedding(model, sizes)
     found["activations_head"] = last * _head(model, sizes)
     found["logits"] = ranks.last * ranks.logits_in_flight * _loss(model, sizes)

@@ -9,18 +9,22 @@ compiled plan (`simulated_activation_memory`): activations are held until their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quintsched.errors import UsageError
 from quintsched.schedules import find_schedule
-from quintsched.strategies.prediction.pipeline.makespan import peak_activations
+from quintsched.strategies.prediction.pipeline.makespan import moments_of_stages, peak_activations
 
 Form = Callable[[Any, Any, Any, Any], Any]
 """(pp, microbatches, chunks, rank) → activations in flight, in chunks."""
+Moments = Sequence[tuple[float, ...]]
+"""Numbers of microbatches that the stages of a rank hold, moment by moment."""
 
 
 _FORMS: Mapping[str, Form] = MappingProxyType(
@@ -59,6 +63,21 @@ _FULLEST_RANK: Mapping[str, Callable[[Any, Any, Any], Any]] = MappingProxyType(
 KEEPS_LOGITS = frozenset({"gpipe", "bfs"})
 """Schedules whose last stage runs all forwards before its first backward."""
 
+_OF_STAGES: Mapping[str, Callable[[int, int, int, int], Moments]] = MappingProxyType(
+    {
+        "interleaved-1f1b": lambda pp, m, v, rank: _interleaved(pp, m, v, rank),
+        "zbv": lambda pp, _m, _v, rank: [(2 * pp - rank, rank), (2 * pp - rank - 1, rank + 1)],
+        "v-half": lambda pp, m, _v, rank: [
+            (pp + 1 - up, 1 + up) for up in (rank // 2, -(-rank // 2)) if pp % 2 == 0 and m >= 2 * pp
+        ],
+        "chimera": lambda pp, _m, _v, rank: [(min(pp // 2, pp - rank), min(pp // 2, rank + 1))],
+        "dualpipe": lambda pp, _m, _v, rank: [(pp - rank, rank + 1)],
+        "dualpipe-v": lambda pp, _m, _v, rank: [(2 * pp - rank, rank + 1)],
+        "hanayo": lambda pp, _m, v, rank: [(*(pp,) * (v - 1), rank + 1)],
+    }
+)
+"""(pp, microbatches, chunks, rank) → largest numbers of microbatches that the stages of a rank hold at once."""
+
 DELAYS_HEAD = frozenset({"zb-h1", "zb-h2", "zb-auto", "interleaved-zb"})
 """Schedules whose last stage runs weight halves of backwards, which need the gradient of logits, as late as others."""
 
@@ -78,6 +97,37 @@ def in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any, rank: A
         return _of_orders(found.name, pp, microbatches, chunks, rank, last)
     fullest = _FULLEST_RANK[found.name](pp, rank, last) if found.name in _FULLEST_RANK else rank
     return _FORMS[found.name](pp, microbatches, chunks, fullest) / (2 if found.bidirectional else chunks)
+
+
+@lru_cache(maxsize=1024)
+def stages_in_flight(schedule: str, pp: int, microbatches: int, chunks: int) -> NDArray[np.float64]:
+    """Return the numbers of microbatches in flight by stage of each rank, (pp, moments, stages of a rank).
+
+    Of stages that hold different layers, a rank holds most at one of these moments.
+    """
+    name = find_schedule(schedule).name
+    found: Sequence[Moments] = [()]
+    if name in _OF_STAGES:
+        found = [_OF_STAGES[name](pp, microbatches, chunks, rank) for rank in range(pp)]
+    if not all(found):
+        found = moments_of_stages(name, pp, microbatches, chunks)
+    most = max(map(len, found))
+    table = [[*moments, *[moments[0]] * (most - len(moments))] for moments in found]
+    return np.minimum(np.array(table, np.float64), microbatches)
+
+
+def _interleaved(pp: int, microbatches: int, chunks: int, rank: int) -> Moments:
+    """Return the moments after a forward at which it or the next backward begins another chunk."""
+    turn, last = pp * chunks, microbatches * chunks
+    ahead = int(_FORMS["interleaved-1f1b"](pp, microbatches, chunks, rank))
+    done = np.arange(ahead, min(ahead + turn, last) + 1)
+    done = done[(done % pp == 0) | ((done - ahead) % pp == 0) | (done == last)][:, None]
+    chunk = np.arange(chunks)
+    forwards, backwards = (
+        passes // turn * pp + np.clip(passes % turn - place * pp, 0, pp)
+        for passes, place in ((done, chunk), (done - ahead, chunks - 1 - chunk))
+    )
+    return [tuple(moment) for moment in (forwards - backwards).tolist()]
 
 
 def _of_orders(schedule: str, *shape: Any) -> Any:

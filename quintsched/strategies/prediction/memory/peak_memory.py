@@ -16,6 +16,7 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.parameters import Held, block_weights, embedding_weights, head_weights, on_rank
@@ -48,7 +49,10 @@ class RankLayers(RankKind):
     """Layers of ranks, and the microbatches of which they hold activations."""
 
     in_flight: Any
-    """Peak number of microbatches in flight; see the module `in_flight`."""
+    """Peak number of microbatches in flight; see the module `in_flight`. Of stages that hold different layers, such
+    that the activations of all layers of the rank, times it, are those that it holds at its fullest moment."""
+    stages_in_flight: Any
+    """Peak number of microbatches in flight if all stages of a rank count alike."""
     first_in_flight: Any
     """Peak number of microbatches of the first stage."""
     logits_in_flight: Any
@@ -137,6 +141,16 @@ def _kept(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: RankLayers) -
         for term, bytes_ in block_kept(model, sizes, kind).items():
             found[term] = found.get(term, 0) + count * (bytes_ - dropped.get(term, 0))
     return found
+
+
+def layer_bytes(model: Model, sizes: ActivationSizes, mesh: Mesh) -> NDArray[np.float64]:
+    """Return the bytes that a layer keeps of one microbatch, (n, 4): of each kind, and of each if it is recomputed."""
+    full = block_input(model, sizes)
+    each = []
+    for kind in model.kinds:
+        dropped = sum(block_rerun(model, sizes, mesh.rerun, kind).values())
+        each.append(sum(block_kept(model, sizes, kind).values()) - dropped)
+    return np.concatenate(np.broadcast_arrays(each[0], each[-1], full, full), axis=1)
 
 
 def _temporary(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: RankLayers) -> Any:

@@ -17,18 +17,29 @@ from numpy.typing import NDArray
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import SHORT
-from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, Kinds, RankKind
+from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, Kinds, RankKind, layers_of_stages
 from quintsched.strategies.prediction.memory.activations import ACTIVATION_KINDS, ActivationSizes
-from quintsched.strategies.prediction.memory.built_in_model_activations import own_activations, own_gathered
-from quintsched.strategies.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
-from quintsched.strategies.prediction.memory.peak_memory import Mesh, RankLayers, memory_terms
+from quintsched.strategies.prediction.memory.in_flight import (
+    KEEPS_LOGITS,
+    first_in_flight,
+    in_flight,
+    logits_in_flight,
+    stages_in_flight,
+)
+from quintsched.strategies.prediction.memory.own_runtime import own_activations, own_gathered
+from quintsched.strategies.prediction.memory.peak_memory import Mesh, RankLayers, layer_bytes, memory_terms
 from quintsched.strategies.prediction.strategy_columns import (
     Table,
     activation_caps,
+    distinct,
     gradient_bytes,
     rerun_modules,
     widths,
 )
+
+FLIGHTS = ("in_flight", "stages_in_flight", "first_in_flight", "logits_in_flight")
+ENOUGH = 4
+"""Microbatches, in multiples of pp, after which a rank's stages hold no others at once."""
 
 
 def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> dict[str, NDArray[np.float64]]:
@@ -38,7 +49,7 @@ def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> 
     that runtime.
     """
     sizes, mesh = _cut(table)
-    ranks = _ranks(table, kinds)
+    ranks = _ranks(model, table, kinds, sizes, mesh)
     terms = memory_terms(model, sizes, mesh, ranks)
     if hardware.measured is not None and hardware.measured.cores is not None:
         others = {name: bytes_ for name, bytes_ in terms.items() if not _is_of_activations(name)}
@@ -62,7 +73,8 @@ def stage_terms(model: Model, table: Table, stages: Kinds, *, sharded: bool = Fa
     """Return the bytes of every stage, (n, K), with one microbatch's activations; `sharded`: over replicas, by ZeRO."""
     sizes, mesh = _cut(table)
     once = np.ones(stages.dense.shape)
-    ranks = replace(_ranks(table, stages), in_flight=once, logits_in_flight=once)
+    ranks = _ranks(model, table, stages, sizes, mesh)
+    ranks = replace(ranks, in_flight=once, logits_in_flight=once)
     terms = memory_terms(model, sizes, mesh if sharded else replace(mesh, zero=0 * mesh.zero), ranks)
     return {name: np.broadcast_to(bytes_, stages.dense.shape) for name, bytes_ in terms.items()}
 
@@ -118,8 +130,9 @@ def fullest(terms: Mapping[str, NDArray[np.float64]], kinds: Kinds) -> dict[str,
     return {name: bytes_[rows, most] for name, bytes_ in terms.items()}
 
 
-def _ranks(table: Table, kinds: Kinds) -> RankLayers:
+def _ranks(model: Model, table: Table, kinds: Kinds, sizes: ActivationSizes, mesh: Mesh) -> RankLayers:
     flight, (first, logits) = np.zeros_like(kinds.dense), np.zeros((2, len(kinds.dense), 1))
+    caps = activation_caps(table)[:, None]  # of passes of a rank: under twins, of one of its two stages
     for code, schedule in enumerate(table.values["schedule"]):
         rows = np.flatnonzero(np.asarray(table.schedule) == code)
         if len(rows):
@@ -128,11 +141,32 @@ def _ranks(table: Table, kinds: Kinds) -> RankLayers:
             )
             rank = kinds.rank[rows].astype(np.int64)
             last = rank + np.maximum(kinds.ranks[rows].astype(np.int64), 1) - 1
-            cap = activation_caps(table)[rows, None]  # of passes of a rank: under twins, of one of its two stages
-            held = in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks, rank=rank, last=last)
-            flight[rows] = np.minimum(held, cap / (2 if schedule in BIDIRECTIONAL else 1))
-            passes = np.maximum(cap * chunks, 1)
+            flight[rows] = in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks, rank=rank, last=last)
+            passes = np.maximum(caps[rows] * chunks, 1)
             first[rows] = np.minimum(first_in_flight(schedule, pp=pp, microbatches=microbatches, chunks=chunks), passes)
             logits[rows] = np.minimum(logits_in_flight(schedule, pp=pp, microbatches=microbatches), passes)
+    own = flight.copy()
+    _count_by_stage(model, table, kinds, layer_bytes(model, sizes, mesh), own)
+    caps = caps / np.where(table.is_scheduled(*BIDIRECTIONAL), 2, 1)[:, None]
     layers = {one.name: getattr(kinds, one.name) for one in fields(RankKind)}
-    return RankLayers(**layers | {"in_flight": flight, "first_in_flight": first, "logits_in_flight": logits})
+    return RankLayers(
+        **layers, **dict(zip(FLIGHTS, (np.minimum(own, caps), np.minimum(flight, caps), first, logits), strict=True))
+    )
+
+
+def _count_by_stage(model: Model, table: Table, kinds: Kinds, of_layer: Any, flight: NDArray[np.float64]) -> None:
+    """Set what is in flight where stages of a rank hold different layers, given the bytes of a layer, (n, 4)."""
+    rows = np.flatnonzero((kinds.alike[:, 0] == 0) & ~table.is_scheduled(*KEEPS_LOGITS))
+    if not len(rows):
+        return
+    table, pp = table.take_rows(rows), table.pp[rows]
+    layouts, which = table.layouts
+    enough = np.minimum(table.microbatches, ENOUGH * pp + table.microbatches % pp)
+    first, groups = distinct([which, enough])
+    for group, one in enumerate(first):
+        layout, members = layouts[which[one]], rows[groups == group]
+        held = stages_in_flight(layout.schedule, layout.pp, int(enough[one]), layout.chunks)
+        kept = layers_of_stages(model, layout) @ of_layer[members].T  # (pp, stages of a rank, n)
+        found = (held @ kept).max(axis=1) / np.maximum(kept.sum(axis=1), 1.0)
+        starts = kinds.rank[members[0]][kinds.ranks[members[0]] > 0].astype(np.int64)
+        flight[members, : len(starts)] = np.maximum.reduceat(found, starts).T

@@ -255,4 +255,19 @@ def peak_activations(schedule: str, pp: int, microbatches: int, chunks: int | No
     """
     found = find_schedule(schedule)
     order = order_of_computation(found, found.shape(pp, microbatches, chunks), Mesh(pp=pp))
-    return tuple(peak * order.schedule.parts for peak in simulated_activation_memory.peak_activations(order, Costs()))
+    return tuple(peak * order.schedule.parts for peak in activation_memory.peak_activations(order, Costs()))
+
+
+def moments_of_stages(schedule: str, pp: int, microbatches: int, chunks: int | None) -> list[list[tuple[float, ...]]]:
+    """Return the distinct numbers of microbatches that a rank's stages hold at once, by rank, counted likewise."""
+    found = find_schedule(schedule)
+    order = order_of_computation(found, found.shape(pp, microbatches, chunks), Mesh(pp=pp))
+    alone = [Costs(activation=tuple(one)) for one in np.eye(len(order.stage_to_pp)).tolist()]
+    each = [activation_memory.activation_changes(order, costs) for costs in alone]
+    moments = []
+    for rank in range(pp):
+        rows, own = order.columns.rows_of(rank), [s for s, place in enumerate(order.stage_to_pp) if place == rank]
+        net, most = (np.array([getattr(each[s], name)[rows] for s in own]) for name in ("net", "most"))
+        held = np.unique((np.cumsum(net, axis=1) - net + most) / order.schedule.parts, axis=1).T
+        moments.append([tuple(one) for one in held.tolist()])
+    return moments

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.schedules import all_schedules, find_schedule
 from quintsched.simulation.costs import Costs
-from quintsched.simulation.simulated_activation_memory import peak_activations
+from quintsched.strategies.prediction.layers_of_ranks import stages_of_rank
 from quintsched.strategies.prediction.memory import in_flight as forms
-from quintsched.strategies.prediction.memory.in_flight import first_in_flight, in_flight, logits_in_flight
+from quintsched.strategies.prediction.memory.in_flight import (
+    KEEPS_LOGITS,
+    first_in_flight,
+    in_flight,
+    logits_in_flight,
+    stages_in_flight,
+)
+from quintsched.strategies.prediction.memory.rank_memory import ENOUGH
 
 TRAINING = [found.name for found in all_schedules() if found.built_in and found.mode == "train"]
 BOUNDS = {"v-min", "v-half", "zb-auto", "dualpipe-v", "zbv"}
@@ -91,6 +100,24 @@ def test_microbatches_of_the_first_stage_and_of_the_last(name: str) -> None:
                 assert held <= said or (stage and microbatches < 2 * pp), where
             else:
                 assert held == said, where
+
+
+@given(name=st.sampled_from(sorted({*TRAINING} - KEEPS_LOGITS)), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_uneven_stages_hold_what_the_plan_holds(name: str, data: st.DataObject) -> None:
+    pp = data.draw(st.integers(1, 6), "pp")
+    _, microbatches, chunks = data.draw(st.sampled_from(_shapes(name)), "microbatches and chunks")
+    try:
+        plan = qs.compile(name, mesh=qs.Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
+    except UsageError:
+        return
+    twins = 1 + find_schedule(name).bidirectional
+    sizes = data.draw(st.lists(st.integers(0, 5), min_size=pp * chunks, max_size=pp * chunks), "sizes")
+    held = peak_activations(plan, Costs(activation=tuple(map(float, sizes * twins))))
+    enough = min(microbatches, ENOUGH * pp + microbatches % pp)
+    moments = stages_in_flight(name, pp, enough, chunks)
+    own = [[sizes[stage] for stage in stages_of_rank(rank, pp, chunks, name)] for rank in range(pp)]
+    assert held == pytest.approx([(moments[rank] @ own[rank]).max() for rank in range(pp)])
 
 
 def test_an_unknown_schedule_is_refused() -> None:
