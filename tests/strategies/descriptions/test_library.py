@@ -76,8 +76,8 @@ def test_all_presets_are_found() -> None:
 def test_records_and_mappings_are_taken() -> None:
     model = Model(**SIZES)
     assert find_model(model) is model
-    assert find_model({**SIZES, "attention": "flash"}) == model
-    assert find_model({"n_layer": 2, "n_embd": 64, "n_head": 4, "attention": "flash"}) == model
+    assert find_model({**SIZES, "attention": "flash2"}) == model
+    assert find_model({"n_layer": 2, "n_embd": 64, "n_head": 4, "attention": "flash2"}) == model
     hardware = find_hardware("a100")
     assert find_hardware(hardware) is hardware
 
@@ -176,7 +176,7 @@ def test_broken_files_say_where(tmp_path: Path, text: str, suffix: str, fault: s
 
 @pytest.mark.parametrize("newer", [{}, {"positions": "rope"}, {"dropout": False}, {"kv_heads": 1}])
 def test_attention_is_fused_unless_a_model_says_otherwise(newer: dict[str, object]) -> None:
-    assert find_model({**SIZES, **newer}).attention == Model(**SIZES).attention == "flash"
+    assert find_model({**SIZES, **newer}).attention == Model(**SIZES).attention == "flash2"
     assert find_model({**SIZES, **newer, "attention": "unfused"}).attention == "unfused"
 
 
