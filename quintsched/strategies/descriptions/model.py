@@ -180,8 +180,8 @@ class Model(Description):
     """Whether dropout masks are kept for the backward."""
     causal: Flag = True
     attention: Literal["unfused", "flash", "flash2"] = "flash2"
-    """Attention kernel: "flash2" (arXiv:2307.08691; PyTorch since 2.2, Transformer Engine) and "flash", the slower kernels
-    before July 2023 (arXiv:2205.14135), do not materialise scores; "unfused" does (Megatron before 2023)."""
+    """Attention kernel: "flash2" (arXiv:2307.08691) and "flash", with slower kernels, before July 2023
+    (arXiv:2205.14135), do not materialise scores; "unfused" does (Megatron before 2023)."""
     window: Size | None = None
     """Most keys that a query attends to in layers with a sliding window; None: no layer has one."""
     window_except: Count = 0

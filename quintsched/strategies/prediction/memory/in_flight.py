@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quintsched.errors import UsageError
 from quintsched.schedules import find_schedule
-from quintsched.strategies.prediction.pipeline.makespan import moments_of_stages, peak_activations
+from quintsched.strategies.prediction.pipeline.makespan import moments_of_stages
 
 Form = Callable[[Any, Any, Any, Any], Any]
 """(pp, microbatches, chunks, rank) → activations in flight, in chunks."""
@@ -134,7 +134,10 @@ def _of_orders(schedule: str, *shape: Any) -> Any:
     """Return the peaks counted from the schedule's own order."""
     sizes = np.broadcast_arrays(*shape)
     pp, rows = sizes[0], np.stack([size.ravel() for size in sizes], axis=1).tolist()
-    held = [max(peak_activations(schedule, p, m, v)[first : last + 1]) / v for p, m, v, first, last in rows]
+    held = []
+    for p, m, v, first, last in rows:
+        of_ranks = moments_of_stages(schedule, p, m, v)[first : last + 1]
+        held.append(max(sum(moment) for moments in of_ranks for moment in moments) / v)
     return np.reshape(held, pp.shape)
 
 

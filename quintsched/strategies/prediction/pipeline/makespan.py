@@ -248,18 +248,11 @@ def chunk(s: Pipelines, name: str) -> Values:
 
 
 @lru_cache(maxsize=1024)
-def peak_activations(schedule: str, pp: int, microbatches: int, chunks: int | None) -> tuple[float, ...]:
-    """Return the peak of activations of each rank, held until the backward's end, in microbatches of one stage.
+def moments_of_stages(schedule: str, pp: int, microbatches: int, chunks: int | None) -> list[list[tuple[float, ...]]]:
+    """Return the distinct numbers of microbatches that the stages of each rank hold at once, until the backward's end.
 
     `memory.in_flight` has closed forms; here the schedule's own order is counted.
     """
-    found = find_schedule(schedule)
-    order = order_of_computation(found, found.shape(pp, microbatches, chunks), Mesh(pp=pp))
-    return tuple(peak * order.schedule.parts for peak in activation_memory.peak_activations(order, Costs()))
-
-
-def moments_of_stages(schedule: str, pp: int, microbatches: int, chunks: int | None) -> list[list[tuple[float, ...]]]:
-    """Return the distinct numbers of microbatches that a rank's stages hold at once, by rank, counted likewise."""
     found = find_schedule(schedule)
     order = order_of_computation(found, found.shape(pp, microbatches, chunks), Mesh(pp=pp))
     alone = [Costs(activation=tuple(one)) for one in np.eye(len(order.stage_to_pp)).tolist()]

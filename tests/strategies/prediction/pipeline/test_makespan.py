@@ -11,7 +11,7 @@ from quintsched.strategies.prediction.pipeline.event_graph_levels import TIMED_C
 from quintsched.strategies.prediction.pipeline.makespan import (
     bound_of,
     has_closed_form,
-    peak_activations,
+    moments_of_stages,
     rank_pipelines,
     repetition,
     stage_durations,
@@ -168,4 +168,4 @@ def test_peaks_are_those_of_the_plan(name):
     pp, microbatches, chunks = shape_of(name, rng, 5)
     plan = qs.compile(name, mesh=qs.Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
     wanted = [peak * plan.schedule.parts for peak in plan.simulate().peak_activations]
-    assert list(peak_activations(name, pp, microbatches, chunks)) == pytest.approx(wanted)
+    assert [max(map(sum, one)) for one in moments_of_stages(name, pp, microbatches, chunks)] == pytest.approx(wanted)
