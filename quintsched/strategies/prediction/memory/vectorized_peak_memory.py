@@ -19,6 +19,7 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import SHORT
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, Kinds, RankKind, layers_of_stages
 from quintsched.strategies.prediction.memory.activations import ACTIVATION_KINDS, ActivationSizes
+from quintsched.strategies.prediction.memory.built_in_model_activations import own_activations, own_gathered
 from quintsched.strategies.prediction.memory.in_flight import (
     KEEPS_LOGITS,
     first_in_flight,
@@ -26,7 +27,6 @@ from quintsched.strategies.prediction.memory.in_flight import (
     logits_in_flight,
     stages_in_flight,
 )
-from quintsched.strategies.prediction.memory.own_runtime import own_activations, own_gathered
 from quintsched.strategies.prediction.memory.peak_memory import Mesh, RankLayers, layer_bytes, memory_terms
 from quintsched.strategies.prediction.strategy_columns import (
     Table,

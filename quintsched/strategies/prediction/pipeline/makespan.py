@@ -256,7 +256,7 @@ def moments_of_stages(schedule: str, pp: int, microbatches: int, chunks: int | N
     found = find_schedule(schedule)
     order = order_of_computation(found, found.shape(pp, microbatches, chunks), Mesh(pp=pp))
     alone = [Costs(activation=tuple(one)) for one in np.eye(len(order.stage_to_pp)).tolist()]
-    each = [activation_memory.activation_changes(order, costs) for costs in alone]
+    each = [simulated_activation_memory.activation_changes(order, costs) for costs in alone]
     moments = []
     for rank in range(pp):
         rows, own = order.columns.rows_of(rank), [s for s, place in enumerate(order.stage_to_pp) if place == rank]

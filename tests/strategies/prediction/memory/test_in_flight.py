@@ -11,6 +11,7 @@ import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.schedules import all_schedules, find_schedule
 from quintsched.simulation.costs import Costs
+from quintsched.simulation.simulated_activation_memory import peak_activations
 from quintsched.strategies.prediction.layers_of_ranks import stages_of_rank
 from quintsched.strategies.prediction.memory import in_flight as forms
 from quintsched.strategies.prediction.memory.in_flight import (
@@ -20,7 +21,7 @@ from quintsched.strategies.prediction.memory.in_flight import (
     logits_in_flight,
     stages_in_flight,
 )
-from quintsched.strategies.prediction.memory.rank_memory import ENOUGH
+from quintsched.strategies.prediction.memory.vectorized_peak_memory import ENOUGH
 
 TRAINING = [found.name for found in all_schedules() if found.built_in and found.mode == "train"]
 BOUNDS = {"v-min", "v-half", "zb-auto", "dualpipe-v", "zbv"}
