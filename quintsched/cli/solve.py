@@ -31,8 +31,8 @@ from quintsched.files.terminal_progress import progress
 
 if TYPE_CHECKING:
     from quintsched.solve import Solution
+    from quintsched.solve.order_problem import Objective
     from quintsched.solve.order_search import Attempt
-    from quintsched.solve.order_timing import Objective
 
 Placed = Annotated[str, typer.Option("--placement", metavar="NAME", help="linear, loop, v, or auto: each of them.")]
 Chunks = Annotated[
@@ -176,11 +176,14 @@ def _in_words(found: Solution) -> str:
     other = f"makespan {found.makespan:g}" if claim.objective == "span" else f"span {found.span:g}"
     lines = [
         f"{claim.objective} {claim.value:g} {claim.costs.unit}, {other}, placement {found.placement}, "
-        f"found by: {found.origin}",
+        + (f"each stage in {found.parts} equal parts, " if found.parts > 1 else "")
+        + f"found by: {found.origin}",
         f"certified bound {claim.bound:g} (rank {claim.rank} by {claim.reason})",
     ]
     if found.proved is not None and found.proved > claim.bound:
         lines.append(f"bound proved by CP-SAT {found.proved:g}")
+    if others := ", ".join(f"{name} {bound:g}" for name, bound in found.bounds.items() if name != found.placement):
+        lines.append(f"bounds of other placements: {others}")
     state = {"certified": "optimal, certified", "solver-proved": "optimal, proved by the solver"}
     lines.append(state.get(found.status, f"gap {percent(found.gap)}"))
     if (noise := found.robustness) is not None:

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quintsched.solve.order_bounds import head
-from quintsched.solve.order_problem import EPSILON, INPUT_HALF, WEIGHT_HALF, Problem
-from quintsched.solve.order_timing import Objective
+from quintsched.solve.order_problem import EPSILON, INPUT_HALF, WEIGHT_HALF, Objective, Problem
 
 MOST_COMPUTATIONS = 4_000
 """Largest problem that it is asked to solve."""

@@ -15,8 +15,8 @@ import random
 from collections.abc import Callable
 from time import monotonic
 
-from quintsched.solve.order_problem import Problem
-from quintsched.solve.order_timing import Objective, Timing, has_room, time_orders
+from quintsched.solve.order_problem import Objective, Problem
+from quintsched.solve.order_timing import Timing, has_room, time_orders
 
 FARTHEST = 8
 """Most computations that a move jumps over."""

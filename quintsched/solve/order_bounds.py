@@ -23,8 +23,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from quintsched.ir.instruction_columns import Amounts
-from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF, Problem
-from quintsched.solve.order_timing import Objective
+from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF, Objective, Problem
 
 Reason = Literal["work", "fill", "memory"]
 

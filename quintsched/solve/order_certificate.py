@@ -24,8 +24,7 @@ from quintsched.simulation.cost_forms import OneOrMany, PlanNumber
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation
 from quintsched.solve.order_bounds import Reason, bound_of
-from quintsched.solve.order_problem import problem_of
-from quintsched.solve.order_timing import Objective
+from quintsched.solve.order_problem import Objective, problem_of
 
 MAX_BYTES = 2**24
 TOLERANCE = 1e-9

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Literal
 
 import numpy as np
 
@@ -26,6 +27,10 @@ KINDS: tuple[type[Compute], ...] = (Fwd, BwdInput, BwdWeight)
 EPSILON = 1e-9
 """Difference that counts as none between numbers of units, and between activations as a share of the cap."""
 ROUNDING = 1e-12
+
+Objective = Literal["span", "makespan"]
+"""Time that is minimised: the longest span of a rank, from its first forward to its last weight half, or the makespan,
+from the first computation of any rank to the last."""
 
 Orders = tuple[tuple[int, ...], ...]
 """For each rank, the numbers of its computations in order."""

@@ -5,7 +5,8 @@
     round times     ┘                └ CP-SAT    ┘
 
 Round times: durations as small whole numbers of one unit, for which CP-SAT is quick; the order that is best for these
-is nearly so for the real ones. Each placement begins, and those that lag behind are given up.
+is nearly so for the real ones. Each placement begins, that of the least bound first; those that lag behind, or whose
+bound is not below what is found, are given up.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import math
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from time import monotonic
 from types import MappingProxyType
@@ -28,8 +30,8 @@ from quintsched.solve import constraint_programming as exact
 from quintsched.solve.list_policies import policies, schedule_by
 from quintsched.solve.local_search import HOT, anneal
 from quintsched.solve.order_bounds import Bound, lower_bound
-from quintsched.solve.order_problem import EPSILON, Orders, Problem
-from quintsched.solve.order_timing import Objective, has_room, time_orders
+from quintsched.solve.order_problem import EPSILON, Objective, Orders, Problem
+from quintsched.solve.order_timing import has_room, time_orders
 from quintsched.solve.periodic_orders import periodic_orders
 from quintsched.solve.periodic_solving import solved_periodic_order
 from quintsched.solve.starting_orders import named_orders
@@ -52,6 +54,7 @@ class Attempt:
     """Search with one placement: its problem, the best orders so far, and where they came from."""
 
     problem: Problem
+    costs: Costs | None
     objective: Objective
     bound: Bound
     value: float = math.inf
@@ -78,9 +81,19 @@ class Search:
     told: Callable[[Attempt, float], None]
     began_s: float = field(default_factory=monotonic)
     log: list[tuple[float, float, float, str]] = field(default_factory=list)
+    attempts: list[Attempt] = field(default_factory=list)
     best: Attempt | None = None
     is_interrupted: bool = False
     """Whether Ctrl-C has ended it."""
+
+    @property
+    def value(self) -> float:
+        """Least time that is found."""
+        return self.best.value if self.best else math.inf
+
+    def can_win(self, attempt: Attempt) -> bool:
+        """Whether an order with an attempt's placement may be better than the best one."""
+        return attempt.bound.value < self.value - attempt.problem.tick
 
     @property
     def is_over(self) -> bool:
@@ -89,7 +102,7 @@ class Search:
 
     def keep(self, attempt: Attempt, orders: list[list[int]], value: float, origin: str) -> bool:
         """Keep orders that are better than an attempt's; return whether the search goes on."""
-        least, best = attempt.problem.tick, self.best.value if self.best else math.inf
+        least, best = attempt.problem.tick, self.value
         if value < attempt.value - least:
             attempt.value, attempt.orders = value, tuple(map(tuple, orders))
             attempt.origin = origin
@@ -109,8 +122,7 @@ class Search:
 
 
 def search(
-    problems: list[Problem],
-    costs: Costs | None,
+    problems: Sequence[tuple[Problem, Costs | None]],
     objective: Objective,
     *,
     seed: int,
@@ -119,7 +131,7 @@ def search(
     told: Callable[[Attempt, float], None],
     known: Mapping[str, Orders] = MappingProxyType({}),
 ) -> Search:
-    """Search with each problem (one for each placement); an interrupt ends it with the best so far.
+    """Search with each problem, of its costs (one for each placement); an interrupt ends it with the best so far.
 
     `known` are more starting points, by name, for a search with one problem. Raises `UsageError` where the time is over
     before one order was timed.
@@ -127,14 +139,15 @@ def search(
     state = Search(objective, seed, monotonic() + seconds, told)
     try:
         with interrupted_at(state.ends_s):
-            attempts = [Attempt(problem, objective, lower_bound(problem, objective)) for problem in problems]
-            for attempt in attempts:
-                _begin(state, attempt, costs, effort, known)
-            for attempt in attempts:
+            attempts = [Attempt(*each, objective, lower_bound(each[0], objective)) for each in problems]
+            state.attempts = sorted(attempts, key=lambda attempt: attempt.bound.value)
+            for begin in (partial(_try_known, known=known), partial(_begin, effort=effort)):
+                for attempt in filter(state.can_win, state.attempts):
+                    begin(state, attempt)
+            for attempt in filter(state.can_win, state.attempts):
                 _improve_by_moves(state, attempt, effort)
-            for attempt in sorted(attempts, key=lambda attempt: attempt.value):
-                best = state.best.value if state.best else math.inf
-                if attempt.value <= best * LAGS_BEHIND and attempt.bound.value < best - attempt.problem.tick:
+            for attempt in sorted(state.attempts, key=lambda attempt: attempt.value):
+                if attempt.value <= state.value * LAGS_BEHIND and state.can_win(attempt):
                     _finish(state, attempt, effort)
     except KeyboardInterrupt:
         state.is_interrupted = not state.is_over
@@ -178,22 +191,26 @@ def _settle(state: Search) -> None:
         state.best.value = timing.value(state.objective)
 
 
-def _begin(state: Search, attempt: Attempt, costs: Costs | None, effort: int, known: Mapping[str, Orders]) -> None:
-    """Try known orders, one microbatch after the other, which always fits, named schedules and list schedules."""
-    rng = random.Random(state.seed)
+def _try_known(state: Search, attempt: Attempt, known: Mapping[str, Orders]) -> None:
+    """Try known orders, one microbatch after the other, which always fits, and named schedules."""
     for name, given in (*known.items(), ("one by one", attempt.problem.one_by_one)):
         state.try_orders(attempt, list(map(list, given)), name)
-    for name, orders in named_orders(attempt.problem, costs):
+    for name, orders in named_orders(attempt.problem, attempt.costs):
         state.try_orders(attempt, orders, name)
         if state.is_over or attempt.is_optimal:
             return
+
+
+def _begin(state: Search, attempt: Attempt, effort: int) -> None:
+    """Try orders that repeat, in long steps, and list schedules."""
+    rng = random.Random(state.seed)
+    if attempt.problem.microbatches >= MANY * attempt.problem.pp:
+        _try_periods(state, attempt, effort)
     count = max(16, POLICIES * effort * USUAL_SIZE // max(len(attempt.problem.durations), USUAL_SIZE))
     for policy in islice(policies(attempt.problem, rng), count):
         if state.is_over or attempt.is_optimal:
             return
         state.try_orders(attempt, schedule_by(attempt.problem, policy), "list schedule")
-    if attempt.problem.microbatches >= MANY * attempt.problem.pp:
-        _try_periods(state, attempt, effort)
 
 
 def _try_periods(state: Search, attempt: Attempt, effort: int) -> None:

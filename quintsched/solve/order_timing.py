@@ -7,13 +7,8 @@ and as `simulate` counts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-from quintsched.solve.order_problem import EPSILON, Orders, Problem
-
-Objective = Literal["span", "makespan"]
-"""Time that is minimised: the longest span of a rank, from its first forward to its last weight half, or the makespan,
-from the first computation of any rank to the last."""
+from quintsched.solve.order_problem import EPSILON, Objective, Orders, Problem
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_
 from quintsched.solve.order_timing import has_room
 from quintsched.solve.periodic_orders import least_period, unrolled
 
-FACTORS = (1.003, 1.006, 1.012, 1.025, 1.05, 1.1)
-"""Periods that are tried, as multiples of the least one."""
+FACTORS = (1.007, 1.012, 1.025, 1.05, 1.1)
+"""Periods that are tried, as multiples of the least one: shorter ones take much longer to find."""
 RESOLUTION = 3_000
 """Units of a period."""
 MOST_TURNS = 4

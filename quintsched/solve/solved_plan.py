@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 
 from quintsched.compiler import compile
@@ -14,14 +14,15 @@ from quintsched.ir.mesh import Mesh
 from quintsched.ir.placement import linear, loop, v
 from quintsched.plan import Plan
 from quintsched.schedules.kit.given_order import SOLVED, schedule_of_rows
-from quintsched.simulation.costs import Costs
+from quintsched.simulation.cost_forms import PerStage
+from quintsched.simulation.costs import TAKEN_AS_IT_IS, Costs
 from quintsched.simulation.notebook import figures
 from quintsched.solve.noise.duration_samples import Jitter
 from quintsched.solve.noise.robust_search import Robustness, harden
 from quintsched.solve.order_certificate import TOLERANCE, Certificate
-from quintsched.solve.order_problem import NoRoomError, Orders, Problem, problem_of
+from quintsched.solve.order_problem import NoRoomError, Objective, Orders, Problem, problem_of
 from quintsched.solve.order_search import Attempt, Search, search
-from quintsched.solve.order_timing import Objective, time_orders
+from quintsched.solve.order_timing import time_orders
 
 PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"linear": linear, "loop": loop, "v": v}
 """Placements by name, as functions of pp and chunks."""
@@ -42,6 +43,8 @@ class Solution:
         certificate: its value and a lower bound, as `certify` verifies them.
         span, makespan: longest span of a rank, and time until the last computation ends; the value is one of them.
         placement: name of its placement.
+        parts: equal parts into which each stage of the costs was cut for this placement: 1, or the stages on a rank.
+        bounds: certified lower bound of each placement that was searched, by name; `certify` verifies that of the plan.
         origin: the part of the search that found it; a name of a schedule where nothing better was found.
         proved: lower bound that CP-SAT has proved for this placement (None: none). `certify` cannot verify it.
         log: (seconds, value, lower bound, origin) of each improvement.
@@ -57,6 +60,8 @@ class Solution:
     proved: float | None
     log: tuple[tuple[float, float, float, str], ...]
     robustness: Robustness | None = None
+    parts: int = 1
+    bounds: dict[str, float] = field(default_factory=dict)
 
     @property
     def gap(self) -> float:
@@ -76,6 +81,8 @@ class Solution:
         claim = self.certificate
         return {
             "placement": self.placement,
+            "parts": self.parts,
+            "bounds": self.bounds,
             "objective": claim.objective,
             "value": claim.value,
             "span": self.span,
@@ -132,7 +139,8 @@ def solve(
         placement: "linear" (one stage on each rank), "loop" or "v" (several), or "auto": each in turn.
         chunks: stages on each rank, for "loop" and "v"; default: 2.
         memory_cap: most activations that a rank holds, in microbatches of a whole rank.
-        costs: times and sizes; None: unit costs. Lists per stage choose the placements with as many stages.
+        costs: times and sizes; None: unit costs. Lists per stage choose the placements with as many stages; for one
+            stage on each rank, also those with several: each stage is cut in equal parts.
         objective: "span" (the longest span of a rank) or "makespan".
         jitter: variation of durations, for which the 95th percentile is minimised: "0.1" (each times exp(0.1 z), z
             normal), "3%x4" (3 % of computations take four times as long), or a directory with a run's traces and plan.
@@ -151,17 +159,27 @@ def solve(
     _require_search(objective, seconds, microbatches=microbatches, effort=effort)
     names = _placements(placement, chunks, found.pp)
     noise = None if jitter is None else Jitter.parse(jitter)
-    problems = _problems(found.pp, microbatches, names, costs, memory_cap)
+    problems = _problems(found.pp, microbatches, names, costs or Costs(), memory_cap)
     ends_s = began_s + seconds - PROOF_OF_PLAN * (monotonic() - began_s) / len(problems)
     left = max(ends_s - monotonic(), 0.0)
     share = left if noise is None else left / 2
-    done = search(problems, costs, objective, seed=seed, effort=effort, seconds=share, told=told)
+    done = search(list(problems.values()), objective, seed=seed, effort=effort, seconds=share, told=told)
     robustness = None if noise is None else _harden(done, noise, seed, effort, ends_s)
-    best = best_of(done)
-    name = next(name for name, placed in names.items() if placed == best.problem.stage_to_pp)
-    cap = None if memory_cap == math.inf else memory_cap
-    plan = plan_of(best.problem, best.orders, found)
-    return replace(solution_of(done, plan, name, costs or Costs(), cap), robustness=robustness)
+    best, placed = best_of(done), {problem.stage_to_pp: name for name, (problem, _) in problems.items()}
+    assert best.costs is not None
+    solution = solution_of(
+        done,
+        plan_of(best.problem, best.orders, found),
+        placed[best.problem.stage_to_pp],
+        best.costs,
+        None if memory_cap == math.inf else memory_cap,
+    )
+    return replace(
+        solution,
+        robustness=robustness,
+        parts=1 if best.costs == (costs or Costs()) else best.problem.num_stages // found.pp,
+        bounds={placed[one.problem.stage_to_pp]: one.bound.value for one in done.attempts},
+    )
 
 
 def _require_search(objective: str, seconds: float, **counts: int) -> None:
@@ -251,22 +269,37 @@ def _placements(name: str, chunks: int | None, pp: int) -> dict[str, tuple[int, 
 
 
 def _problems(
-    pp: int, microbatches: int, names: dict[str, tuple[int, ...]], costs: Costs | None, memory_cap: float | None
-) -> list[Problem]:
-    """Return the problem of each placement that costs and cap fit; where none does, raises the error of the one that
-    needs the least memory, or the first error."""
-    problems, errors = list[Problem](), list[UsageError | InputError]()
+    pp: int, microbatches: int, names: dict[str, tuple[int, ...]], costs: Costs, memory_cap: float | None
+) -> dict[str, tuple[Problem, Costs]]:
+    """Return problem and costs of each placement that costs and cap fit; where none does, raises the error of the one
+    that needs the least memory, or the first error."""
+    problems, errors = dict[str, tuple[Problem, Costs]](), list[UsageError | InputError]()
     if (most := 3 * microbatches * max(map(len, names.values()))) > MOST_COMPUTATIONS:
         raise UsageError(f"this step has {most:,} computations; solve takes at most {MOST_COMPUTATIONS:,}")
-    for placed in names.values():
-        try:
-            problems.append(problem_of(pp, microbatches, placed, costs, memory_cap))
-        except (InputError, NoRoomError) as error:
-            errors.append(error)
+    for name, placed in names.items():
+        for own in dict.fromkeys((costs, cut_in_parts(costs, pp, len(placed)))):
+            try:
+                problems[name] = problem_of(pp, microbatches, placed, own, memory_cap), own
+                break
+            except (InputError, NoRoomError) as error:
+                errors.append(error)
     if not problems:
         no_room = [error for error in errors if isinstance(error, NoRoomError)]
         raise min(no_room, key=lambda error: error.smallest, default=errors[0])
     return problems
+
+
+def cut_in_parts(costs: Costs, num_ranks: int, num_stages: int) -> Costs:
+    """Return costs in which each stage of a list for `num_ranks` stages is cut in equal parts, `num_stages` in all."""
+    parts = num_stages // num_ranks
+
+    def cut(name: str, value: PerStage) -> PerStage:
+        if not isinstance(value, tuple) or len(value) != num_ranks:
+            return value
+        share = 1 if name in TAKEN_AS_IT_IS else parts
+        return tuple(one / share for one in value for _ in range(parts))
+
+    return costs.with_stages(cut)
 
 
 def require_positive(**values: int) -> None:

@@ -150,8 +150,7 @@ def _better_order(
         tuple(problem.number(kind, i.stage, i.microbatch) for i in order for kind in KINDS[type(i)]) for order in orders
     )
     done = search(
-        [problem],
-        costs,
+        [(problem, costs)],
         "makespan",
         seed=0,
         effort=effort,

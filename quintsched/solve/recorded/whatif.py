@@ -157,7 +157,7 @@ def _best(
     plan, costs = recording.plan, recording.costs(split=kind == SPLIT)
     problem = problem_of(plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp, costs, caps)
     known = {"the recorded order": recording.orders}
-    done = search([problem], costs, "makespan", seed=seed, effort=effort, seconds=seconds, told=told, known=known)
+    done = search([(problem, costs)], "makespan", seed=seed, effort=effort, seconds=seconds, told=told, known=known)
     assert done.best is not None, "one microbatch after the other has room"
     made = _plan(problem, done.best.orders, kind)
     cap = None if any(map(math.isinf, caps)) else caps

@@ -18,7 +18,7 @@ from itertools import combinations_with_replacement, islice
 import numpy as np
 
 from quintsched.ir.instruction_columns import Amounts, Flags, Ints
-from quintsched.solve.order_timing import Objective
+from quintsched.solve.order_problem import Objective
 from quintsched.solve.stage_cuts.cut_timing import KINDS, PARTS, OrderGraph
 from quintsched.solve.stage_cuts.layer_costs import Layers
 

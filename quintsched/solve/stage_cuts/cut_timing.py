@@ -18,7 +18,7 @@ import numpy as np
 from quintsched.errors import UnsoundError
 from quintsched.ir.instruction_columns import Amounts, Ints
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
-from quintsched.solve.order_timing import Objective
+from quintsched.solve.order_problem import Objective
 from quintsched.solve.stage_cuts.layer_costs import Layers
 
 KINDS: tuple[type[Compute], ...] = (Fwd, BwdInput, BwdWeight, Bwd)

@@ -23,7 +23,7 @@ from quintsched.strategies.commands.flags import FLAGS, option_of, taking_flags
 
 if TYPE_CHECKING:
     from quintsched.solve import CutStages, LayerCosts
-    from quintsched.solve.order_timing import Objective
+    from quintsched.solve.order_problem import Objective
     from quintsched.solve.stage_cuts.stage_layout import StageCut
 
 OWN = ("chunks", "schedule", "stages")

@@ -229,7 +229,11 @@ def test_a_part_of_the_search_that_takes_too_long_is_cut_off(monkeypatch: pytest
 def test_wrong_sizes_are_refused_with_what_works() -> None:
     for options, why in (
         ({"memory_cap": 0.5}, "the smallest that works: 1"),
-        ({"memory_cap": 0.5, "costs": Costs(activation=(1.0, 5.0))}, "rank 1 .* the smallest that works: 5"),
+        (
+            {"memory_cap": 0.5, "costs": Costs(activation=(1.0, 5.0)), "placement": "linear"},
+            "rank 1 .* the smallest that works: 5",
+        ),
+        ({"memory_cap": 0.5, "costs": Costs(activation=(1.0, 5.0))}, "rank 0 .* the smallest that works: 3"),
         ({"memory_cap": 3, "costs": Costs(activation=(3.0, 1.0, 3.0, 1.25))}, "the smallest that works: 4.25"),
         ({"placement": "w"}, "unknown placement 'w'"),
         ({"placement": "linear", "chunks": 2}, "leave chunks=2 out"),
@@ -248,10 +252,22 @@ def test_wrong_sizes_are_refused_with_what_works() -> None:
 
 
 def test_costs_of_each_stage_choose_the_placements_that_have_as_many_and_have_room() -> None:
-    found = solve(pp=2, microbatches=4, costs=Costs(forward=(1.0, 2.0)), effort=1)
-    assert found.placement == "linear"
+    cut_wrong = Costs(forward={"stages": (1.0, 2.0), "cells": [[1.0, 2.0, 1.0, 2.0]] * 2})  # type: ignore[arg-type]
+    found = solve(pp=2, microbatches=4, costs=cut_wrong, effort=1)
+    assert (found.placement, found.parts, [*found.bounds]) == ("linear", 1, ["linear"]), "cells are of whole stages"
     found = solve(pp=2, microbatches=4, costs=Costs(activation=(3.0, 1.0, 3.0, 1.0)), memory_cap=4, effort=1)
     assert found.placement == "v", "in a loop, rank 0 would hold 6"
+
+
+def test_costs_of_one_stage_on_each_rank_also_choose_a_placement_of_their_halves() -> None:
+    costs = Costs(forward=(1.0, 3.0), activation=(1.0, 1.0), message=(0.5, 0.5))
+    found = solve(pp=2, microbatches=8, costs=costs, memory_cap=2, effort=1)
+    halves = Costs(forward=(0.5, 0.5, 1.5, 1.5), activation=(0.5,) * 4, message=(0.5,) * 4)
+    assert (found.placement, found.parts, found.certificate.costs) == ("v", 2, halves)
+    assert found.bounds["v"] == found.certificate.bound < found.certificate.value < found.bounds["linear"]
+    certify(found.plan, found.certificate)
+    alone = solve(pp=2, microbatches=8, costs=halves, placement="v", memory_cap=2, effort=1)
+    assert (alone.certificate, alone.parts) == (found.certificate, 1)
 
 
 def test_without_or_tools_it_searches_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
