@@ -24,8 +24,8 @@ import torch
 
 from quintsched.simulation.costs import Costs
 from quintsched.solve import solve
-from quintsched.solve.order_problem import Problem, problem_of
 from quintsched.solve.order_timing import time_orders
+from quintsched.solve.search_problem import Problem, problem_of
 
 SLOW_S = 2.0
 """Time from which on the program's times count."""

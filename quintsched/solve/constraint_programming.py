@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quintsched.solve.order_bounds import head
-from quintsched.solve.order_problem import EPSILON, INPUT_HALF, WEIGHT_HALF, Objective, Problem
+from quintsched.solve.order_problem import EPSILON, INPUT_HALF, WEIGHT_HALF, Objective
+from quintsched.solve.search_problem import Problem
 
 MOST_COMPUTATIONS = 4_000
 """Largest problem that it is asked to solve."""

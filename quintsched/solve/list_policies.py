@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from quintsched.solve.order_problem import EPSILON, FORWARD, WEIGHT_HALF, Problem
+from quintsched.solve.order_problem import EPSILON, FORWARD, WEIGHT_HALF
+from quintsched.solve.search_problem import Problem
 
 USUAL = (0.5, 0.0, 0.7)
 """Priorities of forwards, input halves and weight halves: the least goes first."""

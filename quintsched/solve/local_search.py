@@ -15,8 +15,9 @@ import random
 from collections.abc import Callable
 from time import monotonic
 
-from quintsched.solve.order_problem import Objective, Problem
+from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_timing import Timing, has_room, time_orders
+from quintsched.solve.search_problem import Problem
 
 FARTHEST = 8
 """Most computations that a move jumps over."""

@@ -23,7 +23,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from quintsched.ir.instruction_columns import Amounts
-from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF, Objective, Problem
+from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF, Objective, StepProblem
 
 Reason = Literal["work", "fill", "memory"]
 
@@ -37,7 +37,7 @@ class Bound:
     reason: Reason
 
 
-def lower_bound(problem: Problem, objective: Objective) -> Bound:
+def lower_bound(problem: StepProblem, objective: Objective) -> Bound:
     """Return the greatest of all bounds."""
     found = [
         Bound(bound_of(problem, objective, rank, reason), rank, reason)
@@ -47,7 +47,7 @@ def lower_bound(problem: Problem, objective: Objective) -> Bound:
     return max(found, key=lambda bound: bound.value)
 
 
-def bound_of(problem: Problem, objective: Objective, rank: int, reason: Reason) -> float:
+def bound_of(problem: StepProblem, objective: Objective, rank: int, reason: Reason) -> float:
     """Return the lower bound that one rank gives for one reason."""
     span = _REASONS[reason](problem, rank)
     if objective == "span":
@@ -57,32 +57,32 @@ def bound_of(problem: Problem, objective: Objective, rank: int, reason: Reason) 
     return first + span + max(0.0, rest)
 
 
-def head(problem: Problem, rank: int) -> float:
+def head(problem: StepProblem, rank: int) -> float:
     """Return the least time until the first input of a rank comes."""
     first = problem.stage_to_pp.index(rank)
     return float((problem.way_out[0] - problem.way_out[first]).min())
 
 
-def tail(problem: Problem, rank: int) -> float:
+def tail(problem: StepProblem, rank: int) -> float:
     """Return the least time from the end of a rank's last input half to that of the microbatch's last computation."""
     first, (times, _) = problem.stage_to_pp.index(rank), problem.tables
     way = problem.way_back[0] - problem.way_back[first] + times[INPUT_HALF, 0] - times[INPUT_HALF, first]
     return float((way + times[WEIGHT_HALF, 0]).min())
 
 
-def _weight_halves(problem: Problem, rank: int) -> float:
+def _weight_halves(problem: StepProblem, rank: int) -> float:
     return math.fsum(problem.tables[0][WEIGHT_HALF, _stages(problem, rank)].flat)
 
 
-def _stages(problem: Problem, rank: int) -> list[int]:
+def _stages(problem: StepProblem, rank: int) -> list[int]:
     return [stage for stage, where in enumerate(problem.stage_to_pp) if where == rank]
 
 
-def _work(problem: Problem, rank: int) -> float:
+def _work(problem: StepProblem, rank: int) -> float:
     return problem.work[rank]
 
 
-def _fill(problem: Problem, rank: int) -> float:
+def _fill(problem: StepProblem, rank: int) -> float:
     """Work and the idle time before the first gradient and after the last forward began.
 
     Both are apart where not all forwards fit into the cap: then the last one waits for a gradient.
@@ -114,7 +114,7 @@ def _most_work(works: Amounts, holds: Amounts, cap: float) -> float:
     return done
 
 
-def _memory(problem: Problem, rank: int) -> float:
+def _memory(problem: StepProblem, rank: int) -> float:
     if problem.caps[rank] in (0.0, math.inf):
         return 0.0
     stages, (times, _) = _stages(problem, rank), problem.tables
@@ -126,7 +126,7 @@ def _memory(problem: Problem, rank: int) -> float:
     return float(area.sum()) / problem.caps[rank] + _free_at_ends(problem, rank, float(area.sum()))
 
 
-def _free_at_ends(problem: Problem, rank: int, area: float) -> float:
+def _free_at_ends(problem: StepProblem, rank: int, area: float) -> float:
     """Return the least time of a whole cap that is free at both ends of a span, in which `area` is held.
 
     Its i-th forward begins after i - 1 others, and its i-th last weight half ends before i - 1 others.
@@ -143,4 +143,4 @@ def _free_at_ends(problem: Problem, rank: int, area: float) -> float:
     return free * (begin + end if apart else max(begin, end))
 
 
-_REASONS: dict[Reason, Callable[[Problem, int], float]] = {"work": _work, "fill": _fill, "memory": _memory}
+_REASONS: dict[Reason, Callable[[StepProblem, int], float]] = {"work": _work, "fill": _fill, "memory": _memory}

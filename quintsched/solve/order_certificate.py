@@ -24,7 +24,7 @@ from quintsched.simulation.cost_forms import OneOrMany, PlanNumber
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation
 from quintsched.solve.order_bounds import Reason, bound_of
-from quintsched.solve.order_problem import Objective, problem_of
+from quintsched.solve.order_problem import Objective, StepProblem
 
 MAX_BYTES = 2**24
 TOLERANCE = 1e-9
@@ -86,7 +86,7 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
     plan.check(profile="blocking").raise_if_unsound()
     require_searched(plan)
     costs = certificate.costs.spread(plan.stage_shares, plan.schedule.slices)
-    problem = problem_of(plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp, costs, certificate.memory_cap)
+    problem = StepProblem.of(plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp, costs, certificate.memory_cap)
     simulated = plan.simulate(certificate.costs)
     value = simulated.span if certificate.objective == "span" else computed_until(simulated)
     _require(abs(value - certificate.value) <= TOLERANCE * value, f"its {certificate.objective} is {value:g}")

@@ -30,10 +30,11 @@ from quintsched.solve import constraint_programming as exact
 from quintsched.solve.list_policies import policies, schedule_by
 from quintsched.solve.local_search import HOT, anneal
 from quintsched.solve.order_bounds import Bound, lower_bound
-from quintsched.solve.order_problem import EPSILON, Objective, Orders, Problem
+from quintsched.solve.order_problem import EPSILON, Objective
 from quintsched.solve.order_timing import has_room, time_orders
 from quintsched.solve.periodic_orders import periodic_orders
 from quintsched.solve.periodic_solving import solved_periodic_order
+from quintsched.solve.search_problem import Orders, Problem
 from quintsched.solve.starting_orders import named_orders
 
 POLICIES, MOVES, PROOF, USUAL_SIZE = 100, 5_000, 0.5, 400

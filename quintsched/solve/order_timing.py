@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quintsched.solve.order_problem import EPSILON, Objective, Orders, Problem
+from quintsched.solve.order_problem import EPSILON, Objective
+from quintsched.solve.search_problem import Orders, Problem
 
 
 @dataclass(frozen=True)

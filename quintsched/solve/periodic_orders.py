@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from quintsched.solve.order_bounds import bound_of
-from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF, Problem
+from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF
 from quintsched.solve.order_timing import has_room
+from quintsched.solve.search_problem import Problem
 
 FINEST, MOST_SLACK, PERIODS = 2e-4, 0.4, 400
 """Steps of the period, as a share of it; the most that it may exceed its bound by; and how many periods are tried."""

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from quintsched.solve.constraint_programming import import_or_tools, new_solver, solve_model
-from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF, Problem
+from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF
 from quintsched.solve.order_timing import has_room
 from quintsched.solve.periodic_orders import least_period, unrolled
+from quintsched.solve.search_problem import Problem
 
 FACTORS = (1.007, 1.012, 1.025, 1.05, 1.1)
 """Periods that are tried, as multiples of the least one: shorter ones take much longer to find."""

@@ -20,9 +20,10 @@ from quintsched.simulation.notebook import figures
 from quintsched.solve.noise.duration_samples import Jitter
 from quintsched.solve.noise.robust_search import Robustness, harden
 from quintsched.solve.order_certificate import TOLERANCE, Certificate
-from quintsched.solve.order_problem import NoRoomError, Objective, Orders, Problem, problem_of
+from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_search import Attempt, Search, search
 from quintsched.solve.order_timing import time_orders
+from quintsched.solve.search_problem import NoRoomError, Orders, Problem, problem_of
 
 PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"linear": linear, "loop": loop, "v": v}
 """Placements by name, as functions of pp and chunks."""

@@ -19,7 +19,8 @@ from quintsched.errors import UsageError, quoted
 from quintsched.ir.instruction_columns import Amounts
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Fwd
 from quintsched.plan import Plan
-from quintsched.solve.order_problem import Objective, Orders, Problem
+from quintsched.solve.order_problem import Objective
+from quintsched.solve.search_problem import Orders, Problem
 from quintsched.trace.measured_trace import Trace
 
 MOST_SIGMA, MOST_FACTOR = 3.0, 1000.0

@@ -26,9 +26,10 @@ from quintsched.ir.instruction_set import BwdInput
 from quintsched.plan import Plan
 from quintsched.simulation.cost_forms import Link, PerUnit, Wires
 from quintsched.simulation.costs import Costs
-from quintsched.solve.order_problem import INPUT_HALF, WEIGHT_HALF, Orders, Problem, problem_of
+from quintsched.solve.order_problem import INPUT_HALF, WEIGHT_HALF
 from quintsched.solve.order_timing import Timing, time_orders
 from quintsched.solve.recorded.recorded_run import UNIT, RecordedStep
+from quintsched.solve.search_problem import Orders, Problem, problem_of
 from quintsched.solve.starting_orders import KINDS
 
 UNUSUAL = 2.0

@@ -19,10 +19,10 @@ from quintsched.ir.instruction_set import Bwd, Compute
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 from quintsched.solve.order_certificate import require_searched
-from quintsched.solve.order_problem import problem_of
 from quintsched.solve.order_search import search
 from quintsched.solve.order_timing import time_orders
 from quintsched.solve.recorded.whatif import with_whole_backwards
+from quintsched.solve.search_problem import problem_of
 from quintsched.solve.stage_cuts.cut_search import Cutting, best_cut
 from quintsched.solve.stage_cuts.cut_timing import graph_of
 from quintsched.solve.stage_cuts.layer_costs import AMOUNTS, Kind, Layers

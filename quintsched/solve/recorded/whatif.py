@@ -12,12 +12,13 @@ from quintsched.ir.instruction_set import Bwd, BwdInput, Compute
 from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 from quintsched.simulation.simulator import Simulation
-from quintsched.solve.order_problem import WEIGHT_HALF, Orders, Problem, problem_of
+from quintsched.solve.order_problem import WEIGHT_HALF
 from quintsched.solve.order_search import Attempt, search
 from quintsched.solve.recorded.idle_causes import Cause, IdleCauses
 from quintsched.solve.recorded.recorded_run import RecordedRun, RecordedStep
 from quintsched.solve.recorded.replay import Recording
 from quintsched.solve.recorded.waits import Waits, waits_of
+from quintsched.solve.search_problem import Orders, Problem, problem_of
 from quintsched.solve.solved_plan import EFFORT, SECONDS, Solution, plan_of, plan_of_rows, solution_of
 
 WHOLE, SPLIT = "whole", "split"

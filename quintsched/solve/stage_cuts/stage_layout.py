@@ -23,8 +23,9 @@ from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 from quintsched.schedules import Schedule, all_schedules, find_schedule
 from quintsched.simulation.costs import Costs
-from quintsched.solve.order_problem import Objective, Orders, Problem, problem_of
+from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_search import search
+from quintsched.solve.search_problem import Orders, Problem, problem_of
 from quintsched.solve.solved_plan import best_of, mesh_of, plan_of, require_positive
 from quintsched.solve.stage_cuts.cut_search import Cutting, best_cut, even
 from quintsched.solve.stage_cuts.cut_timing import OrderGraph, graph_of

@@ -15,8 +15,8 @@ from quintsched.solve import solve
 from quintsched.solve.noise import robust_search
 from quintsched.solve.noise.duration_samples import Jitter, Samples, percentile
 from quintsched.solve.order_bounds import lower_bound
-from quintsched.solve.order_problem import problem_of
 from quintsched.solve.order_timing import time_orders
+from quintsched.solve.search_problem import problem_of
 from quintsched.solve.starting_orders import KINDS, named_orders
 from tests.traces import write_trace
 

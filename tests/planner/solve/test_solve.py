@@ -17,8 +17,8 @@ from quintsched.ir.placement import linear, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import Certificate, certify, constraint_programming, order_search, solve
 from quintsched.solve.order_bounds import lower_bound
-from quintsched.solve.order_problem import problem_of
 from quintsched.solve.order_timing import has_room, time_orders
+from quintsched.solve.search_problem import problem_of
 from quintsched.solve.starting_orders import named_orders
 
 SLOW = pytest.mark.slow

@@ -1,0 +1,143 @@
+"""Problem of a search: that of a certificate, and what a search reads from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+
+from quintsched.errors import UsageError
+from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd
+from quintsched.simulation.costs import Costs
+from quintsched.solve.order_problem import (
+    EPSILON,
+    FORWARD,
+    INPUT_HALF,
+    WEIGHT_HALF,
+    StepProblem,
+    needs_of,
+)
+
+KINDS: tuple[type[Compute], ...] = (Fwd, BwdInput, BwdWeight)
+ROUNDING = 1e-12
+
+Orders = tuple[tuple[int, ...], ...]
+"""For each rank, the numbers of its computations in order."""
+
+
+class Problem(StepProblem):
+    """Computations of one step, with their ranks, their wires and what follows them."""
+
+    def place_of(self, number: int) -> tuple[int, int, int]:
+        """Return kind, stage and microbatch of a computation."""
+        rest, microbatch = divmod(number, self.microbatches)
+        return *divmod(rest, self.num_stages), microbatch
+
+    def computation(self, number: int) -> Compute:
+        """Return the instruction of a computation."""
+        kind, stage, microbatch = self.place_of(number)
+        return KINDS[kind](stage, microbatch)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of each computation."""
+        return tuple(self.stage_to_pp[self.place_of(number)[1]] for number in range(len(self.durations)))
+
+    @cached_property
+    def wires(self) -> tuple[int, ...]:
+        """Wire of the message that each computation waits for (-1: none, or one on which messages take no time)."""
+        pairs = [
+            self.ranks[needed] * self.pp + rank if needed >= 0 and self.ranks[needed] != rank else -1
+            for needed, rank in zip(self.needs, self.ranks, strict=True)
+        ]
+        timed = {pair for pair, lag in zip(pairs, self.lags, strict=True) if lag}
+        return tuple(pair if pair in timed else -1 for pair in pairs)
+
+    @cached_property
+    def followers(self) -> tuple[tuple[int, ...], ...]:
+        """Computations that wait for each one."""
+        found: list[list[int]] = [[] for _ in self.durations]
+        for number, needed in enumerate(self.needs):
+            if needed >= 0:
+                found[needed].append(number)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def one_by_one(self) -> Orders:
+        """Orders that finish each microbatch before the next one begins: with the least memory."""
+        stages, orders = range(self.num_stages), [list[int]() for _ in range(self.pp)]
+        for microbatch in range(self.microbatches):
+            ways = ((FORWARD,), stages), ((INPUT_HALF, WEIGHT_HALF), reversed(stages))
+            for kinds, way in ways:
+                for stage in way:
+                    orders[self.stage_to_pp[stage]] += [self.number(kind, stage, microbatch) for kind in kinds]
+        return tuple(map(tuple, orders))
+
+    @cached_property
+    def tick(self) -> float:
+        """Difference of times that counts as none: rounding errors stay far below it."""
+        return ROUNDING * math.fsum((*self.durations, *self.lags))
+
+    @cached_property
+    def are_alike(self) -> bool:
+        """Whether all microbatches have the same times, messages and activations: then they may go in their order."""
+        tables = (self.durations, self.lags, self.holds)
+        return all(len(set(rows)) == 1 for table in tables for rows in _rows(table, self.microbatches))
+
+    def shortened(self, microbatches: int) -> Problem:
+        """Return the problem with the first of its microbatches only."""
+
+        def first(table: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(value for row in _rows(table, self.microbatches) for value in row[:microbatches])
+
+        return replace(
+            self,
+            microbatches=microbatches,
+            needs=tuple(needs_of(self.num_stages, microbatches)),
+            durations=first(self.durations),
+            lags=first(self.lags),
+            holds=first(self.holds),
+        )
+
+
+def _rows(table: Sequence[float], length: int) -> list[Sequence[float]]:
+    return [table[first : first + length] for first in range(0, len(table), length)]
+
+
+def problem_of(
+    pp: int,
+    microbatches: int,
+    stage_to_pp: Sequence[int],
+    costs: Costs | None = None,
+    memory_cap: float | Sequence[float] | None = None,
+) -> Problem:
+    """Return the problem of these sizes and costs, as `StepProblem.of`.
+
+    Raises:
+        NoRoomError: a cap in which one microbatch has no room.
+        InputError: costs of other numbers of stages, microbatches or ranks.
+    """
+    problem = Problem.of(pp, microbatches, stage_to_pp, costs, memory_cap)
+    _require_room(problem)
+    return problem
+
+
+class NoRoomError(UsageError):
+    """Memory cap in which one microbatch has no room, with the `smallest` that works on the rank that needs most."""
+
+    def __init__(self, rank: int, cap: float, smallest: float) -> None:
+        self.smallest = smallest
+        super().__init__(
+            f"the memory cap of rank {rank} is {cap:.10g}, but one microbatch holds {smallest:.10g}; the smallest that "
+            f"works: {smallest:.10g}"
+        )
+
+
+def _require_room(problem: Problem) -> None:
+    """Raise `NoRoomError` for a cap in which a microbatch has no room: one at a time, any larger works."""
+    needs = [max(accumulate(problem.holds[number] for number in order)) for order in problem.one_by_one]
+    for rank in sorted(range(problem.pp), key=needs.__getitem__, reverse=True):
+        if not problem.caps[rank] * (1 + EPSILON) >= needs[rank]:
+            raise NoRoomError(rank, problem.caps[rank], needs[rank])
