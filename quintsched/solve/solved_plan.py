@@ -166,20 +166,20 @@ def solve(
     share = left if noise is None else left / 2
     done = search(list(problems.values()), objective, seed=seed, effort=effort, seconds=share, told=told)
     robustness = None if noise is None else _harden(done, noise, seed, effort, ends_s)
-    best, placed = best_of(done), {problem.stage_to_pp: name for name, (problem, _) in problems.items()}
-    assert best.costs is not None
-    solution = solution_of(
-        done,
-        plan_of(best.problem, best.orders, found),
-        placed[best.problem.stage_to_pp],
-        best.costs,
-        None if memory_cap == math.inf else memory_cap,
-    )
+    cap = None if memory_cap == math.inf else memory_cap
+    return replace(_solution(done, problems, found, costs or Costs(), cap), robustness=robustness)
+
+
+def _solution(
+    done: Search, problems: dict[str, tuple[Problem, Costs]], mesh: Mesh, costs: Costs, memory_cap: float | None
+) -> Solution:
+    """Return the result of a search among placements, with the bounds of all."""
+    best, names = best_of(done), {problem.stage_to_pp: name for name, (problem, _) in reversed(problems.items())}
+    placed, own = best.problem.stage_to_pp, best.costs or costs
     return replace(
-        solution,
-        robustness=robustness,
-        parts=1 if best.costs == (costs or Costs()) else best.problem.num_stages // found.pp,
-        bounds={placed[one.problem.stage_to_pp]: one.bound.value for one in done.attempts},
+        solution_of(done, plan_of(best.problem, best.orders, mesh), names[placed], own, memory_cap),
+        parts=1 if own == costs else len(placed) // mesh.pp,
+        bounds={names[one.problem.stage_to_pp]: one.bound.value for one in done.attempts},
     )
 
 
