@@ -342,8 +342,7 @@ class BatchCutter:
                 f"engine.step(…, {attribute}=…), which blocks take by name, or for the loss, targets=(y, {attribute})"
             )
         rows = tensor.shape[0] if tensor.dim() else None
-        may_be_for_all = name not in ("inputs", "targets") and rows in (None, 1)
-        is_for_all = may_be_for_all and rows != into.samples
+        is_for_all = name not in ("inputs", "targets") and (rows is None or rows == 1 != into.samples)
         several, odd = divmod(rows or 0, into.samples) if into.samples else (1, rows or 0)
         if not is_for_all and (rows is None or odd or (several != 1 and name == "inputs")):
             raise MisfitError(

@@ -193,6 +193,21 @@ class Losing(nn.Module):
         return Carry((y, y.mean())) if self.is_pair else ({"y": y, "k": None}, (y**2).sum())
 
 
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        assert scale is not None
+        return super().forward(x) * scale
+
+
+def test_an_extra_without_samples_reaches_a_stage_that_is_given_no_batch() -> None:
+    def run(transport: Transport) -> float:
+        plan = qs.compile("1f1b", mesh="pp=3", microbatches=2)
+        engine = Engine(plan, [partial(Scaled, 4, 4)] * 3, nn.MSELoss(), torch.optim.SGD, transport=transport)
+        return engine.step(torch.ones(4, 4), torch.ones(4, 4), scale=torch.tensor(0.0)).loss.item()
+
+    assert run_local(3, run) == [1.0] * 3
+
+
 @pytest.mark.parametrize("is_pair", [True, False])
 def test_a_pair_and_a_loss_are_told_apart(is_pair: bool) -> None:
     blocks = [partial(Losing, is_pair=is_pair), partial(Losing, is_pair=is_pair), Last]
