@@ -239,7 +239,8 @@ class OptimizerBuilds:
                     parts[number] = self._over(optimizer, ours, made)
             if parts:
                 by_norm = any(Coupling.NORM in self._coupling[number] for number in parts)
-                found[step] = Stepper(chained([*parts.values()]), gathered, [*parts], goes_by_norm=by_norm)
+                made_here, couplings = chained([*parts.values()]), list(map(self._coupling.__getitem__, parts))
+                found[step] = Stepper(made_here, gathered, [*parts], goes_by_norm=by_norm, couplings=couplings)
         return found
 
     def _bind_directly(self, master_of: MasterOf) -> dict[StepStages, Stepper]:

@@ -44,7 +44,7 @@ from .chained_optimizers import parts_of
 from .optimizer_arguments import nested_in, parameters_of
 from .optimizer_extra_state import OwnState, words_of
 from .optimizer_state import flat_of
-from .update_dependencies import COUPLING_BY_CLASS, coupling_of_class, hooks_of
+from .update_dependencies import COUPLING_BY_CLASS, Coupling, coupling_of, coupling_of_class, hooks_of, kind_of
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -94,8 +94,9 @@ class Stepper:
         numbers: Sequence[int] | None = None,
         *,
         goes_by_norm: bool = False,
+        couplings: Sequence[Coupling] = (),
     ) -> None:
-        self.optimizer, self._gathered = optimizer, tuple(gathered)
+        self.optimizer, self._gathered, self._couplings = optimizer, tuple(gathered), couplings
         self.goes_by_norm = goes_by_norm
         """Whether it depends on the norm of all gradients, but has only some parameters."""
         self._handles = {matrix.shard: matrix.full for matrix in self._gathered}
@@ -164,12 +165,15 @@ class Stepper:
         `norm` is that of all gradients, 0-dimensional, for an optimizer that depends on it. Raises `UsageError` where
         an optimizer has more parameters than it was built with.
         """
-        stepped = 0
+        stepped, hooked = 0, False
         for part in self._parts:
+            hooked |= bool(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks or "step" in part.__dict__)
             for group in part.param_groups:
                 stepped += len(group["params"])
         if stepped > self._stepped:
             self._refuse_groups(stepped)
+        if hooked and self._couplings:
+            self._require_declared()
         for matrix in self._gathered:
             matrix.gather()
         for own in self._foreign:
@@ -197,6 +201,16 @@ class Stepper:
             "(add_param_group); an engine gives each rank its parameters, gradients and state when it is built: build "
             "them over all parameters, and freeze those that are to learn later (requires_grad_(False)) behind that"
         )
+
+    def _require_declared(self) -> None:
+        """Raise `UsageError` for later step hooks that may need what ranks do not have."""
+        for part, known in zip(self._parts, self._couplings, strict=True):
+            if Coupling.ACROSS not in known and coupling_of(part) != known:
+                raise UsageError(
+                    f"{kind_of(part)} has others than when the engine was built, which gave each rank a share of "
+                    "the parameters; set them in the function that builds it, or write "
+                    "optimizer.needs_whole_parameters = False where they change each number by itself"
+                )
 
     def _refusing_draws(self) -> AbstractContextManager[object]:
         odd = [part for part in self._parts if coupling_of_class(type(part)) is None or hooks_of(part)]

@@ -306,6 +306,8 @@ def _built_again(optimizer: Optimizer, instead: Instead) -> Optimizer:
             f"a {kind.__name__} cannot be built again from its groups and options ({error}); give the engine what "
             f"builds it: optimizer=lambda params: {kind.__name__}(params, …)"
         ) from error
-    hooks = {name: value for name, value in vars(optimizer).items() if name.endswith("_hooks")}
-    made.__dict__.update(copy.deepcopy(hooks, {id(optimizer): made}))
+    carried = {
+        name: value for name, value in vars(optimizer).items() if name.endswith("_hooks") or name[:6] == "needs_"
+    }
+    made.__dict__.update(copy.deepcopy(carried, {id(optimizer): made}))
     return made

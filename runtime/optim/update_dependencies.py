@@ -82,6 +82,11 @@ def require_steppable(optimizer: Optimizer) -> None:
 def require_free_hooks(optimizer: Optimizer) -> None:
     """Raise `UsageError` for step hooks that hold parameters themselves: ranks step shards in their place."""
     for hook in hooks_of(optimizer):
+        if hook is vars(optimizer).get("step"):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step is replaced on the optimizer itself, but each rank steps one over "
+                "its own parameters; write a class that overrides step, and says needs_whole_parameters, or a step hook"
+            )
         cells = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
         reached = [*cells, *getattr(hook, "args", ()), getattr(hook, "__self__", None), getattr(hook, "keywords", {})]
         code = getattr(hook, "__code__", None)
@@ -104,8 +109,10 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def hooks_of(optimizer: Optimizer) -> list[Any]:
-    """Return the step hooks of an optimizer."""
-    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    """Return the step hooks of an optimizer, and a step that was set on it, but for that of a rate scheduler."""
+    step = None if hasattr(optimizer.step, "_wrapped_by_lr_sched") else vars(optimizer).get("step")
+    hooks = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
+    return [*hooks, step] if step else [*hooks]
 
 
 def coupling_of(optimizer: Optimizer) -> Coupling | None:

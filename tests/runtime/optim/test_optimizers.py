@@ -18,6 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.optim import gathered_matrix_steps
 from quintsched.runtime.optim.gathered_matrix_steps import Stepper
 from quintsched.runtime.optim.optimizer_arguments import parameters_of
@@ -184,6 +186,32 @@ def by_a_global(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def test_what_ranks_cannot_step_is_refused(build: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         train(qs.compile("1f1b", mesh="pp=2", microbatches=2), build)
+
+
+def stepping_itself(parameters: Any) -> SGD:
+    made = SGD(parameters, lr=0.1)
+    made.step = partial(SGD.step, made)  # type: ignore[method-assign]
+    return made
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
+def test_steps_and_hooks_set_on_an_optimizer_are_known_to_the_engine_or_refused(mesh: str) -> None:
+    def run(transport: Transport, *, declared: bool) -> None:
+        engine = Engine(
+            plan, [*[partial(nn.Linear, 4, 4)] * 2], nn.MSELoss(), partial(SGD, lr=0.1), transport=transport
+        )
+        for optimizer in engine.optimizers.values():
+            optimizer.register_step_pre_hook(lambda *_: None)
+            if declared:
+                optimizer.needs_whole_parameters = False  # type: ignore[attr-defined]
+        engine.step(torch.ones(2, 4), torch.ones(2, 4))
+
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=1, zero=int(mesh == "dp=2"))
+    run_local(2, lambda transport: run(transport, declared=True))
+    with pytest.raises(UsageError, match="has others than when the engine was built"):
+        run_local(2, lambda transport: run(transport, declared=False))
+    with pytest.raises(UsageError, match="step is replaced on the optimizer itself"):
+        train(plan, stepping_itself)
 
 
 def test_whoever_looks_on_sees_the_whole_step() -> None:
