@@ -80,7 +80,7 @@ def called(
 
 def _why_of_some(name: str, function: Any, targets: Any, samples: int, units: Units) -> str:
     """Return a hint for a function that fails on one microbatch of the samples; "" if it was given all of them."""
-    sizes = {units.num_samples, units.num_samples * units.num_replicas} - {samples}
+    sizes = {units.num_samples, units.of_all} - {samples}
     if not sizes:
         return ""
     spec = TreeSpec.from_tree(targets)

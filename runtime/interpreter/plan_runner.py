@@ -114,7 +114,7 @@ class PlanRunner:
         self.steps, self.is_broken = StepCount(), False
         """Number of steps made, and whether one failed half-way."""
         self._latest: Interpreter | None = None
-        self.usual_samples = self._samples_before = 0
+        self.usual_samples = 0
         self.losses = RunLosses(model, groups, device, options)
         self._shapes = ParcelFinder(model, groups.pipeline, state.weights.gathered)
 
@@ -221,7 +221,7 @@ class PlanRunner:
             self._buffers.generation += 1  # receives of all plans share them
         trains = state.flows.trains
         self._begin(step, last=last, wants_outputs=wants_outputs)
-        model, masks, buffers = self._model, self._model.masks, self._model.buffers
+        masks, buffers = self._model.masks, self._model.buffers
         before = self._read_generators() if masks.alarms < MOST_ALARMS else b""
         if trains and (buffers.are_shared or not self.steps.in_run):
             watched = NO_CONTEXT if self.steps.in_run else weights_unchanged(self._model, self._groups)
@@ -241,14 +241,12 @@ class PlanRunner:
         self.is_broken, outcome = False, state.step_end.outcome
         if trains:
             self._state.shown_versions = [*map(VERSION, self._state.shown)]
-            self._samples_before = 0 if last else self._samples_before + model.num_replicas * step.units.num_samples
-            if not last:
-                self._state.masters.note_versions()
+            masks.parts.clear() if last else self._state.masters.note_versions()
         if trains and last and not outcome.empty:
             self.steps.in_run, self.steps.total = self.steps.in_run + 1, self.steps.total + 1
             if self.steps.in_run == 1:
                 drawn = any(forward.draws.have_drawn for forward in state.compute.forwards.values())
-                self._settler.draws = any(greatest(self._groups.world, [drawn]))
+                masks.have_drawn, masks.counts = False, any(greatest(self._groups.world, [drawn]))
         outputs = self._join_outputs(step) if wants_outputs else None
         self._transport.publisher.enter("idle")
         told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked
@@ -260,7 +258,7 @@ class PlanRunner:
         interpreter, number = step.interpreter, self.steps.in_run
         trains, plan = interpreter.state.flows.trains, interpreter.state.flows.plan
         is_part = trains and (not last or bool(self.losses.earlier))
-        is_whole = self._graphs and trains and last and calls is None and not self._samples_before
+        is_whole = self._graphs and trains and last and calls is None and len(self._model.masks.parts) == 1
         if self._graphs and is_whole and not interpreter.records(number):
             watch = partial(self.losses.watch, plan, step.units, step.batch.targets, number, is_part=is_part)
             self._graphs.run_step(step, self.steps.total + 1, watch)
@@ -279,11 +277,13 @@ class PlanRunner:
         self._latest, self.is_broken = interpreter, True
         current.number, current.units, current.last = number, step.units, last
         current.runs += 1
-        current.samples_before, current.outputs = self._samples_before if trains else 0, {} if wants_outputs else None
+        parts, current.outputs = model.masks.parts if trains else [], {} if wants_outputs else None
+        current.samples_before = sum(of_all for _, of_all in parts) if parts else 0
         for layer in model.mixtures:
             layer.tokens_alike = step.units.alike
         if trains:
-            model.boundaries.begin_step(step.units.first_spec, is_first=not self._samples_before, is_last=last)
+            model.boundaries.begin_step(step.units.first_spec, is_first=not parts, is_last=last)
+            parts.append((step.units.num_samples, step.units.of_all))
         self._transport.stamp.begin_run(number + 1)
         if (reducer := self._state.gradients.reducer).program is not state.flows.program:
             reducer.follow_program(state.flows.program)

@@ -49,6 +49,7 @@ from quintsched.errors import MisfitError, counted
 from ..autograd.engine_owned_layers import TakenOver
 from ..comm import Group
 from ..comm.autograd_collectives import outside_compiled
+from ..comm.host_collectives import greatest, share_texts
 
 
 @dataclass
@@ -127,10 +128,25 @@ class Masks:
         self._repeated: set[str] = set()
         self.alarms = 0
         """Number of times that torch's generators advanced in a step, by draws that are not keyed."""
+        self.have_drawn, self.counts, self.parts = False, False, list[tuple[int, int]]()
+        """Whether anything was drawn; whether replicas count samples; its own and all, by batch of a step."""
         self.changes = 0
         """Number of times that it was found anew which blocks draw."""
         self.cut_dims: dict[CutSite, int | None] = {}
         """Sites whose tensor is cut along another dimension than in `words`, to that dimension; None: it is whole."""
+
+    def count_late(self, world: Group) -> None:
+        """Have replicas count samples from now on if blocks of some rank have begun to draw (collective).
+
+        Raises `MisfitError` if replicas have unlike numbers of samples in the present step.
+        """
+        was, self.counts = self.counts, self.counts or any(greatest(world, [self.have_drawn]))
+        if self.counts != was and len(set(share_texts(world, str(self.parts)))) > 1:
+            raise MisfitError(
+                "blocks draw random numbers (dropout, noise) from this step on, and none in the first; draws go by "
+                "the places of samples in the batch, which replicas with unlike numbers of samples did not count: give "
+                "all replicas as many samples in the step in which draws begin, or draw from the first step on"
+            )
 
     @contextmanager
     def draw_for(self, unit: MaskUnit) -> Iterator[None]:
@@ -167,7 +183,7 @@ class Masks:
 
     def sample_keys(self, name: str, device: torch.device) -> Tensor:
         """Return a hash word for each sample of the unit, (samples), for draws under a name."""
-        drawing = self._drawing
+        drawing, self.have_drawn = self._drawing, True
         assert drawing is not None
         if drawing.samples is None:
             unit = drawing.unit

@@ -104,6 +104,7 @@ class BlockDraws(TorchFunctionMode):
                 yield
             if first and first != generator_bytes(self._device):
                 self.drawn.add(number)
+                self._masks.have_drawn = True
 
     @contextmanager
     def again(self) -> Iterator[None]:

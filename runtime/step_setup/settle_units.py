@@ -55,11 +55,7 @@ ExtraSpecs = tuple[tuple[tuple[str, TreeSpec], ...], ...]
 
 
 class StepSettler:
-    """Settles the units of each step on one rank.
-
-    Attributes:
-        draws: whether blocks of any rank draw per sample, as far as is known; the same on all ranks.
-    """
+    """Settles the units of each step on one rank."""
 
     def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, find_shapes: FindShapes) -> None:
         self._model, self._groups, self._device, self._find = model, groups, device, find_shapes
@@ -74,7 +70,7 @@ class StepSettler:
         self._latest: UnitShape | None = None
         self._described: tuple[object, str] = None, ""
         self._same: tuple[Plan, tuple[object, ...], Units] | None = None
-        self.draws = model.may_draw
+        model.masks.counts = model.may_draw
         self._has_warned = False
 
     def refuse(self, error: MisfitError | UsageError) -> None:
@@ -102,19 +98,20 @@ class StepSettler:
             self._are_alike(str(error))
             raise
         alike = self._experts is None or self._agree(plan, batch, (microbatches, samples, inputs, targets))
-        counts = self.draws and model.num_replicas > 1 and plan.mode == "train"
-        first = self._first_sample(batch.microbatches, samples) if counts else model.replica * samples
-        said = (batch.microbatches, batch.num_samples, microbatches, samples, first, inputs, targets, alike)
+        first, of_all = model.replica * samples, model.num_replicas * samples  # as if they were even
+        if model.masks.counts and model.num_replicas > 1 and plan.mode == "train":
+            first, of_all = self._count_samples(batch.microbatches, samples)
+        said = (batch.microbatches, batch.num_samples, microbatches, samples, first, of_all, inputs, targets, alike)
         if self._same is not None and self._same[0] is plan and self._same[1] == said and not batch.extras[0]:
             return self._same[2]
         _require_alike(batch, microbatches, samples)
         sizes = sizes_of(samples, microbatches, plan.schedule.microbatches)
         extras = self._extras_of_each_size(batch, sizes, slices)
-        key = (plan.mode, sizes, first, inputs, targets, extras, alike)
+        key = (plan.mode, sizes, first, of_all, inputs, targets, extras, alike)
 
         def make() -> Units:
             given = self._given(plan, inputs, targets, extras)
-            return replace(self._make(plan, batch, sizes, first, given), alike=alike)
+            return replace(self._make(plan, batch, sizes, first, given), of_all=of_all, alike=alike)
 
         units = self._units.get(key, make)
         self._same = None if batch.extras[0] else (plan, said, units)
@@ -173,7 +170,7 @@ class StepSettler:
         by_unit = [shapes.get(size) for size in sizes for _ in range(slices)]
         empty = frozenset(unit for unit, shape in enumerate(by_unit) if shape is None)
         samples = samples_of(sizes, slices, first)
-        return Units(by_unit, samples, empty, sum(sizes), num_replicas=self._model.num_replicas)
+        return Units(by_unit, samples, empty, sum(sizes))
 
     def _shape(self, plan: Plan, spec: UnitSpec, batch: Batch, unit: int) -> UnitShape:
         model, samples = self._model, spec.inputs.samples
@@ -226,8 +223,8 @@ class StepSettler:
     def _read(self, text: str) -> list[TreeSpec]:
         return self._specs.get(text, lambda: [from_words(words) for words in json.loads(text)])
 
-    def _first_sample(self, microbatches: int, samples: int) -> int:
-        """Return the index of this replica's first sample in the whole batch (collective over the replicas)."""
+    def _count_samples(self, microbatches: int, samples: int) -> tuple[int, int]:
+        """Return this replica's first sample in the batch, and all its samples (collective over the replicas)."""
         model = self._model
         table = torch.zeros(2, model.num_replicas, dtype=torch.int64, device=self._device)
         if self._has_inputs and self._groups.context.index == 0:
@@ -238,7 +235,7 @@ class StepSettler:
             raise MisfitError(
                 f"the replicas have {counted(of_replicas, 'microbatch')}; give every rank the same `microbatches`"
             )
-        return sum(counts[: model.replica])
+        return sum(counts[: model.replica]), sum(counts)
 
 
 def _require_alike(batch: Batch, microbatches: int, samples: int) -> None:

@@ -94,7 +94,7 @@ class Units:
         empty: the units that are skipped.
         num_samples: number of samples of this replica.
         alike: whether all ranks of ep have units of these shapes, where mixtures of experts pad.
-        num_replicas: number of replicas that divide the batch.
+        of_all: number of samples of all replicas; where that is not counted, it is as if they were even.
     """
 
     shapes: Sequence[UnitShape | None]
@@ -102,7 +102,7 @@ class Units:
     empty: frozenset[int]
     num_samples: int
     alike: bool = True
-    num_replicas: int = 1
+    of_all: int = 0
 
     @cached_property
     def sizes(self) -> frozenset[int]:

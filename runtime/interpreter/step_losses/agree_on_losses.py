@@ -238,6 +238,7 @@ class RunLosses:
             self._of_pairs = self._of_pairs or model.common.why_changed()
         self._has_doubt |= bool(loss.is_uneven or loss.is_learned or loss.misuses or self._of_pairs or blocks.since)
         odd = self._adds and self._has_odd_sizes()
+        odd = odd or (model.masks.have_drawn and not model.masks.counts)
         self._has_doubt |= bool(odd or blocks.changed or self.first.refusal or model.buffers.late)
         if not self._watched:
             return self._has_doubt
@@ -257,6 +258,7 @@ class RunLosses:
         if again and self._trains:
             self.blocks.examine_changed()
             self._model.buffers.learn_late(self._groups.world)
+            self._model.masks.count_late(self._groups.world)
         if not self.loss.is_settled or self._is_due or again:
             self._agree()
             self._asked_in_vain = not self.loss.is_settled

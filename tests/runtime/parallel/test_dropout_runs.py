@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.autograd.slice_kv_cache import Past
 from quintsched.runtime.blocks.block_builders import Blocks
@@ -57,6 +57,39 @@ def test_tensors_of_any_layout_with_the_samples_first(schedule: str, mesh: str, 
     plan = qs.compile(schedule, mesh=mesh, microbatches=2, slices=slices)
     blocks = [lambda: Layouts(True), *[lambda: Layouts(False)] * 3]
     require_equality(plan, blocks=blocks, task=ids_task(2, 4, LENGTH))
+
+
+def losses_on(replicas: int, samples: int, *, parts: Sequence[int], drops_late: bool = False) -> list[float]:
+    """Train two steps, each accumulated over parts of a batch; return the losses."""
+    task = ids_task(2, samples, LENGTH)
+
+    def run(transport: Transport) -> list[float]:
+        plan = qs.compile("gpipe", mesh=f"dp={replicas}", microbatches=2)
+        blocks, losses = [*noisy_gpt(0.0 if drops_late else 0.3)], list[float]()
+        engine = Engine(plan, blocks, cross_entropy_sum, sgd, dtype=torch.float64, transport=transport)
+        for step, batch in enumerate(zip(task.inputs, task.targets, strict=True)):
+            for module in engine.stages[0].blocks["1"].modules() if drops_late and step else ():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.5
+            for part, xs in enumerate(zip(*[x.split([*parts]) for x in batch], strict=True), 1):
+                mine = [x.tensor_split(replicas)[transport.rank] for x in xs]
+                losses.append(engine.step(*mine, last=part == len(parts)).loss.item())
+        return losses
+
+    return run_local(replicas, run)[0]
+
+
+def test_masks_of_an_accumulated_step_go_by_the_samples_of_all_replicas() -> None:
+    alone = losses_on(1, 9, parts=[5, 4])
+    assert losses_on(2, 9, parts=[5, 4]) == pytest.approx(alone, abs=1e-12)
+    assert losses_on(3, 9, parts=[5, 4]) == pytest.approx(alone, abs=1e-12)
+
+
+def test_dropout_from_a_later_step_on_counts_samples_or_is_refused() -> None:
+    alone = losses_on(1, 8, parts=[8], drops_late=True)
+    assert losses_on(2, 8, parts=[8], drops_late=True) == pytest.approx(alone, abs=1e-12)
+    with pytest.raises(MisfitError, match="from this step on, and none in the first"):
+        losses_on(2, 7, parts=[7], drops_late=True)
 
 
 def losses_of(seed: int = 0, *, before: Callable[[Engine], object] = lambda _: None) -> list[float]:
