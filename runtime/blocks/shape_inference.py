@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
+from quintsched.stalls.own_errors import said
 
 from ..comm.random_generators import draws_undone
 from ..comm.torch_modes import ModesLeftError
@@ -261,10 +262,10 @@ def _run(module: nn.Module, weights: dict[str, Tensor], given: Any, taken: Mappi
 
 def _cannot_take(number: int, module: nn.Module, given: object, taken: Mapping[str, Any], error: Exception) -> str:
     """Return a message with the inputs on which a block raised an error, and the submodule that raised it."""
-    none = [f"{name}=None" for name, extra in taken.items() if extra is None]
     return (
-        f"block {number} cannot take {TreeSpec.from_tree(given)}: {error} (in {place_of(error, number, module)}"
-        f"{''.join(f', {word}' for word in none)}; shapes are found by running the blocks on torch's meta device)"
+        f"block {number} cannot take {TreeSpec.from_tree(given)}: {said(error)} (in {place_of(error, number, module)}"
+        f"{''.join(f', {name}=None' for name, extra in taken.items() if extra is None)}; shapes are found by running "
+        "the blocks on torch's meta device)"
     )
 
 

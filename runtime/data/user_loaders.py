@@ -174,6 +174,9 @@ class LoaderFeed:
             raise UsageError(
                 f"the loader, {shown(loader)}, has no length; say how many batches an epoch has: "
                 "Loaders(loader, batches=1000)"
+                if saves
+                else f"the loader of validation, {shown(loader)}, has no length; give a list of its batches: "
+                "validation=list(itertools.islice(loader, 50))"
             )
         self.num_batches = len(loader) if batches is None else batches
         if saves and not self.num_batches:

@@ -137,9 +137,8 @@ def refuse_together(problem: JointRefusal | None, world: Group, alike: Group, me
     alone = [rank for rank, (_, in_code, its) in told.items() if in_code and any(peer not in told for peer in its)]
     rank = world.ranks[world.index]
     if rank in alone and problem is not None:
-        kind = type(problem.__cause__).__name__
         who, others = rank_in_words(mesh, rank), "other ranks that compute the same did not fail"
-        raise CodeError(f"{who}, {kind}: {problem}; {others}") from problem.__cause__
+        raise CodeError(f"{who}, {problem}; {others}") from problem.__cause__
     if alone:
         ControlGroup(world).barrier()  # the failed ranks never reach this barrier: wait until their end is noticed
     raise problem or MisfitError(_words(told))

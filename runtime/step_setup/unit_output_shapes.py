@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError
+from quintsched.stalls.own_errors import said
 
 from ..autograd.slice_kv_cache import Past, Store
 from ..blocks.block_builders import TARGETS, MutatedState, Parcel, accepted_extras
@@ -158,7 +159,7 @@ class Trial:
                     where = type(block).__name__
                     if model.tensor.tokens.inside(int(number)):
                         where += ", which sequence_parallel gives a slice of the tokens: run without it"
-                    words = f"block {number} cannot take {TreeSpec.from_tree(given)}: {error} (in its {where})"
+                    words = f"block {number} cannot take {TreeSpec.from_tree(given)}: {said(error)} (in its {where})"
                     announcer.refuse(MisfitError(words))
                     raise MisfitError(words) from error
                 riders = {**riders, **fresh}

@@ -361,8 +361,13 @@ def test_a_length_has_to_be_true() -> None:
         list(LoaderFeed(Says([(1, 2)] * 2), None).epoch(0))
     with pytest.raises(MisfitError, match="more batches than the 3"):
         list(LoaderFeed(Says([(1, 2)] * 4), None).epoch(0))
-    with pytest.raises(UsageError, match="has no length"):
-        LoaderFeed((batch for batch in [(1, 2)]), None)
+    endless = (batch for batch in [(1, 2)])
+    with pytest.raises(UsageError, match=r"has no length; say how many batches .* Loaders\(loader, batches=1000\)"):
+        LoaderFeed(endless, None)
+    with pytest.raises(
+        UsageError, match=r"validation, a generator, has no length; .* validation=list\(itertools\.islice\("
+    ):
+        LoaderFeed(endless, None, saves=False)
 
 
 def test_a_state_that_is_no_plain_data_is_refused() -> None:
