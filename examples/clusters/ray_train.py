@@ -1,6 +1,6 @@
 """A job file on Ray Train: a worker for each rank, checkpoints in Ray's storage, exact resumption after a failure.
 
-    pip install 'quintsched[runtime]' 'ray[train]'
+    pip install '.[examples]' 'ray[train]'
     python examples/clusters/ray_train.py examples/clusters/job.yaml --storage /shared/ray [--set A.B=C …]
 
 checkpoint.dir is a folder that all nodes see, as Ray's storage is; give whole paths. Each saved step is handed to Ray,

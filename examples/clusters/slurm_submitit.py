@@ -1,6 +1,6 @@
 """A job file on SLURM from Python: a task for each rank, started, watched and queued again by submitit.
 
-    pip install 'quintsched[runtime]' submitit
+    pip install '.[examples]' submitit
     python examples/clusters/slurm_submitit.py examples/clusters/job.yaml --nodes 2 --ranks-per-node 2 [--set A.B=C …]
 
 SLURM sends SIGUSR2 before the time is over, or when it wants the nodes back. The run finishes its step and saves;

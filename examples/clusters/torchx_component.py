@@ -1,7 +1,7 @@
 """A component of TorchX that runs a job file by torchrun, on any scheduler that TorchX has.
 
-    pip install 'quintsched[runtime]' torchx
-    torchx run --scheduler local_cwd examples/clusters/torchx_component.py:train --job job.yaml --j 2x2 -- A.B=C …
+    pip install '.[examples]' torchx
+    torchx run --scheduler local_cwd examples/clusters/torchx_component.py:train --job my_job.yaml --j 2x2 -- A.B=C …
 
 A run that is submitted again goes on from its newest checkpoint. Where the scheduler has no retries of its own
 (local_cwd has none), torchrun starts the ranks of all nodes again after a failure.

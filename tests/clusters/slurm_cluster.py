@@ -1,6 +1,7 @@
 """A SLURM cluster of two nodes on this machine: munged, slurmctld and two slurmd, from Debian's slurm-wlm and munge.
 
 apt-get install slurm-wlm munge; processes are tracked by the process tree, without cgroups. Needs root.
+By itself, `python -m tests.clusters.slurm_cluster` runs one until Ctrl-C, and prints how commands find it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -96,3 +98,11 @@ def ask(cluster: dict[str, str], *command: str) -> str:
     """Return what a command of SLURM prints."""
     done = subprocess.run(command, env=os.environ | cluster, capture_output=True, text=True, timeout=60, check=False)
     return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory(prefix="slurm-") as home, slurm(Path(home)) as told:
+        exports = "\n".join(f"  export {name}={value}" for name, value in told.items())
+        print(f"In another terminal:\n{exports}", flush=True)  # noqa: T201
+        with suppress(KeyboardInterrupt):
+            time.sleep(1e9)
