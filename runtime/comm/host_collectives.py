@@ -114,13 +114,12 @@ class ControlGroup:
             made.append(work())
         except QuintschedError as failed:
             error = failed
-        mine = b"" if error is None else f"{type(error).__name__}:{error}".encode()[:MOST_ERROR_BYTES]
+        known = [kind.__name__ for kind in type(error).__mro__ if hasattr(errors, kind.__name__)]
+        mine = b"" if error is None else f"{known[0]}:{error}".encode()[:MOST_ERROR_BYTES]
         for rank, theirs in enumerate(self.share_bytes(mine)):
-            if theirs and error is not None and rank == self._world.index:
-                raise error
             if theirs:
                 kind, _, words = theirs.decode(errors="replace").partition(":")
-                raise getattr(errors, kind)(words)
+                raise error if error is not None and rank == self._world.index else getattr(errors, kind)(words)
         return made[0]
 
 

@@ -25,7 +25,7 @@ from tempfile import mkdtemp
 from time import sleep
 from typing import Any
 
-from quintsched.errors import InputError, UsageError, counted
+from quintsched.errors import InputError, UsageError, counted, printable
 from quintsched.files.atomic import whole_path, writing
 from quintsched.files.strictjson import parse_strict, shorten
 
@@ -69,7 +69,7 @@ def _tried(call: Callable[..., Result], *given: Any, **named: Any) -> Result:
             raise
         except Exception as error:  # clients of buckets raise errors of their own
             if pause_s is None:
-                raise OSError(f"{type(error).__name__}: {error}") from error
+                raise OSError(printable(f"{type(error).__name__}: {error}")) from error
             sleep(pause_s)
     raise AssertionError
 
@@ -78,10 +78,11 @@ class BucketFolder(RunFolder):
     """Folder of a run's checkpoints in a bucket; `directory` is this process's own folder for files on their way."""
 
     def __init__(self, url: str, launch: str) -> None:
+        url = str(named_place(url))
         try:
             from fsspec.core import url_to_fs
 
-            self._files, self._root = url_to_fs(named_place(url), use_listings_cache=False)
+            self._files, self._root = url_to_fs(url, use_listings_cache=False)
         except (ImportError, ValueError) as error:
             raise UsageError(
                 f"{url}: {error}; a URL of checkpoints needs fsspec, and its package for the kind"
@@ -191,8 +192,7 @@ class BucketFolder(RunFolder):
         if self._lock is None or self._lock.is_lost:
             raise OSError("another run has taken the place since")
         final = self.directory / f"step-{step:08d}"
-        manifest = (attempt / MANIFEST).read_bytes()
-        _tried(self._files.pipe_file, self._key(final / MANIFEST), manifest)
+        _tried(self._files.pipe_file, self._key(final / MANIFEST), (attempt / MANIFEST).read_bytes())
         shutil.rmtree(final, ignore_errors=True)  # what was fetched of an earlier checkpoint of this step
         shutil.rmtree(attempt, ignore_errors=True)
         try:
