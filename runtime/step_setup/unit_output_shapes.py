@@ -151,9 +151,10 @@ class Trial:
                 taken = {name: extra for name, extra in {**extras, **riders}.items() if accepts(name)}
                 try:
                     with untouched(block) as kept:
-                        run = partial(model.tensor.run_whole, int(number), block)
                         name = f"block {number} ({type(block).__name__})"
-                        (given, fresh, auxiliary), records = run_block(run, given, taken, name)
+                        (given, fresh, auxiliary), records = run_block(
+                            partial(model.tensor.run_whole, int(number), block), given, taken, name
+                        )
                         state = [asdict(one) for one in changed_by(kept.snapshot, name)]
                 except Exception as error:
                     where = type(block).__name__
