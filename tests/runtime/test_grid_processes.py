@@ -19,12 +19,11 @@ def cases_of(world_size: int) -> list[Case]:
     return [case for case in cases if case.wire == "nccl" and case.steps < 20]
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_some_cases_equal_one_process(tmp_path: Path, world_size: int) -> None:
-    cases = cases_of(world_size)[1:8:2]
+def test_some_cases_equal_one_process(tmp_path: Path) -> None:
+    cases = cases_of(4)[1:8:2]
     assert len(cases) == 4
     by_tags: list[Run] = [("rendezvous", case) for case in cases]
-    require_equality(train(tmp_path, world_size, [*by_tags, ("nccl", cases[0]), ("nccl", cases[-1])], timeout_s=100))
+    require_equality(train(tmp_path, 4, [*by_tags, ("nccl", cases[0]), ("nccl", cases[-1])], timeout_s=100))
 
 
 @pytest.mark.slow

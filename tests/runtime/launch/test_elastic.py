@@ -132,26 +132,6 @@ def test_a_run_grows_again_to_the_mesh_of_the_job(tmp_path: Path, way: str) -> N
     assert found["validation_loss"] == pytest.approx(expected["validation_loss"], abs=1e-5)
 
 
-@pytest.mark.processes
-@pytest.mark.slow
-def test_a_run_that_lost_a_rank_goes_on_with_fewer_replicas(tmp_path: Path) -> None:
-    file = write_job(tmp_path, JOB, MODEL)
-    log = tmp_path / "log.jsonl"
-    (tmp_path / "fuse").touch()
-    settings = ("--set", f"log.path={log}", "--set", f"checkpoint.dir={tmp_path / 'saved'}")
-    launcher = ("quintsched.runtime.launch.local_run", "--restarts", "1", "--min-dp", "1")
-    code, out, err = run(sys.executable, "-m", *launcher, "--config", file, *settings)
-    assert code == 0, err
-    assert "1f1b on dp=2" in out
-    assert "1f1b on dp=1" in out
-    config = load_job(file)
-    plan = plan_of(config)
-    expected = run_local(2, lambda transport: Trainer.of_job(config, plan, transport).fit())[0][-1]
-    found = [r for r in map(json.loads, log.read_text().splitlines()) if r["event"] == "epoch"][-1]
-    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-    assert found["validation_loss"] == pytest.approx(expected["validation_loss"], abs=1e-5)
-
-
 SLOW = MODEL.replace("return super()", "time.sleep(0.05)\n        return super()").replace(
     "import os", "import os, time"
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -11,11 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import quintsched as qs
-from quintsched.runtime.comm import run_local
-from quintsched.runtime.settings.job_file import load_job
-from quintsched.runtime.train.trainer import Trainer
-
 from ...helpers.commands import DATA, run
 
 pytestmark = pytest.mark.processes
@@ -23,7 +17,7 @@ pytestmark = pytest.mark.processes
 JOB = """
 model: {options: {hidden: 16, depth: 4, heads: 4}}
 data: {name: "DATA:load"}
-train: {epochs: 2, batch_size: 16, optimizer: {name: adam, lr: 3e-3}, clip: 1.0}
+train: {epochs: 2, batch_size: 16}
 runtime: {timeout_s: 60}
 log: {every: 1, path: "LOG"}
 """
@@ -41,7 +35,7 @@ class Bomb(nn.Linear):
         self.steps += not x.is_meta
         if self.steps > 3 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
             open(FUSE, "w").close()
-            FAULT
+            raise ValueError("the bomb went off")
         return super().forward(x)
 
 class First(nn.Linear):
@@ -63,33 +57,6 @@ def job_file(tmp_path: Path) -> Path:
 
 def launch(*arguments: str | Path) -> tuple[int, str, str]:
     return run(sys.executable, "-m", "quintsched.runtime.launch.local_run", *arguments)
-
-
-@pytest.mark.slow
-def test_eight_processes_equal_one(job_file: Path, tmp_path: Path) -> None:
-    log, plan = tmp_path / "log.jsonl", tmp_path / "plan.json"
-    qs.compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=4).save(plan)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "8", "-m", "quintsched.runtime")
-    code, out, err = run(*torchrun, plan, "--config", job_file, "--set", f"log.path={log}")
-    assert code == 0, err
-    assert "epoch 2/2" in out
-    told = [record for record in map(json.loads, log.read_text().splitlines()) if record["event"] == "step"]
-
-    alone = tmp_path / "alone.jsonl"
-    config = load_job(job_file, [f"log.path={alone}"])
-    from quintsched.runtime.launch.job_plan import plan_of
-    from quintsched.runtime.train.reporter import Reporter
-
-    run_local(
-        1,
-        lambda transport: Trainer.of_job(
-            config, plan_of(config), transport, Reporter(str(alone), lambda _: None)
-        ).fit(),
-    )
-    expected = [record for record in map(json.loads, alone.read_text().splitlines()) if record["event"] == "step"]
-    assert len(told) == len(expected) == 10
-    assert [r["loss"] for r in told] == pytest.approx([r["loss"] for r in expected], abs=1e-4)
-    assert [r["grad_norm"] for r in told] == pytest.approx([r["grad_norm"] for r in expected], rel=1e-3)
 
 
 @pytest.mark.slow
@@ -119,7 +86,7 @@ def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running
     job_file: Path, tmp_path: Path, mesh: str, last: str
 ) -> None:
     model = tmp_path / "bomb.py"
-    model.write_text(BOMB.replace("FAULT", 'raise ValueError("the bomb went off")'))
+    model.write_text(BOMB)
     settings = ("--set", f"parallel.mesh={mesh}", "--set", f"model={{name: '{model}:build'}}")
     code, _, err = launch("--config", job_file, *settings)
     assert code == 1
@@ -132,20 +99,6 @@ def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running
     assert "error: rank 0" not in err
     assert time.time() - Path(f"{model}.lit").stat().st_mtime < 10  # all ranks have ended since it went off
     assert str(model) not in running_commands()
-
-
-@pytest.mark.slow
-def test_a_killed_rank_ends_the_others_with_4(job_file: Path, tmp_path: Path) -> None:
-    model = tmp_path / "bomb.py"
-    model.write_text(BOMB.replace("FAULT", "os.kill(os.getpid(), 9)"))
-    arguments = ("--config", job_file, "--set", "parallel.mesh=dp=2,pp=2", "--set", f"model={{name: '{model}:build'}}")
-    code, _, err = launch(*arguments)
-    assert code == 4
-    assert "Traceback" not in err
-    assert re.match(
-        r"error: rank 3 \(host [^,]+, dp=1, pp=1\) was killed by SIGKILL in step \d+ at instruction \d+ of", err
-    )
-    assert err.count("was killed") == 1  # the launcher says it, and nobody else
 
 
 @pytest.mark.sampled(4)
