@@ -95,6 +95,7 @@ def test_all_that_are_left_say_the_same_and_end_with_4(tmp_path: Path, fault: st
 
 def sleep_and_end(folder: Path) -> None:
     """Connect, and end as a process does that is sent a SIGTERM by hand."""
+    os.chdir(folder)
     plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
     engine = Engine(plan, [lambda: nn.Linear(8, 8)] * 2, nn.MSELoss(), lambda given: torch.optim.SGD(given, lr=0.1))
     (folder / os.environ["RANK"]).touch()
