@@ -26,20 +26,30 @@ checkpoint: {{dir: "{folder}/saved", every: 1000000}}
 
 MODEL = """
 import os, signal
+from pathlib import Path
 from torch import nn
 
+def passes_made():
+    return Path(__file__).with_name("passes").stat().st_size
+
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
 class Last(nn.Linear):
-    passes = 0
     def forward(self, x):
-        self.passes += not x.is_meta
-        if self.passes == 5 and "RANK" in os.environ:  # the first of two microbatches of step 3
-            os.kill(os.WHOM(), signal.SIGNAL)
+        if not x.is_meta and "RANK" in os.environ:
+            with Path(__file__).with_name("passes").open("a") as passes:  # a block that counts them itself is refused
+                passes.write("1")
+            if passes_made() == 5:  # the first of two microbatches of step 3
+                os.kill(WHOM, signal.SIGNAL)
         return super().forward(x)
 
 def build(data):
     return [nn.Flatten, lambda: nn.Linear(64, 64), lambda: Last(64, 4)]
 """
 
+PIDS = {"rank": "os.getpid()", "launcher of quintsched": "parent(os.getppid())", "launcher of torchrun": "os.getppid()"}
+"""Process ids as a rank finds them: ranks of our launcher are forked by a server."""
 WAYS = {
     "quintsched": ("quintsched.runtime.launch.local_run",),
     "torchrun": ("torch.distributed.run", "--nproc-per-node=2", "-m", "quintsched.runtime"),
@@ -47,31 +57,31 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("launcher", "whom", "number"),
+    ("launcher", "whom", "number"),  # SIGUSR1 to a rank, every day: test_closed.py
     [
-        ("quintsched", "getpid", "SIGUSR1"),  # every day: test_closed.py
-        ("quintsched", "getppid", "SIGTERM"),
-        ("quintsched", "getppid", "SIGINT"),
-        ("torchrun", "getpid", "SIGTERM"),
-        ("torchrun", "getppid", "SIGTERM"),
-        ("torchrun", "getppid", "SIGINT"),
+        ("quintsched", "launcher", "SIGTERM"),
+        ("quintsched", "launcher", "SIGINT"),
+        ("torchrun", "rank", "SIGTERM"),
+        ("torchrun", "launcher", "SIGTERM"),
+        ("torchrun", "launcher", "SIGINT"),
     ],
 )
 def test_a_signal_lets_the_run_save_and_end_with_0(tmp_path: Path, launcher: str, whom: str, number: str) -> None:
-    job = write_job(tmp_path, JOB, MODEL.replace("WHOM", whom).replace("SIGNAL", number))
+    pid = PIDS.get(whom) or PIDS[f"launcher of {launcher}"]
+    job = write_job(tmp_path, JOB, MODEL.replace("WHOM", pid).replace("SIGNAL", number))
     code, out, err = run(sys.executable, "-m", *WAYS[launcher], "--config", job)
     found = re.search(r"^stopped as asked: saved at step (\d+)$", out, re.MULTILINE)
     assert found is not None, err
     assert [path.name for path in (tmp_path / "saved").glob("step-*")] == [f"step-{int(found[1]):08d}"]
-    if whom == "getpid":
+    if whom == "rank":
         assert found[1] == "3"
-    assert code == (1 if (launcher, whom) == ("torchrun", "getppid") else 0)  # torchrun says so of any signal it gets
+    assert code == (1 if (launcher, whom) == ("torchrun", "launcher") else 0)  # torchrun says so of any signal it gets
     assert "Traceback" not in err or launcher == "torchrun"
 
 
 @pytest.mark.parametrize("launcher", WAYS)
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path, launcher: str) -> None:
-    slow = MODEL.replace("os.kill(os.WHOM(), signal.SIGNAL)", "print(os.getpid(), flush=True); time.sleep(60)")
+    slow = MODEL.replace("os.kill(WHOM, signal.SIGNAL)", "print(os.getpid(), flush=True); time.sleep(60)")
     job = write_job(tmp_path, JOB, slow.replace("import os", "import os, time"))
     command = [sys.executable, "-m", *WAYS[launcher], "--config", str(job)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
