@@ -70,7 +70,7 @@ BUDGET = {
     "guards": 1081,
     "examine": 1078,
     "optim": 1070,
-    "step_setup": 730,
+    "step_setup": 732,
     "settings": 798,
     "run_checks": 749,
     "calibrate": 609,

@@ -3,6 +3,7 @@
 One process changes its only copy. Shards and master weights would lose the change, and a recomputed forward would
 make it twice: such changes are refused in the first step. Replicas may each change theirs by their own samples: the
 changed weights are compared after the first step. With several microbatches each makes the change: this is logged.
+A weight that a forward creates would not train: it is refused too.
 """
 
 from __future__ import annotations
@@ -101,7 +102,12 @@ def _watch(number: str, block: nn.Module, changed: Changed, model: RankModel) ->
 
     def end(*_: object) -> None:
         for name, now in _states(block).items():
-            if name in before and now != before[name]:
+            if name not in before:
+                raise MisfitError(
+                    f"block {number} ({type(block).__name__}) creates its weight {name!r} in a forward, when the optimizer "
+                    "has been given all others: create it in __init__, before the engine is built"
+                )
+            if now != before[name]:
                 known = changed.setdefault(f"{number}.{name}", now)
                 if why := _why_lost(model, block.get_parameter(name)) or _why_apart(model, known, now):
                     _refuse(number, block, name, why)

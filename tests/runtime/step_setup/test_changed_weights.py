@@ -63,6 +63,13 @@ class Clamped(Normalised):
         return self.rows(ids)
 
 
+class Created(Normalised):
+    def forward(self, ids: Tensor) -> Tensor:
+        if not hasattr(self, "more"):
+            self.more = nn.Linear(WIDTH, WIDTH)
+        return self.more(self.rows(ids))
+
+
 def train(plan: Any, block: Callable[[], nn.Module]) -> list[Tensor]:
     def run(transport: Transport) -> Tensor:
         engine = Engine(
@@ -96,6 +103,12 @@ def test_a_forward_that_changes_weights_is_refused_where_these_have_copies(
         MisfitError, match=own if why == "changes" else r"weight 'rows.weight'|weights that they change"
     ):
         train(qs.compile("1f1b", **{"microbatches": 2, **request_of}), block)
+
+
+@pytest.mark.parametrize("request_of", [{"mesh": "dp=1"}, {"mesh": "pp=2"}, {"mesh": "dp=2", "zero": 3}])
+def test_a_weight_that_a_forward_creates_is_refused(request_of: dict[str, Any]) -> None:
+    with pytest.raises(MisfitError, match=r"block 0 \(Created\) creates its weight 'more.weight' in a forward"):
+        train(qs.compile("1f1b", microbatches=2, **request_of), Created)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
