@@ -104,8 +104,8 @@ def _watch(number: str, block: nn.Module, changed: Changed, model: RankModel) ->
         for name, now in _states(block).items():
             if name not in before:
                 raise MisfitError(
-                    f"block {number} ({type(block).__name__}) creates its weight {name!r} in a forward, when the optimizer "
-                    "has been given all others: create it in __init__, before the engine is built"
+                    f"block {number} ({type(block).__name__}) creates its weight {name!r} in a forward, when the "
+                    "optimizer has been given all others: create it in __init__, before the engine is built"
                 )
             if now != before[name]:
                 known = changed.setdefault(f"{number}.{name}", now)
