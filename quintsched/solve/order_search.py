@@ -45,6 +45,8 @@ LAGS_BEHIND = 1.05
 COARSE = (1, 2, 3)
 """Numbers of units that the shortest computation takes in round times."""
 ENOUGH = 1e-9
+AGAIN_S = 0.25
+"""Seconds from the end of the time to an interrupt, and from one to the next."""
 MANY, PERIODS = 4, 1.25
 """Microbatches per rank from which on orders that repeat are tried, and CP-SAT's deterministic seconds for a period and
 an effort of 1."""
@@ -162,26 +164,34 @@ def search(
 
 @contextlib.contextmanager
 def interrupted_at(ends_s: float) -> Iterator[None]:
-    """Interrupt the main thread, as Ctrl-C does, where a part of the search does not look at the clock for long."""
+    """Interrupt the main thread, as Ctrl-C does, where a part of the search does not look at the clock in time.
+
+    It comes a moment later than `ends_s`, so that most searches end by themselves, and again until the thread leaves:
+    Python drops an exception that is raised while it collects garbage.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    lock, is_left = threading.Lock(), False
+    lock, is_left, woken = threading.Lock(), False, threading.Event()
 
     def interrupt() -> None:
-        with lock:
-            if not is_left and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                _thread.interrupt_main()
+        wait_s = ends_s + AGAIN_S - monotonic()
+        while not woken.wait(min(max(wait_s, 0.0), threading.TIMEOUT_MAX)):
+            with lock:
+                if is_left:
+                    return
+                if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                    _thread.interrupt_main()
+            wait_s = AGAIN_S
 
-    timer = threading.Timer(min(max(ends_s - monotonic(), 0.0), threading.TIMEOUT_MAX), interrupt)
-    timer.daemon = True
-    timer.start()
     try:
+        threading.Thread(target=interrupt, daemon=True).start()
         yield
     finally:
+        is_left = True  # first, and by no call: an interrupt is raised in calls
+        woken.set()
         with lock:
-            is_left = True
-        timer.cancel()
+            woken.is_set()  # a call: an interrupt that is under way is raised here, not behind the caller's `except`
 
 
 def _settle(state: Search) -> None:
@@ -195,11 +205,13 @@ def _settle(state: Search) -> None:
 def _try_known(state: Search, attempt: Attempt, known: Mapping[str, Orders]) -> None:
     """Try known orders, one microbatch after the other, which always fits, and named schedules."""
     for name, given in (*known.items(), ("one by one", attempt.problem.one_by_one)):
+        if state.is_over:
+            return
         state.try_orders(attempt, list(map(list, given)), name)
     for name, orders in named_orders(attempt.problem, attempt.costs):
-        state.try_orders(attempt, orders, name)
         if state.is_over or attempt.is_optimal:
             return
+        state.try_orders(attempt, orders, name)
 
 
 def _begin(state: Search, attempt: Attempt, effort: int) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
 import random
 import signal
+import time
 
 import pytest
 from pydantic import ValidationError
@@ -216,7 +218,16 @@ def test_an_interrupt_of_constraint_programming_is_not_lost() -> None:
 
 
 def test_a_part_of_the_search_that_takes_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    began_s = time.monotonic()
+
+    class DropsTheFirst:
+        def __del__(self) -> None:
+            with contextlib.suppress(KeyboardInterrupt):
+                while time.monotonic() < began_s + 2:
+                    sum(range(1000))
+
     def endless(*_: object) -> list[tuple[str, list[list[int]]]]:
+        DropsTheFirst()
         while True:
             sum(range(1000))
 
