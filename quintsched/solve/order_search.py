@@ -33,7 +33,6 @@ from quintsched.solve.order_bounds import Bound, lower_bound
 from quintsched.solve.order_problem import EPSILON, Objective
 from quintsched.solve.order_timing import has_room, time_orders
 from quintsched.solve.periodic_orders import periodic_orders
-from quintsched.solve.periodic_solving import solved_periodic_order
 from quintsched.solve.search_problem import Orders, Problem
 from quintsched.solve.starting_orders import named_orders
 
@@ -47,9 +46,8 @@ COARSE = (1, 2, 3)
 ENOUGH = 1e-9
 AGAIN_S = 0.25
 """Seconds from the end of the time to an interrupt, and from one to the next."""
-MANY, PERIODS = 4, 1.25
-"""Microbatches per rank from which on orders that repeat are tried, and CP-SAT's deterministic seconds for a period and
-an effort of 1."""
+MANY = 4
+"""Microbatches per rank from which on orders that repeat are tried."""
 
 
 @dataclass
@@ -144,7 +142,12 @@ def search(
         with interrupted_at(state.ends_s):
             attempts = [Attempt(*each, objective, lower_bound(each[0], objective)) for each in problems]
             state.attempts = sorted(attempts, key=lambda attempt: attempt.bound.value)
-            for begin in (partial(_try_known, known=known), partial(_begin, effort=effort)):
+            for begin in (
+                partial(_try_known, known=known),
+                _try_periods,
+                _try_named,
+                partial(_try_lists, effort=effort),
+            ):
                 for attempt in filter(state.can_win, state.attempts):
                     begin(state, attempt)
             for attempt in filter(state.can_win, state.attempts):
@@ -203,46 +206,37 @@ def _settle(state: Search) -> None:
 
 
 def _try_known(state: Search, attempt: Attempt, known: Mapping[str, Orders]) -> None:
-    """Try known orders, one microbatch after the other, which always fits, and named schedules."""
+    """Try known orders, and one microbatch after the other, which always fits."""
     for name, given in (*known.items(), ("one by one", attempt.problem.one_by_one)):
         if state.is_over:
             return
         state.try_orders(attempt, list(map(list, given)), name)
+
+
+def _try_periods(state: Search, attempt: Attempt) -> None:
+    """Try orders that repeat, in long steps."""
+    problem = attempt.problem
+    if problem.microbatches >= MANY * problem.pp:
+        for orders in periodic_orders(problem, random.Random(state.seed), lambda: state.is_over or attempt.is_optimal):
+            state.try_orders(attempt, orders, "repeated period")
+
+
+def _try_named(state: Search, attempt: Attempt) -> None:
+    """Try named schedules."""
     for name, orders in named_orders(attempt.problem, attempt.costs):
         if state.is_over or attempt.is_optimal:
             return
         state.try_orders(attempt, orders, name)
 
 
-def _begin(state: Search, attempt: Attempt, effort: int) -> None:
-    """Try orders that repeat, in long steps, and list schedules."""
+def _try_lists(state: Search, attempt: Attempt, effort: int) -> None:
+    """Try list schedules."""
     rng = random.Random(state.seed)
-    if attempt.problem.microbatches >= MANY * attempt.problem.pp:
-        _try_periods(state, attempt, effort)
     count = max(16, POLICIES * effort * USUAL_SIZE // max(len(attempt.problem.durations), USUAL_SIZE))
     for policy in islice(policies(attempt.problem, rng), count):
         if state.is_over or attempt.is_optimal:
             return
         state.try_orders(attempt, schedule_by(attempt.problem, policy), "list schedule")
-
-
-def _try_periods(state: Search, attempt: Attempt, effort: int) -> None:
-    """Try orders that repeat."""
-    for orders in periodic_orders(attempt.problem):
-        if state.is_over or attempt.is_optimal:
-            return
-        state.try_orders(attempt, orders, "repeated period")
-    if exact.is_installed():
-        orders_or_none, is_interrupted = solved_periodic_order(
-            attempt.problem,
-            seed=state.seed,
-            effort=PERIODS * effort,
-            ends=lambda: state.ends_s - monotonic(),
-            stops=lambda: state.is_over or attempt.is_optimal,
-        )
-        state.try_orders(attempt, orders_or_none, "repeated period")
-        if is_interrupted:
-            raise KeyboardInterrupt
 
 
 def _improve_by_moves(state: Search, attempt: Attempt, effort: int, rounds: int = 2) -> None:
