@@ -1,15 +1,17 @@
 """Solved plans beside the best known times of `benchmarks/instances`, with bounds and times.
 
-    python benchmarks/solve.py [NAME …] [--seconds 60] [--effort 8] [--update] [--ilp PATH | --primus DIR]
+    python benchmarks/solve.py [NAME …] [--seconds 60] [--effort 8] [--update] [--long | --ilp PATH | --primus DIR]
 
 `--update` writes better times and bounds into the files, with "quintsched" as who found them. `--ilp` compares with the
-zero-bubble authors' integer program instead (`integer_program.py`), `--primus` with the schedules of Primus.
+zero-bubble authors' integer program instead (`integer_program.py`), `--primus` with the schedules of Primus. `--long`
+searches long steps with uneven stages, with a placement of the solver's choice, until they are near their bound.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
 from collections.abc import Iterator
@@ -20,11 +22,14 @@ from pydantic import BaseModel, ConfigDict
 
 from quintsched.files.user_records import read_record
 from quintsched.simulation.costs import Costs
-from quintsched.solve import Solution, solve
+from quintsched.solve import Solution, certify, solve
+from quintsched.solve.order_search import Attempt
 
 FOLDER = Path(__file__).parent / "instances"
 MOST_BYTES = 2**20
 SLACK = 1e-9
+NEAR = 0.02
+"""Gap to the certified bound at which the search of a long step ends."""
 
 
 class Found(BaseModel):
@@ -96,15 +101,43 @@ def write(path: Path, instance: Instance) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
+def search_long_step(cap: int, seed: int, seconds: float) -> bool:
+    """Print the search of a step of 512 microbatches on 16 ranks; return whether it ended near the bound."""
+    rng, began_s, ended_s = random.Random(seed), time.process_time(), list[float]()
+    times = tuple(rng.uniform(0.7, 1.5) for _ in range(16))
+    costs = Costs(forward=times, backward_input=times, backward_weight=times)
+
+    def end_when_near(attempt: Attempt, taken: float) -> None:
+        if attempt.value <= attempt.bound.value * (1 + NEAR):
+            ended_s[:] = taken, time.process_time() - began_s
+            raise KeyboardInterrupt
+
+    found = solve(pp=16, microbatches=512, memory_cap=cap, costs=costs, seconds=seconds, told=end_when_near)
+    certify(found.plan, found.certificate)
+    claim, (taken, busy) = found.certificate, ended_s or (seconds, time.process_time() - began_s)
+    gap = claim.value / claim.bound - 1
+    print(
+        f"{cap:3} {seed:5}  {found.placement:9} {claim.value:10g} {claim.bound:11g} {gap:6.2%} "
+        f"{taken:8.1f} {busy:8.1f}  {found.origin}",
+        flush=True,
+    )
+    return bool(ended_s)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="parts of the names of instances; default: all")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--effort", type=int, default=8)
     parser.add_argument("--update", action="store_true")
+    parser.add_argument("--long", action="store_true", help="long steps with uneven stages, until near their bounds")
     parser.add_argument("--ilp", type=Path, metavar="PATH", help="auto_schedule.py of the zero-bubble authors")
     parser.add_argument("--primus", type=Path, metavar="DIR", help="a copy of AMD-AGI/Primus")
     options = parser.parse_args()
+    if options.long:
+        print("cap  seed  placement      found   certified    gap  seconds      CPU  found by")
+        near = [search_long_step(cap, seed, options.seconds) for cap in (8, 16) for seed in range(3)]
+        sys.exit(0 if all(near) else 1)
     if options.ilp is not None:
         import integer_program
 
