@@ -31,16 +31,17 @@ NOISE = 0.2
 def periodic_orders(
     problem: Problem, rng: random.Random, stops: Callable[[], bool] = lambda: False
 ) -> Iterator[list[list[int]]]:
-    """Yield orders that repeat and keep to the caps, each of a shorter period; none for microbatches that differ.
+    """Yield orders that repeat and keep to the caps, each of a shorter period; none for microbatches that differ
+    or take no time.
 
     Args:
         problem: the problem.
         rng: source of the random part of scores.
         stops: asked between placements whether to end.
     """
-    if not problem.are_alike or problem.microbatches < 2:
-        return
     least, found, misses = least_period(problem), 0, 0
+    if not problem.are_alike or problem.microbatches < 2 or least <= 0:
+        return
     for place in range(0, len(FACTORS), STRIDE):
         orders = _orders_of(problem, least * FACTORS[place], rng, QUICK, stops)
         if orders is not None:
