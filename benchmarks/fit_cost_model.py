@@ -1,4 +1,4 @@
-"""Fit of the six constants of `strategies.prediction.efficiency` to one published table, with its errors.
+"""Fit of the six constants of `strategies.descriptions.hardware` to one published table, with its errors.
 
     python benchmarks/fit_cost_model.py            the constants, each row's error, and that with the row left out;
                                                    and the own constants of other GPUs, each from two runs
@@ -14,7 +14,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,12 @@ from numpy.typing import NDArray
 from prediction import NOT_FLAGS, rows_of
 
 from quintsched.strategies.descriptions.flag_rows import read_row
+from quintsched.strategies.descriptions.hardware import Constants
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
-from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, evaluate
 
+CONSTANTS = Constants()
 DATA = Path(__file__).parent / "data"
 START = Constants(product=0.85, half=200.0, memory=0.8, link=0.8, network=0.4, contention=0.2)
 MOST = 0.98
@@ -89,16 +89,16 @@ def read_rows(name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 def fit(rows: list[dict[str, Any]], layers: list[dict[str, Any]]) -> Constants:
     """Return the constants fitted to these rows and layer times."""
-    start = np.log(np.array(astuple(START)))
+    start = np.log(np.array([*vars(START).values()]))
 
     def loss(x: Vector) -> float:
-        constants = Constants(*np.exp(x).tolist())
+        constants = _constants(np.exp(x))
         shares = [value for name, value in vars(constants).items() if name != "half"]
         over = sum(max(0.0, share - MOST) ** 2 for share in shares)
         parts = np.concatenate([step_errors(rows, constants), LAYERS_COUNT * layer_errors(layers, constants)])
         return float((parts**2).sum() + STRAYING * ((x - start) ** 2).sum() + 10 * over)
 
-    return Constants(*np.exp(minimise(loss, start)).round(4).tolist())
+    return _constants(np.exp(minimise(loss, start)).round(4))
 
 
 def step_errors(rows: list[dict[str, Any]], constants: Constants) -> Vector:
@@ -106,7 +106,8 @@ def step_errors(rows: list[dict[str, Any]], constants: Constants) -> Vector:
     found = []
     for row in rows:
         asked = read_row({name: value for name, value in row.items() if name not in NOT_FLAGS})
-        step_s = evaluate(asked.model, asked.hardware, Table.from_strategies([asked.strategy]), constants).step_s[0]
+        hardware = asked.hardware.model_copy(update={"constants": constants})
+        step_s = evaluate(asked.model, hardware, Table.from_strategies([asked.strategy])).step_s[0]
         found.append(np.log(step_s / row["measured_s"]))
     return np.array(found)
 
@@ -114,13 +115,14 @@ def step_errors(rows: list[dict[str, Any]], constants: Constants) -> Vector:
 def layer_errors(layers: list[dict[str, Any]], constants: Constants) -> Vector:
     """Return the same for the forwards and backwards of a layer of the 22B model, 4 samples on 8 GPUs."""
     model, hardware = find_model("megatron-22b"), find_hardware("a100-80gb")
+    hardware = hardware.model_copy(update={"constants": constants})
     found: list[float] = []
     for layer in layers:
         settings = {"model": model, "hardware": hardware, "gpus": 8, "tp": 8, "microbatch": 4, "batch": 4, "seq": 2048}
         asked = read_row(
             {**settings, "dtype": "fp16", "sequence_parallel": layer["sequence_parallel"], "recompute": "selective"}
         )
-        block = distinct_blocks(model, hardware, Table.from_strategies([asked.strategy]), constants).dense
+        block = distinct_blocks(model, hardware, Table.from_strategies([asked.strategy])).dense
         forward = float((block.forward + block.tp_forward + block.cp_forward + block.ep)[0])
         waits = block.tp_backward + block.cp_backward + block.ep
         backward = float((block.backward_input + block.backward_weight + waits)[0])
@@ -171,8 +173,12 @@ def _try(loss: Callable[[Vector], float], centre: Vector, worst: Vector, by: flo
     return point, loss(point)
 
 
+def _constants(values: Vector) -> Constants:
+    return Constants(**dict(zip(Constants.model_fields, values.tolist(), strict=True)))
+
+
 def _shown(constants: Constants) -> str:
-    return "  ".join(f"{field.name}={getattr(constants, field.name):.4g}" for field in fields(constants))
+    return "  ".join(f"{name}={value:.4g}" for name, value in constants)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ BUDGET = {
 }
 """The most statements of each room of the runtime: a commit that makes one larger says so here."""
 
-MOST_LINES_OF_PACKAGES = {"strategies": 12_482, "solve": 6_000}
+MOST_LINES_OF_PACKAGES = {"strategies": 12_200, "solve": 6_000}
 """The most lines of packages beside the planner: a law replaces what it replaces."""
 
 

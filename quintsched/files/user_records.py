@@ -59,10 +59,17 @@ def read_record(kind: type[Record], path: Path, most_bytes: int, what: str) -> R
 
     Raises `UsageError` where it cannot be opened, `InputError` with path and place where it is broken.
     """
-    text = read_whole(path, most_bytes, what)
+    content = read_json(path, most_bytes, what)
     try:
-        return kind.model_validate_json(json.dumps(parse_strict(text)))
+        return kind.model_validate_json(json.dumps(content))
     except ValidationError as error:
         raise InputError(f"{path}: {describe_faults(error, kind.model_fields)}") from error
+
+
+def read_json(path: Path, most_bytes: int, what: str) -> object:
+    """Return the content of a JSON file; raises as `read_record` does."""
+    content = read_whole(path, most_bytes, what)
+    try:
+        return parse_strict(content)
     except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+        raise InputError(f"{path}: {error}") from None

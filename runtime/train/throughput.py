@@ -121,6 +121,6 @@ def peak_tflops_of(device: torch.device, precision: Precision) -> float | None:
         return None
     if hardware is None:
         return None
-    if hardware.measured is not None and (curve := hardware.measured.matmul.get(DTYPE_NAMES[precision])) is not None:
+    if (curve := hardware.measured.matmul.get(DTYPE_NAMES[precision])) is not None:
         return max(curve.rates) / 1e12
     return hardware.tflops.get(DTYPE_NAMES[precision])

@@ -94,14 +94,9 @@ def predict(
 
 def read_rows(file: Path) -> list[Any]:
     """Return the rows of a file; raises InputError if it holds no list."""
-    from quintsched.files.atomic import read_whole
-    from quintsched.files.strictjson import parse_strict
+    from quintsched.files.user_records import read_json
 
-    content = read_whole(file, MOST_ROWS_BYTES, "the rows")
-    try:
-        found = parse_strict(content)
-    except InputError as error:
-        raise InputError(f"{file}: {error}") from None
+    found = read_json(file, MOST_ROWS_BYTES, "the rows")
     if not isinstance(found, list):
         raise InputError(f"{file}: /: rows are a list of objects, [{{…}}, {{…}}], not a {type(found).__name__}")
     return found

@@ -11,8 +11,6 @@ from quintsched.files.terminal import percent
 if TYPE_CHECKING:
     from quintsched.strategies.prediction.predict_strategy import Prediction
 
-HIDDEN = "_hidden"
-
 
 def describe(found: Prediction, simulated_s: float | None = None) -> Iterator[str]:
     """Yield the lines of one prediction."""
@@ -60,8 +58,8 @@ def as_data(found: Prediction, simulated_s: float | None = None) -> dict[str, An
 def _times(terms: Mapping[str, float], step_s: float) -> Iterator[tuple[str, ...]]:
     from quintsched.strategies.descriptions.strategy_text import duration, term_name
 
-    for name in dict.fromkeys(term.removesuffix(HIDDEN) for term in terms):
-        waited, hidden = terms.get(name, 0.0), terms.get(f"{name}{HIDDEN}", 0.0)
+    for name in dict.fromkeys(term.removesuffix("_hidden") for term in terms):
+        waited, hidden = terms.get(name, 0.0), terms.get(f"{name}_hidden", 0.0)
         if waited or hidden:
             yield (
                 term_name(name),

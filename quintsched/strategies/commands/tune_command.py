@@ -91,7 +91,7 @@ def tune(
     from quintsched.strategies.prediction.predict_strategy import predict
     from quintsched.strategies.tuning import advice, explain_choice, published_recipes
 
-    whole = None if tokens is None else read_tokens(tokens)
+    whole = read_tokens(tokens or "1")
     recipe = None if beside is None else published_recipes.find_recipe(beside)
     flags = _searched(flags if recipe is None else recipe.choices(flags), framework)
     for written in (output, certificate):
@@ -111,14 +111,16 @@ def tune(
     chosen = advice.recommended(found).strategy
     files = None if directory is None else written_for(framework, found.model, chosen, directory)
     published = () if recipe is None else published_recipes.beside(found, recipe)
-    training = None if whole is None else _days_and_cost(found, whole, price)
+    days, cost = _days_and_cost(found, whole, price)
     if as_json:
-        more: dict[str, Any] = {} if training is None else {"days": training[0], "cost": training[1]}
+        more: dict[str, Any] = {} if tokens is None else {"days": days, "cost": cost}
         more |= {"beside": list(published)} if published else {}
         emit(_as_data(found, predictions, simulations) | _more_data(explanation, files) | more)
         return
     say(_describe(found, top, predictions, simulations))
-    for lines in (_days_in_words(tokens, training, price), explanation.lines if explanation else (), published):
+    paid = "" if cost is None else f"; {cost:,.0f} at {price:g} by GPU and hour"
+    training = () if tokens is None else (f"{tokens} tokens: {days:,.1f} days{paid}",)
+    for lines in (training, explanation.lines if explanation else (), published):
         if lines:
             say(["", *lines])
     if files is not None:
@@ -230,16 +232,6 @@ def _days_and_cost(found: Tuning, tokens: float, price: float | None) -> tuple[f
     return days, None if price is None else days * 24 * space.gpus * price
 
 
-def _days_in_words(
-    tokens: str | None, training: tuple[float, float | None] | None, price: float | None
-) -> Sequence[str]:
-    if training is None:
-        return ()
-    days, cost = training
-    paid = "" if cost is None else f"; {cost:,.0f} at {price:g} by GPU and hour"
-    return (f"{tokens} tokens: {days:,.1f} days{paid}",)
-
-
 def read_tokens(text: str) -> float:
     """Return a number of tokens: "15T", "300B", "2e12"; raises UsageError."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)([KMBT]?)", text.strip(), re.IGNORECASE)
@@ -277,6 +269,7 @@ def _as_data(found: Tuning, predictions: Sequence[Prediction], simulations: Sequ
 def _describe(
     found: Tuning, top: int, predictions: Sequence[Prediction], simulations: Sequence[float | None]
 ) -> Iterator[str]:
+    from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
     from quintsched.strategies.tuning.advice import advice, reasons
     from quintsched.text.plan_listing import table
 
@@ -298,7 +291,8 @@ def _describe(
     yield from reasons(found, predictions)
     if smaller := _smaller(found):
         yield ""
-        yield from table(("slower, smaller", "GB", "strategy"), [_point(candidate) for candidate in smaller])
+        points = [(duration(one.step_s), gigabytes(one.memory_bytes), strategy_name(one.strategy)) for one in smaller]
+        yield from table(("slower, smaller", "GB", "strategy"), points)
 
 
 def _smaller(found: Tuning) -> list[Candidate]:
@@ -319,9 +313,3 @@ def _row(prediction: Prediction, simulated_s: float | None, variations: Sequence
     more = () if simulated_s is None else (duration(simulated_s),)
     name = strategy_name(prediction.strategy) + (f" (or {'; '.join(variations)})" if variations else "")
     return duration(prediction.step_s), *more, percent(prediction.mfu), held, name
-
-
-def _point(candidate: Candidate) -> tuple[str, ...]:
-    from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
-
-    return duration(candidate.step_s), gigabytes(candidate.memory_bytes), strategy_name(candidate.strategy)

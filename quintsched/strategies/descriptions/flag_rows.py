@@ -81,7 +81,8 @@ def read_strategy(model: Model, given: Mapping[str, Any]) -> Strategy:
     """Return the strategy of a row; raises UsageError."""
     if given.get("batch") is None:
         raise UsageError("batch is missing; give the samples of a step, over all replicas")
-    fields = {name: _READ.get(name, _as_is)(name, given[name]) for name in Strategy.model_fields if name in given}
+    fields = {name: given[name] for name in Strategy.model_fields if name in given}
+    fields |= {name: read(name, fields[name]) for name, read in _READ.items() if name in fields}
     try:
         return Strategy.model_validate({"seq": longest_sequence(model)} | fields | _mesh(given))
     except ValidationError as error:
@@ -150,10 +151,6 @@ def _numbers(value: object) -> int | tuple[int, ...] | None:
     if not numbers or len(numbers) < len(found):
         return None
     return numbers if isinstance(value, list | tuple) else numbers[0]
-
-
-def _as_is(_name: str, value: object) -> object:
-    return value
 
 
 def _read_dtype(_name: str, value: object) -> object:

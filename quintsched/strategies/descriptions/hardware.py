@@ -81,6 +81,23 @@ class Measured(Description):
         return self
 
 
+class Constants(Description):
+    """Efficiency factors that are in no datasheet: six fitted numbers, the same for all hardware."""
+
+    product: Figure = 0.8377
+    """Fraction of the peak that a large matrix product reaches."""
+    half: Figure = 249.0
+    """Inner dimension k at which a matrix product runs at half that rate."""
+    memory: Figure = 0.8033
+    """Fraction of the memory bandwidth that a large pass reaches."""
+    link: Figure = 0.7709
+    """Fraction of the link rate inside a node that a large collective reaches."""
+    network: Figure = 0.2626
+    """Fraction of the network rate between nodes."""
+    contention: Figure = 0.2389
+    """Slowdown of computation: extra seconds for each second that a collective overlaps with it."""
+
+
 class Hardware(Description):
     """GPU type with its memory and links; see the module."""
 
@@ -106,6 +123,13 @@ class Hardware(Description):
     its own."""
     attention: Figure = 1.0
     """Fraction of the A100's efficiency that fused attention reaches, if its kernels were written for that GPU."""
-    measured: Measured | None = None
+    constants: Constants = Constants()
+    """The fitted factors."""
+    measured: Measured = Measured()
     sources: dict[str, str] = Field(default_factory=dict)
     """Sources of the figures."""
+
+    @property
+    def runs_at_once(self) -> bool:
+        """Whether operators run in the thread that calls them, as on a CPU."""
+        return self.measured.cores is not None

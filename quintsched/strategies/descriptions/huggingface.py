@@ -68,11 +68,6 @@ _FAMILIES: Mapping[str, _Family] = {
 }
 
 
-def is_config(values: Mapping[str, Any]) -> bool:
-    """Return whether these are the contents of transformers' `config.json`."""
-    return "model_type" in values
-
-
 def read_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `Model`; raises `InputError` for an unknown family, or an unsupported option."""
     kind = str(config["model_type"])

@@ -237,6 +237,16 @@ class Model(Description):
         return self.hidden // self.heads if self.head_size is None else self.head_size
 
     @property
+    def query_width(self) -> int:
+        """Width of a head's queries and keys, with the rotary part of latent attention."""
+        return self.head_width + (self.latent.rope_size if self.latent else 0)
+
+    @property
+    def biases_of_queries(self) -> bool:
+        """Whether the projections to queries, keys and values have biases."""
+        return self.biases if self.qkv_biases is None else self.qkv_biases
+
+    @property
     def ffn_width(self) -> int:
         """Width of the plain feed-forward network."""
         return 4 * self.hidden if self.ffn is None else self.ffn

@@ -25,14 +25,10 @@ def _named(name: str, by: float = 1.0) -> Meaning:
     return carry
 
 
-def _negated(value: Any) -> Any:
-    return not value if isinstance(value, bool) else value
-
-
 _MODEL: dict[str, Meaning] = {
     "swiglu": lambda value: {"activation": "swiglu"} if value is True else {},
     "tie_word_embeddings": _named("tied"),
-    "untie_embeddings_and_output_weights": lambda value: {"tied": _negated(value)},
+    "untie_embeddings_and_output_weights": lambda value: {"tied": not value if isinstance(value, bool) else value},
     "add_bias_linear": _named("biases"),
     "normalization": lambda value: {"norm": str(value).lower()},
 }

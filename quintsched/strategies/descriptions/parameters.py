@@ -117,7 +117,8 @@ def active(model: Model, seq: int | None = None) -> int:
     """Return the number of active parameters per token: of the experts, those it is routed to."""
     if model.experts is None:
         return total(model, seq)
-    one_of_each_layer = model.has_experts.count(True) * _one_expert(model)
+    one = sum(int(weight.numbers) for weight in _feed_forward(model, "", model.experts.ffn, biases=False))
+    one_of_each_layer = model.has_experts.count(True) * one
     return total(model, seq) - one_of_each_layer * (model.experts.count - model.experts.top_k)
 
 
@@ -162,7 +163,7 @@ def _delta_net(model: Model) -> tuple[Weight, ...]:
 
 def _attention(model: Model) -> tuple[Weight, ...]:
     hidden, width, heads, kv_heads = model.hidden, model.head_width, model.heads, model.num_kv_heads
-    has_biases = model.biases if model.qkv_biases is None else model.qkv_biases
+    has_biases = model.biases_of_queries
     of_query = width * (1 + model.attention_gate)
     if kv_heads == heads and not model.attention_gate:
         projections = _linear("attention.qkv", "attention", heads, 3 * width, hidden, biases=has_biases)
@@ -186,16 +187,15 @@ def _latent_attention(model: Model) -> tuple[Weight, ...]:
     """Return the weights of latent attention; the down-projections are replicated over tp (DeepSeek-V2)."""
     latent, hidden, heads = model.latent, model.hidden, model.heads
     assert latent is not None
-    query = model.head_width + latent.rope_size
     queries: tuple[Weight, ...]
     if latent.q_rank:
         queries = (
             Weight("attention.q_down.weight", "attention", latent.q_rank, hidden),
             Weight("attention.q_norm", "norms", 1, latent.q_rank),
-            Weight("attention.q_up.weight", "attention", heads, query * latent.q_rank, is_cut=True),
+            Weight("attention.q_up.weight", "attention", heads, model.query_width * latent.q_rank, is_cut=True),
         )
     else:
-        queries = (Weight("attention.q_proj.weight", "attention", heads, query * hidden, is_cut=True),)
+        queries = (Weight("attention.q_proj.weight", "attention", heads, model.query_width * hidden, is_cut=True),)
     both = model.head_width + latent.value_size
     return (
         *queries,
@@ -226,12 +226,6 @@ def _experts(model: Model) -> tuple[Weight, ...]:
         *routed,
         *(Weight(w.name, "experts", w.units, w.each, w.is_cut) for w in shared),
     )
-
-
-def _one_expert(model: Model) -> int:
-    """Return the number of parameters of one expert."""
-    assert model.experts is not None
-    return sum(int(w.numbers) for w in _feed_forward(model, "", model.experts.ffn, biases=False))
 
 
 def _linear(name: str, kind: str, units: int, per_unit: int, inputs: int, *, biases: bool) -> tuple[Weight, ...]:

@@ -23,13 +23,14 @@ from pydantic import ValidationError
 
 from quintsched.errors import InputError, UsageError, quoted, suggest
 from quintsched.files.atomic import read_whole
-from quintsched.files.strictjson import describe_faults, parse_strict, shorten
+from quintsched.files.strictjson import describe_faults, shorten
 from quintsched.files.strictyaml import parse_yaml
+from quintsched.files.user_records import read_json
 from quintsched.strategies.descriptions import other_tools_names
 from quintsched.strategies.descriptions.hardware import Hardware
-from quintsched.strategies.descriptions.huggingface import is_config, read_config
+from quintsched.strategies.descriptions.huggingface import read_config
 from quintsched.strategies.descriptions.model import Description, Model
-from quintsched.strategies.descriptions.simumax import is_system, read_system
+from quintsched.strategies.descriptions.simumax import read_system
 
 PRESETS = Path(__file__).parent / "presets"
 
@@ -52,9 +53,9 @@ def find_model(what: DescriptionSource | Model) -> Model:
     if isinstance(what, Mapping):
         return _model(what, "the model")
     _require_name(what, "model")
-    name = plain(str(what))
-    if name in _models():
-        return _models()[name]
+    name, presets = plain(str(what)), dict[str, Model](_presets("models", Model))
+    if name in presets:
+        return presets[name]
     path = _file(what, "config.json", "model", model_names())
     return _model(_read(path, "the model"), str(path))
 
@@ -66,15 +67,15 @@ def find_hardware(what: DescriptionSource | Hardware) -> Hardware:
     if isinstance(what, Mapping):
         return _hardware_of(what, "the hardware")
     _require_name(what, "hardware")
-    name = plain(str(what))
-    if name in _hardware():
-        return _hardware()[name]
+    name, presets = plain(str(what)), dict[str, Hardware](_presets("hardware", Hardware))
+    if name in presets:
+        return presets[name]
     path = _calibrated() if name == "cpu" else _file(what, "hardware.yaml", "hardware", [*hardware_names(), "cpu"])
     return _hardware_of(_read(path, "the hardware"), str(path))
 
 
 def _hardware_of(values: Mapping[str, Any], source: str) -> Hardware:
-    if is_system(values):
+    if {"sys_name", "accelerator"} <= values.keys():  # of SimuMax
         try:
             values = read_system(values)
         except (KeyError, TypeError) as error:
@@ -84,12 +85,12 @@ def _hardware_of(values: Mapping[str, Any], source: str) -> Hardware:
 
 def model_names() -> list[str]:
     """Return the names of the models in the package."""
-    return list(dict.fromkeys(model.name for model in _models().values()))
+    return list(dict.fromkeys(model.name for model in _presets("models", Model).values()))
 
 
 def hardware_names() -> list[str]:
     """Return the names of the hardware in the package; `cpu` is another one, once calibrated."""
-    return list(dict.fromkeys(hardware.name for hardware in _hardware().values()))
+    return list(dict.fromkeys(hardware.name for hardware in _presets("hardware", Hardware).values()))
 
 
 def plain(name: str) -> str:
@@ -103,7 +104,7 @@ def _require_name(what: object, kind: str) -> None:
 
 
 def _model(values: Mapping[str, Any], source: str) -> Model:
-    if is_config(values):
+    if "model_type" in values:  # of transformers
         try:
             values = read_config(values)
         except InputError as error:
@@ -159,29 +160,16 @@ def _calibrated() -> Path:
 
 
 def _read(path: Path, what: str) -> Mapping[str, Any]:
-    content = read_whole(path, MOST_DESCRIPTION_BYTES, what)
     if path.suffix == ".json":
-        try:
-            found = parse_strict(content)
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from None
+        found = read_json(path, MOST_DESCRIPTION_BYTES, what)
     else:
-        found = parse_yaml(content, str(path))
+        found = parse_yaml(read_whole(path, MOST_DESCRIPTION_BYTES, what), str(path))
     if not isinstance(found, Mapping):
         raise InputError(f"{path}: /: {what} is described by names and sizes, not by a {type(found).__name__}")
     return found
 
 
 @cache
-def _models() -> dict[str, Model]:
-    return _presets("models", Model)
-
-
-@cache
-def _hardware() -> dict[str, Hardware]:
-    return _presets("hardware", Hardware)
-
-
 def _presets(folder: str, kind: type[D]) -> dict[str, D]:
     """Return the presets of a folder by their plain names and aliases."""
     found: dict[str, D] = {}

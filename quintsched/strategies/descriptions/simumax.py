@@ -27,11 +27,6 @@ BACKWARD = 2.5
 """FLOP of fused attention's backward per FLOP of the forward, as SimuMax counts."""
 
 
-def is_system(values: Mapping[str, Any]) -> bool:
-    """Return whether these are the contents of a system file."""
-    return "sys_name" in values and "accelerator" in values
-
-
 def read_system(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a `Hardware`; raises KeyError for a part that is missing."""
     accelerator, networks = values["accelerator"], values["networks"]

@@ -22,6 +22,9 @@ recomputed activations are kept in 8 bits."""
 SHORT = {"fp8": 1.0, "mxfp8": 1 + 1 / 32}
 """Bytes of an element that products with weights read, by precision of 8 bits; with its share of the scale in blocks of
 32 (Open Compute Project, Microscaling Formats 1.0)."""
+DType = Literal["fp8", "mxfp8", "bf16", "fp16", "fp32", "fp64"]
+WIDTHS = {"fp8": 2.0, "mxfp8": 2.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp64": 8.0}
+"""Bytes of an element of weights and activations by dtype."""
 _NAMED = "|".join(MODULES)
 Modules = Annotated[str, Field(pattern=rf"^({_NAMED})(\+({_NAMED}))*$")]
 """Some of `MODULES`: "layernorm+moe_act"."""
@@ -79,7 +82,7 @@ class Strategy(Description):
     Megatron-LM since 2022 (`gradient_accumulation_fusion`); else that is a pass of its own."""
     fused_loss: bool = False
     """Whether the cross-entropy is one kernel that writes the gradient of logits in their place."""
-    dtype: Literal["fp8", "mxfp8", "bf16", "fp16", "fp32", "fp64"] = "bf16"
+    dtype: DType = "bf16"
     """Precision of computation; "fp8": of products with weights in a layer (with the exchange and the kept inputs of
     these), all else in bf16; "mxfp8": the same, with a scale for each 32 numbers."""
     gradients: Literal["bf16", "fp16", "fp32", "fp64"] | None = None

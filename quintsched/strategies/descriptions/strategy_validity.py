@@ -194,7 +194,7 @@ def _recompute_faults(schedule: Schedule, stages: int, layers: tuple[int, ...], 
 
 
 def _hardware_faults(hardware: Hardware | None, strategy: Strategy) -> Iterator[str]:
-    if hardware is not None and strategy.offload and hardware.measured is not None and hardware.measured.cores:
+    if hardware is not None and strategy.offload and hardware.runs_at_once:
         yield "offload: host memory is a CPU's own memory, so that nothing is saved; leave it out"
     if hardware is not None and strategy.dtype not in hardware.tflops:
         known = ", ".join(hardware.tflops)

@@ -21,7 +21,7 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import SHORT
 from quintsched.strategies.prediction import operators
-from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, Times, launch_s, launches, operator_times
+from quintsched.strategies.prediction.efficiency import Times, launch_s, launches, operator_times
 from quintsched.strategies.prediction.operators import Array, BlockSizes, Operator, Product
 from quintsched.strategies.prediction.predicted_collectives import all_reduce_s, exchange_s, message_s, overlap
 
@@ -78,10 +78,10 @@ class Blocks(ArrayRecord):
     last: Layer
 
 
-def blocks(model: Model, hardware: Hardware, sizes: BlockSizes, dtype: str, constants: Constants = CONSTANTS) -> Blocks:
+def blocks(model: Model, hardware: Hardware, sizes: BlockSizes, dtype: str) -> Blocks:
     """Return the times of a model's kinds of layers for n sizes, all of one dtype."""
     first, last = operators.embedding(model, sizes), operators.head(model, sizes)
-    layer = _LayerTimes(model, hardware, sizes, dtype, constants)
+    layer = _LayerTimes(model, hardware, sizes, dtype)
     reduces = 1.0 if model.parallel_block else 2.0  # of outputs, which side by side are added up first
     ends = layer(first, 1.0, 0.0, attends=False, mixes=False)
     layers = [
@@ -99,15 +99,14 @@ def blocks(model: Model, hardware: Hardware, sizes: BlockSizes, dtype: str, cons
 class _LayerTimes:
     """Converter from operators to Layers."""
 
-    def __init__(self, model: Model, hardware: Hardware, sizes: BlockSizes, dtype: str, constants: Constants) -> None:
-        self.model, self.hardware, self.sizes = model, hardware, sizes
-        self.dtype, self.constants = dtype, constants
+    def __init__(self, model: Model, hardware: Hardware, sizes: BlockSizes, dtype: str) -> None:
+        self.model, self.hardware, self.sizes, self.dtype = model, hardware, sizes, dtype
 
     def __call__(
         self, found: Sequence[Operator], reduces_forward: float, reduces_backward: float, *, attends: bool, mixes: bool
     ) -> Layer:
         accumulated = self.sizes.accumulated
-        times = [operator_times(one, self.hardware, self.dtype, self.constants, accumulated) for one in found]
+        times = [operator_times(one, self.hardware, self.dtype, accumulated) for one in found]
         times = [self._rerun(one, time) for one, time in zip(found, times, strict=True)]
         zero = np.zeros_like(self.sizes.tokens)
         total = sum(times, Times(zero, zero, zero, zero))
@@ -135,8 +134,8 @@ class _LayerTimes:
             cp_backward=cp_backward,
             cp_hidden=cp_hidden,
             ep=exchange,
-            weights=sum((_weights(operator) for operator in found if not _expert(operator)), zero),
-            expert_weights=sum((_weights(operator) for operator in found if _expert(operator)), zero),
+            weights=sum((_weights(operator) for operator in found if not operator.name.startswith("expert")), zero),
+            expert_weights=sum((_weights(operator) for operator in found if operator.name.startswith("expert")), zero),
         )
 
     def _rerun(self, operator: Operator, times: Times) -> Times:
@@ -157,8 +156,8 @@ class _LayerTimes:
         weight = overlaps * sum((time.backward_weight for time in columns), zero)
         inputs = overlaps * sum((time.backward_input for time in columns), zero)
         whole = reduces * self._reduce()
-        summed, _ = overlap(whole, weight, self.constants)
-        scattered = overlap(whole / 2, weight, self.constants)[0] + overlap(whole / 2, inputs, self.constants)[0]
+        summed, _ = overlap(whole, weight, self.hardware)
+        scattered = overlap(whole / 2, weight, self.hardware)[0] + overlap(whole / 2, inputs, self.hardware)[0]
         scattered = whole / 2 + scattered
         exposed = np.where(self.sizes.sequence_parallel > 0, scattered, summed)
         total = np.where(self.sizes.sequence_parallel > 0, 1.5 * whole, whole)
@@ -168,7 +167,7 @@ class _LayerTimes:
         """Return the time of an all-reduce of a layer's output over tp; with sequence parallelism, of both halves."""
         sizes = self.sizes
         moved = sizes.tokens * self.model.hidden * sizes.width
-        return all_reduce_s(moved, sizes.tp, np.ones_like(sizes.tp), self.hardware, self.constants)
+        return all_reduce_s(moved, sizes.tp, np.ones_like(sizes.tp), self.hardware)
 
     def _exchange(self) -> Array:
         """Return the time of sending tokens to their experts over ep, and their results back.
@@ -180,7 +179,7 @@ class _LayerTimes:
         sent = sizes.tokens * self.model.hidden * SHORT.get(self.dtype, sizes.width)
         made = sizes.tokens * self.model.hidden * sizes.width
         there, back = (
-            exchange_s(moved, experts.rows, experts.nodes, sizes.ep, sizes.tp * sizes.cp, self.hardware, self.constants)
+            exchange_s(moved, experts.rows, experts.nodes, sizes.ep, sizes.tp * sizes.cp, self.hardware)
             for moved in (sent, made)
         )
         return there + back
@@ -190,14 +189,14 @@ class _LayerTimes:
         sizes, model = self.sizes, self.model
         passed = model.heads if model.repeated_keys else model.num_kv_heads
         heads = np.maximum(passed / sizes.tp, 1.0)
-        block = sizes.tokens * heads * 2 * operators.head_size(model) * sizes.width
-        hop = message_s(block, sizes.tp * sizes.cp / 2, self.hardware, self.constants)
+        block = sizes.tokens * heads * 2 * model.query_width * sizes.width
+        hop = message_s(block, sizes.tp * sizes.cp / 2, self.hardware)
         core = [time for time, operator in zip(times, found, strict=True) if operator.module == "core_attn"]
         hops = sizes.cp - 1
         forward = sum((time.forward for time in core), np.zeros_like(hop)) / sizes.cp
         backward = sum((time.backward for time in core), np.zeros_like(hop)) / sizes.cp
-        waits, hidden = overlap(hop, forward, self.constants)
-        waits_back, hidden_back = overlap(2 * hop, backward, self.constants)
+        waits, hidden = overlap(hop, forward, self.hardware)
+        waits_back, hidden_back = overlap(2 * hop, backward, self.hardware)
         return hops * waits, hops * waits_back, hops * (hidden + hidden_back)
 
 
@@ -226,10 +225,6 @@ def _launched(device: Times, number: Times, waits: tuple[Array, Array], hardware
 def _looked_up(model: Model, sizes: BlockSizes) -> Array:
     """Return the parameters of an embedding that is not tied; a tied one is counted in the head."""
     return np.zeros_like(sizes.tokens) if model.tied else model.vocab * model.hidden / sizes.tp
-
-
-def _expert(operator: Operator) -> bool:
-    return operator.name.startswith("expert")
 
 
 def _weights(operator: Operator) -> Array:

@@ -8,8 +8,8 @@
 These are times of the device. The host launches operators ahead of it, so launches cost time only where a whole layer
 has too little work to cover them: see `launches`, and `block_times`.
 
-The constants of `CONSTANTS` are fitted by `benchmarks/fit_cost_model.py` to one published table and then frozen. Curves
-in `Hardware.measured` take precedence.
+`Hardware.constants` are fitted by `benchmarks/fit_cost_model.py` to one published table and then frozen. Curves in
+`Hardware.measured` take precedence.
 """
 
 from __future__ import annotations
@@ -22,27 +22,6 @@ import numpy as np
 from quintsched.strategies.descriptions.hardware import Curve, Hardware
 from quintsched.strategies.descriptions.strategy import SHORT
 from quintsched.strategies.prediction.operators import Array, AttentionKernel, Operator, Product
-
-
-@dataclass(frozen=True)
-class Constants:
-    """Efficiency factors that are in no datasheet: six fitted numbers."""
-
-    product: float
-    """Fraction of the peak that a large matrix product reaches."""
-    half: float
-    """Inner dimension k at which a matrix product runs at half that rate."""
-    memory: float
-    """Fraction of the memory bandwidth that a large pass reaches."""
-    link: float
-    """Fraction of the link rate inside a node that a large collective reaches."""
-    network: float
-    """Fraction of the network rate between nodes."""
-    contention: float
-    """Slowdown of computation: extra seconds for each second that a collective overlaps with it."""
-
-
-CONSTANTS = Constants(product=0.8377, half=249.0, memory=0.8033, link=0.7709, network=0.2626, contention=0.2389)
 
 FUSED = {"flash": (0.40, 0.30), "flash2": (0.62, 0.52)}
 """Fractions of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the centres
@@ -101,7 +80,6 @@ def operator_times(
     operator: Operator,
     hardware: Hardware,
     dtype: str,
-    constants: Constants = CONSTANTS,
     accumulated: Array | float = 0.0,
 ) -> Times:
     """Return the times of an operator; curves of `hardware.measured` take precedence over the fitted model.
@@ -113,12 +91,12 @@ def operator_times(
         dtype = "bf16" if dtype in SHORT and casts is None else dtype
         m, n, k = operator.m, operator.n, operator.k
         forward, inputs, weights = (
-            product_s(operator, *shape, hardware, dtype, constants, made)
+            product_s(operator, *shape, hardware, dtype, made)
             for shape, made in (((m, n, k), 0.0), ((m, k, n), 0.0), ((k, n, m), accumulated * operator.weighted))
         )
         if casts is not None:
             of_input, again, of_result = (
-                memory_s(bytes_ * operator.batch * m * each, hardware, constants)
+                memory_s(bytes_ * operator.batch * m * each, hardware)
                 for bytes_, each in ((casts[0], k), (casts[1], k), (casts[0], n))
             )
             forward, inputs, weights = forward + of_input, inputs + of_result, weights + again
@@ -126,11 +104,9 @@ def operator_times(
         halves = (inputs, weights) if operator.weighted else (inputs + weights, zero)
         return Times(forward, *halves, forward if operator.module == "core_attn" else zero)
     if isinstance(operator, AttentionKernel):
-        return _attention_times(operator, hardware, dtype, constants)
-    share = 1.0 if hardware.measured is None else hardware.measured.passes.get(operator.name, 1.0)
-    forward, backward = (
-        memory_s(moved / share, hardware, constants) for moved in (operator.forward, operator.backward)
-    )
+        return _attention_times(operator, hardware, dtype)
+    share = hardware.measured.passes.get(operator.name, 1.0)
+    forward, backward = (memory_s(moved / share, hardware) for moved in (operator.forward, operator.backward))
     zero = np.zeros_like(forward)
     return Times(forward, backward, zero, forward if operator.module == "core_attn" else zero)
 
@@ -162,10 +138,9 @@ def launch_s(hardware: Hardware) -> float:
 
     A `measured.kernel_s` of 0 is for steps that are captured as graphs or compiled.
     """
-    if _runs_at_once(hardware):
+    if hardware.runs_at_once:
         return 0.0
-    measured = hardware.measured
-    return LAUNCH_S if measured is None or measured.kernel_s is None else measured.kernel_s
+    return LAUNCH_S if hardware.measured.kernel_s is None else hardware.measured.kernel_s
 
 
 def product_s(
@@ -175,7 +150,6 @@ def product_s(
     k: Array,
     hardware: Hardware,
     dtype: str,
-    constants: Constants = CONSTANTS,
     made: Array | float = 0.0,
 ) -> Array:
     """Return the seconds of one matrix product, m × k by k × n, of an operator's forward or backward.
@@ -184,16 +158,16 @@ def product_s(
     """
     flops = 2.0 * product.batch * m * n * k
     measured = hardware.measured
-    if measured is not None and dtype in measured.matmul:
+    if dtype in measured.matmul:
         return np.maximum(kernel_s(hardware), flops / curve_rate(measured.matmul[dtype], flops))
-    if measured is not None and measured.products and dtype not in SHORT:
+    if measured.products and dtype not in SHORT:
         return np.maximum(kernel_s(hardware), flops / shape_rate(measured.products, product.batch, m, n, k))
-    half = constants.half * (peak(hardware, dtype) / peak(hardware, "bf16") if dtype in SHORT else 1.0)
+    half = hardware.constants.half * (peak(hardware, dtype) / peak(hardware, "bf16") if dtype in SHORT else 1.0)
     shape = full_waves(m, n, product.batch, hardware.processors) * k / (k + half)
-    rate = peak(hardware, dtype) * hardware.efficiency * constants.product * shape
+    rate = peak(hardware, dtype) * hardware.efficiency * hardware.constants.product * shape
     result = np.where(np.asarray(made) > 0, made, product.width)
     moved = product.batch * ((m * k + k * n) * product.width + m * n * result)
-    return np.maximum(kernel_s(hardware), np.maximum(flops / rate, moved / memory_rate(moved, hardware, constants)))
+    return np.maximum(kernel_s(hardware), np.maximum(flops / rate, moved / memory_rate(moved, hardware)))
 
 
 def shape_rate(measured: Sequence[Sequence[float]], batch: Array | float, m: Array, n: Array, k: Array) -> Array:
@@ -221,28 +195,22 @@ def _busy(m: Array, n: Array, batch: Array | float, processors: int, height: int
     return found
 
 
-def memory_s(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
+def memory_s(moved: Array, hardware: Hardware) -> Array:
     """Return the seconds of a memory pass that reads and writes `moved` bytes in all."""
-    seconds = np.maximum(kernel_s(hardware), moved / memory_rate(moved, hardware, constants))
+    seconds = np.maximum(kernel_s(hardware), moved / memory_rate(moved, hardware))
     return np.where(moved > 0, seconds, 0.0)
 
 
-def memory_rate(moved: Array, hardware: Hardware, constants: Constants = CONSTANTS) -> Array | float:
+def memory_rate(moved: Array, hardware: Hardware) -> Array | float:
     """Return the bytes per second of a memory pass of this size."""
-    if hardware.measured is not None and hardware.measured.memory is not None:
+    if hardware.measured.memory is not None:
         return curve_rate(hardware.measured.memory, moved)
-    return hardware.memory_gbps * 1e9 * constants.memory
+    return hardware.memory_gbps * 1e9 * hardware.constants.memory
 
 
 def kernel_s(hardware: Hardware) -> float:
     """Return the least seconds of an operator: on a CPU, those of its call; on a GPU 0, as calls run ahead."""
-    measured = hardware.measured
-    return measured.kernel_s or 0.0 if measured is not None and _runs_at_once(hardware) else 0.0
-
-
-def _runs_at_once(hardware: Hardware) -> bool:
-    """Return whether operators run in the thread that calls them, as on a CPU."""
-    return hardware.measured is not None and hardware.measured.cores is not None
+    return hardware.measured.kernel_s or 0.0 if hardware.runs_at_once else 0.0
 
 
 def peak(hardware: Hardware, dtype: str) -> float:
@@ -260,15 +228,15 @@ def curve_rate(curve: Curve, size: Array) -> Array:
     return found
 
 
-def _attention_times(attention: AttentionKernel, hardware: Hardware, dtype: str, constants: Constants) -> Times:
+def _attention_times(attention: AttentionKernel, hardware: Hardware, dtype: str) -> Times:
     measured, dtype = hardware.measured, "bf16" if dtype in SHORT else dtype
-    if measured is not None and dtype in measured.attention and dtype in measured.attention_backward:
+    if dtype in measured.attention and dtype in measured.attention_backward:
         curves = measured.attention[dtype], measured.attention_backward[dtype]
         forward, backward = (
             np.maximum(kernel_s(hardware), attention.flops / curve_rate(curve, attention.flops)) for curve in curves
         )
-        if measured.cores is not None:
-            around = _ring_s(attention, hardware, curves, constants)
+        if hardware.runs_at_once:
+            around = _ring_s(attention, hardware, curves)
             forward, backward = (
                 np.where(attention.ring > 1, passing, fused)
                 for passing, fused in zip(around, (forward, backward), strict=True)
@@ -284,9 +252,7 @@ def _attention_times(attention: AttentionKernel, hardware: Hardware, dtype: str,
     return Times(forward, backward, zero, forward)
 
 
-def _ring_s(
-    attention: AttentionKernel, hardware: Hardware, curves: tuple[Curve, Curve], constants: Constants
-) -> tuple[Array, Array]:
+def _ring_s(attention: AttentionKernel, hardware: Hardware, curves: tuple[Curve, Curve]) -> tuple[Array, Array]:
     """Return the seconds of ring attention over the cp axis: forward and backward.
 
     A step of the ring is a fused causal call for a rank's queries and another rank's keys, with half of the queries or
@@ -294,7 +260,7 @@ def _ring_s(
     """
     of_step = attention.flops / attention.ring
     moved = 4.0 * attention.batch * attention.rows * attention.head
-    passing_s = moved / memory_rate(moved, hardware, constants)
+    passing_s = moved / memory_rate(moved, hardware)
     forward, backward = (
         attention.ring
         * (

@@ -17,7 +17,7 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.prediction.block_times import Blocks
-from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, operator_times
+from quintsched.strategies.prediction.efficiency import operator_times
 from quintsched.strategies.prediction.layers_of_ranks import Kinds
 from quintsched.strategies.prediction.memory.peak_memory import COMES_AND_GOES
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import stage_terms
@@ -30,9 +30,7 @@ COLUMNS = ("embedding", "dense", "mixture", "loss")
 TIMES = ("forward", "backward_input", "backward_weight")
 
 
-def layer_costs(
-    model: Model, hardware: Hardware, strategy: Strategy, mtp: int = 0, constants: Constants = CONSTANTS
-) -> LayerCosts:
+def layer_costs(model: Model, hardware: Hardware, strategy: Strategy, mtp: int = 0) -> LayerCosts:
     """Return the costs of each layer: times in ms, memory in GB. Messages run beside computation.
 
     Args:
@@ -40,7 +38,6 @@ def layer_costs(
         hardware: the hardware.
         strategy: the strategy, without stages or numbers of recomputed layers.
         mtp: layers of multi-token prediction after the model's own.
-        constants: of the prediction.
 
     Raises:
         UsageError: an invalid strategy, or one whose stages are given already.
@@ -50,8 +47,8 @@ def layer_costs(
     check(model, hardware, strategy)
     table = Table.from_strategies([strategy])
     kinds = _kinds(strategy)
-    found = distinct_blocks(model, hardware, table, constants)
-    each = per_microbatch(model, hardware, table, found, kinds, constants)
+    found = distinct_blocks(model, hardware, table)
+    each = per_microbatch(model, hardware, table, found, kinds)
     each = replace(each, pp=np.zeros_like(each.pp))
     held = stage_terms(model, table, kinds, sharded=True)
     sums = {"activation": np.zeros(len(COLUMNS)), "state": np.zeros(len(COLUMNS))}
@@ -64,13 +61,13 @@ def layer_costs(
     layers = [LayerCost.of_kind("embedding", costs["embedding"])]
     layers += [LayerCost.of_kind("decoder", costs[kind], len(list(group))) for kind, group in groupby(kind_of)]
     if mtp:
-        more = _projection(model, hardware, table, found, costs["loss"]["state"], constants)
+        more = _projection(model, hardware, table, found, costs["loss"]["state"])
         joined = {name: value + more.get(name, 0.0) for name, value in costs[kind_of[-1]].items()}
         layers.append(LayerCost.of_kind("mtp", joined, mtp))
     repeated = {name: value * (1 if name == "state" else 1 + mtp) for name, value in costs["loss"].items()}
     layers.append(LayerCost.of_kind("loss", repeated))
     messages = (2.0 if strategy.pp_duplex else 4.0) * float(table.chunks[0])
-    p2p = 1e3 * float(messages_s(model, hardware, table, constants)[0]) / messages
+    p2p = 1e3 * float(messages_s(model, hardware, table)[0]) / messages
     return LayerCosts(layers=tuple(layers), unit="ms", memory_unit="GB", p2p=p2p)
 
 
@@ -83,14 +80,12 @@ def _kinds(strategy: Strategy) -> Kinds:
     return Kinds(one[1], one[2], again[1], again[2], one[0], one[3], ranks, places, ranks)
 
 
-def _projection(
-    model: Model, hardware: Hardware, table: Table, found: Blocks, head_gb: float, constants: Constants
-) -> dict[str, float]:
+def _projection(model: Model, hardware: Hardware, table: Table, found: Blocks, head_gb: float) -> dict[str, float]:
     """Return what a layer of multi-token prediction needs beyond a layer: the product that joins its two inputs."""
     dtype = table.values["dtype"][int(table.dtype[0])]
     sizes = sizes_of(table, dtype)
     narrow, wide = model.hidden / sizes.tp, np.full_like(sizes.tokens, 2.0 * model.hidden)
     joined = Product("mtp projection", sizes.tokens, narrow, wide, sizes.width, column=True)
-    times = operator_times(joined, hardware, dtype, constants, sizes.accumulated)
+    times = operator_times(joined, hardware, dtype, sizes.accumulated)
     share = float((narrow * wide)[0] / found.last.weights[0])
     return {**{name: 1e3 * float(getattr(times, name)[0]) for name in TIMES}, "state": head_gb * share}

@@ -116,6 +116,11 @@ class PerMicrobatch:
         return self.compute_weight + self.accumulate
 
     @property
+    def passes(self) -> tuple[Array, Array, Array]:
+        """Forward, and both halves of the backward."""
+        return self.forward, self.backward_input, self.backward_weight
+
+    @property
     def total(self) -> Array:
         """Forward and backward together."""
         return self.forward + self.backward_input + self.backward_weight

@@ -10,7 +10,7 @@ in `efficiency` only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
@@ -131,7 +131,7 @@ def block(model: Model, sizes: BlockSizes, kind: LayerKind) -> tuple[Operator, .
 
 def attention(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
     """Return the projections and the kernel of self-attention."""
-    head = head_size(model)
+    head = model.query_width
     heads = model.heads / sizes.tp
     key_heads = np.maximum((model.kv_heads or model.heads) / sizes.tp, 1.0)
     values = model.latent.value_size if model.latent else head
@@ -173,12 +173,6 @@ def embedding(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
         patch = float(model.images.patch**2 * model.images.channels)
         return (Product("patches", tokens, np.full_like(tokens, model.hidden), np.full_like(tokens, patch), width),)
     return (Pass("embedding", 3 * elements * width, 3 * elements * width),)
-
-
-def head_size(model: Model) -> int:
-    """Return the width of one head's queries and keys."""
-    size = model.head_size or model.hidden // model.heads
-    return size + model.latent.rope_size if model.latent else size
 
 
 def _projections(model: Model, sizes: BlockSizes, heads: Array, key_heads: Array, head: int) -> tuple[Operator, ...]:
@@ -273,16 +267,24 @@ def _core(model: Model, sizes: BlockSizes, heads: Array, head: int, values: int)
     )
 
 
-def _feed_forward(model: Model, sizes: BlockSizes, ffn: float, tokens: Array, name: str) -> tuple[Operator, ...]:
+def _feed_forward(
+    model: Model, sizes: BlockSizes, ffn: float, tokens: Array, name: str, groups: Array | float = 1.0
+) -> tuple[Operator, ...]:
+    """Return the operators of a network; of `groups` alike, each with so many tokens, in one kernel."""
     hidden = np.full_like(tokens, model.hidden)
     wide = np.full_like(tokens, ffn) / sizes.tp
     inputs = 2 if model.is_gated else 1
     touched = tokens * wide * sizes.width
     return (
-        Product(f"{name} up", tokens, inputs * wide, hidden, sizes.width, column=True),
-        Pass(f"{name} activation", (inputs + 1) * touched, (2 * inputs + 1) * touched, MODULE_OF.get(name, "")),
-        Product(f"{name} down", tokens, hidden, wide, sizes.width),
-        *_bias(name, tokens * (inputs * wide + model.hidden), sizes.width, present=model.biases),
+        Product(f"{name} up", tokens, inputs * wide, hidden, sizes.width, groups, column=True),
+        Pass(
+            f"{name} activation",
+            (inputs + 1) * touched * groups,
+            (2 * inputs + 1) * touched * groups,
+            MODULE_OF.get(name, ""),
+        ),
+        Product(f"{name} down", tokens, hidden, wide, sizes.width, groups),
+        *_bias(name, tokens * (inputs * wide + model.hidden) * groups, sizes.width, present=model.biases),
     )
 
 
@@ -310,23 +312,10 @@ def _mixture(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
             np.full_like(tokens, FP32),
         ),
         Pass("permute", moved, moved),
-        *_grouped(_feed_forward(model, sizes, float(experts.ffn), routed / resident, "expert"), resident),
+        *_feed_forward(model, sizes, float(experts.ffn), routed / resident, "expert", resident),
         Pass("unpermute", moved, moved),
         *shared,
     )
-
-
-def _grouped(operators: tuple[Operator, ...], groups: Array) -> tuple[Operator, ...]:
-    """Return the operators repeated for `groups` groups, each in one kernel."""
-
-    def repeat(operator: Operator) -> Operator:
-        if isinstance(operator, Product):
-            return replace(operator, batch=groups)
-        if isinstance(operator, Pass):
-            return replace(operator, forward=operator.forward * groups, backward=operator.backward * groups)
-        return operator
-
-    return tuple(repeat(operator) for operator in operators)
 
 
 def _norm(name: str, elements: Array, width: Array) -> Pass:
@@ -336,8 +325,7 @@ def _norm(name: str, elements: Array, width: Array) -> Pass:
 
 def _split(model: Model, elements: Array, width: Array) -> Pass:
     """Return the split of one product into queries, keys and values (views); its backward joins their gradients."""
-    biased = model.biases if model.qkv_biases is None else model.qkv_biases
-    return Pass("split", np.zeros_like(elements), elements * width * (3 if biased else 2))
+    return Pass("split", np.zeros_like(elements), elements * width * (3 if model.biases_of_queries else 2))
 
 
 def _bias(name: str, elements: Array, width: Array, *, present: bool) -> tuple[Pass, ...]:

@@ -12,7 +12,7 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import SHORT, Strategy
 from quintsched.strategies.descriptions.strategy_validity import check
-from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, peak
+from quintsched.strategies.prediction.efficiency import peak
 from quintsched.strategies.prediction.operators import (
     AttentionKernel,
     BlockSizes,
@@ -36,11 +36,6 @@ class Prediction:
     strategy: Strategy
     """Strategy with its schedule and chunks filled in."""
     step_s: float
-    tokens_per_s: float
-    """Tokens per second over all GPUs."""
-    mfu: float
-    """Model FLOPs utilisation: fraction of the datasheet's peak (for fp8: in bf16) by the model's own FLOP, without
-    recomputation, attention counted without its causal mask."""
     fits: bool
     memory_bytes: float
     """Peak memory of the rank that holds most."""
@@ -51,6 +46,25 @@ class Prediction:
     breakdown_bytes: dict[str, float]
     """Terms of the memory of the rank that holds most; they add up to `memory_bytes`."""
 
+    @property
+    def waited_s(self) -> dict[str, float]:
+        """Terms of the step time that add up to it."""
+        return {name: value for name, value in self.breakdown_s.items() if not name.endswith("_hidden")}
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second over all GPUs."""
+        return self.strategy.batch * self.strategy.seq / self.step_s
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: fraction of the datasheet's peak (for fp8: in bf16) by the model's own FLOP, without
+        recomputation, attention counted without its causal mask."""
+        strategy = self.strategy
+        flops = model_flops(self.model, strategy.seq) * strategy.batch
+        dtype = "bf16" if strategy.dtype in SHORT else strategy.dtype
+        return flops / self.step_s / strategy.gpus / peak(self.hardware, dtype)
+
 
 @takes(
     "predict(find_model('gpt3-175b'), find_hardware('a100-80gb'), strategy)",
@@ -58,7 +72,7 @@ class Prediction:
     hardware=ours("Hardware"),
     strategy=ours("Strategy"),
 )
-def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Prediction:
+def predict(model: Model, hardware: Hardware, strategy: Strategy) -> Prediction:
     """Predict the time and memory of a strategy.
 
     What copies to host memory add is simulated, as they wait for room and for each other. Raises UsageError if the
@@ -66,26 +80,21 @@ def predict(model: Model, hardware: Hardware, strategy: Strategy, constants: Con
     """
     check(model, hardware, strategy)
     table = Table.from_strategies([strategy])
-    found = evaluate(model, hardware, table, constants, simulate=True)
+    found = evaluate(model, hardware, table, simulate=True)
     of_ranks, _ = held(model, hardware, table, each_rank=True)
     breakdown_s = {name: float(values[0]) for name, values in found.seconds.items()}
     if strategy.offload is not None:
         without = strategy.model_copy(update={"offload": None})
-        with_copies, plain = (simulated_step_s(model, hardware, one, constants) for one in (strategy, without))
+        with_copies, plain = (simulated_step_s(model, hardware, one) for one in (strategy, without))
         breakdown_s["offload"] = max(with_copies - plain, 0.0)
     step_s = float(found.step_s[0]) + breakdown_s.get("offload", 0.0)
-    memory = float(found.memory_bytes[0])
-    tokens = strategy.batch * strategy.seq
-    flops = model_flops(model, strategy.seq) * strategy.batch
     return Prediction(
         model=model,
         hardware=hardware,
         strategy=table.strategy(0),
         step_s=step_s,
-        tokens_per_s=tokens / step_s,
-        mfu=flops / step_s / strategy.gpus / peak(hardware, "bf16" if strategy.dtype in SHORT else strategy.dtype),
         fits=bool(found.fits[0]),
-        memory_bytes=memory,
+        memory_bytes=float(found.memory_bytes[0]),
         memory_bytes_per_rank=tuple(np.sum([bytes_[0] for bytes_ in of_ranks.values()], axis=0).tolist()),
         breakdown_s=breakdown_s,
         breakdown_bytes={name: float(values[0]) for name, values in found.bytes.items()},

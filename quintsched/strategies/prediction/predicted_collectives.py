@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.hardware import Curve, Hardware
-from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, curve_rate
+from quintsched.strategies.prediction.efficiency import curve_rate
 from quintsched.strategies.prediction.operators import Array
 
 GroupSizes: TypeAlias = Array | NDArray[np.int64]
@@ -33,18 +33,18 @@ NETWORK_LATENCY_S = 8e-6
 """Latency of one hop between nodes."""
 
 
-def ring_s(
-    moved: Array, ranks: GroupSizes, stride: GroupSizes, hardware: Hardware, constants: Constants = CONSTANTS
-) -> Array:
+def ring_s(moved: Array, ranks: GroupSizes, stride: GroupSizes, hardware: Hardware) -> Array:
     """Return the seconds of one pass around a ring: an all-gather or reduce-scatter of `moved` bytes in total."""
     members = _in_node(ranks, stride, hardware)
-    rate = _rate(moved / np.maximum(ranks, 1), ranks, members, hardware, constants)
+    link = _link(moved / np.maximum(ranks, 1), hardware)
+    network = members * hardware.network_gbps * 1e9 * hardware.constants.network
+    rate = np.where(ranks > members, np.minimum(link, network), link)
     hops = np.maximum(ranks - 1, 0)
     latency = np.where(ranks > members, NETWORK_LATENCY_S, LINK_LATENCY_S)
     # NCCL uses a tree where a ring of many hops would be slower.
     hops = np.minimum(hops, members - 1 + 2 * np.log2(np.maximum(ranks / members, 1)))
     found = np.where(ranks > 1, hops * latency + (ranks - 1) / np.maximum(ranks, 1) * moved / rate, 0.0)
-    if hardware.measured is not None and hardware.measured.all_reduce:
+    if hardware.measured.all_reduce:
         half = _between_s(moved, ranks, hardware.measured.all_reduce) / 2
         if apart := hardware.measured.all_reduce_apart:
             half = np.where(stride > 1, _between_s(moved, ranks, apart) / 2, half)
@@ -52,47 +52,19 @@ def ring_s(
     return found
 
 
-def all_reduce_s(
-    moved: Array, ranks: GroupSizes, stride: GroupSizes, hardware: Hardware, constants: Constants = CONSTANTS
-) -> Array:
+def all_reduce_s(moved: Array, ranks: GroupSizes, stride: GroupSizes, hardware: Hardware) -> Array:
     """Return the seconds of an all-reduce of `moved` bytes: two passes around the ring."""
-    return 2 * ring_s(moved, ranks, stride, hardware, constants)
-
-
-def all_to_all_s(
-    moved: Array, ranks: GroupSizes, stride: GroupSizes, hardware: Hardware, constants: Constants = CONSTANTS
-) -> Array:
-    """Return the seconds of an all-to-all in which each rank sends `moved` bytes in all, 1/n of them to each rank.
-
-    Traffic to other nodes goes through the rank's own network port, and no rank waits for a ring.
-    """
-    members = _in_node(ranks, stride, hardware)
-    inside = _all_to_all_inside_s(moved * members / np.maximum(ranks, 1), members, hardware, constants)
-    across = moved * (ranks - members) / np.maximum(ranks, 1) / (hardware.network_gbps * 1e9 * EXCHANGE)
-    latency = np.where(ranks > members, NETWORK_LATENCY_S, LINK_LATENCY_S)
-    return np.where(ranks > 1, latency + np.maximum(inside, across), 0.0)
-
-
-def _all_to_all_inside_s(moved: Array, ranks: GroupSizes, hardware: Hardware, constants: Constants) -> Array:
-    """Return the seconds of an all-to-all within a node, without its latency."""
-    if hardware.measured is not None and hardware.measured.all_to_all:
-        return _between_s(moved * (ranks - 1) / ranks, ranks, hardware.measured.all_to_all)
-    return np.asarray(moved * (ranks - 1) / ranks / _link(moved, hardware, constants))
+    return 2 * ring_s(moved, ranks, stride, hardware)
 
 
 def exchange_s(
-    moved: Array,
-    rows: float,
-    nodes: int | None,
-    ranks: GroupSizes,
-    stride: GroupSizes,
-    hardware: Hardware,
-    constants: Constants = CONSTANTS,
+    moved: Array, rows: float, nodes: int | None, ranks: GroupSizes, stride: GroupSizes, hardware: Hardware
 ) -> Array:
-    """Return the seconds of sending each token to its experts, or of their results back.
+    """Return the seconds of sending each token to its experts, or of their results back: an all-to-all of all rows.
 
-    With routing limited to a number of nodes, kernels for it send a token once to each of these, where it goes on over
-    the links inside; else, and over more nodes than these kernels serve, it is an all-to-all of all rows.
+    Traffic to other nodes goes through the rank's own network port, and no rank waits for a ring. With routing limited
+    to a number of nodes, kernels for it send a token once to each of these, where it goes on over the links inside;
+    but not over more nodes than these kernels serve.
 
     Args:
         moved: bytes of a rank's tokens.
@@ -101,38 +73,44 @@ def exchange_s(
         ranks: members of the group.
         stride: distance between them, in ranks.
         hardware: for the rates.
-        constants: for the rate inside a node.
     """
-    plain = all_to_all_s(moved * rows, ranks, stride, hardware, constants)
-    if nodes is None:
-        return plain
-    members = _in_node(ranks, stride, hardware)
+    members, routed = _in_node(ranks, stride, hardware), moved * rows
+    inside = _all_to_all_inside_s(routed * members / np.maximum(ranks, 1), members, hardware)
+    across = routed * (ranks - members) / np.maximum(ranks, 1)
     groups = np.maximum(ranks / members, 1.0)
-    away = np.minimum(nodes, groups) * (1 - 1 / groups)
-    across = moved * away / (hardware.network_gbps * 1e9 * EXCHANGE)
-    inside = _all_to_all_inside_s(moved * rows, members, hardware, constants)
+    if nodes is not None:
+        once, away = groups <= EXCHANGE_NODES, np.minimum(nodes, groups) * (1 - 1 / groups)
+        inside = np.where(once, _all_to_all_inside_s(routed, members, hardware), inside)
+        across = np.where(once, moved * away, across)
     latency = np.where(ranks > members, NETWORK_LATENCY_S, LINK_LATENCY_S)
-    once = np.where(ranks > 1, latency + np.maximum(inside, across), 0.0)
-    return np.where(groups > EXCHANGE_NODES, plain, once)
+    waits = np.maximum(inside, across / (hardware.network_gbps * 1e9 * EXCHANGE))
+    return np.where(ranks > 1, latency + waits, 0.0)
 
 
-def message_s(moved: Array, stride: GroupSizes, hardware: Hardware, constants: Constants = CONSTANTS) -> Array:
+def _all_to_all_inside_s(moved: Array, ranks: GroupSizes, hardware: Hardware) -> Array:
+    """Return the seconds of an all-to-all within a node, without its latency."""
+    if hardware.measured.all_to_all:
+        return _between_s(moved * (ranks - 1) / ranks, ranks, hardware.measured.all_to_all)
+    return np.asarray(moved * (ranks - 1) / ranks / _link(moved, hardware))
+
+
+def message_s(moved: Array, stride: GroupSizes, hardware: Hardware) -> Array:
     """Return the seconds of one message to the rank `stride` away; over the network unless a node holds both."""
     near = 2 * stride <= hardware.gpus_per_node
-    if hardware.measured is not None and hardware.measured.link is not None:
-        across = NETWORK_LATENCY_S + moved / (hardware.network_gbps * 1e9 * constants.network)
+    if hardware.measured.link is not None:
+        across = NETWORK_LATENCY_S + moved / (hardware.network_gbps * 1e9 * hardware.constants.network)
         return np.where(near, _curve_s(hardware.measured.link, moved), across)
-    rate = np.where(near, _link(moved, hardware, constants), hardware.network_gbps * 1e9 * constants.network)
+    rate = np.where(near, _link(moved, hardware), hardware.network_gbps * 1e9 * hardware.constants.network)
     return np.where(near, LINK_LATENCY_S, NETWORK_LATENCY_S) + moved / rate
 
 
-def overlap(seconds: Array, beside: Array, constants: Constants = CONSTANTS) -> tuple[Array, Array]:
+def overlap(seconds: Array, beside: Array, hardware: Hardware) -> tuple[Array, Array]:
     """Return the exposed and the hidden time of communication that overlaps with `beside` seconds of computation.
 
     Collectives slow down the computation beside them, as they take some of the GPU's processors and memory bandwidth.
     """
     covered = np.minimum(seconds, beside)
-    exposed = seconds - covered * (1 - constants.contention)
+    exposed = seconds - covered * (1 - hardware.constants.contention)
     return exposed, seconds - exposed
 
 
@@ -159,14 +137,7 @@ def _in_node(ranks: GroupSizes, stride: GroupSizes, hardware: Hardware) -> NDArr
     return np.clip(hardware.gpus_per_node // stride, 1, ranks)
 
 
-def _rate(moved: Array, ranks: GroupSizes, members: GroupSizes, hardware: Hardware, constants: Constants) -> Array:
-    link = _link(moved, hardware, constants)
-    network = members * hardware.network_gbps * 1e9 * constants.network
-    found: Array = np.where(ranks > members, np.minimum(link, network), link)
-    return found
-
-
-def _link(moved: Array, hardware: Hardware, constants: Constants) -> Array | float:
-    if hardware.measured is not None and hardware.measured.link is not None:
+def _link(moved: Array, hardware: Hardware) -> Array | float:
+    if hardware.measured.link is not None:
         return curve_rate(hardware.measured.link, moved)
-    return hardware.link_gbps * 1e9 * constants.link
+    return hardware.link_gbps * 1e9 * hardware.constants.link

@@ -19,7 +19,7 @@ import numpy as np
 
 from quintsched.strategies.descriptions.hardware import Hardware, Measured
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.prediction.efficiency import Constants, curve_rate
+from quintsched.strategies.prediction.efficiency import curve_rate
 from quintsched.strategies.prediction.layers_of_ranks import Kinds, PerMicrobatch
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.predicted_collectives import all_reduce_s
@@ -34,10 +34,10 @@ STEP_SUMS = 2
 def shares_cores(hardware: Hardware) -> bool:
     """Return whether ranks share a known number of cores, and the core time of messages is known."""
     measured = hardware.measured
-    return measured is not None and measured.cores is not None and bool(measured.link_work and measured.link)
+    return measured.cores is not None and bool(measured.link_work and measured.link)
 
 
-def in_step(each: PerMicrobatch, table: Table, hardware: Hardware, constants: Constants) -> PerMicrobatch:
+def in_step(each: PerMicrobatch, table: Table, hardware: Hardware) -> PerMicrobatch:
     """Return a rank's times per microbatch while the ranks that work in step with it compute as well.
 
     No message is hidden: a core that handles it does not compute.
@@ -56,7 +56,7 @@ def in_step(each: PerMicrobatch, table: Table, hardware: Hardware, constants: Co
         cp=each.cp + each.cp_hidden,
         ep=each.ep + each.ep_hidden,
         pp=each.pp + each.pp_hidden,
-        dp=_sharded_s(each, table, hardware, constants),
+        dp=_sharded_s(each, table, hardware),
         tp_hidden=none,
         cp_hidden=none,
         ep_hidden=none,
@@ -65,18 +65,18 @@ def in_step(each: PerMicrobatch, table: Table, hardware: Hardware, constants: Co
     )
 
 
-def _sharded_s(each: PerMicrobatch, table: Table, hardware: Hardware, constants: Constants) -> Array:
+def _sharded_s(each: PerMicrobatch, table: Table, hardware: Hardware) -> Array:
     """Return the reductions and gathers of ZeRO-2 and 3 per microbatch, with gloo.
 
     It implements reduce-scatter by all-reduce; if a rank has one stage only, weights are gathered once per step.
     """
-    replicas, outer = (table.dp * table.cp * table.ep)[:, None], (table.dp * table.cp)[:, None]
+    replicas, outer = table.sharing[:, None], (table.dp * table.cp)[:, None]
     stride, zero = table.tp[:, None], table.zero[:, None]
     gathers = np.where(table.chunks > 1, 1.0, 1.0 / table.microbatches)[:, None] / 2
     passes = (zero >= 2) * 1.0 + (zero == 3) * gathers
 
     def summed(numbers: Array, ranks: Any) -> Array:
-        return all_reduce_s(4.0 * numbers, ranks, stride, hardware, constants)
+        return all_reduce_s(4.0 * numbers, ranks, stride, hardware)
 
     found: Array = passes * (summed(each.weights, replicas) + summed(each.expert_weights, outer))
     return found
@@ -109,7 +109,7 @@ def cores_s(each: PerMicrobatch, model: Model, table: Table, kinds: Kinds, hardw
         + each.cp * of_message
         + each.ep * _share(measured, table.ep, tokens)
         + each.pp * of_message * (1 - 1 / table.pp)[:, None]
-        + each.dp * _share(measured, _replicas(table), LARGE_BYTES)
+        + each.dp * _share(measured, table.sharing, LARGE_BYTES)
     )
     ranks = table.gpus / table.pp
     busy = table.microbatches * ranks * (kinds.ranks * work).sum(axis=1) / cores
@@ -117,16 +117,16 @@ def cores_s(each: PerMicrobatch, model: Model, table: Table, kinds: Kinds, hardw
     return np.where(table.gpus > cores, busy + np.where(table.pp > 1, idle, 0.0), 0.0)
 
 
-def shared_sums_s(table: Table, hardware: Hardware, constants: Constants) -> Array:
+def shared_sums_s(table: Table, hardware: Hardware) -> Array:
     """Return the seconds of a step's small all-reduces over all ranks: loss with its weight, and gradient norm."""
     small = np.full(len(table.gpus), 8.0)
-    return STEP_SUMS * all_reduce_s(small, table.gpus, np.ones_like(table.gpus), hardware, constants)
+    return STEP_SUMS * all_reduce_s(small, table.gpus, np.ones_like(table.gpus), hardware)
 
 
 def reduced_s(alone: Array, table: Table, hardware: Hardware) -> Array:
     """Return the seconds of reductions by all groups of replicas at once, each of which takes `alone` by itself."""
     measured, cores = _measured(hardware)
-    busy: Array = table.gpus[:, None] * _share(measured, _replicas(table), LARGE_BYTES)
+    busy: Array = table.gpus[:, None] * _share(measured, table.sharing, LARGE_BYTES)
     found: Array = alone * np.maximum(1.0, busy / cores)
     return found
 
@@ -139,7 +139,6 @@ def stepped_s(alone: Array, table: Table, hardware: Hardware) -> Array:
 
 
 def _measured(hardware: Hardware) -> tuple[Measured, int]:
-    assert hardware.measured is not None
     assert hardware.measured.cores is not None
     return hardware.measured, hardware.measured.cores
 
@@ -147,11 +146,6 @@ def _measured(hardware: Hardware) -> tuple[Measured, int]:
 def _together(table: Table) -> Any:
     """Return the number of ranks that work in step."""
     return table.tp * table.cp * table.ep
-
-
-def _replicas(table: Table) -> Any:
-    """Return the number of ranks that hold the same dense weights."""
-    return table.dp * table.cp * table.ep
 
 
 def _speed(measured: Measured, ranks: Any) -> Array:

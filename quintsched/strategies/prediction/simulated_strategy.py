@@ -18,7 +18,6 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import resolved
-from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
 from quintsched.strategies.prediction.layers_of_ranks import Kinds, stages_of_rank
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import stage_terms
 from quintsched.strategies.prediction.operators import Array
@@ -31,9 +30,9 @@ from quintsched.strategies.prediction.totals import stage_times
 from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, distinct_stages, evaluate
 
 
-def simulated_step_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> float:
+def simulated_step_s(model: Model, hardware: Hardware, strategy: Strategy) -> float:
     """Return the seconds of a step by its plan, plus the parts that a plan does not contain."""
-    costs = costs_of(model, hardware, strategy, constants)
+    costs = costs_of(model, hardware, strategy)
     full = resolved(strategy)
     schedule, pp = str(full.schedule), full.pp
 
@@ -44,13 +43,13 @@ def simulated_step_s(model: Model, hardware: Hardware, strategy: Strategy, const
     work = sum(np.asarray(getattr(costs, name)) for name in ("forward", "backward_input", "backward_weight"))
     pace = pace_of(schedule, pp, full.chunks, work)
     step_s = float(repeated(pp, strategy.microbatches, pace, ends_of)[0])
-    return step_s + _beyond_s(model, hardware, strategy, constants)
+    return step_s + _beyond_s(model, hardware, strategy)
 
 
-def _beyond_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants) -> float:
+def _beyond_s(model: Model, hardware: Hardware, strategy: Strategy) -> float:
     """Return the time that a plan does not contain: reductions after all backwards, and shared cores."""
-    table, _, times = _stage_times(model, hardware, strategy, constants)
-    shared = evaluate(model, hardware, table, constants).seconds.get("cores", np.zeros(1))
+    table, _, times = _stage_times(model, hardware, strategy)
+    shared = evaluate(model, hardware, table).seconds.get("cores", np.zeros(1))
     full, reduction = resolved(strategy), times.reduction[0]
     held = (stages_of_rank(rank, full.pp, full.chunks or 1, str(full.schedule)) for rank in range(full.pp))
     overlaps = full.overlap and not shares_cores(hardware)
@@ -58,9 +57,9 @@ def _beyond_s(model: Model, hardware: Hardware, strategy: Strategy, constants: C
     return summing + float(shared[0])
 
 
-def costs_of(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> Costs:
+def costs_of(model: Model, hardware: Hardware, strategy: Strategy) -> Costs:
     """Return the costs of each stage of a strategy's plan: times in seconds, sizes in bytes."""
-    table, stages, times = _stage_times(model, hardware, strategy, constants)
+    table, stages, times = _stage_times(model, hardware, strategy)
     held, each = stage_terms(model, table, stages), times.each
     kept = np.sum([bytes_ for name, bytes_ in held.items() if name.startswith(("activations", "logits"))], axis=0)
     halves = 2.0 if strategy.zero == 0 else 1.0
@@ -85,9 +84,7 @@ def costs_of(model: Model, hardware: Hardware, strategy: Strategy, constants: Co
     return Costs.model_validate({"unit": "s", "host_bandwidth": hardware.pcie_gbps * 1e9, **each_stage})
 
 
-def _stage_times(
-    model: Model, hardware: Hardware, strategy: Strategy, constants: Constants
-) -> tuple[Table, Kinds, StageTimes]:
+def _stage_times(model: Model, hardware: Hardware, strategy: Strategy) -> tuple[Table, Kinds, StageTimes]:
     table = Table.from_strategies([strategy])
-    stages, blocks = distinct_stages(model, table), distinct_blocks(model, hardware, table, constants)
-    return table, stages, stage_times(model, hardware, table, blocks, stages, constants)
+    stages, blocks = distinct_stages(model, table), distinct_blocks(model, hardware, table)
+    return table, stages, stage_times(model, hardware, table, blocks, stages)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintsched.ir.instruction_columns import Ints
-from quintsched.strategies.descriptions.strategy import MODULES, Strategy, modules_of
+from quintsched.strategies.descriptions.strategy import MODULES, WIDTHS, Strategy, modules_of
 from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.layers_of_ranks import PAIRED, LayerLayout
 
@@ -79,6 +79,11 @@ class Table:
         return self.dp * self.ep
 
     @property
+    def sharing(self) -> Ints:
+        """Number of ranks that hold the same weights, except for experts."""
+        return self.replicas * self.cp
+
+    @property
     def microbatches(self) -> Ints:
         """Number of microbatches per replica."""
         return self.batch // (self.replicas * self.microbatch)
@@ -138,8 +143,6 @@ def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
     return first, inverse
 
 
-WIDTHS = {"fp8": 2.0, "mxfp8": 2.0, "bf16": 2.0, "fp16": 2.0, "fp32": 4.0, "fp64": 8.0}
-"""Bytes of an element of weights and activations by dtype."""
 REDUCED = {"fp16": 2.0, "fp8": 4.0, "mxfp8": 4.0, "bf16": 4.0, "fp32": 4.0, "fp64": 8.0}
 """Bytes of a gradient in its reduction over replicas, by dtype: as in Megatron-LM, where fp16 uses loss scaling."""
 

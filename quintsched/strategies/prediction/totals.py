@@ -18,7 +18,7 @@ from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.prediction.block_times import Blocks, Layer
-from quintsched.strategies.prediction.efficiency import Constants, curve_rate, memory_rate, memory_s
+from quintsched.strategies.prediction.efficiency import curve_rate, memory_rate, memory_s
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, PAIRED, Kinds, PerMicrobatch
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import fullest, held_terms
 from quintsched.strategies.prediction.operators import Array
@@ -51,7 +51,6 @@ def step_terms(
     table: Table,
     blocks: Blocks,
     kinds: Kinds,
-    constants: Constants,
     stages: Callable[[Table], Kinds] | None = None,
 ) -> tuple[dict[str, Array], dict[str, Array], NDArray[np.bool_]]:
     """Return the terms of a step's time, the terms of the peak memory, and whether the time is exact.
@@ -60,34 +59,34 @@ def step_terms(
     strategies), it is simulated.
     """
     ways = np.where(table.is_scheduled(*BIDIRECTIONAL), 2, 1)
-    each = _of_one_way(per_microbatch(model, hardware, table, blocks, kinds, constants, 1 / ways), ways[:, None])
+    each = _of_one_way(per_microbatch(model, hardware, table, blocks, kinds, 1 / ways), ways[:, None])
     shares = shares_cores(hardware)
     if shares:
-        each = in_step(each, table, hardware, constants)
+        each = in_step(each, table, hardware)
     microbatches = table.microbatches.astype(np.float64)
     held = kinds.ranks > 0
     total = np.where(held, each.total, -1.0)
     busiest = total.argmax(axis=1)
     rows = np.arange(len(busiest))
     seconds = {name: microbatches * values[rows, busiest] for name, values in _by_term(each).items()}
-    reduction, gathering = reduce_s(hardware, table, each, constants)
+    reduction, gathering = reduce_s(hardware, table, each)
     whole = reduction
-    ends = end_times(model, hardware, table, blocks, constants)
-    _, of_ends = reduce_s(hardware, table, ends, constants)
-    stepping = optimizer_s(hardware, table, each, constants)
+    ends = end_times(model, hardware, table, blocks)
+    _, of_ends = reduce_s(hardware, table, ends)
+    stepping = optimizer_s(hardware, table, each)
     if shares:
         reduction, gathering = (reduced_s(part, table, hardware) for part in (reduction, gathering))
         stepping = stepped_s(stepping, table, hardware)
         whole = reduction
     else:
-        reduction, gathering = beside_passes(table, each, kinds, reduction, gathering, constants, of_ends, ways)
+        reduction, gathering = beside_passes(hardware, table, each, kinds, reduction, gathering, of_ends, ways)
 
     def of_rows(rows: RowNumbers) -> StageTimes:
         assert stages is not None
         some = table.take_rows(rows)
-        return stage_times(model, hardware, some, blocks.take_rows(rows), stages(some), constants)
+        return stage_times(model, hardware, some, blocks.take_rows(rows), stages(some))
 
-    ends = in_step(ends, table, hardware, constants) if shares else ends
+    ends = in_step(ends, table, hardware) if shares else ends
     found = spans(table, each, ends, kinds, reduction, of_rows if stages else None, tied=model.tied)
     makespan, summing = found.makespan, whole.max(axis=1)
     exposed = np.where((table.overlap > 0) & (not shares), found.exposed, summing)
@@ -97,15 +96,15 @@ def step_terms(
     seconds["optimizer"] = stepping.max(axis=1)
     if shares:
         seconds["cores"] = np.maximum(cores_s(each, model, table, kinds, hardware, widths(table)) - makespan, 0.0)
-        seconds["sums"] = shared_sums_s(table, hardware, constants)
+        seconds["sums"] = shared_sums_s(table, hardware)
     return seconds, fullest(held_terms(model, hardware, table, kinds), kinds), found.exact
 
 
-def end_times(model: Model, hardware: Hardware, table: Table, blocks: Blocks, constants: Constants) -> PerMicrobatch:
+def end_times(model: Model, hardware: Hardware, table: Table, blocks: Blocks) -> PerMicrobatch:
     """Return the times of the embedding and the head for one microbatch, without messages, (n, 2)."""
     none, one = np.zeros((len(table), 2)), np.ones((len(table), 2))
     only = Kinds(none, none, none, none, one * (1, 0), one * (0, 1), one, none, one)
-    found = per_microbatch(model, hardware, table, blocks, only, constants)
+    found = per_microbatch(model, hardware, table, blocks, only)
     return replace(found, pp=none, pp_hidden=none)
 
 
@@ -127,7 +126,6 @@ def per_microbatch(
     table: Table,
     blocks: Blocks,
     kinds: Kinds,
-    constants: Constants,
     parts: Array | Ints | int = 1,
 ) -> PerMicrobatch:
     """Return the times of each kind of rank for one microbatch; a microbatch passes so many such kinds on a rank."""
@@ -147,21 +145,21 @@ def per_microbatch(
         return summed(name, dense=kinds.full_dense, mixture=kinds.full_mixture)
 
     forward = over("forward")
-    exposed, hidden = sharded_s(hardware, table, blocks, kinds, constants)
-    messages = (messages_s(model, hardware, table, constants) / 2 / parts)[:, None] * np.ones_like(forward)
+    exposed, hidden = sharded_s(hardware, table, blocks, kinds)
+    messages = (messages_s(model, hardware, table) / 2 / parts)[:, None] * np.ones_like(forward)
     weights, expert_weights = over("weights"), over("expert_weights")
     computed = over("backward_input") + over("backward_weight")
     exchange = over("ep")
     mixing = table.exchanges_beside
     sending = table.is_scheduled(*PAIRED) | table.is_scheduled("interleaved-1f1b") & (table.overlap > 0)
     rest = forward - exchange * mixing[:, None], computed - exchange * mixing[:, None]
-    exchanged, exchange_hidden = beside_other_s(table, mixing, exchange, (forward, computed), constants)
-    sent, sent_hidden = beside_other_s(table, sending, messages, rest, constants)
+    exchanged, exchange_hidden = beside_other_s(hardware, table, mixing, exchange, (forward, computed))
+    sent, sent_hidden = beside_other_s(hardware, table, sending, messages, rest)
     return PerMicrobatch(
         compute_forward=forward,
         compute_input=over("backward_input"),
         compute_weight=over("backward_weight"),
-        accumulate=accumulated_s(hardware, table, weights, expert_weights, constants),
+        accumulate=accumulated_s(hardware, table, weights, expert_weights),
         recompute=again("forward") + over("selective"),
         tp_forward=over("tp_forward"),
         tp_backward=over("tp_backward") + again("tp_forward"),
@@ -180,11 +178,7 @@ def per_microbatch(
 
 
 def beside_other_s(
-    table: Table,
-    pairs: NDArray[np.bool_],
-    wait: Array,
-    computed: tuple[Array, Array],
-    constants: Constants,
+    hardware: Hardware, table: Table, pairs: NDArray[np.bool_], wait: Array, computed: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     """Return the communication of a microbatch, exposed and hidden: as long in its forward as in its backward.
 
@@ -196,27 +190,29 @@ def beside_other_s(
     share = (pairs * np.clip(1 - (table.pp - 1) / table.microbatches, 0.0, 1.0))[:, None]
     exposed, hidden = np.zeros_like(computed[0]), np.zeros_like(computed[0])
     for beside in computed:
-        left, covered = overlap(wait, np.maximum(beside, 0.0), constants)
+        left, covered = overlap(wait, np.maximum(beside, 0.0), hardware)
         exposed = exposed + share * left + (1 - share) * wait
         hidden = hidden + share * covered
     return exposed, hidden
 
 
-def accumulated_s(
-    hardware: Hardware, table: Table, weights: Array, expert_weights: Array, constants: Constants
-) -> Array:
+def accumulated_s(hardware: Hardware, table: Table, weights: Array, expert_weights: Array) -> Array:
     """Return the time of adding a microbatch's gradients to the sum so far: one is read, the other read and written.
 
     Where gradients are scattered after each microbatch, only a shard is added. DeepSpeed's pipeline makes a copy in the
     sum's precision first (`BF16_Optimizer._update_hp_grad`).
     """
     scatters = (table.zero >= 2) & (table.reduced_every == 1)
-    shards = np.where(scatters, table.dp * table.cp * table.ep, 1)[:, None]
-    expert_shards = np.where(scatters, table.dp * table.cp, 1)[:, None]
     summed = gradient_bytes(table)
     copied = 2 * summed * ((table.pp_duplex == 0) & (table.pp > 1) & (summed > widths(table)))
     each = ((widths(table) + 2 * summed + copied) * (table.fused_accumulation == 0))[:, None]
-    return memory_s(each * (weights / shards + expert_weights / expert_shards), hardware, constants)
+    return memory_s(each * _share(table, weights, expert_weights, scatters), hardware)
+
+
+def _share(table: Table, weights: Array, expert_weights: Array, shards: NDArray[np.bool_]) -> Array:
+    """Return the parameters that a rank works on, where its replicas shard them."""
+    parts, expert_parts = (np.where(shards, ranks, 1)[:, None] for ranks in (table.sharing, table.dp * table.cp))
+    return np.asarray(weights / parts + expert_weights / expert_parts)
 
 
 def _of_one_way(each: PerMicrobatch, ways: Array) -> PerMicrobatch:
@@ -225,7 +221,7 @@ def _of_one_way(each: PerMicrobatch, ways: Array) -> PerMicrobatch:
     return replace(each, **{one.name: getattr(each, one.name) / ways for one in fields(each) if one.name not in whole})
 
 
-def messages_s(model: Model, hardware: Hardware, table: Table, constants: Constants) -> Array:
+def messages_s(model: Model, hardware: Hardware, table: Table) -> Array:
     """Return the wait of a rank for its neighbours' messages: two exchanges per chunk, each one in and one out at once.
 
     Links are full duplex, so an exchange takes as long as one message, if both are sent at once. The tp ranks hold the
@@ -235,14 +231,12 @@ def messages_s(model: Model, hardware: Hardware, table: Table, constants: Consta
     whole = table.microbatch * table.seq / table.cp * model.hidden * widths(table)
     stride = table.gpus // table.pp
     exchanges = np.where(table.pp_duplex > 0, 2.0, 4.0) * table.chunks
-    gathered = np.where(table.pp_duplex > 0, 0.0, 3.0) * ring_s(whole, table.tp, 1 + 0 * table.tp, hardware, constants)
-    sent = exchanges * message_s(whole / table.tp, stride, hardware, constants)
+    gathered = np.where(table.pp_duplex > 0, 0.0, 3.0) * ring_s(whole, table.tp, 1 + 0 * table.tp, hardware)
+    sent = exchanges * message_s(whole / table.tp, stride, hardware)
     return np.where(table.pp > 1, sent + gathered, 0.0)
 
 
-def sharded_s(
-    hardware: Hardware, table: Table, blocks: Blocks, kinds: Kinds, constants: Constants
-) -> tuple[Array, Array]:
+def sharded_s(hardware: Hardware, table: Table, blocks: Blocks, kinds: Kinds) -> tuple[Array, Array]:
     """Return the gathers and reduce-scatters of ZeRO-2 and 3 in each microbatch: exposed and hidden.
 
     The next layer is gathered during computation, and a layer's gradients are scattered during the next backward.
@@ -263,48 +257,46 @@ def sharded_s(
     for layer, count, overlaps in layers:
         if not count.any():
             continue
-        gather = over_replicas_s(hardware, table, layer, width, constants)
-        scatter = over_replicas_s(hardware, table, layer, reduced, constants)
+        gather = over_replicas_s(hardware, table, layer, width)
+        scatter = over_replicas_s(hardware, table, layer, reduced)
         beside_forward = layer.forward * overlaps
         beside_backward = (layer.backward_input + layer.backward_weight) * overlaps
-        forward = overlap(gathers * gather, beside_forward, constants)
-        backward = overlap(gathers * gather + scatters * scatter, beside_backward, constants)
+        forward = overlap(gathers * gather, beside_forward, hardware)
+        backward = overlap(gathers * gather + scatters * scatter, beside_backward, hardware)
         exposed = exposed + count * (forward[0] + backward[0])[:, None]
         hidden = hidden + count * (forward[1] + backward[1])[:, None]
     return exposed, hidden
 
 
-def over_replicas_s(
-    hardware: Hardware, table: Table, part: Layer | PerMicrobatch, size: Array, constants: Constants
-) -> Array:
+def over_replicas_s(hardware: Hardware, table: Table, part: Layer | PerMicrobatch, size: Array) -> Array:
     """Return the time of one ring pass over the replicas with the weights of a part, `size` bytes for each of them.
 
     Experts have fewer replicas, which are further apart.
     """
     shape = (-1, *(1 for _ in part.weights.shape[1:]))
     tp, ep, outer = (column.reshape(shape) for column in (table.tp, table.ep, table.dp * table.cp))
-    found = ring_s(part.weights * size, outer * ep, tp, hardware, constants)
+    found = ring_s(part.weights * size, outer * ep, tp, hardware)
     if part.expert_weights.any():
-        found = found + ring_s(part.expert_weights * size, outer, tp * ep, hardware, constants)
+        found = found + ring_s(part.expert_weights * size, outer, tp * ep, hardware)
     return np.where(size > 0, found, 0.0)
 
 
-def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> tuple[Array, Array]:
+def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch) -> tuple[Array, Array]:
     """Return the times of gradient reduction after the backwards, and of weight gathers after the step (ZeRO-1, 2)."""
     zero, summed = table.zero, gradient_bytes(table)
     added = np.where(zero == 0, 2 * summed, np.where(zero == 1, summed, 0.0))
     gathered = np.where((zero == 1) | (zero == 2), widths(table), 0.0)
-    found, again = (over_replicas_s(hardware, table, each, one[:, None], constants) for one in (added, gathered))
+    found, again = (over_replicas_s(hardware, table, each, one[:, None]) for one in (added, gathered))
     return found, again
 
 
 def beside_passes(
+    hardware: Hardware,
     table: Table,
     each: PerMicrobatch,
     kinds: Kinds,
     reduction: Array,
     gathering: Array,
-    constants: Constants,
     of_ends: Array | None = None,
     ways: Ints | int = 1,
 ) -> tuple[Array, Array]:
@@ -330,7 +322,7 @@ def beside_passes(
     def left(communication: Array, computation: Array) -> Array:
         """Return the rest of a stage's communication beside its computation, layer by layer."""
         beside: Array = np.minimum(communication, computation) * inner * overlaps
-        return communication - beside * (1 - constants.contention)
+        return communication - beside * (1 - hardware.constants.contention)
 
     def later(communication: Array) -> Array:
         """Return the rest of gathers of a stage that is not its rank's first; twins both begin a way."""
@@ -349,34 +341,30 @@ def beside_passes(
     return reduced, gathered + (own - 1 - behind) * later(of_stage)
 
 
-def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch, constants: Constants) -> Array:
+def optimizer_s(hardware: Hardware, table: Table, each: PerMicrobatch) -> Array:
     """Return the time of the optimizer step, bound by memory; ZeRO divides it over the replicas.
 
     Gradients are divided before they are reduced, and cleared where they stay resident.
     """
-    shards = np.where(table.zero > 0, table.dp * table.cp * table.ep, 1)[:, None]
-    expert_shards = np.where(table.zero > 0, table.dp * table.cp, 1)[:, None]
-    numbers = each.weights / shards + each.expert_weights / expert_shards
-    if hardware.measured is not None and hardware.measured.optimizer is not None:
+    numbers = _share(table, each.weights, each.expert_weights, table.zero > 0)
+    if hardware.measured.optimizer is not None:
         around = (STEP_BYTES - ADAM_BYTES) * numbers
         stepped = numbers / curve_rate(hardware.measured.optimizer, numbers)
-        return stepped + around / memory_rate(around, hardware, constants)
+        return stepped + around / memory_rate(around, hardware)
     whole = DIVIDE_BYTES + CLEAR_BYTES * (table.zero <= 1)[:, None]
     moved = whole * (each.weights + each.expert_weights) + (STEP_BYTES - whole) * numbers
-    return moved / memory_rate(moved, hardware, constants)
+    return moved / memory_rate(moved, hardware)
 
 
-def stage_times(
-    model: Model, hardware: Hardware, table: Table, blocks: Blocks, stages: Kinds, constants: Constants
-) -> StageTimes:
+def stage_times(model: Model, hardware: Hardware, table: Table, blocks: Blocks, stages: Kinds) -> StageTimes:
     """Return the times of each stage for a microbatch and at the end of a step; `stages` has stages as kinds."""
-    each = per_microbatch(model, hardware, table, blocks, stages, constants, table.chunks)
-    reduction, gathering = reduce_s(hardware, table, each, constants)
-    stepping = optimizer_s(hardware, table, each, constants)
+    each = per_microbatch(model, hardware, table, blocks, stages, table.chunks)
+    reduction, gathering = reduce_s(hardware, table, each)
+    stepping = optimizer_s(hardware, table, each)
     if shares_cores(hardware):
-        each = in_step(each, table, hardware, constants)
+        each = in_step(each, table, hardware)
         reduction, gathering = (reduced_s(part, table, hardware) for part in (reduction, gathering))
         stepping = stepped_s(stepping, table, hardware)
     else:
-        reduction, gathering = beside_passes(table, each, stages, reduction, gathering, constants)
+        reduction, gathering = beside_passes(hardware, table, each, stages, reduction, gathering)
     return StageTimes(each, reduction, gathering, stepping)

@@ -19,17 +19,13 @@ from numpy.typing import NDArray
 from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.strategy import MODULES, modules_of
-from quintsched.strategies.descriptions.strategy_validity import resolved
+from quintsched.strategies.descriptions.strategy import MODULES, WIDTHS, modules_of
 from quintsched.strategies.prediction.block_times import Blocks, blocks
-from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants
 from quintsched.strategies.prediction.layers_of_ranks import Kinds, LayerLayout, kinds
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import held_terms
 from quintsched.strategies.prediction.operators import Array, BlockSizes
-from quintsched.strategies.prediction.strategy_columns import WIDTHS, Table, distinct, gradient_bytes, rerun_modules
+from quintsched.strategies.prediction.strategy_columns import Table, distinct, gradient_bytes, rerun_modules
 from quintsched.strategies.prediction.totals import step_terms
-
-__all__ = ["Evaluated", "Table", "distinct_blocks", "distinct_kinds", "evaluate", "held", "resolved", "sizes_of"]
 
 ROWS_AT_ONCE = 1 << 15
 """Number of rows processed at a time, so that columns stay in the processor's cache."""
@@ -55,17 +51,16 @@ class Evaluated:
     """False if the time is a lower bound."""
 
 
-def evaluate(
-    model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS, *, simulate: bool = False
-) -> Evaluated:
+def evaluate(model: Model, hardware: Hardware, table: Table, *, simulate: bool = False) -> Evaluated:
     """Return time and memory of every row of a table.
 
     Without a closed form, the time is a lower bound, or, with `simulate`, comes from a simulation.
     """
-    parts = [
-        _evaluate(model, hardware, table.take_rows(slice(start, start + ROWS_AT_ONCE)), constants, simulate)
-        for start in range(0, len(table), ROWS_AT_ONCE)
-    ]
+    stages, parts = partial(distinct_stages, model) if simulate else None, []
+    for start in range(0, len(table), ROWS_AT_ONCE):
+        rows = table.take_rows(slice(start, start + ROWS_AT_ONCE))
+        found = distinct_blocks(model, hardware, rows)
+        parts.append(step_terms(model, hardware, rows, found, distinct_kinds(model, rows), stages))
     seconds = {name: _joined([part[0][name] for part in parts]) for name in parts[0][0]}
     held = {name: _joined([part[1][name] for part in parts]) for name in parts[0][1]}
     step_s = np.asarray(sum(values for name, values in seconds.items() if not name.endswith("_hidden")))
@@ -78,21 +73,13 @@ def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _evaluate(
-    model: Model, hardware: Hardware, table: Table, constants: Constants, simulate: bool
-) -> tuple[dict[str, Array], dict[str, Array], NDArray[np.bool_]]:
-    found = distinct_blocks(model, hardware, table, constants)
-    stages = partial(distinct_stages, model) if simulate else None
-    return step_terms(model, hardware, table, found, distinct_kinds(model, table), constants, stages)
-
-
 def held(model: Model, hardware: Hardware, table: Table, *, each_rank: bool = False) -> tuple[dict[str, Array], Kinds]:
     """Return the bytes of every kind of rank by term, (n, K); `each_rank`: one kind per rank."""
     found = distinct_kinds(model, table, each_rank=each_rank)
     return held_terms(model, hardware, table, found), found
 
 
-def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: Constants = CONSTANTS) -> Blocks:
+def distinct_blocks(model: Model, hardware: Hardware, table: Table) -> Blocks:
     """Return the block times of every row, computed once per distinct key."""
     names = ("tp", "cp", "ep", "sequence_parallel", "microbatch", "seq", "dtype", *TIMED_KERNELS)
     modules = np.array(
@@ -106,7 +93,7 @@ def distinct_blocks(model: Model, hardware: Hardware, table: Table, constants: C
     for code, dtype in enumerate(table.values["dtype"]):
         rows = np.flatnonzero(keys.dtype == code)
         if len(rows):
-            made.append(blocks(model, hardware, sizes_of(keys.take_rows(rows), dtype), dtype, constants))
+            made.append(blocks(model, hardware, sizes_of(keys.take_rows(rows), dtype), dtype))
             order.append(rows)
     return reduce(Blocks.joined, made).take_rows(np.argsort(np.concatenate(order))[inverse])
 

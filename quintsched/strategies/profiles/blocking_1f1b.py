@@ -10,27 +10,21 @@ it ends. `quintsched.simulation` times this project's runtime, in which only the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from quintsched.strategies.profiles.stage_times import Exchange
 
+WAYS = ("forward_s", "backward_s", "both_s")
 
-@dataclass(frozen=True)
-class Compute:
-    """Computation on one stage, in seconds."""
+
+class Step(NamedTuple):
+    """Computation of a stage, or an exchange between the stages `left` and `left + 1`."""
 
     seconds: float
+    left: int | None = None
 
 
-@dataclass(frozen=True)
-class Meet:
-    """Exchange between the stages `left` and `left + 1`."""
-
-    left: int
-    seconds: float
-
-
-Program = list[Compute | Meet]
+Program = list[Step]
 
 
 def blocking_1f1b(
@@ -53,7 +47,7 @@ def _run_on(stage: int, program: Program, clock: list[float], done: list[int], w
     """Advance a stage until it must wait (return None) or meets a waiting neighbour (return the neighbour)."""
     while done[stage] < len(program):
         step = program[done[stage]]
-        if isinstance(step, Compute):
+        if step.left is None:
             clock[stage] += step.seconds
             done[stage] += 1
         elif step.left in waiting:
@@ -73,32 +67,20 @@ def _program(
 ) -> Program:
     """Return a stage's program: warm-up forwards, alternating forwards and backwards, the remaining backwards."""
     warm = min(len(forward_s) - 1 - stage, microbatches)
-    forward, backward = Compute(forward_s[stage]), Compute(backward_s[stage])
-    above = _meetings(between, stage - 1)
-    below = _meetings(between, stage)
+    steady = microbatches - warm
+    forward, backward = Step(forward_s[stage]), Step(backward_s[stage])
+
+    def meet(left: int, way: str) -> Program:
+        """Return the exchange with a neighbour; nothing without one."""
+        return [Step(getattr(between[left], way), left)] if 0 <= left < len(between) else []
+
+    above, below = ({way: meet(left, way) for way in WAYS} for left in (stage - 1, stage))
     program: Program = []
     for _ in range(warm):
-        program += [*above.forward, forward, *below.forward]
-    steady = microbatches - warm
-    program += above.forward if steady else []
+        program += [*above["forward_s"], forward, *below["forward_s"]]
+    program += above["forward_s"] if steady else []
     for number in range(steady):
-        program += [forward, *below.both, backward, *(above.both if number < steady - 1 else above.backward)]
+        program += [forward, *below["both_s"], backward, *above["both_s" if number < steady - 1 else "backward_s"]]
     for _ in range(warm):
-        program += [*below.backward, backward, *above.backward]
+        program += [*below["backward_s"], backward, *above["backward_s"]]
     return program
-
-
-@dataclass(frozen=True)
-class Meetings:
-    """Exchanges of a stage with one neighbour; empty without a neighbour."""
-
-    forward: Program
-    backward: Program
-    both: Program
-
-
-def _meetings(between: Sequence[Exchange], left: int) -> Meetings:
-    if not 0 <= left < len(between):
-        return Meetings([], [], [])
-    one = between[left]
-    return Meetings([Meet(left, one.forward_s)], [Meet(left, one.backward_s)], [Meet(left, one.both_s)])

@@ -19,25 +19,19 @@ from pathlib import Path
 from typing import Any
 
 from quintsched.errors import InputError
-from quintsched.files.atomic import read_whole
-from quintsched.files.strictjson import parse_strict
+from quintsched.files.user_records import read_json
 from quintsched.strategies.descriptions.hardware import Curve
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile
 
 LAYERS = "computation_profiling_*.json"
-"""Names of files of layers' times."""
+"""Names of files of layers' times, in a folder of any depth."""
 MEMORY = "memory_profiling_*.json"
 BACKWARD = 2.0
 """Time of a backward, in forwards."""
 MIB = 2**20
 MOST_BYTES = 2**24
-
-
-def is_galvatron(folder: Path) -> bool:
-    """Whether a folder holds times of layers, in a folder of any depth."""
-    return any(folder.rglob(LAYERS))
 
 
 def read_folder(folder: Path, model: Model) -> Profile:
@@ -113,10 +107,7 @@ def _numbers(path: Path) -> dict[str, float]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    try:
-        content = parse_strict(read_whole(path, MOST_BYTES, "the profile"))
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+    content = read_json(path, MOST_BYTES, "the profile")
     if not isinstance(content, dict):
         raise InputError(f"{path}: an object of numbers is needed")
     return content

@@ -16,18 +16,15 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic import ValidationError
 
 from quintsched.errors import InputError
-from quintsched.files.atomic import read_whole
-from quintsched.files.strictjson import describe_faults, parse_strict
+from quintsched.files.strictjson import describe_faults
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile, WorkKind
 
-MOST_KINETO_BYTES = 2**31
 MICROSECOND = 1e-6
 KERNEL_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
 LAUNCHES = frozenset({"cuda_runtime", "cuda_driver"})
@@ -64,18 +61,8 @@ class Event:
         return self.start + self.duration
 
 
-def read_kineto(path: Path, model: Model, strategy: Strategy) -> Profile:
-    """Return the profile of a trace of `model` under `strategy`; raises `InputError` for anything but such a trace."""
-    content = read_whole(path, MOST_KINETO_BYTES, "the trace")
-    try:
-        trace = parse_strict(content)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    return from_trace(trace, model, strategy, str(path))
-
-
 def from_trace(trace: object, model: Model, strategy: Strategy, source: str) -> Profile:
-    """Return the profile of a parsed trace; raises as `read_kineto` does."""
+    """Return the profile of a parsed trace; raises `InputError` for anything but a trace."""
     events = list(_events(trace, source))
     steps = len({event.name for event in events if event.name.startswith(STEP)}) or 1
     on_device = [event for event in events if event.category in KERNEL_CATEGORIES]
@@ -115,7 +102,7 @@ def _events(trace: object, source: str) -> Iterator[Event]:
 def _kernels(kernels: Iterable[Event], events: list[Event]) -> Iterator[tuple[WorkKind, float]]:
     """Yield the times of kernels by kind; those launched within an optimizer's step count as optimizer."""
     launched = {event.correlation: event for event in events if event.category in LAUNCHES}
-    of_optimizer = _Spans(event for event in events if event.name.startswith(OPTIMIZER) and event.category in ANNOTATED)
+    of_optimizer = _Spans(events)
     for kernel in kernels:
         launch = launched.get(kernel.correlation)
         kind = kind_of(kernel.name)
@@ -129,7 +116,7 @@ ANNOTATED = frozenset({"user_annotation", "cpu_op"})
 
 def _operators(events: list[Event]) -> Iterator[tuple[WorkKind, float]]:
     """Yield the self times of operators on their threads by kind."""
-    of_optimizer = _Spans(event for event in events if event.name.startswith(OPTIMIZER) and event.category in ANNOTATED)
+    of_optimizer = _Spans(events)
     of_thread: dict[tuple[str, str], list[Event]] = {}
     for event in events:
         if event.category == "cpu_op" and not event.name.startswith((STEP, OPTIMIZER, "autograd::")):
@@ -154,12 +141,13 @@ def _alone(events: list[Event]) -> Iterator[tuple[Event, float]]:
 
 
 class _Spans:
-    """Non-overlapping spans per thread, for queries whether an event lies within one."""
+    """Spans of the optimizer on each thread, for queries whether an event lies within one."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._of_thread: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for event in events:
-            self._of_thread.setdefault(event.thread, []).append((event.start, event.end))
+            if event.name.startswith(OPTIMIZER) and event.category in ANNOTATED:
+                self._of_thread.setdefault(event.thread, []).append((event.start, event.end))
         for spans in self._of_thread.values():
             spans.sort()
 

@@ -62,14 +62,12 @@ class OperatorLayout:
 
 
 def even_layout(profile: Profile, strategy: Strategy, layers: int, gpus_per_node: int) -> OperatorLayout:
-    """Return the layout of a strategy: layers as even as possible over stages, all cut alike.
+    """Return the layout of a valid strategy: layers as even as possible over stages, all cut alike.
 
     Raises `MisfitError` for a strategy that a profile of operators cannot express.
     """
     _check(strategy)
     counts = strategy.stages or stage_layers(layers, strategy.pp)
-    if sum(counts) != layers or len(counts) != strategy.pp:
-        raise MisfitError(f"stages {counts}: the model has {layers} layers, for {strategy.pp} stages")
     stages = []
     for number, count in enumerate(counts):
         again = _recomputed(profile, strategy, number, count)
@@ -94,10 +92,6 @@ def _check(strategy: Strategy) -> None:
         raise MisfitError(f"a profile of operators is composed for 1f1b, not {strategy.schedule}; leave out --profile")
     if strategy.sequence_parallel:
         raise MisfitError("a profile of operators has no sequence parallelism; leave out --profile, or that")
-    if strategy.gpus != strategy.dp * strategy.tp * strategy.pp:
-        raise MisfitError(f"dp {strategy.dp} · tp {strategy.tp} · pp {strategy.pp} is not {strategy.gpus} GPUs")
-    if strategy.batch % (strategy.dp * strategy.microbatch):
-        raise MisfitError(f"a batch of {strategy.batch} does not divide into {strategy.dp} · {strategy.microbatch}")
 
 
 def _recomputed(profile: Profile, strategy: Strategy, stage: int, layers: int) -> list[frozenset[str]]:

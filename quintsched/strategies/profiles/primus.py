@@ -26,11 +26,6 @@ CUT = ("tensor_model_parallel_size", "context_model_parallel_size", "pipeline_mo
 """Sizes that have to be 1: a layer's times would include reductions."""
 
 
-def is_primus(content: Mapping[str, Any]) -> bool:
-    """Return whether this is the content of such a file."""
-    return isinstance(content.get("profiling_results"), Mapping)
-
-
 def from_benchmark(content: Mapping[str, Any], model: Model, source: str) -> Profile:
     """Return the profile of a model; raises `InputError` for a broken file, `UsageError` for one of cut layers."""
     try:

@@ -14,13 +14,12 @@ from quintsched.simulation.cost_forms import Wires
 from quintsched.simulation.costs import Costs
 from quintsched.strategies.descriptions.hardware import Curve
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.strategy import WIDTHS, Strategy
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile, WorkKind
 from quintsched.trace.measured_trace import Trace
 
 COMPUTED = ("forward", "backward_input", "backward_weight")
 """Costs that are computation, in every run."""
-ELEMENT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 
 
 def read_trace(directory: Path, plan: PlanData, model: Model, strategy: Strategy) -> Profile:
@@ -48,7 +47,7 @@ def from_costs(costs: Costs, plan: PlanData, model: Model, strategy: Strategy, s
 
 def _message(costs: Costs, model: Model, strategy: Strategy) -> Curve | None:
     took = costs.p2p.latency if isinstance(costs.p2p, Wires) else costs.p2p
-    size = strategy.microbatch * strategy.seq // strategy.cp * model.hidden * ELEMENT_BYTES[strategy.dtype]
+    size = strategy.microbatch * strategy.seq // strategy.cp * model.hidden * WIDTHS[strategy.dtype]
     return Curve(sizes=(float(size),), rates=(size / took,)) if took > 0 else None
 
 

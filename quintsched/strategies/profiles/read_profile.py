@@ -17,8 +17,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from quintsched.errors import InputError, UsageError
-from quintsched.files.atomic import read_whole, write_whole
-from quintsched.files.strictjson import describe_faults, parse_strict
+from quintsched.files.atomic import write_whole
+from quintsched.files.strictjson import describe_faults
+from quintsched.files.user_records import read_json
 from quintsched.ir.plan_data import PlanData
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
@@ -48,12 +49,12 @@ def read_profile(path: Path, measured: Measured | None = None, size: str | None 
     measured = measured or Measured()
     if path.is_dir():
         return _read_folder(path, measured, size)
-    content = _json(path)
+    content = read_json(path, MOST_PROFILE_BYTES, "the profile")
     if not isinstance(content, dict):
         raise InputError(f"{path}: not a profile: an object is needed")
     if "traceEvents" in content:
         return kineto.from_trace(content, *_taken_under(path, measured), str(path))
-    if primus.is_primus(content):
+    if isinstance(content.get("profiling_results"), dict):
         if measured.model is None:
             raise UsageError(f"{path} is a profile of Primus: say of which model it is")
         return primus.from_benchmark(content, measured.model, str(path))
@@ -75,7 +76,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 def _read_folder(path: Path, measured: Measured, size: str | None) -> Profile:
     if any(path.glob("gpt_*_algo*.csv")):
         return aceso.read_folder(path, size, _hidden(measured))
-    if galvatron.is_galvatron(path):
+    if any(path.rglob(galvatron.LAYERS)):
         if measured.model is None:
             raise UsageError(f"{path} is a profile of Galvatron: say of which model it is")
         return galvatron.read_folder(path, measured.model)
@@ -97,10 +98,3 @@ def _taken_under(path: Path, measured: Measured) -> tuple[Model, Strategy]:
     if measured.model is None or measured.strategy is None:
         raise UsageError(f"{path} is a trace: say of which model it is, and under which strategy it was taken")
     return measured.model, measured.strategy
-
-
-def _json(path: Path) -> object:
-    try:
-        return parse_strict(read_whole(path, MOST_PROFILE_BYTES, "the profile"))
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None

@@ -22,7 +22,7 @@ from quintsched.strategies.descriptions.strategy_text import (
     term_name,
 )
 from quintsched.strategies.prediction.predict_strategy import Prediction, predict
-from quintsched.strategies.tuning.explain_choice import binding_term
+from quintsched.strategies.tuning.explain_choice import binding_term, terms
 from quintsched.strategies.tuning.tune import Candidate, Tuning
 
 BAND = 0.05
@@ -31,8 +31,6 @@ BAND = 0.05
 POOL = 64
 """Number of ranked strategies from which the simplest is chosen."""
 PLAIN = ("1f1b", "gpipe")
-HIDDEN = "_hidden"
-"""Ending of the terms of communication beside computation."""
 MOST_VARIATIONS = 3
 BINDING = 0.9
 """Fraction of the memory above which it counts as binding."""
@@ -41,12 +39,10 @@ BINDING = 0.9
 def reasons(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]:
     """Yield lines on the terms of the recommended step, whether memory binds it, and the second's loss."""
     chosen = predict(found.model, found.hardware, recommended(found).strategy)
-    waits = {name: value for name, value in chosen.breakdown_s.items() if not name.endswith(HIDDEN)}
+    waits = chosen.waited_s
+    beside = {name: value for name, value in chosen.breakdown_s.items() if name not in waits}
     computes = waits.pop("compute", 0.0) / chosen.step_s
-    lost = _largest(waits, chosen, 0.001)
-    hidden = _largest(
-        {name: value for name, value in chosen.breakdown_s.items() if name.endswith(HIDDEN)}, chosen, 0.01
-    )
+    lost, hidden = _largest(waits, chosen, 0.001), _largest(beside, chosen, 0.01)
     yield (
         f"why: {percent(computes)} of its step computes{f'; the rest is {lost}' if lost else ''}"
         f"{f'; hidden beside computation: {hidden}' if hidden else ''}"
@@ -60,10 +56,12 @@ def reasons(found: Tuning, predictions: Sequence[Prediction]) -> Iterator[str]:
         yield _difference(predictions[0], predictions[1])
 
 
-def _largest(terms: Mapping[str, float], of: Prediction, least: float) -> str:
+def _largest(costs: Mapping[str, float], of: Prediction, least: float) -> str:
     """Return the three largest terms as text, as far as they are at least this share of the step."""
-    costly = sorted((value, name) for name, value in terms.items() if value >= least * of.step_s)[::-1][:3]
-    return ", ".join(f"{term_name(name.removesuffix(HIDDEN))} {percent(value / of.step_s)}" for value, name in costly)
+    costly = sorted((value, name) for name, value in costs.items() if value >= least * of.step_s)[::-1][:3]
+    return ", ".join(
+        f"{term_name(name.removesuffix('_hidden'))} {percent(value / of.step_s)}" for value, name in costly
+    )
 
 
 def advice(found: Tuning) -> Iterator[str]:
@@ -80,10 +78,8 @@ def advice(found: Tuning) -> Iterator[str]:
 def _difference(best: Prediction, other: Prediction) -> str:
     """Return the term by which another strategy is slower, as text."""
     slower = other.step_s / best.step_s - 1
-    terms = {name for name in (*best.breakdown_s, *other.breakdown_s) if not name.endswith("_hidden")}
-    change = {name: other.breakdown_s.get(name, 0.0) - best.breakdown_s.get(name, 0.0) for name in sorted(terms)}
-    name, most = max(change.items(), key=lambda term: term[1])
-    if most <= 0:
+    name, own, least = terms(other, best)[0]
+    if own <= least:
         return "the second takes as long"
     return f"the second is {percent(slower)} slower, most of it for {term_name(name)}"
 

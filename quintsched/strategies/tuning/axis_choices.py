@@ -16,12 +16,11 @@ from pydantic import Field, ValidationError, model_validator
 
 from quintsched.errors import UsageError, quoted, suggest
 from quintsched.strategies.descriptions.model import Count, Description, Model, Size
-from quintsched.strategies.descriptions.strategy import Modules
+from quintsched.strategies.descriptions.strategy import DType, Modules
 
 RecomputeChoice = Literal["none", "selective", "full", "per-stage"] | Modules | Count
 """Recomputed layers of each stage: none, attention's scores only, all, modules of each, a number; or a different number
 per stage."""
-DType = Literal["fp8", "mxfp8", "bf16", "fp16", "fp32", "fp64"]
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half", "gpipe")
 """Schedules that are searched by default."""
 MIXTURES = (*SCHEDULES, "dualpipe-v", "dualpipe")

@@ -131,7 +131,7 @@ class Search:
         found = self.evaluator.evaluate(columns)
         self.rows += len(place)
         by_stage = columns["recompute"] == PER_STAGE
-        whole = Candidates(found.time_s, found.memory_bytes, place)
+        whole = Candidates(found.step_s, found.memory_bytes, place)
         solvable = by_stage & self.space.recomputes_by_stage(place[:, 0])
         if solvable.any():
             self.by_stage.append(_lowered(whole.take_candidates(np.flatnonzero(solvable))))

@@ -11,19 +11,22 @@ It trusts the prediction, the space, and `strategy_bounds`, but not the search.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
 
 from quintsched.errors import UnsoundError
 from quintsched.ir.instruction_columns import Ints
-from quintsched.strategies.tuning.evaluator import Evaluator, StrategyOutcomes
+from quintsched.strategies.prediction.vectorized_prediction import Evaluated
+from quintsched.strategies.tuning.evaluator import Evaluator
 from quintsched.strategies.tuning.per_stage_recompute import is_new
 from quintsched.strategies.tuning.search_certificate import Certificate, LeftOut, Winner
 from quintsched.strategies.tuning.strategy_bounds import BOUND_MARGIN, frame_bounds, mesh_bounds
 from quintsched.strategies.tuning.strategy_space import MESH, PER_STAGE, Mask, Space, make_space
 
+Places = Mapping[tuple[int, ...], int]
+"""Number of a frame, or a mesh, by its columns."""
 FRAMES_AT_ONCE = 1 << 12
 CERTIFICATE_TOLERANCE = 1e-9
 """Relative tolerance of a certificate's figures, for rounding."""
@@ -36,30 +39,31 @@ def check_certificate(given: Certificate) -> int:
     if space.count() != given.strategies:
         _refuse(f"it counts {given.strategies} strategies, but the space holds {space.count()}")
     limit = given.best[-1].step_s if len(given.best) == given.top else float("inf")
-    evaluated = _check_cover(space, given)
-    _check_bounds(space, evaluator, given.pruned, limit)
+    frames = {tuple(row): frame for frame, row in enumerate(space.frames.tolist())}
+    firsts = space.frames[space.starts[:-1], : len(MESH)].tolist()
+    meshes = {tuple(row): mesh for mesh, row in enumerate(firsts)}
+    evaluated = _check_cover(space, given, frames, meshes)
+    _check_bounds(space, evaluator, given.pruned, limit, frames, meshes)
     found = _leaves(space, evaluator, evaluated, given, limit)
     _check_best(given.best, sorted(found)[: given.top])
     return space.count()
 
 
-def _check_cover(space: Space, given: Certificate) -> Ints:
+def _check_cover(space: Space, given: Certificate, frames: Places, meshes: Places) -> Ints:
     """Return the evaluated frames; checks that every frame of the space is covered exactly once."""
-    number = {tuple(row): frame for frame, row in enumerate(space.frames.tolist())}
-    meshes = _meshes(space)
     times = np.zeros(space.num_frames, np.int64)
     for entry in given.pruned:
         if entry.box in meshes:
             mesh = meshes[entry.box]
             times[space.starts[mesh] : space.starts[mesh + 1]] += 1
-        elif entry.box in number:
-            times[number[entry.box]] += 1
+        elif entry.box in frames:
+            times[frames[entry.box]] += 1
         else:
             _refuse(f"the space has no box {list(entry.box)}")
-    unknown = next((row for row in given.evaluated if row not in number), None)
+    unknown = next((row for row in given.evaluated if row not in frames), None)
     if unknown is not None:
         _refuse(f"the space has no frame {list(unknown)}")
-    evaluated = np.array([number[row] for row in given.evaluated], np.int64)
+    evaluated = np.array([frames[row] for row in given.evaluated], np.int64)
     np.add.at(times, evaluated, 1)
     if np.any(times != 1):
         frame = int(np.flatnonzero(times != 1)[0])
@@ -67,21 +71,17 @@ def _check_cover(space: Space, given: Certificate) -> Ints:
     return evaluated
 
 
-def _meshes(space: Space) -> dict[tuple[int, ...], int]:
-    rows = space.frames[space.starts[:-1], : len(MESH)].tolist()
-    return {tuple(row): mesh for mesh, row in enumerate(rows)}
-
-
-def _check_bounds(space: Space, evaluator: Evaluator, boxes: Sequence[LeftOut], limit: float) -> None:
+def _check_bounds(
+    space: Space, evaluator: Evaluator, boxes: Sequence[LeftOut], limit: float, frames: Places, meshes: Places
+) -> None:
     """Check that every bound is right, and large enough to exclude its box."""
     if not boxes:
         return
-    frames = frame_bounds(space, evaluator, np.arange(space.num_frames))
-    meshes = mesh_bounds(space, frames)
-    mesh_of = _meshes(space)
-    number = {tuple(row): frame for frame, row in enumerate(space.frames.tolist())}
+    of_frames = frame_bounds(space, evaluator, np.arange(space.num_frames))
+    of_meshes = mesh_bounds(space, of_frames)
     for entry in boxes:
-        bounds, at = (meshes, mesh_of[entry.box]) if entry.box in mesh_of else (frames, number[entry.box])
+        is_mesh = entry.box in meshes
+        bounds, at = (of_meshes, meshes[entry.box]) if is_mesh else (of_frames, frames[entry.box])
         by_time = entry.reason == "time"
         true = float((bounds.time_s if by_time else bounds.memory_bytes)[at])
         if not _near(entry.bound, true):
@@ -104,7 +104,7 @@ def _leaves(space: Space, evaluator: Evaluator, frames: Ints, given: Certificate
         by_stage = columns["recompute"] == PER_STAGE
         fits = (outcome.memory_bytes <= evaluator.capacity_bytes) & ~by_stage
         found += _keys(space, evaluator, outcome, place, fits, limit)
-        open_leaves = by_stage & space.recomputes_by_stage(place[:, 0]) & (outcome.time_s * (1 - BOUND_MARGIN) <= limit)
+        open_leaves = by_stage & space.recomputes_by_stage(place[:, 0]) & (outcome.step_s * (1 - BOUND_MARGIN) <= limit)
         found += _per_stage(space, evaluator, place[open_leaves], solved, limit)
     return found
 
@@ -159,7 +159,7 @@ def _check_best(best: Sequence[Winner], found: Sequence[RankingKey]) -> None:
 def _keys(
     space: Space,
     evaluator: Evaluator,
-    outcome: StrategyOutcomes,
+    outcome: Evaluated,
     place: Ints,
     fits: Mask,
     limit: float,
@@ -167,9 +167,9 @@ def _keys(
 ) -> list[RankingKey]:
     """Return the strategies that fit and are no slower than the limit; simulated if there is no closed form."""
     found: list[RankingKey] = []
-    for row in np.flatnonzero(fits & (outcome.time_s * (1 - BOUND_MARGIN) <= limit)).tolist():
+    for row in np.flatnonzero(fits & (outcome.step_s * (1 - BOUND_MARGIN) <= limit)).tolist():
         given = () if numbers is None else tuple(numbers[row].tolist())
-        seconds = float(outcome.time_s[row])
+        seconds = float(outcome.step_s[row])
         if not outcome.exact[row]:
             seconds = float(evaluator.simulate([space.strategy(space.rows(place[[row]]), 0, given or None)])[0])
         if seconds <= limit:

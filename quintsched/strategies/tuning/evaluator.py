@@ -22,25 +22,13 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.memory.peak_memory import COMES_AND_GOES
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import Evaluated, evaluate, held
-from quintsched.strategies.tuning.strategy_space import FIXED, MESH, PER_STAGE, Columns, Mask, Space
+from quintsched.strategies.tuning.strategy_space import FIXED, MESH, PER_STAGE, Columns, Space
 
 Floats = NDArray[np.float64]
 ENDS = ("dp", "optimizer")
 """Terms of a step's time after the last backward, in a pipeline without ZeRO."""
 STATE = ("weights", "gradients", "optimizer")
 """Terms of a rank's memory that ZeRO shards; the other permanent terms do not depend on it."""
-
-
-@dataclass(frozen=True, eq=False)
-class StrategyOutcomes:
-    """Results for n strategies; arrays of length n."""
-
-    time_s: Floats
-    """Seconds of a step."""
-    memory_bytes: Floats
-    """Peak bytes of the rank that holds most."""
-    exact: Mask
-    """False if there is no closed form: the time is then a lower bound."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +43,16 @@ class Evaluator:
         """Memory of a GPU in bytes."""
         return self.hardware.memory_gb * 1e9
 
-    def evaluate(self, columns: Columns, numbers: Ints | None = None) -> StrategyOutcomes:
+    def evaluate(self, columns: Columns, numbers: Ints | None = None) -> Evaluated:
         """Evaluate the rows; "per-stage" counts as "none".
 
         `numbers` (rows, pp), for rows of one pp: recomputed layers of each rank's stages.
         """
-        found = self._evaluated(self.table(columns, numbers))
-        return StrategyOutcomes(found.step_s, found.memory_bytes, found.exact)
+        return evaluate(self.space.model, self.hardware, self.table(columns, numbers))
 
     def pipeline_s(self, columns: Columns) -> Floats:
         """Return the step time without its end, and without adding up gradients, for rows without ZeRO."""
-        found = self._evaluated(self.table(columns, without_accumulation=True))
+        found = evaluate(self.space.model, self.hardware, self.table(columns, without_accumulation=True))
         return np.asarray(found.step_s - sum(found.seconds[name] for name in ENDS))
 
     def resident_bytes(self, columns: Columns) -> dict[str, Floats]:
@@ -133,9 +120,6 @@ class Evaluator:
         most = max(self.space.model.layers, int(self.space.recomputes.max()))
         words = self.space.names | {PER_STAGE: "none"}
         return tuple(words.get(code, code) for code in range(min(words), most + 1))
-
-    def _evaluated(self, table: Table) -> Evaluated:
-        return evaluate(self.space.model, self.hardware, table)
 
 
 _SAME = ("microbatch", "chunks", "schedule", "sequence_parallel", "zero", "zero_every", "overlap", "dtype")

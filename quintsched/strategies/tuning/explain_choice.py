@@ -10,7 +10,7 @@ Changes are ordered by cost: first switches, then other ways to cut the work, th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, product
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 
 from quintsched.errors import UsageError, counted
 from quintsched.files.terminal import percent
+from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.flag_rows import read_strategy
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
@@ -26,12 +27,12 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name, term_name
 from quintsched.strategies.descriptions.strategy_validity import check, resolved
 from quintsched.strategies.prediction.predict_strategy import Prediction, predict
-from quintsched.strategies.prediction.strategy_columns import SWITCH_COLUMNS
-from quintsched.strategies.prediction.vectorized_prediction import Table, evaluate
+from quintsched.strategies.prediction.strategy_columns import SWITCH_COLUMNS, Table
+from quintsched.strategies.prediction.vectorized_prediction import Evaluated, evaluate
 from quintsched.strategies.tuning.axis_choices import Choices
-from quintsched.strategies.tuning.evaluator import Evaluator
+from quintsched.strategies.tuning.evaluator import Evaluator, Floats
 from quintsched.strategies.tuning.strategy_bounds import frame_bounds
-from quintsched.strategies.tuning.strategy_space import FRAME, PER_STAGE, SWITCHES, Space, divisors, make_space
+from quintsched.strategies.tuning.strategy_space import FRAME, PER_STAGE, SWITCHES, Columns, Space, divisors, make_space
 from quintsched.strategies.tuning.tune import Tuning
 
 MOST_GPUS = 2**20
@@ -62,16 +63,6 @@ class Explanation:
     """Smallest change that would make it fit; None if it fits, or no such change is known."""
     lines: tuple[str, ...]
     """Explanation as text."""
-
-    @property
-    def rank(self) -> int:
-        """Pipeline rank that holds most."""
-        return fullest_rank(self.prediction)
-
-    @property
-    def term(self) -> tuple[str, float]:
-        """Largest term of that rank's memory, and its bytes."""
-        return binding_term(self.prediction)
 
 
 TAKEN = ("microbatch", "schedule", "chunks", "recompute", *SWITCH_COLUMNS, "zero", "zero_every", "gradients")
@@ -124,7 +115,8 @@ def misfit(tuning: Tuning) -> Explanation:
     space, hardware = tuning.space, tuning.hardware
     smallest, _ = least_memory(space, hardware)
     found = predict(space.model, hardware, smallest)
-    change = _freed(space, hardware, smallest) or _more_gpus(space, hardware, smallest)
+    changes = (_fitting(space, hardware, smallest, *wider) for wider in _wider(space))
+    change = next((one for one in changes if one is not None), None)
     most = gigabytes(hardware.memory_gb * 1e9)
     said = f"nothing fits {hardware.name} with {most} GB; what holds least is {strategy_name(smallest)}"
     return Explanation(found, None, change, (said, *_too_large(found, change)))
@@ -133,21 +125,33 @@ def misfit(tuning: Tuning) -> Explanation:
 def least_memory(space: Space, hardware: Hardware) -> tuple[Strategy, float]:
     """Return the strategy that holds least (with one number of recomputed layers for all stages), and its bytes."""
     evaluator = Evaluator(space, hardware)
-    bounds = frame_bounds(space, evaluator, np.arange(space.num_frames)).memory_bytes
+    everything = np.arange(space.num_frames)
+    bounds = frame_bounds(space, evaluator, everything).memory_bytes
+    held, place = _least(space, evaluator, everything, bounds, lambda _, found: found.memory_bytes)
+    columns = space.rows(place)
+    columns["recompute"] = np.where(columns["recompute"] == PER_STAGE, 0, columns["recompute"])
+    return space.strategy(columns, 0), held
+
+
+def _least(
+    space: Space, evaluator: Evaluator, frames: Ints, bounds: Floats, score: Callable[[Columns, Evaluated], Floats]
+) -> tuple[float, Ints]:
+    """Return the least score of the leaves of some frames, and its place, (1, 2): of equal ones, that of the fastest.
+
+    `bounds` are lower bounds of the scores of each frame.
+    """
     best: tuple[float, float, int, int] = (np.inf, np.inf, -1, -1)
     order = np.argsort(bounds, kind="stable")
     for start in range(0, len(order), FRAMES_AT_ONCE):
-        frames = order[start : start + FRAMES_AT_ONCE]
-        if bounds[frames[0]] > best[0]:
+        batch = order[start : start + FRAMES_AT_ONCE]
+        if bounds[batch[0]] > best[0]:
             break
-        columns, place = space.expand(frames)
+        columns, place = space.expand(frames[batch])
         found = evaluator.evaluate(columns)
-        rows = np.lexsort((place[:, 1], place[:, 0], found.time_s, found.memory_bytes))
-        row = int(rows[0])
-        best = min(best, (float(found.memory_bytes[row]), float(found.time_s[row]), *place[row].tolist()))
-    columns = space.rows(np.array([best[2:]]))
-    columns["recompute"] = np.where(columns["recompute"] == PER_STAGE, 0, columns["recompute"])
-    return space.strategy(columns, 0), best[0]
+        scores = score(columns, found)
+        row = int(np.lexsort((place[:, 1], place[:, 0], found.step_s, scores))[0])
+        best = min(best, (float(scores[row]), float(found.step_s[row]), *place[row].tolist()))
+    return best[0], np.array([best[2:]])
 
 
 def smallest_change(model: Model, hardware: Hardware, strategy: Strategy) -> FittingChange | None:
@@ -163,12 +167,6 @@ def smallest_change(model: Model, hardware: Hardware, strategy: Strategy) -> Fit
             words, one = placed[row]
             return FittingChange(one, words, float(found.step_s[row]), float(found.memory_bytes[row]))
     return None
-
-
-def fullest_rank(prediction: Prediction) -> int:
-    """Return the pipeline rank that holds most."""
-    held = prediction.memory_bytes_per_rank
-    return max(range(len(held)), key=held.__getitem__)
 
 
 def binding_term(prediction: Prediction) -> tuple[str, float]:
@@ -232,28 +230,16 @@ def _can_be_placed(model: Model, hardware: Hardware, strategy: Strategy) -> bool
     return True
 
 
-def _freed(space: Space, hardware: Hardware, smallest: Strategy) -> FittingChange | None:
-    """Return the best change with one of the user's fixed axes freed."""
+def _wider(space: Space) -> Iterator[tuple[Choices, int]]:
+    """Yield choices and GPUs: with each of the user's fixed axes freed, then with more GPUs."""
     free = Choices()
     order = ("sequence_parallel", "zero", "recompute", "microbatch", "chunks", "schedule", "pp", "tp", "cp", "ep", "dp")
     for axis in order:
-        if getattr(space.choices, axis) == getattr(free, axis):
-            continue
-        freed = space.choices.model_copy(update={axis: getattr(free, axis)})
-        change = _fitting(space, hardware, smallest, freed, space.gpus)
-        if change is not None:
-            return change
-    return None
-
-
-def _more_gpus(space: Space, hardware: Hardware, smallest: Strategy) -> FittingChange | None:
+        if getattr(space.choices, axis) != getattr(free, axis):
+            yield space.choices.model_copy(update={axis: getattr(free, axis)}), space.gpus
     gpus = space.gpus
-    freed = space.choices.model_copy(update={"dp": None})
     while (gpus := 2 * gpus) <= min(MOST_GPUS, 64 * space.gpus):
-        change = _fitting(space, hardware, smallest, freed, gpus)
-        if change is not None:
-            return change
-    return None
+        yield space.choices.model_copy(update={"dp": None}), gpus
 
 
 def _fitting(space: Space, hardware: Hardware, smallest: Strategy, choices: Choices, gpus: int) -> FittingChange | None:
@@ -276,24 +262,14 @@ def _nearest(space: Space, hardware: Hardware, wanted: Strategy) -> Strategy | N
     everything = np.arange(space.num_frames)
     frames = everything[frame_bounds(space, evaluator, everything).memory_bytes <= evaluator.capacity_bytes]
     apart = np.array([_values(wanted, space, name) for name in FRAME]) != space.frames[frames]
-    order = np.argsort(apart.sum(axis=1), kind="stable")
-    best: tuple[int, float, int, int] | None = None
-    for start in range(0, len(order), FRAMES_AT_ONCE):
-        batch = order[start : start + FRAMES_AT_ONCE]
-        if best is not None and best[0] < apart[batch[0]].sum():
-            break
-        columns, place = space.expand(frames[batch])
-        found = evaluator.evaluate(columns)
-        fits = np.flatnonzero((found.memory_bytes <= evaluator.capacity_bytes) & (columns["recompute"] != PER_STAGE))
-        if len(fits):
-            differing = sum(columns[name][fits] != _values(wanted, space, name) for name in (*FRAME, *SWITCHES))
-            row = fits[np.lexsort((found.time_s[fits], differing))[0]]
-            least = int(np.min(differing))
-            key = (least, float(found.time_s[row]), *place[row].tolist())
-            best = key if best is None else min(best, key)
-    if best is None:
-        return None
-    return space.strategy(space.rows(np.array([best[2:]])), 0)
+
+    def differing(columns: Columns, found: Evaluated) -> Floats:
+        fits = (found.memory_bytes <= evaluator.capacity_bytes) & (columns["recompute"] != PER_STAGE)
+        each = [columns[name] != _values(wanted, space, name) for name in (*FRAME, *SWITCHES)]
+        return np.where(fits, np.sum(each, axis=0), np.inf)
+
+    least, place = _least(space, evaluator, frames, apart.sum(axis=1), differing)
+    return space.strategy(space.rows(place), 0) if least < np.inf else None
 
 
 def _values(strategy: Strategy, space: Space, column: str) -> int:
@@ -308,8 +284,9 @@ def _values(strategy: Strategy, space: Space, column: str) -> int:
 def _too_large(found: Prediction, change: FittingChange | None) -> Iterator[str]:
     capacity = found.hardware.memory_gb * 1e9
     name, held = binding_term(found)
+    of_ranks = found.memory_bytes_per_rank
     yield (
-        f"does not fit: pipeline rank {fullest_rank(found)} would hold {gigabytes(found.memory_bytes)} GB of "
+        f"does not fit: pipeline rank {of_ranks.index(max(of_ranks))} would hold {gigabytes(found.memory_bytes)} GB of "
         f"{gigabytes(capacity)}, {gigabytes(held)} of them {name.replace('_', ' ')}"
     )
     if change is None:
@@ -337,10 +314,6 @@ def _slower(found: Prediction, winner: Prediction | None) -> Iterator[str]:
 
 def terms(found: Prediction, winner: Prediction) -> list[tuple[str, float, float]]:
     """Return the terms of both steps, (name, seconds, winner's seconds), largest loss first."""
-    names = dict.fromkeys((*found.breakdown_s, *winner.breakdown_s))
-    both = [
-        (name, found.breakdown_s.get(name, 0.0), winner.breakdown_s.get(name, 0.0))
-        for name in names
-        if not name.endswith("_hidden")
-    ]
+    names = dict.fromkeys((*found.waited_s, *winner.waited_s))
+    both = [(name, found.waited_s.get(name, 0.0), winner.waited_s.get(name, 0.0)) for name in names]
     return sorted(both, key=lambda term: term[2] - term[1])

@@ -49,7 +49,7 @@ def solve(space: Space, evaluator: Evaluator, place: Ints) -> Iterator[Solved]:
             continue
         outcome = evaluator.evaluate(space.rows(members[rows]), least[rows])
         numbers = tuple(tuple(row) for row in least[rows].tolist())
-        found = Candidates(outcome.time_s, outcome.memory_bytes, members[rows], numbers)
+        found = Candidates(outcome.step_s, outcome.memory_bytes, members[rows], numbers)
         yield Solved(members, least, found, outcome.exact)
 
 

@@ -22,7 +22,8 @@ from quintsched.files.terminal import percent
 from quintsched.strategies.descriptions.flag_rows import KEYS, PredictionRow, read_row
 from quintsched.strategies.descriptions.presets_and_files import PRESETS
 from quintsched.strategies.descriptions.strategy_text import duration
-from quintsched.strategies.prediction.vectorized_prediction import Table, evaluate
+from quintsched.strategies.prediction.strategy_columns import Table
+from quintsched.strategies.prediction.vectorized_prediction import evaluate
 from quintsched.strategies.tuning.advice import BAND
 from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.explain_choice import explain
@@ -59,11 +60,6 @@ class Recipe:
             own = self.open.get(name, (self.flags[name],) if name in self.flags else ())
             found[name] = list(dict.fromkeys((*Choices.model_fields[name].default, *own)))
         return {**found, **given}
-
-    @property
-    def strategy(self) -> PredictionRow:
-        """Its strategy, with open settings chosen."""
-        return chosen(self.flags, self.open)
 
 
 def find_recipe(text: str) -> Recipe:
@@ -113,7 +109,7 @@ def chosen(flags: Mapping[str, Any], choose: Mapping[str, Any]) -> PredictionRow
 
 def beside(found: Tuning, recipe: Recipe) -> tuple[str, ...]:
     """Return the recipe's regret, and the terms by which it is slower, as lines."""
-    judged = explain(found, recipe.strategy.strategy)
+    judged = explain(found, chosen(recipe.flags, recipe.open).strategy)
     step_s = judged.prediction.step_s
     lines = [f"published: {recipe.name} ({recipe.source})", *judged.lines]
     if found.best:

@@ -90,11 +90,9 @@ class Space:
         groups = leaves // self._radices(self.frames[chosen])[-1]
         pp, layers = self.column("pp", chosen), self.stage_layers(chosen)
         solved = groups * self.recomputes_by_stage(chosen)
-        alike: dict[tuple[int, int, int], int] = {}
         large = self.large_ranks(chosen)
-        for key in zip(pp.tolist(), layers.tolist(), large.tolist(), strict=True):
-            alike.setdefault(key, self._tuples(*key))
-        keys = zip(pp.tolist(), layers.tolist(), large.tolist(), strict=True)
+        keys = list(zip(pp.tolist(), layers.tolist(), large.tolist(), strict=True))
+        alike = {key: self._tuples(*key) for key in {*keys}}
         return int((leaves - groups).sum()) + sum(int(n) * alike[key] for n, key in zip(solved, keys, strict=True))
 
     def _tuples(self, pp: int, layers: int, large: int) -> int:
@@ -236,10 +234,11 @@ class Space:
         return tuple(min(numbers[rank], most) for rank, most in zip(ranks, layers, strict=True))
 
     def _meshes(self) -> Iterator[tuple[int, ...]]:
+        experts = self.model.experts.count if self.model.experts else 1
         for pp in self._sizes("pp", self.gpus, self.model.layers):
             for tp in self._sizes("tp", self.gpus // pp, UNLIMITED):
                 for cp in self._sizes("cp", self.gpus // (pp * tp), self.seq):
-                    for ep in self._sizes("ep", self.gpus // (pp * tp * cp), experts_of(self.model)):
+                    for ep in self._sizes("ep", self.gpus // (pp * tp * cp), experts):
                         dp = self.gpus // (pp * tp * cp * ep)
                         if allows(self.choices.dp, dp) and self._placeable(pp, tp, cp, ep, dp):
                             yield pp, tp, cp, ep, dp
@@ -318,11 +317,6 @@ def divisors(number: int) -> list[int]:
     """Return all divisors of `number`, ascending."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
-
-
-def experts_of(model: Model) -> int:
-    """Return the number of experts that ep can shard; 1 without experts."""
-    return model.experts.count if model.experts else 1
 
 
 def _stage_layers(model: Model, rows: Ints) -> Ints:

@@ -52,7 +52,6 @@ def test_a_description_of_this_machine_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     found = machine_description.calibrate(CPU, path)
     measured = found.measured
-    assert measured is not None
     assert measured.cores == time_links.count_cores() >= 1
     assert set(measured.matmul) == {"bf16", "fp16", "fp32", "fp64"} == set(measured.attention)
     assert measured.kernel_s is not None
@@ -83,7 +82,6 @@ def test_what_was_measured_outlives_an_interruption(
     monkeypatch.setattr(time_operations, "matmul_curves", interrupted)  # not measured again
     found = machine_description.calibrate(CPU, file)
     assert f"going on with what {partial} has: matrix products, attention" in capsys.readouterr().err
-    assert found.measured is not None
     kept = {"matmul": said["measured"]["matrix products"]["matmul"]}
     assert Measured.model_validate_json(json.dumps(kept)).matmul == found.measured.matmul
     assert [*tmp_path.iterdir()] == [file]

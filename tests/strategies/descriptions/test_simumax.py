@@ -15,7 +15,6 @@ SYSTEM = json.loads((DATA / "simumax_b200_system.json").read_text(encoding="utf-
 def test_rates_are_those_of_the_file():
     found = find_hardware(SYSTEM)
     assert (found.name, found.tflops["bf16"], found.gpus_per_node) == ("b200_bf16_ceperm", 2250, 8)
-    assert found.measured is not None
     shares = SYSTEM["accelerator"]["op"]["matmul"]["accurate_efficient_factor"]
     share = shares["b=1, m=4096, k=8192, n=10240, layout=TN, accumulate=False, out_dtype=bf16"]
     sizes = (1.0, 4096.0, 10240.0, 8192.0)
@@ -28,7 +27,6 @@ def test_rates_are_those_of_the_file():
 
 def test_attention_counts_without_its_mask():
     found = find_hardware(SYSTEM)
-    assert found.measured is not None
     assert max(found.measured.attention["bf16"].rates) < 0.7 * 2250e12
     assert max(found.measured.attention_backward["bf16"].rates) < max(found.measured.attention["bf16"].rates)
 

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from quintsched.strategies.descriptions.hardware import Curve, Measured
 from quintsched.strategies.descriptions.presets_and_files import find_hardware
-from quintsched.strategies.prediction.efficiency import CONSTANTS, full_waves, launch_s, operator_times
+from quintsched.strategies.prediction.efficiency import full_waves, launch_s, operator_times
 from quintsched.strategies.prediction.operators import AttentionKernel, Pass, Product
 from quintsched.strategies.prediction.predicted_collectives import (
     all_reduce_s,
-    all_to_all_s,
+    exchange_s,
     message_s,
     overlap,
     ring_s,
@@ -42,7 +42,7 @@ def test_no_product_beats_the_peak_and_more_of_it_is_not_faster(m, n, k, batch):
 
 def test_a_large_product_reaches_the_fitted_share():
     rate = 2 * 65536**2 * 16384 / forward_s(product(65536, 65536, 16384))
-    assert 0.95 * CONSTANTS.product < rate / 312e12 <= CONSTANTS.product
+    assert 0.95 * A100.constants.product < rate / 312e12 <= A100.constants.product
 
 
 def test_the_last_wave_of_tiles_costs_as_much_as_a_full_one():
@@ -110,13 +110,13 @@ def test_a_ring_inside_a_node_is_faster_than_across_nodes():
 
 
 def test_exchanges_and_messages_grow_with_distance():
-    near, far = (all_to_all_s(array(1e8), array(8), array(stride), A100).item() for stride in (1, 8))
+    near, far = (exchange_s(array(1e8), 1.0, None, array(8), array(stride), A100).item() for stride in (1, 8))
     assert near < far
     assert message_s(array(1e8), array(1), A100).item() < message_s(array(1e8), array(8), A100).item()
 
 
 @given(st.floats(0, 10), st.floats(0, 10))
 def test_what_is_exposed_and_what_is_hidden_are_the_whole(seconds, beside):
-    exposed, hidden = overlap(array(seconds), array(beside))
+    exposed, hidden = overlap(array(seconds), array(beside), A100)
     assert exposed.item() + hidden.item() == pytest.approx(seconds)
     assert exposed.item() >= max(0.0, seconds - beside) - 1e-12

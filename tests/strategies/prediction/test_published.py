@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.fit_cost_model import DATA, OWN, fit_efficiency, layer_errors, read_rows, step_errors
 from benchmarks.prediction import LIMITS, MEMORY_LIMITS, memory_errors, ours, read_cases, roofline, score_of
+from quintsched.strategies.descriptions.hardware import Constants
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, hardware_names
 from quintsched.strategies.descriptions.strategy_text import strategy_name
 from quintsched.strategies.descriptions.strategy_validity import resolved
-from quintsched.strategies.prediction.efficiency import CONSTANTS
 from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.published_recipes import RECIPES
@@ -64,7 +64,7 @@ def test_each_a100_by_itself(hardware):
 def test_every_constant_has_a_source_and_every_table_its_place():
     protocol = read("protocol")
     own = {name for name, hardware in _own_efficiencies().items() if hardware}
-    known = {*vars(CONSTANTS), *own, "EXCHANGE", "LAUNCH_S"}
+    known = {*Constants.model_fields, *own, "EXCHANGE", "LAUNCH_S"}
     assert protocol["constants"].keys() == known
     assert len(known) <= 10
     for name, source in protocol["constants"].items():
@@ -107,9 +107,9 @@ def test_published_recipes_are_strategies_of_the_search():
 
 def test_table_5_and_the_layers_it_was_fitted_with():
     table = read("korthikanti")
-    assert len(vars(CONSTANTS)) <= 6
-    assert abs(step_errors([table["settings"] | row for row in table["rows"]], CONSTANTS)).max() < 0.03
-    assert abs(layer_errors(table["layers_ms"], CONSTANTS)).max() < 0.03
+    assert len(Constants.model_fields) <= 6
+    assert abs(step_errors([table["settings"] | row for row in table["rows"]], Constants())).max() < 0.03
+    assert abs(layer_errors(table["layers_ms"], Constants())).max() < 0.03
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -1,15 +1,12 @@
 """Steps: breakdowns add up, more work takes longer, strategies of every kind have a time."""
 
-import numpy as np
 import pytest
 
-from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.predict_strategy import predict
-from quintsched.strategies.prediction.vectorized_prediction import Table, evaluate
 
 A100 = find_hardware("a100-80gb")
 
@@ -69,11 +66,6 @@ def test_more_work_takes_longer(one, other):
     assert step(**one).step_s < step(**other).step_s
 
 
-def test_experts_are_paid_for_as_they_are_used():
-    mixture, dense = (step(name, tp=1, pp=8, gpus=8, seq=4096) for name in ("mixtral-8x7b", "llama-2-13b"))
-    assert 0.5 < mixture.step_s / dense.step_s < 1.5  # 12.9 of 46.7 thousand million weights are used by a token
-
-
 def padded_step(padded_to):
     mixtral = find_model("mixtral-8x7b")
     experts = mixtral.experts.model_copy(update={"padded_to": padded_to})
@@ -92,19 +84,6 @@ def test_what_fills_up_experts_takes_time_and_memory_and_is_no_work_of_the_model
 def test_context_is_hidden_behind_attention_where_it_is_long():
     long = step("llama-3-70b", cp=4, gpus=256, seq=131072, microbatch=1).breakdown_s
     assert long["cp"] < long["cp_hidden"]
-
-
-def test_many_at_once_are_the_same_as_one_at_a_time():
-    model = find_model("gpt3-175b")
-    settings = [given for name, given in STRATEGIES if name == "gpt3-175b" and given.get("schedule") != "zbv"]
-    rows = [Strategy(**{"gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 2048} | given) for given in settings]
-    found = evaluate(model, A100, Table.from_strategies(rows))
-    assert np.array_equal(found.step_s, [predict(model, A100, row).step_s for row in rows])
-
-
-def test_what_cannot_be_placed_is_refused():
-    with pytest.raises(UsageError, match="tp=7"):
-        step(tp=7, gpus=56)
 
 
 def test_reductions_hide_behind_the_backwards_of_other_layers_without_a_pipeline():

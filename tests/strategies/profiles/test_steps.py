@@ -17,7 +17,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware, work_s
 from quintsched.strategies.prediction.profiled.predict_from_profile import predict_from_profile
-from quintsched.strategies.profiles.kineto import from_trace, kind_of, read_kineto
+from quintsched.strategies.profiles.kineto import from_trace, kind_of
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile
 from quintsched.strategies.profiles.profile_from_trace import read_trace
 from quintsched.strategies.profiles.read_profile import Measured, read_profile, write_profile
@@ -75,7 +75,7 @@ def test_kinds_by_name(name, kind):
 
 
 def test_a_trace_of_a_cpu_counts_each_operator_once():
-    found = read_kineto(TRACE, MODEL, ON_ONE).steps[0].seconds
+    found = read_profile(TRACE, Measured(MODEL, ON_ONE)).steps[0].seconds
     whole = next(e["dur"] for e in json.loads(TRACE.read_text())["traceEvents"] if e["name"] == "ProfilerStep#1")
     assert 0.9 * whole * 1e-6 < sum(found.values()) <= whole * 1e-6
     assert found["product"] > 0.5 * sum(found.values())
@@ -83,7 +83,7 @@ def test_a_trace_of_a_cpu_counts_each_operator_once():
 
 
 def test_predictions_repeat_what_was_measured():
-    profile = read_kineto(TRACE, MODEL, ON_ONE)
+    profile = read_profile(TRACE, Measured(MODEL, ON_ONE))
     hardware = measured_hardware(SLOW, profile)
     measured, expected = profile.steps[0].seconds, work_s(MODEL, hardware, ON_ONE)
     assert expected["product"] + expected["attention"] == pytest.approx(measured["product"] + measured["attention"])
@@ -91,7 +91,7 @@ def test_predictions_repeat_what_was_measured():
 
 
 def test_predictions_from_a_step_scale():
-    profile = read_kineto(TRACE, MODEL, ON_ONE)
+    profile = read_profile(TRACE, Measured(MODEL, ON_ONE))
     once = predict_from_profile(MODEL, SLOW, ON_ONE, profile)
     deeper = predict_from_profile(MODEL.model_copy(update={"layers": 8}), SLOW, ON_ONE, profile)
     assert 3 < deeper.breakdown_s["compute"] / once.breakdown_s["compute"] < 4
@@ -134,7 +134,7 @@ def test_another_strategy_than_the_plans_is_refused(tmp_path):
 
 
 def test_measured_steps_survive_their_file(tmp_path):
-    profile = read_kineto(TRACE, MODEL, ON_ONE)
+    profile = read_profile(TRACE, Measured(MODEL, ON_ONE))
     write_profile(profile, tmp_path / "step.json")
     assert read_profile(tmp_path / "step.json") == profile
 

@@ -10,7 +10,8 @@ from quintsched.schedules.kit.registry import find_schedule
 from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
 from quintsched.strategies.descriptions.model import Experts, Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.vectorized_prediction import Table, evaluate
+from quintsched.strategies.prediction.strategy_columns import Table
+from quintsched.strategies.prediction.vectorized_prediction import evaluate
 from quintsched.strategies.tuning.axis_choices import Choices
 
 
@@ -63,7 +64,7 @@ def problem(seed: int) -> Problem:
         link_gbps=draw.choice([16.0, 300.0]),
         network_gbps=draw.choice([1.0, 25.0]),
         reserved_gb=0.1,
-        measured=draw.choice([None, None, None, None, CPU]),
+        measured=draw.choice([*[Measured()] * 4, CPU]),
     )
     recomputes = [("none", "selective", "full", "per-stage"), ("none", "full"), ("per-stage",), ("selective", 1, 2)]
     choices = Choices(

@@ -21,7 +21,7 @@ def holds(seed: int) -> int:
     columns, place = space.expand(np.arange(space.num_frames))
     found = evaluator.evaluate(columns)
     whole = columns["recompute"] != PER_STAGE
-    assert np.all(frames.time_s[place[:, 0]] <= found.time_s)
+    assert np.all(frames.time_s[place[:, 0]] <= found.step_s)
     assert np.all(frames.memory_bytes[place[whole, 0]] <= found.memory_bytes[whole])
     _tuples_hold(seed, space, evaluator, frames, columns, place)
     meshes = mesh_bounds(space, frames)
@@ -41,7 +41,7 @@ def _tuples_hold(seed, space, evaluator, frames, columns, place):
             numbers = draw.integers(0, layers[:, None] + 1, (len(rows), pp))
             found = evaluator.evaluate({name: values[rows] for name, values in columns.items()}, numbers)
             bounds = frames.time_s[place[rows, 0]]
-            assert np.all(bounds[found.exact] <= found.time_s[found.exact])
+            assert np.all(bounds[found.exact] <= found.step_s[found.exact])
             assert np.all(frames.memory_bytes[place[rows, 0]] <= found.memory_bytes)
             some = np.flatnonzero(~found.exact)[:20]
             if len(some):
@@ -49,10 +49,10 @@ def _tuples_hold(seed, space, evaluator, frames, columns, place):
                 assert np.all(bounds[some] <= evaluator.simulate(strategies))
 
 
-def test_bounds_hold_for_every_strategy_of_thousands_of_boxes():
-    assert sum(holds(seed) for seed in range(30)) > 1000
+def test_bounds_hold_for_every_strategy_of_hundreds_of_boxes():
+    assert sum(holds(seed) for seed in range(12)) > 300
 
 
 @pytest.mark.slow
 def test_bounds_hold_for_every_strategy_of_tens_of_thousands_of_boxes():
-    assert sum(holds(seed) for seed in range(60, 1000)) > 20_000
+    assert sum(holds(seed) for seed in range(12, 1000)) > 20_000

@@ -48,7 +48,7 @@ def good() -> Iterator[Certificate]:
 
 def _has_all(made: Certificate) -> bool:
     reasons, sizes = {box.reason for box in made.pruned}, {len(box.box) for box in made.pruned}
-    if made.hardware.measured is not None:  # changed rates of its datasheet would change nothing
+    if made.hardware.measured.matmul:  # changed rates of its datasheet would change nothing
         return False
     return bool(made.per_stage and made.evaluated) and (len(made.best), len(reasons), len(sizes)) == (3, 2, 2)
 

@@ -90,7 +90,7 @@ def block_rerun(
     if model.attention == "unfused":
         found["scores"] = rerun["core_attn"] * _scores(model, sizes)
     if model.latent is not None:
-        of_head = 2 * (model.head_width + model.latent.rope_size) + model.latent.value_size
+        of_head = 2 * model.query_width + model.latent.value_size
         expanded = sizes.tokens * sizes.element * _share(model.heads, sizes.tp) * of_head
         found["attention"] = rerun["mla_up_proj"] * expanded
     activated = sizes.kept + (_kept_widths(model, fused=True) - 1) * (sizes.element - sizes.kept)
@@ -164,7 +164,7 @@ def _latent(model: Model, sizes: ActivationSizes) -> Any:
     latent = model.latent
     assert latent is not None
     heads = _share(model.heads, sizes.tp)
-    of_head = 2 * (model.head_width + latent.rope_size) + latent.value_size
+    of_head = 2 * model.query_width + latent.value_size
     ranks = latent.q_rank + latent.kv_rank
     in_products = heads * latent.value_size + ranks
     return sizes.tokens * (sizes.element * (heads * of_head + ranks + latent.rope_size) + sizes.kept * in_products)

@@ -32,7 +32,7 @@ from quintsched.strategies.prediction.memory.activations import (
     embedding_kept,
     head_kept,
 )
-from quintsched.strategies.prediction.memory.state import Precision, state_bytes
+from quintsched.strategies.prediction.memory.state import state_bytes
 
 FRAGMENTATION = 0.03
 """Fraction of temporary memory that an allocator reserves and cannot use. An assumption, not fitted."""
@@ -109,14 +109,14 @@ def _state(model: Model, sizes: ActivationSizes, mesh: Mesh, ranks: RankLayers) 
         has = np.asarray(count) > 0
         units = Held(np.maximum(units.dense, one.dense * has), np.maximum(units.experts, one.experts * has))
     outer = mesh.dp * sizes.cp
-    precision = Precision.from_element(sizes.element, gradient=mesh.gradient)
     return state_bytes(
         held,
         units,
-        precision,
+        sizes.element,
         zero=mesh.zero,
         replicas=outer * mesh.ep,
         expert_replicas=outer,
+        gradient=mesh.gradient,
         pending=mesh.pending,
     )
 

@@ -14,7 +14,6 @@ this project's runtime gathers a stage, in aligned buckets. Sizes may be arrays.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,33 +27,15 @@ AHEAD = 2
 """Number of ZeRO-3 units that are full at once: the current one and the prefetched one."""
 
 
-@dataclass(frozen=True, eq=False)
-class Precision:
-    """Bytes per element of each kind of state; the optimizer has Adam's two moments, and masters of 16-bit weights."""
-
-    weight: Any
-    gradient: Any
-    optimizer: Any
-
-    @classmethod
-    def from_element(cls, element: Any, *, gradient: Any = None) -> Precision:
-        """Return the bytes for weights of `element` bytes, and gradients of `gradient`.
-
-        None: gradients are in 32 bits at least (as in Megatron: 18 bytes in all; DeepSpeed has 2 for them, 16 in all).
-        """
-        wide = np.maximum(element, 4)
-        masters = np.where(np.asarray(element) < 4, 4, 0)
-        return cls(element, wide if gradient is None else gradient, masters + 2 * wide)
-
-
 def state_bytes(
     held: Held,
     unit: Held,
-    precision: Precision,
+    element: Any,
     *,
     zero: Any,
     replicas: Any,
     expert_replicas: Any,
+    gradient: Any = None,
     pending: Any = 0,
 ) -> dict[str, Any]:
     """Return the bytes of a rank's state by kind: weights, gradients, optimizer, gathered.
@@ -62,10 +43,11 @@ def state_bytes(
     Args:
         held: elements that the rank would hold without ZeRO.
         unit: elements that are gathered, or reduced, at once.
-        precision: bytes per element.
+        element: bytes of an element of a weight; below 4 the optimizer has masters besides Adam's two moments.
         zero: the stage of ZeRO.
         replicas: number of ranks with the same dense weights.
         expert_replicas: number of ranks with the same experts.
+        gradient: bytes of an element of a gradient; None: 4 at least (as in Megatron; DeepSpeed has 2).
         pending: fraction of the full gradients that is held beside the shards, where those of several microbatches are
             added up before they are reduced; 0: of one unit, as those of each microbatch are reduced.
     """
@@ -73,11 +55,13 @@ def state_bytes(
     full = held.dense + held.experts
     shard = np.ceil(held.dense / replicas) + np.ceil(held.experts / expert_replicas)
     at_once = unit.dense * (np.asarray(replicas) > 1) + unit.experts * (np.asarray(expert_replicas) > 1)
-    gathered = precision.weight * sharded["weights"] * np.minimum(AHEAD * at_once, full)
-    each = {"weights": precision.weight, "gradients": precision.gradient, "optimizer": precision.optimizer}
+    gathered = element * sharded["weights"] * np.minimum(AHEAD * at_once, full)
+    wide = np.maximum(element, 4)
+    gradient = wide if gradient is None else gradient
+    masters = np.where(np.asarray(element) < 4, 4, 0)
+    each = {"weights": element, "gradients": gradient, "optimizer": masters + 2 * wide}
     state = {kind: bytes_ * ~sharded[kind] * full + bytes_ * sharded[kind] * shard for kind, bytes_ in each.items()}
-    state["gradients"] = state["gradients"] + precision.gradient * sharded["gradients"] * pending * full
+    state["gradients"] = state["gradients"] + gradient * sharded["gradients"] * pending * full
     return state | {
-        "gathered": gathered
-        + precision.gradient * sharded["gradients"] * np.where(np.asarray(pending) > 0, 0.0, at_once)
+        "gathered": gathered + gradient * sharded["gradients"] * np.where(np.asarray(pending) > 0, 0.0, at_once)
     }

@@ -51,11 +51,12 @@ def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> 
     sizes, mesh = _cut(table)
     ranks = _ranks(model, table, kinds, sizes, mesh)
     terms = memory_terms(model, sizes, mesh, ranks)
-    if hardware.measured is not None and hardware.measured.cores is not None:
-        others = {name: bytes_ for name, bytes_ in terms.items() if not _is_of_activations(name)}
+    if hardware.runs_at_once:
+        theirs = ("activations", "logits", "temporary")
+        others = {name: bytes_ for name, bytes_ in terms.items() if not name.startswith(theirs)}
         whole = memory_terms(model, sizes, replace(mesh, zero=0 * mesh.zero), ranks)
         terms = others | own_activations(model, sizes, mesh, ranks) | {"gathered": own_gathered(whole, sizes, mesh)}
-    if hardware.measured is not None and hardware.measured.kept:
+    if hardware.measured.kept:
         known = np.array([*hardware.measured.kept])
         nearest = known[np.abs(np.log(known / sizes.tp)).argmin(axis=1)]
         factor = np.array([hardware.measured.kept[tp] for tp in nearest])[:, None]
@@ -63,10 +64,6 @@ def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> 
         terms |= {name: terms[name] * factor for name in of_layers}
     terms["reserved"] = hardware.reserved_gb * 1e9
     return {name: np.broadcast_to(bytes_, kinds.dense.shape) for name, bytes_ in terms.items()}
-
-
-def _is_of_activations(term: str) -> bool:
-    return term.startswith("activations") or term in ("logits", "temporary")
 
 
 def stage_terms(model: Model, table: Table, stages: Kinds, *, sharded: bool = False) -> dict[str, NDArray[np.float64]]:
@@ -119,7 +116,7 @@ def _pending(table: Table) -> NDArray[np.float64]:
     every = table.reduced_every
     in_turn = np.where(table.is_scheduled("interleaved-1f1b") & (every <= table.pp), 1 / table.chunks, 1.0)
     once = every == table.microbatches
-    waiting = np.where(once, 1 - 1 / (table.dp * table.cp * table.ep), in_turn)
+    waiting = np.where(once, 1 - 1 / table.sharing, in_turn)
     return np.where((table.zero >= 2) & (every > 1), waiting, 0.0)
 
 

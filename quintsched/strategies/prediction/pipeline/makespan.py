@@ -1,6 +1,5 @@
 """Makespan of a step's computation under a schedule, and activations in flight, for many strategies at once.
 
-    rank_pipelines    pipelines of runs of equal ranks, as an uneven number of layers gives them, for `closed_forms`
     staged            makespan of pipelines with arbitrary stages, by simulation (`event_graph_levels`)
     bound_of          bound for searches: the slowest rank's work, plus the way down to that rank before it, and the
                       way up after it
@@ -11,7 +10,7 @@ Times are seconds per microbatch; n is the number of pipelines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -23,9 +22,8 @@ from quintsched.schedules import find_schedule
 from quintsched.schedules.kit.bare_order import order_of_computation
 from quintsched.simulation import simulated_activation_memory
 from quintsched.simulation.costs import Costs
-from quintsched.strategies.prediction.layers_of_ranks import V_SHAPED
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
-from quintsched.strategies.prediction.pipeline.equal_ranks import Each, Passes, Pipelines, Values, chunked
+from quintsched.strategies.prediction.pipeline.equal_ranks import Each, Pipelines, Values, chunked
 from quintsched.strategies.prediction.pipeline.event_graph_levels import levels_of
 
 SIMULATED_DEPTHS = 3
@@ -52,44 +50,6 @@ def has_closed_form(
     return np.asarray((name in CLOSED_FORMS) & (filled | (name != "zb-h1")))
 
 
-def rank_pipelines(
-    schedule: str,
-    *,
-    ranks: npt.ArrayLike,
-    microbatches: npt.ArrayLike,
-    chunks: npt.ArrayLike = 1,
-    forward: npt.ArrayLike,
-    backward_input: npt.ArrayLike,
-    backward_weight: npt.ArrayLike,
-    first: Sequence[npt.ArrayLike] = (0.0, 0.0, 0.0),
-    last: Sequence[npt.ArrayLike] = (0.0, 0.0, 0.0),
-) -> Pipelines:
-    """Return pipelines of runs of equal ranks.
-
-    Args:
-        schedule: name of the schedule.
-        ranks: number of ranks of each run, (K, n), in order of rank; a run may be empty.
-        microbatches: (n,).
-        chunks: stages per rank.
-        forward: time of all stages of a rank of each run, (K, n), embedding and head included; and so on.
-        backward_input: likewise.
-        backward_weight: likewise.
-        first: part of the forward and the backward's halves that belongs to the first stage alone, (n,) each.
-        last: part that belongs to the last stage alone, likewise.
-    """
-    counts = np.asarray(ranks, np.float64)
-    p, m = counts.sum(axis=0), np.asarray(microbatches, np.float64)
-    f, i, w = (np.asarray(one, np.float64) for one in (forward, backward_input, backward_weight))
-    v, *ends = (np.broadcast_to(np.asarray(one, np.float64), p.shape) for one in (chunks, *first, *last))
-    bent = find_schedule(schedule).name in V_SHAPED
-    return Pipelines(f, i, w, counts, p, m, v, Passes(*ends[:3]), Passes(*ends[3:]), bent)
-
-
-def stage_durations(forward: Values, backward_input: Values, backward_weight: Values) -> Values:
-    """Return the durations argument of `staged`: (kinds, stages, n), in the order of `levels.TIMED_CLASSES`."""
-    return np.stack([forward, backward_input, backward_weight, backward_input + backward_weight])
-
-
 def staged(
     schedule: str,
     pp: int,
@@ -108,7 +68,7 @@ def staged(
         pp: pipeline ranks.
         microbatches: per pipeline.
         chunks: stages per rank; None: the fewest that the schedule takes.
-        durations: times of each stage, (kinds, stages, n); see `stage_durations`.
+        durations: times of each stage, (kinds, stages, n), in the order of `TIMED_CLASSES`.
         reduction: time of its gradient reduction, (stages, n); None: no time.
         tied: stages that share weights.
 

@@ -13,16 +13,14 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, Kinds, PerMicrobatch
+from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, V_SHAPED, Kinds, PerMicrobatch
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS, one_f_one_b
-from quintsched.strategies.prediction.pipeline.equal_ranks import Pipelines
+from quintsched.strategies.prediction.pipeline.equal_ranks import Passes, Pipelines
 from quintsched.strategies.prediction.pipeline.makespan import (
     bound_of,
     exposed_reductions,
     has_closed_form,
-    rank_pipelines,
-    stage_durations,
     staged,
 )
 from quintsched.strategies.prediction.strategy_columns import Table, distinct
@@ -127,7 +125,8 @@ def _simulate(
     for number, (code, pp, microbatches, chunks) in enumerate(distinct.T.tolist()):
         members = rows[which.reshape(-1) == number]
         times, schedule = of_stages(members), table.values["schedule"][code]
-        durations = stage_durations(times.each.forward.T, times.each.backward_input.T, times.each.backward_weight.T)
+        forward, *halves = (one.T for one in times.each.passes)
+        durations = np.stack([forward, *halves, sum(halves)])
         if schedule in BIDIRECTIONAL:  # the other half of the stages are twins of the same pieces
             durations, reduction = np.concatenate([durations] * 2, axis=1), np.concatenate([times.reduction.T] * 2)
         else:
@@ -141,16 +140,17 @@ def _pipelines(
     schedule: str, table: Table, each: PerMicrobatch, ends: PerMicrobatch, kinds: Kinds, rows: RowNumbers
 ) -> Pipelines:
     """Return the pipelines of rows of one schedule."""
-    passes, of_ends = ((one.forward, one.backward_input, one.backward_weight) for one in (each, ends))
-    forward, backward_input, backward_weight = (of_kinds.T[:, rows] for of_kinds in passes)
-    return rank_pipelines(
-        schedule,
-        ranks=kinds.ranks.T[:, rows],
-        microbatches=table.microbatches[rows],
-        chunks=table.chunks[rows],
-        forward=forward,
-        backward_input=backward_input,
-        backward_weight=backward_weight,
-        first=tuple(one[rows, 0] for one in of_ends),
-        last=tuple(one[rows, 1] for one in of_ends),
+    ranks, of_ends = kinds.ranks.T[:, rows], ends.passes
+    f, i, w = (one.T[:, rows] for one in each.passes)
+    return Pipelines(
+        f,
+        i,
+        w,
+        ranks=ranks,
+        p=ranks.sum(axis=0),
+        m=table.microbatches[rows].astype(np.float64),
+        v=table.chunks[rows].astype(np.float64),
+        first=Passes(*(one[rows, 0] for one in of_ends)),
+        last=Passes(*(one[rows, 1] for one in of_ends)),
+        bent=schedule in V_SHAPED,
     )

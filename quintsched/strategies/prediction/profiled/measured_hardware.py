@@ -15,15 +15,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quintsched.errors import UsageError
-from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
+from quintsched.strategies.descriptions.hardware import Curve, Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy, modules_of
+from quintsched.strategies.descriptions.strategy_validity import stage_layers
 from quintsched.strategies.prediction import operators
-from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, operator_times
+from quintsched.strategies.prediction.efficiency import operator_times
+from quintsched.strategies.prediction.layers_of_ranks import recomputed_layers
 from quintsched.strategies.prediction.memory.activations import ActivationSizes, block_input, block_kept
 from quintsched.strategies.prediction.operators import AttentionKernel, Operator, Pass, Product
 from quintsched.strategies.prediction.predict_strategy import predict
-from quintsched.strategies.prediction.vectorized_prediction import Table, sizes_of
+from quintsched.strategies.prediction.strategy_columns import Table
+from quintsched.strategies.prediction.vectorized_prediction import sizes_of
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile
 
 CORRECTIONS = 4
@@ -33,19 +36,18 @@ COMMUNICATION = ("tp", "cp", "ep", "pp", "dp")
 KINDS: dict[type[Operator], str] = {Product: "product", AttentionKernel: "attention", Pass: "pass"}
 
 
-def measured_hardware(hardware: Hardware, profile: Profile, constants: Constants = CONSTANTS) -> Hardware:
+def measured_hardware(hardware: Hardware, profile: Profile) -> Hardware:
     """Return the hardware with the rates of a profile's steps, weighted by their time, and of its all-reduces."""
     if not profile.steps:
         raise UsageError(f"{profile.name}: the profile has no steps to take rates from")
     for _ in range(CORRECTIONS):
-        took, expected = _sums(hardware, profile.steps, constants)
+        took, expected = _sums(hardware, profile.steps)
         hardware = _slowed(hardware, _ratios(took, expected))
     if sums := profile.collectives.get("all_reduce"):
-        more = {"all_reduce": sums, "kept": _kept(profile)}
-        measured = (hardware.measured or Measured()).model_copy(update=more)
+        measured = hardware.measured.model_copy(update={"all_reduce": sums, "kept": _kept(profile)})
         hardware = hardware.model_copy(update={"measured": measured})
     if profile.message:
-        hardware = hardware.model_copy(update={"link_gbps": profile.message.rates[-1] / 1e9 / constants.link})
+        hardware = hardware.model_copy(update={"link_gbps": profile.message.rates[-1] / 1e9 / hardware.constants.link})
     return hardware
 
 
@@ -67,15 +69,13 @@ class Slower:
     communication: float = 1.0
 
 
-def _sums(
-    hardware: Hardware, steps: tuple[MeasuredStep, ...], constants: Constants
-) -> tuple[dict[str, float], dict[str, float]]:
+def _sums(hardware: Hardware, steps: tuple[MeasuredStep, ...]) -> tuple[dict[str, float], dict[str, float]]:
     """Return seconds by kind of work, measured and expected, of all steps together."""
     took, expected = dict[str, float](), dict[str, float]()
     for step in steps:
         for kind, seconds in step.seconds.items():
             took[kind] = took.get(kind, 0.0) + seconds
-        for name, seconds in work_s(step.model, hardware, step.strategy, constants).items():
+        for name, seconds in work_s(step.model, hardware, step.strategy).items():
             expected[name] = expected.get(name, 0.0) + seconds
     return took, expected
 
@@ -93,23 +93,21 @@ def _ratios(took: Mapping[str, float], expected: Mapping[str, float]) -> Slower:
 
 
 def _slowed(hardware: Hardware, slower: Slower) -> Hardware:
-    changed: dict[str, object] = {
+    measured = hardware.measured
+    curves: dict[str, object] = {
+        "matmul": {dtype: _curve(curve, slower.compute) for dtype, curve in measured.matmul.items()},
+        "attention": {dtype: _curve(curve, slower.compute) for dtype, curve in measured.attention.items()},
+        "memory": measured.memory and _curve(measured.memory, slower.memory),
+        "link": measured.link and _curve(measured.link, slower.communication),
+        "all_reduce": {n: _curve(curve, slower.communication) for n, curve in measured.all_reduce.items()},
+    }
+    changed = {
         "efficiency": hardware.efficiency / slower.compute,
         "memory_gbps": hardware.memory_gbps / slower.memory,
         "link_gbps": hardware.link_gbps / slower.communication,
         "network_gbps": hardware.network_gbps / slower.communication,
+        "measured": measured.model_copy(update=curves),
     }
-    if hardware.measured is not None:
-        measured = hardware.measured
-        changed["measured"] = measured.model_copy(
-            update={
-                "matmul": {dtype: _curve(curve, slower.compute) for dtype, curve in measured.matmul.items()},
-                "attention": {dtype: _curve(curve, slower.compute) for dtype, curve in measured.attention.items()},
-                "memory": measured.memory and _curve(measured.memory, slower.memory),
-                "link": measured.link and _curve(measured.link, slower.communication),
-                "all_reduce": {n: _curve(curve, slower.communication) for n, curve in measured.all_reduce.items()},
-            }
-        )
     return hardware.model_copy(update=changed)
 
 
@@ -117,7 +115,7 @@ def _curve(curve: Curve, slower: float) -> Curve:
     return Curve(sizes=curve.sizes, rates=tuple(rate / slower for rate in curve.rates))
 
 
-def work_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Constants = CONSTANTS) -> dict[str, float]:
+def work_s(model: Model, hardware: Hardware, strategy: Strategy) -> dict[str, float]:
     """Return the expected seconds of a step on an average GPU, by kind of work: "product", "attention", "pass" and
     "communication"."""
     table = Table.from_strategies([strategy])
@@ -125,7 +123,7 @@ def work_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Cons
     seconds = dict.fromkeys(KINDS.values(), 0.0)
 
     def add(operator: Operator, times: float, rerun: float) -> None:
-        took = operator_times(operator, hardware, strategy.dtype, constants)
+        took = operator_times(operator, hardware, strategy.dtype)
         selective = took.forward * (operator.module in modules_of(strategy.recompute))
         total = took.forward * (1 + rerun) + took.backward + selective
         seconds[KINDS[type(operator)]] += float(total[0]) * times * strategy.microbatches / strategy.pp
@@ -136,7 +134,7 @@ def work_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Cons
             add(operator, float(layers), again)
     for operator in (*operators.embedding(model, sizes), *operators.head(model, sizes)):
         add(operator, 1.0, 0.0)
-    terms = predict(model, hardware, strategy, constants).breakdown_s
+    terms = predict(model, hardware, strategy).breakdown_s
     seconds["communication"] = sum(
         value for name, value in terms.items() if name.removesuffix("_hidden") in COMMUNICATION
     )
@@ -145,9 +143,5 @@ def work_s(model: Model, hardware: Hardware, strategy: Strategy, constants: Cons
 
 def _recomputed(model: Model, strategy: Strategy) -> float:
     """Return the fraction of layers that are fully recomputed."""
-    chosen = strategy.recompute
-    if isinstance(chosen, str):
-        return float(chosen == "full")
-    stages = strategy.pp * (strategy.chunks or 1)
-    counts = chosen if isinstance(chosen, tuple) else (chosen,) * stages
-    return min(sum(counts) / model.layers, 1.0)
+    layers = strategy.stages or stage_layers(model.layers, strategy.pp * (strategy.chunks or 1))
+    return sum(recomputed_layers(layers, strategy.recompute)) / model.layers

@@ -10,9 +10,8 @@ from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.descriptions.strategy_validity import resolved
-from quintsched.strategies.prediction.efficiency import CONSTANTS, Constants, peak
-from quintsched.strategies.prediction.predict_strategy import Prediction, model_flops, predict
+from quintsched.strategies.descriptions.strategy_validity import check, resolved
+from quintsched.strategies.prediction.predict_strategy import Prediction, predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware
 from quintsched.strategies.profiles.compose import Composed, compose
 from quintsched.strategies.profiles.operator_layout import even_layout
@@ -20,16 +19,15 @@ from quintsched.strategies.profiles.profile import Profile
 from quintsched.strategies.profiles.resize_profile import resized
 
 
-def predict_from_profile(
-    model: Model, hardware: Hardware, strategy: Strategy, profile: Profile, constants: Constants = CONSTANTS
-) -> Prediction:
+def predict_from_profile(model: Model, hardware: Hardware, strategy: Strategy, profile: Profile) -> Prediction:
     """Return the time and memory of a strategy from a profile.
 
     Raises `MisfitError` if a profile of operators cannot express the strategy, `UsageError` for an empty profile.
     """
     if profile.operators:
+        check(model, None, strategy)
         return _composed(model, hardware, resolved(strategy), profile)
-    return predict(model, measured_hardware(hardware, profile, constants), strategy, constants)
+    return predict(model, measured_hardware(hardware, profile), strategy)
 
 
 def _composed(model: Model, hardware: Hardware, strategy: Strategy, profile: Profile) -> Prediction:
@@ -38,15 +36,11 @@ def _composed(model: Model, hardware: Hardware, strategy: Strategy, profile: Pro
     profile = resized(profile, model, strategy.seq)
     found = compose(profile, even_layout(profile, strategy, model.layers, hardware.gpus_per_node))
     memory = tuple(stage.peak for stage in found.memory)
-    tokens, step_s = strategy.batch * strategy.seq, found.step_s
-    flops = model_flops(model, strategy.seq) * strategy.batch
     return Prediction(
         model=model,
         hardware=hardware,
         strategy=strategy,
-        step_s=step_s,
-        tokens_per_s=tokens / step_s,
-        mfu=flops / step_s / strategy.gpus / peak(hardware, strategy.dtype),
+        step_s=found.step_s,
         fits=max(memory) <= hardware.memory_gb * 1e9 - hardware.reserved_gb * 1e9,
         memory_bytes=max(memory),
         memory_bytes_per_rank=memory,

@@ -7,16 +7,14 @@ import pytest
 
 from quintsched.strategies.descriptions.parameters import Held, total
 from quintsched.strategies.descriptions.presets_and_files import find_model, model_names
-from quintsched.strategies.prediction.memory.state import Precision, state_bytes
+from quintsched.strategies.prediction.memory.state import state_bytes
 from tests.runtime.weights_and_gradients.bucket_layout import BucketLayout, stage_tensors
 
 
 def test_bytes_of_megatron_and_deepspeed() -> None:
     whole = Held(1000, 0)
     for gradient, each in ((None, 18), (2, 16)):
-        found = state_bytes(
-            whole, whole, Precision.from_element(2, gradient=gradient), zero=0, replicas=8, expert_replicas=8
-        )
+        found = state_bytes(whole, whole, 2, gradient=gradient, zero=0, replicas=8, expert_replicas=8)
         assert sum(found.values()) == each * 1000
 
 
@@ -25,9 +23,7 @@ def test_formulas_of_zero(element: int, parts: tuple[int, int, int]) -> None:
     """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1, with what is gathered; shards are rounded up."""
     weight, gradient, optimizer = parts
     held, unit, replicas = Held(1003, 0), Held(100, 0), 4
-    found = state_bytes(
-        held, unit, Precision.from_element(element), zero=np.arange(4), replicas=replicas, expert_replicas=replicas
-    )
+    found = state_bytes(held, unit, element, zero=np.arange(4), replicas=replicas, expert_replicas=replicas)
     shard = 251
     assert found["weights"].tolist() == [weight * n for n in (1003, 1003, 1003, shard)]
     assert found["gradients"].tolist() == [gradient * n for n in (1003, 1003, shard, shard)]
@@ -36,9 +32,9 @@ def test_formulas_of_zero(element: int, parts: tuple[int, int, int]) -> None:
 
 
 def test_experts_have_fewer_replicas_and_no_replicas_nothing_to_gather() -> None:
-    found = state_bytes(Held(80, 400), Held(8, 40), Precision.from_element(2), zero=3, replicas=8, expert_replicas=2)
+    found = state_bytes(Held(80, 400), Held(8, 40), 2, zero=3, replicas=8, expert_replicas=2)
     assert found["optimizer"] == 12 * (10 + 200)
-    alone = state_bytes(Held(80, 400), Held(8, 40), Precision.from_element(2), zero=3, replicas=1, expert_replicas=1)
+    alone = state_bytes(Held(80, 400), Held(8, 40), 2, zero=3, replicas=1, expert_replicas=1)
     assert alone["gathered"] == 0
     assert alone["weights"] == 2 * 480
 
@@ -59,7 +55,7 @@ def test_buckets_are_the_formula_and_what_alignment_leaves_unused(zero: int, rep
     numbers = sum(tensor.numbers for tensor in stage)
     found = layout.state_bytes([stage])
     held = Held(numbers, 0)
-    formula = state_bytes(held, held, Precision.from_element(2), zero=zero, replicas=replicas, expert_replicas=replicas)
+    formula = state_bytes(held, held, 2, zero=zero, replicas=replicas, expert_replicas=replicas)
     moved = {2: 4 * numbers, 3: 6 * numbers}.get(zero, 0) if replicas > 1 else 0  # our unit is the stage, gathered once
     exact = sum(formula.values()) - formula["gathered"] + moved
     unused = 32 * (len(stage) + replicas) * 18

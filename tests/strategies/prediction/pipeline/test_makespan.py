@@ -6,15 +6,15 @@ import pytest
 import quintsched as qs
 from quintsched.schedules import all_schedules, find_schedule
 from quintsched.simulation.costs import Costs
+from quintsched.strategies.prediction.layers_of_ranks import V_SHAPED
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
+from quintsched.strategies.prediction.pipeline.equal_ranks import Passes, Pipelines
 from quintsched.strategies.prediction.pipeline.event_graph_levels import TIMED_CLASSES
 from quintsched.strategies.prediction.pipeline.makespan import (
     bound_of,
     has_closed_form,
     moments_of_stages,
-    rank_pipelines,
     repetition,
-    stage_durations,
     staged,
 )
 
@@ -62,11 +62,16 @@ def pipelines(name, rng, pp, microbatches, chunks, *, ends=1.0, large=0, layers=
     stages[:, -1] += last
     of_ranks = np.zeros((len(stages), pp, COSTS))
     np.add.at(of_ranks, (slice(None), placed), stages)
-    names = ("forward", "backward_input", "backward_weight")
-    passes = dict(zip(names, of_ranks, strict=True)) | {"first": first, "last": last, "chunks": chunks}
-    many = np.full(COSTS, microbatches)
-    found = rank_pipelines(name, ranks=np.ones((pp, COSTS)), microbatches=many, **passes)
-    return found, staged(name, pp, microbatches, chunks, stage_durations(*stages))[0]
+    sizes = {"p": pp, "m": microbatches, "v": chunks}
+    sizes = {one: np.full(COSTS, float(size)) for one, size in sizes.items()}
+    ends = {"first": Passes(*first), "last": Passes(*last), "bent": name in V_SHAPED}
+    found = Pipelines(*of_ranks, ranks=np.ones((pp, COSTS)), **sizes, **ends)
+    return found, staged(name, pp, microbatches, chunks, durations_of(*stages))[0]
+
+
+def durations_of(forward, *halves):
+    """Return the durations of stages, (kinds, stages, n)."""
+    return np.stack([forward, *halves, sum(halves)])
 
 
 def compare(name, rng, most_ranks=12, tolerance=TOLERANCE, **costs):
@@ -111,7 +116,7 @@ def test_closed_forms_of_uneven_stages_are_what_a_simulation_finds(name, seed):
 
 
 def random_durations(stages, rng):
-    return stage_durations(*rng.uniform(0.2, 1.5, (3, stages, 1)))
+    return durations_of(*rng.uniform(0.2, 1.5, (3, stages, 1)))
 
 
 @pytest.mark.sampled(1)
