@@ -49,6 +49,20 @@ def resolved(strategy: Strategy) -> Strategy:
     return strategy.model_copy(update={"schedule": schedule.name, "chunks": chunks})
 
 
+def predictable(name: str) -> Schedule:
+    """Return a schedule; raises `UsageError` for one that predictions do not know."""
+    schedule = find_schedule(name)
+    if schedule.mode != "train":
+        raise UsageError(f"schedule {schedule.name!r} does not train; take another (`quintsched schedules` lists them)")
+    if schedule.routes is not None or schedule.searches:
+        own = "an order that it searches under costs" if schedule.searches else "routes of its own"
+        raise UsageError(
+            f"schedule {schedule.name!r} has {own}, which predictions do not know; compile it, and time the plan with "
+            "`quintsched simulate`"
+        )
+    return schedule
+
+
 def num_stages(strategy: Strategy) -> int:
     """Return the number of stages of a resolved strategy."""
     return strategy.pp * (strategy.chunks or 1)
@@ -139,14 +153,7 @@ def _sequence_faults(model: Model, strategy: Strategy) -> Iterator[str]:
 def _shaped(strategy: Strategy) -> Schedule:
     """Return the schedule; raises `UsageError` for sizes that it does not take."""
     full = resolved(strategy)
-    schedule = find_schedule(str(full.schedule))
-    if schedule.mode != "train":
-        raise UsageError(f"schedule {schedule.name!r} does not train; take another (`quintsched schedules` lists them)")
-    if schedule.routes is not None:
-        raise UsageError(
-            f"schedule {schedule.name!r} has routes of its own, which predictions do not know; compile it, and time "
-            "the plan with `quintsched simulate`"
-        )
+    schedule = predictable(str(full.schedule))
     schedule.shape(full.pp, full.microbatches, full.chunks)
     return schedule
 

@@ -87,7 +87,8 @@ def step_terms(
         return stage_times(model, hardware, some, blocks.take_rows(rows), stages(some))
 
     ends = in_step(ends, table, hardware) if shares else ends
-    found = spans(table, each, ends, kinds, reduction, of_rows if stages else None, tied=model.tied)
+    least = reduction - whole * (1 - 1 / table.chunks)[:, None]
+    found = spans(table, each, ends, kinds, reduction, of_rows if stages else None, tied=model.tied, least=least)
     makespan, summing = found.makespan, whole.max(axis=1)
     exposed = np.where((table.overlap > 0) & (not shares), found.exposed, summing)
     seconds["bubble"] = np.maximum(makespan - microbatches * total[rows, busiest], 0.0)

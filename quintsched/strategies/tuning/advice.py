@@ -120,15 +120,14 @@ def complexity(strategy: Strategy, hardware: Hardware) -> int:
 
 
 def rows(candidates: Sequence[Candidate]) -> list[Row]:
-    """Return a row for each mesh that no other beats in time and memory, by ascending time."""
+    """Return a row for each mesh that no candidate of another beats in time and memory, by ascending time."""
     found: dict[str, list[Candidate]] = {}
     for one in candidates:
         found.setdefault(strategy_mesh(one.strategy), []).append(one)
-    firsts = [members[0] for members in found.values()]
     kept = [
-        one
-        for one in firsts
-        if not any(other.step_s < one.step_s and other.memory_bytes < one.memory_bytes for other in firsts)
+        members[0]
+        for members in found.values()
+        if not any(one.step_s < members[0].step_s and one.memory_bytes < members[0].memory_bytes for one in candidates)
     ]
     return [Row(one, _variations(one, found[strategy_mesh(one.strategy)][1:])) for one in kept]
 

@@ -27,7 +27,7 @@ from quintsched.ir.mesh import MAX_RANKS
 from quintsched.schedules.kit.registry import find_schedule
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.descriptions.strategy_validity import check, has_light_ends, stage_layers
+from quintsched.strategies.descriptions.strategy_validity import check, has_light_ends, predictable, stage_layers
 from quintsched.strategies.prediction.layers_of_ranks import V_SHAPED
 from quintsched.strategies.tuning.axis_choices import ALIKE, UNLIMITED, Choices, allows
 
@@ -290,7 +290,7 @@ def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) 
             raise UsageError(f"tune: {what} is {value!r}; give a whole number from 1 to {most}")
     choices = choices.of_model(model)
     for name in choices.schedule:
-        find_schedule(name)
+        predictable(name)
     space = Space(model, gpus, batch, seq, choices)
     if not space.num_frames:
         raise UsageError(

@@ -44,6 +44,7 @@ NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("gpt3-175b", {"gpus": 2, "pp": 2, "stages": (97, -1)}, "a stage has -1 layers"),
     ("gpt3-175b", {"gpus": 1, "schedule": "1f2b"}, "unknown schedule '1f2b'; did you mean"),
     ("gpt3-175b", {"gpus": 1, "schedule": "inference"}, "does not train"),
+    ("gpt3-175b", {"gpus": 2, "pp": 2, "schedule": "zb-auto"}, "an order that it searches under costs"),
     (
         "gpt3-175b",
         {"gpus": 2, "pp": 2, "schedule": "zbv", "chunks": 3},

@@ -21,7 +21,7 @@ A100 = find_hardware("a100-80gb")
 SCHEDULES = [
     one.name
     for one in all_schedules()
-    if one.built_in and one.mode == "train" and one.max_slices == 1 and one.name != "zb-auto"
+    if one.built_in and one.mode == "train" and one.max_slices == 1 and not one.searches
 ]
 
 
@@ -114,6 +114,7 @@ def test_what_a_plan_holds_is_what_is_predicted():
         (SMALL, {"dp": 16, "pp": 2, "batch": 32, "schedule": "interleaved-1f1b", "chunks": 2, "zero": 1}),
         (LARGE, {"dp": 8, "tp": 8, "pp": 4, "batch": 1024, "schedule": "bfs", "chunks": 3}),
         (MIXED, {"dp": 8, "ep": 2, "pp": 4, "batch": 16, "schedule": "bfs", "chunks": 2}),
+        (MIXED, {"dp": 8, "pp": 4, "batch": 64, "schedule": "interleaved-zb", "chunks": 2}),
         (LARGE, {"tp": 8, "pp": 8, "batch": 256, "schedule": "eager-1f1b", "stages": (13, *(12,) * 6, 11)}),
         (LARGE, {"dp": 8, "tp": 8, "batch": 8, "schedule": "interleaved-1f1b", "chunks": 3, "recompute": "full"}),
         (MIXED, {"dp": 8, "tp": 8, "batch": 16, "schedule": "interleaved-1f1b", "chunks": 2, "recompute": "full"}),

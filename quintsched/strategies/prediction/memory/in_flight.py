@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quintsched.errors import UsageError
 from quintsched.schedules import find_schedule
+from quintsched.strategies.descriptions.strategy_validity import predictable
 from quintsched.strategies.prediction.pipeline.makespan import moments_of_stages
 
 Form = Callable[[Any, Any, Any, Any], Any]
@@ -39,7 +39,6 @@ _FORMS: Mapping[str, Form] = MappingProxyType(
         "zb-h1": lambda pp, m, v, _rank: np.minimum(pp, m) * v,
         "zbv": lambda pp, m, v, _rank: np.minimum(pp, m) * v,
         "zb-h2": lambda pp, m, _v, _rank: np.minimum(2 * pp - 1, m),
-        "zb-auto": lambda pp, m, _v, _rank: np.minimum(2 * pp, m),
         "v-half": lambda pp, m, _v, _rank: 2 * np.minimum((pp + 2) // 2, m),
         "v-min": lambda pp, m, _v, _rank: 2 * np.minimum((pp + 4) // 3, m),
         "chimera": lambda pp, _m, _v, rank: pp // 2 + 1 + np.minimum(rank, pp - 1 - rank),
@@ -78,7 +77,7 @@ _OF_STAGES: Mapping[str, Callable[[int, int, int, int], Moments]] = MappingProxy
 )
 """(pp, microbatches, chunks, rank) → largest numbers of microbatches that the stages of a rank hold at once."""
 
-DELAYS_HEAD = frozenset({"zb-h1", "zb-h2", "zb-auto", "interleaved-zb"})
+DELAYS_HEAD = frozenset({"zb-h1", "zb-h2", "interleaved-zb"})
 """Schedules whose last stage runs weight halves of backwards, which need the gradient of logits, as late as others."""
 
 
@@ -89,9 +88,7 @@ def in_flight(schedule: str, *, pp: Any, microbatches: Any, chunks: Any, rank: A
     its order is generated, once per distinct shape. If a rank holds twins of stages, a microbatch passes one of them,
     so half of the rank. Raises `UsageError`.
     """
-    found = find_schedule(schedule)
-    if found.mode != "train":
-        raise UsageError(f"schedule {schedule!r} does not train: it holds no activations")
+    found = predictable(schedule)
     last = rank if last is None else last
     if found.name not in _FORMS:
         return _of_orders(found.name, pp, microbatches, chunks, rank, last)

@@ -159,6 +159,21 @@ def bound_of(schedule: str, s: Pipelines, alike: npt.NDArray[np.bool_] | bool = 
     return np.asarray(found)
 
 
+def reduction_bound(s: Pipelines, makespan: Values, least: Values, ends: Values) -> Values:
+    """Return a lower bound on the time of gradient reduction beyond a bound on the makespan, (n,).
+
+    A rank reduces one stage at least after all its work, which begins after the way down to it. This takes `least` for
+    ranks of each run, (K, n), without the `ends` that only the first and the last stage have.
+    """
+    f, own = Each(s, chunk(s, "f")), np.maximum(chunked(s, least * s.v, *(ends * s.v)), 0.0)
+    found = np.zeros_like(s.p)
+    for place in s.places:
+        begun = np.where(place.rank > 0, f.before(place) + s.first.f, 0.0)
+        done = begun + s.m * (s.f[place.run] + s.b[place.run]) + own[place.run]
+        found = np.where(place.exists, np.maximum(found, done - makespan), found)
+    return found
+
+
 def exposed_reductions(
     schedule: str, s: Pipelines, reduction: Values, first: Values, last: Values, *, tied: bool = False
 ) -> Values:

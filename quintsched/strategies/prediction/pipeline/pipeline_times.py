@@ -21,6 +21,7 @@ from quintsched.strategies.prediction.pipeline.makespan import (
     bound_of,
     exposed_reductions,
     has_closed_form,
+    reduction_bound,
     staged,
 )
 from quintsched.strategies.prediction.strategy_columns import Table, distinct
@@ -66,6 +67,7 @@ def spans(
     of_stages: Callable[[RowNumbers], StageTimes] | None,
     *,
     tied: bool,
+    least: Array,
 ) -> Spans:
     """Return the pipeline times of each strategy.
 
@@ -77,6 +79,7 @@ def spans(
         reduction: time of gradient reduction by kind of rank, (n, K); `exposed` is for rows that overlap it.
         of_stages: returns the stage times of rows without closed form, which are then simulated; None: bounds suffice.
         tied: whether the first and the last stage share weights.
+        least: time of reduction of the stage that a rank reduces last, (n, K).
     """
     weights = each.weights + each.expert_weights
     pace = np.where(weights > 0, reduction / np.maximum(weights, 1.0), 0.0).max(axis=1)
@@ -89,7 +92,8 @@ def spans(
             of_ends = (ends.weights.T * pace)[:, rows]
             s = _pipelines(schedule, table, each, ends, kinds, rows)
             exposed = exposed_reductions(schedule, s, reduction.T[:, rows], *of_ends, tied=tied)
-            found.exposed[rows] = np.where(found.exact[rows] | (kinds.alike[rows, 0] > 0), exposed, 0.0)
+            bound = reduction_bound(s, found.makespan[rows], least.T[:, rows], of_ends)
+            found.exposed[rows] = np.where(found.exact[rows], exposed, bound * kinds.alike[rows, 0])
     if of_stages is not None:
         _simulate(table, np.flatnonzero(~found.exact), found, of_stages, tied=tied)
     return found

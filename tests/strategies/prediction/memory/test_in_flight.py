@@ -23,8 +23,8 @@ from quintsched.strategies.prediction.memory.in_flight import (
 )
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import ENOUGH
 
-TRAINING = [found.name for found in all_schedules() if found.built_in and found.mode == "train"]
-BOUNDS = {"v-min", "v-half", "zb-auto", "dualpipe-v", "zbv"}
+TRAINING = [one.name for one in all_schedules() if one.built_in and one.mode == "train" and not one.searches]
+BOUNDS = {"v-min", "v-half", "dualpipe-v", "zbv"}
 """Schedules that hold less than their form says if there are few microbatches."""
 
 
@@ -66,11 +66,6 @@ def test_orders_without_a_closed_form_are_counted(name: str, monkeypatch: pytest
     monkeypatch.setattr(forms, "_FORMS", {})
     assert in_flight(name, **shape, rank=np.array([0, 1, 3])) == pytest.approx(np.broadcast_to(expected, (3, 3)))
     assert in_flight(name, **shape, rank=0, last=3) == pytest.approx(expected.max(axis=1, keepdims=True))
-
-
-def test_sizes_may_be_arrays() -> None:
-    found = in_flight("1f1b", pp=np.array([1, 4, 8]), microbatches=np.array([8, 8, 4]), chunks=1, rank=0)
-    assert found.tolist() == [1, 4, 4]
 
 
 @pytest.mark.sampled(3)

@@ -24,7 +24,7 @@ COSTS = 30
 TRAINING = [
     one.name
     for one in all_schedules()
-    if one.built_in and one.mode == "train" and one.max_slices == 1 and one.name != "zb-auto"
+    if one.built_in and one.mode == "train" and one.max_slices == 1 and not one.searches
 ]
 BOUNDED = [name for name in TRAINING if not find_schedule(name).bidirectional]
 
