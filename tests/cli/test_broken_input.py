@@ -36,10 +36,6 @@ COMPILE = ("compile", "--schedule")
     [
         ((*COMPILE, "1f1", "--mesh", "pp=2", "-m", 2), "unknown schedule '1f1'; did you mean '1f1b'?"),
         ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", 0), "microbatches is 0; this schedule takes 1 to"),
-        ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", -1), "microbatches is -1"),
-        ((*COMPILE, "1f1b", "--mesh", "xp=2", "-m", 2), "mesh: unknown axis 'xp'"),
-        ((*COMPILE, "1f1b", "--mesh", "pp=0", "-m", 2), "mesh: axis pp has size 0"),
-        ((*COMPILE, "1f1b", "--mesh", "pp", "-m", 2), "mesh: cannot read 'pp'"),
         ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", 2, "--chunks", 2), "chunks is 2; this schedule takes exactly 1"),
         ((*COMPILE, "interleaved-1f1b", "--mesh", "pp=4", "-m", 6), "the nearest that works: 4 or 8"),
         ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", 2, "--buckets-per-stage", 0), "buckets_per_stage is 0"),
@@ -47,18 +43,13 @@ COMPILE = ("compile", "--schedule")
         (("check", "missing.json"), "missing.json: cannot read the plan: No such file or directory"),
         (("check", "."), ".: cannot read the plan: Is a directory"),
         (("show", "plan.json", "--rank", 8), "rank 8 is not in the mesh dp=2,pp=2,tp=2: its ranks are 0 to 7"),
-        (("show", "plan.json", "--rank", -1), "rank -1 is not in the mesh"),
         (("check", "plan.json", "--profile", "chanel"), "did you mean 'channel'?"),
         (("check", "plan.json", "--memory-cap", -1), "memory cap -1"),
-        (("check", "plan.json", "--memory-cap", "nan"), "memory cap nan"),
         (("check", "plan.json", "--pp", "2..4"), "a plan has its shape"),
         (("simulate", "plan.json", "--costs", "missing.json"), "missing.json: cannot read the costs file"),
         (("compare", "1f1b", "1f2b", "--pp", 2, "-m", 2), "unknown schedule '1f2b'; did you mean '1f1b'?"),
-        (("compare", "1f1b", "--pp", 0, "-m", 2), "mesh: axis pp has size 0"),
         (("run", "missing.yaml"), "there is no file 'missing.yaml'"),
-        (("run", "missing.json", "plan.yaml"), "there is no file 'missing.json'"),
         (("run",), "give a job file"),
-        (("run", "plan.json"), "give a job file"),
         (("run", "plan.json", "a.yaml", "b.yaml"), "give a job file"),
         (
             ("run", "a.yaml", "train.max_steps=3"),
@@ -74,11 +65,8 @@ def test_wrong_usage(refused, plan_file, arguments, message):
     "arguments",
     [
         ("chek", "plan.json"),
-        ("check",),
         ("check", "plan.json", "--profil", "channel"),
-        ("check", "plan.json", "--memory-cap", "much"),
         ("compile", "--schedule", "1f1b", "--mesh", "pp=2", "-m", "two"),
-        ("compare", "--pp", 2, "-m", 2),
         ("run", "job.yaml", "--nproc", 0),
     ],
 )
@@ -95,11 +83,7 @@ def test_a_command_line_that_cannot_be_read(cli, arguments):
         (b"", "the file ends too early"),
         (b'{"format": "quintsched.plan", "version": 1', "is it truncated?"),
         (b"\x89PNG\r\n\x1a\n", "not UTF-8 text"),
-        (b'{"format": "quintsched.plan", "version": 9}', "/version: 9 is from the future"),
-        (b'{"format": "quintsched.plan", "version": NaN}', "NaN is not a JSON number"),
-        (b'{"version": 1, "version": 1}', "duplicate key 'version'"),
         (b"[" * 100_000, "nested too deeply"),
-        (b'{"format": "quintsched.plan", "version": 1}', "/mode: Field required"),
     ],
 )
 def test_files_that_are_no_plans(refused, tmp_path, command, content, message):
@@ -236,16 +220,6 @@ def test_a_pipe_that_is_closed_before_the_first_word(plan_file):
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
-
-
-@pytest.mark.processes
-def test_in_a_real_process(tmp_path):
-    (tmp_path / "bad.json").write_bytes(b"\xff")
-    done = subprocess.run(
-        [str(EXECUTABLE), "check", "bad.json"], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "error: bad.json: not UTF-8 text: byte 0 cannot be read\n"
 
 
 CHILD = """

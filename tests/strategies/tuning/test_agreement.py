@@ -13,7 +13,7 @@ from quintsched.strategies.tuning.tune import tune
 @pytest.mark.parametrize(
     ("model", "gpus", "batch", "fixed"),
     [
-        ("gpt3-175b", 64, 64, {"recompute": "full"}),
+        ("gpt3-175b", 64, 64, {"recompute": "full", "tp": 8, "cp": 1}),
         ("mpt-1b", 16, 64, {"pp": (2, 4), "recompute": "none", "zero": (0, 1)}),
         ("mpt-1b", 8, 32, {"schedule": "zbv", "recompute": "none", "pp": (2, 4)}),
     ],

@@ -78,7 +78,7 @@ def test_arguments_say_the_strategy(tmp_path):
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_search_has_only_strategies_that_the_framework_runs(name):
-    fixed, runs = restrict(name, {"pp": [1, 2], "tp": [1, 2]}), FRAMEWORKS[name].runs
+    fixed, runs = restrict(name, {"pp": [1, 2], "tp": [1, 2], "cp": [1]}), FRAMEWORKS[name].runs
     found = tune(find_model("gpt2-xl"), find_hardware("a100-40gb"), 8, 64, 1024, fixed=fixed, top=50)
     assert found.best
     for one in found.best:

