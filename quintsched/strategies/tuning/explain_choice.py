@@ -37,6 +37,8 @@ from quintsched.strategies.tuning.tune import Tuning
 
 MOST_GPUS = 2**20
 FRAMES_AT_ONCE = 64
+LESS_KEPT = ("none", "selective", "layernorm", "mlp_act", "layernorm+mlp_act", "layernorm+moe_act", "full")
+"""Recomputation that is tried where a strategy does not fit: what comes behind its own, and else "full"."""
 SMALL = 1e-3
 """Fraction of the winner's step below which differences of terms are not named."""
 
@@ -160,11 +162,12 @@ def smallest_change(model: Model, hardware: Hardware, strategy: Strategy) -> Fit
         placed = [(words, one) for _, words, one in same if _can_be_placed(model, hardware, one)]
         if not placed:
             continue
-        found = evaluate(model, hardware, Table.from_strategies([one for _, one in placed]))
-        fitting = [row for row in range(len(placed)) if found.fits[row]]
-        if fitting:
-            row = min(fitting, key=lambda row: float(found.step_s[row]))
-            words, one = placed[row]
+        fits = evaluate(model, hardware, Table.from_strategies([one for _, one in placed])).fits
+        if fits.any():
+            fitting = [placed[row] for row in np.flatnonzero(fits)]
+            found = evaluate(model, hardware, Table.from_strategies([one for _, one in fitting]), simulate=True)
+            row = int(found.step_s.argmin())
+            words, one = fitting[row]
             return FittingChange(one, words, float(found.step_s[row]), float(found.memory_bytes[row]))
     return None
 
@@ -189,7 +192,8 @@ def _changes(model: Model, strategy: Strategy) -> Iterator[tuple[int, str, Strat
         yield 0, "with sequence parallelism", strategy.model_copy(update={"sequence_parallel": True})
     for zero in range(strategy.zero + 1, 4):
         yield 1, *changed(zero=zero)
-    for recompute in _more_recomputation(strategy):
+    at = LESS_KEPT.index(strategy.recompute) if strategy.recompute in LESS_KEPT else -2
+    for recompute in LESS_KEPT[at + 1 :]:
         yield 1, *changed(recompute=recompute)
     for size in divisors(strategy.microbatch)[:-1]:
         yield 1, *changed(microbatch=size)
@@ -203,13 +207,6 @@ def _changes(model: Model, strategy: Strategy) -> Iterator[tuple[int, str, Strat
     while (gpus := 2 * gpus) <= MOST_GPUS:
         for axis in ("dp", "pp", "tp"):
             yield gpus, *changed(gpus=gpus, **{axis: getattr(strategy, axis) * gpus // strategy.gpus})
-
-
-def _more_recomputation(strategy: Strategy) -> Iterator[str]:
-    if strategy.recompute == "none":
-        yield "selective"
-    if strategy.recompute != "full":
-        yield "full"
 
 
 def _in_words(strategy: Strategy, other: Strategy, names: Iterable[str]) -> str:

@@ -77,6 +77,14 @@ def test_the_smallest_change_is_one_of_a_switch_if_that_suffices():
     assert change.words.startswith("zero ")
 
 
+def test_the_time_of_a_change_is_no_bound():
+    large = strategy(pp=2, dp=4, microbatch=2, schedule="zb-h2")
+    held = predict(MODEL, hardware(80), large).memory_bytes
+    change = smallest_change(MODEL, hardware(held * 0.98 / 1e9), large)
+    assert change is not None
+    assert change.step_s == pytest.approx(predict(MODEL, LARGE, change.strategy).step_s)
+
+
 @pytest.mark.parametrize(
     ("fixed", "gpus", "said"),
     [
