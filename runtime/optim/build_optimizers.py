@@ -160,8 +160,8 @@ class OptimizerBuilds:
             self._coupling.append(found)
             if found is not Coupling.NONE and self._tensor.size > 1:
                 self._require_no_dtensors(kind)
-            keeps = holds_tensors(optimizer) and type(optimizer) not in COUPLING_BY_CLASS
-            if found & _WHOLE or (keeps and self._split == "auto"):
+            is_known = type(optimizer) in COUPLING_BY_CLASS and not hooks_of(optimizer)  # and asks for no shapes
+            if found & _WHOLE or (self._split == "auto" and not is_known):
                 whole.update(names)
                 self.why.append(kind)
         if self._shards and self._split == "element" and self.why:

@@ -31,8 +31,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks as _post_hooks
-from torch.optim.optimizer import _global_optimizer_pre_hooks as _pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quintsched.errors import UsageError
@@ -44,13 +43,11 @@ from .chained_optimizers import parts_of
 from .optimizer_arguments import nested_in, parameters_of
 from .optimizer_extra_state import OwnState, words_of
 from .optimizer_state import flat_of
-from .update_dependencies import COUPLING_BY_CLASS, Coupling, coupling_of, coupling_of_class, hooks_of, kind_of
+from .update_dependencies import COUPLING_BY_CLASS, OURS, Coupling, coupling_of, coupling_of_class, hooks_of, kind_of
 
 _logger = logging.getLogger("quintsched.runtime")
 
 _NO_CONTEXT = nullcontext()
-_OURS = "quintsched"
-"""Key of the hook that refuses steps which are not those of a `Stepper`."""
 _stepped_here, _this_thread = WeakSet[Optimizer](), threading.local()
 """Optimizers that step masters or shards alone, which are no weights of a block; whether one steps in this thread."""
 _profiled = torch._C._autograd._profiler_enabled
@@ -110,7 +107,7 @@ class Stepper:
         for part in parts:
             if not any(map(hold_on, part.param_groups[0]["params"])):
                 _stepped_here.add(part)
-        _pre_hooks[_OURS] = _refuse_own_steps  # type: ignore[index]
+        _global_optimizer_pre_hooks[OURS] = _refuse_own_steps  # type: ignore[index]
         self._stepped = len(self._part_of)
 
     def state_of(self, master: nn.Parameter) -> dict[str, Any]:
@@ -165,7 +162,7 @@ class Stepper:
         `norm` is that of all gradients, 0-dimensional, for an optimizer that depends on it. Raises `UsageError` where
         an optimizer has more parameters than it was built with.
         """
-        stepped, hooked = 0, False
+        stepped, hooked = 0, len(_global_optimizer_pre_hooks) > 1 or bool(_global_optimizer_post_hooks)
         for part in self._parts:
             hooked |= bool(part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks or "step" in part.__dict__)
             for group in part.param_groups:
@@ -246,7 +243,7 @@ def _step_unrecorded(optimizer: Optimizer, pieces: int) -> None:
     That record takes half of the time of a small step.
     """
     beside = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    has_hooks = beside or len(_pre_hooks) > 1 or _post_hooks
+    has_hooks = beside or len(_global_optimizer_pre_hooks) > 1 or _global_optimizer_post_hooks
     own = cast("Any", type(optimizer).step)
     is_torchs = hasattr(own, "hooked") and not hasattr(own.__wrapped__, "hooked")
     if is_torchs and not has_hooks and not _profiled() and optimizer.step == own.__get__(optimizer):

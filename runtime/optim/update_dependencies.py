@@ -9,8 +9,8 @@
         needs_whole_parameters = True        False: each number is stepped by its own gradients alone
         needs_gradient_norm = True           where it clips by the norm of all gradients
 
-A class without these attributes may depend on anything (None), and so may an optimizer with step hooks, unless it has
-them itself: `optimizer.needs_whole_parameters = False`.
+A class without these attributes may depend on anything (None), and so may an optimizer with step hooks (its own, or
+those of all optimizers), unless it has them itself: `optimizer.needs_whole_parameters = False`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from quintsched.errors import UsageError
 
@@ -48,6 +49,9 @@ COUPLING_BY_CLASS: dict[type[Optimizer], Coupling] = {
     if hasattr(torch.optim, name)
 }
 """Coupling of torch's own optimizers."""
+
+OURS = "quintsched"
+"""Key, among the hooks of all optimizers, of the engine's own, which changes nothing."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -109,10 +113,14 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def hooks_of(optimizer: Optimizer) -> list[Any]:
-    """Return the step hooks of an optimizer, and a step that was set on it, but for that of a rate scheduler."""
+    """Return its step hooks, those of all optimizers, and a step that was set on it, but for a rate scheduler's."""
     step = None if hasattr(optimizer.step, "_wrapped_by_lr_sched") else vars(optimizer).get("step")
-    hooks = *optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()
-    return [*hooks, step] if step else [*hooks]
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return [
+        *(hook for key, hook in _global_optimizer_pre_hooks.items() if key != OURS),
+        *(*before.values(), *after.values(), *_global_optimizer_post_hooks.values()),
+        *([step] if step else []),
+    ]
 
 
 def coupling_of(optimizer: Optimizer) -> Coupling | None:

@@ -66,7 +66,10 @@ class LargestNorm(Optimizer):
 
 
 class SignMomentum(Optimizer):
-    """Lion's idea: each number moves by the sign of its mean gradient; it keeps options beside its groups."""
+    """Lion's idea: each number moves by the sign of its mean gradient; it keeps options beside its groups.
+
+    Matrices alone decay, and it goes by a weight's own dimensions for that.
+    """
 
     needs_whole_parameters = False
 
@@ -81,7 +84,7 @@ class SignMomentum(Optimizer):
                 if p.grad is not None:
                     mean = self.state[p].setdefault("mean", torch.zeros_like(p))
                     mean.lerp_(p.grad, 1 - self.beta)
-                    p.add_(torch.tanh(100 * mean), alpha=-group["lr"])
+                    p.mul_(1 - 0.1 * (p.ndim > 1)).add_(torch.tanh(100 * mean), alpha=-group["lr"])
 
 
 class Lookahead(Optimizer):

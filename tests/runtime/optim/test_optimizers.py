@@ -210,6 +210,16 @@ def test_steps_and_hooks_set_on_an_optimizer_are_known_to_the_engine_or_refused(
     run_local(2, lambda transport: run(transport, declared=True))
     with pytest.raises(UsageError, match="has others than when the engine was built"):
         run_local(2, lambda transport: run(transport, declared=False))
+    hook_of_all = register_optimizer_step_pre_hook(clip)
+    try:
+        if mesh == "pp=2":
+            with pytest.raises(MisfitError, match="SGD with its step hooks does not say"):
+                train(plan, partial(SGD, lr=0.1))
+        else:
+            expected = train_plainly(TASK, tiny_gpt(8, depth=2), 4, partial(SGD, lr=0.1), dtype=torch.float64)
+            assert worst_difference(train(plan, partial(SGD, lr=0.1)), expected) <= 1e-9
+    finally:
+        hook_of_all.remove()
     with pytest.raises(UsageError, match="step is replaced on the optimizer itself"):
         train(plan, stepping_itself)
 
