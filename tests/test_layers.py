@@ -62,7 +62,7 @@ BUDGET = {
     "stage": 1960,
     "losses": 1989,
     "user_objects": 1794,
-    "train": 1578,
+    "train": 1580,
     "weights_and_gradients": 1429,
     "launch": 1288,
     "blocks": 1272,

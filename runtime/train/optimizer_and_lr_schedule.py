@@ -47,7 +47,8 @@ def build_optimizer(config: OptimizerConfig, params: Params, undecayed: Collecti
     Weight decay spares the named parameters in `undecayed`; groups are those of `config.groups`.
 
     Raises:
-        UsageError: a class that does not exist, or does not take its options.
+        UsageError: a class that does not exist, or does not take its options; one of torch's that refuses a value, or
+            a parameter (Muon takes matrices alone).
     """
     kind = _load(config.name) if names_code(config.name) else classes().get(config.name)
     if kind is None:
@@ -62,7 +63,10 @@ def build_optimizer(config: OptimizerConfig, params: Params, undecayed: Collecti
     if "foreach" in known:
         options.setdefault("foreach", True)
     _require_known(config, options, known, takes_any=takes_any)
-    made: Optimizer = kind(_groups(config, params, undecayed), **options)
+    try:
+        made: Optimizer = kind(_groups(config, params, undecayed), **options)
+    except (TypeError, ValueError) as error:
+        raise (error if names_code(config.name) else UsageError(f"train.optimizer: {config.name}: {error}")) from None
     return made
 
 

@@ -168,6 +168,7 @@ def test_an_optimizer_without_learning_rates_has_none_set() -> None:
         ({"options": {"amsgrd": True}}, "train.optimizer.options: adam takes no 'amsgrd'; did you mean 'amsgrad'"),
         ({"groups": [{"params": "*", "options": {"beta": 1}}]}, "groups.0.options: adam takes no 'beta'"),
         ({"name": "quintsched.nothing:Class"}, "No module named 'quintsched.nothing'"),
+        ({"options": {"eps": -1}}, "train.optimizer: adam: Invalid epsilon value: -1"),
     ],
 )
 def test_what_a_class_does_not_take_is_said(settings: dict[str, object], words: str) -> None:
