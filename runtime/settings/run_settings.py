@@ -304,7 +304,8 @@ class RunSettings(Settings):
     """Blocks that run once before the first step, sharded beside whole: all but built-in ones, "all", or "none"."""
     buffers: Annotated[BufferChoice, SettingRule.KEPT, InJob("parallel")] = "merge"
     """Handling, by replicas, of buffers that a forward changes: "merge" running statistics, to those of one
-    process over all microbatches; "sync" batch norms in every forward; take those of the "first"; or "refuse"."""
+    process over all microbatches; "sync" batch norms in every forward; take those of the "first", and let each go by
+    its own other state; or "refuse"."""
     sequence_parallel: Annotated[bool, SettingRule.GIVEN, InJob("parallel")] = False
     """Whether each rank of tp has a slice of the tokens wherever layers are not cut."""
     tied: Annotated[Ties | None, SettingRule.OPEN, InJob("model", "", Ties, {})] = None
@@ -316,8 +317,8 @@ class RunSettings(Settings):
     cuda_graph: Annotated[bool, SettingRule.TRAINS, InJob("runtime")] = False
     """Whether steps run from CUDA graphs, one for each shape of a batch: on one GPU, for models without dropout."""
     zero_split: Annotated[ZeroSplit, SettingRule.TRAINS, InJob("parallel")] = "auto"
-    """Partition of parameters by ZeRO: equal segments ("element"), or whole ones ("parameter"); "auto": these
-    for optimizers that work on whole parameters."""
+    """Partition of parameters by ZeRO: equal segments ("element"), or whole ones ("parameter"); "auto": these, but for
+    torch's own optimizers that step each number by its own gradients alone."""
     max_skipped: Annotated[int, SettingRule.FREE, SettingRule.TRAINS, InJob("train")] = Field(default=5, ge=0)
     """Consecutive skipped steps, of a gradient that is not finite, after which the run stops and reports where that
     arose; 0: it never does."""
