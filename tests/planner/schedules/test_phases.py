@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import quintsched as qs
 from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd, Overlap
 from quintsched.schedules import find_schedule
 from quintsched.schedules.kit.phases import TURN_COMPUTES, Both, Lane, Phase, Turn, number, windows
@@ -74,9 +73,3 @@ def test_few_microbatches_on_many_ranks_cost_what_they_compute(name: str) -> Non
     began = time.process_time()
     assert all(0 < sum(1 for _ in schedule.order(rank, shape)) <= 24 for rank in range(0, 20_000, 400))
     assert time.process_time() - began < 0.5
-
-
-@pytest.mark.parametrize("name", ["v-half", "v-min"])
-def test_an_order_that_is_worked_out_slot_by_slot_has_a_limit(name: str) -> None:
-    with pytest.raises(qs.UsageError, match=rf"{name}: pp is 20000, .*; the most that works: 1024"):
-        qs.compile(name, mesh="pp=20000", microbatches=4)

@@ -15,7 +15,6 @@ import quintsched as qs
 from quintsched.instructions import Bwd, Fwd
 from quintsched.schedules import Schedule
 from quintsched.schedules.kit import HALVES, WHOLE, linear, list_schedule, loop, registry, v
-from quintsched.testing import assert_sound
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,12 +44,6 @@ def test_the_memory_of_1f1b_makes_it_1f1b(pp, microbatches):
     assert found.columns == qs.compile("1f1b", mesh=f"pp={pp}", microbatches=microbatches).columns
 
 
-def test_forwards_first_is_gpipe():
-    mine = scheduled(priority=lambda c: (not isinstance(c, Fwd), c.microbatch))
-    found = qs.compile(mine, mesh="pp=3", microbatches=5)
-    assert found.columns == qs.compile("gpipe", mesh="pp=3", microbatches=5).columns
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     pp=st.integers(1, 5),
@@ -72,31 +65,6 @@ def test_no_cap_and_no_priority_gets_stuck(pp, microbatches, slices, placed, pas
     plan = qs.compile(mine, mesh=f"pp={pp}", microbatches=microbatches, slices=slices)
     verdict = plan.check(memory_cap=cap + 1e-6)
     assert verdict.sound, verdict.explain()
-
-
-def test_it_passes_the_property_kit():
-    assert_sound(
-        scheduled(v, 2, passes=HALVES, memory_cap=lambda _: 2),
-        pp=range(1, 4),
-        microbatches=range(1, 6),
-        max_examples=15,
-    )
-
-
-def test_costs_are_those_of_the_shape():
-    """A slow first rank: with its costs, the others do not wait in an order that suits equal ranks."""
-    costs = qs.Costs(forward=(3.0, 1.0), backward_input=(3.0, 1.0), backward_weight=(3.0, 1.0), p2p=2.0)
-    plans = {
-        searches: qs.compile(
-            scheduled(searches=searches, passes=HALVES, memory_cap=lambda _: 3),
-            mesh="pp=2",
-            microbatches=6,
-            **({"costs": costs} if searches else {}),
-        )
-        for searches in (False, True)
-    }
-    assert plans[True].columns != plans[False].columns
-    assert plans[True].simulate(costs).makespan <= plans[False].simulate(costs).makespan
 
 
 def test_routes_and_forwards_alone():

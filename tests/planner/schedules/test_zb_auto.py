@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
@@ -75,7 +75,7 @@ def test_found_in_time(pp, limit_s, caps):
         _best(shape)
         return time.process_time() - start
 
-    assert min(seconds() for _ in range(3)) < limit_s
+    assert min(seconds() for _ in range(2)) < limit_s
 
 
 @pytest.mark.sampled(3)
@@ -93,44 +93,26 @@ def test_sound_at_every_size(pp):
                 assert simulation.span == 3 * microbatches
 
 
-@given(data=st.data(), P=st.integers(1, 6), M=st.integers(1, 14))
-def test_costs_that_differ_per_stage(data, P, M):
-    def per_stage(values: st.SearchStrategy[float]) -> tuple[float, ...]:
-        return tuple(data.draw(st.lists(values, min_size=P, max_size=P)))
-
-    costs = Costs(
-        forward=per_stage(POSITIVE),
-        backward_input=per_stage(POSITIVE),
-        backward_weight=per_stage(st.integers(0, 40).map(float)),
-        p2p=data.draw(st.sampled_from([0.0, 0.25, 3.0])),
-        activation=per_stage(POSITIVE),
-        activation_after_input=per_stage(POSITIVE),
-    )
-    most = max(*costs.activation, *costs.activation_after_input)
-    cap = most * data.draw(st.sampled_from([1.0, 1.5, 2.0, 4.0, 20.0]))
-    simulation = planned(P, M, costs, cap).simulate(costs)
-    assert max(simulation.peak_activations) <= cap + 1e-9
-    with pytest.raises(qs.UsageError, match="the nearest that works"):
-        planned(P, M, costs, most * 0.99)
-
-
-@given(data=st.data(), P=st.integers(1, 5), M=st.integers(1, 8))
-def test_costs_that_differ_per_microbatch_and_link(data, P, M):
+@settings(max_examples=64)
+@given(data=st.data(), P=st.integers(1, 5), M=st.integers(1, 10))
+def test_costs_that_differ_per_stage_microbatch_and_link(data, P, M):
     """The cap holds under what each microbatch really holds, and what was planned is what the simulator finds."""
 
     def values(count: int, values: st.SearchStrategy[float] = POSITIVE) -> tuple[float, ...]:
         return tuple(data.draw(st.lists(values, min_size=count, max_size=count)))
 
-    activation, factors = values(P), values(M)
+    activation, after, factors = values(P), values(P), values(M)
     costs = Costs(
         forward={"stages": values(P), "microbatches": values(M)},
         backward_input={"stages": 2.0, "microbatches": values(M)},
+        backward_weight=values(P, st.integers(0, 40).map(float)),
         exchange={"stages": data.draw(POSITIVE)},
         microbatches=values(M),
         activation={"stages": activation, "microbatches": factors},
+        activation_after_input={"stages": after, "microbatches": factors},
         p2p={"latency": data.draw(st.sampled_from([0.0, 0.25, 3.0])), "links": _links(data, P)},
     )
-    most = max(activation) * max(factors)
+    most = max(*activation, *after) * max(factors)
     cap = most * data.draw(st.sampled_from([1.0, 1.5, 2.0, 4.0, 20.0]))
     simulation = planned(P, M, costs, cap).simulate(costs)
     assert max(simulation.peak_activations) <= cap + 1e-9
@@ -157,29 +139,10 @@ def test_nothing_costs_anything(costs):
     assert planned(3, 5, costs, 1.0).simulate(costs).makespan == (15.0 + 2 * 1.0 if costs.forward else 0.0)
 
 
-@pytest.mark.parametrize("cap", [0.0, 0.5, 0.99])
-def test_a_cap_that_cannot_work(cap):
-    says = f"zb-auto: the memory cap is {cap}, but one microbatch holds 1.0; the nearest that works: 1.0$"
-    with pytest.raises(qs.UsageError, match=says):
-        planned(4, 8, cap=cap)
-
-
-@pytest.mark.parametrize("where", [[2, 0, 1], [0, 0, 1, 2]])
-def test_stages_may_lie_anywhere_but_alone_or_in_runs(where):
-    plan = qs.compile("zb-auto", mesh="pp=3", microbatches=4, stage_to_pp=where, memory_cap=3.0)
-    assert plan.check().sound
-    assert plan.stage_to_pp == tuple(where)
-    with pytest.raises(qs.UsageError, match="one stage on each rank"):
-        qs.compile("zb-auto", mesh="pp=2", microbatches=4, stage_to_pp=[0, 1, 0])
-
-
-def test_costs_have_to_fit():
+def test_caps_and_costs_that_cannot_work():
+    for cap in (0.0, 0.5, 0.99):
+        says = f"zb-auto: the memory cap is {cap}, but one microbatch holds 1.0; the nearest that works: 1.0$"
+        with pytest.raises(qs.UsageError, match=says):
+            planned(4, 8, cap=cap)
     with pytest.raises(qs.InputError, match="/forward has 2 values, but the plan has 3 stages"):
         planned(3, 4, Costs(forward=(1.0, 2.0)))
-
-
-def test_a_plan_remembers_the_cap_it_was_searched_for():
-    plan = qs.compile("zb-auto", mesh="pp=4", microbatches=8, memory_cap=4)
-    assert plan.schedule.options == {"memory_cap": 4}
-    assert qs.Plan.from_json(plan.to_json()) == plan
-    assert plan.check(memory_cap=4).sound

@@ -3,7 +3,7 @@
 import pytest
 
 import quintsched as qs
-from tests.planner.passes.shapes import cells
+from tests.planner.verify.small_plans import cells
 
 W, G, S = 3.0, 5.0, 12.0
 STATE = qs.Costs(weights=W, gradients=G, optimizer_state=S)

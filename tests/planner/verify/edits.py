@@ -33,6 +33,15 @@ def drop(what: What) -> Edit:
     return lambda program: program.__delitem__(index_of(program, what))
 
 
+def every(kind: type[Instruction], change: Callable[[Instruction], list[Instruction]]) -> Edit:
+    """Put others in the place of all of a kind."""
+
+    def edit(program: list[Instruction]) -> None:
+        program[:] = [new for i in program for new in (change(i) if isinstance(i, kind) else [i])]
+
+    return edit
+
+
 def put(what: What, *others: Instruction) -> Edit:
     """Put others in the place of one."""
 

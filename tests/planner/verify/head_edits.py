@@ -30,6 +30,7 @@ from quintsched.ir.instruction_set import (
 from quintsched.ir.layout import Route
 from quintsched.plan import Plan
 from tests.planner.collectives.mini_mutants import mini_mutant
+from tests.planner.verify.small_plans import with_pieces
 
 
 def edit_head(plan: Plan, random: Random) -> Plan:
@@ -57,21 +58,9 @@ def _pieces(plan: Plan, random: Random) -> Plan:
             pieces = [renamed[piece] if 0 <= piece < stages else piece for piece in pieces]
         case 3:
             return replace(plan, stage_to_part=None)
-    changed = replace(plan, stage_to_part=tuple(pieces))
-    return _with_twins_added_up(changed) if random.random() < 0.5 else changed
-
-
-def _with_twins_added_up(plan: Plan) -> Plan:
-    pieces = plan.stage_to_part or ()
-    programs = []
-    for rank, program in enumerate(plan.programs):
-        rest = [i for i in program if not (isinstance(i, SyncTied) and i.params == "stage")]
-        at = next((k for k, i in enumerate(program) if isinstance(i, SyncTied)), len(rest))
-        mine = {pieces[stage] for stage, home in enumerate(plan.stage_to_pp) if home == rank}
-        twins = [tuple(stage for stage, piece in enumerate(pieces) if piece == held) for held in mine]
-        syncs = [SyncTied("stage", stages) for stages in sorted(twins) if len(stages) > 1]
-        programs.append([*rest[:at], *syncs, *rest[at:]])
-    return _with_programs(plan, programs)
+    if random.random() < 0.5:
+        return with_pieces(plan, tuple(pieces))
+    return replace(plan, stage_to_part=tuple(pieces))
 
 
 def _routes(plan: Plan, random: Random) -> Plan:
@@ -130,14 +119,20 @@ def _recompute(plan: Plan, random: Random) -> Plan:
     return _with_programs(changed, ([made for i in program for made in fitting(i)] for program in plan.programs))
 
 
+def _without(plan: Plan, field: str, kinds: tuple[type[Instruction], ...], word: str, random: Random) -> Plan:
+    """Drop a name of what a plan ties or skips; half of the time with its instructions."""
+    names = getattr(plan, field)
+    gone = random.choice(sorted(names))
+    changed = replace(plan, **{field: {name: held for name, held in names.items() if name != gone}})
+    kept = ([i for i in p if not (isinstance(i, kinds) and getattr(i, word) == gone)] for p in plan.programs)
+    return _with_programs(changed, kept) if random.random() < 0.5 else changed
+
+
 def _tied(plan: Plan, random: Random) -> Plan:
     """Tie a weight more, or one less; half of the time with its sum on all ranks that hold it."""
     stages = len(plan.stage_to_pp)
     if plan.tied and random.random() < 0.5:
-        gone = random.choice(sorted(plan.tied))
-        changed = replace(plan, tied={name: held for name, held in plan.tied.items() if name != gone})
-        kept = ([i for i in p if not (isinstance(i, SyncTied) and i.params == gone)] for p in plan.programs)
-        return _with_programs(changed, kept) if random.random() < 0.5 else changed
+        return _without(plan, "tied", (SyncTied,), "params", random)
     held = tuple(sorted(random.choices(range(stages + 1), k=2))) if random.random() < 0.3 else (0, stages - 1)
     changed = replace(plan, tied={**plan.tied, "more": held})
     if random.random() < 0.3 or not all(0 <= stage < stages for stage in held):
@@ -152,13 +147,10 @@ def _tied(plan: Plan, random: Random) -> Plan:
 
 
 def _skips(plan: Plan, random: Random) -> Plan:
-    """Another skip, or one less; half of the time without the messages of one that is gone."""
+    """Another skip, or one less."""
     stages = range(len(plan.stage_to_pp))
     if plan.skips and random.random() < 0.5:
-        gone = random.choice(sorted(plan.skips))
-        changed = replace(plan, skips={name: held for name, held in plan.skips.items() if name != gone})
-        kept = ([i for i in p if not (isinstance(i, SKIP_MESSAGES) and i.skip == gone)] for p in plan.programs)
-        return _with_programs(changed, kept) if random.random() < 0.5 else changed
+        return _without(plan, "skips", SKIP_MESSAGES, "skip", random)
     name = random.choice([*plan.skips, "more"])
     ends = tuple(random.choices(range(len(stages) + 1), k=random.randint(1, 3)))
     return replace(plan, skips={**plan.skips, name: tuple(sorted({*ends})) if random.random() < 0.7 else ends})

@@ -7,12 +7,24 @@ SMALL[0].plan                                                  compiled when it 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 from typing import Any
 
 import quintsched as qs
+from quintsched.ir.instruction_set import (
+    Bwd,
+    Fwd,
+    Instruction,
+    Message,
+    RecvAct,
+    RecvGrad,
+    SendAct,
+    SendGrad,
+    SyncTied,
+    short,
+)
 from quintsched.passes.place_offloads import least_cap
 from quintsched.plan import Plan
 from quintsched.schedules import Schedule, find_schedule
@@ -77,6 +89,38 @@ def plans_up_to(instructions: int, recipes: Sequence[Recipe]) -> list[Plan]:
 
 def any_plan(recipes: Sequence[Recipe], random: Random) -> Plan:
     return random.choice(recipes).plan
+
+
+def cells(plan: Plan, rank: int) -> str:
+    """Return a rank's program in letters, without messages."""
+    return " ".join(short(i) for i in plan.programs[rank] if not isinstance(i, Message))
+
+
+def held_back() -> Plan:
+    """Each rank keeps a message back behind a computation that waits, by way of the other rank, for that message."""
+    plan = qs.compile("gpipe", mesh="pp=2", microbatches=2)
+    # fmt: off
+    computed: tuple[list[Instruction], list[Instruction]] = (
+        [Fwd(0, 0), SendAct(0, 0, 1), Fwd(0, 1), RecvGrad(0, 0, 1), Bwd(0, 0),
+         SendAct(0, 1, 1), RecvGrad(0, 1, 1), Bwd(0, 1)],
+        [RecvAct(1, 0, 0), Fwd(1, 0), Bwd(1, 0), RecvAct(1, 1, 0), Fwd(1, 1),
+         SendGrad(1, 0, 0), Bwd(1, 1), SendGrad(1, 1, 0)],
+    )
+    # fmt: on
+    return replace(plan, programs=tuple((*own, *p[-3:]) for own, p in zip(computed, plan.programs, strict=True)))
+
+
+def with_pieces(plan: Plan, pieces: tuple[int, ...]) -> Plan:
+    """Return the plan with other pieces of the model on its stages, and sums over those that are twins then."""
+    programs = []
+    for rank, program in enumerate(plan.programs):
+        rest = [i for i in program if not (isinstance(i, SyncTied) and i.params == "stage")]
+        at = next((k for k, i in enumerate(program) if isinstance(i, SyncTied)), len(rest))
+        mine = {pieces[stage] for stage, home in enumerate(plan.stage_to_pp) if home == rank}
+        twins = [tuple(stage for stage, piece in enumerate(pieces) if piece == held) for held in mine]
+        syncs = [SyncTied("stage", stages) for stages in sorted(twins) if len(stages) > 1]
+        programs.append((*rest[:at], *syncs, *rest[at:]))
+    return replace(plan, stage_to_part=pieces, programs=tuple(programs))
 
 
 def _small() -> Iterator[Recipe]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import quintsched as qs
-from quintsched.graph.plan_events import carried, pipeline_collectives
+from quintsched.graph.plan_events import carried
 from quintsched.ir.diagnostics import Point
 from quintsched.ir.instruction_set import Bwd, Message, ReduceScatterBucket, ShareMetrics
 from quintsched.plan import Plan
@@ -23,12 +23,6 @@ def test_a_group_of_many_ranks_is_named_in_few_words(long):
     found = [finding for finding in broken.check().findings if finding.point is Point.COLLECTIVES]
     assert len(found) == 399
     assert "over ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, …, 399, but rank 0" in found[0].message
-
-
-def test_the_group_of_all_ranks_is_the_same_whether_tied_or_not():
-    tied = qs.compile("1f1b", mesh="pp=3", microbatches=2, tied={"w": (0, 1, 2)})
-    (members,) = pipeline_collectives(tied)
-    assert members == (0, 1, 2)
 
 
 def test_crossed_channels_are_looked_at_together(long, monkeypatch):
