@@ -62,6 +62,13 @@ def small_collectives() -> list[CollectivePlan]:
     return [*rings, *trees, *levels, doubling(), through_a_root(), everybody_to_everybody()]
 
 
+def with_step(plan: CollectivePlan, rank: int, index: int, *steps: CollectiveStep) -> CollectivePlan:
+    """Return the plan with other steps in the place of one."""
+    program = plan.programs[rank]
+    changed = (*program[:index], *steps, *program[index + 1 :])
+    return replace(plan, programs=(*plan.programs[:rank], changed, *plan.programs[rank + 1 :]))
+
+
 def mini_mutant(plan: CollectivePlan, random: Random) -> CollectivePlan:
     """Return the collective with 1 to 4 changes."""
     for _ in range(random.choice((1, 1, 1, 2, 2, 3, 4))):
