@@ -18,23 +18,17 @@ def everything_in(folder: Path) -> list[str]:
 
 
 def test_a_new_file_and_one_that_is_replaced(tmp_path):
-    path = tmp_path / "plan.json"
-    write_whole(path, "ä\n", "the plan")
-    assert path.read_bytes() == "ä\n".encode()
-    os.chmod(path, 0o640)
-    write_whole(path, b"two", "the plan")
-    assert path.read_bytes() == b"two"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
-    assert everything_in(tmp_path) == ["plan.json"]
-
-
-def test_a_new_file_has_the_permissions_that_the_user_gives_new_files(tmp_path):
-    before = os.umask(0o027)
+    path, before = tmp_path / "plan.json", os.umask(0o027)
     try:
-        write_whole(tmp_path / "new", b"", "the plan")
+        write_whole(path, "ä\n", "the plan")
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o640
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640, "as the user gives new files"
+    assert path.read_bytes() == "ä\n".encode()
+    os.chmod(path, 0o604)
+    write_whole(path, b"two", "the plan")
+    assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"two", 0o604)
+    assert everything_in(tmp_path) == ["plan.json"]
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -61,40 +55,35 @@ def test_a_fifo_stays_a_fifo(tmp_path):
     assert stat.S_ISFIFO(fifo.stat().st_mode)
 
 
-@pytest.mark.parametrize("through_link", [True, False])
-def test_a_device_stays_a_device(tmp_path, through_link):
-    device = tmp_path / "null"
+def test_a_device_stays_a_device(tmp_path):
+    device, link = tmp_path / "null", tmp_path / "link"
     try:
         os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         device.write_bytes(b"")
     except PermissionError:
         pytest.skip("only root makes devices, and not everywhere")
-    path = device
-    if through_link:
-        path = tmp_path / "link"
-        path.symlink_to(device)
-    write_whole(path, b"data", "the plan")
+    link.symlink_to(device)
+    for path in (device, link):
+        write_whole(path, b"data", "the plan")
     assert stat.S_ISCHR(device.stat().st_mode)
-    assert path.is_symlink() == through_link
+    assert link.is_symlink()
 
 
 def test_an_open_file_is_written_where_it_is(tmp_path):
     with (tmp_path / "log").open("w+b") as file:
         file.write(b"before ")
         file.flush()
-        for name in (f"/dev/fd/{file.fileno()}", f"/proc/self/fd/{file.fileno()}"):
-            write_whole(Path(name), b"data ", "the plan")
         link = tmp_path / "link"
         link.symlink_to(f"/dev/fd/{file.fileno()}")
-        write_whole(link, b"more", "the plan")
+        for name in (f"/dev/fd/{file.fileno()}", f"/proc/self/fd/{file.fileno()}", link):
+            write_whole(Path(name), b"data ", "the plan")
         file.seek(0)
-        assert file.read() == b"before data data more"
+        assert file.read() == b"before data data data "
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
-    path = tmp_path / "plan.json"
+def test_a_full_disk_and_an_interrupt_leave_what_was_there(tmp_path, monkeypatch):
+    path, half, real = tmp_path / "plan.json", [], os.write
     path.write_text("before")
-    half = []
 
     def write(file: int, data: memoryview) -> int:
         if half:
@@ -102,23 +91,19 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
         half.append(real(file, data[:2]))
         return 2
 
-    real = os.write
-    monkeypatch.setattr(os, "write", write)
-    with pytest.raises(UsageError, match=r"plan.json: cannot write the plan: No space left on device"):
-        write_whole(path, "after", "the plan")
-    monkeypatch.undo()
-    assert path.read_text() == "before"
-    assert everything_in(tmp_path) == ["plan.json"]
-
-
-def test_an_interrupt_leaves_no_temporary_file(tmp_path, monkeypatch):
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "replace", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "plan.json", "after", "the plan")
-    assert everything_in(tmp_path) == []
+    for name, wrong, error, words in (
+        ("write", write, UsageError, "plan.json: cannot write the plan: No space left on device"),
+        ("replace", interrupt, KeyboardInterrupt, None),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, wrong)
+            with pytest.raises(error, match=words):
+                write_whole(path, "after", "the plan")
+    assert path.read_text() == "before"
+    assert everything_in(tmp_path) == ["plan.json"]
 
 
 def test_what_cannot_be_written_is_said(tmp_path):
@@ -133,11 +118,24 @@ def test_what_cannot_be_written_is_said(tmp_path):
         write_whole(Path("/dev/full"), b"data", "the plan")
 
 
-def test_a_durable_file_is_synced_with_its_directory(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(stat.S_ISDIR(os.fstat(file).st_mode)))
-    write_whole(tmp_path / "manifest", b"data", "the checkpoint", durable=True)
-    assert synced == [False, True]
+def test_a_durable_file_is_synced_with_its_directory_where_the_file_system_does_that(tmp_path, monkeypatch):
+    synced: list[bool] = []
+    fails: list[int] = []
+
+    def fsync(file: int) -> None:
+        synced.append(stat.S_ISDIR(os.fstat(file).st_mode))
+        if synced[-1] and fails:
+            raise OSError(fails[0], os.strerror(fails[0]))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for code in (0, errno.EINVAL, errno.ENOTSUP):
+        fails[:] = [code] * bool(code)
+        write_whole(tmp_path / "manifest", f"{code}", "the checkpoint", durable=True)
+        assert (tmp_path / "manifest").read_text() == f"{code}"
+    assert synced == [False, True] * 3
+    fails[:] = [errno.EIO]
+    with pytest.raises(UsageError, match="Input/output error"):
+        write_whole(tmp_path / "manifest", "text", "the checkpoint", durable=True)
 
 
 def test_same_file_sees_through_links_and_into_directories(tmp_path):
@@ -148,23 +146,29 @@ def test_same_file_sees_through_links_and_into_directories(tmp_path):
     (tmp_path / "soft").symlink_to(one)
     assert all(same_file(tmp_path / name, one) for name in ("one", "hard", "soft"))
     assert same_file(tmp_path / "hard", tmp_path)
-    assert not same_file(one, two)
-    assert not same_file(tmp_path / "three", one)
-    assert not same_file(Path("/dev/null"), Path("/dev/null"))
+    for path, other in ((one, two), (tmp_path / "three", one), (Path("/dev/null"), Path("/dev/null"))):
+        assert not same_file(path, other)
 
 
 def test_a_file_that_is_too_long_is_not_read(tmp_path, monkeypatch):
-    path = tmp_path / "huge"
+    path, more = tmp_path / "huge", "more bytes than the 10 that are read"
     with path.open("wb") as file:
         file.truncate(2**40)
     with pytest.raises(InputError, match=rf"huge: it has {2**40} bytes, more than the 10 that are read"):
         read_whole(path, 10, "the plan")
-    with Path("/dev/zero").open("rb") as zero, pytest.raises(InputError, match="more bytes than the 10 that are read"):
-        read_whole(Path(f"/dev/fd/{zero.fileno()}"), 10, "the plan")
     path.write_bytes(b"0123456789")
     assert read_whole(path, 10, "the plan") == b"0123456789"
-    with pytest.raises(UsageError, match="cannot read the plan: Is a directory"):
-        read_whole(tmp_path, 10, "the plan")
+    reads, writes = os.pipe()
+    os.write(writes, b"{}")
+    os.close(writes)
+    assert read_whole(Path(f"/dev/fd/{reads}"), 10, "the plan") == b"{}", "a pipe that is open, to its end"
+    os.close(reads)
+    with Path("/dev/zero").open("rb") as zero:
+        with pytest.raises(InputError, match=more):
+            read_whole(Path(f"/dev/fd/{zero.fileno()}"), 10, "the plan")
+        monkeypatch.setattr(atomic, "MOST_STREAMED", 10)
+        with pytest.raises(InputError, match=more):
+            read_whole(Path(f"/dev/fd/{zero.fileno()}"), 100, "the plan")
 
 
 def test_only_files_are_read_and_nothing_is_waited_for(tmp_path):
@@ -175,19 +179,10 @@ def test_only_files_are_read_and_nothing_is_waited_for(tmp_path):
     for path, kind in ((tmp_path / "fifo", "a FIFO"), (tmp_path / "zero", "a device"), (Path("/dev/full"), "a device")):
         with pytest.raises(UsageError, match=f"cannot read the plan: it is {kind}, not a file"):
             read_whole(path, 10, "the plan")
+    with pytest.raises(UsageError, match="cannot read the plan: Is a directory"):
+        read_whole(tmp_path, 10, "the plan")
     assert read_whole(tmp_path / "link", 10, "the plan") == b"{}"
     assert read_whole(Path("/proc/self/stat"), 2**16, "the plan").startswith(str(os.getpid()).encode())
-
-
-def test_a_pipe_that_is_open_is_read_to_its_end(monkeypatch):
-    reads, writes = os.pipe()
-    os.write(writes, b"{}")
-    os.close(writes)
-    assert read_whole(Path(f"/dev/fd/{reads}"), 10, "the plan") == b"{}"
-    os.close(reads)
-    monkeypatch.setattr(atomic, "MOST_STREAMED", 10)
-    with Path("/dev/zero").open("rb") as zero, pytest.raises(InputError, match="more bytes than the 10 that are read"):
-        read_whole(Path(f"/dev/fd/{zero.fileno()}"), 100, "the plan")
 
 
 def test_what_is_written_unasked_goes_through_no_link_and_into_no_fifo(tmp_path):
@@ -202,7 +197,7 @@ def test_what_is_written_unasked_goes_through_no_link_and_into_no_fifo(tmp_path)
     for text in ("first", "second"):
         write_plain(tmp_path / "stall.json", text, "the report")
         assert (tmp_path / "stall.json").read_text() == text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "link", "precious", "stall.json"]
+    assert everything_in(tmp_path) == ["fifo", "link", "precious", "stall.json"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a link to another user")
@@ -213,27 +208,9 @@ def test_another_users_link_in_a_folder_of_all_leads_nowhere(tmp_path):
     shared.chmod(0o1777)
     (shared / "plan.json").symlink_to(precious)
     write_whole(shared / "plan.json", "by my own link", "the plan")
+    os.mkfifo(shared / "fifo")
     for name in ("plan.json", "fifo"):
-        if name == "fifo":
-            os.mkfifo(shared / name)
         os.chown(shared / name, 12345, 12345, follow_symlinks=False)
         with pytest.raises(UsageError, match="of another user in a folder that all may write to"):
             write_whole(shared / name, "new", "the plan")
     assert precious.read_text() == "by my own link"
-
-
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
-def test_a_file_system_that_syncs_no_directories_is_taken_as_it_is(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(file: int) -> None:
-        if stat.S_ISDIR(os.fstat(file).st_mode):
-            raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(os, "fsync", fails)
-    if code == errno.EIO:
-        with pytest.raises(UsageError, match="Input/output error"):
-            write_whole(tmp_path / "a", "text", "the text", durable=True)
-    else:
-        write_whole(tmp_path / "a", "text", "the text", durable=True)
-    assert (tmp_path / "a").read_text() == "text"

@@ -2,19 +2,16 @@
 
 import inspect
 import json
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from importlib import import_module
 
 import pytest
 
 import quintsched as qs
 from quintsched.formats import plan_json as planfile
-from quintsched.graph.transport_profiles import PROFILES
 from quintsched.ir import dataflow_analysis, dataflow_rules, instruction_set, values
 from quintsched.ir.instruction_set import ALL, WHOLE_MESH, Instruction, Recv, Send, short
 from quintsched.ir.layout import Layout, Route
-from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES
-from quintsched.plan import Plan
 from quintsched.schedules import Schedule, all_schedules, find_schedule, schedule
 from quintsched.verify import symbolic_run
 
@@ -83,13 +80,6 @@ class TestEveryInstruction:
         alone = kind.computes or issubclass(kind, own)
         assert with_others + alone + (kind is instruction_set.SyncTied) == 1
 
-    def test_it_is_a_small_frozen_class_with_its_meaning(self, kind):
-        assert is_dataclass(kind)
-        assert kind.__dataclass_params__.frozen
-        assert "\n" not in (kind.__doc__ or "\n")
-        assert hash(self.example(kind)) == hash(self.example(kind))
-        assert str(self.example(kind)).startswith(f"{kind.__name__}(")
-
 
 def test_no_table_knows_more():
     assert set(planfile.CODECS) == {kind.__name__ for kind in ALL}
@@ -122,19 +112,6 @@ def test_every_schedule_says_what_to_know(found: Schedule):
     assert all(find_schedule(name) is found for name in (found.name, *found.aliases))
 
 
-def test_profiles_and_passes_have_names():
-    assert list(PROFILES) == ["blocking", "single-stream", "pair-stream", "channel", "tagged"]
-    for passes in (TRAIN_PASSES, FORWARD_PASSES):
-        assert len({step.name for step in passes}) == len(passes)
-
-
-def test_passes_are_pure(plan: Plan):
-    text = plan.to_json()
-    for step in TRAIN_PASSES[3:]:
-        assert step.apply(plan) is not plan or step.name == "sync-tied"  # nothing is tied
-    assert plan.to_json() == text
-
-
 def test_the_name_of_a_schedule_is_taken_once():
     with pytest.raises(qs.UsageError, match=r"'afab' is taken by quintsched.schedules.gpipe.gpipe"):
         schedule("taken-once", aliases=("afab",), summary="", bubble="", memory="")(lambda rank, shape: iter(()))
@@ -158,18 +135,6 @@ def test_errors_have_their_exit_codes():
         assert issubclass(error, qs.QuintschedError)
 
 
-def test_buckets_per_stage():
-    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, buckets_per_stage=3)
-    kinds = [i.op for i in plan.programs[0]]
-    assert kinds.count("AllReduceBucket") == 3
-    assert kinds.index("AllReduceBucket") > max(k for k, kind in enumerate(kinds) if kind == "Bwd")
-    alone = qs.compile("1f1b", mesh="tp=2,pp=2", microbatches=2)
-    assert not any(i.op == "AllReduceBucket" for program in alone.programs for i in program)
-    for wrong in (0, 1025, True, 1.0):
-        with pytest.raises(qs.UsageError, match="buckets_per_stage"):
-            qs.compile("1f1b", mesh="pp=2", microbatches=2, buckets_per_stage=wrong)
-
-
 @pytest.mark.parametrize(
     ("mesh", "dense", "experts"),
     [
@@ -187,14 +152,4 @@ def test_experts_have_a_bucket_of_their_own(mesh, dense, experts):
     assert found == ([(0, dense), (1, dense)] if dense else []) + ([(2, experts)] if experts else [])
     assert plan.check().sound
     assert plan.buckets_per_stage == 2
-    assert qs.Plan.from_json(plan.to_json()) == plan
-
-
-def test_stages_on_other_ranks(plan: Plan):
-    uneven = qs.compile("inference", mesh="pp=2", microbatches=2, stage_to_pp=[0, 0, 1])
-    assert uneven.stage_to_pp == (0, 0, 1)
-    with pytest.raises(
-        qs.UsageError, match=r"stage_to_pp is \[0, 9\]; name a pipeline rank from 0 to 1 for each stage"
-    ):
-        qs.compile("1f1b", mesh="pp=2", microbatches=2, stage_to_pp=[0, 9])
-    assert replace(plan, stage_to_pp=(1, 0)).check().sound is False
+    assert all(i.op != "AllReduceBucket" for i in plan.programs[-1][: -3 - len(found)]), "after the last backward"

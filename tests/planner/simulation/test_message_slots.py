@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from random import Random
 
-import numpy as np
 import pytest
 
 import quintsched as qs
 from quintsched.errors import UsageError
-from quintsched.graph.transport_profiles import PROFILES
 from quintsched.ir.dataflow_analysis import Flow
-from quintsched.ir.instruction_set import Message, OffloadAct, Recv, Send
+from quintsched.ir.instruction_set import OffloadAct, Recv, Send
 from quintsched.ir.values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.passes.place_offloads import least_cap
 from quintsched.schedules import Schedule, all_schedules
 from quintsched.simulation.message_slots import (
-    AHEAD,
     KEEPS,
-    MAX_SENDS,
     Lifetimes,
     MessageRule,
     assign_slots,
@@ -30,33 +28,26 @@ from quintsched.simulation.message_slots import (
     send_lifetimes,
 )
 
-from ..verify.mutants import any_mutant
+from ..verify.mutants import mutant
 from ..verify.small_plans import SMALL, any_plan
 
 RULES = [MessageRule(None, 4), MessageRule(2, 4), MessageRule(1, None), MessageRule(3, 1)]
-SHAPES = [(1, 3), (2, 2), (2, 4), (2, 5), (3, 4), (4, 4), (4, 8), (5, 6)]
+SHAPES = [(2, 4), (3, 4), (4, 8)]
 
 
 def plans_of(schedule: Schedule, shapes: Sequence[tuple[int, int]]) -> Iterator[qs.Plan]:
-    """Its plans of all shapes that it takes: with more chunks, recomputed, in slices, overlapped, offloaded as well."""
-    for pp, microbatches in shapes:
+    """Its plans of all shapes that it takes: more chunks, recomputed, in slices, overlapped, offloaded, with skips."""
+    trains = schedule.mode == "train"
+    for (pp, microbatches), more in product(shapes, ({}, {"recompute": int(trains)}, {"overlap": True}, {"skip": ()})):
         for chunks in {schedule.min_chunks, min(schedule.min_chunks + 1, schedule.max_chunks)}:
-            for recompute, overlap in ((0, False), (1, False), (0, True)):
-                slices = min(schedule.max_slices, 2)
-                shape = {
-                    "mesh": qs.Mesh(pp=pp),
-                    "microbatches": microbatches,
-                    "chunks": chunks,
-                    "slices": slices,
-                    "recompute": recompute if schedule.mode == "train" else 0,
-                    "overlap": overlap,
-                }
-                try:
-                    plan = qs.compile(schedule, **shape)
-                except UsageError:
-                    continue
+            last = pp * chunks - 1
+            skips = {"far": (0, last), **({"all": (1, *range(2, last + 1))} if last > 1 else {})}
+            shape = {"mesh": qs.Mesh(pp=pp), "microbatches": microbatches, "chunks": chunks}
+            shape |= {"slices": min(schedule.max_slices, 2)} | more | ({"skip": skips} if "skip" in more else {})
+            with suppress(UsageError):
+                plan = qs.compile(schedule, **shape)
                 yield plan
-                if schedule.mode == "train" and not recompute:
+                if trains and "recompute" not in more:
                     yield qs.compile(schedule, **shape, offload=least_cap(plan))
 
 
@@ -165,51 +156,24 @@ def require_same(plan: qs.Plan, lifetimes: Lifetimes, alive: list[set[Value]]) -
     assert found == alive
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("shapes", [SHAPES[2:7:2], pytest.param(SHAPES, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", all_schedules(), ids=lambda found: found.name)
-def test_slots_are_the_largest_clique_and_nothing_shares_one_with_what_is_alive(
-    schedule: Schedule, shapes: Sequence[tuple[int, int]]
-) -> None:
-    plans = list(plans_of(schedule, shapes))
+def test_slots_are_the_largest_clique_and_nothing_shares_one_with_what_is_alive(schedule: Schedule) -> None:
+    plans = list(plans_of(schedule, SHAPES))
     assert len(plans) >= 2
     for plan in plans:
         for rule in RULES:
             require_minimal(plan, rule)
 
 
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("schedule", [s for s in all_schedules() if not s.bidirectional], ids=lambda found: found.name)
-def test_skips_have_slots_of_their_own(schedule: Schedule) -> None:
-    for pp, recompute in ((2, 0), (3, 0), (3, 1)):
-        stages = pp * max(schedule.min_chunks, min(3, schedule.max_chunks))
-        skips = {"far": (0, stages - 1), **({"all": (1, *range(2, stages))} if stages > 2 else {})}
-        plan = qs.compile(
-            schedule,
-            mesh=qs.Mesh(pp=pp),
-            microbatches=6,
-            chunks=stages // pp,
-            recompute=recompute if schedule.mode == "train" else 0,
-            skip=skips,
-        )
-        for rule in RULES:
-            require_minimal(plan, rule)
-
-
 def test_plans_in_odd_orders_too() -> None:
     random, found = Random(0), 0
-    for _ in range(100):
-        plan = any_mutant(any_plan(SMALL, random), random)
+    for _ in range(40):
+        plan = mutant(any_plan(SMALL, random), random)
         if plan.check(profile="tagged").sound:
             found += 1
             require_minimal(plan, RULES[found % len(RULES)])
-    assert found > 4
-
-
-def test_intervals_that_only_follow_each_other_share_a_slot() -> None:
-    assert assign_slots([0, 2, 4, 1], [1, 3, 5, 1]) == [0, 0, 0, 1]
-    assert assign_slots([0, 1], [1, 2]) == [0, 1]
-    assert assign_slots([], []) == []
+    assert found > 2
 
 
 def test_slots_do_not_grow_with_the_microbatches() -> None:
@@ -227,24 +191,8 @@ def test_zbv_needs_fewer_receive_slots_than_pools_per_stage_and_direction() -> N
     assert sum(slots.receive) == 31
 
 
-def test_the_rule_is_that_of_the_profile_and_of_what_may_be_awaited() -> None:
-    assert MessageRule.from_profile(PROFILES["channel"], may_wait=True) == MessageRule(None, MAX_SENDS)
-    assert MessageRule.from_profile(PROFILES["tagged"], may_wait=False) == MessageRule(AHEAD, None)
-
-
 def test_an_unsound_plan_has_no_slots() -> None:
     plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
     first, second = plan.programs
     broken = replace(plan, programs=(first[1:], second))
     assert broken.check().slots == ((), ())
-
-
-def test_what_keeps_memory_is_what_lasts_until_a_backward_has_ended() -> None:
-    assert {ValueKind.SAVED, ValueKind.PENDING, ValueKind.CHECKPOINT} <= {*KEEPS}
-    assert not {ValueKind.OUTPUT, ValueKind.OUTPUT_GRAD, ValueKind.WEIGHT_GRAD, ValueKind.LOSS} & {*KEEPS}
-
-
-def test_messages_are_all_there_is() -> None:
-    plan = qs.compile("zbv", mesh="pp=3", microbatches=4)
-    receives, sends = receive_lifetimes(plan, MessageRule()), send_lifetimes(plan, MessageRule())
-    assert np.array_equal(np.sort(np.r_[receives.rows, sends.rows]), plan.columns.rows_where(Message))

@@ -6,35 +6,7 @@ from dataclasses import replace
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instruction_set import Fwd, Message, Send, short
 from quintsched.plan import Plan
-
-
-def test_scalars_are_for_a_whole_rank_and_lists_for_stages():
-    plan = qs.compile("interleaved-1f1b", mesh="pp=2", microbatches=2, chunks=2)
-    scalar = plan.simulate(qs.Costs(forward=2.0, backward_input=3.0, backward_weight=1.0))
-    listed = plan.simulate(
-        qs.Costs(forward=(1.0,) * 4, backward_input=(1.5,) * 4, backward_weight=(0.5,) * 4, activation=(0.5,) * 4)
-    )
-    assert scalar.timeline == listed.timeline
-    assert scalar.peak_activations == listed.peak_activations
-    assert scalar.busy == (2 * 6.0,) * 2
-
-
-def test_activation_costs_weigh_stages():
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=4)
-    assert plan.simulate(qs.Costs(activation=(10.0, 1.0))).peak_activations == (20.0, 1.0)
-
-
-def test_messages_overlap_with_computation_and_queue_in_their_channel():
-    plan = qs.compile("gpipe", mesh="pp=2", microbatches=3)
-    simulation = plan.simulate(qs.Costs(p2p=2.0))
-    sends = [s for s in simulation.timeline[0] if isinstance(s.instruction, Send)]
-    assert [(s.start, s.end) for s in sends] == [(1, 3), (3, 5), (5, 7)]
-    forwards = [s for s in simulation.timeline[0] if isinstance(s.instruction, Fwd)]
-    assert [(s.start, s.end) for s in forwards] == [(0, 1), (1, 2), (2, 3)]
-    both = {str(s.instruction): (s.start, s.end) for s in simulation.timeline[1] if isinstance(s.instruction, Message)}
-    assert both["RecvAct(stage=1, microbatch=2, peer=0)"] == (5, 7)
 
 
 def test_a_plan_that_cannot_finish_is_not_timed(careless):
@@ -80,18 +52,6 @@ def test_whole_numbers_stay_exact():
     costs = qs.Costs(forward=1, recompute=1, backward_input=1, backward_weight=1, clip=1, optimizer=1, activation=1)
     assert plan.simulate(costs).makespan == 6
     assert plan.simulate(costs.model_copy(update={"keys": 1.0})).peak_activations == (1 + 1 / 3,)
-
-
-def test_keys_stand_from_the_forward_of_the_first_slice_to_its_backward():
-    alone = qs.compile("seq-1f1b", mesh="pp=1", microbatches=1, slices=2)
-    assert alone.simulate(qs.Costs(activation=4.0, keys=6.0)).peak_activations == (10.0,)
-    plan = qs.compile("seq-1f1b", mesh="pp=1", microbatches=2, slices=2)
-    assert [short(i, with_stage=False) for i in plan.programs[0]][:5] == ["F0", "F1", "B1", "F2", "B0"]
-    assert plan.simulate(qs.Costs(activation=4.0, keys=6.0)).peak_activations == (6.0 + 2.0 + 6.0 + 2.0,)
-    plan = qs.compile("seq-1f1b", mesh="pp=2", microbatches=2, slices=2)
-    assert plan.simulate(qs.Costs(activation=0.0, keys=(1.0, 3.0))).peak_activations == (2.0, 6.0)
-    whole = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-    assert whole.simulate(qs.Costs(keys=6.0)).peak_activations == whole.simulate().peak_activations
 
 
 def test_a_simulation_knows_its_costs(plan: Plan):

@@ -8,7 +8,7 @@ import pytest
 import quintsched as qs
 from quintsched.ir.instruction_set import short
 from quintsched.simulation.time_grid import time_grid
-from quintsched.text.plan_listing import listing, table
+from quintsched.text.plan_listing import listing
 
 DATA = Path(__file__).parents[2] / "data"
 GRIDS = {
@@ -17,19 +17,15 @@ GRIDS = {
     "grid_1f1b_short.txt": ("1f1b", "pp=4", 2, None),
     "grid_interleaved.txt": ("interleaved-1f1b", "pp=2", 4, 2),
     "grid_inference.txt": ("inference", "pp=2", 3, 2),
+    "grid_overlap.txt": ("dualpipe-v", "pp=2", 5, None),
 }
 
 
 @pytest.mark.parametrize("file", GRIDS)
 def test_golden_grid(file):
     name, mesh, microbatches, chunks = GRIDS[file]
-    simulation = qs.compile(name, mesh=mesh, microbatches=microbatches, chunks=chunks).simulate()
-    assert "\n".join(time_grid(simulation)) + "\n" == (DATA / file).read_text()
-
-
-def test_golden_grid_of_pairs():
-    simulation = qs.compile("dualpipe-v", mesh="pp=2", microbatches=5, overlap=True).simulate()
-    assert "\n".join(time_grid(simulation)) + "\n" == (DATA / "grid_overlap.txt").read_text()
+    plan = qs.compile(name, mesh=mesh, microbatches=microbatches, chunks=chunks, overlap=file == "grid_overlap.txt")
+    assert "\n".join(time_grid(plan.simulate())) + "\n" == (DATA / file).read_text()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +50,7 @@ def test_golden_listing():
     assert "\n".join(listing(plan.program(5))) + "\n" == (DATA / "listing_1f1b_rank5.txt").read_text()
 
 
-@pytest.mark.parametrize("width", [1, 10, 30, 31, 79, 1000])
+@pytest.mark.parametrize("width", [1, 30, 31, 1000])
 def test_a_grid_wraps(width):
     simulation = qs.compile("1f1b", mesh="pp=2", microbatches=12).simulate()
     whole, wrapped = time_grid(simulation), time_grid(simulation, width)
@@ -62,14 +58,3 @@ def test_a_grid_wraps(width):
     for rank in range(2):
         cells = [cell for line in wrapped if line.startswith(f"rank {rank}") for cell in line.split()[2:]]
         assert cells == whole[rank].split()[2:]
-
-
-def test_a_grid_of_uneven_costs_keeps_every_cell():
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=3)
-    for costs in (qs.Costs(forward=(1.0, 2.5)), qs.Costs(p2p=0.5), qs.Costs(forward=0.0)):
-        cells = " ".join(time_grid(plan.simulate(costs)))
-        assert all(f"B{microbatch}" in cells for microbatch in range(3))
-
-
-def test_table():
-    assert table(("a", "long"), [("xyz", "b"), ("", "")]) == ["a    long", "xyz  b", ""]

@@ -60,19 +60,11 @@ def test_files_are_plain_arrays(tmp_path: Path) -> None:
     assert found.digest() == write(tmp_path / "again").digest() != open_tokens(tmp_path / "many").digest()
 
 
-def index_with(**changes: object) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        path = folder / "index.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return change
-
-
-def shard_with(**changes: object) -> Callable[[Path], None]:
+def index_with(*, shard: bool = False, **changes: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / "index.json"
         data = json.loads(path.read_text())
-        data["shards"][0] |= changes
+        (data["shards"][0] if shard else data).update(changes)
         path.write_text(json.dumps(data))
 
     return change
@@ -83,66 +75,58 @@ def cut(name: str, left: int) -> Callable[[Path], None]:
 
 
 def linked(folder: Path) -> None:
-    (folder / "shard-00000.tokens").rename(folder.parent / "elsewhere")
-    (folder / "shard-00000.tokens").symlink_to(folder.parent / "elsewhere")
+    (folder / "shard-00000.tokens").rename(folder.parent / f"elsewhere-{folder.name}")
+    (folder / "shard-00000.tokens").symlink_to(folder.parent / f"elsewhere-{folder.name}")
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda folder: (folder / "index.json").unlink(), r"it has no index.json: it is no folder of tokens, or its"),
-        (lambda folder: (folder / "shard-00000.documents").unlink(), r"documents: cannot read .*No such file"),
-        (cut("shard-00000.tokens", 22), r"tokens: it has 22 bytes, but by the index 12 numbers of 2 bytes, 24;"),
-        (cut("shard-00000.documents", 31), r"shard-00000.documents: it has 31 bytes, but .* 4 numbers of 8 bytes, 32"),
-        (cut("index.json", 31), r"index.json: not JSON: .* line 1, column 32 \(the file ends too early"),
-        (lambda folder: (folder / "index.json").write_bytes(b"\x80\x04K*."), r"index.json: not UTF-8 text: byte 0"),
-        (index_with(format="megatron"), r"index.json: /format: Input should be 'quintsched.tokens'"),
-        (index_with(version=2), r"index.json: /version: Input should be 1"),
-        (index_with(vocabulary=70_000), r"index.json: /: a vocabulary of 70000 does not fit uint16"),
-        (index_with(end=10), r"index.json: /: end 10 is not in the vocabulary of 10"),
-        (index_with(shards=[]), r"index.json: /shards: "),
-        (index_with(more=1), r"index.json: /more: unknown key"),
+BROKEN: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: (folder / "index.json").unlink(), r"it has no index.json: it is no folder of tokens, or its"),
+    (lambda folder: (folder / "shard-00000.documents").unlink(), r"documents: cannot read .*No such file"),
+    (cut("shard-00000.tokens", 22), r"tokens: it has 22 bytes, but by the index 12 numbers of 2 bytes, 24;"),
+    (cut("shard-00000.documents", 31), r"shard-00000.documents: it has 31 bytes, but .* 4 numbers of 8 bytes, 32"),
+    (cut("index.json", 31), r"index.json: not JSON: .* line 1, column 32 \(the file ends too early"),
+    (lambda folder: (folder / "index.json").write_bytes(b"\x80\x04K*."), r"index.json: not UTF-8 text: byte 0"),
+    (index_with(format="megatron"), r"index.json: /format: Input should be 'quintsched.tokens'"),
+    (index_with(version=2), r"index.json: /version: Input should be 1"),
+    (index_with(vocabulary=70_000), r"index.json: /: a vocabulary of 70000 does not fit uint16"),
+    (index_with(end=10), r"index.json: /: end 10 is not in the vocabulary of 10"),
+    (index_with(shards=[]), r"index.json: /shards: "),
+    (index_with(more=1), r"index.json: /more: unknown key"),
+    (index_with(shard=True, tokens=2**62), r"tokens: it has 24 bytes, but by the index 4611686018427387904 numbers"),
+    (index_with(shard=True, tokens=-1), r"index.json: /shards/0/tokens: Input should be at least 1"),
+    (linked, r"shard-00000.tokens: cannot read the tokens: it is a symbolic link, not a file"),
+]
+
+
+def test_what_is_broken_is_refused_when_it_is_opened(tmp_path: Path) -> None:
+    for number, (damage, words) in enumerate(BROKEN):
+        folder = tmp_path / f"corpus-{number}"
+        write(folder)
+        damage(folder)
+        with pytest.raises(InputError, match=words) as found:
+            open_tokens(folder)
+        assert str(found.value).startswith(str(folder))
+        assert "\n" not in str(found.value)
+
+
+def test_what_is_damaged_within_is_found_by_verify(tmp_path: Path) -> None:
+    for number, (name, place, wrong, words) in enumerate(
         (
-            shard_with(tokens=2**62),
-            r"shard-00000.tokens: it has 24 bytes, but by the index 4611686018427387904 numbers",
-        ),
-        (shard_with(tokens=-1), r"index.json: /shards/0/tokens: Input should be at least 1"),
-        (linked, r"shard-00000.tokens: cannot read the tokens: it is a symbolic link, not a file"),
-    ],
-)
-def test_what_is_broken_is_refused_when_it_is_opened(
-    tmp_path: Path, damage: Callable[[Path], object], words: str
-) -> None:
-    write(tmp_path / "corpus")
-    damage(tmp_path / "corpus")
-    with pytest.raises(InputError, match=words) as found:
-        open_tokens(tmp_path / "corpus")
-    assert str(found.value).startswith(str(tmp_path / "corpus"))
-    assert "\n" not in str(found.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "place", "number", "words"),
-    [
-        ("tokens", 5, 10, r"tokens: token 5 is 10, but the vocabulary has 10 ids"),
-        ("tokens", 5, 8, r"tokens: its content is not that which was written: SHA-256"),
-        ("documents", 1, 3, r"documents: document 1 ends at 3, not behind the one before and within 12 tokens"),
-        ("documents", 1, 13, r"documents: document 1 ends at 13, not behind"),
-        ("documents", 1, 2**64 - 1, r"documents: document 1 ends at 18446744073709551615, not behind"),
-        ("documents", 3, 11, r"documents: the last document ends at 11, but there are 12 tokens"),
-        ("documents", 0, 2, r"documents: its content is not"),
-    ],
-)
-def test_what_is_damaged_within_is_found_by_verify(
-    tmp_path: Path, name: str, place: int, number: int, words: str
-) -> None:
-    write(tmp_path / "corpus")
-    path = tmp_path / "corpus" / f"shard-00000.{name}"
-    content = np.fromfile(path, "<u2" if name == "tokens" else "<u8")
-    content[place] = number
-    content.tofile(path)
-    with pytest.raises(InputError, match=f"{path.parent}/shard-00000.{words}"):
-        open_tokens(path.parent).verify()
+            ("tokens", 5, 10, r"tokens: token 5 is 10, but the vocabulary has 10 ids"),
+            ("tokens", 5, 8, r"tokens: its content is not that which was written: SHA-256"),
+            ("documents", 1, 3, r"documents: document 1 ends at 3, not behind the one before and within 12 tokens"),
+            ("documents", 1, 2**64 - 1, r"documents: document 1 ends at 18446744073709551615, not behind"),
+            ("documents", 3, 11, r"documents: the last document ends at 11, but there are 12 tokens"),
+            ("documents", 0, 2, r"documents: its content is not"),
+        )
+    ):
+        path = tmp_path / f"corpus-{number}" / f"shard-00000.{name}"
+        write(path.parent)
+        content = np.fromfile(path, "<u2" if name == "tokens" else "<u8")
+        content[place] = wrong
+        content.tofile(path)
+        with pytest.raises(InputError, match=f"{path.parent}/shard-00000.{words}"):
+            open_tokens(path.parent).verify()
 
 
 def test_what_is_not_written(tmp_path: Path) -> None:
