@@ -106,19 +106,29 @@ def test_layers_keep_apart(layer):
             assert not broken, f"{path.relative_to(ROOT)} imports {module}"
 
 
+def require_order(layer: str, package: str, order: tuple[str, ...], *, whole: bool) -> None:
+    """Assert that rooms of a package import only those below; `whole`: that all of its rooms are known."""
+    for path in sources(layer):
+        home = room_of(module_of(path, layer), package)
+        for module, _ in imports(path, layer) if home in order else ():
+            room = room_of(module, package)
+            is_other = any(within(module, other) for other in LAYERS if other != layer and within(other, layer))
+            if room != home and within(module, package) and not is_other:  # those: see above
+                assert room in order or not whole, (
+                    f"{path.relative_to(ROOT)} imports {module}; name the room that has it"
+                )
+                looks_up = room in order and order.index(home) > order.index(room)
+                assert not looks_up, f"{path.relative_to(ROOT)} looks up to {module}"
+
+
 @pytest.mark.parametrize("layer", ORDERED)
 def test_a_room_imports_only_rooms_below_it(layer):
-    order = ORDER[layer]
     found = {room_of(module_of(path, layer), layer) for path in sources(layer)} - {None, "__main__"}
-    assert found == set(order), "the order of rooms is not that of the folders"
-    for path in sources(layer):
-        home = room_of(module_of(path, layer), layer)
-        for module, _ in imports(path, layer) if home in order else ():
-            room = room_of(module, layer)
-            is_other = any(within(module, other) for other in LAYERS if other != layer and within(other, layer))
-            if room != home and within(module, layer) and not is_other:  # those: see above
-                assert room in order, f"{path.relative_to(ROOT)} imports {module}; name the room that has it"
-                assert order.index(home) < order.index(room), f"{path.relative_to(ROOT)} looks up to {module}"
+    assert found == set(ORDER[layer]), "the order of rooms is not that of the folders"
+    require_order(layer, layer, ORDER[layer], whole=True)
+    for package, order in INNER_ORDER.items():
+        if package.rpartition(".")[0] == layer:
+            require_order(layer, package, order, whole=False)
 
 
 def test_the_checker_of_certificates_knows_neither_search_nor_schedules():
@@ -139,17 +149,6 @@ def test_a_room_is_imported_by_those_alone_that_pass_it_on(package):
         if within(module, package)
     }
     assert users - {room_of(package, layer)} == IMPORTED_BY[package]
-
-
-@pytest.mark.parametrize("package", INNER_ORDER)
-def test_folders_of_a_room_have_an_order_too(package):
-    layer, order = package.rpartition(".")[0], INNER_ORDER[package]
-    for path in sources(layer):
-        home = room_of(module_of(path, layer), package)
-        for module, _ in imports(path, layer) if home in order else ():
-            room = room_of(module, package)
-            if room in order and room != home:
-                assert order.index(home) < order.index(room), f"{path.relative_to(ROOT)} looks up to {module}"
 
 
 @pytest.mark.parametrize("layer", ORDERED)
@@ -199,28 +198,22 @@ def test_chains_of_rooms_are_short():
     assert len(longest_chain(uses(LAYERS["quintsched.runtime"]))) <= MOST_ROOMS_IN_A_CHAIN
 
 
-def test_the_name_of_a_module_occurs_once():
+def test_names_of_modules_and_of_classes_of_the_runtime_have_one_meaning():
+    """Each model has blocks of its own; "Split" is a part of a data set, and a model that is split."""
     names = Counter(path.name for layer in LAYERS for path in sources(layer) if not path.name.startswith("__"))
     assert not [name for name, times in names.items() if times > 1]
-
-
-def test_a_class_or_constant_of_the_runtime_has_one_meaning():
-    """Each model has blocks of its own; "Split" is a part of a data set, and a model that is split."""
     files = (path for path in sources("quintsched.runtime") if path.parent.name != "models")
     names = Counter(name for path in files for name in meanings(tree_of(path)))
     assert [name for name, times in names.items() if times > 1] == ["Split"]
 
 
-def test_rooms_of_the_runtime_keep_to_their_budgets():
+def test_rooms_keep_to_their_budgets():
     found = Counter[str]()
     for path in sources("quintsched.runtime"):
         room = path.relative_to(LAYERS["quintsched.runtime"]).with_suffix("").parts[0]
         found[room] += sum(isinstance(node, ast.stmt) for node in ast.walk(tree_of(path)))
     assert found.keys() - {"__init__", "__main__"} == BUDGET.keys()
     assert not {room: found[room] for room, most in BUDGET.items() if found[room] > most}
-
-
-def test_packages_beside_the_planner_keep_to_their_lines():
     for package, most in MOST_LINES_OF_PACKAGES.items():
         files = (ROOT / "quintsched" / package).rglob("*.py")
         assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) <= most, package
@@ -370,31 +363,28 @@ def test_the_command_line_imports_nothing_heavy_at_the_top():
                 assert any(within(node.module or "", module) for module in light), f"{path.name}: {node.module}"
 
 
-@pytest.mark.processes
-def test_help_is_light():
-    code = (
-        "import sys, quintsched, quintsched.cli\n"
-        "try: quintsched.cli.main(['--help'])\n"
-        "except SystemExit as end: assert end.code == 0\n"
-        "import resource; used = resource.getrusage(resource.RUSAGE_SELF)\n"
-        "assert used.ru_utime + used.ru_stime < 0.3, used\n"
-        "heavy = {'torch', 'matplotlib', 'numpy', 'networkx', 'pydantic', 'rich', 'yaml'} & set(sys.modules)\n"
-        "assert not heavy, heavy"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "compile" in done.stdout
+HELP = """
+import sys, quintsched, quintsched.cli
+try: quintsched.cli.main(["--help"])
+except SystemExit as end: assert end.code == 0
+import resource; used = resource.getrusage(resource.RUSAGE_SELF)
+assert used.ru_utime + used.ru_stime < 0.3, used
+heavy = {"torch", "matplotlib", "numpy", "networkx", "pydantic", "rich", "yaml"} & set(sys.modules)
+assert not heavy, heavy
+"""
+PLANNER = """
+import sys
+sys.modules.update(dict.fromkeys(["torch", "matplotlib", "safetensors", "sklearn"], None))
+import quintsched as qs, quintsched.viz
+plan = qs.compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=8)
+assert plan.check().sound and plan.simulate().makespan == 27 and plan.graph()
+assert qs.Plan.from_json(plan.to_json()) == plan
+"""
 
 
 @pytest.mark.processes
-def test_the_planner_works_without_torch_and_matplotlib():
-    code = (
-        "import sys\n"
-        "sys.modules.update(dict.fromkeys(['torch', 'matplotlib', 'safetensors', 'sklearn'], None))\n"
-        "import quintsched as qs\n"
-        "plan = qs.compile('1f1b', mesh='dp=2,pp=2,tp=2', microbatches=8)\n"
-        "assert plan.check().sound and plan.simulate().makespan == 27 and plan.graph()\n"
-        "assert qs.Plan.from_json(plan.to_json()) == plan"
-    )
+@pytest.mark.parametrize("code", [HELP, PLANNER], ids=["help is light", "the planner works without torch"])
+def test_what_is_imported(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+    assert ("compile" in done.stdout) == (code == HELP)

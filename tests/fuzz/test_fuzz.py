@@ -91,40 +91,6 @@ def test_yaml_that_stands_for_much_is_refused_at_once(text: str, fault: str) -> 
     assert time.process_time() - began < 1.5
 
 
-TAGS = (
-    "map", "seq", "str", "int", "float", "bool", "null", "binary", "timestamp", "set", "omap", "pairs", "merge",
-    "value", "python/name:os.system",
-)  # fmt: skip
-SCALARS = (
-    "", "abc", "0", "-", "+", "0x", "0b", "0o9", "09", "1_", "_", ".", "1e", "1e999", ".nan", ":", "1:99:99", "~", "<<",
-    "=", "yes", "2024-13-45", "2001-12-14t21:59:43.10-99:99", "9" * 5000, "0x" + "f" * 5000, "{}", "[]", "[a, {b: 1}]",
-    "{a: 1}", r'"\ud800"', r'"\U00110000"', r'"\UFFFFFFFF"', r'"\0"', "&x [*x]", "*y", "!!str", "|", "'", "é", "=aGk",
-    "[" * 80,
-)  # fmt: skip
-PLACES = (
-    "hidden: {}", "{}: 1", "? {}\n: 2", "{}", "- {}", "<<: {}", "a: &a {}\nb: *a\n<<: *a", "x: {{<<: [{}, {{}}]}}",
-    "--- {}\n...",
-)  # fmt: skip
-LONG = "1" + ":1" * 100000
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("tag", TAGS)
-def test_every_tag_on_every_scalar_is_read_or_refused_in_words(tag: str) -> None:
-    for scalar in SCALARS:
-        for place in PLACES:
-            require_read_or_refused(place, f"!!{tag} {scalar}")
-    require_read_or_refused("hidden: {}", f"!!{tag} {LONG}")
-
-
-def require_read_or_refused(place: str, tagged: str) -> None:
-    text = place.format(tagged).encode()
-    readers = [READERS["job"].read, READERS["model in YAML"].read] if place in PLACES[:2] else []
-    for read in (lambda data: parse_yaml(data, "x"), *readers):
-        found = feed(read, text)
-        assert found.kind != "fault", (text[:200], found.words)
-
-
 @pytest.mark.parametrize("text", ["a: 2024-01-01", "a: =", "2024-01-01: ="])
 def test_what_is_no_plain_data_elsewhere_is_text(text: str) -> None:
     key, _, value = text.partition(": ")
