@@ -4,6 +4,7 @@ import json
 import tracemalloc
 import zlib
 from functools import cache
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_a_plan_comes_back_as_it_was(number, tmp_path):
 def test_what_json_refuses_is_refused_in_the_same_words():
     """Mutants of all kinds; those that are read are the same plan."""
     random, refused = Random(0), 0
-    for _ in range(60):
+    for _ in range(30):
         plan = any_mutant(any_plan(DRAWN, random), random)
         said, found = [], []
         for read, data in ((plan_json.loads, plan_json.dumps(plan)), (unpack, pack(plan))):
@@ -71,7 +72,7 @@ def test_what_json_refuses_is_refused_in_the_same_words():
         assert said in ([], [said[0]] * 2 if said else [])
         assert not found or found[0] == found[1]
         refused += bool(said)
-    assert 5 < refused < 55
+    assert 2 < refused < 28
 
 
 @given(number=st.sampled_from(range(len(REQUESTS))), data=st.data())
@@ -98,7 +99,7 @@ def test_other_numbers_in_a_column_are_another_plan_or_a_fault_with_its_place(nu
     assert found is None or plan_json.loads(plan_json.dumps(found)) == found
 
 
-FAULTS = {
+FAULTS: dict[str, dict[str, Any]] = {
     "/format": {"format": "quintsched.plan"},
     "/version: 2 is from the future": {"version": 2},
     "/surprise: unknown key": {"surprise": 1},
@@ -116,12 +117,12 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("words", FAULTS)
-def test_a_fault_of_the_head_is_said_with_its_place(words):
+def test_a_fault_of_the_head_is_said_with_its_place():
     head, columns = opened(qs.compile("1f1b", mesh="pp=2", microbatches=1))
-    with pytest.raises(InputError) as caught:
-        unpack(written(head | FAULTS[words], columns))
-    assert words in str(caught.value)
+    for words, change in FAULTS.items():
+        with pytest.raises(InputError) as caught:
+            unpack(written(head | change, columns))
+        assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", [Fwd(-1, 0), Fwd(0, 2**24 + 1), SendAct(0, 0, -1), Overlap((0, 0), (0, -2))])
@@ -130,11 +131,6 @@ def test_numbers_that_no_file_holds_are_not_written_as_others(wrong):
     plan = with_program(plan, 1, [*plan.programs[1], wrong])
     with pytest.raises(qs.UsageError, match=rf"rank 1 instruction 7, {type(wrong).__name__}.*from 0 to 16777216"):
         pack(plan)
-
-
-def test_a_compressed_plan_in_json_is_no_file_of_columns():
-    with pytest.raises(InputError, match="compressed plan file in JSON: unpack it"):
-        plan_file.loads(zipped(compiled(0).to_json().encode()))
 
 
 def test_a_number_that_is_too_large_is_said_with_its_place():
@@ -155,8 +151,8 @@ def test_a_number_that_is_too_large_is_said_with_its_place():
 def test_a_bomb_is_refused_before_it_is_unpacked():
     head, columns = opened(qs.compile("1f1b", mesh="pp=1", microbatches=2))
     bombs = {
-        "more bytes than the 16777216": [bytes(MIB)] * 64,
-        "more follows": [json.dumps(head).encode() + b"\n" + columns, *[bytes(MIB)] * 64],
+        "more bytes than the 16777216": [bytes(MIB)] * 40,
+        "more follows": [json.dumps(head).encode() + b"\n" + columns, *[bytes(MIB)] * 40],
         "too early": [json.dumps(head | {"lengths": [2**23]}).encode() + b"\n", bytes(MIB)],
         "pairs of a stage and a microbatch": [
             json.dumps(head | {"stage_to_pp": [0] * 9000, "routes": [
@@ -177,15 +173,13 @@ def test_a_bomb_is_refused_before_it_is_unpacked():
         assert peak < 64 * MIB, (words, peak)
 
 
-@pytest.mark.parametrize(("schedule", "mode"), [("1f1b", "train"), ("inference", "forward"), ("dualpipe", "train")])
-def test_the_least_size_of_a_plan_is_not_more_than_its_size(schedule, mode):
-    for pp, microbatches in ((2, 4), (4, 16), (2, 200)):
+def test_the_least_size_of_a_plan_is_not_more_than_its_size():
+    for schedule, (pp, microbatches) in product(("1f1b", "inference", "dualpipe"), ((2, 4), (4, 16), (2, 200))):
         plan = qs.compile(schedule, mesh=qs.Mesh(pp=pp), microbatches=microbatches)
-        num_instructions, num_bytes = plan_json.least_size(plan.stage_to_pp, plan.routes, mode == "train")
+        num_instructions, num_bytes = plan_json.least_size(plan.stage_to_pp, plan.routes, plan.mode == "train")
         assert num_instructions <= plan.num_instructions
         assert num_bytes <= len(plan.to_json())
-        if microbatches == 200:
-            assert num_bytes > 0.9 * len(plan.to_json())
+        assert microbatches < 200 or num_bytes > 0.9 * len(plan.to_json())
 
 
 def test_too_large_plans_are_refused_by_name(tmp_path, monkeypatch):
