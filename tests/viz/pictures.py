@@ -1,6 +1,7 @@
 """Contents of a picture: texts and paths of an SVG, and texts with their places in a drawing."""
 
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -42,3 +43,14 @@ def visible_texts(sheet: Sheet) -> Iterator[tuple[str, Bbox]]:
         for text in (*axes.texts, *labels):
             if text.get_visible() and text.get_text().strip() and (text in axes.texts or axes.axison):
                 yield text.get_text(), text.get_window_extent()
+
+
+def require_readable(sheet: Sheet) -> None:
+    """Assert that no text of a drawing is cut off or on top of another; call it within the house style."""
+    texts, paper = list(visible_texts(sheet)), sheet.figure.bbox
+    assert len(texts) > 10
+    for text, box in texts:
+        assert 0 <= box.x0 <= box.x1 <= paper.width, text
+        assert 0 <= box.y0 <= box.y1 <= paper.height, text
+    for (one, a), (other, b) in combinations(texts, 2):
+        assert a.x1 <= b.x0 + 1 or b.x1 <= a.x0 + 1 or a.y1 <= b.y0 + 1 or b.y1 <= a.y0 + 1, (one, other)

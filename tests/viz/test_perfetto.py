@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import quintsched as qs
-from quintsched.ir.instruction_set import HostCopy, Overlap, Recv, Send, short
+from quintsched.ir.instruction_set import Overlap, Recv, Send, short
 from quintsched.trace.measured_trace import MeasuredStep
 from quintsched.trace.profiler_file import read_profile
 from quintsched.viz import save_events
@@ -129,16 +129,6 @@ def test_messages_that_take_no_time_come_from_the_computation_before(tmp_path: P
     assert max(one["until"] for one in found.slices["planned", "rank 0"]) == 1e6 * simulation.makespan
     with pytest.raises(qs.UsageError, match="cannot write"):
         save_events(simulation, (), tmp_path / "no" / "plan.json")
-
-
-def test_queues_have_threads_and_messages_in_flight_together_have_more(tmp_path: Path) -> None:
-    plan = qs.compile("gpipe", mesh="pp=2", microbatches=4, offload=3)
-    save_events(plan.simulate(qs.Costs(host_bandwidth=1.0, p2p=2.5)), (), tmp_path / "plan.json")
-    found = Imported(tmp_path / "plan.json")
-    names = [name for _, name in found.threads.values()]
-    assert {"rank 0", "rank 0, host", "rank 0, to rank 1", "rank 1", "rank 1, host", "rank 1, to rank 0"} <= {*names}
-    copies = [one for (_, name), slices in found.slices.items() if name.endswith("host") for one in slices]
-    assert len(copies) == sum(isinstance(i, HostCopy) for program in plan.programs for i in program)
 
 
 def test_a_profile_of_torch_is_on_the_same_clock(tmp_path: Path) -> None:

@@ -60,16 +60,6 @@ def test_where_ranks_stand_is_marked():
     ]
 
 
-def test_what_was_passed_over_is_marked_beside_where_the_rank_stands():
-    report = stalled("pp=2", ((4, "receive", 4), (9, "receive", 7)))
-    states = [replace(state, fate=None) for state in report.states]
-    report = find_culprit(report.plan, states)
-    assert [culprit.fault for culprit in report.culprits] == ["skipped"]
-    _, _, parts, _ = drawn(report)
-    assert len(parts["culprits"].get_paths()) == 1
-    assert len(parts["stuck"].get_paths()) == 2
-
-
 def test_nobody_is_marked_where_nobody_is_named():
     report = stalled(places=((None, None, None),) * 4)
     report = find_culprit(report.plan, [replace(state, fate=None) for state in report.states])
