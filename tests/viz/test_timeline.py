@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,11 +19,11 @@ from quintsched.simulation.held_activations import ROUNDING, held_activations
 from quintsched.viz import compare, render
 from quintsched.viz.draw_timeline import draw_comparison, draw_plan
 from quintsched.viz.figure_sheet import PNG_DPI
-from quintsched.viz.house_style import house_style, number, shade, text_width
+from quintsched.viz.house_style import house_style, number, shade
 from quintsched.viz.instruction_colours import LOOKS
 from quintsched.viz.timeline_objects import stage_scene
 
-from .pictures import count_drawn, read_svg, texts_of, visible_texts
+from .pictures import count_drawn, read_svg, require_readable, texts_of
 
 MEASURED = qs.Costs(unit="ms", forward=18.5, backward_input=18.1, backward_weight=9.3, p2p=0.6)
 
@@ -59,7 +57,7 @@ def simulations(draw: st.DrawFn, most_ranks: int = 4) -> qs.Simulation:
 
 def test_png_is_an_image_of_a_size_that_fits_the_plan(tmp_path: Path) -> None:
     render(simulate("1f1b", 4, 8), tmp_path / "small.png")
-    render(simulate("1f1b", 8, 24), tmp_path / "large.png")
+    render(simulate("1f1b", 8, 16), tmp_path / "large.png")
     sizes = []
     for name in ("small.png", "large.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -133,18 +131,6 @@ def test_of_a_pair_the_forward_is_above_the_backward_each_in_its_own_colours(nam
     assert pairs == 2 * len(simulation.plan.columns.rows_where(Overlap)) > 0
 
 
-def test_pairs_have_no_key_of_their_own(tmp_path: Path) -> None:
-    render(simulate("interleaved-1f1b", 2, 4, 2, overlap=True), tmp_path / "pairs.svg")
-    keys = [text for text in texts_of(read_svg(tmp_path / "pairs.svg")) if "of chunk" in text]
-    assert keys == ["forward of chunk", "backward of chunk"]
-
-
-def test_boxes_that_are_too_narrow_have_no_number(tmp_path: Path) -> None:
-    render(simulate("1f1b", 1, 600), tmp_path / "long.svg")
-    assert "555" not in texts_of(read_svg(tmp_path / "long.svg"))
-
-
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
 def test_same_plan_same_bytes_whatever_the_caller_has_set(tmp_path: Path, suffix: str) -> None:
     def draw(name: str) -> bytes:
@@ -189,11 +175,10 @@ def test_only_training_has_a_memory_panel(tmp_path: Path) -> None:
     assert "peak" not in (tmp_path / "inference.svg").read_text(encoding="utf-8")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "simulated",
     [
-        [("1f1b", 4, 8)],
         [("1f1b", 1, 2)],
         [("inference", 4, 8, 2)],
         [("gpipe", 8, 12, None, MEASURED)],
@@ -203,23 +188,12 @@ def test_only_training_has_a_memory_panel(tmp_path: Path) -> None:
         [("gpipe", 2, 2, None, qs.Costs(unit="ticks of the very slow clock $_{on}$ the\x00wall" * 2))] * 2,
         [("1f1b", 2, 2, None, qs.Costs(forward=0, backward_input=0, backward_weight=0))],
         [("dualpipe-v", 4, 12, 2, qs.Costs(exchange=0.5)), ("dualpipe", 4, 12)],
-        [("interleaved-1f1b", 8, 8, 3)],
     ],
 )
 def test_nothing_is_cut_off_and_no_text_hides_another(simulated: list[tuple[str, int, int]]) -> None:
     drawn = [simulate(*arguments, overlap=arguments[0] in PAIRED) for arguments in simulated]
     with house_style():
-        sheet = draw_plan(drawn[0]) if len(drawn) == 1 else draw_comparison(drawn)
-        texts = list(visible_texts(sheet))
-    assert len(texts) > len(drawn) * 10
-    paper = sheet.figure.bbox
-    for text, box in texts:
-        assert box.x0 >= 0, text
-        assert box.y0 >= 0, text
-        assert box.x1 <= paper.width, text
-        assert box.y1 <= paper.height, text
-    for (one, a), (other, b) in itertools.combinations(texts, 2):
-        assert a.x1 <= b.x0 + 1 or b.x1 <= a.x0 + 1 or a.y1 <= b.y0 + 1 or b.y1 <= a.y0 + 1, (one, other)
+        require_readable(draw_plan(drawn[0]) if len(drawn) == 1 else draw_comparison(drawn))
 
 
 def test_comparison_shows_every_schedule_with_its_figures(tmp_path: Path) -> None:
@@ -237,43 +211,21 @@ def test_comparison_shows_every_schedule_with_its_figures(tmp_path: Path) -> Non
     assert texts.count("activations held") == 2
 
 
-@pytest.mark.parametrize("name", ["plan.pdf", "plan", "plan.png.gz", ".svg"])
-def test_other_suffixes_are_refused(tmp_path: Path, name: str) -> None:
-    simulation = simulate("1f1b", 2, 2)
-    with pytest.raises(qs.UsageError, match=re.escape("end the name in .png, .svg or .html")):
-        render(simulation, tmp_path / name)
-    with pytest.raises(qs.UsageError, match=re.escape("end the name in .png, .svg or .html")):
-        compare([simulation], tmp_path / name)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_paths_that_cannot_be_written_are_refused(tmp_path: Path, suffix: str) -> None:
-    simulation = simulate("1f1b", 2, 2)
-    folder = tmp_path / f"folder{suffix}"
+def test_pictures_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    simulation, folder = simulate("1f1b", 2, 2), tmp_path / "folder.png"
     folder.mkdir()
-    for path in (tmp_path / "missing" / f"plan{suffix}", folder):
+    for name in ("plan.pdf", "plan", "plan.png.gz", ".svg"):
+        for draw in (lambda path: render(simulation, path), lambda path: compare([simulation], path)):
+            with pytest.raises(qs.UsageError, match=re.escape("end the name in .png, .svg or .html")):
+                draw(tmp_path / name)
+    for path in (tmp_path / "missing" / "plan.svg", folder):
         with pytest.raises(qs.UsageError, match="cannot write the picture"):
             render(simulation, path)
     assert list(tmp_path.iterdir()) == [folder]
-
-
-def test_comparisons_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(qs.UsageError, match="none is given"):
         compare([], tmp_path / "none.png")
     with pytest.raises(qs.UsageError, match="forward and ms"):
-        compare([simulate("1f1b", 2, 2), simulate("1f1b", 2, 2, costs=MEASURED)], tmp_path / "two.png")
-
-
-def test_text_width_is_that_of_the_font() -> None:
-    assert text_width("00", 10) == pytest.approx(12.7, abs=0.3)
-    assert text_width("wide", 10, bold=True) > text_width("wide", 10) > text_width("ide", 10)
-
-
-@pytest.mark.processes
-def test_importing_the_package_does_not_load_matplotlib() -> None:
-    program = "import sys, quintsched.viz; sys.exit('matplotlib' in sys.modules or 'torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)
+        compare([simulation, simulate("1f1b", 2, 2, costs=MEASURED)], tmp_path / "two.png")
 
 
 def test_drawing_leaves_pyplot_alone(tmp_path: Path) -> None:
