@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quintsched.errors import MisfitError
-from quintsched.runtime.comm import Group, LocalTransport, LocalWorld, SelfGroup, Transport, run_local
+from quintsched.runtime.comm import Group, LocalTransport, LocalWorld, Transport, run_local
 from quintsched.runtime.comm import autograd_collectives as collectives
 
 Formula = Callable[[list[Tensor], int], list[Tensor]]
@@ -142,9 +142,3 @@ def test_sizes_that_do_not_divide_are_refused(name: str) -> None:
     group = LocalTransport(LocalWorld(2), 0).make_group([(0, 1)])
     with pytest.raises(MisfitError, match=r"cannot cut dimension 1 of \(2, 3\) into 2 equal slices"):
         call(name, torch.zeros(2, 3), group, 1)
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_a_group_of_one_returns_its_argument(name: str) -> None:
-    x = torch.zeros(3)
-    assert call(name, x, SelfGroup(0, torch.device("cpu")), 0) is x

@@ -9,7 +9,7 @@ import torch
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime.comm import LocalTransport, LocalWorld, Transport, choose_transport, device, random_generators
+from quintsched.runtime.comm import Transport, device, random_generators
 from quintsched.runtime.comm.choose_transport import choose_library, connect_for
 
 CPU = torch.device("cpu")
@@ -61,58 +61,11 @@ def test_nccl_may_share_a_device_where_it_is_told_to(monkeypatch: pytest.MonkeyP
     assert device.claim_device("nccl") == torch.device("cuda", 0) == chosen[-1]
 
 
-@pytest.mark.parametrize(("devices", "backend"), [(1, "gloo"), (4, "nccl")])
-def test_four_ranks_of_one_machine_connect(devices: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchrun starts them; what connects is left out, since there is no device."""
-    pretend(monkeypatch, "cuda", devices)
-    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "3"}.items():
-        monkeypatch.setenv(name, value)
-    asked: list[str] = []
-
-    def connect(library: str, timeout_s: float, **_: object) -> Transport:
-        asked.append(library)
-        return LocalTransport(LocalWorld(4, "cpu"), 3)
-
-    monkeypatch.setattr(choose_transport, "connect", connect)
-    connect_for(qs.compile("1f1b", mesh="pp=4", microbatches=4), 1.0)
-    assert asked == [backend]
-
-
-@pytest.mark.parametrize(("kind", "expected"), [("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu"), (None, "cpu")])
-def test_one_process_takes_the_device_that_there_is(
-    kind: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend(monkeypatch, kind, 1)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    transport: Transport = connect_for(qs.compile("1f1b", mesh="pp=1", microbatches=1), 1.0)
-    assert transport.device.type == expected
-
-
-def test_nccl_without_its_kind_of_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
-    for kind in (None, "xpu"):
-        pretend(monkeypatch, kind, 1)
-        with pytest.raises(MisfitError, match="transport nccl wants a CUDA device and there is none; choose gloo"):
-            connect_for(plan, 1.0, "nccl")
-
-
-def test_a_library_of_several_backends_stands_for_the_cpu() -> None:
-    assert device.current_device("cpu:gloo,cuda:nccl") == device.current_device("gloo") == CPU
-
-
 def test_streams_must_have_queues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(device.QUEUES, "8")
     device.require_queues(0, 8)
     with pytest.raises(MisfitError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=8, but rank 2 has 9 streams"):
         device.require_queues(2, 9)
-
-
-def test_on_the_host_there_is_nothing_to_wait_for() -> None:
-    assert device.new_stream(CPU) is None
-    device.synchronize(CPU)
-    with device.on_stream(None):
-        pass
 
 
 def test_generators_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,3 +80,17 @@ def test_generators_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(torch.rand(3), first)
         assert kept[gpu].item() == (7 if of == gpu else 8)
         kept[gpu] = torch.tensor([7])
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu"), (None, "cpu")])
+def test_one_process_takes_the_device_that_there_is(
+    kind: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, kind, 1)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    transport: Transport = connect_for(qs.compile("1f1b", mesh="pp=1", microbatches=1), 1.0)
+    assert transport.device.type == expected
+
+
+def test_a_library_of_several_backends_stands_for_the_cpu() -> None:
+    assert device.current_device("cpu:gloo,cuda:nccl") == device.current_device("gloo") == CPU

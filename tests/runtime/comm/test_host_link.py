@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.runtime.comm import LocalTransport, LocalWorld, Transport, run_local
+from quintsched.runtime.comm import LocalWorld
 from quintsched.runtime.comm.host_copies import HostLink, TimedLink
 
 BYTES = [torch.arange(400, dtype=torch.uint8), torch.zeros(600, dtype=torch.uint8)]
@@ -49,16 +49,6 @@ def test_what_comes_back_waits_for_room_that_was_released() -> None:
     link.release(away)
     _, back = link.to_device(on_host)
     assert back.begin == away.end
-
-
-def test_a_world_gives_its_ranks_links_of_its_speed() -> None:
-    def link(transport: Transport) -> HostLink:
-        return transport.host_link()
-
-    (timed,) = run_local(1, link, host_bandwidth=1e6)
-    assert isinstance(timed, TimedLink)
-    assert type(run_local(1, link)[0]) is HostLink
-    assert type(LocalTransport(LocalWorld(1), 0).host_link()) is HostLink
 
 
 @pytest.mark.parametrize("bandwidth", [0.0, -1.0, math.inf, math.nan])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from itertools import permutations
@@ -38,7 +37,7 @@ def makespan(turns: Sequence[Side], *sides: Sequence[float]) -> float:
     return now
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(STRETCHES, STRETCHES)
 def test_no_other_turns_take_less_time(forward: list[int], backward: list[int]) -> None:
     counts = len(forward) // 2 + 1, len(backward) // 2 + 1
@@ -47,13 +46,6 @@ def test_no_other_turns_take_less_time(forward: list[int], backward: list[int]) 
     fewest = min(makespan(turns, forward, backward) for turns in every)
     apart = [(F,) * counts[0] + (B,) * counts[1], (B,) * counts[1] + (F,) * counts[0]]
     assert min(makespan(turns, forward, backward) for turns in ([found] if found else apart)) <= fewest + 1e-9
-
-
-def test_exchanges_are_hidden_behind_the_other_side() -> None:
-    both = [5.0, 5.0, 5.0, 5.0, 0.0], [0.0, 5.0, 10.0, 5.0, 10.0]
-    assert makespan(interleaving(*both), *both) == pytest.approx(30.0, abs=1e-3)
-    assert interleaving([3.0], [4.0]) == ()
-    assert interleaving([3.0, CHANGE_S, 3.0], [4.0, CHANGE_S, 4.0]) == ()
 
 
 class Talk:
@@ -99,9 +91,7 @@ def test_sides_go_on_in_their_turns(talk: Talk, turns: tuple[Side, ...], said: s
         assert talk.sides.current is F
 
 
-@pytest.mark.parametrize("guilty", ["f", "b"])
-@pytest.mark.parametrize("first", [F, B])
-@pytest.mark.parametrize("waits", [0, 1, 2])
+@pytest.mark.parametrize(("guilty", "first", "waits"), [("f", F, 0), ("f", B, 1), ("b", F, 2), ("b", B, 0)])
 def test_what_fails_on_one_side_ends_both_and_the_next_pair_runs(
     talk: Talk, guilty: str, first: Side, waits: int
 ) -> None:
@@ -116,12 +106,38 @@ def test_what_fails_on_one_side_ends_both_and_the_next_pair_runs(
     assert len(talk.said) == 6
 
 
-@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (3, 2), (2, 1), (2, 3)])
+@pytest.mark.parametrize(("forward", "backward"), [(1, 2), (2, 3)])
 def test_a_side_that_waits_more_or_less_often_than_was_noted_is_refused(
     talk: Talk, forward: int, backward: int
 ) -> None:
     with pytest.raises(qs.MisfitError, match=r"overlaps waits for others (more|less) often than in the second step"):
         talk.sides.run_sides(talk.side("f", forward), talk.side("b", backward), (F, B, F, B, F, B), CPU)
+
+
+def test_the_second_side_sees_context_variables_and_modes(talk: Talk) -> None:
+    variable, found, flops = ContextVar("variable", default=0), list[tuple[int, str]](), FlopCounterMode(display=False)
+
+    def compute() -> None:
+        found.append((variable.get(), torch.ones(2, 2).device.type))
+        torch.zeros(3, 3) @ torch.zeros(3, 3)
+
+    variable.set(7)
+    with torch.device("meta"), flops:
+        talk.sides.run_sides(compute, compute, (F, B), CPU)
+    talk.sides.run_sides(compute, compute, (B, F), CPU)
+    assert found == [(7, "meta")] * 2 + [(7, "cpu")] * 2
+    assert flops.get_total_flops() == 2 * 2 * 27
+
+
+def test_microbatches_that_exchange_differently_are_refused(talk: Talk) -> None:
+    overlaps, counts = Overlaps(talk.sides, CPU), iter([1, 1, 2])
+    pair = overlaps.pair(talk.side("f", 1), lambda: talk.side("b", next(counts))(), (0, 3))
+    pair()
+    assert overlaps.end_step() is None
+    pair()
+    pair()
+    with pytest.raises(qs.MisfitError, match=r"stage 3: its backwards exchange 1 to 2 times from one microbatch"):
+        overlaps.end_step()
 
 
 def test_random_numbers_are_those_of_one_after_the_other(talk: Talk) -> None:
@@ -159,48 +175,3 @@ def test_the_second_side_computes_under_what_the_first_one_does(talk: Talk) -> N
         talk.sides.run_sides(look, look, (F, B), CPU)
     talk.sides.run_sides(look, look, (B, F), CPU)
     assert found == [(True, False)] * 2 + [(False, True)] * 2
-
-
-def test_the_second_side_sees_context_variables_and_modes(talk: Talk) -> None:
-    variable, found, flops = ContextVar("variable", default=0), list[tuple[int, str]](), FlopCounterMode(display=False)
-
-    def compute() -> None:
-        found.append((variable.get(), torch.ones(2, 2).device.type))
-        torch.zeros(3, 3) @ torch.zeros(3, 3)
-
-    variable.set(7)
-    with torch.device("meta"), flops:
-        talk.sides.run_sides(compute, compute, (F, B), CPU)
-    talk.sides.run_sides(compute, compute, (B, F), CPU)
-    assert found == [(7, "meta")] * 2 + [(7, "cpu")] * 2
-    assert flops.get_total_flops() == 2 * 2 * 27
-
-
-def test_microbatches_that_exchange_differently_are_refused(talk: Talk) -> None:
-    overlaps, counts = Overlaps(talk.sides, CPU), iter([1, 1, 2])
-    pair = overlaps.pair(talk.side("f", 1), lambda: talk.side("b", next(counts))(), (0, 3))
-    pair()
-    assert overlaps.end_step() is None
-    pair()
-    pair()
-    with pytest.raises(qs.MisfitError, match=r"stage 3: its backwards exchange 1 to 2 times from one microbatch"):
-        overlaps.end_step()
-
-
-def test_the_second_thread_ends_with_its_sides(talk: Talk) -> None:
-    before = {*threading.enumerate()}
-    talk.sides.run_sides(talk.side("f", 0), talk.side("b", 0), (F, B), CPU)
-    (thread,) = {*threading.enumerate()} - before
-    del talk.sides
-    thread.join(5)
-    assert not thread.is_alive()
-
-
-def test_only_what_the_second_step_notes_counts(talk: Talk) -> None:
-    overlaps, first = Overlaps(talk.sides, CPU), [1]
-    pair = overlaps.pair(talk.side("f", 1), lambda: talk.side("b", 1 + len(first))(), (0, 1))
-    pair()
-    assert overlaps.end_step() is None
-    first.clear()
-    pair()
-    assert overlaps.end_step() == str([((F, 0), ["all_reduce over tp"]), ((B, 1), ["all_reduce over tp"])])

@@ -1,4 +1,4 @@
-"""Real processes over gloo, four of them and two by NCCL's rules; and what can be said of connecting without any."""
+"""Real processes over gloo, four of them and two by NCCL's rules; what connects, and what waits that fail become."""
 
 import json
 import os
@@ -6,18 +6,23 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from quintsched.errors import MisfitError, StallError, UsageError
-from quintsched.runtime.comm import Group, SelfGroup, Transport, as_group, connect
+from quintsched.errors import CodeError, MisfitError, StallError, UsageError
+from quintsched.runtime.comm import SelfGroup, Transport, as_group, connect
 from quintsched.runtime.comm.torch_backends import require_same_backend
+from quintsched.runtime.comm.torch_groups import as_stall
 from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
+from quintsched.runtime.watch.position_publisher import Publisher
+from quintsched.runtime.watch.watch_thread import Answer
+from quintsched.stalls.verdict_text import NO_CULPRIT
 
-from ..ranks import free_port, run_ranks
+from ..ranks import run_ranks
 from .group_checks import CHAIN, WORLD, check_collectives, make_groups
 
 
@@ -95,37 +100,6 @@ def test_four_processes_over_gloo_until_one_dies(tmp_path: Path) -> None:
     assert len({t["error"] for t in told}) == 1
 
 
-def check_order(t: Transport) -> None:
-    """The k-th send meets the k-th receive though their tags say otherwise, and waits may come in any order."""
-    tensors = [torch.full((3,), float(i)) for i in range(4)]
-    if t.rank == 1:
-        for tensor in tensors:
-            tensor.zero_()
-    move = t.send if t.rank == 0 else t.recv
-    works = [move(tensor, 1 - t.rank, tag if t.rank == 0 else 3 - tag) for tag, tensor in enumerate(tensors)]
-    for work in reversed(works):
-        work.wait()
-    assert [tensor[0].item() for tensor in tensors] == [0.0, 1.0, 2.0, 3.0]
-
-
-def check_rendezvous(t: Transport, group: Group) -> None:
-    """A send is done when its receive is there, not before; the other direction does not wait for it."""
-    posted, token = torch.zeros(1, dtype=torch.float64), torch.ones(1)
-    if t.rank == 0:
-        work = t.send(token, 1, 0)
-        t.recv(token.clone(), 1, 0).wait()
-        work.wait()
-        done = time.monotonic()
-    else:
-        t.send(token, 0, 0).wait()
-        time.sleep(0.1)
-        posted += time.monotonic()
-        t.recv(token, 0, 0).wait()
-        done = time.monotonic()
-    group.broadcast(posted, 1).wait()
-    assert done >= posted.item()
-
-
 def stall(t: Transport) -> dict[str, object]:
     """Both ranks send before they receive: a deadlock where a send is a rendezvous."""
     began = time.monotonic()
@@ -145,8 +119,6 @@ def run_fifo_rank(folder: Path) -> None:
     assert (transport.name, transport.profile) == ("gloo", "channel")
     group = transport.make_group([(0, 1)])
     transport.open_channels([(0, 1), (1, 0)])
-    check_order(transport)
-    check_rendezvous(transport, group)
     check_collectives(transport, group, torch.float32)
     (folder / f"{transport.rank}.json").write_text(json.dumps(stall(transport)))
 
@@ -162,40 +134,18 @@ def test_gloo_by_the_rules_of_nccl_until_it_stalls(tmp_path: Path) -> None:
         assert f"rank {rank} sending to rank {1 - rank}: float32 (2,), tag 0: " in told[rank]["error"]
 
 
-def test_a_backend_is_held_to_rules_that_it_can_follow() -> None:
-    with pytest.raises(UsageError, match="gloo cannot follow the rules 'mailbox', only rendezvous, nccl"):
-        connect("gloo", rules="mailbox")
-    with pytest.raises(UsageError, match="nccl cannot follow the rules 'rendezvous', only nccl"):
-        connect("nccl", rules="rendezvous")
-
-
-def test_connecting_without_torchrun_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_connect_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(UsageError, match=r"RANK.* not in the environment; start the ranks with torchrun"):
-        connect("gloo")
-
-
-def test_unknown_backends_are_refused_and_one_of_ours_suggested() -> None:
-    with pytest.raises(UsageError, match=r"unknown transport 'ncl'; did you mean 'nccl'"):
-        connect("ncl")  # type: ignore[arg-type]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_nccl_without_a_device_says_so() -> None:
-    with pytest.raises(MisfitError, match="nccl wants a CUDA device"):
-        connect("nccl")
-
-
-def test_one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    transport = connect("gloo", timeout_s=10)
-    assert isinstance(transport.make_group([(0,)]), SelfGroup)
-    transport.open_channels([])
-    transport.close()
-    transport.close()
-    assert not dist.is_initialized()
+    refusals: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+        (("gloo", "mailbox"), UsageError, "gloo cannot follow the rules 'mailbox', only rendezvous, nccl"),
+        (("nccl", "rendezvous"), UsageError, "nccl cannot follow the rules 'rendezvous', only nccl"),
+        (("gloo",), UsageError, r"RANK.* not in the environment; start the ranks with torchrun"),
+        (("ncl",), UsageError, r"unknown transport 'ncl'; did you mean 'nccl'"),
+        *([] if torch.cuda.is_available() else [(("nccl",), MisfitError, "nccl wants a CUDA device")]),
+    ]
+    for (backend, *rules), kind, words in refusals:
+        with pytest.raises(kind, match=words):
+            connect(backend, **dict(zip(["rules"], rules, strict=False)))
 
 
 def test_ranks_that_come_with_different_backends_are_refused_at_once() -> None:
@@ -206,3 +156,47 @@ def test_ranks_that_come_with_different_backends_are_refused_at_once() -> None:
         require_same_backend(first, store, rank=1)
         with pytest.raises(MisfitError, match=f"rank 2 connects over {second}, but rank 0 over {first}; give every"):
             require_same_backend(second, store, rank=2)
+
+
+LOST = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")
+VERDICT = "rank 1 (host a) was killed by SIGKILL"
+
+
+class Heard(Publisher):
+    """A publisher whose hub says `message`, and that writes down what it is asked."""
+
+    def __init__(self, message: str | None) -> None:
+        super().__init__()
+        self._message, self.asked = message, list[str]()
+
+    def explain_failed_wait(self, said: str, *, in_code: bool = False) -> Answer | None:
+        self.asked.append(said)
+        return None if self._message is None else Answer(self._message, was_told=True)
+
+
+def code_error(cause: Exception) -> CodeError:
+    """Return what a loss function that raised becomes."""
+    error = CodeError(f"the loss function raised {cause}")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize("error", [LOST, code_error(LOST)], ids=["itself", "in a loss"])
+def test_a_peer_that_is_lost_in_the_users_own_collective_is_the_verdicts(error: Exception) -> None:
+    found = as_stall(error, Heard(VERDICT))
+    assert isinstance(found, StallError)
+    assert (str(found), found.was_told) == (VERDICT, True)
+
+
+@pytest.mark.parametrize("message", [None, "", f"{NO_CULPRIT}; the ranks were last heard of here:"])
+def test_without_a_verdict_that_names_a_rank_the_error_is_said_itself(message: str | None) -> None:
+    assert as_stall(LOST, Heard(message)) is LOST
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("boom"), code_error(ValueError("boom")), StallError(VERDICT), code_error(StallError(VERDICT))]
+)
+def test_other_errors_are_left_and_nobody_is_asked(error: Exception) -> None:
+    hub = Heard(VERDICT)
+    assert as_stall(error, hub) is error
+    assert hub.asked == []
