@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -158,8 +158,6 @@ def split_pair(**kind: bool) -> list[nn.Module]:
 
 REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], dict[str, Any]]] = {
     "tuple": (pair, {}),
-    "zb-h1": (pair, {"schedule": "zb-h1"}),
-    "recompute": (pair, {"recompute": 1}),
     "dp": (pair, {"mesh": "dp=2,pp=2"}),
     "rider": (partial(pair, rides=True), {}),
     "split": (split_pair, {"schedule": "zb-h1", "recompute": 1}),
@@ -184,18 +182,6 @@ def in_turn(blocks: list[nn.Module], step: int) -> None:
     blocks[0].b.requires_grad_(step % 2 == 0)
 
 
-def test_it_is_refused_in_the_first_step_that_does_not_use_it() -> None:
-    seen = []
-
-    def change(blocks: list[nn.Module], step: int) -> None:
-        seen.append(step)
-        blocks[-1].uses = step % 2 == 0
-
-    with pytest.raises(MisfitError, match=r"no gradient to \[1\]"):
-        check(pair, change)
-    assert max(seen) == 1
-
-
 EQUAL: dict[str, tuple[Any, Change, str]] = {
     "all before are frozen, asked": (partial(model, Asking), partial(freeze, count=2), "pp=2"),
     "for a while, asked": (partial(model, Asking), partial(freeze, count=2, since=1, until=3), "pp=2"),
@@ -217,28 +203,16 @@ def test_it_trains_where_no_trained_weight_needs_a_gradient_of_it(build: Any, ch
 
 @pytest.mark.parametrize("used_in", [0, 1, None])
 def test_all_calls_of_a_step_count(used_in: int | None) -> None:
-    start = pair()
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
 
-    def run(transport: Transport) -> Tensor:
-        blocks = copy.deepcopy(start)
-        engine = Engine(
-            qs.compile("1f1b", mesh="pp=2", microbatches=2), blocks, F.cross_entropy, adam, transport=transport
-        )
+    def run(transport: Transport) -> bool:
+        blocks = pair()
+        before = blocks[0].b.weight.detach().clone()
+        engine = Engine(plan, blocks, F.cross_entropy, adam, transport=transport)
         for call in range(2):
             blocks[-1].uses = call == used_in
             engine.step(*batch(call), last=call == 1)
-        return blocks[0].b.weight.detach()
+        return torch.equal(before, blocks[0].b.weight)
 
-    if used_in is None:
-        with pytest.raises(MisfitError, match=r"no gradient to \[1\]"):
-            run_local(2, run)
-        return
-    blocks = copy.deepcopy(start)
-    loss = torch.zeros(())
-    for call in range(2):
-        blocks[-1].uses = call == used_in
-        inputs, targets = batch(call)
-        loss = loss + F.cross_entropy(nn.Sequential(*blocks)(inputs), targets) / 2
-    loss.backward()
-    adam([weight for block in blocks for weight in block.parameters()]).step()
-    assert torch.allclose(run_local(2, run)[0], blocks[0].b.weight, atol=1e-12)
+    with pytest.raises(MisfitError, match=r"no gradient to \[1\]") if used_in is None else nullcontext():
+        assert run_local(2, run) == [False, True]  # of which the first rank trains it

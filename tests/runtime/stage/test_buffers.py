@@ -58,8 +58,6 @@ def trained(plan: qs.Plan, blocks: Blocks, **options: Any) -> list[Outcome]:
     [
         {"schedule": "1f1b", "mesh": "dp=2,pp=2", "microbatches": 2, "recompute": 1},
         {"schedule": "zb-h1", "mesh": "pp=2", "microbatches": 4},
-        pytest.param({"schedule": "interleaved-1f1b", "mesh": "pp=2", "microbatches": 4}, marks=pytest.mark.slow),
-        pytest.param({"schedule": "1f1b", "mesh": "dp=4", "microbatches": 1, "zero": 3}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.ir.instruction_set import OffloadAct, RecvSkip, SendSkip
+from quintsched.ir.instruction_set import OffloadAct
 from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Carry
 from quintsched.runtime.comm import Rules
@@ -77,21 +77,6 @@ class ChangesA(Plain):
         return torch.tanh(self.layer(x))
 
 
-class Mixed(Plain):
-    """Attends to the outputs of all sources before it, and is one: an attention residual."""
-
-    def __init__(self, number: int, last: int) -> None:
-        super().__init__()
-        self.number, self.last = number, last
-
-    def forward(self, x: Tensor, **earlier: Tensor) -> Tensor | Carry:  # type: ignore[override]
-        if earlier:
-            sources = torch.stack([*earlier.values(), x])
-            x = (sources.softmax(0) * sources).sum(0)
-        y = torch.tanh(self.layer(x))
-        return Carry(y, **{f"h{self.number}": y}) if self.number < self.last else y
-
-
 def twelve() -> list[Any]:
     """Two blocks a stage: a goes from stage 0 to 2, 3 and 5, b from 1 to 3 and 4; some stages take one twice."""
     return [
@@ -102,10 +87,6 @@ def twelve() -> list[Any]:
         *(TakesB, TakesB),
         *(TakesA, Plain),
     ]
-
-
-def residuals(number: int) -> list[Any]:
-    return [partial(Mixed, block, number - 1) for block in range(number)]
 
 
 SKIPS = {"a": (0, 2, 3, 5), "b": (1, 3, 4)}
@@ -148,35 +129,21 @@ def assert_same_bits(found: Sequence[Outcome], wanted: Sequence[Outcome]) -> Non
 
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [
-    ("1f1b", {"mesh": "pp=6"}),
-    ("gpipe", {"mesh": "pp=6"}),
-    ("zb-h1", {"mesh": "pp=6"}),
-    ("interleaved-1f1b", {"mesh": "pp=2", "chunks": 3}),
-    ("interleaved-1f1b", {"mesh": "pp=3", "chunks": 2}),
-    ("interleaved-zb", {"mesh": "pp=3", "chunks": 2}),
-    ("zbv", {"mesh": "pp=3"}),
-    ("v-half", {"mesh": "pp=3"}),
-    ("dualpipe-v", {"mesh": "pp=3"}),
-    ("interleaved-1f1b", {"mesh": "pp=3", "chunks": 2, "overlap": True}),
-    ("dualpipe-v", {"mesh": "pp=3", "overlap": True}),
-    ("zbv", {"mesh": "pp=3", "recompute": 1}),
     ("1f1b", {"mesh": "pp=6", "recompute": (0, 1, 2, 1, 0, 2)}),
-    ("1f1b", {"mesh": "dp=2,pp=6", "zero": 1}),
-    ("interleaved-1f1b", {"mesh": "dp=2,pp=3", "chunks": 2, "zero": 3}),
+    ("gpipe", {"mesh": "pp=6"}),
+    ("interleaved-1f1b", {"mesh": "pp=2", "chunks": 3}),
     ("zbv", {"mesh": "pp=3,dp=2", "zero": 2}),
+    ("dualpipe-v", {"mesh": "pp=3", "overlap": True}),
+    ("interleaved-1f1b", {"mesh": "dp=2,pp=3", "chunks": 2, "zero": 3}),
 ]
+"""Several blocks on a stage, some of which take one skip twice: the toys of test_mutants have one block each."""
 
 
-RESIDUALS = {f"h{number}": tuple(range(number, 6)) for number in range(5)}
-"""Every stage takes the outputs of all stages before it."""
-
-
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("blocks", "skips", "name", "shape"),
     [
         *((twelve(), SKIPS, *shape) for shape in SHAPES),
-        *((residuals(6), RESIDUALS, *SHAPES[place]) for place in (0, 3, 6)),
         (twelve(), {"a": (0, 2, 3), "b": (0, 3)}, "1f1b", {"mesh": "pp=4", "stages": (3, 0, 4, 5)}),
         (twelve(), {"a": (0, 1, 2), "b": (0, 2)}, "1f1b", {"mesh": "pp=4", "stages": (3, 4, 5, 0)}),
     ],
@@ -189,33 +156,9 @@ def test_a_skip_gives_the_bits_of_a_rider_and_the_numbers_of_one_process(
     require_equal(cached, train_plainly(blocks))
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("name", "shape"), [SHAPES[0], SHAPES[4], SHAPES[6]])
-def test_some_skip_and_some_ride_in_the_strictest_order(name: str, shape: dict[str, Any]) -> None:
-    """Receives keep their places in the program, as on NCCL."""
-    mixed, *others = (
-        train(skips, twelve(), name, "nccl", **shape) for skips in ({"b": SKIPS["b"]}, SKIPS, dict[str, Any]())
-    )
-    for other in others:
-        assert_same_bits(mixed, other)
-
-
-def test_tensor_parallel_stages_exchange_skips() -> None:
-    """Skips are whole on all ranks of tp, as riders are."""
-    shape = {"mesh": "pp=3,tp=2", "chunks": 2}
-    more = {"block_costs": [1.0] * 12, "rules": {"*.layer": "column"}}
-    cached, riding = (
-        train_plan(compile_with(skips, "interleaved-1f1b", **shape), twelve(), **more)
-        for skips in (SKIPS, dict[str, Any]())
-    )
-    assert_same_bits(cached, riding)
-    require_equal(cached, train_plainly(twelve()))
-
-
 @pytest.mark.parametrize(
     ("skips", "name", "shape"),
     [
-        ({}, "1f1b", {"stage_to_pp": (0, 0, 1, 1)}),
         ({}, "zbv", {}),
         ({"a": (0, 3)}, "zbv", {}),
         ({"a": (0, 3)}, "gpipe", {"stage_to_pp": (0, 0, 0, 1)}),
@@ -228,15 +171,6 @@ def test_a_weight_that_goes_along_is_not_that_of_the_stage(
     blocks = [Table, Plain, Plain, TakesA]
     found = train(skips, blocks, name, mesh="dp=2,pp=2", zero=3, microbatches=3, **shape)
     require_equal(found, train_plainly(blocks))
-
-
-def test_a_skip_goes_to_a_rank_once() -> None:
-    plan = compile_with({"a": (0, 1, 2, 3, 4, 5)}, "interleaved-1f1b", mesh="pp=2", chunks=3)
-    sent = [i for i in plan.programs[0] if isinstance(i, SendSkip)]
-    assert [(i.stage, i.peer) for i in sent] == [(0, 1)] * 6
-    assert sorted(i.microbatch for i in sent) == list(range(6))
-    assert not any(isinstance(i, SendSkip) for i in plan.programs[1])
-    assert not any(isinstance(i, RecvSkip) for i in plan.programs[0])
 
 
 SIX: dict[str, Any] = {"name": "interleaved-1f1b", "mesh": "pp=2", "chunks": 3}
@@ -286,9 +220,9 @@ def test_a_stage_without_blocks_neither_makes_nor_takes_a_skip() -> None:
             qs.compile("1f1b", mesh="pp=3", microbatches=3, stages=(1, 0, 2), **setting)
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wire", ["mailbox", "nccl"])
-@pytest.mark.parametrize(("name", "shape"), [SHAPES[0], SHAPES[1], SHAPES[3], SHAPES[6]])
+@pytest.mark.parametrize(("name", "shape"), [SHAPES[1], SHAPES[2]])
 def test_what_takes_skips_may_go_to_the_host(name: str, shape: dict[str, Any], wire: Rules) -> None:
     """A skip that is handed on stays on the device, whatever of its taker goes away."""
     stays = compile_with(SKIPS, name, **shape)

@@ -15,7 +15,6 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from tests.compiling import NEEDS_COMPILER, TORCH_WARNS
 
-from ..grid import Case, require_equality
 from ..toys import difference, sgd
 
 pytestmark = TORCH_WARNS
@@ -35,10 +34,8 @@ class Mlp(nn.Module):
     ("schedule", "more", "backend"),
     [
         ("zb-h1", {"mesh": "pp=1"}, "aot_eager"),
-        pytest.param("zb-h1", {"mesh": "pp=1"}, "inductor", marks=slow),
-        *(pytest.param(schedule, {"mesh": "pp=2"}, "inductor", marks=slow) for schedule in ("zb-h1", "1f1b", "zbv")),
-        pytest.param("1f1b", {"mesh": "pp=2", "recompute": 1}, "inductor", marks=slow),
-        *(pytest.param("zb-h1", {"mesh": "dp=2", "zero": zero}, "inductor", marks=slow) for zero in (1, 2, 3)),
+        pytest.param("zb-h1", {"mesh": "pp=2"}, "inductor", marks=slow),
+        pytest.param("1f1b", {"mesh": "dp=2", "zero": 3, "recompute": 1}, "inductor", marks=slow),
     ],
     ids=str,
 )
@@ -79,22 +76,6 @@ def test_compiled_stages_equal_plain_ones(
         assert share is None if schedule == "1f1b" else share is not None and share > 0.9
 
 
-@pytest.mark.slow
-@NEEDS_COMPILER
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("1f1b", "pp=3", stages=(2, 0, 1), depth=1, model="gpt"),
-        *(Case("1f1b", "cp=2", model="gpt", context=method) for method in ("ring", "gather", "ulysses")),
-        *(Case("1f1b", "tp=2", model="gpt", sequence_parallel=both) for both in (False, True)),
-    ],
-    ids=str,
-)
-def test_compiled_stages_equal_one_process(case: Case) -> None:
-    """Ranks of one process share what is compiled, and its limit: some run some frames uncompiled."""
-    require_equality(case, compiled=True)
-
-
 class Noisy(Mlp):
     def __init__(self) -> None:
         super().__init__()
@@ -106,9 +87,8 @@ class Noisy(Mlp):
 
 @pytest.mark.slow
 @NEEDS_COMPILER
-@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
-def test_compiled_stages_drop_the_same_and_are_compiled_once(schedule: str) -> None:
-    plan = qs.compile(schedule, mesh="pp=1", microbatches=2)
+def test_compiled_stages_drop_the_same_and_are_compiled_once() -> None:
+    plan = qs.compile("zb-h1", mesh="pp=1", microbatches=2)
     inputs, targets = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
 
     def losses(compiled: bool) -> list[float]:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Carry, Engine
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Carry
 
 from ...helpers.training import Outcome, require_equal, train_alone, train_ranks
 from ..toys import sgd
@@ -91,13 +90,8 @@ TWO: dict[str, Any] = {"losses": (0, 1), "skip": {"early": (0, 1)}}
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("1f1b", {"mesh": "pp=4", **FOUR}),
-        ("gpipe", {"mesh": "pp=4", **FOUR, "recompute": 1}),
-        ("zb-h1", {"mesh": "pp=4", **FOUR, "skip": {}}),
         ("interleaved-1f1b", {"mesh": "pp=2", **FOUR}),
         ("zbv", {"mesh": "pp=2", **FOUR, "recompute": (0, 2, 1, 0)}),
-        ("1f1b", {"mesh": "pp=2", **TWO}),
-        ("zbv", {"mesh": "dp=2,pp=2", **FOUR}),
         ("1f1b", {"mesh": "dp=2,pp=4", **FOUR, "zero": 3}),
         ("1f1b", {"mesh": "pp=2,tp=2", **TWO}),
         ("1f1b", {"mesh": "pp=1"}),
@@ -107,28 +101,13 @@ def test_losses_on_several_stages_equal_one_process(name: str, shape: dict[str, 
     require_equal(train(name, **shape), train_alone(blocks(), summed, sgd, [data()] * STEPS, evaluated=data()))
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_loss_has_the_same_bits_on_every_mesh_and_in_every_order(every: int) -> None:
+def test_the_loss_has_the_same_bits_on_every_mesh_and_in_every_order() -> None:
     """Compare the first step only: gradients are added up in the order of backwards, which is the schedule's."""
     shapes = [
         ("1f1b", {"mesh": "pp=4", **FOUR}),
-        ("gpipe", {"mesh": "pp=4", **FOUR}),
-        ("v-min", {"mesh": "pp=2", **FOUR, "skip": {}}),
         ("zbv", {"mesh": "pp=2", **FOUR}),
-        ("interleaved-1f1b", {"mesh": "pp=2", **FOUR}),
-        ("dualpipe-v", {"mesh": "pp=2", **FOUR}),
     ]
-    assert len({of_rank.losses[0] for name, shape in shapes[::every] for of_rank in train(name, steps=1, **shape)}) == 1
-
-
-def test_ranks_with_a_loss_need_targets() -> None:
-    plan = qs.compile("1f1b", mesh="pp=4", microbatches=2, **FOUR)
-
-    def needs(transport: Transport) -> bool:
-        return Engine(plan, blocks(), summed, sgd, block_costs=[1.0] * 8, transport=transport).needs_targets
-
-    assert run_local(4, needs) == [False, True, True, True]
-    assert [stage for program in plan.programs for stage in program[-1].stages] == [0, 1, 2, 3]
+    assert len({of_rank.losses[0] for name, shape in shapes for of_rank in train(name, steps=1, **shape)}) == 1
 
 
 class Wrong(Layer):

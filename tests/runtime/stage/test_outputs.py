@@ -14,9 +14,6 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import Blocks, build_model
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.train.built_in_losses import cross_entropy_sum
-
-from ..toys import tiny_gpt
 
 SIZE = 4
 
@@ -62,36 +59,3 @@ def test_outputs_of_all_microbatches_are_put_together(name: str) -> None:
     torch.testing.assert_close(torch.cat([output["hidden"][0] for output in found]), whole["hidden"][0])
     expected = float(((whole["logits"] - y) ** 2).sum()) / 8
     assert all(result.loss.item() == pytest.approx(expected) for result in results)
-
-
-class Known(nn.Module):
-    """Asks whether all ids are known, so that only data tell shapes."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        assert (ids >= 0).all()
-        return ids
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("mesh", ["tp=2", "cp=2", "pp=2,cp=2,tp=2"])
-def test_logits_are_whole_over_tp_and_cp(mesh: str, asks: bool) -> None:
-    ids = torch.randint(0, 10, (4, 8), generator=torch.Generator().manual_seed(0))
-    blocks = [*([Known] if asks else []), *tiny_gpt(8, depth=2)]
-    whole = build_model(blocks, dtype=torch.float64).eval()(ids)
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-    results = evaluate(plan, blocks, cross_entropy_sum, ids, None)
-    found = [result.outputs for result in results if result.outputs is not None]
-    assert len(found) == plan.mesh.size // plan.mesh.axis_size("pp")
-    for logits in found:
-        torch.testing.assert_close(logits, whole, rtol=1e-10, atol=1e-12)
-    assert all(result.loss.isnan() for result in results)
-
-
-def test_without_outputs_targets_are_needed() -> None:
-    engine = Engine(
-        qs.compile("1f1b", mesh="pp=1", microbatches=2), [Head], own_loss, lambda p: torch.optim.SGD(p, lr=0.1)
-    )
-    with pytest.raises(qs.UsageError, match="needs targets"):
-        engine.evaluate(torch.ones(2, SIZE), None)
-    assert engine.evaluate(torch.ones(2, SIZE), torch.ones(2, 3), labels=torch.ones(2, 3)).outputs is None

@@ -17,102 +17,105 @@ from quintsched.runtime.stage.batches.same_batch_every_step import DataMarks
 
 from ..toys import sgd
 
-CPU = torch.device("cpu")
-Given = tuple[Tensor, Tensor, dict[str, Any]]
+Given = tuple[Any, Any, dict[str, Any]]
+Give = Callable[[Engine, Transport, int, Given], Given]
 
 
-class Shifted(nn.Linear):
-    def forward(self, x: Tensor, shift: Tensor, scale: float = 1.0) -> Tensor:
-        return super().forward(x) + shift * scale
+class Scaled(nn.Linear):
+    """A layer that takes its inputs in a dict, and may be given a mask and a gain."""
+
+    def forward(self, x: Any, mask: Tensor | None = None, gain: float = 1.0) -> Tensor:
+        if isinstance(x, dict):
+            x = x["x"] * x["scale"]
+        return super().forward(x) * gain * (1.0 if mask is None else mask.unsqueeze(-1))
 
 
-def refusals(mesh: str, give: Callable[[Engine, Transport, Given], Given], steps: int = 1) -> set[str]:
-    """Return the refusals of the ranks; "" for those that run."""
+def run_steps(mesh: str, give: Give, steps: int = 1, parts: int = 1) -> list[str]:
+    """Return what each rank is told, "" where it runs; what is refused changes no weight."""
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
 
     def run(transport: Transport) -> str:
-        engine = Engine(plan, [lambda: Shifted(4, 4)] * 2, nn.functional.mse_loss, sgd, transport=transport)
+        engine = Engine(plan, [lambda: Scaled(4, 4)] * 2, nn.functional.mse_loss, sgd, transport=transport)
         random = torch.Generator().manual_seed(engine.replica)
-        x, y, shift = torch.randn(3, 4, 4, generator=random)
-        try:
-            for _ in range(steps):
-                inputs, targets, extras = give(engine, transport, (x, y, {"shift": shift}))
-                engine.step(inputs, targets, **extras)
+        for step in range(steps):
+            x, y = torch.randn(2, 4, 4, generator=random)
+            mask = (torch.rand(4, generator=random) > 0.5).float()
+            inputs, targets, extras = give(engine, transport, step, ({"x": x, "scale": 1.0}, y, {"mask": mask}))
+            before = [weight.detach().clone() for stage in engine.stages.values() for weight in stage.parameters()]
+            try:
+                for part in range(parts):
+                    engine.step(inputs, targets, last=part == parts - 1, **extras)
                 engine.evaluate(inputs, targets, **extras)
-        except qs.MisfitError as error:
-            return str(error)
+            except qs.MisfitError as error:
+                after = [weight for stage in engine.stages.values() for weight in stage.parameters()]
+                assert all(map(torch.equal, before, after))
+                return str(error)
         return ""
 
-    return set(run_local(plan.mesh.size, run, timeout_s=60))
+    return run_local(plan.mesh.size, run, timeout_s=60)
 
 
-CHANGES: dict[str, Callable[[Given], Given]] = {
-    "inputs": lambda g: (g[0] + 1e-6, *g[1:]),
-    "targets": lambda g: (g[0], g[1].flip(0), g[2]),
-    "'shift'": lambda g: (*g[:2], {"shift": g[2]["shift"] * 2}),
-    "'scale'": lambda g: (*g[:2], {**g[2], "scale": 3.0}),
-    "names of extras": lambda g: (*g[:2], {**g[2], "scale": 1.0}),
+CHANGES: dict[str, tuple[str, Callable[[Given], Given]]] = {
+    "inputs": ("inputs", lambda g: ({**g[0], "x": g[0]["x"] + 1e-6}, *g[1:])),
+    "targets": ("targets", lambda g: (g[0], g[1].flip(0), g[2])),
+    "an extra": ("'mask'", lambda g: (*g[:2], {"mask": 1 - g[2]["mask"]})),
+    "None": ("'mask'", lambda g: (*g[:2], {"mask": None})),
+    "another type": ("'mask'", lambda g: (*g[:2], {"mask": g[2]["mask"].bool()})),
+    "one more extra": ("names of extras", lambda g: (*g[:2], {**g[2], "gain": 1.0})),
+    "a plain value in a tree": ("inputs", lambda g: ({**g[0], "scale": 2.0}, *g[1:])),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_ranks_of_tp_are_given_the_same(what: str) -> None:
-    def give(engine: Engine, transport: Transport, given: Given) -> Given:
-        if what == "'scale'":
-            given = (*given[:2], {**given[2], "scale": 2.0})
-        return CHANGES[what](given) if transport.rank == 3 else given
-
-    (said,) = refusals("dp=2,tp=2", give)
-    assert said.startswith(f"ranks 2 and 3 are given different {what}, and belong to one replica (1 of 2): give all")
-
-
-def test_replicas_have_data_of_their_own_and_nobody_gives_what_is_not_needed() -> None:
-    def give(engine: Engine, transport: Transport, given: Given) -> Given:
-        x, y, extras = given
-        in_place = torch.full_like(x, transport.rank)
-        return x if engine.needs_inputs else in_place, y if engine.needs_targets else None, extras
-
-    assert refusals("dp=2,pp=2", give, steps=3) == {""}
-
-
-def weights_of(engine: Engine) -> Tensor:
-    modules = engine._model.stages.values()
-    return torch.cat([weight.detach().flatten() for module in modules for weight in module.parameters()])
-
-
-LATE = ["tp=2", "pp=2", "pp=2,tp=2", "dp=2,tp=2", "ep=2,pp=2"]
+    named, change = CHANGES[what]
+    (said,) = set(
+        run_steps("dp=2,tp=2", lambda _, transport, step, given: change(given) if transport.rank == 3 else given)
+    )
+    assert said.startswith(f"ranks 2 and 3 are given different {named}, and belong to one replica (1 of 2): give all")
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("last", [True, False], ids=["at once", "accumulated"])
-@pytest.mark.parametrize("mesh", LATE)
-@pytest.mark.parametrize("what", ["inputs", "targets", "extras"])
-def test_ranks_that_drift_apart_later_are_told_before_weights_change(mesh: str, what: str, last: bool) -> None:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-    change = CHANGES["'shift'" if what == "extras" else what]
+@pytest.mark.parametrize("parts", [1, 2], ids=["at once", "accumulated"])
+@pytest.mark.parametrize("mesh", ["tp=2", "pp=2", "pp=2,tp=2", "dp=2,tp=2", "ep=2,pp=2"])
+@pytest.mark.parametrize("what", CHANGES)
+def test_ranks_that_drift_apart_later_are_told_before_weights_change(mesh: str, what: str, parts: int) -> None:
+    last = qs.Mesh.parse(mesh).size - 1
 
-    unchanged = []
+    def give(engine: Engine, transport: Transport, step: int, given: Given) -> Given:
+        return CHANGES[what][1](given) if step == 5 and transport.rank == last else given
 
-    def run(transport: Transport) -> None:
-        engine = Engine(plan, [lambda: Shifted(4, 4)] * 2, nn.functional.mse_loss, sgd, transport=transport)
-        random = torch.Generator().manual_seed(engine.replica)
-        for step in range(6):
-            x, y, shift = torch.randn(3, 4, 4, generator=random)
-            mine: Given = (x, y, {"shift": shift})
-            before = weights_of(engine)
-            for part in range(2):
-                odd = step == 5 and part == 0 and transport.rank == plan.mesh.size - 1
-                inputs, targets, extras = change(mine) if odd else mine
-                try:
-                    engine.step(inputs, targets, last=last or part == 1, **extras)
-                except qs.MisfitError:
-                    unchanged.append(step == 5 and torch.equal(before, weights_of(engine)))
-                    raise
+    told = [said for said in run_steps(mesh, give, steps=6, parts=parts) if said]  # of this replica's ranks
+    assert len(told) >= 2
+    assert all("were not all given the same" in said and "in this step" in said for said in told)
 
-    with pytest.raises(qs.MisfitError, match=f"were not all given the same {what} in this step"):
-        run_local(plan.mesh.size, run, timeout_s=60)
-    assert unchanged
-    assert all(unchanged)
+
+def test_the_odd_one_of_several_is_named() -> None:
+    def give(engine: Engine, transport: Transport, step: int, given: Given) -> Given:
+        return CHANGES["None"][1](given) if step >= 3 and transport.rank == 2 else given
+
+    (said,) = set(run_steps("pp=2,tp=2", give, steps=5))
+    assert "rank 2 was given something else than ranks 0, 1 and 3: " in said
+    assert "mask: None" in said.partition(", and not ")[0]
+    assert "mask: float32" in said.partition(", and not ")[2]
+
+
+def test_replicas_have_data_of_their_own_and_what_is_not_needed_may_be_anything() -> None:
+    places: list[Callable[[Tensor], Any]] = [
+        lambda x: x,
+        lambda x: None,
+        lambda x: torch.empty(3, device="meta"),
+        torch.zeros_like,
+        lambda x: x[:0],
+        lambda x: {"x": x.to("meta"), "scale": 5.0},
+    ]
+
+    def give(engine: Engine, transport: Transport, step: int, given: Given) -> Given:
+        (inputs, targets, extras), place = given, places[step % len(places)]
+        inputs = inputs if engine.needs_inputs or place is places[0] else place(inputs["x"])
+        return inputs, targets if engine.needs_targets else place(targets), extras
+
+    assert run_steps("dp=2,pp=2", give, steps=2 * len(places)) == [""] * 4
 
 
 def test_whole_data_are_compared_in_steps_ever_farther_apart() -> None:
@@ -125,7 +128,7 @@ def test_whole_data_are_compared_in_steps_ever_farther_apart() -> None:
 
 def test_many_replicas_take_turns() -> None:
     ranks, seen = 260, set()
-    marks = [DataMarks(range(ranks), lambda rank: rank // 2, rank, CPU) for rank in range(ranks)]
+    marks = [DataMarks(range(ranks), lambda rank: rank // 2, rank, torch.device("cpu")) for rank in range(ranks)]
     for _ in range(3):
         for rank, mark in enumerate(marks):
             x = torch.arange(8.0) + (rank == 77)
@@ -136,3 +139,14 @@ def test_many_replicas_take_turns() -> None:
         except qs.MisfitError as error:
             seen.add(str(error)[:16])
     assert seen == {"ranks 76 and 77 "}
+
+
+def test_a_meta_tensor_is_refused_where_it_is_needed() -> None:
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+
+    def run(transport: Transport) -> None:
+        engine = Engine(plan, [lambda: Scaled(4, 4)] * 2, nn.functional.mse_loss, sgd, transport=transport)
+        engine.step(torch.ones(4, 4), torch.ones(4, 4, device="meta"))
+
+    with pytest.raises(qs.MisfitError, match="targets, which this rank needs, is a tensor on the meta device"):
+        run_local(2, run)

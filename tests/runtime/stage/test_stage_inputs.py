@@ -1,9 +1,10 @@
-"""Inputs of a stage look the same to programs as in one process, apart from their numbers."""
+"""Inputs of a stage look as in one process, apart from their numbers, and are new objects for each unit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime.engine import Engine
+from quintsched.runtime import Carry, Engine, Transport, run_local
 
-from ...helpers.training import check_equality
+from ...helpers.training import check_equality, train_alone, train_ranks
 
 WIDTH, STEPS = 6, 2
 
@@ -83,30 +84,9 @@ class AsksForGraph(Layer):
         return made if x.grad_fn is not None else 0.6 * made
 
 
-class Expanded(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = super().forward(x) * (1.0 if x.is_contiguous() else 0.6)
-        return made.mean(1, keepdim=True).expand(-1, WIDTH)
-
-
-class PassesTwo(Layer):
-    """Hands on two tensors, of which the second does not lie in memory in order."""
-
-    def forward(self, given: Any) -> Any:
-        x, other = given if isinstance(given, tuple) else (given, given.t().contiguous().t())
-        return super().forward(x) * (1.0 if other.is_contiguous() else 0.6), other
-
-
-class JoinsTwo(PassesTwo):
-    def forward(self, given: Any) -> Any:
-        return sum(super().forward(given))
-
-
 STRIDED = {
     "transposed": [Transposed] * 3,
     "sliced": [Sliced] * 3,
-    "expanded": [Expanded] * 3,
-    "one of two": [PassesTwo, PassesTwo, JoinsTwo],
 }
 
 
@@ -139,12 +119,6 @@ class Marks(Layer):
         made: Any = super().forward(x)
         made.level = 1
         return made
-
-
-class SeesMarks(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = super().forward(x)
-        return made * getattr(x, "level", 0.6)
 
 
 class Tagged(Tensor):
@@ -186,17 +160,110 @@ def test_what_else_tensors_have_is_refused(kind: Any, words: str, recompute: int
         check(build=lambda: [kind() for _ in range(3)], stages=2 - recompute, recompute=recompute, **extras)
 
 
-def test_attributes_may_be_seen_within_a_stage() -> None:
-    for stages in (1, 2):
-        check(Layer, Layer, Marks, SeesMarks, stages=stages)
+def test_optimizers_see_attributes_of_weights_of_other_stages() -> None:
+    def slower() -> nn.Sequential:
+        made = model(Layer, Layer)
+        for parameter in made[1].parameters():
+            parameter.lr = 0.01  # type: ignore[attr-defined]
+        return made
+
+    check(build=slower)
 
 
-def test_batches_have_no_attributes() -> None:
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=2)
-    engine, (inputs, targets) = Engine(plan, list(model(Layer)), F.cross_entropy, sgd), batch(0)
-    inputs.level = 2  # type: ignore[attr-defined]
-    with pytest.raises(MisfitError, match=r"inputs has an attribute 'level'.*engine.step\(…, level=…\)"):
-        engine.step(inputs, targets)
+given: dict[int, list[Tensor]] = {}
+"""By stage: the masks that its block was given, kept, so that no number of an object comes twice."""
+
+
+class First(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Carry:
+        return Carry(self.linear(x), mask=(x > 0).long())
+
+
+class Middle(nn.Module):
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.linear, self.stage = nn.Linear(3, 3), stage
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if not x.is_meta:
+            given.setdefault(self.stage, []).append(mask)
+        return self.linear(x) * mask
+
+
+def test_no_object_is_given_twice() -> None:
+    plan, blocks = qs.compile("1f1b", mesh="pp=3", microbatches=4), [First(), Middle(1), Middle(2)]
+    x, y = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0))
+    given.clear()
+
+    def train(transport: object) -> None:
+        engine = Engine(plan, deepcopy(blocks), nn.functional.mse_loss, torch.optim.SGD, transport=transport)
+        for _ in range(2):
+            engine.step(x, y)
+        engine.evaluate(x, y)
+
+    run_local(3, train)
+    assert len(given[2]) >= 4 * 3
+    assert all(len({*map(id, masks)}) == len(masks) for masks in given.values())
+
+
+def test_a_hook_that_comes_later_is_given_new_objects_and_hooks_on_these_go_with_them() -> None:
+    """Stages of torch alone are given the same leaves in each step, but where code of users sees them."""
+    plan, blocks = qs.compile("1f1b", mesh="pp=2", microbatches=4), [nn.Linear(3, 3), nn.Linear(3, 3)]
+    x, y = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0))
+    seen: list[Tensor] = []
+    gradients: list[Tensor] = []
+
+    def see(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        seen.append(inputs[0])
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(gradients.append)
+
+    def train(transport: Transport) -> list[float]:
+        mine = deepcopy(blocks)
+        engine = Engine(plan, mine, nn.functional.mse_loss, torch.optim.SGD, transport=transport)
+        losses = [engine.step(x, y).loss.item() for _ in range(3)]
+        if transport.rank == 1:
+            handle = mine[1].register_forward_pre_hook(see)
+        losses += [engine.step(x, y).loss.item() for _ in range(2)]
+        if transport.rank == 1:
+            handle.remove()
+        return losses + [engine.step(x, y).loss.item() for _ in range(2)]
+
+    found, _ = run_local(2, train)
+    assert len({*map(id, seen)}) == len(seen) >= 2 * 4
+    assert len(gradients) == 2 * 4
+    expected = train_alone(nn.Sequential(*blocks), nn.functional.mse_loss, torch.optim.SGD, [(x, y)] * 7)
+    assert found == pytest.approx(expected.losses, abs=1e-6)
+
+
+class Bank(nn.Linear):
+    """Attends to all inputs that it has had."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.bank: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        keys = torch.cat([*self.bank, x.detach()])
+        self.bank.append(x.detach())
+        return super().forward(x) + torch.softmax(x @ keys.t(), -1) @ keys
+
+
+def test_what_a_stage_keeps_of_its_input_stays() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Bank()).double()
+    x, y = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    batches = [(x * step, y) for step in range(1, 5)]
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    found = train_ranks(plan, list(model), nn.functional.mse_loss, torch.optim.SGD, batches)
+    alone = train_ranks(
+        qs.compile("1f1b", mesh="dp=1", microbatches=2), list(model), nn.functional.mse_loss, torch.optim.SGD, batches
+    )
+    assert found[-1].losses == alone[0].losses
 
 
 class Scales(TorchFunctionMode):
@@ -207,13 +274,3 @@ class Scales(TorchFunctionMode):
 
 def test_modes_see_linear_layers_with_split_backwards() -> None:
     check(Layer, Layer, around=Scales, schedule="zb-h1")
-
-
-def test_optimizers_see_attributes_of_weights_of_other_stages() -> None:
-    def slower() -> nn.Sequential:
-        made = model(Layer, Layer)
-        for parameter in made[1].parameters():
-            parameter.lr = 0.01  # type: ignore[attr-defined]
-        return made
-
-    check(build=slower)

@@ -12,92 +12,52 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
-from ...helpers.training import check_equality
 from ..grid import Case, require_equality
 from ..toys import adam, ids_task, sgd, share, tiny_gpt, train_on
 
 DEPTH = 4
 LENGTH = 8
 
-EVERY_SCHEDULE = [
-    ("1f1b", 4, 4, [0, 0, 1, 2, 3, 3], [1, 2, 0, 2, 1, 0]),
-    ("gpipe", 3, 3, [0, 1, 1, 2], [1, 3, 2, 0]),
-    ("eager-1f1b", 2, 4, [0, 0, 1], [1, 4, 1]),
-    ("bfs", 2, 4, [0, 1, 0], [1, 5, 0]),
-    ("interleaved-1f1b", 2, 4, [0, 0, 1, 0, 1, 1], [1, 1, 1, 1, 2, 0]),
-    ("interleaved-1f1b", 4, 4, [0, 1, 2, 3, 0, 1, 2], [1, 1, 1, 1, 0, 1, 1]),
-    ("interleaved-zb", 2, 4, [0, 1, 0], [1, 5, 0]),
-    ("zb-h1", 3, 4, [0, 1, 1, 2], [2, 0, 3, 1]),
-    ("zb-h2", 2, 4, [0, 1, 1], [3, 3, 0]),
-    ("zb-auto", 2, 4, [0, 0, 1], [1, 2, 3]),
-    ("zbv", 2, 4, [0, 0, 1, 1, 1, 0], [1, 1, 0, 2, 2, 0]),
-    ("zbv", 3, 6, [0, 1, 2, 1, 0], [1, 1, 2, 1, 1]),
-    ("v-half", 2, 4, [0, 1, 1, 0, 0], [1, 2, 0, 2, 1]),
-    ("v-min", 2, 4, [0, 1, 0], [2, 4, 0]),
-    ("dualpipe", 2, 4, [0, 0, 1, 1, 1, 0], [1, 3, 2, 1, 3, 2]),
-    ("dualpipe", 2, 4, None, [6, 0, 6, 0]),
-    ("dualpipe-v", 2, 4, [0, 1, 1, 0, 0], [1, 2, 2, 1, 0]),
-    ("seq-1f1b", 3, 3, None, [3, 0, 3]),
-]
-
-
-def require(schedule: str, mesh: str, stages: list[int], model: str = "gpt", **more: Any) -> None:
-    """Require of every rank that it ends with the numbers of one process."""
-    require_equality(Case(schedule, mesh, model=model, stages=tuple(stages), clip=0.5, depth=DEPTH, **more))
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize(("schedule", "pp", "microbatches", "where", "blocks"), EVERY_SCHEDULE)
-def test_every_schedule_equals_one_process(
-    schedule: str, pp: int, microbatches: int, where: list[int] | None, blocks: list[int]
-) -> None:
-    slices, placed = 2 if schedule == "seq-1f1b" else 1, None if where is None else tuple(where)
-    require(schedule, f"pp={pp}", blocks, where=placed, microbatches=microbatches, slices=slices)
-
-
-LOSS_ALONE, EMPTY_MIDDLE, EMBEDDING_ALONE = [5, 1, 0], [4, 0, 2], [1, 3, 2]
-SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
-    ("1f1b", "pp=3", {"recompute": 1}),
-    ("zb-h1", "pp=3", {"recompute": 2}),
-    ("1f1b", "dp=2,pp=3", {"zero": 1, "buckets": 2}),
-    ("zb-h1", "dp=2,pp=3", {"zero": 3}),
-    ("1f1b", "dp=2,pp=3", {"zero": 2, "recompute": 1, "communication": "ring"}),
-    ("1f1b", "tp=2,pp=3", {}),
-    ("zb-h1", "pp=3,tp=2", {"sequence_parallel": True}),
-    ("1f1b", "cp=2,pp=3", {}),
-]
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize("blocks", [LOSS_ALONE, EMPTY_MIDDLE, EMBEDDING_ALONE])
-@pytest.mark.parametrize(("schedule", "mesh", "more"), SETTINGS)
-def test_all_that_a_plan_can_have_equals_one_process(
-    schedule: str, mesh: str, more: dict[str, Any], blocks: list[int]
-) -> None:
-    if more.get("recompute") == 2:  # every second block, of stages that have two
-        more = {**more, "recompute": tuple(2 if count > 1 else 1 for count in blocks)}
-    require(schedule, mesh, blocks, microbatches=3, **more)
-
-
 ZBV = (0, 0, 1, 1, 1, 0)
+CASES: list[tuple[str, str, list[int], dict[str, Any]]] = [
+    ("1f1b", "pp=4", [1, 2, 0, 2, 1, 0], {"where": (0, 0, 1, 2, 3, 3)}),
+    ("gpipe", "pp=3", [1, 3, 2, 0], {"where": (0, 1, 1, 2)}),
+    ("eager-1f1b", "pp=2", [1, 4, 1], {"where": (0, 0, 1)}),
+    ("bfs", "pp=2", [1, 5, 0], {"where": (0, 1, 0)}),
+    ("interleaved-1f1b", "pp=2", [1, 1, 1, 1, 2, 0], {"where": (0, 0, 1, 0, 1, 1)}),
+    ("interleaved-1f1b", "pp=4", [1, 1, 1, 1, 0, 1, 1], {"where": (0, 1, 2, 3, 0, 1, 2)}),
+    ("interleaved-1f1b", "pp=2,tp=2", [1, 2, 1, 2, 0], {"where": (0, 0, 1, 0, 1), "overlap": True}),
+    ("interleaved-zb", "pp=2", [1, 5, 0], {"where": (0, 1, 0)}),
+    ("zb-h1", "pp=3", [2, 0, 3, 1], {"where": (0, 1, 1, 2)}),
+    ("zb-h2", "pp=2", [3, 3, 0], {"where": (0, 1, 1)}),
+    ("zb-auto", "pp=2", [1, 2, 3], {"where": (0, 0, 1)}),
+    ("zbv", "pp=2", [1, 1, 0, 2, 2, 0], {"where": ZBV, "model": "tied"}),
+    ("zbv", "pp=3", [1, 1, 2, 1, 1], {"where": (0, 1, 2, 1, 0), "microbatches": 6}),
+    ("v-half", "pp=2", [1, 2, 0, 2, 1], {"where": (0, 1, 1, 0, 0)}),
+    ("v-min", "pp=2", [2, 4, 0], {"where": (0, 1, 0)}),
+    ("dualpipe", "pp=2", [6, 0, 6, 0], {}),
+    ("dualpipe", "pp=2,tp=2", [1, 5, 0, 1, 5, 0], {"where": ZBV, "overlap": True}),
+    ("dualpipe-v", "pp=2", [1, 1, 0, 2, 2, 0], {"where": ZBV, "overlap": True}),
+    ("seq-1f1b", "pp=3", [3, 0, 3], {"slices": 2, "microbatches": 3}),
+    ("1f1b", "pp=3", [3, 0, 3], {"model": "tied"}),
+    ("1f1b", "pp=3", [5, 1, 0], {"recompute": 1}),
+    ("zb-h1", "pp=3", [1, 3, 2], {"recompute": (1, 2, 2)}),
+    ("1f1b", "dp=2,pp=3", [4, 0, 2], {"zero": 1, "buckets": 2}),
+    ("zb-h1", "dp=2,pp=3", [5, 1, 0], {"zero": 3}),
+    ("1f1b", "dp=2,pp=3", [4, 0, 2], {"zero": 2, "recompute": 1, "communication": "ring"}),
+    ("1f1b", "tp=2,pp=3", [1, 3, 2], {}),
+    ("zb-h1", "pp=3,tp=2", [4, 0, 2], {"sequence_parallel": True}),
+    ("1f1b", "cp=2,pp=3", [5, 1, 0], {}),
+]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("schedule", "mesh", "blocks", "more"),
-    [
-        ("dualpipe-v", "pp=2", [1, 1, 0, 2, 2, 0], {"where": ZBV, "overlap": True}),
-        ("interleaved-1f1b", "pp=2,tp=2", [1, 2, 1, 2, 0], {"where": (0, 0, 1, 0, 1), "overlap": True}),
-        ("dualpipe", "pp=2,tp=2", [1, 5, 0, 1, 5, 0], {"where": ZBV, "overlap": True}),
-        ("1f1b", "pp=3", [3, 0, 3], {"model": "tied"}),
-        ("1f1b", "pp=3", [1, 5, 0], {"model": "tied"}),
-        ("zbv", "pp=2", [1, 1, 0, 2, 2, 0], {"where": ZBV, "model": "tied"}),
-    ],
-)
-def test_overlaps_and_tied_weights_on_uneven_stages_equal_one_process(
-    schedule: str, mesh: str, blocks: list[int], more: dict[str, Any]
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("schedule", "mesh", "stages", "more"), CASES)
+def test_stages_of_any_number_of_blocks_equal_one_process(
+    schedule: str, mesh: str, stages: list[int], more: dict[str, Any]
 ) -> None:
-    require(schedule, mesh, blocks, **more)
+    told: dict[str, Any] = {"model": "gpt", "clip": 0.5, "depth": DEPTH} | more
+    require_equality(Case(schedule, mesh, stages=tuple(stages), **told))
 
 
 def test_every_rank_holds_the_blocks_that_the_plan_gives_it() -> None:
@@ -110,16 +70,6 @@ def test_every_rank_holds_the_blocks_that_the_plan_gives_it() -> None:
     first, second = run_local(2, run)
     assert first == {0: ["0"], 1: ["1", "2"], 4: []}
     assert second == {2: [], 3: ["3", "4", "5"]}
-
-
-@pytest.mark.parametrize(
-    ("schedule", "mesh", "where", "blocks"),
-    [("zbv", "pp=2", [0, 0, 1, 1, 0], [1, 2, 0, 3, 0]), ("1f1b", "tp=2,pp=2", None, [6, 0])],
-)
-def test_evaluation_equals_one_process(schedule: str, mesh: str, where: list[int] | None, blocks: list[int]) -> None:
-    plan = qs.compile(schedule, mesh=mesh, microbatches=2, stage_to_pp=where, stages=blocks)
-    (batch,), model = ids_task(1, 4, LENGTH).batches, tiny_gpt(LENGTH, depth=DEPTH)
-    check_equality(plan, model, cross_entropy_sum, sgd, [], evaluated=batch)
 
 
 @pytest.mark.parametrize("zero", [0, 3])

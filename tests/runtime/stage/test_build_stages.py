@@ -1,0 +1,102 @@
+"""Stages are built of blocks: the cut with the smallest maximum, modules that one rank trains, weights that tie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.stage.build_stages import partition
+
+from ..toys import ids_task, sgd, share, tiny_gpt, train_on, train_plainly
+
+COSTS = st.lists(st.integers(0, 20).map(float) | st.floats(0, 10), min_size=1, max_size=9)
+
+
+def every_cut(num_blocks: int, stages: int) -> Iterator[list[range]]:
+    for cuts in combinations(range(1, num_blocks), stages - 1):
+        yield [range(a, b) for a, b in zip((0, *cuts), (*cuts, num_blocks), strict=True)]
+
+
+def slowest(costs: list[float], cut: list[range]) -> float:
+    return max(sum(costs[block] for block in stage) for stage in cut)
+
+
+@given(costs=COSTS, data=st.data())
+def test_a_cut_has_the_smallest_maximum_of_all(costs: list[float], data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(costs)))
+    cut = partition(costs, stages)
+    assert [block for stage in cut for block in stage] == list(range(len(costs)))
+    assert len(cut) == stages
+    assert all(cut)
+    assert slowest(costs, cut) == min(slowest(costs, other) for other in every_cut(len(costs), stages))
+
+
+def test_first_stages_take_as_much_as_they_can() -> None:
+    assert partition([1.0] * 5, 3) == [range(2), range(2, 4), range(4, 5)]
+    with pytest.raises(MisfitError, match="2 blocks cannot fill 3 stages"):
+        partition([1.0, 1.0], 3)
+
+
+def steps(blocks: list[nn.Module], mesh: str) -> list[list[float]]:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+
+    def train(transport: Transport) -> list[float]:
+        engine = Engine(plan, blocks, nn.MSELoss(), sgd, dtype=torch.float64, transport=transport)
+        x = torch.arange(32, dtype=torch.float64).view(8, 4) / 8
+        return [float(engine.step(*share(engine, x, x.flip(0))).loss) for _ in range(2)]
+
+    return run_local(plan.mesh.size, train, timeout_s=60)
+
+
+def test_one_rank_of_a_process_trains_a_module_and_later_ranks_may_train_it_again() -> None:
+    with pytest.raises(MisfitError, match=r"block 0 \(Linear\) is trained by another rank of this process; make the"):
+        steps([nn.Linear(4, 4), nn.Linear(4, 4)], "dp=2")
+    blocks: list[nn.Module] = [nn.Linear(4, 4).double() for _ in range(4)]
+    losses = [loss for _ in range(3) for loss in steps(blocks, "pp=2")[0]]
+    assert losses == sorted(losses, reverse=True)
+
+
+TIED: Mapping[str, Sequence[str]] = {"embedding": ("0.tokens.weight", "5.head.weight")}
+
+
+def test_plan_and_model_must_tie_the_same() -> None:
+    blocks = tiny_gpt(6, tied=True)
+    untied = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    with pytest.raises(MisfitError, match=r"compile the plan with --tied embedding=0,1"):
+        train_on(untied, ids_task(1, 4, length=6), blocks, dtype=torch.float64, tied=TIED)
+    tied = qs.compile("1f1b", mesh="pp=2", microbatches=2, tied={"embedding": (0, 1)})
+    with pytest.raises(MisfitError, match="tied weights lie on stages none"):
+        train_on(tied, ids_task(1, 4, length=6), blocks, dtype=torch.float64)
+
+
+def test_weights_that_are_not_there_or_differ_in_shape_are_refused() -> None:
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
+    blocks = [lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 2)]
+    for names, words in [
+        (["0.weight"], "tied weight 'w' names 1 weights; name at least two"),
+        (("0.weight", "7.weight"), "names begin with the number of a block"),
+        (("0.weight", "1.scale"), "no weight of that name"),
+        (("0.weight", "1.weight"), r"\(4, 4\) and \(2, 4\)"),
+    ]:
+        with pytest.raises(MisfitError, match=words):
+            Engine(plan, blocks, nn.functional.mse_loss, sgd, tied={"w": names})
+
+
+@pytest.mark.parametrize("names", [("1.norm1.weight", "5.norm.weight"), ("5.norm.weight", "1.norm1.weight")])
+def test_a_weight_inside_and_outside_of_what_is_shared_out_over_tp_is_refused(names: tuple[str, str]) -> None:
+    plan, task, tied = qs.compile("1f1b", mesh="tp=2", microbatches=2), ids_task(1, 4, length=6), {"norm": names}
+    alone = train_plainly(task, tiny_gpt(6), 2, dtype=torch.float64, tied={"norm": sorted(names)})
+    found = train_on(plan, task, tiny_gpt(6), dtype=torch.float64, tied=tied)
+    assert found[0].losses == pytest.approx(alone.losses, rel=1e-12)
+    with pytest.raises(MisfitError, match="on stage 0, and sequence parallelism gives but one of them all tokens"):
+        train_on(plan, task, tiny_gpt(6), dtype=torch.float64, tied=tied, sequence_parallel=True)
