@@ -72,29 +72,16 @@ def alone(optimizer: str, given: Sequence[Callable[[], nn.Module]] | None = None
     return train_alone(given or blocks(), loss, stepper, batches(), microbatches=4, tied=ties)
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
-@pytest.mark.parametrize(
-    ("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2,pp=2", 1), ("dp=2,pp=2", 3), ("dp=2", 2), ("dp=4", 1), ("pp=2", 0)]
-)
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2,pp=2", 3), ("dp=2", 2), ("dp=4", 1)])
 def test_what_nobody_used_is_not_stepped(optimizer: str, mesh: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit alike whether a step begins with zeros, or with a copy of its first gradient."""
     plan = qs.compile("1f1b", mesh=mesh, microbatches=4 // qs.Mesh.parse(mesh).axis_size("dp"), zero=zero)
     trained = train(plan, OPTIMIZERS[optimizer])
     require_equal(trained, alone(optimizer))
-    monkeypatch.setattr(grad_buckets, "IN_CACHE", 0)  # the first gradient of a step is copied
-    require_same_bits(trained, train(plan, OPTIMIZERS[optimizer]))
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-1f1b"])
-def test_gradients_have_the_same_bits_whether_a_step_begins_at_zero_or_with_a_copy(
-    schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = qs.compile(schedule, mesh="dp=2,pp=2", microbatches=2, chunks=2 if schedule[0] == "i" else 1)
-    trained = [train(plan, OPTIMIZERS["adamw"], parts=parts) for parts in (1, 2)]
     monkeypatch.setattr(grad_buckets, "IN_CACHE", 0)
-    for parts, weights in zip((1, 2), trained, strict=True):
-        require_same_bits(weights, train(plan, OPTIMIZERS["adamw"], parts=parts))
+    require_same_bits(trained, train(plan, OPTIMIZERS[optimizer]))
 
 
 SCHEDULES = [s.name for s in qs.all_schedules() if s.mode == "train" and s.max_slices == 1]
@@ -158,21 +145,18 @@ class RoutedMixture(nn.Module):
 
 
 class Lookup(nn.Module):
-    """Has a weight that two stages hold, and uses it for samples with a negative sign."""
+    """Has a weight that two stages hold, and uses it for samples with a negative sign, or never."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, idles: bool = False) -> None:
         super().__init__()
         self.shared, self.own = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.idles = idles
 
     def forward(self, x: Tensor, choose: Tensor) -> Tensor:
-        return self.own(x) if x.is_meta or choose[0] > 0 else self.shared(x)
+        return self.own(x) if self.idles or x.is_meta or choose[0] > 0 else self.shared(x)
 
 
-class KeptLookup(Lookup):
-    """Never uses it."""
-
-    def forward(self, x: Tensor, choose: Tensor) -> Tensor:
-        return self.own(x)
+IdleLookup = partial(Lookup, idles=True)
 
 
 TIED = ("0.shared.weight", "1.shared.weight")
@@ -183,8 +167,8 @@ KINDS: dict[str, tuple[list[Callable[[], nn.Module]], str, str, dict[str, Any]]]
     "experts of one's own": ([Mixture, Choosing], "adamw", "dp=2,pp=2", {}),
     "experts over ep": ([RoutedMixture, Pair], "adamw", "dp=2,ep=2", {}),
     "tied": ([Lookup, Lookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),
-    "tied, in use on one stage": ([Lookup, KeptLookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),
-    "tied, in use on none": ([KeptLookup, KeptLookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),
+    "tied, in use on one stage": ([Lookup, IdleLookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),
+    "tied, in use on none": ([IdleLookup, IdleLookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),
     "sums in messages": ([Choosing, Choosing], "adamw", "dp=2,pp=2", {"communication": "ring"}),
     "overlapped": (
         [Choosing, Choosing],

@@ -122,21 +122,6 @@ def test_a_resumed_run_is_the_unbroken_one(kind: Any, tmp_path: Path) -> None:
         require_same(again, engine)
 
 
-@pytest.mark.parametrize("kind", [Extra, Own])
-def test_masters_are_those_of_the_state_whatever_modules_load(kind: Any) -> None:
-    engine, again = (make(kind, dtype=torch.bfloat16) for _ in range(2))
-    train(engine, range(2))
-    again.load_state_dict(engine.state_dict())
-    require_same(again, engine)
-    train(engine, range(2, 4))
-    train(again, range(2, 4))
-    require_same(again, engine)
-    again.load_full_state_dict(engine.full_state_dict())
-    train(engine, range(2))
-    train(again, range(2))
-    require_same(again, engine)
-
-
 @pytest.mark.parametrize("mesh", ["dp=2", "pp=2", "tp=2"])
 def test_what_a_module_counts_goes_to_another_mesh(mesh: str, tmp_path: Path) -> None:
     def run(transport: Transport) -> None:
@@ -149,31 +134,6 @@ def test_what_a_module_counts_goes_to_another_mesh(mesh: str, tmp_path: Path) ->
     engine = make(Extra)
     engine.load_state_files([tmp_path / "0", tmp_path / "1"])
     assert engine.stages[0].get_submodule("blocks.0.1").calls == 4
-
-
-def test_counts_that_differ_fit_only_the_mesh_that_saved_them(tmp_path: Path) -> None:
-    paths = [tmp_path / "0", tmp_path / "1"]
-
-    def run(transport: Transport) -> None:
-        engine = make(Extra, "dp=2", transport)
-        engine.stages[0].get_submodule("blocks.0.1").calls = transport.rank
-        save_file(engine.state_dict(), paths[transport.rank], metadata=engine.state_metadata())
-        engine.everyone.barrier()
-        again = make(Extra, "dp=2", transport)
-        again.load_state_files(paths)
-        assert again.stages[0].get_submodule("blocks.0.1").calls == transport.rank
-
-    run_local(2, run, timeout_s=60)
-    with pytest.raises(MisfitError, match="not the same on all ranks"):
-        make(Extra).load_state_files(paths)
-
-
-def test_a_state_without_what_modules_give_is_of_another_model() -> None:
-    engine, plain = make(Extra), make(Plain)
-    with pytest.raises(MisfitError, match="another model"):
-        engine.load_state_dict(plain.state_dict())
-    with pytest.raises(MisfitError, match="another model"):
-        plain.load_state_dict(engine.state_dict())
 
 
 class Opaque(Extra):
@@ -202,3 +162,28 @@ class OneWay(Own):
 def test_what_cannot_be_saved_is_refused_when_the_engine_is_made(kind: Any, words: str) -> None:
     with pytest.raises(MisfitError, match=words):
         make(kind)
+
+
+def test_counts_that_differ_fit_only_the_mesh_that_saved_them(tmp_path: Path) -> None:
+    paths = [tmp_path / "0", tmp_path / "1"]
+
+    def run(transport: Transport) -> None:
+        engine = make(Extra, "dp=2", transport)
+        engine.stages[0].get_submodule("blocks.0.1").calls = transport.rank
+        save_file(engine.state_dict(), paths[transport.rank], metadata=engine.state_metadata())
+        engine.everyone.barrier()
+        again = make(Extra, "dp=2", transport)
+        again.load_state_files(paths)
+        assert again.stages[0].get_submodule("blocks.0.1").calls == transport.rank
+
+    run_local(2, run, timeout_s=60)
+    with pytest.raises(MisfitError, match="not the same on all ranks"):
+        make(Extra).load_state_files(paths)
+
+
+def test_a_state_without_what_modules_give_is_of_another_model() -> None:
+    engine, plain = make(Extra), make(Plain)
+    with pytest.raises(MisfitError, match="another model"):
+        engine.load_state_dict(plain.state_dict())
+    with pytest.raises(MisfitError, match="another model"):
+        plain.load_state_dict(engine.state_dict())

@@ -17,7 +17,6 @@ from quintsched.errors import MisfitError
 from quintsched.runtime import split
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.guards.state_in_several_stages import SharedState
-from quintsched.runtime.user_objects.host_value_equality import numbers_of
 
 from ...helpers.training import Outcome, check_equality, sgd, train_alone, train_rank, train_ranks, worst_difference
 
@@ -120,9 +119,3 @@ def test_tied_weights_of_one_memory_on_two_stages_of_a_rank_are_stepped_once() -
 
     alone = train_alone([*model], F.mse_loss, sgd, BATCHES, tied=ties)
     assert worst_difference(run_local(2, rank), alone) <= 1e-12
-
-
-def test_digests_read_freed_weights_and_let_storages_be_freed() -> None:
-    weight = torch.zeros(4)
-    assert numbers_of(weight) == numbers_of(torch.zeros(()).expand(4))
-    weight.untyped_storage().resize_(0)

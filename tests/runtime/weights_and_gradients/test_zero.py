@@ -1,11 +1,10 @@
-"""ZeRO: what is sharded changes no number, and is resident only while it is used."""
+"""ZeRO: what is sharded changes no number, is resident only while it is used, and takes the memory predicted."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +16,10 @@ from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
-from quintsched.runtime.weights_and_gradients.grad_buckets import GradBucket
+from quintsched.runtime.weights_and_gradients.resident_weight_bytes import StateBytes
 
-from ...helpers.training import train_ranks
 from ..parallel.lively import lively_gpt
-from ..saving.gpt2_checkpoint import OPTIONS, draw_checkpoint, make_engine, write
-from ..toys import adam, ids_task, share, worst_difference
+from ..toys import adam, ids_task, share
 
 DEPTH, LENGTH, SAMPLES = 4, 8, 8
 COSTS = [1.0] * (DEPTH + 2)
@@ -54,7 +51,7 @@ def compiled(zero: int, mesh: str = "dp=2,pp=2") -> qs.Plan:
     return qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
 
 
-@pytest.mark.parametrize("zero", [0, 3, *(pytest.param(zero, marks=pytest.mark.slow) for zero in (1, 2))])
+@pytest.mark.parametrize("zero", [0, 3])
 def test_a_step_that_is_not_finite_changes_nothing(zero: int) -> None:
     task = ids_task(2, SAMPLES, LENGTH)
 
@@ -143,113 +140,61 @@ def test_weights_and_gradients_are_resident_only_while_they_are_used() -> None:
     run_local(4, run)
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-def test_shards_of_gradients_are_resident_from_the_first_reduction_to_the_optimizer(zero: int) -> None:
-    class Noting(torch.optim.SGD):
-        needs_whole_parameters = False
+WIDTH = 128
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v")
 
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            self.param_groups[0]["note"]()
-            super().step()
 
-    def run(transport: Transport) -> None:
-        buckets, seen = list[GradBucket](), list[list[bool]]()
+def wide() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
 
-        def note(*_: object) -> None:
-            seen.append([bucket.shard.untyped_storage().nbytes() > 0 for bucket in buckets])
 
-        plan = qs.compile("1f1b", mesh="dp=2", microbatches=3, zero=zero)
+def measure(plan: qs.Plan, dtype: torch.dtype = torch.float32) -> list[StateBytes]:
+    """Train two steps; returns each rank's peaks."""
+
+    def run(transport: Transport) -> StateBytes:
         engine = Engine(
             plan,
-            [lambda: nn.Linear(8, 8)] * 2,
+            [wide] * 8,
             nn.functional.mse_loss,
-            partial(Noting, lr=0.1),
-            transport=transport,
-            bucket_mb=1e-4,
-        )
-        buckets += engine._state.gradients.reducer.of_stages([*engine.stages])
-        (optimizer,) = engine.optimizers.values()
-        optimizer.param_groups[0]["note"] = note
-        layer = next(module for module in engine.stages[0].modules() if isinstance(module, nn.Linear))
-        layer.register_forward_pre_hook(note)
-        inputs, targets = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(transport.rank))
-        for _ in range(2):
-            engine.step(inputs, targets)
-            note()
-        first, _, third, optimizers, after = seen[-5:]
-        assert len(buckets) == 4
-        assert not any(first + after)
-        assert all(third + optimizers)
-
-    run_local(2, run)
-
-
-def test_weights_that_are_gathered_and_freed_do_not_count_as_saved_by_autograd() -> None:
-    task = ids_task(1, SAMPLES, LENGTH)
-
-    def peak(zero: int) -> list[int]:
-        def run(transport: Transport) -> int:
-            engine = engine_on(transport, compiled(zero))
-            return engine.step_counting_saved(*share(engine, task.inputs[0], task.targets[0]))[1].peak
-
-        return run_local(4, run)
-
-    assert peak(3) == peak(0)
-
-
-def decaying(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    spared = [p for name, p in named_parameters if "bias" in name]
-    others = [p for name, p in named_parameters if "bias" not in name]
-    groups = [{"params": others}, {"params": spared, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01, weight_decay=0.5)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("zero", STAGES)
-def test_segments_go_by_the_names_of_their_parameters(zero: int) -> None:
-    whole, shared = (
-        train_ranks(
-            compiled(stage, "dp=2"),
-            lively_gpt(LENGTH),
-            cross_entropy_sum,
-            decaying,
-            ids_task(2, SAMPLES, LENGTH).batches,
-            clip=1.0,
-            dtype=torch.float64,
+            adam,
             bucket_mb=0.01,
+            block_costs=[1.0] * 8,
+            dtype=dtype,
+            transport=transport,
         )
-        for stage in (0, zero)
-    )
-    assert worst_difference(shared, whole[0]) <= 1e-10
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_a_pretrained_checkpoint_is_loaded_whole(tmp_path: Path, zero: int) -> None:
-    path, task = write(tmp_path, draw_checkpoint()), ids_task(1, SAMPLES, LENGTH)
-
-    def run(plan: qs.Plan, transport: Transport) -> float:
-        engine = make_engine(transport, plan, OPTIONS)
-        engine.load_pretrained(path)
-        return engine.step(*share(engine, task.inputs[0], task.targets[0])).loss.item()
-
-    expected = run_local(1, partial(run, qs.compile("1f1b", mesh="dp=1", microbatches=4)))
-    found = run_local(4, partial(run, compiled(zero)))
-    assert found == pytest.approx(expected * 4, abs=1e-10)
-
-
-@pytest.mark.parametrize("zero", STAGES)
-def test_versions_of_weights_move_with_each_step(zero: int) -> None:
-    def run(transport: Transport) -> list[int]:
-        block = torch.nn.Linear(4, 4)
-        plan = qs.compile("1f1b", mesh="dp=2", microbatches=1, zero=zero)
-        engine = Engine(plan, [block], torch.nn.functional.mse_loss, torch.optim.SGD, transport=transport)
-        versions = [block.weight._version]
+        inputs, targets = torch.randn(2, 16, WIDTH, dtype=dtype).unbind()
         for _ in range(2):
-            engine.step(torch.randn(2, 4), torch.randn(2, 4))
-            versions.append(block.weight._version)
-            assert block.weight.grad is None  # no rank has all of it
-        return versions
+            engine.step(*share(engine, inputs, targets))
+        return engine.state_bytes()
 
-    for versions in run_local(2, run):
-        assert len(set(versions)) == 3
+    return run_local(plan.mesh.size, run)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("mesh", "replicas"), [("dp=2,pp=2", 2), ("dp=4", 4)])
+def test_memory_is_that_of_the_formula_and_of_the_simulator(schedule: str, mesh: str, replicas: int) -> None:
+    held = 8 * (WIDTH + 1) * WIDTH * 4 / qs.Mesh.parse(mesh).pp
+    for zero in (0, *STAGES):
+        plan = qs.compile(schedule, mesh=mesh, microbatches=4, zero=zero)
+        stages = len(plan.layout.stages_of(0))
+        gathered = min(stages, 2) * held / stages
+        weights = held / replicas + gathered if zero == 3 else held
+        gradients = held / replicas + held / stages if zero >= 2 else held
+        optimizer = 2 * held / (replicas if zero else 1)
+        costs = qs.Costs(weights=held, gradients=held, optimizer_state=2 * held)
+        for rank, found in enumerate(measure(plan)):
+            assert found.weights == pytest.approx(weights, rel=0.01), (zero, rank)
+            assert found.gradients == pytest.approx(gradients, rel=0.01), (zero, rank)
+            assert found.optimizer == pytest.approx(optimizer, rel=0.01), (zero, rank)
+            simulated = plan.simulate(costs).peak_state[plan.mesh.pp_rank(rank)]
+            assert found.total == pytest.approx(simulated, rel=0.01), (zero, rank)
+
+
+def test_masters_of_short_weights_are_sharded_and_count_as_the_optimizers() -> None:
+    numbers = 8 * (WIDTH + 1) * WIDTH
+    plan = qs.compile("1f1b", mesh="dp=4", microbatches=2, zero=3)
+    for found in measure(plan, torch.bfloat16):
+        assert found.weights == pytest.approx(2 * numbers / 4 + 2 * numbers, rel=0.01)
+        assert found.gradients == pytest.approx(4 * numbers / 4 + 4 * numbers, rel=0.01)
+        assert found.optimizer == pytest.approx(12 * numbers / 4, rel=0.01)

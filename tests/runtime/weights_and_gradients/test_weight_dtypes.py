@@ -1,4 +1,4 @@
-"""bf16 with float32 masters: bitwise equal to one process that does the same."""
+"""Weights in bf16 with float32 masters, bitwise equal to one process that does the same; complex weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 
-from ...helpers.training import train_alone
+from ...helpers.training import check_equality, train_alone
 from ..toys import Task, adam, share, tiny_vit
 
 STEPS = 5
@@ -46,20 +46,37 @@ def test_bf16_pipelines_are_bit_equal_to_one_process(schedule: str) -> None:
     assert all(torch.equal(found[name], master) for name, master in expected.items())
 
 
-def test_a_checkpoint_holds_the_masters() -> None:
-    task = Task.make(4, 8, torch.bfloat16)
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=2)
+WIDTH = 6
 
-    def make() -> Engine:
-        return Engine(plan, tiny_vit(), loss_of, adam, dtype=torch.bfloat16)
 
-    first, second = make(), make()
-    for step in range(2):
-        first.step(task.inputs[step], task.targets[step])
-    state = {name: tensor.clone() for name, tensor in first.state_dict().items()}
-    assert {tensor.dtype for name, tensor in state.items() if name.startswith("model.")} == {torch.float32}
-    second.load_state_dict(state)
-    for step in (2, 3):
-        one, other = (engine.step(task.inputs[step], task.targets[step]) for engine in (first, second))
-        assert one.loss == other.loss
-    assert all(torch.equal(t, first.state_dict()[name]) for name, t in second.state_dict().items())
+class Fourier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex128))
+        self.real = nn.Linear(WIDTH, WIDTH)
+        self.unused = nn.Parameter(torch.randn(3, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(self.real(x)) * self.weight, n=WIDTH)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
+def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    return (output - targets).square().sum(), float(len(output))
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(0)
+    return [tuple(torch.randn(2, 8, WIDTH, generator=random, dtype=torch.float64)) for _ in range(3)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "zero", "clip"),
+    [("pp=2", 0, 0.1), ("dp=2", 0, 0.1), ("dp=2", 1, 0.1), ("dp=2", 2, None), ("dp=2,pp=2", 3, 0.1)],
+)
+def test_trains_as_one_process_does(mesh: str, zero: int, clip: float | None) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
+    check_equality(plan, [Fourier, Fourier], loss, adamw, batches(), clip=clip)
