@@ -81,6 +81,7 @@ GROUPS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 def test_groups_that_replicas_have_one_of_each_are_tried_mixed(group):
     def loss(output, targets):
@@ -102,6 +103,7 @@ def over_lengths(output, targets):
     return (each * counts).sum() / targets["lengths"].sum()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
 def test_a_mean_over_lengths_is_weighed_by_these(mesh, microbatches):
     train(over_lengths, mesh, microbatches, given=lengths)

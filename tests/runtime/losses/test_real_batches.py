@@ -16,11 +16,8 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.losses.loss_function_state import FunctionState
-from quintsched.runtime.losses.reduction_check_by_values import is_known
 
-from ...helpers.training import train_alone
-from ..trials import engine_of, refused, sgd, step, taken
+from ..trials import engine_of, refused, step
 
 CLASSES = 5
 BLOCKS = [partial(nn.Linear, 4, 8), partial(nn.Linear, 8, CLASSES)]
@@ -44,10 +41,6 @@ class Scheduled(nn.Module):
 
 def rooted(output: Tensor, targets: tuple[Tensor, float]) -> Tensor:
     return targets[1] * (output - targets[0]).square().mean().sqrt()
-
-
-def of_known(output: Tensor, targets: Tensor) -> Tensor:
-    return (output - targets)[~targets.isnan()].square().mean()
 
 
 def by_size(output: Tensor, targets: Tensor) -> Tensor:
@@ -110,33 +103,6 @@ def test_what_comes_late_is_seen_in_that_step_by_values(mesh: str) -> None:
         assert "in step 3 it is not so: of all together it is" in said
 
 
-class Penalised(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        output = super().forward(x)
-        return output, 0.1 * output.square().mean()
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
-def test_what_comes_late_is_seen_in_evaluations_and_beside_losses_of_blocks(mesh: str) -> None:
-    blocks, void = [BLOCKS[0], partial(Penalised, 8, CLASSES)], LABELS.clone()
-    void[0] = void[2] = 5  # as many in each microbatch of the first replica
-
-    def run(transport: Transport) -> None:
-        engine = engine_of(transport, blocks, of_raw_ids, mesh, dtype=torch.float64)
-        inputs, usual, late = (t.chunk(engine.num_replicas)[engine.replica] for t in (INPUTS, LABELS, void))
-        for _ in range(3):
-            engine.step(inputs, usual)
-            assert engine.evaluate(inputs, usual).loss.isfinite()
-        result = engine.evaluate(inputs, late)
-        with pytest.raises(MisfitError, match="in an evaluation the loss, found to be a mean"):
-            result.loss  # noqa: B018
-        with pytest.raises(MisfitError, match="in step 3 it is not so"):
-            engine.step(inputs, late)
-
-    run_local(2, run)
-
-
 def test_a_loss_that_changes_what_it_is_given_is_refused() -> None:
     def relabelled(output: Tensor, targets: Tensor) -> Tensor:
         targets[targets == CLASSES] = -100
@@ -145,32 +111,6 @@ def test_a_loss_that_changes_what_it_is_given_is_refused() -> None:
     for loss in (relabelled, lambda output, targets: F.cross_entropy(output.div_(2), targets)):
         said = refused(BLOCKS, [(INPUTS, LABELS.clone())], loss, **settings_of("pp=1"))
         assert "write targets = targets.masked_fill(…)" in said
-
-
-def test_ranks_of_one_rule_agree_though_one_alone_has_seen_nothing() -> None:
-    def mean_of_some(output: Tensor, targets: Tensor) -> Tensor:
-        kept = targets != 0
-        return F.cross_entropy(output, targets, reduction="none").mul(kept).sum() / kept.sum().clamp(min=1)
-
-    few = LABELS.clamp(min=1)
-    few[:6] = 0
-    taken(BLOCKS, [(INPUTS, LABELS.clamp(min=1)), (INPUTS, few)], mean_of_some, **settings_of("dp=2,pp=2"))
-
-
-def test_hooks_of_the_first_step_are_no_change_of_a_loss() -> None:
-    head = nn.Linear(8, CLASSES, dtype=torch.float64)
-    loss = lambda output, targets: F.cross_entropy(output, targets) + 0.1 * head.weight.square().sum()  # noqa: E731
-    state = FunctionState(loss)
-    handle = head.register_forward_hook(lambda *_: None)
-    assert state.changed() is None
-    handle.remove()
-    head.training = False
-    assert "training" in str(state.changed())
-
-
-def test_torchs_own_losses_are_not_compared_by_values() -> None:
-    assert all(map(is_known, (F.mse_loss, partial(F.cross_entropy, ignore_index=3), nn.CrossEntropyLoss())))
-    assert not any(map(is_known, (of_known, nn.CrossEntropyLoss(weight=torch.ones(5)), Scheduled())))
 
 
 @pytest.mark.sampled(2)
@@ -194,15 +134,6 @@ def test_what_a_loop_changes_is_seen_in_that_step() -> None:
     said = refused(BLOCKS, batches, loss, change=change, **settings_of("dp=2,pp=2"))
     assert "since the loss (Scheduled).alpha has changed" in said
     assert len(step(BLOCKS, batches, weighted, change=weigh, **settings_of("pp=1"))[0]) == 4
-
-
-def test_targets_are_told_apart_by_their_names() -> None:
-    ids = torch.tensor([1, 2, -100, 3, -100, -100, -100, 0])
-    loss = lambda output, targets: F.cross_entropy(output, targets["ids"])  # noqa: E731
-    engine = engine_of(None, BLOCKS, loss, **settings_of("pp=1"))
-    for targets in ({"ids": ids, "others": LABELS}, {"others": LABELS, "ids": ids}, {"others": LABELS, "ids": ids}):
-        weight = engine.step(INPUTS, targets).weight
-        assert weight.item() == 4
 
 
 def test_weights_of_a_loss_that_nobody_trains_are_refused() -> None:
@@ -258,42 +189,6 @@ def test_what_belongs_to_no_sample_is_the_same_in_all_microbatches(mesh: str, na
         assert isinstance(found[-1], str) == bool(said)
 
 
-class Prototypes(nn.Linear):
-    """Gives as many prototypes beside its output as a microbatch has samples, or the batch."""
-
-    def __init__(self, rows: int, *, asks: bool) -> None:
-        super().__init__(8, CLASSES)
-        self.asks, self.rest = asks, nn.Parameter(torch.ones(rows, 3))
-
-    def forward(self, x: Tensor) -> Any:
-        if self.asks and bool(x.isnan().any()):
-            raise ValueError
-        return {"logits": super().forward(x), "others": [self.rest * 2]}
-
-
-def with_prototypes(output: Any, targets: Tensor, reduction: str = "mean") -> Tensor:
-    return F.cross_entropy(output["logits"], targets, reduction=reduction) + output["others"][0].square().sum()
-
-
-def with_stated_prototypes(output: Any, targets: Tensor, times: float = 1) -> Any:
-    return with_prototypes(output, targets, "sum") + (times - 1) * output["others"][0].square().sum(), len(targets)
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("rows", [2, 8, 1])
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
-def test_what_has_as_many_rows_as_samples_may_belong_to_none(mesh: str, asks: bool, rows: int) -> None:
-    blocks, batches = [BLOCKS[0], partial(Prototypes, rows, asks=asks)], [(INPUTS, LABELS)] * 2
-    settings = settings_of(mesh, 8 if rows == 1 else 4)
-    right = train_alone(blocks, with_prototypes, sgd, batches).losses
-    for found in step(blocks, batches, with_prototypes, **settings):
-        assert found == pytest.approx(right, abs=1e-12)
-    for loss in (partial(with_prototypes, reduction="sum"), with_stated_prototypes):
-        said = refused(blocks, batches[:1], loss, **settings)
-        assert "output['others'][0] belongs to no sample, and so is in each microbatch" in said
-
-
 @pytest.mark.parametrize(
     ("loss", "is_right"),
     [
@@ -338,3 +233,12 @@ def test_a_metric_that_is_a_sum_is_over_samples_whatever_microbatches_there_are(
 
     size = qs.Mesh.parse(mesh).size
     assert run_local(size, run) == [(5 / 8, 8, 5)] * size
+
+
+def test_targets_are_told_apart_by_their_names() -> None:
+    ids = torch.tensor([1, 2, -100, 3, -100, -100, -100, 0])
+    loss = lambda output, targets: F.cross_entropy(output, targets["ids"])  # noqa: E731
+    engine = engine_of(None, BLOCKS, loss, **settings_of("pp=1"))
+    for targets in ({"ids": ids, "others": LABELS}, {"others": LABELS, "ids": ids}, {"others": LABELS, "ids": ids}):
+        weight = engine.step(INPUTS, targets).weight
+        assert weight.item() == 4

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.runtime.blocks.block_builders import build_model
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.losses.experiments.stated_weights import StatedExamination
 
 from ...helpers.training import call_with_share
-from ..trials import engine_of, refused, step
+from ..trials import engine_of, refused
 
 CLASSES, TOKENS = 5, 6
 RANDOM = torch.Generator().manual_seed(3)
@@ -53,13 +52,6 @@ UNSOUND: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
     "clamped": (lambda output, targets: (of("sum", output, targets), kept(targets).clamp(min=1)), "the weight is"),
     "rmse": (lambda output, targets: (output.square().mean().sqrt() * len(output), len(output)), "not the sum"),
 }
-OF_SLICES: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "samples": lambda output, targets: (of("sum", output, targets), len(output)),
-    "mean of kept of each": lambda output, targets: (
-        (F.cross_entropy(output.mT, targets, reduction="none").sum(1) / (targets != -100).sum(1).clamp(min=1)).sum(),
-        len(output),
-    ),
-}
 
 
 @pytest.mark.sampled(2)
@@ -73,13 +65,6 @@ def test_a_sum_with_its_weight_is_left_alone(name: str) -> None:
 def test_what_is_no_sum_with_its_weight_is_doubted(name: str) -> None:
     loss, words = UNSOUND[name]
     assert words in StatedExamination(loss, LOGITS, IDS, 2).examine_loss().why
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", OF_SLICES)
-def test_slices_weigh_as_much_as_they_have(name: str) -> None:
-    assert StatedExamination(OF_SLICES[name], LOGITS, IDS, 2).examine_loss().why == ""
-    assert "slices" in StatedExamination(OF_SLICES[name], LOGITS, IDS, 2, sliced=True).examine_loss().why
 
 
 @pytest.mark.sampled(2)
@@ -106,16 +91,3 @@ def test_a_weight_with_a_gradient_is_refused_whenever_it_comes(mesh: str) -> Non
     batches = [(torch.ones(8, 4), sign * torch.ones(8, CLASSES)) for sign in (-1, 1)]
     said = refused(BLOCKS, batches, loss, mesh, microbatches=1)
     assert re.search(r"its weight has a gradient.*weight\.detach\(\)", said)
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("mesh", ["dp=2", "dp=1"])
-def test_what_weighs_nothing_may_be_a_sum_of_something(mesh: str) -> None:
-    inputs = torch.randn(8, 4, generator=RANDOM)
-
-    def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return output.square().sum(), (targets > 0).sum()
-
-    whole = build_model(BLOCKS)(inputs).square().sum().item()
-    batches = [(inputs, torch.tensor([1, 0, 0, 0, 0, 0, 0, 0]))] * 4
-    assert all(losses[0] == pytest.approx(whole) for losses in step(BLOCKS, batches, loss, mesh))

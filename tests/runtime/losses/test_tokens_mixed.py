@@ -78,6 +78,7 @@ OF_IDS = {
 WEIGHTS = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize("plan", PLANS)
 def test_losses_of_several_tokens_are_refused(plan, name):
@@ -85,6 +86,7 @@ def test_losses_of_several_tokens_are_refused(plan, name):
         run(PLANS[plan], MIXED[name])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [*APART, *OF_IDS])
 @pytest.mark.parametrize("plan", PLANS)
 def test_losses_of_tokens_are_those_of_one_process(plan, name):
@@ -92,6 +94,7 @@ def test_losses_of_tokens_are_those_of_one_process(plan, name):
     assert found == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_metrics(plan):
     right = lambda o, t: (o.argmax(-1) == t).double().mean()  # noqa: E731

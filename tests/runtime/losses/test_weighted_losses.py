@@ -1,13 +1,11 @@
-"""Losses that are means or sums: over a batch they are those of all of it, however it is cut; others are refused."""
+"""Losses that are means or sums, also beside losses of blocks: over a batch they are those of all of it."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,8 +15,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import build_model
-from quintsched.runtime.comm import run_local
-from quintsched.runtime.comm.random_generators import draws_undone
+from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.losses.weighted_losses import WeighedLoss
 from quintsched.runtime.settings.run_settings import LossOver
 
@@ -72,15 +69,6 @@ def with_a_penalty(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output, targets) + 0.1 * output.square().mean()
 
 
-def test_what_the_loss_of_one_microbatch_is_over_is_no_matter() -> None:
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
-    engine = Engine(plan, BLOCKS, with_a_penalty, sgd, dtype=torch.float64)
-    output = build_model(BLOCKS, 0, torch.float64)(INPUTS)
-    assert engine.step(INPUTS, LABELS).loss.item() == pytest.approx(with_a_penalty(output, LABELS).item(), rel=1e-12)
-    with pytest.raises(MisfitError, match="microbatch"):
-        engine.step(INPUTS, LABELS, microbatches=2)
-
-
 @pytest.mark.parametrize("over", ["samples", "microbatch"])
 def test_what_is_stated_is_not_examined(over: LossOver) -> None:
     plan = qs.compile("1f1b", mesh="pp=1", microbatches=2)
@@ -88,74 +76,6 @@ def test_what_is_stated_is_not_examined(over: LossOver) -> None:
     output = build_model(BLOCKS, 0, torch.float64)(INPUTS)
     parts = [with_a_penalty(output[some], LABELS[some]).item() * n for some, n in ((slice(4), 4), (slice(4, 7), 3))]
     assert engine.step(INPUTS, LABELS).loss.item() == pytest.approx(sum(parts) / 7, rel=1e-12)
-
-
-class Drawn(nn.Module):
-    """A loss that draws, and counts."""
-
-    def __init__(self, draw: Callable[[], float]) -> None:
-        super().__init__()
-        self.register_buffer("center", torch.zeros(CLASSES))
-        self.draw, self.calls, self.seen = draw, 0, list[float]()
-
-    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
-        self.calls += 1
-        self.center.add_(1)
-        self.seen.append(self.draw())
-        return F.mse_loss(output, targets) * self.seen[-1]
-
-
-@pytest.mark.parametrize("draw", [lambda: float(torch.rand(())), random.random, np.random.rand])
-def test_a_loss_draws_and_moves_as_often_as_it_is_called(draw: Callable[[], float]) -> None:
-    outputs = torch.randn(3, 7, CLASSES, generator=RANDOM).requires_grad_()
-    with draws_undone():
-        alone = Drawn(draw)
-        expected = [alone(output, FLAGS) for output in outputs]
-        drawn = draw()
-    mine = Drawn(draw)
-    weighed = WeighedLoss(mine)
-    found = [weighed(output, FLAGS, 7) for output in outputs]
-    assert draw() == drawn
-    assert mine.calls == alone.calls
-    assert mine.seen == alone.seen
-    assert torch.equal(mine.center, alone.center)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.loss * one.times / one.weight, other)
-
-
-class Annealed(nn.Module):
-    """A loss that goes by how often it was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
-        self.calls += 1
-        return F.mse_loss(output, targets) * min(1.0, self.calls / 100)
-
-
-def test_a_loss_that_goes_by_its_calls_is_refused() -> None:
-    plan, loss_fn = qs.compile("1f1b", mesh="pp=1", microbatches=2), Annealed()
-    engine = Engine(plan, BLOCKS, loss_fn, sgd, dtype=torch.float64)
-    with pytest.raises(MisfitError, match="once for each microbatch"):
-        engine.step(INPUTS, FLAGS)
-    assert loss_fn.calls == 2
-
-
-def test_a_mean_that_a_block_has_found_is_refused() -> None:
-    loss = WeighedLoss(lambda output, targets: output)
-    loss(F.cross_entropy(torch.randn(7, CLASSES, requires_grad=True), LABELS), LABELS, 7)
-    assert 'loss_over="samples"' in loss.refusal
-
-
-def test_sums_of_short_types_are_float32() -> None:
-    output = torch.full((40_000, 2), 4.0, dtype=torch.bfloat16)
-    output[:, 0] = -4.0
-    targets = torch.zeros(40_000, dtype=torch.int64)
-    total, weight, *_ = WeighedLoss(F.cross_entropy)(output, targets, 40_000)
-    assert total.dtype is torch.float32
-    assert total / weight == F.cross_entropy(output, targets).float()
 
 
 def without_pads(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -215,17 +135,6 @@ def test_what_weighs_nothing_later_leaves_the_others_gradients(
     assert found.loss.item() == pytest.approx(whole.item() if right is None else right)
 
 
-def test_a_loss_says_always_or_never_what_it_weighs() -> None:
-    def sometimes(output: Tensor, targets: Tensor) -> Any:
-        total, count = F.cross_entropy(output, targets, reduction="sum"), (targets != -100).sum()
-        return (total, count) if count else total
-
-    for labels in (LABELS, LABELS.flip(0)):
-        engine = Engine(qs.compile("gpipe", mesh="pp=1", microbatches=7), BLOCKS, sometimes, sgd, dtype=torch.float64)
-        with pytest.raises(MisfitError, match=r"return \(sum, weight\) always"):
-            engine.step(INPUTS, labels.roll(3))
-
-
 def test_a_metric_of_no_weight_is_not_a_number_and_adds_nothing():
     plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
 
@@ -249,3 +158,85 @@ def test_a_metric_of_no_weight_is_not_a_number_and_adds_nothing():
         assert result.metrics["diverged"].isnan()
         assert result.sums["precision"] == 0
         assert result.sums["diverged"].isnan()
+
+
+EIGHT = torch.randn(8, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+EVERY = torch.tensor([1, 4, 2, 3, 0, 4, 0, 2])
+UNEVEN = torch.tensor([1, -100, -100, 3, 0, 4, 0, -100])
+EVEN = torch.tensor([1, -100, 2, -100, -100, 4, 0, -100])
+
+
+class Penalised(nn.Linear):
+    """A layer with a loss of its own, over samples."""
+
+    def __init__(self, inputs: int, outputs: int, reduction: Callable[[Tensor], Tensor] = torch.mean) -> None:
+        super().__init__(inputs, outputs)
+        self.reduction = reduction
+
+    def forward(self, x: Tensor) -> Any:
+        found = super().forward(x)
+        return found, self.reduction(found.square().sum(1))
+
+
+def penalised(reduction: Any = torch.mean) -> list[Any]:
+    return [partial(Penalised, 4, 8, reduction), partial(nn.Linear, 8, CLASSES)]
+
+
+def summed(output: Tensor, targets: Tensor) -> Any:
+    return F.cross_entropy(output, targets, reduction="sum"), (targets != -100).sum()
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
+@pytest.mark.parametrize(
+    ("loss", "labels", "reduction"),
+    [
+        (F.cross_entropy, EVEN, torch.mean),
+        (summed, UNEVEN, torch.sum),
+        *((loss, EVERY[:7], reduction) for loss, reduction in ((F.cross_entropy, torch.mean), (summed, torch.sum))),
+    ],
+    ids=["even", "summed", "seven samples", "seven samples, summed"],
+)
+def test_losses_of_blocks_are_of_the_kind_of_the_loss(mesh: str, loss: Any, labels: Tensor, reduction: Any) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+    check_equality(plan, penalised(reduction), loss, sgd, [(EIGHT[: len(labels)], labels)])
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_mean_over_uneven_targets_is_refused_beside_them(mesh: str, is_first: bool) -> None:
+    plan, refused = qs.compile("1f1b", mesh=mesh, microbatches=2), list[int]()
+
+    def run(transport: Transport) -> None:
+        engine = Engine(plan, penalised(), F.cross_entropy, sgd, transport=transport, dtype=torch.float64)
+        mine = slice(engine.replica, None, engine.num_replicas)
+        if not is_first:
+            engine.step(EIGHT[mine], EVERY[mine])
+        try:
+            engine.step(EIGHT[mine], UNEVEN[mine])
+        except MisfitError:
+            refused.append(transport.rank)
+            raise
+
+    with pytest.raises(MisfitError, match=r"blocks have losses of their own .* return \(sum, weight\)"):
+        run_local(plan.mesh.size, run)
+    assert len(refused) == plan.mesh.size or not is_first
+
+
+def test_a_loss_says_always_or_never_what_it_weighs() -> None:
+    def sometimes(output: Tensor, targets: Tensor) -> Any:
+        total, count = F.cross_entropy(output, targets, reduction="sum"), (targets != -100).sum()
+        return (total, count) if count else total
+
+    for labels in (LABELS, LABELS.flip(0)):
+        engine = Engine(qs.compile("gpipe", mesh="pp=1", microbatches=7), BLOCKS, sometimes, sgd, dtype=torch.float64)
+        with pytest.raises(MisfitError, match=r"return \(sum, weight\) always"):
+            engine.step(INPUTS, labels.roll(3))
+
+
+def test_sums_of_short_types_are_float32() -> None:
+    output = torch.full((40_000, 2), 4.0, dtype=torch.bfloat16)
+    output[:, 0] = -4.0
+    targets = torch.zeros(40_000, dtype=torch.int64)
+    total, weight, *_ = WeighedLoss(F.cross_entropy)(output, targets, 40_000)
+    assert total.dtype is torch.float32
+    assert total / weight == F.cross_entropy(output, targets).float()
