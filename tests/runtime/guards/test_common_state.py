@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,38 +33,18 @@ def of_kind(base, forward):
     return type(base.__name__, (base,), {"forward": forward})
 
 
-def sets(layer, x):
-    layer.place.table["late"] = 1.0
-
-
-def writes_data(layer, x):
-    layer.place.scale.data.mul_(0.5)
-
-
-def writes_by_numpy(layer, x):
-    layer.place.scale.numpy()[0] = 3
-
-
 def table_of(place):
     if "late" not in place.table:
         place.table["late"] = 1.0
     return place.table
 
 
-def reads_table(layer, x):
-    return x * len(layer.place.table)
+def sets(layer, x):
+    layer.place.table["late"] = 1.0
 
 
-def reads_cache(layer, x):
-    return x * table_of(layer.place)["late"]
-
-
-def reads_scale(layer, x):
-    return x * layer.place.scale
-
-
-def saves(layer, x):
-    np.save(FILE, x)
+def sets_environment(layer, x):
+    os.environ["SCALE"] = str(len(x))
 
 
 def logs(layer, x):
@@ -71,21 +52,27 @@ def logs(layer, x):
         file.write("x")
 
 
-def loads(layer, x):
-    return x * torch.load(FILE)
-
-
 def opens(layer, x):
     with FILE.open() as file:
         return x * float(file.read())
 
 
-def sets_environment(layer, x):
-    os.environ["SCALE"] = str(len(x))
-
-
-def reads_environment(layer, x):
-    return x * float(os.environ["SCALE"])
+WRITES = {
+    "an entry": sets,
+    ".data": lambda layer, x: layer.place.scale.data.mul_(0.5),
+    "by numpy": lambda layer, x: layer.place.scale.numpy().fill(3),
+    "a saved array": lambda layer, x: np.save(FILE, x),
+    "a log": logs,
+    "environment": sets_environment,
+}
+READS = {
+    "table": lambda layer, x: x * len(layer.place.table),
+    "cache": lambda layer, x: x * table_of(layer.place)["late"],
+    "scale": lambda layer, x: x * layer.place.scale,
+    "a loaded tensor": lambda layer, x: x * torch.load(FILE),
+    "an open file": opens,
+    "environment": lambda layer, x: x * float(os.environ["SCALE"]),
+}
 
 
 def common_of(write, read):
@@ -98,14 +85,14 @@ def common_of(write, read):
 @pytest.mark.parametrize(
     ("write", "read", "name"),
     [
-        (sets, reads_table, r"'.*table'"),
-        (writes_data, reads_scale, r"'.*scale'"),
-        (writes_by_numpy, reads_scale, r"'.*scale'"),
-        (sets, reads_cache, ""),
+        ("an entry", "table", r"'.*table'"),
+        (".data", "scale", r"'.*scale'"),
+        ("by numpy", "scale", r"'.*scale'"),
+        ("an entry", "cache", ""),
     ],
 )
 def test_what_another_stage_reads_is_seen_however_it_is_written(write, read, name):
-    block, state = common_of(write, read)
+    block, state = common_of(WRITES[write], READS[read])
     state.begin_step()
     assert not state.why_changed()
     block(torch.ones(1))
@@ -113,20 +100,17 @@ def test_what_another_stage_reads_is_seen_however_it_is_written(write, read, nam
     assert re.match(says, state.why_changed()) if name else not state.why_changed()
 
 
-FROM_FILES = [(write, read) for write in (saves, logs) for read in (loads, opens)]
-
-
-@pytest.mark.parametrize(("write", "read"), [*FROM_FILES, (sets_environment, reads_environment)])
+@pytest.mark.parametrize("write", ["a saved array", "a log", "environment"])
+@pytest.mark.parametrize("read", ["a loaded tensor", "an open file", "environment"])
 def test_files_of_one_stage_are_not_read_by_another(write, read):
     says = (
         r"block 0 \(Writes\) writes files or the environment \(.*\), and block 1 \(Reads\) reads some \(.*\) on another"
     )
-    with pytest.raises(MisfitError, match=says + ".*pass it on in the forward"):
-        common_of(write, read)
+    is_refused = (write == "environment") == (read == "environment")
+    with pytest.raises(MisfitError, match=says + ".*pass it on in the forward") if is_refused else nullcontext():
+        common_of(WRITES[write], READS[read])
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [(logs, saves), (loads, opens), (logs, reads_environment), (sets_environment, loads)]
-)
-def test_logs_and_tables_in_files_may_be_of_all_stages(one, other):
-    common_of(one, other)
+def test_logs_and_tables_in_files_may_be_of_all_stages():
+    common_of(WRITES["a log"], WRITES["a saved array"])
+    common_of(READS["a loaded tensor"], READS["an open file"])

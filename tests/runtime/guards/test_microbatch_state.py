@@ -19,53 +19,6 @@ from quintsched.runtime.guards.state_changed_by_forwards import LateState
 from ..trials import ones, refused, taken
 from .late_layers import Layer, losses
 
-RUNS = 0
-
-
-class Counter(nn.Module):
-    total = 0
-
-    def __init__(self):
-        super().__init__()
-        self.go, self.calls, self.amax, self.rate = False, 0, 1.0, 0.1
-
-    def forward(self, x):
-        self.amax = max(self.amax, float(x.max()))
-        if self.go:
-            self.count()
-        return x * self.rate
-
-    def count(self):
-        global RUNS
-        self.calls += 1
-        type(self).total += 1
-        RUNS += 1
-
-
-def test_what_begins_late_is_named_once(caplog, named):
-    model = nn.Sequential(Counter(), nn.Linear(1, 1))
-    state, lines = LateState({"3": model}, are_whole=True), []
-    for step in range(5):
-        model[0].rate *= 0.5
-        model[0].go = step > 1
-        state.begin_step(is_due=False)
-        model(torch.ones(1, 1) + (step == 1))
-        caplog.clear()
-        state.tell(2, 2)
-        lines.append(named(""))
-    amax, calls = "block 3 (Sequential).0.amax", "block 3 (Sequential).0.calls"
-    assert lines == [[], [amax] * 2, [f"{calls}, Counter.total, RUNS"] * 2, [], []]
-
-
-def test_what_was_named_before_is_not_said_again(caplog):
-    model = Counter()
-    state = LateState({"0": model}, are_whole=True)
-    state.known, model.go = ["block 0 (Counter).calls", "Counter.total", "RUNS"], True
-    state.begin_step(is_due=False)
-    model(torch.ones(1, 1))
-    state.tell(2, 1)
-    assert not caplog.records
-
 
 class Stats:
     def __init__(self):
@@ -94,10 +47,6 @@ def around(kept, change):
     return count
 
 
-def beside(layer, kept=[0]):  # noqa: B006
-    kept[0] += 1
-
-
 def of_function(layer):
     of_function.n += 1
 
@@ -106,20 +55,13 @@ def of_class(layer):
     type(layer).made = getattr(type(layer), "made", 0) + 1
 
 
-def by_name(layer):
-    setattr(layer, "n", layer.n + 1)  # noqa: B010
-
-
-def by_fraction(layer):
-    layer.n = layer.n * Fraction(9, 10)
-
-
 def of_object(layer):
     layer.stats.n += 1
 
 
-def beside_in_place(layer, kept=torch.zeros(())):  # noqa: B008
-    kept.add_(1)
+def added(name, of=lambda layer: layer):
+    """Return a function that counts up an attribute, by a string."""
+    return lambda layer: vars(of(layer)).update({name: vars(of(layer)).get(name, 0) + 1})
 
 
 of_function.n = 0
@@ -127,34 +69,26 @@ MOVES = {
     "an object": (of_object, {"stats": Stats()}, "block 0 (Layer).stats.n"),
     "slots": (of_object, {"stats": Slotted()}, "block 0 (Layer).stats.n"),
     "a dataclass": (of_object, {"stats": Record()}, "block 0 (Layer).stats.n"),
-    "a tensor of an object": (
-        lambda layer: layer.stats.total.add_(1),
-        {"stats": Stats()},
-        "block 0 (Layer).stats.total",
-    ),
+    "a tensor of an object": (lambda layer: layer.stats.total.add_(1), {"stats": Stats()}, "(Layer).stats.total"),
     "a plain tensor in place": (lambda layer: layer.t.add_(1), {"t": torch.zeros(())}, "block 0 (Layer).t"),
     "a tuple's tensor": (lambda layer: layer.t[0].add_(1), {"t": (torch.zeros(()),)}, "block 0 (Layer).t"),
-    "setattr": (by_name, {"n": 0}, "block 0 (Layer).n"),
-    "__dict__": (lambda layer: vars(layer).update(n=layer.n + 1), {"n": 0}, "block 0 (Layer).n"),
-    "a fraction": (by_fraction, {"n": Fraction(1)}, "block 0 (Layer).n"),
+    "setattr": (lambda layer: setattr(layer, "n", layer.n + 1), {"n": 0}, "block 0 (Layer).n"),
+    "__dict__": (added("n"), {"n": 0}, "block 0 (Layer).n"),
+    "a fraction": (lambda layer: setattr(layer, "n", layer.n * 0.9), {"n": Fraction(1)}, "block 0 (Layer).n"),
     "a list": (lambda layer: layer.held.__setitem__(0, layer.held[0] + 1), {"held": [0]}, "block 0 (Layer).held[0]"),
     "a dict": (lambda layer: layer.held.update(m=layer.held["m"] + 1), {"held": {"m": 0}}, "block 0 (Layer).held['m']"),
     "a deque": (lambda layer: layer.held.append(layer.held[0] + 1), {"held": deque([0], maxlen=1)}, "(Layer).held[0]"),
-    "a namespace": (lambda layer: layer.held.__dict__.update(m=layer.held.m + 1), {"held": SimpleNamespace(m=0)}, "m"),
+    "a namespace": (added("m", lambda layer: layer.held), {"held": SimpleNamespace(m=0)}, "m"),
     "nested": (lambda layer: layer.held["m"].append(1), {"held": {"m": [0]}}, "block 0 (Layer).held['m']"),
-    "none before": (lambda layer: vars(layer).update(new=vars(layer).get("new", 0) + 1), {}, "block 0 (Layer).new"),
-    "of another module": (
-        lambda layer: vars(layer.fc).update(n=vars(layer.fc).get("n", 0) + 1),
-        {},
-        "block 0 (Layer).fc.n",
-    ),
+    "none before": (added("new"), {}, "block 0 (Layer).new"),
+    "of another module": (added("n", lambda layer: layer.fc), {}, "block 0 (Layer).fc.n"),
     "a list around": (around([0], lambda kept: kept.append(1)), {}, "kept"),
     "a dict around": (around({}, lambda kept: kept.update(n=kept.get("n", 0) + 1)), {}, "kept['n']"),
     "a tensor around": (around(torch.zeros(()), lambda kept: kept.add_(1)), {}, "kept"),
     "a set around": (around(set(), lambda kept: kept.add(len(kept))), {}, "kept"),
     "an array around": (around(np.zeros(3), lambda kept: kept.__iadd__(1)), {}, "kept"),
-    "a default": (beside, {}, "[0]"),
-    "a default tensor": (beside_in_place, {}, "[0]"),
+    "a default": (lambda layer, kept=[0]: kept.__setitem__(0, kept[0] + 1), {}, "[0]"),
+    "a default tensor": (lambda layer, kept=torch.zeros(()): kept.add_(1), {}, "[0]"),  # noqa: B008
     "an attribute of a function": (of_function, {}, "['n']"),
     "an attribute of the class": (of_class, {}, "Layer.made"),
 }
@@ -192,22 +126,6 @@ def test_what_is_as_it_was_or_a_table_is_not_named(caplog):
     assert not caplog.records
 
 
-def test_what_a_loop_puts_in_is_looked_at_too(named):
-    layer = Layer(of_object, stats=None)
-    state = LateState({"0": layer}, are_whole=True)
-    for step in range(4):
-        layer.stats = Stats() if step == 2 else layer.stats
-        state.begin_step(is_due=False)
-        if step == 3:
-            layer.does(layer)
-        state.tell(2, 1)
-    assert named("") == ["block 0 (Layer).stats.n"]
-
-
-def turned(layer):
-    layer.on = not layer.on
-
-
 FLAG = ContextVar("flag", default=0)
 
 
@@ -236,7 +154,7 @@ class Marked(torch.Tensor):
 
 
 LATE = {
-    "a flag that is turned over": (turned, {"on": False}, "on"),
+    "a flag that is turned over": (lambda layer: setattr(layer, "on", not layer.on), {"on": False}, "on"),
     "a context variable": (counts_in_context, {}, "FLAG"),
     "a weight": (writes_a_weight, {}, "fc.bias"),
     "a hidden teacher": (hidden, {"teacher": kept_apart()}, "teacher.weight"),

@@ -134,10 +134,6 @@ def test_a_row_refuses_what_it_is_for(number: int, monkeypatch: pytest.MonkeyPat
     require_usable_blocks(run_of(case))
 
 
-def test_there_is_a_case_for_each_row() -> None:
-    assert len(CASES) == len(REFUSALS)
-
-
 @pytest.mark.parametrize(
     "case",
     [

@@ -1,4 +1,4 @@
-"""State that forwards change in whole runs: named, put back after trials, or refused."""
+"""State that forwards change in whole runs: named, put back after trials, or refused; modes of evaluation."""
 
 import copy
 import io
@@ -13,10 +13,10 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import split
+from quintsched.runtime.guards.state_changed_by_forwards import eval_mode_warning
 
 from ...helpers.training import require_equal, train_alone, train_ranks
-from ..trials import ones, sgd, taken
+from ..trials import engine_of, ones, sgd, taken
 from .late_layers import Layer, counted, in_evaluations, losses
 
 
@@ -111,41 +111,6 @@ def test_what_cannot_be_put_back_is_refused_when_it_is_made_too(does, held):
         losses(Layer(does, held=held))
 
 
-class Frozen(nn.Linear):
-    """A linear layer that is trained from the second step on."""
-
-    def __init__(self):
-        super().__init__(3, 3)
-        self.step = 0
-
-    def forward(self, x):
-        self.requires_grad_(self.step > 0)
-        return torch.tanh(super().forward(x))
-
-
-class Whole(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers, self.head = nn.ModuleList([Frozen(), Frozen()]), nn.Linear(3, 3)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def test_a_forward_that_freezes_its_own_weights_is_split():
-    def change(model, step):
-        for layer in model.layers:
-            layer.step = step
-
-    torch.manual_seed(0)
-    model, x = Whole(), torch.ones(4, 3)
-    given = model, F.mse_loss, sgd, [(x, 2 * x)] * 3
-    ranks = train_ranks(qs.compile("gpipe", mesh="pp=2", microbatches=2), *given, before=change)
-    require_equal(ranks, train_alone(*given, dtype=None, before=change), 1e-6)
-
-
 FACTOR = ContextVar("factor", default=0.0)
 
 
@@ -171,30 +136,63 @@ def test_what_trials_put_into_context_variables_is_gone(mesh):
     require_equal(ranks, Context().run(lambda: train_alone(*given, dtype=torch.float32)), 1e-5)
 
 
-class Warming(nn.Module):
+class Attention(nn.Linear):
+    attention_dropout: float
+
     def __init__(self):
-        super().__init__()
-        self.layers, self.head = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.Linear(3, 3)
-        self.register_buffer("steps", torch.zeros(()))
+        super().__init__(2, 2)
+        self.attention_dropout = 0.1
+
+
+@pytest.mark.parametrize(
+    ("modules", "said"),
+    [
+        ([nn.Dropout(0.2)], "Dropout, p=0.2"),
+        ([nn.Linear(2, 2), Attention()], "Attention, attention_dropout=0.1"),
+        ([nn.BatchNorm1d(2)], "running statistics of BatchNorm1d"),
+        ([nn.Linear(2, 2), nn.Dropout(0.0), nn.LayerNorm(2)], None),
+        ([nn.BatchNorm1d(2, track_running_stats=False)], None),
+        ([], None),
+    ],
+)
+def test_what_eval_mode_leaves_out_is_named(modules, said):
+    blocks = [nn.Sequential(*modules).eval()]
+    found = eval_mode_warning(blocks)
+    assert found is None if said is None else said in found
+    assert eval_mode_warning([*blocks, nn.Linear(2, 2)]) is None  # some of it trains: frozen by intent
+
+
+class Merged(nn.Linear):
+    """Low-rank weights that are merged into the whole ones where the layer does not train, as loralib does."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.low, self.merged = nn.Parameter(torch.ones(1, 2)), False
 
     def forward(self, x):
-        self.steps += 1
-        x = x * (self.steps / 10).clamp(max=1)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        return super().forward(x) if self.merged else super().forward(x) + x @ self.low.T @ self.low
+
+    def train(self, mode=True):
+        if mode is self.merged:
+            self.weight.data += (-1 if mode else 1) * self.low.data.T @ self.low.data
+            self.merged = not mode
+        return super().train(mode)
 
 
-def test_a_buffer_of_the_model_that_code_between_layers_changes_is_named(caplog, named):
-    taken(lambda: split(Warming(), example=torch.ones(4, 3)), ones(4, 3))
-    assert "steps" in [place.rpartition(".")[2] for place in named("changed by forwards, of which a step has 2")]
+def test_an_evaluation_ends_by_the_train_of_a_module():
+    layer, frozen = Merged(), Merged().eval()
+    engine = engine_of(None, [layer, nn.Sequential(frozen)], mesh="dp=1", microbatches=1)
+    x = torch.ones(2, 2)
+    before = engine.step(x, x).loss
+    after = engine.evaluate(x, x).loss
+    assert not layer.merged
+    assert frozen.merged
+    assert [layer.training, frozen.training] == [True, False]
+    assert engine.step(x, x).loss == pytest.approx(float(after))
+    assert after < before
 
 
-def test_a_buffer_that_the_loop_deletes_is_none_of_replicas():
-    def change(blocks, step):
-        if step == 1:
-            del blocks[0].n
-            blocks[0].n = 0.5
-
-    layer = with_buffer(lambda layer: 1 + layer.n)
-    taken([layer], ones(8, 3, steps=3), mesh="dp=2", microbatches=1, change=change)
+def test_one_rank_says_it_once(caplog):
+    taken([nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval() for _ in range(2)], ones(2, 2, steps=2))
+    (said,) = [record.message for record in caplog.records if "eval mode" in record.message]
+    assert "call model.train()" in said
