@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from typing import Any
 
 import torch
@@ -104,42 +103,6 @@ class Mixed(Base):
         return used * (2 if state["mode"] == "first" and state["warm"] is True else 1)
 
 
-class History(Base):
-    """Keeps the last gradients, in a list and in a queue."""
-
-    def moved(self, group: Any, p: Any, state: Any) -> Any:
-        past, queue = state.setdefault("past", []), state.setdefault("queue", deque(maxlen=2))
-        past.append(p.grad.clone())
-        queue.append(p.grad.to(torch.float64, copy=True))
-        del past[:-2]
-        return sum(past) + sum(queue).to(p.dtype)
-
-
-class Dotted(Base):
-    """Has dots and other signs in its keys, and tensors of other types."""
-
-    def moved(self, group: Any, p: Any, state: Any) -> Any:
-        mean = state.setdefault("a.b/é#", torch.zeros_like(p, dtype=torch.float64))
-        signs = state.setdefault("signs.low", torch.zeros_like(p, dtype=torch.int8))
-        mean.add_(p.grad)
-        signs.add_(p.grad.sign().to(torch.int8))
-        return mean + 0.1 * signs
-
-
-class OneStep(Base):
-    """All parameters have one tensor that counts."""
-
-    def first(self) -> Tensor:
-        count: Tensor = self.state[self.param_groups[0]["params"][0]].setdefault("count", torch.zeros(()))
-        return count
-
-    def begin(self) -> None:
-        self.first().add_(1)
-
-    def moved(self, group: Any, p: Any, state: Any) -> Any:
-        return p.grad / state.setdefault("count", self.first())
-
-
 class ByParameter(Base):
     """Has a dict by parameters beside its state."""
 
@@ -168,7 +131,7 @@ class Wrapping(Base):
             p.copy_(slow.lerp_(p, 0.8))
 
 
-ODD = (InGroups, InAttributes, OfAll, Numbers, Mixed, History, Dotted, OneStep, ByParameter, Wrapping)
+ODD = (InGroups, InAttributes, OfAll, Numbers, Mixed, ByParameter, Wrapping)
 
 
 class Beholder(InAttributes):

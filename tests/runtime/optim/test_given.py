@@ -13,7 +13,6 @@ import quintsched as qs
 from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.optim.chained_optimizers import LRSchedulers, chained
 
 from ..toys import difference, share
 from .optimizers import LargestNorm, Lookahead, by_dims
@@ -88,17 +87,6 @@ def test_forms_give_the_same_steps(form: str, mesh: str, zero: int) -> None:
         assert max(difference(weight, expected[name]) for name, weight in weights.items()) <= 1e-12
 
 
-def test_several_are_one_to_schedulers_and_state() -> None:
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
-    engine = Engine(plan, blocks(), squared, {"*.bias": torch.optim.SGD, "*": torch.optim.Adam})
-    assert [len(group["params"]) for group in engine.optimizer.param_groups] == [3, 3]
-    scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 0.5**step)
-    engine.step(torch.ones(2, 4, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64))
-    scheduler.step()
-    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.5e-3, 0.5e-3]
-    assert "optimizer.1.weight.exp_avg" in engine.state_dict()
-
-
 def spent(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     made = torch.optim.Adam(parameters)
     for parameter in parameters:
@@ -157,23 +145,6 @@ def test_an_instance_is_refused_once_an_engine_has_made_its_own_from_it() -> Non
     assert engine.optimizers[0,].param_groups[0]["lr"] == 0.1
 
 
-def test_segments_are_refused_to_who_wants_whole_parameters() -> None:
-    with pytest.raises(MisfitError, match="zero_split='parameter'"):
-        train(torch.optim.Adafactor, "dp=2", 1, zero_split="element")
-
-
-def test_the_imbalance_of_whole_parameters_is_said() -> None:
-    plan = qs.compile("1f1b", mesh="dp=2", microbatches=1, zero=1)
-
-    def run(transport: Transport) -> str | None:
-        return Engine(plan, blocks(), squared, torch.optim.Adafactor, transport=transport).zero_split
-
-    assert run_local(2, run)[0] == (
-        "ZeRO-1 gives whole parameters to 2 replicas (Adafactor needs them): 6 of 6 weights; the fullest steps 1.20 "
-        "times its even share"
-    )
-
-
 @pytest.mark.parametrize(("mesh", "zero"), [("pp=2", 0), ("dp=2", 1), ("tp=2", 0)])
 @pytest.mark.parametrize("told_by", ["identity", "class", "value"])
 def test_groups_that_placeholders_would_change_are_refused(told_by: str, mesh: str, zero: int) -> None:
@@ -202,15 +173,17 @@ def test_groups_that_placeholders_would_change_are_refused(told_by: str, mesh: s
         run_local(2, run, timeout_s=60)
 
 
-def test_optimizers_that_step_together_keep_and_clear_what_each_has() -> None:
-    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    both, again = (chained([torch.optim.Adam([w], lr=0.1 * n) for n, w in enumerate(weights, 1)]) for _ in range(2))
-    schedulers = LRSchedulers(lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5), [both])
-    sum((w * w).sum() for w in weights).backward()
-    both.step()
-    schedulers.step()
-    assert schedulers.get_last_lr() == [0.05, 0.1] == [group["lr"] for group in both.param_groups]
-    again.load_state_dict(both.state_dict())
-    assert all(again.state[w]["exp_avg"].equal(both.state[w]["exp_avg"]) for w in weights)
-    both.zero_grad()
-    assert [w.grad for w in weights] == [None, None]
+def test_segments_are_refused_to_who_wants_whole_parameters() -> None:
+    with pytest.raises(MisfitError, match="zero_split='parameter'"):
+        train(torch.optim.Adafactor, "dp=2", 1, zero_split="element")
+
+
+def test_several_are_one_to_schedulers_and_state() -> None:
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
+    engine = Engine(plan, blocks(), squared, {"*.bias": torch.optim.SGD, "*": torch.optim.Adam})
+    assert [len(group["params"]) for group in engine.optimizer.param_groups] == [3, 3]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 0.5**step)
+    engine.step(torch.ones(2, 4, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64))
+    scheduler.step()
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.5e-3, 0.5e-3]
+    assert "optimizer.1.weight.exp_avg" in engine.state_dict()

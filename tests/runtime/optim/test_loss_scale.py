@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import build_model
 from quintsched.runtime.comm import Transport, run_local
@@ -79,35 +78,3 @@ def test_scaled_steps_equal_a_plain_loop(mesh: str, zero: int) -> None:
     for weights, found in run_local(qs.Mesh.parse(mesh).size, run):
         assert found == scales
         assert max(difference(weight, expected[name]) for name, weight in weights.items()) <= 1e-6
-
-
-def test_half_precision_is_trained_with_a_scale() -> None:
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=4)
-
-    def run(transport: Transport) -> list[float]:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
-        engine = Engine(
-            plan,
-            blocks(),
-            lambda x, y: squared(x, y) * 1e-7,
-            lambda p: torch.optim.Adam(p, lr=0.01),
-            dtype=torch.float16,
-            grad_scaler=scaler,
-            transport=transport,
-        )
-        inputs, targets = batches()[0]
-        return [engine.step(*share(engine, inputs, targets)).loss.item() for _ in range(30)]
-
-    for losses in run_local(2, run):
-        assert losses[-1] < 0.8 * losses[0]
-
-
-def test_what_is_no_scaler_is_refused() -> None:
-    with pytest.raises(UsageError, match="grad_scaler is a float"):
-        Engine(
-            qs.compile("1f1b", mesh="pp=1", microbatches=1),
-            blocks(),
-            squared,
-            torch.optim.Adam,
-            grad_scaler=2.0,  # type: ignore[arg-type]
-        )

@@ -145,12 +145,6 @@ def test_what_is_not_said_is_stepped_by_one_replica_or_refused(
     assert (".needs_whole_parameters = True or False to share them out" in caplog.text) == (zero > 0)
 
 
-@pytest.mark.slow
-def test_the_norm_is_that_of_gradients_that_the_engine_has_clipped() -> None:
-    found = train(qs.compile("1f1b", mesh="pp=2", microbatches=2), BUILDS["lamb that clips"], 0.35)
-    assert worst_difference(found, alone("lamb that clips", 0.35)) <= 1e-9
-
-
 class Noisy(Trust):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
