@@ -84,15 +84,6 @@ def test_wherever_it_is_written_one_run_shows_it(name):
     assert not calls_own(tried(Block(lambda x: checkpoint(torch.tanh, x, use_reentrant=True))), ARRIVAL)
 
 
-def test_what_cannot_be_tried_is_no_less_suspect():
-    def fail(x):
-        raise ValueError("only numbers of a batch")
-
-    assert (
-        "fails where it is tried, ValueError: only numbers of a batch" in why_unlinear(tried(Block(fail)), ARRIVAL).why
-    )
-
-
 def test_plain_blocks_are_not_run():
     for block in (Block(), Block(F.relu), nn.TransformerEncoderLayer(4, 2), nn.Linear(2, 2)):
         code = Code(block)

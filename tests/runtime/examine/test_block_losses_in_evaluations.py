@@ -77,18 +77,3 @@ def test_what_is_set_between_steps_is_examined_in_the_next_evaluation():
             engine.evaluate(x, x)
 
     run_local(2, work)
-
-
-def test_evaluations_leave_weights_and_their_masters():
-    x = torch.randn(4, WIDTH)
-
-    def work(transport, evaluates):
-        engine = engine_of(transport, [lambda: OtherInEvaluations(MEAN, MEAN)], mesh="dp=2", dtype=torch.bfloat16)
-        for _ in range(8):
-            engine.step(x, x)
-            if evaluates:
-                engine.evaluate(x, x)
-        return engine.full_weights()
-
-    plain, evaluated = (run_local(2, lambda t, its=its: work(t, its))[0] for its in (False, True))
-    assert all(torch.equal(weight, evaluated[name]) for name, weight in plain.items())

@@ -1,14 +1,11 @@
 """Gradients of a microbatch that are no part of the batch's are found, though they are linear."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
 
 from quintsched.runtime.examine.gradients.microbatch_gradients import why_of_microbatch, why_of_others
 
-from ..trials import refused
 from .backward_blocks import ARRIVAL, LINEAR, Block, backward_of, halve, hooked, tried
 
 
@@ -84,10 +81,3 @@ def test_gradients_of_a_microbatch_that_are_no_part_of_the_batchs_are_found(name
     assert bool(said) == bool(found)
     if name == "kept on a class":
         assert not why_of_others(tried(block), ARRIVAL, overtaken=False)
-
-
-def test_microbatches_of_one_sample_hide_no_mixing():
-    x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    block = Block(backward_of(lambda g: g - g.mean(0)))
-    said = refused([block], [(x, x)], mesh="dp=1", microbatches=4)
-    assert re.search(r"block 0 .* in its backward", said)

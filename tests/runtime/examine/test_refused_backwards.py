@@ -7,9 +7,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quintsched.runtime.examine.gradients import nonlinear_backwards
-from quintsched.runtime.examine.gradients.nonlinear_backwards import why_unlinear
-
 from ..trials import ones, refused, taken
 from .backward_blocks import INSTALLED, AddsLoss, Block, backward_of, hooked, sign
 
@@ -42,12 +39,6 @@ def test_what_comes_later_is_refused_before_weights_change(name, monkeypatch):
     monkeypatch.setattr(Limited, "is_hot", name == "number")
     blocks = [nn.Linear(3, 3, dtype=torch.float64), Limited()]
     assert "changes gradients" in refused(blocks, X3 * 3, change=change)
-
-
-def test_what_is_added_is_refused_where_microbatches_are_unlike():
-    blocks = [Block(), Block(lambda x: AddsLoss.apply(x, x.pow(2).mean()))]
-    said = refused(blocks, X3 + ones(3, 3, dtype=torch.float64), loss_over="samples")
-    assert "adds to gradients" in said
 
 
 @pytest.mark.parametrize(
@@ -90,14 +81,6 @@ class Divided(Block):
         x = super().forward(x)
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient / phase.mean())
-        return x
-
-
-class DividedEach(Block):
-    def forward(self, x, phase):
-        x = super().forward(x)
-        if x.requires_grad:
-            x.register_hook(lambda gradient: gradient / phase[:, None])
         return x
 
 
@@ -144,11 +127,6 @@ def test_a_forward_that_goes_by_gradients_that_were_seen_is_refused(begins):
         assert "block 0 (Seeing) goes in its forward by gradients" in said
 
 
-def test_extras_that_leave_a_backward_as_it_is_are_taken():
-    batch = (*X3[0], {"phase": torch.arange(1.0, 5)})
-    taken([DividedEach()], [batch], mesh="dp=1", microbatches=4)  # of one sample
-
-
 def clamping_if(asks):
     class Asking(Block):
         def forward(self, x):
@@ -190,35 +168,3 @@ def test_data_that_steer_a_backward_later_are_tried(name):
         assert "a tensor that it asks for its value has another" in said
     else:
         taken(lambda: [build()], X3, mesh="dp=1")
-
-
-TURNED = backward_of(torch.neg)
-
-
-class Turning(Block):
-    def __init__(self, limit=1.0, frozen=1.0):
-        super().__init__(TURNED)
-        self.limit = limit
-        self.frozen = nn.Parameter(torch.tensor(frozen), requires_grad=False)
-
-
-@pytest.mark.parametrize(
-    ("others", "count"),
-    [
-        (lambda: [Turning(), Turning()], 1),
-        (lambda: [Turning(2.0), Turning(2.0)], 2),
-        (lambda: [Turning(frozen=2.0), Turning()], 2),
-        (lambda: [hooked("register_hook", lambda g: -g), hooked("register_hook", lambda g: -g)], 3),
-    ],
-)
-def test_blocks_of_one_kind_are_tried_once(others, count, monkeypatch):
-    tried = []
-
-    def why(block, *given, **options):
-        tried.append(block.number)
-        return why_unlinear(block, *given, **options)
-
-    monkeypatch.setattr(nonlinear_backwards, "why_unlinear", why)
-
-    taken(lambda: [Turning(), *others()], X3, mesh="dp=1")
-    assert len(set(tried)) == count

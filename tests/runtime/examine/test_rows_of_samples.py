@@ -77,12 +77,6 @@ def test_those_of_no_sample_are_refused(name, microbatches):
     assert "uses 'extra' for all samples alike" in said or "cannot take" in said
 
 
-@pytest.mark.parametrize("name", ["positions", "scale"])
-def test_they_are_taken_with_one_row(name):
-    forward, extra = OF_NO_SAMPLE[name]
-    require_equality(forward, extra[None], SAMPLES)
-
-
 def of_list(self, x, extra):
     return torch.stack([row * extra[k] for k, row in enumerate(self.fc(x))])
 
