@@ -1,31 +1,27 @@
-"""Ranks that were started with something else than the others are named with what differs, before training."""
+"""Ranks that were started with other settings, code, values or data are named with what differs, before training."""
 
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError, QuintschedError, listed_ranks
-from quintsched.runtime.agreement import refuse_unequal_ranks
+from quintsched.errors import MisfitError, QuintschedError
 from quintsched.runtime.agreement.compared_run_settings import (
     OF_A_MACHINE,
     code_settings,
-    flatten,
     job_settings,
     of_all_ranks,
 )
 from quintsched.runtime.agreement.refuse_unequal_ranks import Record, Section, require_same
-from quintsched.runtime.comm import Group, Transport
+from quintsched.runtime.comm import Transport
 from quintsched.runtime.data import Dataset, Split
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.launch.job_plan import plan_of
@@ -67,35 +63,6 @@ def test_of_two_halves_nobody_is_odd() -> None:
     assert "agree on the weather: " in compared([{"a": 1}, {"a": 2}, {"a": 1}, {"a": 2}])
 
 
-def test_who_says_nothing_agrees() -> None:
-    assert compared([None, {"sky": 1}, None, {"sky": 1}]) == "ran"
-    assert "sky is 2 on rank 3, but 1 on ranks 1 and 2" in compared([None, {"sky": 1}, {"sky": 1}, {"sky": 2}])
-
-
-def test_long_values_are_cut_where_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = compared([{"text": "x" * 1000 + "a" + "y" * 1000}, {"text": "x" * 1000 + "b" + "y" * 1000}])
-    assert "xa" in words
-    assert "xb" in words
-    assert len(words) < 400
-    monkeypatch.setattr(refuse_unequal_ranks, "MOST_SECTION_BYTES", 200)
-    assert "some is" in compared([{"text": "x" * 1000}, {"text": "y" * 1000}])
-
-
-def test_many_differences_are_counted() -> None:
-    words = compared([{str(k): 0 for k in range(30)}, {str(k): 1 for k in range(30)}])
-    assert "and 20 more" in words
-
-
-def test_ranks_in_words() -> None:
-    assert [listed_ranks(r) for r in ([3], [0, 2], [4, 1, 2], range(8), range(0, 40, 3))] == [
-        "rank 3",
-        "ranks 0 and 2",
-        "ranks 1, 2 and 4",
-        "ranks 0 to 7",
-        "14 ranks (0, 3, 6, 9, 12, 15, …)",
-    ]
-
-
 # ---------------------------------------------------------------- jobs
 
 JOB = """
@@ -104,40 +71,16 @@ parallel: {mesh: "dp=2,pp=2", microbatches: 2}
 train: {epochs: 2, batch_size: 8, clip: 1.0}
 """
 
-ODD = [
-    "train.seed=1",
-    "train.epochs=3",
-    "train.batch_size=16",
-    "train.accumulate=2",
-    "train.clip=2.0",
-    "train.patience=3",
-    "train.max_skipped=2",
-    "train.optimizer.lr=2e-3",
-    "train.optimizer.name=adamw",
-    "train.optimizer.weight_decay=0.1",
-    "train.optimizer.decay=matrices",
-    "train.optimizer.betas=[0.8, 0.9]",
-    "train.lr_schedule.name=cosine",
-    "train.lr_schedule.warmup_steps=3",
-    "model.options.dropout=0.1",
-    "model.options.hidden=16",
-    "model.name=gpt",
-    "data.name=text",
-    "parallel.microbatches=4",
-    "parallel.schedule=gpipe",
-    "parallel.mesh='dp=4,pp=1'",
-    "parallel.zero=1",
-    "parallel.recompute=1",
-    "parallel.bucket_mb=1.0",
-    "parallel.buffers=first",
-    "parallel.zero_split=parameter",
-    "runtime.precision=float64",
-    "runtime.compile=true",
-    "runtime.verify=true",
-    "checkpoint.dir=out",
-    "checkpoint.every=3",
-    "log.every=7",
-]
+SETTINGS = """
+train.seed=1 train.epochs=3 train.batch_size=16 train.accumulate=2 train.clip=2.0 train.patience=3 train.max_skipped=2
+train.optimizer.lr=2e-3 train.optimizer.name=adamw train.optimizer.weight_decay=0.1 train.optimizer.decay=matrices
+train.optimizer.betas=[0.8,0.9] train.lr_schedule.name=cosine train.lr_schedule.warmup_steps=3
+model.options.dropout=0.1 model.options.hidden=16 model.name=gpt data.name=text
+parallel.microbatches=4 parallel.schedule=gpipe parallel.mesh='dp=4,pp=1' parallel.zero=1 parallel.recompute=1
+parallel.bucket_mb=1.0 parallel.buffers=first parallel.zero_split=parameter
+runtime.precision=float64 runtime.compile=true runtime.verify=true checkpoint.dir=out checkpoint.every=3 log.every=7
+"""
+"""Each of which one rank has, and the others have not."""
 
 
 def job_at(folder: Path, overrides: list[str] = []) -> JobConfig:  # noqa: B006
@@ -147,7 +90,7 @@ def job_at(folder: Path, overrides: list[str] = []) -> JobConfig:  # noqa: B006
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("odd", SETTINGS.split())
 def test_no_odd_setting_trains_on_in_silence(tmp_path: Path, odd: str) -> None:
     usual, other = job_at(tmp_path), job_at(tmp_path, [odd])
 
@@ -161,26 +104,6 @@ def test_no_odd_setting_trains_on_in_silence(tmp_path: Path, odd: str) -> None:
     assert " on rank 2, but " in words
 
 
-def test_paths_of_a_machine_may_differ(tmp_path: Path) -> None:
-    one = job_settings(job_at(tmp_path, ["log.path=a", "runtime.trace=b", "data.path=c", "model.pretrained=d"]))
-    assert of_all_ranks(one) == of_all_ranks(job_settings(job_at(tmp_path)))
-    refuse_unequal_ranks = {name.partition(".")[0] for name in OF_A_MACHINE}
-    assert refuse_unequal_ranks <= {name.partition(".")[0] for name in one}
-
-
-def test_every_setting_of_a_job_has_a_name() -> None:
-    def names(values: Mapping[str, Any], prefix: str = "") -> set[str]:
-        nested = {
-            k: names(v, f"{prefix}{k}.") if isinstance(v, Mapping) and v else {f"{prefix}{k}"}
-            for k, v in values.items()
-        }
-        return set().union(*nested.values())
-
-    job = JobConfig()
-    assert names(job.model_dump()) == job_settings(job).keys()
-    assert dict(flatten({"a": {"b": [1, 2]}, "c": {}})) == {"a.b": "[1, 2]", "c": "{}"}
-
-
 def test_other_code_of_the_users_is_named(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "two")]
     for number, folder in enumerate(folders):
@@ -191,11 +114,6 @@ def test_other_code_of_the_users_is_named(tmp_path: Path) -> None:
     first, second = map(code_settings, job)
     assert {name for name in first if first[name] != second[name]} == {"code.mine.py"}
     assert {"code.python", "code.torch", "code.quintsched"} < first.keys()
-
-
-def test_a_file_that_is_missing_is_an_error_of_ours() -> None:
-    with pytest.raises(QuintschedError, match=r"there is no file '.*nowhere\.py'"):
-        code_settings(JobConfig.model_validate({"model": {"name": "nowhere.py:build"}}))
 
 
 # ---------------------------------------------------------------- engines
@@ -240,16 +158,6 @@ def test_engines_that_differ_are_stopped(changes: dict[str, Any], named: str) ->
     (words,) = set(refusals(3, lambda transport: engine(transport, **changes)))
     assert "(rank 1 differs from the others)" in words
     assert named in words
-
-
-def test_a_dropout_that_differs_is_named() -> None:
-    def run(transport: Transport) -> None:
-        p = 0.2 if transport.rank == 1 else 0.1
-        blocks = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Dropout(p)), nn.Linear(4, 4)]
-        Engine(qs.compile("1f1b", mesh="pp=3", microbatches=2), blocks, mse, sgd, transport=transport)
-
-    (words,) = set(refusals(3, run))
-    assert 'block 1, 1 is "Dropout inplace=False, p=0.2" on rank 1' in words
 
 
 def doubled(output: Tensor, targets: Tensor) -> Tensor:
@@ -308,6 +216,93 @@ def iter_of(monkeypatch: pytest.MonkeyPatch) -> dict[int, Dataset]:
     return given
 
 
+SCALE = 1.0
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def __init__(self, factor: float = 1.0, activation: Any = torch.relu, bend: Any = None, rank: int = 0) -> None:
+        super().__init__(4, 4)
+        self.factor, self.activation, self.bend, self.rank = factor, activation, bend, rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor * SCALE
+
+
+class Halved(Scaled):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 2
+
+
+def differing(name: str) -> dict[str, Any]:
+    """Return the definitions of a script with another number, or other code, on one rank, as its own module would."""
+    made: dict[str, Any] = {"nn": nn, "Scaled": Scaled, "__name__": "script", "FACTOR": 1.0, "my_rank": 0}
+    source = """
+def twice(x): return x * NUMBER
+class Block(Scaled):
+    def forward(self, x):
+        print("", end="" if my_rank else "")
+        return twice(super().forward(x)) * FACTOR
+def make(k):
+    return lambda output, targets: nn.functional.mse_loss(output, targets) * k
+"""
+    exec(source.replace("NUMBER", "3" if name == "code" else "2"), made)
+    made["FACTOR"] = 2.0 if name == "global" else 1.0
+    made["my_rank"] = int(name == "rank")
+    return made
+
+
+ODD_BLOCKS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "attribute": (lambda: Scaled(2.0), 'block 0, itself, factor is "2.0" on rank 1, but "1.0"'),
+    "function": (lambda: Scaled(activation=torch.tanh), "block 0, itself, activation"),
+    "class": (lambda: Scaled(bend=nn.GELU), "block 0, itself, bend"),
+    "rank": (lambda: Scaled(rank=1), ""),
+}
+
+
+def trained(transport: Transport, blocks: list[nn.Module], loss: Any = mse) -> None:
+    Engine(qs.compile("1f1b", mesh="dp=3", microbatches=1), blocks, loss, sgd, transport=transport)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "do not have the same values" in record.getMessage()]
+
+
+@pytest.mark.parametrize("odd", ODD_BLOCKS)
+def test_attributes_that_differ_are_told_once(odd: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, named = ODD_BLOCKS[odd]
+    bend = nn.ReLU if odd == "class" else None
+    assert refusals(3, lambda t: trained(t, [make() if t.rank == 1 else Scaled(bend=bend)])) == ["ran"] * 3
+    told = warnings(caplog)
+    assert len(told) == (1 if named else 0)
+    assert all("(rank 1 differs from the others)" in words and named in words for words in told)
+
+
+@pytest.mark.parametrize(
+    ("odd", "named"), [("global", "block 0, itself, FACTOR"), ("closure", "loss_fn, k"), ("rank", "")]
+)
+def test_values_that_code_reads_are_told(odd: str, named: str, caplog: pytest.LogCaptureFixture) -> None:
+    def run(transport: Transport) -> None:
+        mine = differing(odd if transport.rank == 1 else "")
+        trained(transport, [mine["Block"]()], mine["make"](2.0 if odd == "closure" and transport.rank == 1 else 1.0))
+
+    assert refusals(3, run) == ["ran"] * 3
+    told = warnings(caplog)
+    assert len(told) == (1 if named else 0)
+    assert all("(rank 1 differs from the others)" in words and named in words for words in told)
+
+
+def test_other_code_is_refused() -> None:
+    def run(transport: Transport) -> None:
+        trained(transport, [differing("code" if transport.rank == 1 else "")["Block"]()])
+
+    (words,) = set(refusals(3, run))
+    assert "(rank 1 differs from the others): block 0, itself is" in words
+    (words,) = set(refusals(3, lambda t: trained(t, [Halved() if t.rank == 1 else Scaled()])))
+    assert 'block 0 is "Halved" on rank 1' in words
+
+
 def test_data_that_one_rank_cannot_read_stop_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = iter_of(monkeypatch)
     job = job_at(tmp_path)
@@ -323,19 +318,13 @@ def test_data_that_one_rank_cannot_read_stop_all(tmp_path: Path, monkeypatch: py
     assert set(refusals(4, run)) == {"no such disk"}
 
 
-def test_a_job_is_read_as_yaml() -> None:
-    assert yaml.safe_load(JOB)["train"] == {"epochs": 2, "batch_size": 8, "clip": 1.0}
-    assert json.loads(json.dumps(job_settings(JobConfig()))) == job_settings(JobConfig())
+def test_a_file_that_is_missing_is_an_error_of_ours() -> None:
+    with pytest.raises(QuintschedError, match=r"there is no file '.*nowhere\.py'"):
+        code_settings(JobConfig.model_validate({"model": {"name": "nowhere.py:build"}}))
 
 
-def test_one_rank_asks_nobody() -> None:
-    class Nobody(Group):
-        def __init__(self) -> None:
-            super().__init__((0,), 0, torch.device("cpu"))
-
-        def _all_reduce(self, *_: object) -> Any:
-            raise AssertionError
-
-        _all_gather = _reduce_scatter = _all_to_all = _broadcast = _all_reduce
-
-    require_same({"some": None}, Nobody(), "the weather", "look outside")
+def test_paths_of_a_machine_may_differ(tmp_path: Path) -> None:
+    one = job_settings(job_at(tmp_path, ["log.path=a", "runtime.trace=b", "data.path=c", "model.pretrained=d"]))
+    assert of_all_ranks(one) == of_all_ranks(job_settings(job_at(tmp_path)))
+    refuse_unequal_ranks = {name.partition(".")[0] for name in OF_A_MACHINE}
+    assert refuse_unequal_ranks <= {name.partition(".")[0] for name in one}

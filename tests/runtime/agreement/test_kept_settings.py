@@ -59,16 +59,6 @@ def test_what_does_not_change_what_is_learnt_is_free(name: str) -> None:
     assert require_kept(SAVED, SAVED | {name: "other"}, (), "the step") == []
 
 
-def test_versions_are_said() -> None:
-    (said,) = require_kept(SAVED, SAVED | {"code.torch": "2.13"}, (), "the step")
-    assert 'code.torch was "2.12" and is "2.13"' in said
-
-
-def test_a_setting_that_there_was_not_yet_is_its_default() -> None:
-    assert require_kept(SAVED, SAVED | {"train.new": 3}, (), "the step") == []
-    assert require_kept({}, SAVED, (), "the step") == []
-
-
 def test_an_override_of_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--override train\.sed: there is no such setting; did you mean 'train\."):
         require_kept(SAVED, SAVED, ("train.sed",), "the step")
@@ -89,17 +79,14 @@ def fit(config: JobConfig, *, resume: bool = False, overrides: tuple[str, ...] =
 def test_a_job_that_is_resumed(data_file: Path, tmp_path: Path) -> None:
     saving = {"dir": str(tmp_path / "saved")}
     fit(job(data_file, checkpoint=saving, train={"epochs": 1}))
-    longer = job(data_file, checkpoint=saving, train={"epochs": 2})
-    (said, *_) = fit(longer, resume=True)
-    assert any(line.startswith("resumed after step") for line in said)
-    other = job(data_file, checkpoint=saving, train={"epochs": 3, "clip": 2.0, "seed": 7})
+    other = job(data_file, checkpoint=saving, train={"epochs": 2, "clip": 2.0, "seed": 7})
     with pytest.raises(MisfitError, match=r"train\.clip was 1\.0 and is 2\.0; train\.seed was 0 and is 7; resume with"):
         fit(other, resume=True)
     with pytest.raises(MisfitError, match=r"other settings: train\.clip was 1\.0 and is 2\.0; resume with"):
         fit(other, resume=True, overrides=("train.seed",))
     (said, *_) = fit(other, resume=True, overrides=("train.seed", "train.clip"))
+    assert any(line.startswith("resumed after step") for line in said)
     assert "resumed with another setting: train.clip was 1.0 and is 2.0" in said
-    data_file.write_text(data_file.read_text().replace("default_rng(0)", "default_rng(1)"))
 
 
 def test_ranks_that_begin_in_other_ways_are_stopped(data_file: Path, tmp_path: Path) -> None:
@@ -112,3 +99,13 @@ def test_ranks_that_begin_in_other_ways_are_stopped(data_file: Path, tmp_path: P
         MisfitError, match=r"how the run begins \(rank 2 differs from the others\): start is \"resume\""
     ):
         run_local(4, run)
+
+
+def test_versions_are_said() -> None:
+    (said,) = require_kept(SAVED, SAVED | {"code.torch": "2.13"}, (), "the step")
+    assert 'code.torch was "2.12" and is "2.13"' in said
+
+
+def test_a_setting_that_there_was_not_yet_is_its_default() -> None:
+    assert require_kept(SAVED, SAVED | {"train.new": 3}, (), "the step") == []
+    assert require_kept({}, SAVED, (), "the step") == []
