@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Engine, MoE
+from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 
 from ..toys import share
@@ -120,11 +120,6 @@ def test_weights_that_forwards_change_are_named_where_a_step_has_several(
     assert sum(named) == microbatches - 1
 
 
-def test_weights_that_every_forward_normalises_are_the_same_on_all_replicas() -> None:
-    weights = [w for w in train(qs.compile("1f1b", mesh="dp=2", microbatches=2), Normalised) if len(w)]
-    assert all((weight.norm(dim=1) - 1).abs().max() < 1e-5 for weight in weights)
-
-
 @pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
 def test_it_is_as_in_one_process_where_there_is_one_copy(mesh: str) -> None:
     weights = [w for w in train(qs.compile("1f1b", mesh=mesh, microbatches=2), Bounded) if len(w)]
@@ -135,56 +130,3 @@ def test_it_is_as_in_one_process_where_there_is_one_copy(mesh: str) -> None:
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_clamp_that_changes_nothing_is_not_refused(zero: int) -> None:
     assert train(qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=zero), Clamped)
-
-
-class Counting(nn.Linear):
-    """Counts its forwards, and makes a table at the first."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.calls, self.table = 0, [1.0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        self.table = self.table[:1] * 4
-        return super().forward(x)
-
-
-class Averaging(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.register_buffer("average", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.average.add_(1)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize(
-    ("blocks", "mesh", "told"),
-    [
-        (
-            [Counting],
-            "dp=2",
-            "block 1 (Counting).calls, block 1 (Counting).table: changed by forwards, of which each of 2 replicas runs",
-        ),
-        ([Averaging], "dp=2", "block 1 (Averaging).average: changed by forwards, of which each of 2"),
-        ([Counting, Averaging], "pp=2", ""),
-        ([lambda: MoE(WIDTH, 4, lambda: nn.Linear(WIDTH, WIDTH)), lambda: nn.Linear(WIDTH, WIDTH)], "dp=2", ""),
-        ([lambda: nn.BatchNorm1d(WIDTH), lambda: nn.Linear(WIDTH, WIDTH)], "dp=2", ""),
-    ],
-)
-def test_what_forwards_count_is_told_of_where_replicas_divide_them(
-    blocks: list[Callable[[], nn.Module]], mesh: str, told: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-
-    def run(transport: Transport) -> None:
-        parts = [lambda: nn.Linear(WIDTH, WIDTH), *blocks]
-        engine = Engine(plan, parts, nn.MSELoss(), lambda p: torch.optim.SGD(p, lr=0.1), transport=transport)
-        x = torch.linspace(-1, 1, 32).view(8, WIDTH)
-        engine.step(*share(engine, x, x))
-
-    run_local(plan.mesh.size, run, timeout_s=60)
-    words = [record.getMessage() for record in caplog.records if "replicas runs its own" in record.getMessage()]
-    assert [told in word for word in words] == ([True] if told else [])

@@ -1,4 +1,4 @@
-"""A step that some ranks cannot begin, or refuse: in one voice, or the fault of the one whose own code failed."""
+"""A step that some ranks cannot begin, or refuse: in one voice, or the fault of whose own code failed; what it says."""
 
 from __future__ import annotations
 
@@ -67,14 +67,6 @@ def test_code_that_raises_on_one_rank_alone_is_that_ranks_own_error(mesh: str, o
     assert f"), block 1 cannot take float32 ({samples}, 8): KeyError: 'no such token'" in str(error)
     assert told
     assert all(isinstance(theirs, StallError) and f"rank {odd}" in str(theirs) for theirs in told.values())
-
-
-@pytest.mark.parametrize("mesh", ["pp=2", "dp=2", "dp=2,pp=2"])
-def test_what_no_block_takes_is_refused_by_all_ranks(mesh: str) -> None:
-    told = errors_of(mesh, (), 0, FEATURES + 1)
-    assert len(told) == qs.Mesh.parse(mesh).size
-    assert {type(error) for error in told.values()} == {MisfitError}
-    assert all("block 1 cannot take float32 (2, 9): RuntimeError: " in str(error) for error in told.values())
 
 
 def squares(output: Tensor, targets: Tensor) -> Tensor:
@@ -149,3 +141,43 @@ def test_an_evaluation_that_a_rank_refuses_is_refused_by_all_that_read_it() -> N
             engine.step(x, usual)
 
     run_local(plan.mesh.size, work)
+
+
+WEIGHT = torch.arange(1.0, 5)[:, None]
+ROWS = torch.eye(4)
+
+
+def by_a_permutation(output: Tensor, targets: dict[str, Tensor]) -> Tensor:
+    return (output - targets["y"][targets["p"]]).square().mean()
+
+
+CASES: dict[str, tuple[Any, Any, str]] = {
+    "a weight": (nn.BCEWithLogitsLoss(weight=WEIGHT), ROWS[:, :2], r"\(BCEWithLogitsLoss\)\.weight \(4, 1\) is for"),
+    "a closure": (lambda o, y, w=WEIGHT: (w * (o - y)).mean(), ROWS[:, :2], r"loss function\[0\] \(4, 1\) is for"),
+    "columns": (lambda o, y: (o @ o.T - y).square().mean(), ROWS, r"samples, and targets \(2, 4\) is for the whole"),
+    "a permutation": (by_a_permutation, {"y": ROWS[:, :2], "p": torch.tensor([3, 2, 1, 0])}, r"4 samples: give each"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_of_the_whole_batch(name: str) -> None:
+    loss, targets, words = CASES[name]
+    plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
+    engine = Engine(plan, [lambda: nn.Linear(3, 2)], loss, sgd)
+    with pytest.raises(CodeError, match=f"here with 2 of this replica's .*{words}"):
+        engine.step(torch.ones(4, 3), targets)
+
+
+def test_a_loss_of_one_microbatch_raises_as_it_is() -> None:
+    engine = Engine(qs.compile("1f1b", mesh="dp=1", microbatches=1), [lambda: nn.Linear(3, 2)], nn.MSELoss(), sgd)
+    with pytest.raises(CodeError, match="the loss function raised") as raised:
+        engine.step(torch.ones(4, 3), torch.ones(4, 7))
+    assert "microbatch" not in str(raised.value)
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2", "dp=2,pp=2"])
+def test_what_no_block_takes_is_refused_by_all_ranks(mesh: str) -> None:
+    told = errors_of(mesh, (), 0, FEATURES + 1)
+    assert len(told) == qs.Mesh.parse(mesh).size
+    assert {type(error) for error in told.values()} == {MisfitError}
+    assert all("block 1 cannot take float32 (2, 9): RuntimeError: " in str(error) for error in told.values())

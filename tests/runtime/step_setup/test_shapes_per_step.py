@@ -1,4 +1,4 @@
-"""Another shape in every step: losses, weights and metrics are those of one process, on every schedule and mesh."""
+"""Another shape in every step, and data that end at different times: the numbers of one process everywhere."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Carry, Engine
+from quintsched.runtime import Carry, Engine, drained
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
-from quintsched.runtime.train.built_in_losses import cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
-from ...helpers.training import require_equal
+from ...helpers.training import Outcome, require_equal
 from ..toys import CLASSES, sgd
-from .changing import LONGEST, Shape, batches, small_gpt, train_alone, train_on
+from .changing import LONGEST, Batch, Shape, batches, small_gpt, train_alone, train_on
 
 ONE = [
     Shape([(4, 8)]),
@@ -65,20 +65,6 @@ def test_replicas_have_shapes_of_their_own(mesh: str, zero: int) -> None:
     require_equal(train_on(plan, blocks, TWO), train_alone(blocks, TWO))
 
 
-MESHES: dict[str, dict[str, Any]] = {
-    "tp=2,pp=2": {},
-    "cp=2,pp=2": {},
-    "pp=2,tp=2": {"sequence_parallel": True},
-}
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_ranks_within_a_stage_follow(mesh: str) -> None:
-    plan, blocks = qs.compile("zb-h1", mesh=mesh, microbatches=4), small_gpt()
-    require_equal(train_on(plan, blocks, ONE, **MESHES[mesh]), train_alone(blocks, ONE))
-
-
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("more", [{"overlap": True}, {"offload": 3}], ids=str)
 def test_overlapped_and_offloaded_units_too(more: dict[str, Any]) -> None:
@@ -86,13 +72,6 @@ def test_overlapped_and_offloaded_units_too(more: dict[str, Any]) -> None:
     plan, blocks = qs.compile(name, mesh=mesh, microbatches=6, **more), small_gpt()
     shapes = [Shape([(12, 8)]), Shape([(6, 8)]), Shape([(6, 4)]), *ONE]
     require_equal(train_on(plan, blocks, shapes), train_alone(blocks, shapes))
-
-
-def test_replicas_that_share_experts_compute_units_without_samples() -> None:
-    data = DataSpec(input_shape=(LONGEST,), num_classes=CLASSES)
-    blocks = moe_gpt(data, MoEGPTOptions(hidden=8, depth=2, heads=2, experts=4, balance=0, z=0))
-    plan = qs.compile("1f1b", mesh="pp=2,ep=2", microbatches=4)
-    require_equal(train_on(plan, blocks, TWO), train_alone(blocks, TWO))
 
 
 class Down(nn.Module):
@@ -164,9 +143,81 @@ def test_a_batch_that_cannot_be_cut_is_refused_on_all_ranks_in_the_same_words() 
     assert set(run_local(2, run)) == {"inputs of shape (2, 7) cannot be cut into 2 equal slices"}
 
 
-def test_targets_of_other_samples_than_the_inputs_are_refused() -> None:
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=2)
-    engine = Engine(plan, small_gpt(), cross_entropy_sum, sgd, dtype=torch.float64)
-    ((inputs, targets),) = batches(Shape([(4, 8)]), 0)
-    with pytest.raises(qs.MisfitError, match=r"targets of shape \(3, 8\) cannot be cut .*: there are 4 samples"):
-        engine.step(inputs, targets[:3])
+STEPS = [Shape([(4, 8), (4, 8)]), Shape([(3, 8), (2, 4)]), Shape([(4, 8), (0, 8)]), Shape([(2, 16), (0, 8)])]
+
+
+def loader(replica: int) -> list[Batch]:
+    """Return a replica's batches: four of the first, two of the second."""
+    found = [batches(shape, step)[replica] for step, shape in enumerate(STEPS)]
+    return [batch for batch in found if len(batch[0])]
+
+
+def engine_of(transport: Transport, plan: qs.Plan) -> Engine:
+    return Engine(
+        plan,
+        small_gpt(),
+        cross_entropy_sum,
+        sgd,
+        metrics={"accuracy": correct_sum},
+        dtype=torch.float64,
+        transport=transport,
+    )
+
+
+def outcome(results: list[Any], engine: Engine) -> Outcome:
+    figures = [(result.weight.item(), result.metrics["accuracy"].item()) for result in results]
+    return Outcome([result.loss.item() for result in results], engine.full_weights(), figures=figures)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,pp=2"])
+def test_drained_loaders_end_together(mesh: str, zero: int) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
+
+    def run(transport: Transport) -> Outcome:
+        engine = engine_of(transport, plan)
+        needs_data = engine.needs_inputs or engine.needs_targets
+        results = [
+            engine.step(inputs, targets)
+            for inputs, targets in drained(loader(engine.replica) if needs_data else None, engine)
+        ]
+        return outcome(results, engine)
+
+    require_equal(run_local(plan.mesh.size, run), train_alone(small_gpt(), STEPS))
+
+
+def test_a_step_in_which_nobody_has_samples_is_refused_on_all_ranks() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2", microbatches=2)
+
+    def run(transport: Transport) -> float:
+        engine = engine_of(transport, plan)
+        inputs, targets = batches(STEPS[0], 0)[engine.replica]
+        engine.step(inputs, targets)
+        with pytest.raises(qs.MisfitError, match="no replica has samples"):
+            engine.step(inputs[:0], targets[:0])
+        return engine.step(inputs, targets).loss.item()
+
+    assert len(set(run_local(2, run))) == 1
+
+
+def test_no_more_data_waits_for_the_others() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
+
+    def run(transport: Transport) -> tuple[Outcome, int]:
+        engine = engine_of(transport, plan)
+        results = [engine.step(*batch) for batch in loader(engine.replica)]
+        later = engine.no_more_data(results.append)
+        assert engine.state_dict()["engine.step"] == len(STEPS)
+        return outcome(results, engine), later
+
+    found = run_local(4, run)
+    assert [later for _, later in found] == [0, 0, 2, 2]
+    require_equal([run for run, _ in found], train_alone(small_gpt(), STEPS))
+
+
+def test_replicas_that_share_experts_compute_units_without_samples() -> None:
+    data = DataSpec(input_shape=(LONGEST,), num_classes=CLASSES)
+    blocks = moe_gpt(data, MoEGPTOptions(hidden=8, depth=2, heads=2, experts=4, balance=0, z=0))
+    plan = qs.compile("1f1b", mesh="pp=2,ep=2", microbatches=4)
+    require_equal(train_on(plan, blocks, TWO), train_alone(blocks, TWO))
