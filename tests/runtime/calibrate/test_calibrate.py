@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from time import sleep
 
 import pytest
 import torch
@@ -18,7 +14,6 @@ import torch
 from quintsched.errors import InputError, MisfitError, StallError, UsageError
 from quintsched.runtime.calibrate import machine_description, time_links, time_operations
 from quintsched.runtime.calibrate.time_links import run_processes
-from quintsched.runtime.calibrate.time_operations import call_s, curve_of
 from quintsched.runtime.comm import Transport
 from quintsched.runtime.comm.clocks import now_s
 from quintsched.strategies.commands.calibrate import calibrate_first
@@ -35,16 +30,6 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, sizes in (("EDGES", (16, 32)), ("LENGTHS", (16, 32)), ("ELEMENTS", (2**12,)), ("STEPPED", (2**10,))):
         monkeypatch.setattr(time_operations, name, {False: sizes})
     monkeypatch.setattr(machine_description, "measure_links", lambda _: None)
-
-
-def test_a_longer_call_takes_longer() -> None:
-    small, large = (call_s(time_operations._layer(torch.float32, CPU, edge), CPU, 0.02) for edge in (32, 256))
-    assert 0 < small < large
-
-
-def test_a_curve_is_size_over_time() -> None:
-    curve = curve_of([1.0, 4.0], [0.5, 1.0])
-    assert (curve.sizes, curve.rates) == ((1.0, 4.0), (2.0, 4.0))
 
 
 @pytest.mark.usefixtures("briefly")
@@ -100,37 +85,6 @@ def test_parts_of_another_machine_are_measured_anew_and_nonsense_is_refused(tmp_
             machine_description.calibrate(CPU, file)
 
 
-@pytest.mark.usefixtures("briefly")
-def test_nothing_is_measured_where_nothing_can_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot write"):
-        machine_description.calibrate(CPU, tmp_path / "file" / "mine.json")
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
-    file, partial = tmp_path / "mine.json", tmp_path / "mine.json.partial"
-    command = [sys.executable, "-m", "quintsched", "calibrate", "-o", str(file)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        end = now_s() + 120
-        while not partial.exists() and now_s() < end:
-            sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, "")
-    assert "Traceback" not in err
-    assert err.startswith(f"stopped: matrix products kept in {partial}")
-    assert json.loads(partial.read_text())["missing"]
-
-
-def test_a_long_call_is_the_last_of_its_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time_operations, "LONG_S", 0.0)
-    monkeypatch.setattr(time_operations, "BUDGET_S", 0.001)
-    monkeypatch.setattr(time_operations, "EDGES", {False: (8, 16)})
-    assert time_operations.matmul_curves(CPU)["fp32"].sizes == (2.0 * 8**3,)
-
-
 def test_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(MisfitError, match="choose --device cpu"):
         machine_description.calibrate(torch.device("meta"), Path("meta.json"))
@@ -155,13 +109,6 @@ def test_hardware_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert measured == [(file, "cpu")]
 
 
-def talk(transport: Transport) -> int:
-    """Sum the ranks over all processes."""
-    total = torch.tensor([float(transport.rank)])
-    transport.make_group([tuple(range(transport.world_size))]).all_reduce(total).wait()
-    return int(total)
-
-
 def hang(folder: Path, transport: Transport) -> int:
     """Have one rank end, and the other wait for it forever."""
     (folder / str(transport.rank)).write_text(str(os.getpid()))
@@ -169,11 +116,6 @@ def hang(folder: Path, transport: Transport) -> int:
     if transport.rank:
         group.all_reduce(torch.zeros(1)).wait()
     return 0
-
-
-@pytest.mark.processes
-def test_processes_talk() -> None:
-    assert run_processes(talk, 2, CPU, 60.0) == [1, 1]
 
 
 @pytest.mark.processes
@@ -196,3 +138,10 @@ def test_links_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(found.link.rates + found.link_work.rates + found.all_reduce[2].rates) > 0
     assert set(found.all_reduce) == set(found.all_reduce_work) == {2}
     assert found.sharing[1] == 1.0
+
+
+@pytest.mark.usefixtures("briefly")
+def test_nothing_is_measured_where_nothing_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write"):
+        machine_description.calibrate(CPU, tmp_path / "file" / "mine.json")
