@@ -1,9 +1,8 @@
-"""Gradients of several calls add up to those of one large batch."""
+"""Steps of several calls: skipped as a whole, compared as microbatches are, and what is tried between them."""
 
 from __future__ import annotations
 
 import re
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,74 +13,9 @@ from torch import Tensor
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
-from quintsched.runtime.parallel.mesh_independent_dropout import Masks
-from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
-from ..toys import CLASSES, Outcome, adam, ids_task, share, train_plainly, worst_difference
-
-LENGTH, SAMPLES, CALLS, STEPS, DEPTH = 8, 12, 3, 2, 2
-OPTIONS = GPTOptions(hidden=16, depth=DEPTH, tied=True, dropout=0.2)
-
-
-def blocks() -> Blocks:
-    return gpt(DataSpec(input_shape=(LENGTH,), num_classes=CLASSES), OPTIONS)
-
-
-@cache
-def alone() -> Outcome:
-    """Train on large batches, in the order of calls and within each by replicas, two samples at a time."""
-    both: dict[str, Any] = {"clip": 0.5, "dtype": torch.float64, "tied": gpt_tied(OPTIONS), "masks": Masks(0)}
-    return train_plainly(ids_task(STEPS, SAMPLES, LENGTH), blocks(), SAMPLES // 2, adam, **both)
-
-
-def accumulated(transport: Transport, plan: qs.Plan, **more: Any) -> Outcome:
-    engine = Engine(
-        plan,
-        blocks(),
-        cross_entropy_sum,
-        adam,
-        clip=0.5,
-        metrics={"accuracy": correct_sum},
-        dtype=torch.float64,
-        tied=gpt_tied(OPTIONS),
-        bucket_mb=0.004,
-        transport=transport,
-        **more,
-    )
-    task, losses = ids_task(STEPS, SAMPLES, LENGTH), []
-    for inputs, targets in zip(task.inputs, task.targets, strict=True):
-        results = []
-        for call, (x, y) in enumerate(zip(inputs.chunk(CALLS), targets.chunk(CALLS), strict=True)):
-            results.append(engine.step(*share(engine, x, y), last=call == CALLS - 1))
-            if call < CALLS - 1:
-                with pytest.raises(UsageError, match="gradients wait"):
-                    engine.state_dict()
-                engine.evaluate(*share(engine, x, y))
-        assert [result.grad_norm is None for result in results] == [True] * (CALLS - 1) + [False]
-        weights = [result.weight for result in results]
-        whole = results[-1].with_earlier(results[:-1])
-        assert whole.weight == sum(weights)
-        losses.append(whole.loss.item())
-    return Outcome(losses, engine.full_weights())
-
-
-CASES = [
-    ("zb-h1", "dp=2,pp=2", 2, {}),
-    ("1f1b", "dp=2,tp=2", 0, {"sequence_parallel": True}),
-]
-
-
-@pytest.mark.parametrize(("schedule", "mesh", "zero", "more"), CASES)
-def test_calls_equal_one_large_batch(schedule: str, mesh: str, zero: int, more: dict[str, Any]) -> None:
-    pp, dp = (qs.Mesh.parse(mesh).axis_size(axis) for axis in ("pp", "dp"))
-    tied = {"embedding": (0, pp - 1)} if pp > 1 else {}
-    plan = qs.compile(schedule, mesh=mesh, microbatches=2 // dp, zero=zero, tied=tied)
-    found = run_local(plan.mesh.size, lambda transport: accumulated(transport, plan, **more), timeout_s=60)
-    assert worst_difference(found, alone()) <= 1e-12
+from ..toys import adam, share
 
 
 def test_a_large_batch_that_is_not_finite_is_skipped_as_a_whole() -> None:

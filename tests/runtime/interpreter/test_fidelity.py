@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -33,42 +34,32 @@ def fidelity() -> Iterator[ModuleType]:
         yield importlib.import_module("fidelity")
 
 
+def of_sleeps(fidelity: ModuleType, schedule: qs.Schedule) -> Any:
+    """Messages that are longer under way than a computation lasts: each one that is late shows."""
+    return fidelity.Sleeps(schedule, computation_ms=20.0, wire_ms=30.0, steps=1)
+
+
+def of_copies(fidelity: ModuleType, schedule: qs.Schedule) -> Any:
+    """Copies to the host that take longer than a computation: who waits for one, and who need not, shows."""
+    return importlib.import_module("offload").OffloadedSleeps(schedule, computation_ms=10.0, copy_ms=40.0, steps=1)
+
+
+def of_links(fidelity: ModuleType, schedule: qs.Schedule) -> Any:
+    """Links and microbatches that differ."""
+    return fidelity.Links(schedule, computation_ms=10.0, steps=1)
+
+
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-zb", "dualpipe", "inference"])
-def test_a_step_takes_as_long_as_simulated(fidelity: ModuleType, name: str) -> None:
-    """With messages that are longer under way than a computation lasts, each one that is late shows.
-
-    Others who use the machine can make a step slow, but not all of many; nobody can make it fast.
-    """
-    case = fidelity.Sleeps(SCHEDULES[name], computation_ms=20.0, wire_ms=30.0, steps=1)
-    ratios = []
-    while len(ratios) < TRIES and min(ratios, default=2.0) > 1.15:
-        ratios.append(fidelity.run_sleeps(case).ratio)
-    assert 0.98 <= min(ratios) <= 1.15, ratios
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_copies_to_the_host_take_as_long_as_simulated(fidelity: ModuleType, name: str) -> None:
-    """Copies that take longer than a computation: who waits for one, and who need not, shows."""
-    sleeps = importlib.import_module("offload").OffloadedSleeps
-    case = sleeps(SCHEDULES[name], computation_ms=10.0, copy_ms=40.0, steps=1)
-    at_once = case.costs().model_copy(update={"host_bandwidth": None})
-    assert case.plan().simulate(case.costs()).makespan > 1.2 * case.plan().simulate(at_once).makespan
-    ratios = []
-    while len(ratios) < TRIES and min(ratios, default=2.0) > 1.15:
-        ratios.append(fidelity.run_sleeps(case).ratio)
-    assert 0.98 <= min(ratios) <= 1.15, ratios
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_a_step_takes_as_long_as_simulated_where_links_and_microbatches_differ(fidelity: ModuleType, name: str) -> None:
-    case = fidelity.Links(SCHEDULES[name], computation_ms=10.0, steps=1)
-    plan = case.plan()
-    plain = case.costs().model_copy(update={"microbatches": None, "p2p": case.wire_ms})
-    assert abs(plan.simulate(plain).makespan / plan.simulate(case.costs()).makespan - 1) > 0.05, "they matter"
-    ratios = []
+@pytest.mark.parametrize(
+    ("case_of", "name"),
+    [
+        *((of_sleeps, name) for name in ("1f1b", "interleaved-zb", "dualpipe", "inference")),
+        *((of_copies, "1f1b"), (of_copies, "zb-h1"), (of_links, "zbv")),
+    ],
+)
+def test_a_step_takes_as_long_as_simulated(fidelity: ModuleType, case_of: Any, name: str) -> None:
+    """Others who use the machine can make a step slow, but not all of many; nobody can make it fast."""
+    case, ratios = case_of(fidelity, SCHEDULES[name]), list[float]()
     while len(ratios) < TRIES and min(ratios, default=2.0) > 1.15:
         ratios.append(fidelity.run_sleeps(case).ratio)
     assert 0.98 <= min(ratios) <= 1.15, ratios
@@ -101,17 +92,6 @@ def reductions_begun(row: Sequence[Span | MeasuredSpan]) -> list[float]:
     return [span.start - begin for span in reductions[-4:]]
 
 
-def test_a_late_message_is_named(fidelity: ModuleType, tmp_path: Path) -> None:
-    """A simulation without message times is off where a message is late, and the place is named."""
-    case = fidelity.Sleeps(SCHEDULES["gpipe"], pp=2, computation_ms=5.0, wire_ms=40.0, steps=1)
-    run_local(2, partial(case.run, tmp_path), wire_s=0.04)
-    plan = case.plan()
-    simulation = plan.simulate(case.costs().model_copy(update={"p2p": 0.0}))
-    slips = fidelity.find_slips(simulation, Trace.load(tmp_path, plan).step(), most=len(plan.columns))
-    first = next(slip for slip in slips if slip.place == "rank 1, 1 Fwd(stage=1, microbatch=0)")
-    assert first.late_ms >= 40.0
-
-
 class Ran:
     """One step of a plan of short sleeps, under rules where a message waits for both its ends."""
 
@@ -123,7 +103,7 @@ class Ran:
         return flow(span.instruction, self.plan.layout, rank)
 
 
-@pytest.fixture(scope="module", params=["1f1b", "zbv", "seq-1f1b", "dualpipe"])
+@pytest.fixture(scope="module", params=["zbv", "seq-1f1b"])
 def ran(fidelity: ModuleType, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     tmp_path = tmp_path_factory.mktemp("ran")
     case = fidelity.Sleeps(SCHEDULES[request.param], computation_ms=1.0, wire_ms=1.0, steps=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import threading
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -110,76 +109,6 @@ def test_what_each_forward_changes_is_never_captured(make: Any, caplog: pytest.L
     assert "a step runs by its instructions" in caplog.text
 
 
-def test_what_a_loss_counts() -> None:
-    def fresh(**more: Any) -> Engine:
-        calls = [0]
-
-        def loss_fn(logits: Tensor, targets: Tensor) -> Any:
-            total, weight = cross_entropy_sum(logits, targets)
-            calls[0] += 1
-            return total * (1 + 0.01 * (calls[0] > 41)), weight
-
-        return engine_of(loss_fn=loss_fn, loss_over="microbatch", **more)
-
-    require_same(fresh, steps=20)
-
-
-class Scheduled(nn.Module):
-    """A block that goes by what is set between steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor, self.table, self.drop = 1.0, torch.ones(16, dtype=torch.float64), nn.Dropout(0.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(x) * self.factor * self.table
-
-
-def set_number(block: Scheduled, number: int) -> None:
-    block.factor = 1.0 + 0.1 * number
-
-
-def set_tensor(block: Scheduled, number: int) -> None:
-    block.table = torch.full((16,), 1.0 + 0.1 * number, dtype=torch.float64)
-
-
-def set_rate(block: Scheduled, number: int) -> None:
-    block.drop.p = 0.5 if number == 7 else 0.0
-
-
-def set_hook(block: Scheduled, number: int) -> None:
-    block.drop.register_forward_hook(lambda module, given, made: made * 1.1)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("every", [3, 4, 7])
-@pytest.mark.parametrize("change", [set_number, set_tensor, set_rate, set_hook])
-def test_what_is_set_between_steps_counts_from_then_on(change: Any, every: int) -> None:
-    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
-        if number and number % every == 0:
-            change(engine.stages[0].blocks["2"], number)
-        return engine.step(inputs, targets)
-
-    require_same(lambda **more: engine_of(blocks=with_block(Scheduled), **more), step, steps=24)
-
-
-def test_a_hook_on_a_gradient_counts_from_then_on() -> None:
-    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
-        if number == 6:
-            next(iter(engine.stages[0].parameters())).register_hook(lambda gradient: gradient * 0.5)
-        return engine.step(inputs, targets)
-
-    require_same(engine_of, step)
-
-
-def test_autocast_counts_where_it_is_entered() -> None:
-    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, enabled=number % 4 == 0):
-            return engine.step(inputs, targets)
-
-    require_same(lambda **more: engine_of(dtype=torch.float32, **more), step, steps=16)
-
-
 class Slotted:
     __slots__ = ("rate",)
 
@@ -195,81 +124,59 @@ class Shadowed(nn.LeakyReLU):
 
 
 class Holding(nn.Module):
-    """A block that goes by what others hold for it."""
+    """A block that goes by what is set between steps, on it and on what others hold for it."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.factor, self.table, self.drop = 1.0, torch.ones(16, dtype=torch.float64), nn.Dropout(0.0)
         self.act: nn.Module = nn.Tanh()
         self.shadowed = Shadowed()
         self.slotted, self.config = Slotted(), SimpleNamespace(rate=1.0)
         self.rates: Any = deque([1.0], maxlen=1)
         self.teacher = [nn.Linear(16, 16, dtype=torch.float64).requires_grad_(False)]
-        self.random = np.random.RandomState(0)
+        self.random, self.scale = np.random.RandomState(0), nn.Parameter(torch.ones(16))
 
     def forward(self, x: Tensor) -> Tensor:
-        rate = self.slotted.rate * self.config.rate * self.rates[0] * getattr(self, "extra", 1.0)
-        return self.shadowed(self.act(x)) * rate + self.teacher[0](x).detach()
+        rate = self.slotted.rate * self.config.rate * self.rates[0] * self.factor
+        return self.shadowed(self.act(self.drop(x))) * rate * self.table * self.scale + self.teacher[0](x).detach()
 
 
-def set_module(block: Holding) -> None:
-    block.act = nn.Sigmoid()
-
-
-def set_class_default(block: Holding) -> None:
-    block.shadowed.rate = 2.0
-
-
-def set_slope(block: Holding) -> None:
-    block.shadowed.negative_slope = 0.5
-
-
-def set_slot(block: Holding) -> None:
-    block.slotted.rate = 2.0
-
-
-def set_config(block: Holding) -> None:
-    block.config.rate = 2.0
-
-
-def set_full_deque(block: Holding) -> None:
-    block.rates.append(2.0)
-
-
-def set_by_name(block: Holding) -> None:
-    block.rates[0] = 2.0
-    setattr(block, "ex" + "tra", 1.0)
-
-
-def set_teachers_weight(block: Holding) -> None:
-    block.teacher[0].weight.data = torch.eye(16, dtype=torch.float64)
-
-
-def set_forward(block: Holding) -> None:
-    block.act.forward = lambda x: x * 2  # type: ignore[method-assign]
-
-
-HELD = [
-    set_module,
-    set_class_default,
-    set_slope,
-    set_slot,
-    set_config,
-    set_full_deque,
-    set_by_name,
-    set_teachers_weight,
-    set_forward,
-]
+SET: dict[str, Any] = {
+    "number": lambda block, step: setattr(block, "factor", 1.0 + 0.1 * step),
+    "tensor": lambda block, step: setattr(block, "table", torch.full((16,), 1.0 + 0.1 * step, dtype=torch.float64)),
+    "rate of a dropout": lambda block, step: setattr(block.drop, "p", 0.5 if step == 7 else 0.0),
+    "hook": lambda block, step: block.drop.register_forward_hook(lambda module, given, made: made * 1.1),
+    "hook on a gradient": lambda block, step: block.scale.register_hook(lambda gradient: gradient * 0.5),
+    "module": lambda block, step: setattr(block, "act", nn.Sigmoid()),
+    "default of a class": lambda block, step: setattr(block.shadowed, "rate", 2.0),
+    "constant of torch's": lambda block, step: setattr(block.shadowed, "negative_slope", 0.5),
+    "slot": lambda block, step: setattr(block.slotted, "rate", 2.0),
+    "namespace": lambda block, step: setattr(block.config, "rate", 2.0),
+    "full deque": lambda block, step: block.rates.append(1.0 + 0.1 * step),
+    "weight of a teacher": lambda block, step: setattr(
+        block.teacher[0].weight, "data", torch.eye(16, dtype=torch.float64)
+    ),
+    "forward": lambda block, step: setattr(block.act, "forward", lambda x: x * 2),
+}
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("change", HELD)
-def test_what_others_hold_for_a_block_counts_from_then_on(change: Any) -> None:
+@pytest.mark.parametrize("change", SET.values(), ids=SET)
+def test_what_is_set_between_steps_counts_from_then_on(change: Any) -> None:
     def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
-        if number == 6:
-            change(engine.stages[0].blocks["2"])
+        if number in (7, 11):
+            change(engine.stages[0].blocks["2"], number)
         return engine.step(inputs, targets)
 
-    require_same(lambda **more: engine_of(blocks=with_block(Holding), **more), step)
+    require_same(lambda **more: engine_of(blocks=with_block(Holding), **more), step, steps=14)
+
+
+def test_autocast_counts_where_it_is_entered() -> None:
+    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=number % 4 == 0):
+            return engine.step(inputs, targets)
+
+    require_same(lambda **more: engine_of(dtype=torch.float32, **more), step, steps=16)
 
 
 def test_statistics_of_a_loss_are_those_of_each_step_once() -> None:
@@ -284,34 +191,6 @@ def test_statistics_of_a_loss_are_those_of_each_step_once() -> None:
         figures, _ = trained(engine_of(loss_fn=loss_fn, loss_over="microbatch", cuda_graph=is_captured))
         found.append([*figures, mean, var, *norm.buffers()])
     assert all(map(torch.equal, *found))
-
-
-def test_objects_that_do_not_like_to_be_looked_at(caplog: pytest.LogCaptureFixture) -> None:
-    class Odd:
-        def __eq__(self, other: object) -> bool:
-            raise ValueError("not to be compared")
-
-        __hash__ = None  # type: ignore[assignment]
-
-        def __len__(self) -> int:
-            raise ValueError("no length")
-
-        def __getattr__(self, name: str) -> Any:
-            raise RuntimeError(name)
-
-    class Owning(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.odd, self.system, self.lock = Odd(), random.SystemRandom(), threading.Lock()
-
-        def forward(self, x: Tensor) -> Tensor:
-            assert self.odd is not None
-            assert self.system is not None
-            assert self.lock is not None
-            return x * 1.5
-
-    require_same(lambda **more: engine_of(blocks=with_block(Owning), **more))
-    assert "runs by its instructions" not in caplog.text
 
 
 class Owner:
@@ -341,7 +220,7 @@ class Owner:
 
 
 def test_a_loss_that_is_a_method_of_a_trainer(graphs: list[OpTape]) -> None:
-    task, found = ids_task(15, SAMPLES, LENGTH), []
+    task, found = ids_task(10, SAMPLES, LENGTH), []
     for is_captured in (True, False):
         owner = Owner(cuda_graph=is_captured)
         counts = [owner.step(*batch) for batch in zip(task.inputs, task.targets, strict=True)]
@@ -349,7 +228,7 @@ def test_a_loss_that_is_a_method_of_a_trainer(graphs: list[OpTape]) -> None:
     (log, counts), (expected, others) = found
     assert log == expected
     assert all(map(torch.equal, counts, others)), "tensors that a metric changes in place"
-    assert len(graphs) >= 3, "captured anew for each of its rates"
+    assert len(graphs) >= 2, "captured anew for each of its rates"
 
 
 def test_what_nobody_sees_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

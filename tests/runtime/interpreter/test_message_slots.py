@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -36,7 +33,6 @@ from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.interpreter import send_and_receive
 from quintsched.runtime.interpreter.instruction_state import RankState
 from quintsched.schedules import all_schedules
-from quintsched.simulation.message_slots import receive_lifetimes
 
 from ...helpers.training import check_equality
 from ..toys import sgd
@@ -198,67 +194,11 @@ def require_as_planned(plan: qs.Plan, rules: Rules, blocks: Sequence[type[nn.Mod
     assert tuple(used.sends for used in found) == slots.send
 
 
-def test_zbv_holds_31_receive_buffers_in_all() -> None:
-    assert sum(used.made for used in run(compiled("zbv"), "nccl")) == 31
-
-
 def test_of_small_messages_more_are_in_flight() -> None:
     plan = compiled("zb-h1")
     slots = plan.check(profile="tagged").slots
     found = run(plan, "mailbox")
     assert all(used.made == used.receives > slots.receive[rank] for rank, used in enumerate(found))
-
-
-def test_an_evaluation_uses_the_buffers_of_the_training() -> None:
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=4)
-    inputs, targets = torch.randn(2, 8, LENGTH, WIDTH)
-
-    def on_rank(transport: Transport) -> tuple[int, int]:
-        engine = Engine(plan, [Layer] * 2, squares, sgd, transport=transport)
-        engine.step(inputs, targets)
-        buffers = engine._runner.interpreters["train"].state.messages.buffers
-        before = len(buffers.all())
-        engine.evaluate(inputs, targets)
-        return before, len(buffers.all())
-
-    for before, after in run_local(2, on_rank, rules="nccl"):
-        assert before == after > 0
-
-
-class Wider(nn.Module):
-    """A linear layer into another width."""
-
-    def __init__(self, given: int, left: int) -> None:
-        super().__init__()
-        self.inner = nn.Linear(given, left)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.inner(x)
-        return found
-
-
-@pytest.mark.usefixtures("large")
-@pytest.mark.parametrize("rules", ["nccl", "mailbox"])
-def test_messages_of_one_shape_share_buffers_whatever_they_carry(rules: Rules) -> None:
-    plan = qs.compile("interleaved-zb", mesh="pp=2", microbatches=4, chunks=3)
-    widths = [4, 6, 6, 4, 6, 4, 4]
-    blocks = [partial(Wider, *pair) for pair in pairwise(widths)]
-    inputs, targets = torch.randn(2, 8, LENGTH, WIDTH)
-
-    def on_rank(transport: Transport) -> tuple[dict[int, int], dict[int, int]]:
-        engine = Engine(plan, blocks, squares, sgd, transport=transport)
-        engine.step(inputs, targets)
-        state = engine._runner.interpreters["train"].state
-        made = Counter(buffer.shape[-1] for buffer in state.messages.buffers.all())
-        life = receive_lifetimes(plan, send_and_receive.message_rule(state.messages)).of_rank(
-            plan.columns, transport.rank
-        )
-        width = np.array([widths[plan.flows.value_at(int(place)).stage + 1] for place in life.places])
-        alive = [(life.first <= index) & (index <= life.last) for index in range(len(state.flows.program))]
-        return made, {each: max(int((now & (width == each)).sum()) for now in alive) for each in {*width.tolist()}}
-
-    for made, alive in run_local(2, on_rank, rules=rules):
-        assert made == alive
 
 
 def put_off(units: int) -> qs.Plan:

@@ -1,14 +1,12 @@
-"""Plans that the planner calls free of deadlock run, or are refused; and what a step must not leave behind.
+"""Plans that the planner calls free of deadlock run, or are refused; replayed, a refused one blocks where it says.
 
 Models are a few linear blocks; most runs are compared with the same blocks on one rank, where nothing is sent.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,15 +18,12 @@ from quintsched.graph.plan_events import Events
 from quintsched.graph.transport_profiles import find_profile
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.diagnostics import Point
-from quintsched.ir.layout import Route
-from quintsched.ir.mesh import Mesh
-from quintsched.ir.plan_data import ScheduleSpec
-from quintsched.passes import TRAIN_PASSES, lower
+from quintsched.ir.instruction_set import WHOLE_MESH, Message, Send
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Rules, Transport, run_local
 
 from ...helpers.training import require_same_bits
-from ..linear_blocks import WIDTH, Attention, alone, batch, linear, mutant, squared_sum, train
+from ..linear_blocks import WIDTH, alone, batch, linear, mutant, squared_sum, train
 from ..toys import sgd, worst_difference
 
 # ---------------------------------------------------------------- order of messages and sums
@@ -90,6 +85,75 @@ def test_a_sum_of_tied_weights_may_stand_before_other_work(rules: Rules) -> None
     require_same_bits(found, expected)
 
 
+# ---------------------------------------------------------------- recomputation and slices
+
+
+# ---------------------------------------------------------------- what steps leave behind
+
+
+def test_a_batch_is_let_go_of_after_its_step() -> None:
+    engine = Engine(alone(2), [linear, linear], squared_sum, sgd, dtype=torch.float64)
+    engine.step(*batch(4))
+    engine.evaluate(*batch(4))
+    assert set(engine._runner.interpreters) == {"train", "forward"}
+    for interpreter in engine._runner.interpreters.values():
+        assert not interpreter.state.current.batch.inputs
+        assert not interpreter.state.current.batch.targets
+
+
+PLANS = [
+    qs.compile("1f1b", mesh="pp=2", microbatches=4),
+    qs.compile("1f1b", mesh="pp=4", microbatches=6),
+    qs.compile("gpipe", mesh="pp=3", microbatches=4),
+    qs.compile("interleaved-1f1b", mesh="pp=3", microbatches=6),
+    qs.compile("zb-h1", mesh="pp=4", microbatches=8),
+]
+
+
+def replay(plan: qs.Plan) -> dict[int, int]:
+    """Walk the programs with blocking calls; return where each rank stands when nothing moves any more."""
+    standing: dict[int, int] = {}
+    ranks = tuple(range(len(plan.programs)))
+
+    def walk(transport: Transport) -> None:
+        group = transport.make_group([ranks])
+        transport.open_channels([(a, b) for a in ranks for b in ranks if a != b])
+        for index, instruction in enumerate(plan.programs[transport.rank]):
+            standing[transport.rank] = index
+            if isinstance(instruction, Message):
+                call = transport.send if isinstance(instruction, Send) else transport.recv
+                call(torch.zeros(1), instruction.peer, 0).wait()
+            elif isinstance(instruction, WHOLE_MESH):
+                group.all_reduce(torch.zeros(1)).wait()
+        standing[transport.rank] = -1
+
+    with pytest.raises(qs.StallError):
+        run_local(len(ranks), walk, timeout_s=10, rules="rendezvous")
+    return standing
+
+
+def test_a_sound_plan_does_not_block() -> None:
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        replay(PLANS[1])
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.title)
+def test_every_rank_of_the_cycle_stands_where_the_counterexample_says(plan: qs.Plan) -> None:
+    chance, seen = random.Random(0), 0
+    while seen < 12:
+        broken = mutant(plan, chance)
+        verdict = broken.check(profile="blocking")
+        cycle = [f for f in verdict.findings if f.point is Point.DEADLOCK and f.rank is not None]
+        if not cycle:
+            continue
+        seen += 1
+        standing = replay(broken)
+        for finding in cycle:
+            assert finding.rank is not None
+            assert standing[finding.rank] == finding.index, verdict.explain()
+
+
 class Added(nn.Module):
     """Stands between two ranks with numbers that are complex."""
 
@@ -113,84 +177,3 @@ def test_gradients_of_complex_activations_come_back() -> None:
     expected = train(alone(2), blocks, batch(4))[0]
     found = train(qs.compile("1f1b", mesh="pp=2", microbatches=2), blocks, batch(4))
     assert worst_difference(found, expected) < 1e-12
-
-
-# ---------------------------------------------------------------- recomputation and slices
-
-
-def split_in_slices(slices: int) -> qs.Plan:
-    """One microbatch on one rank: slices forward, then input halves backward, then weight halves."""
-    order = (
-        *(ins.Fwd(0, unit) for unit in range(slices)),
-        *(ins.BwdInput(0, unit) for unit in reversed(range(slices))),
-        *(ins.BwdWeight(0, unit) for unit in reversed(range(slices))),
-    )
-    return lower(
-        qs.Plan(
-            mode="train",
-            schedule=ScheduleSpec("mine", 1, 1, slices, {}),
-            mesh=Mesh.parse("pp=1"),
-            stage_to_pp=(0,),
-            routes=(Route((0,), tuple(range(slices))),),
-            buckets_per_stage=1,
-            programs=(order,),
-        ),
-        TRAIN_PASSES,
-    )
-
-
-@pytest.mark.parametrize("samples", [1, 3])
-def test_slices_with_split_backwards(samples: int) -> None:
-    expected = train(alone(), [Attention, Attention], batch(samples, 6))[0]
-    found = train(split_in_slices(3), [Attention, Attention], batch(samples, 6))
-    assert worst_difference(found, expected) < 1e-12
-
-
-def test_a_number_per_sample_goes_to_every_slice() -> None:
-    shift = torch.arange(4, dtype=torch.float64)
-    expected = train(alone(2), [Attention, Attention], batch(4, 6), shift=shift)[0]
-    plan = qs.compile("seq-1f1b", mesh="pp=2", microbatches=2, slices=3)
-    found = train(plan, [Attention, Attention], batch(4, 6), shift=shift)
-    assert worst_difference(found, expected) < 1e-12
-
-
-# ---------------------------------------------------------------- what steps leave behind
-
-
-def test_a_counted_step_leaves_the_trace_alone(tmp_path: Path) -> None:
-    inputs, targets = (tensor.float() for tensor in batch(4))
-    engine = Engine(alone(2), [linear, linear], squared_sum, sgd, trace_steps=[1, 2])
-    engine.step(inputs, targets)
-    engine.step_counting_saved(inputs, targets)
-    assert torch.isfinite(engine.step(inputs, targets).loss)
-    engine.save_trace(tmp_path)
-    steps = json.loads((tmp_path / "rank0.json").read_text())["steps"]
-    assert [step["step"] for step in steps] == [2]
-
-
-def test_a_batch_is_let_go_of_after_its_step() -> None:
-    engine = Engine(alone(2), [linear, linear], squared_sum, sgd, dtype=torch.float64)
-    engine.step(*batch(4))
-    engine.evaluate(*batch(4))
-    assert set(engine._runner.interpreters) == {"train", "forward"}
-    for interpreter in engine._runner.interpreters.values():
-        assert not interpreter.state.current.batch.inputs
-        assert not interpreter.state.current.batch.targets
-
-
-def test_what_an_evaluation_sent_is_let_go_of_by_the_next_step() -> None:
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=4)
-
-    def run(transport: Transport) -> tuple[int, int]:
-        engine = Engine(plan, [linear, linear], squared_sum, sgd, dtype=torch.float64, transport=transport)
-        engine.evaluate(*batch(4))
-        kept = sends_in_flight(engine)
-        engine.step(*batch(4))
-        return kept, sends_in_flight(engine)
-
-    assert run_local(2, run, rules="rendezvous") == [(4, 0), (0, 0)]
-
-
-def sends_in_flight(engine: Engine) -> int:
-    evaluation = engine._runner.interpreters["forward"]
-    return sum(cell.sent is not None for cell in evaluation.state.cells.sending)
