@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -15,15 +16,14 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime.blocks.block_builders import Blocks, build_block
+from quintsched.runtime import split
+from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.blocks.block_costs import estimate_costs, measure_costs
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
-from ..helpers.training import Outcome, check_equality, require_same_bits, train_alone
+from ..helpers.training import Outcome, require_same_bits
 from .toys import Task, difference, sgd, share, tiny_vit
 
 TASK = Task.make(3, 8, torch.float64)
@@ -32,25 +32,6 @@ TASK = Task.make(3, 8, torch.float64)
 def engine_on(transport: Transport, plan: qs.Plan, blocks: Blocks, **options: object) -> Engine:
     settings: dict[str, object] = {"dtype": torch.float64} | options
     return Engine(plan, blocks, cross_entropy_sum, sgd, transport=transport, **settings)  # type: ignore[arg-type]
-
-
-def vit_alone() -> Engine:
-    return Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), tiny_vit(), cross_entropy_sum, sgd)
-
-
-def test_every_rank_knows_loss_metrics_and_norm() -> None:
-    plan = qs.compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=2)
-
-    def run(transport: Transport) -> tuple[float, float, float, float]:
-        engine = engine_on(transport, plan, tiny_vit(), metrics={"accuracy": correct_sum})
-        result = engine.step(*share(engine, TASK.inputs[0], TASK.targets[0]))
-        assert result.grad_norm is not None
-        return result.loss.item(), result.metrics["accuracy"].item(), result.weight.item(), result.grad_norm.item()
-
-    alone = train_alone(tiny_vit(), cross_entropy_sum, sgd, TASK.batches[:1], clip=1e9, metric=correct_sum)
-    (weight, accuracy), *_ = alone.figures
-    for told in run_local(8, run):
-        assert told == pytest.approx([alone.losses[0], accuracy, weight, alone.norms[0]], rel=1e-9)
 
 
 def test_evaluation_leaves_the_training_alone() -> None:
@@ -108,39 +89,6 @@ def test_no_rank_holds_more_than_one_full_block_nor_builds_those_of_others() -> 
     assert built["rank0"] + built["rank2"] == list(range(6))
 
 
-class Extra(nn.Module):
-    """Adds a learnt multiple of what each sample brings along."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        y = torch.tanh(self.linear(x)) + bias
-        return y, 0.1 * y.square().mean()
-
-
-def test_extras_auxiliary_losses_and_plain_losses() -> None:
-    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
-    random = torch.Generator().manual_seed(1)
-    x, bias, y = (torch.randn(8, 6, generator=random, dtype=torch.float64) for _ in range(3))
-    check_equality(plan, [Extra] * 4, F.mse_loss, sgd, [(x, y, {"bias": bias})])
-
-
-def test_modules_built_by_the_user_start_alike_everywhere() -> None:
-    plan = qs.compile("1f1b", mesh="dp=2,tp=2", microbatches=2)
-
-    def run(transport: Transport) -> Outcome:
-        blocks = [build() for build in tiny_vit()]
-        with torch.no_grad():
-            for weight in nn.ModuleList(blocks).parameters():
-                weight.add_(transport.rank)
-        return Outcome([], engine_on(transport, plan, blocks).full_weights())
-
-    first, *others = run_local(4, run)
-    require_same_bits(others, first)
-
-
 @pytest.mark.parametrize("is_emptied", [False, True])
 def test_a_list_of_blocks_that_is_changed_later_is_refused_but_may_be_emptied(is_emptied: bool) -> None:
     plan, x = qs.compile("1f1b", mesh="pp=2", microbatches=2), torch.ones(4, 3)
@@ -154,49 +102,6 @@ def test_a_list_of_blocks_that_is_changed_later_is_refused_but_may_be_emptied(is
 
     with nullcontext() if is_emptied else pytest.raises(MisfitError, match=r"list of blocks .* changed at place 0"):
         run_local(2, run)
-
-
-def test_named_parameters_for_the_optimizer() -> None:
-    def optimizer(named_parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-        decayed = [p for name, p in named_parameters if name.endswith("weight")]
-        rest = [p for name, p in named_parameters if not name.endswith("weight")]
-        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
-
-    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), tiny_vit(), cross_entropy_sum, optimizer)
-    assert [len(group["params"]) > 0 for group in engine.optimizer.param_groups] == [True, True]
-    assert torch.isfinite(engine.step(TASK.inputs[0].float(), TASK.targets[0]).loss)
-
-
-def test_other_shapes_that_blocks_cannot_take_are_refused() -> None:
-    engine = vit_alone()
-    engine.step(TASK.inputs[0].float(), TASK.targets[0])
-    engine.step(TASK.inputs[0][:3].float(), TASK.targets[0][:3])
-    with pytest.raises(qs.MisfitError, match=r"block 0 cannot take float32 \(2, 1, 12, 12\)"):
-        engine.step(torch.randn(4, 1, 12, 12), TASK.targets[0][:4])
-    assert torch.isfinite(engine.step(TASK.inputs[0].float(), TASK.targets[0]).loss)
-
-
-def test_a_loss_written_in_c() -> None:
-    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=1), [lambda: nn.Linear(4, 4)], torch.dist, sgd)
-    x, y = torch.randn(2, 4), torch.randn(2, 4)
-    assert engine.evaluate(x, y).loss.item() == pytest.approx(torch.dist(engine.stages[0].blocks["0"](x), y).item())
-
-
-@pytest.mark.parametrize(
-    ("mesh", "words"),
-    [("tp=2", "block 1 is cut over tp already"), ("ep=2", "experts of block 1 are cut over ep already")],
-)
-def test_modules_that_another_engine_has_cut_are_refused(mesh: str, words: str) -> None:
-    blocks = moe_gpt(DataSpec(input_shape=(8,), num_classes=9), MoEGPTOptions(hidden=8, depth=1, heads=2, experts=2))
-
-    def run(transport: Transport) -> None:
-        modules = [build_block(block, number) for number, block in enumerate(blocks)]
-        plan = qs.compile("1f1b", mesh=mesh, microbatches=1)
-        Engine(plan, modules, cross_entropy_sum, sgd, transport=transport)
-        with pytest.raises(qs.MisfitError, match=words):
-            Engine(plan, modules, cross_entropy_sum, sgd, transport=transport)
-
-    run_local(2, run)
 
 
 def test_an_error_inside_a_step_names_the_instruction() -> None:
@@ -219,55 +124,6 @@ def test_an_error_inside_a_step_names_the_instruction() -> None:
     assert any("on rank 1 (pp=1), instruction" in note and "microbatch=1" in note for note in caught.value.__notes__)
 
 
-def test_state_survives_a_round_trip() -> None:
-    plan = qs.compile("1f1b", mesh="pp=2,tp=2", microbatches=2)
-
-    def run(transport: Transport) -> None:
-        engine = engine_on(transport, plan, tiny_vit())
-        steps = list(zip(TASK.inputs, TASK.targets, strict=True))
-        engine.step(*steps[0])
-        state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-        engine.step(*steps[1])
-        after = engine.full_weights()
-        engine.load_state_dict(state)
-        engine.step(*steps[1])
-        assert all(torch.equal(weight, after[name]) for name, weight in engine.full_weights().items())
-        with pytest.raises(qs.MisfitError, match=r"the state lacks .*bias"):
-            engine.load_state_dict({name: tensor for name, tensor in state.items() if "bias" not in name})
-
-    run_local(4, run)
-
-
-def test_states_of_different_steps_are_refused_before_the_first_step() -> None:
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-    steps = list(zip(TASK.inputs, TASK.targets, strict=True))
-
-    def run(transport: Transport) -> None:
-        engine, other = (engine_on(transport, plan, tiny_vit()) for _ in range(2))
-        states = []
-        for step in steps[:2]:
-            engine.step(*step)
-            states.append({name: tensor.clone() for name, tensor in engine.state_dict().items()})
-        other.load_state_dict(states[transport.rank])
-        with pytest.raises(qs.MisfitError, match="how many steps the loaded state has behind it"):
-            other.step(*steps[0])
-
-    run_local(2, run)
-
-
-def test_block_costs() -> None:
-    blocks = [lambda: nn.Embedding(1000, 8), lambda: nn.Linear(8, 8), lambda: nn.Linear(8, 64)]
-    assert estimate_costs(blocks) == [8.0, 72.0, 576.0]
-    assert all(cost > 0 for cost in measure_costs(blocks, torch.zeros(4, dtype=torch.int64)))
-
-
-def test_the_clock_has_the_time_of_computations_since_it_was_read() -> None:
-    engine = vit_alone()
-    engine.step(TASK.inputs[0].float(), TASK.targets[0])
-    assert 0 < engine.clock.read_s() < 1000
-    assert engine.clock.read_s() == 0
-
-
 def test_after_a_step_that_failed_the_engine_refuses_to_go_on() -> None:
     def explode(output: Tensor, targets: Tensor) -> Tensor:
         if targets.sum() > 0:
@@ -282,62 +138,36 @@ def test_after_a_step_that_failed_the_engine_refuses_to_go_on() -> None:
         engine.step(torch.zeros(2, 2), torch.zeros(2, 2))
 
 
-def test_evaluation_leaves_frozen_blocks_in_evaluation_mode() -> None:
-    engine = vit_alone()
-    first, second, *_ = engine.stages[0].blocks.values()
-    second.eval()
-    engine.evaluate(TASK.inputs[0].float(), TASK.targets[0])
-    assert first.training
-    assert not second.training
-
-
 TWO, X = {"mesh": "pp=2", "microbatches": 2}, torch.ones(4, 4)
 BROKEN = qs.compile("1f1b", **TWO)
 
 
-@pytest.mark.parametrize(
-    ("plan_of", "blocks", "batch", "error", "words"),
-    [
-        (
-            lambda rank: qs.compile("1f1b" if rank else "gpipe", **TWO),
-            tiny_vit(),
-            TASK.batches[0],
-            qs.MisfitError,
-            "the ranks do not agree on the plan",
-        ),
-        (
-            lambda rank: dataclasses.replace(BROKEN, programs=(BROKEN.programs[0][::-1], BROKEN.programs[1])),
-            tiny_vit(),
-            TASK.batches[0],
-            qs.UnsoundError,
-            "not sound",
-        ),
-        (
-            lambda rank: qs.compile("1f1b", mesh="pp=4", microbatches=2),
-            tiny_vit(depth=1),
-            TASK.batches[0],
-            qs.MisfitError,
-            "3 blocks cannot fill 4 stages",
-        ),
-        (
-            lambda rank: BROKEN,
-            [lambda: nn.Linear(4, 6), lambda: nn.Linear(5, 3)],
-            (X.double(), X.double()),
-            qs.MisfitError,
-            r"block 1 cannot take float64 \(2, 6\)",
-        ),
-        (
-            lambda rank: qs.compile("1f1b", mesh="pp=1", microbatches=2),
-            tiny_vit(),
-            (TASK.inputs[0][:0], TASK.targets[0][:0]),
-            qs.MisfitError,
-            r"inputs of shape \(0, 1, 8, 8\) cannot be cut .* no samples",
-        ),
-    ],
+Plans = Callable[[int], qs.Plan]
+IMAGES: tuple[Blocks, tuple[Tensor, Tensor]] = (tiny_vit(depth=1), TASK.batches[0])
+UNFIT: tuple[Blocks, tuple[Tensor, Tensor]] = (
+    [lambda: nn.Linear(4, 6), lambda: nn.Linear(5, 3)],
+    (X.double(), X.double()),
 )
-def test_what_does_not_fit_is_refused(
-    plan_of: Callable[[int], qs.Plan], blocks: Blocks, batch: tuple[Tensor, Tensor], error: type[Exception], words: str
-) -> None:
+EMPTY: tuple[Blocks, tuple[Tensor, Tensor]] = (tiny_vit(), (TASK.inputs[0][:0], TASK.targets[0][:0]))
+BACKWARDS = dataclasses.replace(BROKEN, programs=(BROKEN.programs[0][::-1], BROKEN.programs[1]))
+REFUSED: list[tuple[Plans, tuple[Blocks, tuple[Tensor, Tensor]], type[Exception], str]] = [
+    (lambda rank: qs.compile("1f1b" if rank else "gpipe", **TWO), IMAGES, MisfitError, "do not agree on the plan"),
+    (lambda rank: BACKWARDS, IMAGES, qs.UnsoundError, "not sound"),
+    (lambda rank: qs.compile("1f1b", mesh="pp=4", microbatches=2), IMAGES, MisfitError, "3 blocks cannot fill 4"),
+    (lambda rank: BROKEN, UNFIT, MisfitError, r"block 1 cannot take float64 \(2, 6\)"),
+    (
+        lambda rank: qs.compile("1f1b", mesh="pp=1", microbatches=2),
+        EMPTY,
+        MisfitError,
+        r"inputs of shape \(0, 1, 8, 8\) cannot be cut .* no samples",
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan_of", "given", "error", "words"), REFUSED)
+def test_what_does_not_fit_is_refused(plan_of: Plans, given: Any, error: type[Exception], words: str) -> None:
+    blocks, batch = given
+
     def run(transport: Transport) -> None:
         engine_on(transport, plan_of(transport.rank), blocks).step(*batch)
 
@@ -348,3 +178,94 @@ def test_what_does_not_fit_is_refused(
 def test_a_mesh_of_more_ranks_than_processes_is_refused() -> None:
     with pytest.raises(qs.MisfitError, match="mesh pp=2 has 2 ranks, but 1 process was"):
         Engine(BROKEN, tiny_vit(), cross_entropy_sum, sgd)
+
+
+def test_one_line_each() -> None:
+    plan = qs.compile("1f1b", mesh="dp=1,pp=2", microbatches=2)
+    inputs = torch.ones(4, 3)
+
+    def rank(transport: Transport) -> list[str]:
+        blocks = [lambda: nn.Linear(3, 3)] * 3
+        metrics = {"largest": lambda output, targets: ((output > 9).sum(), output.numel())}
+        engine = Engine(plan, blocks, nn.MSELoss(), torch.optim.SGD, metrics=metrics, transport=transport)
+        return [repr(engine), *map(repr, (engine.step(inputs, inputs), engine.evaluate(inputs, inputs)))]
+
+    (first, step, evaluation), (last, *same) = run_local(2, rank)
+    assert first == "Engine(1f1b on dp=1,pp=2, 2 microbatches; rank 0 of 2 (dp=0, pp=0): stage 0 of 2 blocks)"
+    assert last.endswith("; rank 1 of 2 (dp=0, pp=1): stage 1 of 1 block)")
+    assert step.startswith("StepResult(loss=")
+    assert ", weight=12, grad_norm=" in step
+    assert ", largest=" in step
+    assert "grad_norm" not in evaluation
+    assert same == [step, evaluation]
+
+
+def test_blocks_of_a_split_model_by_their_classes() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 2))
+    assert repr(split(model)) == "Split(4 blocks: Linear, ReLU, 2 x Linear)"
+
+
+def test_states_of_different_steps_are_refused_before_the_first_step() -> None:
+    def run(transport: Transport) -> None:
+        engine, other = (engine_on(transport, BROKEN, tiny_vit()) for _ in range(2))
+        engine.step(*TASK.batches[0])
+        state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        state["engine.step"] += transport.rank
+        other.load_state_dict(state)
+        with pytest.raises(MisfitError, match="how many steps the loaded state has behind it"):
+            other.step(*TASK.batches[0])
+
+    run_local(2, run)
+
+
+def plain(**settings: Any) -> Engine:
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=2)
+    return Engine(plan, [lambda: nn.Linear(4, 4)], F.mse_loss, sgd, **settings)
+
+
+def marked() -> Any:
+    inputs: Any = X.clone()
+    inputs.level = 2
+    return inputs
+
+
+CALLS: list[tuple[Callable[[Engine], object], type[Exception], str]] = [
+    (lambda engine: (engine.close(), engine.step(X, X)), qs.UsageError, "this engine was closed; make a new one"),
+    (lambda engine: engine.evaluate(X, None), qs.UsageError, "needs targets"),
+    (lambda engine: engine.step(marked(), X), MisfitError, "inputs has an attribute 'level'.*engine.step"),
+    (lambda engine: engine.step(X, X[:3]), MisfitError, r"targets of shape \(3, 4\) .*: there are 4 samples"),
+    (lambda engine: plain(grad_scaler=2.0), qs.UsageError, "grad_scaler is a float"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), CALLS)
+def test_calls_that_do_not_fit_are_refused(call: Any, error: type[Exception], words: str) -> None:
+    engine = plain()
+    with pytest.raises(error, match=words):
+        call(engine)
+
+
+def test_modules_built_by_the_user_start_alike_everywhere() -> None:
+    plan = qs.compile("1f1b", mesh="dp=2,tp=2", microbatches=2)
+
+    def run(transport: Transport) -> Outcome:
+        blocks = [build() for build in tiny_vit()]
+        with torch.no_grad():
+            for weight in nn.ModuleList(blocks).parameters():
+                weight.add_(transport.rank)
+        return Outcome([], engine_on(transport, plan, blocks).full_weights())
+
+    first, *others = run_local(4, run)
+    require_same_bits(others, first)
+
+
+def test_a_loss_written_in_c() -> None:
+    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=1), [lambda: nn.Linear(4, 4)], torch.dist, sgd)
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    assert engine.evaluate(x, y).loss.item() == pytest.approx(torch.dist(engine.stages[0].blocks["0"](x), y).item())
+
+
+def test_block_costs() -> None:
+    blocks = [lambda: nn.Embedding(1000, 8), lambda: nn.Linear(8, 8), lambda: nn.Linear(8, 64)]
+    assert estimate_costs(blocks) == [8.0, 72.0, 576.0]
+    assert all(cost > 0 for cost in measure_costs(blocks, torch.zeros(4, dtype=torch.int64)))

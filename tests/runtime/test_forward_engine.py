@@ -206,51 +206,6 @@ def test_weights_are_those_of_any_training(tmp_path: Path) -> None:
         require_equal(plan, run_on(plan, tiny_gpt(LENGTH), [IDS[:6]], load, seed=1), [expected])
 
 
-def test_short_weights_are_rounded_as_a_training_rounds_its_masters(tmp_path: Path) -> None:
-    def train(transport: Transport) -> dict[str, Tensor]:
-        plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
-        engine = Engine(plan, [Wide], nn.functional.mse_loss, adam, dtype=torch.bfloat16, transport=transport)
-        engine.step(torch.ones(2, 256), torch.ones(2, 256))
-        found: dict[str, Tensor] = engine.full_state_dict(all_blocks=True)
-        assert found["model.0.fc1.weight"].dtype == torch.float32
-        return found
-
-    (state,) = run_local(1, train)
-    plan = qs.compile("inference", mesh="pp=1", microbatches=1)
-    engine = ForwardEngine(plan, [Wide], dtype=torch.bfloat16, seed=1)
-    engine.load_full_state_dict(state)
-    assert torch.equal(engine.full_weights()["0.fc1.weight"], state["model.0.fc1.weight"].bfloat16())
-
-
-class Exit(nn.Module):
-    """Takes targets, if there are any, and gives more than a tensor."""
-
-    def forward(self, x: Tensor, scale: Tensor, targets: Tensor | None = None) -> Mapping[str, Any]:
-        return {"scaled": x * scale, "off": None if targets is None else (x - targets).abs().sum(1), "n": (len(x),)}
-
-
-@pytest.mark.parametrize("has_targets", [False, True])
-def test_extras_targets_and_trees(has_targets: bool) -> None:
-    x, scale = torch.randn(4, 3), torch.randn(4, 3)
-    targets = {"targets": torch.randn(4, 3)} if has_targets else {}
-    plan = qs.compile("inference", mesh="pp=2", microbatches=2)
-
-    def run(transport: Transport) -> Any:
-        engine = ForwardEngine(plan, [lambda: nn.Linear(3, 3), Exit], transport=transport)
-        assert engine.needs_targets is bool(transport.rank)
-        return engine.run(x, scale=scale, **targets), engine.run(x, microbatches=4, scale=scale, **targets)
-
-    (none, _), outputs = run_local(2, run)
-    assert none is None
-    model = build_model([lambda: nn.Linear(3, 3), Exit])
-    with torch.no_grad():
-        whole = model[1](model[0](x), scale, **targets)
-    for output, rows in zip(outputs, (2, 1), strict=True):
-        torch.testing.assert_close(output["scaled"], whole["scaled"])
-        torch.testing.assert_close(output["off"], whole["off"])
-        assert output["n"] == (rows,)
-
-
 def test_blocks_evaluate_and_are_left_as_they_were() -> None:
     block = Wide().train()
     engine = ForwardEngine(qs.compile("inference", mesh="pp=1", microbatches=2), [block])
@@ -295,17 +250,46 @@ def test_refused_in_one_line(words: str, error: type[qs.QuintschedError], call: 
     assert len(str(refused.value).splitlines()) <= 2
 
 
-def test_what_trains_is_not_there() -> None:
-    engine = ForwardEngine(forward_plan(), [Wide])
-    trains = (
-        "step",
-        "optimizer",
-        "optimizers",
-        "ema",
-        "lr_schedulers",
-        "state_dict",
-        "save_dcp",
-        "evaluate",
-        "masters",
-    )
-    assert not [name for name in trains if hasattr(engine, name)]
+def test_short_weights_are_rounded_as_a_training_rounds_its_masters(tmp_path: Path) -> None:
+    def train(transport: Transport) -> dict[str, Tensor]:
+        plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
+        engine = Engine(plan, [Wide], nn.functional.mse_loss, adam, dtype=torch.bfloat16, transport=transport)
+        engine.step(torch.ones(2, 256), torch.ones(2, 256))
+        found: dict[str, Tensor] = engine.full_state_dict(all_blocks=True)
+        assert found["model.0.fc1.weight"].dtype == torch.float32
+        return found
+
+    (state,) = run_local(1, train)
+    plan = qs.compile("inference", mesh="pp=1", microbatches=1)
+    engine = ForwardEngine(plan, [Wide], dtype=torch.bfloat16, seed=1)
+    engine.load_full_state_dict(state)
+    assert torch.equal(engine.full_weights()["0.fc1.weight"], state["model.0.fc1.weight"].bfloat16())
+
+
+class Exit(nn.Module):
+    """Takes targets, if there are any, and gives more than a tensor."""
+
+    def forward(self, x: Tensor, scale: Tensor, targets: Tensor | None = None) -> Mapping[str, Any]:
+        return {"scaled": x * scale, "off": None if targets is None else (x - targets).abs().sum(1), "n": (len(x),)}
+
+
+@pytest.mark.parametrize("has_targets", [False, True])
+def test_extras_targets_and_trees(has_targets: bool) -> None:
+    x, scale = torch.randn(4, 3), torch.randn(4, 3)
+    targets = {"targets": torch.randn(4, 3)} if has_targets else {}
+    plan = qs.compile("inference", mesh="pp=2", microbatches=2)
+
+    def run(transport: Transport) -> Any:
+        engine = ForwardEngine(plan, [lambda: nn.Linear(3, 3), Exit], transport=transport)
+        assert engine.needs_targets is bool(transport.rank)
+        return engine.run(x, scale=scale, **targets), engine.run(x, microbatches=4, scale=scale, **targets)
+
+    (none, _), outputs = run_local(2, run)
+    assert none is None
+    model = build_model([lambda: nn.Linear(3, 3), Exit])
+    with torch.no_grad():
+        whole = model[1](model[0](x), scale, **targets)
+    for output, rows in zip(outputs, (2, 1), strict=True):
+        torch.testing.assert_close(output["scaled"], whole["scaled"])
+        torch.testing.assert_close(output["off"], whole["off"])
+        assert output["n"] == (rows,)

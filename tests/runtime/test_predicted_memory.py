@@ -33,6 +33,7 @@ GPT = Model(layers=4, hidden=64, heads=4, vocab=VOCAB, seq=SEQ, tied=False, drop
 LLAMA = GPT.model_copy(
     update={"kv_heads": 2, "norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "layers": 4}
 )
+DROPPING = GPT.model_copy(update={"dropout": True})
 ROPE = GPT.model_copy(update={"positions": "rope"})
 MOE = GPT.model_copy(update={"experts": Experts(count=4, top_k=4, ffn=256)})
 PADDED = GPT.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=256, padded_to=1.5)})
@@ -68,14 +69,14 @@ CASES: dict[str, tuple[Model, dict[str, Any]]] = {
     "pp=2": (GPT, {"pp": 2}),
     "pp=4": (GPT, {"pp": 4}),
     "tp=2": (GPT, {"tp": 2}),
-    "tp=2, tokens too": (GPT, {"tp": 2, "sequence_parallel": True}),
+    "tp=2, tokens too": (DROPPING, {"tp": 2, "sequence_parallel": True}),
     "cp=2": (GPT, {"cp": 2}),
     "pp=2, tp=2, bf16": (GPT, {"pp": 2, "tp": 2, "dtype": "bf16"}),
     "cp=2, bf16": (GPT, {"cp": 2, "dtype": "bf16"}),
     "pp=2, recompute": (GPT, {"pp": 2, "recompute": "full"}),
     "pp=4, recompute": (GPT, {"pp": 4, "recompute": "full"}),
     "interleaved": (GPT, {"pp": 2, "chunks": 2, "schedule": "interleaved-1f1b"}),
-    "gpipe": (GPT, {"pp": 2, "schedule": "gpipe"}),
+    "gpipe": (DROPPING, {"pp": 2, "schedule": "gpipe"}),
     "llama, pp=2": (LLAMA, {"pp": 2}),
     "llama, tp=2, bf16": (LLAMA, {"tp": 2, "dtype": "bf16"}),
     "llama, cp=2": (LLAMA, {"cp": 2}),
