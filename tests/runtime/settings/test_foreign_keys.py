@@ -59,20 +59,18 @@ def test_no_word_is_a_setting_of_ours() -> None:
     assert not {word for _, word in WORDS} & {key.rpartition(".")[2] for key in keys(JobConfig)}
 
 
-@pytest.mark.parametrize("section", ["", "train", "parallel", "train.optimizer"])
+@pytest.mark.parametrize("section", ["", "train.optimizer"])
 def test_every_word_is_understood_at_every_level(section: str) -> None:
     for meaning, word in WORDS:
-        values: Any = {word: 1}
-        for name in reversed(section.split(".") if section else []):
-            values = {name: values}
+        values: Any = {"train": {"optimizer": {word: 1}}} if section else {word: 1}
         value = f" ({meaning.value})" if meaning.value else ""
         place = f"{section}.{word}".strip(".")
         assert refusal(values) == f"{place}: unknown key; did you mean {meaning.ours!r}{value}?"
 
 
-@pytest.mark.parametrize("word", ["tensor-model-parallel-size", "Tensor_Model_Parallel_Size", "tp"])
-def test_spelling_does_not_matter(word: str) -> None:
-    assert refusal({word: 4}) == f"{word}: unknown key; did you mean 'parallel.mesh' (\"tp=N\")?"
+def test_spelling_does_not_matter() -> None:
+    for word in ("tensor-model-parallel-size", "Tensor_Model_Parallel_Size", "tp"):
+        assert refusal({word: 4}) == f"{word}: unknown key; did you mean 'parallel.mesh' (\"tp=N\")?"
 
 
 def test_options_of_a_model_name_only_what_it_has() -> None:
@@ -82,18 +80,12 @@ def test_options_of_a_model_name_only_what_it_has() -> None:
     assert "did you mean 'train.optimizer.lr'" in refusal({"learning_rate": 8}, ViTOptions, "model.options")
 
 
-def test_an_engine_names_its_arguments() -> None:
+def test_an_engine_names_its_arguments_and_a_job_its_sections() -> None:
     assert refusal({"max_grad_norm": 1.0}, RunSettings) == "max_grad_norm: unknown key; did you mean 'clip'?"
     assert "train." not in refusal({"num_epochs": 1}, RunSettings)
-
-
-def test_keys_of_ours_in_another_section_are_found() -> None:
     assert refusal({"lr": 1}) == "lr: unknown key; did you mean 'train.optimizer.lr'?"
     assert refusal({"parallel": {"epochs": 1}}) == "parallel.epochs: unknown key; did you mean 'train.epochs'?"
     assert "data.path" not in refusal({"train": {"path": 1}})  # log has a path, too
-
-
-def test_misspelt_keys_are_no_foreign_ones() -> None:
     assert find_foreign_key("learning_ratte") is None
     assert refusal({"train": {"epoch": 1}}) == "train.epoch: unknown key; did you mean 'epochs'?"
 

@@ -63,39 +63,25 @@ class TestReading:
         config = job(
             """
             model: {name: vit, options: {depth: 4, scale: 1e-2}}
-            data: {path: /data/mnist}
             parallel: {mesh: "dp=2,pp=2,tp=2", schedule: gpipe, microbatches: 4, chunks: 2, bucket_mb: 1}
-            train:
-              epochs: 4
-              batch_size: 64
-              optimizer: {name: adamw, lr: 1e-4, weight_decay: 0.01, betas: [0.9, 0.95]}
-              lr_schedule: {name: cosine, warmup_steps: 10, min_factor: 0.1}
-              clip: 1
-              seed: 7
-              patience: 2
-            runtime: {transport: gloo, precision: float64, timeout_s: 20}
-            checkpoint: {dir: out, every: 100, keep: 3}
-            log: {path: log.jsonl, every: 10}
+            train: {clip: 1, optimizer: {name: adamw, lr: 1e-4, weight_decay: 0.01, betas: [0.9, 0.95]}}
             """
         )
         assert config.model.options == {"depth": 4, "scale": 0.01}
-        assert config.train.optimizer.lr == 1e-4
-        assert config.train.optimizer.betas == (0.9, 0.95)
+        assert (config.train.optimizer.lr, config.train.optimizer.betas) == (1e-4, (0.9, 0.95))
         assert config.train.clip == 1.0
         assert config.parallel.mesh == "dp=2,pp=2,tp=2"
 
-    def test_a_mesh_may_be_a_mapping(self, job: Load) -> None:
-        assert job("parallel: {mesh: {dp: 2, pp: 4}}").parallel.mesh == {"dp": 2, "pp": 4}
-
-    @pytest.mark.parametrize("text", ["1e-4", "1E-4", "+1e-4", "1.e-4", "1.0e-4", ".1e-3", "0.0001"])
-    def test_small_numbers(self, job: Load, text: str) -> None:
-        assert job(f"train: {{optimizer: {{lr: {text}}}}}").train.optimizer.lr == pytest.approx(1e-4)
+    def test_small_numbers(self, job: Load) -> None:
+        for text in ("1e-4", "1E-4", "+1e-4", "1.e-4", "1.0e-4", ".1e-3", "0.0001"):
+            assert job(f"train: {{optimizer: {{lr: {text}}}}}").train.optimizer.lr == pytest.approx(1e-4)
 
     def test_words_that_begin_like_numbers(self, job: Load) -> None:
         assert job("model: {name: 1e-4-vit}").model.name == "1e-4-vit"
 
     def test_it_can_be_written_and_read_back(self, job: Load) -> None:
-        config = job("train: {epochs: 3, optimizer: {name: sgd, momentum: 0.9}}")
+        config = job("train: {epochs: 3, optimizer: {name: sgd, momentum: 0.9}}\nparallel: {mesh: {dp: 2, pp: 4}}")
+        assert config.parallel.mesh == {"dp": 2, "pp": 4}
         text = yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True))
         assert job(text) == config
 
@@ -107,17 +93,9 @@ class TestReading:
 
 class TestOverrides:
     def test_values_are_yaml(self, job: Load) -> None:
-        config = job(
-            "train: {epochs: 2}",
-            "train.epochs=5",
-            "train.optimizer.lr=1e-4",
-            "parallel.mesh=dp=2,pp=2",
-            "model.options.depth=3",
-            "train.clip=null",
-        )
-        assert config.train.epochs == 5
-        assert config.train.optimizer.lr == 1e-4
-        assert config.parallel.mesh == "dp=2,pp=2"
+        given = ("train.epochs=5", "train.optimizer.lr=1e-4", "parallel.mesh=dp=2,pp=2", "train.clip=null")
+        config = job("train: {epochs: 2}", *given, "model.options.depth=3")
+        assert (config.train.epochs, config.train.optimizer.lr, config.parallel.mesh) == (5, 1e-4, "dp=2,pp=2")
         assert config.model.options == {"depth": 3}
         assert config.train.clip is None
 
@@ -130,14 +108,11 @@ class TestOverrides:
 
 
 class TestFaults:
-    @pytest.mark.parametrize(("path", "kind"), sections())
-    def test_misspelt_keys(self, fault: Refuse, path: str, kind: type[Settings]) -> None:
-        for key in kind.model_fields:
-            misspelt = f"{path}.{key}x".strip(".")
-            assert f"{misspelt}: unknown key; did you mean {key!r}?" in fault("", f"{misspelt}=1")
-
-    def test_a_key_of_the_section_below(self, fault: Refuse) -> None:
-        assert "train.lr: unknown key; did you mean 'train.optimizer.lr'?" in fault("train: {lr: 1}")
+    def test_misspelt_keys(self, fault: Refuse) -> None:
+        for path, kind in sections():
+            for key in kind.model_fields:
+                misspelt = f"{path}.{key}x".strip(".")
+                assert f"{misspelt}: unknown key; did you mean {key!r}?" in fault("", f"{misspelt}=1")
 
     def test_all_faults_at_once(self, fault: Refuse) -> None:
         message = fault("train: {optimizr: 1, epochs: two}\nlogs: {}")
