@@ -98,11 +98,8 @@ def test_a_first_step_may_take_as_long_as_a_wait() -> None:
 @pytest.mark.parametrize(
     ("patience", "ranks", "to", "least_s", "most_s"),
     [
-        *(
-            (Patience(timeout_s=100), [0], {"phase": phase}, 95, 10)
-            for phase in ("setup", "data", "save", "load", "idle")
-        ),
-        *((Patience(timeout_s=30), [0, 1], {"phase": phase}, 300, None) for phase in ("setup", "data", "save", "idle")),
+        *((Patience(timeout_s=100), [0], {"phase": phase}, 95, 10) for phase in (*ALONE, "load")),
+        *((Patience(timeout_s=30), [0, 1], {"phase": phase}, 300, None) for phase in ALONE),
         (None, [0, 1], {"wait": UNKNOWN}, 0, FLOOR_S + 1),
     ],
 )

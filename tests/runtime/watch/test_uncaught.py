@@ -22,8 +22,6 @@ from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
 from quintsched.runtime.watch.rendezvous.rendezvous_store import serve
 from quintsched.user_code import call_object
 
-from ...helpers.commands import run
-
 TRACE = "Traceback (most recent call last):"
 
 
@@ -98,16 +96,6 @@ def test_all_of_it_is_on_the_first_rank_alone(
     assert capsys.readouterr().err == line
     uncaught_error.report(KeyError("another"), 0, with_trace=True)
     assert capsys.readouterr().err.startswith("error: rank 0: KeyError: 'another'")
-
-
-def test_ranks_without_a_common_store_each_print_all(
-    code_error: qs.QuintschedError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    for rank in range(2):
-        uncaught_error.report(code_error, rank, with_trace=True)
-    assert capsys.readouterr().err.count(TRACE) == 2
 
 
 def test_a_verdict_is_printed_whole_once(stores: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -204,39 +192,3 @@ def test_own_errors_of_a_script_are_short_before_ranks_meet(
     assert "arguments.py" not in said
     sys.excepthook(KeyError, KeyError("x"), None)
     assert capsys.readouterr().err == "KeyError: 'x'\n"
-
-
-LOOP = """
-import torch
-from functools import partial
-from torch import nn
-import quintsched as qs
-from quintsched.runtime import Engine
-
-class Late(nn.Linear):
-    def forward(self, x):
-        if STEP == 2:
-            raise ValueError("my own error")
-        return super().forward(x)
-
-STEP = 0
-plan = qs.compile("1f1b", mesh="dp=MESH", microbatches=2)
-engine = Engine(plan, [partial(Late, 4, 4)], nn.MSELoss(), partial(torch.optim.SGD, lr=0.1))
-for STEP in range(4):
-    engine.step(torch.ones(4, 4), torch.ones(4, 4))
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_an_own_loop_under_torchrun_has_one_traceback(tmp_path: Path) -> None:
-    script = tmp_path / "loop.py"
-    script.write_text(LOOP.replace("MESH", "4"))
-    code, _, err = run(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", script)
-    assert code == 1
-    ours, _, torchruns = err.partition("torch/distributed/elastic")
-    assert ours.count(TRACE) == 1
-    assert ours.count("has printed all of it") >= 3 - ours.count("Sending process")
-    assert len(ours.splitlines()) < 30
-    assert torchruns.count("ValueError: my own error") >= 1
-    assert "[rank" not in err

@@ -1,5 +1,7 @@
 """Verdicts from the reports of ranks: the exit code of the run, the time of an error, the text on each rank."""
 
+from itertools import product
+
 import pytest
 
 import quintsched as qs
@@ -23,18 +25,17 @@ def judge(ranks: list[Member]) -> Verdict:
     return make_verdict(ranks, PLANS, None, NOW_S, still_s=1.0)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("end", [None, Fate("exit", 3), Fate("exit", 1), Fate("signal", 9)])
 @pytest.mark.parametrize(("kind", "code", "again"), [("refusal", 3, True), ("refusal", 2, True), ("own", 1, False)])
 def test_an_error_has_its_exit_code_on_whatever_rank_and_however_that_ends(
-    rank: int, end: Fate | None, kind: ErrorKind, code: int, again: bool
+    kind: ErrorKind, code: int, again: bool
 ) -> None:
-    ranks = members()
-    ranks[rank].fail(kind, "what it said", code, NOW_S - 2)
-    if end is not None:
-        ranks[rank].record_end(end, NOW_S - 1)
-    found = judge(ranks)
-    assert (found.culprits, found.exit_code, found.comes_again) == ((rank,), code, again)
+    for rank, end in product((0, 1), (None, Fate("exit", 3), Fate("exit", 1), Fate("signal", 9))):
+        ranks = members()
+        ranks[rank].fail(kind, "what it said", code, NOW_S - 2)
+        if end is not None:
+            ranks[rank].record_end(end, NOW_S - 1)
+        found = judge(ranks)
+        assert (found.culprits, found.exit_code, found.comes_again) == ((rank,), code, again)
 
 
 def test_an_error_is_as_old_as_its_word() -> None:

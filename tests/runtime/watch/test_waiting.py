@@ -27,7 +27,7 @@ class Noted(list[int]):
         super().__setitem__(at, code)
 
 
-@pytest.mark.parametrize(("mesh", "rules"), [("pp=2", "mailbox"), ("dp=2,pp=2", "rendezvous"), ("pp=2,tp=2", "nccl")])
+@pytest.mark.parametrize(("mesh", "rules"), [("pp=2", "mailbox"), ("pp=2,tp=2", "nccl")])
 def test_a_step_says_what_it_waits_for(mesh, rules):
     plan = qs.compile("1f1b", mesh=mesh, microbatches=4)
     task, blocks = Task.make(2, 8, torch.float32), tiny_vit()

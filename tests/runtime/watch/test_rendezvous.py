@@ -1,0 +1,241 @@
+"""Ranks and machines that find each other: addresses, the first machine, interfaces, and attempts that meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from quintsched.errors import StallError, UsageError
+from quintsched.runtime.watch.rendezvous import addresses
+from quintsched.runtime.watch.rendezvous.addresses import (
+    GLOO,
+    LOOPBACK,
+    NCCL,
+    address_towards,
+    choose_interfaces,
+    interface_of,
+    listen,
+    own_address,
+    own_addresses,
+    read_master,
+    require_elsewhere,
+    require_interfaces,
+)
+from quintsched.runtime.watch.rendezvous.rendezvous_store import Attempt, connect_to, meet, open_store
+
+
+@pytest.fixture
+def one_machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (GLOO, NCCL, "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "")  # so that what the call sets is taken back
+        monkeypatch.delenv(name)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("MASTER_ADDR", LOOPBACK)
+    return monkeypatch
+
+
+def test_one_machine_uses_the_loopback_interface(one_machine: pytest.MonkeyPatch) -> None:
+    choose_interfaces()
+    loopback = interface_of(LOOPBACK)
+    assert loopback in ("lo", "lo0")
+    assert (os.environ[GLOO], os.environ[NCCL]) == (loopback, f"={loopback}")
+
+
+def test_what_the_user_has_set_stays(one_machine: pytest.MonkeyPatch) -> None:
+    one_machine.setenv(GLOO, "eth7")
+    one_machine.setenv(NCCL, "ib0")
+    choose_interfaces()
+    assert (os.environ[GLOO], os.environ[NCCL]) == ("eth7", "ib0")
+
+
+def test_several_machines_take_the_interface_that_leads_to_the_first(one_machine: pytest.MonkeyPatch) -> None:
+    one_machine.setenv("LOCAL_WORLD_SIZE", "1")
+    choose_interfaces()  # the way to 127.0.0.1 is the loopback interface
+    assert os.environ[GLOO] == interface_of(LOOPBACK)
+    assert NCCL not in os.environ
+    assert address_towards(LOOPBACK) == LOOPBACK
+    assert address_towards("no.such.host.invalid") is None
+    assert interface_of("203.0.113.9") is None
+    assert interface_of(None) is None
+
+
+def test_a_port_is_open_at_one_address_only() -> None:
+    with listen(LOOPBACK) as here:
+        assert here.getsockname()[0] == LOOPBACK
+        with pytest.raises(OSError, match="in use"):
+            listen(LOOPBACK, here.getsockname()[1])
+    with pytest.raises(OSError, match=r"[Aa]ssign"):
+        listen("203.0.113.9")
+
+
+def test_own_addresses_are_those_that_others_may_come_to() -> None:
+    found = own_addresses()
+    assert LOOPBACK not in found
+    assert "::1" not in found
+    for address in found:
+        with listen(address) as here:
+            assert here.getsockname()[0] == address
+        assert interface_of(address) in [name for _, name in socket.if_nameindex()]
+
+
+def test_an_interface_that_is_not_there_is_refused_at_once(one_machine: pytest.MonkeyPatch) -> None:
+    require_interfaces()
+    loopback = interface_of(LOOPBACK)
+    one_machine.setenv(GLOO, f"{loopback}")
+    require_interfaces()
+    one_machine.setenv(GLOO, f"{loopback},nosuch0")
+    with pytest.raises(UsageError, match=f"has no network interface 'nosuch0'; it has .*{loopback}"):
+        require_interfaces()
+
+
+def test_ranks_without_a_launcher_share_the_store_of_rank_0(one_machine: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind((LOOPBACK, 0))
+        port = free.getsockname()[1]
+    one_machine.setenv("MASTER_ADDR", "203.0.113.9")  # another name of this machine: nobody has to find it
+    one_machine.setenv("MASTER_PORT", str(port))
+    one_machine.setenv("RANK", "0")
+    mine = open_store(10)
+    one_machine.setenv("RANK", "1")
+    threading.Timer(0.1, lambda: mine.set("said", "by rank 0")).start()
+    assert open_store(10).get("said") == b"by rank 0"
+
+
+SAID = "--master it"
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+    """Addresses by name; this machine has all that begin with 127. or 10.0.0.1, and these are its own."""
+    known: dict[str, list[str]] = {"own": ["10.0.0.1", "fd77::1"]}
+
+    def look_up(host: str, _: object, **__: object) -> list[tuple[object, ...]]:
+        if host in known or host[0].isdigit() or ":" in host:
+            return [(0, 0, 0, "", (address, 0)) for address in known.get(host, [host])]
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(addresses, "own_addresses", lambda: known["own"])
+    monkeypatch.setattr(addresses, "_is_here", lambda address: address.startswith("127.") or address in known["own"])
+    return known
+
+
+def test_an_address_is_read_and_what_is_none_is_refused() -> None:
+    for text, found in (
+        ("10.0.0.1:29500", ("10.0.0.1", 29500)),
+        ("node-0.x:1", ("node-0.x", 1)),
+        ("[fd77::1]:29500", ("fd77::1", 29500)),
+        ("fd77::1:29500", ("fd77::1", 29500)),
+    ):
+        assert read_master(text) == found
+    words = r"^--master '.*': give machine 0's address and a free port of it: HOST:PORT$"
+    for text in ("", "node0", ":29500", "node0:", "node0:x", "node0:0", "node0:65536", "fd77::1", "a:b:1", "[a]"):
+        with pytest.raises(UsageError, match=words):
+            read_master(text)
+
+
+def test_machine_0_listens_at_its_own_address(names: dict[str, list[str]]) -> None:
+    names |= {"node0": ["10.0.0.1"], "both": ["127.0.1.1", "fd77::1"], "localhost": ["127.0.0.1"]}
+    assert own_address("node0", SAID) == "10.0.0.1"
+    assert own_address("10.0.0.1", SAID) == "10.0.0.1"
+    assert own_address("fd77::1", SAID) == own_address("both", SAID) == "fd77::1"
+    assert own_address("127.0.0.1", SAID) == own_address("localhost", SAID) == "127.0.0.1"
+
+
+def test_a_name_of_the_loopback_is_the_only_other_address(names: dict[str, list[str]]) -> None:
+    names["node0"] = ["127.0.1.1"]
+    assert own_address("node0", SAID) == "10.0.0.1"
+    for own, listed in (([], "none"), (["10.0.0.1", "172.17.0.1"], "10.0.0.1, 172.17.0.1")):
+        names["own"] = own
+        with pytest.raises(UsageError, match=rf"node0 is 127\.0\.1\.1, where no other machine can come .*: {listed}$"):
+            own_address("node0", SAID)
+
+
+def test_an_address_of_another_machine_or_that_nobody_knows_is_refused(names: dict[str, list[str]]) -> None:
+    words = r"^--master it: machine 0 has no address 10\.0\.0\.9; .* has: 10\.0\.0\.1, fd77"
+    with pytest.raises(UsageError, match=words):
+        own_address("10.0.0.9", SAID)
+    words = r"^--master it: the host 'nosuch' cannot be found: Name or service not known"
+    for look in (own_address, require_elsewhere):
+        with pytest.raises(UsageError, match=words):
+            look("nosuch", SAID)
+
+
+def test_another_machine_does_not_come_to_itself(names: dict[str, list[str]]) -> None:
+    names |= {"node0": ["10.0.0.1"], "node1": ["127.0.1.1"], "localhost": ["127.0.0.1"]}
+    for host in ("node0", "10.0.0.9", "localhost", "127.0.0.1", "fd77::1"):
+        require_elsewhere(host, SAID)
+    with pytest.raises(
+        UsageError, match=r"node1 is 127\.0\.1\.1, which is this machine itself .*address of machine 0$"
+    ):
+        require_elsewhere("node1", SAID)
+
+
+def test_who_waits_for_a_store_that_never_comes_says_so_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(RuntimeError, match=f"^nobody listens at 127.0.0.1, port {port}: Connection refused$"):
+        connect_to("127.0.0.1", port, 0.2)
+    assert capfd.readouterr().err == ""
+
+
+def new_store() -> dist.Store:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    store.set_timeout(timedelta(seconds=20))
+    return store
+
+
+def all_meet(store: dist.Store, ranks: int, order: list[int] | None = None) -> list[Attempt]:
+    with ThreadPoolExecutor(ranks) as pool:
+        made = {rank: pool.submit(meet, store, rank, ranks, 20.0) for rank in order or range(ranks)}
+        return [made[rank].result() for rank in range(ranks)]
+
+
+def test_attempts_are_numbered_and_have_keys_of_their_own() -> None:
+    store = new_store()
+    for number in (1, 2, 3):
+        attempts = all_meet(store, 3, order=[2, 0, 1] if number == 2 else None)
+        assert [attempt.number for attempt in attempts] == [number] * 3
+        assert not attempts[0].store.check(["address"])
+        attempts[0].store.set("address", f"of attempt {number}")
+        assert attempts[2].store.get("address").decode() == f"of attempt {number}"
+
+
+def test_an_attempt_goes_on_with_a_run_that_had_begun() -> None:
+    """One that failed before it had opened its folder leaves nothing to go on with."""
+    store = new_store()
+    first = all_meet(store, 2)
+    second = all_meet(store, 2)
+    assert not any(attempt.goes_on for attempt in (*first, *second))
+    second[0].record_begin()
+    assert all(attempt.goes_on for attempt in all_meet(store, 2))
+
+
+def test_ranks_that_come_after_a_hello_of_a_dead_one_are_answered() -> None:
+    """Rank 1 said hello and was killed; rank 0 answers that, and then what comes instead."""
+    store = new_store()
+    store.set("quintsched/hello/1", "left by the dead")
+    late = threading.Timer(0.3, lambda: meet(store, 1, 2, 20.0))
+    late.start()
+    assert meet(store, 0, 2, 20.0).number == 1
+    late.join()
+
+
+def test_who_does_not_come_is_named() -> None:
+    store = new_store()
+    with ThreadPoolExecutor(2) as pool:
+        there = [pool.submit(meet, store, rank, 4, 20.0) for rank in (1,)]
+        with pytest.raises(StallError, match=r"waiting 0\.2 s for all ranks to come together: ranks 2 and 3 did not"):
+            meet(store, 0, 4, 0.2)
+        there[0].result()
+    store = new_store()
+    store.set_timeout(timedelta(seconds=0.2))
+    with pytest.raises(StallError, match="rank 0 did not"):
+        meet(store, 1, 2, 0.2)
