@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true")
     arguments = parser.parse_args()
     if arguments.plain:
-        from tests.runtime.faults.plain import judge_plain
+        from plain_pipeline import judge_plain
 
         found = judge_plain()
     else:

@@ -27,7 +27,6 @@ from quintsched.ir.instruction_set import (
     Compute,
     Fwd,
     Instruction,
-    Message,
     OnBucket,
     OptStep,
     Recv,
@@ -293,9 +292,3 @@ def all_injections(plan: qs.Plan, count: int, seed: int = 0, *, links: bool = Fa
 def as_arguments(injection: Injection) -> dict[str, object]:
     """Return what makes the injection again in another process."""
     return asdict(injection)
-
-
-def touches_message(plan: qs.Plan, injection: Injection) -> bool:
-    """Whether an injection is at a message."""
-    program = plan.programs[plan.mesh.pp_rank(injection.rank)]
-    return injection.index is not None and isinstance(program[injection.index], Message)

@@ -14,9 +14,9 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from .injection import ENDS, SKIPS, STALLS, WRONGS, Injection, Kind, Phase
-from .judged import Judged
-from .launched import PRELOADED
+from tests.runtime.faults.injection import ENDS, SKIPS, STALLS, WRONGS, Injection, Kind, Phase
+from tests.runtime.faults.judged import Judged
+from tests.runtime.faults.launched import PRELOADED
 
 TIMEOUT_S, RANKS, STEPS, MICROBATCHES, WIDTH = 6.0, 3, 4, 4, 16
 PLACES: tuple[Phase, ...] = ("warm-up", "cool-down", "reduction", "optimizer")
