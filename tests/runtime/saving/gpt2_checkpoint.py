@@ -115,14 +115,6 @@ def write(folder: Path, weights: Weights, config: Mapping[str, Any] | None = Non
     return path
 
 
-def write_in_two(folder: Path, weights: Weights) -> None:
-    """Write two files and the index of both."""
-    where = {name: f"model-{1 + number % 2}.safetensors" for number, name in enumerate(weights)}
-    for file in set(where.values()):
-        save_file({name: weights[name] for name in weights if where[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
-
-
 def logits_of(engine: Engine, ids: Tensor) -> Tensor:
     model = nn.Sequential(*engine.stages[0].blocks.values())
     with torch.no_grad():

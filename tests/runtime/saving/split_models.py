@@ -1,16 +1,23 @@
-"""Blocks that know what a library calls their tensors, and batches for them."""
+"""Blocks that know what a library calls their tensors, batches for them, and engines that save and load."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import quintsched as qs
+from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
+from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
+
+from ..toys import adam
 
 WIDTH = 16
+State = dict[str, Tensor]
 
 
 class Attention(nn.Module):
@@ -82,3 +89,45 @@ def whole_batches(steps: int) -> list[tuple[Tensor, Tensor]]:
 
 def plan_of(mesh: str, zero: int) -> qs.Plan:
     return qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
+
+
+def run_engines(
+    plan: qs.Plan, blocks: Callable[[], Any], body: Callable[[Engine], Any], loss: Any = loss_of, **more: Any
+) -> list[Any]:
+    """Call with an engine on each rank."""
+    more = {"prove": "none", "optimizer": adam} | more
+
+    def start(transport: Transport) -> Any:
+        return body(Engine(plan, blocks(), loss, transport=transport, **more))
+
+    return run_local(plan.mesh.size, start, timeout_s=60)
+
+
+def save_state(engine: Engine, folder: Path, step: int, progress: Mapping[str, Any]) -> State:
+    """Save a checkpoint, and return the state that is in it."""
+    with Checkpoints(folder, 2).opened(engine.saves) as saves:
+        saves.save_step(step, progress)
+    return engine.full_state_dict(all_blocks=True)
+
+
+def load_state(engine: Engine, folder: Path) -> State:
+    """Load the newest checkpoint, and return the state after it."""
+    with Checkpoints(folder, 2).opened(engine.saves, "resume") as saves:
+        found = saves.newest_whole()
+        assert found is not None
+        found.load_step()
+    return engine.full_state_dict(all_blocks=True)
+
+
+def weights_of(state: State) -> State:
+    """Return the weights of a state, under their own names."""
+    return {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
+
+
+def require_same(found: State, expected: State) -> None:
+    """Require the same names, types and bits."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        mine, theirs = (t.contiguous().flatten().view(torch.uint8) for t in (found[name], tensor))
+        assert torch.equal(mine, theirs), name

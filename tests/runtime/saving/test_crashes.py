@@ -1,9 +1,12 @@
-"""A save that dies at any system call leaves the step before or the new one, whole; the next save clears the rest."""
+"""A save that dies at any system call, or whose process is killed, leaves the step before or the new one, whole."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,20 @@ import pytest
 
 from quintsched.files import folders
 from quintsched.files.folders import exchange
+from quintsched.runtime.comm.choose_transport import connect_for
+from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.saving.checkpoints.folder_owner import COSTS
 from quintsched.runtime.saving.checkpoints.run_folder import LOCK
+from quintsched.runtime.settings.job_file import JobConfig
+from quintsched.runtime.settings.run_settings import Start
+from quintsched.runtime.train.trainer import Trainer
 
+from ...helpers.jobs import data_file, job
+from ..ranks import run_ranks
 from .crash import Killed, crashing
 from .holders import load, on_ranks, opened, save
+
+__all__ = ["data_file"]
 
 STEP = "step-00000004"
 
@@ -57,19 +69,18 @@ SITUATIONS: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
 """Folder when a save begins, and the way of saving."""
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("there", SITUATIONS)
-def test_a_save_that_dies_at_any_call_leaves_a_whole_step(there: str, halves: bool, tmp_path: Path) -> None:
-    die_at_every_call(there, halves, tmp_path)
+def test_a_save_that_dies_at_any_call_leaves_a_whole_step(there: str, tmp_path: Path) -> None:
+    die_at_every_call(there, tmp_path)
 
 
 def test_nor_is_a_step_lost_where_folders_cannot_change_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "exchange", lambda one, other: False)
-    die_at_every_call("the same step", False, tmp_path)
+    die_at_every_call("the same step", tmp_path)
 
 
-def die_at_every_call(there: str, halves: bool, tmp_path: Path) -> None:
+def die_at_every_call(there: str, tmp_path: Path) -> None:
     begun, folder = tmp_path / "begun", tmp_path / "run"
     begin, how = SITUATIONS[there]
     begin(begun)
@@ -78,7 +89,7 @@ def die_at_every_call(there: str, halves: bool, tmp_path: Path) -> None:
     while died:
         at += 1
         shutil.copytree(begun, folder)
-        died = dies(at, halves=halves, act=lambda: save(folder, 4, 40.0, **how))
+        died = dies(at, halves=bool(at % 2), act=lambda: save(folder, 4, 40.0, **how))
         assert (folder / STEP).is_dir() or there != "the same step" or folders.exchange is not exchange, at
         found = found_in(folder)
         assert found in (before, (4, 40.0)), at
@@ -130,3 +141,65 @@ def dies(at: int, *, halves: bool, act: Callable[[], None]) -> bool:
         except Killed:
             assert crash.is_dead
         return crash.is_dead
+
+
+RANKS = 2
+
+
+def train(config: str, start: Start, out: str, victim: int, at: int | None) -> None:
+    """Train as one rank; the victim kills itself at a call that changes files."""
+    settings, rank = JobConfig.model_validate_json(config), int(os.environ["RANK"])
+    plan = plan_of(settings)
+    os.chdir(out)  # where the report of who died goes
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        trainer = Trainer.of_job(settings, plan, connect_for(plan, 60, "gloo", None))
+        with crashing(at if rank == victim else None, halves=bool((at or 0) % 2), end=die) as crash:
+            trainer.fit(start)
+        weights = trainer.engine.full_weights()
+    except BaseException:
+        os._exit(4)
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(weights[name].contiguous().numpy().tobytes())
+    Path(out, f"{rank}.json").write_text(json.dumps({"weights": digest.hexdigest(), "calls": crash.count}))
+    os._exit(0)
+
+
+def run(config: JobConfig, start: Start, out: Path, victim: int = -1, at: int | None = None) -> list[int | None]:
+    out.mkdir(exist_ok=True)
+    return run_ranks(train, RANKS, config.model_dump_json(exclude_unset=True), start, str(out), victim, at)
+
+
+def results(out: Path) -> list[dict[str, object]]:
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def weights_of(out: Path) -> list[object]:
+    return [rank["weights"] for rank in results(out)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("rank", "share"), [(0, 0.5), *(pytest.param(1, share, marks=pytest.mark.slow) for share in (0.2, 0.8))]
+)
+def test_a_rank_that_is_killed_in_a_save(data_file: Path, tmp_path: Path, rank: int, share: float) -> None:
+    """At a call that changes files, of all that four saves make."""
+
+    def config_of(folder: str) -> JobConfig:
+        saved = {"dir": str(tmp_path / folder), "every": 4}
+        more: dict[str, Any] = {"parallel": {"mesh": "pp=2"}, "train": {"epochs": 2}, "runtime": {"timeout_s": 5.0}}
+        return job(data_file, checkpoint=saved, **more)
+
+    whole = tmp_path / "whole"
+    assert run(config_of("unkilled"), "new", whole) == [0] * RANKS
+    calls = int(str(results(whole)[rank]["calls"]))
+    assert calls > 30
+    config = config_of("saved")
+    assert run(config, "new", tmp_path / "killed", rank, round(calls * share))[rank] == -signal.SIGKILL
+    assert run(config, "resume", tmp_path / "resumed") == [0] * RANKS
+    assert weights_of(tmp_path / "resumed") == weights_of(whole)
+    assert not list((tmp_path / "saved").glob(".*"))

@@ -11,7 +11,6 @@ import os
 import pickle
 import random
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -47,11 +46,6 @@ def replaced(make: Damage) -> Damage:
     return damage
 
 
-def overwritten(data: bytes, draw: random.Random) -> bytes:
-    at, length = draw.randrange(len(data)), draw.randrange(1, 64)
-    return data[:at] + bytes(byte ^ 0x55 for byte in data[at : at + length]) + data[at + length :]
-
-
 def flipped(data: bytes, draw: random.Random) -> bytes:
     return (int.from_bytes(data, "big") ^ 1 << draw.randrange(8 * len(data))).to_bytes(len(data), "big")
 
@@ -69,15 +63,6 @@ def link(path: Path, draw: random.Random) -> None:
     path.symlink_to(home)
 
 
-def bind_socket(path: Path, draw: random.Random) -> None:
-    here = os.open(path.parent, os.O_RDONLY)
-    try:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(f"/proc/self/fd/{here}/{path.name}")
-    finally:
-        os.close(here)
-
-
 def make_device(path: Path, draw: random.Random) -> None:
     try:
         os.mknod(path, 0o20666, os.makedev(1, 5))  # as /dev/zero
@@ -88,18 +73,14 @@ def make_device(path: Path, draw: random.Random) -> None:
 TARGETS = ["/dev/zero", "/dev/tty", "/nowhere", "file", "/etc/passwd"]
 FILES: dict[str, Damage] = {
     "flip": edited(flipped),
-    "overwrite": edited(overwritten),
     "cut": lambda path, draw: os.truncate(path, draw.randrange(path.stat().st_size)),
-    "grow": edited(lambda data, draw: data + draw.randbytes(draw.randrange(1, 99))),
     "inflate": lambda path, draw: os.truncate(path, 2 ** draw.randrange(27, 43)),  # sparse: nothing is on the disk
     "delete": lambda path, draw: path.unlink(),
     "swap": swap,
     "link": link,
     "dangling": replaced(lambda path, draw: path.symlink_to(draw.choice(TARGETS))),
-    "itself": replaced(lambda path, draw: path.symlink_to(path.name)),
     "fifo": replaced(lambda path, draw: os.mkfifo(path)),
     "directory": replaced(lambda path, draw: path.mkdir()),
-    "socket": replaced(bind_socket),
     "device": replaced(make_device),
     "header": edited(  # what safetensors would believe
         lambda data, draw: (
@@ -108,7 +89,7 @@ FILES: dict[str, Damage] = {
     ),
     "pickled": edited(lambda data, draw: pickle.dumps({"weights": list(range(draw.randrange(99)))})),
 }
-OFTEN = [*FILES, *["flip"] * 7, "overwrite", *["cut"] * 3, *["swap"] * 3, "header"]
+OFTEN = [*FILES, *["flip"] * 7, *["cut"] * 3, *["swap"] * 3, "header"]
 NAMES = ["../step-00000002/rank-00000.safetensors", "/etc/passwd", "..", "", "a\0b"]
 DEEP = "[" * 5000
 MANIFESTS: list[Callable[[Any, Any, random.Random], object]] = [
@@ -232,15 +213,6 @@ def require_refused(folder: Path, act: str, what: str) -> None:
     assert "\n" not in fault, what
 
 
-@pytest.mark.parametrize("act", [*FILES, *CHECKPOINTS])
-def test_a_checkpoint_without_another_is_refused_by_name(act: str, tmp_path: Path) -> None:
-    save(tmp_path / "run", 4, 40.0)
-    (FILES | CHECKPOINTS)[act](tmp_path / "run" / "step-00000004" / "rank-00001.safetensors", random.Random(0))
-    with pytest.raises(InputError, match=r"/step-00000004") as refused:
-        load(tmp_path / "run")
-    assert len(str(refused.value).partition("\non rank")[0].splitlines()) == 1
-
-
 def engine_of(transport: Transport, mesh: str = "pp=2") -> Engine:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
     return Engine(plan, tiny_gpt(8, depth=1), sum_loss, adam, transport=transport)
@@ -268,14 +240,13 @@ def newest(mesh: str, folder: Path, form: Any) -> list[int]:
     return run_local(2, act)
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
-def test_the_distributed_format_is_verified_whole(count: int, tmp_path: Path) -> None:
-    whole, folder, draw = tmp_path / "whole", tmp_path / "damaged", random.Random(count)
+def test_the_distributed_format_is_verified_whole(tmp_path: Path) -> None:
+    whole, folder, draw = tmp_path / "whole", tmp_path / "damaged", random.Random(12)
     save_two("pp=2", whole, "dcp")
     assert newest("pp=2", whole, "dcp") == [4, 4]
     names = sorted(path.name for path in (whole / "step-00000004").iterdir())
     assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", MANIFEST]
-    for number in range(count):
+    for number in range(10):
         shutil.copytree(whole, folder)
         damage, name = draw.choice([one for one in OFTEN if one != "swap"]), draw.choice(names)
         FILES[damage](folder / "step-00000004" / name, draw)
@@ -303,10 +274,9 @@ def sum_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return output.float().pow(2).mean()
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("act", ["fifo", "link", "flip", "header", "delete"])
-def test_files_of_another_mesh_are_verified_before_any_is_opened(act: str, tmp_path: Path) -> None:
+def test_files_of_another_mesh_are_verified_before_any_is_opened(tmp_path: Path) -> None:
     save_two("tp=2", tmp_path / "run", "native")
     assert newest("dp=2", tmp_path / "run", "native") == [4, 4]
-    FILES[act](tmp_path / "run" / "step-00000004" / "rank-00001.safetensors", random.Random(2))
-    assert newest("dp=2", tmp_path / "run", "native") == [2, 2]
+    for act in ("flip", "fifo"):
+        FILES[act](tmp_path / "run" / "step-00000004" / "rank-00001.safetensors", random.Random(2))
+        assert newest("dp=2", tmp_path / "run", "native") == [2, 2]

@@ -18,12 +18,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import quintsched as qs
 from quintsched.errors import InputError, MisfitError, QuintschedError, UsageError
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.dcp import read_table
 
 from ...helpers.training import train_model
-from .split_models import Split, batches, loss_of, plan_of, whole_batches
+from .split_models import Split, batches, loss_of, plan_of, run_engines, whole_batches
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 MESHES = [("dp=1", 0), ("pp=2", 0), ("tp=2", 0), ("dp=2", 0), ("dp=2", 1), ("dp=2", 3), ("dp=2,tp=2", 3)]
@@ -38,17 +37,8 @@ def weighed_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return loss_of(output, targets), torch.tensor(float(len(targets)))
 
 
-def run(
-    plan: qs.Plan,
-    body: Callable[[Engine], Any],
-    blocks: Callable[[], Any] = Split,
-    optimizer: Any = adamw,
-    **more: Any,
-) -> list[Any]:
-    def start(transport: Transport) -> Any:
-        return body(Engine(plan, blocks(), weighed_loss, optimizer, transport=transport, **{"prove": "none", **more}))
-
-    return run_local(plan.mesh.size, start, timeout_s=60)
+def run(plan: qs.Plan, body: Callable[[Engine], Any], blocks: Callable[[], Any] = Split, **more: Any) -> list[Any]:
+    return run_engines(plan, blocks, body, weighed_loss, **({"optimizer": adamw} | more))
 
 
 class Plain(nn.Module):
@@ -213,7 +203,7 @@ class Evil:
         return os.mkdir, ("pwned",)
 
 
-def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_run_and_damaged_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     save_plainly(tmp_path / "in", Plain().state_dict())
     path = tmp_path / "in" / ".metadata"
@@ -225,19 +215,13 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path, monkeypatch: pytest.Monk
     table.storage_data = {index: info for index, info in table.storage_data.items() if index.fqn != "model.head.bias"}
     path.write_bytes(pickle.dumps(table))
     assert "it has no place of 'model.head.bias'" in str(refused(tmp_path / "in"))
-    path.write_bytes(b"no pickle")
-    assert "not a table of torch.distributed.checkpoint" in str(refused(tmp_path / "in"))
-    assert not (tmp_path / "pwned").exists()
-
-
-def test_files_that_are_damaged_or_elsewhere_are_refused(tmp_path: Path) -> None:
-    save_plainly(tmp_path / "in", Plain().state_dict())
-    path = tmp_path / "in" / ".metadata"
-    table = pickle.loads(path.read_bytes())
-    data = (tmp_path / "in" / "__0_0.distcp").read_bytes()
-    (tmp_path / "in" / "__0_0.distcp").write_bytes(data[: len(data) // 2])
-    assert "is damaged, or no plain data" in str(refused(tmp_path / "in"))
     for info in table.storage_data.values():
         info.relative_path = "../__0_0.distcp"
     path.write_bytes(pickle.dumps(table))
     assert "is not the name of a plain file beside it" in str(refused(tmp_path / "in"))
+    path.write_bytes(b"no pickle")
+    assert "not a table of torch.distributed.checkpoint" in str(refused(tmp_path / "in"))
+    assert not (tmp_path / "pwned").exists()
+    save_plainly(tmp_path / "cut", Plain().state_dict())
+    os.truncate(tmp_path / "cut" / "__0_0.distcp", 900)
+    assert "is damaged, or no plain data" in str(refused(tmp_path / "cut"))

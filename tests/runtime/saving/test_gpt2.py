@@ -14,13 +14,10 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import InputError, MisfitError, QuintschedError, UsageError
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.models.gpt import GPTOptions
 from quintsched.runtime.saving.lazy_tensors import MappedFile
-from quintsched.runtime.settings.job_file import JobConfig
-from quintsched.runtime.settings.run_settings import Start
-from quintsched.runtime.train.trainer import Trainer
 
+from ...helpers.jobs import COUNTING, launch, run_job
 from ..toys import CLASSES
 from .gpt2_checkpoint import (
     HEADS,
@@ -34,12 +31,10 @@ from .gpt2_checkpoint import (
     make_engine,
     run_gpt2,
     write,
-    write_in_two,
 )
 
 
-@pytest.mark.parametrize("prefix", ["", "transformer."])
-@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize(("prefix", "head"), [("", True), ("transformer.", False)])
 def test_the_model_is_gpt2(tmp_path: Path, prefix: str, head: bool) -> None:
     config = {"n_head": HEADS, "n_embd": HIDDEN, "activation_function": "gelu_new", "vocab_size": CLASSES}
     weights = draw_checkpoint(prefix, head=head)
@@ -50,17 +45,7 @@ def test_the_model_is_gpt2(tmp_path: Path, prefix: str, head: bool) -> None:
     torch.testing.assert_close(found, run_gpt2(plain, ids), rtol=0, atol=1e-10)
 
 
-def test_several_files_are_one_checkpoint(tmp_path: Path) -> None:
-    weights = draw_checkpoint()
-    write_in_two(tmp_path, weights)
-    ids = torch.randint(CLASSES, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
-        torch.testing.assert_close(logits_of(load_alone(path), ids), run_gpt2(weights, ids), rtol=0, atol=1e-10)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("mesh", ["pp=2", "tp=2", "dp=2,pp=2", "pp=2,tp=2", "dp=2,tp=4"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("mesh", "tied"), [("dp=2,tp=4", False), ("pp=2,tp=2", True)])
 def test_every_mesh_has_it_alike(tmp_path: Path, mesh: str, tied: bool) -> None:
     path, options = write(tmp_path, draw_checkpoint()), OPTIONS.model_copy(update={"tied": tied})
     axes = qs.Mesh.parse(mesh)
@@ -187,41 +172,25 @@ def test_broken_checkpoints(tmp_path: Path) -> None:
         assert message in str(error)
 
 
-COUNTING = """
-import numpy as np
-from quintsched.runtime.data import Dataset, Split
-
-def load():
-    ids = (np.arange(48)[:, None] + np.arange(9)) % 10
-    split = lambda part: Split(inputs=part[:, :-1].astype(np.int64), targets=part[:, 1:].astype(np.int64))
-    return Dataset(name="counting", train=split(ids[:32]), validation=split(ids[32:]), num_classes=10)
-"""
-
-
-def test_a_job_starts_from_a_checkpoint_and_a_resumed_one_does_not_read_it(tmp_path: Path) -> None:
-    (tmp_path / "data.py").write_text(COUNTING)
-    (tmp_path / "weights").mkdir()
+def test_a_job_starts_from_a_checkpoint_and_a_resumed_one_does_not_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("data.py").write_text(COUNTING.replace("% 16", "% 10").replace("=16", "=10"))
     weights = draw_checkpoint()
-    path = write(tmp_path / "weights", weights)
+    path = write(tmp_path, weights)
     values: dict[str, Any] = {
         "model": {"name": "gpt", "options": OPTIONS.model_dump(), "pretrained": str(path)},
-        "data": {"name": f"{tmp_path / 'data.py'}:load"},
+        "data": {"name": "data.py:load"},
         "parallel": {"mesh": "pp=2", "microbatches": 2},
         "train": {"epochs": 1, "batch_size": 16, "optimizer": {"name": "sgd", "lr": 0.0}},
-        "runtime": {"precision": "float64"},
-        "checkpoint": {"dir": str(tmp_path / "out")},
+        "checkpoint": {"dir": "out"},
     }
-
-    def fit(start: Start, epochs: int) -> list[Any]:
-        job = JobConfig.model_validate(values | {"train": values["train"] | {"epochs": epochs}})
-        plan = plan_of(job)
-        return run_local(2, lambda transport: Trainer.of_job(job, plan, transport).fit(start))
-
-    (record,), _ = fit("new", epochs=1)
-    ids = (torch.arange(48)[:, None] + torch.arange(9)) % 10
-    expected = F.cross_entropy(run_gpt2(weights, ids[32:, :-1]).flatten(0, 1), ids[32:, 1:].flatten()).item()
-    assert record["validation_loss"] == pytest.approx(expected, abs=1e-10)
+    ids = (torch.arange(96)[64:, None] + torch.arange(9)) % 10
+    logits = run_gpt2(weights, ids[:, :-1])
+    expected = pytest.approx(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item(), abs=1e-10)
+    assert run_job(values)[-1]["validation_loss"] == expected
     path.unlink()
-    assert fit("resume", epochs=2)[0][-1]["validation_loss"] == pytest.approx(expected, abs=1e-10)
-    with pytest.raises(UsageError, match="no such file"):
-        fit("fresh", epochs=1)
+    longer = {"train": {"epochs": 2}}
+    assert run_job(values, longer, arguments=("--resume",))[-1]["validation_loss"] == expected
+    assert launch(values, arguments=("--fresh",)) == 2

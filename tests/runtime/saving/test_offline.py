@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import quintsched as qs
-from quintsched.errors import UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import Blocks, build_model
 from quintsched.runtime.comm import Transport, run_local
@@ -26,14 +21,12 @@ from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.saving import saved_state
 from quintsched.runtime.saving.checkpoints.folder_owner import lock_folder
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, read_manifest
-from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
-from quintsched.runtime.saving.offline import reshard_checkpoint as resharding
 from quintsched.runtime.saving.write_tensors import hash_file
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ..toys import CLASSES, adam, ids_task, share, tiny_gpt
 from .offline_command import main
-from .split_models import Split
+from .split_models import Split, State, load_state, plan_of, require_same, run_engines, save_state, weights_of
 
 LENGTH = 8
 
@@ -55,40 +48,25 @@ def on(mesh: str, body: Callable[[Engine], Any], zero: int = 0, **more: Any) -> 
     return run_local(size, lambda transport: body(engine_of(transport, mesh, zero, **more)), timeout_s=60)
 
 
-def save(folder: Path, mesh: str = "dp=2,tp=2", zero: int = 2, **more: Any) -> dict[str, Tensor]:
+def save(folder: Path, mesh: str = "dp=2,tp=2", zero: int = 2, **more: Any) -> State:
     """Save after two steps, with an average; return the full state."""
 
-    def body(engine: Engine) -> dict[str, Tensor]:
+    def body(engine: Engine) -> State:
         engine.ema(0.5)
         train(engine, 0, 2)
-        with Checkpoints(folder, 2).opened(engine.saves) as saves:
-            saves.save_step(2, {"epoch": 1, "batch": 3})
-        return engine.full_state_dict(all_blocks=True)
+        return save_state(engine, folder, 2, {"epoch": 1, "batch": 3})
 
-    found: dict[str, Tensor] = on(mesh, body, zero, **more)[0]
+    found: State = on(mesh, body, zero, **more)[0]
     return found
 
 
-def resume(folder: Path, mesh: str, zero: int = 0, **more: Any) -> dict[str, Tensor]:
-    def body(engine: Engine) -> dict[str, Tensor]:
+def resume(folder: Path, mesh: str, zero: int = 0, **more: Any) -> State:
+    def body(engine: Engine) -> State:
         engine.ema(0.5)
-        with Checkpoints(folder, 2).opened(engine.saves, "resume") as saves:
-            found = saves.newest_whole()
-            assert found is not None
-            found.load_step()
-        return engine.full_state_dict(all_blocks=True)
+        return load_state(engine, folder)
 
-    found: dict[str, Tensor] = on(mesh, body, zero, **more)[0]
+    found: State = on(mesh, body, zero, **more)[0]
     return found
-
-
-def weights_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
-
-
-def require_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> Any:
@@ -99,12 +77,12 @@ def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> An
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
     folder = tmp_path_factory.mktemp("saved") / "out"
     return folder, save(folder)
 
 
-Made = tuple[Path, dict[str, Tensor]]
+Made = tuple[Path, State]
 
 
 def test_show(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,110 +112,80 @@ def test_verify_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path.write_bytes(good[:-1])
     assert str(path) in run(capsys, "show", tmp_path / "out")[0]["fault"]
     assert str(path) in run(capsys, "verify", tmp_path / "out", code=1)
-    (path.parent / "manifest.json").unlink()
+    path.write_bytes(good)
+    path.parent.with_name("step-00000005").mkdir()
+    (tmp_path / "out" / "step-00000005" / "rank-00000.safetensors").write_bytes(b"")
     assert "interrupted" in run(capsys, "show", tmp_path / "out")[0]["fault"]
-    assert main(["show", str(tmp_path / "out")]) == 0
-    assert "interrupted" in capsys.readouterr().out
+    assert main(["export", str(tmp_path / "out"), "--output", str(tmp_path / "a.safetensors")]) == 0
+    assert "step 5 is not whole, step 2 is taken" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("mesh", "zero"), [("pp=4", 0), ("dp=2,pp=2", 3)])
 def test_a_resharded_checkpoint_is_the_same(
-    made: Made,
-    mesh: str,
-    zero: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saved_state, "WINDOW_BYTES", 256)
-    folder, state = made
-    run(capsys, "reshard", folder, "--mesh", mesh, "--zero", zero, "--output", tmp_path / "new")
-    (found,) = run(capsys, "show", tmp_path / "new")
-    assert (found["step"], found["mesh"], found["ranks"], found["whole"]) == (2, mesh, 4, True)
-    assert run(capsys, "verify", tmp_path / "new")[0]["whole"]
-    require_equal(resume(tmp_path / "new", mesh, zero), state)
-    stored = 0
-    for path in sorted((tmp_path / "new" / "step-00000002").glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            stored += sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
-    assert stored == sum(tensor.numel() for tensor in state.values())
+    (folder, state), new = made, tmp_path / "new"
+    run(capsys, "reshard", folder, "--mesh", "dp=2,pp=2", "--zero", 3, "--output", new)
+    (found,) = run(capsys, "show", new)
+    assert (found["step"], found["mesh"], found["ranks"], found["whole"]) == (2, "dp=2,pp=2", 4, True)
+    assert run(capsys, "verify", new)[0]["whole"]
+    require_same(resume(new, "dp=2,pp=2", 3), state)
+    shares = [load_file(path).values() for path in (new / "step-00000002").glob("*.safetensors")]
+    assert sum(t.numel() for share in shares for t in share) == sum(tensor.numel() for tensor in state.values())
+    for mesh, code, words in (("pp=0", 2, "pp"), ("pp=9", 3, "blocks cannot fill 9 stages")):
+        assert words in run(capsys, "reshard", folder, "--mesh", mesh, "--output", tmp_path / "no", code=code)
+    assert not (tmp_path / "no").exists()
 
 
-def test_export_and_import(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, state = made
-    one = tmp_path / "model.safetensors"
-    said = run(capsys, "export", folder, "--output", one)
-    assert said["files"] == [str(one)]
-    require_equal(load_file(one), weights_of(state))
-    run(capsys, "import", one, "--output", tmp_path / "begin")
-    found = resume(tmp_path / "begin", "pp=2")
-    require_equal(weights_of(found), weights_of(state))
-    assert found["engine.step"] == 0
-    assert not any(name.startswith("optimizer.") for name in found)
-    require_equal(
-        {name.removeprefix("ema.0."): t for name, t in found.items() if name[:4] == "ema." and name.count(".") > 2},
-        weights_of(state),
-    )
-    assert "no such file" in run(capsys, "import", tmp_path / "none", "--output", tmp_path / "x", code=2)
-    one.write_bytes(one.read_bytes()[:50])
-    assert "not a safetensors file" in run(capsys, "import", one, "--output", tmp_path / "x", code=1)
-
-
-def test_export_in_several_files(
+def test_export_and_import(
     made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saved_state, "WINDOW_BYTES", 200)
     folder, state = made
-    said = run(capsys, "export", folder, "--output", tmp_path / "out", "--max-file-bytes", 10000)
-    assert len(said["files"]) > 2
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    found = {name: load_file(tmp_path / "out" / home)[name] for name, home in index["weight_map"].items()}
-    require_equal(found, weights_of(state))
-    run(capsys, "import", tmp_path / "out", "--output", tmp_path / "begin")
-    require_equal(weights_of(resume(tmp_path / "begin", "tp=2")), weights_of(state))
+    one, several = tmp_path / "model.safetensors", tmp_path / "several"
+    assert run(capsys, "export", folder, "--output", one)["files"] == [str(one)]
+    require_same(load_file(one), weights_of(state))
+    assert len(run(capsys, "export", folder, "--output", several, "--max-file-bytes", 10000)["files"]) > 2
+    index = json.loads((several / "model.safetensors.index.json").read_text())["weight_map"]
+    require_same({name: load_file(several / home)[name] for name, home in index.items()}, weights_of(state))
+    for source, mesh in ((one, "pp=2"), (several / "model.safetensors.index.json", "tp=2")):
+        run(capsys, "import", source, "--output", tmp_path / mesh)
+        found = resume(tmp_path / mesh, mesh)
+        require_same(weights_of(found), weights_of(state))
+        assert found["engine.step"] == 0
+        assert not any(name.startswith("optimizer.") for name in found)
+        averages = {n.removeprefix("ema.0."): t for n, t in found.items() if n[:4] == "ema." and n.count(".") > 2}
+        require_same(averages, weights_of(state))
+    assert "no such file" in run(capsys, "import", tmp_path / "none", "--output", tmp_path / "x", code=2)
+    one.write_bytes(one.read_bytes()[:50])
+    assert "not a safetensors file" in run(capsys, "import", one, "--output", tmp_path / "x", code=1)
 
 
 def test_averages_and_masters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = save(tmp_path / "out", "dp=2", 3, dtype=torch.bfloat16)
     weights = weights_of(state)
     run(capsys, "export", tmp_path / "out", "--output", tmp_path / "w.safetensors")
-    require_equal(load_file(tmp_path / "w.safetensors"), {name: tensor.bfloat16() for name, tensor in weights.items()})
+    require_same(load_file(tmp_path / "w.safetensors"), {name: tensor.bfloat16() for name, tensor in weights.items()})
     run(capsys, "export", tmp_path / "out", "--masters", "--output", tmp_path / "m.safetensors")
-    require_equal(load_file(tmp_path / "m.safetensors"), weights)
+    require_same(load_file(tmp_path / "m.safetensors"), weights)
     run(capsys, "export", tmp_path / "out", "--masters", "--ema", 0, "--output", tmp_path / "e.safetensors")
     average = {name: state[f"ema.0.{name}"] for name in weights}
-    require_equal(load_file(tmp_path / "e.safetensors"), average)
+    require_same(load_file(tmp_path / "e.safetensors"), average)
     odd = run(capsys, "export", tmp_path / "out", "--ema", 1, "--output", tmp_path / "x.safetensors", code=2)
     assert "no average of weights 1" in odd
     assert not (tmp_path / "x.safetensors").exists()
 
 
 def test_a_model_that_was_split_has_its_own_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def loss_of(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return output.square().sum(), torch.tensor(1.0, dtype=output.dtype)
-
-    def body(transport: Transport, folder: Path, start: str) -> dict[str, Tensor]:
-        mesh = "pp=2" if start == "new" else "tp=2"
-        plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-        engine = Engine(plan, Split(), loss_of, adam, transport=transport)
-        with Checkpoints(folder, 2).opened(engine.saves, start) as saves:  # type: ignore[arg-type]
-            if start == "new":
-                saves.save_step(0, {})
-            else:
-                found = saves.newest_whole()
-                assert found is not None
-                found.load_step()
-        return engine.full_state_dict(all_blocks=True)
-
-    state = run_local(2, lambda transport: body(transport, tmp_path / "out", "new"))[0]
+    (state, _) = run_engines(plan_of("pp=2", 0), Split, lambda engine: save_state(engine, tmp_path / "out", 0, {}))
     run(capsys, "export", tmp_path / "out", "--output", tmp_path / "model.safetensors")
     own = Split().own_names
     found = load_file(tmp_path / "model.safetensors")
-    require_equal(found, {own[name]: tensor for name, tensor in weights_of(state).items()})
+    require_same(found, {own[name]: tensor for name, tensor in weights_of(state).items()})
     save_file({name: tensor + 1 for name, tensor in found.items()}, tmp_path / "more.safetensors")
     run(capsys, "import", tmp_path / "more.safetensors", "--output", tmp_path / "begin")
-    resumed = run_local(2, lambda transport: body(transport, tmp_path / "begin", "resume"))[0]
-    require_equal(weights_of(resumed), {name: tensor + 1 for name, tensor in weights_of(state).items()})
+    (resumed, _) = run_engines(plan_of("tp=2", 0), Split, lambda engine: load_state(engine, tmp_path / "begin"))
+    require_same(weights_of(resumed), {name: tensor + 1 for name, tensor in weights_of(state).items()})
 
 
 def test_tied_weights_are_exported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,24 +201,7 @@ def test_tied_weights_are_exported_once(tmp_path: Path, capsys: pytest.CaptureFi
     whole = nn.ModuleDict({str(number): block for number, block in enumerate(build_model(blocks, 0, torch.float64))})
     whole.get_submodule(others[0].rpartition(".")[0]).weight = whole.get_parameter(first)  # type: ignore[assignment]
     load_model(whole, tmp_path / "model.safetensors")
-    require_equal(dict(whole.state_dict()), weights_of(state))
-
-
-def test_what_cannot_be_compiled_is_refused(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = run(capsys, "reshard", made[0], "--mesh", "pp=0", "--output", tmp_path / "new", code=2)
-    assert "pp" in said
-    said = run(capsys, "reshard", made[0], "--mesh", "pp=9", "--output", tmp_path / "new", code=3)
-    assert "blocks cannot fill 9 stages" in said
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_newest_step_that_is_whole_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    state = save(tmp_path / "out", "pp=2", 0)
-    (tmp_path / "out" / "step-00000005").mkdir()
-    (tmp_path / "out" / "step-00000005" / "rank-00000.safetensors").write_bytes(b"")
-    assert main(["export", str(tmp_path / "out"), "--output", str(tmp_path / "a.safetensors")]) == 0
-    assert "step 5 is not whole, step 2 is taken" in capsys.readouterr().err
-    require_equal(load_file(tmp_path / "a.safetensors"), weights_of(state))
+    require_same(dict(whole.state_dict()), weights_of(state))
 
 
 def test_files_that_do_not_say_how_they_lie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -284,75 +215,26 @@ def test_files_that_do_not_say_how_they_lie(tmp_path: Path, capsys: pytest.Captu
     assert f"{path}: the file does not say where its tensors lie" in said
 
 
-def test_a_step_that_is_no_folder_or_may_not_be_read(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_folder_of_a_run_is_not_written_into(
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "out"
-    shutil.copytree(made[0], folder)
-    (folder / "step-00000007").write_bytes(b"no folder")
-    (folder / "step-00000009").mkdir()
-    (folder / "step-00000009" / "manifest.json").write_bytes(b"{}")
-    listed = os.listdir
-
-    def refusing(path: Any = ".") -> list[str]:
-        if str(path).endswith("step-00000009"):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return listed(path)
-
-    monkeypatch.setattr(os, "listdir", refusing)
-    unreadable, no_folder, whole = run(capsys, "show", folder)
-    assert unreadable["fault"] == f"{folder / 'step-00000009'}: cannot read the checkpoint: Permission denied"
-    assert no_folder["fault"].endswith("step-00000007: cannot read the checkpoint: it is a file, not a directory")
-    assert whole["whole"]
-    assert main(["show", str(folder)]) == 0
-    assert "interrupted" not in capsys.readouterr().out
-    assert main(["verify", str(folder)]) == 1
-    assert "Permission denied" in capsys.readouterr().err
-
-
-def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def test_the_folder_of_a_run_is_not_written_into(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, one = made[0], made[0].parent / "one.safetensors"
+    folder, one, live = made[0], tmp_path / "one.safetensors", tmp_path / "live"
     step = folder / "step-00000002"
     run(capsys, "export", folder, "--output", one)
-    before = contents(folder)
-    saved = "a run has saved there, up to step 2; give -o another folder"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    live.mkdir()
+    lock = lock_folder(live, "0" * 16, 0.0)
     for words in (["import", one], ["reshard", folder, "--mesh", "dp=2"], ["export", folder]):
-        assert f"error: {folder}: {saved}\n" == run(capsys, *words, "--output", folder, code=2)
+        said = run(capsys, *words, "--output", folder, code=2)
+        assert said == f"error: {folder}: a run has saved there, up to step 2; give -o another folder\n"
+        said = run(capsys, *words, "--output", live, code=2)
+        assert said.startswith(f"error: {live}: another run saves its checkpoints there (process ")
+        assert said.endswith("; give -o another folder\n")
     for output in (step, step / "rank-00000.safetensors"):
         said = run(capsys, "export", folder, "--output", output, code=2)
         assert said == f"error: {step}: it is a checkpoint of a run; give -o another folder\n"
-    assert contents(folder) == before
-
-
-def test_the_folder_of_a_run_that_lives_is_not_written_into(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    one, folder = tmp_path / "one.safetensors", tmp_path / "live"
-    run(capsys, "export", made[0], "--output", one)
-    folder.mkdir()
-    lock = lock_folder(folder, "0" * 16, 0.0)
-    try:
-        for words in (["import", one], ["reshard", made[0], "--mesh", "dp=2"], ["export", made[0]]):
-            said = run(capsys, *words, "--output", folder, code=2)
-            assert said.startswith(f"error: {folder}: another run saves its checkpoints there (process ")
-            assert said.endswith("; give -o another folder\n")
-        assert [path.name for path in folder.iterdir()] == ["run.lock"]
-    finally:
-        lock.release()
-    run(capsys, "import", one, "--output", folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["run.lock", "step-00000000"]
-
-
-def test_what_fails_leaves_no_half_of_a_step(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: object) -> None:
-        raise UsageError("no room")
-
-    monkeypatch.setattr(resharding, "write_tensors", fails)
-    assert "no room" in run(capsys, "reshard", made[0], "--mesh", "dp=2", "--output", tmp_path / "new", code=2)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["run.lock"]
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert [path.name for path in live.iterdir()] == ["run.lock"]
+    lock.release()
+    run(capsys, "import", one, "--output", live)
+    assert sorted(path.name for path in live.iterdir()) == ["run.lock", "step-00000000"]

@@ -185,41 +185,29 @@ def require_moved(folder: Path, expected: Moved, run: Run, kind: Kind = KINDS["g
 
 MOVES = [
     ("gpt", Run("pp=2"), Run("pp=4")),
-    ("gpt", Run("pp=4"), Run("pp=2")),
-    ("gpt", Run("pp=2", schedule="zb-h1"), Run("pp=2")),
+    ("gpt", Run("pp=4"), Run("dp=1", microbatches=8)),
     ("gpt", Run("pp=2", schedule="interleaved-1f1b", chunks=2), Run("pp=2", schedule="zb-h1", microbatches=2)),
     ("gpt", Run("dp=1"), Run("tp=2")),
     ("gpt", Run("tp=2"), Run("dp=2", microbatches=2)),
-    ("gpt", Run("dp=2", microbatches=2), Run("dp=1", microbatches=8)),
     ("gpt", Run("dp=2", 0), Run("dp=2", 2)),
     ("gpt", Run("dp=2", 2), Run("dp=2", 3)),
-    ("gpt", Run("dp=2", 3), Run("dp=2", 0)),
     ("gpt", Run("dp=4", 1, microbatches=2), Run("pp=2,tp=2")),
     ("gpt", Run("dp=2,tp=2", 3), Run("pp=2", 0)),
-    ("gpt", Run("pp=2,tp=2"), Run("dp=2,tp=2", 3)),
-    ("gpt", Run("cp=2"), Run("cp=1")),
-    ("gpt", Run("cp=1"), Run("dp=2,cp=2", 2)),
+    ("gpt", Run("cp=2"), Run("dp=2,cp=2", 2)),
     ("gpt", Run("pp=2", schedule="dualpipe"), Run("pp=2", schedule="zb-h1")),
     ("gpt", Run("pp=2"), Run("pp=2", schedule="dualpipe")),
     ("norms", Run("pp=2"), Run("pp=3")),
-    ("experts", Run("ep=2", microbatches=2), Run("ep=1")),
     ("experts", Run("ep=1"), Run("ep=2,tp=2", microbatches=2)),
     ("experts", Run("dp=2,ep=2", 1, microbatches=1), Run("pp=2,ep=2", microbatches=2)),
     ("tied", Run("pp=1"), Run("pp=2")),
-    ("tied", Run("pp=2"), Run("pp=1")),
     ("tied", Run("pp=3"), Run("tp=2")),
     ("tied masters", Run("pp=1"), Run("dp=2,pp=2", 1)),
     ("masters", Run("dp=2", 3), Run("tp=2")),
-    ("masters", Run("pp=2"), Run("dp=2", 1)),
-    *(
-        (kind, first, second)
-        for kind in ("adafactor", "muon", "shampoo", "adagrad", "asgd")
-        for first, second in (
-            (Run("tp=2"), Run("dp=2", 2)),
-            (Run("dp=2", 3), Run("pp=2,tp=2")),
-            (Run("dp=2,pp=2", 1), Run("dp=2,tp=2")),
-        )
-    ),
+    ("adafactor", Run("tp=2"), Run("dp=2", 2)),
+    ("muon", Run("dp=2", 3), Run("pp=2,tp=2")),
+    ("shampoo", Run("dp=2,pp=2", 1), Run("dp=2,tp=2")),
+    ("adagrad", Run("tp=2"), Run("dp=2", 2)),
+    ("asgd", Run("dp=2", 3), Run("pp=2,tp=2")),
 ]
 
 
@@ -338,27 +326,21 @@ def test_a_file_says_how_its_tensors_lie(tmp_path: Path) -> None:
     assert "exp_avg" in saved.states["1.attention.qkv.weight"]
 
 
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("{", "not JSON"),
-        ("[]", "/: Input should be"),
-        ('{"version": 2}', "/version: Input should be 1"),
-        (StateLayout().to_text().replace('"tensors":{}', '"tensors":{"a":3}'), "list index out of range"),
-        (StateLayout().to_text().replace('"same":[]', '"odd":[]'), "/same: Field required"),
-    ],
-)
-def test_a_damaged_layout_is_refused_with_its_place(text: str, fault: str, tmp_path: Path) -> None:
-    save_file({"model.0.weight": torch.ones(2)}, path_of(tmp_path, 0), metadata={LAYOUT: text})
-    with pytest.raises(InputError, match=r"rank-00000\.safetensors: its layout: ") as refused:
-        SavedState.of_files([path_of(tmp_path, 0)])
-    assert fault in str(refused.value)
-
-
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    path_of(tmp_path, 0).write_bytes(b"no tensors")
-    with pytest.raises(InputError, match="not a safetensors file"):
-        SavedState.of_files([path_of(tmp_path, 0)])
-    save_file({"model.0.weight": torch.ones(2)}, path_of(tmp_path, 0))
-    saved = SavedState.of_files([path_of(tmp_path, 0)])
-    assert saved.unplaced == [path_of(tmp_path, 0)]
+def test_files_that_are_damaged_or_no_such_files_are_refused(tmp_path: Path) -> None:
+    path, plain = path_of(tmp_path, 0), StateLayout().to_text()
+    for text, fault in (
+        ("{", "its layout: .*not JSON"),
+        ("[]", "its layout: .*/: Input should be"),
+        ('{"version": 2}', "its layout: .*/version: Input should be 1"),
+        (plain.replace('"tensors":{}', '"tensors":{"a":3}'), "its layout: .*list index out of range"),
+        (plain.replace('"same":[]', '"odd":[]'), "its layout: .*/same: Field required"),
+        (None, "not a safetensors file"),
+    ):
+        if text is None:
+            path.write_bytes(b"no tensors")
+        else:
+            save_file({"model.0.weight": torch.ones(2)}, path, metadata={LAYOUT: text})
+        with pytest.raises(InputError, match=rf"(?s)rank-00000\.safetensors: .*{fault}"):
+            SavedState.of_files([path])
+    save_file({"model.0.weight": torch.ones(2)}, path)
+    assert SavedState.of_files([path]).unplaced == [path]

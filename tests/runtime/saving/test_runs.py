@@ -7,16 +7,15 @@ import fcntl
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import quintsched as qs
-from quintsched.runtime.launch.worker import main
 from quintsched.runtime.saving.checkpoints.folder_owner import lock_folder
 from quintsched.runtime.saving.checkpoints.manifest import read_manifest
 from quintsched.runtime.saving.checkpoints.run_folder import LOCK, RunFolder
@@ -24,6 +23,7 @@ from quintsched.runtime.settings.job_file import JobConfig
 
 from ...helpers import jobs
 from ...helpers.jobs import data_file, figures, fit, interrupt_after
+from .holders import load, save
 
 __all__ = ["data_file"]
 
@@ -42,21 +42,14 @@ def run_in(folder: Path, step: int) -> str | None:
     return read_manifest(folder / f"step-{step:08d}" / "manifest.json", step).run
 
 
-def test_a_new_run_does_not_start_where_another_one_was_saved(data_file: Path, tmp_path: Path) -> None:
-    config = job(data_file, tmp_path / "c", epochs=1, every=3)
-    fit(config)
-    with pytest.raises(qs.UsageError, match=r"an earlier run was saved there, up to step 6; .*--resume.*--fresh"):
-        fit(config)
-    assert steps_in(tmp_path / "c") == ["step-00000003", "step-00000006"]
-    assert "resumed after step 6" in fit(config, resume=True)[0][2]
-
-
 def test_a_fresh_run_moves_the_old_one_away_and_a_resumed_one_goes_on_with_the_fresh(
     data_file: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "c"
     config, other = (job(data_file, folder, seed=seed, every=4) for seed in (0, 7))
     fit(config)
+    with pytest.raises(qs.UsageError, match=r"an earlier run was saved there, up to step 12; .*--resume.*--fresh"):
+        fit(config)
     old = run_in(folder, 12)
     interrupt_after(other, steps=10, start="fresh")
     assert steps_in(folder) == ["step-00000004", "step-00000008"]
@@ -69,39 +62,30 @@ def test_a_fresh_run_moves_the_old_one_away_and_a_resumed_one_goes_on_with_the_f
     assert said[-2:] == ["resumed after step 12", "nothing is left to train: it has 12 steps"]
 
 
-def test_a_folder_with_steps_of_two_runs_is_refused(data_file: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        fit(job(data_file, tmp_path / name, epochs=1, every=3))
-    shutil.rmtree(tmp_path / "b" / "step-00000003")
-    shutil.rmtree(tmp_path / "a" / "step-00000006")
+def test_a_folder_with_steps_of_two_runs_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "a", 3, 30.0)
+    save(tmp_path / "b", 6, 60.0)
     shutil.move(tmp_path / "a" / "step-00000003", tmp_path / "b" / "step-00000003")
-    config = job(data_file, tmp_path / "b")
     with pytest.raises(qs.UsageError, match=r"the steps there are of 2 runs \((3; 6|6; 3)\); move all but one"):
-        fit(config, resume=True)
-    fit(config, fresh=True)
-    assert len(list((tmp_path / "b").glob("run-*/step-*"))) == 2
+        load(tmp_path / "b")
 
 
 def test_a_run_that_lives_keeps_others_out_and_a_dead_one_does_not(
-    data_file: Path, tmp_path: Path, monkeypatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quintsched.runtime.saving.checkpoints.folder_owner.LOCK_PATIENCE_S", 0.2)
     script = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True)"
-    folder = tmp_path / "c"
-    folder.mkdir()
-    config = job(data_file, folder, epochs=1)
-    with subprocess.Popen(
-        [sys.executable, "-c", f"{script}; time.sleep(60)", str(folder / LOCK)], stdout=subprocess.PIPE
-    ) as other:
+    command = [sys.executable, "-c", f"{script}; time.sleep(60)", str(tmp_path / LOCK)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        (folder / LOCK).write_text('{"launch": "0", "pid": 4711, "host": "node7"}')
+        (tmp_path / LOCK).write_text('{"launch": "0", "pid": 4711, "host": "node7"}')
         with pytest.raises(qs.UsageError, match=r"another run saves its checkpoints there \(process 4711 on node7\)"):
-            fit(config)
-        assert steps_in(folder) == []
+            save(tmp_path, 6, 60.0)
+        assert steps_in(tmp_path) == []
         other.kill()
-    fit(config)
-    assert steps_in(folder) == ["step-00000006"]
+    save(tmp_path, 6, 60.0)
+    assert steps_in(tmp_path) == ["step-00000006"]
 
 
 def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
@@ -129,22 +113,15 @@ def test_without_locks_nobody_is_locked_out(tmp_path: Path, monkeypatch: pytest.
     lock_folder(tmp_path, "1", 0)._forget()
 
 
-@pytest.mark.parametrize("kind", ["link", "fifo", "directory", "socket"])
-def test_a_lock_that_is_no_file_is_refused(data_file: Path, tmp_path: Path, kind: str) -> None:
-    path = tmp_path / LOCK
-    with socket.socket(socket.AF_UNIX) as server:
-        match kind:
-            case "link":
-                path.symlink_to(tmp_path / "elsewhere")
-            case "fifo":
-                os.mkfifo(path)
-            case "directory":
-                path.mkdir()
-            case _:
-                server.bind(str(path))
+def test_a_lock_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    makes: list[Callable[[Path], object]] = [lambda path: path.symlink_to(tmp_path / "no"), os.mkfifo, Path.mkdir]
+    for number, make in enumerate(makes):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        make(folder / LOCK)
         with pytest.raises(qs.UsageError, match="cannot write the checkpoint"):
-            fit(job(data_file, tmp_path))
-    assert not (tmp_path / "elsewhere").exists()
+            save(folder, 6, 60.0)
+    assert not (tmp_path / "no").exists()
 
 
 def test_the_newest_whole_step_is_taken_and_said_so(data_file: Path, tmp_path: Path) -> None:
@@ -166,88 +143,48 @@ def test_the_newest_whole_step_is_taken_and_said_so(data_file: Path, tmp_path: P
         assert figures(history) == expected
 
 
-def test_where_no_step_is_whole_all_are_named(data_file: Path, tmp_path: Path) -> None:
-    config = job(data_file, tmp_path, epochs=1, every=3)
-    fit(config)
+def test_where_no_step_is_whole_all_are_named(tmp_path: Path) -> None:
     for step in (3, 6):
-        (tmp_path / f"step-{step:08d}" / "manifest.json").unlink()
-    with pytest.raises(
-        qs.InputError, match=r"no checkpoint there is whole:\n  step 6: .*manifest.*\n  step 3: .*manif"
-    ):
-        fit(config, resume=True)
+        save(tmp_path, step, step, keep=2)
+    for manifest in [*tmp_path.glob("step-*/manifest.json")]:
+        manifest.unlink()
+    words = r"no checkpoint there is whole:\n  step 6: .*manifest.*\n  step 3: .*manif"
+    with pytest.raises(qs.InputError, match=words):
+        load(tmp_path)
 
 
-def test_later_steps_that_were_damaged_are_set_aside_by_the_first_save(data_file: Path, tmp_path: Path) -> None:
-    config = job(data_file, tmp_path, every=3, keep=9)
-    interrupt_after(config, steps=10)
-    path = tmp_path / "step-00000009" / "rank-00001.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    interrupt_after(job(data_file, tmp_path, every=4), steps=9, start="resume")
+def test_later_steps_that_were_damaged_are_set_aside_by_the_first_save(tmp_path: Path) -> None:
+    for step in (3, 6, 9):
+        save(tmp_path, step, step, keep=9)
+    os.truncate(tmp_path / "step-00000009" / "rank-00001.safetensors", 3)
+    assert load(tmp_path).step == 6
+    save(tmp_path, 8, 8.0)
     assert "step-00000009" not in steps_in(tmp_path)
     assert len(list(tmp_path.glob("set-aside-*/step-00000009"))) == 1
-    assert "resumed after step 8" in fit(config, resume=True)[0][2]
+    assert load(tmp_path).step == 8
 
 
-def test_the_command_line_says_it_in_one_line(
-    data_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path, folder = tmp_path / "job.yaml", tmp_path / "c"
-    config = jobs.job(
-        data_file,
-        parallel={"mesh": "pp=2"},
-        train={"epochs": 1, "batch_size": 16},
-        runtime={"transport": "local"},
-        checkpoint={"dir": str(folder), "every": 2, "keep": 1},
-    )
-    path.write_text(config.model_dump_json(exclude_unset=True))
-
-    def command(*flags: str) -> tuple[int, str, str]:
-        code = main(["--config", str(path), *flags])
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err
-        return code, said.out, said.err
-
-    assert command()[0] == 0
-    code, _, error = command()
-    assert code == 2
-    assert error.startswith(f"error: {folder}: an earlier run was saved there, up to step 3; ")
-    os.mkfifo(folder / "fifo")
-    (folder / "fifo").rename(folder / "step-00000003" / "rank-00001.safetensors")
-    code, _, error = command("--resume")
-    assert code == 1
-    assert error.startswith(
-        f"error: {folder}/step-00000003/rank-00001.safetensors: cannot read the checkpoint: it is a F"
-    )
-    code, out, _ = command("--fresh")
-    assert code == 0
-    assert f"the run that was saved in {folder} is now in {folder}/run-" in out
-    with pytest.raises(SystemExit) as usage:
-        command("--fresh", "--resume")
-    assert usage.value.code == 2
-
-
-@pytest.mark.parametrize("call", ["rmdir", "scandir", "unlink"])
 def test_an_old_step_that_cannot_be_removed_goes_with_a_later_save(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fails(*_: object, **__: object) -> None:
         raise OSError(errno.ENOTEMPTY, "Directory not empty")
 
     folder = RunFolder(tmp_path, "0" * 16)
 
-    def save(step: int) -> None:
+    def complete(step: int) -> None:
         attempt = folder.next_attempt()
         attempt.mkdir()
         folder.clear(attempt)
         (attempt / "manifest.json").write_text("{}")
         folder.complete(attempt, step, 1)
 
-    save(1)
+    complete(1)
     with monkeypatch.context() as patched:
-        patched.setattr(os, call, fails)
-        save(2)
-        save(3)
+        patched.setattr(os, "rmdir", fails)
+        complete(2)
+        complete(3)
     assert steps_in(tmp_path) == ["step-00000003"]
     assert caplog.text.count("an old checkpoint cannot be removed now, saves go on") == 1
-    save(4)
+    complete(4)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]

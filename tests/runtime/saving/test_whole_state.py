@@ -73,8 +73,7 @@ def run(mesh: str, model: Callable[[], nn.Module], body: Callable[[Engine, Any],
     return run_local(plan.mesh.size, start, timeout_s=60)
 
 
-@pytest.mark.parametrize("kind", [Traced, Walked])
-@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
+@pytest.mark.parametrize(("mesh", "kind"), [("dp=1", Traced), ("pp=2", Walked)])
 def test_all_of_it_goes_and_comes_back(tmp_path: Path, kind: Callable[[int], nn.Module], mesh: str) -> None:
     other, ids = kind(1), torch.arange(8).view(2, 4)
     wanted = other.state_dict()
