@@ -98,14 +98,15 @@ def job(data_file: Path, **sections: dict[str, Any]) -> JobConfig:
 
 
 def fit(
-    config: JobConfig, *, resume: bool = False, fresh: bool = False
+    config: JobConfig, *, resume: bool = False, fresh: bool = False, **more: Any
 ) -> list[tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]]:
+    """Train on all ranks; return of each its records of epochs, its weights, and what it has said."""
     plan = plan_of(config)
 
     def run(transport: Transport) -> tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]:
         said: list[str] = []
         reporter = Reporter(config.log.path if transport.rank == 0 else None, said.append)
-        trainer = Trainer.of_job(config, plan, transport, reporter)
+        trainer = Trainer.of_job(config, plan, transport, reporter, **more)
         history = trainer.fit("resume" if resume else "fresh" if fresh else "new")
         return history, trainer.engine.full_weights(), said
 

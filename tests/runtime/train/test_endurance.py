@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.runtime.comm import run_local
-
 from ...helpers.commands import run
-from .endurance import STEPS, WARM_UP, Footprint, endure
+from .endurance import STEPS, WARM_UP, Footprint
 
 SLACK_BYTES = 3_000_000
 """Memory that the allocator may keep: less than one activation of one microbatch per step."""
@@ -25,12 +23,6 @@ def require_no_growth(before: Footprint, after: Footprint) -> None:
     assert after.nodes <= before.nodes + 5
     assert after.objects <= before.objects + SLACK_OBJECTS < before.objects + STEPS - WARM_UP
     assert after.resident_bytes <= before.resident_bytes + SLACK_BYTES
-
-
-@pytest.mark.slow
-def test_a_thousand_steps_in_process() -> None:
-    for before, after in run_local(2, lambda transport: endure(transport, "zb-h1"), rules="nccl"):
-        require_no_growth(before, after)
 
 
 @pytest.mark.slow

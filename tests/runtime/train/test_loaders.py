@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError, QuintschedError, UsageError
-from quintsched.runtime.comm import run_local
 from quintsched.runtime.data.user_loaders import OTHER_DATA, LoaderFeed, batch_of
-from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.settings.job_file import JobConfig, ModelConfig, ParallelConfig
-from quintsched.runtime.train.reporter import Reporter
-from quintsched.runtime.train.trainer import Trainer
+
+from ...helpers.jobs import fit
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata asks torch for it
 
@@ -77,33 +74,6 @@ def torchdata(replica, num_replicas):
     rows = ROWS[replica::num_replicas]
     return StatefulDataLoader(rows, batch_size=4, shuffle=True, generator=generator, drop_last=True)
 
-class Sampled:
-    '''Batches of a DistributedSampler.'''
-
-    def __init__(self, replica, num_replicas):
-        from torch.utils.data.distributed import DistributedSampler
-        self.sampler = DistributedSampler(range(40), num_replicas, replica, seed=3)
-        self.size, self.at = 8 // num_replicas, 0
-
-    def __len__(self):
-        return 5
-
-    def __iter__(self):
-        some = torch.tensor(list(self.sampler)).split(self.size)
-        while self.at < 5:
-            self.at += 1
-            yield INPUTS[some[self.at - 1]], TARGETS[some[self.at - 1]]
-        self.at = 0
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-def sampled(replica, num_replicas):
-    return Sampled(replica, num_replicas)
-
 class Whole(Shuffled):
     '''All replicas draw the same order, and take their shares of each batch.'''
 
@@ -122,9 +92,6 @@ class Whole(Shuffled):
 
 def whole(replica, num_replicas):
     return Whole(replica, num_replicas)
-
-def whole_endless(replica, num_replicas):
-    return Loaders(Whole(replica, num_replicas, True), batches=7)
 
 def plain(replica, num_replicas):
     from torch.utils.data import DataLoader
@@ -170,9 +137,6 @@ def shared(replica, num_replicas):
 def four(replica):
     return [(INPUTS[replica : replica + 4], TARGETS[replica : replica + 4])] * 5
 
-def endless_four(replica):
-    return Loaders(Shuffled(0, 1, True), batches=5)
-
 def ragged():
     return torch.utils.data.DataLoader(ROWS[:30], batch_size=8)
 
@@ -207,107 +171,64 @@ def job(tmp_path: Path, load: str, mesh: str = "dp=2,pp=2", **checkpoint: Any) -
     )
 
 
-def fit(
-    job: JobConfig, *, resume: bool = False, overrides: Sequence[str] = (), said: list[str] | None = None
-) -> list[dict[str, Tensor]]:
-    """Train, and return the weights of each rank; what rank 0 says is put into `said`."""
-    plan, words = plan_of(job), [] if said is None else said
-
-    def body(transport: Any) -> dict[str, Tensor]:
-        reporter = Reporter(None, words.append if transport.rank == 0 else lambda _: None)
-        trainer = Trainer.of_job(job, plan, transport, reporter, overrides=overrides)
-        trainer.fit(resume=resume)
-        return trainer.engine.full_weights()
-
-    return run_local(plan.mesh.size, body)
-
-
 def forget_after(tmp_path: Path, step: int) -> None:
     for folder in (tmp_path / "out").glob("step-*"):
         if int(folder.name.removeprefix("step-")) > step:
             shutil.rmtree(folder)
 
 
-GOES_ON: dict[str, list[tuple[str, str, str, int, dict[str, Any]]]] = {
-    "where loaders were": [
-        ("mine", "dp=2", "", 6, {}),
-        *((load, "dp=2,pp=2", "", step, {}) for load, step in (("mine", 3), ("endless", 9))),
-        *(("torchdata", "dp=2,pp=2", "", step, {}) for step in (3, 6)),
-    ],
-    "at the end of an epoch, which is the beginning of the next": [
-        ("mine", "dp=2", "", 5, {"every": 0}),
-        *(("torchdata", "dp=2,pp=2", "", step, {"every": 0}) for step in (5, 10)),
-    ],
-    "on another mesh with as many replicas": [("mine", "dp=2", "dp=2,pp=2", 3, {})],
-    "with loaders of other replicas": [
-        ("whole", "dp=2", "pp=2", 9, {}),
-        *((load, "dp=2", "pp=2", step, {}) for load, step in (("sampled", 3), ("sampled", 6), ("whole_endless", 9))),
-    ],
-    "behind any batch, with loaders that have a position": [
-        ("plain", "dp=2", "", 6, {}),
-        *(("plain", "dp=2", "", step, {}) for step in (3, 15)),
-        *(("forgetful", "dp=2", "", step, {}) for step in (3, 6, 15)),
-    ],
-    "for other replicas, with loaders without a state": [
-        ("shared", "dp=2", "dp=1", 9, {}),
-        ("shared", "dp=1", "dp=2,pp=2", 9, {}),
-    ],
-    "behind a smaller last batch, which is no other number of samples": [
-        ("ragged", "dp=1", "", 9, {"every": 1}),
-        *(("ragged", "dp=1", "", step, {"every": 1}) for step in (3, 11, 12)),
-    ],
+GOES_ON: dict[str, tuple[str, str, str, int, dict[str, Any]]] = {
+    "where loaders were": ("mine", "dp=2", "", 6, {}),
+    "where endless loaders were, in DCP": ("endless", "dp=2,pp=2", "", 9, {"format": "dcp"}),
+    "where those of torchdata were": ("torchdata", "dp=2,pp=2", "", 3, {}),
+    "at the end of an epoch, which is the beginning of the next": ("mine", "dp=2", "", 5, {"every": 0}),
+    "on another mesh with as many replicas": ("mine", "dp=2", "dp=2,pp=2", 3, {}),
+    "with loaders of other replicas": ("whole", "dp=2", "pp=2", 9, {}),
+    "behind any batch, with loaders that have a position": ("plain", "dp=2", "", 6, {}),
+    "behind any batch of a list, in DCP": ("forgetful", "dp=2", "", 6, {"format": "dcp"}),
+    "for other replicas, with loaders without a state": ("shared", "dp=2", "dp=1", 9, {}),
+    "behind a smaller last batch, which is no other number of samples": ("ragged", "dp=1", "", 11, {"every": 1}),
 }
-"""Loader, mesh, another mesh if any, and step of a run that goes on: of each kind, the first runs every day."""
-
-
-@pytest.mark.parametrize(
-    ("load", "first", "second", "step", "more"),
-    [
-        pytest.param(*case[:4], case[4] | form, marks=[pytest.mark.slow] * bool(number or form), id=f"{kind}-{number}")
-        for kind, cases in GOES_ON.items()
-        for number, case in enumerate(cases)
-        for form in ({}, {"format": "dcp"})
-    ],
-)
-def test_a_run_goes_on(tmp_path: Path, load: str, first: str, second: str, step: int, more: dict[str, Any]) -> None:
-    if load == "torchdata":
-        pytest.importorskip("torchdata")
-    expected = fit(job(tmp_path, load, mesh=first, **more))
-    forget_after(tmp_path, step)
-    assert (tmp_path / "out" / f"step-{step:08d}" / "manifest.json").exists()
-    found = fit(job(tmp_path, load, mesh=second or first, **more), resume=True)
-    near = {"rtol": 1e-4, "atol": 1e-5} if second else {"rtol": 0, "atol": 0}
-    whole = {name: weight for rank in expected for name, weight in rank.items()}
-    assert {name for rank in found for name in rank} == whole.keys()
-    for rank, weights in enumerate(found):
-        for name, weight in weights.items():
-            torch.testing.assert_close(weight, (whole if second else expected[rank])[name], **near)
+"""Loader, mesh, another mesh if any, step, and settings of the checkpoints of a run that goes on."""
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("step", [3, 5])
-def test_other_data_of_another_rank_are_said(tmp_path: Path, step: int) -> None:
+@pytest.mark.parametrize("kind", GOES_ON)
+def test_a_run_goes_on(kind: str, tmp_path: Path) -> None:
+    load, first, second, step, more = GOES_ON[kind]
+    if load == "torchdata":
+        pytest.importorskip("torchdata")
+    expected = weights_of(job(tmp_path, load, mesh=first, **more))
+    forget_after(tmp_path, step)
+    assert (tmp_path / "out" / f"step-{step:08d}" / "manifest.json").exists()
+    found = weights_of(job(tmp_path, load, mesh=second or first, **more), resume=True)
+    near = {"rtol": 1e-4, "atol": 1e-5} if second else {"rtol": 0, "atol": 0}
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], **near)
+
+
+def weights_of(job: JobConfig, **more: Any) -> dict[str, Tensor]:
+    return {name: weight for _, weights, _ in fit(job, **more) for name, weight in weights.items()}
+
+
+def test_other_data_of_another_rank_are_said(tmp_path: Path) -> None:
     settings = job(tmp_path, "counted", mesh="dp=2", every=1)
     fit(settings)
-    forget_after(tmp_path, step)
-    said: list[str] = []
-    fit(settings, resume=True, said=said)
-    assert said.count(OTHER_DATA) == 1
+    forget_after(tmp_path, 3)
+    assert fit(settings, resume=True)[0][2].count(OTHER_DATA) == 1
 
 
 def test_a_loader_with_neither_state_nor_position_is_refused_as_it_is_saved(tmp_path: Path) -> None:
-    said: list[str] = []
     with pytest.raises(UsageError, match=r"a DataLoader, is: its data set, a Numbers, has no index; use torchdata"):
-        fit(job(tmp_path, "stream", mesh="dp=2"), said=said)
+        fit(job(tmp_path, "stream", mesh="dp=2"))
     fit(job(tmp_path, "stream", mesh="dp=2", dir=None))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("load", ["four", "endless_four"])
-def test_as_many_samples_make_a_step_as_before(tmp_path: Path, load: str) -> None:
-    fit(job(tmp_path, load, mesh="dp=2"))
+def test_as_many_samples_make_a_step_as_before(tmp_path: Path) -> None:
+    fit(job(tmp_path, "four", mesh="dp=2"))
     forget_after(tmp_path, 3)
-    one = job(tmp_path, load, mesh="dp=1")
+    one = job(tmp_path, "four", mesh="dp=1")
     words = (
         r"written by a run with 8 samples in a step, but here loaders give 4, 4 of 1 replica\(s\); let each give "
         r"8 // num_replicas, or say --override data.samples_per_step"
@@ -315,7 +236,7 @@ def test_as_many_samples_make_a_step_as_before(tmp_path: Path, load: str) -> Non
     with pytest.raises(MisfitError, match=words):
         fit(one, resume=True)
     fit(one, resume=True, overrides=["data.samples_per_step"])
-    fit(job(tmp_path, load, mesh="pp=2,dp=2"), resume=True, overrides=["data"])
+    fit(job(tmp_path, "four", mesh="pp=2,dp=2"), resume=True, overrides=["data"])
 
 
 @pytest.mark.parametrize(
@@ -333,12 +254,13 @@ def test_what_is_no_loader_is_refused(tmp_path: Path, load: str, message: str) -
 def test_data_sets_of_torch_are_divided_over_the_replicas_and_resumed_on_any_mesh(tmp_path: Path) -> None:
     settings = job(tmp_path, "sets", mesh="pp=2")
     settings = settings.model_copy(update={"model": ModelConfig(name=f"{tmp_path / 'mine.py'}:bare")})
-    (expected, *_), said = fit(settings), list[str]()
+    expected = weights_of(settings)
     forget_after(tmp_path, 6)
     other = settings.model_copy(update={"parallel": ParallelConfig(mesh="dp=2", microbatches=2)})
-    (found, *_) = fit(other, resume=True, said=said)
+    _, found, said = fit(other, resume=True)[0]
     assert said[0] == "resumed after step 6"
     assert any("validation loss" in line for line in said)
+    assert found.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight)
 

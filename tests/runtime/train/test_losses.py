@@ -6,14 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-import quintsched as qs
 from quintsched.errors import UsageError
-from quintsched.runtime import run_local
 from quintsched.runtime.data import IGNORED_TARGET
-from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.train.built_in_losses import CausalZLoss, ZLoss, correct_sum, cross_entropy_sum, with_z_loss
-from quintsched.runtime.train.trainer import Trainer
+
+from ...helpers.jobs import fit
 
 
 @settings(deadline=None)
@@ -56,26 +54,21 @@ def test_bf16_still_counts_beyond_256(dtype: torch.dtype, summed: torch.dtype) -
     assert {loss.dtype, weight.dtype, correct_sum(logits, targets).dtype} == {summed}
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
-def test_a_z_loss_is_added_for_each_target(mesh: str) -> None:
-    job = JobConfig.model_validate(
-        {
-            "model": {"name": "gpt", "options": {"hidden": 8, "depth": 2, "heads": 2}},
-            "data": {"name": "text", "options": {"sequence": 8, "max_bytes": 600}},
-            "parallel": {"mesh": mesh},
-            "train": {"batch_size": 16, "max_steps": 1, "z_loss": 0.1},
-            "runtime": {"precision": "float64"},
-        }
+def test_a_z_loss_is_added_for_each_target() -> None:
+    values: dict[str, Any] = {
+        "model": {"name": "gpt", "options": {"hidden": 8, "depth": 2, "heads": 2}},
+        "data": {"name": "text", "options": {"sequence": 8, "max_bytes": 600}},
+        "train": {"batch_size": 16, "max_steps": 1, "z_loss": 0.1},
+        "runtime": {"precision": "float64"},
+    }
+    alone, *others = (
+        fit(JobConfig.model_validate({**values, "parallel": {"mesh": mesh}}))[0][0][0]
+        for mesh in ("dp=1", "tp=2", "pp=2")
     )
-    plan = plan_of(job)
-
-    def run(transport: Any) -> tuple[float, float]:
-        own = plan if transport.world_size > 1 else qs.compile("1f1b", mesh="dp=1", microbatches=1)
-        (record,) = Trainer.of_job(job, own, transport).fit()
-        return record["loss"], record["validation_loss"]
-
-    alone, found = run_local(1, run), run_local(2, run)
-    assert found == [pytest.approx(alone[0], rel=1e-10)] * 2
+    for found in others:
+        assert [found[name] for name in ("loss", "validation_loss")] == pytest.approx(
+            [alone[name] for name in ("loss", "validation_loss")], rel=1e-10
+        )
 
 
 def test_a_z_loss_by_its_formula() -> None:

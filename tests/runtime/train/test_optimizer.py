@@ -1,12 +1,9 @@
 import math
 import re
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from quintsched.errors import UsageError
@@ -22,60 +19,28 @@ from quintsched.runtime.train.optimizer_and_lr_schedule import (
     set_learning_rate,
 )
 
-Shape: TypeAlias = Literal["constant", "linear", "cosine"]
-
-
-@pytest.mark.parametrize("name", get_args(Shape))
-@settings(deadline=None)
-@given(warmup=st.integers(0, 20), total=st.integers(1, 60), min_factor=st.floats(0, 1))
-def test_up_then_down_within_bounds(name: Shape, warmup: int, total: int, min_factor: float) -> None:
-    schedule = LearningRateConfig(name=name, warmup_steps=warmup, min_factor=min_factor)
-    factors = [learning_rate_factor(schedule, step, total) for step in range(total + 5)]
-    assert all(0 <= factor <= 1 + 1e-12 for factor in factors)
-    rise, fall = factors[:warmup], factors[warmup:]
-    assert rise == sorted(rise)
-    assert fall == sorted(fall, reverse=True)
-    if warmup < total:
-        assert fall[0] == pytest.approx(1)
-        assert factors[total] == pytest.approx(1 if name == "constant" else min_factor)
-
 
 @pytest.mark.parametrize(
-    ("config", "kind", "settings"),
+    ("config", "settings"),
     [
         (
             OptimizerConfig(name="sgd", lr=0.5, momentum=0.9, weight_decay=0.1),
-            torch.optim.SGD,
             {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1},
         ),
-        (
-            OptimizerConfig(name="adam", lr=0.5, betas=(0.1, 0.2)),
-            torch.optim.Adam,
-            {"lr": 0.5, "betas": (0.1, 0.2), "weight_decay": 0.0},
-        ),
-        (
-            OptimizerConfig(name="adamw", lr=0.5, weight_decay=0.1),
-            torch.optim.AdamW,
-            {"lr": 0.5, "betas": (0.9, 0.999), "weight_decay": 0.1},
-        ),
+        (OptimizerConfig(name="adam", lr=0.5, betas=(0.1, 0.2)), {"lr": 0.5, "betas": (0.1, 0.2), "weight_decay": 0.0}),
+        (OptimizerConfig(name="adamw", weight_decay=0.1), {"betas": (0.9, 0.999), "weight_decay": 0.1}),
     ],
 )
-def test_torchs_optimizers(config: OptimizerConfig, kind: type, settings: dict[str, object]) -> None:
-    layer = nn.Linear(2, 2)
-    optimizer = build_optimizer(config, layer.named_parameters())
-    assert type(optimizer) is kind
+def test_settings_are_those_of_torchs_optimizers(config: OptimizerConfig, settings: dict[str, object]) -> None:
+    optimizer = build_optimizer(config, nn.Linear(2, 2).named_parameters())
+    assert type(optimizer).__name__.lower() == config.name
     group = optimizer.param_groups[0]
     assert group["foreach"] is True
     assert {key: group[key] for key in settings} == settings
-    before = layer.weight.detach().clone()
-    layer(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    assert not torch.equal(layer.weight, before)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adam", "adamw"])
-def test_decay_spares_what_it_is_told(name: Literal["sgd", "adam", "adamw"]) -> None:
-    config = OptimizerConfig(name=name, lr=0.5, weight_decay=0.1, decay="matrices")
+def test_decay_spares_what_it_is_told() -> None:
+    config = OptimizerConfig(name="adamw", lr=0.5, weight_decay=0.1, decay="matrices")
     layer = nn.Linear(2, 2)
     before = {key: weight.detach().clone() for key, weight in layer.named_parameters()}
     optimizer = build_optimizer(config, layer.named_parameters(), {"bias"})
@@ -123,14 +88,14 @@ def test_every_class_of_torch_that_needs_no_closure_is_known() -> None:
     assert found - set(OPTIMIZERS) == {"optimizer", "lbfgs", "sparseadam"}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_each_of_them_is_built_and_steps(name: str) -> None:
-    layer = nn.Linear(2, 2, bias=False)
-    optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.5), layer.named_parameters())
-    before = layer.weight.detach().clone()
-    layer(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    assert not torch.equal(layer.weight, before)
+def test_each_of_them_is_built_and_steps() -> None:
+    for name in OPTIMIZERS:
+        layer = nn.Linear(2, 2, bias=False)
+        optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.5), layer.named_parameters())
+        before = layer.weight.detach().clone()
+        layer(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        assert not torch.equal(layer.weight, before), name
 
 
 def test_groups_have_options_and_rates_of_their_own() -> None:
@@ -162,18 +127,15 @@ def test_an_optimizer_without_learning_rates_has_none_set() -> None:
     assert "lr" not in optimizer.param_groups[0]
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
+def test_what_a_class_does_not_take_is_said() -> None:
+    for settings, words in (
         ({"options": {"amsgrd": True}}, "train.optimizer.options: adam takes no 'amsgrd'; did you mean 'amsgrad'"),
         ({"groups": [{"params": "*", "options": {"beta": 1}}]}, "groups.0.options: adam takes no 'beta'"),
         ({"name": "quintsched.nothing:Class"}, "No module named 'quintsched.nothing'"),
         ({"options": {"eps": -1}}, "train.optimizer: adam: Invalid epsilon value: -1"),
-    ],
-)
-def test_what_a_class_does_not_take_is_said(settings: dict[str, object], words: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(words)):
-        build_optimizer(OptimizerConfig.model_validate(settings), nn.Linear(2, 2).named_parameters())
+    ):
+        with pytest.raises(UsageError, match=re.escape(words)):
+            build_optimizer(OptimizerConfig.model_validate(settings), nn.Linear(2, 2).named_parameters())
 
 
 def test_a_class_of_a_package_and_one_of_a_file(tmp_path: Path) -> None:

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 
 from quintsched.errors import UsageError, WriteError
-from quintsched.runtime.comm import run_local
-from quintsched.runtime.launch.job_plan import plan_of
-from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.job_file import JobConfig, SinkConfig
 from quintsched.runtime.train.reporter import Reporter, Sinks, require_sinks
-from quintsched.runtime.train.trainer import Trainer
+
+from ...helpers.jobs import fit, launch
 
 FILE = """
 import json
@@ -54,16 +52,6 @@ def job(tmp_path: Path, *sinks: Any) -> JobConfig:
     )
 
 
-def fit(job: JobConfig, **more: Any) -> None:
-    plan = plan_of(job)
-
-    def body(transport: Any) -> None:
-        reporter = Reporter(job.log.path if transport.rank == 0 else None, lambda _: None)
-        Trainer.of_job(job, plan, transport, reporter, **more).fit()
-
-    run_local(2, body)
-
-
 def test_a_users_class_is_given_what_the_log_says(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FILE)
     sink = {"name": f"{tmp_path / 'mine.py'}:Sink", "options": {"path": str(tmp_path / "figures")}}
@@ -82,12 +70,6 @@ def test_a_sink_is_closed_where_it_fails(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the disk is on fire"):
         fit(job(tmp_path, sink))
     assert json.loads((tmp_path / "failing").read_text())[0][0] == 1
-
-
-def test_from_python_it_is_any_callable(tmp_path: Path) -> None:
-    taken: list[int] = []
-    fit(job(tmp_path), sinks=[lambda figures, *, step: taken.append(step)])
-    assert taken == [1, 2, 3, 3]
 
 
 def test_tensorboard_reads_it(tmp_path: Path) -> None:
@@ -132,31 +114,23 @@ def test_weights_and_biases_is_sent_it(tmp_path: Path, monkeypatch: pytest.Monke
     assert wandb.calls == [{"project": "mine"}, (4, expected), "finished"]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("tensorbord", {}, "there is no sink 'tensorbord'; did you mean 'tensorboard'?"),
-        ("wandb", {}, "'wandb' needs the package wandb, which is not installed; pip install wandb"),
-        ("mine.py:number", {}, "is a int, not a function or a class"),
-        ("mine.py:function", {"a": 1}, "nothing to build with options"),
-        ("mine.py:missing", {}, "missing"),
-    ],
-)
 def test_what_is_not_there_is_said_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("quintsched.runtime.train.reporter.find_spec", lambda name: None)
     (tmp_path / "mine.py").write_text(FILE)
-    with pytest.raises(UsageError) as caught:
-        require_sinks([SinkConfig(name=name, options=options)])
-    assert message in str(caught.value)
-
-
-def test_the_command_ends_with_that_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "job.yaml").write_text("log: {sinks: [tensorbord]}\nruntime: {transport: local}\n")
-    assert main(["--config", str(tmp_path / "job.yaml")]) == 2
-    assert "log.sinks: there is no sink 'tensorbord'" in capsys.readouterr().err
+    for name, options, message in (
+        ("wandb", {}, "'wandb' needs the package wandb, which is not installed; pip install wandb"),
+        ("mine.py:number", {}, "is a int, not a function or a class"),
+        ("mine.py:function", {"a": 1}, "nothing to build with options"),
+        ("mine.py:missing", {}, "missing"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            require_sinks([SinkConfig(name=name, options=options)])
+        assert message in str(caught.value)
+    assert launch({"log": {"sinks": ["tensorbord"]}}) == 2
+    assert "log.sinks: there is no sink 'tensorbord'; did you mean 'tensorboard'?" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

@@ -24,11 +24,11 @@ STEPS_PER_EPOCH = 5
 
 def fit(
     config: JobConfig, *, asked: int | None = None, at_step: int = 0, resume: bool = False
-) -> list[tuple[list[tuple[float, ...]], dict[str, Tensor], list[str], int]]:
+) -> list[tuple[list[dict[str, Any]], dict[str, Tensor], list[str], int]]:
     """Train; rank `asked` is asked to stop in step `at_step`, counted from 1."""
     plan = plan_of(config)
 
-    def run(transport: Transport) -> tuple[list[tuple[float, ...]], dict[str, Tensor], list[str], int]:
+    def run(transport: Transport) -> tuple[list[dict[str, Any]], dict[str, Tensor], list[str], int]:
         said: list[str] = []
         begun: list[Any] = []
 
@@ -39,19 +39,16 @@ def fit(
         step = trainer.engine.step
         trainer.engine.step = lambda *given, **more: begun.append(step) or step(*given, **more)  # type: ignore
         history = trainer.fit(resume=resume)
-        return figures(history), trainer.engine.full_weights(), said, trainer.progress.step
+        return history, trainer.engine.full_weights(), said, trainer.progress.step
 
     return run_local(plan.mesh.size, run)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("parallel", "asked", "at_step"),
     [
-        ({"mesh": "dp=2,pp=2,tp=2", "microbatches": 2}, 7, 3),
         ({"mesh": "pp=2,tp=2", "microbatches": 2}, 2, STEPS_PER_EPOCH),
         ({"mesh": "dp=2,pp=2", "microbatches": 2, "zero": 2}, 1, 7),
-        ({"mesh": "dp=1", "microbatches": 1}, 0, 1),
     ],
 )
 def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_same_numbers(
@@ -65,7 +62,7 @@ def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_same_numbers(
     resumed = fit(config, resume=True)
     assert f"resumed after step {at_step}" in resumed[0][2]
     for (found, weights, *_), (expected, same, *_) in zip(resumed, whole, strict=True):
-        assert found == expected
+        assert figures(found) == figures(expected)
         assert all(torch.equal(weights[name], same[name]) for name in same)
 
 
@@ -106,7 +103,7 @@ def test_a_stop_asked_for_while_it_validates_is_obeyed_before_the_next_step(data
         assert said[-1].startswith("stopped as asked: saved at step ")
     resumed = fit(config, resume=True)
     assert said[-1].removeprefix("stopped as asked: saved at") == resumed[0][2][0].removeprefix("resumed after")
-    assert [found for found, *_ in resumed] == [expected for expected, *_ in whole]
+    assert [figures(found) for found, *_ in resumed] == [figures(expected) for expected, *_ in whole]
 
 
 LOSS = """
@@ -115,9 +112,9 @@ def squares(output, targets):
 """
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 2])
-@pytest.mark.parametrize("second", [{}, {"mesh": "pp=2", "microbatches": 4}, {"mesh": "dp=4", "microbatches": 1}])
+@pytest.mark.parametrize(
+    ("step", "second"), [(STEPS_PER_EPOCH + 2, {}), (2, {"mesh": "pp=2", "microbatches": 4}), (2, {"mesh": "dp=4"})]
+)
 def test_a_loss_without_weight_has_the_mean_of_a_run_that_was_not_stopped(
     data_file: Path, tmp_path: Path, step: int, second: dict[str, Any]
 ) -> None:
@@ -129,19 +126,11 @@ def test_a_loss_without_weight_has_the_mean_of_a_run_that_was_not_stopped(
     }
     first: dict[str, Any] = {"mesh": "dp=2", "microbatches": 1}
     whole = losses(job(data_file, parallel=first, train=settings["train"]))
-    losses(job(data_file, parallel=first, **settings), asked_at=step)
+    losses(job(data_file, parallel=first, **settings), asked=0, at_step=step)
     resumed = losses(job(data_file, parallel=first | second, **settings), resume=True)
     assert resumed == (whole if not second else pytest.approx(whole, abs=1e-5))
 
 
-def losses(config: JobConfig, *, asked_at: int = 10**9, resume: bool = False) -> list[float]:
-    """Train, asked to stop in a step, and return the mean training loss of each epoch."""
-    plan = plan_of(config)
-
-    def run(transport: Transport) -> list[float]:
-        trainer = Trainer.of_job(
-            config, plan, transport, wants_stop=lambda: asked_at in (trainer.progress.step + 1, trainer.progress.step)
-        )
-        return [float(record["loss"]) for record in trainer.fit(resume=resume)]  # type: ignore[arg-type]
-
-    return run_local(plan.mesh.size, run)[0]
+def losses(config: JobConfig, **more: Any) -> list[float]:
+    """Return the mean training loss of each epoch."""
+    return [record["loss"] for record in fit(config, **more)[0][0]]

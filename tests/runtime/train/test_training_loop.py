@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.settings.intervals import Interval
 from quintsched.runtime.settings.job_file import JobConfig
-from quintsched.runtime.train.reporter import Reporter
-from quintsched.runtime.train.trainer import Trainer
+
+from ...helpers import jobs
 
 SIZES = {"hidden": 8, "depth": 2, "heads": 2}
 
@@ -37,13 +35,7 @@ def job(tmp_path: Path, name: str = "log", **sections: dict[str, Any]) -> JobCon
 
 def fit(config: JobConfig, *, resume: bool = False) -> list[dict[str, Any]]:
     """Train, and return the records of the log."""
-    plan = plan_of(config)
-
-    def run(transport: Transport) -> None:
-        reporter = Reporter(config.log.path if transport.rank == 0 else None, lambda line: None)
-        Trainer.of_job(config, plan, transport, reporter).fit(resume=resume)
-
-    run_local(plan.mesh.size, run)
+    jobs.fit(config, resume=resume)
     return [json.loads(line) for line in Path(str(config.log.path)).read_text().splitlines()]
 
 
@@ -90,7 +82,7 @@ def test_intervals_in_tokens_and_time(tmp_path: Path) -> None:
     assert steps(fit(by_time), "step") == [4, 6]  # an epoch's last step where it would have none
     images = JobConfig.model_validate({"model": {"options": SIZES}, "log": {"every": "1k tokens"}})
     with pytest.raises(qs.UsageError, match="counts tokens, but the inputs are no token ids"):
-        run_local(1, lambda transport: Trainer.of_job(images, plan_of(images), transport).fit())
+        jobs.fit(images)
 
 
 def test_a_record_has_rates_and_memory(tmp_path: Path) -> None:
@@ -105,22 +97,16 @@ def test_a_record_has_rates_and_memory(tmp_path: Path) -> None:
     assert record["mfu"] == pytest.approx(flops / (record["step_s"] * 2 * 1e9), rel=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
+def test_intervals_are_read_and_other_words_are_none() -> None:
+    for written, expected in (
         (50, (50, "steps")),
         ("200 steps", (200, "steps")),
         ("5M tokens", (5e6, "tokens")),
         ("90 s", (90, "seconds")),
         ("1.5 h", (5400, "seconds")),
         ("10min", (600, "seconds")),
-    ],
-)
-def test_intervals_are_read(written: int | str, expected: tuple[float, str]) -> None:
-    assert Interval.from_text(written) == expected
-
-
-@pytest.mark.parametrize("written", ["", "often", "0 s", "1.5 steps", "-3 s", "5 apples"])
-def test_other_words_are_no_interval(written: str) -> None:
-    with pytest.raises(ValueError, match=r"no interval|no whole number"):
-        Interval.from_text(written)
+    ):
+        assert Interval.from_text(written) == expected
+    for written in ("", "often", "0 s", "1.5 steps", "-3 s", "5 apples"):
+        with pytest.raises(ValueError, match=r"no interval|no whole number"):
+            Interval.from_text(written)
