@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -156,27 +155,19 @@ OF_OUTPUT = "microbatch 1: gradient of its output, which was finite as the next 
 OF_WEIGHTS = "are in the weights: rank 0 (dp=0, pp=0), stage 0, block 1 (Block): 1.layer.bias: "
 OF_LOSS = ", the loss function, microbatch "
 NAMED: list[tuple[str, tuple[int, str] | None, int, dict[str, Any], tuple[str, ...]]] = [
-    ("pp=1", (2, "output"), 3, {}, (f"{ACTIVATIONS}0 (", "stage 0, block 2 (Block), microbatch 3", "inf among")),
-    ("pp=2", (2, "output"), 3, {}, (f"{ACTIVATIONS}1 (", "stage 1, block 2 (Block), microbatch 3")),
-    ("pp=4", (2, "output"), 3, {}, (f"{ACTIVATIONS}2 (", "stage 2, block 2 (Block), microbatch 3")),
+    ("pp=4", (2, "output"), 3, {}, (f"{ACTIVATIONS}2 (", "stage 2, block 2 (Block), microbatch 3", "inf among")),
     # the second replica has the second half, two samples each
     ("dp=2,pp=2", (2, "output"), 3, {}, (f"{ACTIVATIONS}3 (", "stage 1, block 2 (Block), microbatch 2")),
     ("pp=2", (2, "output"), 1, {"recompute": 1}, (f"{ACTIVATIONS}1 (pp=1), stage 1, block 2 (Block), microbatch 1",)),
     *(
         (mesh, (2, "gradient"), 1, more, (GRADIENTS, "block 2 (Block), microbatch 1"))
-        for mesh, more in (
-            *product(("pp=1", "pp=2", "pp=4"), ({}, {"schedule": "zb-h1"})),
-            ("pp=2", {"recompute": 1}),
-        )
+        for mesh, more in (("pp=1", {"schedule": "zb-h1"}), ("pp=4", {}), ("pp=2", {"recompute": 1}))
     ),
-    ("pp=2", (1, "hook"), 1, {}, (f"{GRADIENTS}0 (pp=0), stage 0, ", f"block 1 (Block), {OF_OUTPUT}")),
     ("pp=2", (0, "hook"), 1, IN_TWO, (f"{GRADIENTS}0 (pp=0), stage 0, ", f"block 0 (Block), {OF_OUTPUT}")),
     ("pp=2", None, 3, {"loss": bad_loss}, (f"are in the loss: rank 1 (pp=1){OF_LOSS}3: the loss is inf",)),
     ("pp=2", None, 3, {"loss": weighed}, ("are in the loss: rank ", OF_LOSS, ": the weight that it gives is nan. ")),
-    ("dp=2,pp=2", None, 3, {"loss": weighed}, ("are in the loss: rank ", OF_LOSS, ": the weight that it gives is nan")),
     ("pp=2", None, 3, {"loss": weightless}, ("its total weight is 0",)),
     # weights come before all else
-    ("dp=2,pp=2", (0, "output"), 3, {"change": spoil, "before": 1}, (OF_WEIGHTS,)),
     ("dp=2,pp=2", (0, "output"), 3, {"change": spoil, "before": 1, "zero": 3}, (OF_WEIGHTS,)),
 ]
 
@@ -190,18 +181,15 @@ def test_the_first_numbers_that_are_not_finite_are_named(
 
 
 def test_the_batch_is_written_down(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    _, words = stopped("pp=1", spoiled_batch(3, math.nan), spike_dir=tmp_path / "file")
+    assert "Its batch is in no file, as " in words
     _, words = stopped("dp=2,pp=2", spoiled_batch(3, math.nan), spike_dir=tmp_path / "spikes")
     paths = [tmp_path / "spikes" / f"not-finite-step-00000002-rank-0000{rank}.safetensors" for rank in (2, 3)]
     assert f"Its batch is in {paths[0]}, {paths[1]}." in words
     inputs, targets = map(load_file, paths)
     assert torch.cat([inputs[f"inputs.{unit}.0"] for unit in range(4)]).isnan().sum() == 1
     assert torch.equal(torch.cat([targets[f"targets.{unit}.0"] for unit in range(4)]), X.chunk(2)[1])
-
-
-def test_a_batch_that_cannot_be_written_is_said(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    _, words = stopped("pp=1", spoiled_batch(3, math.nan), spike_dir=tmp_path / "file")
-    assert "Its batch is in no file, as " in words
 
 
 def test_a_part_of_an_accumulated_step_is_found() -> None:
