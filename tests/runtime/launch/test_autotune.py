@@ -75,7 +75,6 @@ def switching(config: JobConfig, changed: dict[str, object], *, keeps: bool) -> 
     ("sections", "changed", "keeps"),
     [
         ({"parallel": {"mesh": "pp=2", "zero": 0}}, {"stages": (1, 3), "schedule": "gpipe"}, True),
-        pytest.param({}, {"stages": (1, 3), "schedule": "gpipe"}, True, marks=pytest.mark.slow),
         pytest.param(
             {"parallel": {"zero": 3, "schedule": "zb-h1"}},
             {"stages": (3, 1), "schedule": "1f1b"},
@@ -97,17 +96,6 @@ def test_the_numbers_are_those_of_the_run_that_never_switched(
     assert {path.name for path in Path("saved-autotune").iterdir()} == {"before", "after"}
     last = Plan.load(Path("saved") / "plan.json")
     assert (last.blocks_per_stage == changed["stages"]) == keeps
-
-
-@pytest.mark.slow
-def test_a_plan_that_no_search_betters_stays() -> None:
-    config = job({"parallel": {"mesh": "pp=2", "zero": 0}, "checkpoint": {"dir": "saved"}})
-
-    def propose(plan: Plan, trace: Trace, held: Sequence[int], blocks: Sequence[float]) -> Proposal:
-        return Proposal(None, step_s(trace), step_s(trace))
-
-    assert len(tuned(config, propose)) == 3 * 8 + 3
-    assert not (Path("saved-autotune") / "after").exists()
 
 
 def test_wrong_requests(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.processes
 JOB = """
 model: {{name: "{folder}/model.py:build"}}
 data: {{name: "{folder}/data.py:load"}}
-parallel: {{mesh: "{mesh}", microbatches: 2, zero: 1}}
+parallel: {{mesh: "dp=2", microbatches: 2, zero: 1}}
 train: {{epochs: 1, batch_size: 16}}
 runtime: {{timeout_s: 60}}
 checkpoint: {{dir: "{folder}/saved"}}
@@ -81,13 +81,12 @@ LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="there is no /proc/net/tcp")
-@pytest.mark.parametrize("mesh", ["dp=2", pytest.param("dp=2,pp=2", marks=pytest.mark.slow)])
 def test_one_machine_listens_on_loopback_only_and_nothing_is_unpickled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, text in {"data": DATA, "model": MODEL, "sitecustomize": AUDIT}.items():
         (tmp_path / f"{name}.py").write_text(text)
-    (tmp_path / "job.yaml").write_text(JOB.format(folder=tmp_path, mesh=mesh))
+    (tmp_path / "job.yaml").write_text(JOB.format(folder=tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)

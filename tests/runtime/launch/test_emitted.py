@@ -20,7 +20,6 @@ MOE = GPT.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=128, every
 PATCHES = Images(size=8, patch=2, channels=1, classes=10)
 VIT = Model(layers=4, hidden=32, heads=4, vocab=0, images=PATCHES, tied=False, causal=False, dropout=False, seq=17)
 CASES = {
-    "gpt": (GPT, {"dp": 2, "pp": 2, "zero": 1, "recompute": (1, 0)}),
     "gpt interleaved": (GPT, {"pp": 2, "tp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "recompute": "full"}),
     "moe-gpt": (MOE, {"ep": 2, "pp": 2, "schedule": "zb-h1"}),
     "vit": (VIT, {"tp": 2, "dp": 2, "sequence_parallel": False}),

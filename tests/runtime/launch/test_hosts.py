@@ -1,11 +1,9 @@
-"""Runs on several hosts, which are network namespaces of this machine; what another host sees of a run."""
+"""Runs on several hosts, which are network namespaces of this machine; links that are cut, healed and slowed."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -15,14 +13,26 @@ from quintsched.runtime.comm import run_local
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.settings.job_file import load_job
 from quintsched.runtime.train.trainer import Trainer
+from quintsched.stalls.stall_report import StallReport
 
-from .hosted_job import ends, job_of, launch, wait_for_steps
-from .hosts import hosts
+from .hosted_job import MODEL, ends, job_of, launch, wait_for_steps
+from .hosts import Hosts, hosts
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(("count", "way"), [(2, "quintsched"), (4, "quintsched"), (2, "torchrun")])
+CUT_OFF = "cannot reach the host of rank 0: the link between them is cut, or that host is gone"
+
+
+def wait_for_end(net: Hosts) -> list[int]:
+    """Return the processes that are left on the hosts a while after the launchers' end."""
+    deadline = time.monotonic() + 10
+    while net.pids() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return net.pids()
+
+
+@pytest.mark.parametrize(("count", "way"), [(4, "quintsched"), (2, "torchrun")])
 def test_hosts_train_as_one_process_does(tmp_path: Path, count: int, way: str) -> None:
     job, log = job_of(tmp_path), tmp_path / "log.jsonl"
     with hosts(count, tmp_path) as net:
@@ -35,37 +45,16 @@ def test_hosts_train_as_one_process_does(tmp_path: Path, count: int, way: str) -
     assert told["loss"] == pytest.approx(expected["loss"], abs=1e-6)
 
 
-def test_a_rank_that_is_killed_ends_all_hosts_with_4(tmp_path: Path) -> None:
-    job = job_of(tmp_path, epochs=500)
-    (tmp_path / "fuse").touch()
-    with hosts(2, tmp_path) as net:
-        found = ends(launch(net, job))
-        assert [code for code, _, _ in found] == [4, 4]
-        for _, _, err in found:
-            assert "rank 3 (host host1, dp=1, pp=1) was killed by SIGKILL" in err
-        assert net.pids() == []
-
-
-def test_a_rank_that_is_stopped_on_another_host_is_named(tmp_path: Path) -> None:
-    job = job_of(tmp_path, epochs=5000)
-    with hosts(2, tmp_path) as net:
-        started = launch(net, job, "--set", "runtime.stall_after=2")
-        wait_for_steps(tmp_path)
-        assert net.start(1, "kill", "-STOP", (tmp_path / "rank-3").read_text()).wait(10) == 0
-        found = ends(started)
-        assert [code for code, _, _ in found] == [4, 4]
-        for _, _, err in found:
-            assert "rank 3 (host host1, dp=1, pp=1) does not answer, as if it were stopped" in err
-        assert net.pids() == []
-
-
-def test_a_run_on_hosts_is_started_again_on_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_rank_that_is_killed_ends_all_hosts_with_4_or_is_started_again_on_all(tmp_path: Path, restarts: int) -> None:
     job = job_of(tmp_path)
     (tmp_path / "fuse").touch()
     with hosts(2, tmp_path) as net:
-        found = ends(launch(net, job, "--restarts", 1, "--set", f"checkpoint.dir={tmp_path / 'saved'}"))
-        assert [code for code, _, _ in found] == [0, 0], found
-        assert all("restart 1 of 1" in err for _, _, err in found)
+        found = ends(launch(net, job, "--restarts", restarts, "--set", f"checkpoint.dir={tmp_path / 'saved'}"))
+        assert [code for code, _, _ in found] == ([0, 0] if restarts else [4, 4]), found
+        words = "restart 1 of 1" if restarts else "rank 3 (host host1, dp=1, pp=1) was killed by SIGKILL"
+        assert all(words in err for _, _, err in found)
+        assert wait_for_end(net) == []
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -78,50 +67,60 @@ def test_a_launcher_that_is_killed_ends_all_hosts(tmp_path: Path, number: int) -
         codes = [code for code, _, _ in ends(started, 60)]
         assert codes[number] == -signal.SIGKILL
         assert codes[1 - number] == 4
-        deadline = time.monotonic() + 10
-        while net.pids() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert net.pids() == []
+        assert wait_for_end(net) == []
 
 
-def test_a_stop_that_one_host_is_asked_for_stops_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "cut"), [(2, 0), (4, 2)])
+def test_a_cut_link_ends_all_hosts_and_nobody_else_is_named(tmp_path: Path, count: int, cut: int) -> None:
     job = job_of(tmp_path, epochs=5000)
-    with hosts(2, tmp_path) as net:
-        started = launch(net, job, "--set", f"checkpoint.dir={tmp_path / 'saved'}")
+    with hosts(count, tmp_path) as net:
+        started = launch(net, job)
         wait_for_steps(tmp_path)
-        net.signal(started[1], signal.SIGTERM)
-        found = ends(started, 60)
-        assert [code for code, _, _ in found] == [0, 0], found
-        assert "stopped as asked: saved at step" in found[0][1]
+        net.cut(cut)
+        found = ends(started, 90)
+        assert [code for code, _, _ in found] == [4] * count
+        assert wait_for_end(net) == []
+    said = [err for _, _, err in found]
+    is_known = count > 2 and cut > 0
+    assert StallReport.load(tmp_path / "stall.json").ranks == ((cut,) if is_known else ())
+    for number, words in enumerate(said):
+        if (number == cut) if cut else (number > 0):
+            assert f"(host host{number}) {CUT_OFF}" in words
+        elif is_known:
+            assert f"rank {cut} (host host{cut}, dp=1, pp=0) cannot be reached; it was last heard of" in words
+        else:
+            assert "error: nobody can be told from the others: host host0 and host host1" in words
 
 
-def test_nothing_of_a_run_of_one_host_is_seen_from_another(tmp_path: Path) -> None:
-    job = job_of(tmp_path, epochs=5000)
+def trained(net: Hosts, folder: Path, job: Path, seconds: float = 0.0) -> bytes:
+    """Return the weights of a run whose link is cut for so long in the middle."""
+    for file in folder.glob("rank-*"):
+        file.unlink()
+    started = launch(net, job, "--set", f"checkpoint.export={folder / 'out'}")
+    wait_for_steps(folder)
+    if seconds:
+        net.cut(1)
+        time.sleep(seconds)
+        assert all(process.poll() is None for process in started)
+        net.cut(1, healed=True)
+    found = ends(started)
+    assert [code for code, _, _ in found] == [0, 0], [err for _, _, err in found]
+    return b"".join(path.read_bytes() for path in sorted((folder / "out").glob("*.safetensors")))
+
+
+def test_a_link_that_heals_in_time_costs_nothing_but_time(tmp_path: Path) -> None:
+    job = job_of(tmp_path, epochs=12)
+    (tmp_path / "model.py").write_text(MODEL.replace("return super()", "time.sleep(0.02)\n        return super()"))
     with hosts(2, tmp_path) as net:
-        run = net.start(0, sys.executable, "-m", "quintsched.runtime.launch.local_run", "--config", job)
-        wait_for_steps(tmp_path)
-        scan = net.start(1, sys.executable, "-m", __name__, net.addresses[0])
-        out, err = scan.communicate(timeout=120)
-        assert json.loads(out) == {"open": [], "refused": 65535}, err
-        assert run.poll() is None
+        weights = trained(net, tmp_path, job, seconds=4.0)
+        assert weights
+        assert weights == trained(net, tmp_path, job)
 
 
-async def scan(address: str) -> dict[str, object]:
-    """Knock at all ports of a host."""
-    found: dict[str, list[int]] = {"open": [], "refused": []}
-
-    async def knock(port: int) -> None:
-        try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(address, port), 20)
-            found["open"].append(port)
-            writer.close()
-        except ConnectionRefusedError:
-            found["refused"].append(port)
-
-    for first in range(1, 65536, 500):
-        await asyncio.gather(*map(knock, range(first, min(first + 500, 65536))))
-    return {"open": found["open"], "refused": len(found["refused"])}
-
-
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(asyncio.run(scan(sys.argv[1]))))
+def test_a_slow_link_aborts_nothing(tmp_path: Path) -> None:
+    job = job_of(tmp_path)
+    with hosts(2, tmp_path) as net:
+        net.slow(1, kbit=400)
+        weights = trained(net, tmp_path, job)
+        net.slow(1)
+        assert weights == trained(net, tmp_path, job)

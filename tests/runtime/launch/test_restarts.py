@@ -1,4 +1,4 @@
-"""A rank is killed, the run is started again, goes on from its last checkpoint and ends with the same figures."""
+"""Runs that are stopped, lose ranks, and are started again: saved, to the same figures, or with fewer replicas."""
 
 from __future__ import annotations
 
@@ -9,18 +9,47 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.comm import run_local
 from quintsched.runtime.launch import worker
-from quintsched.runtime.launch.job_plan import plan_of
-from quintsched.runtime.settings.job_file import load_job
+from quintsched.runtime.launch.job_plan import Worlds, for_processes, plan_of, smaller_worlds
+from quintsched.runtime.settings.job_file import JobConfig, load_job
 from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.trainer import Trainer
 from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
 from quintsched.runtime.watch.rendezvous.rendezvous_store import serve
 
 from ...helpers.commands import run, write_job
-from .killed_job import JOB, MODEL
+
+JOB = """
+model: {{name: "{folder}/model.py:build"}}
+data: {{name: "{folder}/data.py:load"}}
+parallel: {{mesh: "dp=2"}}
+train: {{epochs: 2, batch_size: 16, optimizer: {{name: adam, lr: 3e-3}}}}
+runtime: {{timeout_s: 60}}
+checkpoint: {{every: 2}}
+log: {{every: 1}}
+"""
+
+MODEL = """
+import os
+from pathlib import Path
+from torch import nn
+
+FUSE = Path(__file__).with_name("fuse")
+
+class Last(nn.Linear):
+    steps = 0
+    def forward(self, x):
+        self.steps += not x.is_meta and self.training
+        if self.steps == 7 and os.environ.get("RANK") == "1" and FUSE.exists():
+            FUSE.unlink()
+            os.kill(os.getpid(), 9)
+        return super().forward(x)
+
+def build(data):
+    return [nn.Flatten, lambda: Last(64, 4)]
+"""
 
 
 @pytest.mark.processes
@@ -72,3 +101,157 @@ def test_threads_go_on_with_their_own_run_only(
     assert any("is now in" in line for line in started("fresh"))
     assert any("resumed after" in line for line in started("fresh"))  # what that attempt had begun
     del store
+
+
+def job(mesh: str, **parallel: object) -> JobConfig:
+    settings = {"mesh": mesh, "microbatches": 2, "elastic": True} | parallel
+    return JobConfig.model_validate({"parallel": settings, "train": {"batch_size": 48}})
+
+
+def test_dp_is_what_the_processes_make_or_they_are_refused() -> None:
+    for mesh, processes, expected in (
+        ("dp=4,pp=2", 2, "dp=1,pp=2"),
+        ("pp=2,dp=2,tp=2", 12, "pp=2,dp=3,tp=2"),
+        ("pp=2", 4, "dp=2,pp=2"),
+    ):
+        assert str(plan_of(for_processes(job(mesh), None, processes)).mesh) == expected
+        assert for_processes(job(mesh, elastic=False), None, processes).parallel.mesh == mesh
+    with pytest.raises(MisfitError, match=r"5 processes make no whole replica of 2 ranks, .* start 4"):
+        for_processes(job("dp=4,pp=2"), None, 5)
+    with pytest.raises(UsageError, match=r"parallel\.elastic compiles a plan"):
+        for_processes(job("dp=2"), "plan.json", 2)
+
+
+def test_smaller_worlds_divide_the_batch_and_the_machines() -> None:
+    whole = job("dp=4,pp=2")
+    assert smaller_worlds(whole, plan_of(whole), 1) == [8, 6, 4, 2]
+    assert smaller_worlds(whole, plan_of(whole), 2) == [8, 6, 4]
+    assert smaller_worlds(whole, plan_of(whole), 1, machines=4) == [8, 4]
+    sixteen = whole.model_copy(update={"train": whole.train.model_copy(update={"batch_size": 16})})
+    assert smaller_worlds(sixteen, plan_of(sixteen), 1) == [8, 4, 2]
+
+
+def test_all_ranks_are_tried_again_once_fewer_have_got_on(tmp_path: Path) -> None:
+    def save(step: int) -> None:
+        (tmp_path / f"step-{step:08d}").mkdir()
+        (tmp_path / f"step-{step:08d}" / "manifest.json").touch()
+
+    save(3)
+    worlds, fixed = Worlds([8, 6, 4], tmp_path), Worlds([8, 6, 4])
+    found = []
+    for step, lost_one in [(6, True), (None, True), (9, True), (None, False), (12, True), (15, False), (18, False)]:
+        if step is not None:
+            save(step)
+        worlds.ended(lost_one=lost_one)
+        fixed.ended(lost_one=lost_one)
+        found.append((worlds.size, fixed.size))
+    assert found == [(6, 6), (4, 4), (8, 4), (8, 4), (6, 4), (8, 4), (8, 4)]
+
+
+LOSES_TWICE = """
+import os
+from pathlib import Path
+from torch import nn
+
+class Last(nn.Linear):
+    steps = 0
+    def forward(self, x):
+        self.steps += not x.is_meta and self.training
+        self.lose("1", "first", 2)
+        self.lose("0", "second", 5)
+        return super().forward(x)
+    def lose(self, rank, name, step):
+        fuse = Path(__file__).with_name(name)
+        if self.steps == step and os.environ.get("RANK") == rank and fuse.exists():
+            fuse.unlink()
+            os.kill(os.getpid(), 9)
+
+def build(data):
+    return [nn.Flatten, lambda: Last(64, 4)]
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_run_grows_again_to_the_mesh_of_the_job(tmp_path: Path) -> None:
+    file = write_job(tmp_path, JOB, LOSES_TWICE)
+    log = tmp_path / "log.jsonl"
+    for name in ("first", "second"):
+        (tmp_path / name).touch()
+    settings = ("--set", f"log.path={log}", "--set", f"checkpoint.dir={tmp_path / 'saved'}")
+    command = (sys.executable, "-m", "quintsched.runtime.launch.local_run", "--config", file, *settings)
+    code, out, err = run(*command, "--restarts", "2", "--min-dp", "1")
+    assert code == 0, err
+    assert re.findall(r"^1f1b on (dp=\d)", out, re.MULTILINE) == ["dp=2", "dp=1", "dp=2"]
+    assert re.search("resumed after step [24]$", out, re.MULTILINE)
+    config = load_job(file)
+    plan = plan_of(config)
+    expected = run_local(2, lambda transport: Trainer.of_job(config, plan, transport).fit())[0][-1]
+    found = [r for r in map(json.loads, log.read_text().splitlines()) if r["event"] == "epoch"][-1]
+    assert found["step"] == expected["step"]
+    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+    assert found["validation_loss"] == pytest.approx(expected["validation_loss"], abs=1e-5)
+
+
+STOPPED_JOB = """
+model: {{name: "{folder}/model.py:build"}}
+data: {{name: "{folder}/data.py:load"}}
+parallel: {{mesh: "pp=2", microbatches: 2}}
+train: {{epochs: 1000, batch_size: 16}}
+runtime: {{timeout_s: 60}}
+checkpoint: {{dir: "{folder}/saved", every: 1000000}}
+"""
+
+STOPPED_MODEL = """
+import os, signal
+from pathlib import Path
+from torch import nn
+
+def passes_made():
+    return Path(__file__).with_name("passes").stat().st_size
+
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+class Last(nn.Linear):
+    def forward(self, x):
+        if not x.is_meta and "RANK" in os.environ:
+            with Path(__file__).with_name("passes").open("a") as passes:  # a block that counts them itself is refused
+                passes.write("1")
+            if passes_made() == 5:  # the first of two microbatches of step 3
+                os.kill(WHOM, signal.SIGNAL)
+        return super().forward(x)
+
+def build(data):
+    return [nn.Flatten, lambda: nn.Linear(64, 64), lambda: Last(64, 4)]
+"""
+
+PIDS = {"rank": "os.getpid()", "launcher of quintsched": "parent(os.getppid())", "launcher of torchrun": "os.getppid()"}
+"""Process ids as a rank finds them: ranks of our launcher are forked by a server."""
+WAYS = {
+    "quintsched": ("quintsched.runtime.launch.local_run",),
+    "torchrun": ("torch.distributed.run", "--nproc-per-node=2", "-m", "quintsched.runtime"),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "whom", "number"),  # SIGUSR1 to a rank, every day: test_closed.py
+    [
+        ("quintsched", "launcher", "SIGTERM"),
+        ("torchrun", "rank", "SIGTERM"),
+        ("torchrun", "launcher", "SIGINT"),
+    ],
+)
+def test_a_signal_lets_the_run_save_and_end_with_0(tmp_path: Path, launcher: str, whom: str, number: str) -> None:
+    pid = PIDS.get(whom) or PIDS[f"launcher of {launcher}"]
+    job = write_job(tmp_path, STOPPED_JOB, STOPPED_MODEL.replace("WHOM", pid).replace("SIGNAL", number))
+    code, out, err = run(sys.executable, "-m", *WAYS[launcher], "--config", job)
+    found = re.search(r"^stopped as asked: saved at step (\d+)$", out, re.MULTILINE)
+    assert found is not None, err
+    assert [path.name for path in (tmp_path / "saved").glob("step-*")] == [f"step-{int(found[1]):08d}"]
+    if whom == "rank":
+        assert found[1] == "3"
+    assert code == (1 if (launcher, whom) == ("torchrun", "launcher") else 0)  # torchrun says so of any signal it gets
+    assert "Traceback" not in err or launcher == "torchrun"

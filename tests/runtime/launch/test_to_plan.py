@@ -1,6 +1,7 @@
 """From a job file to a plan, and what is refused on the way."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,13 @@ def job(**sections: dict[str, object]) -> JobConfig:
     return JobConfig.model_validate(sections)
 
 
+def saved(tmp_path: Path, schedule: str = "gpipe", mesh: str = "pp=2", **more: Any) -> tuple[Path, qs.Plan]:
+    """Save a plan; return its path and itself."""
+    plan, path = qs.compile(schedule, mesh=mesh, microbatches=4, **more), tmp_path / "plan.json"
+    plan.save(path)
+    return path, plan
+
+
 def test_the_parallel_section_is_compiled() -> None:
     plan = plan_of(job(parallel={"mesh": "dp=2,pp=2", "schedule": "interleaved-1f1b", "microbatches": 4}))
     assert plan == qs.compile("interleaved-1f1b", mesh="dp=2,pp=2", microbatches=4)
@@ -25,45 +33,26 @@ def test_pairs_side_by_side_are_asked_for_in_the_job_file(tmp_path: Path) -> Non
     assert plan == qs.compile("dualpipe-v", mesh="pp=2,ep=2", microbatches=4, overlap=True)
     with pytest.raises(qs.UsageError, match="1f1b: overlap: it has no forward and backward side by side"):
         plan_of(job(parallel={**parallel, "schedule": "1f1b"}))
-    path = tmp_path / "plan.json"
-    qs.compile("dualpipe-v", mesh="pp=2,ep=2", microbatches=4).save(path)
+    path, _ = saved(tmp_path, "dualpipe-v", "pp=2,ep=2")
     with pytest.raises(qs.MisfitError, match="overlap is True in the job file but False in the plan"):
         plan_of(job(parallel=parallel), path)
 
 
-def test_a_plan_file_wins_where_the_section_is_silent(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    qs.compile("gpipe", mesh="pp=2", microbatches=4).save(path)
+def test_a_plan_file_wins_where_the_section_is_silent_and_is_refused_where_it_disagrees(tmp_path: Path) -> None:
+    path, _ = saved(tmp_path)
     assert plan_of(job(), path).schedule.name == "gpipe"
     assert plan_of(job(parallel={"plan": str(path), "mesh": "pp=2"})).schedule.name == "gpipe"
-
-
-def test_a_plan_file_that_disagrees_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    qs.compile("gpipe", mesh="pp=2", microbatches=4).save(path)
-    with pytest.raises(
-        qs.MisfitError, match=r"schedule is 1f1b in .*; mesh is pp=4 in the job file but pp=2 in the plan"
-    ):
-        plan_of(job(parallel={"mesh": "pp=4", "schedule": "1f1b"}), path)
-
-
-@pytest.mark.parametrize(
-    ("said", "words"),
-    [
-        ({"recompute": 1}, r"recompute is \(1, 1\) in the job file but \(0, 2\) in the plan"),
-        ({"recompute": [0, 1]}, r"recompute is \(0, 1\) in the job file but \(0, 2\) in the plan"),
-        ({"tied": {"w": [0, 1]}}, r"tied is \{'w': \(0, 1\)\} in the job file but \{'v': \(0, 1\)\} in the plan"),
-    ],
-)
-def test_a_plan_file_that_recomputes_or_ties_something_else_is_refused(
-    tmp_path: Path, said: dict[str, object], words: str
-) -> None:
-    path = tmp_path / "plan.json"
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=4, recompute=[0, 2], tied={"v": (0, 1)})
-    plan.save(path)
+    words = r"schedule is 1f1b in .*; mesh is pp=4 in the job file but pp=2 in the plan"
     with pytest.raises(qs.MisfitError, match=words):
-        plan_of(job(parallel=said), path)
+        plan_of(job(parallel={"mesh": "pp=4", "schedule": "1f1b"}), path)
+    path, plan = saved(tmp_path, "1f1b", recompute=[0, 2], tied={"v": (0, 1)})
     assert plan_of(job(parallel={"recompute": [0, 2], "tied": {"v": [0, 1]}}), path) == plan
+    for said, words in (
+        ({"recompute": 1}, r"recompute is \(1, 1\) in the job file but \(0, 2\) in the plan"),
+        ({"tied": {"w": [0, 1]}}, r"tied is \{'w': \(0, 1\)\} in the job file but \{'v': \(0, 1\)\} in the plan"),
+    ):
+        with pytest.raises(qs.MisfitError, match=words):
+            plan_of(job(parallel=said), path)
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes() -> None:
@@ -90,23 +79,21 @@ def mine(rank, shape):
 
 
 def test_a_job_names_a_schedule_of_its_users(tmp_path: Path) -> None:
-    file, path = tmp_path / "mine.py", tmp_path / "plan.json"
+    file, path = tmp_path / "mine.py", tmp_path / "own.json"
     file.write_text(OWN)
     own = job(parallel={"mesh": "pp=2", "microbatches": 4, "schedule": f"{file}:mine"})
     plan = plan_of(own)
     assert plan.schedule.name == "of-a-job"
     plan.save(path)
     assert plan_of(own, path) == plan
-    qs.compile("1f1b", mesh="pp=2", microbatches=4).save(path)
     with pytest.raises(qs.MisfitError, match="schedule is of-a-job in the job file but 1f1b in the plan"):
-        plan_of(own, path)
+        plan_of(own, saved(tmp_path, "1f1b")[0])
     with pytest.raises(qs.UsageError, match="has no 'nobody'"):
         plan_of(job(parallel={"mesh": "pp=2", "schedule": f"{file}:nobody"}))
 
 
 def test_no_name_in_a_plan_is_resolved(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    qs.compile("1f1b", mesh="pp=2", microbatches=4).save(path)
+    path, _ = saved(tmp_path, "1f1b")
     name = f"{tmp_path}/bomb.py:boom"
     (tmp_path / "bomb.py").write_text("raise SystemExit(9)")
     path.write_text(path.read_text().replace('"1f1b"', f'"{name}"'))
@@ -116,19 +103,17 @@ def test_no_name_in_a_plan_is_resolved(tmp_path: Path) -> None:
 
 
 def test_an_alias_and_axes_of_one_rank_are_no_disagreement(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    qs.compile("afab", mesh="dp=1,pp=2", microbatches=4).save(path)
+    path, _ = saved(tmp_path, "afab", "dp=1,pp=2")
     for mesh in ("pp=2", "dp=1,pp=2", "pp=2,dp=1", "pp=2,tp=1", {"pp": 2}):
         assert plan_of(job(parallel={"schedule": "afab", "mesh": mesh}), path).schedule.name == "gpipe"
-    qs.compile("gpipe", mesh="dp=2,pp=2", microbatches=4).save(path)
+    path, _ = saved(tmp_path, "gpipe", "dp=2,pp=2")
     with pytest.raises(qs.MisfitError, match="mesh is pp=2,dp=2 in the job file but dp=2,pp=2 in the plan"):
         plan_of(job(parallel={"mesh": "pp=2,dp=2"}), path)
 
 
 def test_a_wire_that_contradicts_the_plans_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
     said = {"communication": "auto", "latency_s": 1e-3}
-    qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4, communication="auto", wire=Wire(1e-3, 5e9)).save(path)
+    path, _ = saved(tmp_path, "1f1b", "dp=2,pp=2", communication="auto", wire=Wire(1e-3, 5e9))
     assert plan_of(job(parallel=said), path).communication.wire == Wire(1e-3, 5e9)
     for other in ({"latency_s": 2e-3}, {"bandwidth": 1e9}):
         with pytest.raises(qs.MisfitError, match=f"{next(iter(other))} is .* in the job file but .* in the plan"):
@@ -136,11 +121,26 @@ def test_a_wire_that_contradicts_the_plans_is_refused(tmp_path: Path) -> None:
 
 
 def test_auto_that_stayed_native_is_no_disagreement(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    for mesh in ("pp=2", "dp=512,pp=2"):
-        plan = qs.compile("1f1b", mesh=mesh, microbatches=1, communication="auto")
-        assert plan.communication.means == "native"
-        plan.save(path)
-        assert plan_of(job(parallel={"communication": "auto"}, train={"batch_size": 512}), path) == plan
-        with pytest.raises(qs.MisfitError, match="communication is ring in the job file but native in the plan"):
-            plan_of(job(parallel={"communication": "ring"}, train={"batch_size": 512}), path)
+    path, plan = saved(tmp_path, "1f1b", communication="auto")
+    assert plan.communication.means == "native"
+    assert plan_of(job(parallel={"communication": "auto"}), path) == plan
+    with pytest.raises(qs.MisfitError, match="communication is ring in the job file but native in the plan"):
+        plan_of(job(parallel={"communication": "ring"}), path)
+
+
+@pytest.mark.parametrize(
+    ("stages", "tied"),
+    [([1, 4, 1], {"embedding": (0, 2)}), ([2, 4, 0], {"embedding": (0, 1)}), ([6, 0, 0], {})],
+)
+def test_what_a_model_ties_lies_on_the_last_stage_with_blocks(stages: list[int], tied: dict[str, object]) -> None:
+    model = {"name": "gpt", "options": {"hidden": 32, "depth": 4, "tied": True}}
+    plan = plan_of(job(model=model, parallel={"mesh": "pp=3", "stages": stages}))
+    assert (plan.tied, plan.blocks_per_stage) == (tied, tuple(stages))
+
+
+def test_stages_cannot_be_measured_and_given(tmp_path: Path) -> None:
+    with pytest.raises(qs.UsageError, match=r"balance is measured, but .* \(3,1\); leave out one of them"):
+        plan_of(job(parallel={"mesh": "pp=2", "stages": [3, 1], "balance": "measured"}))
+    path, _ = saved(tmp_path, "1f1b", stages=[3, 1])
+    with pytest.raises(qs.UsageError, match="balance is measured"):
+        plan_of(job(parallel={"balance": "measured"}), path)
