@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from quintsched.errors import UsageError
 
-from .odd_blocks import ODD
-from .odd_mlps import HEADS, TOKENS, WIDTH, Mlp
+from .odd_blocks import HEADS, ODD, TOKENS, WIDTH, Mlp
 from .training import refusal, train, train_equal
 
 PARTS_1 = {"*.qkv": {"cut": "column", "parts": 1}, "*.proj": "row"}
@@ -26,7 +25,6 @@ SHIFT = torch.randn(4, TOKENS, generator=torch.Generator().manual_seed(3), dtype
     ("name", "rules"),
     [
         ("NeoX", PARTS_1),
-        ("MegatronGroups", PARTS_1),
         ("Phi3", PARTS_211),
         ("GatesInTurns", {"*.gate_up_proj": {"cut": "column", "parts": 1}}),
         ("SoftmaxBetween", WHOLE),
@@ -49,7 +47,7 @@ class Zeroed(ODD["SoftmaxBetween"]):  # type: ignore[misc]
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "block", [Zeroed, *(ODD[name] for name in ("SoftmaxBetween", "NormalisedBetween", "HalvesBetween", "SummedHeads"))]
+    "block", [Zeroed, *(ODD[name] for name in ("NormalisedBetween", "HalvesBetween", "SummedHeads"))]
 )
 def test_a_pair_that_looks_at_other_features_is_parted_or_refused_where_a_rule_wants_it(
     block: type[nn.Module], caplog: pytest.LogCaptureFixture
@@ -64,7 +62,6 @@ def test_a_pair_that_looks_at_other_features_is_parted_or_refused_where_a_rule_w
     advice = {f"*.{first}": "replicate", f"*.{second}": "replicate"}
     assert said.startswith(f"block 1 ({block.__name__}) over tp=2 cut at {where}: ")
     assert said.endswith(f"; keep them whole: rules={advice}")
-    train_equal("tp=2", [ODD["Fused"], block], rules={f"1{name[1:]}": rule for name, rule in advice.items()})
 
 
 class Rows(nn.Module):
@@ -121,9 +118,6 @@ def test_a_layout_that_only_a_batch_can_prove_is_parted_in_the_first_step(caplog
     assert re.search(said, caplog.text)
     said = refusal("tp=2", blocks, extras=extras, rules={"*.qkv": "column", "*.proj": "row"})
     assert said.endswith(f"their outputs are laid out otherwise: rules={PARTS_1}")
-    (first, _), (alone,) = train("tp=2", blocks, extras=extras, rules=PARTS_1), train("pp=1", blocks, extras=extras)
-    assert first.losses == pytest.approx(alone.losses, rel=1e-9)
-    assert "1.qkv.weight" in first.cut
 
 
 class Sloped(Mlp):
@@ -150,33 +144,26 @@ def test_a_rule_that_says_the_wrong_layout_is_refused(name: str, rules: Any, rig
     assert f"rules={{'*.qkv': {{'cut': 'column', 'parts': {right}}}, '*.proj': 'row'}}" in said
 
 
-@pytest.mark.parametrize(
-    ("rules", "words"),
-    [
-        ({"cut": "column", "parts": 0}, "parts are a number of equal blocks or a list of proportions, not 0"),
-        ({"cut": "row", "parts": 2}, "only a column has parts, not 'row'"),
-        ({"cut": "colum"}, "unknown split 'colum'; did you mean 'column'"),
-        ({"cut": "vocabulary", "alone": True}, "a column or a row can be alone, not 'vocabulary'"),
-        ({"cut": "row", "alone": 1}, "alone is true or false, not 1"),
-        ({"cut": "column", "sizes": "num_heads"}, "sizes are a list of names of attributes, not 'num_heads'"),
-        ({"split": "column"}, "unknown key 'split'; a rule has 'cut', 'parts', 'sizes' and 'alone'"),
-    ],
-)
-def test_rules_that_say_nothing_that_there_is(rules: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(f"rules.*.qkv: {words}")):
-        train("tp=2", [ODD["Fused"]], rules={"*.qkv": rules})
+RULES: list[tuple[Any, str]] = [
+    ({"cut": "column", "parts": 0}, "parts are a number of equal blocks or a list of proportions, not 0"),
+    ({"cut": "row", "parts": 2}, "only a column has parts, not 'row'"),
+    ({"cut": "colum"}, "unknown split 'colum'; did you mean 'column'"),
+    ({"cut": "vocabulary", "alone": True}, "a column or a row can be alone, not 'vocabulary'"),
+    ({"cut": "row", "alone": 1}, "alone is true or false, not 1"),
+    ({"cut": "column", "sizes": "num_heads"}, "sizes are a list of names of attributes, not 'num_heads'"),
+    ({"split": "column"}, "unknown key 'split'; a rule has 'cut', 'parts', 'sizes' and 'alone'"),
+]
+UNMATCHED: list[tuple[str, Any, str]] = [
+    ("tp=2", {"rules": {"*.fc3": "replicate"}}, "rule '*.fc3' is for no layer of the model; did you mean"),
+    ("pp=1", {"rules": {"0": "replicate"}}, "rule '0' is for no layer of the model; did you mean '0.*'"),
+    ("pp=1", {"extras": {"shift": SHIFT, "shif": SHIFT}}, "no block takes 'shif', which the step is given; did"),
+    *(("tp=2", {"rules": {"*.fc1": rule}}, f"*.fc1: {words}") for rule, words in RULES),
+]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "more", "words"),
-    [
-        ("tp=2", {"rules": {"*.fc3": "replicate"}}, r"rule '\*.fc3' is for no layer of the model; did you mean"),
-        ("pp=1", {"rules": {"0": "replicate"}}, r"rule '0' is for no layer of the model; did you mean '0.\*'"),
-        ("pp=1", {"extras": {"shift": SHIFT, "shif": SHIFT}}, "no block takes 'shif', which the step is given; did"),
-    ],
-)
-def test_rules_and_extras_that_match_nothing_are_refused(mesh: str, more: Any, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+@pytest.mark.parametrize(("mesh", "more", "words"), UNMATCHED)
+def test_rules_and_extras_that_say_nothing_or_match_nothing_are_refused(mesh: str, more: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
         train(mesh, [Sloped], **more)
 
 

@@ -20,7 +20,7 @@ from quintsched.runtime.parallel.cut_proofs.tokens.tokens_apart import why_token
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
 from quintsched.runtime.parallel.cut_proofs.twin_runs import Setting
 
-from .odd_mlps import TOKENS, WIDTH, Mlp
+from .odd_blocks import TOKENS, WIDTH, Mlp
 from .training import batch, refusal, train
 
 ONE = [batch(1, samples=1)]
@@ -86,24 +86,16 @@ def in_order(y: Tensor) -> Tensor:
 CP, SLICES = Setting(context=cast("Group", SimpleNamespace(size=2))), Setting(slices=2)
 JOINED: list[tuple[Mix, str]] = [
     (lambda self, y, context: y / (y.abs().amax(1, keepdim=True) / 60).clamp(min=1), "amax"),
-    (lambda self, y, context: torch.where((y.abs() > 60).any(1, keepdim=True), y.tanh(), y), "any"),
-    (lambda self, y, context: y.tanh() if y.abs().max() > 60 else y, "asks for numbers of tokens in line"),
     (lambda self, y, context: y if torch.allclose(y, y.clamp(-60, 60)) else y.tanh(), "asks for numbers of tokens in"),
     (lambda self, y, context: y.tanh() if y.abs().max().item() > 60 else y, "reads numbers of tokens on the host"),
-    (lambda self, y, context: y / (y.square().mean((1, 2), keepdim=True) / 60).clamp(min=1), "mean"),
     (lambda self, y, context: y + 1e-9 * y.cumsum(1), "cumsum"),
-    (lambda self, y, context: y + 1e-9 * y.softmax(1), "softmax"),
-    (lambda self, y, context: y + 1e-9 * y.mean(1, keepdim=True) if self.training else y, "mean"),
     (lambda self, y, context: torch.where(F.pad(y, (0, 0, 1, 0))[:, :-1] > 60, y.tanh(), y), "gt|where"),
-    (lambda self, y, context: torch.where(F.avg_pool1d(y.mT, 3, 1, 1).mT > 60, y.tanh(), y), "avg_pool2d"),
     (lambda self, y, context: y * (100 / (y > 60).sum(1, keepdim=True).clamp(min=100)), "sum"),
     (lambda self, y, context: torch.zeros_like(y).index_add(1, torch.zeros_like(y[0, :, 0]).long(), y) * 1e-9, "index"),
     (remembered, "max"),
 ]
 APART: list[Mix] = [
-    lambda self, y, context: F.layer_norm(y, y.shape[-1:]),
-    lambda self, y, context: y * (y >= y.topk(4).values[..., 3:]),
-    lambda self, y, context: y.flatten(0, 1).relu().view(y.shape),
+    lambda self, y, context: F.layer_norm(y, y.shape[-1:]) * (y >= y.topk(4).values[..., 3:]),
     lambda self, y, context: torch.stack([F.gelu(y[:, place]) for place in range(y.shape[1])], 1),
     lambda self, y, context: torch.zeros_like(y).index_put((y > 0,), y[y > 0]),
     lambda self, y, context: mixed(y, [torch.tanh, torch.relu, torch.sin, torch.cos]),
@@ -122,6 +114,13 @@ def test_what_joins_tokens_at_some_numbers_is_found_with_its_function_and_line(s
         assert " in line " in found
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("setting", [CP, SLICES])
+def test_what_depends_on_how_many_tokens_there_are_is_found(setting: Setting) -> None:
+    for mix, word in LENGTHS:
+        assert word in why(mix, setting)
+
+
 LENGTHS: list[tuple[Mix, str]] = [
     (lambda self, y, context: y.tanh() if y.shape[1] > TOKENS // 2 else y, "calls tanh in line"),
     (lambda self, y, context: y / max(y.shape[1] / TOKENS, 0.9), "calls div 1 in line"),
@@ -131,13 +130,6 @@ LENGTHS: list[tuple[Mix, str]] = [
     ),
     (lambda self, y, context: y * torch.arange(y.shape[1])[:, None] if self.training else y, "a part of the tokens"),
 ]
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("setting", [CP, SLICES])
-def test_what_depends_on_how_many_tokens_there_are_is_found(setting: Setting) -> None:
-    for mix, word in LENGTHS:
-        assert word in why(mix, setting)
 
 
 def first(self: Any, y: Tensor, context: Context | None) -> Tensor:
@@ -151,7 +143,6 @@ BY_PLACES: list[Mix] = [
         (torch.arange(len(y))[:, None], torch.zeros(1, 1).long()), self.kept + y[:, :1]
     ),
     lambda self, y, context: torch.where(torch.arange(y.shape[1])[:, None] == 0, y * (1 + self.kept), y),
-    lambda self, y, context: y + self.kept * self.proj.bias[: y.shape[1], None],
     lambda self, y, context: torch.cat([c * (1 + self.kept * i) for i, c in enumerate(y.split(3, 1))], 1),
     lambda self, y, context: torch.cat([y[:, :1], F.dropout(y[:, 1:], 1e-7)], 1),
     lambda self, y, context: y + 0 * whole(first(self, y, context), context).mean(1, keepdim=True),
@@ -238,13 +229,8 @@ class Sliced(Mlp):
 SLICED: list[tuple[Callable[[Tensor], Tensor], str]] = [
     (lambda x: x * torch.rand_like(x[..., :1]), "it draws by rand_like for its part of the tokens in line"),
     (lambda x: x.roll(1, 1), "meet in add in line"),
-    (lambda x: x / x.shape[1], f"calls div {TOKENS} in line"),
     (lambda x: F.dropout(x, 1 / x.shape[1]), "calls mul_ 1.06667 in line"),
     (lambda x: torch.cat([x[:, :1] * torch.ones(()), x[:, 1:]], 1), "does to some tokens by their places"),
-    (
-        lambda x: x * torch.rand(x.shape[:2]).argsort(1)[..., None],
-        "it draws by rand for its part of the tokens in line",
-    ),
 ]
 
 

@@ -27,18 +27,6 @@ READS: list[Between] = [
 ]
 
 
-def halved(p: Tensor) -> None:
-    assert p.grad is not None
-    p.grad.mul_(0.5)
-
-
-HOOKS: list[Callable[[Any], Any]] = [
-    lambda block: block.fc1.weight.register_hook(lambda g: g * 0.5),
-    lambda block: block.fc2.bias.register_hook(lambda g: g / g.norm()),
-    lambda block: block.fc1.weight.register_post_accumulate_grad_hook(halved),
-]
-
-
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("between", READS)
 def test_layers_whose_weights_are_read_are_whole(between: Between, caplog: pytest.LogCaptureFixture) -> None:
@@ -54,26 +42,6 @@ def test_types_and_sizes_of_weights_may_be_read() -> None:
 def test_a_rule_that_cuts_a_layer_whose_weights_are_read_is_refused(rule: Any) -> None:
     said = refusal("tp=2", [lambda: Seeing(largest)], rules={"*.fc1": rule, "*.fc2": "replicate"})
     assert re.search(r"cannot be cut at '0.fc1'.*, for it gives .* in line .*: rules=\{'\*.fc1'", said)
-
-
-def whole(block: Callable[[], nn.Module], rules: dict[str, str], **more: Any) -> tuple[str, str]:
-    """Return what is said of a block whose layers are whole over tp, and why rules that cut them are refused."""
-    ranks = train("tp=2", [block], SCALED, **more)
-    require_equal(ranks, train("pp=1", [block], SCALED, **more)[0], 1e-8)
-    return str(ranks[0].engine.tensor_cuts), refusal("tp=2", [block], SCALED, rules=rules, **more)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("hook", HOOKS)
-def test_layers_with_hooks_on_their_weights_are_whole(hook: Callable[[Any], Any]) -> None:
-    def block() -> nn.Module:
-        made = Seeing(lambda self, y: y)
-        hook(made)
-        return made
-
-    said, why = whole(block, {"*.fc?": "row"}, loss_over="microbatch")  # one of the hooks divides by a norm
-    assert "whole: 0.fc1, 0.fc2; whole for hooks on their weights: 0.fc" in said
-    assert "a plain Linear without hooks, also on its weights" in why
 
 
 class Dropping(nn.Linear):
@@ -105,41 +73,55 @@ class Named(nn.Linear):
     """A linear layer by another name."""
 
 
-def scaled(layer: nn.Linear) -> nn.Linear:
-    layer.forward = MethodType(lambda self, x: F.linear(x, self.weight, self.bias) * 0.5, layer)  # type: ignore[method-assign]
-    return layer
+def scale(layer: Any) -> None:
+    layer.forward = MethodType(lambda self, x: F.linear(x, self.weight, self.bias) * 0.5, layer)
 
 
-def tripled(layer: nn.Linear) -> nn.Linear:
+def triple(layer: Any) -> None:
     layer.weight = Tripled(layer.weight.detach())
-    return layer
 
 
-OWN: dict[str, Callable[[int, int], nn.Linear]] = {
-    "has 'forward'": Dropping,
-    "has '__call__'": Late,
-    "it has 'forward'": lambda *sizes: scaled(nn.Linear(*sizes)),
-    "its weights are of type 'Tripled'": lambda *sizes: tripled(nn.Linear(*sizes)),
-}
+def halved(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.mul_(0.5)
 
 
-def made(make: Callable[[int, int], nn.Linear]) -> Callable[[], nn.Module]:
-    def block() -> nn.Module:
-        built = Seeing(lambda self, y: F.gelu(y))
-        built.fc1 = make(built.fc1.in_features, built.fc1.out_features)
-        return built
-
-    return block
+HOOKS, FORWARDS = "whole for hooks on their weights: 0.fc", "whole for forwards of their own: 0.fc1"
+NO_HOOKS = "a plain Linear without hooks, also on its weights"
+CASES: list[tuple[type[nn.Linear], Callable[[Any], object], str, str]] = [
+    (nn.Linear, lambda layer: layer.weight.register_hook(lambda g: g * 0.5), HOOKS, NO_HOOKS),
+    (nn.Linear, lambda layer: layer.bias.register_hook(lambda g: g / g.norm()), HOOKS, NO_HOOKS),
+    (nn.Linear, lambda layer: layer.weight.register_post_accumulate_grad_hook(halved), HOOKS, NO_HOOKS),
+    (Dropping, id, FORWARDS, "has 'forward'"),
+    (Late, id, FORWARDS, "has '__call__'"),
+    (nn.Linear, scale, FORWARDS, "it has 'forward'"),
+    (nn.Linear, triple, FORWARDS, "its weights are of type 'Tripled'"),
+]
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("why", OWN)
-def test_layers_with_forwards_of_their_own_are_whole(why: str) -> None:
-    said, refused = whole(made(OWN[why]), {"*.fc1": "column"})
-    assert "whole: 0.fc1, 0.fc2; whole for forwards of their own: 0.fc1" in said
-    assert f"{why}; keep it whole, by a rule before others: {{'0.fc1': 'replicate'}}" in refused
+@pytest.mark.parametrize(("kind", "change", "said", "why"), CASES)
+def test_layers_with_hooks_on_weights_or_forwards_of_their_own_are_whole(
+    kind: type[nn.Linear], change: Callable[[Any], object], said: str, why: str
+) -> None:
+    def block() -> nn.Module:
+        made = Seeing(lambda self, y: F.gelu(y))
+        made.fc1 = kind(made.fc1.in_features, made.fc1.out_features)
+        change(made.fc1)
+        return made
+
+    more = {"loss_over": "microbatch"} if said == HOOKS else {}  # one of the hooks divides by a norm
+    ranks = train("tp=2", [block], SCALED, **more)
+    require_equal(ranks, train("pp=1", [block], SCALED, **more)[0], 1e-8)
+    assert f"whole: 0.fc1, 0.fc2; {said}" in str(ranks[0].engine.tensor_cuts)
+    refused = refusal("tp=2", [block], SCALED, rules={"*.fc1": "column"}, **more)
+    assert (why if said == HOOKS else f"{why}; keep it whole, by a rule before others: {{'0.fc1': 'rep") in refused
 
 
-@pytest.mark.slow
 def test_a_linear_layer_by_another_name_is_cut() -> None:
-    assert "pairs proved" in str(train("tp=2", [made(Named)])[0].engine.tensor_cuts)
+    def block() -> nn.Module:
+        made = Seeing(lambda self, y: F.gelu(y))
+        made.fc1 = Named(made.fc1.in_features, made.fc1.out_features)
+        return made
+
+    assert "pairs proved" in str(train("tp=2", [block])[0].engine.tensor_cuts)

@@ -19,7 +19,7 @@ from quintsched.runtime.parallel.tensor.column_row_layers import ColumnParallelL
 from quintsched.runtime.parallel.tensor.parameter_shards import shard_of
 
 from ...toys import difference, sgd
-from .odd_mlps import TOKENS, WIDTH, Mlp
+from .odd_blocks import TOKENS, WIDTH, Mlp
 
 Between = Callable[[Any, Tensor], Tensor]
 
