@@ -22,7 +22,7 @@ from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 from tests.runtime import grid
 from tests.runtime.grid import Case, Trained
-from tests.runtime.parallel.expert.moe_training import moe_blocks
+from tests.runtime.parallel.expert.mixtures import moe_blocks
 from tests.runtime.toys import ids_task, tiny_gpt, train_rank
 
 from .machine import Machine

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.comm import Group, SelfGroup
+from quintsched.runtime.comm import SelfGroup
 from quintsched.runtime.parallel.mesh_independent_dropout import (
     ColumnRowPair,
     KeyedDropout,
@@ -22,8 +22,6 @@ from quintsched.runtime.parallel.mesh_independent_dropout import (
 )
 
 from ..toys import sgd
-
-# ---------------------------------------------------------------- masks
 
 
 def keyed(p: float = 0.5, name: str = "drop", number: int = 3, masks: Masks | None = None) -> KeyedDropout:
@@ -87,15 +85,9 @@ def test_sites_steps_seeds_and_calls_are_independent() -> None:
     with masks.draw_for(SOME):
         twice = [layer(torch.ones(8, 64, 256)) for _ in range(2)]
     again = (twice[1].double() / twice[1].max() - (1 - p)) / (p * (1 - p)) ** 0.5
-    others = [
-        normal(layer),
-        again,
-        normal(keyed(p, "drop1", masks=masks)),
-        normal(keyed(p, number=4, masks=masks)),
-        normal(layer, MaskUnit(6, SOME.samples)),
-        normal(layer, MaskUnit(5, range(24, 32))),
-        normal(keyed(p, masks=Masks(1))),
-    ]
+    units = MaskUnit(6, SOME.samples), MaskUnit(5, range(24, 32))
+    keys = keyed(p, "drop1", masks=masks), keyed(p, number=4, masks=masks), keyed(p, masks=Masks(1))
+    others = [again, *(normal(layer, unit) for unit in (SOME, *units)), *map(normal, keys)]
     assert torch.equal(drawn(layer, SOME, 8, 64, 256) > 0, twice[0] > 0)
     for number, one in enumerate(others):
         for other in others[:number]:
@@ -137,23 +129,13 @@ def test_odd_probabilities_and_empty_tensors() -> None:
     assert drawn(keyed().eval(), SOME, 8, 5).sum() == 40
 
 
-def member(index: int, size: int) -> Group:
-    """One of several ranks, of which the others never speak."""
-    group = SelfGroup(0, torch.device("cpu"))
-    group.ranks, group.size, group.index = tuple(range(size)), size, index
-    return group
-
-
-# ---------------------------------------------------------------- modules
-
-
-def test_nothing_shows() -> None:
+def test_a_keyed_dropout_shows_nowhere_and_is_copied_as_a_plain_one() -> None:
     plain = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.ReLU())
-    module = copy.deepcopy(plain)
+    module, group = copy.deepcopy(plain), SelfGroup(0, torch.device("cpu"))
     key_dropouts(module, 0, Masks(0))
     layer = module[1]
     assert isinstance(layer, KeyedDropout)
-    layer.pair, layer.sequence = ColumnRowPair(member(0, 2)), member(0, 2)
+    layer.pair, layer.sequence = ColumnRowPair(group), group
     assert repr(module) == repr(plain)
     assert list(module.state_dict()) == list(plain.state_dict())
     saved = io.BytesIO()
@@ -165,37 +147,24 @@ def test_nothing_shows() -> None:
         assert twin[1].p == 0.3
 
 
-def test_outside_of_a_unit_it_is_an_ordinary_dropout() -> None:
-    layer, x = keyed(), torch.ones(100)
+def test_outside_of_a_unit_it_is_an_ordinary_dropout_and_another_engine_takes_it_over() -> None:
+    layer, x, masks = keyed(), torch.ones(100), Masks(1)
     torch.manual_seed(1)
     found = layer(x)
     torch.manual_seed(1)
     assert torch.equal(found, nn.functional.dropout(x, 0.5))
-
-
-def test_blocks_of_another_engine_are_taken_over() -> None:
-    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3))
-    key_dropouts(module, 0, Masks(0))
-    masks = Masks(1)
-    key_dropouts(module, 2, masks)
-    layer = module[1]
-    assert isinstance(layer, KeyedDropout)
+    key_dropouts(nn.ModuleDict({"other": layer}), 2, masks)
     assert layer.masks is masks
-    assert layer.site == "2.1"
+    assert layer.site == "2.other"
 
 
 def test_a_dropout_of_two_blocks_is_refused() -> None:
-    shared = nn.Dropout(0.1)
+    shared, plan = nn.Dropout(0.1), qs.compile("1f1b", mesh="pp=1", microbatches=1)
     blocks = [nn.Sequential(nn.Linear(4, 4), shared), nn.Sequential(nn.Linear(4, 4), shared)]
-    with pytest.raises(
-        qs.MisfitError, match=r"blocks 0 and 1 share the dropout '1'; give each block a dropout for itself"
-    ):
-        Engine(qs.compile("1f1b", mesh="pp=1", microbatches=1), blocks, nn.functional.mse_loss, sgd)
-
-
-def test_a_dropout_that_drops_nothing_may_be_of_two_blocks() -> None:
-    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
+    said = r"blocks 0 and 1 share the dropout '1'; give each block a dropout for itself"
+    with pytest.raises(qs.MisfitError, match=said):
+        Engine(plan, blocks, nn.functional.mse_loss, sgd)
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0))  # which drops nothing
     engine = Engine(plan, [block, block], nn.functional.mse_loss, sgd)
     x, y = torch.randn(2, 4), torch.randn(2, 4)
     expected = nn.functional.mse_loss(block(block(x)), y).item()

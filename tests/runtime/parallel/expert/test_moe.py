@@ -18,10 +18,11 @@ from quintsched.runtime.blocks.trees import TensorSpec, TreeSpec
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import MoEGPTOptions
 from quintsched.runtime.models.layers import Mlp
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
-from ...toys import CLASSES, difference, ids_task
-from .mixtures import mixture
-from .moe_training import DEPTH, HIDDEN, LENGTH, moe_blocks, train_on
+from ....helpers.training import train_ranks
+from ...toys import CLASSES, difference, ids_task, sgd
+from .mixtures import DEPTH, HIDDEN, LENGTH, mixture, moe_blocks
 
 
 def slowly(layer: MoE, tokens: Tensor) -> tuple[Tensor, Tensor, list[int]]:
@@ -56,7 +57,6 @@ def slowly(layer: MoE, tokens: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     "options",
     [
         {"top_k": 1},
-        {"top_k": 2, "balance": 0.3},
         {"top_k": 2, "z": 0.1, "shared": True},
         {"top_k": 3, "renormalise": True, "balance": 0.2, "z": 0.1},
         {"top_k": 2, "capacity_factor": 0.5, "balance": 0.3},
@@ -84,17 +84,15 @@ def test_a_mixture_equals_a_loop_over_tokens(options: dict[str, Any]) -> None:
 
 
 def test_what_a_mixture_refuses() -> None:
-    with pytest.raises(qs.UsageError, match="cannot use top_k=6 of 5 experts"):
-        mixture(top_k=6)
-    with pytest.raises(qs.UsageError, match="capacity_factor is -1; it must be above 0"):
-        mixture(capacity_factor=-1)
-    for wrong, words in (
-        ({"experts": 2, "top_k": 3}, "top_k=3 of experts=2"),
-        ({"top_k": 1, "renormalise": True}, "the router learns nothing"),
-        ({"depth": 2, "every": 3}, "every=3 is more than depth=2"),
+    for make, wrong, words in (
+        (mixture, {"top_k": 6}, "cannot use top_k=6 of 5 experts"),
+        (mixture, {"capacity_factor": -1}, "capacity_factor is -1; it must be above 0"),
+        (MoEGPTOptions, {"experts": 2, "top_k": 3}, "top_k=3 of experts=2"),
+        (MoEGPTOptions, {"top_k": 1, "renormalise": True}, "the router learns nothing"),
+        (MoEGPTOptions, {"depth": 2, "every": 3}, "every=3 is more than depth=2"),
     ):
         with pytest.raises(qs.UsageError, match=words):
-            MoEGPTOptions(**wrong)
+            make(**wrong)
 
 
 def test_only_training_counts_and_has_an_auxiliary_loss() -> None:
@@ -139,17 +137,17 @@ def test_experts_under_tp_communicate_once_for_all() -> None:
     assert run_local(2, run) == [[(3, 6), (3, 2), (3, 6)]] * 2
 
 
-def test_experts_that_do_not_divide_are_refused() -> None:
-    plan = qs.compile("1f1b", mesh="ep=3", microbatches=1)
-    with pytest.raises(qs.MisfitError, match="ep=3 does not divide 4 experts; choose ep from 1, 2, 4"):
-        train_on(plan, ids_task(1, 3, LENGTH), moe_blocks(), {})
-
-
-def test_experts_that_are_not_cut_alike_are_refused() -> None:
-    plan = qs.compile("1f1b", mesh="ep=2,tp=2", microbatches=1)
-    rules = {"*.experts.3.*": "replicate"}
-    with pytest.raises(qs.MisfitError, match=r"rules cut experts 0 and 3 of '1\.mlp' differently over tp; cut all of"):
-        train_on(plan, ids_task(1, 4, LENGTH), moe_blocks(), {}, rules=rules)
+@pytest.mark.parametrize(
+    ("mesh", "rules", "words"),
+    [
+        ("ep=3", {}, "ep=3 does not divide 4 experts; choose ep from 1, 2, 4"),
+        ("ep=2,tp=2", {"*.experts.3.*": "replicate"}, r"experts 0 and 3 of '1\.mlp' differently over tp; cut all of"),
+    ],
+)
+def test_experts_that_do_not_divide_or_are_not_cut_alike_are_refused(mesh: str, rules: Any, words: str) -> None:
+    plan, batches = qs.compile("1f1b", mesh=mesh, microbatches=1), ids_task(1, 12, LENGTH).batches
+    with pytest.raises(qs.MisfitError, match=words):
+        train_ranks(plan, moe_blocks(), cross_entropy_sum, sgd, batches, rules=rules)
 
 
 def test_shapes_are_found_and_costs_are_those_of_the_experts_that_a_token_uses() -> None:

@@ -45,12 +45,11 @@ def tokens_of(rows: int) -> Tensor:
     return torch.randn(rows, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 4, 13])
-@pytest.mark.parametrize("factor", [0.01, 0.5, 1.0, 1.25, "E/k", 100.0])
+@pytest.mark.parametrize("rows", [0, 1, 13])
+@pytest.mark.parametrize("factor", [0.01, 0.5, 1.25, 100.0])
 @pytest.mark.parametrize("options", ROUTINGS, ids=str)
-def test_padding_changes_no_number(options: dict[str, Any], factor: float | str, rows: int) -> None:
-    number = EXPERTS / options["top_k"] if isinstance(factor, str) else factor
-    plain, padded = (mixture(capacity_factor=number, pad_to_capacity=pads, **options) for pads in (False, True))
+def test_padding_changes_no_number(options: dict[str, Any], factor: float, rows: int) -> None:
+    plain, padded = (mixture(capacity_factor=factor, pad_to_capacity=pads, **options) for pads in (False, True))
     tokens = tokens_of(rows)
     expected, found = (results_of(layer, tokens, list(layer.parameters())) for layer in (plain, padded))
     for wanted, value in zip(expected, found, strict=True):
@@ -142,14 +141,12 @@ def narrow() -> nn.Module:
     return Mlp(WIDTH, 7, bias=False)
 
 
-@pytest.mark.parametrize("factor", [0.5, 1.25, 2.5, 100.0])
-@pytest.mark.parametrize("shared", [False, True])
-def test_nothing_is_read(factor: float, shared: bool) -> None:
+@pytest.mark.parametrize("factor", [0.5, 2.5, 100.0])
+def test_nothing_is_read(factor: float) -> None:
     """Tensors without data: what wants to know a number, or a shape that follows from numbers, raises."""
     options = {"capacity_factor": factor, "pad_to_capacity": True}
     with FakeTensorMode():
-        beside = Mlp(WIDTH, 5, bias=False) if shared else None
-        layer = MoE(WIDTH, EXPERTS, narrow, renormalise=True, balance=0.1, z=0.1, shared=beside, **options)
+        layer = MoE(WIDTH, EXPERTS, narrow, renormalise=True, balance=0.1, z=0.1, shared=narrow(), **options)
         tokens = torch.randn(3, 4, WIDTH, requires_grad=True)
         output, auxiliary = layer(tokens)
         (output.sum() + auxiliary).backward()
@@ -198,32 +195,21 @@ def test_ranks_swap_as_many_rows_and_no_counts(tokens_alike: bool, calls: list[s
     assert run_local(2, run, rules="nccl") == [(calls, not tokens_alike)] * 2
 
 
-# What it is asked and says.
+def test_padding_wants_a_capacity_and_no_norms_over_rows() -> None:
+    def normed() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
 
-
-def test_padding_wants_a_capacity() -> None:
     with pytest.raises(qs.UsageError, match=r"pad_to_capacity wants a capacity_factor.*capacity_factor=2.5, experts /"):
         mixture(top_k=2, pad_to_capacity=True)
     with pytest.raises(qs.UsageError, match=r"moe-gpt: pad_to_capacity wants a capacity_factor.*capacity_factor=4,"):
         MoEGPTOptions(experts=8, top_k=2, pad_to_capacity=True)
-
-
-def test_norms_over_rows_are_refused() -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-
-    MoE(WIDTH, 4, make, capacity_factor=1.0)
+    MoE(WIDTH, 4, normed, capacity_factor=1.0)
     with pytest.raises(qs.UsageError, match="experts with batch norms cannot pad"):
-        MoE(WIDTH, 4, make, capacity_factor=1.0, pad_to_capacity=True)
-
-
-def test_only_padding_does_without_a_wait() -> None:
-    assert mixture().waits_for_routing
-    assert mixture(capacity_factor=1.0).waits_for_routing
-    assert not mixture(capacity_factor=1.0, pad_to_capacity=True).waits_for_routing
+        MoE(WIDTH, 4, normed, capacity_factor=1.0, pad_to_capacity=True)
 
 
 @pytest.mark.parametrize(("factor", "pads", "fraction"), [(1.0, False, 0.4), (1.5, True, 0.6), (9.0, True, 1.0)])
 def test_rows_that_fill_up_cost_as_much(factor: float, pads: bool, fraction: float) -> None:
     layer = mixture(top_k=2, capacity_factor=factor, pad_to_capacity=pads)
+    assert layer.waits_for_routing != pads
     assert [share for _, share in layer.touched_parameters()] == pytest.approx([fraction] * 10)

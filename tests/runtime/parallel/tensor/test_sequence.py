@@ -14,11 +14,15 @@ from quintsched.ir.values import Value, ValueKind
 from quintsched.runtime import Carry, Engine
 from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.comm import Group, Transport, run_local
+from quintsched.runtime.data import DataSpec
+from quintsched.runtime.models.vit import ViTOptions, vit
+from quintsched.runtime.parallel.mesh_independent_dropout import Masks
 from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
-from ...toys import ids_task, sgd, share
-from ..lively import lively_gpt
+from ....helpers.training import check_equality
+from ...toys import Task, cross_entropy_plainly, ids_task, sgd, share, tiny_vit, train_on
+from ..lively import LENGTH, lively_gpt
 
 
 def saved_bytes(mesh: str, **more: Any) -> tuple[float, tuple[int, ...]]:
@@ -57,9 +61,8 @@ class Counted(nn.Module):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             self.add_module(name, nn.Linear(4, 4, dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.o_proj(self.q_proj(x) * self.k_proj(x) * self.v_proj(x))
-        return out
+    def forward(self, x):
+        return self.o_proj(self.q_proj(x) * self.k_proj(x) * self.v_proj(x))
 
 
 def collectives_of(group: Group, model: nn.Module, x: Tensor) -> list[str]:
@@ -118,93 +121,58 @@ def test_columns_of_the_same_tokens_communicate_once(model: Any, sequence_parall
 
 
 class Fused(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.fc1 = nn.Linear(4, 8, dtype=torch.float64)
         self.fc2 = nn.Linear(8, 4, dtype=torch.float64)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.fc1(x).tanh())
-        return out
-
-
-class Opaque(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.mlp = Fused().float()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mlp(self.attention(x, x, x)[0])
-        return out
-
-
-class OwnAttention(nn.Module):
-    """An attention whose layers nobody has heard of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads, self.all_three, self.back = 2, nn.Linear(4, 12), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.all_three(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        out: Tensor = self.back(nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
-        return out
-
-
-class Own(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.mlp = OwnAttention(), Fused().float()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mlp(self.attention(x))
-        return out
+    def forward(self, x):
+        return self.fc2(self.fc1(x).tanh())
 
 
 class Sending(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.mlp = Fused().float()
 
-    def forward(self, x: Tensor) -> Carry:
+    def forward(self, x):
         return Carry(self.mlp(x), skip=x)
 
 
-class Joining(nn.Module):
-    def __init__(self) -> None:
+class Joining(Sending):
+    def forward(self, x, skip):
+        return self.mlp(x) + skip
+
+
+class Opaque(Sending):
+    def __init__(self):
         super().__init__()
-        self.mlp = Fused().float()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
 
-    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        out: Tensor = self.mlp(x) + skip
-        return out
+    def forward(self, x):
+        return self.mlp(self.attention(x, x, x)[0])
 
 
-class Lone(nn.Module):
+class Lone(Sending):
     """A pair, and a product beside it."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.mlp = Fused().float()
-        self.beside = nn.Linear(4, 4)
+        self.attention = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mlp(x) + self.beside(x)
-        return out
+    def forward(self, x):
+        return self.mlp(x) + self.attention(x)
+
+
+TOKENS = "slices the tokens around '0.attention', but it"
 
 
 @pytest.mark.parametrize(
     ("blocks", "rules", "message"),
     [
-        ([Opaque], {}, r"slices the tokens around '0.attention', but it is not cut, and would attend to this rank"),
-        (
-            [Own],
-            {},
-            r"slices the tokens around '0.attention', but it is not cut, and would attend to this rank's tokens",
-        ),
+        ([Opaque], {}, f"{TOKENS} is not cut, and would attend to this rank's tokens"),
         ([Sending, Joining], {}, r"'skip' rides along behind block 0, which sequence parallelism does not slice"),
-        ([Lone], {"0.beside": "column"}, r"slices the tokens around '0.beside', but its partner is not cut"),
+        ([Lone], {"0.attention": "column"}, f"{TOKENS}s partner is not cut"),
     ],
 )
 def test_what_cannot_work_on_a_slice(blocks: list[Any], rules: dict[str, str], message: str) -> None:
@@ -226,3 +194,49 @@ def test_what_cannot_work_on_a_slice(blocks: list[Any], rules: dict[str, str], m
     (expected,) = run_local(1, lambda transport: run(transport, "pp=1", sequence_parallel=False))
     for loss in run_local(2, run):
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
+def test_a_vision_transformer_where_its_tokens_divide() -> None:
+    random = torch.Generator().manual_seed(0)
+    images = torch.randn(2, 8, 1, 12, 4, generator=random, dtype=torch.float64)
+    task = Task(images, torch.randint(0, 10, (2, 8), generator=random))
+    options = ViTOptions(hidden=12, depth=2, heads=4, patch=4)
+    blocks = vit(DataSpec(input_shape=(1, 12, 4), num_classes=10), options)  # three patches and the class token
+    plan, how = qs.compile("1f1b", mesh="pp=2,tp=2", microbatches=2), {"sequence_parallel": True, "microbatches": 2}
+    check_equality(plan, blocks, cross_entropy_plainly, sgd, task.batches, **how)
+    task = Task.make(2, 8, torch.float64)
+    with pytest.raises(MisfitError, match=r"over tp=2, but block 0 leaves float64 \(4, 17, 16\), which does not div"):
+        train_on(qs.compile("1f1b", mesh="tp=2", microbatches=2), task, tiny_vit(), sequence_parallel=True)
+
+
+class Dropping(nn.Module):
+    """An MLP that drops out before its pair, between the two, and behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.before, self.behind = nn.Dropout(0.2), nn.Dropout(0.4)
+        self.between = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.2))
+
+    def forward(self, x):
+        return x + self.behind(self.fc2(self.between(self.fc1(self.before(x)).relu())))
+
+
+class Beside(Dropping):
+    """One with a product of its own behind the pair, whose features are put together."""
+
+    def __init__(self):
+        super().__init__()
+        self.beside = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.before(self.beside(super().forward(x)))
+
+
+@pytest.mark.parametrize(("block", "sequence_parallel"), [(Dropping, True), (Beside, False)])
+def test_masks_belong_to_the_features_between_a_pair_only(block: type[nn.Module], sequence_parallel: bool) -> None:
+    blocks = [*lively_gpt(dropout=0.3)[:-1], block, lively_gpt()[-1]]
+    rules = {"*.beside": "column"} if block is Beside else {}
+    plan, batches = qs.compile("1f1b", mesh="tp=2", microbatches=2), ids_task(2, 8, LENGTH).batches
+    how = {"sequence_parallel": sequence_parallel, "rules": rules, "microbatches": 2}
+    check_equality(plan, blocks, cross_entropy_plainly, sgd, batches, masks=Masks(0), **how)
