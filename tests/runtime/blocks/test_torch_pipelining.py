@@ -11,11 +11,9 @@ import csv
 import inspect
 import json
 import logging
-import multiprocessing
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +31,8 @@ from quintsched.runtime.interpreter.program_dataflow import ProgramFlow
 from quintsched.runtime.interpreter.send_and_receive import plan_receives
 from quintsched.schedules import all_schedules
 from quintsched.simulation.message_slots import MessageRule
+
+from ..ranks import run_ranks
 
 WORLD, WIDTH, SAMPLES = 4, 8, 24
 LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
@@ -97,7 +97,7 @@ def overlapping_plans() -> list[qs.Plan]:
     return [
         qs.compile(name, mesh=f"pp={pp}", microbatches=microbatches, overlap=True)
         for name in ("dualpipe-v", "interleaved-1f1b")
-        for pp, microbatches in ((1, 3), (2, 4), (4, 8), (3, 9))
+        for pp, microbatches in ((1, 3), (4, 8), (3, 9))
     ]
 
 
@@ -137,23 +137,19 @@ def read_by_torch(plan: qs.Plan, path: Path, form: str) -> Any:
     return runtime
 
 
-@pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (2, 2), (2, 5), (4, 8), (8, 16)])
-def test_torchs_gpipe_is_ours(pp, microbatches, tmp_path):
+@pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (2, 5), (8, 16)])
+def test_torchs_gpipe_is_ours_and_its_1f1b_table_is_wrong_on_its_last_rank_alone(pp, microbatches, tmp_path):
     text = as_file(made_by_torch("GPipe", pp, microbatches).pipeline_order, tmp_path / "out.csv")
     plan = torch_csv.loads(text, mesh=f"dp=2,pp={pp}").plan
     assert plan.programs == qs.compile("gpipe", mesh=f"dp=2,pp={pp}", microbatches=microbatches).programs
-
-
-@pytest.mark.parametrize(("pp", "microbatches"), [(1, 1), (2, 2), (2, 5), (4, 8), (8, 16)])
-def test_torchs_1f1b_table_is_wrong_on_its_last_rank_and_else_ours(pp, microbatches, tmp_path):
-    order = made_by_torch("1F1B", pp, microbatches).pipeline_order
-    forwards = [a.microbatch_index for a in order[pp - 1] if a and a.computation_type == schedules.FORWARD]
+    order, forward = made_by_torch("1F1B", pp, microbatches).pipeline_order, schedules.FORWARD
+    forwards = [a.microbatch_index for a in order[pp - 1] if a and a.computation_type == forward]
     if forwards != [*range(microbatches)]:  # as up to 2.13 at least
         assert forwards == [m + 1 for m in range(microbatches)]
         with pytest.raises(qs.InputError, match=r"comes without|nothing of microbatch 0"):
             torch_csv.loads(as_file(order, tmp_path / "out.csv"))
         order[pp - 1] = [
-            a._replace(microbatch_index=a.microbatch_index - 1) if a and a.computation_type == schedules.FORWARD else a
+            a._replace(microbatch_index=a.microbatch_index - 1) if a and a.computation_type == forward else a
             for a in order[pp - 1]
         ]
     plan = torch_csv.loads(as_file(order, tmp_path / "out.csv")).plan
@@ -245,17 +241,9 @@ def train_by_torch(case: dict[str, Any], rank: int, folder: Path) -> dict[int, n
     modules = {stage: stage_module(stage) for stage, pp in enumerate(home) if pp == rank}
     given = torch.zeros(SAMPLES // microbatches, WIDTH, dtype=torch.float64)
     passed_on = given.clone().requires_grad_()
-    stages = [
-        PipelineStage(
-            module,
-            stage,
-            len(home),
-            torch.device("cpu"),
-            input_args=passed_on if stage else given,
-            output_args=passed_on,
-        )
-        for stage, module in modules.items()
-    ]
+    args = {stage: {"input_args": passed_on if stage else given, "output_args": passed_on} for stage in modules}
+    device = torch.device("cpu")
+    stages = [PipelineStage(module, stage, len(home), device, **args[stage]) for stage, module in modules.items()]
     runtime = schedules._PipelineScheduleRuntime(stages, microbatches, loss_fn=nn.functional.mse_loss)
     runtime._load_csv(str(folder / case["file"]), format=case["format"])
     inputs, targets = whole_batch()
@@ -263,13 +251,10 @@ def train_by_torch(case: dict[str, Any], rank: int, folder: Path) -> dict[int, n
     return modules
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def run_rank(folder: Path) -> None:
     logging.disable(logging.WARNING)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=30)
-    )
-    worst: dict[str, float] = {}
+    dist.init_process_group("gloo")
+    worst, rank = dict[str, float](), dist.get_rank()
     for case in json.loads((folder / "cases.json").read_text()):
         expected = train_plainly(len(case["stage_to_pp"]))
         found = train_by_torch(case, rank, folder)
@@ -282,25 +267,6 @@ def run_rank(rank: int, folder: Path) -> None:
         (folder / f"{rank}.json").write_text(json.dumps(worst))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def run_in_processes(cases: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, float]]:
-    (folder / "cases.json").write_text(json.dumps(cases))
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run_rank, args=(rank, folder), daemon=True) for rank in range(WORLD)]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(150)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
-    told = [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9].json"))]
-    assert [process.exitcode for process in processes] == [0] * WORLD, f"after {told}"
-    return told
 
 
 UNEVEN = "0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1\n2F0,2F1,2B0,2B1\n3F0,3F1,5F0,5B0,5F1,5B1,3B0,3B1\n4F0,4F1,4B0,4B1\n"
@@ -328,21 +294,17 @@ def test_torchs_runtime_trains_our_schedules_to_the_gradients_of_one_process(tmp
     cases = []
     for name, plan in expressible():
         for form in ("compute_only", "compute_comms"):
-            file = f"{len(cases)}.csv"
-            (tmp_path / file).write_text(written(plan, form))
-            cases.append(
-                {
-                    "name": f"{name}, {plan.schedule.microbatches} microbatches, {form}",
-                    "file": file,
-                    "format": form,
-                    "stage_to_pp": plan.stage_to_pp,
-                    "microbatches": plan.schedule.microbatches,
-                }
-            )
+            case = {"name": f"{name}, {plan.schedule.microbatches} microbatches, {form}", "file": f"{len(cases)}.csv"}
+            (tmp_path / case["file"]).write_text(written(plan, form))
+            shape = {"stage_to_pp": plan.stage_to_pp, "microbatches": plan.schedule.microbatches}
+            cases.append(case | shape | {"format": form})
     control = cases[1] | {"name": "without REDUCE_GRAD", "file": "control.csv"}
     text = (tmp_path / cases[1]["file"]).read_text()
     (tmp_path / "control.csv").write_text(re.sub(r",\d+(WAIT_)?REDUCE_GRAD", "", text))
-    told = run_in_processes([*cases, control], tmp_path)
+    (tmp_path / "cases.json").write_text(json.dumps([*cases, control]))
+    codes = run_ranks(run_rank, WORLD, tmp_path, timeout_s=150)
+    told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("[0-9].json"))]
+    assert codes == [0] * WORLD, f"after {told}"
     for rank, worst in enumerate(told):
         assert set(worst) == {case["name"] for case in [*cases, control]}
         assert worst.pop("without REDUCE_GRAD") > 1, "nobody divides by the number of microbatches"

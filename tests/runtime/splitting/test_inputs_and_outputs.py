@@ -53,17 +53,11 @@ X, COND = drawn(4, 3), drawn(4)
 
 
 class Optional(Model):
-    """The first block scales by an input, and the forward goes on with its default where that is left out."""
+    """The first block scales by an input, or its default; behind the layers matters whether it was given."""
 
     def forward(self, x, cond=2.0):
-        return self.ends(self.embed(x) * (cond[:, None] if isinstance(cond, torch.Tensor) else cond))
-
-
-class OptionalFlag(Model):
-    """Behind the layers only matters whether the input was given."""
-
-    def forward(self, x, cond=None):
-        return self.ends(self.embed(x)) * (1 if cond is None else 3)
+        is_given = isinstance(cond, torch.Tensor)
+        return self.ends(self.embed(x) * (cond[:, None] if is_given else cond)) * (1 if is_given else 3)
 
 
 class Otherwise(Model):
@@ -73,10 +67,8 @@ class Otherwise(Model):
         return self.ends(self.embed(x) + (self.null if cond is None else cond[:, None]))
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("kind", [Optional, OptionalFlag])
-def test_an_input_that_a_step_leaves_out_has_its_default(kind):
-    check_steps(kind, F.mse_loss, [{"x": X}, {"x": X, "cond": COND}, {"x": X}], {"x": X, "cond": COND})
+def test_an_input_that_a_step_leaves_out_has_its_default():
+    check_steps(Optional, F.mse_loss, [{"x": X}, {"x": X, "cond": COND}, {"x": X}], {"x": X, "cond": COND})
 
 
 def test_weights_that_the_example_did_not_lead_to_are_refused():
@@ -130,11 +122,6 @@ def test_a_mean_of_each_microbatch_beside_the_output_counts_as_is_said():
     check_steps(Penalised, loss_of_all, [{"x": X}], loss_over="samples")
 
 
-def test_an_output_that_is_no_tree_is_refused():
-    with pytest.raises(MisfitError, match=r"the forward of Object returns a Output; return tensors, or tuples"):
-        split(Object(), example=X.float())
-
-
 class Labelled(Model):
     def forward(self, x, labels):
         return super().forward(x) - labels
@@ -157,10 +144,12 @@ class Guessing(Model):
         return self.head(x)
 
 
-def test_inputs_named_as_targets_ride_along_in_models_of_ones_own():
+def test_inputs_named_as_targets_ride_along_and_hooks_on_inputs_see_names():
     model, labels = Labelled().double(), drawn(4, 2)
     blocks = split(model, example={"x": X, "labels": labels})
     assert torch.equal(run_model(nn.ModuleList(blocks), X, None, {"labels": labels})[0], model(X, labels))
+    model.register_forward_pre_hook(lambda _, a, kw: (a, {"labels": kw["labels"] + 1}), with_kwargs=True)
+    assert len(split(model, example={"x": X, "labels": labels})) == 4
 
 
 def test_a_batch_may_be_the_one_input():
@@ -168,15 +157,13 @@ def test_a_batch_may_be_the_one_input():
     assert torch.equal(chain(split(model, example={"batch": batch}), batch), model(batch))
 
 
-def test_hooks_on_inputs_see_names():
-    model = Labelled().double()
-    model.register_forward_pre_hook(lambda _, a, kw: (a, {"labels": kw["labels"] + 1}), with_kwargs=True)
-    assert len(split(model, example={"x": X, "labels": drawn(4, 2)})) == 4
-
-
-def test_layers_that_raise_as_they_are_called_are_refused():
-    with pytest.raises(MisfitError, match="do not run, and the model does"):
-        split(Guessing(), example=X.float())
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [(Guessing, "do not run, and the model does"), (Object, r"of Object returns a Output; return tensors, or tuples")],
+)
+def test_layers_that_raise_and_outputs_that_are_no_tree_are_refused(kind, says):
+    with pytest.raises(MisfitError, match=says):
+        split(kind(), example=X.float())
 
 
 class Gated(Model):

@@ -12,12 +12,6 @@ from quintsched.runtime.splitting.split_proof import chain
 from .models import KINDS, Traced, Walked, check, inputs, made, nothing
 
 
-def no_grad(self, x):
-    with torch.no_grad():
-        taught = self.teacher(x)
-    return x + taught
-
-
 def all_modes(self, x):
     with torch.no_grad():
         taught = self.teacher(x)
@@ -33,19 +27,11 @@ def autocast(self, x):
         return x + self.teacher(x).to(x.dtype)
 
 
-def temperature(self, x):
-    return x * self.tau
+def of_attributes(self, x):
+    return x * self.tau * self.options["tau"] * getattr(self.head, "scale", 1.0)
 
 
-def option(self, x):
-    return x * self.options["tau"]
-
-
-def on_head(self, x):
-    return x * getattr(self.head, "scale", 1.0)
-
-
-def buffer(self, x):
+def of_a_buffer(self, x):
     return x + self.mean
 
 
@@ -54,20 +40,14 @@ def counting(self, x):
     return x
 
 
-def drawing_free(self, x):
+def caching(self, x):
     self.last = torch.ones(x.shape[-1], dtype=x.dtype) if self.last is None else self.last
     return x * self.last
 
 
-def set_tau(model):
+def set_attributes(model):
     model.tau *= 0.7
-
-
-def set_option(model):
     model.options["tau"] = 0.5
-
-
-def set_scale(model):
     model.head.scale = getattr(model.head, "scale", 1.0) * 0.5
 
 
@@ -80,8 +60,8 @@ def replace_mean(model):
 
 
 CASES = [
-    *((middle, nothing) for middle in (no_grad, all_modes, drawing_free)),
-    *[(temperature, set_tau), (option, set_option), (on_head, set_scale), (buffer, set_mean), (buffer, replace_mean)],
+    *[(all_modes, nothing), (caching, nothing), (of_attributes, set_attributes)],
+    *[(of_a_buffer, set_mean), (of_a_buffer, replace_mean)],
 ]
 
 
@@ -111,33 +91,18 @@ def set_count(self, x):
     return x * self.count
 
 
-def set_flag(self, x):
-    self.flag = False
-    return x
-
-
-def remember(self, x):
-    self.last = x.detach()
-    return x
-
-
 def rebind(self, x):
     self.mean = self.mean * 0.9 + x.detach().mean((0, 1)) * 0.1
     return x - self.mean
 
 
-def append(self, x):
-    self.options["seen"] = self.options.get("seen", 0) + 1
-    return x
-
-
-def set_on_head(self, x):
-    self.head.calls = 1
+def on_a_layer(self, x):
+    self.head.calls = getattr(self.head, "calls", 0) + 1
     return x
 
 
 def in_a_list(self, x):
-    self.options["seen"][0].add_(1)
+    self.options["held"][0].add_(1)
     return x
 
 
@@ -152,24 +117,12 @@ def of_the_class(self, x):
 
 
 def as_evaluated(self, x):
-    if not self.training:
-        type(self).tally = getattr(type(self), "tally", 0) + 1
-    return x
-
-
-def on_a_layer_of_torch(self, x):
-    self.head.seen = getattr(self.head, "seen", 0) + 1
-    return x
+    return x if self.training else of_the_class(self, x)
 
 
 def a_weight(self, x):
     with torch.no_grad():
         self.head.weight.mul_(0.9)
-    return x
-
-
-def a_weights_data(self, x):
-    self.head.weight.data = self.head.weight.data * 0.9
     return x
 
 
@@ -184,24 +137,16 @@ def looking(self, x):
 
 
 TRACED = r"the forward changes .*which no other rank would see"
+OF_TRACE = "changes the weight 'head.weight'"
 SET = [
     (set_count, KINDS, r"model[\w ().]*\.count \(.*test_modes_and_state.py:\d+\)"),
-    (set_flag, KINDS, r"model[\w ().]*\.flag \(.*:\d+\)"),
-    (remember, KINDS, r"model[\w ().]*\.last \(.*:\d+\)"),
     (rebind, KINDS, r"model[\w ().]*\.mean \(.*:\d+\)"),
-    (append, KINDS, r"model[\w ().]*\.options.* \(.*:\d+\)"),
-    (set_on_head, KINDS, r"model\.head[\w ().]*\.calls \(.*:\d+\)"),
-    (in_a_list, [Walked], r"options\['seen'\]\[0\]"),
-    (past_setattr, [Walked], "count"),
-    (of_the_class, [Walked], "tally"),
-    (as_evaluated, [Walked], "tally"),
-    (on_a_layer_of_torch, [Walked], "seen"),
-    (a_new_buffer, [Walked], "late"),
+    (on_a_layer, KINDS, r"model\.head[\w ().]*\.calls \(.*:\d+\)"),
+    (in_a_list, [Walked], r"options\['held'\]\[0\]"),
+    *((middle, [Walked], says) for middle, says in ((past_setattr, "count"), (of_the_class, "tally"))),
+    *((middle, [Walked], says) for middle, says in ((as_evaluated, "tally"), (a_new_buffer, "late"))),
     (looking, [Walked], r"numbers between its layers are unknown \(AssertionError.*test_modes_and_state.py:\d+\)"),
-    (a_weight, [Walked], "head.weight"),
-    (a_weights_data, [Walked], "head.weight"),
-    (a_weight, [Traced], r"changes the weight 'head.weight'|sets .data of a tensor"),
-    (a_weights_data, [Traced], r"changes the weight 'head.weight'|sets .data of a tensor"),
+    *[(a_weight, [Walked], "head.weight"), (a_weight, [Traced], OF_TRACE)],
     *((middle, [Traced], TRACED) for middle in (in_a_list, past_setattr, of_the_class)),
 ]
 
@@ -209,16 +154,12 @@ SET = [
 @pytest.mark.parametrize(("middle", "kind", "says"), [(m, kind, says) for m, kinds, says in SET for kind in kinds])
 def test_what_a_forward_sets_is_refused_by_attribute_and_line(middle, kind, says):
     model = made(kind, middle)
-    model.options |= {"seen": [torch.zeros(())]} if middle is in_a_list else {}
+    model.options |= {"held": [torch.zeros(())]}
     with pytest.raises((MisfitError, UsageError), match=says):
         split(model, example=inputs()[:2])
 
 
 def skip(self, x):
-    return x if random.random() < 0.01 else x * 2
-
-
-def skip_by_tensor(self, x):
     return x if torch.rand(1).item() < 0.01 else x * 2
 
 
@@ -226,11 +167,11 @@ def scaled(self, x):
     return x * random.choice([1.0, 2.0])
 
 
-@pytest.mark.parametrize("middle", [skip, skip_by_tensor, scaled])
+@pytest.mark.parametrize("middle", [skip, scaled])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_python_value_of_a_draw_is_refused_under_every_seed(kind, middle):
     model = made(kind, middle)
-    for seed in range(4):
+    for seed in range(2):
         torch.manual_seed(seed)
         random.seed(seed)
         with pytest.raises((MisfitError, UsageError), match="draw"):
@@ -241,15 +182,10 @@ def steered(self, x):
     return x if self.flag else x + self.teacher(x)
 
 
-def cut(self, x):
-    return x[:, : 3 - self.count]
-
-
-@pytest.mark.parametrize(("middle", "name"), [(steered, "flag"), (cut, "count")])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_steers_the_flow_may_not_change(kind, middle, name):
+def test_what_steers_the_flow_may_not_change(kind):
     def change(model):
-        setattr(model, name, 1 - getattr(model, name))
+        model.flag = not model.flag
 
-    with pytest.raises(MisfitError, match=rf"{name} is no longer what it was .* split the model again"):
-        check(made(kind, middle), change)
+    with pytest.raises(MisfitError, match=r"flag is no longer what it was .* split the model again"):
+        check(made(kind, steered), change)

@@ -11,15 +11,7 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, run_local, split
 
 from ...helpers.training import check_equality
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-
-    def forward(self, x):
-        return x + self.norm(self.fc(x)).tanh()
+from .models import Block
 
 
 class Model(nn.Module):
@@ -27,7 +19,7 @@ class Model(nn.Module):
 
     def __init__(self, before, after):
         super().__init__()
-        self.stem, self.layers, self.head = nn.Linear(3, 4), nn.ModuleList(Layer() for _ in range(3)), nn.Linear(4, 2)
+        self.stem, self.layers, self.head = nn.Linear(3, 4), nn.ModuleList(Block() for _ in range(3)), nn.Linear(4, 2)
         self.before, self.after = before, after
 
     def forward(self, x):
@@ -45,21 +37,13 @@ def off(model):
     return was
 
 
-def no_grad_entered(model):
-    context = torch.no_grad()
-    context.__enter__()
-    return context
-
-
 def trains_or_not(model):
     torch.set_grad_enabled(model.head.out_features > 2)
 
 
 SWITCHES = {
     "was": (off, lambda model, was: torch.set_grad_enabled(was)),
-    "constant": (off, lambda model, was: torch.set_grad_enabled(True)),
     "training": (trains_or_not, lambda model, held: torch.set_grad_enabled(model.training)),
-    "by hand": (no_grad_entered, lambda model, context: context.__exit__(None, None, None)),
 }
 
 
@@ -97,31 +81,25 @@ def leave_grad_off(x):
     torch.set_grad_enabled(False)
 
 
-def leave_grad_off_by_numbers(x):
-    if x.sum() < torch.inf:
-        torch.set_grad_enabled(False)
-
-
-def leave_autocast(x):
-    torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
-
-
-def leave_default_dtype(x):
-    torch.set_default_dtype(torch.float64)
-
-
-def leave_deterministic(x):
-    torch.use_deterministic_algorithms(True)
+LEAVES = {
+    "gradients": leave_grad_off,
+    "autocast": lambda x: torch.autocast("cpu", dtype=torch.bfloat16).__enter__(),
+    "the default dtype": lambda x: torch.set_default_dtype(torch.float64),
+    "deterministic algorithms": lambda x: torch.use_deterministic_algorithms(True),
+}
 
 
 class Leaving(nn.Linear):
-    def __init__(self, leave):
+    """Leaves a mode switched once it has been called `most` times."""
+
+    def __init__(self, leave, most=0):
         super().__init__(4, 4)
-        self.leave = leave
+        self.leave, self.most, self.calls = leave, most, 0
 
     def forward(self, x):
-        made = super().forward(x)
-        self.leave(x)
+        made, self.calls = super().forward(x), self.calls + 1
+        if self.calls > self.most:
+            self.leave(x)
         return made
 
 
@@ -134,37 +112,14 @@ def try_to_step(*blocks, step=lambda engine, x, y: engine.step(x, y), mesh="dp=1
     return run_local(plan.mesh.size, work)
 
 
-@pytest.mark.parametrize(
-    ("leave", "word"),
-    [
-        (leave_grad_off, "gradients"),
-        (leave_grad_off_by_numbers, "gradients"),
-        (leave_autocast, "autocast"),
-        (leave_default_dtype, "the default dtype"),
-        (leave_deterministic, "deterministic algorithms"),
-    ],
-)
-def test_a_block_that_leaves_modes_switched_is_refused_by_name_and_leaves_none(leave, word):
+@pytest.mark.parametrize("word", LEAVES)
+def test_a_block_that_leaves_modes_switched_is_refused_by_name_and_leaves_none(word):
     with pytest.raises(MisfitError, match=rf"block 1 \(Leaving\) leaves modes of torch .*\({word}\)"):
-        try_to_step(nn.Linear(3, 4), Leaving(leave), nn.Linear(4, 2))
+        try_to_step(nn.Linear(3, 4), Leaving(LEAVES[word]), nn.Linear(4, 2))
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
     assert torch.get_default_dtype() == torch.float32
     assert not torch.are_deterministic_algorithms_enabled()
-
-
-class Later(nn.Linear):
-    """Leaves gradients switched off once it has been called `most` times."""
-
-    def __init__(self, most):
-        super().__init__(4, 4)
-        self.most, self.calls = most, 0
-
-    def forward(self, x):
-        self.calls += 1
-        if self.calls > self.most:
-            torch.set_grad_enabled(False)
-        return super().forward(x)
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
@@ -174,7 +129,7 @@ def test_gradients_that_a_block_switches_off_later_end_the_step(mesh):
             engine.step(x, y)
 
     with pytest.raises(MisfitError, match=r"gradients are switched off where the loss|a block on this rank.*leaves"):
-        try_to_step(nn.Linear(3, 4), Later(4), nn.Linear(4, 2), step=steps, mesh=mesh)
+        try_to_step(nn.Linear(3, 4), Leaving(leave_grad_off, 4), nn.Linear(4, 2), step=steps, mesh=mesh)
     torch.set_grad_enabled(True)
 
 
