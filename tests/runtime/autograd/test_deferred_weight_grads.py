@@ -15,62 +15,43 @@ from quintsched.runtime.autograd.deferred_weight_grads import WeightQueue, defer
 from .halves import Mixed, backward_in_halves, backward_plainly, check_same_bits, drain
 
 SHAPES: dict[str, Callable[[], Tensor]] = {
-    "vector": lambda: torch.randn(12),
-    "strided vector": lambda: torch.randn(24)[::2],
-    "matrix": lambda: torch.randn(7, 12),
+    "vector": lambda: torch.randn(24)[::2],
     "column-major": lambda: torch.randn(12, 7).t(),
-    "one row": lambda: torch.randn(1, 12),
     "no rows": lambda: torch.randn(0, 12),
     "3d": lambda: torch.randn(3, 5, 12),
-    "3d, none": lambda: torch.randn(3, 0, 12),
-    "3d, transposed": lambda: torch.randn(5, 3, 12).transpose(0, 1),
-    "4d": lambda: torch.randn(2, 3, 5, 12),
     "4d, transposed": lambda: torch.randn(2, 5, 3, 12).transpose(1, 2),
     "expanded": lambda: torch.randn(1, 1, 12).expand(3, 5, 12),
 }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.float64, False), (torch.bfloat16, True)])
 def test_linear(shape: str, bias: bool, dtype: torch.dtype) -> None:
     check_same_bits(nn.Linear(12, 9, bias, dtype=dtype), *(SHAPES[shape]().to(dtype) for _ in range(2)))
 
 
-@pytest.mark.parametrize(("width", "out"), [(1, 1), (1, 5), (5, 1), (256, 384)])
+@pytest.mark.parametrize(("width", "out"), [(1, 5), (5, 1), (256, 384)])
 def test_odd_and_large_widths(width: int, out: int) -> None:
-    for rows in (1, 2, 64):
-        check_same_bits(nn.Linear(width, out), torch.randn(rows, width), torch.randn(2, rows, width))
+    check_same_bits(nn.Linear(width, out), torch.randn(64, width), torch.randn(2, 1, width))
 
 
 class Quantised(nn.Module):
-    def __init__(self) -> None:
+    """Gives its layer other numbers for a forward, and adds up what that makes."""
+
+    def __init__(self):
         super().__init__()
         self.layer = nn.Linear(12, 9)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         kept = self.layer.weight.data
         self.layer.weight.data = kept.sign() * kept.abs().mean()
-        found: Tensor = self.layer(x)
+        found = self.layer(x)
         self.layer.weight.data = kept
-        return found
+        return found.sum()  # whose gradient is expanded
 
 
 def test_a_weight_that_has_other_numbers_for_a_forward() -> None:
-    check_same_bits(Quantised(), *torch.randn(2, 5, 12))
-
-
-def test_an_expanded_gradient() -> None:
-    check_same_bits(Summed(nn.Linear(12, 9)), torch.randn(3, 5, 12))
-
-
-class Summed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).sum()
+    check_same_bits(Quantised(), *torch.randn(2, 3, 5, 12))
 
 
 @pytest.mark.parametrize("padding", [None, 0, -2])
@@ -79,11 +60,14 @@ def test_embedding(padding: int | None, shape: tuple[int, ...]) -> None:
     check_same_bits(nn.Embedding(6, 8, padding), *(torch.randint(6, shape) for _ in range(3)))
 
 
-@pytest.mark.parametrize("kind", [{"sparse": True}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}])
-def test_odd_embeddings_are_left_alone(kind: dict[str, float]) -> None:
-    embedding = nn.Embedding(6, 8, **kind)
-    assert defer_weights(embedding, WeightQueue()) == 0
-    assert type(embedding) is nn.Embedding
+def test_odd_embeddings_and_weights_that_other_kinds_of_layers_hold_never_wait() -> None:
+    for kind in ({"sparse": True}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}):
+        embedding = nn.Embedding(6, 8, **kind)
+        assert defer_weights(embedding, WeightQueue()) == 0
+        assert type(embedding) is nn.Embedding
+    module = nn.ModuleList([nn.Linear(4, 3, bias=False), nn.Conv1d(4, 3, 1)])
+    module[1].weight = module[0].weight
+    assert defer_weights(module, WeightQueue()) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,13 +81,12 @@ def test_a_mixture(dtype: torch.dtype) -> None:
 
 
 class TiedWords(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.words = nn.Embedding(6, 8, padding_idx=1)
-        self.head = nn.Linear(8, 6, bias=False)
+        self.words, self.head = nn.Embedding(6, 8, padding_idx=1), nn.Linear(8, 6, bias=False)
         self.head.weight = self.words.weight
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.head(self.words(ids) + self.words(ids.flip(0)))
 
 
@@ -128,14 +111,9 @@ def test_the_order_of_the_drain_is_that_of_the_backward() -> None:
     assert list(products.tensors()) == []
 
 
-class HalfFunctional(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(6, 8)
-        self.copied = nn.Linear(8, 6)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.linear(self.words(ids), self.words.weight) + self.copied(self.words(ids))
+class HalfFunctional(TiedWords):
+    def forward(self, ids):
+        return F.linear(self.words(ids), self.words.weight) + self.words(ids).sum(-1, keepdim=True)
 
 
 def test_a_weight_that_is_also_used_functionally_gets_both_parts() -> None:
@@ -143,12 +121,6 @@ def test_a_weight_that_is_also_used_functionally_gets_both_parts() -> None:
     twin, ids = copy.deepcopy(module), torch.randint(6, (3, 5))
     wanted = backward_plainly(module, [ids, ids])[2]
     torch.testing.assert_close(backward_in_halves(twin, [ids, ids])[2], wanted, rtol=1e-12, atol=1e-12)
-
-
-def test_a_weight_that_another_kind_of_layer_holds_never_waits() -> None:
-    module = nn.ModuleList([nn.Linear(4, 3, bias=False), nn.Conv1d(4, 3, 1)])
-    module[1].weight = module[0].weight
-    assert defer_weights(module, WeightQueue()) == 0
 
 
 def test_the_graph_is_freed_by_the_input_half() -> None:

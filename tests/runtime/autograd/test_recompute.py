@@ -1,14 +1,18 @@
-"""Recomputation: the same bits, less memory."""
+"""Recomputation: the same bits, less memory; blocks that give other numbers when they are run again are refused."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import quintsched as qs
+from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 
@@ -70,3 +74,66 @@ def test_what_is_recomputed_does_not_stand() -> None:
 
     kept, dropped = peaks(0), peaks(1)
     assert all(less <= 0.5 * more for less, more in zip(dropped, kept, strict=True))
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(4, 4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        out: Tensor = self.linear(x) * (1 + 0.1 * self.count)
+        return out
+
+
+class Asking(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2 if torch.is_grad_enabled() else 1)
+
+
+class Nested(nn.Module):
+    def __init__(self, checkpoints):
+        super().__init__()
+        self.linear, self.drop, self.checkpoints = nn.Linear(4, 4), nn.Dropout(0.5), checkpoints
+
+    def inner(self, x):
+        return self.drop(self.linear(x))
+
+    def outer(self, x):
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+    def forward(self, x):
+        return checkpoint(self.outer, x, use_reentrant=True) if self.checkpoints else self.inner(x)
+
+
+def train(blocks: list[nn.Module], mesh: str, recompute: int) -> list[float]:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, recompute=recompute)
+
+    def rank(transport: Transport) -> list[float]:
+        engine = Engine(plan, blocks, F.mse_loss, sgd, transport=transport)
+        data = torch.randn(3, 2, 8, 4, generator=torch.Generator().manual_seed(0))
+        return [float(engine.step(*both).loss) for both in data]
+
+    return run_local(plan.mesh.size, rank)[0]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [Counting, lambda: Asking(4, 4), lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))],
+    ids=["counter", "grad mode", "spectral norm"],
+)
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
+def test_blocks_that_are_others_when_run_again_are_refused(block, mesh) -> None:
+    with pytest.raises(MisfitError, match=r"gave other numbers when run again .* compile the plan with recompute=0"):
+        train([block(), block()], mesh, 1)
+
+
+def test_dropouts_in_checkpoints_within_checkpoints_draw_what_they_drew() -> None:
+    def losses(mesh, checkpoints):
+        torch.manual_seed(0)
+        return train([nn.Linear(4, 4), *(Nested(checkpoints) for _ in range(2))], mesh, int(checkpoints))
+
+    expected = losses("dp=1", False)
+    assert losses("pp=2", True) == pytest.approx(expected, rel=1e-6)
+    assert len(set(expected)) == 3

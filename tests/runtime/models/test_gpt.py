@@ -1,26 +1,172 @@
-"""The causal transformer: what a token may see, in one piece, in slices, and cut over tensor-parallel ranks."""
+"""The causal transformer: what a token may see, the parts that it may be made of, and what they compute."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional
 
 from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime.autograd.slice_kv_cache import Past, Store
 from quintsched.runtime.blocks.block_builders import build_model
+from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models import build_model as build_blocks
 from quintsched.runtime.models import tied_weights
-from quintsched.runtime.models.gpt import Embedding, GPTOptions, gpt, gpt_tied
+from quintsched.runtime.models.gpt import (
+    Embedding,
+    GPTOptions,
+    MoEGPTOptions,
+    gpt,
+    gpt_sizes,
+    gpt_tied,
+    moe_gpt,
+    moe_gpt_sizes,
+)
+from quintsched.runtime.models.layers import Attention, Rotary, SwiGlu
+from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel, shard_of
 from quintsched.runtime.settings.job_file import ModelConfig
+from quintsched.strategies.descriptions.parameters import total
 
-TEXT = DataSpec(input_shape=(12,), num_classes=20)
-SMALL = GPTOptions(hidden=16, depth=2, heads=4)
+from ..toys import CLASSES
+
+DATA, TEXT = (DataSpec(input_shape=(length,), num_classes=ids) for length, ids in ((8, CLASSES), (12, 20)))
+small = partial(GPTOptions, hidden=16, heads=4, depth=3)
+QWEN = {"head_size": 6, "ffn": 24, "biases": False, "qk_norm": True, "rope_base": 1e6}
+CHOICES = {
+    "llama": small(kv_heads=2, norm="rmsnorm", positions="rope", activation="swiglu", tied=True),
+    "wide heads": small(head_size=6, ffn=40, biases=False),
+    "qwen": small(kv_heads=2, norm="rmsnorm", positions="rope", activation="swiglu", tied=True, **QWEN),
+}
 
 
-def build(data: DataSpec = TEXT, options: GPTOptions = SMALL) -> nn.Sequential:
+@pytest.mark.parametrize("choice", CHOICES)
+def test_predictions_count_the_weights_of_the_built_model(choice: str) -> None:
+    options = CHOICES[choice]
+    weights = dict(build_model(gpt(DATA, options)).named_parameters())
+    held = {others[-1] for others in gpt_tied(options).values()}
+    assert total(gpt_sizes(DATA, options)) == sum(w.numel() for name, w in weights.items() if name not in held)
+    mixture = MoEGPTOptions(hidden=16, heads=4, depth=2, head_size=6, ffn=20, biases=False, shared_experts=2)
+    built = build_model(moe_gpt(DATA, mixture)).parameters()
+    assert total(moe_gpt_sizes(DATA, mixture)) == sum(w.numel() for w in built)
+
+
+@pytest.mark.parametrize(("one", "other"), [({"ffn": 48}, {"mlp_ratio": 3}), ({}, {"kv_heads": 4})])
+def test_what_is_said_in_two_ways_is_one_model(one: dict[str, Any], other: dict[str, Any]) -> None:
+    found, same = (build_model(gpt(DATA, small(**options))).state_dict() for options in (one, other))
+    assert found.keys() == same.keys()
+    assert all(torch.equal(weight, same[name]) for name, weight in found.items())
+
+
+def test_queries_and_keys_are_normalised_by_head() -> None:
+    torch.manual_seed(0)
+    plain, normed = Attention(16, 4, 2), Attention(16, 4, 2, qk_norm=True)
+    normed.load_state_dict(plain.state_dict(), strict=False)
+    query, key, value = plain._heads(tokens := torch.randn(2, 5, 16))
+    query, key = (heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() for heads in (query, key))
+    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(normed(tokens, None), plain.proj(mixed.transpose(1, 2).flatten(2)))
+
+
+PARTS = [
+    ({"kv_heads": 2}, "1.attention.qkv.weight", "1.attention.k_proj.weight"),
+    ({"norm": "rmsnorm"}, "1.norm1.bias", "4.norm.weight"),
+    ({"positions": "rope"}, "0.positions.weight", "0.tokens.weight"),
+    ({"activation": "swiglu"}, "1.mlp.fc1.weight", "1.mlp.gate_up.weight"),
+    ({"biases": False, "kv_heads": 2}, "1.mlp.fc1.bias", "1.attention.q_proj.weight"),
+]
+
+
+def test_each_option_changes_its_part() -> None:
+    ids = torch.arange(8)[None]
+    default = build_model(gpt(DATA, small()))
+    for options, absent, present in PARTS:
+        chosen = build_model(gpt(DATA, small(**options)))
+        names = dict(chosen.named_parameters())
+        assert absent in dict(default.named_parameters())
+        assert absent not in names
+        assert present in names
+        assert (default(ids) - chosen(ids)).abs().max() > 1e-5
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_grouped_queries_are_full_attention_with_repeated_keys(num_kv_heads: int) -> None:
+    torch.manual_seed(0)
+    grouped, full = Attention(16, 4, num_kv_heads), Attention(16, 4)
+
+    def repeated(rows: Tensor) -> Tensor:
+        return rows.unflatten(0, (num_kv_heads, 4)).repeat_interleave(4 // num_kv_heads, 0).flatten(0, 1)
+
+    query, key, value = (layer.state_dict() for layer in (grouped.q_proj, grouped.k_proj, grouped.v_proj))
+    rows = {name: torch.cat([query[name], repeated(key[name]), repeated(value[name])]) for name in query}
+    full.load_state_dict(
+        {f"qkv.{name}": row for name, row in rows.items()}
+        | {f"proj.{name}": t for name, t in grouped.proj.state_dict().items()}
+    )
+    tokens = torch.randn(2, 5, 16)
+    torch.testing.assert_close(grouped(tokens, None), full(tokens, None))
+
+
+def test_slices_keep_keys_as_few_as_they_are() -> None:
+    attention, store = Attention(16, 4, num_kv_heads=1), Store()
+    attention(torch.randn(2, 3, 16), Past(store, 0, slices=2, length=3))
+    assert [tuple(row.whole.shape) for row in store.rows.values()] == [(2, 1, 6, 4)] * 2
+
+
+def test_rotary_is_a_complex_rotation() -> None:
+    heads = torch.randn(2, 3, 5, 8)
+    places, speeds = torch.arange(4, 9), 10_000.0 ** -(torch.arange(4) / 4)
+    turns = torch.polar(torch.ones(5, 4), places[:, None] * speeds)
+    turned = torch.complex(heads[..., :4], heads[..., 4:]) * turns
+    expected = torch.cat([turned.real, turned.imag], -1)
+    torch.testing.assert_close(Rotary(8, 9)(heads, 4), expected)
+    torch.testing.assert_close(Rotary(8, 9, 500.0)(heads, 4)[..., 0], expected[..., 0])  # the fastest pair: any base
+    assert (Rotary(8, 9, 500.0)(heads, 4) - expected).abs().max() > 0.1
+
+
+def test_swiglu() -> None:
+    mlp, tokens = SwiGlu(6, 10), torch.randn(3, 6)
+    gate, up = functional.linear(tokens, mlp.gate_up.weight, mlp.gate_up.bias).split(10, -1)
+    torch.testing.assert_close(mlp(tokens), mlp.fc2(gate * torch.sigmoid(gate) * up))
+
+
+def test_rmsnorm_divides_by_the_root_of_the_mean_square() -> None:
+    norm = build_model(gpt(DATA, small(norm="rmsnorm")))[1].norm1
+    tokens = torch.randn(3, 16)
+    torch.testing.assert_close(norm(tokens), tokens / (tokens.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+
+
+def test_tensor_parallelism_cuts_every_product() -> None:
+    model = build_model(gpt(DATA, CHOICES["llama"]))
+    grouped = ("q_proj", "k_proj", "v_proj")
+    expected = {f"1.attention.{name}.{kind}" for name in grouped for kind in ("weight", "bias")}
+    expected |= {"1.attention.proj.weight", "1.mlp.gate_up.weight", "1.mlp.gate_up.bias", "1.mlp.fc2.weight"}
+
+    def body(transport: Transport) -> set[str]:
+        cut = apply_tensor_parallel(copy.deepcopy(model), transport.make_group([(0, 1)]))
+        return {name for name, p in cut.named_parameters() if shard_of(p) and name.startswith("1.")}
+
+    assert run_local(2, body) == [expected] * 2
+
+
+SIZES = [
+    ({"kv_heads": 3}, r"heads=4 does not divide into groups for kv_heads=3"),
+    ({"kv_heads": 8}, r"heads=4 does not divide into groups for kv_heads=8"),
+    ({"positions": "rope", "hidden": 12}, r"a head has 3 \(hidden=12, heads=4\)"),
+    ({"positions": "rope", "head_size": 5}, r"a head has 5 \(hidden=16, heads=4\)"),
+    ({"heads": 3}, r"hidden=16 does not divide into heads=3; or give head_size"),
+    ({"ffn": 40, "mlp_ratio": 2}, r"ffn=40 and mlp_ratio=2 both give the MLP's width; omit one"),
+]
+
+
+def lively() -> nn.Sequential:
     """Return a model whose attention has something to say: at their first values the logits are nearly zero."""
-    model = build_model(gpt(data, options), dtype=torch.float64)
+    model = build_model(gpt(TEXT, small()), dtype=torch.float64)
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -32,27 +178,16 @@ def draw_ids(*shape: int) -> Tensor:
     return torch.randint(20, shape, generator=torch.Generator().manual_seed(1))
 
 
-@settings(max_examples=10, deadline=None)
-@given(
-    samples=st.integers(1, 3),
-    length=st.integers(1, 9),
-    vocabulary=st.integers(1, 7),
-    heads=st.integers(1, 3),
-    depth=st.integers(1, 3),
-)
-def test_shapes(samples: int, length: int, vocabulary: int, heads: int, depth: int) -> None:
-    blocks = gpt(
-        DataSpec(input_shape=(9,), num_classes=vocabulary), GPTOptions(hidden=4 * heads, heads=heads, depth=depth)
-    )
-    model = build_model(blocks)
-    ids = torch.randint(vocabulary, (samples, length))
-    assert len(model) == depth + 2
-    assert model[0](ids).shape == (samples, length, 4 * heads)
-    assert model(ids).shape == (samples, length, vocabulary)
+def test_shapes() -> None:
+    blocks = gpt(DataSpec(input_shape=(9,), num_classes=7), GPTOptions(hidden=12, heads=3, depth=2))
+    model, ids = build_model(blocks), torch.randint(7, (3, 8))
+    assert len(model) == 4
+    assert model[0](ids).shape == (3, 8, 12)
+    assert model(ids).shape == (3, 8, 7)
 
 
 def test_a_token_sees_itself_and_what_came_before() -> None:
-    model, ids = build(), draw_ids(2, 12)
+    model, ids = lively(), draw_ids(2, 12)
     logits = model(ids)
     for place in range(12):
         changed = ids.clone()
@@ -79,16 +214,19 @@ def test_tied_weights_have_one_shape() -> None:
     names = gpt_tied(options)["embedding"]
     assert names == ("0.tokens.weight", "4.head.weight")
     assert {tuple(model.get_parameter(name).shape) for name in names} == {(20, 16)}
-    assert gpt_tied(SMALL) == {}
+    assert gpt_tied(small()) == {}
 
 
 def test_misfits() -> None:
+    for options, words in SIZES:
+        with pytest.raises(UsageError, match=words):
+            small(**options)
     with pytest.raises(MisfitError, match=r"sequences of token ids \(S,\)"):
-        gpt(DataSpec(input_shape=(1, 8, 8), num_classes=10), SMALL)
-    with pytest.raises(UsageError, match="hidden=10 does not divide into heads=4"):
-        GPTOptions(hidden=10)
+        gpt(DataSpec(input_shape=(1, 8, 8), num_classes=10), small())
     with pytest.raises(MisfitError, match="built for 12 positions; a sequence has 13"):
         Embedding(20, 12, 16)(draw_ids(1, 13), None)
+    with pytest.raises(MisfitError, match="built for 8 positions; a sequence has 9"):
+        build_model(gpt(DATA, small(positions="rope")))(draw_ids(1, 9) % CLASSES)
 
 
 def test_registry() -> None:

@@ -1,11 +1,8 @@
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from quintsched.errors import MisfitError, UsageError
@@ -24,25 +21,13 @@ def build(data: DataSpec = DIGITS, options: ViTOptions = SMALL, seed: int = 0) -
     return nn.Sequential(*(builder() for builder in vit(data, options)))
 
 
-def seeded(builder: Callable[[], nn.Module], seed: int) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
-    return builder().state_dict()
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    channels=st.integers(1, 3),
-    rows=st.integers(1, 4),
-    columns=st.integers(1, 4),
-    patch=st.integers(1, 4),
-    batch=st.integers(1, 3),
-)
-def test_shapes(channels: int, rows: int, columns: int, patch: int, batch: int) -> None:
+@pytest.mark.parametrize(("channels", "rows", "columns", "patch"), [(1, 1, 1, 1), (3, 4, 2, 3)])
+def test_shapes(channels: int, rows: int, columns: int, patch: int) -> None:
     data = DataSpec(input_shape=(channels, rows * patch, columns * patch), num_classes=5)
     model = build(data, ViTOptions(hidden=8, depth=1, heads=2, patch=patch))
-    images = torch.randn(batch, *data.input_shape)
-    assert model[0](images).shape == (batch, rows * columns + 1, 8)
-    assert model(images).shape == (batch, 5)
+    images = torch.randn(3, *data.input_shape)
+    assert model[0](images).shape == (3, rows * columns + 1, 8)
+    assert model(images).shape == (3, 5)
 
 
 def test_patches_are_those_of_a_strided_convolution() -> None:
@@ -57,23 +42,10 @@ def test_patches_are_those_of_a_strided_convolution() -> None:
 def test_attention_is_torchs_multihead_attention() -> None:
     torch.manual_seed(0)
     ours, theirs = Attention(16, num_heads=4), nn.MultiheadAttention(16, 4, batch_first=True)
-    theirs.load_state_dict(
-        {
-            "in_proj_weight": ours.qkv.weight,
-            "in_proj_bias": ours.qkv.bias,
-            "out_proj.weight": ours.proj.weight,
-            "out_proj.bias": ours.proj.bias,
-        }
-    )
+    ins = {"in_proj_weight": ours.qkv.weight, "in_proj_bias": ours.qkv.bias}
+    theirs.load_state_dict(ins | {f"out_proj.{name}": held for name, held in ours.proj.named_parameters()})
     tokens = torch.randn(2, 5, 16)
     torch.testing.assert_close(ours(tokens), theirs(tokens, tokens, tokens, need_weights=False)[0])
-
-
-def test_blocks_depend_on_the_global_generator_only() -> None:
-    for builder in vit(DIGITS, SMALL):
-        first, same, other = (seeded(builder, seed) for seed in (7, 7, 8))
-        assert all(torch.equal(first[key], same[key]) for key in first)
-        assert any(not torch.equal(first[key], other[key]) for key in first)
 
 
 def test_default_patches() -> None:
