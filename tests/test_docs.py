@@ -18,6 +18,7 @@ import pytest
 from quintsched.runtime.settings.job_file import load_job
 
 from .layers import ORDER, ROOT
+from .tutorials import blocks
 
 INDEX = ROOT / "llms.txt"
 PAGES = [INDEX, *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -70,11 +71,6 @@ NEED_A_NETWORK = ("pip install ", "NCCL_DEBUG=INFO ")
 """Commands of the guide that no test runs."""
 
 
-def fences(page: Path) -> list[tuple[str, str]]:
-    """Return language and text of each fenced block of a page."""
-    return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-
-
 @pytest.mark.slow
 @pytest.mark.processes
 def test_code_of_the_guide_prints_what_it_shows(
@@ -85,7 +81,7 @@ def test_code_of_the_guide_prints_what_it_shows(
     monkeypatch.setenv("PATH", sysconfig.get_path("scripts"), prepend=os.pathsep)
     names: dict[str, Any] = {"__name__": "guide"}
     printed = ""
-    for language, text in fences(GUIDE):
+    for language, text in ((block.language, block.text) for block in blocks(GUIDE)):
         if language == "python" and text not in EXAMPLE.read_text(encoding="utf-8"):
             assert not printed, "the guide does not show what this prints"
             exec(compile(text, str(GUIDE), "exec"), names)
@@ -106,9 +102,8 @@ def test_code_of_the_guide_prints_what_it_shows(
 
 @pytest.mark.parametrize("page", ["guide", "parallelism"])
 def test_docs_show_the_example_of_tensor_parallelism_as_it_is(page: str) -> None:
-    shown = [text for language, text in fences(ROOT / "docs" / f"{page}.md") if "deepcopy(whole), dist" in text]
-    assert len(shown) == 1
-    assert shown[0] in EXAMPLE.read_text(encoding="utf-8")
+    (shown,) = [block.text for block in blocks(ROOT / "docs" / f"{page}.md") if "deepcopy(whole), dist" in block.text]
+    assert shown in EXAMPLE.read_text(encoding="utf-8")
 
 
 def test_the_guide_names_every_field_of_the_log() -> None:

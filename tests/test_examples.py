@@ -12,9 +12,12 @@ from pathlib import Path
 import pytest
 
 from quintsched.cli import main as quintsched
+from quintsched.runtime.data import DataSpec
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.job_file import load_job
+from quintsched.runtime.user_objects.code_digest import describe_module
+from quintsched.user_code import load_object
 
 from .tutorials import ROOT
 
@@ -137,6 +140,18 @@ def test_a_model_of_transformers_learns_on_a_mesh_what_one_rank_learns(
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.num_hidden_layers == 2
     further = train("finetune", tmp_path / "further.jsonl", *settings, f"model.pretrained={tmp_path / 'model'}")
     assert further[0] < alone[0]
+
+
+def test_all_ranks_of_the_killed_run_build_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run refuses blocks of other code on one rank, and here one of them is to be killed."""
+    monkeypatch.setenv("KILLED", "2:150")
+    described, data = [], DataSpec(input_shape=(1, 8, 8), num_classes=10)
+    for rank in "02":
+        monkeypatch.setenv("RANK", rank)
+        described.append(
+            [describe_module(block()) for block in load_object(f"{EXAMPLES / 'killed_run.py'}:build")(data)]
+        )
+    assert described[0] == described[1]
 
 
 def test_own_loop_is_short() -> None:

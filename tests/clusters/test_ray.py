@@ -1,4 +1,4 @@
-"""Ray Train on two nodes, which are two raylets: a killed worker, a drained node."""
+"""Ray Train on two nodes, which are two raylets: a killed worker, a drained node; and on one node."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ NODES = "import ray; ray.init(logging_level='error'); print(*(n['NodeID'] for n 
 
 
 class RayCluster:
-    """Raylets of this machine, two processors each, and a head that has two as well.
+    """Raylets of this machine, two processors each, and a head that has two as well; or a head alone, with all four.
 
     Each has an address of its own. The driver's is the head's, which Ray Train's controller shares.
     """
 
-    def __init__(self, stack: ExitStack, run: EngineRun) -> None:
+    def __init__(self, stack: ExitStack, run: EngineRun, nodes: int = 2) -> None:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         self._stack, self._run, self._ray = stack, run, Path(sys.executable).with_name("ray")
@@ -44,12 +44,14 @@ class RayCluster:
         }
         sockets = stack.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))  # short: a limit
         places = ["--temp-dir", sockets, "--include-dashboard=false"]
+        self._cpus = 4 // nodes
         self._start("head", "127.0.0.1", "--head", f"--port={port}", *places)
-        self.second = self.add_node("second", "127.0.0.2")
+        if nodes == 2:
+            self.second = self.add_node("second", "127.0.0.2")
 
     def _start(self, name: str, address: str, *how: str | Path) -> subprocess.Popen[bytes]:
-        ports = ("--min-worker-port=0", "--max-worker-port=0")
-        command = (self._ray, "start", f"--node-ip-address={address}", "--num-cpus=2", "--disable-usage-stats", *ports)
+        flags = (f"--num-cpus={self._cpus}", "--disable-usage-stats", "--min-worker-port=0", "--max-worker-port=0")
+        command = (self._ray, "start", f"--node-ip-address={address}", *flags)
         started = self._run.started(*command, "--block", *how, log=f"{name}.txt", **self.told)
         process = self._stack.enter_context(started)
         wait_until(lambda: "Ray runtime started" in self._run.said(f"{name}.txt"), f"the node {name}")
@@ -76,10 +78,10 @@ class RayCluster:
 
 
 @pytest.fixture
-def cluster(run: EngineRun) -> Iterator[RayCluster]:
+def cluster(run: EngineRun, request: pytest.FixtureRequest) -> Iterator[RayCluster]:
     pytest.importorskip("ray.train", reason="needs pip install 'ray[train]'")
     with ExitStack() as stack:
-        yield RayCluster(stack, run)
+        yield RayCluster(stack, run, getattr(request, "param", 2))
 
 
 def test_a_killed_worker_and_a_drained_node_change_no_weight(
@@ -117,3 +119,12 @@ def test_a_run_goes_on_with_the_workers_of_the_nodes_that_are_left(
     assert [record["plan"].partition(",")[0] for record in run.records("start")] == ["1f1b on dp=2", "1f1b on dp=1"]
     assert run.steps_of("start")[1] > 0
     run.require_loss_of(plain)
+
+
+@pytest.mark.parametrize("cluster", [1], indirect=True)
+def test_one_node_ends_with_the_same_weights(run: EngineRun, cluster: RayCluster, expected: str) -> None:
+    storage = ("--storage", run.folder / "storage")
+    with run.started(sys.executable, EXAMPLES / "ray_train.py", JOB, *storage, *run.options, **cluster.told) as driver:
+        assert driver.wait(WAIT_S) == 0, run.said()
+    assert run.steps_of("start") == [0]
+    assert run.weights() == expected

@@ -1,4 +1,4 @@
-"""SLURM with two nodes: scancel saves, a killed rank's job is queued again; from Python by submitit."""
+"""SLURM with two nodes: scancel saves, a killed rank's job is queued again; by submitit; and on one node."""
 
 from __future__ import annotations
 
@@ -22,20 +22,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
         yield environment
 
 
-def submit(run: EngineRun, cluster: dict[str, str], log: str, *options: str) -> str:
+def submit(run: EngineRun, cluster: dict[str, str], log: str, *options: str, nodes: int = 2) -> str:
     """Submit the script; return the job's number."""
     told = run.environment | cluster | {"CHECKPOINTS": str(run.folder / "checkpoints")}
-    command = [
-        "sbatch",
-        "--parsable",
-        "--nodes=2",
-        "-o",
-        log,
-        EXAMPLES / "slurm.sh",
-        JOB,
-        *run.options,
-        *options,
-    ]
+    script = (EXAMPLES / "slurm.sh", JOB, *run.options, *options)
+    command = ["sbatch", "--parsable", f"--nodes={nodes}", "-o", log, *script]
     done = subprocess.run(command, cwd=run.folder, env=told, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.strip()
 
@@ -91,3 +82,10 @@ def test_a_job_whose_node_fails_goes_on_with_fewer_replicas(
     assert [record["plan"].partition(",")[0] for record in run.records("start")] == ["1f1b on dp=2", "1f1b on dp=1"]
     assert run.steps_of("start")[1] > 0
     run.require_loss_of(plain)
+
+
+def test_one_node_ends_with_the_same_weights(run: EngineRun, cluster: dict[str, str], expected: str) -> None:
+    job = submit(run, cluster, "out.txt", nodes=1)
+    wait_until(lambda: is_gone(cluster, job), "the end of the job")
+    assert run.steps_of("start") == [0], run.said()
+    assert run.weights() == expected

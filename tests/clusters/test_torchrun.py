@@ -1,4 +1,4 @@
-"""torchrun on two nodes, which are two agents of it: a stop, a killed rank."""
+"""torchrun on two nodes, which are two agents of it: a stop, a killed rank; and on one node."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .engine_runs import EXAMPLES, JOB, VERDICT, WAIT_S, EngineRun
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(900)]
 
 
-def start(stack: ExitStack, run: EngineRun, name: str) -> list[subprocess.Popen[bytes]]:
-    """Start the agents of two nodes; their logs are NAME-0.txt and NAME-1.txt."""
+def start(stack: ExitStack, run: EngineRun, name: str, nodes: int = 2) -> list[subprocess.Popen[bytes]]:
+    """Start the agents of nodes that share four ranks; their logs are NAME-0.txt, NAME-1.txt, …"""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    told = {"MASTER": f"127.0.0.1:{port}", "NODES": "2", "RANKS": "2", "ADDRESS": "127.0.0.1"}
+    told = {"MASTER": f"127.0.0.1:{port}", "NODES": str(nodes), "RANKS": str(4 // nodes), "ADDRESS": "127.0.0.1"}
     command = (EXAMPLES / "torchrun.sh", JOB, *run.options)
-    return [stack.enter_context(run.started(*command, log=f"{name}-{node}.txt", **told)) for node in range(2)]
+    return [stack.enter_context(run.started(*command, log=f"{name}-{node}.txt", **told)) for node in range(nodes)]
 
 
 def test_a_stop_and_a_killed_rank_change_no_weight(run: EngineRun, expected: str) -> None:
@@ -42,4 +42,12 @@ def test_a_stop_and_a_killed_rank_change_no_weight(run: EngineRun, expected: str
     assert re.search(VERDICT, run.said("second-0.txt") + run.said("second-1.txt"))
     first, second, third = run.steps_of("start")
     assert 0 == first < second == stopped < third
+    assert run.weights() == expected
+
+
+def test_one_node_ends_with_the_same_weights(run: EngineRun, expected: str) -> None:
+    with ExitStack() as stack:
+        (agent,) = start(stack, run, "one", nodes=1)
+        assert agent.wait(WAIT_S) == 0, run.said("one-0.txt")
+    assert run.steps_of("start") == [0]
     assert run.weights() == expected

@@ -1,4 +1,4 @@
-"""TorchX on two nodes, which are two replicas of its local scheduler: a stop, a killed rank."""
+"""TorchX on two nodes, which are two replicas of its local scheduler: a stop, a killed rank; and on one node."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from .engine_runs import EXAMPLES, JOB, VERDICT, WAIT_S, EngineRun
 pytestmark = [pytest.mark.slow, pytest.mark.engines, pytest.mark.processes, pytest.mark.timeout(900)]
 
 
-def command(run: EngineRun) -> list[str | Path]:
+def command(run: EngineRun, ranks: str = "2x2") -> list[str | Path]:
+    """Return a command that runs the job on "nodes x ranks of each"."""
+    pytest.importorskip("torchx", reason="needs pip install torchx")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     torchx = Path(sys.executable).with_name("torchx")
     how = ["--scheduler", "local_cwd", "--scheduler_args", f"log_dir={run.folder / 'logs'}", "--wait"]
-    component = [f"{EXAMPLES / 'torchx_component.py'}:train", "--job", JOB, "--j", "2x2", "--port", str(port)]
+    component = [f"{EXAMPLES / 'torchx_component.py'}:train", "--job", JOB, "--j", ranks, "--port", str(port)]
     return [torchx, "run", *how, *component, "--", *run.settings]
 
 
 def test_a_stop_and_a_killed_rank_change_no_weight(run: EngineRun, expected: str) -> None:
-    pytest.importorskip("torchx", reason="needs pip install torchx")
     with run.started(*command(run), log="first.txt") as torchx:
         run.wait_for_step(12)
         for rank in range(4):
@@ -41,4 +42,11 @@ def test_a_stop_and_a_killed_rank_change_no_weight(run: EngineRun, expected: str
     assert re.search(VERDICT, run.said("second.txt"))
     first, second, third = run.steps_of("start")
     assert 0 == first < second == stopped < third
+    assert run.weights() == expected
+
+
+def test_one_node_ends_with_the_same_weights(run: EngineRun, expected: str) -> None:
+    with run.started(*command(run, "1x4")) as torchx:
+        assert torchx.wait(WAIT_S) == 0, run.said()
+    assert run.steps_of("start") == [0]
     assert run.weights() == expected
