@@ -53,7 +53,7 @@ def {function}(rank: int, shape: Shape) -> Order:
     warmup = min(shape.pp - rank - 1, shape.microbatches)
     for microbatch in range(warmup):
         yield Fwd(rank, microbatch)
-    # One forward, one backward: what stands in memory stays as it is.
+    # One forward, one backward: the number of activations in memory stays the same.
     for microbatch in range(warmup, shape.microbatches):
         yield Fwd(rank, microbatch)
         yield Bwd(rank, microbatch - warmup)
