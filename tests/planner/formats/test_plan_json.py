@@ -59,7 +59,7 @@ def test_the_head_is_that_of_the_design(plan):
 
 Edit = Callable[[dict[str, Any]], object]
 
-GONE = object()
+GONE = "gone"
 BROKEN: list[tuple[Edit, str]] = [
     (lambda p: p.update(format="x"), "/format: this is not a plan file"),
     (lambda p: p.pop("format"), "/format: this is not a plan file"),
