@@ -68,7 +68,7 @@ BUDGET = {
     "blocks": 1272,
     "data": 1114,
     "guards": 1081,
-    "examine": 1107,
+    "examine": 1078,
     "optim": 1070,
     "step_setup": 732,
     "settings": 798,

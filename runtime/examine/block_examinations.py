@@ -37,7 +37,7 @@ from ..stage.rank_stages import RankModel
 from ..step_setup.block_examination_results import BlockFindings, BlockLoss, GatheredWeights
 from ..user_objects.host_state import HostState
 from .block_losses import DRAWN_SAMPLES, examine_block_loss
-from .extra_variants import OF_A_REPLICA, OF_NO_SAMPLE, extra_of_no_sample, goes_by_earlier_forwards
+from .extra_variants import OF_NO_SAMPLE, extra_of_no_sample
 from .gradients.nonlinear_backwards import BlockBackwards
 from .trial_block_runs import TriedBlock, drawing
 
@@ -74,10 +74,15 @@ class BlockExaminations(BlockFindings):
     def examine_backwards(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: GatheredWeights) -> None:
         """Try the backward of each kind of block here."""
         model, self._first = self._model, (units, parcels)
+
+        def arrival_of(number: int, has_few: bool) -> Arrival:
+            few = FEW if has_few or self._cut[0].size * self._cut[1] > 1 else None
+            return self._given_of(few, repeats=few is not None).block_arrival(number, model.outlines[number])
+
         blocks = {stage: {int(n): block for n, block in held.blocks.items()} for stage, held in model.stages.items()}
         overtaken = _overtaken(model.plan.programs[model.pp_rank])
         self._backwards = BlockBackwards(blocks, self._tried, gathered, self._agree, overtaken)
-        self._backwards.examine(self._arrival_of)
+        self._backwards.examine(arrival_of)
         self.unlinear = self._backwards.found
 
     def follow_units(self, units: FirstUnits, parcels: Sequence[Parcel]) -> None:
@@ -104,7 +109,6 @@ class BlockExaminations(BlockFindings):
     def examine_losses(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: GatheredWeights) -> None:
         """Run each kind of block here with a loss on samples that are drawn, and share the findings."""
         self._examine_extras(units, parcels, gathered)
-        self._examine_state(parcels, gathered)
         self._gathered, self._first = gathered, (units, parcels)
         if self._find_kinds(parcels):
             self._examine()
@@ -136,9 +140,11 @@ class BlockExaminations(BlockFindings):
             arrivals = self._given_of(FEW, repeats=True)
         except MisfitError:  # blocks that take no other number of samples; so on all ranks
             return
-        for stage, number, block in self._alone_here():
-            names = sorted(filter(accepted_extras(block), units.cut_extras))
-            if names and not why and arrivals.num_samples == FEW:
+        for stage, held in sorted(self._model.stages.items()):
+            for number, block in ((int(n), block) for n, block in held.blocks.items()):
+                names = sorted(filter(accepted_extras(block), units.cut_extras))
+                if why or not names or arrivals.num_samples != FEW or mixtures(block) or is_sharded(block):
+                    continue
                 arrival = arrivals.block_arrival(number, self._model.outlines[number])
                 with gathered(stage):
                     found = extra_of_no_sample(self._tried(number, block), arrival, names)
@@ -146,25 +152,6 @@ class BlockExaminations(BlockFindings):
                     why = OF_NO_SAMPLE.format(number, type(block).__name__, found, found)
         if why := first_said(why, self._groups.world):
             raise MisfitError(why)
-
-    def _examine_state(self, parcels: Sequence[Parcel], gathered: GatheredWeights) -> None:
-        """Raise `MisfitError` where outputs go by state that forwards of each replica change for it (collective)."""
-        model, why = self._model, ""
-        for stage, number, block in self._alone_here() if model.num_replicas > 1 else ():
-            names = ", ".join(sorted({str(one.key or one.name).rpartition(".")[2] for one in parcels[number].state}))
-            if names and not why and model.synced is None and model.options.buffers != "first":
-                with gathered(stage):
-                    if goes_by_earlier_forwards(self._tried(number, block), self._arrival_of(number)):
-                        why = OF_A_REPLICA.format(number, type(block).__name__, names, model.num_replicas)
-        if why := first_said(why, self._groups.world):
-            raise MisfitError(why)
-
-    def _alone_here(self) -> Iterator[tuple[int, int, nn.Module]]:
-        """Yield stage, number and block of those here that do not communicate with other replicas in their forwards."""
-        for stage, held in sorted(self._model.stages.items()):
-            for number, block in held.blocks.items():
-                if not (mixtures(block) or is_sharded(block)):
-                    yield stage, int(number), block
 
     def _require_two_rows(self, units: FirstUnits, name: str) -> None:
         """Raise `MisfitError` where blocks can run on two samples with one row of an extra, but not with two."""
@@ -281,11 +268,6 @@ class BlockExaminations(BlockFindings):
     def _agree(self, numbers: Sequence[float]) -> list[float]:
         """Return the elementwise maximum over the ranks that run a block together (collective over tp)."""
         return greatest(self._groups.tensor, numbers)
-
-    def _arrival_of(self, number: int, has_few: bool = False) -> Arrival:
-        """Return the inputs of a block for a unit, or for a few samples."""
-        few = FEW if has_few or self._cut[0].size * self._cut[1] > 1 else None
-        return self._given_of(few, repeats=few is not None).block_arrival(number, self._model.outlines[number])
 
     @property
     def _cut(self) -> tuple[Group, int, torch.dtype | None]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +138,13 @@ def extra_of_no_sample(tried: TriedBlock, arrival: Arrival, names: Sequence[str]
     `arrival` has two samples, and a row of each extra for either.
     """
 
-    made = partial(_outputs, tried)
+    def made(given: Arrival) -> list[Tensor] | None:
+        try:
+            with untouched(tried.block), tried.alike(range(given.samples)):
+                return tried.floating_outputs(given)
+        except Exception:  # errors of user code on batches that it never gets
+            return None
+
     whole = made(arrival)
     if whole is None:
         one_row = (name for name in names if made(_with_extra(arrival, name, _first_row)) is not None)
@@ -147,32 +152,6 @@ def extra_of_no_sample(tried: TriedBlock, arrival: Arrival, names: Sequence[str]
     moved = made(replace(arrival.changed(_moved), extras=arrival.extras))
     mixes = moved is None or _differ(whole, moved)
     return None if mixes else next((n for n in names if _depends(whole, made(_with_extra(arrival, n, _moved)))), None)
-
-
-OF_A_REPLICA = (
-    "block {} ({}) gives other outputs for the same inputs after another forward, by what forwards change ({}), and "
-    "each of {} replicas runs its own: the results are not those of one process; change it in the training loop, or "
-    "let each replica go by its own: buffers='first'"
-)
-
-
-def goes_by_earlier_forwards(tried: TriedBlock, arrival: Arrival) -> bool:
-    """Return whether outputs are others behind a forward of other inputs than without it."""
-    alone = _outputs(tried, arrival)
-    return alone is not None and _depends(alone, _outputs(tried, arrival.scaled(10.0), arrival))
-
-
-def _outputs(tried: TriedBlock, *given: Arrival) -> list[Tensor] | None:
-    """Return the outputs for the last of some inputs, behind forwards of the others; None where code raises."""
-    found = None
-    try:
-        with untouched(tried.block):
-            for one in given:
-                with tried.alike(range(one.samples)):
-                    found = tried.floating_outputs(one)
-    except Exception:  # errors of user code on batches that it never gets
-        return None
-    return found
 
 
 def _depends(whole: Sequence[Tensor], found: Sequence[Tensor] | None) -> bool:

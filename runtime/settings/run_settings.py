@@ -304,8 +304,7 @@ class RunSettings(Settings):
     """Blocks that run once before the first step, sharded beside whole: all but built-in ones, "all", or "none"."""
     buffers: Annotated[BufferChoice, SettingRule.KEPT, InJob("parallel")] = "merge"
     """Handling, by replicas, of buffers that a forward changes: "merge" running statistics, to those of one
-    process over all microbatches; "sync" batch norms in every forward; take those of the "first", and let each go by
-    its own other state; or "refuse"."""
+    process over all microbatches; "sync" batch norms in every forward; take those of the "first"; or "refuse"."""
     sequence_parallel: Annotated[bool, SettingRule.GIVEN, InJob("parallel")] = False
     """Whether each rank of tp has a slice of the tokens wherever layers are not cut."""
     tied: Annotated[Ties | None, SettingRule.OPEN, InJob("model", "", Ties, {})] = None
