@@ -26,7 +26,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
+from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, strategy_name
+from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.tuning.check_search_certificate import check_certificate
 from quintsched.strategies.tuning.search_certificate import certify, load_certificate
 from quintsched.strategies.tuning.strategy_space import divisors
@@ -106,8 +108,18 @@ def with_certificate(name: str, hardware: str, gpus: int, batch: int, seq: int) 
         )
 
 
+def thousand_rows() -> None:
+    """Predict a thousand strategies one by one, as `quintsched predict --rows` does."""
+    model, hardware, began = find_model("gpt3-175b"), find_hardware("a100-80gb"), time.process_time()
+    for number in range(1000):
+        batch, seq = 8 * (1 + number), 128 * (1 + number % 32)
+        predict(model, hardware, Strategy(gpus=64, tp=8, pp=8, batch=batch, seq=seq, sequence_parallel=True))
+    print(f"a thousand predictions: {time.process_time() - began:.2f} s", flush=True)
+
+
 def main() -> None:
     print(f"seconds of one core of {platform.machine()}; load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    thousand_rows()
     as_large_as_calculons("--quick" in sys.argv)
     with_certificate("gpt-1t", "a100-80gb", GPUS, BATCH, SEQ)
     for case in USERS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import time
@@ -110,12 +111,11 @@ def test_a_stage_that_only_reshapes_does_not_send_from_a_receive_buffer() -> Non
             time.sleep(0 if x.is_meta else 0.02)
             return super().forward(x.flatten(1))
 
+    x, y, made = torch.randn(16, 4), torch.randn(16, 4), [nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), Last(4, 4)]
+
     def run(transport: Transport) -> list[float]:
-        torch.manual_seed(0)
-        x, y = torch.randn(16, 4), torch.randn(16, 4)
         plan = qs.compile("gpipe", mesh=f"pp={transport.world_size}", microbatches=8)
-        blocks: list[Any] = [lambda: nn.Linear(4, 4), lambda: nn.Unflatten(1, (2, 2)), lambda: Last(4, 4)]
-        engine = Engine(plan, blocks, mse, sgd, block_costs=[1, 1, 1], transport=transport)
+        engine = Engine(plan, copy.deepcopy(made), mse, sgd, block_costs=[1, 1, 1], transport=transport)
         return [float(engine.evaluate(x, y).loss), float(engine.step(x, y).grad_norm or 0.0)]
 
     assert run_local(3, run, rules="rendezvous")[0] == pytest.approx(run_local(1, run)[0], rel=1e-5)
