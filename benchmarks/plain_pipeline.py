@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.runtime.faults.injection import ENDS, SKIPS, STALLS, WRONGS, Injection, Kind, Phase
 from tests.runtime.faults.judged import Judged
-from tests.runtime.faults.launched import PRELOADED
+from tests.runtime.ranks import PRELOADED
 
 TIMEOUT_S, RANKS, STEPS, MICROBATCHES, WIDTH = 6.0, 3, 4, 4, 16
 PLACES: tuple[Phase, ...] = ("warm-up", "cool-down", "reduction", "optimizer")
@@ -74,11 +74,12 @@ def _run(injection: Injection, folder: Path) -> Judged:
 
 def _rank(rank: int, injection: Injection, folder: str) -> None:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
     where = Path(folder)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(where / "store"), RANKS),
+        store=FileStore(str(where / "store"), RANKS),
         rank=rank,
         world_size=RANKS,
         timeout=timedelta(seconds=TIMEOUT_S),

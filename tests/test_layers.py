@@ -72,7 +72,7 @@ BUDGET = {
     "optim": 1070,
     "step_setup": 732,
     "settings": 798,
-    "run_checks": 749,
+    "run_checks": 776,
     "calibrate": 609,
     "models": 514,
     "autograd": 533,

@@ -117,7 +117,7 @@ def hooks_of(optimizer: Optimizer) -> list[Any]:
     step = None if hasattr(optimizer.step, "_wrapped_by_lr_sched") else vars(optimizer).get("step")
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     return [
-        *(hook for key, hook in _global_optimizer_pre_hooks.items() if key != OURS),
+        *(hook for key, hook in _global_optimizer_pre_hooks.items() if str(key) != OURS),
         *(*before.values(), *after.values(), *_global_optimizer_post_hooks.values()),
         *([step] if step else []),
     ]

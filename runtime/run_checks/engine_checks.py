@@ -84,6 +84,8 @@ class EngineChecks:
     def record_step(self, recording: Recording, inputs: Any, targets: Any, **extras: Any) -> StepResult:
         """Run a `step`, and record all tensors that it computes on this rank; see `record_steps`."""
         observer = self._observer(recording)
+        if not recording.figures:
+            observer.note_weights(BEFORE)
         result = self._run_observed(observer, inputs, targets, extras)
         observer.note_weights()
         return result

@@ -44,7 +44,7 @@ def outcome(tmp_path: Path, *overrides: str) -> Comparison:
         ["parallel.mesh=dp=2,tp=2", "parallel.sequence_parallel=true", "parallel.zero=3", "runtime.precision=float32"],
         ["parallel.mesh=pp=2", "parallel.schedule=zbv", "parallel.microbatches=4", "model.options.dropout=0.1"],
         ["parallel.mesh=cp=2,pp=2", "model.options.tied=true"],
-        ["parallel.mesh=pp=2", "parallel.recompute=1", "runtime.precision=bfloat16"],
+        ["parallel.mesh=cp=2,pp=2", "parallel.recompute=1", "runtime.precision=bfloat16"],
         ["parallel.mesh=ep=2,pp=2", "model.name=moe-gpt", "parallel.zero=2"],
     ],
     ids=lambda overrides: " ".join(o.split(".", 1)[1] for o in overrides),
