@@ -119,6 +119,7 @@ def job(data_file: Path, place: str | None, mesh: str = "pp=2", **checkpoint: An
 
 def names_in(place: str) -> list[str]:
     files, root = fsspec.core.url_to_fs(place)
+    files.invalidate_cache()  # stores in the cloud keep what they have listed
     return sorted(one["name"].rpartition("/")[2] for one in files.ls(root, detail=True))
 
 
