@@ -167,7 +167,7 @@ def test_a_checkpoint_is_trained_and_saved_as_by_a_plain_loop(names: dict[str, A
 
 
 def test_adapters_are_trained_as_by_a_plain_loop(names: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("peft")
+    peft = pytest.importorskip("peft")
     from safetensors.torch import load_file
 
     start = saved(llama(), tmp_path / "start")
@@ -178,7 +178,7 @@ def test_adapters_are_trained_as_by_a_plain_loop(names: dict[str, Any], tmp_path
         weights: dict[str, Tensor] = {}
         for file in (tmp_path / mesh).glob("*.safetensors"):
             weights |= load_file(file)
-        require_weights(weights, dict(adapted.get_base_model().state_dict()))
+        require_weights(weights, peft.get_peft_model_state_dict(adapted))
 
 
 def test_a_batch_of_fewer_samples_than_parts_counts_each_once(names: dict[str, Any], tmp_path: Path) -> None:
