@@ -91,7 +91,7 @@ def tune(
     from quintsched.strategies.prediction.predict_strategy import predict
     from quintsched.strategies.tuning import advice, explain_choice, published_recipes
 
-    whole = read_tokens(tokens or "1")
+    whole = None if tokens is None else read_tokens(tokens)
     recipe = None if beside is None else published_recipes.find_recipe(beside)
     flags = _searched(flags if recipe is None else recipe.choices(flags), framework)
     for written in (output, certificate):
@@ -111,15 +111,15 @@ def tune(
     chosen = advice.recommended(found).strategy
     files = None if directory is None else written_for(framework, found.model, chosen, directory)
     published = () if recipe is None else published_recipes.beside(found, recipe)
-    days, cost = _days_and_cost(found, whole, price)
+    days, cost = (0.0, None) if whole is None else _days_and_cost(found, whole, price)
     if as_json:
-        more: dict[str, Any] = {} if tokens is None else {"days": days, "cost": cost}
+        more: dict[str, Any] = {} if whole is None else {"days": days, "cost": cost}
         more |= {"beside": list(published)} if published else {}
         emit(_as_data(found, predictions, simulations) | _more_data(explanation, files) | more)
         return
     say(_describe(found, top, predictions, simulations))
     paid = "" if cost is None else f"; {cost:,.0f} at {price:g} by GPU and hour"
-    training = () if tokens is None else (f"{tokens} tokens: {days:,.1f} days{paid}",)
+    training = () if whole is None else (f"{tokens} tokens: {days:,.1f} days{paid}",)
     for lines in (training, explanation.lines if explanation else (), published):
         if lines:
             say(["", *lines])

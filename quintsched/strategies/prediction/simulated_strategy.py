@@ -21,6 +21,7 @@ from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.layers_of_ranks import Kinds, stages_of_rank
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import stage_terms
 from quintsched.strategies.prediction.operators import Array
+from quintsched.strategies.prediction.pipeline.equal_ranks import RowNumbers
 from quintsched.strategies.prediction.pipeline.makespan import pace_of, repeated, require_simulable
 from quintsched.strategies.prediction.pipeline.pipeline_times import StageTimes
 from quintsched.strategies.prediction.shared_cores import shares_cores
@@ -36,13 +37,13 @@ def simulated_step_s(model: Model, hardware: Hardware, strategy: Strategy) -> fl
     full = resolved(strategy)
     schedule, pp = str(full.schedule), full.pp
 
-    def ends_of(microbatches: int) -> Array:
+    def ends_of(microbatches: int, _: RowNumbers) -> Array:
         require_simulable(schedule, pp, microbatches, num_stages(full))
-        return np.array([plan_of(model, strategy, microbatches).simulate(costs).makespan])
+        return np.array([[plan_of(model, strategy, microbatches).simulate(costs).makespan]])
 
     work = sum(np.asarray(getattr(costs, name)) for name in ("forward", "backward_input", "backward_weight"))
-    pace = pace_of(schedule, pp, full.chunks, work)
-    step_s = float(repeated(pp, strategy.microbatches, pace, ends_of)[0])
+    pace = pace_of(schedule, pp, full.chunks, work).reshape(1)
+    step_s = float(repeated(pp, strategy.microbatches, pace, ends_of)[0, 0])
     return step_s + _beyond_s(model, hardware, strategy)
 
 

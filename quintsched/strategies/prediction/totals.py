@@ -22,7 +22,8 @@ from quintsched.strategies.prediction.efficiency import curve_rate, memory_rate,
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, PAIRED, Kinds, PerMicrobatch
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import fullest, held_terms
 from quintsched.strategies.prediction.operators import Array
-from quintsched.strategies.prediction.pipeline.pipeline_times import RowNumbers, StageTimes, spans
+from quintsched.strategies.prediction.pipeline.equal_ranks import RowNumbers
+from quintsched.strategies.prediction.pipeline.pipeline_times import StageTimes, spans
 from quintsched.strategies.prediction.predicted_collectives import message_s, overlap, ring_s
 from quintsched.strategies.prediction.shared_cores import (
     cores_s,
@@ -276,10 +277,11 @@ def over_replicas_s(hardware: Hardware, table: Table, part: Layer | PerMicrobatc
     """
     shape = (-1, *(1 for _ in part.weights.shape[1:]))
     tp, ep, outer = (column.reshape(shape) for column in (table.tp, table.ep, table.dp * table.cp))
-    found = ring_s(part.weights * size, outer * ep, tp, hardware)
-    if part.expert_weights.any():
-        found = found + ring_s(part.expert_weights * size, outer, tp * ep, hardware)
-    return np.where(size > 0, found, 0.0)
+    found: Array = np.zeros_like(part.weights)
+    for weights, replicas, stride in ((part.weights, outer * ep, tp), (part.expert_weights, outer, tp * ep)):
+        if weights.any():  # where there are none, no message is sent
+            found += np.where(weights * size > 0, ring_s(weights * size, replicas, stride, hardware), 0.0)
+    return found
 
 
 def reduce_s(hardware: Hardware, table: Table, each: PerMicrobatch) -> tuple[Array, Array]:

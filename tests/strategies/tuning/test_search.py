@@ -1,8 +1,12 @@
 """The search finds what brute force finds."""
 
+import random
+
 import pytest
 
 from quintsched.errors import UsageError
+from quintsched.strategies.prediction.strategy_columns import Table
+from quintsched.strategies.prediction.vectorized_prediction import evaluate
 from quintsched.strategies.tuning.strategy_space import make_space
 from quintsched.strategies.tuning.tune import tune
 
@@ -41,6 +45,16 @@ def agrees(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_the_best_are_those_of_brute_force(seed):
     agrees(seed)
+
+
+@pytest.mark.parametrize("seed", [114, *range(1000, 1004)])
+def test_a_strategy_is_predicted_alike_alone_and_among_others(seed):
+    given = problem(seed)
+    among = [strategy for group in groups(given) for strategy in group.members]
+    together = evaluate(given.model, given.hardware, Table.from_strategies(among), simulate=True).step_s
+    rows = random.Random(seed).sample(range(len(among)), min(60, len(among)))
+    alone = [evaluate(given.model, given.hardware, Table.from_strategies([among[row]]), simulate=True) for row in rows]
+    assert [one.step_s[0] for one in alone] == pytest.approx(together[rows], rel=1e-12)
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from quintsched.schedules.kit.bare_order import order_of_computation
 from quintsched.simulation import simulated_activation_memory
 from quintsched.simulation.costs import Costs
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
-from quintsched.strategies.prediction.pipeline.equal_ranks import Each, Pipelines, Values, chunked
+from quintsched.strategies.prediction.pipeline.equal_ranks import Each, Pipelines, RowNumbers, Values, chunked
 from quintsched.strategies.prediction.pipeline.event_graph_levels import levels_of
 
 SIMULATED_DEPTHS = 3
@@ -79,12 +79,12 @@ def staged(
         UsageError: too many stages and microbatches to simulate.
     """
 
-    def ends_of(number: int) -> Values:
+    def ends_of(number: int, which: RowNumbers) -> Values:
         require_simulable(schedule, pp, number, durations.shape[1])
         levels = levels_of(schedule, pp, number, chunks)
-        ends = levels.ends(durations)
+        ends = levels.ends(durations[..., which])
         computed = ends.max(axis=0)
-        reduced = computed if reduction is None else levels.reduced(ends, reduction, tied)
+        reduced = computed if reduction is None else levels.reduced(ends, reduction[:, which], tied)
         return np.stack([computed, np.maximum(computed, reduced)])
 
     pace = pace_of(schedule, pp, chunks, durations[:3].sum(axis=0))
@@ -92,22 +92,23 @@ def staged(
     return makespan, reduced - makespan
 
 
-def repeated(pp: int, microbatches: int, pace: Values, ends_of: Callable[[int], Values]) -> Values:
-    """Return the ends of all microbatches, (…, n), from `ends_of` fewer, as the steady state repeats.
+def repeated(pp: int, microbatches: int, pace: Values, ends_of: Callable[[int, RowNumbers], Values]) -> Values:
+    """Return the ends of all microbatches, (…, n), from `ends_of` fewer of some pipelines, as the steady state repeats.
 
     In it the last of these ends comes no earlier, for each microbatch, than by `pace`, (n,): until then, the times of
-    other ranks or reductions are still ahead of the busiest rank's work, and twice as many microbatches are taken.
+    other ranks or reductions are still ahead of the busiest rank's work, and twice as many microbatches are taken. Each
+    pipeline goes as deep as it has to by itself, so that its times are the same alone and among others.
     """
-    depths = SIMULATED_DEPTHS
-    while True:
+    depths, left, found = SIMULATED_DEPTHS, np.arange(pace.size), np.zeros(0)
+    while len(left):
         few, more, times = repetition(pp, microbatches, depths)
-        longer = ends_of(more)
-        if not times:
-            return longer
-        gained = longer - ends_of(few)
-        if (gained[-1] >= (1 - STEADY) * (more - few) * pace).all():
-            return np.asarray(longer + times * gained)
-        depths *= 2
+        longer = ends_of(more, left)
+        gained = longer - ends_of(few, left) if times else np.zeros_like(longer)
+        steady = (gained[-1] >= (1 - STEADY) * (more - few) * pace[left]) | (times == 0)
+        found = found if found.size else np.zeros((*longer.shape[:-1], pace.size))
+        found[..., left[steady]] = (longer + times * gained)[..., steady]
+        left, depths = left[~steady], 2 * depths
+    return found
 
 
 def pace_of(schedule: str, pp: int, chunks: int | None, work: npt.ArrayLike) -> Values:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, V_SHAPED, Kinds, PerMicrobatch
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS, one_f_one_b
-from quintsched.strategies.prediction.pipeline.equal_ranks import Passes, Pipelines
+from quintsched.strategies.prediction.pipeline.equal_ranks import Passes, Pipelines, RowNumbers
 from quintsched.strategies.prediction.pipeline.makespan import (
     bound_of,
     exposed_reductions,
@@ -25,8 +25,6 @@ from quintsched.strategies.prediction.pipeline.makespan import (
     staged,
 )
 from quintsched.strategies.prediction.strategy_columns import Table, distinct
-
-RowNumbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
