@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...helpers.commands import write_job
 from .hosts import Hosts
+from .losing_model import losing
 
 JOB = """
 model: {{name: "{folder}/model.py:build"}}
@@ -20,27 +21,7 @@ checkpoint: {{every: 1000000}}
 log: {{every: 1}}
 """
 
-MODEL = """
-import os, time
-from pathlib import Path
-from torch import nn
-
-FUSE = Path(__file__).with_name("fuse")
-
-class Last(nn.Linear):
-    steps = 0
-    def forward(self, x):
-        self.steps += not x.is_meta
-        if self.steps == 3:
-            FUSE.with_name(f"rank-{os.environ.get('RANK')}").write_text(str(os.getpid()))
-            if os.environ.get("RANK") == "3" and FUSE.exists():
-                FUSE.unlink()
-                os.kill(os.getpid(), 9)
-        return super().forward(x)
-
-def build(data):
-    return [nn.Flatten, lambda: nn.Linear(64, 64), lambda: Last(64, 4)]
-"""
+MODEL = losing({"3": 3})
 
 
 def job_of(folder: Path, epochs: int = 1) -> Path:

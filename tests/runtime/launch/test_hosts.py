@@ -48,7 +48,7 @@ def test_hosts_train_as_one_process_does(tmp_path: Path, count: int, way: str) -
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_rank_that_is_killed_ends_all_hosts_with_4_or_is_started_again_on_all(tmp_path: Path, restarts: int) -> None:
     job = job_of(tmp_path)
-    (tmp_path / "fuse").touch()
+    (tmp_path / "fuse-3").touch()
     with hosts(2, tmp_path) as net:
         found = ends(launch(net, job, "--restarts", restarts, "--set", f"checkpoint.dir={tmp_path / 'saved'}"))
         assert [code for code, _, _ in found] == ([0, 0] if restarts else [4, 4]), found

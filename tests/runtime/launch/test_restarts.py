@@ -20,6 +20,7 @@ from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
 from quintsched.runtime.watch.rendezvous.rendezvous_store import serve
 
 from ...helpers.commands import run, write_job
+from .losing_model import losing
 
 JOB = """
 model: {{name: "{folder}/model.py:build"}}
@@ -31,43 +32,25 @@ checkpoint: {{every: 2}}
 log: {{every: 1}}
 """
 
-MODEL = """
-import os
-from pathlib import Path
-from torch import nn
-
-FUSE = Path(__file__).with_name("fuse")
-
-class Last(nn.Linear):
-    steps = 0
-    def forward(self, x):
-        self.steps += not x.is_meta and self.training
-        if self.steps == 7 and os.environ.get("RANK") == "1" and FUSE.exists():
-            FUSE.unlink()
-            os.kill(os.getpid(), 9)
-        return super().forward(x)
-
-def build(data):
-    return [nn.Flatten, lambda: Last(64, 4)]
-"""
+MODEL = losing({"0": 5, "1": 2})
 
 
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "quintsched"])
 def test_a_killed_rank_is_started_again_and_the_run_goes_on_from_the_last_step(tmp_path: Path, launcher: str) -> None:
-    file = write_job(tmp_path, JOB, MODEL)
+    file = write_job(tmp_path, JOB, losing({"1": 7}))
     ways = {
         "torchrun": ("torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", "quintsched.runtime"),
         "quintsched": ("quintsched.runtime.launch.local_run", "--restarts", "1"),
     }
     log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
     settings = [f"log.path={log}", f"checkpoint.dir={saved}"]
-    (tmp_path / "fuse").touch()
+    (tmp_path / "fuse-1").touch()
     given = [argument for setting in settings for argument in ("--set", setting)]
     code, out, err = run(sys.executable, "-m", *ways[launcher], "--config", file, *given)
     assert code == 0, err
-    assert not (tmp_path / "fuse").exists()
+    assert not (tmp_path / "fuse-1").exists()
     assert re.search("resumed after step [46]$", out, re.MULTILINE)  # step 6 may still have been on its way to the disk
 
     job = load_job(file)
@@ -148,36 +131,13 @@ def test_all_ranks_are_tried_again_once_fewer_have_got_on(tmp_path: Path) -> Non
     assert found == [(6, 6), (4, 4), (8, 4), (8, 4), (6, 4), (8, 4), (8, 4)]
 
 
-LOSES_TWICE = """
-import os
-from pathlib import Path
-from torch import nn
-
-class Last(nn.Linear):
-    steps = 0
-    def forward(self, x):
-        self.steps += not x.is_meta and self.training
-        self.lose("1", "first", 2)
-        self.lose("0", "second", 5)
-        return super().forward(x)
-    def lose(self, rank, name, step):
-        fuse = Path(__file__).with_name(name)
-        if self.steps == step and os.environ.get("RANK") == rank and fuse.exists():
-            fuse.unlink()
-            os.kill(os.getpid(), 9)
-
-def build(data):
-    return [nn.Flatten, lambda: Last(64, 4)]
-"""
-
-
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_run_grows_again_to_the_mesh_of_the_job(tmp_path: Path) -> None:
-    file = write_job(tmp_path, JOB, LOSES_TWICE)
+    file = write_job(tmp_path, JOB, MODEL)
     log = tmp_path / "log.jsonl"
-    for name in ("first", "second"):
-        (tmp_path / name).touch()
+    for rank in ("0", "1"):
+        (tmp_path / f"fuse-{rank}").touch()
     settings = ("--set", f"log.path={log}", "--set", f"checkpoint.dir={tmp_path / 'saved'}")
     command = (sys.executable, "-m", "quintsched.runtime.launch.local_run", "--config", file, *settings)
     code, out, err = run(*command, "--restarts", "2", "--min-dp", "1")
