@@ -21,9 +21,9 @@ from statistics import fmean
 from typing import Any
 
 from quintsched.strategies.profiles.aceso import read_layout
-from quintsched.strategies.profiles.compose import Composed, compose
 from quintsched.strategies.profiles.profile import Profile
 from quintsched.strategies.profiles.read_profile import read_profile
+from quintsched.strategies.profiles.step_from_profile import Composed, compose
 
 DATA = Path(__file__).parent / "data"
 MIB = 2**20

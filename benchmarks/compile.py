@@ -27,7 +27,7 @@ import quintsched as qs
 import quintsched.compiler
 import quintsched.simulation.simulator
 from quintsched.instructions import Bwd, BwdWeight
-from quintsched.ir.programs import Programs
+from quintsched.ir.rank_programs import Programs
 
 CASES = [("interleaved-1f1b", "ScheduleInterleaved1F1B", 4), ("interleaved-zb", "ScheduleInterleavedZeroBubble", 2)]
 PP, MICROBATCHES = 64, 512

@@ -16,6 +16,7 @@ from typing import ParamSpec
 
 from quintsched.errors import UnsoundError, UsageError, nearest
 from quintsched.formats.plan_json import least_size
+from quintsched.import_user_code import load_schedule
 from quintsched.ir.instruction_set import Fwd
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec, listed, shares_of
@@ -31,7 +32,6 @@ from quintsched.schedules.kit.given_order import schedule_of_plan
 from quintsched.schedules.kit.routes import routes_of
 from quintsched.schedules.kit.uneven_stages import Runs, find_runs
 from quintsched.simulation.costs import Costs
-from quintsched.user_code import load_schedule
 from quintsched.verify.microbatch_routes import loss_faults, skip_faults
 from quintsched.verify.soundness import check, check_order
 from quintsched.verify.wellformed import blocks_faults, recompute_faults, tied_faults, zero_faults

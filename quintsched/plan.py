@@ -47,7 +47,7 @@ class Plan(PlanData):
 
     def _repr_html_(self) -> str:
         """Return the timeline under unit costs as HTML for notebooks; of a plan that is not sound, what is wrong."""
-        from quintsched.simulation.notebook import MOST_TIMED, heading
+        from quintsched.simulation.notebook_html import MOST_TIMED, heading
 
         if self.num_instructions > MOST_TIMED:
             return heading(repr(self))

@@ -38,7 +38,7 @@ from .run_checks.block_facts import ModelFacts
 from .run_checks.engine_checks import EngineChecks
 from .run_checks.mesh_against_one import Comparison
 from .run_checks.nonfinite_steps import BadSteps
-from .saving.verbs.engine_saves import EngineState
+from .saving.engine_methods.engine_saves import EngineState
 from .settings.run_settings import RunSettings, taking_settings
 from .stage.early_stage_losses import for_slices
 

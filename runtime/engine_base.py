@@ -36,10 +36,10 @@ from .optim.loss_scale import LossScale
 from .optim.optimizer_arguments import Builder
 from .parallel.mesh_groups import make_groups
 from .plan_requirements import require_capturable, require_runnable
+from .saving.engine_methods.engine_saves import EngineSaves, WeightState
+from .saving.engine_methods.engine_weights import EngineWeights
 from .saving.pretrained.model_tensor_names import ModelNames
 from .saving.rank_tensor_inventory import RankTensors
-from .saving.verbs.engine_saves import EngineSaves, WeightState
-from .saving.verbs.engine_weights import EngineWeights
 from .saving.weight_averages import Averages
 from .settings.run_settings import RunSettings
 from .splitting.split_model import Split

@@ -65,11 +65,11 @@ ORDER: dict[str, tuple[str, ...]] = {
     "quintsched": (
         "cli",
         "testing",
-        "sweep",
+        "check_many_shapes",
         "solve",
         "compiler",
         "request",
-        "user_code",
+        "import_user_code",
         "stalls",
         "torch_csv",
         "plan",

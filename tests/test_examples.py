@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from quintsched.cli import main as quintsched
+from quintsched.import_user_code import load_object
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.job_file import load_job
 from quintsched.runtime.user_objects.code_digest import describe_module
-from quintsched.user_code import load_object
 
 from .tutorials import ROOT
 

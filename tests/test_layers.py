@@ -41,7 +41,7 @@ DRAWING = {
     for name in (
         "cli/pictures.py",
         "cli/simulate_and_compare.py",
-        "cli/around_runs/report.py",
+        "cli/run_commands/report.py",
         "strategies/commands/tune_command.py",
     )
 }

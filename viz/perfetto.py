@@ -27,7 +27,7 @@ import numpy as np
 from quintsched.errors import UsageError
 from quintsched.files.atomic import write_whole
 from quintsched.ir.instruction_set import AMONG_REPLICAS, HostCopy, Instruction, Recv, Send, short
-from quintsched.ir.values import Value, ValueKind
+from quintsched.ir.instruction_values import Value, ValueKind
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.held_activations import flows_of_ranks, held_activations
 from quintsched.simulation.simulator import Simulation, Span

@@ -12,11 +12,6 @@ from typing import Any
 from typer.main import get_command
 
 from quintsched.cli.app import Group, make_app
-from quintsched.cli.around_runs.checkpoint import CHECKPOINT_COMMANDS as CHECKPOINT
-from quintsched.cli.around_runs.data import DATA_COMMANDS as DATA
-from quintsched.cli.around_runs.doctor import doctor
-from quintsched.cli.around_runs.report import report
-from quintsched.cli.around_runs.watch import watch
 from quintsched.cli.check import check
 from quintsched.cli.collective import collective
 from quintsched.cli.compile_and_show import compile, schedules, show
@@ -24,6 +19,11 @@ from quintsched.cli.import_export import export, import_
 from quintsched.cli.new import new
 from quintsched.cli.pictures import render
 from quintsched.cli.run_and_verify import inspect, run, verify
+from quintsched.cli.run_commands.checkpoint import CHECKPOINT_COMMANDS as CHECKPOINT
+from quintsched.cli.run_commands.data import DATA_COMMANDS as DATA
+from quintsched.cli.run_commands.doctor import doctor
+from quintsched.cli.run_commands.report import report
+from quintsched.cli.run_commands.watch import watch
 from quintsched.cli.simulate_and_compare import compare, simulate, whatif
 from quintsched.cli.solve import certify, solve
 from quintsched.files.terminal import standard_streams

@@ -13,7 +13,7 @@ from quintsched.errors import InputError, UsageError, counted
 from quintsched.files.terminal_progress import progress
 
 if TYPE_CHECKING:
-    from quintsched.sweep import SweepOutcome
+    from quintsched.check_many_shapes import SweepOutcome
     from quintsched.verify.soundness import Verdict
 
 SPAN = "For a schedule: a number or a range, both ends in."
@@ -42,7 +42,7 @@ def check(
     it takes, and the next two.
     """
     from quintsched.graph.transport_profiles import find_profile
-    from quintsched.user_code import names_file
+    from quintsched.import_user_code import names_file
 
     find_profile(profile)
     if names_file(target):
@@ -119,7 +119,7 @@ def report(verdict: Verdict, profile: str) -> dict[str, Any]:
 def _check_schedule(
     name: str, pp: str, microbatches: str, chunks: str | None, memory_cap: float | None, as_json: bool
 ) -> bool:
-    from quintsched.sweep import Status, prove
+    from quintsched.check_many_shapes import Status, prove
 
     schedule = read_schedule(name)
     shapes = {
@@ -155,7 +155,7 @@ def read_span(text: str, option: str) -> range:
 
 
 def _describe(name: str, outcomes: Sequence[SweepOutcome]) -> list[str]:
-    from quintsched.sweep import Status
+    from quintsched.check_many_shapes import Status
     from quintsched.text.plan_listing import table
 
     count = {status: sum(outcome.status is status for outcome in outcomes) for status in Status}
@@ -172,7 +172,7 @@ def _describe(name: str, outcomes: Sequence[SweepOutcome]) -> list[str]:
 
 
 def _rows(outcomes: Sequence[SweepOutcome]) -> list[tuple[str, ...]]:
-    from quintsched.sweep import Status
+    from quintsched.check_many_shapes import Status
 
     found: dict[tuple[int, int], dict[Status, list[int]]] = {}
     for outcome in sorted(outcomes, key=lambda o: (o.pp, o.chunks, o.microbatches)):

@@ -102,7 +102,7 @@ def refuse_input(output: Path | None, *inputs: str | Path | None) -> None:
     An input may be "-", None, a directory (its files then count) or "my_file.py:name".
     """
     from quintsched.files.atomic import same_file
-    from quintsched.user_code import file_of
+    from quintsched.import_user_code import file_of
 
     for read in filter(None, inputs):
         place = Path("/dev/stdin") if read == "-" else Path(file_of(str(read)))
@@ -134,7 +134,7 @@ def timed(
 
 def read_schedule(name: str) -> Schedule:
     """Find a schedule by name or in a user's file; prints of that file go to standard error."""
-    from quintsched.user_code import load_schedule
+    from quintsched.import_user_code import load_schedule
 
     with redirect_stdout(sys.stderr):
         return load_schedule(name)

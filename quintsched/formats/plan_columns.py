@@ -27,7 +27,7 @@ from quintsched.formats.plan_json import READERS, TYPES
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.instruction_columns import ABSENT, CODES, FIELDS, NUMBERS, PAIRS, Codes, Columns, Flags, Ints
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.programs import Programs
+from quintsched.ir.rank_programs import Programs
 
 COLUMNS_FORMAT = "quintsched.plan.columns"
 MAGIC = b"\x1f\x8b"

@@ -23,7 +23,7 @@ from quintsched.ir.instruction_columns import ABSENT, FIELDS, NUMBERS, Columns, 
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import AXES
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.programs import Programs
+from quintsched.ir.rank_programs import Programs
 
 PROGRAMS, END = '\n "programs": [\n', "]}\n"
 """Text before the programs, and after them."""

@@ -37,9 +37,9 @@ from quintsched.ir.instruction_set import (
     Send,
     SyncTied,
 )
+from quintsched.ir.instruction_values import AMBIENT, TRAVELS, Value
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.ragged import Ragged
-from quintsched.ir.values import AMBIENT, TRAVELS, Value
 from quintsched.verify.wellformed import malformations
 
 MAX_PROCESSES = 255

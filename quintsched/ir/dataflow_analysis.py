@@ -24,11 +24,11 @@ import numpy as np
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.dataflow_rules import CONSUMES, FOLLOWS, PRODUCES, READS, RULES, Role, Term, When, Which, Whose
 from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
+from quintsched.ir.instruction_values import SKIPS, TRAVELS, Numbering
+from quintsched.ir.instruction_values import Value as Value
+from quintsched.ir.instruction_values import ValueKind as ValueKind
 from quintsched.ir.layout import Layout
 from quintsched.ir.ragged import Ragged
-from quintsched.ir.values import SKIPS, TRAVELS, Numbering
-from quintsched.ir.values import Value as Value
-from quintsched.ir.values import ValueKind as ValueKind
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@
     Clip  reads     WEIGHT_GRADs    of all stages HELD     of EVERY_UNIT
 
 A term states a role (consume, read, produce, follow), whose values they are, which of them, and under which condition.
-Only `quintsched.ir.dataflow_analysis` evaluates the table. The kinds of values are declared in `quintsched.ir.values`.
+Only `quintsched.ir.dataflow_analysis` evaluates the table. `quintsched.ir.instruction_values` declares the kinds of
+values.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from quintsched.ir import instruction_set as ins
-from quintsched.ir.values import ValueKind
+from quintsched.ir.instruction_values import ValueKind
 
 
 class Role(Enum):

@@ -7,7 +7,7 @@
     peer         -1   1        -1   …
     stages       -1   -1       -1   …        other values than numbers are in `table`; the column holds their index
 
-`quintsched.ir.programs` presents them as sequences of instruction objects, each created on access.
+`quintsched.ir.rank_programs` presents them as sequences of instruction objects, each created on access.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from quintsched.ir.instruction_columns import Columns, Ints
 from quintsched.ir.instruction_set import ENDS_BACKWARD, FetchAct, Instruction, Overlap
 from quintsched.ir.layout import Layout, Route
 from quintsched.ir.mesh import Mesh
-from quintsched.ir.programs import Programs
 from quintsched.ir.ragged import Ragged
+from quintsched.ir.rank_programs import Programs
 from quintsched.ir.zero_sharding import Zero
 
 T = TypeVar("T")

@@ -37,9 +37,9 @@ from quintsched.ir.instruction_set import (
     SendSkip,
     SendSkipGrad,
 )
+from quintsched.ir.instruction_values import SKIPS, ValueKind
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.programs import Programs
-from quintsched.ir.values import SKIPS, ValueKind
+from quintsched.ir.rank_programs import Programs
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.durations import event_durations
 from quintsched.text.plan_listing import excerpt

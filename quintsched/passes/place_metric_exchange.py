@@ -12,7 +12,7 @@ import numpy as np
 from quintsched.ir.instruction_columns import Columns
 from quintsched.ir.instruction_set import ClipGrad, ShareMetrics
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.programs import Programs
+from quintsched.ir.rank_programs import Programs
 
 
 def share_metrics(plan: PlanData) -> PlanData:

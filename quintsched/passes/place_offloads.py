@@ -21,9 +21,9 @@ import numpy as np
 from quintsched.errors import UsageError
 from quintsched.ir.instruction_columns import ABSENT, Columns
 from quintsched.ir.instruction_set import BEGINS_BACKWARD, COMPUTING, FetchAct, Fwd, OffloadAct
+from quintsched.ir.instruction_values import ValueKind
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.programs import Programs
-from quintsched.ir.values import ValueKind
+from quintsched.ir.rank_programs import Programs
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulated_activation_memory import Changes, activation_changes, held_by, peak_activations
 

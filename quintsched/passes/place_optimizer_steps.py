@@ -10,7 +10,7 @@ from dataclasses import replace
 from quintsched.ir.instruction_columns import Columns
 from quintsched.ir.instruction_set import AllGatherBucket, OptStep
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.programs import Programs
+from quintsched.ir.rank_programs import Programs
 
 
 def step_optimizer(plan: PlanData) -> PlanData:

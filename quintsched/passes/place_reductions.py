@@ -32,7 +32,7 @@ from quintsched.ir.instruction_set import (
     SyncTied,
 )
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.programs import Programs
+from quintsched.ir.rank_programs import Programs
 
 
 def reduce_buckets(plan: PlanData) -> PlanData:

@@ -17,7 +17,7 @@ import numpy as np
 from quintsched.ir.instruction_columns import Columns, Ints
 from quintsched.ir.instruction_set import COMPUTING, NEEDS_WEIGHTS, FreeParams, GatherParams
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.programs import Programs
+from quintsched.ir.rank_programs import Programs
 
 
 def gather_params(plan: PlanData) -> PlanData:

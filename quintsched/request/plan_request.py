@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from quintsched.ir.communication import MEANS, Wire
 from quintsched.ir.mesh import Mesh
-from quintsched.request import setting_readers
-from quintsched.request.setting_readers import Read
+from quintsched.request import read_setting_values
+from quintsched.request.read_setting_values import Read
 
 if TYPE_CHECKING:
     from quintsched.passes import Watch
@@ -71,25 +71,25 @@ class CompileRequest:
     schedule: str | Schedule = _setting(
         "a registered schedule (`quintsched schedules` lists them), one of your own as my_file.py:my_schedule, a plan "
         "file, whose order of computation is taken, or in Python a `Schedule`.",
-        setting_readers.read_schedule,
+        read_setting_values.read_schedule,
         "NAME",
         first=True,
         letter="s",
-        data=setting_readers.read_text,
+        data=read_setting_values.read_text,
         in_plan=lambda plan: plan.schedule.name,
-        normal=setting_readers.name_in,
+        normal=read_setting_values.name_in,
     )
     mesh: Mesh | str | Mapping[str, int] = _setting(
         "the device mesh, axes and sizes from the outermost: dp=2,pp=2,tp=2.",
         lambda _name, value: Mesh.parse(value),
         "AXES",
-        data=setting_readers.mesh_text,
+        data=read_setting_values.mesh_text,
         in_plan=lambda plan: plan.mesh,
         normal=lambda value, _plan: Mesh.parse(value).without_ones,
     )
     microbatches: int = _setting(
         "how many microbatches each replica's share of the batch is cut into.",
-        setting_readers.read_whole_number,
+        read_setting_values.read_whole_number,
         "M",
         text=int,
         letter="m",
@@ -97,7 +97,7 @@ class CompileRequest:
     )
     chunks: int | None = _setting(
         "stages per pipeline rank; by default the fewest that the schedule allows.",
-        setting_readers.optional(setting_readers.read_whole_number),
+        read_setting_values.optional(read_setting_values.read_whole_number),
         "V",
         default=None,
         text=int,
@@ -105,7 +105,7 @@ class CompileRequest:
     )
     buckets_per_stage: int = _setting(
         "gradient buckets of a stage.",
-        setting_readers.read_buckets,
+        read_setting_values.read_buckets,
         "N",
         default=1,
         text=int,
@@ -113,24 +113,24 @@ class CompileRequest:
     )
     stage_to_pp: Sequence[int] | None = _setting(
         "which pipeline rank holds each stage, 0,1,1,0; by default the schedule's own placement.",
-        setting_readers.optional(setting_readers.read_wholes),
+        read_setting_values.optional(read_setting_values.read_wholes),
         "RANKS",
         default=None,
-        parse=setting_readers.parse_stages,
+        parse=read_setting_values.parse_stages,
         in_plan=lambda plan: plan.stage_to_pp,
     )
     stages: Sequence[int] | None = _setting(
         "how many blocks of the model each stage has, 3,4,4,2; with 0 it passes on what it gets, or, as the last one, "
         "only finds the loss. By default the run balances what stages cost.",
-        setting_readers.optional(setting_readers.read_counts),
+        read_setting_values.optional(read_setting_values.read_counts),
         "BLOCKS",
         default=None,
-        parse=setting_readers.parse_stages,
+        parse=read_setting_values.parse_stages,
         in_plan=lambda plan: plan.blocks_per_stage or None,
     )
     slices: int = _setting(
         "slices of a microbatch's sequence, for schedules that take them.",
-        setting_readers.read_whole_number,
+        read_setting_values.read_whole_number,
         "Q",
         default=1,
         text=int,
@@ -138,15 +138,15 @@ class CompileRequest:
     )
     costs: Costs | None = _setting(
         "the costs to plan with, for schedules that search, and for offload; a JSON file, in Python a `Costs`.",
-        setting_readers.optional(setting_readers.read_costs),
+        read_setting_values.optional(read_setting_values.read_costs),
         "FILE",
         default=None,
-        data=setting_readers.optional(setting_readers.read_text),
-        load=setting_readers.load_costs,
+        data=read_setting_values.optional(read_setting_values.read_text),
+        load=read_setting_values.load_costs,
     )
     memory_cap: float | None = _setting(
         "the most activations that a rank may hold, in microbatches of a whole rank, for schedules that search.",
-        setting_readers.optional(setting_readers.read_number),
+        read_setting_values.optional(read_setting_values.read_number),
         "X",
         default=None,
         text=float,
@@ -155,7 +155,7 @@ class CompileRequest:
     overlap: bool = _setting(
         "whether a forward and a backward side by side are one instruction, so that what one of them exchanges inside "
         "its stage (over tp, cp, ep) is on its way while the other computes; without such exchanges it is slower.",
-        setting_readers.read_flag,
+        read_setting_values.read_flag,
         "",
         default=False,
         text=bool,
@@ -164,17 +164,17 @@ class CompileRequest:
     recompute: int | Sequence[int] = _setting(
         "0 keeps all activations from a forward to its backward, 1 drops and recomputes them, k does so for every "
         "k-th block of a stage; one number for all stages, or one for each: 0,1,1,0.",
-        setting_readers.read_whole_or_wholes,
+        read_setting_values.read_whole_or_wholes,
         "K",
         default=0,
-        parse=setting_readers.parse_numbers,
+        parse=read_setting_values.parse_numbers,
         in_plan=lambda plan: tuple(map(plan.layout.recompute_every, range(len(plan.stage_to_pp)))),
-        normal=setting_readers.every_stage,
+        normal=read_setting_values.every_stage,
     )
     offload: float | None = _setting(
         "the most activations that a rank may hold, in microbatches of a whole rank, or in the unit of memory of "
         "costs: what is more goes to the host's memory and comes back.",
-        setting_readers.optional(setting_readers.read_number),
+        read_setting_values.optional(read_setting_values.read_number),
         "X",
         default=None,
         text=float,
@@ -183,54 +183,54 @@ class CompileRequest:
     tied: Mapping[str, Sequence[int]] | None = _setting(
         "named weights that several stages hold, and which: embedding=0,3, in Python {'embedding': (0, 3)}. Their "
         "gradients are added up.",
-        setting_readers.read_ties,
+        read_setting_values.read_ties,
         "NAME=STAGES",
         default=None,
         text=list,
-        parse=setting_readers.parse_ties,
+        parse=read_setting_values.parse_ties,
         in_plan=lambda plan: dict(plan.tied),
     )
     skip: Mapping[str, Sequence[int]] | None = _setting(
         "named tensors that go past stages: first the stage that makes it, then those that take it, h=0,3,5, in Python "
         "{'h': (0, 3, 5)}. Each goes to a rank once; what no skip names rides through all stages between.",
-        setting_readers.read_skips,
+        read_setting_values.read_skips,
         "NAME=STAGES",
         default=None,
         text=list,
-        parse=setting_readers.parse_skips,
+        parse=read_setting_values.parse_skips,
         in_plan=lambda plan: dict(plan.skips),
     )
     losses: Sequence[int] | None = _setting(
         "the stages that have a loss, 1,3; by default the last one. A stage before it has the loss that its blocks "
         "return beside their outputs.",
-        setting_readers.optional(setting_readers.read_wholes),
+        read_setting_values.optional(read_setting_values.read_wholes),
         "STAGES",
         default=None,
-        parse=setting_readers.parse_stages,
+        parse=read_setting_values.parse_stages,
         in_plan=lambda plan: plan.losses,
-        normal=setting_readers.losses_in,
+        normal=read_setting_values.losses_in,
     )
     communication: str = _setting(
         f"how gradients are summed over replicas, one of {', '.join(MEANS)}: by the library's own collectives, spelled "
         "out in messages, or by what is fastest for a message's size.",
-        setting_readers.read_communication,
+        read_setting_values.read_communication,
         "MEANS",
         default="native",
         in_plan=lambda plan: plan.communication.means,
-        normal=setting_readers.means_in,
+        normal=read_setting_values.means_in,
     )
     wire: Wire | None = _setting(
         "the latency and bandwidth for communication auto.",
-        setting_readers.optional(setting_readers.read_wire),
+        read_setting_values.optional(read_setting_values.read_wire),
         "WIRE",
         default=None,
         parts=Wire,
-        in_plan=setting_readers.wire_in,
+        in_plan=read_setting_values.wire_in,
     )
     zero: int = _setting(
         "what is sharded over replicas instead of each holding all of it: 0 nothing, 1 the optimizer's state, 2 "
         "gradients too, 3 weights too.",
-        setting_readers.read_whole_number,
+        read_setting_values.read_whole_number,
         "0-3",
         default=0,
         text=int,
@@ -238,7 +238,7 @@ class CompileRequest:
     )
     zero_every: int = _setting(
         "with zero 2 and 3, after how many microbatches of a stage its gradients are reduced.",
-        setting_readers.read_whole_number,
+        read_setting_values.read_whole_number,
         "K",
         default=1,
         text=int,
@@ -289,7 +289,7 @@ class RequestOption:
         """Return a job file's value, checked; raises `UsageError`."""
         if not self.setting.parts:
             return (self.setting.data or self.setting.read)(self.name, value)
-        number = setting_readers.read_number(self.name, value)
+        number = read_setting_values.read_number(self.name, value)
         self.setting.parts(**{self.name: number})
         return number
 

@@ -14,7 +14,7 @@ come one after the other, and it is (P/2-1)(F+I-W) where W <= I <= F <= I+W.
 from quintsched.ir.placement import bidirectional
 from quintsched.schedules.kit.constraints import meets_half_way
 from quintsched.schedules.kit.dual_phases import dual_phases
-from quintsched.schedules.kit.phases import Lane, number
+from quintsched.schedules.kit.orders_from_phases import Lane, number
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 

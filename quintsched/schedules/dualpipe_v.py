@@ -12,7 +12,7 @@ microbatches and one chunk. Fewer than 2P microbatches run in the same order, wi
 
 from quintsched.ir.placement import v
 from quintsched.schedules.kit.dual_phases import dual_phases
-from quintsched.schedules.kit.phases import Lane, number
+from quintsched.schedules.kit.orders_from_phases import Lane, number
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 

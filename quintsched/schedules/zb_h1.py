@@ -8,7 +8,7 @@ That is the paper's (P-1)(F+I-W) exactly where M >= P and W <= F, I (or P = 1, o
 """
 
 from quintsched.ir.instruction_set import BwdInput, BwdWeight, Fwd
-from quintsched.schedules.kit.phases import windows
+from quintsched.schedules.kit.orders_from_phases import windows
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 

@@ -9,7 +9,7 @@ where, besides, W <= F and 2W <= F+I (or P = 1, or W = 0).
 """
 
 from quintsched.ir.instruction_set import BwdInput, BwdWeight, Fwd
-from quintsched.schedules.kit.phases import windows
+from quintsched.schedules.kit.orders_from_phases import windows
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 

@@ -28,9 +28,9 @@ from quintsched.graph.transport_profiles import Profile
 from quintsched.ir.dataflow_analysis import Uses
 from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.instruction_set import Message, OffloadAct, Recv, Send
+from quintsched.ir.instruction_values import Value, ValueKind
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.ragged import Ragged
-from quintsched.ir.values import Value, ValueKind
 
 AHEAD = 2
 """Number of receives of a stage's activations, and of its gradients, in flight if they are posted ahead."""

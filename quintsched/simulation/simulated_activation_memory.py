@@ -9,8 +9,8 @@ import numpy as np
 
 from quintsched.ir.instruction_columns import ABSENT, Amounts, Columns, Ints
 from quintsched.ir.instruction_set import Overlap, Recv
+from quintsched.ir.instruction_values import ValueKind
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.values import ValueKind
 from quintsched.simulation.costs import Costs
 
 HELD = {

@@ -35,7 +35,7 @@ from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.durations import event_durations, exposed_exchanges
 from quintsched.simulation.early_reductions import TimedGraph, reduce_early
-from quintsched.simulation.notebook import figures, heading, timeline_svg
+from quintsched.simulation.notebook_html import figures, heading, timeline_svg
 from quintsched.simulation.simulated_activation_memory import peak_activations, peak_host
 from quintsched.simulation.simulated_state_memory import peak_memory, peak_state
 

@@ -16,7 +16,7 @@ from quintsched.plan import Plan
 from quintsched.schedules.kit.given_order import SOLVED, schedule_of_rows
 from quintsched.simulation.cost_forms import PerStage
 from quintsched.simulation.costs import TAKEN_AS_IT_IS, Costs
-from quintsched.simulation.notebook import figures
+from quintsched.simulation.notebook_html import figures
 from quintsched.solve.noise.duration_samples import Jitter
 from quintsched.solve.noise.robust_search import Robustness, harden
 from quintsched.solve.order_certificate import TOLERANCE, Certificate

@@ -24,7 +24,7 @@ from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.formats import plan_json
 from quintsched.ir.mesh import MAX_RANKS
 from quintsched.ir.plan_data import PlanData
-from quintsched.simulation.notebook import heading, words
+from quintsched.simulation.notebook_html import heading, words
 from quintsched.stalls.findings import Culprit, Link, Strict
 from quintsched.stalls.states import RankState
 from quintsched.stalls.verdict_text import in_words

@@ -7,7 +7,7 @@
 
 `assert_sound` explores shapes and fails with the smallest one that is not sound. To test other properties, `meshes`,
 `microbatch_counts`, `placements` and `costs` are hypothesis strategies, and `assert_plan_sound` checks one plan.
-Imports `sweep` and packages below.
+Imports `check_many_shapes` and packages below.
 """
 
 try:
@@ -19,7 +19,7 @@ except ImportError as error:
         "quintsched.testing needs hypothesis; install it with: pip install 'quintsched[testing]'"
     ) from error
 
+from quintsched.testing.hypothesis_strategies import costs, meshes, microbatch_counts, placements
 from quintsched.testing.smallest_failure import Proved, assert_plan_sound, assert_sound
-from quintsched.testing.strategies import costs, meshes, microbatch_counts, placements
 
 __all__ = ["Proved", "assert_plan_sound", "assert_sound", "costs", "meshes", "microbatch_counts", "placements"]

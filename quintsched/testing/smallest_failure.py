@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, Phase, given, reject, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
+from quintsched.check_many_shapes import MAX_SHAPES
 from quintsched.compiler import compile
 from quintsched.errors import UnsoundError, UsageError, counted
 from quintsched.graph.transport_profiles import PROFILES
@@ -24,8 +25,7 @@ from quintsched.schedules import Schedule, Shape, find_schedule
 from quintsched.schedules.kit.bare_order import order_of_computation
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.time_grid import time_grid
-from quintsched.sweep import MAX_SHAPES
-from quintsched.testing.strategies import costs as any_costs
+from quintsched.testing.hypothesis_strategies import costs as any_costs
 from quintsched.verify.equivalence import equivalence
 
 SizeRange = int | Sequence[int]

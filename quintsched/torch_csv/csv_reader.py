@@ -27,7 +27,7 @@ from quintsched.ir.instruction_set import (
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec
-from quintsched.ir.programs import Programs
+from quintsched.ir.rank_programs import Programs
 from quintsched.ir.zero_sharding import Zero
 from quintsched.passes import TRAIN_PASSES, lower
 from quintsched.plan import Plan

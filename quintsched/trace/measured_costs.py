@@ -39,7 +39,7 @@ from quintsched.ir.instruction_set import (
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.cost_forms import Link, PerUnit, Wires
 from quintsched.simulation.costs import Costs
-from quintsched.trace.hidden_exchanges import Alone, Pairs, unit_factors
+from quintsched.trace.hidden_communication import Alone, Pairs, unit_factors
 from quintsched.trace.trace_json import DIGITS
 
 InstructionT = TypeVar("InstructionT", bound=Instruction)

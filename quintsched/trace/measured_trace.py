@@ -23,7 +23,7 @@ from quintsched.graph.event_graph import Times
 from quintsched.ir.instruction_set import COMPUTING
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
-from quintsched.simulation.notebook import figures, heading, rows_of, timeline_svg
+from quintsched.simulation.notebook_html import figures, heading, rows_of, timeline_svg
 from quintsched.simulation.simulator import Span
 from quintsched.simulation.time_window import range_ends
 from quintsched.trace.measured_costs import RowTimes, measure, per_second

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from quintsched.errors import counted
+from quintsched.ir.instruction_values import METRICS, NORM
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.values import METRICS, NORM
 from quintsched.text.plan_listing import excerpt
 from quintsched.verify.algebra import Gradient, Model, Sequential
 from quintsched.verify.symbolic_collective import broken_promise

@@ -12,8 +12,8 @@ import numpy as np
 
 from quintsched.ir.diagnostics import Finding, Point
 from quintsched.ir.instruction_columns import ABSENT
+from quintsched.ir.instruction_values import AMBIENT
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.values import AMBIENT
 
 
 def broken_flow(plan: PlanData) -> Iterator[Finding]:

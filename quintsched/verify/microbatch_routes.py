@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from quintsched.errors import counted
-from quintsched.ir.values import MAX_SKIPS
+from quintsched.ir.instruction_values import MAX_SKIPS
 
 if TYPE_CHECKING:
     from quintsched.ir.plan_data import PlanData

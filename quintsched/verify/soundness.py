@@ -26,7 +26,7 @@ from quintsched.ir.instruction_set import COMPUTATIONS, Bwd, BwdInput, BwdWeight
 from quintsched.ir.plan_data import PlanData, listed
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.message_slots import MessageRule, MessageSlots, message_slots
-from quintsched.simulation.notebook import figures, heading, words
+from quintsched.simulation.notebook_html import figures, heading, words
 from quintsched.simulation.simulated_activation_memory import peak_activations, peak_receives
 from quintsched.text.plan_listing import excerpt
 from quintsched.verify.deadlock import deadlocks

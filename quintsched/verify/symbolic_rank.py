@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from quintsched.ir.values import Value, ValueKind
+from quintsched.ir.instruction_values import Value, ValueKind
 from quintsched.verify.algebra import Gradient
 
 

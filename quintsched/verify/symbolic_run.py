@@ -13,8 +13,8 @@ from typing import Any
 
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.instruction_set import Instruction
+from quintsched.ir.instruction_values import MAX_SKIPS, METRICS, NORM, Value, ValueKind
 from quintsched.ir.plan_data import PlanData
-from quintsched.ir.values import MAX_SKIPS, METRICS, NORM, Value, ValueKind
 from quintsched.verify.algebra import PRIME, Gradient, Model, ModularNumber, Saved, Weights, added, backward, forward
 from quintsched.verify.symbolic_rank import Fault, Stopped, SymbolicRank
 

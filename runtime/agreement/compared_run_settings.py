@@ -22,8 +22,8 @@ import torch
 
 import quintsched
 from quintsched.errors import QuintschedError
+from quintsched.import_user_code import file_of, is_user_object, require_file
 from quintsched.plan import Plan
-from quintsched.user_code import file_of, is_user_object, require_file
 
 from ..comm import Transport
 from ..settings.job_file import JobConfig, marked

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from quintsched.errors import MisfitError
 
-from .plain_values import TEXT, NotPlainError, pack, unpack
+from .plain_values_as_tensors import TEXT, NotPlainError, pack, unpack
 
 MODULE_KEYS = "engine.module."
 """Prefix of the checkpoint names of extra state-dict entries."""

@@ -4,7 +4,7 @@
     devices    kind, number, memory              links      two processes: a small all-reduce, and a large one
     threads    cores, and OMP_NUM_THREADS        memory     of the machine, and of /dev/shm
 
-Prints a list of (name, found, state, advice); see `quintsched.cli.around_runs.doctor`.
+Prints a list of (name, found, state, advice); see `quintsched.cli.run_commands.doctor`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Communication between ranks behind one interface: over NCCL or gloo, or between threads of one process.
 
-`transport_interface` is the interface, `torch_backends` and `local` implement it, `choose_transport` picks one for a
-run; `host_copies` copies to host memory; `autograd_collectives` are differentiable, `message_collectives` are built
-from point-to-point messages; `device` is the only module that knows accelerators, `clocks` the only one that reads
-time. Imports `settings`, for the names of transports, and `watch`.
+`transport_interface` is the interface, `gloo_and_nccl_transports` and `local` implement it, `choose_transport` picks
+one for a run; `host_copies` copies to host memory; `autograd_collectives` are differentiable, `message_collectives`
+are built from point-to-point messages; `device` is the only module that knows accelerators, `clocks` the only one that
+reads time. Imports `settings`, for the names of transports, and `watch`.
 """
 
 from ..settings.run_settings import Rules
+from .gloo_and_nccl_transports import connect
 from .local.in_process_transport import EchoGroup, LocalTransport, run_local
 from .local.simulated_nccl import LocalWorld
-from .torch_backends import connect
-from .torch_groups import as_group
+from .torch_process_groups import as_group
 from .transport_interface import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work, describe
 
 __all__ = [

@@ -35,7 +35,7 @@ from pydantic import Field
 
 from quintsched.arguments import shown
 from quintsched.errors import InputError, UsageError, counted, suggest
-from quintsched.user_code import call_object, load_object, names_file
+from quintsched.import_user_code import call_object, load_object, names_file
 
 from ..settings.job_file import DataConfig
 from ..settings.run_settings import Settings, read_settings

@@ -2,8 +2,8 @@
 
 `plan_runner` binds plans to a rank and runs them, `cuda_graphs` by CUDA graphs; `interpreter` has the dispatch table
 and the loop. It dispatches to `handlers`, and to `send_and_receive` for messages. `instruction_state` has the state
-that each handler may touch, `value_cells` the values between instructions, `offload_instructions` activations in host
-memory; `program_dataflow` asks the planner what an instruction takes and makes; `trace_recorder` traces when each ran.
+that each handler may touch, `values_between_instructions` what lies between two of them, `offload_instructions`
+activations in host memory. `program_dataflow` asks the planner what each takes and makes; `trace_recorder` times it.
 `step_losses` has losses, `join_outputs` joins outputs of an evaluation, `error_location` locates errors of user code.
 Imports `step_setup`, `weights_and_gradients`, `stage`, `optim`, `losses`, `agreement`, `parallel`, `user_objects`,
 `blocks`, `comm`, `autograd`, `settings`, `watch`.

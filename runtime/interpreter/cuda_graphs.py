@@ -26,7 +26,7 @@ from ..comm.device import graphs_of, settings_of_torch
 from ..comm.random_generators import AllGenerators
 from ..parallel.mesh_independent_dropout import KeyedDropout
 from ..stage.rank_stages import RankModel
-from ..step_setup.units import Latest
+from ..step_setup.unit_samples import Latest
 from ..user_objects.host_state import HostState
 from ..weights_and_gradients.training_state import TrainingState
 from .busy_clock import Clock

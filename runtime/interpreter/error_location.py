@@ -31,7 +31,7 @@ from ..losses.loss_function_state import tensors_with_rows
 from ..losses.weighted_losses import WeighedLoss
 from ..losses.weighted_metrics import WeighedMetric
 from ..stage.stage_forward import StageForward
-from ..step_setup.units import Units
+from ..step_setup.unit_samples import Units
 
 _MOST_NAMED = 3
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quintsched.ir.values import Value
+from quintsched.ir.instruction_values import Value
 
 from ..autograd.autograd_engine_call import Root, edge_of
 from ..autograd.deferred_weight_grads import Products, WeightQueue
@@ -41,16 +41,16 @@ from ..stage.rank_stages import RankModel
 from ..stage.stage_forward import Outputs, StageForward
 from ..stage.stage_input_gradients import BoundaryGradients
 from ..step_setup.block_examination_results import BlockFindings
-from ..step_setup.units import NO_UNITS, Units, UnitShape
+from ..step_setup.unit_samples import NO_UNITS, Units, UnitShape
 from ..weights_and_gradients.master_weights import Masters
 from ..weights_and_gradients.training_state import GradientHandling
 from ..weights_and_gradients.zero_weight_shards import ShardedWeights
 from .busy_clock import Clock
-from .handlers.bound_calls import bound
+from .handlers.calls_bound_to_shapes import bound
 from .offload_instructions import HostCopies
 from .program_dataflow import ProgramFlow
 from .step_losses.loss_totals import StepFigures, Tally
-from .value_cells import ReceiveBuffers, ValueCell, ValueCells, Waits
+from .values_between_instructions import ReceiveBuffers, ValueCell, ValueCells, Waits
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]
 MetricFn = Callable[[Any, Any], Tensor]

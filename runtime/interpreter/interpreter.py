@@ -25,13 +25,13 @@ from quintsched.ir import instruction_set as ins
 from quintsched.ir.instruction_set import Instruction
 
 from ..comm.overlap_threads import BoundCall
-from ..comm.torch_groups import as_stall
+from ..comm.torch_process_groups import as_stall
 from ..stage.batches.microbatches import Batch
-from ..step_setup.units import Units
+from ..step_setup.unit_samples import Units
 from ..watch.rank_position import INDEX, NOWHERE
 from .error_location import explained
 from .handlers.backward_handlers import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
-from .handlers.bound_calls import bound
+from .handlers.calls_bound_to_shapes import bound
 from .handlers.forward_handlers import bind_fwd
 from .handlers.step_end_handlers import (
     ClipHalves,

@@ -25,7 +25,7 @@ from ..comm.autograd_collectives import all_gather
 from ..parallel.context.context_parallel import whole_sequences
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.rank_stages import RankModel
-from ..step_setup.units import UnitShape
+from ..step_setup.unit_samples import UnitShape
 
 
 class OutputJoiner:

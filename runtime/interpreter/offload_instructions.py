@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from quintsched.ir import instruction_set as ins
-from quintsched.ir.values import Value, ValueKind
+from quintsched.ir.instruction_values import Value, ValueKind
 
 from ..autograd.saved_tensor_offload import SavedActivations, SavedMemory, Track, identities, vacate
 from ..autograd.slice_kv_cache import Store
 from ..comm.host_copies import Copy, HostLink
 from ..comm.overlap_threads import BoundCall
 from ..stage.stage_forward import Outputs
-from .handlers.bound_calls import in_turn
+from .handlers.calls_bound_to_shapes import in_turn
 from .program_dataflow import ProgramFlow
-from .value_cells import Waits
+from .values_between_instructions import Waits
 
 
 @dataclass

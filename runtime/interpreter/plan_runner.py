@@ -17,7 +17,7 @@ from torch import nn
 
 from quintsched.errors import MisfitError, UsageError, nearest
 from quintsched.files.terminal_progress import progress
-from quintsched.ir.values import Value
+from quintsched.ir.instruction_values import Value
 from quintsched.plan import Plan
 
 from ..agreement.refuse_unequal_ranks import Section, agree, require_same
@@ -33,9 +33,9 @@ from ..stage.batches.microbatches import Batch
 from ..stage.early_stage_losses import require_planned_losses
 from ..stage.rank_stages import RankModel
 from ..stage.stage_forward import StageForward
-from ..step_setup.settle_units import StepSettler
+from ..step_setup.agree_on_unit_shapes import StepSettler
 from ..step_setup.unit_output_shapes import ParcelFinder
-from ..step_setup.units import Latest, StepCount, Units, UnitShape, UnitSpec
+from ..step_setup.unit_samples import Latest, StepCount, Units, UnitShape, UnitSpec
 from ..step_setup.weights_changed_in_forward import weights_unchanged
 from ..user_objects.library_or_user import arguments_of
 from ..weights_and_gradients.grad_buckets import VERSION
@@ -60,10 +60,10 @@ from .offload_instructions import HostCopies
 from .program_dataflow import ProgramFlow
 from .saved_activation_bytes import resident_tensors
 from .send_and_receive import outgrows
-from .step_losses.agree_on_losses import RunLosses
+from .step_losses.agree_on_loss_units import RunLosses
 from .step_losses.loss_totals import StepResult, Tally
 from .trace_recorder import Recorder
-from .value_cells import ReceiveBuffers, ValueCells, Waits
+from .values_between_instructions import ReceiveBuffers, ValueCells, Waits
 
 MOST_BOUND = 8
 """Number of bound programs that are kept: of several plans, and of output structures that change between steps."""

@@ -13,7 +13,7 @@ from operator import attrgetter
 from quintsched.ir.dataflow_analysis import Flow as Flow
 from quintsched.ir.dataflow_analysis import flows_of
 from quintsched.ir.instruction_set import ENDS_BACKWARD, Bwd, BwdInput, BwdWeight, ClipGrad, Compute, Instruction, Send
-from quintsched.ir.values import Value, ValueKind
+from quintsched.ir.instruction_values import Value, ValueKind
 from quintsched.plan import Plan
 
 from .error_location import rank_in_words

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from quintsched.errors import MisfitError
 from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd, Instruction, Recompute
-from quintsched.ir.values import Value, ValueKind
+from quintsched.ir.instruction_values import Value, ValueKind
 from quintsched.simulation.costs import Costs
 
 from ..autograd.saved_tensor_offload import identities, identity

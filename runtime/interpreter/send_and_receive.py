@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from quintsched.ir.instruction_set import Message
-from quintsched.ir.values import MAX_SKIPS, SKIPS, Value, ValueKind
+from quintsched.ir.instruction_values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.simulation.message_slots import AHEAD, MessageRule, assign_slots, receive_lifetimes, send_lifetimes
 
 from ..comm import Work
@@ -30,11 +30,11 @@ from ..comm.checked.message_frame import Label
 from ..comm.overlap_threads import BoundCall
 from ..stage.message_contents import Cargo
 from ..stage.stage_forward import Outputs
-from ..step_setup.units import NO_UNITS, UnitShape
+from ..step_setup.unit_samples import NO_UNITS, UnitShape
 from ..watch.rank_position import receive_code, send_code
 from .instruction_state import BoundReceive, MessageState
 from .program_dataflow import ProgramFlow, activation_of
-from .value_cells import Together, ValueCell
+from .values_between_instructions import Together, ValueCell
 
 AHEAD_BYTES = 2**18
 """More receives than `AHEAD` are in flight while the buffers of a stage stay below this number of bytes together."""

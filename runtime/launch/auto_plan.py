@@ -22,7 +22,7 @@ from quintsched.strategies.descriptions.presets_and_files import find_hardware
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, strategy_name
 from quintsched.strategies.prediction.predict_strategy import predict
-from quintsched.strategies.tuning.advice import reasons
+from quintsched.strategies.tuning.recommended_strategy import reasons
 from quintsched.strategies.tuning.tune import Tuning, tune
 
 from ..comm.device import find_accelerator, num_devices

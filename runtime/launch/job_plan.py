@@ -19,11 +19,11 @@ from quintsched.arguments import PATH, ours, takes
 from quintsched.compiler import compile_request, evaluation_of, stages_of
 from quintsched.errors import InputError, MisfitError, UsageError, counted
 from quintsched.files.atomic import whole_path
+from quintsched.import_user_code import names_file
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import listed
 from quintsched.plan import Plan
 from quintsched.request import CompileRequest, entries
-from quintsched.user_code import names_file
 
 from ..settings.job_file import JobConfig, ParallelConfig
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from quintsched.errors import MisfitError, QuintschedError, UsageError, counted
 from quintsched.files.atomic import writing
 from quintsched.files.terminal import write_error, write_line
-from quintsched.user_code import file_of, names_file
+from quintsched.import_user_code import file_of, names_file
 
 from ..settings.job_file import overrides_of
 from ..watch.rendezvous.addresses import (

@@ -148,7 +148,7 @@ def run(job: JobConfig, plan: Plan, start: Start, **how: Any) -> None:
 def connected(job: JobConfig, plan: Plan) -> Iterator[Transport]:
     """Yield this process's transport; an error within aborts it, and is raised as a stall where a peer was lost."""
     from ..comm.choose_transport import connect_for, watch_by
-    from ..comm.torch_groups import as_stall
+    from ..comm.torch_process_groups import as_stall
 
     assert job.runtime.transport != "local"
     watch = watch_by(job.run, job.folder)

@@ -5,7 +5,7 @@
 
 A loss function that returns (sum, weight) states its weight; for a plain number, `loss_over` may state its unit. A loss
 without `loss_over` is examined at its first call, and checked later (`losses.watched_loss`); the finding is bound, and
-ranks agree on it before the optimizer first steps (`interpreter.step_losses.agree_on_losses`). Where blocks have
+ranks agree on it before the optimizer first steps (`interpreter.step_losses.agree_on_loss_units`). Where blocks have
 auxiliary losses, means are weighted by samples (`EvenWeights`), both alike; sums are added up, both alike.
 """
 

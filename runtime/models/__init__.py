@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from torch import nn
 
 from quintsched.errors import UsageError, suggest
+from quintsched.import_user_code import call_object, load_object, names_file
 from quintsched.strategies.descriptions.model import Model
-from quintsched.user_code import call_object, load_object, names_file
 
 from ..blocks.block_builders import Blocks, seeded
 from ..data import DataSpec

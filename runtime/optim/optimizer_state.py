@@ -4,7 +4,7 @@
      ──▶  "exp_avg"  "step#"  "a%2Eb"  "history#"  "history#0"  "history#1"
 
 Tensors keep their names, so that those of the weight's shape can be sharded as it is, also in lists; a name that ends
-in "#" is the JSON of a value (`blocks.plain_values`).
+in "#" is the JSON of a value (`blocks.plain_values_as_tensors`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from quintsched.errors import UsageError
 
 from ..blocks.dtensor import local_of
-from ..blocks.plain_values import TEXT, NotPlainError, is_text, pack, quoted, unpack, unquoted
+from ..blocks.plain_values_as_tensors import TEXT, NotPlainError, is_text, pack, quoted, unpack, unquoted
 
 SCALARS = (bool, int, float, str, type(None))
 

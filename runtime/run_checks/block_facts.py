@@ -20,12 +20,12 @@ from ..blocks.block_builders import TARGETS, Parcel, accepted_extras, on_meta, t
 from ..comm import Group
 from ..comm.host_collectives import share_texts
 from ..interpreter.interpreter import PreparedStep
-from ..interpreter.step_losses.agree_on_losses import RunLosses
+from ..interpreter.step_losses.agree_on_loss_units import RunLosses
 from ..losses.loss_reductions import Over
 from ..parallel.mesh_independent_dropout import KeyedDropout
 from ..stage.rank_stages import RankModel
 from ..step_setup.block_examination_results import BlockLoss
-from ..step_setup.units import UnitShape
+from ..step_setup.unit_samples import UnitShape
 
 NO_FACT = "nothing"
 OTHER_DRAWS = "other random numbers"

@@ -52,7 +52,7 @@ from torch.distributed.checkpoint.metadata import (
 from quintsched.errors import InputError, MisfitError
 from quintsched.files.atomic import read_whole, write_whole, writing
 
-from ..blocks.plain_values import is_text, quoted
+from ..blocks.plain_values_as_tensors import is_text, quoted
 from ..optim.optimizer_state import SCALARS, flat_of
 from ..weights_and_gradients.rank_state_dict import require_alike
 from ..weights_and_gradients.training_state import KeptState

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, nearest
 
-from ..blocks.plain_values import is_text
+from ..blocks.plain_values_as_tensors import is_text
 from ..blocks.state_dict_entries import MODULE_KEYS
 from ..optim.optimizer_extra_state import OPTIMIZER_KEYS
 from ..optim.optimizer_state import KeptMemory, kept_of

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..blocks.dtensor import comes_summed, counts_here, local_of
-from ..blocks.plain_values import is_text
+from ..blocks.plain_values_as_tensors import is_text
 from ..blocks.state_dict_entries import saved_tensors
 from ..comm import Group, ReduceOp
 from ..comm.host_collectives import ControlGroup, share_bytes

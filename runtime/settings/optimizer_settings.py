@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from quintsched.errors import suggest
-from quintsched.user_code import names_file
+from quintsched.import_user_code import names_file
 
 from .run_settings import Names, SettingRule, Settings
 

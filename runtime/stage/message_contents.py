@@ -16,7 +16,7 @@ from itertools import compress
 from torch import Tensor, nn
 
 from quintsched.errors import MisfitError
-from quintsched.ir.values import MAX_SKIPS, SKIPS, Value, ValueKind
+from quintsched.ir.instruction_values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.plan import Plan
 
 from ..blocks.block_builders import Parcel, accepted_extras

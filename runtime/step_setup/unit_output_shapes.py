@@ -35,7 +35,7 @@ from ..stage.batches.microbatches import Batch
 from ..stage.rank_stages import RankModel
 from .block_examination_results import GatheredWeights
 from .step_header import Announcer
-from .units import UnitSpec
+from .unit_samples import UnitSpec
 
 
 class ParcelFinder:

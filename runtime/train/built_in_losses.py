@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from quintsched.errors import UsageError
+from quintsched.import_user_code import load_object
 from quintsched.plan import Plan
-from quintsched.user_code import load_object
 
 from ..blocks.block_builders import Blocks
 from ..comm import Group

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from quintsched.errors import UsageError, suggest
-from quintsched.user_code import call_function, is_user_object, load_object
+from quintsched.import_user_code import call_function, is_user_object, load_object
 
 from ..engine import Engine
 from ..settings.optimizer_settings import OPTIMIZERS, LearningRateConfig, OptimizerConfig, names_code

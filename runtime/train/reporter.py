@@ -34,8 +34,8 @@ from quintsched.errors import UsageError, counted, suggest
 from quintsched.files.atomic import cannot_write
 from quintsched.files.terminal import StreamBroken
 from quintsched.files.terminal_progress import ProgressLine, only_progress, progress
+from quintsched.import_user_code import load_object, names_file
 from quintsched.stalls.own_errors import Suppressed, came_from_handler
-from quintsched.user_code import load_object, names_file
 
 from ..agreement.compared_run_settings import own_version
 from ..comm import Transport

@@ -26,7 +26,7 @@ from ..agreement.settings_on_resume import require_kept
 from ..data.user_loaders import Say
 from ..engine import Engine
 from ..saving.checkpoints.save_and_load_checkpoints import FoundCheckpoint
-from ..saving.verbs.engine_saves import WeightState
+from ..saving.engine_methods.engine_saves import WeightState
 from ..settings.job_file import ModelConfig
 from ..stage.batches.microbatches import most_rows
 from .batch_feed import Feed

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from quintsched.errors import InputError, MisfitError
 from quintsched.files.strictjson import parse_strict
 
-from ..blocks.plain_values import is_text
+from ..blocks.plain_values_as_tensors import is_text
 from ..blocks.state_dict_entries import MODULE_KEYS, load_beside, pack_beside
 from ..comm import Group
 from ..comm.host_collectives import share_texts

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from quintsched.cli.around_runs.doctor import Finding, doctor
+from quintsched.cli.run_commands.doctor import Finding, doctor
 from quintsched.errors import MisfitError
 from quintsched.runtime.calibrate import doctor_facts
 
-MODULE = sys.modules["quintsched.cli.around_runs.doctor"]  # whose name is the command's as well
+MODULE = sys.modules["quintsched.cli.run_commands.doctor"]  # whose name is the command's as well
 
 
 def run(*arguments):

@@ -5,9 +5,9 @@ import textwrap
 import pytest
 
 import quintsched as qs
+from quintsched.check_many_shapes import Status, prove
+from quintsched.import_user_code import load_schedule
 from quintsched.schedules.kit import registry
-from quintsched.sweep import Status, prove
-from quintsched.user_code import load_schedule
 
 EXAMPLE = "examples/custom_schedule.py"
 

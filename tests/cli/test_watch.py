@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.cli.around_runs import run_end
-from quintsched.cli.around_runs import watch as module
-from quintsched.cli.around_runs.run_view import curve, stragglers, view_of
+from quintsched.cli.run_commands import run_end
+from quintsched.cli.run_commands import watch as module
+from quintsched.cli.run_commands.run_view import curve, stragglers, view_of
 from quintsched.trace.training_log import LogReader, TrainingLog
 
 START = {"event": "start", "plan": "1f1b on pp=4, 8 microbatches", "planned_bubble": 0.25, "step": 0}

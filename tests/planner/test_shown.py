@@ -9,7 +9,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.instructions import Bwd, Fwd
-from quintsched.simulation import notebook
+from quintsched.simulation import notebook_html
 from quintsched.solve import solve
 from quintsched.stalls.stall_report import StallReport
 from tests.traces import write_trace
@@ -79,11 +79,11 @@ def test_html_has_every_computation_of_a_small_plan(plan):
 def test_html_of_a_large_plan_is_a_window_or_its_line(plan, monkeypatch):
     large = qs.compile("zbv", mesh="pp=20", microbatches=40)
     text = large.simulate()._repr_html_()
-    assert Tags(text).found.count("rect") == notebook.MOST_BOXES
+    assert Tags(text).found.count("rect") == notebook_html.MOST_BOXES
     assert "pipeline ranks 0 to 15 of 20, until " in text
     assert len(text) < 100_000
-    assert len(notebook.words("<" * 10_000)) < 5 * notebook.MOST_EXPLANATION_LETTERS
-    monkeypatch.setattr(notebook, "MOST_TIMED", 71)
+    assert len(notebook_html.words("<" * 10_000)) < 5 * notebook_html.MOST_EXPLANATION_LETTERS
+    monkeypatch.setattr(notebook_html, "MOST_TIMED", 71)
     assert plan._repr_html_() == f"<p><b>{plan!r}</b></p>"
 
 

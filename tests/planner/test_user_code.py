@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from quintsched.errors import UsageError
-from quintsched.user_code import call_object, load_object
+from quintsched.import_user_code import call_object, load_object
 
 
 class TestUserFiles:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from quintsched.import_user_code import load_schedule
 from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.schedules import Order, Schedule, Shape
-from quintsched.user_code import load_schedule
 
 from .grid import Case, require_equality
 

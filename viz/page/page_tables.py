@@ -17,9 +17,9 @@ from quintsched.graph.transport_profiles import PROFILES, Profile, each_pair
 from quintsched.ir.dataflow_rules import RULES
 from quintsched.ir.instruction_columns import FIELDS, NUMBERS
 from quintsched.ir.instruction_set import ALL, OWN_QUEUES, HostCopy, Instruction, Message, Send
+from quintsched.ir.instruction_values import AMBIENT, COUNTED, TRAVELS, WORDS, ValueKind
 from quintsched.ir.mesh import EXPERT_REPLICA_AXES, MAX_RANKS, REPLICA_AXES
 from quintsched.ir.plan_data import MAX_BLOCKS, MAX_TIED
-from quintsched.ir.values import AMBIENT, COUNTED, TRAVELS, WORDS, ValueKind
 from quintsched.simulation.costs import INSTEAD, NOT_OF_STAGES, PER_UNIT, TAKEN_AS_IT_IS, Costs
 from quintsched.simulation.durations import BETWEEN_INPUTS
 from quintsched.simulation.idle_time import CAUSES, COMPUTING_TIME, OTHERS

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quintsched.files.atomic import write_whole
-from quintsched.simulation.notebook import figures, rows_of, words
+from quintsched.simulation.notebook_html import figures, rows_of, words
 from quintsched.simulation.simulator import Simulation, simulate
 from quintsched.trace.measured_trace import MeasuredStep, Trace
 from quintsched.trace.training_log import TrainingLog

@@ -10,7 +10,7 @@ from quintsched.ir.instruction_columns import Columns
 from quintsched.ir.instruction_set import COMPUTATIONS, COMPUTING
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec
-from quintsched.ir.programs import Programs
+from quintsched.ir.rank_programs import Programs
 from quintsched.schedules.kit.registry import Schedule, Shape, own_code
 from quintsched.schedules.kit.routes import parts_of, routes_of
 from quintsched.schedules.kit.step_arrays import StepColumns

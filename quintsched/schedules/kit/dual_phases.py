@@ -12,7 +12,7 @@ A paired forward and backward come one after the other in the plan, or as one `O
 
 from collections.abc import Iterator
 
-from quintsched.schedules.kit.phases import Both, Phase, Turn
+from quintsched.schedules.kit.orders_from_phases import Both, Phase, Turn
 
 F0, F1, I0, I1, B0, B1, W = Turn.F0, Turn.F1, Turn.I0, Turn.I1, Turn.B0, Turn.B1, Turn.W
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from quintsched.ir.instruction_columns import CODES, Columns, Ints
 from quintsched.ir.instruction_set import Bwd, Compute, Fwd, Instruction, Overlap
-from quintsched.ir.programs import Program
+from quintsched.ir.rank_programs import Program
 
 
 @dataclass(frozen=True, eq=False)

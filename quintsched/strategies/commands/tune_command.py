@@ -29,9 +29,9 @@ from quintsched.strategies.commands.prediction_report import as_data
 
 if TYPE_CHECKING:
     from quintsched.strategies.prediction.predict_strategy import Prediction
-    from quintsched.strategies.tuning.advice import Row
     from quintsched.strategies.tuning.explain_choice import Explanation
     from quintsched.strategies.tuning.export.emit import Emitted as Files
+    from quintsched.strategies.tuning.recommended_strategy import Row
     from quintsched.strategies.tuning.tune import Candidate, Tuning
 
 WHERE = ("model", "hardware", "gpus", "gpus_per_node", "batch", "seq")
@@ -89,7 +89,7 @@ def tune(
     Flags of a strategy that are left out are free. If nothing fits, the exit code is 3.
     """
     from quintsched.strategies.prediction.predict_strategy import predict
-    from quintsched.strategies.tuning import advice, explain_choice, published_recipes
+    from quintsched.strategies.tuning import explain_choice, published_recipes, recommended_strategy
 
     whole = None if tokens is None else read_tokens(tokens)
     recipe = None if beside is None else published_recipes.find_recipe(beside)
@@ -108,7 +108,7 @@ def tune(
     shown = found.best[:top] if as_json else [row.candidate for row in _rows(found, top)]
     predictions = [predict(found.model, found.hardware, one.strategy) for one in shown]
     simulations = _simulations(predictions) if simulate else [None] * len(predictions)
-    chosen = advice.recommended(found).strategy
+    chosen = recommended_strategy.recommended(found).strategy
     files = None if directory is None else written_for(framework, found.model, chosen, directory)
     published = () if recipe is None else published_recipes.beside(found, recipe)
     days, cost = (0.0, None) if whole is None else _days_and_cost(found, whole, price)
@@ -144,7 +144,7 @@ def _search(
 ) -> Tuning:
     from quintsched.strategies.descriptions.flag_rows import find_parts, longest_sequence
     from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware
-    from quintsched.strategies.tuning.advice import POOL
+    from quintsched.strategies.tuning.recommended_strategy import POOL
     from quintsched.strategies.tuning.tune import tune
 
     if isinstance(flags.get("hardware"), str):
@@ -218,14 +218,14 @@ def _more_data(explanation: Explanation | None, files: Files | None) -> dict[str
 
 def _rows(found: Tuning, top: int) -> list[Row]:
     """Return the rows that are printed, the fastest first."""
-    from quintsched.strategies.tuning.advice import rows
+    from quintsched.strategies.tuning.recommended_strategy import rows
 
     return rows(found.best)[:top]
 
 
 def _days_and_cost(found: Tuning, tokens: float, price: float | None) -> tuple[float, float | None]:
     """Return the days, and the cost, of training on a number of tokens, by the recommended strategy."""
-    from quintsched.strategies.tuning.advice import recommended
+    from quintsched.strategies.tuning.recommended_strategy import recommended
 
     space = found.space
     days = tokens / (space.batch * space.seq) * recommended(found).step_s / 86400
@@ -241,7 +241,7 @@ def read_tokens(text: str) -> float:
 
 
 def _as_data(found: Tuning, predictions: Sequence[Prediction], simulations: Sequence[float | None]) -> dict[str, Any]:
-    from quintsched.strategies.tuning.advice import advice, reasons, recommended
+    from quintsched.strategies.tuning.recommended_strategy import advice, reasons, recommended
 
     return {
         "model": found.model.name,
@@ -270,7 +270,7 @@ def _describe(
     found: Tuning, top: int, predictions: Sequence[Prediction], simulations: Sequence[float | None]
 ) -> Iterator[str]:
     from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
-    from quintsched.strategies.tuning.advice import advice, reasons
+    from quintsched.strategies.tuning.recommended_strategy import advice, reasons
     from quintsched.text.plan_listing import table
 
     space = found.space

@@ -22,8 +22,8 @@ from quintsched.strategies.prediction.layers_of_ranks import Kinds
 from quintsched.strategies.prediction.memory.peak_memory import COMES_AND_GOES
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import stage_terms
 from quintsched.strategies.prediction.operators import Product
+from quintsched.strategies.prediction.step_times import messages_s, per_microbatch
 from quintsched.strategies.prediction.strategy_columns import Table
-from quintsched.strategies.prediction.totals import messages_s, per_microbatch
 from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, sizes_of
 
 COLUMNS = ("embedding", "dense", "mixture", "loss")

@@ -24,8 +24,8 @@ from quintsched.strategies.prediction.block_times import Blocks, blocks
 from quintsched.strategies.prediction.layers_of_ranks import Kinds, LayerLayout, kinds
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import held_terms
 from quintsched.strategies.prediction.operators import Array, BlockSizes
+from quintsched.strategies.prediction.step_times import step_terms
 from quintsched.strategies.prediction.strategy_columns import Table, distinct, gradient_bytes, rerun_modules
-from quintsched.strategies.prediction.totals import step_terms
 
 ROWS_AT_ONCE = 1 << 15
 """Number of rows processed at a time, so that columns stay in the processor's cache."""

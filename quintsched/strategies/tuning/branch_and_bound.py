@@ -19,8 +19,8 @@ import numpy as np
 
 from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.tuning.best_strategies import Candidates, Ranking, nobody
 from quintsched.strategies.tuning.evaluator import Evaluator, Floats
+from quintsched.strategies.tuning.fastest_strategies_so_far import Candidates, Ranking, nobody
 from quintsched.strategies.tuning.per_stage_recompute import solve
 from quintsched.strategies.tuning.strategy_bounds import BOUND_MARGIN, memory_bounds, time_bounds
 from quintsched.strategies.tuning.strategy_space import PER_STAGE, Mask, Space

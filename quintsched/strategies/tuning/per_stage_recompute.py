@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quintsched.ir.instruction_columns import Ints
-from quintsched.strategies.tuning.best_strategies import Candidates, nobody
 from quintsched.strategies.tuning.evaluator import Evaluator
+from quintsched.strategies.tuning.fastest_strategies_so_far import Candidates, nobody
 from quintsched.strategies.tuning.strategy_space import FULL, NONE, Mask, Space
 
 

@@ -24,9 +24,9 @@ from quintsched.strategies.descriptions.presets_and_files import PRESETS
 from quintsched.strategies.descriptions.strategy_text import duration
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import evaluate
-from quintsched.strategies.tuning.advice import BAND
 from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.explain_choice import explain
+from quintsched.strategies.tuning.recommended_strategy import BAND
 from quintsched.strategies.tuning.strategy_space import FIXED
 from quintsched.strategies.tuning.tune import Tuning
 

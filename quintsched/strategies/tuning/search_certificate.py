@@ -26,8 +26,8 @@ from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Description, Model, Size
 from quintsched.strategies.tuning.axis_choices import Choices
-from quintsched.strategies.tuning.best_strategies import Candidates
 from quintsched.strategies.tuning.evaluator import Evaluator
+from quintsched.strategies.tuning.fastest_strategies_so_far import Candidates
 from quintsched.strategies.tuning.strategy_bounds import Bounds, frame_bounds, mesh_bounds
 from quintsched.strategies.tuning.strategy_space import MESH
 from quintsched.strategies.tuning.tune import Tuning

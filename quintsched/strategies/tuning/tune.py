@@ -16,16 +16,16 @@ import numpy as np
 
 from quintsched.arguments import MAPPING, WHOLE_NUMBER, ours, takes
 from quintsched.errors import UsageError, counted
-from quintsched.simulation.notebook import heading, rows_of
+from quintsched.simulation.notebook_html import heading, rows_of
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
 from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.tuning.axis_choices import Choices
-from quintsched.strategies.tuning.best_strategies import Candidates
 from quintsched.strategies.tuning.branch_and_bound import Search, SearchProgress, SearchResult, strategy_at
 from quintsched.strategies.tuning.evaluator import Evaluator
+from quintsched.strategies.tuning.fastest_strategies_so_far import Candidates
 from quintsched.strategies.tuning.strategy_bounds import relaxed
 from quintsched.strategies.tuning.strategy_space import FULL, Space, make_space
 

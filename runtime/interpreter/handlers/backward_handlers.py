@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from quintsched.ir import instruction_set as ins
-from quintsched.ir.values import ValueKind
+from quintsched.ir.instruction_values import ValueKind
 
 from ...autograd.autograd_engine_call import run_backward
 from ...comm.overlap_threads import BoundCall
 from ...stage.stage_forward import Outputs, outside, spans_of
 from ..busy_clock import NoClock
 from ..instruction_state import NO_CONTEXT, ONLY, ComputeState, root_gradients
-from ..value_cells import RowParts
-from .bound_calls import in_turn
+from ..values_between_instructions import RowParts
+from .calls_bound_to_shapes import in_turn
 from .forward_handlers import bind_fwd, parts_of
 
 Spans = Sequence[tuple[int, int]]

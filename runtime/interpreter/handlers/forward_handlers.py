@@ -18,7 +18,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError
 from quintsched.ir import instruction_set as ins
-from quintsched.ir.values import Value, ValueKind
+from quintsched.ir.instruction_values import Value, ValueKind
 
 from ...autograd.autograd_engine_call import edge_of
 from ...autograd.recompute import Rerun
@@ -28,12 +28,12 @@ from ...blocks.without_side_effects import tensors_of_training
 from ...comm.overlap_threads import BoundCall
 from ...stage.message_contents import TakenSkips
 from ...stage.stage_forward import STEERED, UNIT, Extras, Outputs, RunBlocks, apart
-from ...step_setup.units import NO_UNITS, Units, UnitShape
+from ...step_setup.unit_samples import NO_UNITS, Units, UnitShape
 from ..error_location import called
 from ..instruction_state import NO_CONTEXT, NO_ROOTS, ONLY, BackwardRoots, ComputeState, with_loss_root
-from ..value_cells import RowParts, ValueCell
+from ..values_between_instructions import RowParts, ValueCell
+from .extra_block_inputs import extras_maker, unit_adder
 from .graph_leaves import leaves_of
-from .unit_extras import extras_maker, unit_adder
 
 _logger = logging.getLogger(__name__)
 

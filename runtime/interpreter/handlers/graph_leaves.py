@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from quintsched.ir import instruction_set as ins
-from quintsched.ir.values import Value, ValueKind
+from quintsched.ir.instruction_values import Value, ValueKind
 
 from ...blocks.trees import DIFFERENTIABLE
 from ...stage.stage_forward import Outputs

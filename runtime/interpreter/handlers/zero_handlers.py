@@ -13,7 +13,7 @@ from quintsched.ir import instruction_set as ins
 
 from ...comm.overlap_threads import BoundCall
 from ..instruction_state import ZeroState
-from .bound_calls import in_turn
+from .calls_bound_to_shapes import in_turn
 
 
 def bind_gather_params(state: ZeroState, index: int, instruction: ins.GatherParams) -> BoundCall:

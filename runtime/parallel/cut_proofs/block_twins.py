@@ -31,7 +31,7 @@ from ...blocks.block_builders import build_block, on_meta
 from ...user_objects.host_value_equality import marks_of
 from ...user_objects.library_or_user import PLAIN_TYPES, is_of_library
 from ...user_objects.object_contents import HOOKS, OF_TORCH, ClosureCells, attributes_of, defaults_of, parts_of
-from ..tensor.pair_adjustments import restore_sizes
+from ..tensor.adjust_modules_around_pairs import restore_sizes
 
 TensorKind = TypeVar("TensorKind", bound=Tensor)
 

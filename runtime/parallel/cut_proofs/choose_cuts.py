@@ -32,12 +32,12 @@ from quintsched.errors import MisfitError
 from ...comm import Group
 from ...comm.host_collectives import share_texts
 from ...settings.tensor_parallel_rules import TensorSplit
+from ..tensor.adjust_modules_around_pairs import wide_norms
 from ..tensor.cut_rules import Choice
 from ..tensor.cuttable_layers import Cut, pairs_of
-from ..tensor.pair_adjustments import wide_norms
 from ..tensor.whole_model_cuts import TensorCuts
 from .candidate_cuts import CandidateRules, alone, replicated, ways_of
-from .reads.drawn_parts import undisturbed
+from .reads_and_draws.random_draws_in_trials import undisturbed
 from .trial_inputs import Arrival, Arrivals, guesses
 from .twin_runs import Figures, Setting, outputs_of
 from .twin_test_bench import Bench, BlockKind, CutGap

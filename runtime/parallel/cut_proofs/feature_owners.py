@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_leaves
 from ...settings.tensor_parallel_rules import TensorSplit
 from ...user_objects.plain_code import unrecorded
 from ..seeded_block_draws import BY_DEVICE, KEYED
+from ..tensor.adjust_modules_around_pairs import wide_norms
 from ..tensor.cuttable_layers import Cut, sizes_of
-from ..tensor.pair_adjustments import wide_norms
 from ..tensor.parameter_shards import Shard
 from .marks.element_labels import Shadows, key_of
 from .marks.owner_rules import COUNTS, Joined, JoinedAt, Unknown, goes_by_data, owners_of_results, tells_numbers

@@ -28,7 +28,7 @@ from ..tensor.cuttable_layers import Cut
 from .block_twins import SEED, Blueprint
 from .feature_owners import CodePlace, FeatureOwners, HostReads, NothingDropped, WeightReads
 from .marks.owner_rules import Joined
-from .reads.cut_sizes import CutCalls, OtherCalls, WholeCalls, apart_in
+from .reads_and_draws.cut_sizes import CutCalls, OtherCalls, WholeCalls, apart_in
 from .trial_inputs import Arrival, TrialInput
 from .twin_runs import outputs_of
 

@@ -41,7 +41,7 @@ from ..tensor.cut_rules import Choice
 from ..tensor.sequence_parallel import SequenceParallel
 from .block_kinds import content_of
 from .features_apart import state_of_host
-from .reads.drawn_parts import unusual_parts
+from .reads_and_draws.random_draws_in_trials import unusual_parts
 from .trial_inputs import Arrival, Arrivals, FirstUnits, specs_of
 from .twin_runs import Figures, Setting
 from .twin_test_bench import Bench, BlockKind, CutGap

@@ -29,9 +29,9 @@ from ...settings.run_settings import Proofs
 from ...settings.tensor_parallel_rules import TensorSplit
 from ..context.context_parallel import ContextParallel
 from ..mesh_independent_dropout import Masks
+from ..tensor.adjust_modules_around_pairs import part_pairs
 from ..tensor.cut_rules import Choice, is_built_in
 from ..tensor.cuttable_layers import Cut, has_hooked_weights, join, pairs_of
-from ..tensor.pair_adjustments import part_pairs
 from ..tensor.parameter_shards import CutLayers
 from ..tensor.whole_model_cuts import TensorCuts
 from .block_kinds import Content, choice_for, kind_of, kinds_apart

@@ -26,7 +26,7 @@ from .block_twins import SEED, Blueprint
 from .candidate_cuts import CandidateRules, alone, everywhere, replicated
 from .feature_owners import WeightReads
 from .features_apart import DRAWS, draws_of_python, why_joined
-from .reads.drawn_parts import NotedMasks, Shapes, note_draws, undisturbed
+from .reads_and_draws.random_draws_in_trials import NotedMasks, Shapes, note_draws, undisturbed
 from .tokens.tokens_apart import TokenGathers, why_tokens_meet
 from .trial_inputs import Arrival, TrialInput
 from .twin_runs import OF_WEIGHT, Deviation, Figures, Setting, differences, outputs_of, run_cut, run_whole, shaken

@@ -25,11 +25,11 @@ from ...comm import Group, as_group
 from ...settings.tensor_parallel_rules import TensorSplit
 from ..expert.moe import TensorBoundary, mixtures
 from ..mesh_independent_dropout import KeyedDropout
+from .adjust_modules_around_pairs import divide_sizes, gather_tokens_before, gather_wide_norms, join_pair
 from .column_matmul import InputCommunication
 from .column_row_layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
 from .cut_rules import CutRules, find_cuts, require_pairs
 from .cuttable_layers import REGISTERED, Cut, cut_weights, is_linear, join, pairs_of
-from .pair_adjustments import divide_sizes, gather_tokens_before, gather_wide_norms, join_pair
 from .parameter_shards import Shard, gather_full, require_same, shard_of, take_shard, watch_gradient
 
 __all__ = [

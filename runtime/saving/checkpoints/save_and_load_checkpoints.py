@@ -42,9 +42,9 @@ from ...settings.job_file import CheckpointConfig
 from ...settings.run_settings import Start
 from ..dcp import TABLE, dcp_writer, load_dcp
 from ..dcp import file_name as dcp_file_name
+from ..engine_methods.engine_saves import EngineSaves
 from ..saved_state import SavedState
 from ..tensor_placement import RUN, StateLayout
-from ..verbs.engine_saves import EngineSaves
 from ..write_tensors import WHAT, WrittenFile, entries_of, hash_file, require_intact, write_tensors
 from .background_saves import HostBuffer, JointWrite, Writer
 from .bucket_folder import Place, open_place, place_of

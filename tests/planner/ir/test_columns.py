@@ -26,7 +26,7 @@ from quintsched.ir.instruction_set import (
     ShareMetrics,
     SyncTied,
 )
-from quintsched.ir.programs import Programs
+from quintsched.ir.rank_programs import Programs
 from quintsched.plan import Plan
 from quintsched.verify import soundness
 

@@ -9,7 +9,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.formats import plan_json as planfile
-from quintsched.ir import dataflow_analysis, dataflow_rules, instruction_set, values
+from quintsched.ir import dataflow_analysis, dataflow_rules, instruction_set, instruction_values
 from quintsched.ir.instruction_set import ALL, WHOLE_MESH, Instruction, Recv, Send, short
 from quintsched.ir.layout import Layout, Route
 from quintsched.schedules import Schedule, all_schedules, find_schedule, schedule
@@ -84,7 +84,7 @@ class TestEveryInstruction:
 def test_no_table_knows_more():
     assert set(planfile.CODECS) == {kind.__name__ for kind in ALL}
     assert set(dataflow_rules.RULES) == set(ALL) - {instruction_set.Overlap}  # its rule is that of its sides
-    assert set(values.WORDS) == set(values.ValueKind)
+    assert set(instruction_values.WORDS) == set(instruction_values.ValueKind)
     assert set(WHOLE_MESH) < set(ALL)
 
 

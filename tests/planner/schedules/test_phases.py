@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd, Overlap
 from quintsched.schedules import find_schedule
-from quintsched.schedules.kit.phases import TURN_COMPUTES, Both, Lane, Phase, Turn, number, windows
+from quintsched.schedules.kit.orders_from_phases import TURN_COMPUTES, Both, Lane, Phase, Turn, number, windows
 
 
 def walked(phases: list[Phase], lanes: tuple[Lane, Lane]) -> list[Compute | Overlap]:

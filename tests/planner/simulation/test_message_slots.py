@@ -15,7 +15,7 @@ import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.ir.dataflow_analysis import Flow
 from quintsched.ir.instruction_set import OffloadAct, Recv, Send
-from quintsched.ir.values import MAX_SKIPS, SKIPS, Value, ValueKind
+from quintsched.ir.instruction_values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.passes.place_offloads import least_cap
 from quintsched.schedules import Schedule, all_schedules
 from quintsched.simulation.message_slots import (

@@ -10,7 +10,7 @@ from quintsched.errors import CodeError, StallError
 from quintsched.stalls.own_errors import Suppressed, came_from_handler, headline, is_own
 
 
-def caught(code, handler=None, name="quintsched.runtime.comm.torch_groups"):
+def caught(code, handler=None, name="quintsched.runtime.comm.torch_process_groups"):
     """Return what code raises in a module, as it is caught there."""
     found = []
     code = f"try:\n    {code}\nexcept BaseException as error:\n    found.append(error)\n"

@@ -6,7 +6,7 @@ import pytest
 import quintsched as qs
 from quintsched.ir.instruction_columns import Columns
 from quintsched.ir.instruction_set import Overlap
-from quintsched.trace.hidden_exchanges import Alone, Pairs
+from quintsched.trace.hidden_communication import Alone, Pairs
 from tests.traces import write_trace
 
 SHAPES = [("dualpipe-v", 2, 8), ("dualpipe-v", 4, 10), ("dualpipe", 4, 10), ("interleaved-1f1b", 2, 8)]

@@ -19,7 +19,7 @@ from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import connect
 from quintsched.runtime.comm.checked.gloo_small_reduces import DirectedGroups, SmallReduces
-from quintsched.runtime.comm.torch_groups import SameCollectives
+from quintsched.runtime.comm.torch_process_groups import SameCollectives
 from quintsched.runtime.comm.transport_interface import ReduceOp
 
 from ..ranks import run_ranks

@@ -32,7 +32,7 @@ from quintsched.runtime.comm.checked.message_frame import (
     head_of,
     own_part,
 )
-from quintsched.runtime.comm.torch_backends import GlooTransport
+from quintsched.runtime.comm.gloo_and_nccl_transports import GlooTransport
 from quintsched.runtime.engine import Engine
 
 from ..ranks import run_ranks

@@ -15,8 +15,8 @@ from torch import nn
 
 from quintsched.errors import CodeError, MisfitError, StallError, UsageError
 from quintsched.runtime.comm import SelfGroup, Transport, as_group, connect
-from quintsched.runtime.comm.torch_backends import require_same_backend
-from quintsched.runtime.comm.torch_groups import as_stall
+from quintsched.runtime.comm.gloo_and_nccl_transports import require_same_backend
+from quintsched.runtime.comm.torch_process_groups import as_stall
 from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 from quintsched.runtime.watch.position_publisher import Publisher
 from quintsched.runtime.watch.watch_thread import Answer

@@ -16,11 +16,11 @@ from torch import nn
 
 import quintsched as qs
 from quintsched.errors import UsageError
+from quintsched.import_user_code import call_object
 from quintsched.runtime import Engine, run_local, split
 from quintsched.runtime.watch import uncaught_error
 from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
 from quintsched.runtime.watch.rendezvous.rendezvous_store import serve
-from quintsched.user_code import call_object
 
 TRACE = "Traceback (most recent call last):"
 
@@ -129,7 +129,7 @@ def test_an_error_of_a_users_function_has_the_frames_of_that(
         call_object(f"{tmp_path / 'mine.py'}:load")
     uncaught_error.report(caught.value, 0, with_trace=True)
     said = capsys.readouterr().err
-    assert "user_code.py" not in said
+    assert "import_user_code.py" not in said
     assert 'mine.py", line 3, in load' in said
     assert "json/decoder.py" in said
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from quintsched.errors import UsageError
+from quintsched.import_user_code import load_schedule
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import check, resolved
-from quintsched.user_code import load_schedule
 
 NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("gpt3-175b", {"gpus": 7}, "gpus=7, but the mesh one rank has 1"),

@@ -12,13 +12,13 @@ from benchmarks.aceso import predicted_runs
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.strategies.descriptions.hardware import Curve
 from quintsched.strategies.profiles.aceso import read_folder, read_layout
-from quintsched.strategies.profiles.compose import compose
 from quintsched.strategies.profiles.operator_layout import OperatorLayout, Placed, Stage
 from quintsched.strategies.profiles.operator_rates import Rates
 from quintsched.strategies.profiles.profile import Profile
 from quintsched.strategies.profiles.read_profile import read_profile, write_profile
 from quintsched.strategies.profiles.stage_peak_memory import segments, stage_memory
 from quintsched.strategies.profiles.stage_times import exchange, stage_time
+from quintsched.strategies.profiles.step_from_profile import compose
 
 FOLDER = Path(__file__).parents[2] / "data" / "aceso"
 RUNS = Path(__file__).parents[3] / "benchmarks" / "data" / "aceso_l4.json"

@@ -13,12 +13,12 @@ from quintsched.strategies.descriptions.hardware import Curve
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.profiles.aceso import read_layout
-from quintsched.strategies.profiles.compose import Composed, compose
 from quintsched.strategies.profiles.operator_layout import even_layout
 from quintsched.strategies.profiles.operator_rates import rate_at
 from quintsched.strategies.profiles.profile import Profile
 from quintsched.strategies.profiles.read_profile import Measured, read_profile
 from quintsched.strategies.profiles.resize_profile import resized
+from quintsched.strategies.profiles.step_from_profile import Composed, compose
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data"
 MODELS = {

@@ -6,7 +6,7 @@ from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import strategy_mesh
-from quintsched.strategies.tuning.advice import BAND, POOL, advice, complexity, recommended, rows
+from quintsched.strategies.tuning.recommended_strategy import BAND, POOL, advice, complexity, recommended, rows
 from quintsched.strategies.tuning.tune import HEADROOM, tune
 
 A100 = find_hardware("a100-80gb")

@@ -1,7 +1,7 @@
 """Time of the pipeline of a step, for many strategies at once.
 
-    pipeline_times ──▶ makespan ──┬──▶ closed_forms ──▶ equal_ranks     runs of equal ranks, and sums over ranks
-                                  └──▶ event_graph_levels               any schedule, by simulation
+    pipeline_times ──▶ makespan ──┬──▶ closed_forms ──▶ runs_of_equal_ranks     and sums over ranks
+                                  └──▶ event_graph_levels                       any schedule, by simulation
 
 `makespan` is the interface; `pipeline_times` applies it to the rows of a table. Imports `prediction`'s records of
 tables, blocks and stages, schedules and passes.

@@ -21,7 +21,7 @@ from functools import cached_property
 
 import numpy as np
 
-from quintsched.strategies.prediction.pipeline.equal_ranks import Each, EndRanks, Pipelines, Values, chunked
+from quintsched.strategies.prediction.pipeline.runs_of_equal_ranks import Each, EndRanks, Pipelines, Values, chunked
 
 
 def gpipe(s: Pipelines) -> Values:

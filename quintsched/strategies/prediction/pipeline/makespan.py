@@ -23,8 +23,8 @@ from quintsched.schedules.kit.bare_order import order_of_computation
 from quintsched.simulation import simulated_activation_memory
 from quintsched.simulation.costs import Costs
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
-from quintsched.strategies.prediction.pipeline.equal_ranks import Each, Pipelines, RowNumbers, Values, chunked
 from quintsched.strategies.prediction.pipeline.event_graph_levels import levels_of
+from quintsched.strategies.prediction.pipeline.runs_of_equal_ranks import Each, Pipelines, RowNumbers, Values, chunked
 
 SIMULATED_DEPTHS = 3
 """Fewest simulated microbatches, in units of the pipeline's depth; once the state is steady, it repeats."""

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, V_SHAPED, Kinds, PerMicrobatch
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS, one_f_one_b
-from quintsched.strategies.prediction.pipeline.equal_ranks import Passes, Pipelines, RowNumbers
 from quintsched.strategies.prediction.pipeline.makespan import (
     bound_of,
     exposed_reductions,
@@ -24,6 +23,7 @@ from quintsched.strategies.prediction.pipeline.makespan import (
     reduction_bound,
     staged,
 )
+from quintsched.strategies.prediction.pipeline.runs_of_equal_ranks import Passes, Pipelines, RowNumbers
 from quintsched.strategies.prediction.strategy_columns import Table, distinct
 
 

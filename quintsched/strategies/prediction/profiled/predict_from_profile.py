@@ -13,10 +13,10 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import check, resolved
 from quintsched.strategies.prediction.predict_strategy import Prediction, predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware
-from quintsched.strategies.profiles.compose import Composed, compose
 from quintsched.strategies.profiles.operator_layout import even_layout
 from quintsched.strategies.profiles.profile import Profile
 from quintsched.strategies.profiles.resize_profile import resized
+from quintsched.strategies.profiles.step_from_profile import Composed, compose
 
 
 def predict_from_profile(model: Model, hardware: Hardware, strategy: Strategy, profile: Profile) -> Prediction:

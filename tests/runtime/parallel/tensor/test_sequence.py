@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.ir.values import Value, ValueKind
+from quintsched.ir.instruction_values import Value, ValueKind
 from quintsched.runtime import Carry, Engine
 from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.comm import Group, Transport, run_local

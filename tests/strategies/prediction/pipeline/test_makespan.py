@@ -8,7 +8,6 @@ from quintsched.schedules import all_schedules, find_schedule
 from quintsched.simulation.costs import Costs
 from quintsched.strategies.prediction.layers_of_ranks import V_SHAPED
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
-from quintsched.strategies.prediction.pipeline.equal_ranks import Passes, Pipelines
 from quintsched.strategies.prediction.pipeline.event_graph_levels import TIMED_CLASSES
 from quintsched.strategies.prediction.pipeline.makespan import (
     bound_of,
@@ -17,6 +16,7 @@ from quintsched.strategies.prediction.pipeline.makespan import (
     repetition,
     staged,
 )
+from quintsched.strategies.prediction.pipeline.runs_of_equal_ranks import Passes, Pipelines
 
 TOLERANCE = 0.01
 COSTS = 30

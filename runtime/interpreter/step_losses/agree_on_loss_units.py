@@ -35,7 +35,7 @@ from ...stage.batches.microbatches import Batch
 from ...stage.early_stage_losses import FirstLosses, cuts_sequences
 from ...stage.rank_stages import RankModel
 from ...step_setup.block_examination_results import GatheredWeights
-from ...step_setup.units import Units
+from ...step_setup.unit_samples import Units
 from ..instruction_state import RunOptions
 from .exchanged_loss_findings import Told, rule_in_words, rule_of, why_uneven, with_nothing
 from .loss_totals import StepFigures

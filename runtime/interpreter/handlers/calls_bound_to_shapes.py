@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...comm.overlap_threads import BoundCall
-from ...step_setup.units import Units
+from ...step_setup.unit_samples import Units
 
 
 def bound(call: BoundCall, units: Units) -> BoundCall | None:

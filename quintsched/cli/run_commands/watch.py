@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quintsched.cli.around_runs.run_end import is_abandoned, summary_of
+from quintsched.cli.run_commands.run_end import is_abandoned, summary_of
 from quintsched.cli.shared_options import say
 from quintsched.errors import InputError, StallError
 
@@ -70,7 +70,7 @@ def _live(as_json: bool) -> AbstractContextManager[Live | None]:
 
 
 def _show(live: Live | None, log: TrainingLog, summary: dict[str, Any], new: list[Record], as_json: bool) -> None:
-    from quintsched.cli.around_runs.run_view import view_of
+    from quintsched.cli.run_commands.run_view import view_of
     from quintsched.files.terminal import shown, shown_json
 
     if live is not None:
@@ -88,7 +88,7 @@ def _show(live: Live | None, log: TrainingLog, summary: dict[str, Any], new: lis
 
 def _lines(new: list[Record], summary: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each new record that has figures."""
-    from quintsched.cli.around_runs.run_view import line_of
+    from quintsched.cli.run_commands.run_view import line_of
 
     for record in new:
         match record["event"]:

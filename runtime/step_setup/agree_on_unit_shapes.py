@@ -43,7 +43,7 @@ from ..stage.in_place_copies import require_own_memory
 from ..stage.message_contents import Cargo, require_numbers_alone, require_planned_skips
 from ..stage.rank_stages import RankModel
 from .step_header import Announcer
-from .units import MOST_SHAPES, Latest, Units, UnitShape, UnitSpec, samples_of
+from .unit_samples import MOST_SHAPES, Latest, Units, UnitShape, UnitSpec, samples_of
 
 _logger = logging.getLogger("quintsched.runtime")
 

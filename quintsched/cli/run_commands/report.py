@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quintsched.cli.around_runs.run_end import summary_of
+from quintsched.cli.run_commands.run_end import summary_of
 from quintsched.cli.shared_options import AsJson, emit, refuse_input, say
 from quintsched.files.terminal import percent
 

@@ -129,8 +129,8 @@ def read_text(name: str, value: object) -> str:
 
 def read_schedule(name: str, value: object) -> Schedule:
     """Read a schedule, or resolve the name of one; raises `UsageError`."""
+    from quintsched.import_user_code import load_schedule
     from quintsched.schedules import Schedule
-    from quintsched.user_code import load_schedule
 
     if isinstance(value, Schedule):
         return value

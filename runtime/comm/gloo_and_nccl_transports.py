@@ -45,7 +45,7 @@ from .checked.framed_messages import FramedMessages, FrameKey
 from .checked.gloo_small_reduces import SMALL_GROUP, DirectedGroups, SmallReduces
 from .checked.message_frame import NO_LABEL, Label, describe_spec
 from .device import LIBRARIES, claim_device, library_of, require_queues, synchronize
-from .torch_groups import TorchGroup, TorchWork, raise_stall, run_bounded, stall_errors
+from .torch_process_groups import TorchGroup, TorchWork, raise_stall, run_bounded, stall_errors
 from .transport_interface import Group, SelfGroup, Transport, Work
 
 _CLOSE_TIMEOUT_S = 10.0

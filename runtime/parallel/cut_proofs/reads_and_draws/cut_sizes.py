@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 from ....settings.tensor_parallel_rules import TensorSplit
 from ....user_objects.plain_code import unrecorded
+from ...tensor.adjust_modules_around_pairs import wide_norms
 from ...tensor.cuttable_layers import Cut, sizes_of
-from ...tensor.pair_adjustments import wide_norms
 from ..feature_owners import FeatureOwners, line
 from ..marks.element_labels import DRAWN, FILLED, Labels, are_alike
 from ..marks.owner_rules import MOVING, Joined, blended, is_one, is_pointwise, name_of

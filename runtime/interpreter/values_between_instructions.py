@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from quintsched.ir.values import Value, ValueKind
+from quintsched.ir.instruction_values import Value, ValueKind
 
 from ..blocks.trees import TensorSpec
 from ..comm import Work
