@@ -10,13 +10,12 @@ from torch import nn
 
 from quintsched.runtime.blocks.block_builders import BlockOrBuilder, Blocks
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
+from quintsched.runtime.models.gpt import GPTOptions, gpt
 
 from ..toys import CLASSES
 
 DEPTH, LENGTH = 4, 16
 LLAMA: dict[str, Any] = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu", "heads": 8, "kv_heads": 4}
-TIES = gpt_tied(GPTOptions(depth=DEPTH, tied=True))
 
 
 def livelier(build: BlockOrBuilder) -> Callable[[], nn.Module]:

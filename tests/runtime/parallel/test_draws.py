@@ -120,48 +120,6 @@ def test_no_cut_of_the_batch_changes_what_samples_draw() -> None:
     assert losses_of(qs.compile("1f1b", mesh="dp=2", microbatches=2), [PerSample] * 2) == pytest.approx(expected)
 
 
-class Dropping(nn.Linear):
-    """Draws where its probability is not zero; notes the function modes in which it runs."""
-
-    def __init__(self, p=0.5):
-        super().__init__(WIDTH, WIDTH)
-        self.p = p
-
-    def forward(self, x):
-        MODES.append(torch._C._len_torch_function_stack())
-        return functional.dropout(super().forward(x), self.p, self.training)
-
-
-MODES: list[int] = []
-
-
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_blocks_that_draw_nothing_run_without_a_mode_after_the_first_time(evaluates: bool) -> None:
-    engine = engine_of(Dropping(0.0), microbatches=2)
-    for _ in range(2):
-        MODES.clear()
-        (engine.evaluate if evaluates else engine.step)(*torch.zeros(2, 4, WIDTH))
-    assert MODES == [0, 0]
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.")
-def test_blocks_that_draw_are_not_compiled_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    engine = engine_of(Dropping(), compiled=True)
-    for _ in range(2):
-        engine.step(*torch.randn(2, 4, WIDTH))
-    assert caplog.messages == ["blocks 0 draw random numbers other than by nn.Dropout, and are not compiled"]
-
-
-def test_draws_that_begin_late_are_keyed_from_then_on_with_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    block = Dropping()
-    engine = engine_of(block, microbatches=2)
-    for step in range(6):
-        block.p = 0.5 if step > 2 else 0.0
-        engine.step(*torch.zeros(2, 4, WIDTH))
-    (said,) = (message for message in caplog.messages if not message.startswith("MODES"))
-    assert said.startswith("blocks 0 draw random numbers since step 3, and did not in the first; those of that step")
-
-
 class Checkpointed(nn.Module):
     """Two parts that draw, each of which a backward may run again by itself."""
 
@@ -343,3 +301,26 @@ def test_draws_for_a_part_are_refused_but_for_dropouts_and_samples(
         losses(plan, lambda x: x + torch.randn_like(x))
     expected = losses(qs.compile("1f1b", mesh="pp=1", microbatches=2), draw)
     assert losses(plan, draw) == pytest.approx(expected, rel=1e-9)
+
+
+class Dropping(nn.Linear):
+    """Draws where its probability is not zero; notes the function modes in which it runs."""
+
+    def __init__(self, p=0.5):
+        super().__init__(WIDTH, WIDTH)
+        self.p = p
+
+    def forward(self, x):
+        MODES.append(torch._C._len_torch_function_stack())
+        return functional.dropout(super().forward(x), self.p, self.training)
+
+
+MODES: list[int] = []
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.")
+def test_blocks_that_draw_are_not_compiled_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(Dropping(), compiled=True)
+    for _ in range(2):
+        engine.step(*torch.randn(2, 4, WIDTH))
+    assert caplog.messages == ["blocks 0 draw random numbers other than by nn.Dropout, and are not compiled"]

@@ -1,27 +1,30 @@
-"""Keyed dropout: masks that no mesh and no schedule changes, of the quality of independent draws."""
+"""Keyed dropout: masks as good as independent draws, which no mesh, schedule or interruption changes."""
 
 from __future__ import annotations
 
-import copy
-import io
-import pickle
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import quintsched as qs
+from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
-from quintsched.runtime.comm import SelfGroup
+from quintsched.runtime.blocks.block_builders import build_block
+from quintsched.runtime.comm import run_local
+from quintsched.runtime.data import DataSpec
+from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.parallel.mesh_independent_dropout import (
-    ColumnRowPair,
     KeyedDropout,
     Masks,
     MaskUnit,
     key_dropouts,
 )
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
-from ..toys import sgd
+from ...helpers.training import check_equality
+from ..toys import CLASSES, cross_entropy_plainly, ids_task, sgd
 
 
 def keyed(p: float = 0.5, name: str = "drop", number: int = 3, masks: Masks | None = None) -> KeyedDropout:
@@ -71,14 +74,6 @@ def test_bits_are_as_good_as_independent(p: float) -> None:
         assert abs(spread - 1) < 4 * (3 / means.numel()) ** 0.5, spread
 
 
-def test_pairs_of_features_are_no_more_alike_than_independent_ones() -> None:
-    layer = keyed(0.5)
-    bits = drawn(layer, MaskUnit(0, range(4)), 4, 256, 1024).flatten(0, 1).sub(1).float()  # -1 or 1
-    alike = (bits.T @ bits).square().fill_diagonal_(0.0).double() / len(bits)
-    pairs = 1024 * 1023 / 2
-    assert abs(float(alike.sum()) / 2 / pairs - 1) < 4 * (2 / pairs) ** 0.5
-
-
 def test_sites_steps_seeds_and_calls_are_independent() -> None:
     masks, p = Masks(0), 0.3
     layer = keyed(p, masks=masks)
@@ -106,58 +101,6 @@ def test_what_stays_is_scaled_and_the_backward_drops_the_same() -> None:
     assert torch.equal(x.grad, kept)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_backward_keeps_a_byte_per_number(dtype: torch.dtype) -> None:
-    layer, x = keyed(0.2), torch.ones(8, 100, 3, dtype=dtype, requires_grad=True)
-    saved: list[int] = []
-
-    def save(tensor: Tensor) -> Tensor:
-        saved.append(tensor.nbytes)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor), layer.masks.draw_for(SOME):
-        y = layer(x)
-    assert y.dtype == dtype
-    assert sum(saved) == x.numel()
-
-
-def test_odd_probabilities_and_empty_tensors() -> None:
-    assert not drawn(keyed(1.0), SOME, 8, 5).any()
-    assert drawn(keyed(0.0), SOME, 8, 5).all()
-    assert drawn(keyed(), SOME, 8, 0, 4).shape == (8, 0, 4)
-    assert drawn(keyed(), SOME, 16).shape == (16,)
-    assert drawn(keyed().eval(), SOME, 8, 5).sum() == 40
-
-
-def test_a_keyed_dropout_shows_nowhere_and_is_copied_as_a_plain_one() -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.ReLU())
-    module, group = copy.deepcopy(plain), SelfGroup(0, torch.device("cpu"))
-    key_dropouts(module, 0, Masks(0))
-    layer = module[1]
-    assert isinstance(layer, KeyedDropout)
-    layer.pair, layer.sequence = ColumnRowPair(group), group
-    assert repr(module) == repr(plain)
-    assert list(module.state_dict()) == list(plain.state_dict())
-    saved = io.BytesIO()
-    torch.save(module, saved)
-    saved.seek(0)
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(saved, weights_only=False)):
-        assert type(twin[1]) is nn.Dropout
-        assert set(vars(twin[1])) == set(vars(plain[1]))
-        assert twin[1].p == 0.3
-
-
-def test_outside_of_a_unit_it_is_an_ordinary_dropout_and_another_engine_takes_it_over() -> None:
-    layer, x, masks = keyed(), torch.ones(100), Masks(1)
-    torch.manual_seed(1)
-    found = layer(x)
-    torch.manual_seed(1)
-    assert torch.equal(found, nn.functional.dropout(x, 0.5))
-    key_dropouts(nn.ModuleDict({"other": layer}), 2, masks)
-    assert layer.masks is masks
-    assert layer.site == "2.other"
-
-
 def test_a_dropout_of_two_blocks_is_refused() -> None:
     shared, plan = nn.Dropout(0.1), qs.compile("1f1b", mesh="pp=1", microbatches=1)
     blocks = [nn.Sequential(nn.Linear(4, 4), shared), nn.Sequential(nn.Linear(4, 4), shared)]
@@ -171,6 +114,93 @@ def test_a_dropout_of_two_blocks_is_refused() -> None:
     assert engine.step(x, y).loss.item() == pytest.approx(expected)
 
 
-def test_an_input_without_samples_in_front_is_refused() -> None:
-    with pytest.raises(qs.MisfitError, match=r"the dropout '3.drop' is given \(6, 2\) for 8 samples; the first"):
-        drawn(keyed(), SOME, 6, 2)
+LENGTH = 8
+
+
+def noisy_gpt(dropout=0.3):
+    return gpt(DataSpec(input_shape=(LENGTH,), num_classes=CLASSES), GPTOptions(hidden=16, depth=4, dropout=dropout))
+
+
+class Layouts(nn.Module):
+    """Drops out of tokens, of heads, of tokens in one row, and of one vector per sample; of the first of them twice."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.tokens = nn.Embedding(CLASSES, CLASSES) if first else nn.Linear(CLASSES, CLASSES)
+        self.drop, self.heads = nn.Dropout(0.4), nn.Dropout(0.3, inplace=True)
+        self.flat, self.never = nn.Dropout(0.2), nn.Dropout(0.0)
+
+    def forward(self, x, past=None, context=None):
+        x = self.drop(self.tokens(x))
+        x = x + self.drop(x.sin())
+        heads = x.unflatten(-1, (2, -1)) * 1.5
+        x = x + self.never(self.heads(heads).flatten(-2))
+        return x + self.flat(x.flatten(0, 1)).view(x.shape)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("schedule", "mesh", "slices"),
+    [("1f1b", "pp=1", 1), ("1f1b", "dp=2,pp=2", 1), ("1f1b", "cp=4", 1), ("seq-1f1b", "pp=2", 4)],
+)
+def test_tensors_of_any_layout_with_the_samples_first(schedule: str, mesh: str, slices: int) -> None:
+    plan, batches = qs.compile(schedule, mesh=mesh, microbatches=2, slices=slices), ids_task(2, 4, LENGTH).batches
+    blocks = [lambda: Layouts(True), *[lambda: Layouts(False)] * 3]
+    check_equality(plan, blocks, cross_entropy_plainly, sgd, batches, masks=Masks(0), microbatches=4, clip=1.0)
+
+
+def losses_on(replicas: int, samples: int, *, parts: Sequence[int], drops_late: bool = False) -> list[float]:
+    """Train two steps, each accumulated over parts of a batch; return the losses."""
+    task = ids_task(2, samples, LENGTH)
+
+    def run(transport):
+        plan, losses = qs.compile("gpipe", mesh=f"dp={replicas}", microbatches=2), []
+        blocks = noisy_gpt(0.0 if drops_late else 0.3)
+        engine = Engine(plan, blocks, cross_entropy_sum, sgd, dtype=torch.float64, transport=transport)
+        for step, batch in enumerate(task.batches):
+            for module in engine.stages[0].blocks["1"].modules() if drops_late and step else ():
+                if isinstance(module, nn.Dropout):
+                    module.p = 0.5
+            for part, xs in enumerate(zip(*[x.split([*parts]) for x in batch], strict=True), 1):
+                mine = [x.tensor_split(replicas)[transport.rank] for x in xs]
+                losses.append(engine.step(*mine, last=part == len(parts)).loss.item())
+        return losses
+
+    return run_local(replicas, run)[0]
+
+
+def test_masks_of_an_accumulated_step_go_by_the_samples_of_all_replicas() -> None:
+    alone = losses_on(1, 9, parts=[5, 4])
+    assert losses_on(3, 9, parts=[5, 4]) == pytest.approx(alone, abs=1e-12)
+
+
+def test_dropout_from_a_later_step_on_counts_samples_or_is_refused() -> None:
+    alone = losses_on(1, 8, parts=[8], drops_late=True)
+    assert losses_on(2, 8, parts=[8], drops_late=True) == pytest.approx(alone, abs=1e-12)
+    with pytest.raises(MisfitError, match="from this step on, and none in the first"):
+        losses_on(2, 7, parts=[7], drops_late=True)
+
+
+def test_two_runs_are_the_same_and_another_seed_or_step_is_not() -> None:
+    """Train three steps on one batch at a rate of 0: only the masks differ."""
+    task = ids_task(1, 8, LENGTH)
+
+    def losses_of(seed=0, step=0):
+        blocks = [build_block(block, number, 0, torch.float64) for number, block in enumerate(noisy_gpt())]
+        plan, still = qs.compile("1f1b", mesh="pp=1", microbatches=2), lambda weights: torch.optim.SGD(weights, lr=0.0)
+        engine = Engine(plan, blocks, cross_entropy_sum, still, dtype=torch.float64, seed=seed)
+        engine.load_state_dict({**engine.state_dict(), "engine.step": torch.tensor(step)})
+        return [engine.step(task.inputs[0], task.targets[0]).loss.item() for _ in range(3)]
+
+    losses = losses_of()
+    assert losses == losses_of()
+    assert len({*losses, *losses_of(seed=1)}) == 6
+    assert losses_of(step=1)[:2] == losses[1:]
+
+
+def test_odd_probabilities_and_empty_tensors() -> None:
+    assert not drawn(keyed(1.0), SOME, 8, 5).any()
+    assert drawn(keyed(0.0), SOME, 8, 5).all()
+    assert drawn(keyed(), SOME, 8, 0, 4).shape == (8, 0, 4)
+    assert drawn(keyed(), SOME, 16).shape == (16,)
+    assert drawn(keyed().eval(), SOME, 8, 5).sum() == 40

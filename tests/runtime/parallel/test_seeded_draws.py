@@ -102,23 +102,6 @@ def test_steps_do_not_move_the_generator_of_the_loop_and_go_on_after_a_resume() 
     assert torch.equal(torch.get_rng_state(), before)
 
 
-class Drawing(nn.Linear):
-    """Draws for each sample, and gives a mean of what it has made of that."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scale = torch.randint(1, 4, (len(x), 1)) + x.new_empty(len(x), 1).bernoulli_(0.5)
-        z = super().forward(x) + torch.randn_like(x) * scale
-        return z, 0.1 * z.square().mean()
-
-
-def test_a_loss_of_what_a_block_draws_is_found_to_be_a_mean() -> None:
-    plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
-    engine = Engine(plan, [lambda: Drawing(8, 8)] * 2, functional.mse_loss, sgd)
-    engine.step(*torch.randn(2, 6, 8))
-    torch.manual_seed(0)
-    assert engine.step(*torch.randn(2, 6, 8)).loss.isfinite()
-
-
 def test_a_thread_that_waits_lets_others_draw() -> None:
     def run(transport: Transport) -> list[Tensor]:
         device, found = torch.device("cpu"), []

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.blocks.trees import TensorSpec
 from quintsched.runtime.comm import Rules, Transport, Work, run_local
+from quintsched.runtime.parallel.context import block_attention
+from quintsched.runtime.parallel.context.block_attention import (
+    CPU_FLASH,
+    CUDA_EFFICIENT,
+    CUDA_FLASH,
+    PLAIN_KERNEL,
+    Kernel,
+    QueryKeyValue,
+    attend,
+    choose,
+    gradients,
+)
 from quintsched.runtime.parallel.context.context_parallel import Context, ContextMethod, ContextParallel, SequenceShard
 from quintsched.runtime.parallel.context.ring_attention import ring_channels
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
-METHODS: tuple[ContextMethod, ...] = ("ring", "gather", "ulysses")
+from ....helpers import training
+from ...toys import ids_task, tiny_gpt, train_on
+from ..lively import LENGTH
 
 Tensors = tuple[Tensor, ...]
 
@@ -113,30 +135,6 @@ def test_the_alternatives_see_the_whole(method: ContextMethod, heads: int, key_h
         require_close(in_parts(method, tensors, size, causal), whole(tensors, causal))
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_kind_of_wire_and_layout_will_do(method: ContextMethod) -> None:
-    tensors = draw(1, 3, 3, 18, 4)
-    for rules in ("mailbox", "rendezvous", "nccl"):
-        require_close(in_parts(method, tensors, 3, True, rules), whole(tensors, True))
-    require_close(in_parts(method, tensors, 3, True, layout=torch.channels_last), whole(tensors, True))
-
-
-def test_large_scores_do_not_overflow() -> None:
-    query, *others = draw(1, 2, 2, 16, 4)
-    tensors = (query * 1e3, *others)
-    found = in_parts("ring", tensors, 4, True)
-    assert all(tensor.isfinite().all() for tensor in found)
-    require_close(found, whole(tensors, True), 1e-10)
-
-
-def test_half_precision_is_added_up_in_single() -> None:
-    tensors = draw(1, 2, 2, 64, 8)
-    low = tuple(tensor.bfloat16() for tensor in tensors)
-    found = in_parts("ring", low, 4, True)
-    assert all(tensor.dtype == torch.bfloat16 for tensor in found)
-    require_close(found, whole(tuple(tensor.double() for tensor in low), True), 0.02)
-
-
 def test_what_a_rank_sends_is_what_the_formula_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard of keys and values: n-1 times forward, and with its gradients 2(n-1) times backward."""
     sent: dict[int, int] = {}
@@ -183,6 +181,40 @@ def test_what_a_rank_keeps_falls_as_the_ranks_grow_in_number() -> None:
     assert min(saved_bytes("gather", 4)) > alone // 2
 
 
+class Shifted(nn.Module):
+    """Embeds, and adds what a step brings along: per token, and per sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(10, 10)
+
+    def forward(self, ids, along, each, context=None):
+        return self.tokens(ids) + along[..., None] + each[:, None, None]
+
+
+def test_extras_are_cut_along_the_sequence_unless_they_are_one_number_per_sample() -> None:
+    (ids, targets), sgd = ids_task(1, 4, LENGTH).batches[0], training.sgd
+    along, each = torch.randn(4, LENGTH, dtype=torch.float64), torch.randn(4, dtype=torch.float64)
+    plan = qs.compile("1f1b", mesh="cp=2", microbatches=2)
+    given = [(ids, targets, {"along": along, "each": each})]
+    training.check_equality(plan, [Shifted], cross_entropy_sum, sgd, given, microbatches=2)
+    wrong = [(ids, targets, {"along": along[:, :8], "each": each})]
+    with pytest.raises(qs.MisfitError, match=r"along of shape \(4, 8\) does not run along the sequence of 16"):
+        training.train_ranks(plan, [Shifted], cross_entropy_sum, sgd, wrong, dtype=torch.float64)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    cut = qs.compile("1f1b", mesh="cp=2", microbatches=2)
+    both = qs.compile("seq-1f1b", mesh="pp=2,cp=2", microbatches=2, slices=2)
+    for plan, length, blocks, words in (
+        (cut, 10, tiny_gpt(10), r"\(4, 10\).* sequence that divides into 4 equal chunks, .* of cp=2"),
+        (both, 8, tiny_gpt(8), "over cp, and seq-1f1b cuts it into 2 slices; a run does one or the other"),
+        (cut, 16, tiny_gpt(12), "built for 12 positions; a sequence has 16"),
+    ):
+        with pytest.raises((qs.MisfitError, qs.UsageError), match=words):
+            train_on(plan, ids_task(1, 4, length), blocks, dtype=torch.float64)
+
+
 def attend_on_two(method: ContextMethod, heads: int, queries: int) -> None:
     query, key = torch.zeros(1, heads, queries, 3), torch.zeros(1, heads, 4, 3)
     run_local(2, lambda transport: context_on(transport, method, 8).attend(query, key, key))
@@ -202,3 +234,125 @@ def test_misfits() -> None:
             call()
     with pytest.raises(UsageError, match="context: there is no method 'rnig'; did you mean 'ring'"):
         run_local(2, lambda t: ContextParallel("rnig", t.make_group([(0, 1)]), t, False))  # type: ignore[arg-type]
+
+
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+@contextmanager
+def gpu_that_can(monkeypatch: pytest.MonkeyPatch, *, flash: bool = True, efficient: bool = True) -> Iterator[None]:
+    """Tensors of a GPU have shapes and types here, and no numbers; the GPU has these kernels."""
+    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda asked: flash)
+    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda asked: efficient)
+    with FakeTensorMode():
+        yield
+
+
+def drawn(dtype: torch.dtype, groups: int, queries: int, keys: int, size: int) -> tuple[QueryKeyValue, Tensor]:
+    """Return a block of two key heads with so many query heads each, and the gradient of its mean."""
+    random = torch.Generator().manual_seed(queries)
+    shapes = [(2, 2, groups, queries, size), (2, 2, keys, size), (2, 2, keys, size), (2, 2, groups, queries, size)]
+    query, key, value, gradient = (torch.randn(shape, generator=random, dtype=F64).to(dtype) for shape in shapes)
+    return (query, key, value), gradient
+
+
+def by_autograd(block: QueryKeyValue, gradient: Tensor, is_diagonal: bool) -> tuple[Tensor, Tensor, QueryKeyValue]:
+    """Return mean, weight and gradients of a block, in double precision and one piece."""
+    query, key, value = (tensor.double().requires_grad_() for tensor in block)
+    scores = query @ key[:, :, None].mT / query.shape[-1] ** 0.5
+    if is_diagonal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    mean = scores.softmax(-1) @ value[:, :, None]
+    of_query, of_key, of_value = torch.autograd.grad(mean, (query, key, value), gradient.double())
+    return mean.detach(), scores.logsumexp(-1).detach(), (of_query, of_key, of_value)
+
+
+GPU = [
+    *[(F16, 64, CUDA_FLASH), (BF16, 8, CUDA_FLASH), (BF16, 12, PLAIN_KERNEL), (F32, 64, CUDA_EFFICIENT)],
+    *[(F32, 12, CUDA_EFFICIENT), (F32, 6, PLAIN_KERNEL), (F64, 64, PLAIN_KERNEL)],
+]
+
+
+@pytest.mark.parametrize(("dtype", "size", "expected"), GPU)
+def test_the_kernel_of_a_gpu_goes_by_type_and_size(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int, expected: Kernel
+) -> None:
+    with gpu_that_can(monkeypatch):
+        assert choose(torch.empty(1, 2, 16, size, dtype=dtype, device="cuda")) is expected
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
+def test_the_kernel_of_a_cpu_is_torchs_unless_switched_off(dtype: torch.dtype) -> None:
+    key = torch.empty(1, 2, 16, 5, dtype=dtype)
+    assert choose(key) is CPU_FLASH
+    assert choose(key.to("meta")) is PLAIN_KERNEL
+    with sdpa_kernel(SDPBackend.MATH):
+        assert choose(key) is PLAIN_KERNEL
+
+
+BLOCKS = [(9, 9, True), (130, 130, True), (9, 18, False), (18, 9, False)]
+
+
+@pytest.mark.parametrize(("queries", "keys", "is_diagonal"), BLOCKS)
+@pytest.mark.parametrize(("groups", "most_scores"), [(1, 1), (3, 2000), (3, 1 << 24)])
+@pytest.mark.parametrize("kernel", [CPU_FLASH, PLAIN_KERNEL], ids=lambda kernel: kernel.name)
+def test_a_block_is_attention(monkeypatch, kernel, groups, most_scores, queries, keys, is_diagonal) -> None:
+    monkeypatch.setattr(block_attention, "MOST_SCORES", most_scores)
+    block, gradient = drawn(F64, groups, queries, keys, 5)
+    mean, weight, expected = by_autograd(block, gradient, is_diagonal)
+    found = attend(kernel, block, is_diagonal)
+    torch.testing.assert_close(found, (mean, weight), rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        gradients(kernel, gradient, block, mean, weight, is_diagonal), expected, rtol=1e-12, atol=1e-13
+    )
+
+
+@pytest.mark.parametrize(("dtype", "is_diagonal"), [(F16, True), (BF16, False)])
+def test_half_precision_is_as_exact_as_products_with_sums_of_single(dtype: torch.dtype, is_diagonal: bool) -> None:
+    block, gradient = drawn(dtype, 2, 256, 256, 32)
+    mean, weight, expected = by_autograd(block, gradient, is_diagonal)
+    errors = {}
+    for kernel in (CPU_FLASH, PLAIN_KERNEL):
+        seen, by = attend(kernel, block, is_diagonal)
+        back = gradients(kernel, gradient, block, mean.to(dtype), weight.float(), is_diagonal)
+        assert by.dtype == F32
+        both = zip((seen, *back), (mean, *expected), strict=True)
+        errors[kernel.name] = [float((one - other).norm() / other.norm()) for one, other in both]
+    for fused, plain in zip(errors[CPU_FLASH.name], errors[PLAIN_KERNEL.name], strict=True):
+        assert fused <= plain <= 0.7 * torch.finfo(dtype).eps, errors
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes of any tensor that an operation returns."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(tensor, Tensor):
+                self.nbytes = max(self.nbytes, tensor.nbytes)
+        return found
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kernel", [CPU_FLASH, PLAIN_KERNEL], ids=lambda kernel: kernel.name)
+def test_no_tensor_grows_with_the_square_of_the_tokens(monkeypatch: pytest.MonkeyPatch, kernel: Kernel) -> None:
+    monkeypatch.setattr(block_attention, "MOST_SCORES", 1 << 14)
+    for tokens in (64, 512):
+        block, gradient = drawn(F32, 2, tokens, tokens, 8)
+        with Largest() as largest:
+            for is_diagonal in (True, False):
+                mean, weight = attend(kernel, block, is_diagonal)
+                gradients(kernel, gradient, block, mean, weight, is_diagonal)
+        assert largest.nbytes <= max(1 << 14, block[0].nbytes)
+
+
+def test_half_precision_is_added_up_in_single() -> None:
+    tensors = draw(1, 2, 2, 64, 8)
+    low = tuple(tensor.bfloat16() for tensor in tensors)
+    found = in_parts("ring", low, 4, True)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in found)
+    require_close(found, whole(tuple(tensor.double() for tensor in low), True), 0.02)

@@ -132,20 +132,6 @@ def test_what_keeps_features_apart_wherever_they_lie_is_a_pair_and_says_so(betwe
     assert verdict(between, state=torch.zeros(4)).endswith("; pairs proved for all inputs: 0.fc1")
 
 
-def test_numbers_at_places_are_as_many_as_these_whatever_they_are() -> None:
-    mask, places = torch.ones(2, 8, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
-    assert not goes_by_data(torch.ops.aten.index.Tensor, [mask, places, places])
-    assert goes_by_data(torch.ops.aten.index.Tensor, [places, mask])
-
-
-def test_what_a_block_does_for_as_many_samples_as_there_are_parts_its_pair(caplog: pytest.LogCaptureFixture) -> None:
-    verdict(lambda self, y: y.softmax(-1) if len(y) == 4 else F.gelu(y), microbatches=1)
-    assert "over tp=2: layers are cut one by one, since in pairs, " in caplog.text
-    caplog.clear()
-    verdict(lambda self, y: F.relu(y) if len(y) == 4 else F.gelu(y), microbatches=1)
-    assert "one by one" not in caplog.text
-
-
 class Marked(Seeing):
     """Wants the extra, so that nobody can try it before a batch comes."""
 
@@ -189,6 +175,20 @@ def test_draws_of_python_are_no_pair_and_have_to_be_alike_on_all_ranks(
     assert re.search(r"block 0 \(Seeing\) over tp=2 draws from Python's .*: seed both alike", said)
     assert "are cut one by one over tp, since as a pair, it draws from Python's or numpy" in caplog.text
     assert random.getstate() == state
+
+
+def test_numbers_at_places_are_as_many_as_these_whatever_they_are() -> None:
+    mask, places = torch.ones(2, 8, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
+    assert not goes_by_data(torch.ops.aten.index.Tensor, [mask, places, places])
+    assert goes_by_data(torch.ops.aten.index.Tensor, [places, mask])
+
+
+def test_what_a_block_does_for_as_many_samples_as_there_are_parts_its_pair(caplog: pytest.LogCaptureFixture) -> None:
+    verdict(lambda self, y: y.softmax(-1) if len(y) == 4 else F.gelu(y), microbatches=1)
+    assert "over tp=2: layers are cut one by one, since in pairs, " in caplog.text
+    caplog.clear()
+    verdict(lambda self, y: F.relu(y) if len(y) == 4 else F.gelu(y), microbatches=1)
+    assert "one by one" not in caplog.text
 
 
 def test_marks_of_an_expanded_tensor_are_those_of_the_elements_that_it_has():

@@ -1,4 +1,4 @@
-"""Proofs of user-written blocks before they are cut over tp, cp, slices and tokens, and how often they run."""
+"""User-written blocks cut over tp by layouts and rules: proved equal to one process, or refused in a clear line."""
 
 from __future__ import annotations
 
@@ -15,20 +15,131 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError
+from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.autograd.slice_kv_cache import Past
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, moe_gpt
 from quintsched.runtime.parallel.context.context_parallel import Context
 from quintsched.runtime.parallel.cut_proofs import twin_test_bench
 from quintsched.runtime.parallel.cut_proofs.block_kinds import kind_of
-from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
-from ...toys import ids_task, sgd
+from ...toys import sgd
 from .odd_blocks import HEADS, ODD, TOKENS, WIDTH, Mlp, attend
 from .training import batch, loss, refusal, train, train_equal
+
+PARTS_1 = {"*.qkv": {"cut": "column", "parts": 1}, "*.proj": "row"}
+PARTS_211 = {"*.qkv": {"cut": "column", "parts": [2, 1, 1]}, "*.proj": "row"}
+WHOLE = {"*.fc1": "replicate", "*.fc2": "replicate"}
+SHIFT = torch.randn(4, TOKENS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [
+        ("NeoX", PARTS_1),
+        ("Phi3", PARTS_211),
+        ("GatesInTurns", {"*.gate_up_proj": {"cut": "column", "parts": 1}}),
+        ("SoftmaxBetween", WHOLE),
+        ("Configured", {"*": "replicate"}),
+        ("Configured", {"*.qkv": {"cut": "column", "sizes": ["num_heads", "cfg.n_heads"]}, "*.proj": "row"}),
+    ],
+)
+def test_what_a_rule_cuts_equals_one_process(name: str, rules: dict[str, Any]) -> None:
+    found = train_equal("tp=2", [ODD[name], Mlp], rules=rules)
+    assert any(weight.startswith("0.") for weight in found.cut) != ("replicate" in rules.values())
+
+
+class Zeroed(ODD["SoftmaxBetween"]):  # type: ignore[misc]
+    """Starts as the identity, so that its own weights would prove anything."""
+
+    def has(self) -> dict[str, Any]:
+        nn.init.zeros_(self.fc2.weight)
+        return {}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "block", [Zeroed, *(ODD[name] for name in ("NormalisedBetween", "HalvesBetween", "SummedHeads"))]
+)
+def test_a_pair_that_looks_at_other_features_is_parted_or_refused_where_a_rule_wants_it(
+    block: type[nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = ("fc1", "fc2") if issubclass(block, Mlp) else ("qkv", "proj")
+    found = train_equal("tp=2", [Mlp, block])
+    assert {f"1.{first}.weight", f"1.{second}.weight"} <= found.cut
+    assert str(found.engine.tensor_cuts).endswith(f"; one by one: 1.{first}, 1.{second}")
+    where = f"'1.{first}' and '1.{second}'"
+    assert f"block 1 ({block.__name__}): {where} are cut one by one over tp, since as a pair, " in caplog.text
+    said = refusal("tp=2", [Mlp, block], rules={f"*.{first}": "column", f"*.{second}": "row"})
+    advice = {f"*.{first}": "replicate", f"*.{second}": "replicate"}
+    assert said.startswith(f"block 1 ({block.__name__}) over tp=2 cut at {where}: ")
+    assert said.endswith(f"; keep them whole: rules={advice}")
+
+
+def test_sizes_in_what_a_module_was_built_from_are_divided() -> None:
+    found = train_equal("tp=2", [ODD["Configured"], Mlp])
+    assert "0.qkv.weight" in found.cut
+    assert found.engine.stages[0].blocks["0"].cfg.n_heads == HEADS // 2
+
+
+class Shifted(ODD["NeoX"]):  # type: ignore[misc]
+    """Wants something beside the tokens, so that nobody can try it before a batch comes."""
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return super().forward(x + shift[..., None])  # type: ignore[no-any-return]
+
+
+def test_a_layout_that_only_a_batch_can_prove_is_parted_in_the_first_step(caplog: pytest.LogCaptureFixture) -> None:
+    blocks, extras = [Mlp, Shifted], {"shift": SHIFT}
+    assert "1.qkv.weight" in train_equal("tp=2", blocks, extras=extras).cut
+    said = f"layers are cut one by one, since in pairs, .*{re.escape(f'with rules={PARTS_1}')}"
+    assert re.search(said, caplog.text)
+    said = refusal("tp=2", blocks, extras=extras, rules={"*.qkv": "column", "*.proj": "row"})
+    assert said.endswith(f"their outputs are laid out otherwise: rules={PARTS_1}")
+
+
+class Sloped(Mlp):
+    """A weight between the layers, and what joins features where an extra is given."""
+
+    def has(self) -> dict[str, Any]:
+        return {"slope": nn.Parameter(torch.ones(()))}
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        y = self.fc1(x) * self.slope
+        return x + self.fc2(y if shift is None else y.softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("name", "rules", "right"), [("Fused", PARTS_1, 3), ("NeoX", {"*.qkv": {"cut": "column", "parts": 3}}, 1)]
+)
+def test_a_rule_that_says_the_wrong_layout_is_refused(name: str, rules: Any, right: int) -> None:
+    said = refusal("tp=2", [ODD[name]], rules=rules)
+    assert f"rules={{'*.qkv': {{'cut': 'column', 'parts': {right}}}, '*.proj': 'row'}}" in said
+
+
+RULES: list[tuple[Any, str]] = [
+    ({"cut": "column", "parts": 0}, "parts are a number of equal blocks or a list of proportions, not 0"),
+    ({"cut": "row", "parts": 2}, "only a column has parts, not 'row'"),
+    ({"cut": "colum"}, "unknown split 'colum'; did you mean 'column'"),
+    ({"cut": "vocabulary", "alone": True}, "a column or a row can be alone, not 'vocabulary'"),
+    ({"cut": "row", "alone": 1}, "alone is true or false, not 1"),
+    ({"cut": "column", "sizes": "num_heads"}, "sizes are a list of names of attributes, not 'num_heads'"),
+    ({"split": "column"}, "unknown key 'split'; a rule has 'cut', 'parts', 'sizes' and 'alone'"),
+]
+UNMATCHED: list[tuple[str, Any, str]] = [
+    ("tp=2", {"rules": {"*.fc3": "replicate"}}, "rule '*.fc3' is for no layer of the model; did you mean"),
+    ("pp=1", {"rules": {"0": "replicate"}}, "rule '0' is for no layer of the model; did you mean '0.*'"),
+    ("pp=1", {"extras": {"shift": SHIFT, "shif": SHIFT}}, "no block takes 'shif', which the step is given; did"),
+    *(("tp=2", {"rules": {"*.fc1": rule}}, f"*.fc1: {words}") for rule, words in RULES),
+]
+
+
+@pytest.mark.parametrize(("mesh", "more", "words"), UNMATCHED)
+def test_rules_and_extras_that_say_nothing_or_match_nothing_are_refused(mesh: str, more: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        train(mesh, [Sloped], **more)
+
 
 NeoX, Timm = ODD["NeoX"], ODD["Fused"]
 
@@ -50,85 +161,6 @@ def test_each_kind_is_proved_once_and_says_what_is_cut(monkeypatch: pytest.Monke
     runs.clear()
     train("tp=2", [Mlp, Timm], prove="none")
     assert runs == []
-
-
-LLAMA = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "kv_heads": 2}
-
-
-BUILT_IN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("tp=2", {}, {}),
-    ("tp=2", LLAMA, {"sequence_parallel": True}),
-    ("cp=2,tp=2", {}, {"context": "gather", "sequence_parallel": True}),
-    ("ep=2,tp=2", {"experts": 4, "top_k": 2}, {}),
-]
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize(("mesh", "model", "more"), BUILT_IN)
-def test_built_in_blocks_prove_too_and_run_only_if_asked(
-    monkeypatch: pytest.MonkeyPatch, mesh: str, model: dict[str, Any], more: dict[str, Any]
-) -> None:
-    data, runs, cut = DataSpec(input_shape=(16,), num_classes=10), list[object](), twin_test_bench.run_cut
-    build, options = (moe_gpt, MoEGPTOptions) if "experts" in model else (gpt, GPTOptions)
-    blocks = build(data, options(hidden=16, depth=2, heads=4, **model))
-    monkeypatch.setattr(twin_test_bench, "run_cut", lambda *args: runs.append(args) or cut(*args))
-    task = ids_task(1, 8, 16)
-    given = {"microbatches": 4, "loss_fn": cross_entropy_sum, **more}
-    train(mesh, blocks, [(task.inputs[0], task.targets[0])], prove="all", **given)
-    assert runs  # what differs would be refused
-    runs.clear()
-    train(mesh, blocks, [(task.inputs[0], task.targets[0])], **given)
-    assert not runs
-
-
-class Noisy(Mlp):
-    """Draws where no dropout does, and counts what it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counted = nn.BatchNorm1d(TOKENS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.counted(x)) + 0 * torch.randn(1, dtype=x.dtype, device=x.device)
-
-
-def test_a_proof_leaves_generators_and_statistics_alone() -> None:
-    torch.manual_seed(5)
-    expected = torch.randn(4)
-    torch.manual_seed(5)
-    plan = qs.compile("gpipe", mesh="tp=2", microbatches=2)
-
-    def run(transport: Transport) -> bool:
-        engine = Engine(plan, [Noisy], loss, sgd, transport=transport, dtype=torch.float64)
-        given = engine._model.batches(plan, *batch(1), {})
-        state = torch.get_rng_state()
-        engine._runner.prepare(plan, given)
-        engine.everyone.barrier()
-        assert torch.equal(torch.get_rng_state(), state)
-        return bool(engine.stages[0].get_buffer("blocks.0.counted.running_mean").any())
-
-    assert run_local(2, run) == [False, False]
-    assert torch.equal(torch.randn(4), expected)
-
-
-class Whole(nn.Module):
-    """An attention that says nowhere that it is one, and a pair."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.back, self.mlp = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        fused = self.into(x).unflatten(-1, (3, 2, -1))
-        out: Tensor = self.mlp(x + self.back(attend(*fused.unbind(2))))
-        return out
-
-
-@pytest.mark.sampled(1)
-def test_attentions_that_are_kept_whole_get_whole_tokens(caplog: pytest.LogCaptureFixture) -> None:
-    engine = train_equal("tp=2", [Mlp, Whole], sequence_parallel=True).engine
-    assert [engine._model.tensor.tokens.inside(number) for number in range(2)] == [True, False]
-    assert "block 1 (Whole) is given whole tokens under sequence_parallel, since with slices, " in caplog.text
 
 
 class Seeing(nn.Module):
@@ -171,22 +203,6 @@ def test_every_attention_is_asked_for_the_whole_sequence(mesh: str, more: dict[s
     for block, why in ((HalfSeeing, "not all of its attentions use"), (Blind, "its forward does not take")):
         said = refusal(mesh, [Seeing, Mlp, block], **more)
         assert re.search(rf"block 2 \({block.__name__}\).* gives other numbers .*{why} `{name}`", said)
-
-
-class Uncopied(Mlp):
-    """Cannot be copied."""
-
-    def __deepcopy__(self, memo: object) -> Uncopied:
-        raise TypeError("there is one of it")
-
-
-def test_blocks_that_cannot_be_copied_are_built_again_or_kept_whole_or_refused() -> None:
-    assert "0.fc1.weight" in train_equal("tp=2", [Uncopied, Timm]).cut
-    with pytest.raises(MisfitError, match=r"block 0 \(Uncopied\) cannot be copied: there is one of it; .* a function"):
-        train("tp=2", [Uncopied()])
-    built = Uncopied()
-    with pytest.raises(MisfitError, match=r"block 0 \(Uncopied\) cannot be copied"):
-        train("tp=2", [lambda: built])
 
 
 def test_functions_that_build_around_one_weight_are_found() -> None:
@@ -257,3 +273,58 @@ class Placed(Told):
 
 def test_blocks_that_do_something_else_by_their_place_are_proved_apart() -> None:
     train_equal("tp=2", [lambda: Placed(None, 0), lambda: Placed(None, 1)])
+
+
+class Noisy(Mlp):
+    """Draws where no dropout does, and counts what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted = nn.BatchNorm1d(TOKENS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.counted(x)) + 0 * torch.randn(1, dtype=x.dtype, device=x.device)
+
+
+def test_a_proof_leaves_generators_and_statistics_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.randn(4)
+    torch.manual_seed(5)
+    plan = qs.compile("gpipe", mesh="tp=2", microbatches=2)
+
+    def run(transport: Transport) -> bool:
+        engine = Engine(plan, [Noisy], loss, sgd, transport=transport, dtype=torch.float64)
+        given = engine._model.batches(plan, *batch(1), {})
+        state = torch.get_rng_state()
+        engine._runner.prepare(plan, given)
+        engine.everyone.barrier()
+        assert torch.equal(torch.get_rng_state(), state)
+        return bool(engine.stages[0].get_buffer("blocks.0.counted.running_mean").any())
+
+    assert run_local(2, run) == [False, False]
+    assert torch.equal(torch.randn(4), expected)
+
+
+def test_a_pair_that_only_a_batch_shows_to_be_none_is_refused_where_gradients_in_it_are_summed() -> None:
+    said = refusal("tp=2", [Sloped, Mlp], extras={"shift": torch.zeros_like(SHIFT)})
+    assert said.endswith(f"keep them whole: rules={WHOLE}")
+
+
+class Whole(nn.Module):
+    """An attention that says nowhere that it is one, and a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.back, self.mlp = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        fused = self.into(x).unflatten(-1, (3, 2, -1))
+        out: Tensor = self.mlp(x + self.back(attend(*fused.unbind(2))))
+        return out
+
+
+@pytest.mark.sampled(1)
+def test_attentions_that_are_kept_whole_get_whole_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    engine = train_equal("tp=2", [Mlp, Whole], sequence_parallel=True).engine
+    assert [engine._model.tensor.tokens.inside(number) for number in range(2)] == [True, False]
+    assert "block 1 (Whole) is given whole tokens under sequence_parallel, since with slices, " in caplog.text

@@ -21,7 +21,7 @@ from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTr
 from quintsched.runtime.parallel.cut_proofs.twin_runs import Setting
 
 from .odd_blocks import TOKENS, WIDTH, Mlp
-from .training import batch, refusal, train
+from .training import batch, refusal
 
 ONE = [batch(1, samples=1)]
 Mix = Callable[[Any, Tensor, Context | None], Tensor]
@@ -239,8 +239,3 @@ SLICED: list[tuple[Callable[[Tensor], Tensor], str]] = [
 def test_what_joins_tokens_that_sequence_parallelism_slices_is_refused(more: Any, why: str) -> None:
     said = refusal("tp=2", [lambda: Sliced(more)], ONE, microbatches=1, sequence_parallel=True)
     assert re.search(rf"cut over tp, by sequence_parallel: .*{why} .*; run without sequence_parallel", said)
-
-
-def test_draws_of_a_dropout_and_of_numbers_for_all_tokens_are_taken_over_slices() -> None:
-    blocks = [lambda: Sliced(lambda x: F.dropout(x, 0.2) * torch.rand(1, 1, 1))]
-    train("tp=2", blocks, ONE, microbatches=1, sequence_parallel=True)

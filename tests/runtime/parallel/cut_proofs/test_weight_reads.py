@@ -1,9 +1,9 @@
-"""Layers whose weights the model gives to functions, with hooks on them, or own forwards, are kept whole over tp."""
+"""Layers with hooks, own forwards, or weights that are read or held beside modules are kept whole over tp."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -12,6 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from quintsched.errors import MisfitError
+from quintsched.runtime.parallel.cut_proofs.block_twins import require_held_once
+
+from .odd_blocks import HIDDEN, Mlp
 from .training import SCALED, Between, Seeing, refusal, require_equal, train, verdict
 
 
@@ -32,16 +36,6 @@ READS: list[Between] = [
 def test_layers_whose_weights_are_read_are_whole(between: Between, caplog: pytest.LogCaptureFixture) -> None:
     assert verdict(between).endswith("whole: 0.fc1, 0.fc2")
     assert "'0.fc1' and '0.fc2' are kept whole over tp, since it gives the weights of '0.fc" in caplog.text
-
-
-def test_types_and_sizes_of_weights_may_be_read() -> None:
-    assert "pairs proved" in verdict(lambda self, y: y.to(self.fc2.weight.dtype) + 0 * self.fc2.weight.dim())
-
-
-@pytest.mark.parametrize("rule", ["column", {"cut": "column", "alone": True}])
-def test_a_rule_that_cuts_a_layer_whose_weights_are_read_is_refused(rule: Any) -> None:
-    said = refusal("tp=2", [lambda: Seeing(largest)], rules={"*.fc1": rule, "*.fc2": "replicate"})
-    assert re.search(r"cannot be cut at '0.fc1'.*, for it gives .* in line .*: rules=\{'\*.fc1'", said)
 
 
 class Dropping(nn.Linear):
@@ -67,10 +61,6 @@ class Tripled(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **(kwargs or {}))
         return found * 3 if func is F.linear else found
-
-
-class Named(nn.Linear):
-    """A linear layer by another name."""
 
 
 def scale(layer: Any) -> None:
@@ -118,10 +108,74 @@ def test_layers_with_hooks_on_weights_or_forwards_of_their_own_are_whole(
     assert (why if said == HOOKS else f"{why}; keep it whole, by a rule before others: {{'0.fc1': 'rep") in refused
 
 
-def test_a_linear_layer_by_another_name_is_cut() -> None:
-    def block() -> nn.Module:
-        made = Seeing(lambda self, y: F.gelu(y))
-        made.fc1 = Named(made.fc1.in_features, made.fc1.out_features)
-        return made
+class Listed(Mlp):
+    def has(self):
+        return {"held": [{"w": self.fc1.weight}]}
 
-    assert "pairs proved" in str(train("tp=2", [block])[0].engine.tensor_cuts)
+    def between(self, y):
+        return torch.tanh(y) * self.held[0]["w"].detach().norm()
+
+
+class Closed(Mlp):
+    def has(self):
+        return {"run": lambda x: self.fc2(torch.softmax(self.fc1(x), -1))}
+
+    def forward(self, x):
+        return x + self.run(x)
+
+
+class Partial(Mlp):
+    def has(self):
+        return {"rows": partial(F.linear, weight=self.fc2.weight)}
+
+    def forward(self, x):
+        return x + self.rows(torch.tanh(self.fc1(x)))
+
+
+class Catching(Mlp):
+    def between(self, y):
+        try:
+            return torch.linalg.cholesky(y[0].mT @ y[0] + torch.eye(HIDDEN))[:1] + y
+        except RuntimeError:
+            return y - y.mean(-1, keepdim=True)
+
+
+class Taking(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Wrapped(Mlp):
+    def between(self, y):
+        return torch.tanh(y.as_subclass(Taking)).as_subclass(torch.Tensor)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h):
+        return 2 * h
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Functional(Mlp):
+    def between(self, y):
+        return Doubled.apply(y)
+
+
+BESIDE = [Listed, Closed, Partial]
+
+
+@pytest.mark.parametrize("kind", [*BESIDE, Mlp, Catching, Wrapped, Functional])
+def test_such_blocks_train_over_tp_as_one_process_does(kind, caplog):
+    if kind in BESIDE:
+        block = kind()
+        with pytest.raises(MisfitError, match=r"^'(held|run|rows)' holds .* beside its modules$"):
+            require_held_once(block, [block.fc1, block.fc2])
+    (alone,) = train("pp=1", [kind], microbatches=1)
+    require_equal(train("tp=2", [kind], microbatches=1), alone, 1e-12)
+    said = "kept whole over tp" if kind in BESIDE else "cut one by one over tp"
+    assert (said in caplog.text) == (kind is not Mlp)

@@ -1,28 +1,32 @@
-"""Mixtures of experts: against a loop over tokens, cut over ep and tp, and what is refused."""
+"""Mixtures of experts: against a loop over tokens, cut over ep and tp, and padded to their capacity."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import ceil
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import quintsched as qs
-from quintsched.runtime import MoE, apply_tensor_parallel
-from quintsched.runtime.blocks.block_builders import build_block
-from quintsched.runtime.blocks.block_costs import estimate_costs
-from quintsched.runtime.blocks.shape_inference import trace_shapes
-from quintsched.runtime.blocks.trees import TensorSpec, TreeSpec
+from quintsched.runtime import MoE, apply_expert_parallel
+from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.models.gpt import MoEGPTOptions
 from quintsched.runtime.models.layers import Mlp
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
-from ....helpers.training import train_ranks
-from ...toys import CLASSES, difference, ids_task, sgd
-from .mixtures import DEPTH, HIDDEN, LENGTH, mixture, moe_blocks
+from ....helpers.training import require_equal, train_ranks
+from ...step_setup import changing
+from ...step_setup.changing import Shape
+from ...toys import difference, ids_task, sgd, train_on
+from ..lively import LLAMA
+from .mixtures import LENGTH, mixture, moe_blocks
 
 
 def slowly(layer: MoE, tokens: Tensor) -> tuple[Tensor, Tensor, list[int]]:
@@ -83,16 +87,184 @@ def test_a_mixture_equals_a_loop_over_tokens(options: dict[str, Any]) -> None:
     assert layer.expert_tokens.tolist() == slowly(layer, tokens)[2]
 
 
-def test_what_a_mixture_refuses() -> None:
-    for make, wrong, words in (
-        (mixture, {"top_k": 6}, "cannot use top_k=6 of 5 experts"),
-        (mixture, {"capacity_factor": -1}, "capacity_factor is -1; it must be above 0"),
-        (MoEGPTOptions, {"experts": 2, "top_k": 3}, "top_k=3 of experts=2"),
-        (MoEGPTOptions, {"top_k": 1, "renormalise": True}, "the router learns nothing"),
-        (MoEGPTOptions, {"depth": 2, "every": 3}, "every=3 is more than depth=2"),
-    ):
-        with pytest.raises(qs.UsageError, match=words):
-            make(**wrong)
+@pytest.mark.parametrize(
+    ("mesh", "rules", "words"),
+    [
+        ("ep=3", {}, "ep=3 does not divide 4 experts; choose ep from 1, 2, 4"),
+        ("ep=2,tp=2", {"*.experts.3.*": "replicate"}, r"experts 0 and 3 of '1\.mlp' differently over tp; cut all of"),
+    ],
+)
+def test_experts_that_do_not_divide_or_are_not_cut_alike_are_refused(mesh: str, rules: Any, words: str) -> None:
+    plan, batches = qs.compile("1f1b", mesh=mesh, microbatches=1), ids_task(1, 12, LENGTH).batches
+    with pytest.raises(qs.MisfitError, match=words):
+        train_ranks(plan, moe_blocks(), cross_entropy_sum, sgd, batches, rules=rules)
+
+
+EXPERTS, WIDTH = 5, 6
+
+ROUTINGS: list[dict[str, Any]] = [
+    {"top_k": 1},
+    {"top_k": 2, "balance": 0.3, "z": 0.1, "shared": True},
+    {"top_k": 3, "renormalise": True, "balance": 0.2},
+    {"top_k": 5, "z": 0.1},
+]
+
+
+def results_of(layer: Any, tokens: Tensor, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Return output, auxiliary loss, and the gradients of tokens and parameters."""
+    given = tokens.clone().requires_grad_()
+    output, auxiliary, *_ = layer(given)
+    total = (output * torch.arange(output.numel()).view_as(output)).sum() + (0.0 if auxiliary is None else auxiliary)
+    gradients = torch.autograd.grad(total, [given, *parameters], allow_unused=True, materialize_grads=True)
+    return [output.detach(), torch.zeros(()) if auxiliary is None else auxiliary.detach(), *gradients]
+
+
+def tokens_of(rows: int) -> Tensor:
+    return torch.randn(rows, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 13])
+@pytest.mark.parametrize("factor", [0.01, 0.5, 1.25, 100.0])
+@pytest.mark.parametrize("options", ROUTINGS, ids=str)
+def test_padding_changes_no_number(options: dict[str, Any], factor: float, rows: int) -> None:
+    plain, padded = (mixture(capacity_factor=factor, pad_to_capacity=pads, **options) for pads in (False, True))
+    tokens = tokens_of(rows)
+    expected, found = (results_of(layer, tokens, list(layer.parameters())) for layer in (plain, padded))
+    for wanted, value in zip(expected, found, strict=True):
+        assert difference(wanted, value) <= 1e-12 if value.numel() else wanted.shape == value.shape
+    assert torch.equal(padded.expert_tokens, plain.expert_tokens)
+
+
+class Direction(nn.Module):
+    """Gives the direction of a row, which none has whose length is 0, and notes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.given: Tensor = torch.empty(0)
+        self.gradient: Tensor = torch.empty(0)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        self.given = rows.detach()
+        output: Tensor = self.linear(rows) / (rows - 1).norm(dim=-1, keepdim=True) + rows.norm(dim=-1, keepdim=True)
+        output.register_hook(self._note)
+        return output
+
+    def _note(self, gradient: Tensor) -> None:
+        self.gradient = gradient
+
+
+def test_what_fills_up_is_rows_of_the_rank_and_has_no_gradient() -> None:
+    """Rows of zeros would have no derivative, rows of ones no direction, and memory that nobody wrote could be NaN."""
+    torch.manual_seed(0)
+    layer = MoE(WIDTH, EXPERTS, Direction, top_k=2, capacity_factor=2.0, pad_to_capacity=True).double()
+    tokens = tokens_of(2).repeat(5, 1).requires_grad_()
+    output, _ = layer(tokens)
+    output.sum().backward()
+    assert tokens.grad is not None
+    assert tokens.grad.isfinite().all()
+    counts = layer.expert_tokens.tolist()
+    assert min(counts) == 0 < max(counts)
+    for expert, count in zip(layer.experts.values(), counts, strict=True):
+        assert len(expert.given) == 8  # ceil(2 · 10 · 2 / 5)
+        assert all((row == tokens).all(-1).any() for row in expert.given)
+        assert not expert.gradient[count:].any()
+        if count:
+            mine = expert.given[: min(count, 8)]
+            assert all((row == mine).all(-1).any() for row in expert.given), "repeats are of the expert's own rows"
+        assert all(parameter.grad.isfinite().all() for parameter in expert.parameters())
+        assert count or not any(parameter.grad.any() for parameter in expert.parameters())
+
+
+@pytest.mark.parametrize(("factor", "rows"), [(0.01, 1), (1.0, 4), (1.25, 5), (2.4, 10), (2.5, 10), (100.0, 10)])
+def test_an_expert_is_given_as_many_rows_as_it_may_take_and_no_more_than_tokens(factor: float, rows: int) -> None:
+    layer = MoE(WIDTH, EXPERTS, Direction, top_k=2, capacity_factor=factor, pad_to_capacity=True).double()
+    layer(tokens_of(10))
+    assert [len(expert.given) for expert in layer.experts.values()] == [rows] * EXPERTS
+
+
+# No wait.
+
+
+READS = {"tolist", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "cpu", "nonzero", "unique"}
+WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "unique", "repeat_interleave.Tensor")
+
+
+class NoReads(TorchFunctionMode):
+    """Raises for a call of torch that hands numbers to Python."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.__name__ not in READS, f"{func.__name__} makes a device's host wait"
+        return func(*args, **(kwargs or {}))
+
+
+class NoWaits(TorchDispatchMode):
+    """Raises for an operation, of a backward too, whose shape is known only when the device has computed it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(word in str(func) for word in WAITS), f"{func} makes a device's host wait"
+        indices = [index for given in args if isinstance(given, list | tuple) for index in given]
+        masks = [index for index in indices if isinstance(index, Tensor) and index.dtype is torch.bool]
+        assert "aten.index" not in str(func) or not masks, f"{func} by a mask makes a device's host wait"
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    with NoReads(), NoWaits():
+        yield
+
+
+def narrow() -> nn.Module:
+    return Mlp(WIDTH, 7, bias=False)
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.5, 100.0])
+def test_nothing_is_read(factor: float) -> None:
+    """Tensors without data: what wants to know a number, or a shape that follows from numbers, raises."""
+    options = {"capacity_factor": factor, "pad_to_capacity": True}
+    with FakeTensorMode():
+        layer = MoE(WIDTH, EXPERTS, narrow, renormalise=True, balance=0.1, z=0.1, shared=narrow(), **options)
+        tokens = torch.randn(3, 4, WIDTH, requires_grad=True)
+        output, auxiliary = layer(tokens)
+        (output.sum() + auxiliary).backward()
+        assert output.shape == tokens.shape
+        assert all(parameter.grad is not None for parameter in [tokens, *layer.parameters()])
+
+
+@pytest.mark.parametrize(("tokens_alike", "calls"), [(True, ["rows"] * 4), (False, ["counts", *["rows"] * 4])])
+def test_ranks_swap_as_many_rows_and_no_counts(tokens_alike: bool, calls: list[str]) -> None:
+    """Exchange rows there and back, forward and backward; counts are read only unless tokens are known to be equal."""
+
+    def run(transport: Transport) -> tuple[list[str], bool]:
+        group, found = transport.make_group([(0, 1)]), list[str]()
+        plain = group.all_to_all
+
+        def noting(output: Tensor, tensor: Tensor, *splits: list[int]) -> Any:
+            found.append("counts" if tensor.dtype is torch.int64 else "rows")
+            if tokens_alike:
+                assert splits == ([8, 8], [8, 8])  # two experts a rank, ceil(1.25 · 6 · 2 / 4) of each
+            return plain(output, tensor, *splits)
+
+        group.all_to_all = noting  # type: ignore[method-assign]
+        torch.manual_seed(0)
+        layer = MoE(WIDTH, 4, narrow, capacity_factor=1.25, pad_to_capacity=True, balance=0.1)
+        assert not layer.waits_for_routing
+        apply_expert_parallel(layer, group, tokens_alike=tokens_alike)
+        tokens = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(transport.rank), requires_grad=True)
+
+        def both() -> None:
+            output, auxiliary = layer(tokens)
+            (output.square().sum() + auxiliary).backward()
+
+        if tokens_alike:
+            with no_waits():
+                both()
+        else:
+            both()
+        return found, layer.waits_for_routing
+
+    assert run_local(2, run, rules="nccl") == [(calls, not tokens_alike)] * 2
 
 
 def test_only_training_counts_and_has_an_auxiliary_loss() -> None:
@@ -114,49 +286,71 @@ def test_low_precision_is_routed_in_float32() -> None:
     torch.testing.assert_close(auxiliary, 0.1 * logits.logsumexp(-1).square().sum())
 
 
-def test_experts_under_tp_communicate_once_for_all() -> None:
-    """Forward: one sum over tp. Backward: of the router's weights, of the tokens."""
-
-    def run(transport: Transport) -> list[int]:
-        group = transport.make_group([(0, 1)])
-        layer = build_block(lambda: nn.Sequential(MoE(6, 5, lambda: Mlp(6, 8, bias=False))), 0)
-        cut = apply_tensor_parallel(layer, group)
-        cut(torch.randn(3, 6, generator=torch.Generator().manual_seed(0)))[0].sum().backward()
-        calls: list[tuple[int, ...]] = []
-        plain = group.all_reduce
-
-        def noting(tensor: Tensor, *args: Any) -> Any:
-            calls.append(tuple(tensor.shape))
-            return plain(tensor, *args)
-
-        group.all_reduce = noting  # type: ignore[method-assign]
-        tokens = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
-        cut(tokens)[0].sum().backward()
-        return calls  # type: ignore[return-value]
-
-    assert run_local(2, run) == [[(3, 6), (3, 2), (3, 6)]] * 2
+CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    ("zb-h1", "pp=2,ep=2", {}, {}, {"shared_experts": 1}),
+    ("zb-h1", "ep=2,tp=2", {"recompute": 1}, {"sequence_parallel": True}, LLAMA | {"shared_experts": 2}),
+    ("1f1b", "cp=2,ep=2", {"recompute": 2}, {}, {}),
+    ("interleaved-1f1b", "ep=2,pp=2", {"chunks": 2, "recompute": 1}, {}, {"top_k": 1, "balance": 0.3}),
+    ("dualpipe-v", "pp=2,ep=2", {"overlap": True}, {}, {}),
+    ("1f1b", "dp=2,ep=2", {"zero": 3}, {}, {}),
+    ("seq-1f1b", "pp=2,ep=2", {"slices": 2}, {}, {"balance": 0.0}),
+]
 
 
-@pytest.mark.parametrize(
-    ("mesh", "rules", "words"),
-    [
-        ("ep=3", {}, "ep=3 does not divide 4 experts; choose ep from 1, 2, 4"),
-        ("ep=2,tp=2", {"*.experts.3.*": "replicate"}, r"experts 0 and 3 of '1\.mlp' differently over tp; cut all of"),
-    ],
-)
-def test_experts_that_do_not_divide_or_are_not_cut_alike_are_refused(mesh: str, rules: Any, words: str) -> None:
-    plan, batches = qs.compile("1f1b", mesh=mesh, microbatches=1), ids_task(1, 12, LENGTH).batches
-    with pytest.raises(qs.MisfitError, match=words):
-        train_ranks(plan, moe_blocks(), cross_entropy_sum, sgd, batches, rules=rules)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_padding_changes_no_run(number: int) -> None:
+    """Mixtures that drop rows: the grid has those that drop none."""
+    schedule, mesh, shape, more, options = CASES[number]
+    plan = qs.compile(schedule, mesh=mesh, microbatches=4 if schedule == "dualpipe-v" else 2, **shape)
+    how: dict[str, Any] = {"clip": 1.0, "bucket_mb": 0.01, "rules": "nccl", "dtype": torch.float64} | more
+    runs = []
+    for pads in (True, False):
+        blocks = moe_blocks(capacity_factor=(0.5, 1.25)[number % 2], pad_to_capacity=pads, **options)
+        runs.append(train_on(plan, ids_task(2, 8, LENGTH), blocks, **how))
+    for padded, counted_rows in zip(*runs, strict=True):
+        require_equal([padded], counted_rows)
+        assert padded.norms == pytest.approx(counted_rows.norms, rel=1e-12)
 
 
-def test_shapes_are_found_and_costs_are_those_of_the_experts_that_a_token_uses() -> None:
-    blocks = moe_blocks(shared_experts=1)
-    parcels = trace_shapes(blocks, TreeSpec.plain(TensorSpec((2, LENGTH), torch.int64)), {}, torch.float64)
-    assert [parcel.output.tensors[0].shape for parcel in parcels] == [(2, LENGTH, HIDDEN)] * (DEPTH + 1) + [
-        (2, LENGTH, CLASSES)
-    ]
-    few, many = (estimate_costs(moe_blocks(experts=experts))[1] for experts in (4, 16))
-    assert many - few == 12 * HIDDEN  # rows of the router
-    with pytest.raises(qs.MisfitError, match="block 0 cannot take"):
-        trace_shapes([mixture()], TreeSpec.plain(TensorSpec((2, 7), torch.float64)), {})
+# Steps of any shape.
+
+UNEVEN = [
+    Shape([(12, 8), (12, 8)]),
+    Shape([(11, 8), (11, 8)]),
+    Shape([(12, 8), (7, 8)]),
+    Shape([(6, 8), (3, 16)]),
+    Shape([(6, 8), (0, 8)], evaluates=True),
+    Shape([(1, 8), (0, 8)]),
+    Shape([(0, 8), (5, 4)]),
+    Shape([(12, 8), (12, 8)]),
+    Shape([(1, 8), (1, 8)]),
+    Shape([(12, 8), (12, 8)]),
+    Shape([(12, 8), (5, 8)]),
+    Shape([(12, 8), (12, 8)]),
+]
+"""Of two replicas: uneven microbatches, other numbers of samples, other lengths, none; the first of them may not see
+from its own samples that something has changed."""
+
+
+def padding(factor: float = 0.75, *, pads: bool = True) -> Blocks:
+    return moe_blocks(16, capacity_factor=factor, pad_to_capacity=pads)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mesh", ["ep=2", "pp=2,ep=2"])
+def test_replicas_of_other_shapes_have_the_same_numbers(mesh: str) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=4)
+    padded, plain = (changing.train_on(plan, padding(pads=pads), UNEVEN) for pads in (True, False))
+    for one, other in zip(padded, plain, strict=True):
+        require_equal([one], other)
+
+
+def test_overlapped_computations_refuse_other_shapes() -> None:
+    plan = qs.compile("dualpipe-v", mesh="pp=2,ep=2", microbatches=4, overlap=True)
+    shapes = [Shape([(8, 8), (8, 8)])] * 3
+    alike, one = changing.train_on(plan, padding(), shapes), changing.train_on(plan, padding(pads=False), shapes)
+    for found, expected in zip(alike, one, strict=True):
+        require_equal([found], expected)
+    with pytest.raises(qs.MisfitError, match="give all replicas as many samples of the same length, or compile the pl"):
+        changing.train_on(plan, padding(), [*shapes, Shape([(8, 8), (4, 8)])])

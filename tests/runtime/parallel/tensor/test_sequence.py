@@ -9,19 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.ir.instruction_values import Value, ValueKind
-from quintsched.runtime import Carry, Engine
+from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.comm import Group, Transport, run_local
-from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.vit import ViTOptions, vit
 from quintsched.runtime.parallel.mesh_independent_dropout import Masks
 from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ....helpers.training import check_equality
-from ...toys import Task, cross_entropy_plainly, ids_task, sgd, share, tiny_vit, train_on
+from ...toys import cross_entropy_plainly, ids_task, sgd, share
 from ..lively import LENGTH, lively_gpt
 
 
@@ -50,6 +47,39 @@ def test_messages_are_shares_and_less_is_saved() -> None:
     # was shared out before. No masks and no scores are kept (Korthikanti et al., table 2, has 10 + 24/t and 34/t).
     tokens, hidden, blocks = 4 * 64, 16, 2
     assert alone - shared == blocks * (4 * tokens * hidden + 4 * tokens) * 4 / 2
+
+
+class Dropping(nn.Module):
+    """An MLP that drops out before its pair, between the two, and behind them."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.before, self.behind = nn.Dropout(0.2), nn.Dropout(0.4)
+        self.between = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.2))
+
+    def forward(self, x):
+        return x + self.behind(self.fc2(self.between(self.fc1(self.before(x)).relu())))
+
+
+class Beside(Dropping):
+    """One with a product of its own behind the pair, whose features are put together."""
+
+    def __init__(self):
+        super().__init__()
+        self.beside = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.before(self.beside(super().forward(x)))
+
+
+@pytest.mark.parametrize(("block", "sequence_parallel"), [(Dropping, True), (Beside, False)])
+def test_masks_belong_to_the_features_between_a_pair_only(block: type[nn.Module], sequence_parallel: bool) -> None:
+    blocks = [*lively_gpt(dropout=0.3)[:-1], block, lively_gpt()[-1]]
+    rules = {"*.beside": "column"} if block is Beside else {}
+    plan, batches = qs.compile("1f1b", mesh="tp=2", microbatches=2), ids_task(2, 8, LENGTH).batches
+    how = {"sequence_parallel": sequence_parallel, "rules": rules, "microbatches": 2}
+    check_equality(plan, blocks, cross_entropy_plainly, sgd, batches, masks=Masks(0), **how)
 
 
 class Counted(nn.Module):
@@ -91,152 +121,16 @@ def collectives_of(group: Group, model: nn.Module, x: Tensor) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("model", "sequence_parallel", "expected"),
-    [
-        (Counted, False, ["all_reduce", "all_reduce"]),
-        (Counted, True, ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"]),
-        (lambda: Fused(), False, ["all_reduce", "all_reduce"]),
-        (lambda: Fused(), True, ["all_gather", "reduce_scatter", "all_gather", "all_gather", "reduce_scatter"]),
-    ],
+    ("sequence_parallel", "expected"),
+    [(False, ["all_reduce"] * 2), (True, ["all_gather", "reduce_scatter", "all_gather", "reduce_scatter"])],
 )
-def test_columns_of_the_same_tokens_communicate_once(model: Any, sequence_parallel: bool, expected: list[str]) -> None:
-    whole, tokens = build_block(model, 0), torch.randn(2, 4, 4, dtype=torch.float64)
+def test_columns_of_the_same_tokens_communicate_once(sequence_parallel: bool, expected: list[str]) -> None:
+    tokens = torch.randn(2, 4, 4, dtype=torch.float64)
 
-    def run(transport: Transport) -> tuple[list[str], Tensor]:
+    def run(transport: Transport) -> list[str]:
         group = transport.make_group([(0, 1)])
-        cut = apply_tensor_parallel(build_block(model, 0), group, sequence_parallel=sequence_parallel)
+        cut = apply_tensor_parallel(build_block(Counted, 0), group, sequence_parallel=sequence_parallel)
         mine = tokens.chunk(2, 1)[group.index] if sequence_parallel else tokens
-        x = mine.clone().requires_grad_()
-        seen = collectives_of(group, cut, x)
-        assert x.grad is not None
-        return seen, x.grad
+        return collectives_of(group, cut, mine.clone().requires_grad_())
 
-    x = tokens.clone().requires_grad_()
-    whole(x).square().sum().backward()
-    assert x.grad is not None
-    found = run_local(2, run)
-    assert [seen for seen, _ in found] == [expected, expected]
-    gradient = torch.cat([part for _, part in found], 1) if sequence_parallel else found[0][1]
-    assert (gradient - x.grad).abs().max() <= 1e-12
-
-
-class Fused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1 = nn.Linear(4, 8, dtype=torch.float64)
-        self.fc2 = nn.Linear(8, 4, dtype=torch.float64)
-
-    def forward(self, x):
-        return self.fc2(self.fc1(x).tanh())
-
-
-class Sending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mlp = Fused().float()
-
-    def forward(self, x):
-        return Carry(self.mlp(x), skip=x)
-
-
-class Joining(Sending):
-    def forward(self, x, skip):
-        return self.mlp(x) + skip
-
-
-class Opaque(Sending):
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x):
-        return self.mlp(self.attention(x, x, x)[0])
-
-
-class Lone(Sending):
-    """A pair, and a product beside it."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.mlp(x) + self.attention(x)
-
-
-TOKENS = "slices the tokens around '0.attention', but it"
-
-
-@pytest.mark.parametrize(
-    ("blocks", "rules", "message"),
-    [
-        ([Opaque], {}, f"{TOKENS} is not cut, and would attend to this rank's tokens"),
-        ([Sending, Joining], {}, r"'skip' rides along behind block 0, which sequence parallelism does not slice"),
-        ([Lone], {"0.attention": "column"}, f"{TOKENS}s partner is not cut"),
-    ],
-)
-def test_what_cannot_work_on_a_slice(blocks: list[Any], rules: dict[str, str], message: str) -> None:
-    x = torch.randn(2, 4, 4, dtype=torch.float64)
-
-    def run(transport: Transport, mesh: str = "tp=2", **more: Any) -> Tensor:
-        plan = qs.compile("gpipe", mesh=mesh, microbatches=1)
-        more = {"rules": rules, "sequence_parallel": True, **more}
-
-        def loss(output: Tensor, _: Tensor) -> Tensor:
-            return output.square().sum()
-
-        engine = Engine(plan, blocks, loss, sgd, dtype=torch.float64, transport=transport, **more)
-        engine.step(x, torch.zeros(2))
-        return engine.step(x, torch.zeros(2)).loss
-
-    with pytest.raises(MisfitError, match=message):
-        run_local(2, lambda transport: run(transport, prove="none"))
-    (expected,) = run_local(1, lambda transport: run(transport, "pp=1", sequence_parallel=False))
-    for loss in run_local(2, run):
-        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-
-
-def test_a_vision_transformer_where_its_tokens_divide() -> None:
-    random = torch.Generator().manual_seed(0)
-    images = torch.randn(2, 8, 1, 12, 4, generator=random, dtype=torch.float64)
-    task = Task(images, torch.randint(0, 10, (2, 8), generator=random))
-    options = ViTOptions(hidden=12, depth=2, heads=4, patch=4)
-    blocks = vit(DataSpec(input_shape=(1, 12, 4), num_classes=10), options)  # three patches and the class token
-    plan, how = qs.compile("1f1b", mesh="pp=2,tp=2", microbatches=2), {"sequence_parallel": True, "microbatches": 2}
-    check_equality(plan, blocks, cross_entropy_plainly, sgd, task.batches, **how)
-    task = Task.make(2, 8, torch.float64)
-    with pytest.raises(MisfitError, match=r"over tp=2, but block 0 leaves float64 \(4, 17, 16\), which does not div"):
-        train_on(qs.compile("1f1b", mesh="tp=2", microbatches=2), task, tiny_vit(), sequence_parallel=True)
-
-
-class Dropping(nn.Module):
-    """An MLP that drops out before its pair, between the two, and behind them."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.before, self.behind = nn.Dropout(0.2), nn.Dropout(0.4)
-        self.between = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.2))
-
-    def forward(self, x):
-        return x + self.behind(self.fc2(self.between(self.fc1(self.before(x)).relu())))
-
-
-class Beside(Dropping):
-    """One with a product of its own behind the pair, whose features are put together."""
-
-    def __init__(self):
-        super().__init__()
-        self.beside = nn.Linear(16, 16)
-
-    def forward(self, x):
-        return self.before(self.beside(super().forward(x)))
-
-
-@pytest.mark.parametrize(("block", "sequence_parallel"), [(Dropping, True), (Beside, False)])
-def test_masks_belong_to_the_features_between_a_pair_only(block: type[nn.Module], sequence_parallel: bool) -> None:
-    blocks = [*lively_gpt(dropout=0.3)[:-1], block, lively_gpt()[-1]]
-    rules = {"*.beside": "column"} if block is Beside else {}
-    plan, batches = qs.compile("1f1b", mesh="tp=2", microbatches=2), ids_task(2, 8, LENGTH).batches
-    how = {"sequence_parallel": sequence_parallel, "rules": rules, "microbatches": 2}
-    check_equality(plan, blocks, cross_entropy_plainly, sgd, batches, masks=Masks(0), **how)
+    assert run_local(2, run) == [expected, expected]

@@ -1,5 +1,7 @@
 """A cut module against the full one, in float64: outputs, gradients of inputs and of every weight."""
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.comm import Group, LocalTransport, LocalWorld, SelfGroup, Transport, run_local
+from quintsched.runtime.comm import Group, LocalTransport, LocalWorld, Transport, run_local
 from quintsched.runtime.parallel.tensor.apply_tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -169,50 +171,12 @@ def test_a_cut_module_equals_the_full_one(
     assert check_equal(seeded(make()), torch.randn(shape), size, rules) == [cut] * size
 
 
-def test_gathered_output_of_fused_parts() -> None:
-    full = seeded(nn.Linear(4, 12))
-    assert isinstance(full, nn.Linear)
-    x = torch.randn(2, 4, dtype=torch.float64)
-
-    def body(t: Transport) -> None:
-        layer = ColumnParallelLinear.from_linear(full, world_group(t), parts=3, gather_output=True)
-        torch.testing.assert_close(layer(x), full(x), **TIGHT)
-
-    run_local(2, body)
-
-
 def test_vocab_embedding_equals_the_full_one() -> None:
     ids = torch.tensor([[0, 5, 3], [11, 5, 6]])
     for padding in (None, 5, 11):
         full = seeded(nn.Sequential(nn.Embedding(12, 4, padding_idx=padding), nn.Linear(4, 8), Mlp()))
         cut = check_equal(full, ids, 3, {"0": "vocabulary"})
         assert "0.weight" in cut[0]
-
-
-def test_ids_out_of_range_raise_on_every_rank() -> None:
-    def body(t: Transport) -> None:
-        layer = VocabParallelEmbedding.from_embedding(nn.Embedding(12, 4), world_group(t))
-        for bad in (-1, 12, 100):
-            with pytest.raises(IndexError):
-                layer(torch.tensor([0, bad]))
-
-    run_local(3, body)
-
-
-def test_pairs_that_do_not_match_stay_whole() -> None:
-    odd = Mlp()
-    odd.fc2 = nn.Linear(12, 8)
-    lonely = nn.ModuleDict({"fc1": nn.Linear(8, 8), "other": nn.Linear(8, 8)})
-    headless = Attention(("qkv",), "proj")
-    del headless.num_heads, headless.head_dim
-    tied = Mlp(hidden=8)
-    tied.fc2.weight = tied.fc1.weight
-    hooked = Mlp()
-    hooked.fc1.register_forward_hook(lambda *_: None)
-    subclass = nn.ModuleDict({"fc1": nn.Linear(8, 8), "fc2": nn.modules.linear.NonDynamicallyQuantizableLinear(8, 8)})
-    for module in (odd, lonely, headless, tied, hooked, subclass):
-        run_local(2, lambda t, m=module: apply_tensor_parallel(m, world_group(t)))
-        assert not any(shard_of(param) for param in module.parameters())
 
 
 ENCODER = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
@@ -255,6 +219,16 @@ def test_other_refusals() -> None:
         gather_full(torch.zeros(2), lone_group(), Shard(0, 1, 0, 3))
 
 
+def test_ids_out_of_range_raise_on_every_rank() -> None:
+    def body(t: Transport) -> None:
+        layer = VocabParallelEmbedding.from_embedding(nn.Embedding(12, 4), world_group(t))
+        for bad in (-1, 12, 100):
+            with pytest.raises(IndexError):
+                layer(torch.tensor([0, bad]))
+
+    run_local(3, body)
+
+
 def test_ranks_that_start_from_different_parameters_are_refused_on_all() -> None:
     def body(t: Transport) -> None:
         block = seeded(Block())
@@ -268,6 +242,17 @@ def test_ranks_that_start_from_different_parameters_are_refused_on_all() -> None
             RowParallelLinear.from_linear(linear, world_group(t))
 
     run_local(2, body)
+
+
+def test_slices_keep_dtype_flags_and_mode() -> None:
+    full = nn.Linear(4, 4, dtype=torch.bfloat16).eval()
+    full.bias.requires_grad_(False)
+    layer = ColumnParallelLinear.from_linear(full, lone_group())
+    assert (layer.weight.dtype, layer.weight.requires_grad, layer.training) == (torch.bfloat16, True, False)
+    assert layer.bias is not None
+    assert not layer.bias.requires_grad
+    assert layer.weight.data_ptr() != full.weight.data_ptr()
+    assert torch.equal(layer.weight, full.weight[:2])
 
 
 def test_a_replicated_parameter_inside_a_cut_region_is_found_at_the_first_backward() -> None:
@@ -303,38 +288,3 @@ def test_shards_survive_copies_casts_loading_and_the_meta_device() -> None:
             assert {name: shard_of(param) for name, param in module.named_parameters()} == expected
 
     run_local(2, body)
-
-
-def test_slices_keep_dtype_flags_and_mode() -> None:
-    full = nn.Linear(4, 4, dtype=torch.bfloat16).eval()
-    full.bias.requires_grad_(False)
-    layer = ColumnParallelLinear.from_linear(full, lone_group())
-    assert (layer.weight.dtype, layer.weight.requires_grad, layer.training) == (torch.bfloat16, True, False)
-    assert layer.bias is not None
-    assert not layer.bias.requires_grad
-    assert layer.weight.data_ptr() != full.weight.data_ptr()
-    assert torch.equal(layer.weight, full.weight[:2])
-
-
-def test_constructors_from_sizes_draw_what_the_full_layer_draws() -> None:
-    columns, rows = (
-        (ColumnParallelLinear, nn.Linear, (4, 6), {}),
-        (RowParallelLinear, nn.Linear, (4, 6), {"bias": False}),
-    )
-    for cut, full, sizes, options in (columns, rows, (VocabParallelEmbedding, nn.Embedding, (6, 4), {})):
-        torch.manual_seed(5)
-        whole = full(*sizes)
-        torch.manual_seed(5)
-        layer = cut(*sizes, lone_group(), **options)
-        shard = shard_of(layer.weight)
-        assert shard is not None
-        assert torch.equal(layer.weight, take_shard(whole.weight, shard))
-
-
-def test_a_group_of_one_changes_nothing_but_checks_the_rules() -> None:
-    module = Mlp()
-    alone = SelfGroup(0, torch.device("cpu"))
-    assert apply_tensor_parallel(module, alone) is module
-    assert type(module.fc1) is nn.Linear
-    with pytest.raises(UsageError):
-        apply_tensor_parallel(module, alone, {"fc1": "nonsense"})
