@@ -4,7 +4,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quintsched.runtime import MoE
 from quintsched.runtime.losses.loss_reductions import Over
 
 WIDTH, SAMPLES = 4, 13
@@ -21,21 +20,6 @@ class Block(nn.Module):
     def forward(self, x):
         y = self.inner(x)
         return y, self.loss(self, y)
-
-
-class Supervised(Block):
-    def forward(self, x, targets):
-        y = self.inner(x)
-        return y, self.loss(y, targets)
-
-
-class WithExperts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.moe = MoE(WIDTH, 3, lambda: nn.Linear(WIDTH, WIDTH), top_k=1, balance=0.1)
-
-    def forward(self, x):
-        return self.moe(x)
 
 
 def balance(block, y):

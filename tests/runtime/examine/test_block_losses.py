@@ -29,8 +29,6 @@ from .loss_blocks import (
     VARIANCE,
     WIDTH,
     Block,
-    Supervised,
-    WithExperts,
     near,
     pair,
 )
@@ -63,14 +61,6 @@ def test_sums_and_means_are_told_from_others(name):
     for samples in (SAMPLES, 3)[: 1 if loss is near else 2]:  # of three none is five times their mean
         found = found_of(Block(loss), samples)
         assert found == ([] if over is None else [over])
-
-
-def test_routers_of_this_package_and_targets_that_count():
-    assert found_of(WithExperts()) == [Over.SUM]
-    targets = torch.randint(0, WIDTH, (SAMPLES,))
-    assert found_of(Supervised(F.cross_entropy), targets=targets) == [Over.TARGETS]
-    clamped = Supervised(lambda y, t: F.cross_entropy(y, t.clamp(min=0)))
-    assert Over.SAMPLES in found_of(clamped, targets=targets)
 
 
 class Beside(nn.Linear):
@@ -147,31 +137,6 @@ def test_what_is_set_later_is_examined_again():
     run_local(2, work)
 
 
-class Filled(Block):
-    def __init__(self):
-        super().__init__(lambda b, y: (MEAN, VARIANCE)[int(b.phase)](b, y))
-        self.register_buffer("phase", torch.zeros((), dtype=torch.long))
-
-
-RATES = functools.lru_cache(lambda: 1.0)
-
-
-def test_a_buffer_that_the_loop_fills_counts():
-    def change(blocks, number):
-        if number:
-            blocks[0].phase.fill_(1)
-
-    batches = [(torch.randn(4, WIDTH),) * 2] * 2
-    said = refused([Filled(), nn.Linear(WIDTH, WIDTH)], batches, mesh="pp=1", change=change)
-    assert re.search(r"since block 0.*phase has changed", said)
-
-
-@pytest.mark.parametrize("by", [RATES, lambda: len(os.listdir()) > 0])
-def test_what_nobody_can_compare_may_not_steer_a_loss(by):
-    said = refused([Block(lambda b, y: by() * MEAN(b, y))], [(torch.randn(4, WIDTH),) * 2], mesh="pp=1")
-    assert re.search(r"it (asks|goes by) .*, and may be another then", said)
-
-
 class Given(Block):
     def forward(self, x, extra):
         y = self.inner(x)
@@ -241,3 +206,79 @@ def test_no_draw_hides_a_batch(seed):
     for name in ("variance", "balance", "near the mean", "those above"):
         assert not found_of(Block(OTHERS[name]), seed=seed)
     assert found_of(Block(MEANS["hinge"]), seed=seed) == [Over.SAMPLES]
+
+
+class OtherInEvaluations(Block):
+    def __init__(self, loss, other, *, by_mode=True):
+        super().__init__(loss)
+        self.other, self.by_mode = other, by_mode
+
+    def forward(self, x):
+        y = self.inner(x)
+        trains = self.training if self.by_mode else torch.is_grad_enabled()
+        return y, (self.loss if trains else self.other)(self, y)
+
+
+SUM = SUMS["of squares"]
+EVALUATIONS = {
+    "a sum": (MEAN, SUM, True, F.mse_loss, "it is a sum, and"),
+    "a mean": (SUM, MEAN, True, pair, "it is a mean over samples, and"),
+    "a variance": (MEAN, VARIANCE, True, F.mse_loss, "it is neither"),
+    "the last": (MEAN, lambda _, y: y[-1].mean(), True, F.mse_loss, "it is neither"),
+    "without a graph": (MEAN, SUM, False, F.mse_loss, "it is a sum, and"),
+    "nothing": (SUM, lambda _, y: y.new_zeros(()), True, pair, ""),
+    "twice": (MEAN, lambda b, y: 2 * MEAN(b, y).detach(), True, F.mse_loss, ""),
+}
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", EVALUATIONS)
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
+def test_losses_are_of_one_kind_in_evaluations_too(mesh, trains, name):
+    loss, other, by_mode, loss_fn, said = EVALUATIONS[name]
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    refusal = "in evaluations, block 1 .*" + said
+
+    def work(transport):
+        blocks = [lambda: nn.Linear(WIDTH, WIDTH), lambda: OtherInEvaluations(loss, other, by_mode=by_mode)]
+        engine = engine_of(transport, blocks, loss_fn, mesh, dtype=torch.float64)
+        mine = x.chunk(engine.num_replicas)[engine.replica]
+        with torch.inference_mode(mesh == "dp=2"):
+            engine.evaluate(mine, None, outputs=True)
+        for _ in range(trains):
+            engine.step(mine, mine)
+        result = engine.evaluate(mine, mine, outputs=True) if said and trains else None
+        inference = torch.inference_mode(mesh == "dp=2")
+        with inference, pytest.raises(MisfitError, match=refusal) if said else nullcontext():
+            engine.evaluate(mine, mine)
+        if result is not None:
+            with pytest.raises(MisfitError, match=refusal):
+                result.loss  # noqa: B018
+
+    run_local(2, work)
+
+
+class Filled(Block):
+    def __init__(self):
+        super().__init__(lambda b, y: (MEAN, VARIANCE)[int(b.phase)](b, y))
+        self.register_buffer("phase", torch.zeros((), dtype=torch.long))
+
+
+RATES = functools.lru_cache(lambda: 1.0)
+
+
+def test_a_buffer_that_the_loop_fills_counts():
+    def change(blocks, number):
+        if number:
+            blocks[0].phase.fill_(1)
+
+    batches = [(torch.randn(4, WIDTH),) * 2] * 2
+    said = refused([Filled(), nn.Linear(WIDTH, WIDTH)], batches, mesh="pp=1", change=change)
+    assert re.search(r"since block 0.*phase has changed", said)
+
+
+@pytest.mark.parametrize("by", [RATES, lambda: len(os.listdir()) > 0])
+def test_what_nobody_can_compare_may_not_steer_a_loss(by):
+    said = refused([Block(lambda b, y: by() * MEAN(b, y))], [(torch.randn(4, WIDTH),) * 2], mesh="pp=1")
+    assert re.search(r"it (asks|goes by) .*, and may be another then", said)

@@ -1,14 +1,34 @@
-"""Blocks whose backward is another for microbatches are refused on all ranks, before weights change."""
+"""Blocks whose backward is not linear in the gradient, or another for microbatches, are refused on all ranks."""
 
+import functools
 import re
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from quintsched.runtime.examine.gradients.microbatch_gradients import why_of_microbatch, why_of_others
+from quintsched.runtime.examine.gradients.nonlinear_backwards import calls_own, why_unlinear
+from quintsched.runtime.guards.custom_backwards import Code
 
 from ..trials import ones, refused, taken
-from .backward_blocks import INSTALLED, AddsLoss, Block, backward_of, hooked, sign
+from .backward_blocks import (
+    ARRIVAL,
+    CLAMP,
+    INSTALLED,
+    LINEAR,
+    OTHERS,
+    SEEN,
+    AddsLoss,
+    Block,
+    backward_of,
+    halve,
+    hooked,
+    sign,
+    tried,
+)
 
 X3 = ones(4, 3, dtype=torch.float64)
 
@@ -100,33 +120,6 @@ def test_extras_that_are_others_later_are_tried(block, first, later):
     assert "changes gradients by more than" in said or "mixes samples in its backward" in said
 
 
-class Seeing(Block):
-    """Keeps how large its gradients are; its forward may go by that."""
-
-    def __init__(self, goes):
-        super().__init__()
-        self.seen, self.goes = [0.0], goes
-
-    def forward(self, x):
-        x = super().forward(x)
-        if x.requires_grad:
-            x.register_hook(lambda gradient: self.seen.append(float(gradient.norm())))
-        return x * (1 - 0.1 * self.seen[-1]) if self.goes else x
-
-
-@pytest.mark.parametrize("begins", [0, 2, None])
-def test_a_forward_that_goes_by_gradients_that_were_seen_is_refused(begins):
-    def change(blocks, number):
-        blocks[0].goes = blocks[0].goes or number == begins
-
-    more = {"mesh": "dp=1", "microbatches": 1, "change": change}
-    if begins is None:
-        taken([Seeing(goes=False)], X3 * 4, **more)
-    else:
-        said = refused([Seeing(begins == 0)], X3 * (begins + 1), **more)
-        assert "block 0 (Seeing) goes in its forward by gradients" in said
-
-
 def clamping_if(asks):
     class Asking(Block):
         def forward(self, x):
@@ -168,3 +161,181 @@ def test_data_that_steer_a_backward_later_are_tried(name):
         assert "a tensor that it asks for its value has another" in said
     else:
         taken(lambda: [build()], X3, mesh="dp=1")
+
+
+@pytest.mark.parametrize("name", [*LINEAR, *OTHERS])
+def test_gradients_that_are_not_linear_are_found(name):
+    block = {**LINEAR, **OTHERS}[name]
+    assert Code(block).is_suspect
+    found = why_unlinear(tried(block), ARRIVAL)
+    assert found.why.startswith("block 3 (") == (name in OTHERS)
+    assert found.adds == (name in ("decay of its own", "loss added"))
+    assert block.inner.weight.grad is None
+    assert not SEEN  # as hooks have not run
+
+
+@torch.library.custom_op("quintsched_tests::clamped", mutates_args=())
+def clamped(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+clamped.register_autograd(lambda ctx, gradient: gradient.clamp(-0.01, 0.01))
+
+
+class Helper:
+    def __call__(self, x):
+        return CLAMP(x)
+
+
+class Named(Block):
+    def forward(self, x):
+        return getattr(self, "_ch" + "ange")(self.inner(x))
+
+    def _change(self, x):
+        return functools.partial(*self.change)(x)
+
+
+class HookingByName(Block):
+    def forward(self, x):
+        x = self.inner(x)
+        getattr(x if self.change is None else x.grad_fn, "register" + (self.change or "_hook"))(lambda *g: None)
+        return x
+
+
+def with_forward_hook():
+    block = Block()
+    block.inner.register_forward_hook(lambda module, given, made: INSTALLED.clamp(made))
+    return block
+
+
+HIDDEN = {
+    "function of an installed package": Block(INSTALLED.clamp),
+    "object that is called": Block(Helper()),
+    "behind an underscore, by a string": Named((CLAMP,)),
+    "reentrant checkpoint": Block(lambda x: checkpoint(INSTALLED.clamp, x, use_reentrant=True)),
+    "other checkpoint": Block(lambda x: checkpoint(INSTALLED.clamp, x, use_reentrant=False)),
+    "custom operator": Block(torch.ops.quintsched_tests.clamped),
+    "forward hook": with_forward_hook(),
+    "tensor hook, by a string": HookingByName(None),
+    "hook of a node, by a string": HookingByName("_prehook"),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_wherever_it_is_written_one_run_shows_it(name):
+    block = HIDDEN[name]
+    code = Code(block)
+    assert code.is_suspect or code.has_more
+    assert calls_own(tried(block), ARRIVAL)
+    is_linear = "hook" in name and "string" in name
+    assert ("as a clamp does" in why_unlinear(tried(block), ARRIVAL).why) != is_linear
+    assert not calls_own(tried(Block()), ARRIVAL)
+    assert not calls_own(tried(Block(lambda x: checkpoint(torch.tanh, x, use_reentrant=True))), ARRIVAL)
+
+
+def test_plain_blocks_are_not_run():
+    for block in (Block(), Block(F.relu), nn.TransformerEncoderLayer(4, 2), nn.Linear(2, 2)):
+        code = Code(block)
+        assert not code.is_suspect
+        assert not code.has_more
+
+
+class Seeing(Block):
+    """Keeps how large its gradients are; its forward may go by that."""
+
+    def __init__(self, goes):
+        super().__init__()
+        self.seen, self.goes = [0.0], goes
+
+    def forward(self, x):
+        x = super().forward(x)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.seen.append(float(gradient.norm())))
+        return x * (1 - 0.1 * self.seen[-1]) if self.goes else x
+
+
+@pytest.mark.parametrize("begins", [0, 2, None])
+def test_a_forward_that_goes_by_gradients_that_were_seen_is_refused(begins):
+    def change(blocks, number):
+        blocks[0].goes = blocks[0].goes or number == begins
+
+    more = {"mesh": "dp=1", "microbatches": 1, "change": change}
+    if begins is None:
+        taken([Seeing(goes=False)], X3 * 4, **more)
+    else:
+        said = refused([Seeing(begins == 0)], X3 * (begins + 1), **more)
+        assert "block 0 (Seeing) goes in its forward by gradients" in said
+
+
+class Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        Kept.mask = x > 0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * Kept.mask
+
+
+def stepped(weight):
+    with torch.no_grad():
+        weight.add_(weight.grad, alpha=-0.1)
+
+
+def sized(x):
+    return x / len(x) + (x - x / len(x)).detach()
+
+
+class Local(Block):
+    """Trains by a loss of its own, within its forward."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.training and torch.is_grad_enabled():
+            y.square().sum().backward(retain_graph=True)
+        return y
+
+
+class Written(Block):
+    def forward(self, x):
+        self.inner.weight.grad = torch.ones_like(self.inner.weight)
+        return super().forward(x)
+
+
+class Cancelling(Block):
+    """Has a weight whose gradient is 0 but for rounding, as the bias of keys."""
+
+    def __init__(self):
+        super().__init__(torch.tanh)
+        self.shift = nn.Parameter(torch.full((1,), 0.3, dtype=torch.float64))
+
+    def forward(self, x):
+        return (super().forward(x) + self.shift).softmax(-1)
+
+
+OF_MICROBATCHES = {
+    "local loss": (Local(torch.tanh), "adds a gradient to its 'inner."),
+    "gradient written": (Written(torch.tanh), "adds a gradient to its 'inner.weight'"),
+    "centred": (Block(backward_of(lambda g: g - g.mean(0))), "mixes samples"),
+    "by size": (Block(sized), "mixes samples"),
+    "kept on a class": (Block(Kept.apply), "what its latest forward has kept"),
+    "halved sums": (hooked("register_post_accumulate_grad_hook", halve), "changes sums"),
+    "stepped": (hooked("register_post_accumulate_grad_hook", stepped), "changes weights"),
+    **{name: (LINEAR[name], "") for name in LINEAR if name not in ("halved", "log")},
+    "cancelling": (Cancelling(), ""),
+    "mixed forward": (Block(lambda x: x - x.mean(0)), ""),
+    "straight through": (Block(lambda x: x + (x.round() - x).detach()), ""),
+}
+
+
+@pytest.mark.parametrize("name", OF_MICROBATCHES)
+def test_gradients_of_a_microbatch_that_are_no_part_of_the_batchs_are_found(name):
+    block, said = OF_MICROBATCHES[name]
+    before = block.inner.weight.clone()
+    found = why_of_microbatch(tried(block), ARRIVAL) or why_of_others(tried(block), ARRIVAL)
+    assert torch.equal(before, block.inner.weight)
+    assert said in found
+    assert bool(said) == bool(found)
+    if name == "kept on a class":
+        assert not why_of_others(tried(block), ARRIVAL, overtaken=False)

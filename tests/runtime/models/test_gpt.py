@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -12,12 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.autograd.slice_kv_cache import Past, Store
 from quintsched.runtime.blocks.block_builders import build_model
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models import build_model as build_blocks
-from quintsched.runtime.models import tied_weights
 from quintsched.runtime.models.gpt import (
     Embedding,
     GPTOptions,
@@ -29,8 +23,6 @@ from quintsched.runtime.models.gpt import (
     moe_gpt_sizes,
 )
 from quintsched.runtime.models.layers import Attention, Rotary, SwiGlu
-from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel, shard_of
-from quintsched.runtime.settings.job_file import ModelConfig
 from quintsched.strategies.descriptions.parameters import total
 
 from ..toys import CLASSES
@@ -56,13 +48,6 @@ def test_predictions_count_the_weights_of_the_built_model(choice: str) -> None:
     assert total(moe_gpt_sizes(DATA, mixture)) == sum(w.numel() for w in built)
 
 
-@pytest.mark.parametrize(("one", "other"), [({"ffn": 48}, {"mlp_ratio": 3}), ({}, {"kv_heads": 4})])
-def test_what_is_said_in_two_ways_is_one_model(one: dict[str, Any], other: dict[str, Any]) -> None:
-    found, same = (build_model(gpt(DATA, small(**options))).state_dict() for options in (one, other))
-    assert found.keys() == same.keys()
-    assert all(torch.equal(weight, same[name]) for name, weight in found.items())
-
-
 def test_queries_and_keys_are_normalised_by_head() -> None:
     torch.manual_seed(0)
     plain, normed = Attention(16, 4, 2), Attention(16, 4, 2, qk_norm=True)
@@ -71,27 +56,6 @@ def test_queries_and_keys_are_normalised_by_head() -> None:
     query, key = (heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() for heads in (query, key))
     mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(normed(tokens, None), plain.proj(mixed.transpose(1, 2).flatten(2)))
-
-
-PARTS = [
-    ({"kv_heads": 2}, "1.attention.qkv.weight", "1.attention.k_proj.weight"),
-    ({"norm": "rmsnorm"}, "1.norm1.bias", "4.norm.weight"),
-    ({"positions": "rope"}, "0.positions.weight", "0.tokens.weight"),
-    ({"activation": "swiglu"}, "1.mlp.fc1.weight", "1.mlp.gate_up.weight"),
-    ({"biases": False, "kv_heads": 2}, "1.mlp.fc1.bias", "1.attention.q_proj.weight"),
-]
-
-
-def test_each_option_changes_its_part() -> None:
-    ids = torch.arange(8)[None]
-    default = build_model(gpt(DATA, small()))
-    for options, absent, present in PARTS:
-        chosen = build_model(gpt(DATA, small(**options)))
-        names = dict(chosen.named_parameters())
-        assert absent in dict(default.named_parameters())
-        assert absent not in names
-        assert present in names
-        assert (default(ids) - chosen(ids)).abs().max() > 1e-5
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
@@ -110,12 +74,6 @@ def test_grouped_queries_are_full_attention_with_repeated_keys(num_kv_heads: int
     )
     tokens = torch.randn(2, 5, 16)
     torch.testing.assert_close(grouped(tokens, None), full(tokens, None))
-
-
-def test_slices_keep_keys_as_few_as_they_are() -> None:
-    attention, store = Attention(16, 4, num_kv_heads=1), Store()
-    attention(torch.randn(2, 3, 16), Past(store, 0, slices=2, length=3))
-    assert [tuple(row.whole.shape) for row in store.rows.values()] == [(2, 1, 6, 4)] * 2
 
 
 def test_rotary_is_a_complex_rotation() -> None:
@@ -139,19 +97,6 @@ def test_rmsnorm_divides_by_the_root_of_the_mean_square() -> None:
     norm = build_model(gpt(DATA, small(norm="rmsnorm")))[1].norm1
     tokens = torch.randn(3, 16)
     torch.testing.assert_close(norm(tokens), tokens / (tokens.square().mean(-1, keepdim=True) + 1e-5).sqrt())
-
-
-def test_tensor_parallelism_cuts_every_product() -> None:
-    model = build_model(gpt(DATA, CHOICES["llama"]))
-    grouped = ("q_proj", "k_proj", "v_proj")
-    expected = {f"1.attention.{name}.{kind}" for name in grouped for kind in ("weight", "bias")}
-    expected |= {"1.attention.proj.weight", "1.mlp.gate_up.weight", "1.mlp.gate_up.bias", "1.mlp.fc2.weight"}
-
-    def body(transport: Transport) -> set[str]:
-        cut = apply_tensor_parallel(copy.deepcopy(model), transport.make_group([(0, 1)]))
-        return {name for name, p in cut.named_parameters() if shard_of(p) and name.startswith("1.")}
-
-    assert run_local(2, body) == [expected] * 2
 
 
 SIZES = [
@@ -178,14 +123,6 @@ def draw_ids(*shape: int) -> Tensor:
     return torch.randint(20, shape, generator=torch.Generator().manual_seed(1))
 
 
-def test_shapes() -> None:
-    blocks = gpt(DataSpec(input_shape=(9,), num_classes=7), GPTOptions(hidden=12, heads=3, depth=2))
-    model, ids = build_model(blocks), torch.randint(7, (3, 8))
-    assert len(model) == 4
-    assert model[0](ids).shape == (3, 8, 12)
-    assert model(ids).shape == (3, 8, 7)
-
-
 def test_a_token_sees_itself_and_what_came_before() -> None:
     model, ids = lively(), draw_ids(2, 12)
     logits = model(ids)
@@ -208,15 +145,6 @@ def test_the_first_values() -> None:
     assert loss.item() == pytest.approx(uniform, rel=0.02)
 
 
-def test_tied_weights_have_one_shape() -> None:
-    options = GPTOptions(hidden=16, depth=3, tied=True)
-    model = build_model(gpt(TEXT, options))
-    names = gpt_tied(options)["embedding"]
-    assert names == ("0.tokens.weight", "4.head.weight")
-    assert {tuple(model.get_parameter(name).shape) for name in names} == {(20, 16)}
-    assert gpt_tied(small()) == {}
-
-
 def test_misfits() -> None:
     for options, words in SIZES:
         with pytest.raises(UsageError, match=words):
@@ -229,10 +157,22 @@ def test_misfits() -> None:
         build_model(gpt(DATA, small(positions="rope")))(draw_ids(1, 9) % CLASSES)
 
 
-def test_registry() -> None:
-    options = {"depth": 3, "tied": True}
-    assert len(build_blocks(ModelConfig(name="gpt", options=options), TEXT)) == 5
-    assert tied_weights(ModelConfig(name="gpt", options=options)) == gpt_tied(GPTOptions(depth=3, tied=True))
-    assert tied_weights(ModelConfig()) == {}
-    with pytest.raises(UsageError, match="no model 'gtp'; did you mean 'gpt'"):
-        tied_weights(ModelConfig(name="gtp"))
+PARTS = [
+    ({"kv_heads": 2}, "1.attention.qkv.weight", "1.attention.k_proj.weight"),
+    ({"norm": "rmsnorm"}, "1.norm1.bias", "4.norm.weight"),
+    ({"positions": "rope"}, "0.positions.weight", "0.tokens.weight"),
+    ({"activation": "swiglu"}, "1.mlp.fc1.weight", "1.mlp.gate_up.weight"),
+    ({"biases": False, "kv_heads": 2}, "1.mlp.fc1.bias", "1.attention.q_proj.weight"),
+]
+
+
+def test_each_option_changes_its_part() -> None:
+    ids = torch.arange(8)[None]
+    default = build_model(gpt(DATA, small()))
+    for options, absent, present in PARTS:
+        chosen = build_model(gpt(DATA, small(**options)))
+        names = dict(chosen.named_parameters())
+        assert absent in dict(default.named_parameters())
+        assert absent not in names
+        assert present in names
+        assert (default(ids) - chosen(ids)).abs().max() > 1e-5

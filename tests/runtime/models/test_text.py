@@ -1,18 +1,16 @@
-"""Text by bytes: which bytes make which sample, and what is said of a file that does not do."""
+"""Text by bytes: which bytes make which sample, and refused files."""
 
 from __future__ import annotations
 
-import sysconfig
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintsched.errors import InputError, UsageError
-from quintsched.runtime.data import IGNORED_TARGET, PADDING, Dataset, Split, gather_batch, load_dataset
+from quintsched.runtime.data import Dataset, Split, gather_batch, load_dataset
 from quintsched.runtime.settings.job_file import DataConfig
 
 
@@ -42,41 +40,6 @@ def test_each_byte_is_predicted_once_from_the_one_before(
     assert dataset.num_classes == 256
 
 
-def test_a_batch_of_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "text"
-    path.write_bytes(bytes([200, 255]) * 30)
-    inputs, targets = gather_batch(load(path, sequence=3).train, np.array([1, PADDING]))
-    assert (inputs.dtype, targets.dtype) == (torch.int64, torch.int64)
-    assert inputs.tolist() == [[255, 200, 255], [0] * 3]
-    assert targets.tolist() == [[200, 255, 200], [IGNORED_TARGET] * 3]
-
-
-def test_windows_are_views_of_the_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "text"
-    path.write_bytes(b"x" * 1000)
-    split = load(path, sequence=4).train
-    assert (split.inputs.dtype, split.targets.dtype) == (np.uint8, np.uint8)
-    assert np.shares_memory(split.inputs, split.targets)
-
-
-def test_the_standard_library_is_there_and_the_same_each_time() -> None:
-    first, second = (load_dataset(DataConfig(name="text")) for _ in range(2))
-    assert first.spec.input_shape == (128,)
-    assert (len(first.train), len(first.validation)) == (28124, 3124)
-    assert everything(first.validation) == everything(second.validation)
-    beginning = (Path(sysconfig.get_path("stdlib")) / "__future__.py").read_bytes()
-    assert everything(first.train)[0].startswith(beginning)
-
-
-def test_a_part_of_a_text(tmp_path: Path) -> None:
-    path = tmp_path / "text"
-    path.write_bytes(bytes(range(100)) + b"z" * 900)
-    dataset = load(path, sequence=3, max_bytes=100)
-    assert everything(dataset.train)[1][-1] < 90 <= everything(dataset.validation)[0][0]
-    library = load_dataset(DataConfig(name="text", options={"max_bytes": 10_000}))
-    assert (len(library.train), len(library.validation)) == (8999 // 128, 999 // 128)
-
-
 def test_what_does_not_do(tmp_path: Path) -> None:
     path = tmp_path / "text"
     with pytest.raises(UsageError, match=r"data\.path: .*text: cannot be read: No such file"):
@@ -95,9 +58,3 @@ def test_what_does_not_do(tmp_path: Path) -> None:
         load(path, sequnce=3)
     with pytest.raises(UsageError, match=r"data\.options\.sequence: .* not 0"):
         load(path, sequence=0)
-
-
-def test_without_a_standard_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(UsageError, match=r"data\.path: this Python has no source"):
-        load_dataset(DataConfig(name="text"))

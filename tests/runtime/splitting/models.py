@@ -98,14 +98,6 @@ def check(model, change=nothing, mesh="pp=2", steps=3, **how):
     check_equality(plan, model, loss, sgd, batches, microbatches=4, after=lambda own, _: change(own), **how)
 
 
-def require_chain(blocks, model, x):
-    """Blocks in a row give the numbers of the model."""
-    expected = model(x)
-    for block in blocks:
-        x = block(x)
-    assert torch.equal(x, expected)
-
-
 class Layer(nn.Module):
     """A residual MLP whose input is scaled."""
 
@@ -142,3 +134,11 @@ class NanoGPT(nn.Module):
             x = block(x, idx.gt(3)[..., None].to(x.dtype))
         x = self.transformer.ln_f(x) * self.scale
         return self.lm_head(x), None
+
+
+def require_chain(blocks, model, x):
+    """Blocks in a row give the numbers of the model."""
+    expected = model(x)
+    for block in blocks:
+        x = block(x)
+    assert torch.equal(x, expected)

@@ -6,7 +6,6 @@ import array
 import bisect
 import functools
 import heapq
-import itertools
 import logging
 import operator
 import os
@@ -109,50 +108,6 @@ def test_plain_code_is_not(kind):
         assert len(divided(kind, between)) == 2
 
 
-REVERSED = backward_of(torch.neg)
-
-
-def test_a_function_between_layers_that_are_traced_would_lose_its_backward():
-    """Refuse it although its result counts for nothing at the split, where no comparison of gradients finds it."""
-    with pytest.raises(MisfitError, match=r"Changed.apply \(test_asks_elsewhere.py, line \d+\) between"):
-        split(Traced(lambda self, x: x + 0 * REVERSED(x)))
-
-
-class Asking(nn.Linear):
-    def forward(self, x):
-        return super().forward(x) * float(os.environ.get("TAU", "1"))
-
-
-class Rows(nn.Module):
-    """A module that a trace goes through, unless it asks elsewhere."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.ModuleList([nn.Sequential(nn.Linear(3, 3)) for _ in range(2)])
-
-    def forward(self, x):
-        for row in self.rows:
-            x = row(x) * float(os.environ.get("TAU", "1"))
-        return x
-
-
-def test_a_layer_or_a_module_within_may_ask_and_is_called_whole():
-    walked = Walked(lambda self, x: x)
-    walked.layers[1] = Asking(3, 3)
-    assert len(split(walked, example=torch.ones(2, 3))) == 2
-    for asking in (Asking(3, 3), Rows()):
-        traced = Traced(lambda self, x: x)
-        traced.second = asking
-        assert len(split(traced)) == 2
-
-
-def test_an_iterator_is_refused():
-    model = Traced(lambda self, x: x * next(self.numbers))
-    model.numbers = itertools.cycle([1.0, 2.0])
-    with pytest.raises(MisfitError, match=r"goes by .*\.numbers, a cycle: .*keep the items"):
-        split(model)
-
-
 class Counted(type):
     @property
     def rate(cls):
@@ -196,3 +151,12 @@ def test_what_is_compared_by_value_is_followed(what, kind):
     for source in sources_of(blocks):
         source.follow_model()
     torch.testing.assert_close(chain(blocks, x), model(x))
+
+
+REVERSED = backward_of(torch.neg)
+
+
+def test_a_function_between_layers_that_are_traced_would_lose_its_backward():
+    """Refuse it although its result counts for nothing at the split, where no comparison of gradients finds it."""
+    with pytest.raises(MisfitError, match=r"Changed.apply \(test_asks_elsewhere.py, line \d+\) between"):
+        split(Traced(lambda self, x: x + 0 * REVERSED(x)))

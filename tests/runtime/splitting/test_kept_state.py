@@ -71,17 +71,6 @@ def test_what_blocks_cannot_follow_is_refused_in_the_next_step(kind, change, nam
         check(made(kind, given), change)
 
 
-class Doubling(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x) * 2
-
-
-@pytest.mark.parametrize("kind", [Doubling, nn.Sequential])
-def test_a_row_with_a_forward_or_hooks_of_its_own_keeps_them(kind):
-    model = first_halved(kind(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)).double())
-    require_chain(split(model), model, inputs())
-
-
 def drawing():
     """Return a layer that draws from its own generator, and counts in its class and outside; each has its own."""
     totals = {"calls": 0}
@@ -155,33 +144,6 @@ def test_one_state_on_two_stages_is_refused_and_on_one_it_is_one(model, cut):
         stepped(model, "pp=2", cut)
 
 
-class TracedRow(Traced):
-    """A list of layers, found by tracing."""
-
-    def make_layers(self):
-        self.layers = nn.ModuleList([Block(), Block()])
-
-    def forward(self, x):
-        x = self.stem(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.middle(x))
-
-
-def swap_layers(model):
-    model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
-
-
-def renew_layer(model):
-    model.layers[1] = Block().double()
-
-
-@pytest.mark.parametrize("change", [swap_layers, renew_layer])
-def test_another_layer_in_a_traced_row_is_refused(change):
-    with pytest.raises(MisfitError, match="is no longer what it was when the"):
-        check(made(TracedRow, Traced.middle), change, "dp=2")
-
-
 def scale_outside(model):
     with torch.no_grad():
         model.outside[0].weight.mul_(0.5)
@@ -211,3 +173,41 @@ FOLLOWED = {
 @pytest.mark.parametrize(("build", "change", "mesh"), FOLLOWED.values(), ids=FOLLOWED)
 def test_what_a_loop_or_code_between_layers_changes_is_followed(build, change, mesh):
     check(build(), change, mesh)
+
+
+class TracedRow(Traced):
+    """A list of layers, found by tracing."""
+
+    def make_layers(self):
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.middle(x))
+
+
+def swap_layers(model):
+    model.layers[0], model.layers[1] = model.layers[1], model.layers[0]
+
+
+def renew_layer(model):
+    model.layers[1] = Block().double()
+
+
+@pytest.mark.parametrize("change", [swap_layers, renew_layer])
+def test_another_layer_in_a_traced_row_is_refused(change):
+    with pytest.raises(MisfitError, match="is no longer what it was when the"):
+        check(made(TracedRow, Traced.middle), change, "dp=2")
+
+
+class Doubling(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize("kind", [Doubling, nn.Sequential])
+def test_a_row_with_a_forward_or_hooks_of_its_own_keeps_them(kind):
+    model = first_halved(kind(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 2)).double())
+    require_chain(split(model), model, inputs())

@@ -63,32 +63,6 @@ def test_what_is_set_in_a_layer_holds_in_its_block(what):
     check(made().double(), change_all, cut=lambda own: split(own, example=inputs()[:2]))
 
 
-class Known(nn.Linear):
-    """A layer that goes by which one it is."""
-
-    def forward(self, x):
-        return super().forward(x) * (2 if self in KNOWN else 1)
-
-
-KNOWN = set()
-
-
-def test_a_layer_is_itself():
-    model, x = made(), torch.randn(4, 3)
-    model.layers[1] = Known(WIDTH, WIDTH)
-    blocks = split(model, example=x)
-    KNOWN.add(model.layers[1])
-    require_chain(blocks, model, x)
-
-
-def test_what_a_block_sets_is_in_the_layer():
-    model = made()
-    block = split(model, example=torch.ones(2, 3))[1]
-    block.seen = "by the block"
-    assert model.layers[0].seen == "by the block"
-    assert block.fc is model.layers[0].fc
-
-
 class Tied(Model):
     def __init__(self):
         super().__init__()
@@ -127,13 +101,6 @@ def test_layers_that_are_called_twice_are_cut_over_tp():
     shared, x, plan = Mlp(), torch.ones(2, 4).double(), qs.compile("1f1b", mesh="tp=2", microbatches=1)
     model = nn.Sequential(nn.Linear(4, 4), shared, Mlp(), shared, nn.Linear(4, 2)).double()
     check_equality(plan, model, nn.functional.mse_loss, sgd, [(x, x[:, :2])] * 3)
-
-
-def test_a_model_with_lazy_layers_is_refused():
-    with pytest.raises(
-        MisfitError, match=r"the model \(Sequential\): '1\.weight' has no shape before the first forward"
-    ):
-        split(nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2)), example=torch.ones(2, 3))
 
 
 class Scaled(nn.Module):

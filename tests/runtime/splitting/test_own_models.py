@@ -1,4 +1,4 @@
-"""Models of one's own, cut by their lists of layers, by names, or as they are: the chain is the model."""
+"""Models of one's own, cut by lists of layers, by names, or as they are: the chain is the model."""
 
 import copy
 from functools import partial
@@ -14,7 +14,7 @@ from quintsched.runtime import Engine, build_model, run_local, split
 from quintsched.runtime.splitting.split_proof import chain
 
 from ...helpers.training import check_equality, sgd
-from .models import HIDDEN, IDS, Layer, NanoGPT
+from .models import HIDDEN, IDS, Block, Layer, NanoGPT
 
 
 def ids(samples=4, length=6):
@@ -108,13 +108,6 @@ def test_what_cannot_be_found_again_is_refused():
         split(Mixing(), blocks=["layers.*"], example=ids())
 
 
-def test_a_sequential_is_its_children():
-    blocks = split(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(nn.Linear(4, 2))))
-    assert len(blocks) == 3
-    names = ["0.weight", "0.bias", "2.0.weight", "2.0.bias"]
-    assert blocks.own_names == dict(zip(names, names, strict=True))
-
-
 class Plain(nn.Module):
     def __init__(self):
         super().__init__()
@@ -165,13 +158,116 @@ def test_a_model_of_ones_own_is_built_without_weights():
     assert not any(p.is_meta or p.isnan().any() for p in model.parameters())
 
 
-def test_shapes_are_found_in_the_type_that_is_trained_in(nano):
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+WIDTH = 4
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+        self.layers = nn.ModuleList([Block() for _ in range(2)])
+        self.null = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return self.ends(self.embed(x))
+
+    def ends(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def drawn(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[-1])).double()
+
+
+def check_steps(kind, loss, batches, example=None, **settings):
+    """Train on two stages as in one process; a batch is inputs by name."""
+    torch.manual_seed(0)
+    model, targets, plan = kind().double(), drawn(4, 2), qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    given = [(batch["x"], targets, {name: t for name, t in batch.items() if name != "x"}) for batch in batches]
+    cut = partial(split, example=example or batches[0])
+    check_equality(plan, model, loss, sgd, given, cut=cut, **settings)
+
+
+X, COND = drawn(4, 3), drawn(4)
+
+
+class Optional(Model):
+    """The first block scales by an input, or its default; behind the layers matters whether it was given."""
+
+    def forward(self, x, cond=2.0):
+        is_given = isinstance(cond, torch.Tensor)
+        return self.ends(self.embed(x) * (cond[:, None] if is_given else cond)) * (1 if is_given else 3)
+
+
+class Otherwise(Model):
+    """Without the input the forward takes a weight that it takes nowhere else."""
+
+    def forward(self, x, cond=None):
+        return self.ends(self.embed(x) + (self.null if cond is None else cond[:, None]))
+
+
+def test_an_input_that_a_step_leaves_out_has_its_default():
+    check_steps(Optional, F.mse_loss, [{"x": X}, {"x": X, "cond": COND}, {"x": X}], {"x": X, "cond": COND})
+
+
+def test_weights_that_the_example_did_not_lead_to_are_refused():
+    with pytest.raises(MisfitError, match=r"the forward of Otherwise uses 'null' in this step"):
+        check_steps(Otherwise, F.mse_loss, [{"x": X, "cond": COND}, {"x": X}])
+
+
+class Tuple(Model):
+    def forward(self, x):
+        hidden = self.embed(x)
+        return super().forward(x), hidden.square()
+
+
+class Dict(Tuple):
+    def forward(self, x):
+        out, hidden = super().forward(x)
+        return {"out": out, "all": [hidden]}
+
+
+def loss_of_all(output, targets):
+    if isinstance(output, dict):
+        return F.mse_loss(output["out"], targets) + output["all"][0].mean()
+    return F.mse_loss(output[0], targets) + output[1].mean()
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", [Tuple, Dict])
+def test_the_loss_has_all_that_a_model_returns(kind):
+    check_steps(kind, loss_of_all, [{"x": X}])
+
+
+class Gated(Model):
+    def forward(self, x, gate):
+        return self.ends(self.embed(x) * gate)
+
+
+class GatedTraced(Gated):
+    def __init__(self):
+        super().__init__()
+        (self.first, self.second), self.layers = self.layers, None
+
+    def ends(self, x):
+        return self.head(self.second(self.first(x)))
+
+
+@pytest.mark.parametrize("kind", [Gated, GatedTraced])
+def test_inputs_may_be_given_to_a_step_by_their_names(kind):
+    torch.manual_seed(0)
+    model, x, gate, y = kind().double(), drawn(4, 3), drawn(4, 1), drawn(4, 2)
+    expected = F.mse_loss(model(x, gate), y).item()
 
     def work(transport):
-        blocks = split(copy.deepcopy(nano).float(), example=ids())
-        engine = Engine(plan, blocks, loss, sgd, dtype=torch.bfloat16, transport=transport)
-        return engine.step(ids(), ids()).loss.item()
+        blocks = split(copy.deepcopy(model), example={"x": x[:2], "gate": gate[:2]})
+        plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+        engine = Engine(plan, blocks, F.mse_loss, sgd, transport=transport)
+        found = [engine.evaluate({"x": x, "gate": gate}, y), engine.evaluate(x, y, gate=gate)]
+        with pytest.raises(MisfitError, match=r"gate=…"):
+            engine.evaluate(x, y)
+        return [result.loss.item() for result in found]
 
-    first, second = run_local(2, work)
-    assert first == second == pytest.approx(loss(nano(ids()), ids())[0].item() / ids().numel(), rel=0.02)
+    assert run_local(2, work) == [pytest.approx([expected] * 2)] * 2

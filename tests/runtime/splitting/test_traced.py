@@ -1,17 +1,12 @@
 """Models that are traced: the chain of their segments is the model, while it trains and while it does not."""
 
-import threading
-
 import pytest
 import torch
 from torch import nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import split
-from quintsched.runtime.splitting.split_by_torch_fx import segments
 from quintsched.runtime.splitting.split_proof import chain
-from quintsched.runtime.splitting.torch_fx_trace import Untraceable, trace
 
 from ...helpers.training import check_equality
 from .models import WIDTH, Block, loss, sgd
@@ -44,15 +39,6 @@ class Vision(nn.Module):
         x = x if mask is None else x * mask
         x = self.norm(self.stages(x)).mean(1)
         return self.head(x) + self.other(x) if self.training else (self.head(x) + self.other(x)) / 2
-
-
-class Drawing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.second(self.first(x) * torch.rand(WIDTH))
 
 
 class TwoWays(nn.Module):
@@ -110,31 +96,6 @@ def test_the_chain_is_the_model_and_every_weight_has_its_name(training):
     assert sum(name.startswith("stages.") and name.endswith("fc1.weight") for name in parts.own_names.values()) == 5
     assert {*parts.own_names.values()} == set(model.state_dict())
     assert all(name.partition(".")[2] == own for name, own in parts.own_names.items())
-
-
-def test_what_draws_numbers_is_not_traced():
-    with pytest.raises(Untraceable):
-        segments(drawn(Drawing))
-    with pytest.raises(UsageError, match=r"split\(model, "):
-        split(drawn(Drawing))
-
-
-def test_inputs_that_a_trace_does_not_have_are_named():
-    parts = segments(drawn(Vision))
-    with pytest.raises(MisfitError, match="the model takes x; it was given x, mask"):
-        parts[0]({"x": inputs(), "mask": inputs()})
-
-
-def test_tracing_touches_no_other_thread():
-    model, found = drawn(Vision), []
-    expected = model(inputs())
-    work = [threading.Thread(target=lambda: [trace(model, {}) for _ in range(10)]) for _ in range(2)]
-    for thread in work:
-        thread.start()
-    while any(thread.is_alive() for thread in work):
-        found.append(model(inputs()))
-    assert found
-    assert all(torch.equal(one, expected) for one in found)
 
 
 @pytest.mark.parametrize(("kind", "width"), [(Vision, 3), (TwoWays, WIDTH), (Dicts, WIDTH)])

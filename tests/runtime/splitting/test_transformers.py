@@ -67,19 +67,6 @@ def check(model, request_of, given, *, rel=1e-9, alone=None, loss=shifted, **set
         assert losses == pytest.approx(expected, rel=rel)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "request_of", "settings"),
-    [
-        ("llama", {}, {"mesh": "tp=2,pp=2"}, {"sequence_parallel": True}),
-        ("gpt2", {}, {"mesh": "cp=2,tp=2", "schedule": "gpipe"}, {"context": "gather"}),
-        ("mistral", {"sliding_window": 3}, {"mesh": "pp=2", "schedule": "seq-1f1b", "slices": 2}, {}),
-    ],
-    ids=str,
-)
-def test_a_model_trains_as_in_one_piece(kind, options, request_of, settings):
-    check(model_of(kind, **options), request_of, (batch()[0], batch()[0]), **settings)
-
-
 def test_padded_batches():
     model, (ids, mask, labels) = model_of(), batch()
     as_extra, named = (ids, labels, {"attention_mask": mask}), {"input_ids": ids, "attention_mask": mask}
@@ -137,10 +124,6 @@ def test_a_loss_that_shifts_is_refused_where_sequences_are_cut():
 
 def build_llama():
     return transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**LLAMA, vocab_size=IDS))
-
-
-def test_a_layer_that_looks_at_its_numbers_is_built_without_weights():
-    assert len(split(mixture)) == 4
 
 
 def test_a_model_built_without_weights_starts_alike_on_every_mesh():
