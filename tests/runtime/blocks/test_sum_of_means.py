@@ -13,7 +13,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, SumOfMeans
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.splitting.adapters.transformers_models import pretraining_loss, select
+from quintsched.runtime.splitting.adapters.transformers_models import pretraining_loss
 
 from ...helpers.training import Outcome, require_equal, sgd, train_alone
 
@@ -84,14 +84,3 @@ def test_terms_are_sums() -> None:
 def test_gradients_of_several_batches_are_not_added_up() -> None:
     with pytest.raises(UsageError, match="in one step"):
         engine_of(pretraining_loss("next_sentence_label")).step(INPUTS, TARGETS, last=False)
-
-
-def test_both_logits_count_of_such_an_output() -> None:
-    output = {"prediction_logits": LABELS, "seq_relationship_logits": PAIRS, "hidden_states": None}
-    assert list(select(output)) == ["prediction_logits", "seq_relationship_logits"]
-    assert select({"logits": LABELS}) is LABELS
-
-
-def test_a_model_without_a_loss_of_its_own_wants_one() -> None:
-    with pytest.raises(UsageError, match="no loss of its own that is known; give one"):
-        engine_of(None)

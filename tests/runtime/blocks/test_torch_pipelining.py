@@ -12,7 +12,6 @@ import inspect
 import json
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -177,43 +176,6 @@ def test_torchs_orders_need_the_receive_slots_that_are_published(name, tmp_path)
 
     assert tuple(map(of_pools, range(4))) == in_pools
     assert plan.check().slots.receive == in_one
-
-
-def channels_reordered(order: dict[int, list[Any]], home: dict[int, int]) -> bool:
-    """Whether some channel's receives come in another order than its sends."""
-    sent, received = defaultdict(list), defaultdict(list)
-    for rank, actions in order.items():
-        for action in actions:
-            kind = action.computation_type.value
-            step = 1 if kind in ("SEND_F", "RECV_B") else -1
-            if kind.startswith(("SEND", "RECV")):
-                peer = home[action.stage_index + step]
-                stage = action.stage_index + (step if kind.startswith("RECV") else 0)
-                table, channel = (sent, (rank, peer)) if kind.startswith("SEND") else (received, (peer, rank))
-                table[channel].append((kind[-1], stage, action.microbatch_index))
-    return sent != received
-
-
-@pytest.mark.skipif(
-    "defer_pp_recv" not in inspect.signature(schedules.ScheduleInterleaved1F1B).parameters,
-    reason=f"torch {torch.__version__} defers no receives",
-)
-def test_lowerings_with_deferred_receives_are_refused_where_they_reorder_a_channel(tmp_path):
-    refused = 0
-    for name in LOOPED + V_SHAPED:
-        for pp, microbatches in ((2, 4), (2, 8), (3, 6), (4, 8)):
-            made = made_by_torch(name, pp, microbatches, 2, defer_pp_recv=True)
-            reordered = channels_reordered(made.pipeline_order_with_comms, made.stage_index_to_group_rank)
-            dump(made, tmp_path / "out.csv", "compute_comms")
-            text = (tmp_path / "out.csv").read_text()
-            refused += reordered
-            if reordered:
-                with pytest.raises(qs.UnsoundError, match="order is identity") as caught:
-                    torch_csv.loads(text, profile="tagged")
-                assert "in the file:\n  line " in str(caught.value)
-            else:
-                assert torch_csv.loads(text, profile="channel").verdict.sound
-    assert refused > 0
 
 
 def stage_module(stage: int) -> nn.Module:

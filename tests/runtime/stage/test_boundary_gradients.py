@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Carry, split
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.engine import Engine
 
 from ...helpers.training import check_equality
 
@@ -199,20 +196,3 @@ EQUAL: dict[str, tuple[Any, Change, str]] = {
 @pytest.mark.parametrize(("build", "change", "mesh"), EQUAL.values(), ids=EQUAL)
 def test_it_trains_where_no_trained_weight_needs_a_gradient_of_it(build: Any, change: Change, mesh: str) -> None:
     check(build, change, mesh)
-
-
-@pytest.mark.parametrize("used_in", [0, 1, None])
-def test_all_calls_of_a_step_count(used_in: int | None) -> None:
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-
-    def run(transport: Transport) -> bool:
-        blocks = pair()
-        before = blocks[0].b.weight.detach().clone()
-        engine = Engine(plan, blocks, F.cross_entropy, adam, transport=transport)
-        for call in range(2):
-            blocks[-1].uses = call == used_in
-            engine.step(*batch(call), last=call == 1)
-        return torch.equal(before, blocks[0].b.weight)
-
-    with pytest.raises(MisfitError, match=r"no gradient to \[1\]") if used_in is None else nullcontext():
-        assert run_local(2, run) == [False, True]  # of which the first rank trains it

@@ -211,15 +211,6 @@ def test_riders_and_skips_that_do_not_fit_are_refused(
         train(skips, blocks, **shape)
 
 
-def test_a_stage_without_blocks_neither_makes_nor_takes_a_skip() -> None:
-    for words, setting in (
-        ("'a' names stage 1, which has no blocks to make or take it", {"skip": {"a": (0, 1)}}),
-        ("stage 1 has no blocks that could return one", {"losses": (1, 2)}),
-    ):
-        with pytest.raises(qs.UsageError, match=words):
-            qs.compile("1f1b", mesh="pp=3", microbatches=3, stages=(1, 0, 2), **setting)
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("wire", ["mailbox", "nccl"])
 @pytest.mark.parametrize(("name", "shape"), [SHAPES[1], SHAPES[2]])

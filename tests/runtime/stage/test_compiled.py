@@ -74,29 +74,3 @@ def test_compiled_stages_equal_plain_ones(
         assert all(difference(weight, expected[name]) <= 1e-12 for name, weight in weights.items())
         assert share == plain_share
         assert share is None if schedule == "1f1b" else share is not None and share > 0.9
-
-
-class Noisy(Mlp):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(super().forward(x))  # type: ignore[no-any-return]
-
-
-@pytest.mark.slow
-@NEEDS_COMPILER
-def test_compiled_stages_drop_the_same_and_are_compiled_once() -> None:
-    plan = qs.compile("zb-h1", mesh="pp=1", microbatches=2)
-    inputs, targets = torch.randn(4, 8, dtype=torch.float64), torch.randn(4, 8, dtype=torch.float64)
-
-    def losses(compiled: bool) -> list[float]:
-        engine = Engine(plan, [Noisy] * 2, nn.functional.mse_loss, sgd, dtype=torch.float64, compiled=compiled)
-        first = [engine.step(inputs, targets).loss.item() for _ in range(2)]  # in one it is seen what they draw
-        with torch.compiler.set_stance("fail_on_recompile" if compiled else "default"):
-            return [*first, *(engine.step(inputs, targets).loss.item() for _ in range(2))]
-
-    found = losses(True)
-    assert len(set(found)) == 4
-    assert found == pytest.approx(losses(False), abs=1e-12)

@@ -121,11 +121,6 @@ def test_what_is_wrong_is_said_in_a_line(blocks: Any, more: dict[str, Any], word
     assert any(words in one for one in said), said
 
 
-def test_a_weight_of_several_stages_is_refused_with_the_line_to_write() -> None:
-    shared = nn.Linear(SIZE, SIZE)
-    assert all("share the weight 'weight'" in said and "tied=" in said for said in run([shared, shared]))
-
-
 def test_a_tree_that_is_built_otherwise_than_agreed_goes_no_further() -> None:
     def output(y: Tensor) -> Any:
         return {"y": y} if y.is_meta else {"z": y}

@@ -14,6 +14,14 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.stage.batches.compare_whole_batches import SameData
 from quintsched.runtime.stage.batches.same_batch_every_step import DataMarks
+from quintsched.runtime.stage.batches.tree_digests import (
+    _ODD,
+    _digest,
+    _joined_on_device,
+    digest,
+    digest_on_device,
+    top_bits,
+)
 
 from ..toys import sgd
 
@@ -118,14 +126,6 @@ def test_replicas_have_data_of_their_own_and_what_is_not_needed_may_be_anything(
     assert run_steps("dp=2,pp=2", give, steps=2 * len(places)) == [""] * 4
 
 
-def test_whole_data_are_compared_in_steps_ever_farther_apart() -> None:
-    def due(transport: Transport) -> list[int]:
-        same = SameData(0, 1, transport.world_group())
-        return [step for step in range(20) if same.is_due("train")]
-
-    assert run_local(2, due) == [[0, 1, 2, 4, 8, 16]] * 2
-
-
 def test_many_replicas_take_turns() -> None:
     ranks, seen = 260, set()
     marks = [DataMarks(range(ranks), lambda rank: rank // 2, rank, torch.device("cpu")) for rank in range(ranks)]
@@ -141,12 +141,22 @@ def test_many_replicas_take_turns() -> None:
     assert seen == {"ranks 76 and 77 "}
 
 
-def test_a_meta_tensor_is_refused_where_it_is_needed() -> None:
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("count", [1, 7, 8, 1001])
+def test_an_accelerator_finds_the_same_digest(dtype: torch.dtype, count: int) -> None:
+    numbers = (torch.randn(count + 1, generator=torch.Generator().manual_seed(count)) * 100).to(dtype)[1:]
+    assert int(digest_on_device(numbers)) % 2**64 == _digest(numbers)
+    assert top_bits(digest_on_device(numbers), 20) == top_bits(_digest(numbers), 20)
+    one = _joined_on_device(digest("words", []), digest_on_device(numbers))
+    assert int(one) % 2**64 == digest("words", [numbers])
+    two = _joined_on_device(one, digest_on_device(numbers))
+    assert int(two) % 2**64 == digest("words", [numbers, numbers])
+    assert int(_joined_on_device(two, 5)) % 2**64 == (digest("words", [numbers, numbers]) * _ODD + 5) % 2**64
 
-    def run(transport: Transport) -> None:
-        engine = Engine(plan, [lambda: Scaled(4, 4)] * 2, nn.functional.mse_loss, sgd, transport=transport)
-        engine.step(torch.ones(4, 4), torch.ones(4, 4, device="meta"))
 
-    with pytest.raises(qs.MisfitError, match="targets, which this rank needs, is a tensor on the meta device"):
-        run_local(2, run)
+def test_whole_data_are_compared_in_steps_ever_farther_apart() -> None:
+    def due(transport: Transport) -> list[int]:
+        same = SameData(0, 1, transport.world_group())
+        return [step for step in range(20) if same.is_due("train")]
+
+    assert run_local(2, due) == [[0, 1, 2, 4, 8, 16]] * 2

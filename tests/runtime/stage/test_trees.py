@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Carry, Engine
+from quintsched.runtime import Carry
 from quintsched.runtime.blocks.trees import tensors_of
-from quintsched.runtime.comm import Transport, run_local
 
 from ...helpers.training import check_equality
 
@@ -186,36 +185,3 @@ class Losing(nn.Module):
 def test_a_pair_and_a_loss_are_told_apart(is_pair: bool) -> None:
     blocks = [partial(Losing, is_pair=is_pair), partial(Losing, is_pair=is_pair), Last]
     check(qs.compile("1f1b", mesh="pp=3", microbatches=MICROBATCHES), blocks)
-
-
-class Scaled(nn.Linear):
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        assert scale is not None
-        return super().forward(x) * scale
-
-
-def test_an_extra_without_samples_reaches_a_stage_that_is_given_no_batch() -> None:
-    def run(transport: Transport) -> float:
-        plan = qs.compile("1f1b", mesh="pp=3", microbatches=2)
-        engine = Engine(plan, [partial(Scaled, 4, 4)] * 3, nn.MSELoss(), torch.optim.SGD, transport=transport)
-        return engine.step(torch.ones(4, 4), torch.ones(4, 4), scale=torch.tensor(0.0)).loss.item()
-
-    assert run_local(3, run) == [1.0] * 3
-
-
-@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
-def test_targets_may_have_several_rows_for_each_sample(mesh: str) -> None:
-    torch.manual_seed(0)
-    inputs, targets = torch.randint(7, (4, 5)), torch.randint(7, (4, 5))
-    blocks = [lambda: nn.Embedding(7, 6), lambda: nn.Linear(6, 7)]
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-
-    def run(transport: Transport, given: Tensor) -> float:
-        def loss(logits: Tensor, wanted: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
-
-        engine = Engine(plan, blocks, loss, torch.optim.SGD, dtype=torch.float64, transport=transport)
-        return engine.step(inputs, given).loss.item()
-
-    found = [run_local(plan.mesh.size, partial(run, given=given)) for given in (targets, targets.view(-1))]
-    assert found[0] == found[1]

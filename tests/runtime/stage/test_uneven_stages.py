@@ -8,12 +8,9 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ..grid import Case, require_equality
-from ..toys import adam, ids_task, sgd, share, tiny_gpt, train_on
+from ..toys import ids_task, tiny_gpt, train_on
 
 DEPTH = 4
 LENGTH = 8
@@ -60,42 +57,6 @@ def test_stages_of_any_number_of_blocks_equal_one_process(
     require_equality(Case(schedule, mesh, stages=tuple(stages), **told))
 
 
-def test_every_rank_holds_the_blocks_that_the_plan_gives_it() -> None:
-    plan = qs.compile("zbv", mesh="pp=2", microbatches=2, stage_to_pp=[0, 0, 1, 1, 0], stages=[1, 2, 0, 3, 0])
-
-    def run(transport: Transport) -> dict[int, list[str]]:
-        engine = Engine(plan, tiny_gpt(LENGTH, depth=DEPTH), cross_entropy_sum, sgd, transport=transport)
-        return {number: [*stage.blocks] for number, stage in engine.stages.items()}
-
-    first, second = run_local(2, run)
-    assert first == {0: ["0"], 1: ["1", "2"], 4: []}
-    assert second == {2: [], 3: ["3", "4", "5"]}
-
-
-@pytest.mark.parametrize("zero", [0, 3])
-def test_a_state_is_saved_and_loaded_with_ranks_that_hold_nothing(zero: int) -> None:
-    plan = qs.compile("1f1b", mesh="dp=2,pp=3", microbatches=2, stages=[4, 0, 2], zero=zero)
-    task, model = ids_task(4, 8, LENGTH), tiny_gpt(LENGTH, depth=DEPTH)
-
-    def run(transport: Transport) -> tuple[list[float], list[float], int]:
-        engine = Engine(plan, model, cross_entropy_sum, adam, dtype=torch.float64, transport=transport)
-        losses, kept = [], {}
-        for step, (inputs, targets) in enumerate(zip(task.inputs, task.targets, strict=True)):
-            if step == 2:
-                kept = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-            losses.append(engine.step(*share(engine, inputs, targets)).loss.item())
-        engine.load_state_dict(kept)
-        again = [
-            engine.step(*share(engine, inputs, targets)).loss.item()
-            for inputs, targets in zip(task.inputs[2:], task.targets[2:], strict=True)
-        ]
-        return losses[2:], again, len(kept)
-
-    found = run_local(6, run)
-    assert all(losses == again for losses, again, _ in found)
-    assert sorted(size == 1 for _, _, size in found) == [False] * 4 + [True] * 2
-
-
 @pytest.mark.parametrize(
     ("schedule", "blocks", "words"),
     [
@@ -108,9 +69,3 @@ def test_blocks_that_are_not_those_of_the_model_are_refused(schedule: str, block
     plan = qs.compile(schedule, mesh="pp=2", microbatches=4, stages=blocks)
     with pytest.raises(qs.MisfitError, match=words):
         train_on(plan, ids_task(1, 4, LENGTH), tiny_gpt(LENGTH, depth=DEPTH), dtype=torch.float64)
-
-
-def test_costs_of_blocks_and_planned_stages_are_refused_together() -> None:
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2, stages=[4, 2])
-    with pytest.raises(qs.UsageError, match=r"how many blocks each stage has \(4,2\).*leave out block_costs"):
-        train_on(plan, ids_task(1, 4, LENGTH), tiny_gpt(LENGTH, depth=DEPTH), block_costs=[1.0] * 6)

@@ -54,15 +54,6 @@ class Shifted(Normalised):
         return self.rows(ids)
 
 
-class Clamped(Normalised):
-    """Has a clamp with nothing to do."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.rows.weight.clamp_(-100, 100)
-        return self.rows(ids)
-
-
 class Created(Normalised):
     def forward(self, ids: Tensor) -> Tensor:
         if not hasattr(self, "more"):
@@ -125,8 +116,3 @@ def test_it_is_as_in_one_process_where_there_is_one_copy(mesh: str) -> None:
     weights = [w for w in train(qs.compile("1f1b", mesh=mesh, microbatches=2), Bounded) if len(w)]
     assert all((weight.norm(dim=1) < 0.5001).all() for weight in weights)
     assert weights
-
-
-@pytest.mark.parametrize("zero", [0, 3])
-def test_a_clamp_that_changes_nothing_is_not_refused(zero: int) -> None:
-    assert train(qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=zero), Clamped)

@@ -166,18 +166,3 @@ def test_losses_of_the_whole_batch(name: str) -> None:
     engine = Engine(plan, [lambda: nn.Linear(3, 2)], loss, sgd)
     with pytest.raises(CodeError, match=f"here with 2 of this replica's .*{words}"):
         engine.step(torch.ones(4, 3), targets)
-
-
-def test_a_loss_of_one_microbatch_raises_as_it_is() -> None:
-    engine = Engine(qs.compile("1f1b", mesh="dp=1", microbatches=1), [lambda: nn.Linear(3, 2)], nn.MSELoss(), sgd)
-    with pytest.raises(CodeError, match="the loss function raised") as raised:
-        engine.step(torch.ones(4, 3), torch.ones(4, 7))
-    assert "microbatch" not in str(raised.value)
-
-
-@pytest.mark.parametrize("mesh", ["pp=2", "dp=2", "dp=2,pp=2"])
-def test_what_no_block_takes_is_refused_by_all_ranks(mesh: str) -> None:
-    told = errors_of(mesh, (), 0, FEATURES + 1)
-    assert len(told) == qs.Mesh.parse(mesh).size
-    assert {type(error) for error in told.values()} == {MisfitError}
-    assert all("block 1 cannot take float32 (2, 9): RuntimeError: " in str(error) for error in told.values())

@@ -1,7 +1,10 @@
-"""Another shape in every step, and data that end at different times: the numbers of one process everywhere."""
+"""Other shapes, numbers of microbatches and ends of data in every step: the numbers of one process everywhere."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Carry, Engine, drained
+from quintsched.ir.plan_data import ScheduleSpec
+from quintsched.runtime import Engine, drained
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
@@ -74,75 +78,6 @@ def test_overlapped_and_offloaded_units_too(more: dict[str, Any]) -> None:
     require_equal(train_on(plan, blocks, shapes), train_alone(blocks, shapes))
 
 
-class Down(nn.Module):
-    """Sends its input past the next blocks, among them the middle of the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Embedding(CLASSES, 8)
-
-    def forward(self, ids: Tensor) -> Carry:
-        found = self.inner(ids)
-        return Carry(found, skip=found.square())
-
-
-class Middle(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x.cumsum(1)).tanh()
-
-
-class Up(Middle):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor, skip: Tensor) -> Tensor:  # type: ignore[override]
-        return self.head(super().forward(x) + skip)
-
-
-@pytest.mark.parametrize("skip", [None, {"skip": (0, 2)}], ids=str)
-def test_what_rides_along_changes_with_the_rest(skip: dict[str, tuple[int, ...]] | None) -> None:
-    blocks = [Down, Middle, Up]
-    plan = qs.compile("1f1b", mesh="pp=3", microbatches=4, skip=skip)
-    require_equal(train_on(plan, blocks, ONE, "nccl"), train_alone(blocks, ONE))
-
-
-def test_buffers_are_as_long_as_the_largest_message_and_no_more() -> None:
-    plan, lengths = qs.compile("gpipe", mesh="pp=2", microbatches=2), [8, 4, 16, 12, 8, 2, 6, 16]
-
-    def run(transport: Transport) -> list[int]:
-        engine = Engine(plan, small_gpt(), cross_entropy_sum, sgd, dtype=torch.float64, transport=transport)
-        found = []
-        for step, length in enumerate(lengths):
-            ((inputs, targets),) = batches(Shape([(4, length)]), step)
-            engine.step(inputs, targets)
-            buffers = engine._runner.interpreters["train"].state.messages.buffers
-            found.append(sum(buffer.untyped_storage().nbytes() for buffer in buffers.all()))
-        return found
-
-    for found in run_local(2, run, rules="nccl"):
-        assert found == [found[0] * longest // 8 for longest in (8, 8, 16, 16, 16, 16, 16, 16)]
-
-
-def test_a_batch_that_cannot_be_cut_is_refused_on_all_ranks_in_the_same_words() -> None:
-    plan = qs.compile("seq-1f1b", mesh="pp=2", microbatches=2, slices=2)
-
-    def run(transport: Transport) -> str:
-        engine = Engine(plan, small_gpt(), cross_entropy_sum, sgd, dtype=torch.float64, transport=transport)
-        ((inputs, targets),) = batches(Shape([(4, 8)]), 0)
-        engine.step(inputs, targets)
-        with pytest.raises(qs.MisfitError) as refused:
-            engine.step(inputs[:, :7], targets)
-        assert torch.isfinite(engine.step(inputs, targets).loss)
-        return str(refused.value)
-
-    assert set(run_local(2, run)) == {"inputs of shape (2, 7) cannot be cut into 2 equal slices"}
-
-
 STEPS = [Shape([(4, 8), (4, 8)]), Shape([(3, 8), (2, 4)]), Shape([(4, 8), (0, 8)]), Shape([(2, 16), (0, 8)])]
 
 
@@ -187,20 +122,6 @@ def test_drained_loaders_end_together(mesh: str, zero: int) -> None:
     require_equal(run_local(plan.mesh.size, run), train_alone(small_gpt(), STEPS))
 
 
-def test_a_step_in_which_nobody_has_samples_is_refused_on_all_ranks() -> None:
-    plan = qs.compile("1f1b", mesh="dp=2", microbatches=2)
-
-    def run(transport: Transport) -> float:
-        engine = engine_of(transport, plan)
-        inputs, targets = batches(STEPS[0], 0)[engine.replica]
-        engine.step(inputs, targets)
-        with pytest.raises(qs.MisfitError, match="no replica has samples"):
-            engine.step(inputs[:0], targets[:0])
-        return engine.step(inputs, targets).loss.item()
-
-    assert len(set(run_local(2, run))) == 1
-
-
 def test_no_more_data_waits_for_the_others() -> None:
     plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
 
@@ -214,6 +135,114 @@ def test_no_more_data_waits_for_the_others() -> None:
     found = run_local(4, run)
     assert [later for _, later in found] == [0, 0, 2, 2]
     require_equal([run for run, _ in found], train_alone(small_gpt(), STEPS))
+
+
+class Chosen(nn.Module):
+    """Experts over the tokens that are theirs, as transformers' default mixtures loop over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        chosen, mixed = rows.detach().sum(-1).mul(10).long() % 3, torch.zeros_like(rows)
+        for number in chosen.unique().tolist():
+            places = (chosen == number).nonzero()[:, 0]
+            mixed = mixed.index_add(0, places, self.experts[number](rows[places]))
+        return x + mixed.view_as(x)
+
+
+class Measured(nn.Module):
+    """Scales by what a number of the data says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 2.0 if x.detach().abs().max().item() < 1e6 else 1.0
+        return self.inner(x) * scale
+
+
+BLOCKS = [partial(nn.Embedding, CLASSES, 8), Chosen, Chosen, Measured]
+SHAPES = [
+    Shape([(4, 8), (4, 8)]),
+    Shape([(5, 16), (3, 4)]),
+    Shape([(2, 8), (0, 4)], evaluates=True),
+    Shape([(2, 8), (6, 8)]),
+]
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2,pp=4", 2), ("dp=2", 0)])
+def test_shapes_that_only_data_can_tell(mesh: str, zero: int) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=4, zero=zero)
+    require_equal(train_on(plan, BLOCKS, SHAPES), train_alone(BLOCKS, SHAPES))
+
+
+class Varying(nn.Module):
+    """Leaves only what is positive: a shape that its data decide."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[x.sum((1, 2)) > 0]
+
+
+def test_a_shape_that_varies_with_data_is_refused_by_name() -> None:
+    plan, ((inputs, targets),) = qs.compile("1f1b", mesh="pp=2", microbatches=2), batches(Shape([(8, 8)]), 0)
+    blocks = [partial(nn.Embedding, CLASSES, 8), Varying, Measured, nn.Identity]
+
+    def run(transport: Transport) -> None:
+        engine = Engine(plan, blocks, lambda x, _: x.sum(), sgd, dtype=torch.float64, transport=transport)
+        for _ in range(3):
+            engine.step(inputs, targets)
+
+    with pytest.raises(qs.MisfitError, match=r"stage 0 .*Varying.* gave .*; the ranks agreed on .* must not depend"):
+        run_local(2, run)
+
+
+NUMBERED = [
+    Shape([(4, 8)]),
+    Shape([(6, 8)], microbatches=3),
+    Shape([(6, 8)], microbatches=2),
+    Shape([(5, 8)], microbatches=3, evaluates=True),
+    Shape([(4, 8)]),
+    Shape([(2, 4)], microbatches=3),
+]
+
+
+def edited(plan: qs.Plan) -> qs.Plan:
+    """Return a plan that no schedule's name compiles to."""
+    return replace(plan, schedule=ScheduleSpec("by-hand", plan.schedule.microbatches))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("name", ["zb-h1", "1f1b"])
+def test_a_plan_is_compiled_again(name: str, zero: int, caplog: pytest.LogCaptureFixture) -> None:
+    plan, blocks = qs.compile(name, mesh="pp=2", microbatches=4), small_gpt()
+    with caplog.at_level(logging.INFO):
+        require_equal(train_on(plan, blocks, NUMBERED), train_alone(blocks, NUMBERED))
+    assert f"the plan ({name}) was compiled again for 3 microbatches" in caplog.text
+    both = [Shape([(2, 8), (3, 8)], microbatches=k) for k in (3, 2, 6)]
+    plan = qs.compile(name, mesh="dp=2", microbatches=4, zero=zero)
+    require_equal(train_on(plan, blocks, both), train_alone(blocks, both))
+
+
+def test_a_plan_of_ones_own_is_padded() -> None:
+    plan, blocks = edited(qs.compile("1f1b", mesh="pp=2", microbatches=4)), small_gpt()
+    require_equal(train_on(plan, blocks, NUMBERED), train_alone(blocks, NUMBERED))
+
+
+def test_more_microbatches_than_a_plan_of_ones_own_has_are_refused() -> None:
+    plan, (batch,) = edited(qs.compile("1f1b", mesh="pp=2", microbatches=2)), batches(NUMBERED[0], 0)
+
+    def run(transport: Transport) -> None:
+        engine = Engine(plan, small_gpt(), cross_entropy_sum, sgd, dtype=torch.float64, transport=transport)
+        with pytest.raises(qs.UsageError, match=r"has 2 microbatches, and it cannot be compiled again for 4"):
+            engine.step(*batch, microbatches=4)
+        assert torch.isfinite(engine.step(*batch).loss)
+
+    run_local(2, run)
 
 
 def test_replicas_that_share_experts_compute_units_without_samples() -> None:

@@ -1,28 +1,88 @@
-"""Runs beside the training, and a split, leave no trace in blocks: what they keep is what one process's have."""
+"""Trial runs, and a split, leave no trace in blocks; loose tensors that collect a gradient are refused."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import random
-import threading
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import tree_map_only
 
 import quintsched as qs
-from quintsched.runtime import split
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine, run_local, split
 from quintsched.runtime.blocks.block_builders import build_block, build_model
 from quintsched.runtime.blocks.shape_inference import trace_shapes
 from quintsched.runtime.blocks.trees import TreeSpec
-from quintsched.runtime.blocks.without_side_effects import attributes_untouched, untouched
+from quintsched.runtime.blocks.without_side_effects import untouched
 from quintsched.runtime.comm.random_generators import draws_undone
 
 from ...helpers.training import check_equality, sgd
+
+
+class Layer(nn.Module):
+    def __init__(self, delta):
+        super().__init__()
+        self.fc, self.held = nn.Linear(4, 4), {"delta": delta}
+
+    def forward(self, x):
+        return self.fc(x + self.held["delta"])
+
+
+class Model(nn.Module):
+    def __init__(self, delta):
+        super().__init__()
+        self.layers, self.delta = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), delta
+
+    def forward(self, x):
+        x = x + self.delta
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def loose():
+    return torch.zeros(4, requires_grad=True)
+
+
+def mse(output, targets):
+    return (output - targets).square().mean()
+
+
+def engine_of(blocks, loss=mse):
+    def work(transport):
+        x = torch.ones(2, 4)
+        sgd = torch.optim.SGD
+        Engine(qs.compile("1f1b", mesh="pp=2", microbatches=2), blocks, loss, sgd, transport=transport).step(x, x)
+
+    return run_local(2, work)
+
+
+def test_a_loose_leaf_of_a_block_a_model_or_a_loss_is_refused():
+    with pytest.raises(MisfitError, match=r"block 0 \(Layer\) goes by .*held\['delta'\].*nn.Parameter"):
+        engine_of([Layer(loose()), nn.Linear(4, 4)])
+    with pytest.raises(MisfitError, match=r"model \(Model\).delta, a tensor with requires_grad"):
+        split(Model(loose()), example=torch.ones(2, 4))
+    delta = loose()
+    with pytest.raises(MisfitError, match="loss_fn goes by"):
+        engine_of([nn.Linear(4, 4), nn.Linear(4, 4)], lambda output, targets: mse(output, targets) + delta.sum())
+
+
+def test_a_trial_leaves_no_gradient():
+    layer = Layer(loose())
+    layer.fc.bias.grad = kept = torch.ones(4)
+    with untouched(layer):
+        layer(torch.ones(2, 4)).sum().backward()
+    assert layer.fc.weight.grad is None
+    assert layer.held["delta"].grad is None
+    assert layer.fc.bias.grad is kept
+    assert kept.tolist() == [1, 1, 1, 1]
+
 
 WIDTH = 4
 
@@ -181,22 +241,6 @@ def test_weights_and_attributes_are_put_back_also_behind_an_error() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_what_hooks_set_on_layers_of_torch_is_put_back() -> None:
-    layer = nn.Linear(WIDTH, WIDTH)
-
-    def count(module, *_):
-        module.calls = 1
-
-    for register in (register_module_forward_hook, layer.register_forward_hook):
-        handle = register(count)
-        try:
-            with attributes_untouched(layer):
-                layer(torch.zeros(1, WIDTH))
-        finally:
-            handle.remove()
-        assert not hasattr(layer, "calls")
-
-
 class Drawn(nn.Module):
     """A block whose weights and forward draw from each generator of the process."""
 
@@ -225,28 +269,14 @@ def test_what_is_built_or_tried_draws_nothing() -> None:
     assert (built[0].weight != built[1].weight).all()
 
 
-def test_draws_that_several_threads_undo_leave_nothing() -> None:
-    """Ranks that are threads share torch's generator; one may look where it is while another one's draws move it."""
-    entered, left = threading.Barrier(2), threading.Event()
+class Cycled(Layer):
+    def forward(self, x):
+        return self.fc(x * next(self.held["delta"]))
 
-    def first() -> None:
-        with draws_undone():
-            torch.rand(1)
-            entered.wait()
-            left.wait(10)
-            torch.rand(1)
 
-    def second() -> None:
-        entered.wait()
-        with draws_undone():
-            torch.rand(1)
-            left.set()
-            one.join()
-
-    before = torch.get_rng_state()
-    one, two = threading.Thread(target=first), threading.Thread(target=second)
-    for thread in (one, two):
-        thread.start()
-    for thread in (one, two):
-        thread.join()
-    assert torch.equal(torch.get_rng_state(), before)
+@pytest.mark.parametrize("held", [itertools.cycle([1.0, 2.0]), iter([1.0] * 100), itertools.count(1)])
+def test_an_iterator_that_a_block_holds_is_refused(held):
+    with pytest.raises(MisfitError, match=r"block 0 \(Cycled\) goes by .*held\['delta'\], a .*keep the items"):
+        engine_of([Cycled(held), nn.Linear(4, 4)])
+    with pytest.raises(MisfitError, match=r"loss_fn goes by .*held.*, a .*keep the items"):
+        engine_of([nn.Linear(4, 4), nn.Linear(4, 4)], lambda output, targets: mse(output, targets) * next(held))
