@@ -1,4 +1,4 @@
-"""Deferred weight gradients against plain autograd: the same bits, whatever the layer and the way it is used."""
+"""Deferred weight gradients against plain autograd: the same bits, whatever the layer, its hooks and its use."""
 
 import copy
 import gc
@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from quintsched.runtime.autograd.deferred_weight_grads import WeightQueue, defer, defer_weights, queue_of
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 
-from .halves import Mixed, backward_in_halves, backward_plainly, check_same_bits, drain
+from .halves import Mixed, backward_in_halves, backward_plainly, check_same_bits, drain, leaf
 
 SHAPES: dict[str, Callable[[], Tensor]] = {
     "vector": lambda: torch.randn(24)[::2],
@@ -30,44 +33,10 @@ def test_linear(shape: str, bias: bool, dtype: torch.dtype) -> None:
     check_same_bits(nn.Linear(12, 9, bias, dtype=dtype), *(SHAPES[shape]().to(dtype) for _ in range(2)))
 
 
-@pytest.mark.parametrize(("width", "out"), [(1, 5), (5, 1), (256, 384)])
-def test_odd_and_large_widths(width: int, out: int) -> None:
-    check_same_bits(nn.Linear(width, out), torch.randn(64, width), torch.randn(2, 1, width))
-
-
-class Quantised(nn.Module):
-    """Gives its layer other numbers for a forward, and adds up what that makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(12, 9)
-
-    def forward(self, x):
-        kept = self.layer.weight.data
-        self.layer.weight.data = kept.sign() * kept.abs().mean()
-        found = self.layer(x)
-        self.layer.weight.data = kept
-        return found.sum()  # whose gradient is expanded
-
-
-def test_a_weight_that_has_other_numbers_for_a_forward() -> None:
-    check_same_bits(Quantised(), *torch.randn(2, 3, 5, 12))
-
-
 @pytest.mark.parametrize("padding", [None, 0, -2])
 @pytest.mark.parametrize("shape", [(), (4,), (3, 5), (2, 3, 4)])
 def test_embedding(padding: int | None, shape: tuple[int, ...]) -> None:
     check_same_bits(nn.Embedding(6, 8, padding), *(torch.randint(6, shape) for _ in range(3)))
-
-
-def test_odd_embeddings_and_weights_that_other_kinds_of_layers_hold_never_wait() -> None:
-    for kind in ({"sparse": True}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}):
-        embedding = nn.Embedding(6, 8, **kind)
-        assert defer_weights(embedding, WeightQueue()) == 0
-        assert type(embedding) is nn.Embedding
-    module = nn.ModuleList([nn.Linear(4, 3, bias=False), nn.Conv1d(4, 3, 1)])
-    module[1].weight = module[0].weight
-    assert defer_weights(module, WeightQueue()) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,29 +69,6 @@ def test_a_weight_of_three_uses_is_handed_over_once() -> None:
     assert len(drain(products)) == 1
 
 
-def test_the_order_of_the_drain_is_that_of_the_backward() -> None:
-    module, queue = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), WeightQueue()
-    defer_weights(module, queue)
-    with queue.deferring() as products:
-        torch.autograd.backward(module(torch.randn(2, 4)).sum())
-    assert list(map(id, drain(products))) == [
-        id(p) for p in (module[2].weight, module[2].bias, module[0].weight, module[0].bias)
-    ]
-    assert list(products.tensors()) == []
-
-
-class HalfFunctional(TiedWords):
-    def forward(self, ids):
-        return F.linear(self.words(ids), self.words.weight) + self.words(ids).sum(-1, keepdim=True)
-
-
-def test_a_weight_that_is_also_used_functionally_gets_both_parts() -> None:
-    module = HalfFunctional().double()
-    twin, ids = copy.deepcopy(module), torch.randint(6, (3, 5))
-    wanted = backward_plainly(module, [ids, ids])[2]
-    torch.testing.assert_close(backward_in_halves(twin, [ids, ids])[2], wanted, rtol=1e-12, atol=1e-12)
-
-
 def test_the_graph_is_freed_by_the_input_half() -> None:
     module, queue = nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.Linear(5, 3)), WeightQueue()
     defer_weights(module, queue)
@@ -144,6 +90,161 @@ def test_the_graph_is_freed_by_the_input_half() -> None:
     assert all(ref() is None for ref in inputs)
 
 
+def test_hooks() -> None:
+    seen: list[str] = []
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+        module[0].register_forward_hook(lambda *_: seen.append("forward"))
+        module[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+        module[1].weight.register_hook(lambda grad: 2 * grad)
+        return module
+
+    check_same_bits(build(), torch.randn(6, 4), twin=build())
+    assert seen.count("forward") == seen.count("backward") == 3
+    module, queue = build(), WeightQueue()
+    defer_weights(module, queue)
+    with queue.deferring() as products:
+        torch.autograd.backward(module(leaf(torch.randn(6, 4))).sum())
+    assert list(map(id, drain(products))) == [id(p) for p in (module[1].bias, module[0].weight, module[0].bias)]
+
+
+class Implicit(nn.Module):
+    """A fixed point, whose backward asks for gradients of its input alone, within a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            at = x.detach().requires_grad_()
+            again = torch.tanh(self.inner(at))
+        y: Tensor = torch.tanh(self.inner(x))
+        y.register_hook(lambda g: g + torch.autograd.grad(again, at, g, retain_graph=True)[0])
+        return y
+
+
+def test_gradients_that_a_hook_asks_for_leave_those_of_weights_alone() -> None:
+    torch.manual_seed(0)
+    check_same_bits(nn.Sequential(nn.Linear(4, 4), Implicit(), nn.Linear(4, 4)), torch.randn(6, 4))
+
+
+@pytest.mark.parametrize("change", [parametrizations.weight_norm, parametrizations.spectral_norm])
+def test_a_weight_that_is_parametrized_before_or_after_does_not_wait(change: Callable[[nn.Module], nn.Module]) -> None:
+    module, x = nn.Linear(4, 5), torch.randn(3, 4)
+    for is_later in (False, True):
+        plain, twin = copy.deepcopy(module), copy.deepcopy(module)
+        torch.manual_seed(1)
+        expected = backward_plainly(change(plain), [x])
+        if is_later:
+            defer_weights(twin, WeightQueue())
+        torch.manual_seed(1)
+        change(twin)
+        torch.testing.assert_close(backward_in_halves(twin, [x]), expected, rtol=0, atol=0)
+
+
+class Cast(nn.Sequential):
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("kind", [Cast, Checkpointed])
+def test_autocast_and_recomputation_within_the_backward(kind: type[nn.Sequential]) -> None:
+    for dtype in (torch.float32, torch.float64):
+        module = kind(nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 5, bias=False)).to(dtype)
+        check_same_bits(module, *torch.randn(2, 3, 5, 12, dtype=dtype))
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 6, padding_idx=5)
+        self.fc1, self.fc2 = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(self.words(ids))))
+
+
+def test_tensor_parallel_layers() -> None:
+    torch.manual_seed(0)
+    full = Words()
+    batches = [torch.randint(8, (3, 4)) for _ in range(2)]
+
+    def body(transport: Transport) -> int:
+        group = transport.make_group([(0, 1)])
+        modules = [apply_tensor_parallel(copy.deepcopy(full), group, {"words": "vocabulary"}) for _ in range(2)]
+        wanted, halves = backward_plainly(modules[0], batches), backward_in_halves(modules[1], batches)
+        torch.testing.assert_close(halves, wanted, rtol=0, atol=0)
+        return defer_weights(modules[1], WeightQueue())
+
+    assert run_local(2, body) == [4 * 6 + (6 * 6 + 6) + 6 * 6] * 2
+
+
+class Quantised(nn.Module):
+    """Gives its layer other numbers for a forward, and adds up what that makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 9)
+
+    def forward(self, x):
+        kept = self.layer.weight.data
+        self.layer.weight.data = kept.sign() * kept.abs().mean()
+        found = self.layer(x)
+        self.layer.weight.data = kept
+        return found.sum()  # whose gradient is expanded
+
+
+def test_a_weight_that_has_other_numbers_for_a_forward() -> None:
+    check_same_bits(Quantised(), *torch.randn(2, 3, 5, 12))
+
+
+def test_odd_embeddings_and_weights_that_other_kinds_of_layers_hold_never_wait() -> None:
+    for kind in ({"sparse": True}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}):
+        embedding = nn.Embedding(6, 8, **kind)
+        assert defer_weights(embedding, WeightQueue()) == 0
+        assert type(embedding) is nn.Embedding
+    module = nn.ModuleList([nn.Linear(4, 3, bias=False), nn.Conv1d(4, 3, 1)])
+    module[1].weight = module[0].weight
+    assert defer_weights(module, WeightQueue()) == 0
+
+
+def test_tensors_modified_in_place() -> None:
+    module, queue = nn.Linear(4, 3), WeightQueue()
+    defer_weights(module, queue)
+    x = torch.randn(2, 4)
+    y = module(x)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.backward(y.sum())
+    y = module(x)
+    with queue.deferring() as products:
+        torch.autograd.backward(y.sum())
+    x.add_(1)
+    with pytest.raises(RuntimeError, match=r"weight of shape \(3, 4\) was modified in place between the two halves"):
+        drain(products)
+
+
+class HalfFunctional(TiedWords):
+    def forward(self, ids):
+        return F.linear(self.words(ids), self.words.weight) + self.words(ids).sum(-1, keepdim=True)
+
+
+def test_a_weight_that_is_also_used_functionally_gets_both_parts() -> None:
+    module = HalfFunctional().double()
+    twin, ids = copy.deepcopy(module), torch.randint(6, (3, 5))
+    wanted = backward_plainly(module, [ids, ids])[2]
+    torch.testing.assert_close(backward_in_halves(twin, [ids, ids])[2], wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_an_error_in_the_backward_ends_the_collecting() -> None:
     queue = WeightQueue()
     with pytest.raises(ValueError, match="broken"), queue.deferring():
@@ -152,13 +253,6 @@ def test_an_error_in_the_backward_ends_the_collecting() -> None:
     defer_weights(module, queue)
     torch.autograd.backward(module(torch.randn(2, 4)).sum())
     assert module.weight.grad is not None
-
-
-def test_a_wrong_type_is_refused_as_ever() -> None:
-    layer = nn.Linear(3, 2)
-    defer_weights(layer, WeightQueue())
-    with pytest.raises(RuntimeError, match="dtype"):
-        layer(torch.randn(4, 3, dtype=torch.float64))
 
 
 class Scale(nn.Module):
@@ -196,3 +290,12 @@ def test_a_users_own_layer() -> None:
     check_same_bits(module, torch.randn(6, 4), torch.randn(6, 4))
     assert defer_weights(module, WeightQueue()) == 4 + 20 + 4
     assert queue_of(module[0].weight) is not None
+
+
+def test_transforms_of_functions() -> None:
+    layer, x = nn.Linear(3, 2), torch.randn(5, 4, 3)
+    wanted = layer(x)
+    defer_weights(layer, WeightQueue())
+    torch.testing.assert_close(torch.vmap(layer)(x), wanted)
+    replaced = torch.func.functional_call(layer, {"weight": torch.zeros(2, 3, requires_grad=True)}, x)
+    torch.testing.assert_close(replaced, layer.bias.expand(5, 4, 2))

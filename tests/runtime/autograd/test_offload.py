@@ -89,14 +89,6 @@ def test_views_of_one_storage_share_a_copy_and_weights_have_none() -> None:
     assert sizes == sorted(4 * n for n in (4 * 6, 4 * 9, 4 * 4, 4 * 3)), "x; q, k and v; softmax; what is squared"
 
 
-def test_what_a_dropped_graph_saved_is_not_moved() -> None:
-    x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(6, 9, requires_grad=True)
-    activations, loss = saved_by(attention, x, weight)
-    assert activations.memories()
-    del loss
-    assert not activations.memories()
-
-
 class Keeping:
     """Its output is saved for the backward of `exp`, and somebody else holds it."""
 
@@ -144,10 +136,3 @@ def test_a_weight_that_is_changed_in_place_is_refused_too() -> None:
         weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_a_leaf_of_a_type_without_gradients_is_left_without_memory_as_well() -> None:
-    ids = torch.arange(12).view(3, 4)[:, ::2]
-    vacate([ids])
-    assert (ids.shape, ids.stride(), ids.dtype) == ((3, 2), (4, 2), torch.int64)
-    assert ids.untyped_storage().nbytes() == 0

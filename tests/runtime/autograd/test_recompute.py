@@ -1,8 +1,10 @@
-"""Recomputation: the same bits, less memory; blocks that give other numbers when they are run again are refused."""
+"""Recomputation has the same bits and less memory; blocks and losses may differentiate in their own forwards."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Engine
+from quintsched.runtime import Engine, split
 from quintsched.runtime.comm import Transport, run_local
 
-from ...helpers.training import Outcome, require_same_bits, train_ranks
-from ..toys import sgd
+from ...helpers.training import Outcome, check_equality, require_same_bits, train_ranks
+from ..toys import adam, sgd
 
 
 class Noisy(nn.Module):
@@ -42,38 +44,6 @@ def test_random_masks_and_auxiliary_losses_are_those_of_the_forward() -> None:
     kept, again = outcomes({"mesh": "pp=1", "microbatches": 2}, [Noisy] * 3, [tuple(torch.randn(2, 8, 8))] * 3)
     assert kept[0].losses == again[0].losses
     require_same_bits(again, kept)
-
-
-class Scaled(nn.Linear):
-    """Scales the gradient of what it is given, by a hook."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.requires_grad:
-            x.register_hook(lambda gradient: gradient * 0.3)
-        return super().forward(x).tanh()
-
-
-def test_a_hook_on_what_a_block_is_given_is_called_once() -> None:
-    blocks, x = [Scaled(4, 4, dtype=torch.float64) for _ in range(4)], torch.ones(8, 4, dtype=torch.float64)
-    kept, again = outcomes({"mesh": "pp=2", "microbatches": 4}, blocks, [(x, x)])
-    require_same_bits(again, kept)
-
-
-def test_what_is_recomputed_does_not_stand() -> None:
-    inputs, targets = torch.randn(64, 32), torch.randn(64, 32)
-
-    def peaks(recompute: int) -> list[int]:
-        plan = qs.compile("gpipe", mesh="pp=2", microbatches=8, recompute=recompute)
-
-        def run(transport: Transport) -> int:
-            blocks = [lambda: nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())] * 4
-            engine = Engine(plan, blocks, nn.functional.mse_loss, sgd, transport=transport)
-            return engine.step_counting_saved(inputs, targets)[1].peak
-
-        return run_local(2, run)
-
-    kept, dropped = peaks(0), peaks(1)
-    assert all(less <= 0.5 * more for less, more in zip(dropped, kept, strict=True))
 
 
 class Counting(nn.Module):
@@ -137,3 +107,167 @@ def test_dropouts_in_checkpoints_within_checkpoints_draw_what_they_drew() -> Non
     expected = losses("dp=1", False)
     assert losses("pp=2", True) == pytest.approx(expected, rel=1e-6)
     assert len(set(expected)) == 3
+
+
+class Scaled(nn.Linear):
+    """Scales the gradient of what it is given, by a hook."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.3)
+        return super().forward(x).tanh()
+
+
+def test_a_hook_on_what_a_block_is_given_is_called_once() -> None:
+    blocks, x = [Scaled(4, 4, dtype=torch.float64) for _ in range(4)], torch.ones(8, 4, dtype=torch.float64)
+    kept, again = outcomes({"mesh": "pp=2", "microbatches": 4}, blocks, [(x, x)])
+    require_same_bits(again, kept)
+
+
+WIDTH, SAMPLES, STEPS = 8, 8, 2
+
+Loss = Callable[[Tensor, Tensor], tuple[Tensor, float]]
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Penalty(Plain):
+    """Has the slope of its output as an auxiliary loss, while it trains."""
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.training:
+            return super().forward(x)
+        x = x if x.requires_grad else x.requires_grad_()
+        y = super().forward(x)
+        (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return y, 0.01 * slope.square().sum()
+
+
+class Force(nn.Module):
+    """Moves down the slope of an energy, in evaluations too, and switches on no graph for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + 0 * self.energy[1].bias.sum()
+        assert x.requires_grad
+        (slope,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return x - slope
+
+
+class LooksAtData(Force):
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        return found if found.abs().sum().item() >= 0 else x
+
+
+class InnerStep(Plain):
+    """Takes a step of descent on its own weight first, as MAML does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(super().forward(x).square().mean(), self.up.weight, create_graph=True)
+            up = nn.functional.linear(x, self.up.weight - 0.1 * slope, self.up.bias)
+            return x + self.down(torch.tanh(up))
+
+
+def squares(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    return (output - targets).square().sum(), float(len(output))
+
+
+def penalized(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+    with torch.enable_grad():
+        point = output if output.requires_grad else output.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.tanh(point).pow(3).sum(), point, create_graph=True)
+    return (output - targets).square().sum() + slope.square().sum(), float(len(output))
+
+
+CASES: dict[str, tuple[list[Callable[[], nn.Module]], Loss]] = {
+    "penalty": ([Penalty, Plain], squares),
+    "force": ([Plain, Force], squares),
+    "looks at data": ([LooksAtData, Plain], squares),
+    "inner step": ([InnerStep, Plain], squares),
+    "loss": ([Plain, Plain], penalized),
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "dp=1": {},
+    "pp=2": {"recompute": 1},
+    "dp=2,pp=2": {"schedule": "zb-h1", "zero": 2},
+    "dp=2": {"zero": 3, "recompute": 1},
+    "pp=2,tp=2": {"schedule": "zb-h1"},
+}
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    random = torch.Generator().manual_seed(0)
+    drawn = torch.randn(STEPS, 2, SAMPLES, WIDTH, generator=random, dtype=torch.float64)
+    return [(inputs, targets) for inputs, targets in drawn]
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        case for case in product(CASES, PLANS) if case != ("looks at data", "pp=2,tp=2")
+    ],  # proofs want shapes without data
+)
+def test_gradients_in_forwards_equal_one_process(name: str, mesh: str) -> None:
+    blocks, loss = CASES[name]
+    options = {"schedule": "1f1b", "microbatches": 2 if "dp=2" in mesh else 4, **PLANS[mesh]}
+    more: dict[str, Any] = {"microbatches": 4, "evaluated": batches()[0], "bucket_mb": 0.0005}
+    check_equality(qs.compile(mesh=mesh, **options), blocks * 2, loss, adam, batches(), **more)
+
+
+class Chained(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Force() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class SlopeOfAll(Chained):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        (slope,) = torch.autograd.grad(super().forward(x).sum(), x, create_graph=True)
+        return slope
+
+
+def test_layers_of_a_model_may_differentiate_and_the_model_through_them_may_not() -> None:
+    torch.manual_seed(0)
+    model, (inputs, targets) = Chained().double(), batches()[0]
+    expected = squares(model(inputs), targets)[0].item() / SAMPLES
+    blocks = split(model, example=inputs[:2])
+    plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
+    engine = Engine(plan, blocks, squares, adam, transport=None)
+    assert abs(engine.evaluate(inputs, targets).loss.item() - expected) <= 1e-12
+    assert abs(engine.step(inputs, targets).loss.item() - expected) <= 1e-12
+    with pytest.raises(MisfitError, match=r"SlopeOfAll differentiates through its layers .* let one block have"):
+        split(SlopeOfAll().double(), example=inputs[:2])
+
+
+class AsksForGrad(Plain):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return (y, y.square().sum()) if torch.is_grad_enabled() else y
+
+
+def test_what_recomputed_blocks_give_may_not_depend_on_whether_gradients_are_recorded() -> None:
+    plan = qs.compile("1f1b", mesh="dp=1", microbatches=2, recompute=1)
+    engine = Engine(plan, [AsksForGrad], squares, adam, dtype=torch.float64)
+    with pytest.raises(MisfitError, match=r"gave 1 tensors at first, and 2 when run again .* ask self\.training"):
+        engine.step(*batches()[0])

@@ -1,18 +1,17 @@
-"""Accelerator interface of the runtime, on made-up machines, as there is none here."""
+"""Accelerators, on made-up machines as there is none here; links between a rank's memory and its host's."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import time
 
 import pytest
 import torch
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime.comm import Transport, device, random_generators
+from quintsched.runtime.comm import Transport, device
 from quintsched.runtime.comm.choose_transport import choose_library, connect_for
-
-CPU = torch.device("cpu")
+from quintsched.runtime.comm.host_copies import HostLink, TimedLink
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int) -> list[torch.device]:
@@ -61,27 +60,6 @@ def test_nccl_may_share_a_device_where_it_is_told_to(monkeypatch: pytest.MonkeyP
     assert device.claim_device("nccl") == torch.device("cuda", 0) == chosen[-1]
 
 
-def test_streams_must_have_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(device.QUEUES, "8")
-    device.require_queues(0, 8)
-    with pytest.raises(MisfitError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=8, but rank 2 has 9 streams"):
-        device.require_queues(2, 9)
-
-
-def test_generators_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restore the generators of the host and, by way of its module, those of a device."""
-    gpu, kept = torch.device("xpu", 1), {torch.device("xpu", 1): torch.tensor([7])}
-    module = SimpleNamespace(get_rng_state=kept.__getitem__, set_rng_state=lambda state, of: kept.update({of: state}))
-    monkeypatch.setattr(torch, "get_device_module", lambda of: module)
-    for of in (CPU, gpu):
-        states = random_generators.generator_states(of)
-        first, kept[gpu] = torch.rand(3), torch.tensor([8])
-        random_generators.restore_generators(of, states)
-        assert torch.equal(torch.rand(3), first)
-        assert kept[gpu].item() == (7 if of == gpu else 8)
-        kept[gpu] = torch.tensor([7])
-
-
 @pytest.mark.parametrize(("kind", "expected"), [("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu"), (None, "cpu")])
 def test_one_process_takes_the_device_that_there_is(
     kind: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
@@ -92,5 +70,32 @@ def test_one_process_takes_the_device_that_there_is(
     assert transport.device.type == expected
 
 
-def test_a_library_of_several_backends_stands_for_the_cpu() -> None:
-    assert device.current_device("cpu:gloo,cuda:nccl") == device.current_device("gloo") == CPU
+BYTES = [torch.arange(400, dtype=torch.uint8), torch.zeros(600, dtype=torch.uint8)]
+
+
+@pytest.mark.parametrize("link", [HostLink(), TimedLink(1e9)])
+def test_what_goes_comes_back_in_memory_of_its_own(link: HostLink) -> None:
+    on_host, away = link.to_host(BYTES)
+    away.wait()
+    link.release(away)
+    on_device, back = link.to_device(on_host)
+    back.wait()
+    for there, home in zip(on_device, BYTES, strict=True):
+        assert torch.equal(there, home)
+        assert there.data_ptr() != home.data_ptr()
+    assert away.begin <= away.end
+    assert back.begin <= back.end
+
+
+def test_copies_of_one_way_queue_and_the_other_way_is_free() -> None:
+    link = TimedLink(50e3)  # 1000 bytes in 20 ms
+    began = time.perf_counter()
+    on_host, first = link.to_host(BYTES)
+    _, second = link.to_host(BYTES)
+    _, back = link.to_device(on_host)
+    assert first.begin == pytest.approx(began, abs=0.01)
+    assert first.end - first.begin == pytest.approx(0.02)
+    assert second.begin == first.end
+    assert back.begin < second.begin
+    second.wait()
+    assert time.perf_counter() >= second.end == pytest.approx(first.begin + 0.04)

@@ -1,51 +1,30 @@
-"""Ranks that are threads of one process, all at once or in turns: messages, collectives, and what is refused."""
+"""Ranks that are threads of one process: messages, collectives, NCCL's rules, and what would hang or go wrong there."""
 
-import copy
 import threading
 import time
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import permutations, product
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+import quintsched as qs
 from quintsched.errors import MisfitError, StallError
+from quintsched.ir.instruction_set import ShareMetrics, SyncTied
 from quintsched.runtime.comm import Group, LocalTransport, LocalWorld, ReduceOp, Rules, Transport, run_local
 from quintsched.runtime.comm.autograd_collectives import copy_to_group, reduce_from_group
 from quintsched.runtime.comm.local.threads_in_turns import run_in_turns
 
-from .group_checks import WORLD, check_collectives, make_groups
+from ...planner.verify.judge import Judge
+from ...planner.verify.judge_hosts import Hosts
+from .group_checks import WORLD, check_collectives, launch, make_groups
 
 
 def world_group(transport: Transport) -> Group:
     return transport.make_group([tuple(range(transport.world_size))])
-
-
-def test_messages_match_by_tag_and_are_first_in_first_out_within_one() -> None:
-    def body(t: Transport) -> list[float]:
-        t.open_channels([(0, 1)])
-        if t.rank == 0:
-            for value, tag in ((1.0, 7), (2.0, 7), (3.0, 5)):
-                t.send(torch.tensor([value]), 1, tag).wait()
-            return []
-        buffers = [torch.zeros(1) for _ in range(3)]
-        works = [t.recv(b, 0, tag) for b, tag in zip(buffers, (5, 7, 7), strict=True)]
-        for work in reversed(works):
-            work.wait()
-            work.wait()
-        return [b.item() for b in buffers]
-
-    assert run_local(2, body)[1] == [3.0, 1.0, 2.0]
-
-
-@pytest.mark.parametrize(("rules", "tag"), [("mailbox", " with tag 4"), ("nccl", "")])
-@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)])
-def test_a_message_that_does_not_fit_its_buffer_is_named(wrong: torch.Tensor, rules: Rules, tag: str) -> None:
-    def body(t: Transport) -> None:
-        t.open_channels([(0, 1)])
-        (t.send(wrong, 1, 4) if t.rank == 0 else t.recv(torch.zeros(2), 0, 4)).wait()
-
-    with pytest.raises(MisfitError, match=rf"rank 1 expected message 0 from rank 0{tag}, float32 \(2,\)") as info:
-        run_local(2, body, rules=rules)
-    assert info.value.__notes__ == ["on rank 1 of 2"]
 
 
 def test_the_first_error_wakes_all_and_is_the_one_raised() -> None:
@@ -72,25 +51,9 @@ def test_the_first_error_wakes_all_and_is_the_one_raised() -> None:
     assert "rank 0 failed first: ZeroDivisionError: mine" in stopped[1]
 
 
-def test_a_wait_ends_with_the_timeout() -> None:
-    world = LocalWorld(2, timeout_s=0.05)
-    transport = LocalTransport(world, 1)
-    transport.open_channels([(0, 1)])
-    with pytest.raises(StallError, match=r"rank 1 waited 0.05 s for message 0 from rank 0"):
-        transport.recv(torch.zeros(1), 0, 0).wait()
-
-
 @pytest.mark.parametrize("rules", ["mailbox", "nccl"])
 def test_every_collective_gives_what_it_says(rules: Rules) -> None:
     run_local(WORLD, lambda t: [check_collectives(t, group) for group in make_groups(t)], rules=rules)
-
-
-def test_parts_that_are_not_what_the_other_expects_are_refused() -> None:
-    def body(t: Transport) -> None:
-        world_group(t).all_to_all(torch.empty(3), torch.empty(3), [2, 1], [2, 1]).wait()
-
-    with pytest.raises(MisfitError, match="member 0 sends 1 row to member 1, which expects 2"):
-        run_local(2, body)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2,)])
@@ -106,12 +69,183 @@ def test_collectives_that_disagree_name_the_ranks(shape: tuple[int, ...]) -> Non
         run_local(2, body)
 
 
-def test_partitions_that_disagree_or_do_not_cover_the_world_are_refused() -> None:
-    with pytest.raises(MisfitError, match="splits the world into"):
-        run_local(2, lambda t: t.make_group([(0,), (1,)] if t.rank else [(0, 1)]))
-    for partition in ([(0,)], [(0, 1), (1,)], [(1, 0)]):
-        with pytest.raises(MisfitError):
-            LocalTransport(LocalWorld(2), 0).make_group(partition)
+CPU = torch.device("cpu")
+
+
+def test_members_run_one_at_a_time_and_meet_in_forward_and_backward() -> None:
+    running: list[int] = []
+
+    def work(group: Group) -> tuple[float, float]:
+        running.append(group.index)
+        x = torch.full((1,), 2.0, requires_grad=True)
+        entered = copy_to_group(x, group) * (group.index + 1)
+        assert running == [group.index]
+        running.clear()
+        y = reduce_from_group(entered, group)
+        y.backward()
+        running.clear()
+        assert x.grad is not None
+        return float(y.detach()), float(x.grad)
+
+    before = threading.active_count()
+    assert run_in_turns(3, CPU, work) == [(12.0, 6.0)] * 3
+    assert threading.active_count() == before
+
+
+BOTH_WAYS = [(0, 1), (1, 0)]
+STRICT: tuple[Rules, ...] = ("rendezvous", "nccl")
+
+
+def numbered(value: float) -> torch.Tensor:
+    return torch.full((2,), float(value))
+
+
+@settings(max_examples=20)
+@given(tags=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=6))
+def test_the_kth_send_meets_the_kth_receive_whatever_the_tags(tags: list[tuple[int, int]]) -> None:
+    def body(t: Transport) -> list[float]:
+        t.open_channels(BOTH_WAYS)
+        tensors = [numbered(i if t.rank == 0 else -1.0) for i in range(len(tags))]
+        move = t.send if t.rank == 0 else t.recv
+        works = [move(tensor, 1 - t.rank, tag[t.rank]) for tensor, tag in zip(tensors, tags, strict=True)]
+        for work in reversed(works):
+            work.wait()
+        return [tensor[0].item() for tensor in tensors]
+
+    assert run_local(2, body, rules="nccl")[1] == list(range(len(tags)))
+
+
+@pytest.mark.parametrize("rules", STRICT)
+def test_two_blocking_sends_are_a_deadlock_that_says_who_waits_for_what(rules: Rules) -> None:
+    def body(t: Transport) -> None:
+        t.open_channels(BOTH_WAYS)
+        t.send(numbered(0), 1 - t.rank, 0).wait()
+        t.recv(numbered(0), 1 - t.rank, 0).wait()
+
+    with pytest.raises(StallError, match=r"deadlock(.|\n)*rank 0 waits for rank 1 to receive message 0") as info:
+        run_local(2, body, rules=rules)
+    assert ("tag" in str(info.value)) == (rules == "rendezvous")
+    run_local(2, body)
+
+
+def test_collectives_of_two_groups_in_opposite_orders_are_refused() -> None:
+    def order(rank: int) -> str:
+        return "ab" if rank == 0 else "ba"
+
+    assert launch(order, "rendezvous") == [4, 4]
+    name = r"collective 0 of ranks \[0, 1\]"
+    said = (
+        rf"rank (.) issued {name} before {name}; rank (?!\1). issued {name} before {name}; NCCL wants one launch order"
+    )
+    with pytest.raises(MisfitError, match=said):
+        launch(order, "nccl")
+
+
+@settings(max_examples=30)
+@given(st.permutations("aabbp"), st.permutations("aabbp"))
+def test_two_ranks_pass_if_and_only_if_they_issue_the_same_order(first: list[str], second: list[str]) -> None:
+    assert launch(lambda _: "".join(first), "nccl") == [10, 10]
+    if first != second:
+        with pytest.raises(MisfitError, match="one launch order"):
+            launch(lambda rank: "".join((first, second)[rank]), "nccl")
+
+
+GROUPS = {"a": (0, 1), "b": (1, 2), "c": (0, 2)}
+TIED = qs.compile("1f1b", mesh="pp=3", microbatches=1, tied=GROUPS)
+
+
+def issue(plan: qs.Plan) -> None:
+    """Issue the sums of ties and the metrics of a plan, in its order, and nothing else; then wait for all of them."""
+
+    def body(t: Transport) -> None:
+        groups = [t.make_group([ranks, *((r,) for r in range(3) if r not in ranks)]) for ranks in GROUPS.values()]
+        found = dict(zip(GROUPS, groups, strict=True))
+        issued = [i for i in plan.programs[t.rank] if isinstance(i, SyncTied | ShareMetrics)]
+        places = [found[i.params] if isinstance(i, SyncTied) else t.world_group() for i in issued]
+        for work in [group.all_reduce(torch.ones(1)) for group in places]:
+            work.wait()
+
+    run_local(3, body, rules="nccl")
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("first", [*permutations(["a", "c", ""])])
+def test_the_proof_the_judge_and_this_wire_ask_for_one_order_of_all_groups(first: tuple[str, ...]) -> None:
+    """Two groups that share two ranks, and three that share one each, in every order."""
+    free = 0
+    for orders in product([first], permutations(["a", "b", ""]), permutations(["b", "c", ""])):
+        sums = {i.params: i for p in TIED.programs for i in p if isinstance(i, SyncTied)} | {"": ShareMetrics()}
+        kept = [[i for i in p if not isinstance(i, SyncTied | ShareMetrics)] for p in TIED.programs]
+        programs = [(*p[:-2], *(sums[name] for name in o), *p[-2:]) for p, o in zip(kept, orders, strict=True)]
+        plan = replace(TIED, programs=tuple(programs))
+        assert Judge(plan).good == Hosts(plan, "channel").finish() == plan.check(profile="channel").sound
+        assert plan.check(profile="tagged").sound
+        free += plan.check().sound
+        with nullcontext() if plan.check().sound else pytest.raises(MisfitError, match="one launch order"):
+            issue(plan)
+    assert 0 < free < 18
+
+
+@pytest.mark.parametrize(("rules", "arrives"), [("mailbox", 1.0), ("rendezvous", 1.0), ("nccl", 9.0)])
+def test_a_tensor_that_is_changed_before_its_send_is_done_arrives_changed(rules: Rules, arrives: float) -> None:
+    def body(t: Transport) -> float:
+        t.open_channels(BOTH_WAYS)
+        tensor = numbered(1.0 if t.rank == 0 else 0.0)
+        go = torch.zeros(1)
+        if t.rank == 0:
+            work = t.send(tensor, 1, 0)
+            tensor.fill_(9.0)
+            t.recv(go, 1, 1).wait()
+            work.wait()
+        else:
+            work = t.recv(tensor, 0, 0)
+            t.send(go, 0, 1).wait()
+            work.wait()
+        return tensor[0].item()
+
+    assert run_local(2, body, rules=rules)[1] == arrives
+
+
+def test_what_waits_for_a_collective_behind_another_one_waits_for_both() -> None:
+    """Rank 0 holds up its first collective till it hears from rank 1, which waits for the second before it speaks."""
+
+    def body(t: Transport) -> None:
+        everyone, pair = t.world_group(), t.make_group([(1, 2), (0,)])
+        t.open_channels([(1, 0)])
+        if t.rank == 0:
+            t.recv(torch.zeros(2), 1, 0).wait()
+        works = [everyone.all_reduce(torch.ones(1)), pair.all_reduce(torch.ones(1))]
+        if t.rank == 1:
+            works[1].wait()
+            t.send(torch.zeros(2), 0, 0).wait()
+        for work in works:
+            work.wait()
+
+    run_local(3, body, rules="rendezvous")
+    with pytest.raises(StallError, match="deadlock: nothing that is waited for can come"):
+        run_local(3, body, rules="nccl")
+
+
+@pytest.mark.parametrize(("rules", "tag"), [("mailbox", " with tag 4"), ("nccl", "")])
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, dtype=torch.float64)])
+def test_a_message_that_does_not_fit_its_buffer_is_named(wrong: torch.Tensor, rules: Rules, tag: str) -> None:
+    def body(t: Transport) -> None:
+        t.open_channels([(0, 1)])
+        (t.send(wrong, 1, 4) if t.rank == 0 else t.recv(torch.zeros(2), 0, 4)).wait()
+
+    with pytest.raises(MisfitError, match=rf"rank 1 expected message 0 from rank 0{tag}, float32 \(2,\)") as info:
+        run_local(2, body, rules=rules)
+    assert info.value.__notes__ == ["on rank 1 of 2"]
+
+
+def test_waiting_for_a_rank_that_has_ended_is_a_deadlock() -> None:
+    def body(t: Transport) -> None:
+        t.open_channels([(0, 1)])
+        if t.rank == 1:
+            t.recv(torch.zeros(1), 0, 0).wait()
+
+    with pytest.raises(StallError, match="rank 0 has ended"):
+        run_local(2, body)
 
 
 def test_what_would_be_silent_on_a_real_wire_is_refused() -> None:
@@ -143,72 +277,3 @@ def test_what_would_be_silent_on_a_real_wire_is_refused() -> None:
     ):
         with pytest.raises(MisfitError, match=r"group of ranks \[0, 1\]"):
             call()
-
-
-def test_a_function_may_go_on_behind_the_end_of_its_rank() -> None:
-    def body(t: Transport) -> int:
-        t.close()
-        time.sleep(0.05)
-        return t.rank
-
-    assert run_local(2, body) == [0, 1]
-
-
-CPU = torch.device("cpu")
-
-
-def test_members_run_one_at_a_time_and_meet_in_forward_and_backward() -> None:
-    running: list[int] = []
-
-    def work(group: Group) -> tuple[float, float]:
-        running.append(group.index)
-        x = torch.full((1,), 2.0, requires_grad=True)
-        entered = copy_to_group(x, group) * (group.index + 1)
-        assert running == [group.index]
-        running.clear()
-        y = reduce_from_group(entered, group)
-        y.backward()
-        running.clear()
-        assert x.grad is not None
-        return float(y.detach()), float(x.grad)
-
-    before = threading.active_count()
-    assert run_in_turns(3, CPU, work) == [(12.0, 6.0)] * 3
-    assert threading.active_count() == before
-
-
-def test_members_that_do_unlike_things_get_an_error_and_none_waits_for_ever() -> None:
-    def ends(group: Group) -> None:
-        if group.index:
-            group.all_reduce(torch.ones(1)).wait()
-
-    def fails(group: Group) -> None:
-        if group.index:
-            raise ValueError("as its code is wrong")
-        group.all_reduce(torch.ones(1)).wait()
-
-    with pytest.raises(StallError, match="deadlock"):
-        run_in_turns(2, CPU, ends)
-    with pytest.raises(ValueError, match="as its code is wrong"):
-        run_in_turns(2, CPU, fails)
-
-
-def test_waiting_for_a_rank_that_has_ended_is_a_deadlock() -> None:
-    def body(t: Transport) -> None:
-        t.open_channels([(0, 1)])
-        if t.rank == 1:
-            t.recv(torch.zeros(1), 0, 0).wait()
-
-    with pytest.raises(StallError, match="rank 0 has ended"):
-        run_local(2, body)
-
-
-def test_a_copied_module_keeps_its_group() -> None:
-    group = LocalTransport(LocalWorld(2), 0).make_group([(0, 1)])
-    assert copy.deepcopy({"group": group})["group"] is group
-
-
-def test_threads_take_over_the_grad_mode() -> None:
-    with torch.no_grad():
-        assert run_local(2, lambda t: torch.is_grad_enabled()) == [False, False]
-    assert run_local(2, lambda t: torch.is_grad_enabled()) == [True, True]

@@ -12,7 +12,7 @@ from torch import Tensor
 from quintsched.collectives import CollectivePlan, Communication, Wire
 from quintsched.collectives.gradient_exchange import CollectiveCall, spelled_out
 from quintsched.ir.communication import Means
-from quintsched.runtime.comm import Group, ReduceOp, Rules, Transport, run_local
+from quintsched.runtime.comm import Group, Rules, Transport, run_local
 from quintsched.runtime.comm.message_collectives import SpelledGroup
 
 from ...planner.collectives.mini_mutants import mini_mutant, small_collectives
@@ -68,35 +68,6 @@ def test_spelled_collectives_equal_the_library(means: Means, size: int, nodes: i
         for place, (found, expected) in enumerate(result):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
             assert place >= 5 or torch.equal(found, results[0][place][0])
-
-
-def test_a_wait_takes_the_steps_of_all_that_came_before() -> None:
-    def run(transport: Transport) -> list[float]:
-        group, _ = spelled(transport, "tree", [("all_reduce", 3)])
-        tensors = [torch.full((8,), float(10**k)) for k in range(4)]
-        works = [group.all_reduce(tensor) for tensor in tensors]
-        for k in (2, 3, 0, 1):
-            works[k].wait()
-            works[k].wait()
-        return [float(tensor.sum()) for tensor in tensors]
-
-    assert run_local(3, run, rules="nccl") == [[24.0, 240.0, 2400.0, 24000.0]] * 3
-
-
-def test_what_is_no_sum_and_what_no_plan_spells_out_is_the_librarys() -> None:
-    def run(transport: Transport) -> tuple[float, list[float], float]:
-        group, _ = spelled(transport, "ring", [("all_gather", 3)])
-        most, total = torch.tensor([float(transport.rank)]), torch.ones(1)
-        group.all_reduce(most, ReduceOp.MAX).wait()
-        group.all_reduce(total).wait()
-        told = torch.tensor([float(transport.rank)])
-        group.broadcast(told, 1).wait()
-        swapped = torch.zeros(3)
-        group.all_to_all(swapped, torch.arange(3.0) + 10 * transport.rank).wait()
-        return float(most + total), swapped.tolist(), float(told)
-
-    results = run_local(3, run, rules="nccl")
-    assert results == [(5.0, [r, 10.0 + r, 20.0 + r], 1.0) for r in range(3)]
 
 
 SEEDS = small_collectives()

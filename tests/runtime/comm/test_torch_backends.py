@@ -1,42 +1,36 @@
-"""Real processes over gloo, four of them and two by NCCL's rules; what connects, and what waits that fail become."""
+"""Real processes over gloo: every collective and message; what cannot connect; what ranks do not issue alike."""
 
-import json
-import os
-import socket
+from __future__ import annotations
+
+import re
 import threading
-import time
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from quintsched.errors import CodeError, MisfitError, StallError, UsageError
-from quintsched.runtime.comm import SelfGroup, Transport, as_group, connect
+import quintsched as qs
+from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime import Engine
+from quintsched.runtime.comm import connect
 from quintsched.runtime.comm.gloo_and_nccl_transports import require_same_backend
-from quintsched.runtime.comm.torch_process_groups import as_stall
-from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
-from quintsched.runtime.watch.position_publisher import Publisher
-from quintsched.runtime.watch.watch_thread import Answer
-from quintsched.stalls.verdict_text import NO_CULPRIT
+from quintsched.runtime.comm.torch_process_groups import SameCollectives
 
 from ..ranks import run_ranks
+from ..toys import sgd
 from .group_checks import CHAIN, WORLD, check_collectives, make_groups
 
 
-def check_groups(t: Transport) -> None:
-    trio, pair, world = make_groups(t)
-    assert trio.ranks == ((0, 1, 2) if t.rank < 3 else (3,))
-    assert isinstance(pair, SelfGroup) == (t.rank < 2)
-    for group in (trio, pair, world):
-        for dtype in (torch.float32, torch.bfloat16, torch.int64):
-            check_collectives(t, group, dtype)
-
-
-def check_messages(t: Transport) -> None:
-    """Rank 0 sends three tags forward, each rank passes them on; receives are posted in another order."""
+def run_rank() -> None:
+    """Check groups, and messages: rank 0 sends three tags forward, each rank passes them on, received in reverse."""
+    t = connect("gloo", timeout_s=60)
+    for group, dtype in product(make_groups(t), (torch.float32, torch.bfloat16, torch.int64)):
+        check_collectives(t, group, dtype)
     t.open_channels(CHAIN)
     buffers = {tag: torch.full((2, 2), float(tag), dtype=torch.bfloat16) for tag in (1, 2, 70_000)}
     if t.rank > 0:
@@ -44,94 +38,15 @@ def check_messages(t: Transport) -> None:
         for work in works:
             work.wait()
         assert all(buffer.eq(tag).all() for tag, buffer in buffers.items() if tag < 256)
-    if t.rank < WORLD - 1:
-        works = [t.send(buffer, t.rank + 1, tag) for tag, buffer in buffers.items()]
-        for work in works:
-            work.wait()
-
-
-def check_process_groups() -> None:
-    """A plain ProcessGroup will do for tensor parallelism."""
-    torch.manual_seed(0)
-    full = nn.ModuleDict({"fc1": nn.Linear(4, 8), "fc2": nn.Linear(8, 4)})
-    x = torch.randn(3, 4)
-    expected = full["fc2"](full["fc1"](x))
-    assert dist.group.WORLD is not None
-    assert as_group(dist.group.WORLD).ranks == tuple(range(WORLD))
-    cut = apply_tensor_parallel(full, dist.group.WORLD)
-    torch.testing.assert_close(cut["fc2"](cut["fc1"](x)), expected)
-
-
-def fall_over(t: Transport) -> dict[str, object]:
-    """Rank 3 is gone at a stroke, rank 2 sees it and fails for a reason of its own; all name rank 3 as the first."""
-    if t.rank == 3:
-        os._exit(9)
-    began = time.monotonic()
-    try:
-        t.recv(torch.zeros(2), t.rank + 1, 5).wait()
-    except StallError as error:
-        told = {"error": str(error), "cause": type(error.__cause__).__name__, "after_s": time.monotonic() - began}
-        t.abort(ValueError("bad batch") if t.rank == 2 else error)
-        began = time.monotonic()
-        t.close()
-        return {**told, "close_s": time.monotonic() - began}
-    return {}
-
-
-def run_rank(folder: Path) -> None:
-    transport, rank = connect("gloo", timeout_s=60), int(os.environ["RANK"])
-    assert (transport.name, transport.profile, transport.rank, transport.world_size) == ("gloo", "tagged", rank, WORLD)
-    check_groups(transport)
-    check_messages(transport)
-    check_process_groups()
-    (folder / f"{rank}.json").write_text(json.dumps(fall_over(transport)))
+    works = [t.send(buffer, t.rank + 1, tag) for tag, buffer in buffers.items()] if t.rank < WORLD - 1 else []
+    for work in works:
+        work.wait()
+    t.close()
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(180)
-def test_four_processes_over_gloo_until_one_dies(tmp_path: Path) -> None:
-    assert run_ranks(run_rank, WORLD, tmp_path) == [0, 0, 0, 9]
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
-    assert all(t["after_s"] < 20 and t["close_s"] < 5 and t["cause"] == "RuntimeError" for t in told)
-    assert {t["error"] for t in told} & {  # as far as the system still knew what became of it
-        f"rank 3 (host {socket.gethostname()}) {ended} setting up"
-        for ended in ("ended with exit code 9", "ended, nobody saw how,")
-    }
-    assert len({t["error"] for t in told}) == 1
-
-
-def stall(t: Transport) -> dict[str, object]:
-    """Both ranks send before they receive: a deadlock where a send is a rendezvous."""
-    began = time.monotonic()
-    try:
-        t.send(torch.zeros(2), 1 - t.rank, 7).wait()
-    except StallError as error:
-        told = {"error": str(error), "after_s": time.monotonic() - began}
-        t.abort(error)
-        began = time.monotonic()
-        t.close()
-        return {**told, "close_s": time.monotonic() - began, "threads": threading.active_count()}
-    return {}
-
-
-def run_fifo_rank(folder: Path) -> None:
-    transport = connect("gloo", timeout_s=3, rules="nccl")
-    assert (transport.name, transport.profile) == ("gloo", "channel")
-    group = transport.make_group([(0, 1)])
-    transport.open_channels([(0, 1), (1, 0)])
-    check_collectives(transport, group, torch.float32)
-    (folder / f"{transport.rank}.json").write_text(json.dumps(stall(transport)))
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(180)
-def test_gloo_by_the_rules_of_nccl_until_it_stalls(tmp_path: Path) -> None:
-    assert run_ranks(run_fifo_rank, 2, tmp_path) == [0, 0]
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert all(t["after_s"] < 10 and t["close_s"] < 5 and t["threads"] == 1 for t in told)
-    assert max(t["after_s"] for t in told) >= 3
-    for rank in range(2):
-        assert f"rank {rank} sending to rank {1 - rank}: float32 (2,), tag 0: " in told[rank]["error"]
+def test_four_processes_over_gloo() -> None:
+    assert run_ranks(run_rank, WORLD) == [0] * WORLD
 
 
 def test_what_cannot_connect_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +63,87 @@ def test_what_cannot_connect_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
             connect(backend, **dict(zip(["rules"], rules, strict=False)))
 
 
+def on_threads(size: int, run: Callable[[SameCollectives], None]) -> list[str]:
+    """Run on members that gather through memory; return what each says."""
+    rows: list[Tensor] = [torch.empty(0)] * size
+    barrier = threading.Barrier(size, timeout=20)
+    said = [""] * size
+
+    def member(index: int) -> None:
+        def gather(output: Tensor, mine: Tensor) -> None:
+            rows[index] = mine
+            barrier.wait()
+            output.copy_(torch.cat(rows))
+            barrier.wait()
+
+        try:
+            run(SameCollectives([4 + k for k in range(size)], index, torch.device("cpu"), gather))
+        except MisfitError as error:
+            said[index] = str(error)
+
+    threads = [threading.Thread(target=member, args=(k,), daemon=True) for k in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return said
+
+
+USUAL = "all_reduce sum float32 (4,)"
+
+
+def test_another_kind_size_type_or_number_is_refused() -> None:
+    for odd in ("all_gather float32 (4,)", "all_reduce sum float32 (5,)", "all_reduce sum int32 (4,)"):
+
+        def run(checks: SameCollectives, odd: str = odd) -> None:
+            checks.require(USUAL)
+            checks.require(odd if checks._index == 1 else USUAL)
+
+        (words,) = set(on_threads(3, run))
+        assert words == (
+            f"ranks [4, 5, 6] do not begin the same collective, by number: rank 4 2: {USUAL}; "
+            f"rank 5 2: {odd}; rank 6 2: {USUAL}"
+        )
+
+    def skip(checks: SameCollectives) -> None:
+        checks._number += checks._index
+        checks.require(USUAL)
+
+    assert f"rank 4 1: {USUAL}; rank 5 2: " in next(iter(set(on_threads(2, skip))))
+
+
+def reduce_otherwise(folder: Path) -> None:
+    """Let the ranks of tp add up tensors of other shapes, in a group of an engine that checks everything."""
+    transport = connect("gloo", timeout_s=60)
+    plan = qs.compile("1f1b", mesh="tp=2", microbatches=1)
+    engine = Engine(plan, [lambda: nn.Linear(4, 4)], nn.functional.mse_loss, sgd, transport=transport, verify=True)
+    tensor = engine._groups.tensor
+    tensor.all_reduce(torch.ones(4)).wait()
+    try:
+        tensor.all_reduce(torch.ones(4 + transport.rank)).wait()
+    except MisfitError as error:
+        (folder / f"{transport.rank}.txt").write_text(str(error))
+    transport.close()
+
+
+@pytest.mark.processes
+def test_an_engine_that_verifies_compares_what_its_ranks_add_up(tmp_path: Path) -> None:
+    assert run_ranks(reduce_otherwise, 2, tmp_path) == [0, 0]
+    first, second = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
+    assert first == second
+    assert re.search(r"rank 0 \d+: all_reduce sum float32 \(4,\); rank 1 \d+: all_reduce sum float32 \(5,\)", first)
+
+
+def test_rows_that_nobody_expects_are_refused() -> None:
+    def run(checks: SameCollectives) -> None:
+        expects = [1, 2] if checks._index == 0 else [2, 3]
+        checks.require("all_to_all float32 (0, 4)", sent=[1, 2], received=expects)
+
+    (words,) = set(on_threads(2, run))
+    assert words == "all_to_all 1 of ranks [4, 5]: rank 5 sends 1 row to rank 4, which expects 2"
+    assert on_threads(2, lambda checks: checks.require("all_to_all float32 (0, 4)", [1, 1], [1, 1])) == ["", ""]
+
+
 def test_ranks_that_come_with_different_backends_are_refused_at_once() -> None:
     """As where one node has a GPU for each of its ranks and another has not."""
     for first, second in (("nccl", "gloo"), ("gloo", "nccl")):
@@ -156,47 +152,3 @@ def test_ranks_that_come_with_different_backends_are_refused_at_once() -> None:
         require_same_backend(first, store, rank=1)
         with pytest.raises(MisfitError, match=f"rank 2 connects over {second}, but rank 0 over {first}; give every"):
             require_same_backend(second, store, rank=2)
-
-
-LOST = RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer")
-VERDICT = "rank 1 (host a) was killed by SIGKILL"
-
-
-class Heard(Publisher):
-    """A publisher whose hub says `message`, and that writes down what it is asked."""
-
-    def __init__(self, message: str | None) -> None:
-        super().__init__()
-        self._message, self.asked = message, list[str]()
-
-    def explain_failed_wait(self, said: str, *, in_code: bool = False) -> Answer | None:
-        self.asked.append(said)
-        return None if self._message is None else Answer(self._message, was_told=True)
-
-
-def code_error(cause: Exception) -> CodeError:
-    """Return what a loss function that raised becomes."""
-    error = CodeError(f"the loss function raised {cause}")
-    error.__cause__ = cause
-    return error
-
-
-@pytest.mark.parametrize("error", [LOST, code_error(LOST)], ids=["itself", "in a loss"])
-def test_a_peer_that_is_lost_in_the_users_own_collective_is_the_verdicts(error: Exception) -> None:
-    found = as_stall(error, Heard(VERDICT))
-    assert isinstance(found, StallError)
-    assert (str(found), found.was_told) == (VERDICT, True)
-
-
-@pytest.mark.parametrize("message", [None, "", f"{NO_CULPRIT}; the ranks were last heard of here:"])
-def test_without_a_verdict_that_names_a_rank_the_error_is_said_itself(message: str | None) -> None:
-    assert as_stall(LOST, Heard(message)) is LOST
-
-
-@pytest.mark.parametrize(
-    "error", [ValueError("boom"), code_error(ValueError("boom")), StallError(VERDICT), code_error(StallError(VERDICT))]
-)
-def test_other_errors_are_left_and_nobody_is_asked(error: Exception) -> None:
-    hub = Heard(VERDICT)
-    assert as_stall(error, hub) is error
-    assert hub.asked == []

@@ -7,7 +7,6 @@ time and exact ones in order.
 from __future__ import annotations
 
 import importlib
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.ir.dataflow_analysis import Flow, flow
-from quintsched.ir.instruction_set import AllReduceBucket, Compute, Recv, ReduceScatterBucket, Send
+from quintsched.ir.instruction_set import AllReduceBucket, Compute, Recv, ReduceScatterBucket
 from quintsched.runtime.comm import run_local
 from quintsched.simulation.simulator import Span
 from quintsched.trace.measured_trace import MeasuredSpan, Trace
@@ -113,37 +112,6 @@ def ran(fidelity: ModuleType, request: pytest.FixtureRequest, tmp_path_factory: 
 
 def computations(row: Sequence[MeasuredSpan]) -> list[MeasuredSpan]:
     return [span for span in row if isinstance(span.instruction, Compute)]
-
-
-def test_a_message_is_sent_when_it_is_made(ran: Ran) -> None:
-    """Before the next computation of its rank begins."""
-    for rank, row in enumerate(ran.rows):
-        computed = computations(row)
-        following = {
-            value: (maker, after)
-            for maker, after in zip(computed, [*computed[1:], None], strict=True)
-            for value in ran.flow(rank, maker).produces
-        }
-        for span in row:
-            if isinstance(span.instruction, Send):
-                maker, after = following[ran.flow(rank, span).consumes[0]]
-                assert maker.end <= span.start, span
-                assert after is None or span.start <= after.start, span
-
-
-def test_two_receives_of_a_channel_are_under_way(ran: Ran) -> None:
-    """A third is posted when the first of them is taken, before the rank computes anything else."""
-    for rank, row in enumerate(ran.rows):
-        computed = computations(row)
-        takers = {value: place for place, span in enumerate(computed) for value in ran.flow(rank, span).consumes}
-        channels: dict[int, list[MeasuredSpan]] = defaultdict(list)
-        for span in row:
-            if isinstance(span.instruction, Recv):
-                channels[span.instruction.peer].append(span)
-        for received in channels.values():
-            for span, two_later in zip(received, received[2:], strict=False):
-                place = takers[ran.flow(rank, span).produces[0]]
-                assert two_later.start <= computed[place + 1].start, two_later
 
 
 def test_only_who_takes_a_message_waits(ran: Ran) -> None:

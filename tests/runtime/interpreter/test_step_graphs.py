@@ -5,19 +5,24 @@ The graphs are those of `op_tape`, on the CPU; `tests/gpu` asks the same of CUDA
 
 from __future__ import annotations
 
-from functools import partial
+import os
+import random
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import UsageError
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from tests.runtime.toys import ids_task, tiny_gpt
 
 from .captured import LENGTH, SAMPLES, STEPS, engine_of, require_same, tapes, trained, with_block
@@ -56,20 +61,6 @@ def test_several_shapes_have_a_graph_each(graphs: list[OpTape]) -> None:
 
     require_same(engine_of, step, steps=12)
     assert len(graphs) == 2
-
-
-def test_what_comes_between_steps_does_not_hinder_them() -> None:
-    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
-        if number == 5:
-            for optimizer in engine.optimizers.values():
-                optimizer.param_groups[0]["lr"] = 0.01
-        if number == 6:
-            engine.step(inputs, targets, last=False)
-        if number == 7:
-            engine.evaluate(inputs, targets)
-        return engine.step(inputs, targets, microbatches=2 if number == 8 else None)
-
-    require_same(engine_of, step, steps=14)
 
 
 def test_a_weight_that_is_frozen_or_moved_is_seen(graphs: list[OpTape]) -> None:
@@ -143,36 +134,10 @@ def test_a_step_that_is_not_finite_is_skipped() -> None:
     assert skipped == [4, 6] * 2
 
 
-def test_a_stop_that_is_asked_for_is_seen_once() -> None:
-    asked = 6
-    answers: list[bool] = []
-    engine = engine_of(cuda_graph=True, wants_stop=lambda: bool(answers) and answers.pop())
-    task = ids_task(STEPS, SAMPLES, LENGTH)
-    for number, batch in enumerate(zip(task.inputs, task.targets, strict=True)):
-        answers += [True] if number == asked else []
-        assert engine.step(*batch).stop_asked is (number == asked)
-
-
 def moe_blocks(*, pads: bool) -> Any:
     data = DataSpec(input_shape=(LENGTH,), num_classes=10)
     options = {"hidden": 16, "depth": 2, "experts": 4, "capacity_factor": 1.25, "balance": 0.01}
     return moe_gpt(data, MoEGPTOptions(**options, pad_to_capacity=pads))
-
-
-def test_experts_that_pad() -> None:
-    engines = require_same(lambda **more: engine_of(blocks=moe_blocks(pads=True), **more))
-    mine, theirs = (engine.expert_tokens() for engine in engines)
-    assert all(torch.equal(count, theirs[name]) for name, count in mine.items())
-
-
-def test_losses_that_are_means() -> None:
-    classes = torch.linspace(0.5, 2.0, 10, dtype=torch.float64)
-    for more in ({}, {"weight": classes}):
-
-        def loss(logits: Tensor, targets: Tensor, more: Any = more) -> Tensor:
-            return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), **more)
-
-        require_same(partial(engine_of, loss_fn=loss))
 
 
 # What is refused.
@@ -194,12 +159,6 @@ def test_what_cannot_be_captured_is_refused_at_the_start(made: Any, said: str) -
         engine_of(cuda_graph=True, **made())
 
 
-def test_a_device_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    with pytest.raises(MisfitError, match="cuda_graph wants a CUDA device, and this run is on cpu"):
-        engine_of(cuda_graph=True)
-
-
 class Asking(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * (2.0 if x.sum().item() > 1e9 else 1.0) if not x.is_meta else x * 1.0
@@ -209,3 +168,233 @@ def test_a_block_that_asks_the_device() -> None:
     engine = engine_of(blocks=with_block(Asking), cuda_graph=True)
     with pytest.raises(UsageError, match=r"step 3 cannot be captured: .*block 2 \(Asking\)"):
         trained(engine)
+
+
+class Counting(nn.Module):
+    """A block that goes by how often it ran."""
+
+    def __init__(self, by: Any) -> None:
+        super().__init__()
+        self.calls = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.calls, int):
+            self.calls += 1
+            return x * (1 + 1e-3 * (self.calls > 20))
+        self.calls.append(0)
+        return x * (1 + 1e-3 * (len(self.calls) > 20))
+
+
+class Rebinding(nn.Module):
+    """A block whose buffer is another tensor after each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        return x - self.mean
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x) if self.training else x
+
+
+class Skipping(nn.Module):
+    """A layer that is left out now and then, by a draw of Python's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if random.random() < 0.02 else x * 1.0
+
+
+CHANGING: dict[str, Any] = {
+    "number": lambda: Counting(0),
+    "list": lambda: Counting([0]),
+    "buffer": Rebinding,
+    "noise": Noisy,
+    "draw": Skipping,
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("make", CHANGING.values(), ids=CHANGING)
+def test_what_each_forward_changes_is_never_captured(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def fresh(**more: Any) -> Engine:
+        random.seed(0)
+        return engine_of(blocks=with_block(make), **more)
+
+    require_same(fresh, steps=20)
+    assert "a step runs by its instructions" in caplog.text
+
+
+class Slotted:
+    __slots__ = ("rate",)
+
+    def __init__(self) -> None:
+        self.rate = 1.0
+
+
+class Shadowed(nn.LeakyReLU):
+    rate = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.rate
+
+
+class Holding(nn.Module):
+    """A block that goes by what is set between steps, on it and on what others hold for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.table, self.drop = 1.0, torch.ones(16, dtype=torch.float64), nn.Dropout(0.0)
+        self.act: nn.Module = nn.Tanh()
+        self.shadowed = Shadowed()
+        self.slotted, self.config = Slotted(), SimpleNamespace(rate=1.0)
+        self.rates: Any = deque([1.0], maxlen=1)
+        self.teacher = [nn.Linear(16, 16, dtype=torch.float64).requires_grad_(False)]
+        self.random, self.scale = np.random.RandomState(0), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate = self.slotted.rate * self.config.rate * self.rates[0] * self.factor
+        return self.shadowed(self.act(self.drop(x))) * rate * self.table * self.scale + self.teacher[0](x).detach()
+
+
+SET: dict[str, Any] = {
+    "number": lambda block, step: setattr(block, "factor", 1.0 + 0.1 * step),
+    "tensor": lambda block, step: setattr(block, "table", torch.full((16,), 1.0 + 0.1 * step, dtype=torch.float64)),
+    "rate of a dropout": lambda block, step: setattr(block.drop, "p", 0.5 if step == 7 else 0.0),
+    "hook": lambda block, step: block.drop.register_forward_hook(lambda module, given, made: made * 1.1),
+    "hook on a gradient": lambda block, step: block.scale.register_hook(lambda gradient: gradient * 0.5),
+    "module": lambda block, step: setattr(block, "act", nn.Sigmoid()),
+    "default of a class": lambda block, step: setattr(block.shadowed, "rate", 2.0),
+    "constant of torch's": lambda block, step: setattr(block.shadowed, "negative_slope", 0.5),
+    "slot": lambda block, step: setattr(block.slotted, "rate", 2.0),
+    "namespace": lambda block, step: setattr(block.config, "rate", 2.0),
+    "full deque": lambda block, step: block.rates.append(1.0 + 0.1 * step),
+    "weight of a teacher": lambda block, step: setattr(
+        block.teacher[0].weight, "data", torch.eye(16, dtype=torch.float64)
+    ),
+    "forward": lambda block, step: setattr(block.act, "forward", lambda x: x * 2),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("change", SET.values(), ids=SET)
+def test_what_is_set_between_steps_counts_from_then_on(change: Any) -> None:
+    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+        if number in (7, 11):
+            change(engine.stages[0].blocks["2"], number)
+        return engine.step(inputs, targets)
+
+    require_same(lambda **more: engine_of(blocks=with_block(Holding), **more), step, steps=14)
+
+
+def test_what_nobody_sees_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hidden(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * float(os.environ["FACTOR"])
+
+    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+        monkeypatch.setenv("FACTOR", str(1 + 0.01 * (number > 9)))
+        return engine.step(inputs, targets)
+
+    monkeypatch.setenv("FACTOR", "1")
+    with pytest.raises(UsageError, match=r"is not what its instructions do.*Go back to a checkpoint"):
+        trained(engine_of(blocks=with_block(Hidden), cuda_graph=True), step, steps=104)
+
+
+def test_what_comes_between_steps_does_not_hinder_them() -> None:
+    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+        if number == 5:
+            for optimizer in engine.optimizers.values():
+                optimizer.param_groups[0]["lr"] = 0.01
+        if number == 6:
+            engine.step(inputs, targets, last=False)
+        if number == 7:
+            engine.evaluate(inputs, targets)
+        return engine.step(inputs, targets, microbatches=2 if number == 8 else None)
+
+    require_same(engine_of, step, steps=14)
+
+
+class Overwriting(nn.Module):
+    """The first block, which changes the ids that it is given."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.embedding(ids.remainder_(7)) if not ids.is_meta else self.embedding(ids)
+
+
+def test_a_batch_that_is_changed_in_place(caplog: pytest.LogCaptureFixture) -> None:
+    def fresh(**more: Any) -> Engine:
+        first, *rest = tiny_gpt(LENGTH, depth=2)
+        return engine_of(blocks=[lambda: Overwriting(first()), *rest], **more)
+
+    require_same(fresh)
+    assert "a block changes the batch in place" in caplog.text
+
+
+def test_autocast_counts_where_it_is_entered() -> None:
+    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=number % 4 == 0):
+            return engine.step(inputs, targets)
+
+    require_same(lambda **more: engine_of(dtype=torch.float32, **more), step, steps=16)
+
+
+def test_statistics_of_a_loss_are_those_of_each_step_once() -> None:
+    """A batch norm in a loss, and one on plain tensors, which leaves no trace in their versions."""
+    found = []
+    for is_captured in (True, False):
+        norm, mean, var = nn.BatchNorm1d(LENGTH).double(), torch.zeros(LENGTH).double(), torch.ones(LENGTH).double()
+
+        def loss_fn(logits: Tensor, targets: Tensor, norm: Any = norm, mean: Tensor = mean, var: Tensor = var) -> Any:
+            return cross_entropy_sum(F.batch_norm(norm(logits), mean, var, training=True), targets)
+
+        figures, _ = trained(engine_of(loss_fn=loss_fn, loss_over="microbatch", cuda_graph=is_captured))
+        found.append([*figures, mean, var, *norm.buffers()])
+    assert all(map(torch.equal, *found))
+
+
+class Owner:
+    """Trainer as users write them: it has an engine, counts its steps, and its loss is a method of it."""
+
+    def __init__(self, **more: Any) -> None:
+        self.alpha, self.number, self.log = 0.1, 0, list[float]()
+        self.seen = torch.zeros(10, dtype=torch.int64)
+        self.engine = engine_of(loss_fn=self.loss, metrics={"seen": self.count}, **more)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Any:
+        total, weight = cross_entropy_sum(logits, targets)
+        return total * (1 + self.alpha), weight
+
+    def count(self, logits: Tensor, targets: Tensor) -> Tensor:
+        self.seen += torch.zeros_like(self.seen).scatter_add(
+            0, targets.clamp(min=0).flatten(), torch.ones_like(targets).flatten()
+        )
+        return (targets >= 0).sum()
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        self.number += 1
+        if self.number % 4 == 0:
+            self.alpha += 0.01
+        self.log.append(self.engine.step(inputs, targets).loss.item())
+        return self.seen.clone()
+
+
+def test_a_loss_that_is_a_method_of_a_trainer(graphs: list[OpTape]) -> None:
+    task, found = ids_task(10, SAMPLES, LENGTH), []
+    for is_captured in (True, False):
+        owner = Owner(cuda_graph=is_captured)
+        counts = [owner.step(*batch) for batch in zip(task.inputs, task.targets, strict=True)]
+        found.append((owner.log, counts))
+    (log, counts), (expected, others) = found
+    assert log == expected
+    assert all(map(torch.equal, counts, others)), "tensors that a metric changes in place"
+    assert len(graphs) >= 2, "captured anew for each of its rates"
