@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 
@@ -68,16 +67,6 @@ class InAttributes(Base):
         return {**super().state_dict(), "count": self.count}
 
 
-class OfAll(Base):
-    """Counts in a state that is of no parameter."""
-
-    def begin(self) -> None:
-        self.state["all"]["count"] = self.state["all"].get("count", 0) + 1
-
-    def moved(self, group: Any, p: Any, state: Any) -> Any:
-        return p.grad / self.state["all"]["count"]
-
-
 class Numbers(Base):
     """Keeps an int and a float for each parameter, as Adam by hand does."""
 
@@ -103,18 +92,6 @@ class Mixed(Base):
         return used * (2 if state["mode"] == "first" and state["warm"] is True else 1)
 
 
-class ByParameter(Base):
-    """Has a dict by parameters beside its state."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.means: dict[nn.Parameter, Tensor] = {}
-
-    def moved(self, group: Any, p: Any, state: Any) -> Any:
-        self.means[p] = self.means.get(p, torch.zeros_like(p)) * 0.9 + p.grad
-        return self.means[p]
-
-
 class Wrapping(Base):
     """Steps Adam, and then goes back a little; Adam's state is its own."""
 
@@ -131,20 +108,7 @@ class Wrapping(Base):
             p.copy_(slow.lerp_(p, 0.8))
 
 
-ODD = (InGroups, InAttributes, OfAll, Numbers, Mixed, ByParameter, Wrapping)
-
-
-class Beholder(InAttributes):
-    """Also knows a model and a logger, which change without it, and itself."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.model, self.log, self.me = nn.BatchNorm1d(2), logging.getLogger("beholder"), [self]
-
-    def begin(self) -> None:
-        self.model(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)))
-        self.log.isEnabledFor(self.count)
-        super().begin()
+ODD = (InGroups, InAttributes, Numbers, Mixed, Wrapping)
 
 
 class Counter:
@@ -164,26 +128,3 @@ class InObject(Base):
 
     def moved(self, group: Any, p: Any, state: Any) -> Any:
         return p.grad / self.counter.count
-
-
-class Elsewhere(Base):
-    """Counts where nobody sees it, and gives that in its state_dict."""
-
-    count = [0]  # noqa: RUF012
-
-    def begin(self) -> None:
-        self.count[0] += 1
-
-    def moved(self, group: Any, p: Any, state: Any) -> Any:
-        return p.grad / self.count[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "count": self.count[0]}
-
-
-class KeepsObject(Base):
-    """Keeps an object for each parameter."""
-
-    def moved(self, group: Any, p: Any, state: Any) -> Any:
-        state.setdefault("counter", Counter()).count += 1
-        return p.grad / state["counter"].count

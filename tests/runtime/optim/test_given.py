@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 import quintsched as qs
 from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.optim.update_dependencies import COUPLING_BY_CLASS, Coupling, coupling_of
 
 from ..toys import difference, share
-from .optimizers import LargestNorm, Lookahead, by_dims
+from .optimizers import LargestNorm, Lookahead, SignMomentum, Trust, by_dims
 
 
 def blocks() -> list[nn.Module]:
@@ -125,26 +128,6 @@ def test_what_cannot_be_stepped_is_refused(
         train(given, mesh, zero, steps=1)
 
 
-def test_an_instance_is_refused_once_an_engine_has_made_its_own_from_it() -> None:
-    layer = nn.Linear(2, 2)
-    given = torch.optim.SGD(layer.parameters(), lr=0.1)
-    plan = qs.compile("1f1b", mesh="dp=1", microbatches=1)
-    for _ in range(2):
-        engine = Engine(plan, [layer], squared, given)
-        given.zero_grad()
-        engine.step(torch.ones(2, 2), torch.ones(2, 2))
-    for use in (
-        lambda: given.param_groups[0],
-        lambda: torch.optim.lr_scheduler.ExponentialLR(given, 0.5),
-        given.step,
-        given.state_dict,
-        lambda: given.register_step_post_hook(print),
-    ):
-        with pytest.raises(UsageError, match=r"this SGD is not what trains: .*engine\.optimizers\.values\(\)"):
-            use()
-    assert engine.optimizers[0,].param_groups[0]["lr"] == 0.1
-
-
 @pytest.mark.parametrize(("mesh", "zero"), [("pp=2", 0), ("dp=2", 1), ("tp=2", 0)])
 @pytest.mark.parametrize("told_by", ["identity", "class", "value"])
 def test_groups_that_placeholders_would_change_are_refused(told_by: str, mesh: str, zero: int) -> None:
@@ -171,6 +154,91 @@ def test_groups_that_placeholders_would_change_are_refused(told_by: str, mesh: s
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
     with pytest.raises(MisfitError, match=r"other options .* group parameters by name, optimizer=lambda named"):
         run_local(2, run, timeout_s=60)
+
+
+def stand_ins() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(()).expand(64, 32)), nn.Parameter(torch.zeros(()).expand(64))]
+
+
+class Renamed(torch.optim.AdamW):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.0)
+
+
+class WithOwnStep(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+class WithOwnGroups(torch.optim.SGD):
+    def _init_group(self, *given: Any) -> Any:
+        return super()._init_group(*given)  # type: ignore[misc]
+
+
+class ClippingTrust(Trust):
+    needs_gradient_norm = True
+
+
+def said(needs_whole: bool) -> Callable[[Any], Optimizer]:
+    def build(parameters: Any) -> Optimizer:
+        made = WithOwnStep(parameters)
+        made.needs_whole_parameters = needs_whole  # type: ignore[attr-defined]
+        return made
+
+    return build
+
+
+CASES: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], Coupling | None]] = {
+    "adamw": (torch.optim.AdamW, Coupling.NONE),
+    "foreach": (lambda p: torch.optim.AdamW(p, foreach=True), Coupling.NONE),
+    "capturable": (lambda p: torch.optim.AdamW(p, capturable=True), Coupling.NONE),
+    "fused": (lambda p: torch.optim.SGD(p, fused=True), Coupling.NONE),
+    "renamed": (Renamed, Coupling.NONE),
+    "a subclass that makes state as it is built": (type("Ada", (torch.optim.Adagrad,), {}), Coupling.NONE),
+    "an own step": (WithOwnStep, None),
+    "an own method of its step": (WithOwnGroups, None),
+    "adafactor": (torch.optim.Adafactor, Coupling.WITHIN),
+    "muon": (lambda p: torch.optim.Muon(p[:1]), Coupling.WITHIN),
+    "said no": (SignMomentum, Coupling.NONE),
+    "said yes": (Trust, Coupling.WITHIN),
+    "said of an instance": (said(True), Coupling.WITHIN),
+    "said no of an instance": (said(False), Coupling.NONE),
+    "said with the norm": (ClippingTrust, Coupling.WITHIN | Coupling.NORM),
+    "not said": (LargestNorm, None),
+    "wrapped": (lambda p: Lookahead(torch.optim.AdamW(p)), None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_classes_say_what_updates_depend_on(name: str) -> None:
+    build, expected = CASES[name]
+    assert coupling_of(build(stand_ins())) == expected
+
+
+def test_every_optimizer_of_torch_is_known_or_refused() -> None:
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
+    others = {kind.__name__ for kind in kinds if kind not in COUPLING_BY_CLASS}
+    assert others == {"Optimizer", "LBFGS", "SparseAdam"}
+
+
+def test_an_instance_is_refused_once_an_engine_has_made_its_own_from_it() -> None:
+    layer = nn.Linear(2, 2)
+    given = torch.optim.SGD(layer.parameters(), lr=0.1)
+    plan = qs.compile("1f1b", mesh="dp=1", microbatches=1)
+    for _ in range(2):
+        engine = Engine(plan, [layer], squared, given)
+        given.zero_grad()
+        engine.step(torch.ones(2, 2), torch.ones(2, 2))
+    for use in (
+        lambda: given.param_groups[0],
+        lambda: torch.optim.lr_scheduler.ExponentialLR(given, 0.5),
+        given.step,
+        given.state_dict,
+        lambda: given.register_step_post_hook(print),
+    ):
+        with pytest.raises(UsageError, match=r"this SGD is not what trains: .*engine\.optimizers\.values\(\)"):
+            use()
+    assert engine.optimizers[0,].param_groups[0]["lr"] == 0.1
 
 
 def test_segments_are_refused_to_who_wants_whole_parameters() -> None:

@@ -7,7 +7,7 @@ steps depend on: then one replica steps all, and a mesh on which ranks have shar
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial, wraps
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -216,25 +216,6 @@ def test_steps_and_hooks_set_on_an_optimizer_are_known_to_the_engine_or_refused(
         hook_of_all.remove()
     with pytest.raises(UsageError, match="step is replaced on the optimizer itself"):
         train(plan, stepping_itself)
-
-
-def test_whoever_looks_on_sees_the_whole_step() -> None:
-    """A hook of one optimizer or of all, a wrapped class and a scheduler; the first has nobody."""
-    seen: list[str] = []
-
-    class Wrapped(SGD):
-        step = wraps(SGD.step)(lambda *given: (seen.append("class"), SGD.step(*given))[1])
-
-    made = [kind([nn.Parameter(torch.ones(1))], lr=0.5) for kind in (SGD, SGD, Wrapped, SGD)]
-    made[1].register_step_post_hook(lambda *_: seen.append("own"))
-    rates = torch.optim.lr_scheduler.StepLR(made[3], 1)
-    for optimizer in made:
-        Stepper(optimizer, ()).step_weights()
-    rates.step()  # warns where no step came before it
-    of_all = register_optimizer_step_pre_hook(lambda *_: seen.append("all"))
-    Stepper(made[0], ()).step_weights()
-    of_all.remove()
-    assert seen == ["own", "class", "all"]
 
 
 @pytest.mark.parametrize("kind", [*TORCHS.values(), partial(torch.optim.Adafactor, lr=0.01)])

@@ -83,6 +83,21 @@ def test_what_was_frozen_at_first_is_not_trained_in_silence() -> None:
         engine.step(x, y)
 
 
+TIES = {"weight": ("0.weight", "3.weight")}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_tied_weight_may_be_frozen_as_a_whole(stages: int) -> None:
+    def still() -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    ties = {"weight": (0, 1)} if stages == 2 else {}
+    request_of = {"schedule": "1f1b", "mesh": f"pp={stages}", "tied": ties}
+    check(request_of, [still, layer, layer, still], tied=TIES)
+    with pytest.raises(qs.MisfitError, match=r"\(0.weight, 3.weight\) is trained in one block and frozen in"):
+        check(request_of, [still, layer, layer, lambda: nn.Linear(WIDTH, WIDTH)], tied=TIES)
+
+
 @pytest.mark.parametrize("request_of", [{"mesh": "pp=2"}, {"mesh": "dp=2", "zero": 1}], ids=str)
 def test_parameters_added_to_an_optimizer_are_refused(request_of: dict[str, Any]) -> None:
     def run(transport: Transport) -> None:
@@ -99,18 +114,3 @@ def test_parameters_added_to_an_optimizer_are_refused(request_of: dict[str, Any]
         qs.UsageError, match=r"built with \d parameters and have \d now .* freeze those that are to learn"
     ):
         run_local(plan.mesh.size, run, timeout_s=60)
-
-
-TIES = {"weight": ("0.weight", "3.weight")}
-
-
-@pytest.mark.parametrize("stages", [1, 2])
-def test_a_tied_weight_may_be_frozen_as_a_whole(stages: int) -> None:
-    def still() -> nn.Module:
-        return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    ties = {"weight": (0, 1)} if stages == 2 else {}
-    request_of = {"schedule": "1f1b", "mesh": f"pp={stages}", "tied": ties}
-    check(request_of, [still, layer, layer, still], tied=TIES)
-    with pytest.raises(qs.MisfitError, match=r"\(0.weight, 3.weight\) is trained in one block and frozen in"):
-        check(request_of, [still, layer, layer, lambda: nn.Linear(WIDTH, WIDTH)], tied=TIES)

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import quintsched as qs
+from quintsched.errors import MisfitError
+from quintsched.runtime import ForwardEngine
+from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.stage.build_stages import Stage
 from quintsched.runtime.weights_and_gradients import grad_buckets
-from quintsched.runtime.weights_and_gradients.flat_buffer import ALIGNMENT, FlatLayout
-from quintsched.runtime.weights_and_gradients.grad_buckets import cut_buckets
 from quintsched.runtime.weights_and_gradients.piggybacked_metrics import ROOM, Room, room_for
 
 from ...helpers.training import check_equality
-from ..toys import sgd
-
-
-@pytest.mark.parametrize(("bucket_bytes", "buckets"), [(10**9, 1), (4 * 20, 4), (1, 8)])
-def test_buckets_hold_every_parameter_once_last_first(bucket_bytes: int, buckets: int) -> None:
-    stage = Stage(0, {n: nn.Linear(4, 4) for n in range(4)})
-    cut = cut_buckets(stage, 1, bucket_bytes)
-    assert len(cut) == buckets
-    held = [parameter for _, parameters in cut for parameter in parameters]
-    assert [id(p) for p in held] == [id(p) for p in reversed(list(stage.parameters()))]
+from ..linear_blocks import alone, batch, linear, squared_sum, train
+from ..toys import sgd, worst_difference
 
 
 def test_a_step_of_replicas_is_one_collective() -> None:
@@ -104,29 +98,117 @@ def test_weights_may_be_given_other_memory_between_steps(zero: int) -> None:
     check_equality(plan, model, nn.functional.mse_loss, sgd, [(x, x + 1)] * 3, after=halve, cut=list)
 
 
-SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=5)
+WIDTHS = [8, 300]
+"""Of buckets that begin at zero, and of larger ones, whose first gradient is copied."""
+DTYPES = [torch.float32, torch.bfloat16]
 
 
-@given(SHAPES, st.integers(1, 5))
-def test_the_segments_of_all_shards_are_the_parameters(shapes: list[list[int]], num_shards: int) -> None:
-    tensors = [torch.randn(shape) for shape in shapes]
-    layouts = [FlatLayout.sharded(tensors, num_shards, index) for index in range(num_shards)]
-    assert all(start % ALIGNMENT == 0 for start in layouts[0].starts)
-    flat = torch.zeros(layouts[0].size)
-    for view, tensor in zip(layouts[0].views(flat), tensors, strict=True):
-        view.copy_(tensor)
-    found = [torch.full((tensor.numel(),), torch.nan) for tensor in tensors]
-    owners = [0] * len(tensors)
-    for layout in layouts:
-        shard = layout.shard(flat)
-        owners = [count + (segment is not None) for count, segment in zip(owners, layout.segments(), strict=True)]
-        assert shard.shape == (layout.shard_size,)
-        for numbers, segment in zip(found, layout.segments(), strict=True):
-            if segment is not None:
-                assert numbers[segment.start : segment.stop].isnan().all(), "two shards hold the same number"
-                numbers[segment.start : segment.stop] = segment.view_of(shard)
-    assert all(torch.equal(numbers, tensor.flatten()) for numbers, tensor in zip(found, tensors, strict=True))
-    assert all(owners), "a parameter without numbers has an owner, which saves it"
+class Clearing(nn.Linear):
+    """A layer whose forward frees gradients, as a training loop does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for parameter in self.parameters():
+            parameter.grad = None
+        return super().forward(x)
+
+
+def engine_of(
+    width: int, *, dtype: torch.dtype = torch.float32, kind: type[nn.Linear] = nn.Linear, **of: Any
+) -> Engine:
+    plan = qs.compile(**{"schedule": "1f1b", "mesh": "pp=1", "microbatches": 4} | of)
+    blocks = [lambda: nn.Linear(8, width), lambda: kind(width, width), lambda: nn.Linear(width, 4)]
+    return Engine(plan, blocks, F.mse_loss, sgd, dtype=dtype, seed=0)
+
+
+def norms(engine: Engine, steps: int = 4, before: Callable[[int], object] = lambda step: None) -> list[float]:
+    random = torch.Generator().manual_seed(0)
+    dtype, found = next(engine.stages[0].parameters()).dtype, []
+    for step in range(steps):
+        before(step)
+        inputs, targets = torch.randn(2, 8, 8, generator=random).to(dtype)
+        found.append(engine.step(inputs, targets[:, :4]).grad_norm.item())
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("plan", [{}, {"schedule": "gpipe"}, {"schedule": "zb-h1"}], ids=str)
+def test_gradients_that_a_forward_frees_are_kept(plan: dict[str, Any], width: int, dtype: torch.dtype) -> None:
+    assert norms(engine_of(width, dtype=dtype, kind=Clearing, **plan)) == norms(engine_of(width, dtype=dtype, **plan))
+
+
+def free(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def clone(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.clone()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("hook", "said"), [(free, "has lost its gradient"), (clone, "replaces its .grad")])
+def test_a_hook_that_takes_a_sum_away_is_refused(hook: Callable[[Tensor], None], said: str, width: int) -> None:
+    engine = engine_of(width)
+
+    def hang_on(step: int) -> None:
+        if step == 1:
+            for parameter in engine.stages[0].parameters():
+                parameter.register_post_accumulate_grad_hook(hook)
+
+    with pytest.raises(MisfitError, match=said):
+        norms(engine, before=hang_on)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_loss_that_reads_weights_of_an_earlier_stage(dtype: torch.dtype, zero: int) -> None:
+    """Their gradients come in the last stage's backward, and again in their own; under ZeRO their memory is freed."""
+
+    def trained(chunks: int | None, zero: int = 0) -> list[float]:
+        def rank(transport: Any) -> list[float]:
+            schedule = "gpipe" if chunks is None else "interleaved-1f1b"
+            plan = qs.compile(schedule, mesh="dp=2", microbatches=2, chunks=chunks, zero=zero)
+            held: list[nn.Linear] = []
+
+            def layer() -> nn.Module:
+                held.append(nn.Linear(8, 8))
+                return held[-1]
+
+            def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+                biases = sum(layer.bias.float().square().sum() for layer in held[-4:])
+                return (output - targets).float().square().sum() + 0.05 * len(output) * biases, float(len(output))
+
+            engine = Engine(plan, [layer] * 4, loss, sgd, dtype=dtype, seed=0, transport=transport)
+            inputs, targets = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(transport.rank)).to(dtype)
+            return [engine.step(inputs, targets).loss.item() for _ in range(3)]
+
+        return run_local(2, rank)[0]
+
+    assert trained(2, zero) == pytest.approx(trained(None), rel=1e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_weights_go_with_their_engine(width: int) -> None:
+    engine = engine_of(width, schedule="zb-h1")
+    norms(engine, steps=2)
+    weights = [weakref.ref(parameter) for parameter in engine.stages[0].parameters()]
+    engine.close()
+    del engine
+    gc.collect()
+    assert not any(weight() is not None for weight in weights)
+
+
+@pytest.mark.parametrize("recompute", [0, 2])
+def test_a_weight_that_blocks_of_a_stage_share_is_reduced_when_it_is_complete(recompute: int) -> None:
+    shared = nn.ModuleList([linear() for _ in range(4)])
+    shared[3].weight = shared[2].weight
+
+    def blocks() -> Blocks:
+        return list(copy.deepcopy(shared))
+
+    plan = qs.compile("gpipe", mesh="dp=2", microbatches=2, recompute=recompute)
+    assert worst_difference(train(plan, blocks, batch(8)), train(alone(), blocks, batch(8))[0]) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -142,3 +224,32 @@ def test_figures_that_ride_along_are_added_up_to_the_last_bit(dtype: torch.dtype
     memories[0].copy_(total)
     assert torch.equal(room.alight(ROOM)[3:], figures[3:])
     assert not room.alight(3).isfinite().any()
+
+
+def test_the_engine_made_last_of_the_same_modules_trains_them() -> None:
+    plan = qs.compile("zb-h1", mesh="pp=2", microbatches=2)
+    data = batch(4)
+
+    def run(transport: Transport) -> None:
+        torch.manual_seed(0)
+        modules = [linear().double(), nn.Dropout(0.5), linear().double(), nn.Dropout(0.5), linear().double()]
+        first = Engine(plan, modules, squared_sum, sgd, transport=transport)
+        first.step(*data)
+        fresh = Engine(plan, copy.deepcopy(modules), squared_sum, sgd, transport=transport)
+        second = Engine(plan, modules, squared_sum, sgd, transport=transport)
+        for _ in range(2):
+            assert torch.equal(second.step(*data).loss, fresh.step(*data).loss)
+        with pytest.raises(qs.UsageError, match="another engine has been made of this one's blocks"):
+            first.step(*data)
+        own = sgd(second.stages[transport.rank].parameters())
+        for optimizer in (own, second.optimizer):
+            with pytest.raises(qs.UsageError, match=r"SGD.step\(\) is called on weights that an engine trains"):
+                optimizer.step()
+        ForwardEngine(qs.compile("inference", mesh="pp=2", microbatches=2), modules, transport=transport)
+        own.step()  # an engine that runs forwards alone leaves training to others
+        own_of_fresh = sgd(fresh.stages[transport.rank].parameters())
+        fresh.close()
+        own_of_fresh.step()
+        fresh.optimizer.step()
+
+    run_local(2, run)

@@ -44,14 +44,6 @@ class Extra(Plain):
         self.calls = state["calls"]
 
 
-class ExtraTensor(Plain):
-    def get_extra_state(self) -> Any:
-        return torch.tensor(self.calls)
-
-    def set_extra_state(self, state: Any) -> None:
-        self.calls = int(state)
-
-
 class Own(Plain):
     """Saves and loads more by itself."""
 
@@ -101,7 +93,7 @@ def require_same(found: Engine, expected: Engine) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
-@pytest.mark.parametrize("kind", [Extra, ExtraTensor, Own, Tied])
+@pytest.mark.parametrize("kind", [Extra, Own, Tied])
 def test_a_resumed_run_is_the_unbroken_one(kind: Any, tmp_path: Path) -> None:
     engine = make(kind)
     train(engine, range(2))
@@ -120,20 +112,6 @@ def test_a_resumed_run_is_the_unbroken_one(kind: Any, tmp_path: Path) -> None:
         load(again)
         train(again, range(2, 4))
         require_same(again, engine)
-
-
-@pytest.mark.parametrize("mesh", ["dp=2", "pp=2", "tp=2"])
-def test_what_a_module_counts_goes_to_another_mesh(mesh: str, tmp_path: Path) -> None:
-    def run(transport: Transport) -> None:
-        engine = make(Extra, mesh, transport)
-        train(engine, range(2))
-        path = tmp_path / str(transport.rank)
-        save_file(engine.state_dict(), path, metadata=engine.state_metadata())
-
-    run_local(2, run, timeout_s=60)
-    engine = make(Extra)
-    engine.load_state_files([tmp_path / "0", tmp_path / "1"])
-    assert engine.stages[0].get_submodule("blocks.0.1").calls == 4
 
 
 class Opaque(Extra):
@@ -164,26 +142,15 @@ def test_what_cannot_be_saved_is_refused_when_the_engine_is_made(kind: Any, word
         make(kind)
 
 
-def test_counts_that_differ_fit_only_the_mesh_that_saved_them(tmp_path: Path) -> None:
-    paths = [tmp_path / "0", tmp_path / "1"]
-
+@pytest.mark.parametrize("mesh", ["dp=2", "pp=2", "tp=2"])
+def test_what_a_module_counts_goes_to_another_mesh(mesh: str, tmp_path: Path) -> None:
     def run(transport: Transport) -> None:
-        engine = make(Extra, "dp=2", transport)
-        engine.stages[0].get_submodule("blocks.0.1").calls = transport.rank
-        save_file(engine.state_dict(), paths[transport.rank], metadata=engine.state_metadata())
-        engine.everyone.barrier()
-        again = make(Extra, "dp=2", transport)
-        again.load_state_files(paths)
-        assert again.stages[0].get_submodule("blocks.0.1").calls == transport.rank
+        engine = make(Extra, mesh, transport)
+        train(engine, range(2))
+        path = tmp_path / str(transport.rank)
+        save_file(engine.state_dict(), path, metadata=engine.state_metadata())
 
     run_local(2, run, timeout_s=60)
-    with pytest.raises(MisfitError, match="not the same on all ranks"):
-        make(Extra).load_state_files(paths)
-
-
-def test_a_state_without_what_modules_give_is_of_another_model() -> None:
-    engine, plain = make(Extra), make(Plain)
-    with pytest.raises(MisfitError, match="another model"):
-        engine.load_state_dict(plain.state_dict())
-    with pytest.raises(MisfitError, match="another model"):
-        plain.load_state_dict(engine.state_dict())
+    engine = make(Extra)
+    engine.load_state_files([tmp_path / "0", tmp_path / "1"])
+    assert engine.stages[0].get_submodule("blocks.0.1").calls == 4
