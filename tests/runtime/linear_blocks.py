@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Message
-from quintsched.runtime.autograd.slice_kv_cache import Past
 from quintsched.runtime.blocks.block_builders import Blocks
 
 from ..helpers.training import Outcome, train_ranks
@@ -53,24 +52,6 @@ def train(
 
 def alone(microbatches: int = 1) -> qs.Plan:
     return qs.compile("1f1b", mesh="pp=1", microbatches=microbatches)
-
-
-class Attention(nn.Module):
-    """Causal attention with one head over (samples, sequence, WIDTH); a sample's mean `shift` is added to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor, past: Past | None = None, shift: Tensor | None = None) -> Tensor:
-        query, keys, values = (layer(x).unsqueeze(1) for layer in (self.query, self.key, self.value))
-        if past is not None:
-            keys, values = past.extend(self, keys, values)
-        new, seen = query.shape[2], keys.shape[2]
-        mask = torch.ones(new, seen, dtype=torch.bool, device=x.device).tril(seen - new)
-        found = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
-        shifted = x if shift is None else x + shift.reshape(len(x), -1).mean(1)[:, None, None]
-        return shifted + found.squeeze(1)
 
 
 def mutant(plan: qs.Plan, chance: random.Random) -> qs.Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -206,18 +206,6 @@ def test_weights_are_those_of_any_training(tmp_path: Path) -> None:
         require_equal(plan, run_on(plan, tiny_gpt(LENGTH), [IDS[:6]], load, seed=1), [expected])
 
 
-def test_blocks_evaluate_and_are_left_as_they_were() -> None:
-    block = Wide().train()
-    engine = ForwardEngine(qs.compile("inference", mesh="pp=1", microbatches=2), [block])
-    x = torch.randn(4, 256)
-    first, second = engine.run(x), engine.run(x)
-    assert torch.equal(first, second)
-    assert not first.requires_grad
-    assert block.training
-    assert block.drop.training
-    assert all(p.requires_grad and p.grad is None for p in block.parameters())
-
-
 REFUSED: list[tuple[str, type[qs.QuintschedError], Callable[[], object]]] = [
     (
         "ForwardEngine needs one of the schedule .inference., but this plan .1f1b. is for train: Engine",
@@ -264,32 +252,3 @@ def test_short_weights_are_rounded_as_a_training_rounds_its_masters(tmp_path: Pa
     engine = ForwardEngine(plan, [Wide], dtype=torch.bfloat16, seed=1)
     engine.load_full_state_dict(state)
     assert torch.equal(engine.full_weights()["0.fc1.weight"], state["model.0.fc1.weight"].bfloat16())
-
-
-class Exit(nn.Module):
-    """Takes targets, if there are any, and gives more than a tensor."""
-
-    def forward(self, x: Tensor, scale: Tensor, targets: Tensor | None = None) -> Mapping[str, Any]:
-        return {"scaled": x * scale, "off": None if targets is None else (x - targets).abs().sum(1), "n": (len(x),)}
-
-
-@pytest.mark.parametrize("has_targets", [False, True])
-def test_extras_targets_and_trees(has_targets: bool) -> None:
-    x, scale = torch.randn(4, 3), torch.randn(4, 3)
-    targets = {"targets": torch.randn(4, 3)} if has_targets else {}
-    plan = qs.compile("inference", mesh="pp=2", microbatches=2)
-
-    def run(transport: Transport) -> Any:
-        engine = ForwardEngine(plan, [lambda: nn.Linear(3, 3), Exit], transport=transport)
-        assert engine.needs_targets is bool(transport.rank)
-        return engine.run(x, scale=scale, **targets), engine.run(x, microbatches=4, scale=scale, **targets)
-
-    (none, _), outputs = run_local(2, run)
-    assert none is None
-    model = build_model([lambda: nn.Linear(3, 3), Exit])
-    with torch.no_grad():
-        whole = model[1](model[0](x), scale, **targets)
-    for output, rows in zip(outputs, (2, 1), strict=True):
-        torch.testing.assert_close(output["scaled"], whole["scaled"])
-        torch.testing.assert_close(output["off"], whole["off"])
-        assert output["n"] == (rows,)

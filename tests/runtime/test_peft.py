@@ -102,21 +102,6 @@ def test_dropout_and_checkpointing_of_layers_change_nothing(model: Any) -> None:
         assert losses(checkpointed, request_of) == pytest.approx(alone, rel=1e-7), request_of
 
 
-def test_a_base_of_bf16_has_adapters_of_float32() -> None:
-    model = adapted(llama, dtype=torch.bfloat16)
-    types = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    assert types == {torch.float32}
-    alone = losses(model, {"mesh": "dp=1"})
-    assert losses(model, {"mesh": "dp=2,pp=2", "microbatches": 2, "zero": 1}) == pytest.approx(alone, rel=1e-4)
-    assert alone == pytest.approx(plainly(model), rel=2e-2)
-
-
-def test_prompts_that_a_wrapper_adds_are_refused() -> None:
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(qs.UsageError, match="puts prompts before its inputs"):
-        split(peft.get_peft_model(llama(), config))
-
-
 @pytest.mark.parametrize(("mesh", "zero"), [("pp=2,tp=2", 0), ("dp=2,pp=2", 3)])
 def test_peft_reads_the_adapter_that_is_saved(tmp_path: Path, mesh: str, zero: int) -> None:
     plan, model = qs.compile("1f1b", mesh=mesh, microbatches=4, zero=zero), adapted(llama)

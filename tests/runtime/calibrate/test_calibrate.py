@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
-from quintsched.errors import InputError, MisfitError, StallError, UsageError
+from quintsched.errors import StallError
 from quintsched.runtime.calibrate import machine_description, time_links, time_operations
 from quintsched.runtime.calibrate.time_links import run_processes
 from quintsched.runtime.comm import Transport
 from quintsched.runtime.comm.clocks import now_s
-from quintsched.strategies.commands.calibrate import calibrate_first
 from quintsched.strategies.descriptions import presets_and_files
 from quintsched.strategies.descriptions.hardware import Measured
 
@@ -72,43 +70,6 @@ def test_what_was_measured_outlives_an_interruption(
     assert [*tmp_path.iterdir()] == [file]
 
 
-@pytest.mark.usefixtures("briefly")
-def test_parts_of_another_machine_are_measured_anew_and_nonsense_is_refused(tmp_path: Path) -> None:
-    file, partial = tmp_path / "mine.json", tmp_path / "mine.json.partial"
-    partial.write_text('{"machine": "another", "missing": [], "measured": {"attention": {}}}')
-    assert machine_description.MeasuredParts(file, CPU).done == []
-    assert machine_description.MeasuredParts(file, CPU).missing == list(machine_description.PARTS)
-    ours = machine_description.MeasuredParts(file, CPU)._machine
-    for text in ("{", "[]", "{}", json.dumps({"machine": ours, "measured": {"attention": {"matmul": 3}}})):
-        partial.write_text(text)
-        with pytest.raises(InputError, match=r"mine.json.partial: not what calibrate has left .* remove it"):
-            machine_description.calibrate(CPU, file)
-
-
-def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(MisfitError, match="choose --device cpu"):
-        machine_description.calibrate(torch.device("meta"), Path("meta.json"))
-
-
-def test_a_quota_counts_as_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(time_links, "QUOTA", quota)
-    everything = time_links.count_cores()
-    for content, number in (("max 100000", everything), ("100000 100000", 1), ("nonsense", everything)):
-        quota.write_text(content)
-        assert time_links.count_cores() == number
-
-
-def test_hardware_cpu_is_measured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    file, measured = tmp_path / "quintsched" / "cpu.json", []
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    command = import_module("quintsched.strategies.commands.calibrate")
-    monkeypatch.setattr(command, "_measure", lambda *what: measured.append(what) or file.touch() or 0)
-    for hardware in ("a100-80gb", "cpu", "cpu"):
-        calibrate_first(hardware)
-    assert measured == [(file, "cpu")]
-
-
 def hang(folder: Path, transport: Transport) -> int:
     """Have one rank end, and the other wait for it forever."""
     (folder / str(transport.rank)).write_text(str(os.getpid()))
@@ -138,10 +99,3 @@ def test_links_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(found.link.rates + found.link_work.rates + found.all_reduce[2].rates) > 0
     assert set(found.all_reduce) == set(found.all_reduce_work) == {2}
     assert found.sharing[1] == 1.0
-
-
-@pytest.mark.usefixtures("briefly")
-def test_nothing_is_measured_where_nothing_can_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot write"):
-        machine_description.calibrate(CPU, tmp_path / "file" / "mine.json")
