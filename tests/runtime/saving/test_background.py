@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,15 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.comm.clocks import now_s
 from quintsched.runtime.saving import write_tensors
 from quintsched.runtime.saving.checkpoints import save_and_load_checkpoints
-from quintsched.runtime.saving.checkpoints.background_saves import HostBuffer, JointWrite
+from quintsched.runtime.saving.checkpoints.background_saves import JointWrite
 from quintsched.runtime.saving.checkpoints.manifest import read_manifest
 from quintsched.runtime.saving.checkpoints.run_folder import saved_steps
-from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints, OpenCheckpoints
+from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
 from quintsched.runtime.saving.write_tensors import WrittenFile
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 
-from ...helpers.jobs import data_file, figures, fit, job, plan_of
+from ...helpers.jobs import data_file, fit, job, plan_of
 from .holders import PLAN, Holder
 
 __all__ = ["data_file"]
@@ -79,13 +78,6 @@ def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, monkeypatch: 
 
 def file_of(folder: Path, step: int) -> Any:
     return read_manifest(folder / f"step-{step:08d}" / "manifest.json", step).files[0]
-
-
-def test_the_memory_of_a_save_serves_again() -> None:
-    buffer = HostBuffer(torch.device("cpu"))
-    first, second = (buffer.copy_state({"a": torch.full((1000,), x)})["a"] for x in (1.0, 2.0))
-    assert first.data_ptr() == second.data_ptr()
-    assert torch.equal(second, torch.full((1000,), 2.0))
 
 
 def test_an_error_in_the_background_stops_all_ranks_after_the_next_step(data_file: Path, tmp_path: Path) -> None:
@@ -147,26 +139,6 @@ def test_a_disk_that_takes_no_note_either_is_told_of_at_once(
     assert words.endswith(f"cannot write the checkpoint: {os.strerror(errno.ENOSPC)}")
 
 
-def test_checkpoints_go_where_they_began_to_whatever_becomes_of_the_current_directory(
-    data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = job(data_file, checkpoint={"dir": "ck", "every": 4})
-    plan = plan_of(config)
-    (tmp_path / "elsewhere").mkdir()
-    are_made = threading.Barrier(plan.mesh.size)
-
-    def run(transport: Transport) -> None:
-        trainer = Trainer.of_job(config, plan, transport, Reporter(None, lambda _: None))
-        are_made.wait(60)
-        os.chdir(tmp_path / "elsewhere")
-        trainer.fit()
-
-    run_local(plan.mesh.size, run)
-    assert list((tmp_path / "ck").glob("step-*/manifest.json"))
-    assert not list((tmp_path / "elsewhere").iterdir())
-
-
 def join(folder: Path, rank: int, patience_s: float, given_up: threading.Event | None = None) -> None:
     joint = JointWrite(folder / ".saving", folder / "step-00000001", rank, 2, patience_s, given_up or threading.Event())
     joint.write_part(lambda attempt: WrittenFile(name="f", bytes=0, sha256="0" * 64), lambda files: None)
@@ -182,38 +154,3 @@ def test_a_rank_that_never_writes_is_not_waited_for_longer_than_patience_or_a_st
     words = r"/step-00000001: the save was given up( after 0\.2 s)?: rank 1 has not written its part"
     with pytest.raises(qs.UsageError, match=words):
         join(tmp_path, 0, patience_s, given_up)
-
-
-def test_what_goes_on_is_waited_for(tmp_path: Path) -> None:
-    """A part that grows for longer than patience lasts is no stall."""
-
-    def grow() -> None:
-        for size in range(8):
-            (tmp_path / ".saving" / "rank-00001.safetensors").write_bytes(bytes(size))
-            threading.Event().wait(0.1)
-        join(tmp_path, 1, 5)
-
-    (tmp_path / ".saving").mkdir()
-    with ThreadPoolExecutor() as pool:
-        other = pool.submit(grow)
-        joint = JointWrite(tmp_path / ".saving", tmp_path / "step", 0, 2, 0.5, threading.Event())
-        file = WrittenFile(name="f", bytes=0, sha256="0" * 64)
-        joint.write_part(lambda attempt: file, lambda files: (tmp_path / ".saving").rename(tmp_path / "step"))  # type: ignore[func-returns-value, arg-type, return-value]
-        other.result()
-
-
-def test_saves_that_are_waited_for_are_there_at_once(data_file: Path, tmp_path: Path) -> None:
-    config = job(data_file, checkpoint={"dir": str(tmp_path), "every": 5, "background": False})
-    there: list[bool] = []
-    save = OpenCheckpoints.save_step
-
-    def noted(self: OpenCheckpoints, step: int, *arguments: Any) -> None:
-        save(self, step, *arguments)
-        there.append((tmp_path / f"step-{step:08d}" / "manifest.json").exists())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OpenCheckpoints, "save_step", noted)
-        history = fit(config)[0][0]
-    assert len(there) == 16
-    assert all(there)
-    assert figures(history) == figures(fit(job(data_file))[0][0])

@@ -28,7 +28,6 @@ import quintsched as qs
 from quintsched.errors import QuintschedError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.launch.local_run import _make_folders
 from quintsched.runtime.saving.checkpoints import bucket_folder
 from quintsched.runtime.saving.checkpoints.bucket_folder import BucketFolder
 from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
@@ -303,24 +302,6 @@ def test_64_faults_of_a_save_in_the_distributed_format_leave_a_whole_step(kind: 
         failed = with_fault(kind, call, lambda place=place: on_engines(place, 2))
         assert failed or kind != "gone"
         require_whole_step(kind, place, failed, on_engines(place))
-
-
-def test_a_bucket_is_no_folder_that_a_launcher_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for place, made in (("memory://runs/1", []), ("runs/1", ["runs"])):
-        asked = JobConfig(checkpoint={"dir": place})
-        _make_folders(asked, 0)
-        assert [path.name for path in tmp_path.iterdir()] == made
-        assert (asked.checkpoint.folder is None, asked.folder) == (not made, Path("runs/1") if made else None)
-
-
-def test_names_of_objects_may_be_odd(bucket: str) -> None:
-    for name in ("lr=0.1 é", "lr%20+a&b", "a'b;$c|d\\", "~", "-a", "a:b@c"):
-        place = f"{bucket}/{name}"
-        for step in (1, 2):
-            save(place, step, step)
-        assert load(place).number == 2.0
-        assert names_in(place) == ["plan.json", "step-00000002"]
 
 
 @contextmanager

@@ -62,15 +62,6 @@ def test_every_mesh_has_it_alike(tmp_path: Path, mesh: str, tied: bool) -> None:
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
-def test_masters_keep_what_bfloat16_does_not(tmp_path: Path) -> None:
-    weights = draw_checkpoint(dtype=torch.float32)
-    engine = load_alone(write(tmp_path, weights), dtype=torch.bfloat16)
-    state = engine.state_dict()["model.1.attention.qkv.weight"]
-    assert torch.equal(state, weights["h.0.attn.c_attn.weight"].t())
-    low = engine.stages[0].get_parameter("blocks.1.attention.qkv.weight")
-    assert torch.equal(low, state.to(torch.bfloat16))
-
-
 def test_a_rank_reads_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, draw_checkpoint())
     plan = qs.compile("1f1b", mesh="pp=2,tp=2", microbatches=2)

@@ -14,12 +14,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.dtype_names import TYPES
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.saving import lazy_tensors, write_tensors
-from quintsched.runtime.saving.checkpoints.background_saves import HostBuffer
 from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
 from quintsched.runtime.saving.saved_state import SavedState
 from quintsched.runtime.saving.tensor_placement import StateLayout
@@ -61,33 +60,6 @@ def test_safetensors_reads_what_we_write_and_we_what_it_writes(tmp_path: Path, m
     require_same(read(ours), state)
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, theirs, {"a": "b"})
     require_same(read(theirs), state)
-
-
-def test_a_save_that_is_waited_for_writes_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write_tensors, "BYTES_AT_ONCE", 16)
-    state = tensors() | {"long": torch.arange(50, dtype=torch.float64), "cut": torch.arange(40.0).reshape(8, 5)[:, :3]}
-    copies = HostBuffer(torch.device("cpu")).copy_state(state)
-    files = [write(tmp_path / str(number), given, {"key": "text"}) for number, given in enumerate((state, copies))]
-    assert files[0].sha256 == files[1].sha256
-
-
-def test_who_changes_what_was_read_changes_neither_the_file_nor_what_others_read(tmp_path: Path) -> None:
-    path, state = tmp_path / "file", tensors()
-    write(path, state, {})
-    read(path)["one"].zero_()
-    kept = read(path)["turned"]
-    path.unlink()
-    assert torch.equal(kept, state["turned"])
-
-
-def test_a_file_that_is_not_what_its_manifest_says_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    file = write(path, tensors(), {})
-    data = path.read_bytes()
-    for content, words in ((data[:3], "it has 3 bytes, not the"), (data[:-1] + b"\x55", "its SHA-256 is not that")):
-        path.write_bytes(content)
-        with pytest.raises(InputError, match=f"{path}: the file is damaged: {words}"):
-            require_intact(path, file)
 
 
 def test_a_write_that_fails_leaves_no_file(tmp_path: Path) -> None:

@@ -316,16 +316,6 @@ def test_files_of_several_saves_are_refused(tmp_path: Path) -> None:
             Run("pp=2").on_ranks(lambda engine, other=other: engine.load_state_files([one, other]))
 
 
-def test_a_file_says_how_its_tensors_lie(tmp_path: Path) -> None:
-    begin(tmp_path, Run("dp=2,tp=2", 2))
-    saved = SavedState.of_files(sorted(tmp_path.glob("rank-*")))
-    assert [StateLayout.from_text(layout.to_text()) for layout in saved.layouts] == saved.layouts
-    assert [layout.replica for layout in saved.layouts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    assert saved.shape("model.1.attention.qkv.weight") == (48, 16)
-    assert saved.whole("model.1.attention.qkv.weight").shape == (48, 16)
-    assert "exp_avg" in saved.states["1.attention.qkv.weight"]
-
-
 def test_files_that_are_damaged_or_no_such_files_are_refused(tmp_path: Path) -> None:
     path, plain = path_of(tmp_path, 0), StateLayout().to_text()
     for text, fault in (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import re
 import shutil
@@ -16,9 +14,8 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.runtime.saving.checkpoints.folder_owner import lock_folder
 from quintsched.runtime.saving.checkpoints.manifest import read_manifest
-from quintsched.runtime.saving.checkpoints.run_folder import LOCK, RunFolder
+from quintsched.runtime.saving.checkpoints.run_folder import LOCK
 from quintsched.runtime.settings.job_file import JobConfig
 
 from ...helpers import jobs
@@ -88,31 +85,6 @@ def test_a_run_that_lives_keeps_others_out_and_a_dead_one_does_not(
     assert steps_in(tmp_path) == ["step-00000006"]
 
 
-def test_a_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
-    lock = lock_folder(tmp_path, "1", 0)
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        os.read(reader, 1)
-        os._exit(0)
-    lock._forget()  # as the end of the parent does
-    try:
-        lock_folder(tmp_path, "2", 20).release()
-    finally:
-        os.write(writer, b"x")
-        os.waitpid(child, 0)
-        os.close(reader)
-        os.close(writer)
-
-
-def test_without_locks_nobody_is_locked_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    lock_folder(tmp_path, "1", 0)._forget()
-
-
 def test_a_lock_that_is_no_file_is_refused(tmp_path: Path) -> None:
     makes: list[Callable[[Path], object]] = [lambda path: path.symlink_to(tmp_path / "no"), os.mkfifo, Path.mkdir]
     for number, make in enumerate(makes):
@@ -151,40 +123,3 @@ def test_where_no_step_is_whole_all_are_named(tmp_path: Path) -> None:
     words = r"no checkpoint there is whole:\n  step 6: .*manifest.*\n  step 3: .*manif"
     with pytest.raises(qs.InputError, match=words):
         load(tmp_path)
-
-
-def test_later_steps_that_were_damaged_are_set_aside_by_the_first_save(tmp_path: Path) -> None:
-    for step in (3, 6, 9):
-        save(tmp_path, step, step, keep=9)
-    os.truncate(tmp_path / "step-00000009" / "rank-00001.safetensors", 3)
-    assert load(tmp_path).step == 6
-    save(tmp_path, 8, 8.0)
-    assert "step-00000009" not in steps_in(tmp_path)
-    assert len(list(tmp_path.glob("set-aside-*/step-00000009"))) == 1
-    assert load(tmp_path).step == 8
-
-
-def test_an_old_step_that_cannot_be_removed_goes_with_a_later_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOTEMPTY, "Directory not empty")
-
-    folder = RunFolder(tmp_path, "0" * 16)
-
-    def complete(step: int) -> None:
-        attempt = folder.next_attempt()
-        attempt.mkdir()
-        folder.clear(attempt)
-        (attempt / "manifest.json").write_text("{}")
-        folder.complete(attempt, step, 1)
-
-    complete(1)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "rmdir", fails)
-        complete(2)
-        complete(3)
-    assert steps_in(tmp_path) == ["step-00000003"]
-    assert caplog.text.count("an old checkpoint cannot be removed now, saves go on") == 1
-    complete(4)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]

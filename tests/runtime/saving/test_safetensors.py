@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.saving.pretrained import save_pretrained
 from quintsched.runtime.saving.pretrained.load_pretrained import LoadedWeights
 
 from .split_models import WIDTH, Layer, Split, batches, plan_of, run_engines
@@ -178,41 +177,3 @@ def test_blocks_of_ones_own_go_by_our_names(tmp_path: Path) -> None:
     for found in (read_folder(tmp_path / "out"), loaded(tmp_path / "out", unnamed)):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_a_folder_is_replaced_whole_and_other_files_stay(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    plan = plan_of("pp=2", 0)
-    run_engines(plan, Split, lambda engine: engine.save_pretrained(out))
-    (out / "tokenizer.json").write_text("{}")
-    run_engines(plan_of("dp=1", 0), Split, lambda engine: engine.save_pretrained(out))
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_failure_leaves_the_folder_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    plan = plan_of("pp=2", 0)
-    run_engines(plan, Split, lambda engine: engine.save_pretrained(out))
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-
-    write = save_pretrained.write_tensors
-
-    def refuse(path: Path, *arguments: Any) -> Any:
-        if path.name == "model-00002-of-00002.safetensors":
-            raise OSError(28, "No space left on device")
-        return write(path, *arguments)
-
-    def body(engine: Engine) -> str:
-        for inputs, targets in batches(engine, 1):
-            engine.step(inputs, targets)
-        with pytest.raises(UsageError) as caught:
-            engine.save_pretrained(out)
-        return str(caught.value)
-
-    monkeypatch.setattr(save_pretrained, "write_tensors", refuse)
-    first, second = run_engines(plan, Split, body)
-    assert "No space left on device" in first
-    assert "No space left on device" in second
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import InputError
 from quintsched.runtime import split
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
@@ -196,44 +195,3 @@ def test_other_families_by_names_alone(tmp_path: Path, family: Callable[..., nn.
 
     build_only("dp=2", 3, family(2), body)
     require_equal(reloaded(origin, tmp_path / "out"), origin)
-
-
-def bart(seed: int = 0) -> nn.Module:
-    sizes = {f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads")}
-    config = transformers.BartConfig(vocab_size=40, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, **sizes)
-    model = made(transformers.BartForConditionalGeneration, config, seed)
-    model.get_buffer("final_logits_bias").fill_(seed)
-    return model
-
-
-def test_what_the_whole_model_holds_is_read_and_saved(tmp_path: Path) -> None:
-    """A bias of the whole model, and a weight whose first name, "model.shared.weight", no block has."""
-    origin = bart(1)
-    origin.save_pretrained(tmp_path / "in")
-
-    def body(engine: Engine) -> None:
-        assert engine.load_pretrained(tmp_path / "in") == LoadedWeights()
-        engine.save_pretrained(tmp_path / "out")
-
-    run("pp=2", 0, bart, body)
-    require_equal(reloaded(origin, tmp_path / "out"), origin)
-
-
-def test_a_head_that_a_base_model_lacks_starts_anew_where_that_is_said(tmp_path: Path) -> None:
-    config = transformers.BertConfig(**SIZES)
-    base = made(transformers.BertModel, config, 1)
-    base.save_pretrained(tmp_path / "base")
-    model = made(transformers.BertForSequenceClassification, config, 2)
-
-    def body(engine: Engine) -> LoadedWeights:
-        with pytest.raises(InputError, match=r"no tensor 'classifier\.weight'"):
-            engine.load_pretrained(tmp_path / "base")
-        loaded = engine.load_pretrained(tmp_path / "base", fresh=["classifier.*"])
-        engine.save_pretrained(tmp_path / "out")
-        return loaded
-
-    build_only("dp=1", 0, model, body)
-    found = reloaded(model, tmp_path / "out").state_dict()
-    for name, tensor in base.state_dict().items():
-        assert torch.equal(found[f"bert.{name}"], tensor), name
-    assert torch.equal(found["classifier.weight"], model.state_dict()["classifier.weight"])

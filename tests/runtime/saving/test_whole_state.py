@@ -99,17 +99,6 @@ def test_all_of_it_goes_and_comes_back(tmp_path: Path, kind: Callable[[int], nn.
     assert ranks[0][0] == pytest.approx(float(loss_of(other(ids), ids).detach()), rel=1e-6)
 
 
-def test_a_checkpoint_may_lack_what_no_layer_has(tmp_path: Path) -> None:
-    model = Walked(0)
-    lacking = ("unread", "bias", "unused.weight")
-    save_file({n: t for n, t in model.state_dict().items() if n not in lacking}, tmp_path / "model.safetensors")
-
-    def body(engine: Engine, blocks: Any) -> set[str]:
-        return {blocks.own_names[name] for name in engine.load_pretrained(tmp_path).fresh}
-
-    assert run("dp=1", lambda: Walked(0), body) == [set(lacking)]
-
-
 class Scaled(nn.Linear):
     """A layer with a weight that has no dimensions, and one that has no numbers."""
 
