@@ -1,7 +1,5 @@
 """Broken input: one clear message, the right exit code, no traceback."""
 
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -170,11 +168,6 @@ def test_an_unsound_plan_has_no_figures_but_a_counter_example(refused, broken, c
     assert ">1B1<" in message
 
 
-def test_a_rank_of_an_unsound_plan_is_listed(cli, broken):
-    path = broken(1, drop(Fwd(1, 1)))
-    assert cli("show", path, "--rank", 1).code == 0
-
-
 def test_broken_costs(refused, plan_file, tmp_path):
     (tmp_path / "costs.json").write_text('{"forwrd": 1}')
     assert "costs.json: /forwrd: unknown key" in refused(1, "simulate", plan_file, "--costs", "costs.json")
@@ -205,21 +198,6 @@ def test_a_closed_pipe_is_quiet(plan_file):
     assert title == "1f1b on dp=2,pp=2,tp=2, 4 microbatches"
     assert code in ("0", "141")
     assert done.stderr == ""
-
-
-@pytest.mark.processes
-def test_a_pipe_that_is_closed_before_the_first_word(plan_file):
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run(
-        [str(EXECUTABLE), "check", str(plan_file), "--json"],
-        stdout=writer,
-        stderr=subprocess.PIPE,
-        timeout=60,
-        check=False,
-    )
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, b"")
 
 
 CHILD = """
@@ -253,48 +231,3 @@ def test_run_hands_signals_and_exit_codes_on(number):
         process.send_signal(number)
         assert process.stdout.readline() == f"got {int(number)}\n"
         assert process.wait(30) == 7
-
-
-@pytest.mark.parametrize(("code", "expected"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("pass", 0)])
-def test_exit_codes_of_a_call(code, expected):
-    from quintsched.cli.run_and_verify import call
-
-    assert call([sys.executable, "-c", f"import os, sys; {code}"]) == expected
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_what_run_starts(cli, plan_file, tmp_path, monkeypatch):
-    commands = []
-    monkeypatch.setattr("quintsched.cli.run_and_verify.call", lambda command: commands.append(command) or 4)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    (tmp_path / "job.yaml").write_text("")
-    assert cli("run", "job.yaml").code == 4
-    options = ("--set", "a.b=c", "--set", "d=e f", "--resume", "--nproc", 2)
-    assert cli("run", "plan.json", "job.yaml", *options).code == 4
-    machines = ("--nnodes", 2, "--node-rank", 1, "--master", "10.0.0.1:29500")
-    assert cli("run", "job.yaml", "--restarts", 3, *machines).code == 4
-    assert cli("run", "job.yaml", "--fresh").code == 4
-    both = cli("run", "job.yaml", "--fresh", "--resume")
-    assert (both.code, "give one of them" in both.err) == (2, True)
-    for some in (machines[:4], machines[2:], ("--nnodes", 2, "--node-rank", 2, *machines[4:])):
-        assert "several machines need --nnodes" in cli("run", "job.yaml", *some).err
-    parent = [sys.executable, "-m", "quintsched.runtime.watch.rendezvous.end_with_parent", str(os.getpid())]
-    assert all(command[:-1] == [*parent, "quintsched.runtime.launch.local_run"] for command in commands)
-    requests = [json.loads(command[-1]) for command in commands]
-    plain = {"plan": None, "config": "job.yaml", "set": [], "trace": None, "resume": False, "fresh": False}
-    plain |= {
-        "override": [],
-        "autotune": False,
-        "nproc": None,
-        "restarts": 0,
-        "min_dp": None,
-        "nnodes": 1,
-        "node_rank": 0,
-        "master": "",
-    }
-    assert requests == [
-        plain,
-        {**plain, "plan": "plan.json", "set": ["a.b=c", "d=e f"], "resume": True, "nproc": 2},
-        {**plain, "restarts": 3, "nnodes": 2, "node_rank": 1, "master": "10.0.0.1:29500"},
-        {**plain, "fresh": True},
-    ]

@@ -4,16 +4,7 @@ import json
 
 import pytest
 
-import quintsched as qs
 from quintsched.collectives import CollectivePlan, spell
-
-
-def test_a_ring_in_words(cli):
-    result = cli("collective", "ring", "--ranks", 3)
-    assert result.code == 0
-    assert "sound: ring all_reduce over 3 ranks" in result.out
-    assert "bandwidth use 99.8 %" in result.out
-    assert result.out.endswith("rank 0  1+ 0+ 2  1\nrank 1  2+ 1+ 0  2\nrank 2  0+ 2+ 1  0\n")
 
 
 def test_figures_for_machines(cli):
@@ -69,15 +60,6 @@ def test_pictures(cli, tmp_path, suffix):
 )
 def test_what_is_refused(refused, code, arguments, words):
     assert words in refused(code, "collective", *arguments)
-
-
-def test_compile_says_how_gradients_are_summed(cli, tmp_path, refused):
-    shape = ("compile", "-s", "1f1b", "--mesh", "dp=4,pp=2", "-m", 2)
-    assert cli(*shape, "--communication", "auto", "--latency", 1e-3, "-o", "plan.json").code == 0
-    plan = qs.Plan.load(tmp_path / "plan.json")
-    assert plan.communication.means == "auto"
-    assert plan.communication.wire.latency_s == 1e-3
-    assert "did you mean 'ring'" in refused(2, *shape, "--communication", "rinng")
 
 
 def test_render_draws_the_steps_of_a_collective_that_a_plan_spells_out(cli, tmp_path, refused):

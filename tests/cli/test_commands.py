@@ -1,12 +1,11 @@
 """Each command as people and as programs use it."""
 
-import json
 import re
 
 import pytest
 
 import quintsched as qs
-from quintsched.cli.check import read_span, runs
+from quintsched.cli.check import read_span
 from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.schedules import Order, Shape, all_schedules, schedule
 from quintsched.schedules.kit import registry
@@ -28,15 +27,6 @@ def test_schedules(cli):
     assert "    loop placement, 2 or more chunks, M a multiple of P\n" in shown.out
     assert "    linear placement, 1 chunk, 1 or more slices\n" in shown.out
     assert max(map(len, shown.out.splitlines())) <= 120
-
-
-def test_compile_to_a_file(cli, tmp_path):
-    done = cli("compile", "--schedule", "1f1b", "--mesh", "dp=2,pp=2,tp=2", "--microbatches", 8, "-o", "plan.json")
-    assert done.code == 0
-    assert re.match(r"plan.json: 1f1b on dp=2,pp=2,tp=2, 8 microbatches\nsound: 72 instructions on 2 .*\n$", done.out)
-    assert done.err == ""
-    plan = qs.compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=8)
-    assert (tmp_path / "plan.json").read_text() == plan.to_json()
 
 
 def test_compile_reports_as_json(cli, tmp_path):
@@ -73,30 +63,9 @@ def test_costs_and_memory_cap_reach_a_schedule_that_searches(cli, searched, tmp_
     assert "searches under costs and a memory cap" in cli("schedules").out
 
 
-def test_show_a_grid(cli, plan_file, root):
-    shown = cli("show", plan_file)
-    assert shown.code == 0
-    assert shown.out == (root / "tests" / "data" / "show_1f1b.txt").read_text()
-    data = cli("show", plan_file, "--json").data
-    assert data["grid"] == shown.out.splitlines()[1:]
-    assert data["makespan"] == 15
-
-
 def test_show_a_grid_where_a_person_is_watching(cli, plan_file, monkeypatch):
     monkeypatch.setattr("quintsched.cli.compile_and_show.terminal_width", lambda: 40)
     assert max(map(len, cli("show", plan_file).out.splitlines()[1:])) <= 40
-
-
-def test_show_a_rank(cli, plan_file):
-    shown = cli("show", plan_file, "--rank", 5)
-    title, place, *lines = shown.out.splitlines()
-    assert title == "1f1b on dp=2,pp=2,tp=2, 4 microbatches"
-    assert place == "rank 5 (dp=1, pp=0, tp=1); peers are global ranks"
-    assert lines[1] == " 1  SendAct(stage=0, microbatch=0, peer=7)"
-    data = cli("show", plan_file, "--rank", 5, "--json").data
-    assert data["coordinates"] == {"dp": 1, "pp": 0, "tp": 1}
-    assert data["program"][1] == {"op": "SendAct", "stage": 0, "microbatch": 0, "peer": 7}
-    assert len(data["program"]) == len(lines)
 
 
 def test_check_a_plan(cli, plan_file):
@@ -108,29 +77,6 @@ def test_check_a_plan(cli, plan_file):
     assert data["profile"] == "blocking"
     assert set(data["profiles"].values()) == {True}
     assert data["peak_activations"] == [2, 1]
-
-
-def test_check_counts_the_slots_of_messages(cli, tmp_path):
-    plan = tmp_path / "zbv.json"
-    cli("compile", "--schedule", "zbv", "--mesh", "pp=4", "--microbatches", 8, "-o", plan)
-    data = cli("check", plan, "--json").data
-    assert (data["receive_slots"], data["send_slots"]) == ([2, 11, 11, 7], [4, 8, 8, 4])
-    assert "11 receive and 8 send slots on the fullest rank, 31 and 24 on" in cli("check", plan).out
-    assert cli("check", plan, "--profile", "tagged", "--json").data["receive_slots"] == [5, 17, 17, 9]
-
-
-def test_check_says_whether_a_cuda_graph_can_hold_a_step(cli, tmp_path):
-    for settings, said, obstacles in (
-        (["--schedule", "zb-h1", "--mesh", "pp=1"], "a CUDA graph can hold a step", 0),
-        (["--schedule", "gpipe", "--mesh", "pp=1", "--offload", "1"], "no CUDA graph can hold a step: activations", 2),
-        (["--schedule", "1f1b", "--mesh", "pp=2"], "", 1),
-    ):
-        file = tmp_path / "plan.json"
-        cli("compile", *settings, "--microbatches", "4", "-o", file)
-        result = cli("check", file)
-        assert said in result.out
-        assert said or "CUDA graph" not in result.out
-        assert len(json.loads(cli("check", file, "--json").out)["capture_obstacles"]) == obstacles
 
 
 def test_check_over_the_memory_cap(cli, plan_file):
@@ -155,64 +101,6 @@ def test_simulate(cli, plan_file, tmp_path):
     costs.write_text('{"unit": "ms", "forward": 2, "backward_input": 2, "backward_weight": 2}')
     data = cli("simulate", plan_file, "--costs", costs, "--json").data
     assert (data["makespan"], data["unit"]) == (30, "ms")
-
-
-def test_a_long_critical_path_is_abbreviated(cli, tmp_path):
-    qs.compile("1f1b", mesh="pp=4", microbatches=32).save(tmp_path / "long.json")
-    shown = cli("simulate", "long.json")
-    assert re.search(r"→ … \d+ more … → rank", shown.out)
-    assert max(map(len, shown.out.splitlines())) < 400
-
-
-def test_compare(cli):
-    shown = cli("compare", "1f1b", "gpipe", "interleaved-1f1b", "--pp", 8, "--microbatches", 30)
-    assert shown.code == 0
-    assert "1f1b      1       1       111       18.9 %  18.9 %       8\n" in shown.out
-    assert "left out: interleaved-1f1b: microbatches is 30, no multiple of pp=8; the nearest that works" in shown.out
-    data = cli("compare", "1f1b", "interleaved-1f1b", "--pp", 4, "-m", 8, "--chunks", 2, "--json").data
-    assert [(found["schedule"], found["chunks"], found["makespan"]) for found in data["schedules"]] == [
-        ("1f1b", 1, 33),
-        ("interleaved-1f1b", 2, 28.5),
-    ]
-    assert data["refused"] == []
-
-
-def test_bars_show_where_the_time_of_each_rank_goes(cli, plan_file):
-    shown = cli("compare", "1f1b", "gpipe", "--pp", 2, "-m", 4, "--bars").out.splitlines()
-    assert [line[:7] for line in shown[4:]] == [
-        "",
-        "1f1b",
-        "rank 0 ",
-        "rank 1 ",
-        " " * 7,
-        "",
-        "gpipe",
-        "rank 0 ",
-        "rank 1 ",
-        " " * 7,
-    ]
-    assert "w warm-up 10.0 %" in cli("simulate", plan_file, "--bars").out
-    (found,) = cli("compare", "1f1b", "--pp", 2, "-m", 4, "--bars", "--json").data["schedules"]
-    assert found["times"][0] == {"parts": {"computing": 12.0, "warm-up": 2.0, "cool-down": 1.0}, "waits": {"1": 3.0}}
-
-
-def test_show_groups(cli, plan_file, refused):
-    shown = cli("show", plan_file, "--groups").out.splitlines()
-    assert shown[0] == "1f1b on dp=2,pp=2,tp=2, 4 microbatches"
-    assert "tp    slices of layers                 2 ranks  (0 1) (2 3) (4 5) (6 7)" in shown
-    assert "5     1   0   1   0       7              1 5       4 5" in shown
-    assert cli("show", plan_file, "--groups", "--rank", 5).out.splitlines()[1:] == [
-        "rank 5 (dp=1, pp=0, tp=1), stage 0",
-        "with           exchanges                        ranks",
-        "pp neighbours  messages of the plan             7",
-        "dp group       gradients                        1 5",
-        "pp group       activations and their gradients  5 7",
-        "tp group       slices of layers                 4 5",
-    ]
-    assert cli("show", plan_file, "--groups", "--json").data["groups"]["dp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert cli("show", plan_file, "--groups", "--rank", 3, "--json").data["pp_neighbours"] == [1]
-    assert "rank 8 is not in the mesh" in refused(2, "show", plan_file, "--groups", "--rank", 8)
-    assert "--costs is for the grid over time" in refused(2, "show", plan_file, "--groups", "--costs", "c.json")
 
 
 def test_compare_gives_each_schedule_what_it_takes(cli):
@@ -242,10 +130,6 @@ def test_compare_where_none_takes_the_shape(refused):
     assert "the nearest that works: 4 or 8" in message
 
 
-def test_version(cli):
-    assert re.fullmatch(r"\d+\.\d+.*\n", cli("--version").out)
-
-
 def test_pictures_that_cannot_be(refused, plan_file, monkeypatch):
     assert "name it .png or .svg" in refused(2, "render", plan_file, "-o", "out.gif")
     assert "name it .png or .svg" in refused(2, "compare", "1f1b", "--pp", 2, "-m", 2, "-o", "out")
@@ -264,21 +148,10 @@ def test_a_real_picture(cli, refused, plan_file, tmp_path):
     assert "cannot write the picture" in refused(2, "render", plan_file, "-o", "no/such/folder.png")
 
 
-@pytest.mark.parametrize(("text", "span"), [("4", range(4, 5)), ("2..8", range(2, 9)), ("1..1", range(1, 2))])
-def test_spans(text, span):
-    assert read_span(text, "--pp") == span
-
-
 @pytest.mark.parametrize("text", ["", "x", "1..", "..3", "0..3", "3..2", "-1", "1...3", "9" * 5000])
 def test_what_is_no_span(text):
     with pytest.raises(qs.UsageError, match="--pp: "):
         read_span(text, "--pp")
-
-
-def test_runs():
-    assert runs([]) == "-"
-    assert runs([3]) == "3"
-    assert runs([1, 2, 3, 5, 7, 8]) == "1..3, 5, 7..8"
 
 
 MESH = ("--mesh", "pp=2", "-m", 4)
@@ -333,11 +206,3 @@ def test_options_are_those_of_compile(cli, arguments, options):
 def test_options_that_cannot_be(refused, tmp_path, arguments, words):
     (tmp_path / "costs.json").write_text("{}")
     assert words in refused(2, "compile", "-s", *arguments)
-
-
-def test_costs_of_state_are_in_the_report_of_a_plan_that_shares_it_out(cli, tmp_path):
-    assert cli("compile", "-s", *REPLICAS, "--zero", 3, "-o", "made.json").code == 0
-    assert "peak state" not in cli("simulate", "made.json").out
-    (tmp_path / "costs.json").write_text('{"weights": 4.0, "gradients": 4.0, "optimizer_state": 8.0}')
-    told = cli("simulate", "made.json", "--costs", "costs.json").out
-    assert "peak state by pipeline rank, weights, gradients and optimizer (and with activations): 0: 14 (16.5)" in told

@@ -28,35 +28,12 @@ def rich(tmp_path) -> str:
     return "rich.json"
 
 
-def test_simulate_says_what_is_exchange(cli, plan_file, rich):
-    expected = qs.Plan.load(plan_file).simulate(qs.Costs.model_validate(RICH))
-    data = cli("simulate", plan_file, "--costs", rich, "--json").data
-    assert data == json.loads(json.dumps(expected.summary()))
-    assert data["exchange"] == [4.5, 4.5], "0.5 in each forward and each backward, and 1.125 as long on average"
-    told = cli("simulate", plan_file, "--costs", rich).out
-    assert "exchanges inside stages by pipeline rank, while it computes nothing: 0: 4.5  1: 4.5\n" in told
-    assert "exchanges" not in cli("simulate", plan_file).out
-
-
 def test_show_takes_costs(cli, refused, plan_file, rich):
     expected = qs.Plan.load(plan_file).simulate(qs.Costs.model_validate(RICH))
     shown = cli("show", plan_file, "--costs", rich).out.splitlines()
     assert shown[0].endswith(f": {expected.makespan:g} ms long, bubble {100 * expected.bubble:.1f} %")
     assert cli("show", plan_file, "--costs", rich, "--json").data["makespan"] == expected.makespan
     assert "take none" in refused(2, "show", plan_file, "--costs", rich, "--rank", 0)
-
-
-def test_pictures_take_costs(cli, plan_file, rich, tmp_path):
-    pytest.importorskip("matplotlib")
-    expected = qs.Plan.load(plan_file).simulate(qs.Costs.model_validate(RICH))
-    for name in ("picture.svg", "picture.json"):
-        data = cli("render", plan_file, "--costs", rich, "-o", name, "--json").data
-        assert data["makespan"] == expected.makespan
-        assert (tmp_path / name).stat().st_size > 0
-    shape = ("--pp", 2, "-m", 4, "--costs", rich)
-    data = cli("compare", "1f1b", "zb-auto", *shape, "-o", "both.svg", "--json").data
-    assert [found["schedule"] for found in data["schedules"]] == ["1f1b", "zb-auto"]
-    assert "time in ms" in cli("compare", "1f1b", "zb-auto", *shape).out
 
 
 def test_costs_for_other_microbatches_are_one_error(cli, refused, plan_file, rich):

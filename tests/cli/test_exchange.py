@@ -38,26 +38,6 @@ def test_standard_output_and_input(cli, plan_file, tmp_path, monkeypatch):
     assert back.err.startswith("torch-csv on dp=2,pp=2,tp=2, 4 microbatches\nsound: ")
 
 
-def test_what_is_left_out_is_said(cli):
-    done = cli("import", EXAMPLE, "-o", "plan.json")
-    assert done.code == 0
-    assert done.err.startswith(f"{EXAMPLE}: left out 6 UNSHARD and RESHARD, the first in line 1, cell 1 ")
-    data = cli("import", EXAMPLE, "-o", "plan.json", "--json").data
-    assert data["sound"] is True
-    assert [name for name, free in data["profiles"].items() if free] == ["channel", "tagged"]
-    assert data["notes"][1:] == ["no mesh is given: the plan has no replicas; for two of them write mesh dp=2,pp=2"]
-
-
-def test_gatherings_of_weights_come_in_and_go_out(cli):
-    done = cli("import", EXAMPLE, "--mesh", "dp=2,pp=2", "--zero", 3, "-o", "plan.json")
-    assert done.code == 0
-    assert done.err.startswith(f"{EXAMPLE}: added 2 RESHARD, after the last use")
-    assert "ZeRO-3" in done.out
-    written = cli("export", "plan.json", "--to", "torch-csv").out
-    assert written.startswith(EXAMPLE.read_text().partition(",2RESHARD")[0][:60])
-    assert (written.count("UNSHARD"), written.count("RESHARD")) == (4, 4)
-
-
 def test_an_unsound_file_exits_1_with_the_counter_example(cli, refused, tmp_path):
     message = refused(1, "import", EXAMPLE, "--profile", "pair-stream", "-o", "plan.json")
     assert message.startswith(f"error: {EXAMPLE}: not sound: ")
@@ -115,10 +95,3 @@ def test_what_is_refused_on_the_way_out(refused, plan_file, tmp_path):
     assert "cannot write the file" in refused(2, "export", plan_file, "--to", "torch-csv", "-o", "no/such/place.csv")
     assert "cannot read the plan" in refused(2, "export", "missing.json", "--to", "torch-csv")
     assert "cannot read the schedule" in refused(2, "import", "missing.csv")
-
-
-def test_waits_are_for_files_with_communication(cli, plan_file):
-    assert "WAIT_SEND_F" in cli("export", plan_file, "--to", "torch-csv", "--waits").out
-    for wrong in (["--to", "torch-csv", "--waits", "--compute-only"], ["--to", "promela", "--waits"]):
-        result = cli("export", plan_file, *wrong)
-        assert (result.code, result.err.startswith("error: --waits")) == (2, True)

@@ -90,13 +90,6 @@ def test_completion_is_shown_and_installed(cli, shell, monkeypatch, tmp_path, na
     assert [words(text) for text in written] == [words(script)]
 
 
-def test_completion_that_cannot_be_installed_says_so(refused, shell, monkeypatch, tmp_path):
-    shell("fish")
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HOME", str(tmp_path / "file"))
-    assert "cannot install the completion: " in refused(2, "--install-completion")
-
-
 @pytest.mark.parametrize(
     ("line", "found"), [("ca", ["calibrate"]), ("checkpoint re", ["reshard"]), ("show --gr", ["--groups"])]
 )

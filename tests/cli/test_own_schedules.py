@@ -5,7 +5,6 @@ import textwrap
 import pytest
 
 import quintsched as qs
-from quintsched.check_many_shapes import Status, prove
 from quintsched.import_user_code import load_schedule
 from quintsched.schedules.kit import registry
 
@@ -78,13 +77,6 @@ def test_the_example_is_short_and_says_the_truth(root, monkeypatch, capsys):
     monkeypatch.setattr("quintsched.schedules.kit.registry._REGISTRY", {})
     runpy.run_path(str(root / EXAMPLE), run_name="__main__")
     assert capsys.readouterr().out.endswith("bubble 27.3%\n")
-
-
-def test_the_example_is_compiled_and_compared(cli, root):
-    name = f"{root / EXAMPLE}:paired_1f1b"
-    assert cli("compile", "--schedule", name, "--mesh", "dp=2,pp=2", "-m", 4, "-o", "plan.json").code == 0
-    assert cli("check", "plan.json").code == 0, "the plan stands without the file"
-    assert cli("compare", name, "1f1b", "--pp", 2, "-m", 4).out.count("\n") == 4
 
 
 def test_the_smallest_shape_that_fails_is_shown(cli, write):
@@ -191,22 +183,6 @@ def test_pairs_that_cannot_be(refused, write, body, message):
     assert message in refused(1, "compile", "--schedule", target, "--mesh", "pp=2", "-m", 2)
 
 
-def test_a_pair_in_a_plan_that_only_computes_forward(refused, write):
-    body = "yield Fwd(rank, 0)\nyield Overlap((rank, 1), (rank, 0))"
-    target = write(own("forward pairs", body, ", mode='forward'"))
-    message = refused(1, "compile", "--schedule", target, "--mesh", "pp=1", "-m", 2)
-    assert (
-        "instruction 1, Overlap(forward=(0, 1), backward=(0, 0)): there is no backward in a plan that only" in message
-    )
-
-
-def test_a_constraint_that_fails(refused, write):
-    target = write(own("fails", "yield Fwd(rank, 0)", ", constraint=lambda shape: shape.nothing"))
-    assert "mine.py:3: AttributeError: 'Shape' object has no attribute 'nothing'" in refused(
-        1, "compile", "--schedule", target, "--mesh", "pp=2", "-m", 2
-    )
-
-
 def test_a_schedule_that_takes_none_of_the_shapes(refused, root):
     message = refused(2, "check", f"{root / EXAMPLE}:paired_1f1b", "--pp", "1..4", "--microbatches", "3")
     assert "takes none of these 4 shapes; paired-1f1b: microbatches=3 makes no pairs" in message
@@ -266,49 +242,6 @@ def test_routes_follow_a_placement_and_uneven_stages(cli, refused, root, tmp_pat
         assert "it cannot run with stage_to_pp=[0, 1, 2, 3]" in refused(2, *sizes, "--stage-to-pp", "0,1,2,3", *more)
 
 
-def test_without_chunks_the_fewest_and_the_next_two_are_proved(cli, write):
-    body = """
-    for kind, stages in ((Fwd, shape.stages_of(rank)), (Bwd, shape.stages_of(rank)[::-1])):
-        for stage in stages:
-            for m in range(shape.microbatches - (shape.chunks == 4)):
-                yield kind(stage, m)
-    """
-    target = write(own("looped", body, ", placement=qs.ir.placement.loop, min_chunks=2, max_chunks=9"))
-    done = cli("check", target, "--pp", "1..2", "--microbatches", "2")
-    assert done.code == 1
-    assert done.out.startswith("looped: of 6 shapes 4 sound, 0 refused, 2 unsound\n")
-    assert "the smallest shape that fails: pp=1, 4 chunks, 2 microbatches" in done.out
-    assert cli("check", target, "--pp", "1..2", "--microbatches", "2", "--chunks", "2..3").code == 0
-
-
-def test_a_schedule_that_takes_slices_is_proved_with_two(cli, write):
-    body = """
-    for m in range(shape.num_units):
-        yield Fwd(rank, m)
-    for m in range(shape.num_units):
-        yield Bwd(rank, m)
-    """
-    done = cli("check", write(own("sliced", body, ", max_slices=4")), "--pp", "1", "--microbatches", "1")
-    assert done.code == 1, "the backwards of slices come in reverse"
-    even = ", max_slices=4, constraint=lambda shape: None if shape.slices % 2 else 'odd numbers of slices'"
-    assert cli("check", write(own("odd", body, even), "odd.py"), "--pp", "1", "--microbatches", "1").code == 0
-
-
-def test_what_a_file_prints_stays_off_standard_output(cli, write):
-    target = write("print('hello')\n" + own("prints", "yield Fwd(rank, 0)\nyield Bwd(rank, 0)"))
-    done = cli("check", target, "--pp", "1", "--microbatches", "1", "--json")
-    assert done.data["sound"] is True
-    assert done.err == "hello\n"
-
-
-def test_the_memory_cap_is_proved_over_shapes(root):
-    paired = load_schedule(f"{root / EXAMPLE}:paired_1f1b")
-    outcomes = list(prove(paired, pp=[1, 2, 3], microbatches=[2, 6], memory_cap=4))
-    assert [(o.pp, o.microbatches) for o in outcomes if o.status is Status.UNSOUND] == [(3, 6)]
-    sizes = [o.pp * o.chunks * o.microbatches for o in outcomes]
-    assert sizes == sorted(sizes)
-
-
 def test_only_the_name_of_a_schedule_is_needed(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     (tmp_path / "bare.py").write_text(
@@ -327,11 +260,3 @@ def test_only_the_name_of_a_schedule_is_needed(cli, tmp_path, monkeypatch):
     sizes = qs.find_model("gpt3-175b"), qs.find_hardware("a100-80gb"), 64, 64
     best = qs.tune(*sizes, fixed={"schedule": ["bare"], "pp": [8]}, top=1).best[0]
     assert best.strategy.schedule == "bare"
-
-
-def test_a_schedule_without_a_name_is_refused():
-    with pytest.raises(qs.UsageError, match=r"name is a function; give text: @quintsched\.schedule\('my-schedule'\)"):
-
-        @qs.schedule
-        def mine(rank, shape):
-            yield from ()

@@ -6,10 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import quintsched as qs
-from quintsched.simulation.costs import Costs
-from tests.traces import write_trace
-
 DATA = Path(__file__).parents[1] / "data"
 ON_L4 = ("predict", "--hardware", "l4", "--seq", "2048", "--dtype", "fp16")
 TINY = '{"layers": 2, "hidden": 256, "heads": 4, "vocab": 1000, "seq": 128, "dropout": false}'
@@ -43,19 +39,6 @@ def test_a_trace_predicts_other_strategies(cli, tiny):
     assert 1.2 < other["step_s"] < 3
 
 
-def test_a_trace_of_ours_needs_its_plan(cli, refused, tiny, tmp_path):
-    plan = qs.compile("1f1b", mesh=qs.Mesh(pp=2), microbatches=4)
-    plan.save(tmp_path / "plan.json")
-    (tmp_path / "traces").mkdir()
-    write_trace(
-        tmp_path / "traces", plan.simulate(Costs(unit="ms", forward=100, backward_input=100, backward_weight=100))
-    )
-    flags = (*tiny, "--pp", "2", "--batch", "8", "--profile", str(tmp_path / "traces"))
-    assert "which plan" in refused(2, *flags)
-    found = cli(*flags, "--profile-at", f"plan={tmp_path / 'plan.json'},pp=2,batch=4", "--json").data
-    assert found["step_s"] == pytest.approx(8 * 0.3 + 0.3, rel=0.2)
-
-
 @pytest.mark.parametrize(
     ("at", "said"),
     [
@@ -68,7 +51,3 @@ def test_a_trace_of_ours_needs_its_plan(cli, refused, tiny, tmp_path):
 def test_nonsense_is_refused(refused, tiny, at, said):
     trace = ("--profile", str(DATA / "kineto_cpu_step.json"), "--profile-at", at)
     assert said in refused(2, *tiny, "--batch", "2", *trace)
-
-
-def test_under_what_alone_is_refused(refused, tiny):
-    assert "give that too" in refused(2, *tiny, "--batch", "2", "--profile-at", "dp=1")

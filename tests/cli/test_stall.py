@@ -41,13 +41,6 @@ def test_the_report_of_a_run_without_an_end_repeats_the_verdict(cli, report):
     assert "ended: not yet" in cli("report", report.parent).out
 
 
-def test_a_report_is_drawn_where_one_says(cli, report, tmp_path):
-    done = cli("render", "--stall", report, "-o", tmp_path / "x.svg", "--json")
-    assert done.code == 0, done.err
-    assert done.data["culprits"] == [1]
-    assert "was killed by SIGKILL" in (tmp_path / "x.svg").read_text()
-
-
 def test_what_does_not_belong_to_a_report_is_refused(refused, report, tmp_path):
     assert "--stall is drawn alone" in refused(2, "render", tmp_path / "plan.json", "--stall", report)
     assert "render needs a plan and -o PICTURE" in refused(2, "render", tmp_path / "plan.json")

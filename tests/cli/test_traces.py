@@ -1,7 +1,6 @@
 """Traces on the command line: costs from them, and pictures of them."""
 
 import gzip
-import json
 import shutil
 
 import pytest
@@ -24,20 +23,6 @@ def test_simulate_takes_costs_from_a_trace(cli, simulation, plan_file):
     assert data["unit"] == "ms"
     assert data["makespan"] == pytest.approx(simulation.makespan, rel=0.001)
     assert "time in ms" in cli("simulate", plan_file, "--costs", "from-trace", "traces").out
-
-
-def test_the_costs_of_a_trace_are_a_costs_file(cli, simulation, plan_file, tmp_path):
-    traced = cli("simulate", plan_file, "--costs", "from-trace", "traces", "-o", "costs.json", "--json").data
-    assert json.loads((tmp_path / "costs.json").read_text())["forward"] == [10.0, 10.0]
-    assert cli("simulate", plan_file, "--costs", "costs.json", "--json").data == traced
-
-
-def test_any_costs_that_were_used_are_written(cli, plan_file, tmp_path):
-    (tmp_path / "given.json").write_text(COSTS.model_dump_json(exclude_none=True))
-    cli("simulate", plan_file, "--costs", "given.json", "-o", "used.json")
-    assert qs.Costs.load(tmp_path / "used.json") == COSTS
-    cli("simulate", plan_file, "-o", "unit.json")
-    assert qs.Costs.load(tmp_path / "unit.json") == qs.Costs()
 
 
 def test_what_does_not_go_together(refused, simulation, plan_file, tmp_path):
@@ -101,11 +86,3 @@ def test_steps_of_a_trace_are_chosen_and_merged_with_a_profile(cli, refused, pla
     assert "the trace has 2, 3, 4\n" in refused(2, *merged[:4], "--steps", "7", "-o", "x.json")
     assert "add --trace DIR" in refused(2, "render", plan_file, "--steps", "3", "-o", "x.json")
     assert "events of a measured step" in refused(2, "render", plan_file, "--profiler", "rank1.json", "-o", "x.json")
-
-
-def test_events_need_no_matplotlib(cli, simulation, plan_file, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert cli("render", plan_file, "-o", "events.json").code == 0
-    assert cli("render", plan_file, "--trace", "traces", "-o", "both.json").code == 0
-    events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
-    assert len({event["pid"] for event in events}) == 2

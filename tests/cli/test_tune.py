@@ -26,33 +26,6 @@ def test_the_best_come_first(cli) -> None:
     assert found["reason"][0].startswith("why: ")
 
 
-def test_the_search_loses_nothing(cli) -> None:
-    found = cli("tune", *FEW, "--json").data
-    exhaustive = cli("tune", *FEW, "--exhaustive", "--json").data
-    assert exhaustive["strategies"] == found["strategies"]
-    assert exhaustive["front"] == found["front"]
-
-
-def test_what_is_fixed_stays(cli) -> None:
-    settings = (
-        "--tp",
-        "2,4",
-        "--pp",
-        "2",
-        "--zero",
-        "1",
-        "--no-sequence-parallel",
-        "--recompute",
-        "full",
-        "--top",
-        "5",
-    )
-    for one in cli("tune", *SMALL, *settings, "--json").data["strategies"]:
-        strategy = one["strategy"]
-        assert strategy["tp"] in (2, 4)
-        assert (strategy["pp"], strategy["recompute"], strategy["sequence_parallel"]) == (2, "full", False)
-
-
 def test_a_table_with_reasons(cli) -> None:
     result = cli("tune", *FEW, "--top", "3")
     lines = result.out.splitlines()
@@ -62,12 +35,6 @@ def test_a_table_with_reasons(cli) -> None:
     assert "memory" in lines[9]
     assert lines[10].startswith("the second ")
     assert result.out == cli("tune", *FEW, "--top", "3").out
-
-
-def test_a_picture(cli, tmp_path) -> None:
-    pytest.importorskip("matplotlib")
-    assert cli("tune", *FEW, "-o", "tune.svg").code == 0
-    assert "llama-2-7b on 16 a100-80gb" in (tmp_path / "tune.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -109,12 +76,6 @@ def test_why_another_strategy_lost(cli, refused) -> None:
         assert words in refused(2, "tune", *FEW, "--explain", text)
 
 
-def test_where_nothing_fits_the_smallest_change_is_named(refused) -> None:
-    words = refused(3, "tune", *SMALL, "--tp", "1", "--pp", "1", "--zero", "0", "--recompute", "none")
-    assert "pipeline rank 0 would hold" in words
-    assert "the smallest change that fits: " in words
-
-
 def test_the_best_is_written_as_plan_and_job(cli, tmp_path) -> None:
     found = cli("tune", *FEW, "--emit", tmp_path / "best", "--json").data
     plan = qs.Plan.load(found["files"]["plan"])
@@ -122,23 +83,6 @@ def test_the_best_is_written_as_plan_and_job(cli, tmp_path) -> None:
     assert plan.mesh.size == 16
     assert found["files"]["job"] == str(tmp_path / "best" / "job.yaml")
     assert "run it: quintsched run" in cli("tune", *FEW, "--emit", tmp_path / "best").out
-
-
-def test_a_certificate_is_written_once_it_is_checked(cli, refused, tmp_path) -> None:
-    from quintsched.strategies.tuning.check_search_certificate import check_certificate
-    from quintsched.strategies.tuning.search_certificate import load_certificate
-
-    found = cli("tune", *FEW, "--certificate", "cert.json", "--json").data
-    assert check_certificate(load_certificate(tmp_path / "cert.json")) == found["considered"]
-    (tmp_path / "model.json").write_text('{"like": "llama-2-7b"}')
-    settings = (*SMALL[2:], "--model", "model.json")
-    assert "reads this file" in refused(2, "tune", *settings, "--certificate", "model.json")
-
-
-def test_plans_take_as_long_in_the_simulator(cli) -> None:
-    for one in cli("tune", *FEW, "--top", "3", "--simulate", "--json").data["strategies"]:
-        assert one["simulated_step_s"] == pytest.approx(one["step_s"], rel=0.01)
-    assert "simulated" in cli("tune", *FEW, "--top", "1", "--simulate").out
 
 
 def test_days_and_cost_of_a_number_of_tokens(cli, refused) -> None:

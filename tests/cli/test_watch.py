@@ -10,7 +10,7 @@ import pytest
 from quintsched.cli.run_commands import run_end
 from quintsched.cli.run_commands import watch as module
 from quintsched.cli.run_commands.run_view import curve, stragglers, view_of
-from quintsched.trace.training_log import LogReader, TrainingLog
+from quintsched.trace.training_log import TrainingLog
 
 START = {"event": "start", "plan": "1f1b on pp=4, 8 microbatches", "planned_bubble": 0.25, "step": 0}
 END = {"event": "end", "step": 40, "planned_bubble": 0.25}
@@ -111,12 +111,3 @@ def test_what_is_no_run_is_refused_in_words(refused):
     assert "line 1: /loss: a number is needed" in refused(1, "watch", ".")
     write(tail='{"event": "st')
     assert "no record of a run" in refused(1, "watch", ".")
-
-
-def test_a_reader_gives_each_record_once(tmp_path):
-    reader = LogReader(tmp_path / "log.jsonl")
-    write(START, to=reader.file, tail=json.dumps(step(10))[:20])
-    assert [record["event"] for record in reader.read_new()] == ["start"]
-    write(START, step(10), to=reader.file)
-    assert [record["event"] for record in reader.read_new()] == ["step"]
-    assert reader.read_new() == []

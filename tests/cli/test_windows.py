@@ -22,20 +22,6 @@ def test_show_prints_the_part_that_is_asked_for(cli, plan_file):
     assert len(cli("show", plan_file, "--ranks", "3", "--json").data["grid"]) == 1
 
 
-def test_a_list_has_no_window(refused, plan_file):
-    assert "--ranks is for the grid" in refused(2, "show", plan_file, "--rank", "0", "--ranks", "0..1")
-
-
-def test_a_page_opens_with_the_part(cli, plan_file, tmp_path):
-    cli("render", plan_file, "-o", "plan.html", "--ranks", "1..2")
-    assert (tmp_path / "plan.html").stat().st_size > 50_000
-
-
-def test_events_and_stalls_have_no_window(refused, plan_file):
-    assert "has all of them" in refused(2, "render", plan_file, "-o", "plan.json.json", "--time", "0..5")
-    assert "leave out the plan" in refused(2, "render", "--stall", "stall.json", "--ranks", "0..1")
-
-
 def test_a_large_picture_is_an_overview_and_says_so(cli, tmp_path):
     pytest.importorskip("matplotlib")
     cli("compile", "--schedule", "1f1b", "--mesh", "pp=2", "--microbatches", "130", "-o", "large.json")
