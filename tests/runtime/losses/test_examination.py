@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -237,22 +235,3 @@ def test_a_rare_class_that_weighs_more_counts_though_no_data_have_it_so_far(rare
     output, targets = torch.randn(8, 64, generator=generator), torch.randint(0, 6, (8,), generator=generator)
     assert examine_loss(nn.CrossEntropyLoss(weight=weights), output, targets, 8).weight.over is Over.CLASSES
     assert examine_loss(nn.CrossEntropyLoss(), output, targets, 8).weight.over is Over.TARGETS
-
-
-def test_only_torch_is_given_labels_that_no_data_have(capsys: pytest.CaptureFixture[str]) -> None:
-    labels, lengths = LABELS[:, :2].clamp(min=1), LENGTHS
-    given = {f"{sample.tolist()}" for sample in torch.cat([labels, lengths[:, None]], 1)}
-
-    def kernel(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
-        rows = np.concatenate([targets[0].numpy(), targets[1].numpy()[:, None]], 1).tolist()
-        sys.stdout.writelines(f"{row}\n" for row in rows)
-        return output.square().sum(-1).sum(-1).mean()
-
-    assert examine_loss(kernel, LOGITS, (labels, lengths), SAMPLES).weight.over is Over.SAMPLES
-    assert set() < set(capsys.readouterr().out.splitlines()) <= given
-
-    def padded(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
-        sizes = torch.full((len(output),), TOKENS)
-        return F.ctc_loss(output.log_softmax(-1).transpose(0, 1), targets[0], sizes, targets[1], zero_infinity=True)
-
-    assert examine_loss(padded, LOGITS[..., :4], (labels % 3 + 1, lengths), SAMPLES).weight.over is Over.SAMPLES

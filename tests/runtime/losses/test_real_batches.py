@@ -233,12 +233,3 @@ def test_a_metric_that_is_a_sum_is_over_samples_whatever_microbatches_there_are(
 
     size = qs.Mesh.parse(mesh).size
     assert run_local(size, run) == [(5 / 8, 8, 5)] * size
-
-
-def test_targets_are_told_apart_by_their_names() -> None:
-    ids = torch.tensor([1, 2, -100, 3, -100, -100, -100, 0])
-    loss = lambda output, targets: F.cross_entropy(output, targets["ids"])  # noqa: E731
-    engine = engine_of(None, BLOCKS, loss, **settings_of("pp=1"))
-    for targets in ({"ids": ids, "others": LABELS}, {"others": LABELS, "ids": ids}, {"others": LABELS, "ids": ids}):
-        weight = engine.step(INPUTS, targets).weight
-        assert weight.item() == 4

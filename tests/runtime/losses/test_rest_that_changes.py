@@ -101,14 +101,6 @@ def test_terms_that_begin_at_nothing_are_seen_before_weights_change(loss, mesh, 
         train(Uncertain, loss, alone, mesh, microbatches, [8])
 
 
-@pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
-def test_a_factor_of_all_is_no_matter(mesh, microbatches):
-    def loss(output, targets):
-        return F.mse_loss(output, targets["y"]) * (1 + targets["a"])
-
-    train(lambda: nn.Linear(4, 3), loss, beside, mesh, microbatches, [8] * 3)
-
-
 @pytest.mark.parametrize("classes", [5, 6, 7, 9])
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
 def test_rows_of_no_sample_are_none_whatever_the_number_of_samples(mesh, microbatches, classes):

@@ -16,8 +16,6 @@ from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import build_model
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.losses.weighted_losses import WeighedLoss
-from quintsched.runtime.settings.run_settings import LossOver
 
 from ...helpers.training import check_equality
 from ..toys import sgd
@@ -63,19 +61,6 @@ def test_a_mean_over_uneven_microbatches_is_that_of_one_process(name: str) -> No
     loss_fn, targets = CASES[name]
     plan, batch = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2), (INPUTS, targets)
     check_equality(plan, BLOCKS, loss_fn, sgd, [batch], evaluated=batch)
-
-
-def with_a_penalty(output: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(output, targets) + 0.1 * output.square().mean()
-
-
-@pytest.mark.parametrize("over", ["samples", "microbatch"])
-def test_what_is_stated_is_not_examined(over: LossOver) -> None:
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=2)
-    engine = Engine(plan, BLOCKS, with_a_penalty, sgd, dtype=torch.float64, loss_over=over)
-    output = build_model(BLOCKS, 0, torch.float64)(INPUTS)
-    parts = [with_a_penalty(output[some], LABELS[some]).item() * n for some, n in ((slice(4), 4), (slice(4, 7), 3))]
-    assert engine.step(INPUTS, LABELS).loss.item() == pytest.approx(sum(parts) / 7, rel=1e-12)
 
 
 def without_pads(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,12 +216,3 @@ def test_a_loss_says_always_or_never_what_it_weighs() -> None:
         engine = Engine(qs.compile("gpipe", mesh="pp=1", microbatches=7), BLOCKS, sometimes, sgd, dtype=torch.float64)
         with pytest.raises(MisfitError, match=r"return \(sum, weight\) always"):
             engine.step(INPUTS, labels.roll(3))
-
-
-def test_sums_of_short_types_are_float32() -> None:
-    output = torch.full((40_000, 2), 4.0, dtype=torch.bfloat16)
-    output[:, 0] = -4.0
-    targets = torch.zeros(40_000, dtype=torch.int64)
-    total, weight, *_ = WeighedLoss(F.cross_entropy)(output, targets, 40_000)
-    assert total.dtype is torch.float32
-    assert total / weight == F.cross_entropy(output, targets).float()

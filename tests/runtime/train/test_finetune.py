@@ -12,12 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.runtime import JobConfig, Trainer, plan_of
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.splitting.adapters.transformers_models import CausalLMLoss
-from quintsched.runtime.train.built_in_losses import accuracy_of
 
 from ...helpers.training import Step, train_model
 from ..families.cells import Doubles
@@ -179,23 +176,6 @@ def test_adapters_are_trained_as_by_a_plain_loop(names: dict[str, Any], tmp_path
         for file in (tmp_path / mesh).glob("*.safetensors"):
             weights |= load_file(file)
         require_weights(weights, peft.get_peft_model_state_dict(adapted))
-
-
-def test_a_batch_of_fewer_samples_than_parts_counts_each_once(names: dict[str, Any], tmp_path: Path) -> None:
-    start = saved(gpt2(), tmp_path / "start")
-    model = transformers.AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
-    found = finetuned(tmp_path, "dp=2,pp=2", {"pretrained": str(start)}, accumulate=2, batch_size=8)
-    require_equal(found, plainly(model, names["load"](0, 1)))
-
-
-def test_slices_of_sequences_have_the_accuracy_of_whole_ones() -> None:
-    torch.manual_seed(0)
-    loss, logits = CausalLMLoss(), torch.randn(4, 8, 3)
-    labels = torch.randint(3, (4, 8)).masked_fill(torch.rand(4, 8) < 0.2, -100)
-    whole, sliced = (
-        accuracy_of(loss, qs.compile("1f1b", mesh=mesh, microbatches=1))["accuracy"] for mesh in ("dp=1", "cp=2")
-    )
-    assert 0 < sliced(logits, loss.prepare(labels)) == whole(logits, labels)
 
 
 def test_a_loss_of_ones_own_has_no_accuracy(names: dict[str, Any], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.runtime.data.user_loaders import OTHER_DATA, LoaderFeed, batch_of
-from quintsched.runtime.settings.job_file import JobConfig, ModelConfig, ParallelConfig
+from quintsched.runtime.settings.job_file import JobConfig
 
 from ...helpers.jobs import fit
 
@@ -148,13 +148,6 @@ def uneven(replica):
 
 def nothing():
     return 3
-
-def sets():
-    data = torch.utils.data.TensorDataset(INPUTS, TARGETS)
-    return data, torch.utils.data.Subset(data, range(9))
-
-def bare():
-    return build(None)
 """
 
 
@@ -251,20 +244,6 @@ def test_what_is_no_loader_is_refused(tmp_path: Path, load: str, message: str) -
         fit(job(tmp_path, load))
 
 
-def test_data_sets_of_torch_are_divided_over_the_replicas_and_resumed_on_any_mesh(tmp_path: Path) -> None:
-    settings = job(tmp_path, "sets", mesh="pp=2")
-    settings = settings.model_copy(update={"model": ModelConfig(name=f"{tmp_path / 'mine.py'}:bare")})
-    expected = weights_of(settings)
-    forget_after(tmp_path, 6)
-    other = settings.model_copy(update={"parallel": ParallelConfig(mesh="dp=2", microbatches=2)})
-    _, found, said = fit(other, resume=True)[0]
-    assert said[0] == "resumed after step 6"
-    assert any("validation loss" in line for line in said)
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight)
-
-
 def test_batches_come_in_three_shapes() -> None:
     assert batch_of((1, 2)) == (1, 2, {})
     assert batch_of([1, 2, {"mask": 3}]) == (1, 2, {"mask": 3})
@@ -290,15 +269,3 @@ def test_a_length_has_to_be_true() -> None:
         UsageError, match=r"validation, a generator, has no length; .* validation=list\(itertools\.islice\("
     ):
         LoaderFeed(endless, None, saves=False)
-
-
-def test_a_state_that_is_no_plain_data_is_refused() -> None:
-    class Odd(list[Any]):
-        def state_dict(self) -> dict[str, Any]:
-            return {"file": Path("x")}
-
-        def load_state_dict(self, state: Any) -> None:
-            raise AssertionError
-
-    with pytest.raises(UsageError, match="cannot be saved"):
-        LoaderFeed(Odd([1]), None).state()

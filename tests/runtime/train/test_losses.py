@@ -28,21 +28,6 @@ def test_sums_over_pieces_are_the_whole(real: int, padding: int, cut: int, seed:
     assert correct_sum(logits, targets) == (logits[:real].argmax(1) == targets[:real]).sum()
 
 
-def test_padding_has_no_gradient() -> None:
-    logits = torch.randn(3, 4, requires_grad=True)
-    torch.autograd.backward(cross_entropy_sum(logits, torch.tensor([1, IGNORED_TARGET, IGNORED_TARGET]))[0])
-    assert logits.grad is not None
-    assert logits.grad[0].any()
-    assert not logits.grad[1:].any()
-
-
-def test_sequences() -> None:
-    logits, targets = torch.randn(2, 3, 4), torch.tensor([[0, 1, IGNORED_TARGET], [3, 2, 1]])
-    loss, weight = cross_entropy_sum(logits, targets)
-    torch.testing.assert_close(loss, cross_entropy_sum(logits.flatten(0, 1), targets.flatten())[0])
-    assert weight == 5
-
-
 @pytest.mark.parametrize(
     ("dtype", "summed"),
     [(torch.bfloat16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)],

@@ -66,46 +66,6 @@ def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_same_numbers(
         assert all(torch.equal(weights[name], same[name]) for name in same)
 
 
-def test_a_step_of_several_batches_is_finished(data_file: Path, tmp_path: Path) -> None:
-    config = job(data_file, train={"accumulate": 2}, checkpoint={"dir": str(tmp_path), "export": str(tmp_path / "out")})
-    stopped = fit(config, asked=3, at_step=3)  # the first part of the second step
-    assert [step for *_, step in stopped] == [2] * 4
-    assert not (tmp_path / "out").exists()
-
-
-def test_without_checkpoints_it_says_that_nothing_is_saved(data_file: Path) -> None:
-    (_, _, said, step), *_ = fit(job(data_file), asked=1, at_step=2)
-    assert step == 2
-    assert said[-1] == "stopped as asked: nothing is saved after step 2: the job has no checkpoint.dir"
-
-
-def test_a_stop_asked_for_while_it_validates_is_obeyed_before_the_next_step(data_file: Path, tmp_path: Path) -> None:
-    config = job(data_file, train={"epochs": 3}, checkpoint={"dir": str(tmp_path / "saved")})
-    plan = plan_of(config)
-    whole = fit(config.model_copy(update={"checkpoint": job(data_file).checkpoint}))
-
-    def run(transport: Transport) -> tuple[int, list[str]]:
-        said: list[str] = []
-        asked: list[int] = []
-        trainer = Trainer.of_job(config, plan, transport, Reporter(None, said.append), wants_stop=lambda: bool(asked))
-        evaluate = trainer.engine.evaluate
-
-        def evaluate_and_ask(*given: Any, **more: Any) -> Any:
-            asked.extend([1] * (transport.rank == 1))
-            return evaluate(*given, **more)
-
-        trainer.engine.evaluate = evaluate_and_ask  # type: ignore[method-assign]
-        trainer.fit()
-        return trainer.progress.epoch, said
-
-    for epoch, said in run_local(plan.mesh.size, run):
-        assert epoch == 1
-        assert said[-1].startswith("stopped as asked: saved at step ")
-    resumed = fit(config, resume=True)
-    assert said[-1].removeprefix("stopped as asked: saved at") == resumed[0][2][0].removeprefix("resumed after")
-    assert [figures(found) for found, *_ in resumed] == [figures(expected) for expected, *_ in whole]
-
-
 LOSS = """
 def squares(output, targets):
     return (output - targets.clamp(min=0)[:, None]).square().mean()

@@ -70,14 +70,6 @@ def test_every_mesh_learns_what_one_process_learns(case: str, mesh: str, tokens:
     assert losses(tokens, CASES[case], mesh) == pytest.approx(alone, abs=1e-10)
 
 
-def test_stages_that_need_no_tokens_have_documents_all_the_same(tokens: Path) -> None:
-    settings = ("model.options.depth=3", "train.epochs=1", "parallel.recompute=1")
-    alone = losses(tokens, CASES["masked"], "dp=1", *settings)
-    assert losses(tokens, CASES["masked"], "pp=4", *settings, "parallel.schedule=zb-h1") == pytest.approx(
-        alone, abs=1e-10
-    )
-
-
 @pytest.mark.parametrize("case", ["packed", "masked"])
 def test_a_run_goes_on_in_mid_epoch_on_another_mesh(case: str, tokens: Path) -> None:
     expected = losses(tokens, CASES[case], "dp=1")

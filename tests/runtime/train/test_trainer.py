@@ -7,14 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.data import Dataset, Split
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.train.trainer import Trainer
 from quintsched.trace.measured_trace import Trace
@@ -22,22 +20,6 @@ from quintsched.trace.measured_trace import Trace
 from ...helpers.jobs import data_file, figures, fit, interrupt_after, job
 
 __all__ = ["data_file"]
-
-
-def test_short_batches_count_each_sample_once(data_file: Path) -> None:
-    config = job(data_file, train={"epochs": 1, "optimizer": {"name": "sgd", "lr": 0.0}})
-    history, _, _ = fit(config)[0]
-    trainer_plan = qs.compile("1f1b", mesh="dp=1", microbatches=1)
-
-    def run(transport: Transport) -> tuple[float, float]:
-        trainer = Trainer.of_job(config, trainer_plan, transport)
-        found = trainer.validate()
-        return found["loss"], found["accuracy"]
-
-    ((loss, accuracy),) = run_local(1, run)
-    assert history[0]["validation_loss"] == pytest.approx(loss, rel=1e-6)
-    assert history[0]["validation_accuracy"] == accuracy
-    assert (accuracy * 19) == pytest.approx(round(accuracy * 19))
 
 
 def test_the_log(data_file: Path, tmp_path: Path) -> None:
@@ -73,19 +55,6 @@ def test_a_group_of_parameters_that_the_model_does_not_have_is_refused(data_file
     settings["train"]["optimizer"] = {"groups": [last, nowhere]}
     with pytest.raises(UsageError, match=r"groups\.1\.params: no parameter of the model is called '\*\.fcc\.bias'"):
         fit(job(data_file, **settings))
-
-
-def test_settings_of_checkpoints_without_a_folder_are_reported(data_file: Path) -> None:
-    said = fit(job(data_file, train={"max_steps": 1}, checkpoint={"every": 1}))[0][2]
-    assert "nothing is saved: checkpoint.dir is not set (every: 1)" in said
-
-
-def test_a_trace_is_written_as_soon_as_its_last_step_is_over(data_file: Path, tmp_path: Path) -> None:
-    trace = {"trace": str(tmp_path / "trace"), "trace_first": 1, "trace_steps": 3}
-    interrupt_after(job(data_file, runtime=trace), steps=6)  # by then all ranks are through with step 4
-    written = sorted((tmp_path / "trace").iterdir())
-    assert [path.name for path in written] == ["plan.json", *(f"rank{rank}.json" for rank in range(4))]
-    assert [step["step"] for step in json.loads(written[1].read_text())["steps"]] == [1, 2, 3]
 
 
 def test_a_trace_of_more_steps_than_there_are_is_written_at_the_end(data_file: Path, tmp_path: Path) -> None:
@@ -137,17 +106,3 @@ def test_a_resumed_run_goes_on_to_the_same_numbers(data_file: Path, tmp_path: Pa
         assert said[0] == f"resumed after step {8 if every else 6}"
         assert figures(history) == figures(expected)
         assert all(torch.equal(weight, expected_weights[name]) for name, weight in weights.items())
-
-
-def test_ranks_that_need_no_data_read_none(data_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = job(data_file, model={"options": {"hidden": 8, "depth": 4, "heads": 2}}, parallel={"mesh": "pp=4"})
-    loads: list[int] = []
-    split = Split(inputs=np.zeros((8, 1, 8, 8), np.float32), targets=np.zeros(8, np.int64))
-
-    def load(*_: object) -> Dataset:
-        loads.append(1)
-        return Dataset(name="d", train=split, validation=split, num_classes=4)
-
-    monkeypatch.setattr("quintsched.runtime.train.batch_feed.load_dataset", load)
-    fit(config)
-    assert len(loads) == 2

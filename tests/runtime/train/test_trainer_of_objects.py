@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import quintsched as qs
-from quintsched.runtime import JobConfig, Trainer, run_local, split
+from quintsched.runtime import Trainer, run_local, split
 from quintsched.runtime.train.reporter import Reporter
 
 from ...helpers.training import Outcome, require_equal, train_alone
@@ -103,11 +103,6 @@ def test_it_resumes_on_another_mesh(tmp_path: Path) -> None:
     assert seen == pytest.approx(alone().losses[5:], abs=1e-12)
 
 
-def test_a_schedule_multiplies_the_rates_of_an_own_optimizer() -> None:
-    _, records, _ = fit("pp=2", lr_schedule={"name": "linear"})
-    assert [r["train/lr"] for r in records if "train/lr" in r] == pytest.approx([RATE * (8 - k) / 8 for k in range(8)])
-
-
 def test_a_data_set_is_divided_over_the_replicas_to_the_same_figures() -> None:
     def run(transport: Any) -> list[dict[str, Any]]:
         config = {"parallel": {"mesh": f"dp={transport.world_size}"}, "train": {"batch_size": 8}}
@@ -142,20 +137,3 @@ def test_what_is_missing_is_said(config: Any, train: Any, words: str) -> None:
     own = own if "is given, and" in words else {}
     with pytest.raises(qs.UsageError, match=words):
         run_local(ranks, lambda transport: Trainer(split(net()), train, None, config, transport=transport, **own))
-
-
-def test_data_sets_of_other_sizes_are_refused() -> None:
-    def run(transport: Any) -> None:
-        config = {"parallel": {"mesh": "dp=2"}, "train": {"batch_size": 8}}
-        Trainer(split(net()), data(), data(20 if transport.rank else 40), config, transport=transport)
-
-    with pytest.raises(qs.MisfitError, match="validation_samples is 40 on rank 0, but 20 on rank 1"):
-        run_local(2, run)
-
-
-def test_a_start_is_one_of_three_and_a_job_is_no_model() -> None:
-    (trainer,) = run_local(1, lambda transport: Trainer(split(net()), batches, None, {}, transport=transport))
-    with pytest.raises(qs.UsageError, match="fit: start is 'again'; there is: new, fresh, resume"):
-        trainer.fit("again")  # type: ignore[arg-type]
-    with pytest.raises(qs.UsageError, match=r"Trainer\.of_job"):
-        Trainer(JobConfig(), None)  # type: ignore[arg-type]

@@ -58,11 +58,6 @@ def test_max_steps_end_within_an_epoch_and_a_longer_run_goes_on_to_the_sample(tm
     assert fit(job(tmp_path, "nothing", train={"max_steps": 10}, checkpoint=saved), resume=True)[-1]["event"] == "start"
 
 
-def test_epochs_and_max_steps_together_end_at_the_sooner(tmp_path: Path) -> None:
-    assert steps(fit(job(tmp_path, "few", train={"max_steps": 2, "epochs": 5})), "step") == [1, 2]
-    assert steps(fit(job(tmp_path, "many", train={"max_steps": 9, "epochs": 1})), "step") == [1, 2, 3, 4]
-
-
 def test_evaluations_between_change_no_number_and_stop_early(tmp_path: Path) -> None:
     plain = fit(job(tmp_path, "plain", train={"max_steps": 6}))
     often = fit(job(tmp_path, "often", train={"max_steps": 6, "evaluate_every": 2}))
