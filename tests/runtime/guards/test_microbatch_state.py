@@ -290,21 +290,3 @@ def test_what_replicas_make_of_their_own_samples_is_named(does, names, named):
     x = torch.randn(3, 8, 3)
     taken([Scaled(does)], list(zip(x, x, strict=True)), mesh="dp=2", microbatches=1)
     assert named("replicas") == [f"block 0 (Scaled).{name}" for name in names]
-
-
-class Cached(nn.Module):
-    """Makes a table where it has none, as of cosines: no state."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.tables = nn.Linear(3, 3), {}
-
-    def forward(self, x):
-        if x.shape[1] not in self.tables:
-            self.tables[x.shape[1]] = torch.cos(torch.arange(x.shape[1], dtype=x.dtype, device=x.device))
-        return self.fc(x) * self.tables[x.shape[1]]
-
-
-def test_a_table_that_is_made_once_is_no_state_of_replicas(named):
-    taken([Cached()], ones(8, 3, steps=3), mesh="dp=2", microbatches=1)
-    assert named() == []

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime.guards.state_changed_by_forwards import eval_mode_warning
 
 from ...helpers.training import require_equal, train_alone, train_ranks
-from ..trials import engine_of, ones, sgd, taken
+from ..trials import ones, sgd, taken
 from .late_layers import Layer, counted, in_evaluations, losses
 
 
@@ -134,62 +133,6 @@ def test_what_trials_put_into_context_variables_is_gone(mesh):
     given = [Contextual()], F.mse_loss, sgd, list(zip(numbers[:3], numbers[3:], strict=True))
     ranks = train_ranks(qs.compile("1f1b", mesh=mesh, microbatches=1), *given)
     require_equal(ranks, Context().run(lambda: train_alone(*given, dtype=torch.float32)), 1e-5)
-
-
-class Attention(nn.Linear):
-    attention_dropout: float
-
-    def __init__(self):
-        super().__init__(2, 2)
-        self.attention_dropout = 0.1
-
-
-@pytest.mark.parametrize(
-    ("modules", "said"),
-    [
-        ([nn.Dropout(0.2)], "Dropout, p=0.2"),
-        ([nn.Linear(2, 2), Attention()], "Attention, attention_dropout=0.1"),
-        ([nn.BatchNorm1d(2)], "running statistics of BatchNorm1d"),
-        ([nn.Linear(2, 2), nn.Dropout(0.0), nn.LayerNorm(2)], None),
-        ([nn.BatchNorm1d(2, track_running_stats=False)], None),
-        ([], None),
-    ],
-)
-def test_what_eval_mode_leaves_out_is_named(modules, said):
-    blocks = [nn.Sequential(*modules).eval()]
-    found = eval_mode_warning(blocks)
-    assert found is None if said is None else said in found
-    assert eval_mode_warning([*blocks, nn.Linear(2, 2)]) is None  # some of it trains: frozen by intent
-
-
-class Merged(nn.Linear):
-    """Low-rank weights that are merged into the whole ones where the layer does not train, as loralib does."""
-
-    def __init__(self):
-        super().__init__(2, 2)
-        self.low, self.merged = nn.Parameter(torch.ones(1, 2)), False
-
-    def forward(self, x):
-        return super().forward(x) if self.merged else super().forward(x) + x @ self.low.T @ self.low
-
-    def train(self, mode=True):
-        if mode is self.merged:
-            self.weight.data += (-1 if mode else 1) * self.low.data.T @ self.low.data
-            self.merged = not mode
-        return super().train(mode)
-
-
-def test_an_evaluation_ends_by_the_train_of_a_module():
-    layer, frozen = Merged(), Merged().eval()
-    engine = engine_of(None, [layer, nn.Sequential(frozen)], mesh="dp=1", microbatches=1)
-    x = torch.ones(2, 2)
-    before = engine.step(x, x).loss
-    after = engine.evaluate(x, x).loss
-    assert not layer.merged
-    assert frozen.merged
-    assert [layer.training, frozen.training] == [True, False]
-    assert engine.step(x, x).loss == pytest.approx(float(after))
-    assert after < before
 
 
 def test_one_rank_says_it_once(caplog):

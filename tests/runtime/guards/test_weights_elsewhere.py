@@ -160,13 +160,3 @@ def test_blocks_hold_no_weight_of_another_stage_but_in_modules(name):
     says = r"block 2 \(.*on stage 1 holds '0\.weight' .*stage 0 trains, as .*; register its module"
     with pytest.raises(MisfitError, match=says):
         SharedState(blocks, [range(2), range(2, 3)])
-
-
-def test_weights_that_were_cut_are_seen_where_a_list_still_has_them():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    before, weights = [*model.parameters()], WeightsElsewhere(model)
-    model[0] = nn.Linear(2, 1)
-    weights.settle_stages([nn.ModuleDict({"0": model[0], "1": model[1]})], is_resident=True)
-    with (reads := ReadsElsewhere(weights, "the loss")):
-        sum(weight.norm() for weight in before)
-    assert "'0.weight'" in reads.refusal

@@ -11,12 +11,10 @@ import torch
 import quintsched as qs
 from quintsched.runtime.blocks.block_builders import on_meta
 from quintsched.runtime.data import DataSpec, load_dataset
-from quintsched.runtime.launch.auto_plan import choose, world_size
-from quintsched.runtime.launch.local_run import _worlds
+from quintsched.runtime.launch.auto_plan import choose
 from quintsched.runtime.launch.prediction_flags import row_of
-from quintsched.runtime.launch.run_arguments import LaunchRequest
 from quintsched.runtime.models import build_model, model_sizes
-from quintsched.runtime.settings.job_file import DataConfig, JobConfig, ModelConfig, load_job
+from quintsched.runtime.settings.job_file import DataConfig, JobConfig, ModelConfig
 from quintsched.strategies.descriptions.parameters import total
 
 from ...helpers.jobs import run_job
@@ -105,37 +103,6 @@ def test_what_is_chosen_learns_what_one_rank_learns(
     alone = train(name, {"microbatches": microbatches})
     assert losses == pytest.approx(alone, rel=1e-10)
     assert losses[-1] < losses[0]
-
-
-def test_what_the_section_says_stays() -> None:
-    parallel = {
-        **auto(4, axes={"pp": 2, "tp": [1, 2]}),
-        "zero": 1,
-        "schedule": "1f1b",
-        "recompute": 1,
-        "bucket_mb": 2.0,
-    }
-    chosen = choose(job("gpt", parallel))
-    mesh = chosen.plan.mesh
-    assert mesh.pp == 2
-    assert mesh.axis_size("cp") * mesh.axis_size("dp") * mesh.axis_size("tp") == 2
-    assert (chosen.plan.schedule.name, chosen.plan.zero.stage, chosen.plan.layout.recompute) == ("1f1b", 1, (1, 1))
-    assert chosen.job.parallel.bucket_mb == 2.0
-
-
-def test_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "6")
-    started = {"runtime": {"transport": "gloo"}}
-    assert world_size(job(parallel=auto(3), **started)) == 3
-    assert world_size(job(**started)) == 6
-    assert world_size(job()) >= 1
-    path = tmp_path / "job.yaml"
-    path.write_text("parallel: auto\nruntime: {transport: local}\n")
-    request = LaunchRequest(config=str(path), set=("parallel.auto.hardware=l4",), nproc=4)
-    worlds, is_chosen, settled = _worlds(request)
-    assert (worlds.size, is_chosen, settled.set) == (4, True, (*request.set, "parallel.auto.world=4"))
-    assert load_job(path, ["parallel.auto.world=4"]).parallel.auto.world == 4
-    assert load_job(path, ["parallel=auto", "parallel.auto.world=2"]).parallel.auto.world == 2
 
 
 def test_what_cannot_be_chosen_is_an_error(tmp_path: Path) -> None:

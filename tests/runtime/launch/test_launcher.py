@@ -17,11 +17,6 @@ import pytest
 from quintsched.runtime.launch import local_run
 from quintsched.runtime.launch.job_plan import Worlds
 from quintsched.runtime.launch.local_run import start_ranks
-from quintsched.runtime.launch.start_and_stop_ranks import RankProcesses
-from quintsched.runtime.launch.stop_request import StopNow, StopRequest
-from quintsched.runtime.watch.hang_monitor import Hub
-from quintsched.runtime.watch.torch_free_clock import now_s
-from quintsched.stalls.states import Fate
 
 pytestmark = pytest.mark.processes
 
@@ -176,23 +171,11 @@ def test_ranks_end_with_their_launcher_also_those_that_are_stopped(module: str, 
         process.wait()
 
 
-def test_a_launcher_that_is_gone_before_its_rank_begins(module: str, tmp_path: Path) -> None:
-    command = ["-m", "quintsched.runtime.watch.rendezvous.end_with_parent", "1", module, str(tmp_path), "sleep"]
-    assert subprocess.run([sys.executable, *command], check=False, timeout=30).returncode == 4
-
-
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 def test_a_stop_is_asked_of_all_ranks_and_they_end_by_themselves(module: str, tmp_path: Path, number: int) -> None:
     with launcher([3], module, [str(tmp_path), "stops"]) as process:
         pids(tmp_path, 3)
         process.send_signal(number)
-        assert process.wait(20) == 0
-
-
-def test_a_signal_that_comes_before_a_rank_can_take_it_is_not_lost(module: str, tmp_path: Path) -> None:
-    with launcher([2], module, [str(tmp_path), "early"]) as process:
-        pids(tmp_path, 2)
-        process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
 
 
@@ -210,48 +193,6 @@ def test_ctrl_c_twice_ends_at_once_and_nothing_is_left(module: str, tmp_path: Pa
         assert not any(map(runs, ranks))
 
 
-def test_ranks_that_the_launcher_ends_slowly_are_blamed_for_nothing(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The hub sees two ranks in the midst of a step, of which one is gone for long before the other."""
-    hubs: list[Hub] = []
-    fates = {0: Fate("signal", signal.SIGKILL)}
-
-    class SlowRanks(RankProcesses):
-        def _start(self, local_rank: int) -> None:
-            hubs[0]._members[local_rank].has_come = True
-
-        def ask_to_stop(self) -> None:
-            """Ask nobody."""
-
-        def kill(self) -> None:
-            for rank, fate in fates.items():
-                hubs[0]._members[rank].record_end(fate, now_s())
-            time.sleep(1.0)
-
-    class KnownHub(Hub):
-        def start(self) -> None:
-            hubs.append(self)
-            super().start()
-
-    wakes = iter([[signal.SIGINT, signal.SIGINT]])
-    monkeypatch.setattr(local_run, "RankProcesses", SlowRanks)
-    monkeypatch.setattr(local_run, "_serve", lambda listener: listener.close())
-    monkeypatch.setattr("quintsched.runtime.launch.supervise.Hub", KnownHub)
-    monkeypatch.setattr("quintsched.runtime.launch.start_and_stop_ranks.Wakes.wait_signals", lambda *_: next(wakes))
-    assert start_ranks(Worlds([2]), "no.module", []) == 130
-    assert hubs[0].verdict is None
-    assert capfd.readouterr().err == "stopping after the step in progress (Ctrl-C ends the run at once)\n"
-
-
-def test_ranks_that_know_no_stop_end_by_the_signal(module: str, tmp_path: Path) -> None:
-    with launcher([2], module, [str(tmp_path), "sleep"]) as process:
-        ranks = pids(tmp_path, 2)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 143
-        assert not any(map(runs, ranks))
-
-
 @pytest.mark.parametrize(("fails", "with_code", "restarts", "code"), [(2, 4, 2, 0), (2, 1, 1, 1), (1, 3, 5, 3)])
 def test_a_run_that_failed_is_started_again(
     module: str, tmp_path: Path, fails: int, with_code: int, restarts: int, code: int, capfd: pytest.CaptureFixture[str]
@@ -262,29 +203,3 @@ def test_a_run_that_failed_is_started_again(
     again = f"the run ended with exit code {with_code}; starting it again: restart"
     said = [f"{again} {k + 1} of {restarts}" for k in range(times)]
     assert capfd.readouterr().err.splitlines() == said
-
-
-def test_a_second_interrupt_is_an_interrupt() -> None:
-    stop = StopRequest()
-    before = signal.getsignal(signal.SIGINT)
-    with stop.listening():
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.asked
-        os.kill(os.getpid(), signal.SIGTERM)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_under_torchrun_a_second_interrupt_comes_as_sigterm() -> None:
-    stop = StopRequest(under_torchrun=True)
-    with stop.listening():
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked
-    stop = StopRequest(under_torchrun=True)
-    with stop.listening():
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.asked
-        with pytest.raises(StopNow):
-            os.kill(os.getpid(), signal.SIGTERM)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.collectives import Wire
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.settings.job_file import JobConfig
 
@@ -20,22 +19,6 @@ def saved(tmp_path: Path, schedule: str = "gpipe", mesh: str = "pp=2", **more: A
     plan, path = qs.compile(schedule, mesh=mesh, microbatches=4, **more), tmp_path / "plan.json"
     plan.save(path)
     return path, plan
-
-
-def test_the_parallel_section_is_compiled() -> None:
-    plan = plan_of(job(parallel={"mesh": "dp=2,pp=2", "schedule": "interleaved-1f1b", "microbatches": 4}))
-    assert plan == qs.compile("interleaved-1f1b", mesh="dp=2,pp=2", microbatches=4)
-
-
-def test_pairs_side_by_side_are_asked_for_in_the_job_file(tmp_path: Path) -> None:
-    parallel = {"mesh": "pp=2,ep=2", "schedule": "dualpipe-v", "microbatches": 4, "overlap": True}
-    plan = plan_of(job(parallel=parallel))
-    assert plan == qs.compile("dualpipe-v", mesh="pp=2,ep=2", microbatches=4, overlap=True)
-    with pytest.raises(qs.UsageError, match="1f1b: overlap: it has no forward and backward side by side"):
-        plan_of(job(parallel={**parallel, "schedule": "1f1b"}))
-    path, _ = saved(tmp_path, "dualpipe-v", "pp=2,ep=2")
-    with pytest.raises(qs.MisfitError, match="overlap is True in the job file but False in the plan"):
-        plan_of(job(parallel=parallel), path)
 
 
 def test_a_plan_file_wins_where_the_section_is_silent_and_is_refused_where_it_disagrees(tmp_path: Path) -> None:
@@ -109,15 +92,6 @@ def test_an_alias_and_axes_of_one_rank_are_no_disagreement(tmp_path: Path) -> No
     path, _ = saved(tmp_path, "gpipe", "dp=2,pp=2")
     with pytest.raises(qs.MisfitError, match="mesh is pp=2,dp=2 in the job file but dp=2,pp=2 in the plan"):
         plan_of(job(parallel={"mesh": "pp=2,dp=2"}), path)
-
-
-def test_a_wire_that_contradicts_the_plans_is_refused(tmp_path: Path) -> None:
-    said = {"communication": "auto", "latency_s": 1e-3}
-    path, _ = saved(tmp_path, "1f1b", "dp=2,pp=2", communication="auto", wire=Wire(1e-3, 5e9))
-    assert plan_of(job(parallel=said), path).communication.wire == Wire(1e-3, 5e9)
-    for other in ({"latency_s": 2e-3}, {"bandwidth": 1e9}):
-        with pytest.raises(qs.MisfitError, match=f"{next(iter(other))} is .* in the job file but .* in the plan"):
-            plan_of(job(parallel={**said, **other}), path)
 
 
 def test_auto_that_stayed_native_is_no_disagreement(tmp_path: Path) -> None:

@@ -16,10 +16,9 @@ import pytest
 
 import quintsched as qs
 from quintsched.runtime.watch import announce_verdict
-from quintsched.runtime.watch.connect_to_monitor import WatchOptions, find_watch, tell_end, tell_refusal
+from quintsched.runtime.watch.connect_to_monitor import WatchOptions, find_watch, tell_end
 from quintsched.runtime.watch.hang_monitor import Hub
 from quintsched.runtime.watch.monitor_sockets import FRAME_HEAD, JSON, KEY
-from quintsched.runtime.watch.rank_position import INDEX, CellReader, PositionCell
 from quintsched.runtime.watch.verdict_timing import Member
 from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import Fate
@@ -40,32 +39,6 @@ publisher.numbers[INDEX] = 4 + rank
 sys.stdout.write("here\\n")  # in one piece: ranks share their launcher's output
 sys.stdout.flush()
 sys.stdin.read()
-"""
-
-
-REFUSING = """
-import sys
-from quintsched.errors import UsageError
-from quintsched.runtime.watch.connect_to_monitor import WatchOptions, find_watch
-
-publisher = find_watch(int(sys.argv[1]), 2, WatchOptions(), host_waits=True)
-print("here", flush=True)
-error = UsageError(sys.stdin.readline().strip())
-publisher.fail(error)
-print(publisher.has_said(error), flush=True)
-"""
-
-
-UNCLEAR = """
-import sys
-from quintsched.runtime.watch.connect_to_monitor import WatchOptions, find_watch
-
-publisher = find_watch(int(sys.argv[1]), 2, WatchOptions(), host_waits=True)
-print("here", flush=True)
-sys.stdin.readline()
-print(publisher.explain_failed_wait("RuntimeError: gloo said so", in_code=True), flush=True)
-sys.stdin.read()
-sys.exit(1)
 """
 
 
@@ -94,43 +67,6 @@ def running(hub: Hub, code: str, *arguments: object) -> Iterator[Any]:
 def start_rank(hub: Hub, tmp_path: Path) -> Iterator[Callable[[int], subprocess.Popen[str]]]:
     with ExitStack() as held:
         yield lambda rank: held.enter_context(running(hub, RANK, rank, tmp_path / "stall.json"))
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(("refusing", "words", "said"), [((0, 1), "no", False), ((1,), "no", True)])
-def test_a_rank_hears_whether_its_refusal_was_said(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, refusing: tuple[int, ...], words: str, said: bool | None
-) -> None:
-    monkeypatch.setattr("quintsched.runtime.watch.verdict_timing.REFUSAL_S", 0.5 if len(refusing) == 1 else 20.0)
-    with ExitStack() as held:
-        ranks = [held.enter_context(running(hub, REFUSING, rank)) for rank in range(2)]
-        for rank in refusing:
-            ranks[rank].stdin.write(f"{words}\n")
-            ranks[rank].stdin.flush()
-        found = hub.wait_verdict(5)
-        assert (found is None) is (refusing == (0, 1))
-        assert found is None or (found.culprits == (1,) and "failed: no" in found.message)
-        for rank in refusing:
-            assert ranks[rank].stdout.readline() == f"{said}\n"
-
-
-@pytest.mark.processes
-def test_a_rank_whose_own_code_failed_as_it_communicated_says_so_before_the_verdict(
-    hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("quintsched.runtime.watch.verdict_timing.COMPLAINT_S", 0.2)
-    start_rank(0)
-    with running(hub, UNCLEAR, 1) as rank:
-        rank.stdin.write("\n")
-        rank.stdin.flush()
-        assert rank.stdout.readline() == "Answer(message='', was_told=False)\n"
-        assert hub.verdict is None
-        rank.stdin.close()
-        assert rank.wait(10) == 1
-    found = hub.wait_verdict(5)
-    assert found is not None
-    assert (found.culprits, found.exit_code) == ((1,), 1)
-    assert "raised RuntimeError: gloo said so" in found.message
 
 
 @pytest.mark.processes
@@ -168,43 +104,6 @@ def test_a_launcher_elsewhere_tells_how_a_rank_ended(
     assert not tell_end("127.0.0.1:1 key", 0, 5)
 
 
-@pytest.mark.processes
-def test_ranks_that_end_with_their_launcher_say_so(hub: Hub, tmp_path: Path) -> None:
-    launcher = (
-        "import subprocess, sys, os\n"
-        "os.environ['TORCHELASTIC_RUN_ID'] = 'x'\n"
-        "begin = 'from quintsched.runtime.watch.rendezvous.end_with_parent import end_with_launcher as ends; ends()'\n"
-        "for rank in '01': subprocess.Popen([sys.executable, '-c', begin + sys.argv[1], rank, sys.argv[2]])\n"
-        "sys.stdin.read()"
-    )
-    command, pipe = [sys.executable, "-c", launcher, RANK, str(tmp_path / "stall.json")], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | hub.environment) as process:
-        assert process.stdout is not None
-        assert [process.stdout.readline() for _ in range(2)] == ["here\n"] * 2
-        process.kill()
-        verdict = hub.wait_verdict(10)
-    assert verdict is not None
-    assert verdict.culprits == (0, 1)
-    assert verdict.message.count(f"(as its launcher, process {process.pid}, has ended)") == 2
-
-
-@pytest.mark.processes
-def test_a_rank_that_cannot_connect_says_why_and_where(
-    hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("quintsched.runtime.watch.verdict_timing.REFUSAL_S", 0.5)
-    assert not tell_refusal(1, "there is no hub", 2)
-    for name, value in hub.environment.items():
-        monkeypatch.setenv(name, value)
-    start_rank(0)
-    words = "model.py:3: the import failed: ValueError"
-    assert tell_refusal(1, f"{words} {chr(0x1F600) * 2000}", 2)  # longer than a frame of strangers
-    verdict = hub.wait_verdict(5)
-    assert verdict is not None
-    assert (verdict.culprits, verdict.exit_code, verdict.comes_again) == ((1,), 2, False)
-    assert verdict.message.startswith(f"rank 1 (host {socket.gethostname()}, pp=1) failed: {words}")
-
-
 def test_strangers_learn_nothing_and_cannot_speak(hub: Hub) -> None:
     host, port = hub.address.split(":")
     for said in (
@@ -221,14 +120,6 @@ def test_strangers_learn_nothing_and_cannot_speak(hub: Hub) -> None:
     assert hub.verdict is None
 
 
-def test_no_more_strangers_are_let_in_than_there_are_places(hub: Hub) -> None:
-    host, port = hub.address.split(":")
-    with ExitStack() as held:
-        strangers = [held.enter_context(socket.create_connection((host, int(port)), timeout=5)) for _ in range(40)]
-        greeted = sum(stranger.recv(4096) != b"" for stranger in strangers)
-    assert greeted == 2 * 2 + 16
-
-
 def test_a_rank_that_does_not_know_the_key_is_heard_by_nobody(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,20 +131,6 @@ def test_a_rank_that_does_not_know_the_key_is_heard_by_nobody(
     assert publisher.explain_failed_wait("lost") is None
     publisher.close()
     assert "rank 0 is not watched" in caplog.text
-
-
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no nameless files")
-def test_a_cell_is_read_through_its_file() -> None:
-    cell = PositionCell(3, shared=True)
-    assert cell.file is not None
-    reader = CellReader(os.getpid(), cell.file, 3)
-    cell.numbers[INDEX] = 17
-    assert reader.read_position() == cell.read_position()
-    assert reader.read_position().at == 17
-    with pytest.raises(OSError, match="no cell of rank 2"):
-        CellReader(os.getpid(), cell.file, 2)
-    reader.close()
-    cell.close()
 
 
 def _frame(message: dict[str, object]) -> bytes:
@@ -281,13 +158,3 @@ def test_the_verdict_waits_for_no_report(tmp_path: Path, monkeypatch: pytest.Mon
     made.wait_report()
     assert precious.read_text() == "mine"
     assert kind != "slow" or StallReport.load(path).ranks == (1,)
-
-
-def test_a_hub_whose_starter_ended_before_any_rank_came_ends_too() -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    alone = Hub(2, starter=ended.pid)
-    began = time.monotonic()
-    alone.watch_ranks()  # returns: the output of the process is read to its end by somebody
-    alone.close()
-    assert time.monotonic() - began < 30

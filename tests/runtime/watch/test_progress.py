@@ -5,11 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-import quintsched as qs
-from quintsched.runtime import Engine
 from quintsched.runtime.watch.rank_position import NOTHING, START, UNKNOWN, RankPosition, receive_code
 from quintsched.runtime.watch.stall_limits import FLOOR_S, Patience, PositionTracker
 
@@ -146,19 +142,6 @@ def test_shapes_that_come_late_have_the_time_of_a_setup_and_leave_the_limit() ->
     for rank in (0, 1):
         run.go(rank, place(0, 6, wait=WAITS if rank else NOTHING, entered=8))
     assert run.stand(FLOOR_S + 1)
-
-
-def test_a_step_publishes_that_it_examines_other_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proofs of cuts for other shapes may take longer than the limit of a step."""
-    plan = qs.compile("1f1b", mesh="dp=1", microbatches=1)
-    engine = Engine(plan, [nn.Linear(4, 2)], nn.MSELoss(), lambda params: torch.optim.SGD(params, lr=0.1))
-    engine.step(torch.randn(6, 4), torch.randn(6, 2))
-    found, publisher = list[str](), engine.transport.publisher
-    enter = publisher.enter
-    monkeypatch.setattr(publisher, "enter", lambda phase, step=None: (found.append(phase), enter(phase, step=step)))
-    for shape in ((5, 3), (6,), (5, 3)):
-        engine.step(torch.randn(*shape, 4), torch.randn(*shape, 2))
-    assert found == ["step", "setup", "step", "idle", "step", "idle", "step", "idle"]
 
 
 def test_no_time_passes_while_the_hub_does_not_run() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -17,17 +16,15 @@ from quintsched.runtime.watch.rendezvous.addresses import (
     GLOO,
     LOOPBACK,
     NCCL,
-    address_towards,
     choose_interfaces,
     interface_of,
     listen,
     own_address,
-    own_addresses,
     read_master,
     require_elsewhere,
     require_interfaces,
 )
-from quintsched.runtime.watch.rendezvous.rendezvous_store import Attempt, connect_to, meet, open_store
+from quintsched.runtime.watch.rendezvous.rendezvous_store import Attempt, meet
 
 
 @pytest.fixture
@@ -48,24 +45,6 @@ def test_one_machine_uses_the_loopback_interface(one_machine: pytest.MonkeyPatch
     assert (os.environ[GLOO], os.environ[NCCL]) == (loopback, f"={loopback}")
 
 
-def test_what_the_user_has_set_stays(one_machine: pytest.MonkeyPatch) -> None:
-    one_machine.setenv(GLOO, "eth7")
-    one_machine.setenv(NCCL, "ib0")
-    choose_interfaces()
-    assert (os.environ[GLOO], os.environ[NCCL]) == ("eth7", "ib0")
-
-
-def test_several_machines_take_the_interface_that_leads_to_the_first(one_machine: pytest.MonkeyPatch) -> None:
-    one_machine.setenv("LOCAL_WORLD_SIZE", "1")
-    choose_interfaces()  # the way to 127.0.0.1 is the loopback interface
-    assert os.environ[GLOO] == interface_of(LOOPBACK)
-    assert NCCL not in os.environ
-    assert address_towards(LOOPBACK) == LOOPBACK
-    assert address_towards("no.such.host.invalid") is None
-    assert interface_of("203.0.113.9") is None
-    assert interface_of(None) is None
-
-
 def test_a_port_is_open_at_one_address_only() -> None:
     with listen(LOOPBACK) as here:
         assert here.getsockname()[0] == LOOPBACK
@@ -73,16 +52,6 @@ def test_a_port_is_open_at_one_address_only() -> None:
             listen(LOOPBACK, here.getsockname()[1])
     with pytest.raises(OSError, match=r"[Aa]ssign"):
         listen("203.0.113.9")
-
-
-def test_own_addresses_are_those_that_others_may_come_to() -> None:
-    found = own_addresses()
-    assert LOOPBACK not in found
-    assert "::1" not in found
-    for address in found:
-        with listen(address) as here:
-            assert here.getsockname()[0] == address
-        assert interface_of(address) in [name for _, name in socket.if_nameindex()]
 
 
 def test_an_interface_that_is_not_there_is_refused_at_once(one_machine: pytest.MonkeyPatch) -> None:
@@ -93,19 +62,6 @@ def test_an_interface_that_is_not_there_is_refused_at_once(one_machine: pytest.M
     one_machine.setenv(GLOO, f"{loopback},nosuch0")
     with pytest.raises(UsageError, match=f"has no network interface 'nosuch0'; it has .*{loopback}"):
         require_interfaces()
-
-
-def test_ranks_without_a_launcher_share_the_store_of_rank_0(one_machine: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind((LOOPBACK, 0))
-        port = free.getsockname()[1]
-    one_machine.setenv("MASTER_ADDR", "203.0.113.9")  # another name of this machine: nobody has to find it
-    one_machine.setenv("MASTER_PORT", str(port))
-    one_machine.setenv("RANK", "0")
-    mine = open_store(10)
-    one_machine.setenv("RANK", "1")
-    threading.Timer(0.1, lambda: mine.set("said", "by rank 0")).start()
-    assert open_store(10).get("said") == b"by rank 0"
 
 
 SAID = "--master it"
@@ -178,14 +134,6 @@ def test_another_machine_does_not_come_to_itself(names: dict[str, list[str]]) ->
         require_elsewhere("node1", SAID)
 
 
-def test_who_waits_for_a_store_that_never_comes_says_so_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    with pytest.raises(RuntimeError, match=f"^nobody listens at 127.0.0.1, port {port}: Connection refused$"):
-        connect_to("127.0.0.1", port, 0.2)
-    assert capfd.readouterr().err == ""
-
-
 def new_store() -> dist.Store:
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set_timeout(timedelta(seconds=20))
@@ -206,26 +154,6 @@ def test_attempts_are_numbered_and_have_keys_of_their_own() -> None:
         assert not attempts[0].store.check(["address"])
         attempts[0].store.set("address", f"of attempt {number}")
         assert attempts[2].store.get("address").decode() == f"of attempt {number}"
-
-
-def test_an_attempt_goes_on_with_a_run_that_had_begun() -> None:
-    """One that failed before it had opened its folder leaves nothing to go on with."""
-    store = new_store()
-    first = all_meet(store, 2)
-    second = all_meet(store, 2)
-    assert not any(attempt.goes_on for attempt in (*first, *second))
-    second[0].record_begin()
-    assert all(attempt.goes_on for attempt in all_meet(store, 2))
-
-
-def test_ranks_that_come_after_a_hello_of_a_dead_one_are_answered() -> None:
-    """Rank 1 said hello and was killed; rank 0 answers that, and then what comes instead."""
-    store = new_store()
-    store.set("quintsched/hello/1", "left by the dead")
-    late = threading.Timer(0.3, lambda: meet(store, 1, 2, 20.0))
-    late.start()
-    assert meet(store, 0, 2, 20.0).number == 1
-    late.join()
 
 
 def test_who_does_not_come_is_named() -> None:

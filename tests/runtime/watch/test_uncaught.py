@@ -16,7 +16,6 @@ from torch import nn
 
 import quintsched as qs
 from quintsched.errors import UsageError
-from quintsched.import_user_code import call_object
 from quintsched.runtime import Engine, run_local, split
 from quintsched.runtime.watch import uncaught_error
 from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
@@ -113,42 +112,6 @@ def test_a_verdict_is_printed_whole_once(stores: None, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == ""
 
 
-def test_a_defect_of_this_package_keeps_all_its_frames(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(AttributeError) as caught:
-        uncaught_error.report_once(1, 0)  # type: ignore[arg-type]
-    uncaught_error.report(caught.value, 0, with_trace=True)
-    assert Path(uncaught_error.__file__).name in (said := capsys.readouterr().err)
-    assert "frames of quintsched" not in said
-
-
-def test_an_error_of_a_users_function_has_the_frames_of_that(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "mine.py").write_text("import json\ndef load():\n    return json.loads('{')\n")
-    with pytest.raises(ValueError, match="Expecting") as caught:
-        call_object(f"{tmp_path / 'mine.py'}:load")
-    uncaught_error.report(caught.value, 0, with_trace=True)
-    said = capsys.readouterr().err
-    assert "import_user_code.py" not in said
-    assert 'mine.py", line 3, in load' in said
-    assert "json/decoder.py" in said
-
-
-def test_an_error_in_a_loaders_worker_has_one_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "rows.py").write_text("def read(row):\n    raise KeyError(f'{row}\\nis broken')\n")
-    try:
-        call_object(f"{tmp_path / 'rows.py'}:read", 37)
-    except KeyError:
-        found = torch._utils.ExceptionWrapper(where="in DataLoader worker process 1")
-    with pytest.raises(KeyError) as caught:
-        found.reraise()
-    uncaught_error.report(caught.value, 0, with_trace=True, is_named=True)
-    head, *trace = capsys.readouterr().err.splitlines()
-    assert head == "error: KeyError: '37\\nis broken', in DataLoader worker process 1"
-    assert (trace[0], trace.count(TRACE), trace[-1]) == (TRACE, 1, "KeyError: '37\\nis broken'")
-    assert all("rows.py" in line or Path(__file__).name in line for line in trace if line.startswith("  File"))
-
-
 def test_torchrun_is_told_once(code_error: qs.QuintschedError, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
@@ -158,22 +121,6 @@ def test_torchrun_is_told_once(code_error: qs.QuintschedError, monkeypatch: pyte
     assert found["message"] == found["extraInfo"]["py_callstack"]
     assert found["message"].endswith("block 0 (Picky): ValueError: no such token")
     assert int(found["extraInfo"]["timestamp"]) > 1_700_000_000
-
-
-def test_a_hook_of_the_users_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    def _distributed_excepthook(*_: Any) -> None: ...
-
-    def mine(*_: Any) -> None: ...
-
-    monkeypatch.setattr(sys, "excepthook", mine)
-    uncaught_error.report_uncaught()
-    uncaught_error.report_own_uncaught()
-    assert sys.excepthook is mine
-    monkeypatch.setattr(sys, "excepthook", _distributed_excepthook)
-    uncaught_error.report_uncaught(mine)
-    assert sys.excepthook is _distributed_excepthook
-    uncaught_error.report_uncaught(sys.__excepthook__)
-    assert sys.excepthook is uncaught_error._report
 
 
 def test_own_errors_of_a_script_are_short_before_ranks_meet(

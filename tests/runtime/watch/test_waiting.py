@@ -1,7 +1,5 @@
 """Waits of a rank are recorded while it waits, and removed afterwards."""
 
-import threading
-
 import pytest
 import torch
 
@@ -10,7 +8,7 @@ from quintsched.ir.instruction_set import RecvGrad, SendAct
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
-from quintsched.runtime.watch.rank_position import NOTHING, collective_code, wait_of
+from quintsched.runtime.watch.rank_position import NOTHING, wait_of
 
 from ..toys import Task, sgd, share, tiny_vit
 
@@ -54,20 +52,3 @@ def test_a_step_says_what_it_waits_for(mesh, rules):
         groups = {wait.ranks for wait in waits if wait.kind == "collective"}
         assert groups
         assert all(rank in group for group in groups)
-
-
-def test_a_wait_is_seen_while_it_lasts():
-    seen, may_go = [], threading.Event()
-
-    def run(transport: Transport):
-        group = transport.make_group([(0, 1)])
-        if transport.rank:
-            may_go.wait(10)
-        else:
-            threading.Timer(
-                0.05, lambda: (seen.append(transport.waits.memory[transport.waits.at]), may_go.set())
-            ).start()
-        group.all_reduce(torch.ones(1)).wait()
-
-    run_local(2, run)
-    assert seen == [collective_code(0)]
