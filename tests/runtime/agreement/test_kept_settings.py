@@ -54,11 +54,6 @@ def test_other_settings_are_refused_by_name(name: str, value: Any) -> None:
         assert said.startswith(f"resumed with another setting: {name} was ")
 
 
-@pytest.mark.parametrize("name", ["train.epochs", "parallel.mesh", "log.every", "model.pretrained", "train.accumulate"])
-def test_what_does_not_change_what_is_learnt_is_free(name: str) -> None:
-    assert require_kept(SAVED, SAVED | {name: "other"}, (), "the step") == []
-
-
 def test_an_override_of_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--override train\.sed: there is no such setting; did you mean 'train\."):
         require_kept(SAVED, SAVED, ("train.sed",), "the step")
@@ -99,13 +94,3 @@ def test_ranks_that_begin_in_other_ways_are_stopped(data_file: Path, tmp_path: P
         MisfitError, match=r"how the run begins \(rank 2 differs from the others\): start is \"resume\""
     ):
         run_local(4, run)
-
-
-def test_versions_are_said() -> None:
-    (said,) = require_kept(SAVED, SAVED | {"code.torch": "2.13"}, (), "the step")
-    assert 'code.torch was "2.12" and is "2.13"' in said
-
-
-def test_a_setting_that_there_was_not_yet_is_its_default() -> None:
-    assert require_kept(SAVED, SAVED | {"train.new": 3}, (), "the step") == []
-    assert require_kept({}, SAVED, (), "the step") == []

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from quintsched.errors import CodeError
 from quintsched.runtime.data.torch_loader_position import naming_workers
@@ -31,15 +30,6 @@ class Ends(Dataset[Tensor]):
         return torch.ones(3)
 
 
-class Streams(IterableDataset[Tensor]):
-    """A stream whose first worker is through before the second one fails."""
-
-    def __iter__(self) -> Iterator[Tensor]:
-        if torch.utils.data.get_worker_info().id:
-            yield torch.ones(3)
-            raise OSError("the disk is gone")
-
-
 def fetch_all(data: Dataset[Tensor], workers: int = 1) -> None:
     batches: Any = iter(DataLoader(data, batch_size=2, num_workers=workers))
     try:
@@ -60,13 +50,3 @@ def test_a_worker_that_exits_is_named() -> None:
 def test_a_dataset_s_own_error_stays_as_it_is() -> None:
     with pytest.raises(ConnectionResetError, match="my own"):
         fetch_all(Ends(ConnectionResetError("my own")))
-
-
-def test_nor_is_a_worker_blamed_that_is_through() -> None:
-    with pytest.raises(OSError, match="the disk is gone"):
-        fetch_all(Streams(), workers=2)
-
-
-def test_what_is_no_loaders_stays_as_it_is() -> None:
-    with pytest.raises(EOFError, match="here"), naming_workers():
-        raise EOFError("here")

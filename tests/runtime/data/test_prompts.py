@@ -40,13 +40,6 @@ def test_batches_are_padded_behind() -> None:
     assert (inputs is batch["input_ids"], targets is batch["labels"], list(extras)) == (True, True, ["attention_mask"])
 
 
-def test_labels_can_be_shifted() -> None:
-    batch = pad_batch([PromptAnswers(PAIRS, concatenated(ids, end=9))[number] for number in (0, 1)], shift=True)
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 0], [1, 2, 3, 4]]
-    assert batch["labels"].tolist() == [[NO, 3, 9, NO], [2, 3, 4, 9]]
-    assert "attention_mask" not in batch
-
-
 class Letters:
     """A tokenizer with a chat template, a letter per id."""
 

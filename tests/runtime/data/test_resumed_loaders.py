@@ -25,9 +25,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.data.same_data_on_resume import is_marked, mark_of, sample_of, scattered
-from quintsched.runtime.data.user_loaders import OTHER_DATA, OTHER_GENERATORS, Generators, LoaderFeed
+from quintsched.errors import UsageError
+from quintsched.runtime.data.same_data_on_resume import is_marked, mark_of, sample_of
+from quintsched.runtime.data.user_loaders import OTHER_DATA, Generators, LoaderFeed
 
 ROWS = 14
 EPOCHS = 3
@@ -198,19 +198,6 @@ def test_so_do_workers(kind: str) -> None:
     require_resumable(*WORKERS[kind], every=8)
 
 
-def test_a_run_that_has_gone_on_can_do_so_again() -> None:
-    make, batches = LOADERS["rows over epochs"]
-    whole = list(Run(make, batches, seed=1).go_on(0, 0))
-    state, at = whole[2][3], 2
-    for seed, further in ((2, 3), (3, 4)):
-        run = Run(make, batches, seed)
-        run.feed.restore(state, *whole[at][:2], run.said.append)
-        some = run.go_on(*whole[at][:2])
-        for at in range(at + 1, at + further + 1):  # noqa: B020
-            *now, state = next(some)
-            assert tuple(now) == whole[at][:3]
-
-
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_has_neither_state_nor_position_is_refused_as_it_is_saved(kind: str) -> None:
     make, batches, words = REFUSED[kind]
@@ -233,13 +220,6 @@ def test_other_data_of_the_last_batch_are_said(kind: str, batches: int | None) -
     assert run.said
 
 
-def test_other_generators_are_said() -> None:
-    state = Run(loader(shuffle=True), None, seed=1).feed.state()
-    run = Run(loader(shuffle=True, generator=own_generator), None, seed=2)
-    run.feed.restore(state, 0, 0, run.said.append)
-    assert run.said == [OTHER_GENERATORS]
-
-
 def test_a_mark_tells_batches_apart() -> None:
     batch = {"ids": torch.arange(5000.0).reshape(50, 100), "labels": [torch.tensor([1, 2]), np.arange(3)], "name": "a"}
     mark = mark_of(sample_of(batch))
@@ -248,35 +228,6 @@ def test_a_mark_tells_batches_apart() -> None:
     for name, other in {"ids": batch["ids"] + 1, "labels": [torch.tensor([2, 1])], "name": "b"}.items():  # type: ignore[operator]
         assert not is_marked(mark_of(sample_of({**batch, name: other})), mark)
     assert mark_of(sample_of({"none": None, "empty": torch.ones(0), "kind": torch.ones(3, dtype=torch.bfloat16)}))
-
-
-def test_marks_are_of_what_was_given_and_those_of_earlier_runs_still_say_the_same() -> None:
-    batch = torch.arange(6.0)
-    sample = sample_of(batch)
-    batch.zero_()
-    assert mark_of(sample) == mark_of(sample_of(torch.arange(6.0)))
-    places = scattered(5000, 1024)
-    assert (len(set(places.tolist())), places[:4].tolist()) == (1024, [0, 761, 1522, 2283])
-    assert is_marked(mark_of(sample_of({"x": torch.arange(5000.0)})), {"/x": [1847380588, 0]})
-
-
-def test_samples_that_nobody_wants_are_not_read() -> None:
-    read: list[int] = []
-
-    class Watched(Rows):
-        def __getitem__(self, index: int) -> Any:
-            read.append(index)
-            return super().__getitem__(index)
-
-    make = loader(Watched, shuffle=True)
-    states = [state for *_, state in Run(make, None, seed=1).go_on(0, 0)]
-    read.clear()
-    run = Run(make, None, seed=2)
-    run.feed.restore(states[7], 1, 3, run.said.append)
-    assert len(read) == 4, "the last batch alone, which is compared"
-    read.clear()
-    next(run.feed.epoch(1, 3))
-    assert len(read) == 2
 
 
 @pytest.mark.parametrize("kind", ["own", "by the epoch"])
@@ -288,11 +239,3 @@ def test_without_a_state_all_batches_are_given_again(kind: str) -> None:
         run = Run(make, batches, seed=2)
         run.feed.restore(None, epoch, batch, run.said.append)
         assert list(run.go_on(epoch, batch, saved=False)) == whole[at + 1 :]
-
-
-def test_a_loader_that_became_shorter_is_refused() -> None:
-    run = Run(loader(shuffle=True), None, seed=1)
-    state = [state for *_, state in run.go_on(0, 0)][2]
-    feed = LoaderFeed(DataLoader(range(8), batch_size=4), None)  # type: ignore[arg-type]
-    with pytest.raises(MisfitError, match="the loader ended after 2 batches; it had given 3"):
-        feed.restore(state, 0, 3, print)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from quintsched.errors import InputError, UsageError
 from quintsched.runtime.data import IGNORED_TARGET, PADDING, TokenDataset, TokenSamples, load_dataset
 from quintsched.runtime.data import token_windows as windows_module
-from quintsched.runtime.data.prefetch import prefetched
 from quintsched.runtime.data.token_sample_order import MIXTURE_BLOCK, permuted, shares_of
 from quintsched.runtime.settings.job_file import DataConfig
 from quintsched.tokens import TokenWriter
@@ -90,19 +89,6 @@ def test_each_token_of_a_document_is_predicted_once(
     assert Counter(seen) == Counter(pair for ids in documents for pair in pairwise(ids))
 
 
-def test_packed_windows_lie_side_by_side_within_a_shard(tmp_path: Path) -> None:
-    documents = write(tmp_path, [3, 4, 2, 9, 1, 7, 2], shard_tokens=12)
-    found = load(tmp_path, sequence=4, validation=0.01)
-    shards = [[*chain(*part)] for part in (documents[:3], documents[3:5], documents[5:])]
-    expected = [
-        (ids[start : start + 4], ids[start + 1 : start + 5]) for ids in shards for start in range(0, len(ids) - 4, 4)
-    ]
-    inputs, targets, _ = everything(found.validation)
-    assert list(zip(inputs.tolist(), targets.tolist(), strict=True)) == expected[-1:]
-    inputs, targets, _ = everything(found.train, seed=3)
-    assert sorted(zip(inputs.tolist(), targets.tolist(), strict=True)) == sorted(expected[:-1])
-
-
 def test_documents_of_packed_windows(tmp_path: Path) -> None:
     documents = write(tmp_path, [3, 1, 1, 9, 20], shard_tokens=1000)
     found = load(tmp_path, sequence=6, mask_documents=True, validation=0.01).train
@@ -133,16 +119,6 @@ def test_an_epoch_has_each_window_once_in_an_order_of_its_own(tmp_path: Path) ->
     some = samples.batch(np.array([5, PADDING, 2]), 1, 0)
     assert some[0].tolist() == [epochs[1][5], [0] * 4, epochs[1][2]]
     assert some[1][1].tolist() == [IGNORED_TARGET] * 4
-
-
-def test_shorter_epochs_go_on_where_the_one_before_ended(tmp_path: Path) -> None:
-    write(tmp_path, [30] * 10)
-    whole = load(tmp_path, sequence=4).train
-    count = len(whole) // 3
-    short = load(tmp_path, sequence=4, samples=count).train
-    assert len(short) == count
-    parts = [everything(short, epoch=epoch)[0] for epoch in range(2)]
-    assert torch.cat(parts).tolist() == everything(whole)[0][: 2 * count].tolist()
 
 
 def test_a_mixture_has_its_weights_in_every_block(tmp_path: Path) -> None:
@@ -235,24 +211,3 @@ def test_an_id_that_is_none_is_refused_as_it_is_read(tmp_path: Path, pack: bool)
     ends.tofile(tmp_path / "shard-00000.documents")
     with pytest.raises(InputError, match=r"shard-00000.documents: document 1 ends at 31, not behind the one before"):
         load(tmp_path, sequence=4, pack=pack, mask_documents=pack)
-
-
-@pytest.mark.parametrize("ahead", [0, 3])
-def test_prefetched_items_come_in_order_with_errors_in_their_place(ahead: int) -> None:
-    made = []
-
-    def items() -> Any:
-        for number in range(5):
-            made.append(number)
-            yield number
-        raise RuntimeError("the sixth")
-
-    found = prefetched(items(), ahead)
-    assert [next(found) for _ in range(5)] == list(range(5))
-    with pytest.raises(RuntimeError, match="the sixth"):
-        next(found)
-    made.clear()
-    begun = prefetched(items(), ahead)
-    assert next(begun) == 0
-    begun.close()
-    assert len(made) <= ahead + 1

@@ -108,35 +108,6 @@ def test_other_replicas_go_on_to_the_sample() -> None:
     assert "gives 3 batches once more" in said[0]
 
 
-def test_a_source_with_a_state_is_not_read_again() -> None:
-    before = stream(Source())
-    begun = iter(before)
-    for _ in range(5):
-        next(begun)
-    source, read = Source(), before.state_dict()["read"]
-    after = stream(source)
-    after.load_state_dict(before.state_dict())
-    assert rows(after) == rows(begun)
-    assert source.begun == len(TEXTS) - read
-
-
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("workers", [0, 1])
-def test_within_a_stateful_data_loader(workers: int) -> None:
-    loaders = pytest.importorskip("torchdata.stateful_dataloader")
-
-    def loader() -> Any:
-        return loaders.StatefulDataLoader(stream(TEXTS), batch_size=None, num_workers=workers)
-
-    expected = rows(stream(TEXTS))
-    before = loader()
-    begun = iter(before)
-    assert rows(next(begun) for _ in range(3)) == expected[:3]
-    after = loader()
-    after.load_state_dict(before.state_dict())
-    assert rows(after) == expected[3:]
-
-
 def test_a_data_set_of_hugging_face_in_streaming_mode() -> None:
     datasets = pytest.importorskip("datasets")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -11,8 +10,7 @@ import pytest
 
 from quintsched.errors import UsageError
 from quintsched.files.strictyaml import parse_yaml
-from quintsched.runtime.launch import show_job
-from quintsched.runtime.settings.job_file import JobConfig, load_job, marked
+from quintsched.runtime.settings.job_file import JobConfig, load_job
 from quintsched.runtime.settings.job_json_schema import job_yaml
 from quintsched.runtime.settings.run_settings import SettingRule, Settings
 
@@ -58,23 +56,6 @@ def test_a_printed_job_has_overrides_and_short_forms(tmp_path: Path) -> None:
     assert "\n  epochs: 7\n" in text
     assert "\n  auto:\n    # Ranks; none:" in text
     assert "\n  sinks: [{name: wandb, options: {}}]\n" in text
-
-
-def test_what_asks_whether_a_key_was_given_is_marked() -> None:
-    texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "runtime").rglob("*.py")}
-    found = {name for name, text in texts.items() if ".model_fields_set" in text and name != "job_json_schema.py"}
-    known = {"job_file.py", "optimizer_settings.py", "optimizer_and_lr_schedule.py", "trainer.py", "auto_plan.py"}
-    assert found == known, "mark the settings that are asked for with Mark.GIVEN, then name the file here"
-    names = set(marked(SettingRule.GIVEN))
-    assert {"train.epochs", "train.optimizer.betas", "parallel.mesh", "parallel.sequence_parallel"} <= names
-    assert "train.batch_size" not in names
-
-
-def test_a_broken_job_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = tmp_path / "job.yaml"
-    job.write_text("train: {epoch: 1}\n")
-    assert show_job.main([json.dumps({"config": str(job), "what": "settings"})]) == 2
-    assert "train.epoch: unknown key; did you mean 'epochs'?" in capsys.readouterr().err
 
 
 @pytest.mark.processes
