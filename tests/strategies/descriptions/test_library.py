@@ -19,7 +19,6 @@ from quintsched.strategies.descriptions.presets_and_files import (
     find_hardware,
     find_model,
     hardware_names,
-    model_names,
     plain,
 )
 
@@ -59,37 +58,11 @@ def test_every_figure_of_hardware_names_its_source() -> None:
         assert {"tflops", "memory_gb", "memory_gbps", "link_gbps", "network_gbps"} <= set(hardware.sources), name
 
 
-def test_all_presets_are_found() -> None:
-    assert len(model_names()) > 45
-    assert all(find_model(name).name == name for name in model_names())
-    assert all(find_hardware(name).name == name for name in hardware_names())
-
-
-def test_records_and_mappings_are_taken() -> None:
-    model = Model(**SIZES)
-    assert find_model(model) is model
-    assert find_model({**SIZES, "attention": "flash2"}) == model
-    assert find_model({"n_layer": 2, "n_embd": 64, "n_head": 4, "attention": "flash2"}) == model
-    hardware = find_hardware("a100")
-    assert find_hardware(hardware) is hardware
-
-
-def test_what_is_like_a_preset_gives_what_differs() -> None:
-    model = find_model({"like": "gpt3-175b", "layers": 12})
-    assert (model.layers, model.hidden, model.attention) == (12, 12288, "unfused")
-    assert find_hardware({"like": "A100", "gpus_per_node": 4}).gpus_per_node == 4
-
-
 @pytest.mark.parametrize("suffix", [".json", ".yaml", ".yml"])
 def test_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"mine{suffix}"
     path.write_text(json.dumps(SIZES) if suffix == ".json" else yaml.safe_dump(SIZES), encoding="utf-8")
     assert find_model(path) == find_model(str(path)) == Model(**SIZES)
-
-
-def test_a_folder_with_a_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4}))
-    assert find_model(str(tmp_path)).hidden == 64
 
 
 @pytest.mark.parametrize(
@@ -157,12 +130,6 @@ def test_broken_files_say_where(tmp_path: Path, text: str, suffix: str, fault: s
         find_model(path)
     assert str(raised.value).startswith(str(path))
     assert str(raised.value).count(str(path)) == 1
-
-
-@pytest.mark.parametrize("newer", [{}, {"positions": "rope"}, {"dropout": False}, {"kv_heads": 1}])
-def test_attention_is_fused_unless_a_model_says_otherwise(newer: dict[str, object]) -> None:
-    assert find_model({**SIZES, **newer}).attention == Model(**SIZES).attention == "flash2"
-    assert find_model({**SIZES, **newer, "attention": "unfused"}).attention == "unfused"
 
 
 CURVE = {"sizes": [1e3, 1e6], "rates": [1e9, 1e10]}

@@ -36,18 +36,10 @@ def test_what_is_missing_is_found_from_the_rest(sizes: dict[str, int], spare: in
     assert all(getattr(found, axis) == 1 for axis in INNERMOST_FIRST if axis != "dp" and axis not in sizes)
 
 
-def test_null_is_as_good_as_nothing() -> None:
-    assert read_row(row(tp=None, gpus=4, schedule=None, seq=None)) == read_row(row(gpus=4))
-
-
 def test_a_sequence_is_the_models_longest() -> None:
     assert read_row(row()).strategy.seq == 128
     assert read_row(row(seq=32)).strategy.seq == 32
     assert read_row({"model": "vit-b-16", "hardware": "l4", "batch": 8}).strategy.seq == 197
-
-
-def test_a_node_may_be_of_another_size() -> None:
-    assert read_row(row(gpus_per_node=4)).hardware.gpus_per_node == 4
 
 
 @pytest.mark.parametrize(
@@ -56,11 +48,6 @@ def test_a_node_may_be_of_another_size() -> None:
 )
 def test_how_much_is_recomputed(given: object, read: object) -> None:
     assert read_row(row(pp=2, recompute=given)).strategy.recompute == read
-
-
-def test_stages_are_numbers_or_text() -> None:
-    assert read_row(row(pp=2, stages="5,3")).strategy.stages == (5, 3)
-    assert read_row(row(pp=2, stages=[5, 3])).strategy.stages == (5, 3)
 
 
 @pytest.mark.parametrize(

@@ -93,27 +93,3 @@ def test_pipelines_take_as_long_as_simulated(dp: int, pp: int, microbatch: int, 
     unit = alone / (3 * microbatches * pp * dp)
     simulated = Shared(pp, microbatches, dp, cores).makespan() * unit
     assert own == pytest.approx(simulated, rel=0.05)
-
-
-def test_one_core_does_all_work_one_after_the_other() -> None:
-    steps = [predict(MODEL, hardware(1), strategy(dp=dp, microbatch=8)).step_s for dp in (1, 2, 4, 8)]
-    assert steps == pytest.approx([steps[0]] * 4, rel=1e-6)
-
-
-def test_with_a_core_for_each_rank_nothing_changes() -> None:
-    for given in ({"dp": 4, "microbatch": 4}, {"pp": 4, "microbatch": 4}, {"dp": 2, "tp": 2, "microbatch": 8}):
-        several, alone = (predict(MODEL, hardware(cores), strategy(**given)).step_s for cores in (64, None))
-        assert several == pytest.approx(alone, rel=1e-6)
-
-
-def test_ranks_in_step_share_cores_too() -> None:
-    two, one = (predict(MODEL, hardware(cores), strategy(tp=4, microbatch=16)).step_s for cores in (2, 1))
-    assert one == pytest.approx(2 * two, rel=1e-6)
-
-
-def test_a_small_sum_takes_as_long_as_the_smallest_that_was_measured() -> None:
-    slow = Curve(sizes=(1024.0, 2048.0), rates=(1024.0, 2048.0))  # a second each
-    sums = predict(
-        MODEL, hardware(8, all_reduce={2: slow, 4: slow, 8: slow}), strategy(dp=8, microbatch=1)
-    ).breakdown_s["sums"]
-    assert sums == pytest.approx(2.0)

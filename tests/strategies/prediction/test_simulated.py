@@ -88,20 +88,6 @@ def test_costs_are_of_the_stages_that_the_plan_has():
     assert abs(error_of(SMALL, A100, uneven)) < TOLERANCE
 
 
-def test_fewer_microbatches_tell_what_many_take():
-    many = strategy(pp=2, batch=200)
-    whole = plan_of(SMALL, many).simulate(costs_of(SMALL, A100, many)).makespan
-    assert simulated_step_s(SMALL, A100, many) == pytest.approx(whole, rel=1e-9)
-
-
-def test_what_a_plan_holds_is_what_is_predicted():
-    given = strategy(pp=4, dp=2, batch=64, zero=1)
-    costs = costs_of(SMALL, A100, given)
-    found = plan_of(SMALL, given).simulate(costs)
-    flight = [4, 3, 2, 1]
-    assert found.peak_activations == pytest.approx([n * held for n, held in zip(flight, costs.activation, strict=True)])
-
-
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [

@@ -2,8 +2,6 @@
 
 import pytest
 
-from quintsched.strategies.descriptions.hardware import Hardware
-from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.predict_strategy import predict
@@ -81,31 +79,6 @@ def test_what_fills_up_experts_takes_time_and_memory_and_is_no_work_of_the_model
     assert more.mfu * more.step_s == pytest.approx(routed.mfu * routed.step_s)
 
 
-def test_context_is_hidden_behind_attention_where_it_is_long():
-    long = step("llama-3-70b", cp=4, gpus=256, seq=131072, microbatch=1).breakdown_s
-    assert long["cp"] < long["cp_hidden"]
-
-
-def test_reductions_hide_behind_the_backwards_of_other_layers_without_a_pipeline():
-    sizes = {"gpus": 64, "dp": 64, "tp": 1, "pp": 1, "batch": 256, "zero": 1, "seq": 8192}
-    hidden, after = (step("llama-3-8b", **sizes, overlap=overlap).breakdown_s for overlap in (True, False))
-    assert hidden["dp"] < after["dp"] / 2
-    assert hidden["dp"] + hidden["dp_hidden"] < after["dp"] * 1.01
-    assert after["dp_hidden"] == 0
-
-
-def test_gradients_of_several_microbatches_are_held_and_may_take_two_bytes():
-    sizes = {"gpus": 512, "dp": 8, "batch": 512}
-    each, every, short = (
-        step(**sizes, zero=2, **more).breakdown_bytes["gradients"]
-        for more in ({}, {"zero_every": 8}, {"zero_every": 8, "gradients": "bf16"})
-    )
-    assert every == pytest.approx(9 * each, rel=1e-6), "all of them, and a shard"
-    assert short == every / 2
-    turns = {"chunks": 3, "schedule": "interleaved-1f1b", "zero": 2, "zero_every": 8}
-    assert step(**sizes, **turns).breakdown_bytes["gradients"] == pytest.approx((8 / 3 + 1) * each, rel=0.02)
-
-
 def test_a_window_saves_attention_of_all_layers_but_every_kth():
     sizes = {"gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 32768}
     whole = find_model("llama-3-70b")
@@ -117,49 +90,12 @@ def test_a_window_saves_attention_of_all_layers_but_every_kth():
     assert half - every == pytest.approx(none - half, rel=0.1)
 
 
-def test_exchanges_of_tokens_hide_behind_the_other_microbatch():
-    sizes = {"ep": 64, "tp": 1, "pp": 16, "gpus": 1024, "batch": 4096, "seq": 4096}
-    both, apart = (step("deepseek-v3", **sizes, schedule=name).breakdown_s for name in ("dualpipe", "1f1b"))
-    assert both["ep"] + both["ep_hidden"] == pytest.approx(apart["ep"], rel=0.01)
-    assert both["ep"] < apart["ep"] / 2
-
-
-def test_a_message_hides_behind_the_stage_that_its_microbatch_passes():
-    slow = Hardware(tflops={"bf16": 300.0}, memory_gb=80, memory_gbps=2000, link_gbps=0.5, network_gbps=0.5)
-    model = Model(layers=8, hidden=2048, heads=16)
-    found = predict(model, slow, Strategy(gpus=4, pp=4, batch=64, seq=2048, schedule="dualpipe")).breakdown_s
-    assert found["pp_hidden"] < found["compute"], "of one of the rank's two stages"
-    assert found["bubble"] < 0.05 * found["pp"]
-
-
-def test_messages_run_beside_all_computation_where_no_exchange_does():
-    sizes = {"ep": 8, "tp": 1, "pp": 8, "gpus": 64, "batch": 1024, "seq": 4096, "schedule": "interleaved-1f1b"}
-    beside, alone = (step("mixtral-8x7b", **sizes, chunks=2, ep_overlap=on).breakdown_s for on in (True, False))
-    assert alone["ep_hidden"] == 0
-    assert alone["pp_hidden"] >= beside["pp_hidden"] > 0
-
-
-def test_gradients_of_twice_the_bytes_take_as_many_hops():
-    small, sizes = Model(layers=4, hidden=256, heads=4), {"gpus": 64, "dp": 64, "batch": 64 * 64, "seq": 128, "zero": 2}
-    wide, short = (predict(small, A100, Strategy(**sizes, gradients=dtype)).breakdown_s for dtype in ("fp32", "bf16"))
-    taken = [one["dp"] + one["dp_hidden"] for one in (wide, short)]
-    assert taken[1] < taken[0] < 1.9 * taken[1]
-
-
 def test_a_token_goes_to_a_node_once_where_its_experts_are_on_few():
     deepseek = find_model("deepseek-v3")
     anywhere = deepseek.model_copy(update={"experts": deepseek.experts.model_copy(update={"nodes": None})})
     strategy = Strategy(gpus=64, ep=64, batch=64, seq=4096)
     few, each = (predict(model, A100, strategy).breakdown_s["ep"] for model in (deepseek, anywhere))
     assert few == pytest.approx(each / 2, rel=1e-2)  # 4 nodes, 8 experts
-
-
-def test_replicas_of_an_expert_are_on_different_nodes():
-    mixtral = find_model("mixtral-8x7b")
-    sizes = {"gpus": 64, "dp": 8, "ep": 8, "batch": 64, "seq": 4096}
-    at_end, each = (predict(mixtral, A100, Strategy(**sizes, zero=zero)).breakdown_s for zero in (1, 2))
-    moved = [one["dp"] + one["dp_hidden"] for one in (at_end, each)]
-    assert moved[1] == pytest.approx(moved[0], rel=0.02)  # the same of one microbatch, by layers or at once
 
 
 def test_keys_that_are_repeated_make_the_ring_longer():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,21 +16,6 @@ def test_equal_stages_take_what_the_closed_form_says():
     finished = blocking_1f1b([1.0] * stages, [2.0] * stages, [FREE] * (stages - 1), microbatches)
     assert max(finished) == (microbatches + stages - 1) * 3.0
     assert finished[0] == max(finished)
-
-
-def test_the_slowest_stage_sets_the_pace():
-    few, many = (blocking_1f1b([1.0, 3.0, 1.0], [2.0, 5.0, 2.0], [FREE] * 2, m) for m in (10, 110))
-    assert max(many) - max(few) == pytest.approx(100 * 8.0)
-
-
-def test_exchanges_stop_both():
-    costs = Exchange(0.5, 0.25, 0.75)
-    few, many = (blocking_1f1b([1.0, 1.0], [2.0, 2.0], [costs], m) for m in (10, 110))
-    assert max(many) - max(few) == pytest.approx(100 * 3.75)
-
-
-def test_one_stage_waits_for_nobody():
-    assert blocking_1f1b([1.0], [2.0], [], 5) == [15.0]
 
 
 TIMES = st.floats(0.1, 10.0)

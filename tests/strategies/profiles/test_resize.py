@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from quintsched.errors import MisfitError
-from quintsched.strategies.descriptions.hardware import Curve
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.profiles.aceso import read_layout
 from quintsched.strategies.profiles.operator_layout import even_layout
-from quintsched.strategies.profiles.operator_rates import rate_at
 from quintsched.strategies.profiles.profile import Profile
-from quintsched.strategies.profiles.read_profile import Measured, read_profile
+from quintsched.strategies.profiles.read_profile import read_profile
 from quintsched.strategies.profiles.resize_profile import resized
 from quintsched.strategies.profiles.step_from_profile import Composed, compose
 
@@ -58,15 +56,6 @@ def test_another_size_is_near_its_own_profile(measured, wanted, tp):
     assert guessed.memory[0].peak == pytest.approx(known.memory[0].peak, rel=0.001)
 
 
-def test_sizes_between_measured_ones_have_no_obstacles():
-    curve = Curve(sizes=(1e6, 2e6, 4e6, 8e6), rates=(1e9, 4e9, 2e9, 5e9))
-    assert rate_at(curve, 4e6, rising=True) == 2e9
-    assert rate_at(curve, 3e6, rising=True) == 4e9
-    assert 4e9 < rate_at(curve, 6e6, rising=True) < 5e9
-    assert (rate_at(curve, 1e3, rising=True), rate_at(curve, 1e9, rising=True)) == (1e9, 5e9)
-    assert 2e9 < rate_at(curve, 3e6) < 4e9
-
-
 @pytest.mark.parametrize("measured", ["1_3b", "22b"])
 def test_one_profile_predicts_the_measured_runs_of_all_sizes(measured):
     """The profile of the 1.3B model, of at most eight GPUs of one node, for 13B on two nodes and 22B on four too.
@@ -82,22 +71,6 @@ def test_one_profile_predicts_the_measured_runs_of_all_sizes(measured):
         for row in rows
     ]
     assert sum(map(abs, errors)) / len(errors) < 0.06
-
-
-def test_longer_sequences_cost_attention_most():
-    longer = resized(profile_of("13b"), MODELS["13b"], 4096)
-    found = {o.name: o for o in longer.operators if (o.tp, o.microbatch, o.cut) == (1, 1, 0)}
-    before = {o.name: o for o in profile_of("13b").operators if (o.tp, o.microbatch, o.cut) == (1, 1, 0)}
-    times = {name: found[name].forward_s / before[name].forward_s for name in found}
-    assert times["enc-attention-softmax"] == pytest.approx(4)
-    assert times["enc-MLP-GEMM-1"] == pytest.approx(2)
-    assert found["enc-attention-softmax"].kept == 4 * before["enc-attention-softmax"].kept
-    assert found["enc-MLP-gelu"].kept == 2 * before["enc-MLP-gelu"].kept
-
-
-def test_of_several_models_the_nearest_is_read():
-    shared = DATA.parent.parent / "tests" / "data" / "aceso"
-    assert read_profile(shared, Measured(MODELS["13b"])).name == "gpt-1.3b"
 
 
 def test_unknown_sizes_stay_as_measured():

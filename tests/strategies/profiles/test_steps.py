@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.errors import InputError, UsageError
 from quintsched.simulation.costs import Costs
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
@@ -16,10 +16,8 @@ from quintsched.strategies.descriptions.presets_and_files import find_hardware, 
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware, work_s
-from quintsched.strategies.prediction.profiled.predict_from_profile import predict_from_profile
-from quintsched.strategies.profiles.kineto import from_trace, kind_of
+from quintsched.strategies.profiles.kineto import from_trace
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile
-from quintsched.strategies.profiles.profile_from_trace import read_trace
 from quintsched.strategies.profiles.read_profile import Measured, read_profile, write_profile
 from tests.traces import write_trace
 
@@ -58,22 +56,6 @@ def test_kernels_count_by_kind_and_step():
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("sm90_xmma_gemm_bf16bf16_bf16f32", "product"),
-        ("nvjet_hsh_128x256_64x4", "product"),
-        ("aten::addmm", "product"),
-        ("void at::native::layer_norm_kernel", "pass"),
-        ("pytorch_flash::flash_bwd_dq_dk_dv_loop_kernel", "attention"),
-        ("ncclKernel_SendRecv", "communication"),
-        ("aten::add", "pass"),
-    ],
-)
-def test_kinds_by_name(name, kind):
-    assert kind_of(name) == kind
-
-
 def test_a_trace_of_a_cpu_counts_each_operator_once():
     found = read_profile(TRACE, Measured(MODEL, ON_ONE)).steps[0].seconds
     whole = next(e["dur"] for e in json.loads(TRACE.read_text())["traceEvents"] if e["name"] == "ProfilerStep#1")
@@ -88,15 +70,6 @@ def test_predictions_repeat_what_was_measured():
     measured, expected = profile.steps[0].seconds, work_s(MODEL, hardware, ON_ONE)
     assert expected["product"] + expected["attention"] == pytest.approx(measured["product"] + measured["attention"])
     assert expected["pass"] == pytest.approx(measured["pass"], rel=0.01)
-
-
-def test_predictions_from_a_step_scale():
-    profile = read_profile(TRACE, Measured(MODEL, ON_ONE))
-    once = predict_from_profile(MODEL, SLOW, ON_ONE, profile)
-    deeper = predict_from_profile(MODEL.model_copy(update={"layers": 8}), SLOW, ON_ONE, profile)
-    assert 3 < deeper.breakdown_s["compute"] / once.breakdown_s["compute"] < 4
-    two = predict_from_profile(MODEL, SLOW, ON_ONE.model_copy(update={"gpus": 2, "dp": 2, "microbatch": 1}), profile)
-    assert two.step_s < once.step_s
 
 
 def test_a_slower_gpu_is_found_again():
@@ -123,14 +96,6 @@ def test_our_own_traces_are_profiles(tmp_path):
     found = measured_hardware(SLOW, profile)
     expected = work_s(MODEL, found, strategy)
     assert expected["product"] + expected["attention"] + expected["pass"] == pytest.approx(1.2, rel=0.05)
-
-
-def test_another_strategy_than_the_plans_is_refused(tmp_path):
-    plan = qs.compile("1f1b", mesh=qs.Mesh(pp=2), microbatches=4)
-    with pytest.raises(MisfitError, match="strategy says"):
-        read_trace(tmp_path, plan, MODEL, ON_ONE)
-    with pytest.raises(MisfitError, match="4 microbatches"):
-        read_trace(tmp_path, plan, MODEL, Strategy(gpus=2, pp=2, batch=8, seq=128))
 
 
 def test_measured_steps_survive_their_file(tmp_path):
@@ -182,10 +147,3 @@ def test_broken_files_are_refused_with_the_place(tmp_path, text, said):
     path.write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=said):
         read_profile(path, Measured(MODEL, ON_ONE))
-
-
-def test_hardware_is_sent_to_its_own_flag(tmp_path):
-    path = tmp_path / "cpu.json"
-    path.write_text('{"tflops": {"fp32": 1}}', encoding="utf-8")
-    with pytest.raises(UsageError, match="--hardware"):
-        read_profile(path)

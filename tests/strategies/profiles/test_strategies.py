@@ -12,7 +12,6 @@ from quintsched.strategies.descriptions.presets_and_files import find_hardware
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.profiled.predict_from_profile import predict_from_profile
 from quintsched.strategies.profiles.aceso import read_folder
-from quintsched.strategies.profiles.operator_layout import even_layout
 from quintsched.strategies.profiles.profile import Profile
 
 FOLDER = Path(__file__).parents[2] / "data" / "aceso"
@@ -40,13 +39,6 @@ def test_an_even_pipeline_is_near_a_measured_uneven_one(profile):
     assert len(found.memory_bytes_per_rank) == 2
 
 
-def test_layers_are_laid_out_evenly(profile):
-    layout = even_layout(profile, strategy(gpus=4, pp=4, stages=(7, 6, 6, 5)), 24, 8)
-    assert [len(stage.operators) for stage in layout.stages] == [7 * 13 + 1, 78, 78, 5 * 13 + 2]
-    first = even_layout(profile, strategy(recompute=2), 24, 8).stages[0].operators[1:]
-    assert [placed.recompute for placed in first] == [True] * 26 + [False] * 130
-
-
 def test_recomputation_trades_time_for_memory(profile):
     none, selective, full = (
         predict_from_profile(MODEL, HARDWARE, strategy(recompute=kind), profile)
@@ -55,17 +47,6 @@ def test_recomputation_trades_time_for_memory(profile):
     assert none.step_s < selective.step_s < full.step_s
     assert none.memory_bytes > selective.memory_bytes > full.memory_bytes
     assert not none.fits
-
-
-def test_other_degrees_and_node_counts_are_predicted(profile):
-    over_tp = predict_from_profile(MODEL, HARDWARE, strategy(pp=1, tp=2), profile)
-    assert over_tp.breakdown_s["tp"] > 0.2 * over_tp.step_s
-    many = strategy(gpus=16, pp=4, dp=4, batch=64)
-    inside, across = (
-        predict_from_profile(MODEL, HARDWARE.model_copy(update={"gpus_per_node": n}), many, profile).step_s
-        for n in (16, 4)
-    )
-    assert across > inside
 
 
 @pytest.mark.parametrize(
@@ -84,11 +65,3 @@ def test_other_degrees_and_node_counts_are_predicted(profile):
 def test_what_operators_cannot_place_is_said(profile, changes, said):
     with pytest.raises((MisfitError, UsageError), match=said):
         predict_from_profile(MODEL, HARDWARE, strategy(**changes), profile)
-
-
-def test_selective_recomputation_needs_attention(profile):
-    blind = profile.model_copy(
-        update={"operators": tuple(o.model_copy(update={"kind": "block"}) for o in profile.operators)}
-    )
-    with pytest.raises(UsageError, match="which operators are attention"):
-        predict_from_profile(MODEL, HARDWARE, strategy(), blind)

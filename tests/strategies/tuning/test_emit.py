@@ -3,7 +3,6 @@
 import pytest
 import yaml
 
-from quintsched.errors import UsageError
 from quintsched.plan import Plan
 from quintsched.strategies.descriptions.model import Experts, Images, Model
 from quintsched.strategies.descriptions.presets_and_files import find_model, model_names
@@ -63,15 +62,6 @@ def test_as_many_layers_are_recomputed_as_the_strategy_says_or_more():
         assert number <= again <= max(number + 1, 0 if number < 4 else 6)
 
 
-def test_where_there_are_no_replicas_zero_has_nothing_to_share_out():
-    assert "zero" not in yaml.safe_load(job_file(GPT, strategy(zero=1)))["parallel"]
-
-
-def test_a_number_for_each_stage_stays_one():
-    job = yaml.safe_load(job_file(GPT, strategy(recompute=(3, 0))))
-    assert job["parallel"]["recompute"] == [1, 0]
-
-
 @pytest.mark.parametrize("name", model_names())
 def test_every_preset_has_a_job_file(name):
     model = find_model(name)
@@ -98,44 +88,3 @@ def test_experts_and_images_have_models_of_their_own():
     assert built_in(vit)[0] == "vit"
     job = yaml.safe_load(job_file(vit, Strategy(gpus=1, batch=8, seq=17)))
     assert job["data"] == {"name": "digits"}
-
-
-def test_models_of_published_sizes_are_built_in():
-    assert built_in(find_model("llama-3.1-8b")) == (
-        "gpt",
-        {
-            "hidden": 4096,
-            "depth": 32,
-            "heads": 32,
-            "ffn": 14336,
-            "dropout": 0.0,
-            "norm": "rmsnorm",
-            "positions": "rope",
-            "activation": "swiglu",
-            "tied": False,
-            "kv_heads": 8,
-            "biases": False,
-            "rope_base": 500_000.0,
-        },
-    )
-    _, qwen = built_in(find_model("qwen3-0.6b"))
-    assert qwen is not None
-    assert (qwen["head_size"], qwen["qk_norm"], qwen["mlp_ratio"]) == (128, True, 3)
-    assert built_in(find_model("mixtral-8x7b"))[0] == "moe-gpt"
-    assert built_in(GPT.model_copy(update={"qkv_biases": False}))[1] is None
-
-
-def test_what_the_runtime_cannot_do_is_said():
-    text = job_file(GPT.model_copy(update={"vocab": 5000}), strategy(recompute="selective", dtype="fp16"))
-    for said in (
-        "# recompute: the runtime",
-        "# runtime.precision: the runtime has no fp16",
-        "# data.path: token shards of 5000 token ids",
-    ):
-        assert said in text
-
-
-def test_a_directory_that_cannot_be_made_is_said(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be made"):
-        emit(GPT, strategy(), tmp_path / "file")

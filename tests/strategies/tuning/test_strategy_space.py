@@ -32,18 +32,6 @@ def test_every_strategy_is_there_once_and_can_be_placed(seed):
     assert set(found) == {one for group in groups(given) if len(group.members) == 1 for one in group.members}
 
 
-def test_places_are_the_order_of_the_columns():
-    made = space()
-    _, place = made.expand(np.arange(made.num_frames))
-    assert place.tolist() == sorted(place.tolist())
-    assert made.frames.tolist() == sorted(made.frames.tolist())
-    again = made.rows(place[[5, 3]])
-    columns, _ = made.expand(np.arange(made.num_frames))
-    assert {name: values[[5, 3]].tolist() for name, values in columns.items()} == {
-        name: values.tolist() for name, values in again.items()
-    }
-
-
 def test_an_axis_may_be_fixed_or_left_some_choices():
     made = space(tp=2, pp=(1, 4), recompute="full", microbatch=1)
     columns, _ = made.expand(np.arange(made.num_frames))
@@ -74,8 +62,3 @@ def test_counts_are_exact_beyond_the_numbers_of_a_machine():
 def test_what_cannot_be_chosen_is_said(choices, said):
     with pytest.raises(UsageError, match=said.replace("?", r"\?").replace("(", r"\(")):
         space(**choices)
-
-
-def test_sizes_are_checked():
-    with pytest.raises(UsageError, match="gpus is 0; give a whole number from 1"):
-        make_space(MODEL, 0, 8, 128, Choices())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintsched.strategies.descriptions.model import LayerKind, Model
+from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.presets_and_files import find_model
 from quintsched.strategies.prediction.memory.activations import (
     ActivationSizes,
@@ -86,59 +86,3 @@ def test_equations_of_the_paper(tp: int, sp: bool) -> None:
     between = s * b * h / (t if sp else 1)
     assert embedding_kept(model, sizes) == between
     assert head_kept(model, sizes) == {"tokens": 4 * between, "logits": 4 * s * b * model.vocab // t}
-
-
-def _with(**fields: object) -> Model:
-    return find_model({"like": "llama-3-8b", **fields})
-
-
-def test_flash_attention_keeps_a_number_per_head_and_token() -> None:
-    sizes = ActivationSizes(1, 4096, tp=2)
-    assert block_kept(_with(), sizes)["scores"] == 4096 * 16 * 4
-    assert block_kept(_with(attention="unfused"), sizes)["scores"] == 4096 * 4096 * 16 * 2
-    assert block_kept(_with(attention="unfused", dropout=True), sizes)["scores"] == 4096 * 4096 * 16 * 5
-
-
-def test_fewer_heads_of_keys_and_a_gate() -> None:
-    kept = block_kept(_with(), ActivationSizes(1, 1000, tp=2))
-    assert kept["attention"] == 1000 * 2 * (2 * 2048 + 2 * 512)
-    assert kept["ffn"] == 1000 * 2 * 3 * 7168
-    eager = block_kept(_with(), ActivationSizes(1, 1000, tp=2), fused=False)
-    assert eager["ffn"] == 1000 * 2 * 4 * 7168
-    assert kept["tokens"] == 1000 * 2 * 4 * 4096
-    assert "masks" not in kept
-
-
-def test_keys_are_kept_whole_by_more_ranks_than_heads() -> None:
-    kept = block_kept(_with(), ActivationSizes(1, 1000, tp=16))
-    assert kept["attention"] == 1000 * 2 * (2 * 256 + 2 * 128)
-
-
-def test_context_parallelism_shares_tokens_out_and_scores_once() -> None:
-    model = find_model("megatron-22b")
-    whole, cut = (block_kept(model, ActivationSizes(1, 4096, cp=cp)) for cp in (1, 4))
-    assert {kind: 4 * bytes_ for kind, bytes_ in cut.items()} == whole
-
-
-@pytest.mark.parametrize(("element", "times"), [(4, 2), (8, 4)])
-def test_wider_elements(element: int, times: int) -> None:
-    model = _with()
-    narrow, wide = (block_kept(model, ActivationSizes(1, 128, element=size)) for size in (2, element))
-    for kind in ("tokens", "attention", "ffn"):
-        assert wide[kind] == times * narrow[kind]
-    assert wide["scores"] == narrow["scores"]
-
-
-def test_experts_keep_the_tokens_that_are_sent_to_them() -> None:
-    model = find_model("mixtral-8x7b")
-    kept = block_kept(model, ActivationSizes(1, 100, tp=2), LayerKind(True))
-    assert kept["experts"] == 100 * 2 * 2 * (2 * 4096 + 3 * 7168)
-    assert kept["router"] == 100 * (4 * 8 + 12 * 2)
-    assert "ffn" not in kept
-
-
-def test_shared_experts_and_latent_attention() -> None:
-    model = find_model("deepseek-v3")
-    kept = block_kept(model, ActivationSizes(1, 100), LayerKind(True))
-    assert kept["experts"] == 100 * 2 * (8 * (2 * 7168 + 3 * 2048) + 3 * 2048)
-    assert kept["attention"] == 100 * 2 * (128 * (2 * 192 + 2 * 128) + 2 * (1536 + 512) + 64)

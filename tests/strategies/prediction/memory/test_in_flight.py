@@ -13,7 +13,6 @@ from quintsched.schedules import all_schedules, find_schedule
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulated_activation_memory import peak_activations
 from quintsched.strategies.prediction.layers_of_ranks import stages_of_rank
-from quintsched.strategies.prediction.memory import in_flight as forms
 from quintsched.strategies.prediction.memory.in_flight import (
     KEEPS_LOGITS,
     first_in_flight,
@@ -56,16 +55,6 @@ def test_in_flight_is_what_the_plan_holds(name: str) -> None:
                 most = in_flight(name, pp=pp, microbatches=microbatches, chunks=chunks, rank=first, last=last)
                 assert most == pytest.approx(said[first : last + 1].max()), (where, first, last)
     assert compiled > 4
-
-
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zbv"])
-def test_orders_without_a_closed_form_are_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chunks = find_schedule(name).min_chunks
-    shape = {"pp": np.full((3, 1), 4), "microbatches": np.array([[8], [12], [16]]), "chunks": chunks}
-    expected = in_flight(name, **shape, rank=np.array([0, 1, 3]))
-    monkeypatch.setattr(forms, "_FORMS", {})
-    assert in_flight(name, **shape, rank=np.array([0, 1, 3])) == pytest.approx(np.broadcast_to(expected, (3, 3)))
-    assert in_flight(name, **shape, rank=0, last=3) == pytest.approx(expected.max(axis=1, keepdims=True))
 
 
 @pytest.mark.sampled(3)
@@ -114,10 +103,3 @@ def test_uneven_stages_hold_what_the_plan_holds(name: str, data: st.DataObject) 
     moments = stages_in_flight(name, pp, enough, chunks)
     own = [[sizes[stage] for stage in stages_of_rank(rank, pp, chunks, name)] for rank in range(pp)]
     assert held == pytest.approx([(moments[rank] @ own[rank]).max() for rank in range(pp)])
-
-
-def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(UsageError, match="unknown schedule"):
-        in_flight("1f2b", pp=1, microbatches=1, chunks=1, rank=0)
-    with pytest.raises(UsageError, match="does not train"):
-        in_flight("inference", pp=1, microbatches=1, chunks=1, rank=0)

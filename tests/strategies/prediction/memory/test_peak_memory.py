@@ -11,8 +11,6 @@ from quintsched.strategies.descriptions.parameters import total
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model, model_names
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.memory.activations import ActivationSizes, block_kept
-from quintsched.strategies.prediction.memory.peak_memory import FRAGMENTATION
-from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import held
 
@@ -44,12 +42,6 @@ def test_ranks_share_the_model_out_and_a_tied_head_is_a_copy(pp: int, schedule: 
     assert terms["weights"].sum() == 2 * (total(GPT3) + copies)
 
 
-def test_bidirectional_ranks_hold_every_piece_twice() -> None:
-    model = find_model({"like": "gpt3-175b", "tied": False})
-    terms = terms_of(model, gpus=4, pp=4, schedule="dualpipe", batch=8)
-    assert terms["weights"].sum() == 4 * total(model)
-
-
 def test_activations_are_the_blocks_times_what_is_in_flight() -> None:
     terms = terms_of(gpus=32, pp=4, tp=8)
     kept = block_kept(GPT3, ActivationSizes(1, 2048, tp=8))
@@ -71,24 +63,6 @@ def test_recomputation() -> None:
     assert (some["activations_ffn"] * 24 == none["activations_ffn"] * 18).all()
     layer = sum(block_kept(GPT3, ActivationSizes(1, 2048, tp=8)).values())
     assert (full["temporary"] - none["temporary"] == layer).all()  # the layer that is being recomputed
-
-
-def test_flash_attention_has_nothing_to_gain_from_selective_recomputation() -> None:
-    model = find_model("llama-3-8b")
-    none, selective = (terms_of(model, recompute=mode, seq=8192) for mode in ("none", "selective"))
-    assert {name: bytes_.tolist() for name, bytes_ in none.items()} == {
-        name: bytes_.tolist() for name, bytes_ in selective.items()
-    }
-
-
-def test_terms_of_a_prediction_add_up() -> None:
-    strategy = Strategy(gpus=64, tp=8, pp=8, batch=64, seq=2048, chunks=3, recompute="selective")
-    found = predict(GPT3, A100, strategy)
-    assert len(found.memory_bytes_per_rank) == 8
-    moving = ("gathered", "buffers", "temporary", "logits")
-    parts = found.breakdown_bytes
-    comes_and_goes = sum(bytes_ for name, bytes_ in parts.items() if name in moving or name.startswith("activations"))
-    assert parts["fragmentation"] == pytest.approx(FRAGMENTATION * comes_and_goes)
 
 
 def test_experts_are_shared_out_over_ep_and_sharded_over_dp_and_cp() -> None:

@@ -11,13 +11,6 @@ from quintsched.strategies.prediction.memory.state import state_bytes
 from tests.runtime.weights_and_gradients.bucket_layout import BucketLayout, stage_tensors
 
 
-def test_bytes_of_megatron_and_deepspeed() -> None:
-    whole = Held(1000, 0)
-    for gradient, each in ((None, 18), (2, 16)):
-        found = state_bytes(whole, whole, 2, gradient=gradient, zero=0, replicas=8, expert_replicas=8)
-        assert sum(found.values()) == each * 1000
-
-
 @pytest.mark.parametrize(("element", "parts"), [(2, (2, 4, 12)), (4, (4, 4, 8)), (8, (8, 8, 16))])
 def test_formulas_of_zero(element: int, parts: tuple[int, int, int]) -> None:
     """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1, with what is gathered; shards are rounded up."""
