@@ -9,12 +9,9 @@ import pytest
 
 import quintsched as qs
 from quintsched.instructions import Bwd, Fwd
-from quintsched.simulation import notebook_html
 from quintsched.solve import solve
 from quintsched.stalls.stall_report import StallReport
 from tests.traces import write_trace
-
-VOID = {"rect"}
 
 
 class Tags(HTMLParser):
@@ -55,15 +52,6 @@ def test_one_line_each(plan):
     assert repr(offloading).startswith("Plan(zbv, pp=2, 4 microbatches, 2 chunks, offloading, ")
 
 
-def test_what_is_wrong_is_in_the_line(plan):
-    broken = replace(plan, programs=(plan.programs[0][:-3], plan.programs[1]))
-    shown = repr(broken.check())
-    assert shown.startswith("Verdict(not sound: 1f1b on dp=2,pp=2,tp=2, 8 microbatches, data flow: rank 0 instruction ")
-    assert shown.endswith(" more)")
-    assert "\n" not in shown
-    assert "not sound" in broken._repr_html_()
-
-
 def test_html_has_every_computation_of_a_small_plan(plan):
     text = plan._repr_html_()
     found = Tags(text).found
@@ -74,17 +62,6 @@ def test_html_has_every_computation_of_a_small_plan(plan):
     assert text == plan.simulate()._repr_html_()
     assert "channel</th><td>free of deadlock" in plan.check()._repr_html_()
     assert not Tags(plan.check()._repr_html_()).open
-
-
-def test_html_of_a_large_plan_is_a_window_or_its_line(plan, monkeypatch):
-    large = qs.compile("zbv", mesh="pp=20", microbatches=40)
-    text = large.simulate()._repr_html_()
-    assert Tags(text).found.count("rect") == notebook_html.MOST_BOXES
-    assert "pipeline ranks 0 to 15 of 20, until " in text
-    assert len(text) < 100_000
-    assert len(notebook_html.words("<" * 10_000)) < 5 * notebook_html.MOST_EXPLANATION_LETTERS
-    monkeypatch.setattr(notebook_html, "MOST_TIMED", 71)
-    assert plan._repr_html_() == f"<p><b>{plan!r}</b></p>"
 
 
 def test_names_are_escaped():

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from quintsched.files import terminal_progress as module
-from quintsched.files.terminal_progress import CLEAR, ProgressLine, only_progress, progress
+from quintsched.files.terminal_progress import CLEAR, progress
 
 
 class Screen(io.StringIO):
@@ -78,34 +78,3 @@ def test_a_line_is_no_longer_than_the_terminal_and_harms_it_not(screen):
         line = shown(made).removeprefix(CLEAR)
     assert len(line) == 59
     assert "\x1b" not in line
-
-
-def test_a_line_says_how_far_it_is():
-    found = ProgressLine("searching")
-    assert found.line == "searching, 0 s"
-    found.show_done(5, 0)
-    assert found.line == "searching, 0 s"
-    found.show_done(10, 10)
-    assert found.line == "searching, 100 %, 0 s"
-
-
-def test_a_log_is_told_once_of_each_thing_that_takes_long(screen, monkeypatch):
-    monkeypatch.setattr(module, "SILENT_S", 0.02)
-    made = screen(terminal=False)
-    with progress("reading the data", in_logs=True) as found:
-        assert shown(made) == "… reading the data, 0 s\n"
-        time.sleep(0.1)
-        found.now("building the model")
-        assert shown(made, "… reading the data, 0 s\n") == "… building the model, 0 s\n"
-
-
-def test_of_tasks_within_each_other_the_outer_one_is_shown_and_of_ranks_0(screen):
-    made = screen()
-    with progress("building the model"), progress("cutting it"):
-        assert "cutting" not in shown(made)
-    made = screen()
-    with only_progress(), progress("beside a bar"):
-        time.sleep(0.06)
-    with progress("on another rank", rank=1):
-        time.sleep(0.06)
-    assert made.getvalue() == ""

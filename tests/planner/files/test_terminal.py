@@ -1,5 +1,3 @@
-import errno
-import io
 import json
 import os
 import subprocess
@@ -7,9 +5,7 @@ import sys
 
 import pytest
 
-from quintsched.errors import UsageError
-from quintsched.files import terminal
-from quintsched.files.terminal import shown, shown_json, write_error, write_line
+from quintsched.files.terminal import shown, shown_json
 
 needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 ODD = ["\x1b[31m", "\x00", "\x7f", "\x9b2J", "\r", "\u202e", "\u200b", "\u2028", "\ufeff", "\ud800", "\U000e0041"]
@@ -34,20 +30,6 @@ def test_a_name_on_the_command_line_makes_no_line_of_its_own(monkeypatch):
     assert shown("a/b\nerror: rank 3.json: cannot be read\n  at /x\n") == (
         "a/b\\nerror: rank 3.json: cannot be read\n  at /x\n"
     )
-
-
-class Broken(io.StringIO):
-    def write(self, _: str) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_an_error_is_said_where_that_can_be(monkeypatch, capsys):
-    write_error("a\x1b[0m\nb")
-    write_line("c")
-    assert capsys.readouterr().err == "error: a\\x1b[0m\nb\nc\n"
-    for stream in (None, Broken()):
-        monkeypatch.setattr(sys, "stderr", stream)
-        write_error("nobody hears it")
 
 
 SAYS = """
@@ -81,21 +63,3 @@ def test_streams_that_fail(tmp_path, shell, code, heard):
     line = shell.format(f"'{sys.executable}' '{file}'")
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (code, heard)
-
-
-def test_missing_streams_take_no_number_of_a_file(tmp_path):
-    file = tmp_path / "opens.py"
-    file.write_text(
-        "import os\nfrom quintsched.files.terminal import standard_streams\nwith standard_streams():\n"
-        "    with open('made', 'w') as made:\n        made.write(str(made.fileno()))\n"
-        "    try:\n        os.read(0, 1)\n    except OSError:\n        made = open('unread', 'w')\n"
-    )
-    line = f"'{sys.executable}' '{file}' <&- >&- 2>&-"
-    assert subprocess.run(["bash", "-c", line], cwd=tmp_path, check=False).returncode == 0
-    assert int((tmp_path / "made").read_text()) > 2
-    assert (tmp_path / "unread").exists()
-
-
-def test_codes():
-    assert terminal.StreamBroken(OSError(errno.EPIPE, "Broken pipe")).exit_code == terminal.PIPE_CLOSED == 141
-    assert terminal.StreamBroken(OSError(errno.ENOSPC, "full")).exit_code == UsageError.exit_code

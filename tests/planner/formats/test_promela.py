@@ -127,20 +127,6 @@ def test_the_model_of_a_pair_takes_and_makes_what_both_sides_do():
     assert pairs == len(plan.columns.rows_where(Overlap)) > 0
 
 
-def test_the_model_reads_like_the_plan():
-    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
-    text = to_promela(plan)
-    assert text.startswith(
-        "/* 1f1b on dp=2,pp=2, 2 microbatches\n   transport profile blocking, every message a rendezv"
-    )
-    for rank, program in enumerate(plan.programs):
-        assert comments_of(text, rank) == [[str(index), str(i)] for index, i in enumerate(program)]
-    assert "chan c0_1 = [0] of { int };" in text
-    assert "chan c0_1 = [3] of { int };" in to_promela(plan, buffer=3)
-    assert "proctype rank_0_wire_0_1()" in to_promela(plan, profile="channel")
-    assert "proctype network()" in to_promela(plan, profile="tagged")
-
-
 def test_a_title_stays_in_its_comment_and_what_cannot_be_modelled_is_refused():
     plan = qs.compile("1f1b", mesh="pp=2", microbatches=1)
     evil = replace(plan, schedule=type(plan.schedule)("*/\n#include <x>\n/*", 1))

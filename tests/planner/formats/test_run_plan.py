@@ -30,24 +30,6 @@ def test_the_setting_that_differs_is_named(other: dict[str, object], words: str)
     assert differences(plan(**other), plan()) == words  # type: ignore[arg-type]
 
 
-def test_several_settings_are_named_and_the_others_counted() -> None:
-    other = plan("interleaved-1f1b", "dp=2,pp=2", 8, chunks=2, recompute=1, buckets_per_stage=3)
-    words = differences(other, plan()).split("; ")
-    assert words[0] == "schedule.name is interleaved-1f1b there, but 1f1b here"
-    assert words[-1] == "and 2 more"
-    assert len(words) == run_plan.MOST_NAMED + 1
-
-
-def test_an_edited_instruction_is_named() -> None:
-    text = plan().to_json().splitlines()
-    number = next(n for n, line in enumerate(text) if '"RecvGrad"' in line)
-    text[number - 1], text[number] = text[number], text[number - 1]
-    edited = qs.Plan.from_json("\n".join(text))
-    assert "instruction" in (words := differences(edited, plan()))
-    assert "of pp rank 0 is RecvGrad(stage=0, microbatch=0, peer=1) there" in words
-    assert differences(plan(), plan()) == "they are written differently, but equal"
-
-
 @pytest.mark.parametrize("most", [0, 2**21])
 def test_a_plan_is_found_beside_what_a_run_leaves(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_plan, "MOST_IN_JSON", most)

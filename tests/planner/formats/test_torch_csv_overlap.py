@@ -51,22 +51,6 @@ def test_beside_an_input_half_a_forward_keeps_its_place(pair, parts):
     )
 
 
-def test_a_microbatch_beside_itself_is_computed_one_part_after_the_other():
-    imported = torch_csv.loads("0F0,0B0\n(1F0;1B0)OVERLAP_F_B")
-    assert computed(imported.plan.programs[1]) == [Fwd(1, 0), Bwd(1, 0)]
-    assert imported.notes[0].startswith("took 1 OVERLAP_F_B one part after the other, the first in line 2, cell 1 ")
-    assert "line 1, cell 1 (rank 0, step 0): 0B0 comes without 0F0 before it" in refusal("(0B0;0F0)OVERLAP_F_B")
-
-
-def test_a_counter_example_names_the_cell_as_it_stands():
-    with_messages = torch_csv.dumps(torch_csv.loads("0F0,0F1,0B0,0B1\n1F0,(1F1;1B0)OVERLAP_F_B,1B1").plan)
-    broken = with_messages.replace("1RECV_F1,(1F1;1B0)OVERLAP_F_B", "(1B0;1F1)OVERLAP_F_B,1RECV_F1")
-    assert broken != with_messages
-    message = refusal(broken)
-    assert "needs the output of stage 0, microbatch 1" in message
-    assert "in the file:\n  line 2, cell 3 (rank 1, step 2): (1B0;1F1)OVERLAP_F_B" in message
-
-
 SHARDED = ("titan_example_interleaved_2rank_4mb_comms", "titan_interleaved1f1b_8ranks_16mb_comms")
 
 

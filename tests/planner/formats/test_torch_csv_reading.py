@@ -38,21 +38,6 @@ def test_published_files_are_sound_under_the_profiles_their_readme_names_or_refu
         assert "in the file:\n  line " in message
 
 
-@pytest.mark.parametrize(
-    ("name", "placement", "microbatches"),
-    [
-        ("titan_2-rank_9920276", (0, 1, 0, 1), 8),
-        ("titan_8-rank_9920276", (0, 1, 2, 3, 4, 5, 6, 7), 10),
-        ("dualpipev_4rank_10mb", (0, 1, 2, 3, 3, 2, 1, 0), 10),
-        ("zb1p_2rank_2stagep_comms", (0, 1, 0, 1), 8),
-    ],
-)
-def test_the_placement_is_read_off_who_computes_what(name, placement, microbatches):
-    plan = torch_csv.loads(published(name), name=name).plan
-    assert (plan.stage_to_pp, plan.schedule.microbatches) == (placement, microbatches)
-    assert plan.title.startswith(f"{name} on pp={len(set(placement))}, {microbatches} microbatches")
-
-
 def test_the_order_of_messages_in_a_file_with_communication_is_kept():
     text = published("titan_example_interleaved_2rank_4mb_comms")
     imported = torch_csv.loads(text, mesh="pp=2")
@@ -65,12 +50,6 @@ def test_the_order_of_messages_in_a_file_with_communication_is_kept():
 
 def without(word: str, text: str) -> list[list[str]]:
     return [[cell for cell in line.split(",") if word not in cell] for line in text.splitlines()]
-
-
-def test_empty_cells_blanks_and_both_line_ends_are_read():
-    plan = torch_csv.loads("0F0,0B0\n1F0,1B0\n").plan
-    for text in ("0F0,,,,0B0\r\n,1F0,1B0,\r\n", " 0F0 ,\t0B0\n1F0, 1B0", "0F0,0B0\n( 1F0 ; 1B0 )OVERLAP_F_B"):
-        assert torch_csv.loads(text).plan == plan
 
 
 FAULTS = [
@@ -156,14 +135,6 @@ def test_faults_that_torch_accepts_are_refused_with_their_place(change, message,
     assert cell is None or cell in said
 
 
-def test_an_order_that_cannot_run_or_lacks_something():
-    assert "cell 4 (rank 0, step 3): 0B0 is already in" in refusal("0F0,0F1,0B0,0B0")
-    assert "Bwd(stage=0, microbatch=1) 0 times instead of once" in refusal("0F0,0F1,0B0")
-    message = refusal("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0")
-    assert "deadlock: the order of computation itself cannot run" in message
-    assert "rank 1 is stuck at 0 Fwd(stage=1, microbatch=1)" in message
-
-
 def test_reductions_stand_where_the_file_says():
     text = "0F0,2F0,2B0,2REDUCE_GRAD,0B0,0REDUCE_GRAD\n1F0,1B0\n"
     assert "line 2, cell 2 (rank 1, step 1): 1B0 is the last backward of stage 1, but no 1REDUCE_GRAD" in refusal(text)
@@ -186,10 +157,3 @@ def test_reductions_stand_where_the_file_says():
 
 def reductions(plan: qs.Plan) -> list[AllReduceBucket]:
     return [i for program in plan.programs for i in program if isinstance(i, AllReduceBucket)]
-
-
-def test_a_mesh_that_does_not_fit():
-    with pytest.raises(qs.UsageError, match="the mesh dp=2,pp=4 has 4 pipeline ranks, but the file has 2 lines"):
-        torch_csv.loads(CROSSES, mesh="dp=2,pp=4")
-    with pytest.raises(qs.UsageError, match="unknown transport profile"):
-        torch_csv.loads(CROSSES, profile="chanel")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.ir.diagnostics import Point
-from quintsched.ir.instruction_columns import ABSENT, LARGEST, Columns
+from quintsched.ir.instruction_columns import LARGEST, Columns
 from quintsched.ir.instruction_set import (
     AllReduceBucket,
     Bwd,
@@ -103,32 +103,6 @@ def test_numbers_that_name_nothing_are_malformed(plan, number):
                 verb()
 
 
-def test_too_many_programs_or_too_few_are_malformed(plan):
-    for programs in ((), plan.programs[:1], [*plan.programs, ()], [*plan.programs, plan.programs[0]]):
-        (finding,) = replace(plan, programs=programs).check().findings
-        assert (finding.point, finding.rank) == (Point.WELL_FORMED, None)
-    assert not replace(plan, programs=((), ())).check().sound
-
-
-def test_a_program_is_a_sequence_like_a_tuple(plan):
-    program, plain = plan.programs[0], tuple(plan.programs[0])
-    bounds = (None, -100, -3, -1, 0, 2, 100)
-    for cut in (slice(a, b, step) for a in bounds for b in bounds for step in (None, 1, 2, -1, -3)):
-        assert program[cut] == plain[cut]
-    assert [program[k] for k in range(-len(plain), len(plain))] == [*plain, *plain]
-    assert (program, repr(program)) == (plain, repr(plain))
-    assert program == [*plain]
-    assert program not in (plain[:-1], (*plain[:-1], ClipGrad()), "text", None)
-    assert list(reversed(program)) == [*reversed(plain)]
-    assert plan.programs == tuple(map(tuple, plan.programs))
-    assert plan.programs[::-1] == (plan.programs[1], plan.programs[0])
-    for wrong in (len(plain), -len(plain) - 1):
-        with pytest.raises(IndexError):
-            program[wrong]
-    with pytest.raises(TypeError):
-        hash(program)
-
-
 @given(one=PROGRAMS, other=PROGRAMS)
 def test_programs_are_equal_if_their_instructions_are(one, other):
     assert (Programs.from_programs(one) == Programs.from_programs(other)) == (one == other)
@@ -150,13 +124,6 @@ def test_rows_are_put_in_where_they_belong(programs, data):
         assert Programs(columns.insert(np.array(before), Columns.from_programs(marks))) == expected
     ends = Columns.from_programs([[ClipGrad()] for _ in programs])
     assert Programs(columns.append(ends)) == [[*program, ClipGrad()] for program in programs]
-
-
-def test_a_column_says_where_there_is_no_such_field(plan):
-    columns = qs.compile("1f1b", mesh="pp=2", microbatches=4).columns
-    assert (columns.peer[columns.rows_where(Fwd, Bwd)] == ABSENT).all()
-    assert (columns.column("params") == ABSENT).all()
-    assert columns.place(int(columns.first[1])) == (1, 0)
 
 
 def test_a_plan_is_proved_once_and_a_copy_with_other_data_anew(plan, monkeypatch):

@@ -120,22 +120,6 @@ def test_the_name_of_a_schedule_is_taken_once():
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("1f1", "1f1b"), ("afap", "afab"), ("interleaved-f1b", "interleaved-1f1b")]
-)
-def test_an_unknown_schedule_suggests_the_nearest(name, meant):
-    with pytest.raises(qs.UsageError, match=f"unknown schedule '{name}'; did you mean '{meant}'"):
-        find_schedule(name)
-
-
-def test_errors_have_their_exit_codes():
-    codes = {"UsageError": 2, "WriteError": 1, "InputError": 1, "UnsoundError": 1, "MisfitError": 3, "StallError": 4}
-    for name, code in codes.items():
-        error = getattr(qs, name)
-        assert error.exit_code == code
-        assert issubclass(error, qs.QuintschedError)
-
-
-@pytest.mark.parametrize(
     ("mesh", "dense", "experts"),
     [
         ("pp=2", (), None),

@@ -38,14 +38,6 @@ def test_groups_are_disjoint_and_cover_the_mesh(mesh, data):
         assert len(outside) == 1, "the members differ along the axes only"
 
 
-def test_the_picture_of_the_docstring():
-    mesh = qs.Mesh(dp=2, pp=2, tp=2)
-    assert mesh.groups("tp") == [(0, 1), (2, 3), (4, 5), (6, 7)]
-    assert mesh.groups("pp") == [(0, 2), (1, 3), (4, 6), (5, 7)]
-    assert mesh.groups("dp", "tp") == [(0, 1, 4, 5), (2, 3, 6, 7)]
-    assert str(mesh) == "dp=2,pp=2,tp=2"
-
-
 @given(mesh=meshes())
 def test_text_round_trip(mesh):
     if mesh.axes:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 import quintsched as qs
-from quintsched.formats.promela import to_promela
 from quintsched.instructions import (
-    Bwd,
     Compute,
-    FetchAct,
-    Fwd,
     HostCopy,
     Instruction,
-    OffloadAct,
     short,
 )
 from quintsched.plan import Plan
 from quintsched.simulation.simulator import Simulation
-from quintsched.verify.equivalence import equivalence
 
 
 def letters(plan: Plan, rank: int) -> str:
@@ -61,36 +53,6 @@ def test_copies_of_one_way_queue_and_run_beside_computation() -> None:
     assert found["FA0"] == (7, 9), "its room is that of microbatch 2"
 
 
-def test_time_is_by_what_a_stage_holds_and_chunks_are_smaller() -> None:
-    uneven = qs.Costs(activation=(3.0, 1.0), host_bandwidth=2.0, host_latency=0.5)
-    plan = qs.compile("gpipe", mesh="pp=2", microbatches=4, offload=9, costs=uneven)
-    assert {short(i, with_stage=False) for i in copies(plan)} == {"OA1", "OA2", "FA1", "FA2"}
-    assert spans(plan.simulate(uneven), 0)["OA1"] == (2, 4), "0.5 + 3 / 2"
-    assert plan.simulate(uneven).peak_activations == (9.0, 4.0)
-    chunked = qs.compile("interleaved-1f1b", mesh="pp=2", microbatches=4, offload=0.5)
-    lasted = {s.end - s.start for row in chunked.simulate(qs.Costs(host_bandwidth=2.0)).timeline for s in row}
-    assert 0.25 in lasted, "half a rank's activations"
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "eager-1f1b", "dualpipe"])
-def test_copies_that_are_quick_enough_cost_no_time(schedule: str) -> None:
-    free = qs.compile(schedule, mesh="pp=4", microbatches=16)
-    costs = qs.Costs(host_bandwidth=1.0)
-    peak = max(free.simulate().peak_activations)
-    capped = qs.compile(schedule, mesh="pp=4", microbatches=16, offload=3)
-    assert max(capped.simulate(costs).peak_activations) == 3 < peak
-    assert capped.simulate(costs).makespan == free.simulate(costs).makespan
-
-
-def test_the_host_holds_the_rest() -> None:
-    plan = qs.compile("gpipe", mesh="pp=2", microbatches=8, offload=3)
-    simulation = plan.simulate()
-    assert simulation.peak_activations == (3.0, 3.0)
-    assert simulation.peak_host == (6.0, 6.0)
-    assert simulation.summary()["peak_host"] == [6.0, 6.0]
-    assert qs.compile("gpipe", mesh="pp=2", microbatches=8).simulate().peak_host == (0.0, 0.0)
-
-
 def test_a_cap_that_is_too_small_names_the_least_that_works() -> None:
     with pytest.raises(qs.UsageError, match=r"1f1b: offload is 0.5, but .*; the least that works: 1$"):
         qs.compile("1f1b", mesh="pp=4", microbatches=8, offload=0.5)
@@ -101,43 +63,3 @@ def test_a_cap_that_is_too_small_names_the_least_that_works() -> None:
     qs.compile("1f1b", mesh="pp=2", microbatches=4, offload=2.5, costs=qs.Costs(activation=(1.0, 2.5)))
     with pytest.raises(qs.UsageError, match="offload: the plan only computes forward"):
         qs.compile("inference", mesh="pp=2", microbatches=4, offload=1)
-
-
-def test_what_is_recomputed_stays_and_the_others_go() -> None:
-    plan = qs.compile("interleaved-1f1b", mesh="pp=2", microbatches=4, recompute=[0, 1, 0, 1], offload=0.5)
-    assert {i.stage for i in copies(plan)} == {0, 2}
-    assert max(plan.simulate().peak_activations) == 0.5
-
-
-def test_stages_of_other_sizes_hold_by_their_blocks() -> None:
-    """Stages of 6 and 2 blocks: a rank's worth is 4."""
-    shape = {"mesh": "pp=2", "microbatches": 4, "stages": [6, 2]}
-    with pytest.raises(qs.UsageError, match=r"the least that works: 1\.5$"):
-        qs.compile("gpipe", **shape, offload=1)
-    plan = qs.compile("gpipe", **shape, offload=3)
-    assert plan.simulate().peak_activations == (3.0, 2.0)
-    assert plan.check(memory_cap=3).sound
-
-
-def test_spin_gets_a_process_for_each_way() -> None:
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=4, offload=1)
-    assert "OffloadAct(stage=0" in to_promela(plan).split("active proctype rank_0()")[1]
-    text = to_promela(plan, profile="channel")
-    assert "active proctype rank_0_offload()" in text
-    assert "active proctype rank_0_fetch()" in text
-
-
-def test_a_plan_by_hand_may_move_what_it_likes() -> None:
-    """Right after the forward, and right before the backward."""
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-    programs = []
-    for program in plan.programs:
-        found: list[Instruction] = []
-        for i in program:
-            found += [FetchAct(i.stage, i.microbatch)] if isinstance(i, Bwd) else []
-            found += [i, *([OffloadAct(i.stage, i.microbatch)] if isinstance(i, Fwd) else [])]
-        programs.append(tuple(found))
-    moved = replace(plan, programs=tuple(programs))
-    assert moved.check(profile="blocking", memory_cap=1).sound
-    assert equivalence(moved).holds
-    assert moved.simulate().peak_activations == (1.0, 1.0)

@@ -3,10 +3,9 @@
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instruction_set import Bwd, Fwd, Recompute, short
+from quintsched.ir.instruction_set import Bwd, Fwd, Recompute
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.simulation.time_grid import time_grid
-from quintsched.testing import assert_plan_sound
 
 
 def test_it_stands_right_before_its_backward_and_does_not_wait_for_the_gradient():
@@ -25,29 +24,6 @@ def test_memory_falls(pp):
     costs = qs.Costs(activation=10.0, activation_checkpointed=1.0)
     assert plan.simulate(costs).peak_activations == tuple(pp - rank - 1 + 10.0 for rank in range(pp))
     assert max(plan.check().peak_activations) == 1.0, "by default a checkpoint holds nothing"
-
-
-def test_it_takes_the_time_that_is_given():
-    plan = qs.compile("gpipe", mesh="pp=1", microbatches=4, recompute=1)
-    assert plan.simulate(qs.Costs(forward=2.0)).busy == (4 * 6.0,), "by default that of a forward"
-    chunked = qs.compile("interleaved-1f1b", mesh="pp=2", microbatches=2, chunks=2, recompute=1)
-    assert chunked.simulate(qs.Costs(recompute=3.0)).busy == (2 * 6.0,) * 2
-    assert chunked.simulate(qs.Costs(recompute=(1.0, 2.0, 3.0, 4.0))).busy == (2 * 3.0 + 2 * 4, 2 * 3.0 + 2 * 6)
-
-
-def eager(rank: int, shape: Shape) -> Order:
-    """Recompute the first microbatch long before its backward, the others where the pass puts them."""
-    yield from (Fwd(rank, microbatch) for microbatch in range(shape.microbatches))
-    if shape.recompute and shape.recompute[rank]:
-        yield Recompute(rank, 0)
-    yield from (Bwd(rank, microbatch) for microbatch in reversed(range(shape.microbatches)))
-
-
-def test_a_schedule_may_place_it_itself():
-    plan = qs.compile(Schedule("eager", eager, "", "", ""), mesh="pp=2", microbatches=3, recompute=(1, 0))
-    order = [short(i, with_stage=False) for i in plan.programs[0] if isinstance(i, Fwd | Bwd | Recompute)]
-    assert order == ["F0", "F1", "F2", "RF0", "RF2", "B2", "RF1", "B1", "B0"]
-    assert_plan_sound(plan)
 
 
 def test_a_schedule_that_places_it_wrongly_is_refused():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd, Overlap
 from quintsched.schedules import find_schedule
-from quintsched.schedules.kit.orders_from_phases import TURN_COMPUTES, Both, Lane, Phase, Turn, number, windows
+from quintsched.schedules.kit.orders_from_phases import TURN_COMPUTES, Both, Lane, Phase, Turn, number
 
 
 def walked(phases: list[Phase], lanes: tuple[Lane, Lane]) -> list[Compute | Overlap]:
@@ -57,11 +57,6 @@ def valid_phases(draw: st.DrawFn) -> list[Phase]:
 def test_skipping_changes_nothing(phases: list[Phase], sizes: tuple[int, int]) -> None:
     lanes = (Lane(3, range(sizes[0])), Lane(7, range(20, 20 + sizes[1])))
     assert list(number(phases, lanes)) == walked(phases, lanes)
-
-
-@given(length=st.integers(0, 6), starts=st.lists(st.integers(0, 20), min_size=1, max_size=4))
-def test_windows_are_what_they_cover(length: int, starts: list[int]) -> None:
-    assert list(windows(length, *starts)) == sorted({k for start in starts for k in range(start, start + length)})
 
 
 @pytest.mark.parametrize("name", ["zbv", "dualpipe-v", "zb-h1", "zb-h2", "1f1b", "bfs", "inference", "eager-1f1b"])

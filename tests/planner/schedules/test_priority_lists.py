@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.instructions import Bwd, Fwd
 from quintsched.schedules import Schedule
 from quintsched.schedules.kit import HALVES, WHOLE, linear, list_schedule, loop, registry, v
 
@@ -67,26 +65,6 @@ def test_no_cap_and_no_priority_gets_stuck(pp, microbatches, slices, placed, pas
     assert verdict.sound, verdict.explain()
 
 
-def test_routes_and_forwards_alone():
-    def routes(shape):
-        half = shape.microbatches // 2
-        return [((0, 1), range(half)), ((2, 3), range(half, shape.microbatches))]
-
-    both_ways = scheduled(lambda pp, chunks: (0, 1, 1, 0), 2, routes=routes, memory_cap=lambda _: 2)
-    assert qs.compile(both_ways, mesh="pp=2", microbatches=6).check().sound
-    forwards = scheduled(mode="forward", passes=(Fwd,), memory_cap=lambda _: 1)
-    assert qs.compile(forwards, mesh="pp=2", microbatches=3).columns == (
-        qs.compile("inference", mesh="pp=2", microbatches=3).columns
-    )
-
-
-def test_what_cannot_be_is_refused():
-    with pytest.raises(qs.UsageError, match=r"memory_cap is 0\.5 on rank 0, where one microbatch holds 1; give at"):
-        qs.compile(scheduled(memory_cap=lambda _: 0.5), mesh="pp=2", microbatches=2)
-    with pytest.raises(qs.UsageError, match="passes is none of WHOLE, HALVES"):
-        qs.compile(scheduled(passes=(Bwd,)), mesh="pp=2", microbatches=2)
-
-
 @pytest.fixture
 def registered(monkeypatch):
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
@@ -101,14 +79,3 @@ def test_the_ten_lines_of_the_docs(registered):
     plan = qs.compile(found.half_v, mesh="pp=4", microbatches=8)
     usual = qs.compile("1f1b", mesh="pp=4", microbatches=8)
     assert max(plan.check().peak_activations) <= max(usual.check().peak_activations) / 2
-
-
-def test_the_example(registered, capsys):
-    runpy.run_path(str(ROOT / "examples" / "list_schedule.py"), run_name="__main__")
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(" on ")[0] for line in lines] == [
-        "Simulation(greedy-1f1b",
-        "Simulation(greedy-v",
-        "Simulation(greedy-gpipe",
-    ]
-    assert "bubble 27.3%, peak activations 4)" in lines[0]

@@ -7,51 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched import torch_csv
 from quintsched.compiler import evaluation_of
-from quintsched.ir.instruction_set import COMPUTING, Bwd, Compute, Fwd, Overlap, Recompute, short
+from quintsched.ir.instruction_set import Bwd, Compute, Fwd, Recompute
 from quintsched.schedules import Order, Schedule, Shape, all_schedules, find_schedule
 from quintsched.schedules.kit.uneven_stages import find_runs
 from quintsched.testing import assert_plan_sound
 
 BUILT_IN = tuple(schedule for schedule in all_schedules() if schedule.built_in)
 FOLLOWING = tuple(schedule for schedule in BUILT_IN if not schedule.any_placement)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "pp", "microbatches", "where"),
-    [
-        ("dualpipe-v", 2, 4, [0, 0, 1, 1, 1, 0]),
-        ("dualpipe-v", 3, 6, [0, 1, 2, 1, 0]),
-        ("dualpipe", 2, 8, [0, 0, 1, 1, 1, 0]),
-        ("interleaved-1f1b", 2, 4, [0, 0, 1, 0, 1, 1]),
-        ("interleaved-1f1b", 4, 8, [0, 1, 2, 3, 0, 1, 2]),
-    ],
-)
-def test_overlaps_of_runs_become_overlaps_of_pairs_as_far_as_both_go(schedule, pp, microbatches, where):
-    shape = {"mesh": {"pp": pp}, "microbatches": microbatches, "overlap": True}
-    plain, plan = qs.compile(schedule, **shape), qs.compile(schedule, **shape, stage_to_pp=where)
-    assert_plan_sound(plan)
-    assert qs.Plan.from_json(plan.to_json()) == plan
-    size = [len(run) for run in find_runs(find_schedule(schedule), plain.stage_to_pp, tuple(where)).stages]
-    pairs = [min(size[i.forward[0]], size[i.backward[0]]) for i in overlaps_of(plain)]
-    assert len(overlaps_of(plan)) == sum(pairs) > 0
-
-
-def overlaps_of(plan: qs.Plan) -> list[Overlap]:
-    return [i for program in plan.programs for i in program if isinstance(i, Overlap)]
-
-
-def test_what_an_overlap_has_on_one_side_only_follows_it():
-    def order(rank: int, shape: Shape) -> Order:
-        yield from (Fwd(0, 0), Overlap((0, 1), (0, 0)), Bwd(0, 1))
-
-    plan = qs.compile(own_schedule(order), mesh="pp=1", microbatches=2, stage_to_pp=[0, 0])
-    found = [short(i) for i in plan.programs[0] if isinstance(i, COMPUTING)]
-    assert found == ["0F0", "1F0", "0F1&1B0", "1F1&0B0", "1B1", "0B1"]
-    plan = qs.compile("dualpipe-v", mesh="pp=2", microbatches=4, stage_to_pp=[0, 0, 1, 1, 1, 0], overlap=True)
-    found = " ".join(short(i) for i in plan.programs[0] if isinstance(i, COMPUTING))
-    assert "0F3&5B1 1F3 5F2&1B0 0B0" in found
 
 
 def computations(plan: qs.Plan, own_of: dict[int, int]) -> list[list[Compute]]:
@@ -94,11 +57,6 @@ def test_a_schedules_own_placement_is_no_run_and_changes_no_byte():
         assert qs.compile(schedule, **shape, stage_to_pp=plain.stage_to_pp).to_json() == plain.to_json()
 
 
-def test_a_run_in_the_turn_of_a_v_is_cut_as_evenly_as_can_be():
-    own = find_schedule("zbv").placed(2, None)
-    assert [len(run) for run in find_runs(find_schedule("zbv"), own, (0, 1, 1, 1, 1, 1, 0)).stages] == [1, 2, 3, 1]
-
-
 def test_what_does_not_follow_is_refused_as_ever():
     for schedule, where in (
         ("1f1b", [0, 1, 0]),
@@ -137,36 +95,6 @@ def test_a_schedule_of_ones_own_is_expanded_too_with_what_it_recomputes():
     assert_plan_sound(plan)
 
 
-def test_a_stage_that_ones_own_schedule_does_not_have_is_named():
-    def order(rank: int, shape: Shape) -> Order:
-        yield Fwd(rank + 5, 0)
-
-    with pytest.raises(qs.UsageError, match=r"own: rank 0: instruction 0, Fwd\(stage=5, .*: it has the stages 0 to 1$"):
-        qs.compile(own_schedule(order), mesh="pp=2", microbatches=2, stage_to_pp=[0, 0, 1])
-
-
-def test_one_that_runs_anywhere_is_asked_with_any_placement():
-    def order(rank: int, shape: Shape) -> Order:
-        asked.append(shape.stage_to_pp)
-        for stage in shape.stages_of(rank):
-            yield from (Fwd(stage, microbatch) for microbatch in range(shape.microbatches))
-
-    asked: list[tuple[int, ...]] = []
-    anywhere = own_schedule(order, mode="forward", any_placement=True)
-    assert_plan_sound(qs.compile(anywhere, mesh="pp=2", microbatches=2, stage_to_pp=[0, 0, 1]))
-    assert {*asked} == {(0, 0, 1)}
-
-
-def test_a_search_plans_with_the_costs_of_runs():
-    where, times = [0, 1, 1, 2], (1.0, 2.0, 0.5, 4.0)
-    merged = qs.compile("zb-auto", mesh="pp=3", microbatches=4, costs=qs.Costs(forward=(1.0, 2.5, 4.0)))
-    plan = qs.compile("zb-auto", mesh="pp=3", microbatches=4, stage_to_pp=where, costs=qs.Costs(forward=times))
-    own = {0: 0, 1: 1, 2: 1, 3: 2}
-    assert computations(plan, own) == computations(merged, {stage: stage for stage in range(3)})
-    with pytest.raises(qs.InputError, match="/forward has 3 values, but the plan has 4 stages"):
-        qs.compile("zb-auto", mesh="pp=3", microbatches=4, stage_to_pp=where, costs=qs.Costs(forward=(1.0, 2.5, 4.0)))
-
-
 def test_a_search_knows_how_many_blocks_stages_have():
     by_blocks = qs.compile("zb-auto", mesh="pp=3", microbatches=6, stages=[1, 1, 4])
     names = ("forward", "backward_input", "backward_weight", "activation")
@@ -200,18 +128,3 @@ def test_an_evaluation_has_the_stages_of_its_training():
 def test_blocks_that_stages_cannot_have_are_refused(schedule, blocks, words):
     with pytest.raises(qs.UsageError, match=words):
         qs.compile(schedule, mesh="pp=2", microbatches=4, stages=blocks)
-
-
-def test_the_blocks_of_stages_are_shown():
-    plan = qs.compile("1f1b", mesh="pp=4", microbatches=8, stages=[3, 4, 4, 2])
-    assert plan.title == "1f1b on pp=4, 8 microbatches, stages of 3,4,4,2 blocks"
-    assert plan.check().explain().endswith("; the stages have 3,4,4,2 blocks of the model")
-    many = qs.compile("gpipe", mesh="pp=20", microbatches=1, stages=[1] * 20)
-    assert f"stages of {'1,' * 16}… blocks" in many.title
-
-
-def test_pytorchs_csv_has_the_stages_of_runs_but_no_place_for_blocks():
-    plan = qs.compile("zbv", mesh="pp=2", microbatches=4, stage_to_pp=[0, 0, 1, 1, 1, 0], stages=[1, 2, 1, 2, 3, 0])
-    again = torch_csv.loads(torch_csv.dumps(plan)).plan
-    assert (again.stage_to_pp, again.blocks_per_stage) == (plan.stage_to_pp, ())
-    assert again.programs == plan.programs

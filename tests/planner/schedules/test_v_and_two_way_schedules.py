@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.ir.instruction_set import Bwd, BwdInput, Fwd
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 
@@ -95,20 +94,6 @@ def test_idle_time_is_the_papers_with_pairs_and_apart(name, half, extra, W, more
     F = max(F, I)
     alone = planned(name, P, M).simulate(Costs(forward=F, backward_input=I, backward_weight=W))
     assert alone.makespan == M * (F + I + W) + steps * (F + I - W)
-
-
-@pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])
-def test_pairs_hide_all_of_the_exchanges_between_their_ends(name):
-    """With exchanges half as long as a forward; only those outside of the pairs are left."""
-    costs, microbatches = Costs(exchange=0.5), 40
-    for pp in (2, 4):
-        pairs, apart = (planned(name, pp, microbatches, overlap=overlap).simulate(costs) for overlap in (True, False))
-        assert pairs.makespan < apart.makespan
-        assert apart.exchange == (microbatches * 1.0,) * pp
-        alone = [[side for i in p for side in i.sides if i.computes and len(i.sides) == 1] for p in pairs.plan.programs]
-        exchanging = [sum(isinstance(i, Fwd | Bwd | BwdInput) for i in program) for program in alone]
-        share = 0.5 / pairs.plan.schedule.chunks
-        assert pairs.exchange == pytest.approx([count * share for count in exchanging])
 
 
 @settings(max_examples=60)

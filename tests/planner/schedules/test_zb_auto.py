@@ -129,16 +129,6 @@ def _links(data, P):
     return [{"source": s, "destination": d, "latency": data.draw(POSITIVE)} for s, d in named]
 
 
-def test_a_search_that_knows_the_lengths_is_no_worse_than_one_that_does_not():
-    lengths = Costs(microbatches=(1.0, 0.25, 2.0, 0.25, 1.0, 2.0, 0.5, 1.0))
-    assert planned(4, 8, lengths).simulate(lengths).span < planned(4, 8).simulate(lengths).span
-
-
-@pytest.mark.parametrize("costs", [Costs(forward=0.0, backward_input=0.0, backward_weight=0.0), Costs(activation=0.0)])
-def test_nothing_costs_anything(costs):
-    assert planned(3, 5, costs, 1.0).simulate(costs).makespan == (15.0 + 2 * 1.0 if costs.forward else 0.0)
-
-
 def test_caps_and_costs_that_cannot_work():
     for cap in (0.0, 0.5, 0.99):
         says = f"zb-auto: the memory cap is {cap}, but one microbatch holds 1.0; the nearest that works: 1.0$"

@@ -7,7 +7,6 @@ import pytest
 import quintsched as qs
 from quintsched.simulation.held_activations import held_activations
 from quintsched.simulation.idle_time import CAUSES, COMPUTING_TIME, IdleTime, times_of_ranks
-from quintsched.text.time_bars import BAR, LETTERS, time_bars
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zbv", "seq-1f1b", "dualpipe-v", "chimera"])
@@ -46,13 +45,3 @@ def test_a_slow_stage_a_slow_wire_and_a_cap_are_told_apart() -> None:
     assert "collective" in causes(qs.Costs(clip=1.0, forward=(1.0,) * 7 + (9.0,)))
     assert "order" in causes(qs.Costs(p2p=0.1))
     assert {"cap", "order"} & causes(qs.Costs(p2p=0.1), 1.0) == {"cap"}
-
-
-def test_bars_of_text_have_a_letter_for_each_part() -> None:
-    simulation = qs.compile("1f1b", mesh="pp=4", microbatches=8).simulate()
-    *bars, shares = time_bars(simulation)
-    assert bars[3] == f"rank 3  {'█' * 35}{'w' * 4}{'c' * 9}  peak 1, waits for rank 0 (18.2 %) and 1 more"
-    assert shares == "        █ computing 72.7 %, w warm-up 13.6 %, c cool-down 13.6 %"
-    assert len({*LETTERS.values()}) == len(LETTERS)
-    wide = qs.compile("gpipe", mesh="pp=40", microbatches=2).simulate()
-    assert [len(line.split("  peak")[0]) for line in time_bars(wide)][:-1] == [BAR + 9] * 16

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import product
 from random import Random
 
@@ -176,23 +175,8 @@ def test_plans_in_odd_orders_too() -> None:
     assert found > 2
 
 
-def test_slots_do_not_grow_with_the_microbatches() -> None:
-    for name in ("1f1b", "zb-h1", "zbv", "dualpipe-v", "interleaved-1f1b", "v-min"):
-        chunks = 2 if name == "interleaved-1f1b" else None
-        few, many = (qs.compile(name, mesh="pp=4", microbatches=m, chunks=chunks) for m in (16, 64))
-        for profile in ("channel", "tagged"):
-            assert few.check(profile).slots == many.check(profile).slots
-
-
 def test_zbv_needs_fewer_receive_slots_than_pools_per_stage_and_direction() -> None:
     """For PyTorch's order a pool per stage and direction takes 43, one pool of a rank 33: its pull request 196465."""
     slots = qs.compile("zbv", mesh="pp=4", microbatches=8).check().slots
     assert slots.receive == (2, 11, 11, 7)
     assert sum(slots.receive) == 31
-
-
-def test_an_unsound_plan_has_no_slots() -> None:
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-    first, second = plan.programs
-    broken = replace(plan, programs=(first[1:], second))
-    assert broken.check().slots == ((), ())

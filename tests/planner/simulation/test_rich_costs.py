@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +16,8 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched.ir.instruction_set import Message, Overlap
 from quintsched.plan import Plan
-from quintsched.simulation.time_grid import time_grid
 from tests.planner.simulation.naive import Naive
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "costs_two_nodes.json"
 UNITS = ("forward", "backward_input", "backward_weight", "recompute", "exchange", "exchange_backward", "message")
 HELD = ("activation", "activation_after_input", "activation_checkpointed", "keys")
 
@@ -171,27 +168,6 @@ def test_a_slower_link_never_makes_a_step_shorter(data, plan):
         changed["p2p"]["links"] = [*others, link]
         spans.append(plan.simulate(read(changed)).makespan)
     assert spans[0] <= spans[1]
-
-
-def test_what_differs_in_an_example(tmp_path):
-    """The file that the docs show, loaded, fits the plan that they compile."""
-    costs = qs.Costs.load(EXAMPLE)
-    plan = qs.compile("1f1b", mesh="pp=4", microbatches=8)
-    simulation = plan.simulate(costs)
-    naive = Naive(plan, json.loads(EXAMPLE.read_text())).run()
-    assert simulation.makespan == pytest.approx(float(max(naive.ends.values())), rel=1e-12)
-    assert all(exchange > 0 for exchange in simulation.exchange)
-    copied = tmp_path / "copied.json"
-    copied.write_text(costs.model_dump_json(exclude_none=True))
-    assert qs.Costs.load(copied) == costs
-
-
-def test_a_grid_of_very_uneven_costs_is_refused():
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=3)
-    assert time_grid(plan.simulate(qs.Costs(microbatches=(1e-3, 1.0, 1.0))))
-    for factor in (1e-9, 5e-324):
-        with pytest.raises(qs.UsageError, match=r"more than \d+ cells.*quintsched render"):
-            time_grid(plan.simulate(qs.Costs(microbatches=(factor, 1.0, 1.0))))
 
 
 WIRE = {"latency": 1}

@@ -3,7 +3,6 @@
 import pytest
 
 import quintsched as qs
-from tests.planner.verify.small_plans import cells
 
 W, G, S = 3.0, 5.0, 12.0
 STATE = qs.Costs(weights=W, gradients=G, optimizer_state=S)
@@ -65,28 +64,3 @@ def test_activations_come_on_top_where_they_stand_at_the_same_time():
     )
     gpipe = qs.compile("gpipe", mesh="dp=2,pp=2", microbatches=3, zero=2).simulate(STATE)
     assert gpipe.peak_memory == pytest.approx(tuple(W + S / 2 + max(G + 3, G + G / 2 + 2) for _ in range(2)))
-
-
-def test_a_gathering_hides_behind_the_computation_before():
-    plan = qs.compile("interleaved-1f1b", mesh="dp=2,pp=1", microbatches=1, chunks=2, zero=3)
-    assert cells(plan, 0) == "0GP 1GP 0F0 0FP 1F0 0GP 1B0 1FP 1RS0 0B0 0FP 0RS0 metrics clip step"
-    costs = qs.Costs(forward=2.0, backward_input=2.0, backward_weight=2.0, gather_params=1.0)
-    assert plan.simulate(costs).makespan == 0.5 + 6.0, "only the first is waited for"
-    slow = plan.simulate(costs.model_copy(update={"gather_params": 4.0}))
-    assert slow.makespan == 2.0 + 2.0 + 1.0 + 2.0 + 2.0, "the weights of stage 0 come while stage 1 goes back"
-
-
-def test_an_early_reduction_hides_behind_the_next_forward():
-    plan = qs.compile("1f1b", mesh="dp=2,pp=1", microbatches=3, zero=2)
-    costs = qs.Costs(reduce_scatter=1.0, all_gather=0.5)
-    assert plan.simulate(costs).makespan == 9.0 + 1.0 + 0.5
-    once = qs.compile("1f1b", mesh="dp=2,pp=1", microbatches=3)
-    assert once.simulate(costs).makespan == 9.0 + 1.5, "an all-reduce is both of its halves"
-    halves = qs.compile("1f1b", mesh="dp=2,pp=1", microbatches=3, zero=1, buckets_per_stage=2)
-    assert halves.simulate(costs).makespan == 9.0 + 0.5 + 0.5, "the last backward hides the first bucket"
-
-
-def test_the_summary_says_what_stands():
-    summary = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=2).simulate(STATE).summary()
-    assert summary["peak_state"] == [W + G / 2 + G + S / 2] * 2
-    assert min(summary["peak_memory"]) > summary["peak_state"][0]

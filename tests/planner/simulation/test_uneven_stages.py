@@ -5,7 +5,6 @@ import json
 import pytest
 
 import quintsched as qs
-from quintsched.schedules.kit.uneven_stages import Runs
 
 SCALARS = qs.Costs(forward=2.0, backward_weight=0.5, optimizer=4.0, weights=8.0, keys=1.0, p2p=0.25, activation=3.0)
 
@@ -47,21 +46,3 @@ def test_every_cost_is_spread_over_even_blocks_as_over_even_stages(schedule, sli
     plain = qs.compile(schedule, **shape).simulate(costs)
     for name in ("makespan", "busy", "spans", "peak_activations", "peak_state", "peak_memory"):
         assert getattr(even, name) == pytest.approx(getattr(plain, name), rel=1e-12), name
-
-
-def test_costs_that_are_an_object_are_spread_and_merged_too():
-    costs = qs.Costs.model_validate(
-        {"forward": {"stages": 2.0, "microbatches": (1.0, 3.0)}, "message": (1.0, 2.0, 3.0)}
-    )
-    spread = costs.spread((0.5, 0.5, 2.0), slices=1)
-    assert (spread.forward.stages, spread.forward.microbatches) == ((1.0, 1.0, 4.0), (1.0, 3.0))
-    merged = Runs((0, 1, 0), (range(2), range(2, 3), range(3, 3))).merge(spread)
-    assert (merged.forward.stages, merged.forward.microbatches) == ((2.0, 4.0, 0.0), (1.0, 3.0))
-    assert merged.message == (2.0, 3.0, 3.0)
-    assert merged.p2p == 0.0
-
-
-def test_a_proof_counts_activations_by_blocks():
-    plan = qs.compile("gpipe", mesh="pp=2", microbatches=4, stages=[3, 1])
-    assert plan.check().peak_activations == (6.0, 2.0)
-    assert plan.check(memory_cap=5.0).sound is False

@@ -61,14 +61,6 @@ def test_many_stages_on_a_rank_and_messages_and_halves_of_other_lengths(chunks: 
         assert least_gap(problem_of(4, 200, v(4, chunks), costs, cap)) < 0.03
 
 
-def test_microbatches_that_differ_or_take_no_time_have_none() -> None:
-    nothing = Costs(forward=0.0, backward_input=0.0, backward_weight=0.0)
-    for costs in (Costs(microbatches=(1.0, 2.0) * 20), nothing):
-        assert not list(periodic_orders(problem_of(4, 40, linear(4, 1), costs, 4), random.Random(0)))
-    some = Costs(forward=(0.0, 1.0), backward_weight=0.0, activation=0.0)
-    assert least_gap(problem_of(2, 80, linear(2, 1), some, 0.0)) < 0.02
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_long_steps_are_within_two_percent_of_the_bound_at_half_the_memory(seed: int) -> None:
     costs = cut_in_parts(drawn(seed, 16, 1), 16, 32)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
 
 import numpy as np
 import pytest
@@ -21,14 +20,10 @@ from quintsched.solve.recorded import RecordedStep, load_run, what_if
 from quintsched.solve.recorded.idle_causes import CAUSES, IdleCauses
 from quintsched.solve.recorded.recorded_run import ComputedSpan, recorded_run
 from quintsched.solve.recorded.replay import Recording
-from quintsched.solve.recorded.retune import retune
 from quintsched.solve.recorded.waits import waits_of
-from quintsched.solve.solved_plan import plan_of_rows
 from tests.traces import write_trace
 
-COSTS = qs.Costs(unit="ms", forward=10.0, backward_input=9.0, backward_weight=8.0)
 DATA = Path(__file__).parents[2] / "data" / "primus"
-PAUSE = "pause"
 
 
 @dataclass
@@ -211,19 +206,6 @@ def test_waits_are_blamed_on_ranks_messages_and_pauses_and_add_up() -> None:
         assert sum(waited.values()) + busy == pytest.approx(run.time)
 
 
-@pytest.mark.parametrize("late", [-200.0, -20.0, 1.0, 200.0])
-def test_clocks_that_differ_are_refused(late: float) -> None:
-    run = Planted.even("1f1b", 4, 8)
-    first, second, *others = run.step().rows
-    shifted = tuple(ComputedSpan(one.instruction, one.start + late, one.end + late) for one in second)
-    step = RecordedStep(1, (first, shifted, *others))
-    if late == 1.0:
-        Recording.from_step(run.plan, step)
-        return
-    with pytest.raises(InputError, match=r"before its input is made.*their clocks differ"):
-        Recording.from_step(run.plan, step)
-
-
 def test_a_better_order_is_certified_and_never_worse_than_the_recorded_one() -> None:
     run = Planted.even("gpipe", 3, 6)
     stage(1, 1.3)(run)
@@ -238,30 +220,6 @@ def test_a_better_order_is_certified_and_never_worse_than_the_recorded_one() -> 
     same = what_if(recorded_run("test", run.plan, [run.step()]), effort=1, seconds=2)
     assert same.memory_cap == (6.0, 6.0, 6.0)
     assert all(best.certificate.value <= run.time * (1 + 1e-9) for best in same.better.values())
-
-
-def test_an_interrupt_ends_both_searches() -> None:
-    def told(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    run, began_s = Planted.even("gpipe", 4, 16), monotonic()
-    found = what_if(recorded_run("test", run.plan, [run.step()]), seconds=100, told=told)
-    assert set(found.better) == {"whole", "split"}
-    assert monotonic() - began_s < 20
-
-
-def test_recorded_split_backwards_stay_split(tmp_path: Path) -> None:
-    costs = qs.Costs(unit="ms", forward=10.0, backward_input=8.0, backward_weight=6.0, p2p=0.5)
-    plan = qs.compile("zb-h1", mesh="dp=2,pp=3", microbatches=6)
-    write_trace(tmp_path, plan.simulate(costs))
-    plan.save(tmp_path / "plan.json")
-    run = load_run(tmp_path)
-    found = what_if(run, effort=1, seconds=2)
-    assert set(found.better) == {"split"}
-    assert found.recording.parts.durations[:, 0, 0] == pytest.approx((10.0, 8.0, 6.0), abs=1e-3)
-    assert found.replayed["all"] == pytest.approx(run.steps[0].makespan)
-    alone = plan.simulate(costs.model_copy(update={"p2p": 0.0}))
-    assert found.replayed["computations"] == pytest.approx(max(span.end for span in computed(alone)), rel=1e-3)
 
 
 def computed(simulation: qs.Simulation) -> list[Span]:
@@ -288,31 +246,6 @@ def primus(folder: Path, steps: list[dict], config: dict) -> Path:
     for rank, step in enumerate(steps):
         (folder / f"pp_rank_{rank}.json").write_text(json.dumps({"1": step}))
     return folder
-
-
-@pytest.mark.parametrize(("name", "named"), [("interleaved-1f1b", False), ("zbv", True)])
-def test_chunks_and_split_backwards_of_primus(tmp_path: Path, name: str, named: bool) -> None:
-    """Write what Primus would have; without names, microbatches and chunks follow from Megatron's order."""
-    plan = qs.compile(name, mesh="pp=4", microbatches=8, chunks=2)
-    timeline = plan.simulate(COSTS).timeline
-    kinds = {Fwd: "fwd", Bwd: "bwd", BwdInput: "bwd", BwdWeight: "wgrad"}
-    steps = []
-    for rank, row in enumerate(timeline):
-        stages = [k for k, at in enumerate(plan.stage_to_pp) if at == rank]
-        step: dict[str, list[float]] = {}
-        for span in row:
-            if (kind := kinds.get(type(span.instruction))) is not None:
-                values = {"start": span.start, "end": span.end}
-                if named:
-                    values |= {"minibatch": span.instruction.microbatch, "chunk": stages.index(span.instruction.stage)}
-                for what, value in values.items():
-                    step.setdefault(f"{kind}_{what}", []).append(value)
-        steps.append(step)
-    run = load_run(primus(tmp_path, steps, {"pp_size": 4, "vpp_size": 2, "micro_batches": 8}))
-    assert run.plan.stage_to_pp == plan.stage_to_pp
-    orders = [[[i for i in row if isinstance(i, Compute)] for row in found.programs] for found in (run.plan, plan)]
-    assert orders[0] == orders[1]
-    assert run.steps[0].makespan == pytest.approx(max(span.end for span in computed(plan.simulate(COSTS))))
 
 
 def test_broken_traces_are_refused_with_the_place(tmp_path: Path) -> None:
@@ -356,41 +289,3 @@ def test_broken_traces_are_refused_with_the_place(tmp_path: Path) -> None:
     for options, why in (({"step": 7}, "step 7 was not recorded"), ({"seconds": 0.0}, "give positive numbers")):
         with pytest.raises(UsageError, match=why):
             what_if(run, **options)  # type: ignore[arg-type]
-
-
-def stage_costs(times: tuple[float, ...]) -> qs.Costs:
-    return qs.Costs(unit="ms", forward=times, backward_input=times, backward_weight=times, p2p=0.1)
-
-
-@pytest.mark.parametrize(
-    ("times", "last", "stages", "after"),
-    [
-        ((4.0, 4.0, 4.0, 6.0), 3.0, (5, 5, 4, 2), (5.0, 5.0, 4.0, 4.0)),  # a head three times as heavy as a block
-        ((4.0, 6.0, 4.0, 4.0), 1.0, (5, 3, 4, 4), (5.0, 4.5, 4.0, 4.0)),  # a rank that takes 1.5 times as long
-        ((4.0, 4.0, 4.0, 4.0), 1.0, (4, 4, 4, 4), (4.0, 4.0, 4.0, 4.0)),
-    ],
-)
-def test_a_run_is_cut_again_by_the_times_of_its_stages_and_blocks(
-    times: tuple[float, ...], last: float, stages: tuple[int, ...], after: tuple[float, ...]
-) -> None:
-    plan = qs.compile("1f1b", mesh="pp=4", microbatches=8)
-    found = retune(plan, stage_costs(times), (4, 4, 4, 4), [1.0] * 15 + [last], seconds=1.0)
-    assert found.stages == stages
-    assert found.after.forward == pytest.approx(after)
-    assert found.before.forward == pytest.approx(times)
-    gain = plan.simulate(found.before).makespan - plan.simulate(found.after).makespan
-    assert found.is_better == (gain > 0)
-
-
-def test_a_run_gets_another_order_where_that_is_faster() -> None:
-    plan = qs.compile("gpipe", mesh="pp=2", microbatches=4)
-    swapped = [[*row] for row in ([i for i in row if i.computes] for row in plan.programs)]
-    swapped[1][4:] = swapped[1][:3:-1]  # the last rank runs its backwards from the last to the first
-    slow = plan_of_rows(swapped, plan.stage_to_pp, 4, plan.mesh, "slow")
-    found = retune(slow, stage_costs((4.0, 4.0)), (2, 2), [1.0] * 4, seconds=1.0)
-    assert found.rows is not None
-    better = plan_of_rows(found.rows, plan.stage_to_pp, 4, plan.mesh, "better")
-    assert better.simulate(found.after).makespan < slow.simulate(found.before).makespan
-    assert found.is_better
-    with pytest.raises(InputError, match="5 times of blocks"):
-        retune(plan, stage_costs((4.0, 4.0)), (2, 2), [1.0] * 5)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import os
 import random
-import signal
-import time
 
 import pytest
 from pydantic import ValidationError
@@ -17,7 +13,7 @@ import quintsched as qs
 from quintsched.errors import InputError, UnsoundError, UsageError
 from quintsched.ir.placement import linear, v
 from quintsched.simulation.costs import Costs
-from quintsched.solve import Certificate, certify, constraint_programming, order_search, solve
+from quintsched.solve import Certificate, certify, order_search, solve
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_timing import has_room, time_orders
 from quintsched.solve.search_problem import problem_of
@@ -97,15 +93,6 @@ def test_it_is_never_worse_than_a_named_schedule_and_its_certificate_holds(seed:
     assert max(timed.peak_activations) <= cap + 1e-9
     assert found.certificate.bound <= found.certificate.value
     certify(found.plan, found.certificate)
-
-
-def test_equal_seeds_give_equal_plans() -> None:
-    costs = Costs(forward=(1.0, 1.3, 0.8), p2p=0.1)
-    first, again = (
-        solve(pp=3, microbatches=4, placement="linear", memory_cap=2, costs=costs, effort=1, seconds=300).plan
-        for _ in range(2)
-    )
-    assert first.to_json() == again.to_json()
 
 
 def interleavings(chains: list[list[int]]) -> list[list[int]]:
@@ -206,44 +193,6 @@ def test_extreme_costs_caps_and_seeds_change_nothing_but_the_unit() -> None:
         certify(found.plan, Certificate.model_validate_json(found.certificate.model_dump_json()))
 
 
-def test_an_interrupt_of_constraint_programming_is_not_lost() -> None:
-    problem = problem_of(8, 16, v(8, 2), None, 5)
-    orders = [list(order) for order in problem.one_by_one]
-    timing = time_orders(problem, orders)
-    assert timing is not None
-    once = iter([os.getpid()])
-
-    def stops() -> bool:
-        for pid in once:
-            os.kill(pid, signal.SIGINT)
-        return False
-
-    answer = constraint_programming.improve(
-        problem, timing.starts, timing.makespan, "makespan", seed=0, effort=1e3, seconds=60, stops=stops
-    )
-    assert answer.is_interrupted
-
-
-def test_a_part_of_the_search_that_takes_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    began_s = time.monotonic()
-
-    class DropsTheFirst:
-        def __del__(self) -> None:
-            with contextlib.suppress(KeyboardInterrupt):
-                while time.monotonic() < began_s + 2:
-                    sum(range(1000))
-
-    def endless(*_: object) -> list[tuple[str, list[list[int]]]]:
-        DropsTheFirst()
-        while True:
-            sum(range(1000))
-
-    monkeypatch.setattr(order_search, "named_orders", endless)
-    found = solve(pp=2, microbatches=4, placement="linear", seconds=0.5)
-    assert found.origin == "one by one"
-    certify(found.plan, found.certificate)
-
-
 def test_wrong_sizes_are_refused_with_what_works() -> None:
     for options, why in (
         ({"memory_cap": 0.5}, "the smallest that works: 1"),
@@ -267,31 +216,6 @@ def test_wrong_sizes_are_refused_with_what_works() -> None:
             solve(**{"pp": 2, "microbatches": 4} | options)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="/forward has 3 values"):
         solve(pp=2, microbatches=4, placement="linear", costs=Costs(forward=(1.0, 1.0, 1.0)))
-
-
-def test_costs_of_each_stage_choose_the_placements_that_have_as_many_and_have_room() -> None:
-    cut_wrong = Costs(forward={"stages": (1.0, 2.0), "cells": [[1.0, 2.0, 1.0, 2.0]] * 2})  # type: ignore[arg-type]
-    found = solve(pp=2, microbatches=4, costs=cut_wrong, effort=1)
-    assert (found.placement, found.parts, [*found.bounds]) == ("linear", 1, ["linear"]), "cells are of whole stages"
-    found = solve(pp=2, microbatches=4, costs=Costs(activation=(3.0, 1.0, 3.0, 1.0)), memory_cap=4, effort=1)
-    assert found.placement == "v", "in a loop, rank 0 would hold 6"
-
-
-def test_costs_of_one_stage_on_each_rank_also_choose_a_placement_of_their_halves() -> None:
-    costs = Costs(forward=(1.0, 3.0), activation=(1.0, 1.0), message=(0.5, 0.5))
-    found = solve(pp=2, microbatches=8, costs=costs, memory_cap=2, effort=1)
-    halves = Costs(forward=(0.5, 0.5, 1.5, 1.5), activation=(0.5,) * 4, message=(0.5,) * 4)
-    assert (found.placement, found.parts, found.certificate.costs) == ("v", 2, halves)
-    assert found.bounds["v"] == found.certificate.bound < found.certificate.value < found.bounds["linear"]
-    certify(found.plan, found.certificate)
-    alone = solve(pp=2, microbatches=8, costs=halves, placement="v", memory_cap=2, effort=1)
-    assert (alone.certificate, alone.parts) == (found.certificate, 1)
-
-
-def test_without_or_tools_it_searches_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraint_programming, "is_installed", lambda: False)
-    found = solve(pp=4, microbatches=8, placement="linear", memory_cap=3, effort=1)
-    assert (found.certificate.value, found.status) == (31.0, "open")
 
 
 def test_an_interrupt_returns_the_best_so_far() -> None:

@@ -97,17 +97,6 @@ def test_nobody_is_named_where_no_other_host_is_heard_of():
     assert find_culprit(PLAN, four).ranks == (3,)
 
 
-def test_victims_alone_are_not_to_blame():
-    assert find(LOST, LOST, Fate("exit", 4), LOST).ranks == ()
-    assert find(None, Fate("exit", 0), None, None, phase="ended", index=None).ranks == ()
-    assert find(None, Fate("exit", 4), None, None).ranks == ()
-    assert find(None, Fate("exit", 4, "by sys.exit"), None, None).ranks == (1,), "of its own accord"
-    words = find(LOST, LOST, LOST, LOST).words()
-    assert words.startswith("nobody can be told from the others")
-    assert "rank 3 (host a) raised StallError: rank 1 receiving from rank 0: a peer died (exit code 4) in step" in words
-    assert "rank 3 (host a) in step 3 at instruction 4 since 5.0 s" in find(None, None, None, None).words()
-
-
 @pytest.mark.parametrize("fate", [None, Fate("gone"), Fate("exit", 0)])
 def test_who_leaves_its_loop_while_others_wait_is_named(fate):
     waits = [state(rank, awaits=WORLD, index=None) for rank in (0, 2, 3)]
@@ -118,14 +107,6 @@ def test_who_leaves_its_loop_while_others_wait_is_named(fate):
     assert words.startswith(says)
     early = replace(left, step=2, since_s=60.0, heard_s=60.0)
     assert found(*waits, early)[0] == (1,)
-
-
-def test_a_message_that_does_not_fit_is_its_senders():
-    fate = Fate("error", 3, "MisfitError: 12 bytes, not 16")
-    ranks, words = found(state(0, index=6), state(1, fate, index=1, awaits=RECEIVES))
-    assert ranks == (0,)
-    assert "rank 0 (host a, dp=0, pp=0) sent what does not fit in step 3: its instruction 1 of 20: SendAct(" in words
-    assert "(rank 1: MisfitError: 12 bytes, not 16)" in words
 
 
 def test_a_message_of_an_earlier_step_was_passed_over_by_its_receiver():
@@ -164,33 +145,6 @@ def test_who_is_aborted_is_named_unless_the_sender_says_that_it_sent_too_much(fa
     assert "gloo" not in words, "nothing was on its way"
 
 
-@pytest.mark.parametrize("awaits", [NOTHING, BlockingCall("collective", ranks=(1, 3)), None])
-def test_who_is_aborted_beside_partners_in_a_collective_is_doubted_for_these(awaits):
-    plan = qs.compile("1f1b", mesh="tp=2,pp=2", microbatches=4)
-    others = [state(1, ABORTED, index=1, awaits=awaits, room=4096), state(2, index=6), state(3, index=1)]
-    ranks, words = found(state(0, index=6), *others, plan=plan)
-    assert ranks == (1,)
-    doubt = "gloo did as more came than there was room for: rank 3 may have begun another collective than it"
-    assert words.splitlines()[0].endswith(doubt)
-    assert "messages of rank 0 were on the way" in found(state(0, index=6, sent=5000, sent_at=7), *others, plan=plan)[1]
-
-
-def test_ranks_in_other_calls_are_told_apart_though_nobody_is_named():
-    evaluates = state(0, LOST, phase="evaluate", index=2, awaits=BlockingCall("receive", 2), program="forward")
-    others = [state(1, LOST, awaits=BlockingCall("receive", 4)), state(2, LOST), state(3, LOST)]
-    ranks, words = found(evaluates, *others)
-    assert ranks == ()
-    assert words.splitlines()[-1].startswith("rank 0 evaluates after step 3 while rank 1 is in step 3; all ranks")
-    assert "same calls" not in found(replace(evaluates, phase="step"), *others)[1]
-
-
-def test_an_error_of_a_ranks_own_is_its_own_though_it_waited_for_a_message():
-    for text in ("TimeoutError: my own time limit", "RuntimeError: DataLoader worker (pid 7) is killed by signal"):
-        ranks, words = found(state(1, Fate("error", 1, text), index=1, awaits=RECEIVES))
-        assert ranks == (1,)
-        assert f"raised {text} (exit code 1), in step 3" in words
-
-
 def test_what_ranks_and_files_say_is_fit_for_a_terminal():
     fate = Fate("error", 1, "ValueError: \udcff\x1b[31mred\nerror: rank 0 did it\x00\u202e")
     words = found(state(1, fate, host="h\n\x1b[2J"))[1]
@@ -200,45 +154,3 @@ def test_what_ranks_and_files_say_is_fit_for_a_terminal():
     assert len(report.words()) < 1000
     assert "… (cut) (exit code 1)" in report.words()
     assert StallReport.from_json(report.to_json()).words() == report.words()
-
-
-def test_a_phase_that_others_wait_for():
-    waits = [state(rank, awaits=WORLD, index=None, phase="data") for rank in range(3)]
-    ranks, words = found(*waits, state(3, awaits=NOTHING, index=None, phase="save", since_s=30.0))
-    assert ranks == (3,)
-    assert "has not gone on for 30.0 s saving a checkpoint after step 3" in words
-
-
-def test_who_has_gone_on_is_not_named():
-    waits = state(0, awaits=BlockingCall("receive", 4))
-    for how, more, named in (
-        ({}, {"since_s": 0.3}, ()),
-        ({}, {"heard_s": 4.0}, ()),
-        ({}, {}, (1,)),
-        ({"still_s": 8}, {}, ()),
-    ):
-        assert find_culprit(PLAN, [waits, state(1, awaits=NOTHING, index=1, **more)], **how).ranks == named
-
-
-def test_what_cannot_be_is_not_asked():
-    odd = [
-        state(0, awaits=BlockingCall("receive", 999)),
-        state(1, index=10**6, awaits=BlockingCall("send", 0)),
-        state(2, awaits=BlockingCall("collective", ranks=(7, 99))),
-        state(3, awaits=BlockingCall("receive")),
-        RankState(44, "z", 1, "step", 1, "train", 1, 1.0, 1.0),
-    ]
-    assert find_culprit(PLAN, odd).ranks == find_culprit(PLAN, []).ranks == ()
-    assert found(*(state(r, phase="evaluate", program="forward", index=2, awaits=RECEIVES) for r in range(4)))[0] == ()
-
-
-def test_a_large_world_is_told_in_a_few_lines():
-    plan = qs.compile("1f1b", mesh="dp=64,pp=4", microbatches=4)
-    world = BlockingCall("collective", ranks=tuple(range(256)))
-    states = [state(rank, awaits=world, index=None, host="h") for rank in range(256)]
-    states[77] = state(77, Fate("signal", 9), index=3, awaits=NOTHING, host="h")
-    words = find_culprit(plan, states).words()
-    assert words.startswith("rank 77 (host h, dp=19, pp=1) was killed by SIGKILL in step 3 at instruction 3 of")
-    assert "247 other ranks" in words
-    assert len(words.splitlines()) == 2
-    assert len(words) < 1000

@@ -50,41 +50,9 @@ def test_of_two_nobody_is_odd():
     assert "nobody can be told from the other; then rank 0 was killed by SIGABRT" in words
 
 
-def test_lengths_and_targets_are_compared_where_a_rank_needs_them():
-    longer = find_culprit(PLAN, states(odd(2, given=GivenBatch(7, 8, 12, 0)), {1: ABORTED}))
-    assert longer.ranks == (2,)
-    assert "rank 2 was given 8 samples of length 12" in longer.words()
-    given = [GivenBatch(7, 8 * (rank % 4 < 2), 5, 6 if rank == 3 else 8 * (rank % 4 > 1)) for rank in range(8)]
-    found = find_culprit(PLAN, states(given, {0: ABORTED}))
-    assert found.ranks == (2, 3)
-    assert "rank 3 was given targets of 6 rows" in found.words()
-
-
-@pytest.mark.parametrize("fate", [Fate("signal", 9), Fate("exit", 1), Fate("stopped", 19)])
-def test_what_data_do_not_cause_is_not_blamed_on_them(fate):
-    assert find_culprit(PLAN, states(odd(4), {5: fate})).ranks == (5,)
-
-
-def test_other_replicas_and_batches_of_another_number_say_nothing():
-    assert find_culprit(PLAN, states(odd(4, 5, 6, 7), {5: ABORTED})).ranks == (5,), "a replica may have fewer"
-    assert find_culprit(PLAN, states(odd(4), {1: ABORTED})).ranks == (1,), "of the other replica"
-    ahead = odd(4, given=GivenBatch(8, 4, 0, 4))
-    assert find_culprit(PLAN, states(ahead, {5: ABORTED})).ranks == (5,)
-    loading = find_culprit(PLAN, states(odd(4), {5: Fate("error", 1, "OSError: no file")}, phase="data"))
-    assert loading.ranks == (5,)
-
-
 def test_a_stall_of_ranks_with_other_data_is_theirs():
     found = [
         replace(one, awaits=BlockingCall("collective", ranks=(0, 1)) if one.rank < 2 else None)
         for one in states(odd(1))
     ]
     assert find_culprit(PLAN, found).ranks == (1,)
-
-
-def test_what_several_ranks_refuse_together_is_said_once():
-    fate = Fate("error", None, "ranks 4, 5, 6 and 7 belong to one replica, but were not all given the same inputs")
-    report = find_culprit(PLAN, states(EVEN, {rank: replace(fate, ago_s=2.0 - rank / 10) for rank in (4, 5, 6, 7)}))
-    assert report.ranks == (4, 5, 6, 7)
-    first = report.words().splitlines()[0]
-    assert first == f"ranks 4 to 7 raised alike in step 3: {fate.text}"

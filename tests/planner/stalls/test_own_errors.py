@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from quintsched.errors import CodeError, StallError
-from quintsched.stalls.own_errors import Suppressed, came_from_handler, headline, is_own
+from quintsched.stalls.own_errors import came_from_handler, is_own
 
 
 def caught(code, handler=None, name="quintsched.runtime.comm.torch_process_groups"):
@@ -34,13 +34,6 @@ def test_what_a_handler_raises_in_a_wait_is_told_from_what_the_wait_raises():
     dead = {"__name__": "torch.utils.data._utils.signal_handling"}
     exec("def handler(number, frame): raise RuntimeError('DataLoader worker is killed')", dead)
     assert came_from_handler(caught("handler(1, None)", dead["handler"]))
-
-
-def test_a_handler_is_heard_where_errors_of_its_kind_are_left_out():
-    namespace = {"__name__": "quintsched.runtime.watch.watch_thread", "Suppressed": Suppressed, "handler": handle}
-    exec("with Suppressed(OSError): raise BrokenPipeError", namespace)
-    with pytest.raises(TimeoutError, match="my own"):
-        exec("with Suppressed(OSError): handler(1, None)", namespace)
 
 
 def of_torch(text):
@@ -99,12 +92,6 @@ def test_the_last_frames_decide_whose_error_it_is_and_no_words(code, own):
     assert is_own(of_user(code, DIST=ctypes.py_object(DIST_ERROR), **names)) is own
 
 
-def test_a_handler_within_a_collective_is_the_ranks_own():
-    handler = {"__name__": "torch.utils.data._utils.signal_handling", "c": ctypes.pythonapi.PyErr_SetString, "RE": RE}
-    exec("def handler(): c(RE, b'DataLoader worker (pid 7) is killed by signal: Killed.')", handler)
-    assert is_own(caught("handler()", handler["handler"], "torch.distributed.distributed_c10d"))
-
-
 @pytest.mark.parametrize(
     ("error", "own"),
     [
@@ -124,30 +111,3 @@ def test_a_handler_within_a_collective_is_the_ranks_own():
 )
 def test_what_is_of_a_ranks_own_making(error, own):
     assert is_own(error) is own
-
-
-def test_what_a_group_of_errors_says_is_what_is_in_it():
-    group = ExceptionGroup("tasks", [ValueError("a"), ExceptionGroup("in", [KeyError("b")])])
-    inner = "ExceptionGroup: in (1 sub-exception): KeyError: 'b'"
-    assert headline(group) == f"ExceptionGroup: tasks (2 sub-exceptions): ValueError: a; {inner}"
-    error = CodeError("a block failed")
-    error.__cause__ = ExceptionGroup("tasks", [StallError("rank 0 died"), StallError("rank 0 died")])
-    assert not is_own(error)
-
-
-def test_the_consequence_of_a_stall_is_no_error_of_ones_own():
-    error = ValueError("the step failed")
-    error.__context__ = StallError("rank 0 died")
-    assert not is_own(error)
-    error.__suppress_context__ = True
-    assert is_own(error)
-
-
-def test_an_error_that_cannot_say_what_it_is_has_a_headline():
-    class Mute(Exception):
-        def __str__(self):
-            raise KeyError
-
-    assert headline(Mute()) == "Mute: an error that cannot say what it is"
-    assert headline(asyncio.CancelledError()) == "CancelledError"
-    assert headline(CodeError("rank 1 (pp=1), stage 1: ValueError: x\ny")) == "stage 1: ValueError: x y"

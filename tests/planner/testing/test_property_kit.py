@@ -1,17 +1,12 @@
 """`quintsched.testing`: it accepts what is sound, and shrinks what is not to the smallest shape, in words."""
 
-import subprocess
-import sys
-
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.ir import placement
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Fwd, Overlap
 from quintsched.schedules import Order, Schedule, Shape
-from quintsched.testing import assert_plan_sound, assert_sound, costs, meshes, microbatch_counts, placements
+from quintsched.testing import assert_sound
 
 FEW = {"pp": range(1, 5), "microbatches": range(1, 7), "max_examples": 20}
 
@@ -135,68 +130,3 @@ def test_shapes_that_are_not_taken_are_passed_over_and_sizes_that_make_no_sense_
     ):
         with pytest.raises(qs.UsageError, match=words):
             assert_sound(name, **sizes)
-
-
-def test_schedules_that_search_get_costs():
-    seen = set()
-
-    def order(rank: int, shape: Shape) -> Order:
-        seen.add(shape.costs)
-        return one_by_one(rank, shape)
-
-    assert_sound(own(order, searches=True), pp=[1, 2], microbatches=[1, 2], max_examples=40)
-    assert len(seen) > 5
-
-
-@settings(suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data(), mesh=meshes(), microbatches=microbatch_counts(), pp=st.integers(1, 4))
-def test_strategies_draw_what_compiles_and_can_be_simulated(data, mesh, microbatches, pp):
-    assert mesh.pp <= 6
-    assert mesh.size <= 64
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=microbatches)
-    assert_plan_sound(plan)
-    drawn = data.draw(costs(num_stages=data.draw(st.sampled_from([None, len(plan.stage_to_pp)]))))
-    assert plan.simulate(drawn).makespan > 0
-    where = data.draw(placements(pp))
-    assert {*where} == {*range(pp)}
-
-    def breadth_first(rank: int, shape: Shape) -> Order:
-        for stage in shape.stages_of(rank):
-            yield from (Fwd(stage, microbatch) for microbatch in range(shape.microbatches))
-        for stage in reversed(shape.stages_of(rank)):
-            yield from (Bwd(stage, microbatch) for microbatch in range(shape.microbatches))
-
-    assert_plan_sound(qs.compile(own(breadth_first), mesh=qs.Mesh(pp=pp), microbatches=2, stage_to_pp=where))
-
-
-def test_one_plan_is_judged():
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=3)
-    assert_plan_sound(plan, memory=[2, 1])
-    with pytest.raises(AssertionError, match="rank 1 holds up to 1 microbatch's activations"):
-        assert_plan_sound(plan, memory=[2, 0.5])
-    broken = qs.Plan(**{name: getattr(plan, name) for name in plan.__dataclass_fields__} | {"programs": ((), ())})
-    with pytest.raises(AssertionError, match="complete: rank 0 runs"):
-        assert_plan_sound(broken)
-
-
-@pytest.mark.processes
-def test_without_hypothesis_it_says_what_to_install():
-    code = (
-        "import sys\n"
-        "sys.modules['hypothesis'] = None\n"
-        "import quintsched as qs\n"
-        "try: import quintsched.testing\n"
-        "except qs.UsageError as error: assert 'quintsched[testing]' in str(error)\n"
-        "else: raise SystemExit('imported')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_result_says_what_was_not_compared():
-    free = assert_sound(own(one_by_one), pp=1, microbatches=range(1, 4))
-    assert str(free) == (
-        "mine: 6 shapes proved; not compared: memory (no bound is stated: give memory=lambda rank, shape: …)"
-    )
-    bound = assert_sound(own(one_by_one), pp=1, microbatches=range(1, 4), memory=lambda rank, shape: 1)
-    assert (bound.shapes, bound.not_compared) == (6, ())

@@ -48,13 +48,3 @@ def test_pairs_stand_in_line_with_all_else(name, pp, microbatches, costs):
 def test_golden_listing():
     plan = qs.compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=2)
     assert "\n".join(listing(plan.program(5))) + "\n" == (DATA / "listing_1f1b_rank5.txt").read_text()
-
-
-@pytest.mark.parametrize("width", [1, 30, 31, 1000])
-def test_a_grid_wraps(width):
-    simulation = qs.compile("1f1b", mesh="pp=2", microbatches=12).simulate()
-    whole, wrapped = time_grid(simulation), time_grid(simulation, width)
-    assert max(map(len, wrapped)) <= max(width, len("rank 0 F10 "))
-    for rank in range(2):
-        cells = [cell for line in wrapped if line.startswith(f"rank {rank}") for cell in line.split()[2:]]
-        assert cells == whole[rank].split()[2:]

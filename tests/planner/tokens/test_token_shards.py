@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -48,16 +47,6 @@ def test_documents_are_read_as_they_were_written(
     assert found.index.num_tokens == sum(map(len, read(found)))
     assert all(shard.entry.tokens >= shard_tokens for shard in found.shards[:-1])
     found.verify()
-
-
-def test_files_are_plain_arrays(tmp_path: Path) -> None:
-    found = write(tmp_path / "few")
-    assert (tmp_path / "few/shard-00000.tokens").read_bytes() == np.array([*chain(*DOCUMENTS)], "<u2").tobytes()
-    assert (tmp_path / "few/shard-00000.documents").read_bytes() == np.array([3, 4, 10, 12], "<u8").tobytes()
-    assert found.shards[0].tokens.dtype == np.uint16
-    assert not found.shards[0].tokens.flags.writeable
-    assert write(tmp_path / "many", vocabulary=2**16 + 1).shards[0].tokens.dtype == np.uint32
-    assert found.digest() == write(tmp_path / "again").digest() != open_tokens(tmp_path / "many").digest()
 
 
 def index_with(*, shard: bool = False, **changes: object) -> Callable[[Path], None]:

@@ -54,32 +54,6 @@ def test_without_pairs_an_exchange_is_part_of_its_computation(tmp_path):
     assert found.forward == pytest.approx((13.0 / 2,) * 4, abs=0.001)
 
 
-def test_pairs_count_as_computing(tmp_path):
-    simulation = simulated(exchange=4.0)
-    step = write_trace(tmp_path, simulation).step()
-    assert step.busy == pytest.approx(simulation.busy, abs=0.01)
-    assert step.bubble == pytest.approx(simulation.bubble, abs=0.001)
-    for measured, planned in zip(step.timeline, simulation.timeline, strict=True):
-        for one, other in zip(measured, planned, strict=True):
-            if isinstance(one.instruction, Overlap):
-                assert (one.start + one.wait, one.end) == pytest.approx((other.start, other.end), abs=0.01)
-
-
-@pytest.mark.parametrize(("name", "pp", "microbatches"), SHAPES)
-def test_microbatches_of_different_lengths_in_pairs(tmp_path, name, pp, microbatches):
-    """Of most microbatches a pair is all that is known: their factors are those that explain the pairs best."""
-    lengths = tuple(np.random.default_rng(0).uniform(0.5, 2.0, microbatches).round(3).tolist())
-    simulation = simulated(name, pp, microbatches, exchange=3.0, lengths=lengths)
-    trace = write_trace(tmp_path, simulation)
-
-    def error(costs: qs.Costs) -> float:
-        return abs(simulation.plan.simulate(costs).makespan / simulation.makespan - 1)
-
-    found = trace.costs(per_microbatch=True)
-    assert found.exchange.microbatches == found.forward.microbatches
-    assert error(found) < 0.01 < 0.05 < error(trace.costs())
-
-
 def pairs(*found: tuple[tuple[int, int], tuple[int, int]]) -> Pairs:
     return Pairs.from_columns(Columns.from_programs([[Overlap(*pair) for pair in found]]))
 
@@ -90,28 +64,3 @@ def alone(forward, backward, num=(3, 3)) -> Alone:
     counts = (np.where(np.array(times) > 0, n, 0) for times, n in zip((forward, backward), num, strict=True))
     num_forward, num_backward = counts
     return Alone(np.array(forward), num_forward, half, half, num_backward)
-
-
-def run_of(*took: float) -> np.ndarray:
-    return np.array(took).reshape(1, 1, -1)
-
-
-def test_pairs_that_take_longer_than_their_sides_take_it_from_nowhere():
-    """All that a stage computes takes a little longer then, so that the sum is right."""
-    two = pairs(((0, 5), (1, 0)), ((0, 6), (1, 1)))
-    found = two.costs(run_of(13.0, 13.0), alone([4.0, 4.0], [8.0, 8.0]))
-    assert found["exchange"] == found["exchange_backward"] == [0.0, 0.0]
-    backward = np.add(found["backward_input"], found["backward_weight"])
-    total = 3 * found["forward"][0] + 3 * backward[1] + 2 * (found["forward"][0] + backward[1])
-    assert total == pytest.approx(3 * 4.0 + 3 * 8.0 + 2 * 13.0)
-    assert (found["forward"][1], backward[0]) == (4.0, 8.0), "no pair has these"
-
-
-def test_what_never_runs_alone_follows_from_the_pairs():
-    found = pairs(((0, 5), (1, 0))).costs(run_of(12.0), alone([0.0, 4.0], [8.0, 8.0]))
-    assert (found["forward"][0], found["exchange"][0]) == (4.0, 0.0)
-    found = pairs(((0, 5), (1, 0))).costs(run_of(12.0), alone([4.0, 4.0], [8.0, 0.0]))
-    assert (found["backward_input"][1], found["backward_weight"][1]) == (4.0, 4.0)
-    found = pairs(((0, 5), (1, 0))).costs(run_of(12.0), alone([0.0, 4.0], [8.0, 0.0]))
-    assert found["forward"][0] + found["backward_input"][1] + found["backward_weight"][1] == pytest.approx(12.0)
-    assert found["forward"][0] == pytest.approx(4.0)

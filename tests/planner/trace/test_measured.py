@@ -2,13 +2,12 @@
 
 import json
 
-import numpy as np
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
+from quintsched.ir.instruction_set import Fwd
 from quintsched.schedules import all_schedules
-from quintsched.simulation.cost_forms import PerUnit, Wires
+from quintsched.simulation.cost_forms import Wires
 from quintsched.trace.measured_trace import Trace
 from tests.traces import rank_traces, write_trace
 
@@ -53,28 +52,6 @@ def test_costs_come_back_and_halves_of_a_full_backward_are_equal(tmp_path):
     assert found.backward_input == found.backward_weight == pytest.approx((0.009, 0.009), abs=1e-6)
 
 
-def test_where_both_kinds_of_backward_run_their_whole_time_is_kept(tmp_path):
-    simulation = simulated("dualpipe", microbatches=8, costs=None)
-    counts = [sum(isinstance(i, kind) for i in simulation.plan.programs[0]) for kind in (Bwd, BwdInput, BwdWeight)]
-    assert all(counts)
-    slower = list(rank_traces(simulation))
-    for of_rank in slower:
-        for index, instruction in enumerate(simulation.plan.programs[of_rank.pp_rank]):
-            if isinstance(instruction, Bwd):
-                of_rank.wait[:, index] = of_rank.end[:, index] - of_rank.start[:, index] - 0.001
-        of_rank.save_rank(tmp_path)
-    found = Trace.load(tmp_path, simulation.plan).costs()
-    assert found.backward_input == found.backward_weight
-    split, full = counts[1], counts[0]
-    assert 2 * found.backward_input[0] == pytest.approx((2 * split + 1 * full) / (split + full), rel=0.2)
-
-
-def test_medians_are_taken_over_steps_and_jitter_evens_out(tmp_path):
-    found = write_trace(tmp_path, simulated(mesh="dp=2,pp=2"), scales=(1.3, 1.0, 1.1), jitter=0.04).costs()
-    assert found.forward == pytest.approx((11.0, 13.2), rel=0.05)
-    assert found.p2p == pytest.approx(0.66, rel=0.05)
-
-
 def test_links_that_differ_come_back(tmp_path):
     """Of pairs whose messages were waited for; what is like the others is left out."""
     links = [{"source": 2, "destination": 3, "latency": 6.0}, {"source": 3, "destination": 2, "latency": 0.7}]
@@ -107,42 +84,6 @@ def test_factors_come_back(tmp_path, name):
     error = simulation.plan.simulate(found).makespan / simulation.makespan - 1
     assert abs(error) < 0.003
     assert abs(simulation.plan.simulate(trace.costs()).makespan / simulation.makespan - 1) > 0.02
-
-
-def test_a_step_is_told_like_a_simulation(tmp_path):
-    simulation = simulated()
-    step = write_trace(tmp_path, simulation, scales=(3.0, 1.0, 1.0)).step(3)
-    assert (step.number, step.unit) == (3, "ms")
-    assert step.makespan == pytest.approx(simulation.makespan, abs=0.01)
-    assert step.bubble == pytest.approx(simulation.bubble, abs=0.001)
-    for measured, planned in zip(step.timeline, simulation.timeline, strict=True):
-        for one, other in zip(measured, planned, strict=True):
-            assert one.instruction == other.instruction
-            if isinstance(one.instruction, Compute):
-                assert (one.start + one.wait, one.end) == pytest.approx((other.start, other.end), abs=0.01)
-
-
-def test_the_median_step_of_the_replica_of_rank_0_is_the_default(tmp_path):
-    simulation = simulated(mesh="dp=2,pp=2")
-    trace = write_trace(tmp_path, simulation, scales=(1.0, 1.4, 1.2))
-    assert trace.steps == (2, 3, 4)
-    assert trace.step().number == 4
-    late = next(of_rank for of_rank in rank_traces(simulation, scales=(1.0, 1.4, 1.2)) if of_rank.rank == 3)
-    late.end[:, -1] += 1.0
-    late.save_rank(tmp_path)
-    trace = Trace.load(tmp_path, simulation.plan)
-    assert trace.makespan(2, rank=0) == pytest.approx(simulation.makespan / 1000, rel=0.001)
-    assert trace.makespan(2, rank=2) == trace.makespan(2, rank=3) > 1
-
-
-def test_steps_and_units_that_are_not_there(tmp_path):
-    trace = write_trace(tmp_path, simulated())
-    with pytest.raises(qs.UsageError, match="step 7 was not recorded; there is: 2"):
-        trace.step(7)
-    with pytest.raises(qs.UsageError, match="rank 5 is not in the mesh"):
-        trace.step(rank=5)
-    with pytest.raises(qs.UsageError, match=r"'forward'.* s, ms, us"):
-        trace.costs("forward")
 
 
 def test_a_wait_before_the_first_computation_is_no_part_of_the_step(tmp_path):
@@ -214,19 +155,3 @@ def test_truncated_and_missing_files(tmp_path):
         Trace.load(tmp_path, plan)
     with pytest.raises(qs.UsageError, match="no such directory"):
         Trace.load(tmp_path / "nowhere", plan)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "seq-1f1b"])
-def test_jitter_of_each_stage_and_microbatch_comes_back(tmp_path, name):
-    random = np.random.default_rng(0)
-    stages, units = 4 if name == "interleaved-1f1b" else 2, 12 if name == "seq-1f1b" else 6
-
-    def jittered(usual):
-        return PerUnit(stages=(usual,) * stages, cells=random.uniform(0.5, 1.5, (stages, units)).tolist())
-
-    costs = qs.Costs(unit="ms", forward=jittered(90.0), backward_input=jittered(80.0), backward_weight=70.0, p2p=0.0)
-    simulation = simulated(name, microbatches=6, costs=costs)
-    trace = write_trace(tmp_path, simulation)
-    found = simulation.plan.simulate(trace.costs(per_microbatch=True)).makespan / simulation.makespan - 1
-    assert abs(found) < (0.003 if name != "zb-h1" else 0.02), "halves of a backward have factors in common"
-    assert abs(simulation.plan.simulate(trace.costs()).makespan / simulation.makespan - 1) > 0.01
