@@ -254,11 +254,6 @@ def test_wrong_arguments_are_named(name: str, argument: str, monkeypatch: pytest
         assert len(traceback.extract_tb(found.value.__traceback__)) <= 4
 
 
-def test_a_schedule_or_plan_that_was_given_is_not_copied_or_changed() -> None:
-    assert qs.check(PLAN).plan is PLAN
-    assert PLAN.simulate(None).makespan == qs.simulate(PLAN).makespan
-
-
 def test_kinds_and_defaults() -> None:
     @takes("f(4, function)", count=WHOLE_NUMBER, fn=FUNCTION, plan=ours("PlanData"))
     def f(count: int, fn: Callable[[], int] | None = None, plan: Any = None) -> int:
@@ -291,23 +286,3 @@ def test_advice_on_imports_that_fail() -> None:
 
     with pytest.raises(qs.MisfitError, match="torchvision that is installed does not go with this torch"):
         split(build)
-
-
-def test_public_names_have_docstrings() -> None:
-    for module in (qs, runtime):
-        for name in module.__all__:
-            found = getattr(module, name)
-            assert (found.__doc__ or "").strip(), name
-            assert not found.__doc__.startswith(f"{name}("), f"{name}: a dataclass's own signature is no docstring"
-
-
-def test_a_run_with_swapped_arguments_shows_the_call() -> None:
-    with pytest.raises(
-        qs.UsageError, match=r"^run_local: world_size is a function; give a whole number from 1: run_local\(4, fu"
-    ):
-        run_local(order, 4)  # type: ignore[arg-type]
-    with pytest.raises(
-        qs.UsageError,
-        match=r"^Engine: plan is a list; give a Plan, as quintsched.compile or Plan.load returns it: Engine\(plan, bl",
-    ):
-        Engine([], PLAN, nn.MSELoss(), sgd)  # type: ignore[arg-type]

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
-import yaml
 
-from quintsched.errors import InputError, UsageError
-from quintsched.files.strictjson import parse_strict
+from quintsched.errors import InputError
 from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
-from quintsched.runtime.settings.job_file import load_job
 
 from .harness import feed, limited_memory
-from .mutator import MOST_BYTES as MOST_INPUT
 from .mutator import Mutator
 from .readers import READERS
 
@@ -35,14 +30,6 @@ def test_broken_files_are_refused_in_words(name: str) -> None:
             data = mutator.make()
             found = feed(reader.read, data)
             assert found.kind != "fault", f"input {number} of {name}, {len(data)} bytes: {found.words}"
-
-
-def test_inputs_are_the_same_again() -> None:
-    seeds = [b'{"a": [1, 2, {"b": 3}]}', b"x: 1\n"]
-    once, again = ([mutator.make() for _ in range(200)] for mutator in (Mutator(seeds, 5), Mutator(seeds, 5)))
-    assert once == again
-    assert len(set(once)) > 120
-    assert max(map(len, once)) <= MOST_INPUT
 
 
 def test_the_harness_sees_every_kind_of_fault() -> None:
@@ -89,33 +76,3 @@ def test_yaml_that_stands_for_much_is_refused_at_once(text: str, fault: str) -> 
         parse_yaml(text, "job.yaml")
     assert fault in str(refused.value)
     assert time.process_time() - began < 1.5
-
-
-@pytest.mark.parametrize("text", ["a: 2024-01-01", "a: =", "2024-01-01: ="])
-def test_what_is_no_plain_data_elsewhere_is_text(text: str) -> None:
-    key, _, value = text.partition(": ")
-    assert parse_yaml(text, "x") == {key: value}
-
-
-def test_aliases_are_read() -> None:
-    text = "a: &a {x: 1, y: [1, 2]}\nb: *a\nc: [*a, *a]\nd: {<<: *a, x: 3}\n"
-    assert parse_yaml(text, "x") == yaml.safe_load(text)
-
-
-def test_a_key_given_twice_among_many_is_found_at_once() -> None:
-    keys = ",".join(f'"{number}": 1' for number in range(100000))
-    began = time.process_time()
-    with pytest.raises(InputError, match="duplicate key '99999'"):
-        parse_strict("{" + keys + ', "99999": 2}')
-    assert time.process_time() - began < 1
-
-
-def test_a_message_about_long_settings_is_short(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    many = "\n".join(f"  key{number}: 1" for number in range(2000))
-    path.write_text(f"train:\n{many}\nparallel: {{mesh: '{'x' * 90000}'}}\ndata: {{{'y' * 1000}: 1}}\n")
-    with pytest.raises(UsageError) as refused:
-        load_job(path)
-    assert len(str(refused.value)) < 5000
-    assert str(refused.value).endswith("more")
-    assert "train.key0: unknown key" in str(refused.value)

@@ -50,19 +50,3 @@ def test_every_point_is_inside(tuning: qs.Tuning) -> None:
 def test_no_text_is_cut_off_or_on_another(tuning: qs.Tuning) -> None:
     with house_style():
         require_readable(draw_tuning(tuning))
-
-
-def test_the_same_search_gives_the_same_bytes(tuning: qs.Tuning, tmp_path: Path) -> None:
-    for name in ("a.svg", "b.svg", "a.png", "b.png"):
-        render_tuning(tuning, tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-
-
-def test_nothing_to_draw_is_an_error(tmp_path: Path) -> None:
-    model, hardware = qs.find_model("gpt3-175b"), qs.find_hardware("l4")
-    nothing = qs.tune(model, hardware, 8, 8, 2048, fixed={"zero": 0, "cp": 1, "recompute": "none"})
-    with pytest.raises(qs.UsageError, match="no strategy fits"):
-        render_tuning(nothing, tmp_path / "tune.png")
-    with pytest.raises(qs.UsageError, match=r"end the name in \.png"):
-        render_tuning(nothing, tmp_path / "tune.pdf")

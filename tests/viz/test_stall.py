@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
 from matplotlib.colors import to_hex
 
 import quintsched as qs
@@ -10,9 +9,8 @@ from quintsched.simulation.simulator import Simulation
 from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import BlockingCall, Fate, RankState
-from quintsched.viz import render_stall
 from quintsched.viz.house_style import house_style
-from quintsched.viz.runs.stall_picture import BLAME, draw_stall, shown_ranks
+from quintsched.viz.runs.stall_picture import BLAME, draw_stall
 
 
 def stalled(mesh="dp=2,pp=2", places=((4, "receive", 4), (3, "nothing", None), (None, None, None), (None, None, None))):
@@ -66,22 +64,3 @@ def test_nobody_is_marked_where_nobody_is_named():
     assert not report.culprits
     _, _, parts, _ = drawn(report)
     assert not {"culprits", "stuck"} & set(parts)
-
-
-def test_of_many_ranks_the_culprits_pipelines_are_shown():
-    report = stalled("dp=64,pp=4")
-    rows = shown_ranks(report)
-    assert {0, 1, 2, 3} <= set(rows)
-    assert len(rows) == 32
-    assert len(shown_ranks(stalled("dp=2,pp=64", ((3, "nothing", None),) * 128))) == 64
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("suffix", [".png", ".svg", ".html"])
-def test_the_same_report_gives_the_same_picture(suffix, tmp_path):
-    report = stalled()
-    for name in "ab":
-        render_stall(report, tmp_path / f"{name}{suffix}")
-    assert (tmp_path / f"a{suffix}").read_bytes().replace(b"<title>a", b"") == (
-        tmp_path / f"b{suffix}"
-    ).read_bytes().replace(b"<title>b", b"")

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.simulation.held_activations import held_activations
 from quintsched.simulation.time_grid import readable_window, time_grid
 from quintsched.simulation.time_window import Window
 from quintsched.viz.draw_timeline import draw_plan
 from quintsched.viz.house_style import house_style
 from quintsched.viz.timeline_objects import stage_scene
-from quintsched.viz.timeline_window import held_within, scene_within
+from quintsched.viz.timeline_window import scene_within
 
 
 def simulated(microbatches: int = 8, pp: int = 4) -> qs.Simulation:
@@ -33,16 +32,6 @@ def test_boxes_are_those_of_the_whole_cut_at_the_edges() -> None:
     assert seen == owed
     assert part.busy == pytest.approx([sum(b.end - b.start for b in part.boxes if b.rank == rank) for rank in (0, 1)])
     assert {arrow.source for arrow in part.arrows} | {arrow.target for arrow in part.arrows} == {0, 1}
-
-
-def test_the_whole_window_changes_nothing() -> None:
-    simulation = simulated()
-    window = Window.parse(None, None, simulation)
-    assert window.is_whole(simulation)
-    scene, held = stage_scene(simulation), held_activations(simulation, simulation.costs)
-    assert scene_within(scene, window).boxes == scene.boxes
-    assert held_within(held, window) == held
-    assert time_grid(simulation, window=window) == time_grid(simulation)
 
 
 def test_a_part_is_drawn_with_the_names_and_times_of_the_whole(tmp_path: Path) -> None:
@@ -67,16 +56,3 @@ def test_a_grid_that_nobody_could_read_is_cut() -> None:
     window = readable_window(large)
     assert (window.ranks, window.start, window.end) == (range(64), 0.0, 256.0)
     assert len(time_grid(large, window=window)) == 64
-
-
-def test_ranges_that_are_none_are_refused() -> None:
-    for ranks, time, words in (
-        ("0..4", None, "from 0 to 3"),
-        ("3..1", None, "ends before it begins"),
-        ("a", None, "like 0..7"),
-        (None, "40..50", "takes 33"),
-        (None, "5", "like 10..50"),
-        ("0.5..2", None, "from 0 to 3"),
-    ):
-        with pytest.raises(qs.UsageError, match=words):
-            Window.parse(ranks, time, simulated())
