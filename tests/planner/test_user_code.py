@@ -37,22 +37,6 @@ class TestUserFiles:
         assert load_object(f"{file}:Thing")().value == 3
         assert call_object(f"{file}:late") == 3
 
-    def test_a_file_is_imported_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        file = self.write(tmp_path, "thing = object()")
-        absolute = load_object(f"{file}:thing")
-        monkeypatch.chdir(tmp_path)
-        assert load_object("mine.py:thing") is absolute
-
-    def test_what_is_missing_is_looked_for_in_a_folder_that_is_named(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        self.write(tmp_path, "def build(): pass")
-        (tmp_path / "elsewhere").mkdir()
-        monkeypatch.chdir(tmp_path / "elsewhere")
-        for name in ("my mine.py", "mine.py", "code/mine.py"):
-            with pytest.raises(UsageError, match=f"there is no file '{name}' in {tmp_path}/elsewhere$"):
-                load_object(f"{name}:build")
-
     def test_what_is_missing(self, tmp_path: Path) -> None:
         file = self.write(tmp_path, "def build(a): pass\nvalue = 3")
         with pytest.raises(UsageError, match=r"there is no file .*mien\.py'.*; did you mean '.*mine\.py'"):

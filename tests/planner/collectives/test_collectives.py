@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.collectives import NATIVE, CollectivePlan, Communication, Wire, spell
+from quintsched.collectives import CollectivePlan, Communication, Wire, spell
 from quintsched.collectives.collective_json import dumps, loads
 from quintsched.collectives.collective_program import CollectiveStep, RecvChunk, SendChunk, SendRecv
 from quintsched.collectives.collective_timing import (
@@ -17,7 +17,6 @@ from quintsched.collectives.collective_timing import (
     native_seconds,
     spelled_seconds,
 )
-from quintsched.collectives.double_tree_algorithm import double_tree
 from quintsched.collectives.expand_collective import num_steps
 from quintsched.collectives.gradient_exchange import choose, spelled_out
 from quintsched.ir.diagnostics import Point
@@ -61,18 +60,6 @@ def test_any_number_of_chunks_is_sound_and_takes_as_many_steps_as_said(size: int
         plan = spell("all_reduce", algorithm, size, chunks)
         assert plan.check().sound
         assert steps(plan) == num_steps(plan.kind, plan.algorithm, size, chunks)
-
-
-def test_no_rank_is_an_inner_node_of_both_trees() -> None:
-    for size in range(2, 65):
-        trees = double_tree(size)
-        inner = [{parent for parent in tree.parents if parent is not None} for tree in trees]
-        assert not inner[0] & inner[1]
-        for tree in trees:
-            assert sorted(tree.leaves_first()) == [r for r in range(size) if tree.parents[r] is not None]
-            assert max(len(tree.children(rank)) for rank in range(size)) <= 2
-        for chunks in TREE_CHOICES:
-            assert num_steps("all_reduce", "tree", size, chunks) <= 2 * chunks + 4 * size.bit_length()
 
 
 TWO_NODES = Wire(latency_s=1e-5, bandwidth=1e9, nodes=2, node_latency_s=8e-6, node_bandwidth=2e10)
@@ -212,18 +199,6 @@ def test_a_plan_holds_what_its_buckets_call() -> None:
     assert qs.Plan.from_json(plan.to_json()) == plan
     assert "ring" in plan.title
     assert "collectives" not in qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4).to_json()
-
-
-def test_auto_keeps_its_wire_in_the_plan_and_needs_no_replicas() -> None:
-    wire = Wire(latency_s=1e-4, bandwidth=1e8)
-    again = qs.Plan.from_json(
-        qs.compile("1f1b", mesh="dp=8,pp=2", microbatches=2, communication="auto", wire=wire).to_json()
-    )
-    assert again.communication.wire == wire
-    small, large = (choose(again.communication, "all_reduce", 8, size) for size in (100.0, 1e9))
-    assert (small.algorithm, large.algorithm) == ("tree", "ring")
-    assert choose(again.communication, "all_gather", 8, 100.0) is None
-    assert qs.compile("1f1b", mesh="pp=2", microbatches=2, communication="auto").communication is NATIVE
 
 
 def test_plan_files_whose_collectives_do_not_fit() -> None:

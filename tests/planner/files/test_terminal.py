@@ -19,19 +19,6 @@ def test_nothing_unseen_reaches_a_terminal(odd):
     assert json.loads(text) == f"a{odd}b"
 
 
-def test_what_can_be_seen_stays():
-    text = "rank 2 ─▶ Fwd(0), 3.5 µs, „é“ 日本 😀  ░"
-    assert shown(text) == shown_json(text) == text
-    assert shown("one\n\ttwo\n") == "one\n\ttwo\n"
-
-
-def test_a_name_on_the_command_line_makes_no_line_of_its_own(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["quintsched", "show", "./a/b\nerror: rank 3.json", "--rank"])
-    assert shown("a/b\nerror: rank 3.json: cannot be read\n  at /x\n") == (
-        "a/b\\nerror: rank 3.json: cannot be read\n  at /x\n"
-    )
-
-
 SAYS = """
 import sys
 from quintsched.files.terminal import standard_streams

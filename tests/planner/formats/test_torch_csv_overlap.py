@@ -6,7 +6,7 @@ import pytest
 
 import quintsched as qs
 from quintsched import torch_csv
-from quintsched.ir.instruction_set import Bwd, BwdInput, FreeParams, Fwd, GatherParams, Instruction, Overlap
+from quintsched.ir.instruction_set import Bwd, FreeParams, Fwd, GatherParams, Instruction, Overlap
 from quintsched.verify.equivalence import equivalence
 from tests.planner.formats.torch_files import published, refusal
 
@@ -33,22 +33,6 @@ def test_published_pairs_come_back_as_they_were():
     assert Overlap((0, 7), (7, 3)) in plan.programs[0]
     cells = [[cell for cell in line.split(",") if cell] for line in text.splitlines()]
     assert [line.split(",") for line in torch_csv.dumps(plan, compute_only=True).splitlines()] == cells
-
-
-@pytest.mark.parametrize(
-    ("pair", "parts"),
-    [
-        ("(1F1;1I0)OVERLAP_F_B,1W0", [Fwd(1, 1), BwdInput(1, 0)]),
-        ("(1I0;1F1)OVERLAP_F_B,1W0", [BwdInput(1, 0), Fwd(1, 1)]),
-    ],
-)
-def test_beside_an_input_half_a_forward_keeps_its_place(pair, parts):
-    imported = torch_csv.loads(IN_ONE_CELL.replace("(1F1;1B0)OVERLAP_F_B", pair), mesh="pp=1")
-    assert computed(imported.plan.programs[0])[3:5] == parts
-    assert imported.notes == (
-        "took 1 OVERLAP_F_B one part after the other, the first in line 1, cell 4 (rank 0, step 3): side by side run a "
-        "forward and a whole backward of another microbatch or stage",
-    )
 
 
 SHARDED = ("titan_example_interleaved_2rank_4mb_comms", "titan_interleaved1f1b_8ranks_16mb_comms")

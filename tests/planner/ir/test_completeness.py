@@ -10,9 +10,9 @@ import pytest
 import quintsched as qs
 from quintsched.formats import plan_json as planfile
 from quintsched.ir import dataflow_analysis, dataflow_rules, instruction_set, instruction_values
-from quintsched.ir.instruction_set import ALL, WHOLE_MESH, Instruction, Recv, Send, short
+from quintsched.ir.instruction_set import ALL, WHOLE_MESH, Instruction, short
 from quintsched.ir.layout import Layout, Route
-from quintsched.schedules import Schedule, all_schedules, find_schedule, schedule
+from quintsched.schedules import Schedule, all_schedules, find_schedule
 from quintsched.verify import symbolic_run
 
 LAYOUT = Layout(
@@ -88,12 +88,6 @@ def test_no_table_knows_more():
     assert set(WHOLE_MESH) < set(ALL)
 
 
-def test_a_message_is_sent_or_received():
-    for kind in ALL:
-        if issubclass(kind, instruction_set.Message):
-            assert issubclass(kind, Send) != issubclass(kind, Recv)
-
-
 def test_public_names_are_there_and_stay_what_they_are():
     for name in qs.__all__:
         assert not inspect.ismodule(getattr(qs, name)), f"a module hides quintsched.{name}"
@@ -110,13 +104,6 @@ def test_every_schedule_says_what_to_know(found: Schedule):
     assert found.memory
     assert found.order.__doc__
     assert all(find_schedule(name) is found for name in (found.name, *found.aliases))
-
-
-def test_the_name_of_a_schedule_is_taken_once():
-    with pytest.raises(qs.UsageError, match=r"'afab' is taken by quintsched.schedules.gpipe.gpipe"):
-        schedule("taken-once", aliases=("afab",), summary="", bubble="", memory="")(lambda rank, shape: iter(()))
-    with pytest.raises(qs.UsageError, match="unknown schedule 'taken-once'"):
-        find_schedule("taken-once")
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,6 @@ from quintsched.ir.instruction_set import (
 from quintsched.verify.equivalence import equivalence
 from tests.planner.verify.edits import edited, every
 from tests.planner.verify.mutants import with_program
-from tests.planner.verify.small_plans import cells
-
-
-def test_the_next_weights_are_gathered_one_computation_ahead():
-    chunks = qs.compile("interleaved-1f1b", mesh="dp=2,pp=1", microbatches=2, chunks=2, zero=3)
-    assert cells(chunks, 0) == (
-        "0GP 1GP 0F0 0FP 1F0 0GP 1B0 1FP 1RS0 0F1 1GP 0B0 0FP 0RS0 1F1 0GP 1B1 1FP 1RS0 0B1 0FP 0RS0 metrics clip step"
-    )
-    halves = qs.compile("zbv", mesh="dp=2,pp=2", microbatches=4, zero=3)
-    assert "3F1 3I1 3FP 0GP 3W1 3RS0 0F3" in cells(halves, 0), "a weight half needs no weights, and hides a gathering"
 
 
 def test_the_algebra_sees_sums_that_are_not_there_at_all():

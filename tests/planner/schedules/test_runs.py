@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.compiler import evaluation_of
-from quintsched.ir.instruction_set import Bwd, Compute, Fwd, Recompute
-from quintsched.schedules import Order, Schedule, Shape, all_schedules, find_schedule
+from quintsched.ir.instruction_set import Compute
+from quintsched.schedules import all_schedules, find_schedule
 from quintsched.schedules.kit.uneven_stages import find_runs
 from quintsched.testing import assert_plan_sound
 
@@ -74,40 +73,12 @@ def test_what_does_not_follow_is_refused_as_ever():
             qs.compile(schedule, mesh="pp=2", microbatches=4, stage_to_pp=where)
 
 
-def own_schedule(order, **fields) -> Schedule:
-    return Schedule(name="own", order=order, summary="", bubble="", memory="", **fields)
-
-
-def test_a_schedule_of_ones_own_is_expanded_too_with_what_it_recomputes():
-    def order(rank: int, shape: Shape) -> Order:
-        asked.append((shape.stage_to_pp, shape.recompute))
-        for microbatch in range(shape.microbatches):
-            yield Fwd(rank, microbatch)
-            yield from [Recompute(rank, microbatch)] * (shape.recompute[rank] > 0)
-            yield Bwd(rank, microbatch)
-
-    asked: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    plan = qs.compile(
-        own_schedule(order), mesh="pp=2", microbatches=2, stage_to_pp=[0, 0, 1, 1], recompute=[0, 1, 0, 0]
-    )
-    assert {*asked} == {((0, 1), (1, 0))}
-    assert {i.stage for program in plan.programs for i in program if isinstance(i, Recompute)} == {1}
-    assert_plan_sound(plan)
-
-
 def test_a_search_knows_how_many_blocks_stages_have():
     by_blocks = qs.compile("zb-auto", mesh="pp=3", microbatches=6, stages=[1, 1, 4])
     names = ("forward", "backward_input", "backward_weight", "activation")
     third = qs.Costs(**dict.fromkeys(names, (0.5, 0.5, 2.0)))
     assert by_blocks.programs == qs.compile("zb-auto", mesh="pp=3", microbatches=6, costs=third).programs
     assert by_blocks.programs != qs.compile("zb-auto", mesh="pp=3", microbatches=6).programs
-
-
-def test_an_evaluation_has_the_stages_of_its_training():
-    plan = qs.compile("dualpipe", mesh="pp=2", microbatches=4, stage_to_pp=[0, 0, 1, 1, 1, 0], stages=[1, 3, 2] * 2)
-    evaluation = evaluation_of(plan)
-    assert (evaluation.stage_to_pp, evaluation.blocks_per_stage) == ((0, 0, 1), (1, 3, 2))
-    assert evaluation_of(qs.compile("zbv", mesh="pp=2", microbatches=4)).blocks_per_stage == ()
 
 
 @pytest.mark.parametrize(

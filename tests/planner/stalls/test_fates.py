@@ -82,48 +82,6 @@ def test_a_host_that_died_is_several_culprits():
     assert find_culprit(PLAN, away).ranks == (2, 3)
 
 
-def test_nobody_is_named_where_no_other_host_is_heard_of():
-    lost = Fate("unreachable", ago_s=0.5)
-    two = find_culprit(PLAN, [state(rank, lost if rank > 1 else None, host="ab"[rank > 1]) for rank in range(4)])
-    assert two.ranks == ()
-    words = two.words()
-    assert words.startswith("nobody can be told from the others: host a and host b cannot reach each other, and either")
-    assert "rank 2 (host b) cannot be reached" in words.splitlines()[1]
-    four = [state(rank, lost if rank == 1 else None, host="abcd"[rank], heard_s=9.0 * (rank > 0)) for rank in range(4)]
-    assert find_culprit(PLAN, four).ranks == (), "the others will be found to be out of reach too"
-    four[2] = state(2, host="c", heard_s=0.9)
-    assert find_culprit(PLAN, four).ranks == (1,)
-    four[3] = state(3, Fate("signal", 9, ago_s=0.4), host="d")
-    assert find_culprit(PLAN, four).ranks == (3,)
-
-
-@pytest.mark.parametrize("fate", [None, Fate("gone"), Fate("exit", 0)])
-def test_who_leaves_its_loop_while_others_wait_is_named(fate):
-    waits = [state(rank, awaits=WORLD, index=None) for rank in (0, 2, 3)]
-    left = RankState(1, "a", 13, "ended", 5, "train", None, 0.3, 0.3, fate, NOTHING, 2)
-    ranks, words = found(*waits, left)
-    assert ranks == (1,)
-    says = "rank 1 (host a, dp=0, pp=1) is at the end of its run after step 5: it left its loop, or closed its engine"
-    assert words.startswith(says)
-    early = replace(left, step=2, since_s=60.0, heard_s=60.0)
-    assert found(*waits, early)[0] == (1,)
-
-
-def test_a_message_of_an_earlier_step_was_passed_over_by_its_receiver():
-    one = "activation of stage 1, microbatch 0, float32 (4, 16)"
-    text = (
-        f"rank 1 received what it did not expect; expected: {one}, of step 3; what came is: {one}, of step 2 (rank 0)"
-    )
-    report = find_culprit(
-        PLAN, [state(0, index=6), state(1, Fate("error", 4, text), index=1, awaits=RECEIVES), state(2), state(3)]
-    )
-    (culprit,) = report.culprits
-    assert (culprit.rank, culprit.fault, culprit.step, culprit.place.index) == (1, "skipped", 2, 0)
-    assert "passed over its instruction 0 of 20: RecvAct(" in report.words()
-    other = text.replace("came is: activation of stage 1, microbatch 0", "came is: activation of stage 1, microbatch 1")
-    assert found(state(0, index=6), state(1, Fate("error", 4, other), index=1, awaits=RECEIVES))[0] == (0,)
-
-
 @pytest.mark.parametrize("fate", [ABORTED, Fate("exit", 134)])
 def test_who_is_aborted_is_named_unless_the_sender_says_that_it_sent_too_much(fate):
     def find_with(sender, awaits, **sent):

@@ -1,12 +1,10 @@
 """Owner of an error: torch's in a wait, a signal handler's in the same place, user code's own."""
 
-import asyncio
 import ctypes
 import signal
 
 import pytest
 
-from quintsched.errors import CodeError, StallError
 from quintsched.stalls.own_errors import came_from_handler, is_own
 
 
@@ -34,10 +32,6 @@ def test_what_a_handler_raises_in_a_wait_is_told_from_what_the_wait_raises():
     dead = {"__name__": "torch.utils.data._utils.signal_handling"}
     exec("def handler(number, frame): raise RuntimeError('DataLoader worker is killed')", dead)
     assert came_from_handler(caught("handler(1, None)", dead["handler"]))
-
-
-def of_torch(text):
-    return caught(f"raise RuntimeError({text!r})", name="torch.distributed.distributed_c10d")
 
 
 def of_user(code, **names):
@@ -90,24 +84,3 @@ def test_the_last_frames_decide_whose_error_it_is_and_no_words(code, own):
     names = {"all_reduce": COLLECTIVE["all_reduce"], "check": COLLECTIVE["check"], "fetch": LOADER["fetch"]}
     names |= {"call": OTHERS["call"], "LOST": LOST.encode(), "DistStoreError": DIST_ERROR}
     assert is_own(of_user(code, DIST=ctypes.py_object(DIST_ERROR), **names)) is own
-
-
-@pytest.mark.parametrize(
-    ("error", "own"),
-    [
-        (TimeoutError("s3"), True),
-        (ConnectionResetError("connection reset by peer"), True),
-        (BrokenPipeError(32, "Broken pipe"), True),
-        (RuntimeError("timed out"), True),
-        (asyncio.CancelledError(), True),
-        (GeneratorExit(), True),
-        (CodeError("the loss function raised TimeoutError: s3"), True),
-        (of_torch("Timed out waiting 8000ms for recv operation"), False),
-        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), False),
-        (StallError("rank 0 died"), False),
-        (SystemExit(4), False),
-        (KeyboardInterrupt(), False),
-    ],
-)
-def test_what_is_of_a_ranks_own_making(error, own):
-    assert is_own(error) is own

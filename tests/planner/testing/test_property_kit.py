@@ -4,7 +4,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.ir import placement
-from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Fwd, Overlap
+from quintsched.ir.instruction_set import Bwd, Fwd, Overlap
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.testing import assert_sound
 
@@ -61,25 +61,6 @@ def test_it_is_the_smallest_wherever_it_lies(pp, microbatches):
     assert lines[0] == smallest("mine", f"pp={pp}, 1 chunk, {microbatches} microbatch{plural}")
 
 
-def test_what_waits_for_what_comes_later_is_shown():
-    def hasty(rank: int, shape: Shape) -> Order:
-        for microbatch in range(shape.microbatches):
-            yield from (Fwd(rank, microbatch), BwdWeight(rank, microbatch), BwdInput(rank, microbatch))
-
-    def paired(rank: int, shape: Shape) -> Order:
-        yield Fwd(rank, 0)
-        yield from (Overlap((rank, m), (rank, m - 1)) for m in range(1, shape.microbatches))
-        yield Bwd(rank, shape.microbatches - 1)
-
-    text = "\n".join(failure(own(hasty)))
-    assert "pp=1, 1 chunk, 1 microbatch\n" in text
-    assert "rank 0 is stuck at 1 BwdWeight(stage=0, microbatch=0): it needs the pending weight half" in text
-    lines = failure(own(paired))
-    assert lines[0] == smallest("mine", "pp=2, 1 chunk, 2 microbatches")
-    assert any("rank 0 is stuck at 1 Overlap(forward=(0, 1), backward=(0, 0)): it needs the" in line for line in lines)
-    assert lines[-2:] == ["rank 0  F0 F1&B0 B1", "rank 1  F0 F1&B0 B1"]
-
-
 def test_a_schedule_that_overlaps_is_tried_both_ways():
     def order(rank: int, shape: Shape) -> Order:
         """1F1B with each forward beside a backward, and so twice as many forwards before."""
@@ -99,24 +80,6 @@ def test_a_schedule_that_overlaps_is_tried_both_ways():
     assert failure(own(forgets, overlaps=True), **FEW)[0] == (
         smallest("mine", "pp=2, 1 chunk, 1 microbatch, with overlap")
     )
-
-
-def test_the_memory_that_its_author_states():
-    assert_sound("1f1b", **FEW, memory=lambda rank, shape: min(shape.pp - rank, shape.microbatches))
-    lines = failure("gpipe", **FEW, memory=lambda rank, shape: shape.pp - rank)
-    assert lines[0] == smallest("gpipe", "pp=1, 1 chunk, 2 microbatches")
-    assert lines[2] == ("memory: rank 0 holds up to 2 microbatches' activations; the bound that its author states is 1")
-    assert lines[-1] == "rank 0 F0 F1 B0 -  B1 -"
-
-
-def test_a_failure_that_only_replicas_have_is_shown(monkeypatch):
-    """A pass that reduces too little: the fault is the compiler's, and shows only with data parallelism."""
-    from quintsched import compiler
-    from quintsched.passes import TRAIN_PASSES
-
-    fewer = tuple(step for step in TRAIN_PASSES if step.name != "reduce-buckets")
-    monkeypatch.setattr(compiler, "TRAIN_PASSES", fewer)
-    assert failure(own(one_by_one))[0] == smallest("mine", "pp=1, 1 chunk, 1 microbatch, 2 replicas")
 
 
 def test_shapes_that_are_not_taken_are_passed_over_and_sizes_that_make_no_sense_refused():
