@@ -205,6 +205,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"skip": ["h"]}, "skip is .*give the stage that makes each"),
     ({"skip": {3: (0, 1)}}, "skips: 3 is not a name"),
     ({"losses": 1}, "losses is 1; give whole numbers"),
+    ({"overlap": True}, "1f1b: overlap: it has no forward and backward side by side that do not wait for each other"),
+    ({"overlap": 1}, "overlap.*give true or false"),
     ({"communication": None}, "unknown communication None"),
     ({"wire": 3}, "wire is 3"),
     ({"recompute": "11"}, "recompute is '11'"),
@@ -305,15 +307,6 @@ def test_a_schedule_that_quits_is_unsound(order: Any) -> None:
         qs.compile(own(order), mesh="pp=2", microbatches=2)
     with pytest.raises(qs.UnsoundError, match="the schedule failed at"):
         qs.compile(own(good, constraint=lambda shape: order(0, shape).__next__()), mesh="pp=2", microbatches=2)
-
-
-def test_an_interrupt_is_an_interrupt() -> None:
-    def interrupted(rank: int, shape: Shape) -> Order:
-        raise KeyboardInterrupt
-        yield
-
-    with pytest.raises(KeyboardInterrupt):
-        qs.compile(own(interrupted), mesh="pp=2", microbatches=2)
 
 
 @pytest.mark.parametrize("second", [(Fwd, Fwd, Bwd, Bwd), (Fwd, Bwd), (Fwd, Bwd, Fwd, Bwd, Bwd)])

@@ -49,13 +49,16 @@ COMPILE = ("compile", "--schedule")
         (("run", "missing.yaml"), "there is no file 'missing.yaml'"),
         (("run",), "give a job file"),
         (("run", "plan.json", "a.yaml", "b.yaml"), "give a job file"),
+        (("run", "plan.json", "job.yaml", "--fresh", "--resume"), "give one of them"),
+        (("run", "job.yaml", "--nnodes", 2, "--node-rank", 1), "several machines need --nnodes"),
         (
             ("run", "a.yaml", "train.max_steps=3"),
             "settings of the job go by --set, each with its full key: --set train",
         ),
     ],
 )
-def test_wrong_usage(refused, plan_file, arguments, message):
+def test_wrong_usage(refused, plan_file, tmp_path, arguments, message):
+    (tmp_path / "job.yaml").write_text("")
     assert message in refused(2, *arguments)
 
 
@@ -99,15 +102,6 @@ def test_names_of_files_make_no_lines_of_their_own(refused, tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["quintsched", "show", name])
     said = refused(1, "show", name).splitlines()
     assert [line[:36] for line in said] == ["error: a\\x1b[2J\\nrank 3: b.json: not"]
-
-
-def test_a_broken_plan_is_reported_as_json_too(cli, tmp_path):
-    (tmp_path / "bad.json").write_text("{")
-    done = cli("check", "bad.json", "--json")
-    assert done.code == 1
-    assert done.data["sound"] is False
-    assert done.data["findings"][0]["message"].startswith("bad.json: not JSON")
-    assert done.err.startswith("error: bad.json: not JSON")
 
 
 def test_two_instructions_swapped_so_that_it_deadlocks(cli, broken):

@@ -5,36 +5,9 @@ import re
 import pytest
 
 import quintsched as qs
-from quintsched.cli.check import read_span
 from quintsched.ir.instruction_set import Bwd, Fwd
-from quintsched.schedules import Order, Shape, all_schedules, schedule
+from quintsched.schedules import Order, Shape, schedule
 from quintsched.schedules.kit import registry
-
-
-def test_schedules(cli):
-    shown = cli("schedules")
-    listed = cli("schedules", "--json").data
-    assert shown.code == 0
-    for found in all_schedules():
-        assert found.name in shown.out
-        assert found.bubble in shown.out
-    assert [entry["name"] for entry in listed] == [found.name for found in all_schedules()]
-    entries = {entry["name"]: entry for entry in listed}
-    assert entries["gpipe"]["aliases"] == ["afab"]
-    assert entries["interleaved-zb"]["placement"] == "loop"
-    assert entries["interleaved-zb"]["constraint"] == "M a multiple of P"
-    assert entries["seq-1f1b"]["slices"][1] > 1
-    assert "    loop placement, 2 or more chunks, M a multiple of P\n" in shown.out
-    assert "    linear placement, 1 chunk, 1 or more slices\n" in shown.out
-    assert max(map(len, shown.out.splitlines())) <= 120
-
-
-def test_compile_reports_as_json(cli, tmp_path):
-    command = ("compile", "-s", "interleaved-1f1b", "--mesh", "pp=2", "-m", 4, "--chunks", 3)
-    report = cli(*command, "-o", tmp_path / "p.json", "--json").data
-    assert report["sound"] is True
-    assert report["plan"] == str(tmp_path / "p.json")
-    assert qs.Plan.load(tmp_path / "p.json").schedule.chunks == 3
 
 
 @pytest.fixture
@@ -63,11 +36,6 @@ def test_costs_and_memory_cap_reach_a_schedule_that_searches(cli, searched, tmp_
     assert "searches under costs and a memory cap" in cli("schedules").out
 
 
-def test_show_a_grid_where_a_person_is_watching(cli, plan_file, monkeypatch):
-    monkeypatch.setattr("quintsched.cli.compile_and_show.terminal_width", lambda: 40)
-    assert max(map(len, cli("show", plan_file).out.splitlines()[1:])) <= 40
-
-
 def test_check_a_plan(cli, plan_file):
     shown = cli("check", plan_file)
     assert (shown.code, shown.err) == (0, "")
@@ -77,15 +45,6 @@ def test_check_a_plan(cli, plan_file):
     assert data["profile"] == "blocking"
     assert set(data["profiles"].values()) == {True}
     assert data["peak_activations"] == [2, 1]
-
-
-def test_check_over_the_memory_cap(cli, plan_file):
-    done = cli("check", plan_file, "--memory-cap", 1)
-    assert done.code == 1
-    assert "memory: rank 0 holds up to 2 microbatches' activations; the cap is 1" in done.out
-    data = cli("check", plan_file, "--memory-cap", 1, "--json")
-    assert data.code == 1
-    assert data.data["findings"][0]["point"] == "memory"
 
 
 def test_simulate(cli, plan_file, tmp_path):
@@ -124,12 +83,6 @@ def test_what_is_meant_is_said(refused, words, said):
     assert said in refused(2, *words)
 
 
-def test_compare_where_none_takes_the_shape(refused):
-    message = refused(2, "compare", "interleaved-1f1b", "--pp", 4, "-m", 7)
-    assert "none of these takes the shape" in message
-    assert "the nearest that works: 4 or 8" in message
-
-
 def test_pictures_that_cannot_be(refused, plan_file, monkeypatch):
     assert "name it .png or .svg" in refused(2, "render", plan_file, "-o", "out.gif")
     assert "name it .png or .svg" in refused(2, "compare", "1f1b", "--pp", 2, "-m", 2, "-o", "out")
@@ -146,12 +99,6 @@ def test_a_real_picture(cli, refused, plan_file, tmp_path):
     one, both = ((tmp_path / name).read_text() for name in ("out.svg", "both.svg"))
     assert ("gpipe on" in one, "gpipe on" in both, "1f1b on" in both) == (False, True, True)
     assert "cannot write the picture" in refused(2, "render", plan_file, "-o", "no/such/folder.png")
-
-
-@pytest.mark.parametrize("text", ["", "x", "1..", "..3", "0..3", "3..2", "-1", "1...3", "9" * 5000])
-def test_what_is_no_span(text):
-    with pytest.raises(qs.UsageError, match="--pp: "):
-        read_span(text, "--pp")
 
 
 MESH = ("--mesh", "pp=2", "-m", 4)

@@ -28,27 +28,12 @@ def rich(tmp_path) -> str:
     return "rich.json"
 
 
-def test_show_takes_costs(cli, refused, plan_file, rich):
-    expected = qs.Plan.load(plan_file).simulate(qs.Costs.model_validate(RICH))
-    shown = cli("show", plan_file, "--costs", rich).out.splitlines()
-    assert shown[0].endswith(f": {expected.makespan:g} ms long, bubble {100 * expected.bubble:.1f} %")
-    assert cli("show", plan_file, "--costs", rich, "--json").data["makespan"] == expected.makespan
-    assert "take none" in refused(2, "show", plan_file, "--costs", rich, "--rank", 0)
-
-
 def test_costs_for_other_microbatches_are_one_error(cli, refused, plan_file, rich):
     other = cli("compile", "-s", "1f1b", "--mesh", "pp=4", "-m", 8, "-o", "other.json")
     assert other.code == 0
     for command in (("simulate", "other.json"), ("show", "other.json"), ("compare", "1f1b", "--pp", 4, "-m", 8)):
         words = refused(1, *command, "--costs", rich)
         assert "costs: /microbatches has 4 values, but the plan has 8 microbatches" in words
-
-
-def test_a_search_takes_them(cli, refused, rich):
-    command = ("compile", "-s", "zb-auto", "--mesh", "pp=2", "--costs", rich)
-    found = qs.Plan.from_json(cli(*command, "-m", 4).out)
-    assert found == qs.compile("zb-auto", mesh="pp=2", microbatches=4, costs=qs.Costs.model_validate(RICH))
-    assert "/microbatches has 4 values, but the plan has 6 microbatches" in refused(1, *command, "-m", 6)
 
 
 def test_factors_from_a_trace(cli, refused, tmp_path, plan_file):

@@ -24,20 +24,6 @@ def test_there_and_back(cli, plan_file, tmp_path):
     assert cli("check", "back.json", "--profile", "blocking").code == 0
 
 
-def test_standard_output_and_input(cli, plan_file, tmp_path, monkeypatch):
-    done = cli("export", plan_file, "--to", "torch-csv", "--compute-only")
-    assert done.out == "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
-    assert done.err == "torch-csv: the file does not say the mesh; import it with --mesh dp=2,pp=2,tp=2\n"
-    (tmp_path / "order.csv").write_text(done.out)
-    with (tmp_path / "order.csv").open() as stream:
-        monkeypatch.setattr("sys.stdin", stream)
-        back = cli("import", "-", "--mesh", "dp=2,pp=2,tp=2")
-    plan = qs.Plan.from_json(back.out)
-    assert plan.schedule.name == "torch-csv"
-    assert plan.programs == qs.Plan.load(plan_file).programs
-    assert back.err.startswith("torch-csv on dp=2,pp=2,tp=2, 4 microbatches\nsound: ")
-
-
 def test_an_unsound_file_exits_1_with_the_counter_example(cli, refused, tmp_path):
     message = refused(1, "import", EXAMPLE, "--profile", "pair-stream", "-o", "plan.json")
     assert message.startswith(f"error: {EXAMPLE}: not sound: ")
@@ -86,12 +72,3 @@ def test_a_plan_goes_there_and_back_with_what_the_file_does_not_say(cli, tmp_pat
     assert qs.Plan.load(tmp_path / "alone.json").mesh == qs.Mesh(pp=2)
     qs.compile("1f1b", mesh="pp=2", microbatches=4).save(tmp_path / "plain.json")
     assert cli("export", "plain.json", "--to", "torch-csv", "-o", "plain.csv").err == ""
-
-
-def test_what_is_refused_on_the_way_out(refused, plan_file, tmp_path):
-    qs.compile("inference", mesh="pp=2", microbatches=2).save(tmp_path / "forward.json")
-    assert "it only computes forward" in refused(2, "export", "forward.json", "--to", "torch-csv")
-    assert "did you mean 'torch-csv'?" in refused(2, "export", plan_file, "--to", "torchcsv")
-    assert "cannot write the file" in refused(2, "export", plan_file, "--to", "torch-csv", "-o", "no/such/place.csv")
-    assert "cannot read the plan" in refused(2, "export", "missing.json", "--to", "torch-csv")
-    assert "cannot read the schedule" in refused(2, "import", "missing.csv")

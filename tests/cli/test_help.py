@@ -60,14 +60,6 @@ def help_of() -> str:
     return command.get_help(command.make_context("quintsched", [], resilient_parsing=True))
 
 
-@pytest.mark.processes
-def test_the_package_is_the_command(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "quintsched", "schedules", "--json"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("[")
-
-
 @pytest.fixture
 def shell(monkeypatch):
     """Return what has a shell be the one that the command is started from."""

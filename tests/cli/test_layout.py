@@ -6,7 +6,6 @@ import pytest
 
 import quintsched as qs
 from tests.layers import ROOT
-from tests.traces import write_trace
 
 LAYERS = ROOT / "examples" / "layers.json"
 
@@ -32,17 +31,6 @@ def test_costs_may_be_predicted(cli):
     assert sum(data["stages"]) == 34
     assert data["stages"][3] < data["stages"][1]
     assert data["gain"] > 0
-
-
-def test_costs_may_be_measured(cli, tmp_path):
-    plan = qs.compile("1f1b", mesh="pp=4", microbatches=8, stages=(2, 2, 2, 2))
-    plan.save(tmp_path / "traced.json")
-    times = (2.0, 3.0, 3.0, 6.0)
-    costs = qs.Costs(unit="ms", forward=times, backward_input=times, backward_weight=times)
-    write_trace(tmp_path / "traces", plan.simulate(costs))
-    done = cli("layout", "--trace", tmp_path / "traces", "--plan", tmp_path / "traced.json", "--json")
-    assert done.code == 0, done.err
-    assert json.loads(done.out)["stages"] == [3, 2, 2, 1]
 
 
 @pytest.mark.parametrize(

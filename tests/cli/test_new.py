@@ -110,21 +110,6 @@ def test_nothing_is_overwritten(fresh, refused):
     assert fresh.read_text() == "mine"
 
 
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("my_schedule", "name the file like my_schedule.py"),
-        ("2nd.py", "name the file like my_schedule.py"),
-        ('a"b.py', "name the file like my_schedule.py"),
-        ("gpipe.py", "there is a schedule 'gpipe' already"),
-        ("nowhere/mine.py", "nowhere/mine.py: cannot write the schedule"),
-    ],
-)
-def test_names_that_cannot_be(refused, file, message, tmp_path):
-    assert message in refused(2, "new", file)
-    assert list(tmp_path.iterdir()) == []
-
-
 ARGUMENTS = ("compile", "-s", "1f1b", "--mesh", "dp=2,pp=2", "-m", 2, "-o", "plan.json")
 
 
@@ -134,14 +119,6 @@ def test_print_after_all(cli):
     heads = re.findall(r"^== after ([\w-]+): ", done.err, re.MULTILINE)
     assert heads == ["order", *(step.name for step in TRAIN_PASSES)]
     assert done.err.count("OptStep") == 2, "only after the last one"
-
-
-def test_after_each_pass_from_python():
-    seen = []
-    plan = qs.compile("inference", mesh="pp=2", microbatches=2, after=lambda name, plan: seen.append((name, plan)))
-    assert [name for name, _ in seen] == ["order", *(step.name for step in FORWARD_PASSES)]
-    assert seen[-1][1] == plan
-    assert plan == qs.compile("inference", mesh="pp=2", microbatches=2)
 
 
 def _without_the_last_send(plan):

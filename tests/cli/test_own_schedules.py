@@ -37,12 +37,6 @@ for m in range(shape.microbatches):
 for m in range(shape.microbatches - (shape.pp == 3 and shape.microbatches > 1)):
     yield Bwd(rank, m)
 """
-CROSSES = """
-order = range(shape.microbatches) if rank % 2 else range(shape.microbatches - 1, -1, -1)
-for m in order:
-    yield Fwd(rank, m)
-    yield Bwd(rank, m)
-"""
 
 
 def test_the_example_is_proved(cli, root):
@@ -89,17 +83,6 @@ def test_the_smallest_shape_that_fails_is_shown(cli, write):
     assert "complete: rank 0 runs Bwd(stage=0, microbatch=1) 0 times instead of once" in done.out
     data = cli("check", target, "--pp", "3", "--microbatches", "2", "--json")
     assert (data.code, data.data["sound"], data.data["shapes"][0]["status"]) == (1, False, "unsound")
-
-
-def test_an_order_that_cannot_run_says_what_waits_for_what(refused, write):
-    target = write(own("crosses", CROSSES))
-    message = refused(1, "compile", "--schedule", target, "--mesh", "pp=2", "-m", 2)
-    assert "deadlock: the order of computation itself cannot run" in message
-    assert (
-        "rank 0 is stuck at 1 Bwd(stage=0, microbatch=1): it needs the output's gradient of stage 0, microbatch 1; "
-        "rank 1 makes it at 3 Bwd(stage=1, microbatch=1)" in message
-    )
-    assert ">0B1<" in message
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,6 @@ def _parts(row: dict[str, Any]) -> tuple[qs.Model, qs.Hardware, qs.Strategy]:
     return read.model, read.hardware, read.strategy
 
 
-def test_what_does_not_fit_says_so(cli) -> None:
-    row = {**GPT3, "gpus": 8, "pp": 1}
-    assert "DOES NOT FIT" in cli("predict", *flags(row)).out
-    assert cli("predict", *flags(row), "--json").data["fits"] is False
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -95,30 +89,12 @@ def test_rows_give_an_object_each(cli, tmp_path) -> None:
     assert "layers" in found[6]["error"]
 
 
-@pytest.mark.parametrize(("schedule", "options"), [("zbv", ()), ("zb-h2", ()), ("1f1b", ("--simulate",))])
-def test_a_simulation_that_takes_minutes_is_refused_before_the_work(
-    refused, tmp_path: Path, schedule: str, options: tuple[str, ...]
-) -> None:
-    (tmp_path / "deep.json").write_text(json.dumps(TINY | {"layers": 2048}))
-    row = {"model": "deep.json", "hardware": "a100-80gb", "gpus": 1024, "pp": 1024, "batch": 4096, "schedule": schedule}
-    assert "are simulated: take fewer pipeline ranks" in refused(2, "predict", *flags(row), *options)
-
-
 def test_flags_are_what_rows_leave_out(cli, tmp_path) -> None:
     rows = rows_file(tmp_path, [{"tp": 8}, {"tp": 4, "batch": 32}])
     rest = {name: value for name, value in GPT3.items() if name != "tp"}
     one, two = cli("predict", "--rows", rows, *flags(rest), "--json").data
     assert one == cli("predict", *flags(GPT3), "--json").data
     assert (two["strategy"]["tp"], two["strategy"]["dp"], two["strategy"]["batch"]) == (4, 2, 32)
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [('{"tp": 8}', "rows are a list of objects"), ("[{", "rows.json"), ('[{"tp": NaN}]', "NaN"), ("", "rows.json")],
-)
-def test_a_file_that_holds_no_rows(refused, tmp_path, content: str, words: str) -> None:
-    (tmp_path / "rows.json").write_text(content)
-    assert words in refused(1, "predict", "--rows", "rows.json")
 
 
 def test_files_that_are_not_there(refused) -> None:
@@ -142,13 +118,6 @@ def test_a_job_and_its_plan(cli, root, tmp_path) -> None:
     found = cli("predict", "plan.json", "job.yaml", "--hardware", "l4", "--zero", "0", "--json").data["strategy"]
     assert (found["pp"], found["schedule"], found["recompute"], found["seq"]) == (4, "gpipe", "full", 17)
     assert sum(found["stages"]) == 6
-
-
-def test_its_plan_in_the_simulator(cli, refused) -> None:
-    found = cli("predict", *flags(INTERLEAVED), "--simulate", "--json").data
-    assert found["simulated_step_s"] == pytest.approx(found["step_s"], rel=0.01)
-    assert "by its plan, event by event" in cli("predict", *flags(INTERLEAVED), "--simulate").out
-    assert "leave out one" in refused(2, "predict", *flags(INTERLEAVED), "--simulate", "--profile", "x.json")
 
 
 def test_one_strategy_is_predicted_and_written_as_a_framework_runs_it(tmp_path: Path, cli, refused) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.errors import InputError, UsageError
+from quintsched.errors import InputError
 from quintsched.formats.run_plan import save_beside
 from quintsched.trace.training_log import TrainingLog
 from tests.traces import write_trace
@@ -84,11 +84,6 @@ def test_the_page_of_a_run_has_its_steps_beside_the_plan(cli, refused, tmp_path)
     assert not re.search(r'(?:src|href)="http', page)
 
 
-def test_steps_that_a_resumed_run_did_again_count_once(tmp_path):
-    write(tmp_path / "run", START, step(2, 4.0), step(4, 3.0), step(6, 2.0), START, step(4, 3.25), step(6, 2.25))
-    assert TrainingLog.load(tmp_path / "run").series("loss") == ([2, 4, 6], [4.0, 3.25, 2.25])
-
-
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
@@ -101,13 +96,4 @@ def test_steps_that_a_resumed_run_did_again_count_once(tmp_path):
 def test_a_log_that_is_none_is_refused_with_the_line(tmp_path, name, text, says):
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=says):
-        TrainingLog.load(tmp_path)
-
-
-def test_a_folder_without_one_log_asks_for_its_name(tmp_path):
-    with pytest.raises(UsageError, match="no log"):
-        TrainingLog.load(tmp_path)
-    write(tmp_path, START, name="a.jsonl")
-    write(tmp_path, START, name="b.jsonl")
-    with pytest.raises(UsageError, match=r"name one of its logs: a.jsonl, b.jsonl"):
         TrainingLog.load(tmp_path)

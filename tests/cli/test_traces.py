@@ -52,27 +52,6 @@ def test_render_draws_measured_under_planned(cli, simulation, plan_file, tmp_pat
     assert data["measured"][0]["makespan"] == pytest.approx(data["makespan"], rel=0.001)
 
 
-def test_render_times_the_plan_by_other_costs_in_their_unit(cli, refused, simulation, plan_file, tmp_path):
-    (tmp_path / "costs.json").write_text('{"unit": "s", "forward": 0.02, "backward_input": 0.01, "backward_weight": 0}')
-    render = ("render", plan_file, "--trace", "traces", "-o", "both.json", "--costs")
-    data = cli(*render, "costs.json", "--json").data
-    assert data["unit"] == data["measured"][0]["unit"] == "s"
-    assert data["measured"][0]["makespan"] == pytest.approx(simulation.makespan / 1000, rel=0.001)
-    (tmp_path / "costs.json").write_text('{"forward": 2.0}')
-    assert "cannot be told in 'forward'" in refused(2, *render, "costs.json")
-
-
-def test_show_has_the_grid_of_measured_steps(cli, refused, plan_file, tmp_path):
-    write_trace(tmp_path / "traces", qs.Plan.load(plan_file).simulate(COSTS), scales=(1.0, 1.1))
-    lines = cli("show", plan_file, "--trace", "traces", "--steps", "2..3").out.splitlines()
-    names = [[name for name in line.split()[2:] if name not in "-."] for line in lines]
-    assert names[1:3] == names[5:7] == names[9:11]  # none is lost where short ones meet
-    assert [line.split(":")[0] for line in lines[4::4]] == ["measured, step 2", "measured, step 3"]
-    data = cli("show", plan_file, "--trace", "traces", "--json").data
-    assert len(data["measured"][0]["grid"]) == len(data["grid"])
-    assert "--trace is for the grid over time" in refused(2, "show", plan_file, "--trace", "traces", "--rank", "0")
-
-
 def test_steps_of_a_trace_are_chosen_and_merged_with_a_profile(cli, refused, plan_file, tmp_path):
     write_trace(tmp_path / "traces", qs.Plan.load(plan_file).simulate(COSTS), scales=(1.0, 1.1, 1.2))
     done = cli("render", plan_file, "--trace", "traces", "--steps", "3..9", "-o", "steps.svg")

@@ -26,17 +26,6 @@ def test_the_best_come_first(cli) -> None:
     assert found["reason"][0].startswith("why: ")
 
 
-def test_a_table_with_reasons(cli) -> None:
-    result = cli("tune", *FEW, "--top", "3")
-    lines = result.out.splitlines()
-    assert lines[0] == "llama-2-7b on 16 a100-80gb, 64 samples of 2048 tokens"
-    assert [line[0] for line in lines[4:7]] == ["1", "2", "3"]
-    assert lines[8].startswith("why: ")
-    assert "memory" in lines[9]
-    assert lines[10].startswith("the second ")
-    assert result.out == cli("tune", *FEW, "--top", "3").out
-
-
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -83,11 +72,3 @@ def test_the_best_is_written_as_plan_and_job(cli, tmp_path) -> None:
     assert plan.mesh.size == 16
     assert found["files"]["job"] == str(tmp_path / "best" / "job.yaml")
     assert "run it: quintsched run" in cli("tune", *FEW, "--emit", tmp_path / "best").out
-
-
-def test_days_and_cost_of_a_number_of_tokens(cli, refused) -> None:
-    lines = cli("tune", *FEW, "--tokens", "1B", "--price", "2").out.splitlines()
-    assert any(line.startswith("1B tokens: ") and "by GPU and hour" in line for line in lines)
-    data = cli("tune", *FEW, "--tokens", "1e9", "--price", "2", "--json").data
-    assert data["cost"] == pytest.approx(data["days"] * 24 * 16 * 2)
-    assert "write it like 15T" in refused(2, "tune", *FEW, "--tokens", "many")

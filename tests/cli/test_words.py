@@ -53,15 +53,6 @@ def test_predict_takes_a_mesh(cli, refused):
     assert "mesh: unknown axis 'xp'" in refused(2, "predict", *GPT, "--mesh", "xp=2")
 
 
-def test_tune_takes_a_mesh(cli, refused):
-    fixed = ("--microbatch", 1, "--schedule", "1f1b", "--zero", 1, "--top", 1)
-    found = cli("tune", *GPT, *fixed, "--mesh", "pp=8,tp=8,dp=2", "--json").data
-    chosen = found["strategies"][0]["strategy"]
-    assert [chosen[axis] for axis in ("dp", "pp", "tp", "cp", "ep")] == [2, 8, 8, 1, 1]
-    assert found["gpus"] == 128
-    assert "both say the mesh" in refused(2, "tune", *GPT, "--mesh", "dp=2,pp=8,tp=8", "--tp", "4,8")
-
-
 def test_words_mean_the_same_in_every_command(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     for command in (("compile",), ("compare",), ("check",), ("checkpoint", "reshard")):
