@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime.agreement.compared_run_settings import (
     code_settings,
     job_settings,
@@ -185,69 +184,3 @@ def iter_of(monkeypatch: pytest.MonkeyPatch) -> dict[int, Dataset]:
     name = threading.current_thread
     monkeypatch.setattr(batch_feed, "load_dataset", lambda *_: given[int(name().name.removeprefix("rank"))])
     return given
-
-
-SCALE = 1.0
-
-
-class Scaled(nn.Linear):
-    scale = 1.0
-
-    def __init__(self, factor: float = 1.0, activation: Any = torch.relu, bend: Any = None, rank: int = 0) -> None:
-        super().__init__(4, 4)
-        self.factor, self.activation, self.bend, self.rank = factor, activation, bend, rank
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.factor * SCALE
-
-
-class Halved(Scaled):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / 2
-
-
-def differing(name: str) -> dict[str, Any]:
-    """Return the definitions of a script with another number, or other code, on one rank, as its own module would."""
-    made: dict[str, Any] = {"nn": nn, "Scaled": Scaled, "__name__": "script", "FACTOR": 1.0, "my_rank": 0}
-    source = """
-def twice(x): return x * NUMBER
-class Block(Scaled):
-    def forward(self, x):
-        print("", end="" if my_rank else "")
-        return twice(super().forward(x)) * FACTOR
-def make(k):
-    return lambda output, targets: nn.functional.mse_loss(output, targets) * k
-"""
-    exec(source.replace("NUMBER", "3" if name == "code" else "2"), made)
-    made["FACTOR"] = 2.0 if name == "global" else 1.0
-    made["my_rank"] = int(name == "rank")
-    return made
-
-
-def trained(transport: Transport, blocks: list[nn.Module], loss: Any = mse) -> None:
-    Engine(qs.compile("1f1b", mesh="dp=3", microbatches=1), blocks, loss, sgd, transport=transport)
-
-
-def test_other_code_is_refused() -> None:
-    def run(transport: Transport) -> None:
-        trained(transport, [differing("code" if transport.rank == 1 else "")["Block"]()])
-
-    (words,) = set(refusals(3, run))
-    assert "(rank 1 differs from the others): block 0, itself is" in words
-    (words,) = set(refusals(3, lambda t: trained(t, [Halved() if t.rank == 1 else Scaled()])))
-    assert 'block 0 is "Halved" on rank 1' in words
-
-
-def test_data_that_one_rank_cannot_read_stop_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = iter_of(monkeypatch)
-    job = job_at(tmp_path)
-
-    def load(*_: object) -> Dataset:
-        raise MisfitError("no such disk")
-
-    def run(transport: Transport) -> None:
-        given[transport.rank] = dataset(32)
-        Trainer.of_job(job, plan_of(job), transport)
-
-    monkeypatch.setattr(batch_feed, "load_dataset", load)
-    assert set(refusals(4, run)) == {"no such disk"}

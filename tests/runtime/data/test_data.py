@@ -1,6 +1,5 @@
 import gzip
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -71,15 +70,6 @@ class TestSampler:
         assert len(orders) == 9
         assert next(samplers[1].batches(0)).tolist() == [3, 5, 2, 7, 0, 6, 1, 4]
 
-    def test_without_shuffling(self) -> None:
-        batches = BatchSampler(num_samples=5, batch_size=3, shuffle=False).batches(7)
-        assert [batch.tolist() for batch in batches] == [[0, 1, 2], [3, 4, PADDING]]
-
-    def test_out_of_range(self) -> None:
-        for wrong in ({"num_samples": 0}, {"batch_size": 0}, {"seed": -1}, {"seed": 2**64}):
-            with pytest.raises(UsageError):
-                BatchSampler(**{"num_samples": 4, "batch_size": 2, **wrong})
-
 
 class TestBatches:
     def test_gather_pads_after_normalizing(self) -> None:
@@ -89,12 +79,6 @@ class TestBatches:
         torch.testing.assert_close(inputs, torch.tensor([[2.0], [0.0], [-2.0]]))
         assert targets.tolist() == [6, IGNORED_TARGET, 4]
         assert pixels.tolist() == [[0], [10], [20]]
-
-    def test_tokens_keep_their_type(self) -> None:
-        split = Split(inputs=np.arange(6).reshape(3, 2), targets=np.arange(6).reshape(3, 2))
-        inputs, targets = gather_batch(split, np.array([1, PADDING]))
-        assert inputs.tolist() == [[2, 3], [0, 0]]
-        assert targets.tolist() == [[2, 3], [IGNORED_TARGET, IGNORED_TARGET]]
 
     def test_splits_are_checked(self) -> None:
         with pytest.raises(MisfitError, match="3 inputs and 2 targets"):
@@ -115,18 +99,6 @@ class TestDigits:
         assert inputs.dtype == torch.float32
         assert abs(inputs.mean()) < 0.02
         assert abs(inputs.std() - 1) < 0.02
-
-    def test_splits_are_disjoint_and_complete(self) -> None:
-        from sklearn.datasets import load_digits
-
-        dataset = load_dataset(DataConfig())
-        rows = np.concatenate([dataset.train.inputs, dataset.validation.inputs]).reshape(-1, 64)
-        assert sorted(map(bytes, rows)) == sorted(map(bytes, load_digits().data.astype(np.float32)))
-
-    def test_without_scikit_learn(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "sklearn", None)
-        with pytest.raises(UsageError, match=r"pip install 'quintsched\[examples\]'.*data.path"):
-            load_dataset(DataConfig())
 
 
 class TestIdx:
@@ -156,22 +128,6 @@ class TestIdx:
             file.write_bytes(content)
             with pytest.raises(InputError, match=fault):
                 read_idx(file, dims=dims)
-
-    def test_counts_and_sizes_must_be_equal(self, tmp_path: Path) -> None:
-        for name, shape, fault in (
-            ("labels-idx1", (3,), r"t10k-labels-idx1-ubyte: 3 labels, but .* holds 4 images"),
-            ("images-idx3", (4, 2, 2), "differ in size"),
-        ):
-            write_mnist(tmp_path)
-            (tmp_path / f"t10k-{name}-ubyte").write_bytes(idx(np.zeros(shape, dtype=np.uint8)))
-            with pytest.raises(InputError, match=fault):
-                load_dataset(DataConfig(path=str(tmp_path)))
-
-    def test_nothing_there(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"nowhere: no such directory.*train-images-idx3-ubyte"):
-            load_dataset(DataConfig(path=str(tmp_path / "nowhere")))
-        with pytest.raises(UsageError, match=r"train-images-idx3-ubyte\.gz, train-images\.idx3-ubyte, "):
-            load_dataset(DataConfig(path=str(tmp_path)))
 
 
 class TestNames:

@@ -122,10 +122,6 @@ LOADERS: dict[str, tuple[Callable[[], Any], int | None]] = {
     "rows over epochs": (loader(shuffle=True), 3),
     "more rows than an epoch": (loader(partial(Rows, "process"), shuffle=True, generator=own_generator), 6),
 }
-WORKERS: dict[str, tuple[Callable[[], Any], int | None]] = {
-    "workers": (loader(partial(Rows, "process"), shuffle=True, num_workers=2), None),
-    "workers' own": (loader(partial(Rows, "own"), shuffle=True, num_workers=2), None),
-}
 REFUSED: dict[str, tuple[Callable[[], Any], int | None, str]] = {
     "stream": (loader(Stream), 4, "a DataLoader, is: its data set, a Stream, has no index"),
     "secretive": (loader(sampler=Secretive), None, r"sampler, a Secretive, follows from no epoch \(set_epoch\)"),
@@ -191,13 +187,6 @@ def test_a_loader_goes_on_behind_any_batch(kind: str) -> None:
     require_resumable(*LOADERS[kind])
 
 
-@pytest.mark.processes
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", WORKERS)
-def test_so_do_workers(kind: str) -> None:
-    require_resumable(*WORKERS[kind], every=8)
-
-
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_has_neither_state_nor_position_is_refused_as_it_is_saved(kind: str) -> None:
     make, batches, words = REFUSED[kind]
@@ -228,14 +217,3 @@ def test_a_mark_tells_batches_apart() -> None:
     for name, other in {"ids": batch["ids"] + 1, "labels": [torch.tensor([2, 1])], "name": "b"}.items():  # type: ignore[operator]
         assert not is_marked(mark_of(sample_of({**batch, name: other})), mark)
     assert mark_of(sample_of({"none": None, "empty": torch.ones(0), "kind": torch.ones(3, dtype=torch.bfloat16)}))
-
-
-@pytest.mark.parametrize("kind", ["own", "by the epoch"])
-def test_without_a_state_all_batches_are_given_again(kind: str) -> None:
-    """As for another number of replicas: loaders are where they had been, had the run begun with these."""
-    make, batches = (Own, None) if kind == "own" else LOADERS[kind]
-    whole = list(Run(make, batches, seed=1).go_on(0, 0, saved=False))
-    for at, (epoch, batch, *_) in enumerate(whole[:-1]):
-        run = Run(make, batches, seed=2)
-        run.feed.restore(None, epoch, batch, run.said.append)
-        assert list(run.go_on(epoch, batch, saved=False)) == whole[at + 1 :]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintsched.errors import InputError, UsageError
-from quintsched.runtime.data import IGNORED_TARGET, PADDING, TokenDataset, TokenSamples, load_dataset
+from quintsched.runtime.data import IGNORED_TARGET, TokenDataset, TokenSamples, load_dataset
 from quintsched.runtime.data import token_windows as windows_module
 from quintsched.runtime.data.token_sample_order import MIXTURE_BLOCK, permuted, shares_of
 from quintsched.runtime.settings.job_file import DataConfig
@@ -108,19 +108,6 @@ def test_documents_of_packed_windows(tmp_path: Path) -> None:
     assert torch.equal(alone[2]["document_ids"], extras["document_ids"])
 
 
-def test_an_epoch_has_each_window_once_in_an_order_of_its_own(tmp_path: Path) -> None:
-    write(tmp_path, [30] * 10)
-    samples = load(tmp_path, sequence=4).train
-    epochs = [everything(samples, epoch=epoch, seed=seed)[0].tolist() for epoch, seed in ((0, 0), (1, 0), (0, 1))]
-    assert len({str(epoch) for epoch in epochs}) == 3
-    assert len({str(sorted(epoch)) for epoch in epochs}) == 1
-    assert len({str(row) for row in epochs[0]}) == len(samples)
-    assert samples.batch(np.arange(len(samples), 2 * len(samples)))[0].tolist() == epochs[1]
-    some = samples.batch(np.array([5, PADDING, 2]), 1, 0)
-    assert some[0].tolist() == [epochs[1][5], [0] * 4, epochs[1][2]]
-    assert some[1][1].tolist() == [IGNORED_TARGET] * 4
-
-
 def test_a_mixture_has_its_weights_in_every_block(tmp_path: Path) -> None:
     for name, lengths in (("few", [6, 9]), ("many", [40] * 12), ("some", [20] * 5)):
         write(tmp_path / name, lengths)
@@ -142,27 +129,6 @@ def test_a_mixture_has_its_weights_in_every_block(tmp_path: Path) -> None:
     assert again[1].tolist() == windows[[19_999, 12_345, 7]].tolist()
     assert (samples.windows(np.arange(MIXTURE_BLOCK), seed=8)[0] != owners[:MIXTURE_BLOCK]).any()
     assert shares_of([1, 1, 1]) == [3334, 3333, 3333]
-
-
-def test_digests_tell_data_and_options_apart(tmp_path: Path) -> None:
-    write(tmp_path / "a", [30] * 5)
-    write(tmp_path / "b", [30] * 6)
-    (tmp_path / "copy").mkdir()
-    for path in (tmp_path / "a").iterdir():
-        (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
-    digests = [
-        load(tmp_path / name, **{"sequence": 4, **options}).train.digest()
-        for name, options in (
-            ("a", {}),
-            ("b", {}),
-            ("a", {"sequence": 5}),
-            ("a", {"pack": False}),
-            ("a", {"mask_documents": True}),
-            ("a", {"validation": 0.3}),
-        )
-    ]
-    assert len(set(digests)) == len(digests)
-    assert load(tmp_path / "copy", sequence=4).train.digest() == digests[0]
 
 
 def test_what_does_not_do(tmp_path: Path) -> None:

@@ -108,22 +108,6 @@ def test_other_replicas_go_on_to_the_sample() -> None:
     assert "gives 3 batches once more" in said[0]
 
 
-def test_a_data_set_of_hugging_face_in_streaming_mode() -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def source() -> Any:
-        return datasets.Dataset.from_dict({"text": TEXTS}).to_iterable_dataset(num_shards=3)
-
-    expected = rows(stream(source()))
-    assert len(expected) == len(rows(stream(TEXTS)))
-    for stop in range(len(expected)):
-        before, after = stream(source()), stream(source())
-        begun = iter(before)
-        assert rows(next(begun) for _ in range(stop)) == expected[:stop]
-        after.load_state_dict(before.state_dict())
-        assert rows(after) == expected[stop:]
-
-
 def test_what_is_refused() -> None:
     for options, words in (
         ({"sequence": 0}, "sequence=0"),

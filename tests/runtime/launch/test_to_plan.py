@@ -85,23 +85,6 @@ def test_no_name_in_a_plan_is_resolved(tmp_path: Path) -> None:
         plan_of(job(parallel={"schedule": "afab"}), path)
 
 
-def test_an_alias_and_axes_of_one_rank_are_no_disagreement(tmp_path: Path) -> None:
-    path, _ = saved(tmp_path, "afab", "dp=1,pp=2")
-    for mesh in ("pp=2", "dp=1,pp=2", "pp=2,dp=1", "pp=2,tp=1", {"pp": 2}):
-        assert plan_of(job(parallel={"schedule": "afab", "mesh": mesh}), path).schedule.name == "gpipe"
-    path, _ = saved(tmp_path, "gpipe", "dp=2,pp=2")
-    with pytest.raises(qs.MisfitError, match="mesh is pp=2,dp=2 in the job file but dp=2,pp=2 in the plan"):
-        plan_of(job(parallel={"mesh": "pp=2,dp=2"}), path)
-
-
-def test_auto_that_stayed_native_is_no_disagreement(tmp_path: Path) -> None:
-    path, plan = saved(tmp_path, "1f1b", communication="auto")
-    assert plan.communication.means == "native"
-    assert plan_of(job(parallel={"communication": "auto"}), path) == plan
-    with pytest.raises(qs.MisfitError, match="communication is ring in the job file but native in the plan"):
-        plan_of(job(parallel={"communication": "ring"}), path)
-
-
 @pytest.mark.parametrize(
     ("stages", "tied"),
     [([1, 4, 1], {"embedding": (0, 2)}), ([2, 4, 0], {"embedding": (0, 1)}), ([6, 0, 0], {})],
@@ -110,11 +93,3 @@ def test_what_a_model_ties_lies_on_the_last_stage_with_blocks(stages: list[int],
     model = {"name": "gpt", "options": {"hidden": 32, "depth": 4, "tied": True}}
     plan = plan_of(job(model=model, parallel={"mesh": "pp=3", "stages": stages}))
     assert (plan.tied, plan.blocks_per_stage) == (tied, tuple(stages))
-
-
-def test_stages_cannot_be_measured_and_given(tmp_path: Path) -> None:
-    with pytest.raises(qs.UsageError, match=r"balance is measured, but .* \(3,1\); leave out one of them"):
-        plan_of(job(parallel={"mesh": "pp=2", "stages": [3, 1], "balance": "measured"}))
-    path, _ = saved(tmp_path, "1f1b", stages=[3, 1])
-    with pytest.raises(qs.UsageError, match="balance is measured"):
-        plan_of(job(parallel={"balance": "measured"}), path)

@@ -205,14 +205,3 @@ def test_a_mean_over_uneven_targets_is_refused_beside_them(mesh: str, is_first: 
     with pytest.raises(MisfitError, match=r"blocks have losses of their own .* return \(sum, weight\)"):
         run_local(plan.mesh.size, run)
     assert len(refused) == plan.mesh.size or not is_first
-
-
-def test_a_loss_says_always_or_never_what_it_weighs() -> None:
-    def sometimes(output: Tensor, targets: Tensor) -> Any:
-        total, count = F.cross_entropy(output, targets, reduction="sum"), (targets != -100).sum()
-        return (total, count) if count else total
-
-    for labels in (LABELS, LABELS.flip(0)):
-        engine = Engine(qs.compile("gpipe", mesh="pp=1", microbatches=7), BLOCKS, sometimes, sgd, dtype=torch.float64)
-        with pytest.raises(MisfitError, match=r"return \(sum, weight\) always"):
-            engine.step(INPUTS, labels.roll(3))

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quintsched.cli import run_and_verify
 from quintsched.errors import UsageError
-from quintsched.runtime.data.data_sources import TextOptions
-from quintsched.runtime.data.token_mixture import TokenOptions
-from quintsched.runtime.models.gpt import MoEGPTOptions
-from quintsched.runtime.models.vit import ViTOptions
 from quintsched.runtime.settings.foreign_keys import FOREIGN_KEYS, find_foreign_key
 from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.settings.run_settings import RunSettings, Settings, read_settings
@@ -32,27 +25,11 @@ def keys(kind: type[Settings], prefix: str = "") -> Iterator[str]:
             yield from keys(field.annotation, f"{prefix}{name}.")
 
 
-OPTIONS = [
-    *keys(MoEGPTOptions, "model.options."),
-    *keys(ViTOptions, "model.options."),
-    *keys(TextOptions, "data.options."),
-    *keys(TokenOptions, "data.options."),
-]
-OURS = {*keys(JobConfig), *OPTIONS}
-
-
 def refusal(values: dict[str, Any], kind: type[Settings] = JobConfig, prefix: str = "") -> str:
     """Return what settings are refused with, without the line of their source."""
     with pytest.raises(UsageError) as error:
         read_settings(kind, values, "job.yaml", prefix)
     return str(error.value).partition("\n  ")[2]
-
-
-def test_each_word_has_one_meaning_which_is_a_key_of_ours() -> None:
-    assert Counter(word for _, word in WORDS).most_common(1)[0][1] == 1
-    flags = re.findall(r'"(--[\w-]+)', Path(run_and_verify.__file__).read_text(encoding="utf-8"))
-    for meaning in FOREIGN_KEYS:
-        assert meaning.ours in (flags if meaning.ours.startswith("--") else OURS), meaning.ours
 
 
 @pytest.mark.parametrize("section", ["", "train.optimizer"])

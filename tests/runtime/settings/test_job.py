@@ -14,7 +14,7 @@ from quintsched.errors import UsageError
 from quintsched.runtime.data.data_sources import load_dataset
 from quintsched.runtime.models import tied_weights
 from quintsched.runtime.settings.job_file import JobConfig, load_job
-from quintsched.runtime.settings.run_settings import Settings, read_settings
+from quintsched.runtime.settings.run_settings import Settings
 
 Load: TypeAlias = Callable[..., JobConfig]
 Refuse: TypeAlias = Callable[..., str]
@@ -71,13 +71,6 @@ class TestReading:
         assert (config.train.optimizer.lr, config.train.optimizer.betas) == (1e-4, (0.9, 0.95))
         assert config.train.clip == 1.0
         assert config.parallel.mesh == "dp=2,pp=2,tp=2"
-
-    def test_small_numbers(self, job: Load) -> None:
-        for text in ("1e-4", "1E-4", "+1e-4", "1.e-4", "1.0e-4", ".1e-3", "0.0001"):
-            assert job(f"train: {{optimizer: {{lr: {text}}}}}").train.optimizer.lr == pytest.approx(1e-4)
-
-    def test_words_that_begin_like_numbers(self, job: Load) -> None:
-        assert job("model: {name: 1e-4-vit}").model.name == "1e-4-vit"
 
     def test_it_can_be_written_and_read_back(self, job: Load) -> None:
         config = job("train: {epochs: 3, optimizer: {name: sgd, momentum: 0.9}}\nparallel: {mesh: {dp: 2, pp: 4}}")
@@ -161,13 +154,6 @@ class TestFaults:
     def test_wrong_values(self, fault: Refuse, text: str, words: str) -> None:
         assert words in fault(text)
 
-    def test_settings_without_a_default(self) -> None:
-        class Sizes(Settings):
-            width: int
-
-        with pytest.raises(UsageError, match=r"^here:\n  model\.options\.width: is required$"):
-            read_settings(Sizes, {}, "here", prefix="model.options")
-
 
 class TestYaml:
     @pytest.mark.parametrize(
@@ -189,27 +175,6 @@ class TestYaml:
     )
     def test_broken_files(self, fault: Refuse, text: str, words: str) -> None:
         assert words in fault(text)
-
-    def test_keys_make_no_lines_of_their_own(self, fault: Refuse) -> None:
-        said = fault('train: {"lr\\e[31m\\nerror: x": 1, epochs: "a\\nb"}').splitlines()[1:]
-        assert said[0] == "  train.epochs: input should be a valid integer, not 'a\\nb'"
-        assert said[1].startswith("  train.lr\\x1b[31m error: x: unknown key")
-        assert len(said) == 2
-
-    def test_merged_keys_are_not_given_twice(self, job: Load) -> None:
-        config = job("model: {options: {a: &a {x: 1}, b: {c: &b {<<: *a, x: 2}}, d: {<<: *b, x: 3}}}")
-        assert config.model.options == {"a": {"x": 1}, "b": {"c": {"x": 2}}, "d": {"x": 3}}
-
-    def test_no_such_file(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"nowhere.yaml: cannot read the job file: No such file"):
-            load_job(tmp_path / "nowhere.yaml")
-        with pytest.raises(UsageError, match="Is a directory"):
-            load_job(tmp_path)
-        with pytest.raises(UsageError, match="it is a device, not a file"):
-            load_job("/dev/zero")
-        (tmp_path / "long.yaml").write_bytes(b"#" * 2**19)
-        with pytest.raises(UsageError, match=f"it has {2**19} bytes, more than the {2**18} that are read"):
-            load_job(tmp_path / "long.yaml")
 
     @settings(deadline=None)
     @given(content=st.binary(max_size=60) | st.text("abc:[]{}-&*!'\"\n 0<?,|>%@`", max_size=60).map(str.encode))

@@ -49,15 +49,6 @@ def test_a_printed_job_has_every_key_with_its_meaning() -> None:
     assert "epochs" not in values["train"]
 
 
-def test_a_printed_job_has_overrides_and_short_forms(tmp_path: Path) -> None:
-    job = tmp_path / "job.yaml"
-    job.write_text("parallel: auto\n")
-    text = job_yaml(load_job(job, ["train.epochs=7", "log.sinks=[wandb]"]))
-    assert "\n  epochs: 7\n" in text
-    assert "\n  auto:\n    # Ranks; none:" in text
-    assert "\n  sinks: [{name: wandb, options: {}}]\n" in text
-
-
 @pytest.mark.processes
 def test_the_command_prints_both_and_runs_nothing(tmp_path: Path) -> None:
     quintsched = (sys.executable, "-c", "import quintsched.cli; quintsched.cli.main()", "run")

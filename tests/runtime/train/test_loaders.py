@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError, QuintschedError, UsageError
-from quintsched.runtime.data.user_loaders import OTHER_DATA, LoaderFeed, batch_of
+from quintsched.runtime.data.user_loaders import OTHER_DATA, LoaderFeed
 from quintsched.runtime.settings.job_file import JobConfig
 
 from ...helpers.jobs import fit
-
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata asks torch for it
 
 FILE = """
 from functools import partial
@@ -67,12 +65,6 @@ def mine(replica, num_replicas):
 
 def endless(replica, num_replicas):
     return Loaders(Shuffled(replica, num_replicas, True), validation=[(INPUTS[:4], TARGETS[:4])], batches=7)
-
-def torchdata(replica, num_replicas):
-    from torchdata.stateful_dataloader import StatefulDataLoader
-    generator = torch.Generator().manual_seed(7 + replica)
-    rows = ROWS[replica::num_replicas]
-    return StatefulDataLoader(rows, batch_size=4, shuffle=True, generator=generator, drop_last=True)
 
 class Whole(Shuffled):
     '''All replicas draw the same order, and take their shares of each batch.'''
@@ -137,9 +129,6 @@ def shared(replica, num_replicas):
 def four(replica):
     return [(INPUTS[replica : replica + 4], TARGETS[replica : replica + 4])] * 5
 
-def ragged():
-    return torch.utils.data.DataLoader(ROWS[:30], batch_size=8)
-
 def forgetful():
     return [(INPUTS[:4], TARGETS[:4])] * 5
 
@@ -173,14 +162,10 @@ def forget_after(tmp_path: Path, step: int) -> None:
 GOES_ON: dict[str, tuple[str, str, str, int, dict[str, Any]]] = {
     "where loaders were": ("mine", "dp=2", "", 6, {}),
     "where endless loaders were, in DCP": ("endless", "dp=2,pp=2", "", 9, {"format": "dcp"}),
-    "where those of torchdata were": ("torchdata", "dp=2,pp=2", "", 3, {}),
-    "at the end of an epoch, which is the beginning of the next": ("mine", "dp=2", "", 5, {"every": 0}),
-    "on another mesh with as many replicas": ("mine", "dp=2", "dp=2,pp=2", 3, {}),
     "with loaders of other replicas": ("whole", "dp=2", "pp=2", 9, {}),
     "behind any batch, with loaders that have a position": ("plain", "dp=2", "", 6, {}),
     "behind any batch of a list, in DCP": ("forgetful", "dp=2", "", 6, {"format": "dcp"}),
     "for other replicas, with loaders without a state": ("shared", "dp=2", "dp=1", 9, {}),
-    "behind a smaller last batch, which is no other number of samples": ("ragged", "dp=1", "", 11, {"every": 1}),
 }
 """Loader, mesh, another mesh if any, step, and settings of the checkpoints of a run that goes on."""
 
@@ -189,8 +174,6 @@ GOES_ON: dict[str, tuple[str, str, str, int, dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", GOES_ON)
 def test_a_run_goes_on(kind: str, tmp_path: Path) -> None:
     load, first, second, step, more = GOES_ON[kind]
-    if load == "torchdata":
-        pytest.importorskip("torchdata")
     expected = weights_of(job(tmp_path, load, mesh=first, **more))
     forget_after(tmp_path, step)
     assert (tmp_path / "out" / f"step-{step:08d}" / "manifest.json").exists()
@@ -242,15 +225,6 @@ def test_as_many_samples_make_a_step_as_before(tmp_path: Path) -> None:
 def test_what_is_no_loader_is_refused(tmp_path: Path, load: str, message: str) -> None:
     with pytest.raises(QuintschedError, match=message):
         fit(job(tmp_path, load))
-
-
-def test_batches_come_in_three_shapes() -> None:
-    assert batch_of((1, 2)) == (1, 2, {})
-    assert batch_of([1, 2, {"mask": 3}]) == (1, 2, {"mask": 3})
-    assert batch_of({"labels": 2, "input_ids": 1, "mask": 3}) == (1, 2, {"mask": 3})
-    for odd in (1, (1,), {"x": 1}, {"labels": 1}):
-        with pytest.raises(UsageError, match="a batch is"):
-            batch_of(odd)
 
 
 def test_a_length_has_to_be_true() -> None:

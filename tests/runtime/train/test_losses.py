@@ -2,8 +2,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from quintsched.errors import UsageError
@@ -12,20 +10,6 @@ from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.train.built_in_losses import CausalZLoss, ZLoss, correct_sum, cross_entropy_sum, with_z_loss
 
 from ...helpers.jobs import fit
-
-
-@settings(deadline=None)
-@given(real=st.integers(0, 6), padding=st.integers(0, 6), cut=st.integers(0, 12), seed=st.integers(0, 99))
-def test_sums_over_pieces_are_the_whole(real: int, padding: int, cut: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    logits = torch.randn(real + padding, 4, dtype=torch.float64)
-    targets = torch.randint(4, (real + padding,))
-    targets[real:] = IGNORED_TARGET
-    pieces = [cross_entropy_sum(logits[part], targets[part]) for part in (slice(cut), slice(cut, None))]
-    assert sum(weight.item() for _, weight in pieces) == real
-    expected = F.cross_entropy(logits[:real], targets[:real], reduction="sum")
-    torch.testing.assert_close(pieces[0][0] + pieces[1][0], expected)
-    assert correct_sum(logits, targets) == (logits[:real].argmax(1) == targets[:real]).sum()
 
 
 @pytest.mark.parametrize(

@@ -94,14 +94,6 @@ def test_what_a_class_does_not_take_is_said() -> None:
             build_optimizer(OptimizerConfig.model_validate(settings), nn.Linear(2, 2).named_parameters())
 
 
-def test_a_class_of_a_package_and_one_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("import torch\nclass Mine(torch.optim.SGD):\n    pass\n")
-    for name in ("torch.optim:SGD", f"{tmp_path / 'mine.py'}:Mine"):
-        optimizer = build_optimizer(OptimizerConfig(name=name, lr=0.5), nn.Linear(2, 2).named_parameters())
-        assert isinstance(optimizer, torch.optim.SGD)
-        assert optimizer.param_groups[0]["lr"] == 0.5
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

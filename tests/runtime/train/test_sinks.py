@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from quintsched.errors import UsageError, WriteError
 from quintsched.runtime.settings.job_file import JobConfig, SinkConfig
-from quintsched.runtime.train.reporter import Reporter, Sinks, require_sinks
+from quintsched.runtime.train.reporter import Reporter, require_sinks
 
 from ...helpers.jobs import fit, launch
 
@@ -68,37 +67,6 @@ def test_tensorboard_reads_it(tmp_path: Path) -> None:
     found.Reload()
     assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3]
     assert "epoch/validation_accuracy" in found.Tags()["scalars"]
-
-
-WANDB = """
-calls = []
-
-class Run:
-    def log(self, figures, step): calls.append((step, figures))
-    def finish(self): calls.append("finished")
-
-def init(**options):
-    calls.append(options)
-    return Run()
-"""
-
-
-def test_weights_and_biases_is_sent_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "wandb.py").write_text(WANDB)
-    monkeypatch.syspath_prepend(tmp_path)
-    sinks = [SinkConfig(name="wandb", options={"project": "mine"})]
-    require_sinks(sinks)
-    with Sinks(sinks) as opened:
-        opened.pass_record({"event": "step", "step": 4, "epoch": 1, "loss": 2.5, "expert_tokens": {"1.mlp": [3, 4]}})
-        opened.pass_record({"event": "start", "step": 0})
-    import wandb
-
-    expected: Mapping[str, float] = {
-        "train/loss": 2.5,
-        "train/expert_tokens/1.mlp/0": 3.0,
-        "train/expert_tokens/1.mlp/1": 4.0,
-    }
-    assert wandb.calls == [{"project": "mine"}, (4, expected), "finished"]
 
 
 def test_what_is_not_there_is_said_before_the_run(

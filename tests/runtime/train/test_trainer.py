@@ -12,9 +12,7 @@ import torch
 
 import quintsched as qs
 from quintsched.errors import UsageError
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.launch.job_plan import plan_of
-from quintsched.runtime.train.trainer import Trainer
 from quintsched.trace.measured_trace import Trace
 
 from ...helpers.jobs import data_file, figures, fit, interrupt_after, job
@@ -67,30 +65,6 @@ def test_a_trace_of_more_steps_than_there_are_is_written_at_the_end(data_file: P
     other = qs.compile(plan.schedule.name, mesh=plan.mesh, microbatches=plan.schedule.microbatches + 1)
     with pytest.raises(qs.MisfitError, match=r"another plan: schedule\.microbatches is \d+ there, but \d+ here"):
         Trace.load(tmp_path / "trace", other)
-
-
-@pytest.mark.parametrize(
-    ("runtime", "error", "words"),
-    [
-        ({"trace": "taken"}, qs.UsageError, r"taken: cannot write the trace \(runtime.trace\): File exists"),
-        ({"trace": "free", "trace_first": 6}, qs.MisfitError, "trace_first is 6, but this run ends after 6 steps"),
-    ],
-)
-def test_a_trace_that_cannot_be_written_is_refused_before_training(
-    data_file: Path, tmp_path: Path, runtime: dict[str, Any], error: type[Exception], words: str
-) -> None:
-    (tmp_path / "taken").touch()
-    config = job(data_file, train={"epochs": 1}, runtime=runtime | {"trace": str(tmp_path / runtime["trace"])})
-    trainers = []
-
-    def run(transport: Transport) -> None:
-        trainers.append(Trainer.of_job(config, plan_of(config), transport))
-        trainers[-1].fit()
-
-    with pytest.raises(error, match=words):
-        run_local(4, run)
-    assert not any(trainer.progress.step for trainer in trainers)
-    assert not (tmp_path / "free").exists()
 
 
 @pytest.mark.parametrize(("every", "dropout"), [(0, 0.0), (4, 0.1)])

@@ -17,7 +17,7 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, read_manifest
 
-from ...helpers.jobs import data_file, figures, fit, interrupt_after, job
+from ...helpers.jobs import data_file, fit, interrupt_after, job
 from ..toys import sgd
 
 __all__ = ["data_file"]
@@ -55,16 +55,6 @@ def test_a_stage_that_only_reshapes_does_not_send_from_a_receive_buffer() -> Non
 
 def checkpointed(data_file: Path, tmp_path: Path, **sections: Any) -> Any:
     return job(data_file, checkpoint={"dir": str(tmp_path / "c")} | sections.pop("checkpoint", {}), **sections)
-
-
-def test_resume_where_checkpoints_fall_on_the_end_of_an_epoch_and_few_steps_are_left_to_trace(
-    data_file: Path, tmp_path: Path
-) -> None:
-    runtime = {"trace": str(tmp_path / "trace"), "trace_first": 2, "trace_steps": 8}
-    interrupt_after(checkpointed(data_file, tmp_path, checkpoint={"every": 6}), steps=13)
-    config = checkpointed(data_file, tmp_path, checkpoint={"every": 6}, runtime=runtime)
-    assert figures(fit(config, resume=True)[0][0]) == figures(fit(job(data_file))[0][0])
-    assert len(list((tmp_path / "trace").glob("rank*.json"))) == 4
 
 
 def test_resume_after_a_loss_that_was_not_finite(data_file: Path, tmp_path: Path) -> None:

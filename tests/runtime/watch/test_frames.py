@@ -65,12 +65,6 @@ def test_what_is_no_message_or_no_plan_is_refused() -> None:
             plan_of(payload)
 
 
-def test_a_plan_that_swells_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quintsched.runtime.watch.monitor_sockets.MOST_PLAN", 1000)
-    with pytest.raises(FrameError):
-        plan_of(struct.pack(">I", 1) + zlib.compress(bytes(1001)))
-
-
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_reader(data: bytes) -> None:
     kept = reader()

@@ -16,9 +16,9 @@ import pytest
 
 import quintsched as qs
 from quintsched.runtime.watch import announce_verdict
-from quintsched.runtime.watch.connect_to_monitor import WatchOptions, find_watch, tell_end
+from quintsched.runtime.watch.connect_to_monitor import tell_end
 from quintsched.runtime.watch.hang_monitor import Hub
-from quintsched.runtime.watch.monitor_sockets import FRAME_HEAD, JSON, KEY
+from quintsched.runtime.watch.monitor_sockets import FRAME_HEAD, JSON
 from quintsched.runtime.watch.verdict_timing import Member
 from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.states import Fate
@@ -118,19 +118,6 @@ def test_strangers_learn_nothing_and_cannot_speak(hub: Hub) -> None:
             stranger.sendall(said)
             assert stranger.recv(4096) == b""
     assert hub.verdict is None
-
-
-def test_a_rank_that_does_not_know_the_key_is_heard_by_nobody(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, value in (hub.environment | {KEY: "another"}).items():
-        monkeypatch.setenv(name, value)
-    publisher = find_watch(0, 2, WatchOptions(), host_waits=True)
-    assert publisher is not None
-    publisher.number_of(qs.compile("1f1b", mesh="pp=2", microbatches=2))
-    assert publisher.explain_failed_wait("lost") is None
-    publisher.close()
-    assert "rank 0 is not watched" in caplog.text
 
 
 def _frame(message: dict[str, object]) -> bytes:

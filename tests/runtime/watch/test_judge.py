@@ -98,14 +98,6 @@ def test_a_rank_that_refuses_before_others_have_connected_is_judged_when_they_ha
     assert run.after(0.1) is Ruling.JUDGE
 
 
-def test_a_run_that_ends_as_it_should_is_over() -> None:
-    run = Run()
-    for member in run.members:
-        assert run.after(0.3) is Ruling.GO_ON
-        member.has_ended = True
-    assert run.after(0.1) is Ruling.OVER
-
-
 @pytest.mark.parametrize("another_waits", [False, True])
 def test_processes_that_come_to_their_end_in_set_up_are_no_failure_unless_another_waits(another_waits: bool) -> None:
     run = Run(START)
@@ -151,17 +143,3 @@ def test_a_complaint_waits_for_a_silent_machine_to_be_found_cut_off(is_cut: bool
     else:
         assert run.after(4) is Ruling.GO_ON
         assert run.after(2) is Ruling.JUDGE
-
-
-def test_a_stall_waits_for_the_answers_of_other_machines() -> None:
-    run = Run()
-    away = run.members[2]
-    away.is_here, away.heard_s = False, run.now_s
-    rulings = []
-    while Ruling.ASK not in rulings:
-        away.heard_s = run.now_s
-        run.now_s += 1.0
-        rulings.append(run.judge.look(run.now_s))
-    assert run.after(5) is Ruling.GO_ON
-    away.heard_s = run.now_s
-    assert run.after(0.1) is Ruling.JUDGE

@@ -125,36 +125,8 @@ def test_the_limit_of_a_pause(patience: Patience, is_warm: bool, passes_s: float
     assert stalls_s is None or run.make_step(stalls_s)
 
 
-def test_a_rank_that_is_stopped_has_the_time_of_a_step_wherever_it_is() -> None:
-    run = warm(Patience(timeout_s=300))
-    run.go(1, place(phase="save"))
-    assert not run.stand(FLOOR_S - 0.5, stopped=True)
-    assert run.stand(2, stopped=True)
-
-
-def test_shapes_that_come_late_have_the_time_of_a_setup_and_leave_the_limit() -> None:
-    """Proofs for a last batch of fewer samples may take longer than any step has taken."""
-    run = warm(Patience(timeout_s=300))
-    for rank in (0, 1):
-        run.go(rank, place(-1, 6, entered=6))
-        run.go(rank, place(-1, 6, phase="setup", entered=7))
-    assert not run.stand(100)
-    for rank in (0, 1):
-        run.go(rank, place(0, 6, wait=WAITS if rank else NOTHING, entered=8))
-    assert run.stand(FLOOR_S + 1)
-
-
 def test_no_time_passes_while_the_hub_does_not_run() -> None:
     run = warm()
     run.now_s += 3600
     assert not run.stand(FLOOR_S - 1.5)
     assert run.stand(2)
-
-
-def test_slow_loading_does_not_lengthen_the_limit_of_steps() -> None:
-    run = warm(Patience(timeout_s=300))
-    for number in range(10):
-        run.go(0, place(phase="data", entered=100 + number))
-        assert not run.stand(60)
-        run.make_step()
-    assert run.make_step(FLOOR_S + 1)

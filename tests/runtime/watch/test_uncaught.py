@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,7 @@ import torch
 from torch import nn
 
 import quintsched as qs
-from quintsched.errors import UsageError
-from quintsched.runtime import Engine, run_local, split
+from quintsched.runtime import Engine, run_local
 from quintsched.runtime.watch import uncaught_error
 from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
 from quintsched.runtime.watch.rendezvous.rendezvous_store import serve
@@ -121,21 +119,3 @@ def test_torchrun_is_told_once(code_error: qs.QuintschedError, monkeypatch: pyte
     assert found["message"] == found["extraInfo"]["py_callstack"]
     assert found["message"].endswith("block 0 (Picky): ValueError: no such token")
     assert int(found["extraInfo"]["timestamp"]) > 1_700_000_000
-
-
-def test_own_errors_of_a_script_are_short_before_ranks_meet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    uncaught_error.report_own_uncaught()
-    try:
-        split(7)
-    except UsageError as error:
-        sys.excepthook(UsageError, error, error.__traceback__)
-    said = capsys.readouterr().err
-    assert said.startswith("error: split")
-    assert "Traceback" not in said
-    assert "arguments.py" not in said
-    sys.excepthook(KeyError, KeyError("x"), None)
-    assert capsys.readouterr().err == "KeyError: 'x'\n"

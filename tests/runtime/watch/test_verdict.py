@@ -38,25 +38,11 @@ def test_an_error_has_its_exit_code_on_whatever_rank_and_however_that_ends(
         assert (found.culprits, found.exit_code, found.comes_again) == ((rank,), code, again)
 
 
-def test_an_error_is_as_old_as_its_word() -> None:
-    ranks = members()
-    ranks[1].fail("own", "ValueError: boom", 1, NOW_S - 2)
-    fate = ranks[1].state(NOW_S, {}, 2).fate
-    assert fate == Fate("error", None, "ValueError: boom", ago_s=2.0)
-
-
 def test_who_raised_long_after_another_was_killed_is_not_the_first() -> None:
     ranks = members()
     ranks[0].record_end(Fate("signal", 9), NOW_S - 5)
     ranks[1].fail("own", "RuntimeError: something of a library's", 1, NOW_S - 2)
     assert (judge(ranks).culprits, judge(ranks).exit_code) == ((0,), 4)
-
-
-def test_a_rank_that_never_connected_is_on_an_unknown_host() -> None:
-    ranks = members()
-    ranks[1] = Member(1)
-    ranks[1].record_end(Fate("exit", 2), NOW_S - 1)
-    assert judge(ranks).message.startswith("rank 1 (host unknown, pp=1) ended with exit code 2 setting up")
 
 
 @pytest.mark.parametrize(
