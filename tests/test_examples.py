@@ -12,12 +12,9 @@ from pathlib import Path
 import pytest
 
 from quintsched.cli import main as quintsched
-from quintsched.import_user_code import load_object
-from quintsched.runtime.data import DataSpec
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.job_file import load_job
-from quintsched.runtime.user_objects.code_digest import describe_module
 
 from .tutorials import ROOT
 
@@ -90,33 +87,6 @@ def test_meshes_of_four_and_five_axes_learn_what_one_rank_learns(
     )
     assert mesh == pytest.approx(alone, rel=1e-10)
     assert alone[-1] < alone[0]
-
-
-def test_a_model_of_transformers_learns_on_a_mesh_what_one_rank_learns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.chdir(ROOT)
-    settings = ("runtime.precision=float64", "train.epochs=2", "model.options.layers=2")
-    start = ("parallel.mesh=dp=1", "parallel.microbatches=4", f"checkpoint.export={tmp_path / 'model'}")
-    alone = train("finetune", tmp_path / "one.jsonl", *settings, *start, "log.every=1")
-    assert train("finetune", tmp_path / "four.jsonl", *settings) == pytest.approx(alone, rel=1e-6)  # norms: float32
-    assert alone[-1] < alone[0]
-    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.num_hidden_layers == 2
-    further = train("finetune", tmp_path / "further.jsonl", *settings, f"model.pretrained={tmp_path / 'model'}")
-    assert further[0] < alone[0]
-
-
-def test_all_ranks_of_the_killed_run_build_the_same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run refuses blocks of other code on one rank, and here one of them is to be killed."""
-    monkeypatch.setenv("KILLED", "2:150")
-    described, data = [], DataSpec(input_shape=(1, 8, 8), num_classes=10)
-    for rank in "02":
-        monkeypatch.setenv("RANK", rank)
-        described.append(
-            [describe_module(block()) for block in load_object(f"{EXAMPLES / 'killed_run.py'}:build")(data)]
-        )
-    assert described[0] == described[1]
 
 
 def run(example: str, *launcher: str, arguments: tuple[str, ...] = ()) -> str:

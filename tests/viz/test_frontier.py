@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
 import quintsched as qs
-from quintsched.strategies.descriptions.strategy_text import strategy_name
-from quintsched.viz import render_tuning
 from quintsched.viz.frontier import draw_tuning
 from quintsched.viz.house_style import house_style
 
-from .pictures import read_svg, require_readable, texts_of
+from .pictures import require_readable
 
 
 @pytest.fixture(scope="module")
 def tuning() -> qs.Tuning:
     model, hardware = qs.find_model("llama-2-7b"), qs.find_hardware("a100-80gb")
     return qs.tune(model, hardware, 16, 64, 2048, fixed={"cp": 1, "recompute": ("none", "full")}, top=4)
-
-
-def test_the_best_are_named_and_numbered(tuning: qs.Tuning, tmp_path: Path) -> None:
-    render_tuning(tuning, tmp_path / "tune.svg")
-    texts = texts_of(read_svg(tmp_path / "tune.svg"))
-    for number, found in enumerate(tuning.best, start=1):
-        assert any(text.startswith(f"{number}   ") and text.endswith(strategy_name(found.strategy)) for text in texts)
-    beside = {number for text in texts if re.fullmatch(r"\d+(, \d+)*", text) for number in text.split(", ")}
-    assert {"1", "2", "3", "4"} <= beside
 
 
 def test_every_point_is_inside(tuning: qs.Tuning) -> None:

@@ -121,16 +121,6 @@ def test_nothing_is_dropped_and_every_message_is_a_flow(tmp_path: Path, name: st
         assert wire[-1][1] == 0
 
 
-def test_messages_that_take_no_time_come_from_the_computation_before(tmp_path: Path) -> None:
-    simulation = qs.compile("1f1b", mesh="pp=2", microbatches=2).simulate()
-    save_events(simulation, (), tmp_path / "plan.json")
-    found = Imported(tmp_path / "plan.json")
-    assert sorted((a["name"], b["name"]) for a, b in found.flows) == [(name, name) for name in ("B0", "B1", "F0", "F1")]
-    assert max(one["until"] for one in found.slices["planned", "rank 0"]) == 1e6 * simulation.makespan
-    with pytest.raises(qs.UsageError, match="cannot write"):
-        save_events(simulation, (), tmp_path / "no" / "plan.json")
-
-
 def test_a_profile_of_torch_is_on_the_same_clock(tmp_path: Path) -> None:
     simulation = qs.compile("1f1b", mesh="pp=2", microbatches=2).simulate(COSTS)
     step = write_trace(tmp_path, simulation).step()

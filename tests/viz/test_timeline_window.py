@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.simulation.time_grid import readable_window, time_grid
+from quintsched.simulation.time_grid import time_grid
 from quintsched.simulation.time_window import Window
 from quintsched.viz.draw_timeline import draw_plan
 from quintsched.viz.house_style import house_style
@@ -48,11 +48,3 @@ def test_the_grid_shows_the_part() -> None:
     part, whole = time_grid(simulated(), window=Window(range(1, 3), 1.0, 6.0)), time_grid(simulated())
     assert [row.split()[:2] for row in part] == [["rank", "1"], ["rank", "2"]]
     assert [row.split()[2:] for row in part] == [row.split()[3:8] for row in whole[1:3]]
-
-
-def test_a_grid_that_nobody_could_read_is_cut() -> None:
-    assert readable_window(simulated()).is_whole(simulated())
-    large = simulated(microbatches=240, pp=66)
-    window = readable_window(large)
-    assert (window.ranks, window.start, window.end) == (range(64), 0.0, 256.0)
-    assert len(time_grid(large, window=window)) == 64

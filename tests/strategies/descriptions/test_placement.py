@@ -11,7 +11,7 @@ from quintsched.errors import UsageError
 from quintsched.import_user_code import load_schedule
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.descriptions.strategy_validity import check, resolved
+from quintsched.strategies.descriptions.strategy_validity import check
 
 NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("gpt3-175b", {"gpus": 7}, "gpus=7, but the mesh one rank has 1"),
@@ -92,21 +92,6 @@ def test_hardware_without_a_figure_for_the_precision() -> None:
     hardware = find_hardware({"like": "a100", "name": "mine", "tflops": {"bf16": 300}})
     with pytest.raises(UsageError, match="hardware mine has no figure for dtype fp64"):
         check(find_model("gpt3-175b"), hardware, strategy)
-
-
-@pytest.mark.parametrize(
-    ("asked", "schedule", "chunks"),
-    [
-        ({}, "1f1b", 1),
-        ({"chunks": 3}, "interleaved-1f1b", 3),
-        ({"schedule": "zbv"}, "zbv", 2),
-        ({"schedule": "zb-1p"}, "zb-h1", 1),
-        ({"schedule": "afab"}, "gpipe", 1),
-    ],
-)
-def test_what_is_left_out_is_filled_in(asked: dict[str, Any], schedule: str, chunks: int) -> None:
-    found = resolved(Strategy(**{"gpus": 4, "pp": 4, "batch": 8, "seq": 2048, **asked}))
-    assert (found.schedule, found.chunks) == (schedule, chunks)
 
 
 def test_routes_of_a_schedule_of_ones_own_are_not_predicted() -> None:

@@ -36,12 +36,6 @@ def test_what_is_missing_is_found_from_the_rest(sizes: dict[str, int], spare: in
     assert all(getattr(found, axis) == 1 for axis in INNERMOST_FIRST if axis != "dp" and axis not in sizes)
 
 
-def test_a_sequence_is_the_models_longest() -> None:
-    assert read_row(row()).strategy.seq == 128
-    assert read_row(row(seq=32)).strategy.seq == 32
-    assert read_row({"model": "vit-b-16", "hardware": "l4", "batch": 8}).strategy.seq == 197
-
-
 @pytest.mark.parametrize(
     ("given", "read"),
     [("full", "full"), ("selective", "selective"), (2, 2), ("2", 2), ("1,0", (1, 0)), ([1, 0], (1, 0))],
@@ -74,10 +68,3 @@ def test_how_much_is_recomputed(given: object, read: object) -> None:
 def test_what_is_wrong_is_said(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(qs.UsageError, match=words):
         read_row(row(**wrong))
-
-
-@pytest.mark.parametrize(
-    ("word", "ours"), [("BF16", "bf16"), ("bfloat16", "bf16"), ("float32", "fp32"), ("half", "fp16")]
-)
-def test_types_in_the_words_of_torch(word: str, ours: str) -> None:
-    assert read_row(row(gpus=1, dtype=word)).strategy.dtype == ours

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from quintsched.strategies.descriptions.hardware import Curve, Measured
 from quintsched.strategies.descriptions.presets_and_files import find_hardware
 from quintsched.strategies.prediction.efficiency import launch_s, operator_times
-from quintsched.strategies.prediction.operators import AttentionKernel, Pass, Product
+from quintsched.strategies.prediction.operators import Pass, Product
 from quintsched.strategies.prediction.predicted_collectives import (
     overlap,
 )
@@ -36,14 +36,6 @@ def test_no_product_beats_the_peak_and_more_of_it_is_not_faster(m, n, k, batch):
     assert forward_s(product(m, n, k, 2 * batch)) >= time * (1 - 1e-12)
 
 
-def test_halves_of_a_backward():
-    times = operator_times(product(4096, 4096, 4096), A100, "bf16")
-    assert times.backward_input.item() == times.backward_weight.item() == times.forward.item()
-    scores = Product("scores", array(128), array(128), array(64), array(2), array(32), weighted=False)
-    times = operator_times(scores, A100, "bf16")
-    assert times.backward_weight.item() == 0 < times.backward_input.item()
-
-
 def test_what_is_measured_comes_first():
     curve = Curve(sizes=(1e6, 1e12), rates=(1e9, 1e11))
     measured = Measured(matmul={"fp32": curve}, memory=Curve(sizes=(1.0,), rates=(1e9,)), link=curve, kernel_s=1e-3)
@@ -52,28 +44,6 @@ def test_what_is_measured_comes_first():
     assert forward_s(product(10**4, 10**4, 5000), hardware, "fp32") == pytest.approx(10.0)
     assert forward_s(product(10**4, 10**4, 5000), hardware, "bf16") < 1.0
     assert forward_s(Pass("pass", array(1e9), array(0)), hardware) == pytest.approx(1.0)
-
-
-def test_a_ring_is_a_fused_call_for_each_step_and_adding_up_between_them():
-    """On a CPU: calls that have fewer operations run at the rate of those."""
-    curve = Curve(sizes=(1e6, 1e9), rates=(1e9, 4e9))
-    of_step, ring, bytes_of_queries = 1e6, 4, 4 * 8 * 128 * 64
-    attention = AttentionKernel(
-        "attention", array(ring * of_step), 64, array(64), "flash2", array(8), array(128), array(ring)
-    )
-    measured = Measured(
-        attention={"fp32": curve},
-        attention_backward={"fp32": curve},
-        memory=Curve(sizes=(1.0, 2.0), rates=(1e9, 1e9)),
-        kernel_s=1e-6,
-        cores=2,
-    )
-    times = operator_times(attention, A100.model_copy(update={"measured": measured}), "fp32")
-    steps = [
-        of_step / 1e9 + passes * bytes_of_queries / 1e9 + kernels * 1e-6 for passes, kernels in ((5, 10), (15, 20))
-    ]
-    assert times.forward.item() == pytest.approx(ring * steps[0])
-    assert times.backward.item() == pytest.approx(ring * steps[1])
 
 
 @given(st.floats(0, 10), st.floats(0, 10))

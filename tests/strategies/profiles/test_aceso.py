@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.aceso import predicted_runs
-from quintsched.errors import InputError, MisfitError, UsageError
+from quintsched.errors import InputError, MisfitError
 from quintsched.strategies.profiles.aceso import read_folder, read_layout
 from quintsched.strategies.profiles.operator_rates import Rates
 from quintsched.strategies.profiles.profile import Profile
-from quintsched.strategies.profiles.read_profile import read_profile, write_profile
 from quintsched.strategies.profiles.step_from_profile import compose
 
 FOLDER = Path(__file__).parents[2] / "data" / "aceso"
@@ -59,17 +58,6 @@ def test_terms_of_a_step_add_up(profile):
     assert all(seconds >= 0 for seconds in found.breakdown_s().values())
 
 
-def test_profiles_survive_their_file(profile, tmp_path):
-    write_profile(profile, tmp_path / "profile.json")
-    assert read_profile(tmp_path / "profile.json") == profile
-
-
-def test_a_folder_is_recognised():
-    assert read_profile(FOLDER, size="1.3b").name == "gpt-1.3b"
-    with pytest.raises(UsageError, match="no profile of a GPT of size '7B'"):
-        read_profile(FOLDER, size="7B")
-
-
 @pytest.mark.parametrize(
     ("name", "line"),
     [
@@ -85,16 +73,6 @@ def test_broken_lines_are_refused(tmp_path, name, line):
     (tmp_path / f"{name}.csv").write_text(f"{head}\n{line}\n", encoding="utf-8")
     with pytest.raises(InputError, match=name):
         read_folder(tmp_path)
-
-
-def test_operators_that_failed_are_left_out(tmp_path):
-    text = (FOLDER / "gpt_1_3B_mbs1_tp1_algo0.csv").read_text(encoding="utf-8")
-    (tmp_path / "gpt_1_3B_mbs1_tp1_algo0.csv").write_text(text, encoding="utf-8")
-    failed = "\n".join(
-        [text.splitlines()[0], *(f"{line.split(',')[0]}{',10000000.000' * 8}" for line in text.splitlines()[1:])]
-    )
-    (tmp_path / "gpt_1_3B_mbs8_tp1_algo0.csv").write_text(failed, encoding="utf-8")
-    assert {operator.microbatch for operator in read_folder(tmp_path).operators} == {1}
 
 
 def test_unknown_operators_are_named(profile):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.errors import MisfitError
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.profiles.aceso import read_layout
@@ -34,15 +33,6 @@ def profile_of(size: str) -> Profile:
 def step(profile: Profile, model: Model, tp: int) -> Composed:
     strategy = Strategy(gpus=4 * tp, tp=tp, pp=4, batch=64, seq=2048, recompute="selective", dtype="fp16")
     return compose(profile, even_layout(profile, strategy, model.layers, 8))
-
-
-@pytest.mark.parametrize("size", MODELS)
-def test_a_profile_says_what_it_measured(size):
-    measures = profile_of(size).measures
-    assert measures is not None
-    model = MODELS[size]
-    assert (measures.hidden, measures.heads, measures.vocab) == (model.hidden, model.heads, model.vocab)
-    assert resized(profile_of(size), model, 2048) is profile_of(size)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -71,10 +61,3 @@ def test_one_profile_predicts_the_measured_runs_of_all_sizes(measured):
         for row in rows
     ]
     assert sum(map(abs, errors)) / len(errors) < 0.06
-
-
-def test_unknown_sizes_stay_as_measured():
-    blind = profile_of("13b").model_copy(update={"measures": None})
-    assert resized(blind, MODELS["22b"], 2048) is blind
-    with pytest.raises(MisfitError, match="at seq 2048, not 4096"):
-        resized(blind, MODELS["22b"], 4096)

@@ -39,16 +39,6 @@ def test_an_even_pipeline_is_near_a_measured_uneven_one(profile):
     assert len(found.memory_bytes_per_rank) == 2
 
 
-def test_recomputation_trades_time_for_memory(profile):
-    none, selective, full = (
-        predict_from_profile(MODEL, HARDWARE, strategy(recompute=kind), profile)
-        for kind in ("none", "selective", "full")
-    )
-    assert none.step_s < selective.step_s < full.step_s
-    assert none.memory_bytes > selective.memory_bytes > full.memory_bytes
-    assert not none.fits
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -4,7 +4,6 @@ import pytest
 
 from quintsched.errors import UsageError
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
-from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import strategy_mesh
 from quintsched.strategies.tuning.recommended_strategy import BAND, POOL, advice, complexity, recommended, rows
 from quintsched.strategies.tuning.tune import HEADROOM, tune
@@ -32,16 +31,6 @@ def test_a_mesh_has_one_row_and_no_row_is_beaten_in_time_and_memory(tuning):
     assert len(set(meshes)) == len(meshes)
     for one in found:
         assert not any(other.step_s < one.step_s and other.memory_bytes < one.memory_bytes for other in tuning.best)
-
-
-def test_what_asks_more_of_a_user_counts_more():
-    sizes = {"gpus": 64, "batch": 64, "seq": 2048}
-    plain, tp, over = (
-        complexity(Strategy(**sizes, dp=dp, **more), A100) for dp, more in ((64, {}), (8, {"tp": 8}), (4, {"tp": 16}))
-    )
-    assert plain < tp < over
-    assert plain < complexity(Strategy(**sizes, dp=64, zero=3), A100)
-    assert plain < complexity(Strategy(**sizes, dp=64, recompute="full"), A100)
 
 
 def test_memory_stays_free(tuning):

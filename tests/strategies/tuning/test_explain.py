@@ -1,25 +1,19 @@
 """Explanations why a strategy lost, or does not fit, and which change would make it fit."""
 
-import numpy as np
 import pytest
 
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.predict_strategy import predict
-from quintsched.strategies.tuning.evaluator import Evaluator
 from quintsched.strategies.tuning.explain_choice import (
     binding_term,
     explain,
-    least_memory,
     misfit,
     smallest_change,
     terms,
 )
 from quintsched.strategies.tuning.tune import tune
-
-from .problems import groups, problem
 
 MODEL = Model(layers=8, hidden=1024, heads=8, vocab=1000)
 LARGE = Hardware(tflops={"bf16": 300.0}, memory_gb=80, memory_gbps=2000, link_gbps=300, network_gbps=25)
@@ -89,23 +83,3 @@ def test_where_nothing_fits_the_smallest_change_is_said(fixed, gpus, said):
     assert found.change is not None
     assert said in found.change.words
     assert predict(MODEL, small, found.change.strategy).fits
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("seed", range(0, 30, 3))
-def test_what_holds_least_holds_least(seed):
-    given = problem(seed)
-    assert groups(given)
-    tuning = tune(
-        given.model, given.hardware, given.gpus, given.batch, given.seq, fixed=given.choices.model_dump(), top=1
-    )
-    _, least = least_memory(tuning.space, given.hardware)
-    columns, _ = tuning.space.expand(np.arange(tuning.space.num_frames))
-    assert least == pytest.approx(Evaluator(tuning.space, given.hardware).evaluate(columns).memory_bytes.min())
-
-
-@pytest.mark.slow
-def test_a_trillion_parameters_on_few_gpus_is_explained_in_seconds():
-    tuning = tune(find_model("gpt-1t"), find_hardware("a100-80gb"), 64, 512, 2048, top=1)
-    assert not tuning.best
-    assert misfit(tuning).change is not None

@@ -49,27 +49,3 @@ def test_activations_are_the_blocks_times_what_is_in_flight() -> None:
         assert terms[f"activations_{kind}"].tolist() == [24 * flight * kept[kind] for flight in (4, 3, 2, 1)]
     assert terms["logits"].tolist() == [0, 0, 0, 2048 * 4 * 51200 / 8]
     assert terms["activations_embedding"].tolist() == [4 * 2048 * 12288, 0, 0, 0]
-
-
-def test_recomputation() -> None:
-    none, selective, full, some = (
-        terms_of(gpus=32, pp=4, tp=8, recompute=mode) for mode in ("none", "selective", "full", 6)
-    )
-    assert (selective["activations_scores"] == 0).all()
-    assert (selective["activations_ffn"] == none["activations_ffn"]).all()
-    assert (full["activations_ffn"] == 0).all()
-    assert full["activations_inputs"].tolist() == [24 * flight * 2048 * 12288 * 2 for flight in (4, 3, 2, 1)]
-    assert (some["activations_inputs"] * 4 == full["activations_inputs"]).all()
-    assert (some["activations_ffn"] * 24 == none["activations_ffn"] * 18).all()
-    layer = sum(block_kept(GPT3, ActivationSizes(1, 2048, tp=8)).values())
-    assert (full["temporary"] - none["temporary"] == layer).all()  # the layer that is being recomputed
-
-
-def test_experts_are_shared_out_over_ep_and_sharded_over_dp_and_cp() -> None:
-    model = find_model("mixtral-8x7b")
-    asked = {"gpus": 16, "ep": 8, "dp": 2, "batch": 16, "seq": 4096}
-    whole, sharded = (terms_of(model, zero=zero, **asked) for zero in (0, 1))
-    experts = 32 * 3 * 8 * 4096 * 14336
-    dense = total(model) - experts
-    assert whole["optimizer"].tolist() == [12 * (dense + experts / 8)]
-    assert sharded["optimizer"].tolist() == [12 * (np.ceil(dense / 16) + experts / 16)]

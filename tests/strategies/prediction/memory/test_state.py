@@ -24,14 +24,6 @@ def test_formulas_of_zero(element: int, parts: tuple[int, int, int]) -> None:
     assert found["gathered"].tolist() == [0, 0, gradient * 100, gradient * 100 + weight * 200]
 
 
-def test_experts_have_fewer_replicas_and_no_replicas_nothing_to_gather() -> None:
-    found = state_bytes(Held(80, 400), Held(8, 40), 2, zero=3, replicas=8, expert_replicas=2)
-    assert found["optimizer"] == 12 * (10 + 200)
-    alone = state_bytes(Held(80, 400), Held(8, 40), 2, zero=3, replicas=1, expert_replicas=1)
-    assert alone["gathered"] == 0
-    assert alone["weights"] == 2 * 480
-
-
 @pytest.mark.parametrize("name", model_names())
 def test_tensors_of_presets_are_all_their_numbers(name: str) -> None:
     model = find_model(name)

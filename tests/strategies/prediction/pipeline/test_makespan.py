@@ -86,14 +86,6 @@ def test_closed_forms_are_what_a_simulation_finds(name, seed):
     compare(name, np.random.default_rng(seed))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CLOSED_FORMS)
-def test_closed_forms_of_many_pipelines_are_what_a_simulation_finds(name):
-    rng = np.random.default_rng(1000)
-    for _ in range(300):
-        compare(name, rng, most_ranks=24)
-
-
 @pytest.mark.parametrize("name", CLOSED_FORMS)
 def test_without_ends_closed_forms_are_exact(name):
     rng = np.random.default_rng(5)
