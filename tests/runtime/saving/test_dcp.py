@@ -73,7 +73,7 @@ def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @pytest.fixture(scope="module")
 def uninterrupted() -> list[float]:
-    return train_plainly(*plain(), 0, 4)
+    return train_plainly(*plain(), 0, 6)
 
 
 @pytest.fixture(autouse=True)
@@ -85,25 +85,9 @@ def one_process() -> Any:
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
-def test_plain_torch_goes_on_from_any_mesh(tmp_path: Path, mesh: str, zero: int, uninterrupted: list[float]) -> None:
-    def body(engine: Engine) -> list[float]:
-        losses = train(engine, 0, 2)
-        engine.save_dcp(tmp_path / "out")
-        return losses
-
-    begun = run(plan_of(mesh, zero), body)[0]
-    model, optimizer = plain()
-    weights, states = get_state_dict(model, optimizer, options=FLAT)
-    state = {"model": weights, "optimizer": states}
-    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=FLAT)
-    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
-    assert begun + train_plainly(model, optimizer, 2, 4) == pytest.approx(uninterrupted, rel=1e-12)
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize(("mesh", "zero"), MESHES)
-def test_any_mesh_goes_on_from_plain_torch(tmp_path: Path, mesh: str, zero: int, uninterrupted: list[float]) -> None:
+def test_any_mesh_goes_on_from_plain_torch_and_plain_torch_from_it(
+    tmp_path: Path, mesh: str, zero: int, uninterrupted: list[float]
+) -> None:
     model, optimizer = plain()
     begun = train_plainly(model, optimizer, 0, 2)
     weights, states = get_state_dict(model, optimizer, options=FLAT)
@@ -111,10 +95,19 @@ def test_any_mesh_goes_on_from_plain_torch(tmp_path: Path, mesh: str, zero: int,
 
     def body(engine: Engine) -> list[float]:
         engine.load_dcp(tmp_path / "in")
-        return train(engine, 2, 4)
+        losses = train(engine, 2, 4)
+        engine.save_dcp(tmp_path / "out")
+        return losses
 
-    for ended in run(plan_of(mesh, zero), body):
-        assert begun + ended == pytest.approx(uninterrupted, rel=1e-12)
+    for found in run(plan_of(mesh, zero), body):
+        assert begun + found == pytest.approx(uninterrupted[:4], rel=1e-12)
+    model, optimizer = plain()
+    weights, states = get_state_dict(model, optimizer, options=FLAT)
+    state = {"model": weights, "optimizer": states}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=FLAT)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    assert train_plainly(model, optimizer, 4, 6) == pytest.approx(uninterrupted[4:], rel=1e-12)
 
 
 def test_each_rank_writes_its_shards_and_nothing_twice(tmp_path: Path) -> None:
