@@ -92,7 +92,7 @@ CHANGES: list[tuple[str, Callable[[Certificate], dict[str, object]]]] = [
     ("pipeline ranks", lambda good: with_tuple(good, lambda least: (*least, 0))),
     ("it has no bounds of its tuples", lambda good: {"per_stage": ()}),
     ("but the space holds", lambda good: {"strategies": good.strategies + 1}),
-    ("", lambda good: {"hardware": good.hardware.model_copy(update={"memory_gbps": 1.0})}),
+    (r"\S", lambda good: {"hardware": good.hardware.model_copy(update={"memory_gbps": 1.0})}),
 ]
 
 
