@@ -61,6 +61,7 @@ def train(name: str, log: Path, *settings: str) -> list[float]:
     return [record["loss"] for record in records if record["event"] == "step"]
 
 
+@pytest.mark.slow
 def test_the_gpt_learns_to_read_token_shards(tmp_path: Path) -> None:
     for name, files in (("docs", [ROOT / "README.md"]), ("code", sorted(EXAMPLES.glob("*.py")))):
         with pytest.raises(SystemExit) as ended:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import re
-import runpy
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,22 +95,6 @@ def test_planning_an_own_schedule_shows_what_is_printed(served: str, tmp_path: P
     sessions = [block.text for block in blocks(page) if block.text.startswith("$ quintsched")]
     session = "".join(text for text in sessions if "quintsched run" not in text)
     assert is_like(session, run_session(session, tmp_path, served))
-
-
-def test_the_plain_loop_and_the_trainer_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("sklearn")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    write_files(TUTORIALS / "train-your-model.md", tmp_path)
-    losses = {}
-    for script in ("plain", "trainer"):
-        monkeypatch.setattr(sys, "argv", [script, "mesh=dp=1"])
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            runpy.run_path(f"{script}.py", run_name="__main__")
-        losses[script] = re.findall(r"epoch \d/3  loss ([\d.]+)", printed.getvalue())
-    monkeypatch.delitem(sys.modules, "digits")
-    assert losses["plain"] == losses["trainer"]
-    assert float(losses["plain"][-1]) < 0.2 < 1 < float(losses["plain"][0])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

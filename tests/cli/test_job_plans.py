@@ -33,12 +33,6 @@ def test_the_plan_is_that_of_the_run(cli, job, tmp_path):
     assert plan_of(load_job(job, ["parallel.microbatches=8"]), "plan.json") == expected
 
 
-@pytest.mark.processes
-def test_what_a_run_refuses_is_refused(cli, job):
-    done = cli("compile", job, "--set", "train.batch_size=33")
-    assert (done.code, done.out) == (3, "")
-
-
 def test_a_choice_is_written_with_its_reasons(job, capsys):
     auto = {"auto": {"world": 4, "hardware": "a100-80gb", "axes": {"cp": 1}}}
     request = {"config": str(job), "set": [f"parallel={json.dumps(auto)}"]}
