@@ -19,6 +19,25 @@ from quintsched.runtime.train.optimizer_and_lr_schedule import (
 )
 
 
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (
+            OptimizerConfig(name="sgd", lr=0.5, momentum=0.9, weight_decay=0.1),
+            {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1},
+        ),
+        (OptimizerConfig(name="adam", lr=0.5, betas=(0.1, 0.2)), {"lr": 0.5, "betas": (0.1, 0.2), "weight_decay": 0.0}),
+        (OptimizerConfig(name="adamw", weight_decay=0.1), {"betas": (0.9, 0.999), "weight_decay": 0.1}),
+    ],
+)
+def test_settings_are_those_of_torchs_optimizers(config: OptimizerConfig, settings: dict[str, object]) -> None:
+    optimizer = build_optimizer(config, nn.Linear(2, 2).named_parameters())
+    assert type(optimizer).__name__.lower() == config.name
+    group = optimizer.param_groups[0]
+    assert group["foreach"] is True
+    assert {key: group[key] for key in settings} == settings
+
+
 def test_decay_spares_what_it_is_told() -> None:
     config = OptimizerConfig(name="adamw", lr=0.5, weight_decay=0.1, decay="matrices")
     layer = nn.Linear(2, 2)
