@@ -1,12 +1,10 @@
 """Plans as text, compared with files that people can read: tests/data/grid_*.txt."""
 
-import re
 from pathlib import Path
 
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instruction_set import short
 from quintsched.simulation.time_grid import time_grid
 from quintsched.text.plan_listing import listing
 
@@ -26,23 +24,6 @@ def test_golden_grid(file):
     name, mesh, microbatches, chunks = GRIDS[file]
     plan = qs.compile(name, mesh=mesh, microbatches=microbatches, chunks=chunks, overlap=file == "grid_overlap.txt")
     assert "\n".join(time_grid(plan.simulate())) + "\n" == (DATA / file).read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "pp", "microbatches"), [("dualpipe-v", 2, 12), ("dualpipe", 4, 8), ("interleaved-1f1b", 2, 8)]
-)
-@pytest.mark.parametrize("costs", [None, qs.Costs(forward=0.25), qs.Costs(exchange=0.75)])
-def test_pairs_stand_in_line_with_all_else(name, pp, microbatches, costs):
-    """Every entry begins where its columns do, and is followed by a blank."""
-    plan = qs.compile(name, mesh=f"pp={pp}", microbatches=microbatches, overlap=True)
-    simulation = plan.simulate(costs)
-    rows = time_grid(simulation)
-    begins = {found.start() - len("rank 0 ") for row in rows for found in re.finditer(r"(?<=\s)\S", row)} - {-2}
-    width = min(begins - {0})
-    assert all(begin % width == 0 for begin in begins)
-    for rank, row in enumerate(rows):
-        shown = [cell for cell in row.split()[2:] if cell not in ".-"]
-        assert shown == [short(i) for i in plan.programs[rank] if i.computes]
 
 
 def test_golden_listing():

@@ -98,16 +98,6 @@ def test_a_token_goes_to_a_node_once_where_its_experts_are_on_few():
     assert few == pytest.approx(each / 2, rel=1e-2)  # 4 nodes, 8 experts
 
 
-def test_keys_that_are_repeated_make_the_ring_longer():
-    llama = find_model("llama-3-8b")
-    ring = []
-    for repeated in (False, True):
-        model = llama.model_copy(update={"repeated_keys": repeated})
-        found = predict(model, A100, Strategy(gpus=16, cp=16, batch=1, seq=65536)).breakdown_s
-        ring.append(found["cp"] + found["cp_hidden"])
-    assert 3.5 < ring[1] / ring[0] < 4.1
-
-
 def test_eight_bits_and_modules_that_are_recomputed():
     h800, deepseek = find_hardware("h800"), find_model("deepseek-v3")
     sizes = {"gpus": 1024, "pp": 16, "ep": 64, "batch": 4096, "seq": 4096, "zero": 1}
@@ -126,14 +116,3 @@ def test_blocks_of_32_numbers_are_rounded_both_ways_at_once():
     )
     assert fp8.memory_bytes < mxfp8.memory_bytes < wide.memory_bytes
     assert mxfp8.breakdown_s["compute"] < fp8.breakdown_s["compute"] < wide.breakdown_s["compute"], "one pass, not two"
-
-
-def test_attention_beside_the_feed_forward_network_is_reduced_once():
-    falcon = find_model("falcon-40b")
-    plain, two, one = (falcon.model_copy(update={"parallel_block": norms}) for norms in (0, 2, 1))
-    strategy = Strategy(gpus=8, tp=8, batch=8, seq=2048, tp_overlap=False)
-    found = [predict(model, A100, strategy) for model in (plain, two, one)]
-    reduced = [each.breakdown_s["tp"] for each in found]
-    assert reduced[1] / reduced[0] == pytest.approx(3 / 4, rel=0.01)
-    assert reduced[2] / reduced[0] == pytest.approx(2 / 4, rel=0.01)
-    assert found[0].memory_bytes > found[1].memory_bytes > found[2].memory_bytes

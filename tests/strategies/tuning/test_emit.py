@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from quintsched.plan import Plan
-from quintsched.strategies.descriptions.model import Experts, Images, Model
+from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.presets_and_files import find_model, model_names
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.strategy_plans import plan_of
@@ -70,21 +70,3 @@ def test_every_preset_has_a_job_file(name):
     own = built_in(model)[1] is not None
     assert (job["model"]["name"] == "my_model.py:build") is not own
     assert ("# model.name: your function that builds" in text) is not own
-
-
-def test_experts_and_images_have_models_of_their_own():
-    experts = GPT.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=256, every=2)})
-    name, options = built_in(experts)
-    assert name == "moe-gpt"
-    assert options is not None
-    assert (options["experts"], options["top_k"], options["every"], options["mlp_ratio"]) == (4, 2, 2, 4)
-    assert "pad_to_capacity" not in options
-    padded = GPT.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=256, padded_to=1.25)})
-    _, options = built_in(padded)
-    assert options is not None
-    assert (options["capacity_factor"], options["pad_to_capacity"]) == (1.25, True)
-    images = Images(size=8, patch=2, channels=1, classes=10)
-    vit = Model(layers=2, hidden=64, heads=4, vocab=0, images=images, tied=False, causal=False, seq=17)
-    assert built_in(vit)[0] == "vit"
-    job = yaml.safe_load(job_file(vit, Strategy(gpus=1, batch=8, seq=17)))
-    assert job["data"] == {"name": "digits"}
