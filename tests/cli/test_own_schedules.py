@@ -243,3 +243,11 @@ def test_only_the_name_of_a_schedule_is_needed(cli, tmp_path, monkeypatch):
     sizes = qs.find_model("gpt3-175b"), qs.find_hardware("a100-80gb"), 64, 64
     best = qs.tune(*sizes, fixed={"schedule": ["bare"], "pp": [8]}, top=1).best[0]
     assert best.strategy.schedule == "bare"
+
+
+def test_a_schedule_without_a_name_is_refused():
+    with pytest.raises(qs.UsageError, match=r"name is a function; give text: @quintsched\.schedule\('my-schedule'\)"):
+
+        @qs.schedule
+        def mine(rank, shape):
+            yield from ()

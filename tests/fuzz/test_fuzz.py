@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
-from quintsched.errors import InputError
+from quintsched.errors import InputError, UsageError
 from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
+from quintsched.runtime.settings.job_file import load_job
 
 from .harness import feed, limited_memory
 from .mutator import Mutator
@@ -76,3 +78,14 @@ def test_yaml_that_stands_for_much_is_refused_at_once(text: str, fault: str) -> 
         parse_yaml(text, "job.yaml")
     assert fault in str(refused.value)
     assert time.process_time() - began < 1.5
+
+
+def test_a_message_about_long_settings_is_short(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    many = "\n".join(f"  key{number}: 1" for number in range(2000))
+    path.write_text(f"train:\n{many}\nparallel: {{mesh: '{'x' * 90000}'}}\ndata: {{{'y' * 1000}: 1}}\n")
+    with pytest.raises(UsageError) as refused:
+        load_job(path)
+    assert len(str(refused.value)) < 5000
+    assert str(refused.value).endswith("more")
+    assert "train.key0: unknown key" in str(refused.value)

@@ -68,3 +68,9 @@ def test_nothing_is_cut_off_and_no_text_hides_another(tmp_path: Path) -> None:
     simulation, step = measured(tmp_path, mesh="dp=2,pp=8")
     with house_style():
         require_readable(draw_measured(simulation, [step]))
+
+
+def test_times_in_different_units_are_not_drawn_together(tmp_path: Path) -> None:
+    simulation, step = measured(tmp_path)
+    with pytest.raises(qs.UsageError, match="in forward, those of the step in ms"):
+        render_measured(simulation.plan.simulate(), [step], tmp_path / "two.png")

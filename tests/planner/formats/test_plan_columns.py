@@ -7,13 +7,14 @@ from functools import cache
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.errors import InputError
-from quintsched.formats import plan_file, plan_json
+from quintsched.formats import plan_columns, plan_file, plan_json
 from quintsched.formats.plan_columns import pack, unpack
 from quintsched.ir.instruction_set import Fwd, Overlap, SendAct
 from tests.planner.formats.requests import REQUESTS
@@ -154,3 +155,26 @@ def test_a_bomb_is_refused_before_it_is_unpacked():
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 64 * MIB, (words, peak)
+
+
+def test_a_number_that_is_too_large_is_said_with_its_place():
+    head, columns = opened(qs.compile("1f1b", mesh="pp=1", microbatches=2))
+    num = sum(head["lengths"])
+    stages = num - 2  # not metrics, nor the norm, nor the step, which has its own
+    wide = np.frombuffer(columns[num : num + stages - 1], np.uint8).astype("<u4")
+    wide[1] = 2**24 + 1
+    with pytest.raises(InputError, match=r"/programs/0/1/stage: not 0 to 16777216"):
+        unpack(
+            written(
+                head | {"columns": head["columns"] | {"stage": 4}},
+                columns[:num] + wide.tobytes() + columns[num + len(wide) :],
+            )
+        )
+
+
+def test_too_large_plans_are_refused_by_name(tmp_path, monkeypatch):
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    monkeypatch.setattr(plan_columns, "MOST_INSTRUCTIONS", 10)
+    with pytest.raises(qs.UsageError, match=r"plan\.qplan: the plan has 22 instructions; a plan file has at most 10"):
+        plan.save(tmp_path / "plan.qplan")
+    assert not list(tmp_path.iterdir())

@@ -147,3 +147,10 @@ def test_reductions_stand_where_the_file_says():
 
 def reductions(plan: qs.Plan) -> list[AllReduceBucket]:
     return [i for program in plan.programs for i in program if isinstance(i, AllReduceBucket)]
+
+
+def test_a_mesh_that_does_not_fit():
+    with pytest.raises(qs.UsageError, match="the mesh dp=2,pp=4 has 4 pipeline ranks, but the file has 2 lines"):
+        torch_csv.loads(CROSSES, mesh="dp=2,pp=4")
+    with pytest.raises(qs.UsageError, match="unknown transport profile"):
+        torch_csv.loads(CROSSES, profile="chanel")

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
+from quintsched.instructions import Bwd
 from quintsched.schedules import Schedule
 from quintsched.schedules.kit import HALVES, WHOLE, linear, list_schedule, loop, registry, v
 
@@ -79,3 +80,10 @@ def test_the_ten_lines_of_the_docs(registered):
     plan = qs.compile(found.half_v, mesh="pp=4", microbatches=8)
     usual = qs.compile("1f1b", mesh="pp=4", microbatches=8)
     assert max(plan.check().peak_activations) <= max(usual.check().peak_activations) / 2
+
+
+def test_what_cannot_be_is_refused():
+    with pytest.raises(qs.UsageError, match=r"memory_cap is 0\.5 on rank 0, where one microbatch holds 1; give at"):
+        qs.compile(scheduled(memory_cap=lambda _: 0.5), mesh="pp=2", microbatches=2)
+    with pytest.raises(qs.UsageError, match="passes is none of WHOLE, HALVES"):
+        qs.compile(scheduled(passes=(Bwd,)), mesh="pp=2", microbatches=2)

@@ -289,3 +289,16 @@ def test_broken_traces_are_refused_with_the_place(tmp_path: Path) -> None:
     for options, why in (({"step": 7}, "step 7 was not recorded"), ({"seconds": 0.0}, "give positive numbers")):
         with pytest.raises(UsageError, match=why):
             what_if(run, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("late", [-200.0, -20.0, 1.0, 200.0])
+def test_clocks_that_differ_are_refused(late: float) -> None:
+    run = Planted.even("1f1b", 4, 8)
+    first, second, *others = run.step().rows
+    shifted = tuple(ComputedSpan(one.instruction, one.start + late, one.end + late) for one in second)
+    step = RecordedStep(1, (first, shifted, *others))
+    if late == 1.0:
+        Recording.from_step(run.plan, step)
+        return
+    with pytest.raises(InputError, match=r"before its input is made.*their clocks differ"):
+        Recording.from_step(run.plan, step)

@@ -208,3 +208,21 @@ def test_layouts_of_others_are_written_and_read() -> None:
 def test_layouts_of_other_layers_are_refused(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=re.escape(why)):
         cut_stages(DEEPSEEK, pp=4, microbatches=8, layouts=[text])
+
+
+def test_too_little_time_is_refused_and_is_no_fault_of_the_memory() -> None:
+    with pytest.raises(UsageError, match="allow for more seconds"):
+        cut_stages(DEEPSEEK, pp=3, microbatches=6, schedules=["solve"], seconds=1e-9)
+
+
+def test_wrong_costs_and_caps_are_refused() -> None:
+    with pytest.raises(UsageError, match="no cut keeps to the memory cap of 20 GB; even stages need 9"):
+        cut_stages(DEEPSEEK, pp=4, microbatches=8, memory_cap=20)
+    with pytest.raises(UsageError, match="interleaved-1f1b"):
+        cut_stages(DEEPSEEK, pp=4, microbatches=6, chunks=2)
+    with pytest.raises(UsageError, match="one direction"):
+        cut_stages(DEEPSEEK, pp=4, microbatches=8, schedules=["dualpipe"])
+    decoder = {"forward": 1.0}
+    for layers in ([decoder] * 3, [{"kind": "embedding", **decoder}, {"kind": "loss", **decoder}, decoder]):
+        with pytest.raises(ValueError, match="give one embedding, decoders"):
+            LayerCosts.model_validate({"layers": layers})

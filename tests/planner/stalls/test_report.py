@@ -74,3 +74,12 @@ def test_the_example_of_the_docs_says_what_it_says(capsys, tmp_path, monkeypatch
     exec(code, {})
     assert capsys.readouterr().out == rest.partition("```text\n")[2].partition("```")[0]
     assert StallReport.load("stall.json").ranks == (1,)
+
+
+@pytest.mark.parametrize("name", ["culprits", "chain", "states"])
+def test_more_of_them_than_the_mesh_has_ranks_are_not_looked_at(report, name, monkeypatch):
+    data = json.loads(report.to_json())
+    data[name] = data[name][:1] * 17
+    monkeypatch.setattr("quintsched.stalls.stall_report.StallFile", None)
+    with pytest.raises(InputError, match=f"^/{name}: there are 17, but the mesh dp=2,pp=2 has 4 ranks$"):
+        StallReport.from_json(json.dumps(data))

@@ -82,3 +82,15 @@ def test_a_job_that_is_resumed(data_file: Path, tmp_path: Path) -> None:
     (said, *_) = fit(other, resume=True, overrides=("train.seed", "train.clip"))
     assert any(line.startswith("resumed after step") for line in said)
     assert "resumed with another setting: train.clip was 1.0 and is 2.0" in said
+
+
+def test_ranks_that_begin_in_other_ways_are_stopped(data_file: Path, tmp_path: Path) -> None:
+    config = job(data_file, checkpoint={"dir": str(tmp_path / "saved")})
+
+    def run(transport: Transport) -> None:
+        Trainer.of_job(config, plan_of(config), transport).fit(resume=transport.rank == 2)
+
+    with pytest.raises(
+        MisfitError, match=r"how the run begins \(rank 2 differs from the others\): start is \"resume\""
+    ):
+        run_local(4, run)

@@ -25,7 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.data.same_data_on_resume import is_marked, mark_of, sample_of
 from quintsched.runtime.data.user_loaders import OTHER_DATA, Generators, LoaderFeed
 
@@ -217,3 +217,11 @@ def test_a_mark_tells_batches_apart() -> None:
     for name, other in {"ids": batch["ids"] + 1, "labels": [torch.tensor([2, 1])], "name": "b"}.items():  # type: ignore[operator]
         assert not is_marked(mark_of(sample_of({**batch, name: other})), mark)
     assert mark_of(sample_of({"none": None, "empty": torch.ones(0), "kind": torch.ones(3, dtype=torch.bfloat16)}))
+
+
+def test_a_loader_that_became_shorter_is_refused() -> None:
+    run = Run(loader(shuffle=True), None, seed=1)
+    state = [state for *_, state in run.go_on(0, 0)][2]
+    feed = LoaderFeed(DataLoader(range(8), batch_size=4), None)  # type: ignore[arg-type]
+    with pytest.raises(MisfitError, match="the loader ended after 2 batches; it had given 3"):
+        feed.restore(state, 0, 3, print)

@@ -93,3 +93,11 @@ def test_what_a_model_ties_lies_on_the_last_stage_with_blocks(stages: list[int],
     model = {"name": "gpt", "options": {"hidden": 32, "depth": 4, "tied": True}}
     plan = plan_of(job(model=model, parallel={"mesh": "pp=3", "stages": stages}))
     assert (plan.tied, plan.blocks_per_stage) == (tied, tuple(stages))
+
+
+def test_stages_cannot_be_measured_and_given(tmp_path: Path) -> None:
+    with pytest.raises(qs.UsageError, match=r"balance is measured, but .* \(3,1\); leave out one of them"):
+        plan_of(job(parallel={"mesh": "pp=2", "stages": [3, 1], "balance": "measured"}))
+    path, _ = saved(tmp_path, "1f1b", stages=[3, 1])
+    with pytest.raises(qs.UsageError, match="balance is measured"):
+        plan_of(job(parallel={"balance": "measured"}), path)

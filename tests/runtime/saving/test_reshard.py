@@ -23,7 +23,8 @@ from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_tied, moe_gpt
-from quintsched.runtime.saving.saved_state import SavedPiece
+from quintsched.runtime.saving.saved_state import SavedPiece, SavedState
+from quintsched.runtime.saving.tensor_placement import LAYOUT, StateLayout
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ..optim.optimizers import Shampoo, adafactor, muon
@@ -313,3 +314,23 @@ def test_files_of_several_saves_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(MisfitError, match=words):
             Run("pp=2").on_ranks(lambda engine, other=other: engine.load_state_files([one, other]))
+
+
+def test_files_that_are_damaged_or_no_such_files_are_refused(tmp_path: Path) -> None:
+    path, plain = path_of(tmp_path, 0), StateLayout().to_text()
+    for text, fault in (
+        ("{", "its layout: .*not JSON"),
+        ("[]", "its layout: .*/: Input should be"),
+        ('{"version": 2}', "its layout: .*/version: Input should be 1"),
+        (plain.replace('"tensors":{}', '"tensors":{"a":3}'), "its layout: .*list index out of range"),
+        (plain.replace('"same":[]', '"odd":[]'), "its layout: .*/same: Field required"),
+        (None, "not a safetensors file"),
+    ):
+        if text is None:
+            path.write_bytes(b"no tensors")
+        else:
+            save_file({"model.0.weight": torch.ones(2)}, path, metadata={LAYOUT: text})
+        with pytest.raises(InputError, match=rf"(?s)rank-00000\.safetensors: .*{fault}"):
+            SavedState.of_files([path])
+    save_file({"model.0.weight": torch.ones(2)}, path)
+    assert SavedState.of_files([path]).unplaced == [path]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import quintsched as qs
@@ -181,3 +183,26 @@ def test_readers_between_steps_see_fresh_weights_also_of_modules_that_a_loop_hol
             assert all(torch.equal(full[name], tensor) for name, tensor in seen.items())
 
     run_local(2, run)
+
+
+def test_averages_in_another_order_are_refused(tmp_path: Path) -> None:
+    def body(transport: Transport) -> None:
+        engines = [make(transport, "pp=1", 0) for _ in range(3)]
+        for engine, decays in zip(engines, [(0.5, 0.9), (0.9, 0.5), (0.5, 0.99)], strict=True):
+            for decay in decays:
+                engine.ema(decay)
+        saved, swapped, changed = engines
+        train(saved, [0])
+        state, full = saved.state_dict(), saved.full_state_dict()
+        save_file(state, tmp_path / "0", metadata=saved.state_metadata())
+        loads: list[Callable[[Engine], None]] = [
+            lambda engine: engine.load_state_dict(state),
+            lambda engine: engine.load_full_state_dict(full),
+            lambda engine: engine.load_state_files([tmp_path / "0"]),
+        ]
+        for load in loads:
+            with pytest.raises(MisfitError, match=r"average 0 of the state has a decay of 0\.5, .* 0\.9"):
+                load(swapped)
+            load(changed)
+
+    run_local(1, body)

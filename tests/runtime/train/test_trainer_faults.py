@@ -75,3 +75,14 @@ def test_progress_that_cannot_be_understood_is_refused(data_file: Path, tmp_path
         path.write_bytes(manifest.model_copy(update={"progress": manifest.progress | change}).to_json())
         with pytest.raises(qs.InputError, match=f"the checkpoint's progress: {place}"):
             fit(config, resume=True)
+
+
+def test_block_costs_must_be_those_of_the_blocks() -> None:
+    with pytest.raises(qs.UsageError, match="2 block_costs for 4 blocks"):
+        Engine(plan("pp=1"), [lambda: nn.Linear(4, 4)] * 4, mse, sgd, block_costs=[1, 1])
+
+
+def test_weights_that_cannot_be_written_are_refused_before_the_first_step(data_file: Path) -> None:
+    config = job(data_file, parallel={"mesh": "dp=1"}, checkpoint={"export": "/proc/self/weights"})
+    with pytest.raises(qs.UsageError, match="/proc/self: cannot write the weights: No such file"):
+        interrupt_after(config, steps=0)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import quintsched as qs
-from quintsched.runtime import Trainer, run_local, split
+from quintsched.runtime import JobConfig, Trainer, run_local, split
 from quintsched.runtime.train.reporter import Reporter
 
 from ...helpers.training import Outcome, require_equal, train_alone
@@ -137,3 +137,11 @@ def test_what_is_missing_is_said(config: Any, train: Any, words: str) -> None:
     own = own if "is given, and" in words else {}
     with pytest.raises(qs.UsageError, match=words):
         run_local(ranks, lambda transport: Trainer(split(net()), train, None, config, transport=transport, **own))
+
+
+def test_a_start_is_one_of_three_and_a_job_is_no_model() -> None:
+    (trainer,) = run_local(1, lambda transport: Trainer(split(net()), batches, None, {}, transport=transport))
+    with pytest.raises(qs.UsageError, match="fit: start is 'again'; there is: new, fresh, resume"):
+        trainer.fit("again")  # type: ignore[arg-type]
+    with pytest.raises(qs.UsageError, match=r"Trainer\.of_job"):
+        Trainer(JobConfig(), None)  # type: ignore[arg-type]

@@ -22,8 +22,9 @@ from quintsched.runtime.watch.rendezvous.addresses import (
     own_address,
     read_master,
     require_elsewhere,
+    require_interfaces,
 )
-from quintsched.runtime.watch.rendezvous.rendezvous_store import Attempt, meet
+from quintsched.runtime.watch.rendezvous.rendezvous_store import Attempt, connect_to, meet
 
 
 @pytest.fixture
@@ -137,3 +138,40 @@ def test_who_does_not_come_is_named() -> None:
     store.set_timeout(timedelta(seconds=0.2))
     with pytest.raises(StallError, match="rank 0 did not"):
         meet(store, 1, 2, 0.2)
+
+
+def test_an_interface_that_is_not_there_is_refused_at_once(one_machine: pytest.MonkeyPatch) -> None:
+    require_interfaces()
+    loopback = interface_of(LOOPBACK)
+    one_machine.setenv(GLOO, f"{loopback}")
+    require_interfaces()
+    one_machine.setenv(GLOO, f"{loopback},nosuch0")
+    with pytest.raises(UsageError, match=f"has no network interface 'nosuch0'; it has .*{loopback}"):
+        require_interfaces()
+
+
+def test_a_name_of_the_loopback_is_the_only_other_address(names: dict[str, list[str]]) -> None:
+    names["node0"] = ["127.0.1.1"]
+    assert own_address("node0", SAID) == "10.0.0.1"
+    for own, listed in (([], "none"), (["10.0.0.1", "172.17.0.1"], "10.0.0.1, 172.17.0.1")):
+        names["own"] = own
+        with pytest.raises(UsageError, match=rf"node0 is 127\.0\.1\.1, where no other machine can come .*: {listed}$"):
+            own_address("node0", SAID)
+
+
+def test_another_machine_does_not_come_to_itself(names: dict[str, list[str]]) -> None:
+    names |= {"node0": ["10.0.0.1"], "node1": ["127.0.1.1"], "localhost": ["127.0.0.1"]}
+    for host in ("node0", "10.0.0.9", "localhost", "127.0.0.1", "fd77::1"):
+        require_elsewhere(host, SAID)
+    with pytest.raises(
+        UsageError, match=r"node1 is 127\.0\.1\.1, which is this machine itself .*address of machine 0$"
+    ):
+        require_elsewhere("node1", SAID)
+
+
+def test_who_waits_for_a_store_that_never_comes_says_so_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(RuntimeError, match=f"^nobody listens at 127.0.0.1, port {port}: Connection refused$"):
+        connect_to("127.0.0.1", port, 0.2)
+    assert capfd.readouterr().err == ""

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.aceso import predicted_runs
-from quintsched.errors import InputError, MisfitError
+from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.strategies.profiles.aceso import read_folder, read_layout
 from quintsched.strategies.profiles.operator_rates import Rates
 from quintsched.strategies.profiles.profile import Profile
+from quintsched.strategies.profiles.read_profile import read_profile
 from quintsched.strategies.profiles.step_from_profile import compose
 
 FOLDER = Path(__file__).parents[2] / "data" / "aceso"
@@ -90,3 +91,9 @@ def test_measured_runs_are_predicted():
     assert max(times) < 0.05
     assert sum(memory) / len(memory) < 0.01
     assert max(memory) < 0.03
+
+
+def test_a_folder_is_recognised():
+    assert read_profile(FOLDER, size="1.3b").name == "gpt-1.3b"
+    with pytest.raises(UsageError, match="no profile of a GPT of size '7B'"):
+        read_profile(FOLDER, size="7B")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.errors import InputError
+from quintsched.errors import InputError, MisfitError
 from quintsched.simulation.costs import Costs
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
@@ -17,6 +17,7 @@ from quintsched.strategies.prediction.predict_strategy import predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware, work_s
 from quintsched.strategies.profiles.kineto import from_trace
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile
+from quintsched.strategies.profiles.profile_from_trace import read_trace
 from quintsched.strategies.profiles.read_profile import Measured, read_profile
 from tests.traces import write_trace
 
@@ -124,3 +125,11 @@ def test_broken_files_are_refused_with_the_place(tmp_path, text, said):
     path.write_text(text, encoding="utf-8")
     with pytest.raises(InputError, match=said):
         read_profile(path, Measured(MODEL, ON_ONE))
+
+
+def test_another_strategy_than_the_plans_is_refused(tmp_path):
+    plan = qs.compile("1f1b", mesh=qs.Mesh(pp=2), microbatches=4)
+    with pytest.raises(MisfitError, match="strategy says"):
+        read_trace(tmp_path, plan, MODEL, ON_ONE)
+    with pytest.raises(MisfitError, match="4 microbatches"):
+        read_trace(tmp_path, plan, MODEL, Strategy(gpus=2, pp=2, batch=8, seq=128))

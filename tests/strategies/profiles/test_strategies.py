@@ -55,3 +55,11 @@ def test_an_even_pipeline_is_near_a_measured_uneven_one(profile):
 def test_what_operators_cannot_place_is_said(profile, changes, said):
     with pytest.raises((MisfitError, UsageError), match=said):
         predict_from_profile(MODEL, HARDWARE, strategy(**changes), profile)
+
+
+def test_selective_recomputation_needs_attention(profile):
+    blind = profile.model_copy(
+        update={"operators": tuple(o.model_copy(update={"kind": "block"}) for o in profile.operators)}
+    )
+    with pytest.raises(UsageError, match="which operators are attention"):
+        predict_from_profile(MODEL, HARDWARE, strategy(), blind)

@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from quintsched.errors import UsageError
 from quintsched.plan import Plan
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.presets_and_files import find_model, model_names
@@ -70,3 +71,9 @@ def test_every_preset_has_a_job_file(name):
     own = built_in(model)[1] is not None
     assert (job["model"]["name"] == "my_model.py:build") is not own
     assert ("# model.name: your function that builds" in text) is not own
+
+
+def test_a_directory_that_cannot_be_made_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be made"):
+        emit(GPT, strategy(), tmp_path / "file")
