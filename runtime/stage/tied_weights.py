@@ -60,7 +60,7 @@ class TiedWeights:
             )
         planned = {name: tuple(held) for name, held in plan.tied.items()}
         if across != planned:
-            _refuse(across, planned)
+            _refuse({name: stages_of(weights, cuts) for name, weights in names.items()}, across, planned)
         self._copies = {name: list(_join(weights, stages)) for name, weights in names.items()}
         for name in across:
             if any(isinstance(parameter, DTensor) for parameter in self._copies[name]):
@@ -185,9 +185,15 @@ def _refuse_half_frozen(name: str, weights: Sequence[str]) -> NoReturn:
     )
 
 
-def _refuse(homes: Mapping[str, tuple[int, ...]], planned: Mapping[str, tuple[int, ...]]) -> NoReturn:
-    wanted = " ".join(f"--tied {name}={','.join(map(str, stages))}" for name, stages in sorted(homes.items()))
+def _refuse(
+    homes: Mapping[str, tuple[int, ...]], across: Mapping[str, tuple[int, ...]], planned: Mapping[str, tuple[int, ...]]
+) -> NoReturn:
+    wanted = " ".join(f"--tied {name}={','.join(map(str, stages))}" for name, stages in sorted(across.items()))
+    naming = "".join(
+        f"name weights for {name!r}, Engine(…, tied={{{name!r}: ('0.weight', '5.weight')}}), in a job model.tied, or "
+        for name in sorted(planned.keys() - homes.keys())[:1]
+    )
     raise MisfitError(
         f"the plan ties {dict(planned) or 'nothing'}, the model's tied weights lie on stages {dict(homes) or 'none'}; "
-        f"compile the plan with {wanted or 'no --tied'}; --schedule PLAN keeps the order of a plan file"
+        f"{naming}compile the plan with {wanted or 'no --tied'}; --schedule PLAN keeps the order of a plan file"
     )

@@ -75,8 +75,12 @@ def test_plan_and_model_must_tie_the_same() -> None:
     with pytest.raises(MisfitError, match=r"compile the plan with --tied embedding=0,1"):
         train_on(untied, ids_task(1, 4, length=6), blocks, dtype=torch.float64, tied=TIED)
     tied = qs.compile("1f1b", mesh="pp=2", microbatches=2, tied={"embedding": (0, 1)})
-    with pytest.raises(MisfitError, match="tied weights lie on stages none"):
-        train_on(tied, ids_task(1, 4, length=6), blocks, dtype=torch.float64)
+    for names, words in [
+        ({}, "on stages none; name weights for 'embedding', Engine"),
+        ({"embedding": ("3.norm1.weight", "4.norm1.weight")}, r"on stages {'embedding': \(1,\)}; compile .* no --tied"),
+    ]:
+        with pytest.raises(MisfitError, match=words):
+            train_on(tied, ids_task(1, 4, length=6), blocks, dtype=torch.float64, tied=names)
 
 
 def test_weights_that_are_not_there_or_differ_in_shape_are_refused() -> None:
