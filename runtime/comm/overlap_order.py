@@ -23,6 +23,7 @@ import torch
 
 from quintsched.errors import MisfitError
 
+from .host_collectives import greatest
 from .overlap_threads import BoundCall, Note, Side, Sides
 from .transport_interface import Group
 
@@ -71,14 +72,15 @@ class Overlaps:
 
         return run
 
-    def end_step(self) -> str | None:
-        """Return the waits of the sides, in words, when it is time to settle the turns; else None.
+    def end_step(self, holders: Group) -> str | None:
+        """Return the waits of the sides, in words, when it is time to settle the turns; else None (collective).
 
-        That is after the second step: the first one may contain one-time work. Raises `MisfitError` where microbatches
-        differ.
+        That is after the second step, as the first one may contain one-time work, or the first step after it in which
+        all pairs of all holders had samples. Raises `MisfitError` where microbatches differ.
         """
-        if not self._is_warm:
-            self._is_warm = True
+        sides = {(side, stages[side]) for stages in self._pairs for side in Side}
+        is_early, self._is_warm = not self._is_warm, True
+        if is_early or any(greatest(holders, [self._notes.keys() != sides])):
             self._notes.clear()
             return None
         for (side, stage), notes in sorted(self._notes.items()):

@@ -75,12 +75,14 @@ class BlockUse:
         return {*layout.losses, *(route.stages[-1] for route in layout.routes)}
 
     @property
-    def wanted_losses(self) -> str:
-        """Value of `--losses` that covers all blocks that take targets."""
+    def losses_advice(self) -> str:
+        """Advice for blocks that take targets where the plan has no loss."""
         taking = {number for number, block in enumerate(self.blocks) if takes_targets(block)}
         stages = {stage for stage, numbers in enumerate(self.cuts) if taking.intersection(numbers)}
-        route = self.plan.routes[0].stages
-        return ",".join(map(str, sorted(stages | self.with_losses, key=route.index)))
+        if len(self.plan.routes) > 1:
+            return f"{self.plan.schedule.name} has a loss on last stages alone; take a schedule with one route"
+        places = self.plan.routes[0].stages
+        return f"compile it with --losses {','.join(map(str, sorted(stages | self.with_losses, key=places.index)))}"
 
 
 @dataclass(frozen=True)
@@ -177,8 +179,7 @@ REFUSALS: tuple[Refusal, ...] = (
         TAKING_TARGETS,
         lambda use: use.stage not in use.run.with_losses,
         MisfitError,
-        "a block of stage {use.stage} takes targets, but the plan has no loss there: compile it with --losses "
-        "{use.run.wanted_losses}",
+        "a block of stage {use.stage} takes targets, but the plan has no loss there: {use.run.losses_advice}",
     ),
     Refusal(
         TAKING_TARGETS,

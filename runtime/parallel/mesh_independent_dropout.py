@@ -202,8 +202,11 @@ class Masks:
     ) -> Tensor:
         """Return words for a rank's part of a tensor, by `draw(shape=…, cut=…, sliced=…)`.
 
-        For a site in `cut_dims` it draws the words of the whole tensor, and takes this rank's chunk of them.
+        For a site in `cut_dims` it draws the words of the whole tensor, and takes this rank's chunk of them. A unit
+        without samples, which only experts over ep need, draws nothing: all is kept.
         """
+        if self.unit is not None and not self.unit.samples:
+            return torch.full(tuple(shape), WORD, device=self.device)
         group = cut or sliced
         is_usual = group is None or (site, cut is not None) not in self.cut_dims
         dim = None if is_usual else self.cut_dims[site, cut is not None]
@@ -302,7 +305,7 @@ class KeyedDropout(TakenOver, nn.Dropout):
     def _mask(self, unit: MaskUnit, x: Tensor) -> Tensor:
         """Return the mask, bool of the shape of x: True where an element is kept."""
         samples = len(unit.samples)
-        if not x.dim() or x.shape[0] % samples:
+        if not x.dim() or (samples and x.shape[0] % samples):
             raise MisfitError(
                 f"the dropout {self.site!r} is given {tuple(x.shape)} for {counted(samples, 'sample')}; the first "
                 "dimension must be that of the samples, or samples and tokens in one"

@@ -3,7 +3,7 @@
     model ──▶ skeleton: the same code, weights without data, classes that ask the tracer ──▶ forward(symbols) ──▶ graph
                         a call of a module      one node, or those inside, if it is traced into
                         a weight, a buffer, a tensor in an attribute    one node
-                        x += y                  one node, which changes x in place
+                        x += y, x[:, 0] = y     one node, which changes x in place
 
 A trace must be deterministic: code that draws random numbers, or that sets attributes, is not traced. Each node records
 the modes that it ran under (no_grad, autocast, …), where these are not those around the model.
@@ -126,7 +126,10 @@ class _Unpacked(TraceError):
 
 
 class _Symbol(fx.Proxy):
-    """Proxy that supports in-place operators (`+=`), as tensors do."""
+    """Proxy that supports in-place operators (`+=`) and assignments to its parts (`x[:, 0] = y`), as tensors do."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
 
     def register_hook(self, hook: Any) -> Any:
         """Refuse a hook, which belongs to the tensor of one run."""

@@ -234,7 +234,7 @@ class RankModel:
         synced = None
         if choice == "sync" and groups.replicas.size > 1 and has_batch_norms(self.outlines):
             synced = SyncedNorms(self._transport.make_group(self.plan.mesh.groups(*REPLICA_AXES)))
-        shared = SharedBuffers(choice, self.stages, self.plan, groups.replicas)
+        shared = SharedBuffers(choice, self.stages, groups.replicas, self._replica_of)
         return synced, shared
 
     def compare(self, plan: Plan, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ replicas, each from the same r₀ over k microbatches, can be chained, whatever 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from quintsched.errors import MisfitError
-from quintsched.plan import Plan
 
 from ..agreement.refuse_unequal_ranks import agree
 from ..comm import Group, ReduceOp
@@ -58,19 +57,15 @@ class SharedBuffers:
     Args:
         choice: the method; see the module.
         stages: the stages of this rank.
-        plan: has the number of runs of a stage per step.
         replicas: the ranks that hold the same weights, and run other samples or tokens.
+        replica_of: the number of a rank's replica; the ranks of `replicas` are in the order of the mesh's axes.
     """
 
     def __init__(
-        self,
-        choice: BufferChoice,
-        stages: Mapping[int, Stage],
-        plan: Plan,
-        replicas: Group,
+        self, choice: BufferChoice, stages: Mapping[int, Stage], replicas: Group, replica_of: Callable[[int], int]
     ) -> None:
         self._choice, self._replicas = choice, replicas
-        self._microbatches = plan.schedule.microbatches
+        self._order = sorted(range(replicas.size), key=lambda member: replica_of(replicas.ranks[member]))
         self._norms = list(_averaging(stages))
         self._is_needed = replicas.size > 1
         self._buffers = [
@@ -84,8 +79,11 @@ class SharedBuffers:
         self.late: set[str] = set()
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Return a context for one training step; after it buffers are equal on all replicas (collective)."""
+    def shared(self, runs: int) -> Iterator[None]:
+        """Return a context for one training step; after it buffers are equal on all replicas (collective).
+
+        `runs` is the number of units of this rank that have samples.
+        """
         averages = [_Average.from_norm(norm) for _, norm in self._norms] if self._choice == "merge" else []
         is_first = self._known is None
         states = [_state(module, key, is_first) for _, module, key in self._buffers]
@@ -97,7 +95,7 @@ class SharedBuffers:
         if self._choice == "first":
             self._take_first()
         elif averages:
-            self._merge(averages)
+            self._merge(averages, runs)
         self._compare()
 
     def _learn(self, changed: set[str]) -> None:
@@ -136,15 +134,16 @@ class SharedBuffers:
             self._replicas.broadcast(sent, 0).wait()
             buffer.data.copy_(sent)
 
-    def _merge(self, averages: list[_Average]) -> None:
+    def _merge(self, averages: list[_Average], runs: int) -> None:
         """Chain the running averages of all replicas."""
-        mine = torch.cat([_flat(average, self._microbatches) for average in averages])
+        mine = torch.cat([_flat(average, runs) for average in averages])
         gathered = mine.new_empty(self._replicas.size * len(mine))
         self._replicas.all_gather(gathered, mine).wait()
         place = 0
         for average in averages:
             size = 1 + 2 * len(average.before[0])
-            of_replicas = [row[place : place + size] for row in gathered.split(len(mine))]
+            rows = gathered.split(len(mine))
+            of_replicas = [rows[member][place : place + size] for member in self._order]
             place += size
             _put_together(average, of_replicas)
 
@@ -167,6 +166,31 @@ class SharedBuffers:
             f"the buffer {name!r} {what}; let all take what the first has: buffers='first'"
             + ("" if self._choice != "refuse" else ", or let batch norms share their statistics: buffers='sync'")
         )
+
+
+class OwnBuffers:
+    """Buffers of a stage's blocks that the samples of this rank alone change.
+
+    Not among them are those of experts, which are given rows of other ranks, and, if `synced`, of batch norms.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], *, synced: bool) -> None:
+        modules = dict.fromkeys(module for block in blocks for module in block.modules())
+        mixtures = (module for module in modules if isinstance(module, MoE))
+        others = {module for mixture in mixtures for module in mixture.experts.modules()}
+        others |= {module for module in modules if synced and isinstance(module, _BatchNorm)}
+        self._modules = [module for module in modules if module not in others]
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Return a context in which a forward leaves them unchanged, as it runs without samples."""
+        before = [
+            (m, key, held, held.clone()) for m in self._modules for key, held in m._buffers.items() if held is not None
+        ]
+        yield
+        for module, key, held, numbers in before:
+            held.data.copy_(numbers)
+            module._buffers[key] = held
 
 
 def synced_choice(choice: BufferChoice, blocks: Sequence[nn.Module]) -> BufferChoice:
@@ -214,14 +238,14 @@ def _numbers(buffer: Tensor) -> Tensor:
     return (torch.view_as_real(plain) if plain.is_complex() else plain).double()
 
 
-def _flat(average: _Average, microbatches: int) -> Tensor:
+def _flat(average: _Average, runs: int) -> Tensor:
     """Return the number of updates of a norm in the step, then its running statistics, as one row, float64."""
     norm, mean = average.norm, average.before[0]
     assert norm.running_mean is not None
     assert norm.running_var is not None
     count = updates_of(norm) - average.updates
     if not isinstance(norm, _BatchNorm):  # no counter
-        count = microbatches if not torch.equal(mean, norm.running_mean) else 0
+        count = runs if not torch.equal(mean, norm.running_mean) else 0
     number = torch.tensor([count], dtype=torch.float64, device=mean.device)
     return torch.cat([number, norm.running_mean.double(), norm.running_var.double()])
 

@@ -163,7 +163,7 @@ class StepSettler:
         slices, shapes = plan.schedule.slices, dict[int, UnitShape]()
         for (size, unit), spec in zip(self._first_of_each_size(sizes, slices).items(), given, strict=True):
             shapes[size] = self._shapes.get(spec, partial(self._shape, plan, spec, batch, unit))
-        if shapes:
+        if any(sizes):
             self._latest = next(iter(shapes.values()))
         else:
             self.any_shape()

@@ -252,8 +252,8 @@ def run_model(module: Any, inputs: Any, targets: Any, extras: Mapping[str, Any])
 def parts_of(step: Step, microbatches: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
     """Yield the microbatches of one process in a step: each replica's that has samples."""
     for batch in step.replicas:
-        if num_samples(batch[0]):
-            yield from (cut_batch(batch, number, microbatches) for number in range(microbatches))
+        parts = (cut_batch(batch, number, microbatches) for number in range(microbatches))
+        yield from (part for part in parts if num_samples(part[0]))
 
 
 def cut_batch(batch: Batch, number: int, count: int) -> tuple[Any, Any, dict[str, Any]]:

@@ -193,7 +193,12 @@ class LaterSteps:
             self._of_pairs = _steering(pairs)
 
     def why_unsound(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:
-        """Return a refusal of a block that may not be cut for units of these shapes, in words; empty: all may be."""
+        """Return a refusal of a block that may not be cut for units of these shapes, in words; empty: all may be.
+
+        Of units without samples, which only experts over ep need, there is nothing to compare.
+        """
+        if not units.spec.samples.shape[0]:
+            return ""
         return self._unsound_pairs(units, parcels) or self._unsound_lengths(units, parcels)
 
     def _unsound_pairs(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:

@@ -11,10 +11,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import quintsched as qs
+from quintsched.runtime.comm import SelfGroup
+from quintsched.runtime.comm.overlap_order import Overlaps
 from quintsched.runtime.comm.overlap_threads import Side, Sides
 from quintsched.runtime.comm.transport_interface import DoneWork
 
 CPU = torch.device("cpu")
+ALONE = SelfGroup(0, CPU)
 F, B = Side.FORWARD, Side.BACKWARD
 
 
@@ -89,6 +92,18 @@ def test_the_second_side_sees_context_variables_and_modes(talk: Talk) -> None:
     talk.sides.run_sides(compute, compute, (B, F), CPU)
     assert found == [(7, "meta")] * 2 + [(7, "cpu")] * 2
     assert flops.get_total_flops() == 2 * 2 * 27
+
+
+def test_microbatches_that_exchange_differently_are_refused(talk: Talk) -> None:
+    overlaps, counts = Overlaps(talk.sides, CPU), iter([1, 1, 2])
+    pair = overlaps.pair(talk.side("f", 1), lambda: talk.side("b", next(counts))(), (0, 3))
+    pair()
+    assert overlaps.end_step(ALONE) is None
+    assert overlaps.end_step(ALONE) is None, "a step in which too few samples left the pair out"
+    pair()
+    pair()
+    with pytest.raises(qs.MisfitError, match=r"stage 3: its backwards exchange 1 to 2 times from one microbatch"):
+        overlaps.end_step(ALONE)
 
 
 def test_the_second_side_computes_under_what_the_first_one_does(talk: Talk) -> None:

@@ -122,6 +122,11 @@ def run_of(case: Case) -> BlockUse:
     )
 
 
+def test_losses_before_the_last_stage_want_one_route() -> None:
+    with pytest.raises(MisfitError, match="dualpipe has a loss on last stages alone; take a schedule with one route"):
+        require_usable_blocks(run_of(Case("", [Exit, linear], schedule="dualpipe")))
+
+
 @pytest.mark.parametrize("number", range(len(REFUSALS)))
 def test_a_row_refuses_what_it_is_for(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case, row = CASES[number], REFUSALS[number]

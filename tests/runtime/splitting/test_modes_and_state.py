@@ -33,6 +33,13 @@ def of_a_buffer(self, x):
     return x + self.mean
 
 
+def in_place(self, x):
+    y = x.clone()
+    y[..., 0] = 0.5
+    y[:, 1:] += x[:, :1]
+    return y
+
+
 def caching(self, x):
     self.last = torch.ones(x.shape[-1], dtype=x.dtype) if self.last is None else self.last
     return x * self.last
@@ -53,7 +60,7 @@ def replace_mean(model):
 
 
 CASES = [
-    *[(all_modes, nothing), (caching, nothing), (of_attributes, set_attributes)],
+    *[(all_modes, nothing), (caching, nothing), (in_place, nothing), (of_attributes, set_attributes)],
     *[(of_a_buffer, set_mean), (of_a_buffer, replace_mean)],
 ]
 

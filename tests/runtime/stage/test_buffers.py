@@ -13,7 +13,7 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import Blocks
 
-from ...helpers.training import Outcome, check_equality, require_equal, train_alone, train_ranks
+from ...helpers.training import Outcome, Step, check_equality, require_equal, train_alone, train_ranks
 from ..toys import sgd
 
 CHANNELS, SAMPLES, STEPS = 3, 8, 3
@@ -58,6 +58,7 @@ def trained(plan: qs.Plan, blocks: Blocks, **options: Any) -> list[Outcome]:
     [
         {"schedule": "1f1b", "mesh": "dp=2,pp=2", "microbatches": 2, "recompute": 1},
         {"schedule": "zb-h1", "mesh": "pp=2", "microbatches": 4},
+        {"schedule": "1f1b", "mesh": "ep=2,dp=2", "microbatches": 1},
     ],
     ids=str,
 )
@@ -68,6 +69,17 @@ def test_running_statistics_are_those_of_one_process(request_of: dict[str, Any])
 
 def normed() -> nn.Module:
     return nn.Sequential(nn.Conv1d(CHANNELS, CHANNELS, 1), nn.BatchNorm1d(CHANNELS), nn.Tanh())
+
+
+@pytest.mark.parametrize("mesh", ["dp=2", "ep=2"])
+def test_units_without_samples_change_no_statistics(mesh: str) -> None:
+    """Over ep they are computed too, as experts may be given rows of other ranks; instance norms cannot be."""
+    plan, blocks = qs.compile("1f1b", mesh=mesh, microbatches=3), [averaging if mesh == "dp=2" else normed] * 2
+    steps = [
+        Step([tuple(part[:5] for part in batch(step)), tuple(part[6:] for part in batch(step))]) for step in (0, 1)
+    ]
+    expected = train_alone(blocks, squares, sgd, steps, microbatches=3)
+    require_equal(train_ranks(plan, blocks, squares, sgd, steps, dtype=torch.float64), expected)
 
 
 @pytest.mark.parametrize("zero", [0, 3])

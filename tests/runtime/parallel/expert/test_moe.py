@@ -334,14 +334,14 @@ from its own samples that something has changed."""
 
 
 def padding(factor: float = 0.75, *, pads: bool = True) -> Blocks:
-    return moe_blocks(16, capacity_factor=factor, pad_to_capacity=pads)
+    return moe_blocks(16, capacity_factor=factor, pad_to_capacity=pads, dropout=0.1)
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("mesh", ["ep=2", "pp=2,ep=2"])
+@pytest.mark.parametrize("mesh", ["ep=2", "pp=2,ep=2", "ep=2,tp=2"])
 def test_replicas_of_other_shapes_have_the_same_numbers(mesh: str) -> None:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=4)
-    padded, plain = (changing.train_on(plan, padding(pads=pads), UNEVEN) for pads in (True, False))
+    padded, plain = (changing.train_on(plan, padding(pads=pads), UNEVEN, prove="all") for pads in (True, False))
     for one, other in zip(padded, plain, strict=True):
         require_equal([one], other)
 
