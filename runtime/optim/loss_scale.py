@@ -17,6 +17,8 @@ from quintsched.errors import UsageError
 
 from ..comm.device import is_at_hand
 
+_LARGEST = torch.finfo(torch.float32).max
+
 SCALE = "engine.loss_scale"
 """Name of the scale in a state."""
 
@@ -64,7 +66,8 @@ class LossScale:
         if skipped:
             self.value *= state["backoff_factor"]
         elif steps == state["growth_interval"]:
-            self.value, steps = self.value * state["growth_factor"], 0
+            grown, steps = self.value * state["growth_factor"], 0
+            self.value = grown if grown <= _LARGEST else self.value  # as torch's scaler, which holds it in float32
         self._scaler.load_state_dict({**state, "scale": self.value, "_growth_tracker": steps})
 
     def state_dict(self) -> dict[str, torch.Tensor]:

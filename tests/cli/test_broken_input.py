@@ -38,6 +38,7 @@ COMPILE = ("compile", "--schedule")
         ((*COMPILE, "interleaved-1f1b", "--mesh", "pp=4", "-m", 6), "the nearest that works: 4 or 8"),
         ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", 2, "--buckets-per-stage", 0), "buckets_per_stage is 0"),
         ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", 2, "-o", "no/such/plan.json"), "cannot write the plan"),
+        (("calibrate", "-o", "."), ".: cannot write the description: Is a directory; write it elsewhere"),
         (("check", "missing.json"), "missing.json: cannot read the plan: No such file or directory"),
         (("check", "."), ".: cannot read the plan: Is a directory"),
         (("show", "plan.json", "--rank", 8), "rank 8 is not in the mesh dp=2,pp=2,tp=2: its ranks are 0 to 7"),

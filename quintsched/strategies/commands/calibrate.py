@@ -7,7 +7,9 @@ quintsched predict --hardware cpu …      measures first, if that was never don
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -69,6 +71,8 @@ def _measure(file: Path, device: str) -> int:
 def _make_folder(file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except OSError as error:
         raise UsageError(
             f"{file}: cannot write the description: {error.strerror or error}; write it elsewhere, like "

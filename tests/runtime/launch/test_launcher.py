@@ -113,6 +113,21 @@ def launcher(*arguments: object) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+def test_what_cannot_be_is_said_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text("parallel: {mesh: dp=2}")
+    for arguments, words in (
+        (["--resume"], "job.yaml: --resume needs checkpoint.dir"),
+        (["--override", "train.seed"], "--override train.seed: it lets --resume continue a run with another value"),
+        (["--set", "log.path=job.yaml/log.jsonl"], "job.yaml: cannot write the log: File exists"),
+        (["--set", "checkpoint.dir=job.yaml"], "job.yaml: cannot write a checkpoint: File exists"),
+    ):
+        assert local_run.main(["--config", "job.yaml", *arguments]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_ranks_find_what_torchrun_would_tell_them(module: str, tmp_path: Path) -> None:
     assert start_ranks(Worlds([3]), module, [str(tmp_path), "env"]) == 0
     for rank in range(3):
