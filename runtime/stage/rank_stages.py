@@ -217,7 +217,6 @@ class RankModel:
             targets=self.needs_targets,
             rank=self._transport.rank,
             shard=self.sequences.shard,
-            replicas=self.num_replicas,
         )
 
     def _defer(self) -> tuple[dict[int, WeightQueue], float | None]:

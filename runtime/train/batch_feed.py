@@ -146,7 +146,7 @@ class DatasetFeed:
         shuffles: bool = True,
     ) -> None:
         self.spec, self.settings, self._replica, self._seed = spec, settings, replica, train.seed
-        self._splits, size, seed = splits, train.batch_size, train.seed
+        self._splits, size, seed, self._parts = splits, train.batch_size, train.seed, train.accumulate
         self._train = BatchSampler(num_samples=counts[0], batch_size=size, seed=seed, shuffle=shuffles)
         self._validation = (
             BatchSampler(num_samples=counts[1], batch_size=size, seed=seed, shuffle=False) if counts[1] else None
@@ -155,7 +155,7 @@ class DatasetFeed:
 
     def train(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
         """Yield the batches of an epoch from number `start` on."""
-        return self._batches(self._splits[0], self._train, epoch, start)
+        return self._batches(self._splits[0], self._train, epoch, start, self._parts)
 
     def validation(self) -> Iterator[LoadedBatch]:
         """Yield all batches of validation, if there are any."""
@@ -181,16 +181,22 @@ class DatasetFeed:
             indices = mine[start : start + each]
             yield (None, None, {}) if split is None else self._gather(split, indices, 0)
 
-    def _batches(self, split: Any, sampler: BatchSampler, epoch: int, start: int) -> Iterator[LoadedBatch]:
-        """Yield this replica's samples of each batch; (None, None, {}) on a rank that needs none."""
-        for indices in sampler.batches(epoch, start=start):
-            yield (None, None, {}) if split is None else self._gather(split, self._mine(indices), epoch)
+    def _batches(
+        self, split: Any, sampler: BatchSampler, epoch: int, start: int, parts: int = 1
+    ) -> Iterator[LoadedBatch]:
+        """Yield this replica's samples of each batch; (None, None, {}) on a rank that needs none.
 
-    def _mine(self, indices: Indices) -> Indices:
-        """Return this replica's part of a batch."""
+        Gradients are accumulated over `parts` of a batch, of which a replica has its share of each, so that the places
+        of samples in the batch, which dropout masks go by, do not depend on the number of replicas.
+        """
+        for indices in sampler.batches(epoch, start=start):
+            yield (None, None, {}) if split is None else self._gather(split, self._mine(indices, parts), epoch)
+
+    def _mine(self, indices: Indices, parts: int) -> Indices:
+        """Return this replica's share of each part of a batch; `parts_of` takes them apart again."""
         replica, num_replicas = self._replica
-        count = len(indices) // num_replicas
-        return indices[replica * count : (replica + 1) * count]
+        shares = [np.array_split(part, num_replicas)[replica] for part in np.array_split(indices, parts)]
+        return np.concatenate(shares)
 
     def _gather(self, split: Any, indices: Any, epoch: int) -> LoadedBatch:
         return *gather_batch(split, indices), {}
@@ -215,8 +221,10 @@ class TokenFeed(DatasetFeed):
         super().__init__(*arguments, shuffles=False)  # samples have an order of their own
         self._ahead, self._needs = ahead, needs
 
-    def _batches(self, split: Any, sampler: BatchSampler, epoch: int, start: int) -> Iterator[LoadedBatch]:
-        return prefetched(super()._batches(split, sampler, epoch, start), self._ahead)
+    def _batches(
+        self, split: Any, sampler: BatchSampler, epoch: int, start: int, parts: int = 1
+    ) -> Iterator[LoadedBatch]:
+        return prefetched(super()._batches(split, sampler, epoch, start, parts), self._ahead)
 
     def _gather(self, split: Any, indices: Any, epoch: int) -> LoadedBatch:
         samples: TokenSamples = split
@@ -243,8 +251,8 @@ class MapFeed(DatasetFeed):
         sizes = dict(zip(("data.training_samples", "data.validation_samples"), counts, strict=True))
         super().__init__((train, validation), spec, counts, settings, share, sizes)
 
-    def _mine(self, indices: Indices) -> Indices:
-        return np.array_split(indices[indices != PADDING], self._replica[1])[self._replica[0]]
+    def _mine(self, indices: Indices, parts: int) -> Indices:
+        return super()._mine(indices[indices != PADDING], parts)
 
     def _gather(self, split: Any, indices: Any, epoch: int) -> LoadedBatch:
         if not len(indices):

@@ -165,7 +165,6 @@ class BatchCutter:
         targets: whether it needs targets.
         rank: its global rank, for error messages.
         shard: this rank's part of each sequence.
-        replicas: number of replicas that divide the batch; a single one must have samples.
     """
 
     def __init__(
@@ -177,9 +176,8 @@ class BatchCutter:
         targets: bool,
         rank: int,
         shard: SequenceShard,
-        replicas: int = 1,
     ) -> None:
-        self._shard, self._replicas = shard, replicas
+        self._shard = shard
         self._device, self._dtype, self._rank = device, dtype, rank
         self._needs_inputs, self._needs_targets = inputs, targets
         self._latest: _Cut | None = None
@@ -261,9 +259,9 @@ class BatchCutter:
             if name == "targets" and not isinstance(given, Tensor) and not flatten(given)[1]:
                 continue
             samples = most_rows(given)
-            if samples is None or (samples == 0 and self._replicas == 1):
+            if samples is None:
                 shape = f"of shape {tuple(given.shape)} " if isinstance(given, Tensor) else ""
-                what = "there are no samples" if samples == 0 else f"a {type(given).__name__} has no tensors of samples"
+                what = f"a {type(given).__name__} has no tensors of samples"
                 raise MisfitError(f"{name} {shape}cannot be cut into microbatches: {what}")
             is_alone = name == "inputs" or (isinstance(given, Tensor) and not extras)
             return samples if is_alone else fewest_rows([given, *extras.values()], samples)

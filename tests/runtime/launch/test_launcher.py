@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from quintsched.runtime.launch import local_run
 from quintsched.runtime.launch.job_plan import Worlds
 from quintsched.runtime.launch.local_run import start_ranks
 

@@ -47,7 +47,10 @@ JOBS: dict[str, tuple[Any, list[Any]]] = {
         joined(COUNTS, MOE, on("pp=1", microbatches=4)),
         [joined(on("ep=2,pp=2", microbatches=2), PADDED)],
     ),
-    "batches in parts": (DIGITS, [{"train": {"accumulate": 4}}]),
+    "batches in parts": (
+        joined(DIGITS, {"model": {"options": {"dropout": 0.2}}}),
+        [{"train": {"accumulate": 4}}],
+    ),
 }
 """A job of one rank, or of a mesh, and what else runs of it may say and change no number."""
 
