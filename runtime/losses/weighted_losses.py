@@ -28,7 +28,7 @@ from ..comm import Group
 from ..settings.run_settings import LossOver
 from .experiments.sum_or_mean import LossExamination
 from .loss_function_state import FunctionKept, versions_kept
-from .loss_reductions import EvenWeights, LossWeight, Over, named
+from .loss_reductions import EvenWeights, LossWeight, Over, named, zero_loss
 from .reduction_check_on_batches import RealBatch
 from .watched_loss import Examined
 
@@ -212,7 +212,7 @@ class WeighedLoss:
             return loss
         self.has_supposed = self.has_supposed or self._weight is None
         over = self.supposed if self._weight is None else self._weight.over
-        return loss if over in SUMS else loss * (samples / usual)
+        return loss if over in SUMS else (loss if samples else loss.nan_to_num()) * (samples / usual)
 
     def __call__(self, output: Any, targets: Any, samples: int = 1, usual: int = 1, slices: int = 1) -> Counted:
         """Return the loss of a microbatch with its weight; raises `MisfitError` for an invalid result.
@@ -220,6 +220,8 @@ class WeighedLoss:
         `samples` is its number of samples; one of `usual` samples weighs 1 where the loss is weighted by samples.
         Each sequence is cut into as many `slices`.
         """
+        if not samples:  # of a unit that is computed for what replicas exchange
+            return Counted(zero_loss(output), 0.0, is_sum=self._is_sum)
         if not self.was_called:
             self._begin_calls()
         if self._is_usual and isinstance(output, Tensor):
@@ -273,9 +275,11 @@ class WeighedLoss:
     def defer(self, error: MisfitError, output: Any) -> Counted:
         """Record why a microbatch's loss is refused, and return a zero loss; raise at once without `misuses`."""
         note_misuse(error, self.misuses)
-        nothing = sum((t.sum() * 0 for t in tensors_of(output) if t.requires_grad), torch.zeros(()))
-        is_sum = self._weight is not None and self._weight.over is Over.SUM
-        return Counted(nothing, 0.0 if is_sum else 1.0, is_sum=is_sum)
+        return Counted(zero_loss(output), 0.0 if self._is_sum else 1.0, is_sum=self._is_sum)
+
+    @property
+    def _is_sum(self) -> bool:
+        return self._weight is not None and self._weight.over is Over.SUM
 
     def _require_kind(self, found: LossResult) -> None:
         """Raise `MisfitError` for a tuple where the loss was a number before, or the other way round."""

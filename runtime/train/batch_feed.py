@@ -155,7 +155,7 @@ class DatasetFeed:
 
     def train(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
         """Yield the batches of an epoch from number `start` on."""
-        return self._batches(self._splits[0], self._train, epoch, start, self._parts)
+        return self._batches(self._splits[0], self._train, epoch, start)
 
     def validation(self) -> Iterator[LoadedBatch]:
         """Yield all batches of validation, if there are any."""
@@ -181,22 +181,19 @@ class DatasetFeed:
             indices = mine[start : start + each]
             yield (None, None, {}) if split is None else self._gather(split, indices, 0)
 
-    def _batches(
-        self, split: Any, sampler: BatchSampler, epoch: int, start: int, parts: int = 1
-    ) -> Iterator[LoadedBatch]:
-        """Yield this replica's samples of each batch; (None, None, {}) on a rank that needs none.
+    def _batches(self, split: Any, sampler: BatchSampler, epoch: int, start: int) -> Iterator[LoadedBatch]:
+        """Yield this replica's samples of each batch, its share of each part; (None, None, {}) where it needs none."""
+        for number, indices in enumerate(sampler.batches(epoch, start=start), start):
+            count = self.parts(number) if sampler is self._train else 1
+            yield (None, None, {}) if split is None else self._gather(split, self._mine(indices, count), epoch)
 
-        Gradients are accumulated over `parts` of a batch, of which a replica has its share of each, so that the places
-        of samples in the batch, which dropout masks go by, do not depend on the number of replicas.
-        """
-        for indices in sampler.batches(epoch, start=start):
-            yield (None, None, {}) if split is None else self._gather(split, self._mine(indices, parts), epoch)
+    def parts(self, batch: int) -> int:
+        """Return the number of parts of a batch, over which gradients are accumulated; each has a sample for all."""
+        return min(self._parts, max(self._train.batch_size // self._replica[1], 1))
 
     def _mine(self, indices: Indices, parts: int) -> Indices:
-        """Return this replica's share of each part of a batch; `parts_of` takes them apart again."""
         replica, num_replicas = self._replica
-        shares = [np.array_split(part, num_replicas)[replica] for part in np.array_split(indices, parts)]
-        return np.concatenate(shares)
+        return np.concatenate([np.array_split(part, num_replicas)[replica] for part in np.array_split(indices, parts)])
 
     def _gather(self, split: Any, indices: Any, epoch: int) -> LoadedBatch:
         return *gather_batch(split, indices), {}
@@ -221,10 +218,8 @@ class TokenFeed(DatasetFeed):
         super().__init__(*arguments, shuffles=False)  # samples have an order of their own
         self._ahead, self._needs = ahead, needs
 
-    def _batches(
-        self, split: Any, sampler: BatchSampler, epoch: int, start: int, parts: int = 1
-    ) -> Iterator[LoadedBatch]:
-        return prefetched(super()._batches(split, sampler, epoch, start, parts), self._ahead)
+    def _batches(self, split: Any, sampler: BatchSampler, epoch: int, start: int) -> Iterator[LoadedBatch]:
+        return prefetched(super()._batches(split, sampler, epoch, start), self._ahead)
 
     def _gather(self, split: Any, indices: Any, epoch: int) -> LoadedBatch:
         samples: TokenSamples = split
@@ -253,6 +248,11 @@ class MapFeed(DatasetFeed):
 
     def _mine(self, indices: Indices, parts: int) -> Indices:
         return super()._mine(indices[indices != PADDING], parts)
+
+    def parts(self, batch: int) -> int:
+        """Return it for a last batch, too, which may be smaller."""
+        left = self._train.num_samples - batch * self._train.batch_size
+        return max(min(super().parts(batch), left // self._replica[1]), 1)
 
     def _gather(self, split: Any, indices: Any, epoch: int) -> LoadedBatch:
         if not len(indices):

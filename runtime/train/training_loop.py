@@ -22,7 +22,7 @@ from ..interpreter.step_losses.loss_totals import StepResult
 from ..parallel.expert.expert_load import expert_figures
 from ..saving.checkpoints.save_and_load_checkpoints import OpenCheckpoints
 from ..settings.job_file import JobConfig
-from .batch_feed import Feed, parts_of
+from .batch_feed import Feed, UserFeed, parts_of
 from .built_in_losses import Sums, Window, figures_in_words
 from .due_intervals import Due
 from .optimizer_and_lr_schedule import learning_rate_factor, set_learning_rate
@@ -162,7 +162,8 @@ class TrainingLoop:
             self.set_learning_rate()
             self.samples.count_batch((inputs, targets))
             self._throughput.note_batch(inputs, targets)
-            *before, (inputs, targets, extras) = parts_of((inputs, targets, extras), accumulate)
+            parts = accumulate if isinstance(self._feed, UserFeed) else self._feed.parts(progress.batch)
+            *before, (inputs, targets, extras) = parts_of((inputs, targets, extras), parts)
             earlier = [self._engine.step(x, y, last=False, **beside) for x, y, beside in before]
             result = self._engine.step(inputs, targets, **extras).with_earlier(earlier)
             traced.count(self._engine)

@@ -19,7 +19,7 @@ from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
-from ...helpers.training import Outcome, require_equal
+from ...helpers.training import Outcome, Step, require_equal, train_ranks
 from ..toys import CLASSES, sgd
 from .changing import LONGEST, Batch, Shape, batches, small_gpt, train_alone, train_on
 
@@ -76,6 +76,28 @@ def test_overlapped_and_offloaded_units_too(more: dict[str, Any]) -> None:
     plan, blocks = qs.compile(name, mesh=mesh, microbatches=6, **more), small_gpt()
     shapes = [Shape([(12, 8)]), Shape([(6, 8)]), Shape([(6, 4)]), *ONE]
     require_equal(train_on(plan, blocks, shapes), train_alone(blocks, shapes))
+
+
+class Penalised(nn.Linear):
+    """Has a loss of its own, a mean, which of no samples is 0 / 0."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        found = super().forward(x)
+        return found.tanh(), found.square().mean()
+
+
+def test_means_over_units_without_samples_count_for_nothing() -> None:
+    """Over ep they are computed, for what experts exchange; over dp they are not."""
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    steps = [Step([(x[:4], x[:4]), (x[4:cut], x[4:cut])]) for cut in (6, 5, 4)]
+    over_ep, over_dp = (
+        train_ranks(
+            qs.compile("1f1b", mesh=mesh, microbatches=2), [lambda: Penalised(4, 4)] * 2, nn.MSELoss(), sgd, steps,
+            dtype=torch.float64,
+        )
+        for mesh in ("ep=2", "dp=2")
+    )  # fmt: skip
+    require_equal(over_ep, over_dp[0])
 
 
 STEPS = [Shape([(4, 8), (4, 8)]), Shape([(3, 8), (2, 4)]), Shape([(4, 8), (0, 8)]), Shape([(2, 16), (0, 8)])]

@@ -108,7 +108,7 @@ def test_a_data_set_is_divided_over_the_replicas_to_the_same_figures() -> None:
         config = {"parallel": {"mesh": f"dp={transport.world_size}"}, "train": {"batch_size": 8, "accumulate": 2}}
         return Trainer(split(copy.deepcopy(model)), data(25), data(17), config, transport=transport).fit()
 
-    model = net()  # 25 samples: the last batch has 1, so that its second part has none; of validation, 1
+    model = net()  # 25 samples: the last batch has 1, which is not taken apart; of validation, 1
     (alone,), divided = run_local(1, run), run_local(4, run)
     for history in divided:
         for name in ("loss", "accuracy", "validation_loss", "validation_accuracy"):
