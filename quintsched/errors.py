@@ -82,7 +82,8 @@ EXIT_CODES = {
     1: "A plan or an input file is not sound, a comparison differs, user code raised an error, or a file could not be "
     "written now.",
     2: "Wrong usage: a flag, a name, a setting, a path.",
-    3: "The run does not fit the plan: number of processes, shapes, sizes that do not divide.",
+    3: "The run does not fit the plan, or a model the memory: number of processes, shapes, sizes that do not divide, "
+    "no strategy of `tune` that fits.",
     4: "A run stalled, or a rank died.",
 }
 """Meaning of each exit code."""

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import resolve_name
 from typing import Any
 
 from quintsched.schedules import Schedule
@@ -17,11 +18,32 @@ MODULES = (
     "quintsched",
     "quintsched.instructions",
     "quintsched.schedules",
+    "quintsched.schedules.kit",
     "quintsched.solve",
     "quintsched.testing",
+    "quintsched.tokens",
     "quintsched.runtime",
+    "quintsched.runtime.data",
     "quintsched.viz",
 )
+PARTS = {
+    "quintsched.runtime.data": (
+        "Loaders",
+        "DataSpec",
+        "PackedStream",
+        "PromptAnswers",
+        "concatenated",
+        "chat",
+        "pad_batch",
+        "load_tokens",
+        "TokenOptions",
+        "MixturePart",
+        "TokenDataset",
+        "TokenSamples",
+        "IGNORED_TARGET",
+    ),
+}
+"""Public names of a module whose `__all__` also has what other packages inside take from it."""
 WIDTH = 100
 
 _HEAD = f"""\
@@ -41,6 +63,11 @@ class Described:
         self.missing: list[str] = []
 
 
+def public_names(path: str) -> tuple[str, ...]:
+    """Return the public names of a module."""
+    return PARTS.get(path) or tuple(import_module(path).__all__)
+
+
 def api_page() -> str:
     """Return `api.md`; raises `ValueError` with public names and methods that lack a description."""
     lines, seen = [_HEAD], Described()
@@ -48,7 +75,7 @@ def api_page() -> str:
     for path in MODULES:
         module = import_module(path)
         lines += [f"## {path}", "", *docstring(module.__doc__ or ""), ""]
-        for name in module.__all__:
+        for name in public_names(path):
             lines += [f"### {path}.{name}", "", *_entry(f"{path}.{name}", getattr(module, name), seen), ""]
     if seen.missing:
         raise ValueError(f"public names without a description: {', '.join(seen.missing)}")
@@ -80,7 +107,8 @@ def _words(full: str, text: str | None, seen: Described) -> list[str]:
 def _constant(full: str) -> str | None:
     """Return the description below the assignment of a constant, in whichever module of the package assigns it."""
     path, _, name = full.rpartition(".")
-    homes = [path, *re.findall(r"^from (quintsched\.\S+) import", inspect.getsource(import_module(path)), re.M)]
+    imported = re.findall(r"^from ((?:quintsched)?\.\S+) import", inspect.getsource(import_module(path)), re.M)
+    homes = [path, *(resolve_name(one, path) for one in imported)]
     found = (constants(import_module(home)).get(name) for home in homes)
     return next((words for words in found if words), None)
 

@@ -34,7 +34,9 @@ Orders = tuple[tuple[Compute, ...], ...]
 Ways = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 WHOLE: tuple[type[Compute], ...] = (Fwd, Bwd)
+"""`passes` of `list_schedule`: forwards and whole backwards."""
 HALVES: tuple[type[Compute], ...] = (Fwd, BwdInput, BwdWeight)
+"""`passes` of `list_schedule`: forwards and backwards in halves."""
 PASSES = ((Fwd,), WHOLE, HALVES)
 EPSILON = 1e-9
 
