@@ -26,7 +26,17 @@ from .cut_rules import (
     matches,
     require_rules_to_match,
 )
-from .cuttable_layers import Cut, cut_weights, has_hooked_weights, is_layer, is_linear, is_plain, own_forward, sizes_of
+from .cuttable_layers import (
+    Cut,
+    cut_weights,
+    has_hooked_weights,
+    is_layer,
+    is_linear,
+    is_plain,
+    join,
+    own_forward,
+    sizes_of,
+)
 from .sequence_parallel import SequenceParallel, partial_weights, run_on_slices
 
 
@@ -128,11 +138,17 @@ class TensorCuts:
             for number in numbers:
                 layer = self._outlines[number].get_submodule(name)
                 known = {**choices.get(number, Choice()).rules, **self.rules}
-                is_free = is_linear(layer) and is_plain(layer, strict=False) and not matches(f"{number}.{name}", known)
+                is_free = (
+                    is_linear(layer) and is_plain(layer, strict=False) and not matches(join(str(number), name), known)
+                )
                 if is_free and not sizes_of(layer)[1] % self._group.size:
                     places.setdefault(name, []).append(number)
-        rule = {f"*.{name}": TensorSplit.COLUMN.value for name in list(places)[:1]}
-        return f"; in no pair (a rule would cut them: rules={rule}): {_listed(places)}" if places else ""
+        if not places:
+            return ""
+        name, numbers = next(iter(places.items()))
+        patterns = [f"*.{name}"] if name else [str(number) for number in numbers[:_MOST_NAMED]]
+        rules = dict.fromkeys(patterns, TensorSplit.COLUMN.value)
+        return f"; in no pair (a rule would cut them: rules={rules}): {_listed(places)}"
 
     def are_ruled(self, cuts: Sequence[Cut]) -> bool:
         """Whether a user's rule matches one of these layers."""

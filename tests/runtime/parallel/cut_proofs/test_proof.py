@@ -328,3 +328,13 @@ def test_attentions_that_are_kept_whole_get_whole_tokens(caplog: pytest.LogCaptu
     engine = train_equal("tp=2", [Mlp, Whole], sequence_parallel=True).engine
     assert [engine._model.tensor.tokens.inside(number) for number in range(2)] == [True, False]
     assert "block 1 (Whole) is given whole tokens under sequence_parallel, since with slices, " in caplog.text
+
+
+def test_the_rule_that_is_named_for_blocks_that_are_layers_cuts_them() -> None:
+    blocks = [functools.partial(nn.Linear, WIDTH, WIDTH), Mlp, functools.partial(nn.Linear, WIDTH, 4)]
+    said = str(train("tp=2", blocks)[0].engine.tensor_cuts)
+    rules = {"0": "column", "2": "column"}
+    assert f"in no pair (a rule would cut them: rules={rules}): 0,2" in said
+    found = train_equal("tp=2", blocks, rules=rules)
+    assert {"0.weight", "2.weight"} <= found.cut
+    assert "in no pair" not in str(found.engine.tensor_cuts)
