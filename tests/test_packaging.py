@@ -140,7 +140,8 @@ def test_help_takes_less_than_a_third_of_a_second(tmp_path: Path) -> None:
     assert min(taken) < 0.3
 
 
-INSTALL_LINES = re.findall(r"^pip install (.*?)(?:  +#.*)?$", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+INSTALL_LINE = r"^pip install ((?:-e )?'?\..*?)(?:  +#.*)?$"
+INSTALL_LINES = re.findall(INSTALL_LINE, (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
 LLAMA = """
 from quintsched.runtime import split
 from transformers import LlamaConfig, LlamaForCausalLM
