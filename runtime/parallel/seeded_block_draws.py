@@ -2,7 +2,7 @@
 
     with draws.running(block):       seed, step, first sample, block ─▶ torch's generators ─▶ restored afterwards
         F.dropout(x, p)              number of the call ─▶ hash words of its samples, as in an nn.Dropout
-        attention with dropout_p     likewise, for its scores
+        attention with dropout_p     likewise, for its scores; in nn.MultiheadAttention too
         x + torch.randn_like(x)      as torch draws it: the same for the same microbatches
 
 Where a rank holds a shard of the features (between a column and a row layer) or a slice of the tokens, it may draw one
@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from math import sqrt
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,9 @@ _DRAWS = (
     | {"fractional_max_pool3d_with_indices"}
 )
 """Names of torch functions that draw random numbers, some only with certain arguments."""
+
+_WRITTEN_IN_PYTHON = frozenset({"multi_head_attention_forward"})
+"""Those whose draws are calls of others: of a dropout, or of an attention with `dropout_p`."""
 
 Stays = Callable[[Sequence[int], float], Tensor]
 """(shape of the mask, drop probability) → the mask, bool: True where an element is kept."""
@@ -118,6 +122,9 @@ class BlockDraws(TorchFunctionMode):
         given, name = kwargs or {}, getattr(func, "__name__", "")
         if name not in _DRAWS or self._masks.unit is None:
             return func(*args, **given)
+        if name in _WRITTEN_IN_PYTHON:
+            with self:
+                return _seen_through(func)(*args, **given)
         generator = given.get("generator")
         if generator is not None:
             self._require_seeded(generator)
@@ -247,6 +254,15 @@ class BlockDraws(TorchFunctionMode):
 
     def _state(self) -> int:
         return hash(generator_bytes(self._device))
+
+
+@cache
+def _seen_through(function: FunctionType) -> FunctionType:
+    """Return a function of torch that does not hand itself over to a mode, so that the mode sees what it calls."""
+    scope = {**function.__globals__, "has_torch_function": lambda given: False}
+    made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def _pairs_of(block: nn.Module) -> list[ColumnRowPair]:

@@ -65,8 +65,12 @@ class PerSample(nn.Module):
     def __init__(self):
         super().__init__()
         self.mix, self.qkv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.2, batch_first=True)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.2, batch_first=True)
 
     def forward(self, x):
+        x = self.layer(x)
+        x = x + self.attention(x, x, x)[0]  # with its weights, which it drops by a dropout
         x = x + functional.dropout(self.mix(x), 0.2, self.training) + torch.dropout(x, 0.1, True)
         q, k, v = (part.view(*part.shape[:2], 2, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         seen = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.3 * self.training, is_causal=True)
@@ -80,7 +84,6 @@ class PerUnit(PerSample):
         super().__init__()
         self.slopes, self.channels = nn.RReLU(), nn.Dropout1d(0.3)
         self.alpha, self.features = nn.AlphaDropout(0.2), nn.FeatureAlphaDropout(0.2)
-        self.attention = nn.MultiheadAttention(WIDTH, 2, dropout=0.2, batch_first=True)
         self.recurrent = nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True)
 
     def forward(self, x):
@@ -89,7 +92,7 @@ class PerUnit(PerSample):
         noise = torch.randn_like(x) + torch.rand(x.shape[0], 1, WIDTH, dtype=x.dtype, device=x.device)
         x = x + 0.1 * noise + functional.gumbel_softmax(x) + torch.empty_like(x).exponential_()
         x = torch.where(torch.rand([], device=x.device) < 0.5, x, 1.1 * x)
-        x = x + self.attention(x, x, x)[0] + self.recurrent(x)[0]
+        x = x + self.recurrent(x)[0]
         return functional.layer_norm(x[:, torch.randperm(LENGTH, device=x.device)], (WIDTH,))
 
 

@@ -331,7 +331,7 @@ def test_attentions_that_are_kept_whole_get_whole_tokens(caplog: pytest.LogCaptu
 
 
 def test_the_rule_that_is_named_for_blocks_that_are_layers_cuts_them() -> None:
-    blocks = [functools.partial(nn.Linear, WIDTH, WIDTH), Mlp, functools.partial(nn.Linear, WIDTH, 4)]
+    blocks = [functools.partial(nn.Linear, WIDTH, WIDTH), Mlp, functools.partial(nn.Linear, WIDTH, WIDTH)]
     said = str(train("tp=2", blocks)[0].engine.tensor_cuts)
     rules = {"0": "column", "2": "column"}
     assert f"in no pair (a rule would cut them: rules={rules}): 0,2" in said
