@@ -257,7 +257,7 @@ class BlockDraws(TorchFunctionMode):
 
 
 @cache
-def _seen_through(function: FunctionType) -> FunctionType:
+def _seen_through(function: Any) -> Callable[..., Any]:
     """Return a function of torch that does not hand itself over to a mode, so that the mode sees what it calls."""
     scope = {**function.__globals__, "has_torch_function": lambda given: False}
     made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
