@@ -66,7 +66,7 @@ def load(replica, num_replicas):
         packed = PackedStream(texts, sequence=128, batch_size=8, replica=replica, num_replicas=num_replicas)
         return StatefulDataLoader(packed, batch_size=None, num_workers=1)
     spec = DataSpec(input_shape=(128,), num_classes=256)
-    return Loaders(stream(paragraphs[60:]), validation=stream(paragraphs[:60]), batches=15, spec=spec)
+    return Loaders(stream(paragraphs[60:]), validation=list(stream(paragraphs[:60])), batches=15, spec=spec)
 """
 """A stream of paragraphs, packed by a worker in a process of its own."""
 

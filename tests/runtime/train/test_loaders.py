@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from quintsched.errors import MisfitError, QuintschedError, UsageError
+from quintsched.runtime.data import PackedStream
 from quintsched.runtime.data.user_loaders import OTHER_DATA, LoaderFeed
 from quintsched.runtime.settings.job_file import JobConfig
 
@@ -237,8 +239,10 @@ def test_a_length_has_to_be_true() -> None:
     with pytest.raises(MisfitError, match="more batches than the 3"):
         list(LoaderFeed(Says([(1, 2)] * 4), None).epoch(0))
     endless = (batch for batch in [(1, 2)])
-    with pytest.raises(UsageError, match=r"has no length; say how many batches .* Loaders\(loader, batches=1000\)"):
-        LoaderFeed(endless, None)
+    of_stream = DataLoader(PackedStream(["abc"], sequence=1, batch_size=1), batch_size=None)
+    for loader in (endless, of_stream):
+        with pytest.raises(UsageError, match=r"has no length; say how many batches .* Loaders\(loader, batches=1000\)"):
+            LoaderFeed(loader, None)
     with pytest.raises(
         UsageError, match=r"validation, a generator, has no length; .* validation=list\(itertools\.islice\("
     ):
