@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable
 from time import monotonic
 
+from quintsched.solve.move_estimates import MoveEstimates
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_timing import Timing, has_room, time_orders
 from quintsched.solve.search_problem import Problem
@@ -52,25 +53,25 @@ def anneal(
     timing = time_orders(problem, orders)
     assert timing is not None
     value = best = timing.value(objective)
-    path = critical_path(problem, orders, timing, objective)
+    path, estimates = (of(problem, orders, timing, objective) for of in (critical_path, MoveEstimates.of))
     for step in range(moves):
         if monotonic() > ends_s:
             return
         temperature = value * hot * (COLD / hot) ** (step / moves)
         rank, source, target = random_move(orders, path, rng)
-        order = orders[rank]
-        if source == target:
+        most = value + problem.tick - temperature * math.log(1 - rng.random())
+        if source == target or estimates.after(rank, source, target) > most:
             continue
+        order = orders[rank]
         number = order.pop(source)
         order.insert(target, number)
-        fresh = time_orders(problem, orders) if has_room(problem, rank, order) else None
-        after = fresh.value(objective) if fresh else math.inf
-        if fresh is None or (after > value + problem.tick and rng.random() >= math.exp((value - after) / temperature)):
+        timing = time_orders(problem, orders) if has_room(problem, rank, order) else None
+        if timing is None or timing.value(objective) > most:
             order.pop(target)
             order.insert(source, number)
             continue
-        value, timing = after, fresh
-        path = critical_path(problem, orders, timing, objective)
+        value = timing.value(objective)
+        path, estimates = (of(problem, orders, timing, objective) for of in (critical_path, MoveEstimates.of))
         if value < best - problem.tick:
             best = value
             if not found(orders, value):
@@ -80,9 +81,13 @@ def anneal(
 def random_move(orders: list[list[int]], path: list[tuple[int, int]], rng: random.Random) -> tuple[int, int, int]:
     """Return rank, place and new place of a computation on the critical path."""
     rank, place = path[rng.randrange(len(path))]
+    return rank, place, min(max(place + random_jump(rng), 0), len(orders[rank]) - 1)
+
+
+def random_jump(rng: random.Random) -> int:
+    """Return the number of places by which a computation moves, to the left if negative."""
     far = 1 if rng.random() < 0.4 else rng.randint(1, FARTHEST)
-    target = place - far if rng.random() < 0.5 else place + far
-    return rank, place, min(max(target, 0), len(orders[rank]) - 1)
+    return -far if rng.random() < 0.5 else far
 
 
 def critical_path(

@@ -17,11 +17,12 @@ class Timing:
     """Start of each computation, the computation that its input has waited for, and the span of each rank.
 
     `sources` has for each computation the one at whose end the last uninterrupted series of messages began that brought
-    its input (-1: none).
+    its input (-1: none); `sequence` all computations, each after those that it waits for.
     """
 
     starts: list[float]
     sources: list[int]
+    sequence: list[int]
     spans: list[float]
     makespan: float
 
@@ -36,7 +37,7 @@ def time_orders(problem: Problem, orders: list[list[int]] | Orders) -> Timing | 
     starts, ends = [0.0] * len(durations), [-1.0] * len(durations)
     places, free, waiting = [0] * problem.pp, [0.0] * problem.pp, dict[int, int]()
     sources, wires, last = list(needs), problem.wires, dict[int, tuple[float, int]]()
-    ready, left = list(range(problem.pp)), len(durations)
+    ready, sequence = list(range(problem.pp)), list[int]()
     while ready:
         rank = ready.pop()
         order, place, now = orders[rank], places[rank], free[rank]
@@ -60,16 +61,16 @@ def time_orders(problem: Problem, orders: list[list[int]] | Orders) -> Timing | 
             starts[number] = now
             now += durations[number]
             ends[number] = now
-            left -= 1
+            sequence.append(number)
             place += 1
             other = waiting.pop(number, None)
             if other is not None and other != ranks[number]:
                 ready.append(other)
         places[rank], free[rank] = place, now
-    if left:
+    if len(sequence) < len(durations):
         return None
     spans = [end - starts[order[0]] if order else 0.0 for end, order in zip(free, orders, strict=True)]
-    return Timing(starts, sources, spans, max(free))
+    return Timing(starts, sources, sequence, spans, max(free))
 
 
 def has_room(problem: Problem, rank: int, order: list[int]) -> bool:
