@@ -32,13 +32,15 @@ from quintsched.solve.local_search import HOT, anneal
 from quintsched.solve.order_bounds import Bound, lower_bound
 from quintsched.solve.order_problem import EPSILON, Objective
 from quintsched.solve.order_timing import has_room, time_orders
-from quintsched.solve.periodic_orders import periodic_orders
+from quintsched.solve.pattern_annealing import annealed_periods
+from quintsched.solve.periodic_orders import Placement, periodic_placements
+from quintsched.solve.periodic_patterns import unrolled
 from quintsched.solve.search_problem import Orders, Problem
 from quintsched.solve.starting_orders import named_orders
 
-POLICIES, MOVES, PROOF, USUAL_SIZE = 100, 5_000, 0.5, 400
-"""List schedules of a placement (of so many computations; of larger ones fewer), moves of an annealing, and CP-SAT's
-deterministic seconds, for an effort of 1."""
+POLICIES, MOVES, PATTERN_MOVES, PROOF, USUAL_SIZE = 100, 5_000, 2_000, 0.5, 400
+"""List schedules of a placement (of so many computations; of larger ones fewer), moves of an annealing, of orders and
+of patterns, and CP-SAT's deterministic seconds, for an effort of 1."""
 LAGS_BEHIND = 1.05
 """A placement whose order takes longer than the best by this factor after its start is given up."""
 COARSE = (1, 2, 3)
@@ -63,6 +65,8 @@ class Attempt:
     origin: str = ""
     rounds: int = 0
     """Number of annealings."""
+    placement: Placement | None = None
+    """Placement of the shortest period."""
     proved: float = -math.inf
     """Lower bound that CP-SAT has proved; the one with a certificate is `bound`."""
 
@@ -147,6 +151,7 @@ def search(
                 _try_periods,
                 _try_named,
                 partial(_try_lists, effort=effort),
+                partial(_anneal_periods, effort=effort),
             ):
                 for attempt in filter(state.can_win, state.attempts):
                     begin(state, attempt)
@@ -217,14 +222,32 @@ def _try_periods(state: Search, attempt: Attempt) -> None:
     """Try orders that repeat, in long steps."""
     problem = attempt.problem
     if problem.microbatches >= MANY * problem.pp:
-        for orders in periodic_orders(problem, random.Random(state.seed), lambda: state.is_over or attempt.is_optimal):
-            state.try_orders(attempt, orders, "repeated period")
+        for found in periodic_placements(problem, random.Random(state.seed), lambda: _is_done(state, attempt)):
+            attempt.placement = found
+            state.try_orders(attempt, unrolled(problem, found.starts_of(problem.microbatches)), "repeated period")
+
+
+def _anneal_periods(state: Search, attempt: Attempt, effort: int) -> None:
+    """Anneal patterns that repeat, in long steps."""
+    if attempt.problem.are_alike and attempt.problem.microbatches >= MANY * attempt.problem.pp:
+        for orders in annealed_periods(
+            attempt.problem,
+            attempt.placement,
+            random.Random(state.seed),
+            PATTERN_MOVES * effort,
+            lambda: _is_done(state, attempt),
+        ):
+            state.try_orders(attempt, orders, "annealed period")
+
+
+def _is_done(state: Search, attempt: Attempt) -> bool:
+    return state.is_over or attempt.is_optimal
 
 
 def _try_named(state: Search, attempt: Attempt) -> None:
     """Try named schedules."""
     for name, orders in named_orders(attempt.problem, attempt.costs):
-        if state.is_over or attempt.is_optimal:
+        if _is_done(state, attempt):
             return
         state.try_orders(attempt, orders, name)
 
@@ -234,7 +257,7 @@ def _try_lists(state: Search, attempt: Attempt, effort: int) -> None:
     rng = random.Random(state.seed)
     count = max(16, POLICIES * effort * USUAL_SIZE // max(len(attempt.problem.durations), USUAL_SIZE))
     for policy in islice(policies(attempt.problem, rng), count):
-        if state.is_over or attempt.is_optimal:
+        if _is_done(state, attempt):
             return
         state.try_orders(attempt, schedule_by(attempt.problem, policy), "list schedule")
 
@@ -242,7 +265,7 @@ def _try_lists(state: Search, attempt: Attempt, effort: int) -> None:
 def _improve_by_moves(state: Search, attempt: Attempt, effort: int, rounds: int = 2) -> None:
     """Anneal from the best orders, with other random numbers each time."""
     for _ in range(rounds):
-        if state.is_over or attempt.is_optimal:
+        if _is_done(state, attempt):
             return
         attempt.rounds += 1
         anneal(
@@ -263,13 +286,13 @@ def _finish(state: Search, attempt: Attempt, effort: int) -> None:
     can_solve = exact.is_installed() and len(problem.durations) <= exact.MOST_COMPUTATIONS
     rounded = [_rounded(problem, units) for units in COARSE] if can_solve else []
     for simpler in filter(None, rounded):
-        if not (state.is_over or attempt.is_optimal):
+        if not _is_done(state, attempt):
             _solve(state, attempt, simpler, PROOF * effort)
             _improve_by_moves(state, attempt, effort)
-    if can_solve and not (state.is_over or attempt.is_optimal):
+    if can_solve and not _is_done(state, attempt):
         _solve(state, attempt, problem, PROOF * effort)
     _improve_by_moves(state, attempt, effort, rounds=8)
-    if can_solve and not (state.is_over or attempt.is_optimal):
+    if can_solve and not _is_done(state, attempt):
         _solve(state, attempt, problem, 4 * PROOF * effort)
 
 

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from quintsched.solve.order_bounds import bound_of
 from quintsched.solve.order_problem import EPSILON
 from quintsched.solve.order_timing import has_room
+from quintsched.solve.periodic_patterns import Starts, unrolled
 from quintsched.solve.periodic_placing import PeriodPlacing
 from quintsched.solve.search_problem import Problem
 
@@ -28,10 +30,22 @@ NOISE = 0.2
 """Most by which random numbers raise the score of a partial placement, as a share of it."""
 
 
-def periodic_orders(
+@dataclass(frozen=True)
+class Placement:
+    """Starts of the first microbatch's computations, by kind and stage, which are the next one's a period later."""
+
+    period: float
+    starts: list[float]
+
+    def starts_of(self, microbatches: int) -> Starts:
+        """Return the starts of so many microbatches."""
+        return [[start + turn * self.period for turn in range(microbatches)] for start in self.starts]
+
+
+def periodic_placements(
     problem: Problem, rng: random.Random, stops: Callable[[], bool] = lambda: False
-) -> Iterator[list[list[int]]]:
-    """Yield orders that repeat and keep to the caps, each of a shorter period; none for microbatches that differ
+) -> Iterator[Placement]:
+    """Yield placements that keep to the caps, each of a shorter period; none for microbatches that differ
     or take no time.
 
     Args:
@@ -43,24 +57,24 @@ def periodic_orders(
     if not problem.are_alike or problem.microbatches < 2 or least <= 0:
         return
     for place in range(0, len(FACTORS), STRIDE):
-        orders = _orders_of(problem, least * FACTORS[place], rng, QUICK, stops)
-        if orders is not None:
-            yield orders
+        placement = _placed(problem, least * FACTORS[place], rng, QUICK, stops)
+        if placement is not None:
+            yield placement
             found = place
             break
     for place in reversed(range(found)):
         if misses == MISSES:
             return
-        orders = _orders_of(problem, least * FACTORS[place], rng, THOROUGH, stops)
-        if orders is not None:
-            yield orders
-        misses = 0 if orders else misses + 1
+        placement = _placed(problem, least * FACTORS[place], rng, THOROUGH, stops)
+        if placement is not None:
+            yield placement
+        misses = 0 if placement else misses + 1
 
 
-def _orders_of(
+def _placed(
     problem: Problem, period: float, rng: random.Random, attempts: int, stops: Callable[[], bool]
-) -> list[list[int]] | None:
-    """Return orders that repeat after a period; None if none were found."""
+) -> Placement | None:
+    """Return a placement for a period; None if none was found."""
     placing = PeriodPlacing(problem, period)
     for number in range(attempts):
         if stops():
@@ -68,9 +82,10 @@ def _orders_of(
         starts = placing.place(rng, NOISE if number else 0.0)
         if starts is None:
             continue
-        orders = unrolled(problem, starts, period)
+        placement = Placement(period, starts)
+        orders = unrolled(problem, placement.starts_of(problem.microbatches))
         if all(has_room(problem, rank, order) for rank, order in enumerate(orders)):
-            return orders
+            return placement
     return None
 
 
@@ -78,13 +93,3 @@ def least_period(problem: Problem) -> float:
     """Return the least time per microbatch: that of the busiest rank, or of the one with the least memory."""
     each = [max(bound_of(problem, "span", rank, "memory"), problem.work[rank]) for rank in range(problem.pp)]
     return float(max(each)) / problem.microbatches
-
-
-def unrolled(problem: Problem, starts: list[float], period: float) -> list[list[int]]:
-    """Return the orders of all microbatches; `starts` has the computations of the first one, by kind and stage."""
-    stages, orders = problem.num_stages, [list[tuple[float, int]]() for _ in range(problem.pp)]
-    for row, start in enumerate(starts):
-        rank = problem.stage_to_pp[row % stages]
-        first = row * problem.microbatches
-        orders[rank] += [(start + turn * period, first + turn) for turn in range(problem.microbatches)]
-    return [[number for _, number in sorted(order)] for order in orders]
