@@ -1,10 +1,12 @@
 """Solved plans beside the best known times of `benchmarks/instances`, with bounds and times.
 
-    python benchmarks/solve.py [NAME …] [--seconds 60] [--effort 8] [--update] [--long | --ilp PATH | --primus DIR]
+    python benchmarks/solve.py [NAME …] [--seconds 60] [--effort 8] [--update]
+    python benchmarks/solve.py --long | --random | --jitter | --ilp PATH | --primus DIR [--seconds 60] [--effort 8]
 
 `--update` writes better times and bounds into the files, with "quintsched" as who found them. `--ilp` compares with the
-zero-bubble authors' integer program instead (`integer_program.py`), `--primus` with the schedules of Primus. `--long`
-searches long steps with uneven stages, with a placement of the solver's choice, until they are near their bound.
+zero-bubble authors' integer program instead (`integer_program.py`), `--primus` with the schedules of Primus, `--random`
+with named schedules and proofs (`random_orders.py`). `--long` searches long steps with uneven stages, with a placement
+of the solver's choice, until they are near their bound. `--jitter` hardens orders against durations that vary.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from quintsched.solve.order_search import Attempt
 FOLDER = Path(__file__).parent / "instances"
 MOST_BYTES = 2**20
 SLACK = 1e-9
+JITTERS = ("0.1", "0.3", "3%x4")
+JITTERED = ((4, 8, "linear", 4), (4, 16, "linear", 6), (8, 16, "linear", 8), (4, 8, "v", 4), (8, 32, "linear", 8))
+"""Ranks, microbatches, placement and cap of the problems with durations that vary."""
 NEAR = 0.02
 """Gap to the certified bound at which the search of a long step ends."""
 
@@ -124,6 +129,26 @@ def search_long_step(cap: int, seed: int, seconds: float) -> bool:
     return bool(ended_s)
 
 
+def harden(pp: int, microbatches: int, placement: str, cap: int, effort: int, seconds: float) -> bool:
+    """Print percentiles of the nominal and the hardened order; return whether none of these is worse by over 0.5 %."""
+    cells, holds = [], True
+    for jitter in JITTERS:
+        found = solve(
+            pp=pp,
+            microbatches=microbatches,
+            placement=placement,
+            memory_cap=cap,
+            jitter=jitter,
+            effort=effort,
+            seconds=seconds,
+        ).robustness
+        assert found is not None
+        cells.append(f"{found.nominal:7.1f} {found.value:7.1f} {found.closed:4.0%}")
+        holds &= found.value <= found.nominal * 1.005
+    print(f"{pp:2} {microbatches:4} {placement:6} {cap:4}  {'   '.join(cells)}", flush=True)
+    return holds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="parts of the names of instances; default: all")
@@ -131,6 +156,8 @@ def main() -> None:
     parser.add_argument("--effort", type=int, default=8)
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--long", action="store_true", help="long steps with uneven stages, until near their bounds")
+    parser.add_argument("--random", action="store_true", help="random problems, beside named schedules and proofs")
+    parser.add_argument("--jitter", action="store_true", help="durations that vary")
     parser.add_argument("--ilp", type=Path, metavar="PATH", help="auto_schedule.py of the zero-bubble authors")
     parser.add_argument("--primus", type=Path, metavar="DIR", help="a copy of AMD-AGI/Primus")
     options = parser.parse_args()
@@ -138,6 +165,12 @@ def main() -> None:
         print("cap  seed  placement      found   certified    gap  seconds      CPU  found by")
         near = [search_long_step(cap, seed, options.seconds) for cap in (8, 16) for seed in range(3)]
         sys.exit(0 if all(near) else 1)
+    if options.jitter:
+        sys.exit(0 if all(harden(*sizes, options.effort, options.seconds) for sizes in JITTERED) else 1)
+    if options.random:
+        import random_orders
+
+        sys.exit(1 if random_orders.compare(options.effort, options.seconds) else 0)
     if options.ilp is not None:
         import integer_program
 

@@ -38,9 +38,9 @@ from quintsched.solve.periodic_patterns import unrolled
 from quintsched.solve.search_problem import Orders, Problem
 from quintsched.solve.starting_orders import named_orders
 
-POLICIES, MOVES, PATTERN_MOVES, PROOF, USUAL_SIZE = 100, 5_000, 2_000, 0.5, 400
-"""List schedules of a placement (of so many computations; of larger ones fewer), moves of an annealing, of orders and
-of patterns, and CP-SAT's deterministic seconds, for an effort of 1."""
+POLICIES, MOVES, PROOF, USUAL_SIZE = 100, 5_000, 0.5, 400
+"""List schedules of a placement (of so many computations; of larger ones fewer), moves of an annealing, and CP-SAT's
+deterministic seconds, for an effort of 1."""
 LAGS_BEHIND = 1.05
 """A placement whose order takes longer than the best by this factor after its start is given up."""
 COARSE = (1, 2, 3)
@@ -234,7 +234,7 @@ def _anneal_periods(state: Search, attempt: Attempt, effort: int) -> None:
             attempt.problem,
             attempt.placement,
             random.Random(state.seed),
-            PATTERN_MOVES * effort,
+            effort,
             lambda: _is_done(state, attempt),
         ):
             state.try_orders(attempt, orders, "annealed period")

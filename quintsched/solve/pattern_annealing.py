@@ -20,39 +20,62 @@ from quintsched.solve.periodic_orders import Placement, least_period, periodic_p
 from quintsched.solve.periodic_patterns import Pattern, unrolled
 from quintsched.solve.search_problem import Problem
 
-LENGTHS, LARGEST = (1, 2, 4, 8), 1_600
-"""Microbatches of patterns, and most computations of one."""
-HOT, COLD = 0.03, 0.001
-"""First and last temperature, as shares of the time for one microbatch."""
+DOUBLINGS, LARGEST = 2, 1_600
+"""How often the patterns of a round are doubled, and most computations of one."""
+MOVES = 8_000
+"""Moves of an annealing."""
+HOT, COLD = (0.03, 0.1), 0.001
+"""First temperatures, which take turns, and the last one, as shares of the time for one microbatch."""
 ANYWHERE = 0.15
 """Share of moves that are not on the circle that decides: they make room."""
 
 
 def annealed_periods(
-    problem: Problem, placement: Placement | None, rng: random.Random, moves: int, stops: Callable[[], bool]
+    problem: Problem, placement: Placement | None, rng: random.Random, rounds: int, stops: Callable[[], bool]
 ) -> Iterator[list[list[int]]]:
-    """Yield orders that repeat, each of a shorter period.
+    """Yield orders that repeat: a round anneals patterns of growing length, and the best of all grows once more.
 
     Args:
         problem: the problem.
         placement: the best one that is known for it.
         rng: source of all decisions.
-        moves: moves of the annealing of each length.
+        rounds: number of rounds, each with other random numbers.
         stops: asked between moves whether to end.
     """
     placements = [*filter(None, [placement]), *_placements_of_alike_kinds(problem, rng, stops)]
-    patterns = [Pattern(problem, one.starts_of(1), one.period) for one in placements]
-    for length in LENGTHS:
-        if not patterns or len(patterns[0].turns) * length > LARGEST:
-            return
-        if length > 1:
-            best = min(patterns, key=lambda pattern: pattern.period)
-            patterns = [Pattern(problem, best.starts(2), 2 * best.period)]
-        patterns = [annealed(pattern, rng, moves, stops) for pattern in patterns]
-        for pattern in patterns:
-            yield unrolled(problem, pattern.starts(math.ceil(problem.microbatches / length)))
-            if stops() or pattern.period <= length * least_period(problem) * (1 + EPSILON):
+    best, least = list[Pattern](), least_period(problem) * (1 + EPSILON)
+    for number in range(rounds + 1):
+        if number < rounds:
+            first, doublings = [Pattern(problem, one.starts_of(1), one.period) for one in placements], DOUBLINGS
+        else:
+            first, doublings = [_doubled(pattern) for pattern in best], 0
+        for pattern in _grown(first, doublings, rng, HOT[number % len(HOT)], stops):
+            yield unrolled(problem, pattern.starts(math.ceil(problem.microbatches / pattern.length)))
+            best = [min([pattern, *best], key=_period)]
+            if stops() or _period(best[0]) <= least:
                 return
+
+
+def _grown(
+    patterns: list[Pattern], doublings: int, rng: random.Random, hot: float, stops: Callable[[], bool]
+) -> Iterator[Pattern]:
+    """Yield annealed patterns, and annealed ones of twice the length from the best of these, and so on."""
+    for number in range(doublings + 1):
+        if number:
+            patterns = [_doubled(min(patterns, key=_period))]
+        if not patterns or len(patterns[0].turns) > LARGEST:
+            return
+        patterns = [annealed(pattern, rng, hot, stops) for pattern in patterns]
+        yield from patterns
+
+
+def _doubled(pattern: Pattern) -> Pattern:
+    return Pattern(pattern.problem, pattern.starts(2), 2 * pattern.period)
+
+
+def _period(pattern: Pattern) -> float:
+    """Return the period of one microbatch."""
+    return pattern.period / pattern.length
 
 
 def _placements_of_alike_kinds(problem: Problem, rng: random.Random, stops: Callable[[], bool]) -> Sequence[Placement]:
@@ -67,13 +90,13 @@ def _placements_of_alike_kinds(problem: Problem, rng: random.Random, stops: Call
     return tuple(periodic_placements(alike, rng, stops))[-1:]
 
 
-def annealed(pattern: Pattern, rng: random.Random, moves: int, stops: Callable[[], bool]) -> Pattern:
+def annealed(pattern: Pattern, rng: random.Random, hot: float, stops: Callable[[], bool]) -> Pattern:
     """Return the pattern of the shortest period that moves from a pattern lead to, which they change."""
     period, shortest, starts = pattern.period, pattern.period, pattern.starts()
-    for step in range(moves):
+    for step in range(MOVES):
         if stops():
             break
-        temperature = period / pattern.length * HOT * (COLD / HOT) ** (step / moves)
+        temperature = period / pattern.length * hot * (COLD / hot) ** (step / MOVES)
         most = period * (1 + EPSILON) - temperature * math.log(1 - rng.random())
         every = range(len(pattern.turns)) if rng.random() < ANYWHERE else pattern.circle
         if pattern.jump(every[rng.randrange(len(every))], random_jump(rng), most):

@@ -139,7 +139,7 @@ class Pattern:
                 for later in self.followers[one]
             ]
             for other, delay in reached:
-                if delay > slack and delay > late.get(other, 0.0):
+                if delay > late.get(other, 0.0) + slack:
                     if other == number:
                         return False
                     late[other] = delay

@@ -12,7 +12,8 @@ from quintsched.solve import certify, solve
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_search import Attempt
 from quintsched.solve.order_timing import has_room, time_orders
-from quintsched.solve.periodic_orders import least_period, periodic_orders
+from quintsched.solve.periodic_orders import least_period, periodic_placements
+from quintsched.solve.periodic_patterns import unrolled
 from quintsched.solve.search_problem import Problem, problem_of
 from quintsched.solve.solved_plan import cut_in_parts
 
@@ -28,7 +29,8 @@ def drawn(seed: int, pp: int, chunks: int) -> Costs:
 def least_gap(problem: Problem) -> float:
     """Return by how much the best orders are longer than the bound; all are complete and keep to their caps."""
     gaps = []
-    for orders in periodic_orders(problem, random.Random(0)):
+    for placement in periodic_placements(problem, random.Random(0)):
+        orders = unrolled(problem, placement.starts_of(problem.microbatches))
         assert sorted(number for order in orders for number in order) == list(range(len(problem.durations)))
         assert all(has_room(problem, rank, order) for rank, order in enumerate(orders))
         timing = time_orders(problem, orders)
