@@ -106,18 +106,23 @@ def write(path: Path, instance: Instance) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def search_long_step(cap: int, seed: int, seconds: float) -> bool:
-    """Print the search of a step of 512 microbatches on 16 ranks; return whether it ended near the bound."""
+def search_long_step(cap: int, seed: int, placement: str, kinds: list[float], seconds: float) -> bool:
+    """Print the search of a step of 512 microbatches on 16 ranks; return whether it ended near the bound.
+
+    `kinds` are the times of a forward and of both halves of a backward, in those of the stage.
+    """
     rng, began_s, ended_s = random.Random(seed), time.process_time(), list[float]()
     times = tuple(rng.uniform(0.7, 1.5) for _ in range(16))
-    costs = Costs(forward=times, backward_input=times, backward_weight=times)
+    forward, half, weight = (tuple(kind * one for one in times) for kind in kinds)
+    costs = Costs(forward=forward, backward_input=half, backward_weight=weight)
 
     def end_when_near(attempt: Attempt, taken: float) -> None:
         if attempt.value <= attempt.bound.value * (1 + NEAR):
             ended_s[:] = taken, time.process_time() - began_s
             raise KeyboardInterrupt
 
-    found = solve(pp=16, microbatches=512, memory_cap=cap, costs=costs, seconds=seconds, told=end_when_near)
+    sizes = {"pp": 16, "microbatches": 512, "placement": placement, "memory_cap": cap}
+    found = solve(**sizes, costs=costs, seconds=seconds, told=end_when_near)  # type: ignore[arg-type]
     certify(found.plan, found.certificate)
     claim, (taken, busy) = found.certificate, ended_s or (seconds, time.process_time() - began_s)
     gap = claim.value / claim.bound - 1
@@ -156,6 +161,9 @@ def main() -> None:
     parser.add_argument("--effort", type=int, default=8)
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--long", action="store_true", help="long steps with uneven stages, until near their bounds")
+    parser.add_argument("--placement", default="auto", help="of long steps")
+    parser.add_argument("--caps", type=int, nargs="*", default=[8, 16], help="of long steps")
+    parser.add_argument("--kinds", default="1,1,1", help="of long steps: forward and both halves, in times of a stage")
     parser.add_argument("--random", action="store_true", help="random problems, beside named schedules and proofs")
     parser.add_argument("--jitter", action="store_true", help="durations that vary")
     parser.add_argument("--ilp", type=Path, metavar="PATH", help="auto_schedule.py of the zero-bubble authors")
@@ -163,7 +171,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.long:
         print("cap  seed  placement      found   certified    gap  seconds      CPU  found by")
-        near = [search_long_step(cap, seed, options.seconds) for cap in (8, 16) for seed in range(3)]
+        kinds = [float(kind) for kind in options.kinds.split(",")]
+        cells = [(cap, seed, options.placement, kinds) for cap in options.caps for seed in range(3)]
+        near = [search_long_step(*cell, options.seconds) for cell in cells]
         sys.exit(0 if all(near) else 1)
     if options.jitter:
         sys.exit(0 if all(harden(*sizes, options.effort, options.seconds) for sizes in JITTERED) else 1)
