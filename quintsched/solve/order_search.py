@@ -32,7 +32,7 @@ from quintsched.solve.local_search import HOT, anneal
 from quintsched.solve.order_bounds import Bound, lower_bound
 from quintsched.solve.order_problem import EPSILON, Objective
 from quintsched.solve.order_timing import has_room, time_orders
-from quintsched.solve.pattern_annealing import annealed_periods
+from quintsched.solve.pattern_annealing import annealed_periods, repeated_part
 from quintsched.solve.periodic_orders import Placement, periodic_placements
 from quintsched.solve.periodic_patterns import unrolled
 from quintsched.solve.search_problem import Orders, Problem
@@ -48,6 +48,8 @@ COARSE = (1, 2, 3)
 ENOUGH = 1e-9
 AGAIN_S = 0.25
 """Seconds from the end of the time to an interrupt, and from one to the next."""
+PERIOD = "repeated period"
+"""Origin of orders in which each microbatch runs as the one before it."""
 MANY = 4
 """Microbatches per rank from which on orders that repeat are tried."""
 
@@ -224,20 +226,20 @@ def _try_periods(state: Search, attempt: Attempt) -> None:
     if problem.microbatches >= MANY * problem.pp:
         for found in periodic_placements(problem, random.Random(state.seed), lambda: _is_done(state, attempt)):
             attempt.placement = found
-            state.try_orders(attempt, unrolled(problem, found.starts_of(problem.microbatches)), "repeated period")
+            state.try_orders(attempt, unrolled(problem, found.starts_of(problem.microbatches)), PERIOD)
 
 
 def _anneal_periods(state: Search, attempt: Attempt, effort: int) -> None:
-    """Anneal patterns that repeat, in long steps."""
-    if attempt.problem.are_alike and attempt.problem.microbatches >= MANY * attempt.problem.pp:
-        for orders in annealed_periods(
-            attempt.problem,
-            attempt.placement,
-            random.Random(state.seed),
-            effort,
-            lambda: _is_done(state, attempt),
-        ):
-            state.try_orders(attempt, orders, "annealed period")
+    """Anneal patterns that repeat, in long steps: the shortest one that was placed, and that of the best orders."""
+    problem = attempt.problem
+    if not problem.are_alike or problem.microbatches < MANY * problem.pp or _is_done(state, attempt):
+        return
+    timing, placed, rng = time_orders(problem, attempt.orders), attempt.placement, random.Random(state.seed)
+    firsts = [(placed.starts_of(1), placed.period)] if placed else []
+    if timing and attempt.origin != PERIOD:
+        firsts += repeated_part(problem, timing.starts)
+    for orders in annealed_periods(problem, firsts, rng, effort, lambda: _is_done(state, attempt)):
+        state.try_orders(attempt, orders, "annealed period")
 
 
 def _is_done(state: Search, attempt: Attempt) -> bool:

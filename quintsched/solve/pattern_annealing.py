@@ -16,8 +16,8 @@ import numpy as np
 
 from quintsched.solve.local_search import random_jump
 from quintsched.solve.order_problem import EPSILON
-from quintsched.solve.periodic_orders import Placement, least_period, periodic_placements
-from quintsched.solve.periodic_patterns import Pattern, unrolled
+from quintsched.solve.periodic_orders import least_period, periodic_placements
+from quintsched.solve.periodic_patterns import Pattern, Starts, unrolled
 from quintsched.solve.search_problem import Problem
 
 DOUBLINGS, LARGEST = 2, 1_600
@@ -26,27 +26,32 @@ MOVES = 8_000
 """Moves of an annealing."""
 HOT, COLD = (0.03, 0.1), 0.001
 """First temperatures, which take turns, and the last one, as shares of the time for one microbatch."""
+SAME = 1e-6
+"""Difference of times, as a share of a period, that counts as none."""
 ANYWHERE = 0.15
 """Share of moves that are not on the circle that decides: they make room."""
 
+Repeated = tuple[Starts, float]
+"""Starts of a pattern's microbatches, and its period."""
+
 
 def annealed_periods(
-    problem: Problem, placement: Placement | None, rng: random.Random, rounds: int, stops: Callable[[], bool]
+    problem: Problem, firsts: Sequence[Repeated], rng: random.Random, rounds: int, stops: Callable[[], bool]
 ) -> Iterator[list[list[int]]]:
     """Yield orders that repeat: a round anneals patterns of growing length, and the best of all grows once more.
 
     Args:
         problem: the problem.
-        placement: the best one that is known for it.
+        firsts: the best starts that are known for it.
         rng: source of all decisions.
         rounds: number of rounds, each with other random numbers.
         stops: asked between moves whether to end.
     """
-    placements = [*filter(None, [placement]), *_placements_of_alike_kinds(problem, rng, stops)]
+    firsts = [*firsts, *_placed_as_if_kinds_were_alike(problem, rng, stops)]
     best, least = list[Pattern](), least_period(problem) * (1 + EPSILON)
     for number in range(rounds + 1):
         if number < rounds:
-            first, doublings = [Pattern(problem, one.starts_of(1), one.period) for one in placements], DOUBLINGS
+            first, doublings = [Pattern(problem, *one) for one in firsts], DOUBLINGS
         else:
             first, doublings = [_doubled(pattern) for pattern in best], 0
         for pattern in _grown(first, doublings, rng, HOT[number % len(HOT)], stops):
@@ -78,7 +83,9 @@ def _period(pattern: Pattern) -> float:
     return pattern.period / pattern.length
 
 
-def _placements_of_alike_kinds(problem: Problem, rng: random.Random, stops: Callable[[], bool]) -> Sequence[Placement]:
+def _placed_as_if_kinds_were_alike(
+    problem: Problem, rng: random.Random, stops: Callable[[], bool]
+) -> Sequence[Repeated]:
     """Return the best placement that is found as if the kinds of a stage's computations took equally long.
 
     It has fewer conflicts, and its order is a good one where they differ.
@@ -87,7 +94,19 @@ def _placements_of_alike_kinds(problem: Problem, rng: random.Random, stops: Call
     if not np.ptp(times, axis=0).any():
         return ()
     alike = replace(problem, durations=tuple(np.broadcast_to(times.mean(axis=0), times.shape).flat))
-    return tuple(periodic_placements(alike, rng, stops))[-1:]
+    return [(one.starts_of(1), one.period) for one in list(periodic_placements(alike, rng, stops))[-1:]]
+
+
+def repeated_part(problem: Problem, starts: Sequence[float]) -> list[Repeated]:
+    """Return what repeats in the middle of a step, if anything does: starts of a few microbatches, and the period."""
+    rows = np.reshape(starts, (-1, problem.microbatches))
+    middle = problem.microbatches // 2
+    for length in range(1, min(middle // 2, LARGEST // len(rows)) + 1):
+        few, next_few = (rows[:, first : first + length] for first in (middle, middle + length))
+        period = float(next_few[0, 0] - few[0, 0])
+        if np.allclose(next_few - few, period, rtol=0, atol=SAME * period):
+            return [((few - few[0, 0]).tolist(), period)]
+    return []
 
 
 def annealed(pattern: Pattern, rng: random.Random, hot: float, stops: Callable[[], bool]) -> Pattern:

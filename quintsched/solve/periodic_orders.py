@@ -4,8 +4,8 @@
     rank 1   ▕ W  F  I  . ▏ W  F  I  . ▏        overlap, and it waits as little as they allow
 
 For a period, `periodic_placing` looks for places (modulo scheduling; Rau 1994). Short periods are tried first, with few
-attempts each; then shorter ones than the best that was found, with more. Orders are unrolled: many microbatches take
-hardly longer than their number times the period.
+attempts each; then shorter ones than the best that was found, with more. Placements are unrolled: many microbatches
+take hardly longer than their number times the period.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from quintsched.solve.local_search import critical_path, random_move
 from quintsched.solve.move_estimates import MoveEstimates
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_timing import has_room, time_orders
-from quintsched.solve.pattern_annealing import annealed_periods
+from quintsched.solve.pattern_annealing import annealed_periods, repeated_part
 from quintsched.solve.periodic_orders import periodic_placements
 from quintsched.solve.periodic_patterns import Pattern, unrolled
 from quintsched.solve.search_problem import Problem, problem_of
@@ -80,6 +80,18 @@ def test_a_period_is_that_of_the_unrolled_orders(seed):
     assert moved > 10
 
 
+def test_what_repeats_in_the_middle_of_a_step_is_found():
+    problem, rng = drawn(0, 160), random.Random(0)
+    placement = list(periodic_placements(problem, rng))[-1]
+    pattern = Pattern(problem, placement.starts_of(3), 3 * placement.period)
+    while not pattern.jump(rng.randrange(len(pattern.turns)), 1, 1.1 * pattern.period):
+        pass
+    timing = time_orders(problem, unrolled(problem, pattern.starts(54)))
+    ((starts, period),) = repeated_part(problem, timing.starts)
+    assert period == pytest.approx(pattern.period)
+    assert Pattern(problem, starts, period).period == pytest.approx(period)
+
+
 def test_unlike_kinds_at_half_of_the_memory_are_near_the_bound():
     rng = random.Random(0)
     times = [rng.uniform(0.35, 0.75) for _ in range(8) for _ in range(2)]
@@ -89,8 +101,8 @@ def test_unlike_kinds_at_half_of_the_memory_are_near_the_bound():
     bound = lower_bound(problem, "span").value
     placement = list(periodic_placements(problem, random.Random(0)))[-1]
     placed = time_orders(problem, unrolled(problem, placement.starts_of(200))).value("span") / bound - 1
-    gaps = []
-    for orders in annealed_periods(problem, placement, random.Random(0), 1, lambda: False):
+    gaps, firsts = [], [(placement.starts_of(1), placement.period)]
+    for orders in annealed_periods(problem, firsts, random.Random(0), 1, lambda: False):
         assert all(has_room(problem, rank, order) for rank, order in enumerate(orders))
         gaps.append(time_orders(problem, orders).value("span") / bound - 1)
         if gaps[-1] < 0.1:
