@@ -20,8 +20,8 @@ from quintsched.solve.periodic_orders import least_period, periodic_placements
 from quintsched.solve.periodic_patterns import Pattern, Starts, unrolled
 from quintsched.solve.search_problem import Problem
 
-DOUBLINGS, LARGEST = 2, 1_600
-"""How often the patterns of a round are doubled, and most computations of one."""
+DOUBLINGS, LARGEST, REPEATS = 2, 1_600, 8
+"""How often the patterns of a round are doubled, most computations of one, and how often a step repeats it at least."""
 MOVES = 8_000
 """Moves of an annealing."""
 HOT, COLD = (0.03, 0.1), 0.001
@@ -68,10 +68,15 @@ def _grown(
     for number in range(doublings + 1):
         if number:
             patterns = [_doubled(min(patterns, key=_period))]
-        if not patterns or len(patterns[0].turns) > LARGEST:
+        patterns = [pattern for pattern in patterns if _is_worth_annealing(pattern)]
+        if not patterns:
             return
         patterns = [annealed(pattern, rng, hot, stops) for pattern in patterns]
         yield from patterns
+
+
+def _is_worth_annealing(pattern: Pattern) -> bool:
+    return len(pattern.turns) <= LARGEST and REPEATS * pattern.length <= pattern.problem.microbatches
 
 
 def _doubled(pattern: Pattern) -> Pattern:
@@ -101,7 +106,7 @@ def repeated_part(problem: Problem, starts: Sequence[float]) -> list[Repeated]:
     """Return what repeats in the middle of a step, if anything does: starts of a few microbatches, and the period."""
     rows = np.reshape(starts, (-1, problem.microbatches))
     middle = problem.microbatches // 2
-    for length in range(1, min(middle // 2, LARGEST // len(rows)) + 1):
+    for length in range(1, problem.microbatches // REPEATS + 1):
         few, next_few = (rows[:, first : first + length] for first in (middle, middle + length))
         period = float(next_few[0, 0] - few[0, 0])
         if np.allclose(next_few - few, period, rtol=0, atol=SAME * period):
