@@ -42,9 +42,8 @@ class Row:
             tuple(float(rng.randint(5, 10)) if is_small else rng.uniform(0.7, 1.5) for _ in range(stages))
             for _ in range(3)
         )
-        costs = Costs(forward=forward, backward_input=half, backward_weight=weight, p2p=float(rng.randint(0, 1)) / 10)
-        if is_small:
-            costs = costs.model_copy(update={"p2p": 10 * costs.p2p})
+        message = rng.randint(0, 1) * (1.0 if is_small else 0.1)
+        costs = Costs(forward=forward, backward_input=half, backward_weight=weight, p2p=message)
         return cls(pp, microbatches, placement, rng.randint(math.ceil(pp / 2), pp), costs)
 
     def solved(self, effort: int, seconds: float) -> Solution:

@@ -53,7 +53,8 @@ def anneal(
     timing = time_orders(problem, orders)
     assert timing is not None
     value = best = timing.value(objective)
-    path, estimates = (of(problem, orders, timing, objective) for of in (critical_path, MoveEstimates.of))
+    path = critical_path(problem, orders, timing, objective)
+    estimates = MoveEstimates.of(problem, orders, timing, objective)
     for step in range(moves):
         if monotonic() > ends_s:
             return
@@ -71,7 +72,8 @@ def anneal(
             order.insert(source, number)
             continue
         value = timing.value(objective)
-        path, estimates = (of(problem, orders, timing, objective) for of in (critical_path, MoveEstimates.of))
+        path = critical_path(problem, orders, timing, objective)
+        estimates = MoveEstimates.of(problem, orders, timing, objective)
         if value < best - problem.tick:
             best = value
             if not found(orders, value):

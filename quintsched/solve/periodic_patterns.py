@@ -98,7 +98,8 @@ class Pattern:
         self._link(rank)
         if self.has_room(rank) and self._allows(number, most):
             kept = self.orders, self.turns, self.begins, self._waits_for_need, self.period, self.circle
-            self.orders, self.turns, self.begins, self._waits_for_need = map(list, kept[:4])  # type: ignore[assignment]
+            self.orders, self.turns, self.begins = list(self.orders), list(self.turns), list(self.begins)
+            self._waits_for_need = list(self._waits_for_need)
             self._time()
             if self.period < math.inf:
                 return True
