@@ -32,9 +32,9 @@ from quintsched.solve.local_search import HOT, anneal
 from quintsched.solve.order_bounds import Bound, lower_bound
 from quintsched.solve.order_problem import EPSILON, Objective
 from quintsched.solve.order_timing import has_room, time_orders
-from quintsched.solve.pattern_annealing import annealed_periods, repeated_part
-from quintsched.solve.periodic_orders import Placement, periodic_placements
-from quintsched.solve.periodic_patterns import unrolled
+from quintsched.solve.periodic.pattern_annealing import PatternAnnealing, repeated_part
+from quintsched.solve.periodic.periodic_orders import Placement, periodic_placements
+from quintsched.solve.periodic.periodic_patterns import unrolled
 from quintsched.solve.search_problem import Orders, Problem
 from quintsched.solve.starting_orders import named_orders
 
@@ -69,6 +69,8 @@ class Attempt:
     """Number of annealings."""
     placement: Placement | None = None
     """Placement of the shortest period."""
+    annealing: PatternAnnealing | None = None
+    """Annealing of patterns that repeat."""
     proved: float = -math.inf
     """Lower bound that CP-SAT has proved; the one with a certificate is `bound`."""
 
@@ -153,10 +155,13 @@ def search(
                 _try_periods,
                 _try_named,
                 partial(_try_lists, effort=effort),
-                partial(_anneal_periods, effort=effort),
             ):
                 for attempt in filter(state.can_win, state.attempts):
                     begin(state, attempt)
+            for number in range(effort + 1):
+                for attempt in sorted(filter(state.can_win, state.attempts), key=lambda attempt: attempt.value):
+                    if number == 0 or attempt.value <= state.value * LAGS_BEHIND:
+                        _anneal_periods(state, attempt, number, is_last=number == effort)
             for attempt in filter(state.can_win, state.attempts):
                 _improve_by_moves(state, attempt, effort)
             for attempt in sorted(state.attempts, key=lambda attempt: attempt.value):
@@ -229,16 +234,19 @@ def _try_periods(state: Search, attempt: Attempt) -> None:
             state.try_orders(attempt, unrolled(problem, found.starts_of(problem.microbatches)), PERIOD)
 
 
-def _anneal_periods(state: Search, attempt: Attempt, effort: int) -> None:
-    """Anneal patterns that repeat, in long steps: the shortest one that was placed, and that of the best orders."""
+def _anneal_periods(state: Search, attempt: Attempt, number: int, *, is_last: bool) -> None:
+    """Anneal patterns that repeat, in long steps: from the shortest one that was placed, and from the best orders."""
     problem = attempt.problem
     if not problem.are_alike or problem.microbatches < MANY * problem.pp or _is_done(state, attempt):
         return
-    timing, placed, rng = time_orders(problem, attempt.orders), attempt.placement, random.Random(state.seed)
-    firsts = [(placed.starts_of(1), placed.period)] if placed else []
-    if timing and attempt.origin != PERIOD:
-        firsts += repeated_part(problem, timing.starts)
-    for orders in annealed_periods(problem, firsts, rng, effort, lambda: _is_done(state, attempt)):
+    rng, stops = random.Random(state.seed + number), partial(_is_done, state, attempt)
+    if attempt.annealing is None:
+        timing, placed = time_orders(problem, attempt.orders), attempt.placement
+        firsts = [(placed.starts_of(1), placed.period)] if placed else []
+        if timing and attempt.origin != PERIOD:
+            firsts += repeated_part(problem, timing.starts)
+        attempt.annealing = PatternAnnealing(problem, firsts, rng, stops)
+    for orders in attempt.annealing.round(number, rng, stops, is_last=is_last):
         state.try_orders(attempt, orders, "annealed period")
 
 

@@ -1,4 +1,4 @@
-"""What annealing counts on: times after moves, and the periods of patterns, are those of the orders themselves."""
+"""Annealing: times after moves, and the periods of patterns, are those of the orders themselves."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from quintsched.solve.local_search import critical_path, random_move
 from quintsched.solve.move_estimates import MoveEstimates
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_timing import has_room, time_orders
-from quintsched.solve.pattern_annealing import annealed_periods, repeated_part
-from quintsched.solve.periodic_orders import periodic_placements
-from quintsched.solve.periodic_patterns import Pattern, unrolled
+from quintsched.solve.periodic.pattern_annealing import PatternAnnealing, repeated_part
+from quintsched.solve.periodic.periodic_orders import periodic_placements
+from quintsched.solve.periodic.periodic_patterns import Pattern, unrolled
 from quintsched.solve.search_problem import Problem, problem_of
 
 
@@ -102,7 +102,8 @@ def test_unlike_kinds_at_half_of_the_memory_are_near_the_bound():
     placement = list(periodic_placements(problem, random.Random(0)))[-1]
     placed = time_orders(problem, unrolled(problem, placement.starts_of(200))).value("span") / bound - 1
     gaps, firsts = [], [(placement.starts_of(1), placement.period)]
-    for orders in annealed_periods(problem, firsts, random.Random(0), 1, lambda: False):
+    annealing = PatternAnnealing(problem, firsts, random.Random(0), lambda: False)
+    for orders in annealing.round(0, random.Random(0), lambda: False, is_last=False):
         assert all(has_room(problem, rank, order) for rank, order in enumerate(orders))
         gaps.append(time_orders(problem, orders).value("span") / bound - 1)
         if gaps[-1] < 0.1:

@@ -16,12 +16,12 @@ import numpy as np
 
 from quintsched.solve.local_search import random_jump
 from quintsched.solve.order_problem import EPSILON
-from quintsched.solve.periodic_orders import least_period, periodic_placements
-from quintsched.solve.periodic_patterns import Pattern, Starts, unrolled
+from quintsched.solve.periodic.periodic_orders import least_period, periodic_placements
+from quintsched.solve.periodic.periodic_patterns import Pattern, Starts, unrolled
 from quintsched.solve.search_problem import Problem
 
 DOUBLINGS, LARGEST, REPEATS = 2, 1_600, 8
-"""How often the patterns of a round are doubled, most computations of one, and how often a step repeats it at least."""
+"""Times that the patterns of a round are doubled, most computations of one, and least times that a step repeats it."""
 MOVES = 8_000
 """Moves of an annealing."""
 HOT, COLD = (0.03, 0.1), 0.001
@@ -35,29 +35,42 @@ Repeated = tuple[Starts, float]
 """Starts of a pattern's microbatches, and its period."""
 
 
-def annealed_periods(
-    problem: Problem, firsts: Sequence[Repeated], rng: random.Random, rounds: int, stops: Callable[[], bool]
-) -> Iterator[list[list[int]]]:
-    """Yield orders that repeat: a round anneals patterns of growing length, and the best of all grows once more.
+class PatternAnnealing:
+    """Annealing of the patterns of one problem, in rounds.
 
-    Args:
+    Attributes:
         problem: the problem.
-        firsts: the best starts that are known for it.
-        rng: source of all decisions.
-        rounds: number of rounds, each with other random numbers.
-        stops: asked between moves whether to end.
+        firsts: starts from which each round begins.
+        best: the pattern of the shortest period for a microbatch; nothing before the first round.
     """
-    firsts = [*firsts, *_placed_as_if_kinds_were_alike(problem, rng, stops)]
-    best, least = list[Pattern](), least_period(problem) * (1 + EPSILON)
-    for number in range(rounds + 1):
-        if number < rounds:
-            first, doublings = [Pattern(problem, *one) for one in firsts], DOUBLINGS
+
+    def __init__(
+        self, problem: Problem, firsts: Sequence[Repeated], rng: random.Random, stops: Callable[[], bool]
+    ) -> None:
+        """Begin from known starts, and from those that fit if the kinds of a stage's computations are made alike."""
+        self.problem, self.best = problem, list[Pattern]()
+        self.firsts = [*firsts, *_placed_as_if_kinds_were_alike(problem, rng, stops)]
+
+    def round(
+        self, number: int, rng: random.Random, stops: Callable[[], bool], *, is_last: bool
+    ) -> Iterator[list[list[int]]]:
+        """Yield orders of annealed patterns, which grow; in the last round that of all, once more.
+
+        Args:
+            number: number of the round.
+            rng: source of all decisions.
+            stops: asked between moves whether to end.
+            is_last: whether this is the last round.
+        """
+        problem, least = self.problem, least_period(self.problem) * (1 + EPSILON)
+        if is_last:
+            patterns, doublings = [_doubled(pattern) for pattern in self.best], 0
         else:
-            first, doublings = [_doubled(pattern) for pattern in best], 0
-        for pattern in _grown(first, doublings, rng, HOT[number % len(HOT)], stops):
+            patterns, doublings = [Pattern(problem, *one) for one in self.firsts], DOUBLINGS
+        for pattern in _grown(patterns, doublings, rng, HOT[number % len(HOT)], stops):
             yield unrolled(problem, pattern.starts(math.ceil(problem.microbatches / pattern.length)))
-            best = [min([pattern, *best], key=_period)]
-            if stops() or _period(best[0]) <= least:
+            self.best = [min([pattern, *self.best], key=_period)]
+            if stops() or _period(pattern) <= least:
                 return
 
 

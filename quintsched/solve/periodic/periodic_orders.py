@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from quintsched.solve.order_bounds import bound_of
 from quintsched.solve.order_problem import EPSILON
 from quintsched.solve.order_timing import has_room
-from quintsched.solve.periodic_patterns import Starts, unrolled
-from quintsched.solve.periodic_placing import PeriodPlacing
+from quintsched.solve.periodic.periodic_patterns import Starts, unrolled
+from quintsched.solve.periodic.periodic_placing import PeriodPlacing
 from quintsched.solve.search_problem import Problem
 
 FACTORS = (1 + EPSILON, 1.001, 1.003, 1.006, 1.01, 1.015, 1.02, 1.03, 1.04, 1.06, 1.08, 1.1, 1.15, 1.2, 1.3, 1.4)
