@@ -150,20 +150,13 @@ def search(
         with interrupted_at(state.ends_s):
             attempts = [Attempt(*each, objective, lower_bound(each[0], objective)) for each in problems]
             state.attempts = sorted(attempts, key=lambda attempt: attempt.bound.value)
-            for begin in (
-                partial(_try_known, known=known),
-                _try_periods,
-                _try_named,
-                partial(_try_lists, effort=effort),
-            ):
+            for begin in (partial(_try_known, known=known), _try_periods, _try_named):
                 for attempt in filter(state.can_win, state.attempts):
                     begin(state, attempt)
-            for number in range(effort + 1):
-                for attempt in sorted(filter(state.can_win, state.attempts), key=lambda attempt: attempt.value):
-                    if number == 0 or attempt.value <= state.value * LAGS_BEHIND:
-                        _anneal_periods(state, attempt, number, is_last=number == effort)
-            for attempt in filter(state.can_win, state.attempts):
-                _improve_by_moves(state, attempt, effort)
+            _anneal_in_turns(state, effort)
+            for improve in (_try_lists, _improve_by_moves):
+                for attempt in filter(state.can_win, state.attempts):
+                    improve(state, attempt, effort)
             for attempt in sorted(state.attempts, key=lambda attempt: attempt.value):
                 if attempt.value <= state.value * LAGS_BEHIND and state.can_win(attempt):
                     _finish(state, attempt, effort)
@@ -232,6 +225,15 @@ def _try_periods(state: Search, attempt: Attempt) -> None:
         for found in periodic_placements(problem, random.Random(state.seed), lambda: _is_done(state, attempt)):
             attempt.placement = found
             state.try_orders(attempt, unrolled(problem, found.starts_of(problem.microbatches)), PERIOD)
+
+
+def _anneal_in_turns(state: Search, effort: int) -> None:
+    """Anneal patterns that repeat in rounds, with each placement in turn; after the first, with those that are near."""
+    for number in range(effort + 1):
+        for attempt in sorted(state.attempts, key=lambda attempt: attempt.value):
+            is_near = number == 0 or attempt.value <= state.value * LAGS_BEHIND
+            if is_near and state.can_win(attempt):
+                _anneal_periods(state, attempt, number, is_last=number == effort)
 
 
 def _anneal_periods(state: Search, attempt: Attempt, number: int, *, is_last: bool) -> None:
