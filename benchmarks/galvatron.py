@@ -24,7 +24,7 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import strategy_name
-from quintsched.strategies.prediction.predict_strategy import predict
+from quintsched.strategies.prediction.predict_one_strategy import predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware
 from quintsched.strategies.profiles.read_profile import Measured, read_profile
 from quintsched.strategies.tuning.tune import tune

@@ -12,8 +12,8 @@ import resource
 from collections.abc import Callable
 from time import perf_counter
 
+from quintsched.runtime.watch.position_in_shared_memory import INDEX, NOTHING, PositionCell, WaitCell, receive_code
 from quintsched.runtime.watch.position_publisher import Publisher
-from quintsched.runtime.watch.rank_position import INDEX, NOTHING, PositionCell, WaitCell, receive_code
 
 CALLS, ROUNDS = 2000, 300
 

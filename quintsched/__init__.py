@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from quintsched.strategies.descriptions.model import Model
     from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
     from quintsched.strategies.descriptions.strategy import Strategy
-    from quintsched.strategies.prediction.predict_strategy import Prediction, predict
+    from quintsched.strategies.prediction.predict_one_strategy import Prediction, predict
     from quintsched.strategies.tuning.tune import Tuning, tune
     from quintsched.verify.soundness import Verdict, check
 
@@ -48,7 +48,7 @@ _HOMES = {
     "strategies.descriptions.presets_and_files": ("find_hardware", "find_model"),
     "strategies.descriptions.model": ("Model",),
     "strategies.descriptions.strategy": ("Strategy",),
-    "strategies.prediction.predict_strategy": ("Prediction", "predict"),
+    "strategies.prediction.predict_one_strategy": ("Prediction", "predict"),
     "strategies.tuning.tune": ("Tuning", "tune"),
     "simulation.costs": ("Costs",),
     "errors": (

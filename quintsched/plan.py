@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quintsched.arguments import PATH, PLAN, WHOLE_NUMBER, ours, takes
+from quintsched.check_call_arguments import PATH, PLAN, WHOLE_NUMBER, ours, takes
 from quintsched.errors import UnsoundError
 from quintsched.ir.instruction_set import Instruction, Message
 from quintsched.ir.plan_data import PlanData

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .comm.choose_transport import connect_for
     from .engine import Engine
     from .forward_engine import ForwardEngine
-    from .interpreter.step_losses.loss_totals import StepResult
+    from .interpreter.step_losses.sum_losses_across_ranks import StepResult
     from .launch.job_plan import plan_of
     from .launch.stop_request import StopRequest
     from .parallel.expert.moe import MoE, apply_expert_parallel
@@ -62,7 +62,7 @@ _HOMES = {
     "parallel.expert.moe": ("MoE", "apply_expert_parallel"),
     "launch.job_plan": ("plan_of",),
     "launch.stop_request": ("StopRequest",),
-    "interpreter.step_losses.loss_totals": ("StepResult",),
+    "interpreter.step_losses.sum_losses_across_ranks": ("StepResult",),
     "parallel.tensor.apply_tensor_parallel": (
         "ColumnParallelLinear",
         "RowParallelLinear",

@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from quintsched.arguments import MAPPING, PLAN, ROW, called_as, ours, takes
+from quintsched.check_call_arguments import MAPPING, PLAN, ROW, called_as, ours, takes
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 
-from .agreement.compared_engine_settings import agree_on_functions
+from .agreement.engine_settings_between_ranks import agree_on_functions
 from .blocks.block_builders import Blocks
 from .comm import Transport
 from .engine_base import EngineBase
 from .examine.block_examinations import BlockExaminations
+from .interpreter.instruction_loop import PreparedStep
 from .interpreter.instruction_state import LossFn, MetricFn, RunOptions
-from .interpreter.interpreter import PreparedStep
 from .interpreter.saved_activation_bytes import SavedBytes
-from .interpreter.step_losses.loss_totals import StepResult
+from .interpreter.step_losses.sum_losses_across_ranks import StepResult
 from .interpreter.trace_recorder import Recorder
 from .optim.loss_scale import LossScale
 from .optim.optimizer_arguments import OptimizerGiven, builder_of
@@ -39,7 +39,7 @@ from .run_checks.engine_checks import EngineChecks
 from .run_checks.mesh_against_one import Comparison
 from .run_checks.nonfinite_steps import BadSteps
 from .saving.engine_methods.engine_saves import EngineState
-from .settings.run_settings import RunSettings, taking_settings
+from .settings.engine_and_job_settings import RunSettings, taking_settings
 from .stage.early_stage_losses import for_slices
 
 

@@ -18,18 +18,18 @@ from quintsched.files.terminal_progress import progress
 from quintsched.plan import Plan
 from quintsched.simulation.message_slots import MAX_SENDS
 
-from .agreement.compared_engine_settings import agree_on_options
+from .agreement.engine_settings_between_ranks import agree_on_options
 from .agreement.refuse_unequal_ranks import Section
 from .blocks.block_builders import Blocks
 from .blocks.without_side_effects import tensors_of_training
 from .comm import Transport
 from .comm.choose_transport import connect_for, watch_by
 from .comm.host_collectives import ControlGroup
+from .interpreter.bind_and_run_plans import PlanRunner
 from .interpreter.busy_clock import Clock
+from .interpreter.instruction_loop import PreparedStep
 from .interpreter.instruction_state import RunOptions
-from .interpreter.interpreter import PreparedStep
-from .interpreter.plan_runner import PlanRunner
-from .interpreter.step_losses.loss_totals import StepResult
+from .interpreter.step_losses.sum_losses_across_ranks import StepResult
 from .interpreter.trace_recorder import Recorder
 from .optim.build_optimizers import OptimizerBuilds
 from .optim.loss_scale import LossScale
@@ -41,7 +41,7 @@ from .saving.engine_methods.engine_weights import EngineWeights
 from .saving.pretrained.model_tensor_names import ModelNames
 from .saving.rank_tensor_inventory import RankTensors
 from .saving.weight_averages import Averages
-from .settings.run_settings import RunSettings
+from .settings.engine_and_job_settings import RunSettings
 from .splitting.split_model import Split
 from .stage.batches.microbatches import without_samples
 from .stage.build_stages import take_from_others

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from quintsched.arguments import PLAN, ROW, called_as, ours, takes
+from quintsched.check_call_arguments import PLAN, ROW, called_as, ours, takes
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 
@@ -23,7 +23,7 @@ from .engine_base import EngineBase
 from .interpreter.instruction_state import RunOptions
 from .optim.loss_scale import LossScale
 from .plan_requirements import require_blocks, require_mode
-from .settings.run_settings import RunSettings, taking_settings
+from .settings.engine_and_job_settings import RunSettings, taking_settings
 
 
 @partial(taking_settings, trains=False)

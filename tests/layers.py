@@ -86,7 +86,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "ir",
         "tokens",
         "files",
-        "arguments",
+        "check_call_arguments",
         "errors",
     ),
 }
@@ -102,16 +102,25 @@ LOOKING = ("examine", "guards", "losses/experiments", "user_objects", "parallel/
 """Rooms that inspect user code: examinations, the walks of `user_objects` below, and the proofs of cuts of blocks."""
 
 LOOK_ELSEWHERE = {
-    "blocks/failing_module.py": ({"a frame"}, "those of an error's traceback, to say where in a block it arose"),
+    "blocks/failing_submodule_from_traceback.py": (
+        {"a frame"},
+        "those of an error's traceback, to say where in a block it arose",
+    ),
     "data/torch_loader_position.py": (
         {"a frame"},
         "those of torch's loader in a traceback, for the worker that has ended",
     ),
-    "interpreter/error_location.py": ({"a frame", "__code__"}, "whether an error arose in our own call of autograd"),
+    "interpreter/errors_with_rank_and_stage.py": (
+        {"a frame", "__code__"},
+        "whether an error arose in our own call of autograd",
+    ),
     "blocks/block_builders.py": ({"vars"}, "builds stand-ins of blocks"),
     "blocks/trees.py": ({"vars"}, "whether tensors have attributes, which do not go to other stages"),
-    "losses/loss_function_state.py": ({"__code__"}, "numbers that a loss has in its code, which its targets may be"),
-    "optim/update_dependencies.py": (
+    "losses/save_and_restore_loss_state.py": (
+        {"__code__"},
+        "numbers that a loss has in its code, which its targets may be",
+    ),
+    "optim/tensors_each_optimizer_needs.py": (
         {"inspect", "__code__", "vars"},
         "whether an optimizer's update of a parameter goes by others",
     ),
@@ -142,7 +151,7 @@ LOOK_ELSEWHERE = {
     "optim/build_optimizers.py": ({"vars"}, "gives a parameter's stand-in what the user has set on it"),
     "optim/optimizer_extra_state.py": ({"vars"}, "saves what an optimizer keeps beside its state"),
     "optim/optimizer_arguments.py": ({"vars"}, "makes an optimizer anew over other parameters"),
-    "settings/run_settings.py": ({"inspect", "vars"}, "signs `Engine`, which is ours, with the settings"),
+    "settings/engine_and_job_settings.py": ({"inspect", "vars"}, "signs `Engine`, which is ours, with the settings"),
 }
 """Other files that inspect code or objects: their means, and their purpose."""
 

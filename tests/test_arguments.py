@@ -15,7 +15,7 @@ from torch import nn
 
 import quintsched as qs
 from quintsched import runtime
-from quintsched.arguments import FUNCTION, WHOLE_NUMBER, ours, takes
+from quintsched.check_call_arguments import FUNCTION, WHOLE_NUMBER, ours, takes
 from quintsched.errors import import_advice
 from quintsched.runtime import Engine, run_local, split
 from quintsched.runtime.comm import SelfGroup

@@ -264,7 +264,7 @@ def test_only_examinations_look_at_users_code():
 
 STORED = re.compile(r"\.(json|jsonl|pt|bin|safetensors|distcp|metadata|yaml|npz)\b")
 NAMED_ELSEWHERE = {
-    "agreement/compared_run_settings.py": "which files of this package are its source",
+    "agreement/job_fingerprint_between_ranks.py": "which files of this package are its source",
     "calibrate/time_links.py": "what processes that measure links leave each other, in a folder of their own",
     "launch/verify_job.py": "what ranks have recorded for a comparison, in a folder of its own",
     "run_checks/nonfinite_steps.py": "a batch whose gradients were not finite, for people to read",

@@ -18,7 +18,7 @@ from docs.reference.generate.schemas import FILES
 from quintsched.cli import _command
 from quintsched.errors import EXIT_CODES, QuintschedError
 from quintsched.files.strictyaml import parse_yaml
-from quintsched.runtime.agreement.compared_run_settings import flatten
+from quintsched.runtime.agreement.job_fingerprint_between_ranks import flatten
 from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.settings.job_json_schema import job_schema
 

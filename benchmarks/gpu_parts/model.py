@@ -18,7 +18,7 @@ from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_sizes
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.prediction.predict_strategy import model_flops
+from quintsched.strategies.prediction.predict_one_strategy import model_flops
 
 AdamW = partial(torch.optim.AdamW, lr=1e-4)
 

@@ -27,7 +27,7 @@ from quintsched.strategies.descriptions.presets_and_files import find_hardware
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import strategy_name
 from quintsched.strategies.descriptions.strategy_validity import resolved
-from quintsched.strategies.prediction.predict_strategy import predict
+from quintsched.strategies.prediction.predict_one_strategy import predict
 from quintsched.strategies.prediction.strategy_plans import plan_of
 
 from .model import GPT_350M, LLAMA_300M, MEDIUM, TINY, AdamW, Size, alone, synchronize, whole

@@ -22,7 +22,7 @@ from pathlib import Path
 import quintsched as qs
 from quintsched.ir.instruction_set import Fwd, RecvAct, RecvGrad
 from quintsched.stalls.culprit import find_culprit
-from quintsched.stalls.states import Fate, RankState
+from quintsched.stalls.last_reported_rank_states import Fate, RankState
 from quintsched.viz import compare, render, render_measured, render_stall
 from tests.traces import write_trace
 from tests.viz.browser import CHROMIUM, browser

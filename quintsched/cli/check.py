@@ -41,7 +41,7 @@ def check(
     For a user-defined schedule, every shape of the ranges is compiled and proved; without --chunks with the fewest that
     it takes, and the next two.
     """
-    from quintsched.graph.transport_profiles import find_profile
+    from quintsched.graph.transport_ordering_rules import find_profile
     from quintsched.import_user_code import names_file
 
     find_profile(profile)
@@ -73,7 +73,7 @@ def _check_plan(file: str, profile: str, memory_cap: float | None, as_json: bool
 
 def _buffers(verdict: Verdict) -> Iterator[str]:
     """Yield the number of message buffers of a sound plan, as text."""
-    from quintsched.graph.transport_profiles import find_profile
+    from quintsched.graph.transport_ordering_rules import find_profile
 
     receives, sends = verdict.slots
     if sum(receives):

@@ -78,7 +78,7 @@ def simulate(
     Prints makespan, both bubbles, peak activations, and the critical path; with --bars where each rank's time goes.
     `--costs from-trace DIR` takes the measured times of a run's instructions, as medians over the recorded steps.
     """
-    from quintsched.text.time_bars import time_bars
+    from quintsched.text.busy_share_bars import time_bars
 
     refuse_input(output, plan, directory, None if costs == FROM_TRACE else costs)
     read = read_plan(plan)
@@ -184,7 +184,7 @@ def compare(
     interactive page, with what differs. Schedules that search do so under the costs and the memory cap.
     """
     from quintsched.cli.pictures import comparison_path, write_comparison
-    from quintsched.text.time_bars import time_bars
+    from quintsched.text.busy_share_bars import time_bars
 
     refuse_input(output, costs, *names)
     path = None if output is None else comparison_path(output)

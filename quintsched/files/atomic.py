@@ -25,7 +25,7 @@ from tempfile import TemporaryFile
 
 from quintsched.errors import InputError, UsageError, WriteError
 
-from .plain_files import FILE, kind_of
+from .read_plain_files_only import FILE, kind_of
 
 OPEN_FILE = re.compile(r"/proc/(?:self|\d+)/fd/(\d+)|/dev/fd/(\d+)")
 """Paths by which the system names open file descriptors of a process."""

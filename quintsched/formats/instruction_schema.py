@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quintsched.formats.plan_head import LARGEST
+from quintsched.formats.plan_file_shared_fields import LARGEST
 from quintsched.formats.plan_json import CODECS, TYPES
 from quintsched.ir.mesh import AXES
 

@@ -22,7 +22,15 @@ from pydantic import Field
 
 from quintsched.errors import InputError, UsageError, counted, suggest
 from quintsched.files.strictjson import parse_strict, pointer
-from quintsched.formats.plan_head import LARGEST, HeadFile, PlanIndex, entries_of, plan_of, read_head, wellformed
+from quintsched.formats.plan_file_shared_fields import (
+    LARGEST,
+    HeadFile,
+    PlanIndex,
+    entries_of,
+    plan_of,
+    read_head,
+    wellformed,
+)
 from quintsched.formats.plan_json import READERS, TYPES
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.instruction_columns import ABSENT, CODES, FIELDS, NUMBERS, PAIRS, Codes, Columns, Flags, Ints

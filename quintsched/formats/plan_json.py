@@ -17,7 +17,7 @@ import numpy as np
 
 from quintsched.errors import InputError, suggest
 from quintsched.files.strictjson import parse_strict, pointer, shorten
-from quintsched.formats.plan_head import LARGEST, PlanFile, entries_of, plan_of, read_head, wellformed
+from quintsched.formats.plan_file_shared_fields import LARGEST, PlanFile, entries_of, plan_of, read_head, wellformed
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.instruction_columns import ABSENT, FIELDS, NUMBERS, Columns, Ints
 from quintsched.ir.layout import Route

@@ -25,7 +25,7 @@ from string import Template
 
 from quintsched.errors import UnsoundError, UsageError, counted
 from quintsched.graph.event_edges import ISSUED
-from quintsched.graph.transport_profiles import find_profile
+from quintsched.graph.transport_ordering_rules import find_profile
 from quintsched.ir.dataflow_analysis import Flow, flow, gatherings_of
 from quintsched.ir.instruction_set import (
     AMONG_REPLICAS,

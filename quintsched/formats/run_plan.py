@@ -13,7 +13,7 @@ from quintsched.errors import QuintschedError, counted, quoted
 from quintsched.files.atomic import write_whole
 from quintsched.formats import plan_columns, plan_json
 from quintsched.formats.plan_file import SUFFIX, load
-from quintsched.formats.plan_head import entries_of
+from quintsched.formats.plan_file_shared_fields import entries_of
 from quintsched.ir.plan_data import PlanData
 
 PLAN_FILE_NAMES = ("plan.json", f"plan{SUFFIX}")

@@ -1,6 +1,6 @@
 """Event graph of a plan: instructions merged into events, the dependencies between them, and orders of execution.
 
-`plan_events` merges sends with receives and collectives with their peers, `transport_profiles` assigns events to the
-queues of a transport, `event_edges` derives the dependencies, `event_graph` runs the graph or finds its cycle;
+`plan_events` merges sends with receives and collectives with their peers, `transport_ordering_rules` assigns events
+to the queues of a transport, `event_edges` derives the dependencies, `event_graph` runs the graph or finds its cycle;
 `blocking_profile` decides the strictest profile in one walk. Imports `ir`; proofs, passes and the simulator use it.
 """

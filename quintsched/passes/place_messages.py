@@ -23,7 +23,7 @@ from quintsched.errors import UnsoundError
 from quintsched.graph.event_edges import build_graph
 from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import Events
-from quintsched.graph.transport_profiles import PROFILES
+from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.instruction_columns import ABSENT, CODES, Columns, Ints
 from quintsched.ir.instruction_set import (
     Recv,
@@ -41,7 +41,7 @@ from quintsched.ir.instruction_values import SKIPS, ValueKind
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.rank_programs import Programs
 from quintsched.simulation.costs import Costs
-from quintsched.simulation.durations import event_durations
+from quintsched.simulation.instruction_durations import event_durations
 from quintsched.text.plan_listing import excerpt
 
 RECEIVES_OUTSTANDING = 2

@@ -20,7 +20,7 @@ import numpy as np
 
 from quintsched.errors import UsageError
 from quintsched.ir.instruction_columns import Amounts
-from quintsched.schedules.kit.list_scheduling import ListSchedule, Manner, PerStage, Work, schedule_greedily
+from quintsched.schedules.kit.greedy_scheduling_by_costs import ListSchedule, Manner, PerStage, Work, schedule_greedily
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 SLOPES = (1.0, 2.1, 0.65, 0.8, 0.0, 1.65, 2.2, 0.5, 0.9, 1.3, 1.8, 0.3, 0.7, 1.1, 1.5)

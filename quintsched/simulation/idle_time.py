@@ -18,8 +18,8 @@ from quintsched.graph.event_graph import Times
 from quintsched.graph.plan_events import NO_GROUP, Events
 from quintsched.ir.instruction_columns import ABSENT, Ints
 from quintsched.ir.instruction_set import AMONG_REPLICAS, BEGINS_BACKWARD, COMPUTING, Fwd, HostCopy, Message, Overlap
-from quintsched.simulation.durations import event_durations
 from quintsched.simulation.held_activations import ROUNDING, Held, held_activations
+from quintsched.simulation.instruction_durations import event_durations
 from quintsched.simulation.simulator import Simulation, timed_graph
 
 CAUSES = {

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quintsched.graph.transport_profiles import Profile
+from quintsched.graph.transport_ordering_rules import Profile
 from quintsched.ir.dataflow_analysis import Uses
 from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.instruction_set import Message, OffloadAct, Recv, Send

@@ -29,15 +29,15 @@ from quintsched.graph.blocking_transport import meeting_order
 from quintsched.graph.event_edges import build_graph
 from quintsched.graph.event_graph import NONE, Times
 from quintsched.graph.plan_events import Events
-from quintsched.graph.transport_profiles import PROFILES
+from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.instruction_set import COMPUTING, Instruction
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
-from quintsched.simulation.durations import event_durations, exposed_exchanges
 from quintsched.simulation.early_reductions import TimedGraph, reduce_early
+from quintsched.simulation.instruction_durations import event_durations, exposed_exchanges
 from quintsched.simulation.notebook_html import figures, heading, timeline_svg
 from quintsched.simulation.simulated_activation_memory import peak_activations, peak_host
-from quintsched.simulation.simulated_state_memory import peak_memory, peak_state
+from quintsched.simulation.simulated_weights_grads_optimizer_memory import peak_memory, peak_state
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,10 @@ class Simulation:
 
     @property
     def peak_state(self) -> tuple[float, ...]:
-        """Peak of weights, gradients and optimizer state of each pp rank: see `simulated_state_memory`."""
+        """Peak of weights, gradients and optimizer state of each pp rank.
+
+        See `simulated_weights_grads_optimizer_memory`.
+        """
         return peak_state(self.plan, self.costs)
 
     @property

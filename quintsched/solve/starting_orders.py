@@ -15,8 +15,8 @@ from quintsched.schedules.kit.constraints import slot_by_slot
 from quintsched.simulation.costs import Costs
 from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF
 from quintsched.solve.order_timing import time_orders
+from quintsched.solve.repeated_v_patterns import v_block_orders, v_blocks
 from quintsched.solve.search_problem import Problem
-from quintsched.solve.v_blocks import v_block_orders, v_blocks
 
 KINDS: dict[type[Compute], tuple[int, ...]] = {
     Fwd: (FORWARD,),

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from quintsched.errors import StallError, listed_ranks
 from quintsched.ir.plan_data import PlanData
 from quintsched.stalls.different_batches import find_other_data
-from quintsched.stalls.findings import Culprit, Fault, Link, describe_place, where_it_stands
+from quintsched.stalls.last_reported_rank_states import MOST_TEXT, RankState
 from quintsched.stalls.stall_report import StallReport
-from quintsched.stalls.states import MOST_TEXT, RankState
+from quintsched.stalls.verdict_data import Culprit, Fault, Link, describe_place, where_it_stands
 from quintsched.stalls.verdict_text import ending
 from quintsched.stalls.wait_graph import Edge, WaitGraph
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quintsched.errors import counted, listed_ranks
 from quintsched.ir.mesh import Mesh
-from quintsched.stalls.states import GivenBatch, RankState
+from quintsched.stalls.last_reported_rank_states import GivenBatch, RankState
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from quintsched.formats import plan_json
 from quintsched.ir.mesh import MAX_RANKS
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.notebook_html import heading, words
-from quintsched.stalls.findings import Culprit, Link, Strict
-from quintsched.stalls.states import RankState
+from quintsched.stalls.last_reported_rank_states import RankState
+from quintsched.stalls.verdict_data import Culprit, Link, Strict
 from quintsched.stalls.verdict_text import in_words
 
 STALL_FORMAT = "quintsched.stall"

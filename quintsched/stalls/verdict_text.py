@@ -11,8 +11,8 @@ import signal
 from collections.abc import Sequence
 
 from quintsched.errors import counted, listed_ranks, printable
-from quintsched.stalls.findings import Culprit, Link, ProgramPlace
-from quintsched.stalls.states import Fate, RankState
+from quintsched.stalls.last_reported_rank_states import Fate, RankState
+from quintsched.stalls.verdict_data import Culprit, Link, ProgramPlace
 
 MOST_LISTED = 8
 """Maximum number of ranks that a message lists; it counts the others."""

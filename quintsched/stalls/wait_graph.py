@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from quintsched.ir.instruction_set import Recv
 from quintsched.ir.plan_data import PlanData
-from quintsched.stalls.partners import Partners
-from quintsched.stalls.states import RankState
+from quintsched.stalls.last_reported_rank_states import RankState
+from quintsched.stalls.partner_instructions import Partners
 
 BEFORE, AT, PAST = -1, 0, 1
 

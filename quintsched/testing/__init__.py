@@ -20,6 +20,6 @@ except ImportError as error:
     ) from error
 
 from quintsched.testing.hypothesis_strategies import costs, meshes, microbatch_counts, placements
-from quintsched.testing.smallest_failure import Proved, assert_plan_sound, assert_sound
+from quintsched.testing.smallest_failing_shape import Proved, assert_plan_sound, assert_sound
 
 __all__ = ["Proved", "assert_plan_sound", "assert_sound", "costs", "meshes", "microbatch_counts", "placements"]

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from quintsched.errors import InputError, UsageError
-from quintsched.files.plain_files import read_plain
+from quintsched.files.read_plain_files_only import read_plain
 from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.files.user_records import FormatVersion
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quintsched.errors import InputError, counted
-from quintsched.files.plain_files import open_plain
+from quintsched.files.read_plain_files_only import open_plain
 
 from .shard_index import DOCUMENT_ENDS, ShardEntry, TokenIndex, documents_name, read_index, tokens_name
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quintsched.errors import InputError, UsageError, quoted
-from quintsched.files.plain_files import reading
+from quintsched.files.read_plain_files_only import reading
 from quintsched.files.strictjson import parse_strict
 
 BYTES_TOKENIZER = "bytes"

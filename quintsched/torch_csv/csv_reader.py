@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quintsched.errors import UnsoundError, UsageError, counted
-from quintsched.graph.transport_profiles import find_profile
+from quintsched.graph.transport_ordering_rules import find_profile
 from quintsched.ir.instruction_set import (
     NEEDS_WEIGHTS,
     AllReduceBucket,

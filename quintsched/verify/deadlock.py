@@ -12,7 +12,7 @@ from quintsched.graph.blocking_transport import meeting_order
 from quintsched.graph.event_edges import build_graph
 from quintsched.graph.event_graph import stretches
 from quintsched.graph.plan_events import NO_GROUP, Events
-from quintsched.graph.transport_profiles import PROFILES
+from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.diagnostics import Finding, Point
 from quintsched.ir.plan_data import PlanData
 

@@ -25,7 +25,7 @@ from quintsched.errors import counted
 from quintsched.ir.instruction_values import METRICS, NORM
 from quintsched.ir.plan_data import PlanData
 from quintsched.text.plan_listing import excerpt
-from quintsched.verify.algebra import Gradient, Model, Sequential
+from quintsched.verify.algebraic_training_model import Gradient, Model, Sequential
 from quintsched.verify.symbolic_collective import broken_promise
 from quintsched.verify.symbolic_rank import SymbolicRank
 from quintsched.verify.symbolic_run import SymbolicRun

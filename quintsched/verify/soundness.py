@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from quintsched.arguments import NUMBER, PLAN, TEXT, takes
+from quintsched.check_call_arguments import NUMBER, PLAN, TEXT, takes
 from quintsched.errors import UnsoundError, UsageError, counted, printable
 from quintsched.graph.plan_events import Channels, Events, carried, pipeline_collectives
-from quintsched.graph.transport_profiles import find_profile
+from quintsched.graph.transport_ordering_rules import find_profile
 from quintsched.ir.diagnostics import Finding, Point
 from quintsched.ir.instruction_columns import Flags, Ints
 from quintsched.ir.instruction_set import COMPUTATIONS, Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute

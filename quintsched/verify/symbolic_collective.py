@@ -13,7 +13,7 @@ import random
 from collections import deque
 
 from quintsched.collectives.collective_program import CollectiveProgram, CollectiveStep, RecvChunk, SendChunk, SendRecv
-from quintsched.verify.algebra import PRIME
+from quintsched.verify.algebraic_training_model import PRIME
 
 ChunkNumbers = list[list[int]]
 

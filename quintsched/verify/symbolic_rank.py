@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from quintsched.ir.instruction_values import Value, ValueKind
-from quintsched.verify.algebra import Gradient
+from quintsched.verify.algebraic_training_model import Gradient
 
 
 @dataclass

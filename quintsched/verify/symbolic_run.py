@@ -2,7 +2,7 @@
 
 Each rank runs in program order, sends never block, and channels deliver in order, whatever value the receiver expects.
 A value must be on the rank that consumes it, or the run stops with a fault. Each instruction has one small function;
-`quintsched.verify.algebra` has the model that they compute with.
+`quintsched.verify.algebraic_training_model` has the model that they compute with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from quintsched.ir import instruction_set as ins
 from quintsched.ir.instruction_set import Instruction
 from quintsched.ir.instruction_values import MAX_SKIPS, METRICS, NORM, Value, ValueKind
 from quintsched.ir.plan_data import PlanData
-from quintsched.verify.algebra import PRIME, Gradient, Model, ModularNumber, Saved, Weights, added, backward, forward
+from quintsched.verify.algebraic_training_model import (
+    PRIME,
+    Gradient,
+    Model,
+    ModularNumber,
+    Saved,
+    Weights,
+    added,
+    backward,
+    forward,
+)
 from quintsched.verify.symbolic_rank import Fault, Stopped, SymbolicRank
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from quintsched.errors import MisfitError, UsageError, nearest
 
+from ..settings.engine_and_job_settings import SettingRule
 from ..settings.job_file import marked
-from ..settings.run_settings import SettingRule
-from .compared_run_settings import is_within
+from .job_fingerprint_between_ranks import is_within
 
 CODE = "code"
 """Section of the settings that describe the code (versions, hashes); a job file has no such section."""

@@ -41,7 +41,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack, has_torch_function_unary
 
-from quintsched.arguments import shown
+from quintsched.check_call_arguments import shown
 from quintsched.errors import UsageError
 
 from .engine_owned_layers import TakenOver

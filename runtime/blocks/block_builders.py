@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from quintsched.arguments import ROW, WHOLE_NUMBER, ArgumentKind, instance, takes
+from quintsched.check_call_arguments import ROW, WHOLE_NUMBER, ArgumentKind, instance, takes
 from quintsched.errors import MisfitError, QuintschedError, import_advice
 
 from ..comm.device import seed_generators

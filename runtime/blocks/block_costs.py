@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quintsched.arguments import WHOLE_NUMBER, ArgumentKind, takes
+from quintsched.check_call_arguments import WHOLE_NUMBER, ArgumentKind, takes
 
 from ..comm.clocks import settled_s
 from .block_builders import BLOCKS, Blocks, accepted_extras, build_block, on_meta, split_result

@@ -38,7 +38,7 @@ from .block_builders import (
     typed,
 )
 from .dtensor import before_fully_shard
-from .failing_module import place_of
+from .failing_submodule_from_traceback import place_of
 from .trees import DIFFERENTIABLE, Tensors, TensorSpec, TreeSpec, attribute_of, tensors_of
 from .without_side_effects import BlockResult, as_leaves, attributes_untouched, run_block
 

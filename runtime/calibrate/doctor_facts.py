@@ -26,7 +26,7 @@ from quintsched.errors import QuintschedError, counted, import_advice
 from ..comm import Transport
 from ..comm.clocks import now_s
 from ..comm.device import LIBRARIES, find_accelerator, library_of, library_version, memory_bytes, num_devices
-from ..watch.rendezvous.addresses import LOOPBACK, interface_of, listen, own_addresses, require_interfaces
+from ..watch.rendezvous.network_addresses import LOOPBACK, interface_of, listen, own_addresses, require_interfaces
 from .time_links import count_cores, run_processes
 
 OLDEST_TORCH = (2, 9)

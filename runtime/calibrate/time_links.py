@@ -40,7 +40,7 @@ from quintsched.strategies.descriptions.hardware import Curve
 from ..comm import Group, ReduceOp, Transport, Work, connect
 from ..comm.clocks import now_s, settled_s
 from ..comm.device import is_accelerator, library_of, num_devices, use_device
-from ..watch.rendezvous.addresses import choose_interfaces
+from ..watch.rendezvous.network_addresses import choose_interfaces
 from .time_operations import call_s
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from quintsched.arguments import NUMBER, PLAN, TEXT, takes
+from quintsched.check_call_arguments import NUMBER, PLAN, TEXT, takes
 from quintsched.plan import Plan
 
-from ..settings.run_settings import Rules, RunSettings, WireName
+from ..settings.engine_and_job_settings import Rules, RunSettings, WireName
 from ..watch.connect_to_monitor import WatchOptions
 from ..watch.rendezvous.end_with_parent import end_with_launcher
 from . import LocalTransport, LocalWorld, Transport, connect

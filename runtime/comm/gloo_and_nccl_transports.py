@@ -31,14 +31,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from quintsched.arguments import NUMBER, PLAN, TEXT, takes
+from quintsched.check_call_arguments import NUMBER, PLAN, TEXT, takes
 from quintsched.errors import MisfitError, UsageError, suggest
 from quintsched.plan import Plan
 
-from ..settings.run_settings import Rules
+from ..settings.engine_and_job_settings import Rules
 from ..watch.connect_to_monitor import WatchOptions, find_watch, start_watch
 from ..watch.position_publisher import Publisher
-from ..watch.rendezvous.addresses import choose_interfaces, require_interfaces
+from ..watch.rendezvous.network_addresses import choose_interfaces, require_interfaces
 from ..watch.rendezvous.rendezvous_store import HUB, Attempt, launchers_keys, meet, open_store, require_addresses
 from ..watch.uncaught_error import report_uncaught
 from .checked.framed_messages import FramedMessages, FrameKey

@@ -35,7 +35,7 @@ from quintsched.ir.communication import Communication
 from quintsched.ir.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES
 from quintsched.plan import Plan
 
-from ..watch.rank_position import NOTHING
+from ..watch.position_in_shared_memory import NOTHING
 from . import Group, ReduceOp, Transport, Work
 from .device import current_stream, is_accelerator, new_stream, on_stream
 from .transport_interface import DoneWork

@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from quintsched.arguments import shown
+from quintsched.check_call_arguments import shown
 from quintsched.errors import MisfitError, StallError, UsageError, counted
 from quintsched.stalls.own_errors import came_from_handler, headline, is_own, lost_peer
 from quintsched.stalls.verdict_text import NO_CULPRIT
 
+from ..watch.position_in_shared_memory import NOTHING, WaitCell
 from ..watch.position_publisher import Publisher
-from ..watch.rank_position import NOTHING, WaitCell
 from .checked.gloo_small_reduces import SmallReduces
 from .device import current_device
 from .transport_interface import Group, ReduceOp, SelfGroup, Work, describe

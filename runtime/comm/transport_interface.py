@@ -23,8 +23,8 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, counted
 
+from ..watch.position_in_shared_memory import NOTHING, WaitCell, collective_code
 from ..watch.position_publisher import Publisher
-from ..watch.rank_position import NOTHING, WaitCell, collective_code
 from .checked.message_frame import NO_LABEL, Label, Stamp, describe_spec
 from .host_copies import HostLink, host_link
 

@@ -9,9 +9,9 @@ wrap the user's; `PackedStream` packs a stream of texts, `PromptAnswers` are for
 Imports `user_objects`, `settings`.
 """
 
+from .batches_from_text_stream import PackedStream
 from .data_sources import has_extras, knows_replica, load_dataset
 from .memory_dataset import IGNORED_TARGET, PADDING, BatchSampler, Dataset, DataSpec, Normalization, Split, gather_batch
-from .packed_stream import PackedStream
 from .prompts import PromptAnswers, chat, concatenated, pad_batch
 from .token_mixture import MixturePart, TokenOptions, load_tokens
 from .token_sample_order import TokenDataset, TokenSamples

@@ -33,12 +33,12 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from quintsched.arguments import shown
+from quintsched.check_call_arguments import shown
 from quintsched.errors import InputError, UsageError, counted, suggest
 from quintsched.import_user_code import call_object, load_object, names_file
 
+from ..settings.engine_and_job_settings import Settings, read_settings
 from ..settings.job_file import DataConfig
-from ..settings.run_settings import Settings, read_settings
 from ..user_objects.library_or_user import arguments_of
 from .memory_dataset import BatchSampler, Dataset, Normalization, Split
 from .token_mixture import TokenOptions, load_tokens

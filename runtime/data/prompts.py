@@ -22,8 +22,8 @@ from torch.utils.data import Dataset
 
 from quintsched.errors import UsageError
 
+from .batches_from_text_stream import Encode, encode_bytes
 from .memory_dataset import IGNORED_TARGET
-from .packed_stream import Encode, encode_bytes
 
 PairEncoder = Callable[[str, str], tuple[Sequence[int], Sequence[int]]]
 """Prompt, answer → ids of the prompt, ids of the answer with its end."""

@@ -42,8 +42,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .fixed_length_token_samples import BatchRows, Windows, real_rows
 from .memory_dataset import DataSpec, Indices
-from .token_windows import BatchRows, Windows, real_rows
 
 MIXTURE_BLOCK = 10_000
 """Samples in which the shares of a mixture are exact."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 
-from quintsched.arguments import shown
+from quintsched.check_call_arguments import shown
 from quintsched.errors import MisfitError, UsageError, counted
 
 from .memory_dataset import DataSpec

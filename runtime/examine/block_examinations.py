@@ -27,7 +27,7 @@ from ..comm import Group
 from ..comm.host_collectives import first_said, greatest, share_texts
 from ..losses.loss_reductions import LossWeight, Over
 from ..parallel.cut_proofs.block_kinds import content_of
-from ..parallel.cut_proofs.features_apart import state_of_host
+from ..parallel.cut_proofs.prove_features_independent import state_of_host
 from ..parallel.cut_proofs.trial_inputs import TRIAL_SAMPLES as FEW
 from ..parallel.cut_proofs.trial_inputs import Arrival, Arrivals, FirstUnits
 from ..parallel.expert.moe import mixtures
@@ -36,8 +36,8 @@ from ..parallel.tensor.cut_rules import is_built_in
 from ..stage.rank_stages import RankModel
 from ..step_setup.block_examination_results import BlockFindings, BlockLoss, GatheredWeights
 from ..user_objects.host_state import HostState
+from .altered_extra_inputs import OF_NO_SAMPLE, extra_of_no_sample
 from .block_losses import DRAWN_SAMPLES, examine_block_loss
-from .extra_variants import OF_NO_SAMPLE, extra_of_no_sample
 from .gradients.nonlinear_backwards import BlockBackwards
 from .trial_block_runs import TriedBlock, drawing
 

@@ -24,18 +24,18 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..blocks.block_builders import TARGETS, accepted_extras
 from ..blocks.dtensor import is_sharded
 from ..blocks.without_side_effects import Kept, untouched
+from ..losses.experiments.altered_targets import with_other_targets
 from ..losses.experiments.loss_parts import LossParts, rows_of_each
 from ..losses.experiments.sum_or_mean import LossExamination
-from ..losses.experiments.target_variants import with_other_targets
-from ..losses.loss_function_state import versions_kept
 from ..losses.loss_reductions import LossWeight, Over
+from ..losses.save_and_restore_loss_state import versions_kept
 from ..parallel.cut_proofs.block_twins import draw_weight
 from ..parallel.cut_proofs.trial_inputs import Arrival, TrialInput
 from ..parallel.expert.moe import mixtures
 from ..step_setup.block_examination_results import BlockLoss
 from ..user_objects.control_flow_state import SteeringState
-from ..user_objects.plain_code import asking_elsewhere
-from .extra_variants import Agree, others_of
+from ..user_objects.find_impure_code import asking_elsewhere
+from .altered_extra_inputs import Agree, others_of
 from .trial_block_runs import TriedBlock
 
 DRAWN_SAMPLES = 13

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from ..user_objects.control_flow_state import SteeringState
+from ..user_objects.find_impure_code import applied_function, has_known_content, only_tells, profiled_by
 from ..user_objects.library_or_user import is_library_module, is_of_library, names_of
 from ..user_objects.object_contents import HOOKS, HOOKS_OF_ALL, hooks_on, is_of_torch
-from ..user_objects.plain_code import applied_function, has_known_content, only_tells, profiled_by
 from ..user_objects.snapshot import Snapshot
 
 _KNOWN = frozenset({"torch", "numpy", "transformers", "timm", "peft", "quintsched", *sys.stdlib_module_names})

@@ -34,7 +34,7 @@ from ..optim.gathered_matrix_steps import Stepper
 from ..optim.loss_scale import LossScale
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.mesh_independent_dropout import MaskUnit
-from ..settings.run_settings import RunSettings
+from ..settings.engine_and_job_settings import RunSettings
 from ..stage.batches.microbatches import NOTHING, Batch
 from ..stage.batches.same_batch_every_step import DataMarks
 from ..stage.rank_stages import RankModel
@@ -49,7 +49,7 @@ from .busy_clock import Clock
 from .handlers.calls_bound_to_shapes import bound
 from .offload_instructions import HostCopies
 from .program_dataflow import ProgramFlow
-from .step_losses.loss_totals import StepFigures, Tally
+from .step_losses.sum_losses_across_ranks import StepFigures, Tally
 from .values_between_instructions import ReceiveBuffers, ValueCell, ValueCells, Waits
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor | float]]

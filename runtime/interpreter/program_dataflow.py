@@ -16,7 +16,7 @@ from quintsched.ir.instruction_set import ENDS_BACKWARD, Bwd, BwdInput, BwdWeigh
 from quintsched.ir.instruction_values import Value, ValueKind
 from quintsched.plan import Plan
 
-from .error_location import rank_in_words
+from .errors_with_rank_and_stage import rank_in_words
 
 _KIND = attrgetter("kind")
 

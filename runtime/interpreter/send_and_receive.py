@@ -31,7 +31,7 @@ from ..comm.overlap_threads import BoundCall
 from ..stage.message_contents import Cargo
 from ..stage.stage_forward import Outputs
 from ..step_setup.unit_samples import NO_UNITS, UnitShape
-from ..watch.rank_position import receive_code, send_code
+from ..watch.position_in_shared_memory import receive_code, send_code
 from .instruction_state import BoundReceive, MessageState
 from .program_dataflow import ProgramFlow, activation_of
 from .values_between_instructions import Together, ValueCell

@@ -17,7 +17,7 @@ from quintsched.ir.instruction_values import Value, ValueKind
 from ..blocks.trees import TensorSpec
 from ..comm import Work
 from ..stage.stage_forward import Outputs
-from ..watch.rank_position import NOTHING, NOWHERE, WaitCell
+from ..watch.position_in_shared_memory import NOTHING, NOWHERE, WaitCell
 from .program_dataflow import activation_of
 from .trace_recorder import Recorder
 

@@ -21,15 +21,15 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.presets_and_files import find_hardware
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, strategy_name
-from quintsched.strategies.prediction.predict_strategy import predict
+from quintsched.strategies.prediction.predict_one_strategy import predict
 from quintsched.strategies.tuning.recommended_strategy import reasons
 from quintsched.strategies.tuning.tune import Tuning, tune
 
 from ..comm.device import find_accelerator, num_devices
 from ..data import load_dataset
 from ..models import model_sizes
+from ..settings.engine_and_job_settings import DTYPE_NAMES
 from ..settings.job_file import AutoConfig, JobConfig, ParallelConfig
-from ..settings.run_settings import DTYPE_NAMES
 from .job_plan import plan_of
 
 TRIED = 20

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from quintsched.arguments import PATH, ours, takes
+from quintsched.check_call_arguments import PATH, ours, takes
 from quintsched.compiler import compile_request, evaluation_of, stages_of
 from quintsched.errors import InputError, MisfitError, UsageError, counted
 from quintsched.files.atomic import whole_path

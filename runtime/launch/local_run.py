@@ -25,7 +25,8 @@ from quintsched.files.terminal import write_error, write_line
 from quintsched.import_user_code import file_of, names_file
 
 from ..settings.job_file import overrides_of
-from ..watch.rendezvous.addresses import (
+from ..watch.rendezvous.fork_server import ForkServer
+from ..watch.rendezvous.network_addresses import (
     LOOPBACK,
     listen,
     own_address,
@@ -33,7 +34,6 @@ from ..watch.rendezvous.addresses import (
     require_elsewhere,
     require_interfaces,
 )
-from ..watch.rendezvous.fork_server import ForkServer
 from . import worker
 from .job_plan import Worlds, for_processes, smaller_worlds
 from .run_arguments import LaunchRequest, read_request

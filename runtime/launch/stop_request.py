@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from quintsched.arguments import FLAG, takes
+from quintsched.check_call_arguments import FLAG, takes
 
 STOPPING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name))
 """Signals that ask for a stop, as far as this system has them."""

@@ -20,13 +20,13 @@ from quintsched.errors import QuintschedError, UsageError
 from quintsched.plan import Plan
 from quintsched.request import CompileRequest
 from quintsched.schedules.kit.given_order import schedule_of_rows
-from quintsched.solve.recorded.retune import retune
+from quintsched.solve.recorded.retune_cut_and_order import retune
 from quintsched.trace.measured_trace import Trace
 
 from ..comm import Transport
 from ..comm.host_collectives import broadcast_bytes
+from ..settings.engine_and_job_settings import Start
 from ..settings.job_file import JobConfig
-from ..settings.run_settings import Start
 from ..train.reporter import reporter_of
 from ..train.trainer import Trainer
 

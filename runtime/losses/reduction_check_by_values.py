@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..user_objects.object_contents import HOOKS
-from .loss_function_state import class_weights
 from .loss_reductions import LossWeight, Over, named
 from .reduction_check_on_batches import JoinedCall, RealBatch, SampleUnit
+from .save_and_restore_loss_state import class_weights
 
 Number = Any
 """A Python number, or on a device a 0-dimensional tensor."""

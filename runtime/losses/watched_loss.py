@@ -23,10 +23,10 @@ from ..blocks.trees import flatten, tensors_of
 from .experiments.metric_sum_or_mean import MetricExamination, StatedMetricExamination
 from .experiments.stated_weights import StatedExamination
 from .experiments.sum_or_mean import WRITES, LossExamination
-from .loss_function_state import FunctionKept, FunctionState, class_weights, versions_kept
 from .loss_reductions import WITHOUT_GRADIENT, LossWeight, Over, WeightFinding
 from .reduction_check_by_values import Late, compare_values, is_known
 from .reduction_check_on_batches import JoinedCall, RealBatch, SampleUnit, why_rests_misfit
+from .save_and_restore_loss_state import FunctionKept, FunctionState, class_weights, versions_kept
 
 _OTHERWISE = "it was found to be {}, but in step {} it is not so: {}"
 HANDED_ON = 'a block has found it, and it is handed on; say that it is a mean over samples, loss_over="samples"'

@@ -25,11 +25,11 @@ from quintsched.errors import MisfitError
 from ..blocks.sum_of_means import SumOfMeans, term_of
 from ..blocks.trees import DIFFERENTIABLE, TensorSpec, map_tensors, tensors_of
 from ..comm import Group
-from ..settings.run_settings import LossOver
+from ..settings.engine_and_job_settings import LossOver
 from .experiments.sum_or_mean import LossExamination
-from .loss_function_state import FunctionKept, versions_kept
 from .loss_reductions import EvenWeights, LossWeight, Over, named, zero_loss
 from .reduction_check_on_batches import RealBatch
+from .save_and_restore_loss_state import FunctionKept, versions_kept
 from .watched_loss import Examined
 
 NO_WEIGHT = (

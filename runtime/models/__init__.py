@@ -20,8 +20,8 @@ from quintsched.strategies.descriptions.model import Model
 
 from ..blocks.block_builders import Blocks, seeded
 from ..data import DataSpec
+from ..settings.engine_and_job_settings import Settings, read_settings
 from ..settings.job_file import ModelConfig
-from ..settings.run_settings import Settings, read_settings
 from ..splitting.split_model import Split, split
 from ..user_objects.library_or_user import arguments_of
 from .gpt import GPTOptions, MoEGPTOptions, gpt, gpt_sizes, gpt_tied, moe_gpt, moe_gpt_sizes

@@ -1,7 +1,8 @@
 """Optimizers: as the caller gives them, and over the parameters that each rank steps.
 
-`optimizer_arguments` normalizes the argument, and rebuilds optimizers over other parameters; `build_optimizers` decides
-which parameters must stay whole, and builds a rank's optimizers over its shards; `chained_optimizers` combines several,
-with their schedulers; `gathered_matrix_steps` gathers whole matrices over tp for a step. `update_dependencies` finds
-the dependencies of an update. Imports `stage`, `agreement`, `user_objects`, `parallel`, `blocks`, `comm`, `settings`.
+`optimizer_arguments` normalizes the argument, and rebuilds optimizers over other parameters; `build_optimizers`
+decides which parameters must stay whole, and builds a rank's optimizers over its shards; `chained_optimizers`
+combines several, with their schedulers; `gathered_matrix_steps` gathers whole matrices over tp for a step.
+`tensors_each_optimizer_needs` finds the dependencies of an update. Imports `stage`, `agreement`, `user_objects`,
+`parallel`, `blocks`, `comm`, `settings`.
 """

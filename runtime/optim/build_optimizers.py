@@ -2,7 +2,7 @@
 
     user function ◀── stand-ins for all parameters: whole shapes, no memory             the same groups on every mesh
            │
-       optimizers ──▶ dependencies of their updates (`update_dependencies`) ──▶ which parameters must stay whole
+       optimizers ──▶ `tensors_each_optimizer_needs` ──▶ which parameters must stay whole
            │
            └── groups with stand-ins ──▶ groups with this rank's parameters, segments, or gathered matrices
 
@@ -25,16 +25,16 @@ from torch.optim import Optimizer
 from quintsched.errors import MisfitError, UsageError
 from quintsched.ir.instruction_set import OptStep
 
-from ..agreement.compared_engine_settings import optimizer_section
+from ..agreement.engine_settings_between_ranks import optimizer_section
 from ..agreement.refuse_unequal_ranks import Section
 from ..comm import Group
 from ..parallel.tensor.parameter_shards import shard_of
-from ..settings.run_settings import ZeroSplit
+from ..settings.engine_and_job_settings import ZeroSplit
 from ..stage.rank_stages import RankModel
 from .chained_optimizers import chained
 from .gathered_matrix_steps import GatheredMatrix, Stepper
 from .optimizer_arguments import Builder, holds_tensors, parameters_of, rebound
-from .update_dependencies import (
+from .tensors_each_optimizer_needs import (
     COUPLING_BY_CLASS,
     Coupling,
     coupling_of,

@@ -43,7 +43,15 @@ from .chained_optimizers import parts_of
 from .optimizer_arguments import nested_in, parameters_of
 from .optimizer_extra_state import OwnState, words_of
 from .optimizer_state import flat_of
-from .update_dependencies import COUPLING_BY_CLASS, OURS, Coupling, coupling_of, coupling_of_class, hooks_of, kind_of
+from .tensors_each_optimizer_needs import (
+    COUPLING_BY_CLASS,
+    OURS,
+    Coupling,
+    coupling_of,
+    coupling_of_class,
+    hooks_of,
+    kind_of,
+)
 
 _logger = logging.getLogger("quintsched.runtime")
 

@@ -29,13 +29,13 @@ from typing import Any, NamedTuple, NoReturn
 from torch import nn
 from torch.optim import Optimizer
 
-from quintsched.arguments import shown
+from quintsched.check_call_arguments import shown
 from quintsched.errors import MisfitError, UsageError
 
-from ..agreement.compared_engine_settings import optimizer_section
+from ..agreement.engine_settings_between_ranks import optimizer_section
 from ..blocks.block_builders import Blocks
 from ..user_objects.library_or_user import arguments_of
-from .update_dependencies import tensors_in
+from .tensors_each_optimizer_needs import tensors_in
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 """Parameters by their names in the whole model."""

@@ -27,11 +27,11 @@ from ..blocks.shape_inference import trace_shapes
 from ..blocks.trees import map_tensors, tensors_of
 from ..comm import Group
 from ..comm.host_collectives import first_said, share_texts
+from ..interpreter.bind_and_run_plans import PlanRunner
+from ..interpreter.instruction_loop import PreparedStep
 from ..interpreter.instruction_state import LossFn
-from ..interpreter.interpreter import PreparedStep
-from ..interpreter.plan_runner import PlanRunner
 from ..interpreter.saved_activation_bytes import SavedBytes
-from ..interpreter.step_losses.loss_totals import StepResult
+from ..interpreter.step_losses.sum_losses_across_ranks import StepResult
 from ..saving.rank_tensor_inventory import RankTensors
 from ..stage.rank_stages import RankModel
 from ..weights_and_gradients.master_weights import Masters

@@ -38,9 +38,9 @@ from ..blocks.trees import tensors_of
 from ..comm import Group
 from ..comm.host_collectives import share_bytes
 from ..comm.overlap_threads import BoundCall
-from ..interpreter.interpreter import PreparedStep
-from ..interpreter.plan_runner import PlanRunner
-from ..interpreter.step_losses.loss_totals import StepResult, Tally
+from ..interpreter.bind_and_run_plans import PlanRunner
+from ..interpreter.instruction_loop import PreparedStep
+from ..interpreter.step_losses.sum_losses_across_ranks import StepResult, Tally
 from ..saving.rank_tensor_inventory import HeldTensor
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_stages import RankModel

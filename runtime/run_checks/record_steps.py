@@ -25,7 +25,7 @@ from ..blocks.block_builders import split_result
 from ..blocks.dtensor import local_of
 from ..blocks.trees import tensors_of
 from ..comm.overlap_threads import BoundCall
-from ..interpreter.step_losses.loss_totals import StepResult
+from ..interpreter.step_losses.sum_losses_across_ranks import StepResult
 from ..saving.rank_tensor_inventory import HeldTensor
 from ..stage.rank_stages import RankModel
 from ..weights_and_gradients.master_weights import Masters

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from quintsched.errors import InputError, counted
-from quintsched.files.plain_files import fill, open_plain
+from quintsched.files.read_plain_files_only import fill, open_plain
 
 from ..blocks.dtype_names import name_of
 

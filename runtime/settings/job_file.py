@@ -20,19 +20,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainValidator, create_model, model_validator
 
-from quintsched.arguments import PATH, SEVERAL, takes
+from quintsched.check_call_arguments import PATH, SEVERAL, takes
 from quintsched.errors import InputError, UsageError
 from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import shorten
 from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
 from quintsched.request import CompileRequest, RequestOption, entries
 
-from .deferred_sections import SourcedSection, source_of
-from .intervals import Every, EveryOrEpoch
-from .optimizer_settings import LearningRateConfig as LearningRateConfig
-from .optimizer_settings import OptimizerConfig as OptimizerConfig
-from .output_paths import URL, PathText, PlaceText
-from .run_settings import (
+from .engine_and_job_settings import (
     Names,
     RunSettings,
     SettingRule,
@@ -42,6 +37,11 @@ from .run_settings import (
     fields_in,
     read_settings,
 )
+from .intervals import Every, EveryOrEpoch
+from .optimizer_settings import LearningRateConfig as LearningRateConfig
+from .optimizer_settings import OptimizerConfig as OptimizerConfig
+from .output_paths import URL, PathText, PlaceText
+from .sections_read_with_model_and_data import SourcedSection, source_of
 
 Axis = Literal["dp", "pp", "tp", "cp", "ep"]
 Samples = Literal["validation", "train"]

@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
+from .engine_and_job_settings import SettingRule, Settings
 from .job_file import JobConfig
-from .run_settings import SettingRule, Settings
 
 LINE_WIDTH = 100
 SCHEMA = "https://json-schema.org/draft/2020-12/schema"

@@ -27,8 +27,8 @@ from quintsched.errors import MisfitError, QuintschedError
 from ..blocks.without_side_effects import attributes_untouched, run_alone, untouched
 from ..comm.torch_modes import Modes, modes_kept
 from ..user_objects.branches_on_draws import DrawnValues, memory_of
+from ..user_objects.find_impure_code import asking_elsewhere
 from ..user_objects.library_or_user import arguments_of, is_of_framework, is_of_library
-from ..user_objects.plain_code import asking_elsewhere
 from . import layer_dataflow as dataflow
 from .layer_dataflow import HIDDEN, CallArguments, CallResult, Flow, Placeholder, Rider, Span, SpanWalk
 from .materialize_blocks import materialised

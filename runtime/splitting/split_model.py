@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from quintsched.arguments import MAPPING, SEVERAL, ArgumentKind, instance, takes
+from quintsched.check_call_arguments import MAPPING, SEVERAL, ArgumentKind, instance, takes
 from quintsched.errors import MisfitError, UsageError, counted
 
 from ..blocks.block_builders import BLOCKS, BlockOrBuilder

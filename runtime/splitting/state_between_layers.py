@@ -21,9 +21,9 @@ from quintsched.errors import MisfitError
 
 from ..user_objects.branches_on_draws import DrawnValues
 from ..user_objects.changes_since_split import line_in
+from ..user_objects.find_impure_code import profiled_by
 from ..user_objects.library_or_user import PLAIN_TYPES
 from ..user_objects.outer_state_reads import require_plain
-from ..user_objects.plain_code import profiled_by
 from ..user_objects.snapshot import ChangedPlace, Snapshot
 
 _DEEPEST = 8

@@ -29,9 +29,9 @@ from ..blocks.block_builders import meta_twins
 from ..comm.random_generators import AllGenerators
 from ..comm.torch_modes import Modes, modes_kept
 from ..user_objects.changes_since_split import label_of, line_of, tensors_in
+from ..user_objects.find_impure_code import asking_elsewhere
 from ..user_objects.object_contents import is_hooked
 from ..user_objects.outer_state_reads import FINAL_ERRORS, require_plain
-from ..user_objects.plain_code import asking_elsewhere
 from .state_between_layers import HostChanges
 from .weightless_model import by_place_or_name, needed
 

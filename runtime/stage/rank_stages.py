@@ -19,7 +19,7 @@ from quintsched.ir.instruction_set import BwdInput
 from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
 
-from ..agreement.compared_engine_settings import agree_on_blocks
+from ..agreement.engine_settings_between_ranks import agree_on_blocks
 from ..autograd.deferred_weight_grads import WeightQueue, defer_weights
 from ..autograd.engine_owned_layers import Hold
 from ..blocks.block_builders import Blocks, on_meta, outlines
@@ -42,7 +42,7 @@ from ..parallel.mesh_independent_dropout import Masks
 from ..parallel.synced_norm import SyncedNorms
 from ..parallel.tensor.cut_rules import is_built_in
 from ..parallel.tensor.whole_model_cuts import TensorCuts
-from ..settings.run_settings import RunSettings
+from ..settings.engine_and_job_settings import RunSettings
 from ..user_objects.changes_since_split import Copies, SharedOrigin, sources_of
 from .batches.compare_whole_batches import SameData
 from .batches.microbatches import BatchCutter, shape_of

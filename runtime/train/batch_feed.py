@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler, default_collate
 
-from quintsched.arguments import SEVERAL, ours, takes
+from quintsched.check_call_arguments import SEVERAL, ours, takes
 from quintsched.errors import MisfitError, UsageError, counted
 from quintsched.plan import Plan
 

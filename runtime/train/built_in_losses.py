@@ -28,7 +28,7 @@ from ..blocks.block_builders import Blocks
 from ..comm import Group
 from ..comm.clocks import now_s
 from ..data import IGNORED_TARGET
-from ..interpreter.step_losses.loss_totals import StepResult
+from ..interpreter.step_losses.sum_losses_across_ranks import StepResult
 from ..parallel.tensor.vocab_loss import cut_argmax, cut_cross_entropy, cut_losses
 from ..splitting.adapters.transformers_models import CausalLMLoss, token_loss
 from ..splitting.split_model import Split

@@ -16,7 +16,7 @@ from quintsched.errors import UsageError, counted
 from quintsched.files.atomic import whole_path
 from quintsched.plan import Plan
 
-from ..agreement.compared_run_settings import agreed_settings
+from ..agreement.job_fingerprint_between_ranks import agreed_settings
 from ..agreement.settings_on_resume import require_kept
 from ..comm import Transport
 from ..comm.clocks import now_s

@@ -37,7 +37,7 @@ from quintsched.files.terminal_progress import ProgressLine, only_progress, prog
 from quintsched.import_user_code import load_object, names_file
 from quintsched.stalls.own_errors import Suppressed, came_from_handler
 
-from ..agreement.compared_run_settings import own_version
+from ..agreement.job_fingerprint_between_ranks import own_version
 from ..comm import Transport
 from ..comm.device import device_name, is_accelerator
 from ..data.user_loaders import Say

@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from quintsched.errors import InputError, MisfitError, counted
 from quintsched.files.strictjson import describe_faults
 
-from ..agreement.compared_run_settings import is_within
+from ..agreement.job_fingerprint_between_ranks import is_within
 from ..agreement.refuse_unequal_ranks import Plain
 from ..agreement.settings_on_resume import require_kept
 from ..data.user_loaders import Say

@@ -17,13 +17,13 @@ from typing import Any, get_args
 
 from torch import nn
 
-from quintsched.arguments import instance, shown, takes
+from quintsched.check_call_arguments import instance, shown, takes
 from quintsched.compiler import compile_request
 from quintsched.errors import UsageError, suggest
 from quintsched.files.atomic import require_folder, whole_path
 from quintsched.plan import Plan
 
-from ..agreement.compared_run_settings import agree_on_start, agreed_settings
+from ..agreement.job_fingerprint_between_ranks import agree_on_start, agreed_settings
 from ..agreement.refuse_unequal_ranks import Plain
 from ..blocks.block_builders import Blocks, undecayed_weights
 from ..comm import Transport
@@ -33,14 +33,14 @@ from ..models import build_model, tied_weights
 from ..run_checks.block_facts import ModelFacts
 from ..run_checks.record_steps import Recording
 from ..saving.checkpoints.save_and_load_checkpoints import checkpoints_of
+from ..settings.engine_and_job_settings import Start, read_settings
 from ..settings.job_file import JobConfig, load_job
-from ..settings.run_settings import Start, read_settings
 from ..splitting.split_model import Split, split
 from ..stage.build_stages import cuts_of
 from .batch_feed import Feed, feed_of, open_feed
 from .built_in_losses import accuracy_of, has_perplexity, loss_of, with_z_loss
 from .costs_for_stage_cuts import block_costs, measured_costs
-from .optimizer_and_lr_schedule import build_optimizer, keep_own_rates, require_group_names
+from .job_optimizer_and_lr_schedule import build_optimizer, keep_own_rates, require_group_names
 from .reporter import LogRecord, Reporter, Sink, Sinks, environment_of, reporter_of, require_sinks
 from .resume_training import StepSamples, TrainingPosition, go_on_from, load_pretrained_of
 from .trace_window import traced_steps

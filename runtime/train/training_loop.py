@@ -18,14 +18,14 @@ from quintsched.trace.step_line_format import in_words, step_line
 
 from ..comm.clocks import now_s
 from ..engine import Engine
-from ..interpreter.step_losses.loss_totals import StepResult
+from ..interpreter.step_losses.sum_losses_across_ranks import StepResult
 from ..parallel.expert.expert_load import expert_figures
 from ..saving.checkpoints.save_and_load_checkpoints import OpenCheckpoints
 from ..settings.job_file import JobConfig
 from .batch_feed import Feed, UserFeed, parts_of
 from .built_in_losses import Sums, Window, figures_in_words
 from .due_intervals import Due
-from .optimizer_and_lr_schedule import learning_rate_factor, set_learning_rate
+from .job_optimizer_and_lr_schedule import learning_rate_factor, set_learning_rate
 from .reporter import LogRecord, Reporter
 from .resume_training import Scale, StepSamples, TrainingPosition
 from .throughput import Throughput

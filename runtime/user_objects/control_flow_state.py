@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .find_impure_code import asked_of, has_known_content, only_tells
 from .host_state import HostState
 from .host_value_equality import INSTEAD, marks_of, state_of, without_numbers
 from .library_or_user import PLAIN_TYPES, is_library_module, is_of_framework, is_ours
 from .object_contents import HOOKS_OF_ALL, LONGEST, OF_TORCH, Entries, OfClass, Space, own_attributes
-from .plain_code import asked_of, has_known_content, only_tells
 
 _OF_MODULES = (*PLAIN_TYPES, tuple, dict, list, set, ModuleType, BuiltinFunctionType)
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter"}

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .find_impure_code import has_known_content
 from .host_value_equality import OPERATORS, is_same, state_of
 from .library_or_user import PLAIN_TYPES, globals_of, is_library_module, is_of_library, names_of, texts
 from .object_contents import (
@@ -48,7 +49,6 @@ from .object_contents import (
     parts_of,
     space_of,
 )
-from .plain_code import has_known_content
 
 _NAMESPACES = (SimpleNamespace, Namespace, UserDict, UserList, ChainMap, WeakKeyDictionary, WeakValueDictionary)
 _STILL = (*PLAIN_TYPES, LockType, RLock, torch.jit.ScriptFunction)

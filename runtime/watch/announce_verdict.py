@@ -16,10 +16,10 @@ from quintsched.errors import SURE, QuintschedError, StallError, printable
 from quintsched.files.atomic import write_plain
 from quintsched.plan import Plan
 from quintsched.stalls.culprit import find_culprit
+from quintsched.stalls.stall_before_plan import find_without_plan
 from quintsched.stalls.stall_report import StallReport
-from quintsched.stalls.unplanned import find_without_plan
 
-from .rank_position import NOWHERE
+from .position_in_shared_memory import NOWHERE
 from .stall_limits import WALKS
 from .verdict_timing import Member
 

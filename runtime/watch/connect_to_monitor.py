@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from quintsched.stalls.own_errors import came_from_handler
 
 from .monitor_sockets import ADDRESS, KEY, FrameError
+from .position_in_shared_memory import PositionCell
 from .position_publisher import Publisher
 from .process_state import HeldTerm
-from .rank_position import PositionCell
-from .rendezvous.addresses import LOOPBACK, address_towards, is_one_machine, listen
+from .rendezvous.network_addresses import LOOPBACK, address_towards, is_one_machine, listen
 from .stall_limits import Patience
 from .watch_thread import HubCall, Watcher
 

@@ -26,13 +26,13 @@ from typing import Any
 
 from quintsched.errors import printable
 from quintsched.files.terminal import write_error
-from quintsched.stalls.states import Fate
+from quintsched.stalls.last_reported_rank_states import Fate
 
 from .announce_verdict import Plans, Verdict, make_verdict, own_errors
 from .monitor_sockets import ADDRESS, KEY, Connection, FrameError, Listener
+from .position_in_shared_memory import CellReader, place_of
 from .process_state import NO_PROCESS, ProcessId, fate_of, fate_of_code, look_at, machine
-from .rank_position import CellReader, place_of
-from .rendezvous.addresses import LOOPBACK
+from .rendezvous.network_addresses import LOOPBACK
 from .stall_limits import Patience, PositionTracker
 from .torch_free_clock import now_s
 from .verdict_timing import SETTLE_S, Judge, Member, Ruling, is_silent

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 from weakref import ref
 
-from quintsched.stalls.states import Phase
+from quintsched.stalls.last_reported_rank_states import Phase
 
-from .rank_position import (
+from .position_in_shared_memory import (
     ENTERED,
     GIVEN,
     INDEX,

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import NamedTuple
 from weakref import WeakMethod
 
-from quintsched.stalls.states import Fate
+from quintsched.stalls.last_reported_rank_states import Fate
 
 from .rendezvous.end_with_parent import has_launcher
 

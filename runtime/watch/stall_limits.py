@@ -17,9 +17,9 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from quintsched.stalls.states import Phase
+from quintsched.stalls.last_reported_rank_states import Phase
 
-from .rank_position import NOTHING, UNKNOWN, RankPosition
+from .position_in_shared_memory import NOTHING, UNKNOWN, RankPosition
 
 FLOOR_S = 10.0
 """Minimum stall limit, in seconds, unless a limit is given."""

@@ -27,10 +27,10 @@ from enum import Enum
 from typing import Literal
 
 from quintsched.errors import StallError
-from quintsched.stalls.states import BlockingCall, Fate, Phase, RankState
+from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, Phase, RankState
 
+from .position_in_shared_memory import NOTHING, NOWHERE, START, WORLD_CODE, CellReader, RankPosition, wait_of
 from .process_state import NO_PROCESS, ProcessId
-from .rank_position import NOTHING, NOWHERE, START, WORLD_CODE, CellReader, RankPosition, wait_of
 from .stall_limits import PositionTracker
 
 ErrorKind = Literal["own", "refusal", "stall", "unclear"]

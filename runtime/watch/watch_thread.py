@@ -37,8 +37,8 @@ from .monitor_sockets import (
     message_of,
     plan_frame,
 )
+from .position_in_shared_memory import PositionCell
 from .process_state import HeldTerm, launcher, machine, process_of, run_in_children
-from .rank_position import PositionCell
 from .uncaught_error import report_once
 from .verdict_timing import RESTING
 

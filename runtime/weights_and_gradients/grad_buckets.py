@@ -38,7 +38,7 @@ from ..comm import Group, Work
 from ..parallel.expert.moe import expert_weights
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.build_stages import Stage
-from .flat_buffer import FlatLayout
+from .flat_buffer_offsets import FlatLayout
 from .master_weights import Masters
 from .piggybacked_metrics import Room, room_for
 from .resident_weight_bytes import MemoryKind, MemoryStats, ResizableStorage

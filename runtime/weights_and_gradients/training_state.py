@@ -28,7 +28,7 @@ from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.parameter_shards import gather_full, shard_of, take_shard
 from ..stage.build_stages import Stage
 from ..stage.tied_weights import TiedWeights
-from .flat_buffer import FlatLayout
+from .flat_buffer_offsets import FlatLayout
 from .grad_buckets import VERSION, GradBucket, GradBuckets, PlanBucket, cut_buckets
 from .grad_hooks import GradHooks
 from .grad_norm import AbsentGradients, GradNorm

@@ -30,7 +30,7 @@ from ..blocks.dtype_names import is_low
 from ..comm import Group, Work
 from ..parallel.tensor.parameter_shards import mark_shard, shard_of
 from ..stage.build_stages import Stage
-from .flat_buffer import FlatLayout
+from .flat_buffer_offsets import FlatLayout
 from .grad_buckets import PlanBucket, WaitForWorks
 from .master_weights import Masters
 from .resident_weight_bytes import MemoryKind, MemoryStats, ResizableStorage

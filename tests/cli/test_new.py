@@ -14,7 +14,7 @@ from quintsched.ir.diagnostics import Point
 from quintsched.ir.instruction_set import AllReduceBucket, SendAct
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Pass
 from quintsched.schedules.kit import registry
-from quintsched.testing import smallest_failure
+from quintsched.testing import smallest_failing_shape
 
 
 def pytest_of(path: Path) -> tuple[int, str]:
@@ -101,7 +101,7 @@ def test_breaking_the_order_shows_the_smallest_shape(fresh, what):
     assert len(said) < 15, "short enough to be read"
     for line in lines:
         assert line in said
-    assert Path(smallest_failure.__file__).name not in out, "the message is about the schedule, not the kit"
+    assert Path(smallest_failing_shape.__file__).name not in out, "the message is about the schedule, not the kit"
 
 
 def test_nothing_is_overwritten(fresh, refused):

@@ -7,7 +7,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.stalls.culprit import find_culprit
-from quintsched.stalls.states import BlockingCall, Fate, RankState
+from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
 
 
 @pytest.fixture

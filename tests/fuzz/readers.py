@@ -39,8 +39,8 @@ from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, wri
 from quintsched.runtime.settings.job_file import load_job
 from quintsched.simulation.costs import Costs
 from quintsched.stalls.culprit import find_culprit
+from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
 from quintsched.stalls.stall_report import StallReport
-from quintsched.stalls.states import BlockingCall, Fate, RankState
 from quintsched.strategies.descriptions.flag_rows import read_row
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model, hardware_names, model_names
 from quintsched.strategies.tuning.search_certificate import certify, load_certificate

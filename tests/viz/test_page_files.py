@@ -11,7 +11,7 @@ import pytest
 import quintsched as qs
 from quintsched.ir.instruction_set import Bwd, RecvGrad, SendAct
 from quintsched.stalls.culprit import find_culprit
-from quintsched.stalls.states import Fate, RankState
+from quintsched.stalls.last_reported_rank_states import Fate, RankState
 from quintsched.viz import render, render_stall, save_untimed
 from tests.traces import write_trace
 

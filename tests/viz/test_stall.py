@@ -7,8 +7,8 @@ from matplotlib.colors import to_hex
 import quintsched as qs
 from quintsched.simulation.simulator import Simulation
 from quintsched.stalls.culprit import find_culprit
+from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
 from quintsched.stalls.stall_report import StallReport
-from quintsched.stalls.states import BlockingCall, Fate, RankState
 from quintsched.viz.house_style import house_style
 from quintsched.viz.runs.stall_picture import BLAME, draw_stall
 

@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from quintsched.formats.instruction_schema import FIELD_SCHEMAS
-from quintsched.formats.plan_head import HeadFile
+from quintsched.formats.plan_file_shared_fields import HeadFile
 from quintsched.graph.event_edges import ISSUED
-from quintsched.graph.transport_profiles import PROFILES, Profile, each_pair
+from quintsched.graph.transport_ordering_rules import PROFILES, Profile, each_pair
 from quintsched.ir.dataflow_rules import RULES
 from quintsched.ir.instruction_columns import FIELDS, NUMBERS
 from quintsched.ir.instruction_set import ALL, OWN_QUEUES, HostCopy, Instruction, Message, Send
@@ -21,8 +21,8 @@ from quintsched.ir.instruction_values import AMBIENT, COUNTED, TRAVELS, WORDS, V
 from quintsched.ir.mesh import EXPERT_REPLICA_AXES, MAX_RANKS, REPLICA_AXES
 from quintsched.ir.plan_data import MAX_BLOCKS, MAX_TIED
 from quintsched.simulation.costs import INSTEAD, NOT_OF_STAGES, PER_UNIT, TAKEN_AS_IT_IS, Costs
-from quintsched.simulation.durations import BETWEEN_INPUTS
 from quintsched.simulation.idle_time import CAUSES, COMPUTING_TIME, OTHERS
+from quintsched.simulation.instruction_durations import BETWEEN_INPUTS
 from quintsched.simulation.simulated_activation_memory import HELD
 from quintsched.stalls.stall_report import StallFile
 from quintsched.trace.trace_json import RankFile

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from quintsched.errors import UsageError
 from quintsched.files.atomic import write_whole
-from quintsched.formats.plan_head import entries_of
+from quintsched.formats.plan_file_shared_fields import entries_of
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation

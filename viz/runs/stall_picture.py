@@ -19,8 +19,8 @@ from matplotlib.patches import Rectangle
 
 from quintsched.plan import simulate
 from quintsched.simulation.simulator import Simulation
+from quintsched.stalls.last_reported_rank_states import RankState
 from quintsched.stalls.stall_report import StallReport
-from quintsched.stalls.states import RankState
 
 from ..draw_timeline import SMALL, TEXT, TITLE, lay_out, name_times
 from ..figure_sheet import LegendKey, Sheet, check_suffix

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from quintsched.collectives.collective_json import CollectiveFile
 from quintsched.formats.instruction_schema import INSTRUCTION_SCHEMA
-from quintsched.formats.plan_head import PLAN_FORMAT, PlanFile
+from quintsched.formats.plan_file_shared_fields import PLAN_FORMAT, PlanFile
 from quintsched.simulation.costs import Costs
 from quintsched.solve.stage_cuts.layer_costs import LayerCosts
 from quintsched.stalls.stall_report import STALL_FORMAT, STALL_VERSION, StallFile

@@ -5,6 +5,6 @@ Imports `ir` and `simulation.costs`. The schedules themselves are one folder up,
 """
 
 from quintsched.ir.placement import linear, loop, v
-from quintsched.schedules.kit.priority_lists import HALVES, WHOLE, backwards_first, list_schedule
+from quintsched.schedules.kit.order_from_own_priorities import HALVES, WHOLE, backwards_first, list_schedule
 
 __all__ = ["HALVES", "WHOLE", "backwards_first", "linear", "list_schedule", "loop", "v"]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
-from quintsched.arguments import FUNCTION, SEVERAL, TEXT, WHOLE_NUMBER, takes
+from quintsched.check_call_arguments import FUNCTION, SEVERAL, TEXT, WHOLE_NUMBER, takes
 from quintsched.errors import QuintschedError, UnsoundError, UsageError, counted, quoted, suggest
 from quintsched.ir.instruction_set import Compute, Overlap
 from quintsched.ir.mesh import whole_number

@@ -2,7 +2,8 @@
 
 `read_run` reads traces of this project, of Primus and of torch.profiler as a `recorded_run`; `replay` times it again
 from its parts; `idle_causes` and `waits` name the causes; `whatif` is the entry point, `report` its words.
-`retune` finds a better cut and order for a run. Imports `solve`, `trace`, `torch_csv`, `text` and packages below.
+`retune_cut_and_order` finds a better cut and order for a run. Imports `solve`, `trace`, `torch_csv`, `text` and
+packages below.
 """
 
 from quintsched.solve.recorded.read_run import load_run

@@ -25,7 +25,7 @@ from quintsched.strategies.commands.prediction_report import as_data, describe
 if TYPE_CHECKING:
     from quintsched.strategies.descriptions.model import Model
     from quintsched.strategies.descriptions.strategy import Strategy
-    from quintsched.strategies.prediction.predict_strategy import Prediction
+    from quintsched.strategies.prediction.predict_one_strategy import Prediction
     from quintsched.strategies.tuning.export.emit import Emitted as Written
 
 MOST_ROWS_BYTES = 2**26
@@ -152,7 +152,7 @@ def said(written: Written) -> list[str]:
 def predicted(given: Mapping[str, Any], start: MeasuredStart | None) -> Prediction:
     """Return the prediction of a row of flags."""
     from quintsched.strategies.descriptions.flag_rows import read_row
-    from quintsched.strategies.prediction.predict_strategy import predict
+    from quintsched.strategies.prediction.predict_one_strategy import predict
     from quintsched.strategies.prediction.profiled.predict_from_profile import predict_from_profile
 
     if isinstance(given.get("hardware"), str):

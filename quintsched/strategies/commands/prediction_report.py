@@ -9,7 +9,7 @@ from quintsched.errors import counted
 from quintsched.files.terminal import percent
 
 if TYPE_CHECKING:
-    from quintsched.strategies.prediction.predict_strategy import Prediction
+    from quintsched.strategies.prediction.predict_one_strategy import Prediction
 
 
 def describe(found: Prediction, simulated_s: float | None = None) -> Iterator[str]:

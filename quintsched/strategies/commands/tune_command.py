@@ -28,7 +28,7 @@ from quintsched.strategies.commands.predict_command import Emitted, For, Simulat
 from quintsched.strategies.commands.prediction_report import as_data
 
 if TYPE_CHECKING:
-    from quintsched.strategies.prediction.predict_strategy import Prediction
+    from quintsched.strategies.prediction.predict_one_strategy import Prediction
     from quintsched.strategies.tuning.explain_choice import Explanation
     from quintsched.strategies.tuning.export.emit import Emitted as Files
     from quintsched.strategies.tuning.recommended_strategy import Row
@@ -88,7 +88,7 @@ def tune(
 
     Flags of a strategy that are left out are free. If nothing fits, the exit code is 3.
     """
-    from quintsched.strategies.prediction.predict_strategy import predict
+    from quintsched.strategies.prediction.predict_one_strategy import predict
     from quintsched.strategies.tuning import explain_choice, published_recipes, recommended_strategy
 
     whole = None if tokens is None else read_tokens(tokens)

@@ -22,7 +22,7 @@ from quintsched.strategies.prediction.efficiency import curve_rate, memory_rate,
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, PAIRED, Kinds, PerMicrobatch
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import fullest, held_terms
 from quintsched.strategies.prediction.operators import Array
-from quintsched.strategies.prediction.pipeline.pipeline_times import StageTimes, spans
+from quintsched.strategies.prediction.pipeline.formula_bound_or_simulation import StageTimes, spans
 from quintsched.strategies.prediction.pipeline.runs_of_equal_ranks import RowNumbers
 from quintsched.strategies.prediction.predicted_collectives import message_s, overlap, ring_s
 from quintsched.strategies.prediction.ranks_on_shared_cores import (

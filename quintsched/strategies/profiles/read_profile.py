@@ -23,7 +23,7 @@ from quintsched.files.user_records import read_json
 from quintsched.ir.plan_data import PlanData
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.profiles import aceso, galvatron, kineto, primus, profile_from_trace
+from quintsched.strategies.profiles import aceso, galvatron, kernels_in_torch_trace, primus, profile_from_trace
 from quintsched.strategies.profiles.profile import Profile
 
 MOST_PROFILE_BYTES = 2**28
@@ -53,7 +53,7 @@ def read_profile(path: Path, measured: Measured | None = None, size: str | None 
     if not isinstance(content, dict):
         raise InputError(f"{path}: not a profile: an object is needed")
     if "traceEvents" in content:
-        return kineto.from_trace(content, *_taken_under(path, measured), str(path))
+        return kernels_in_torch_trace.from_trace(content, *_taken_under(path, measured), str(path))
     if isinstance(content.get("profiling_results"), dict):
         if measured.model is None:
             raise UsageError(f"{path} is a profile of Primus: say of which model it is")

@@ -26,7 +26,7 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name, term_name
 from quintsched.strategies.descriptions.strategy_validity import check, resolved
-from quintsched.strategies.prediction.predict_strategy import Prediction, predict
+from quintsched.strategies.prediction.predict_one_strategy import Prediction, predict
 from quintsched.strategies.prediction.strategy_columns import SWITCH_COLUMNS, Table
 from quintsched.strategies.prediction.vectorized_prediction import Evaluated, evaluate
 from quintsched.strategies.tuning.axis_choices import Choices

@@ -21,7 +21,7 @@ from quintsched.strategies.descriptions.strategy_text import (
     strategy_name,
     term_name,
 )
-from quintsched.strategies.prediction.predict_strategy import Prediction, predict
+from quintsched.strategies.prediction.predict_one_strategy import Prediction, predict
 from quintsched.strategies.tuning.explain_choice import binding_term, terms
 from quintsched.strategies.tuning.tune import Candidate, Tuning
 

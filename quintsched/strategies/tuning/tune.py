@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quintsched.arguments import MAPPING, WHOLE_NUMBER, ours, takes
+from quintsched.check_call_arguments import MAPPING, WHOLE_NUMBER, ours, takes
 from quintsched.errors import UsageError, counted
 from quintsched.simulation.notebook_html import heading, rows_of
 from quintsched.strategies.descriptions.hardware import Hardware

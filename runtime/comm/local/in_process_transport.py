@@ -19,17 +19,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from quintsched.arguments import COUNT, FUNCTION, NUMBER, TEXT, takes
+from quintsched.check_call_arguments import COUNT, FUNCTION, NUMBER, TEXT, takes
 from quintsched.errors import MisfitError, counted
 
-from ...settings.run_settings import Rules
-from ...watch.rank_position import NOTHING, WaitCell
+from ...settings.engine_and_job_settings import Rules
+from ...watch.position_in_shared_memory import NOTHING, WaitCell
 from ...watch.rendezvous.rendezvous_store import Attempt
 from ..checked.message_frame import Label
 from ..host_copies import HostLink, TimedLink
 from ..transport_interface import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
-from .simulated_nccl import Awaited, LocalWorld, WireTimes
 from .thread_collectives import Distribute, MemberCall
+from .thread_world_with_deadlock_detection import Awaited, LocalWorld, WireTimes
 
 Result = TypeVar("Result")
 

@@ -33,9 +33,9 @@ from ...guards.custom_backwards import Calls, Code, HooksAndModules, Watched, ho
 from ...parallel.cut_proofs.block_kinds import content_of
 from ...parallel.cut_proofs.trial_inputs import Arrival
 from ...step_setup.block_examination_results import GatheredWeights, Unlinear
-from ...user_objects.plain_code import asking_elsewhere
+from ...user_objects.find_impure_code import asking_elsewhere
 from ...user_objects.snapshot import Snapshot
-from ..extra_variants import Agree, others_of
+from ..altered_extra_inputs import Agree, others_of
 from ..trial_block_runs import TriedBlock
 from .microbatch_gradients import why_of_microbatch, why_of_others
 from .trial_backwards import MOST_ASKED, Begin, Draws, OtherAnswers, TrialGradients, answered, gradients_of, made_behind

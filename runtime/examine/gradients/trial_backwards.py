@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...blocks.trees import TensorSpec
 from ...blocks.without_side_effects import Kept, untouched
-from ...parallel.cut_proofs.features_apart import draws_of_python
+from ...parallel.cut_proofs.prove_features_independent import draws_of_python
 from ...parallel.cut_proofs.trial_inputs import Arrival, draw
 from ...user_objects.library_or_user import is_library_module
 from ..trial_block_runs import SameDraws, TriedBlock

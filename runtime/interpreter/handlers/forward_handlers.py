@@ -29,7 +29,7 @@ from ...comm.overlap_threads import BoundCall
 from ...stage.message_contents import TakenSkips
 from ...stage.stage_forward import STEERED, UNIT, Extras, Outputs, RunBlocks, apart
 from ...step_setup.unit_samples import NO_UNITS, Units, UnitShape
-from ..error_location import called
+from ..errors_with_rank_and_stage import called
 from ..instruction_state import NO_CONTEXT, NO_ROOTS, ONLY, BackwardRoots, ComputeState, with_loss_root
 from ..values_between_instructions import RowParts, ValueCell
 from .calls_bound_to_shapes import bound

@@ -16,7 +16,7 @@ from ...comm.overlap_threads import BoundCall
 from ...weights_and_gradients.grad_buckets import PlanBucket
 from ...weights_and_gradients.grad_norm import CLIP_EPSILON, clip_factor
 from ..instruction_state import StepEndState
-from ..step_losses.loss_totals import DOUBT
+from ..step_losses.sum_losses_across_ranks import DOUBT
 
 
 def bind_sync_tied(state: StepEndState, index: int, instruction: ins.SyncTied) -> BoundCall:

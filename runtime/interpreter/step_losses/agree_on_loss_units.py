@@ -38,7 +38,7 @@ from ...step_setup.block_examination_results import GatheredWeights
 from ...step_setup.unit_samples import Units
 from ..instruction_state import RunOptions
 from .exchanged_loss_findings import Told, rule_in_words, rule_of, why_uneven, with_nothing
-from .loss_totals import StepFigures
+from .sum_losses_across_ranks import StepFigures
 
 _HAS_LOSS = attrgetter("has_loss")
 _FREE_BYTES = 2 << 20

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..loss_reductions import LossWeight, Over, WeightFinding
+from .altered_targets import with_ignored_tokens, with_other_targets
 from .loss_parts import LossParts, along_tokens, cut_elsewhere
 from .losses_mixing_tokens import OF_SLICES, mixes_tokens
 from .sum_or_mean import WRITES, LossExamination, Tried
-from .target_variants import with_ignored_tokens, with_other_targets
 
 
 class StatedExamination(LossExamination):

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 
 from ...blocks.trees import flatten
-from ..loss_function_state import FunctionKept, FunctionState, class_weights, whole_numbers
 from ..loss_reductions import WITHOUT_GRADIENT, LossWeight, Over, WeightFinding
+from ..save_and_restore_loss_state import FunctionKept, FunctionState, class_weights, whole_numbers
+from .altered_targets import with_ignored_tokens, with_other_targets
+from .find_losses_with_state import depends_on_calls, goes_by_written
 from .loss_parts import LossParts, Rows, along_samples, along_tokens, cut_elsewhere, leaf_rows, ratio_of, shortened
 from .losses_mixing_tokens import OF_SLICES, mixes_tokens
-from .losses_with_state import depends_on_calls, goes_by_written
 from .nonlinear_losses import CHANGES_GRADIENTS, FACTORS, gradients_of, is_linear
-from .target_variants import with_ignored_tokens, with_other_targets
 from .trial_call_modes import CallsChecked, MadeUp, unseen
 
 Loss = Callable[[Any, Any], Any]

@@ -34,13 +34,13 @@ from ...blocks.trees import TreeSpec
 from ...comm import EchoGroup, SelfGroup
 from ...comm.local.threads_in_turns import EnteredModes, run_in_turns
 from ...user_objects.control_flow_state import SteeringState
+from ...user_objects.find_impure_code import asking_elsewhere, unrecorded
 from ...user_objects.library_or_user import is_of_framework
-from ...user_objects.plain_code import asking_elsewhere, unrecorded
 from ..mesh_independent_dropout import CutSite
 from ..tensor.cut_rules import Choice
 from ..tensor.sequence_parallel import SequenceParallel
 from .block_kinds import content_of
-from .features_apart import state_of_host
+from .prove_features_independent import state_of_host
 from .reads_and_draws.random_draws_in_trials import unusual_parts
 from .trial_inputs import Arrival, Arrivals, FirstUnits, specs_of
 from .twin_runs import Figures, Setting

@@ -24,10 +24,10 @@ from ..tensor.cuttable_layers import Cut
 from ..tensor.parameter_shards import shard_of
 from .block_twins import SEED, Blueprint
 from .candidate_cuts import CandidateRules, alone, everywhere, replicated
-from .feature_owners import WeightReads
-from .features_apart import DRAWS, draws_of_python, why_joined
+from .prove_features_independent import DRAWS, draws_of_python, why_joined
 from .reads_and_draws.random_draws_in_trials import NotedMasks, Shapes, note_draws, undisturbed
-from .tokens.tokens_apart import TokenGathers, why_tokens_meet
+from .taint_features_by_rank import WeightReads
+from .tokens.prove_tokens_independent import TokenGathers, why_tokens_meet
 from .trial_inputs import Arrival, TrialInput
 from .twin_runs import OF_WEIGHT, Deviation, Figures, Setting, differences, outputs_of, run_cut, run_whole, shaken
 
@@ -319,7 +319,10 @@ class Bench:
         )
 
     def why(self, kind: BlockKind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> str:
-        """Return why a kind's pairs may be unsound, found by this rank alone: "it …"; see `features_apart`."""
+        """Return why a kind's pairs may be unsound, found by this rank alone: "it …".
+
+        See `prove_features_independent`.
+        """
         cuts_of, cut = partial(self._cuts, kind, choice=choice), partial(self._cut, kind, choice=choice)
         group = EchoGroup(self.group.size, self.group.device)
         try:

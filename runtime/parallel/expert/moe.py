@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from quintsched.arguments import FUNCTION, NUMBER, WHOLE_NUMBER, instance, takes
+from quintsched.check_call_arguments import FUNCTION, NUMBER, WHOLE_NUMBER, instance, takes
 from quintsched.errors import MisfitError, UsageError
 
 from ...autograd.deferred_weight_grads import linear

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 import torch.distributed as dist
 from torch import nn
 
-from quintsched.arguments import MAPPING, TEXT, instance, takes
+from quintsched.check_call_arguments import MAPPING, TEXT, instance, takes
 from quintsched.errors import MisfitError
 
 from ...comm import Group, as_group

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from quintsched.arguments import WHOLE_NUMBER, ours, takes
+from quintsched.check_call_arguments import WHOLE_NUMBER, ours, takes
 from quintsched.errors import MisfitError
 
 from ...autograd.deferred_weight_grads import embedding, linear

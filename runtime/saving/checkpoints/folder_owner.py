@@ -38,12 +38,12 @@ from typing import NamedTuple
 
 from quintsched.errors import InputError, UsageError
 from quintsched.files.atomic import writing
-from quintsched.files.plain_files import read_plain
+from quintsched.files.read_plain_files_only import read_plain
 from quintsched.files.strictjson import parse_strict, shorten
 
 from ...comm.clocks import now_s
 from ...comm.host_collectives import ControlGroup
-from ...settings.run_settings import Start
+from ...settings.engine_and_job_settings import Start
 from ..write_tensors import WHAT
 from .bucket_folder import BucketFolder, BucketLock, Place, open_place
 from .manifest import MANIFEST, read_manifest

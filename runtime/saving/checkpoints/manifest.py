@@ -23,7 +23,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from quintsched.errors import InputError, UsageError, counted
-from quintsched.files.plain_files import read_plain, require_plain_name
+from quintsched.files.read_plain_files_only import read_plain, require_plain_name
 from quintsched.files.strictjson import describe_faults, parse_strict, pointer, shorten
 from quintsched.ir.mesh import Mesh
 

@@ -29,7 +29,7 @@ from typing import TypeVar
 from quintsched.errors import InputError
 from quintsched.files.atomic import sync_directory, write_whole, writing
 from quintsched.files.folders import remove_all, take_place
-from quintsched.files.plain_files import read_plain, reading
+from quintsched.files.read_plain_files_only import read_plain, reading
 
 from ..write_tensors import WHAT
 from .manifest import MANIFEST

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.files.atomic import write_whole, writing
-from quintsched.files.plain_files import require_folder
+from quintsched.files.read_plain_files_only import require_folder
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats.run_plan import PLAN_FILE_NAMES as PLAN_FILES
 from quintsched.formats.run_plan import file_of
@@ -38,8 +38,8 @@ from quintsched.plan import Plan
 
 from ...blocks.dtype_names import name_of
 from ...comm.host_collectives import first_said
+from ...settings.engine_and_job_settings import Start
 from ...settings.job_file import CheckpointConfig
-from ...settings.run_settings import Start
 from ..dcp import TABLE, dcp_writer, load_dcp
 from ..dcp import file_name as dcp_file_name
 from ..engine_methods.engine_saves import EngineSaves

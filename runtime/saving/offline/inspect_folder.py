@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quintsched.errors import InputError, QuintschedError, UsageError, counted, printable
-from quintsched.files.plain_files import reading, require_folder
+from quintsched.files.read_plain_files_only import reading, require_folder
 
 from ..checkpoints.bucket_folder import named_place, open_place, place_of
 from ..checkpoints.manifest import MANIFEST, DcpManifest, Manifest, read_manifest

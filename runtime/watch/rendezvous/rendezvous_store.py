@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from quintsched.errors import StallError, UsageError, listed_ranks
 
-from .addresses import LOOPBACK, is_one_machine, listen, own_address, require_elsewhere
+from .network_addresses import LOOPBACK, is_one_machine, listen, own_address, require_elsewhere
 
 KNOCK_S, ANSWER_S = 0.1, 1.0
 """Seconds between two attempts to connect to the store, and timeout of one attempt."""

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from quintsched.errors import InputError
-from quintsched.files.plain_files import open_plain, read_plain, require_folder, require_plain_name
+from quintsched.files.read_plain_files_only import open_plain, read_plain, require_folder, require_plain_name
 
 
 def test_what_takes_the_place_of_a_file_is_refused(tmp_path, monkeypatch):

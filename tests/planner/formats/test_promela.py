@@ -10,7 +10,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.formats.promela import to_promela
-from quintsched.graph.transport_profiles import PROFILES
+from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.dataflow_analysis import flow
 from quintsched.ir.diagnostics import Point
 from quintsched.ir.instruction_set import Overlap, SendAct

@@ -4,7 +4,7 @@ import pytest
 
 import quintsched as qs
 from quintsched import torch_csv
-from quintsched.graph.transport_profiles import PROFILES
+from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.instruction_set import AllReduceBucket, Message
 from tests.planner.formats.torch_files import PUBLISHED, published, refusal
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quintsched.graph.transport_profiles import find_profile
+from quintsched.graph.transport_ordering_rules import find_profile
 from quintsched.ir.instruction_set import ClipGrad, Message, OnBucket, Recv, Send
 from quintsched.plan import Plan
 from quintsched.simulation.message_slots import MessageRule, receive_lifetimes, send_lifetimes
-from quintsched.stalls.partners import Partners
-from quintsched.stalls.states import BlockingCall, RankState
+from quintsched.stalls.last_reported_rank_states import BlockingCall, RankState
+from quintsched.stalls.partner_instructions import Partners
 
 FaultKind = Literal["freeze", "skip", "none"]
 NOTHING = BlockingCall("nothing")

@@ -8,8 +8,8 @@ import pytest
 import quintsched as qs
 from quintsched.errors import InputError, UsageError
 from quintsched.stalls.culprit import find_culprit
+from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
 from quintsched.stalls.stall_report import StallReport
-from quintsched.stalls.states import BlockingCall, Fate, RankState
 
 PLAN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
 

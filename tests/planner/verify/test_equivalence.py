@@ -26,7 +26,7 @@ from quintsched.ir.instruction_set import (
 )
 from quintsched.plan import Plan
 from quintsched.schedules import Order, Schedule, Shape
-from quintsched.verify.algebra import PRIME, Model, Sequential, Weights
+from quintsched.verify.algebraic_training_model import PRIME, Model, Sequential, Weights
 from quintsched.verify.equivalence import equivalence
 from tests.planner.verify.edits import Edit, double, drop, edited, move, put, swap
 from tests.planner.verify.mutants import with_program

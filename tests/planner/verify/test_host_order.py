@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched.graph.event_edges import build_graph
 from quintsched.graph.plan_events import Events
-from quintsched.graph.transport_profiles import find_profile
+from quintsched.graph.transport_ordering_rules import find_profile
 from quintsched.ir.diagnostics import Point
 from quintsched.ir.instruction_set import AllReduceBucket, Bwd, Message, SyncTied
 from quintsched.plan import Plan

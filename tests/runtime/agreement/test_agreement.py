@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import quintsched as qs
-from quintsched.runtime.agreement.compared_run_settings import (
+from quintsched.runtime.agreement.job_fingerprint_between_ranks import (
     code_settings,
     job_settings,
 )

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quintsched.errors import InputError, UsageError
 from quintsched.runtime.data import IGNORED_TARGET, TokenDataset, TokenSamples, load_dataset
-from quintsched.runtime.data import token_windows as windows_module
+from quintsched.runtime.data import fixed_length_token_samples as windows_module
 from quintsched.runtime.data.token_sample_order import MIXTURE_BLOCK, permuted, shares_of
 from quintsched.runtime.settings.job_file import DataConfig
 from quintsched.tokens import TokenWriter

@@ -141,7 +141,7 @@ class Injection:
         run_arguments.load_job = load
 
     def _install_in_program(self, folder: Path) -> None:
-        from quintsched.runtime.interpreter.interpreter import Interpreter
+        from quintsched.runtime.interpreter.instruction_loop import Interpreter
 
         binds = Interpreter._bind
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from quintsched.runtime.losses.experiments.metric_sum_or_mean import MetricExamination, StatedMetricExamination
 from quintsched.runtime.losses.experiments.sum_or_mean import LossExamination
-from quintsched.runtime.losses.loss_function_state import versions_kept
 from quintsched.runtime.losses.loss_reductions import Over
+from quintsched.runtime.losses.save_and_restore_loss_state import versions_kept
 
 CLASSES, TOKENS, SAMPLES = 5, 6, 8
 RANDOM = torch.Generator().manual_seed(1)

@@ -15,7 +15,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.optim.update_dependencies import COUPLING_BY_CLASS, Coupling, coupling_of
+from quintsched.runtime.optim.tensors_each_optimizer_needs import COUPLING_BY_CLASS, Coupling, coupling_of
 
 from ..toys import difference, share
 from .optimizers import LargestNorm, Lookahead, SignMomentum, Trust, by_dims

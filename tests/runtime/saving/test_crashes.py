@@ -19,8 +19,8 @@ from quintsched.runtime.comm.choose_transport import connect_for
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.saving.checkpoints.folder_owner import COSTS
 from quintsched.runtime.saving.checkpoints.run_folder import LOCK
+from quintsched.runtime.settings.engine_and_job_settings import Start
 from quintsched.runtime.settings.job_file import JobConfig
-from quintsched.runtime.settings.run_settings import Start
 from quintsched.runtime.train.trainer import Trainer
 
 from ...helpers.jobs import data_file, job

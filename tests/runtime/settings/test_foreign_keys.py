@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from quintsched.errors import UsageError
+from quintsched.runtime.settings.engine_and_job_settings import RunSettings, Settings, read_settings
 from quintsched.runtime.settings.foreign_keys import FOREIGN_KEYS, find_foreign_key
 from quintsched.runtime.settings.job_file import JobConfig
-from quintsched.runtime.settings.run_settings import RunSettings, Settings, read_settings
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guide.md"
 WORDS = [(meaning, word) for meaning in FOREIGN_KEYS for word in meaning.theirs.split()]

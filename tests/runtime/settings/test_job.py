@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from quintsched.errors import UsageError
 from quintsched.runtime.data.data_sources import load_dataset
 from quintsched.runtime.models import tied_weights
+from quintsched.runtime.settings.engine_and_job_settings import Settings
 from quintsched.runtime.settings.job_file import JobConfig, load_job
-from quintsched.runtime.settings.run_settings import Settings
 
 Load: TypeAlias = Callable[..., JobConfig]
 Refuse: TypeAlias = Callable[..., str]

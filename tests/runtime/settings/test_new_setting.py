@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SETTINGS = ROOT / "runtime" / "settings" / "run_settings.py"
+SETTINGS = ROOT / "runtime" / "settings" / "engine_and_job_settings.py"
 
 CHECK = """
 import importlib.util
 import inspect
 import sys
 
-NAME = "quintsched.runtime.settings.run_settings"
+NAME = "quintsched.runtime.settings.engine_and_job_settings"
 spec = importlib.util.spec_from_file_location(NAME, sys.argv[1])
 sys.modules[NAME] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
@@ -28,7 +28,7 @@ import torch
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, load_job, run_local
-from quintsched.runtime.agreement.compared_run_settings import job_settings
+from quintsched.runtime.agreement.job_fingerprint_between_ranks import job_settings
 from quintsched.runtime.agreement.settings_on_resume import require_kept
 
 

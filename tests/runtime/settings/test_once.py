@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 
-from quintsched.runtime.agreement.compared_run_settings import flatten
+from quintsched.runtime.agreement.job_fingerprint_between_ranks import flatten
+from quintsched.runtime.settings.engine_and_job_settings import RunSettings, SettingRule
 from quintsched.runtime.settings.job_file import JobConfig, marked
-from quintsched.runtime.settings.run_settings import RunSettings, SettingRule
 
 from ...layers import sources, tree_of
 

@@ -12,7 +12,7 @@ from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.models.vit import ViTOptions, vit
 from quintsched.runtime.settings.optimizer_settings import OPTIMIZERS, LearningRateConfig, OptimizerConfig
-from quintsched.runtime.train.optimizer_and_lr_schedule import (
+from quintsched.runtime.train.job_optimizer_and_lr_schedule import (
     build_optimizer,
     learning_rate_factor,
     set_learning_rate,

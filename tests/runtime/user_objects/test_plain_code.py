@@ -27,8 +27,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quintsched.runtime.user_objects.find_impure_code import asking_elsewhere, has_known_content
 from quintsched.runtime.user_objects.host_value_equality import state_of
-from quintsched.runtime.user_objects.plain_code import asking_elsewhere, has_known_content
 
 X = torch.ones(2, 4, requires_grad=True)
 EVENT, VARIABLE = threading.Event(), contextvars.ContextVar("variable", default=1)

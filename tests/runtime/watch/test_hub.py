@@ -20,13 +20,13 @@ from quintsched.runtime.watch.connect_to_monitor import tell_end
 from quintsched.runtime.watch.hang_monitor import Hub
 from quintsched.runtime.watch.monitor_sockets import FRAME_HEAD, JSON
 from quintsched.runtime.watch.verdict_timing import Member
+from quintsched.stalls.last_reported_rank_states import Fate
 from quintsched.stalls.stall_report import StallReport
-from quintsched.stalls.states import Fate
 
 RANK = """
 import sys, time
 import quintsched as qs
-from quintsched.runtime.watch.rank_position import INDEX
+from quintsched.runtime.watch.position_in_shared_memory import INDEX
 from quintsched.runtime.watch.connect_to_monitor import WatchOptions, find_watch
 
 rank = int(sys.argv[1])

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from quintsched.runtime.watch.rank_position import NOTHING, START, WORLD_CODE, RankPosition
+from quintsched.runtime.watch.position_in_shared_memory import NOTHING, START, WORLD_CODE, RankPosition
 from quintsched.runtime.watch.stall_limits import FLOOR_S, Patience, PositionTracker
 from quintsched.runtime.watch.verdict_timing import Judge, Member, Ruling
-from quintsched.stalls.states import Fate
+from quintsched.stalls.last_reported_rank_states import Fate
 
 STEP = RankPosition(4, 7, 0, "step", NOTHING, 7, 14)
 KILLED = Fate("signal", 9)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quintsched.runtime.watch.rank_position import NOTHING, START, UNKNOWN, RankPosition, receive_code
+from quintsched.runtime.watch.position_in_shared_memory import NOTHING, START, UNKNOWN, RankPosition, receive_code
 from quintsched.runtime.watch.stall_limits import FLOOR_S, Patience, PositionTracker
 
 TICK_S = 0.1

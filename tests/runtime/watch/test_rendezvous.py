@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from quintsched.errors import StallError, UsageError
-from quintsched.runtime.watch.rendezvous import addresses
-from quintsched.runtime.watch.rendezvous.addresses import (
+from quintsched.runtime.watch.rendezvous import network_addresses
+from quintsched.runtime.watch.rendezvous.network_addresses import (
     GLOO,
     LOOPBACK,
     NCCL,
@@ -68,8 +68,10 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(addresses, "own_addresses", lambda: known["own"])
-    monkeypatch.setattr(addresses, "_is_here", lambda address: address.startswith("127.") or address in known["own"])
+    monkeypatch.setattr(network_addresses, "own_addresses", lambda: known["own"])
+    monkeypatch.setattr(
+        network_addresses, "_is_here", lambda address: address.startswith("127.") or address in known["own"]
+    )
     return known
 
 

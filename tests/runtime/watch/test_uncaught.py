@@ -16,7 +16,7 @@ from torch import nn
 import quintsched as qs
 from quintsched.runtime import Engine, run_local
 from quintsched.runtime.watch import uncaught_error
-from quintsched.runtime.watch.rendezvous.addresses import LOOPBACK, listen
+from quintsched.runtime.watch.rendezvous.network_addresses import LOOPBACK, listen
 from quintsched.runtime.watch.rendezvous.rendezvous_store import serve
 
 TRACE = "Traceback (most recent call last):"
@@ -80,7 +80,7 @@ def test_the_traceback_is_that_of_the_users_code(
     assert trace.count(TRACE) == 1
     assert any(re.fullmatch(r"  … \d+ frames of quintsched and torch", line) for line in trace)
     assert 'raise ValueError("no such token")' in "\n".join(trace[-4:])
-    assert not [line for line in trace if "plan_runner.py" in line or "module.py" in line]
+    assert not [line for line in trace if "bind_and_run_plans.py" in line or "module.py" in line]
 
 
 def test_all_of_it_is_on_the_first_rank_alone(

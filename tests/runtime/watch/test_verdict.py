@@ -6,9 +6,9 @@ import pytest
 
 import quintsched as qs
 from quintsched.runtime.watch.announce_verdict import Plans, Verdict, make_verdict, own_errors
-from quintsched.runtime.watch.rank_position import NOTHING, WORLD_CODE, RankPosition
+from quintsched.runtime.watch.position_in_shared_memory import NOTHING, WORLD_CODE, RankPosition
 from quintsched.runtime.watch.verdict_timing import ErrorKind, Member
-from quintsched.stalls.states import Fate
+from quintsched.stalls.last_reported_rank_states import Fate
 
 NOW_S = 70_000.0
 STEP = RankPosition(4, 7, 0, "step", NOTHING, 7, 14)

@@ -6,7 +6,7 @@ import pytest
 from quintsched.strategies.descriptions import parameters
 from quintsched.strategies.descriptions.presets_and_files import find_model
 from quintsched.strategies.prediction.operators import BlockSizes, Product, block, head
-from quintsched.strategies.prediction.predict_strategy import model_flops
+from quintsched.strategies.prediction.predict_one_strategy import model_flops
 
 
 def sizes(tp=1, ep=1, seq=1024, cp=1, spread=0):

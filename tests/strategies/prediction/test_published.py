@@ -12,7 +12,7 @@ from quintsched.strategies.descriptions.hardware import Constants
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, hardware_names
 from quintsched.strategies.descriptions.strategy_text import strategy_name
 from quintsched.strategies.descriptions.strategy_validity import resolved
-from quintsched.strategies.prediction.predict_strategy import predict
+from quintsched.strategies.prediction.predict_one_strategy import predict
 from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.published_recipes import RECIPES
 from quintsched.strategies.tuning.strategy_space import FIXED, MESH, make_space

@@ -11,7 +11,7 @@ from quintsched.instructions import Bwd, Fwd
 from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.predict_strategy import predict
+from quintsched.strategies.prediction.predict_one_strategy import predict
 
 MODEL = Model(layers=8, hidden=64, heads=4, vocab=64, seq=32, tied=False, dropout=False)
 AT_ONCE = Curve(sizes=(1.0, 2.0), rates=(1e18, 1e18))

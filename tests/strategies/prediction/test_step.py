@@ -4,7 +4,7 @@ import pytest
 
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.predict_strategy import predict
+from quintsched.strategies.prediction.predict_one_strategy import predict
 
 A100 = find_hardware("a100-80gb")
 

@@ -9,7 +9,7 @@ import pytest
 from quintsched.errors import InputError, UsageError
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.predict_strategy import predict
+from quintsched.strategies.prediction.predict_one_strategy import predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware, work_s
 from quintsched.strategies.profiles.read_profile import Measured, read_profile
 from quintsched.strategies.tuning.tune import tune

@@ -13,9 +13,9 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.predict_strategy import predict
+from quintsched.strategies.prediction.predict_one_strategy import predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware, work_s
-from quintsched.strategies.profiles.kineto import from_trace
+from quintsched.strategies.profiles.kernels_in_torch_trace import from_trace
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile
 from quintsched.strategies.profiles.profile_from_trace import read_trace
 from quintsched.strategies.profiles.read_profile import Measured, read_profile

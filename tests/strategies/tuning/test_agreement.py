@@ -3,7 +3,7 @@
 import pytest
 
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
-from quintsched.strategies.prediction.predict_strategy import predict
+from quintsched.strategies.prediction.predict_one_strategy import predict
 from quintsched.strategies.prediction.simulated_strategy import simulated_step_s
 from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.tuning.tune import tune

@@ -1,7 +1,7 @@
 """Peak memory of a pipeline rank, term by term.
 
     weights │ gradients │ optimizer │ gathered │ activations in flight │ logits │ buffers │ temporary │ fragmentation
-    └──────────── `state`, exact ────────────┘ └ `activations` x `in_flight` ┘            └── one block's backward
+    └──────────── `weights_grads_optimizer_bytes` ─┘ └ `activations` x `in_flight` ┘            └── one block's backward
 
 All sizes are arrays that broadcast against each other: strategies in rows and, if requested, kinds of ranks in columns.
 Activations in flight peak after the last forward of the warm-up, when all state is resident; so the terms add up to the
@@ -32,7 +32,7 @@ from quintsched.strategies.prediction.memory.activations import (
     embedding_kept,
     head_kept,
 )
-from quintsched.strategies.prediction.memory.state import state_bytes
+from quintsched.strategies.prediction.memory.weights_grads_optimizer_bytes import state_bytes
 
 FRAGMENTATION = 0.03
 """Fraction of temporary memory that an allocator reserves and cannot use. An assumption, not fitted."""

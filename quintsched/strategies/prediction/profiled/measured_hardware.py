@@ -24,7 +24,7 @@ from quintsched.strategies.prediction.efficiency import operator_times
 from quintsched.strategies.prediction.layers_of_ranks import recomputed_layers
 from quintsched.strategies.prediction.memory.activations import ActivationSizes, block_input, block_kept
 from quintsched.strategies.prediction.operators import AttentionKernel, Operator, Pass, Product
-from quintsched.strategies.prediction.predict_strategy import predict
+from quintsched.strategies.prediction.predict_one_strategy import predict
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import sizes_of
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile

@@ -1,7 +1,7 @@
 """Prediction of a strategy from a profile.
 
 operators ──▶ stages composed of them                ──▶ Prediction
-steps     ──▶ hardware with their measured rates ──▶ `predict_strategy` ──▶ Prediction
+steps     ──▶ hardware with their measured rates ──▶ `predict_one_strategy` ──▶ Prediction
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import check, resolved
-from quintsched.strategies.prediction.predict_strategy import Prediction, predict
+from quintsched.strategies.prediction.predict_one_strategy import Prediction, predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware
 from quintsched.strategies.profiles.operator_layout import even_layout
 from quintsched.strategies.profiles.profile import Profile

@@ -4,9 +4,9 @@
     cut      view(2, 6, 2, 8)    mul(h, 0.35)     zeros(2, 6, 8)     arange(8)
              a shape: allowed    a number: not    a fill: allowed    positions of the first rank only: not
 
-If features are apart (`feature_owners`) and calls are equal, each rank computes the same as the whole block, whatever
-the numbers in tensors are, in training and with draws. In the cut run the results of row layers are replaced by those
-of the whole run, so that all other numbers agree too, without communication.
+If features are apart (`taint_features_by_rank`) and calls are equal, each rank computes the same as the whole block,
+whatever the numbers in tensors are, in training and with draws. In the cut run the results of row layers are replaced
+by those of the whole run, so that all other numbers agree too, without communication.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ....settings.tensor_parallel_rules import TensorSplit
-from ....user_objects.plain_code import unrecorded
+from ....user_objects.find_impure_code import unrecorded
 from ...tensor.adjust_modules_around_pairs import wide_norms
 from ...tensor.cuttable_layers import Cut, sizes_of
-from ..feature_owners import FeatureOwners, line
-from ..marks.element_labels import DRAWN, FILLED, Labels, are_alike
-from ..marks.owner_rules import MOVING, Joined, blended, is_one, is_pointwise, name_of
+from ..marks.operator_rules_for_taint import MOVING, Joined, blended, is_one, is_pointwise, name_of
+from ..marks.value_numbers_of_elements import DRAWN, FILLED, Labels, are_alike
+from ..taint_features_by_rank import FeatureOwners, line
 
 _KEPT_VIEWS = {"slice", "select", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "lift_fresh"}
 _COPIES = {"clone", "_unsafe_view", "_reshape_alias", "_reshape_copy", "view_copy", "expand_copy", "lift_fresh_copy"}

@@ -18,9 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..feature_owners import line
-from ..marks.element_labels import Labels, key_of, memory_of, start_of
-from ..marks.owner_rules import LABEL, Joined, Owners, blended, identity, joined, mixed, name_of, require_one
+from ..marks.operator_rules_for_taint import (
+    LABEL,
+    Joined,
+    Owners,
+    blended,
+    identity,
+    joined,
+    mixed,
+    name_of,
+    require_one,
+)
+from ..marks.value_numbers_of_elements import Labels, key_of, memory_of, start_of
+from ..taint_features_by_rank import line
 
 
 class TokenLabels(Labels):

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from quintsched.runtime.parallel.cut_proofs import twin_test_bench
-from quintsched.runtime.parallel.cut_proofs.marks.element_labels import Shadows
-from quintsched.runtime.parallel.cut_proofs.marks.owner_rules import goes_by_data
+from quintsched.runtime.parallel.cut_proofs.marks.operator_rules_for_taint import goes_by_data
+from quintsched.runtime.parallel.cut_proofs.marks.value_numbers_of_elements import Shadows
 
 from .odd_blocks import TOKENS, WIDTH
 from .training import Between, Seeing, refusal, verdict

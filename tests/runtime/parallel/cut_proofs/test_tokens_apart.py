@@ -16,7 +16,7 @@ from quintsched.runtime.autograd.slice_kv_cache import Past
 from quintsched.runtime.comm import Group
 from quintsched.runtime.parallel.context.context_parallel import Context
 from quintsched.runtime.parallel.cut_proofs.block_twins import Blueprint
-from quintsched.runtime.parallel.cut_proofs.tokens.tokens_apart import why_tokens_meet
+from quintsched.runtime.parallel.cut_proofs.tokens.prove_tokens_independent import why_tokens_meet
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
 from quintsched.runtime.parallel.cut_proofs.twin_runs import Setting
 

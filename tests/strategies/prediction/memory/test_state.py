@@ -7,7 +7,7 @@ import pytest
 
 from quintsched.strategies.descriptions.parameters import Held, total
 from quintsched.strategies.descriptions.presets_and_files import find_model, model_names
-from quintsched.strategies.prediction.memory.state import state_bytes
+from quintsched.strategies.prediction.memory.weights_grads_optimizer_bytes import state_bytes
 from tests.runtime.weights_and_gradients.bucket_layout import BucketLayout, stage_tensors
 
 

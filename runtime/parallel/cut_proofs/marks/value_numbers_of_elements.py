@@ -23,7 +23,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ...seeded_block_draws import FACTORIES, IN_PLACE_DRAWS
-from .owner_rules import LABEL, MOVING, Joined, blended, is_pointwise, mixed, name_of, owners_of_results, require_one
+from .operator_rules_for_taint import (
+    LABEL,
+    MOVING,
+    Joined,
+    blended,
+    is_pointwise,
+    mixed,
+    name_of,
+    owners_of_results,
+    require_one,
+)
 
 DRAWN = {name.removesuffix("_") for name in FACTORIES | IN_PLACE_DRAWS}
 """Operators that draw each element independently."""

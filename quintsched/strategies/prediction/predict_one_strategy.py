@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quintsched.arguments import ours, takes
+from quintsched.check_call_arguments import ours, takes
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import SHORT, Strategy

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quintsched.stalls.culprit import first_dead
-from quintsched.stalls.states import RankState
+from quintsched.stalls.last_reported_rank_states import RankState
 from quintsched.stalls.verdict_text import LEFT, MOST_LISTED, doing, ending, in_seconds, on_host, unknown
 
 

@@ -29,13 +29,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...settings.tensor_parallel_rules import TensorSplit
-from ...user_objects.plain_code import unrecorded
+from ...user_objects.find_impure_code import unrecorded
 from ..seeded_block_draws import BY_DEVICE, KEYED
 from ..tensor.adjust_modules_around_pairs import wide_norms
 from ..tensor.cuttable_layers import Cut, sizes_of
 from ..tensor.parameter_shards import Shard
-from .marks.element_labels import Shadows, key_of
-from .marks.owner_rules import COUNTS, Joined, JoinedAt, Unknown, goes_by_data, owners_of_results, tells_numbers
+from .marks.operator_rules_for_taint import (
+    COUNTS,
+    Joined,
+    JoinedAt,
+    Unknown,
+    goes_by_data,
+    owners_of_results,
+    tells_numbers,
+)
+from .marks.value_numbers_of_elements import Shadows, key_of
 
 _PASSED = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
 _HOST_METHODS = {"tolist", "numpy", "data_ptr", "untyped_storage", "storage"}

@@ -38,7 +38,7 @@ from quintsched.ir.instruction_set import (
 )
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
-from quintsched.simulation.simulated_state_memory import bucket_share
+from quintsched.simulation.simulated_weights_grads_optimizer_memory import bucket_share
 
 BETWEEN_INPUTS = (RecvAct, SendGrad)
 """Messages that name the stage whose input (or its gradient) they carry; the others name the stage of the output."""

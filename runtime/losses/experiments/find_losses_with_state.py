@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...comm.random_generators import AllGenerators
-from ..loss_function_state import FunctionKept, FunctionState, name_of
+from ..save_and_restore_loss_state import FunctionKept, FunctionState, name_of
 
 _FAR = (10, 100, 1_000, 10_000, 1_000_000)
 CallLosses = Callable[[], Sequence[Tensor]]

@@ -28,8 +28,8 @@ from ..comm.overlap_threads import BoundCall
 from ..comm.torch_process_groups import as_stall
 from ..stage.batches.microbatches import Batch
 from ..step_setup.unit_samples import Units
-from ..watch.rank_position import INDEX, NOWHERE
-from .error_location import explained
+from ..watch.position_in_shared_memory import INDEX, NOWHERE
+from .errors_with_rank_and_stage import explained
 from .handlers.backward_handlers import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
 from .handlers.calls_bound_to_shapes import bound
 from .handlers.forward_handlers import bind_fwd

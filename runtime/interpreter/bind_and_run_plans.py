@@ -42,7 +42,8 @@ from ..weights_and_gradients.grad_buckets import VERSION
 from ..weights_and_gradients.training_state import TrainingState
 from .busy_clock import Clock
 from .cuda_graphs import StepGraphs
-from .error_location import refuse_together
+from .errors_with_rank_and_stage import refuse_together
+from .instruction_loop import BoundCalls, Interpreter, PreparedStep
 from .instruction_state import (
     NO_CONTEXT,
     ComputeState,
@@ -54,14 +55,13 @@ from .instruction_state import (
     StepEndState,
     ZeroState,
 )
-from .interpreter import BoundCalls, Interpreter, PreparedStep
 from .join_outputs import OutputJoiner
 from .offload_instructions import HostCopies
 from .program_dataflow import ProgramFlow
 from .saved_activation_bytes import resident_tensors
 from .send_and_receive import outgrows
 from .step_losses.agree_on_loss_units import RunLosses
-from .step_losses.loss_totals import StepResult, Tally
+from .step_losses.sum_losses_across_ranks import StepResult, Tally
 from .trace_recorder import Recorder
 from .values_between_instructions import ReceiveBuffers, ValueCells, Waits
 

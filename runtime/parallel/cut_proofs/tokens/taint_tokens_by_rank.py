@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from ....autograd.slice_kv_cache import Past, Store
 from ....comm import SelfGroup
 from ...context.context_parallel import Context, SequenceShard
-from ..feature_owners import CodePlace, FeatureOwners, line
-from ..marks.owner_rules import MOVING, Joined, JoinedAt, goes_by_data, name_of, require_one
+from ..marks.operator_rules_for_taint import MOVING, Joined, JoinedAt, goes_by_data, name_of, require_one
+from ..taint_features_by_rank import CodePlace, FeatureOwners, line
 from .token_labels import TokenLabels, looked_up, placed
 
 MANY = 127

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from quintsched.errors import printable
 from quintsched.ir.instruction_set import Message
 from quintsched.ir.plan_data import PlanData
-from quintsched.stalls.states import MOST_TEXT, Fate, RankState
+from quintsched.stalls.last_reported_rank_states import MOST_TEXT, Fate, RankState
 
 MOST_S = 1e12
 

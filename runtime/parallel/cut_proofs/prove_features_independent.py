@@ -1,6 +1,6 @@
 """Soundness of a pair for all inputs: the code between its columns and rows keeps the ranks' features apart.
 
-    in training, twice ─▶ features tracked (`feature_owners`), host state that Python reads compared (`SteeringState`)
+    in training, twice ─▶ features tracked (`taint_features_by_rank`), host state compared (`SteeringState`)
     in evaluation      ─▶ the same, without gradients; both in the dtypes of a real run
     if mask.all(): …   ─▶ once more with the condition negated
 
@@ -23,12 +23,12 @@ from ...autograd.autograd_engine_call import run_backward
 from ...blocks.block_builders import seeded
 from ...comm import EchoGroup, Group
 from ...user_objects.control_flow_state import SteeringState
-from ...user_objects.plain_code import asking_elsewhere
+from ...user_objects.find_impure_code import asking_elsewhere
 from ..tensor.cuttable_layers import Cut
 from .block_twins import SEED, Blueprint
-from .feature_owners import CodePlace, FeatureOwners, HostReads, NothingDropped, WeightReads
-from .marks.owner_rules import Joined
+from .marks.operator_rules_for_taint import Joined
 from .reads_and_draws.cut_sizes import CutCalls, OtherCalls, WholeCalls, apart_in
+from .taint_features_by_rank import CodePlace, FeatureOwners, HostReads, NothingDropped, WeightReads
 from .trial_inputs import Arrival, TrialInput
 from .twin_runs import outputs_of
 

@@ -7,7 +7,7 @@
     rank 1  .  F0 I0 W0 F1 I1 W1 …         oldest microbatch still needs: so no cap of one microbatch or more gets stuck
 
 A run in simulated time, under the costs of the shape. Nobody waits for something better that is on its way: where that
-pays, see the greedy search of `zb-auto` in `list_scheduling`.
+pays, see the greedy search of `zb-auto` in `greedy_scheduling_by_costs`.
 """
 
 from __future__ import annotations

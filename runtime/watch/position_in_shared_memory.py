@@ -25,7 +25,7 @@ from collections.abc import MutableSequence, Sequence
 from contextlib import suppress
 from typing import NamedTuple, cast, get_args
 
-from quintsched.stalls.states import BlockingCall, GivenBatch, Phase
+from quintsched.stalls.last_reported_rank_states import BlockingCall, GivenBatch, Phase
 
 UNKNOWN, NOTHING, _RECEIVE, _SEND, _COLLECTIVE = range(5)
 _KINDS = 8

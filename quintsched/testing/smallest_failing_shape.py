@@ -17,7 +17,7 @@ from hypothesis.errors import Unsatisfiable
 from quintsched.check_many_shapes import MAX_SHAPES
 from quintsched.compiler import compile
 from quintsched.errors import UnsoundError, UsageError, counted
-from quintsched.graph.transport_profiles import PROFILES
+from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.instruction_set import short
 from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan

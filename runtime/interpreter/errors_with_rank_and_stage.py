@@ -23,11 +23,11 @@ from quintsched.ir.mesh import Mesh
 from quintsched.stalls.own_errors import failed_in_code, message_of, said
 
 from ..autograd.autograd_engine_call import run_backward
-from ..blocks.failing_module import block_of, frames, place_of
+from ..blocks.failing_submodule_from_traceback import block_of, frames, place_of
 from ..blocks.trees import TreeSpec
 from ..comm import Group
 from ..comm.host_collectives import ControlGroup, first_said, share_texts
-from ..losses.loss_function_state import tensors_with_rows
+from ..losses.save_and_restore_loss_state import tensors_with_rows
 from ..losses.weighted_losses import WeighedLoss
 from ..losses.weighted_metrics import WeighedMetric
 from ..stage.stage_forward import StageForward

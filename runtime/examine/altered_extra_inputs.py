@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..blocks.without_side_effects import untouched
 from ..losses.experiments.trial_call_modes import MadeUp
-from ..losses.loss_function_state import reached_by
+from ..losses.save_and_restore_loss_state import reached_by
 from ..parallel.cut_proofs.block_twins import FEW, SEED
 from ..parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
 from ..user_objects.library_or_user import constants_in

@@ -24,7 +24,7 @@ from quintsched.plan import Plan
 
 from ..comm import Group
 from ..user_objects.code_digest import Described, describe_function, describe_module
-from .compared_run_settings import plan_section
+from .job_fingerprint_between_ranks import plan_section
 from .refuse_unequal_ranks import Plain, Section, Sections, require_same, warn_of_differences
 
 _PLAIN = (bool, int, float, str)

@@ -1,4 +1,5 @@
-"""Soundness of cut sequences: a block keeps tokens of several ranks apart, except through its context (`token_owners`).
+"""Soundness of cut sequences: a block keeps tokens of several ranks apart, except through its context
+(`taint_tokens_by_rank`).
 
 in training, twice  ─▶ tokens tracked; also in evaluation, without gradients
 if x.max() > 60: …  ─▶ once more with the condition negated: other outputs?
@@ -28,12 +29,12 @@ from ...context.context_parallel import WHOLE_SEQUENCE, SequenceShard
 from ...mesh_independent_dropout import KeyedDropout
 from ...tensor.cuttable_layers import Cut, pairs_of
 from ..block_twins import SEED, Blueprint
-from ..feature_owners import CodePlace, NothingDropped
-from ..marks.owner_rules import Joined
+from ..marks.operator_rules_for_taint import Joined
+from ..taint_features_by_rank import CodePlace, NothingDropped
 from ..trial_inputs import Arrival, TrialInput, cut_dimension
 from ..twin_runs import AUXILIARY, Setting, TwinTensors, outputs_of
+from .taint_tokens_by_rank import MANY, FollowedContext, FollowedPast, Marked, TokenOwners, TokenReads
 from .token_labels import TokenLabels, placed
-from .token_owners import MANY, FollowedContext, FollowedPast, Marked, TokenOwners, TokenReads
 
 
 @dataclass(frozen=True)

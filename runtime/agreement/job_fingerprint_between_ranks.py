@@ -26,8 +26,8 @@ from quintsched.import_user_code import file_of, is_user_object, require_file
 from quintsched.plan import Plan
 
 from ..comm import Transport
+from ..settings.engine_and_job_settings import SettingRule
 from ..settings.job_file import JobConfig, marked
-from ..settings.run_settings import SettingRule
 from .refuse_unequal_ranks import Plain, Record, Section, require_same
 
 OF_A_MACHINE, CODE_SETTINGS = (tuple(marked(mark)) for mark in (SettingRule.OF_A_MACHINE, SettingRule.CODE))
