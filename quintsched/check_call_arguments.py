@@ -67,6 +67,11 @@ ROW = ArgumentKind(
 SEVERAL = ArgumentKind("a list", lambda value: hasattr(value, "__iter__") and not isinstance(value, str | bytes))
 
 
+def items(words: str, kind: ArgumentKind, of: ArgumentKind = ROW) -> ArgumentKind:
+    """Return the kind of lists, or of what `of` says, whose items are of a kind."""
+    return ArgumentKind(words, lambda value: of.holds(value) and all(map(kind.holds, value)))
+
+
 def _is_text(value: object) -> bool:
     return isinstance(value, str | bytes | Mapping)
 

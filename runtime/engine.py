@@ -15,7 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from quintsched.check_call_arguments import MAPPING, PLAN, ROW, called_as, ours, takes
+from quintsched.check_call_arguments import (
+    FUNCTION,
+    MAPPING,
+    NUMBER,
+    PATH,
+    PLAN,
+    SEVERAL,
+    WHOLE_NUMBER,
+    ArgumentKind,
+    called_as,
+    items,
+    ours,
+    takes,
+)
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
@@ -41,6 +54,9 @@ from .run_checks.nonfinite_steps import BadSteps
 from .saving.engine_methods.engine_saves import EngineState
 from .settings.engine_and_job_settings import RunSettings, taking_settings
 from .stage.early_stage_losses import for_slices
+
+_METRIC = ArgumentKind("a name", lambda name: isinstance(name, str) and name not in ("loss", "weight"))
+_COST = ArgumentKind("a number from 0", lambda cost: NUMBER.holds(cost) and cost >= 0)
 
 
 @taking_settings
@@ -76,8 +92,11 @@ class Engine(EngineBase, EngineState):
     @takes(
         "Engine(plan, blocks, loss_fn, optimizer)",
         plan=PLAN,
-        metrics=MAPPING,
-        block_costs=ROW,
+        metrics=items("functions by names other than 'loss' and 'weight'", _METRIC, MAPPING),
+        block_costs=items("a list of numbers from 0", _COST),
+        trace_steps=items("whole numbers", WHOLE_NUMBER, SEVERAL),
+        wants_stop=FUNCTION,
+        spike_dir=PATH,
         transport=ours("Transport"),
     )
     def __init__(

@@ -86,6 +86,8 @@ def require_blocks(blocks: Any) -> None:
         )
     if not hasattr(blocks, "__len__") or not hasattr(blocks, "__getitem__") or isinstance(blocks, str | Mapping):
         raise UsageError(f"blocks is a {type(blocks).__name__}; give a list of modules, or of functions that build one")
+    if not len(blocks):
+        raise UsageError("blocks is empty; give a list of modules, or of functions that build one")
     for number, block in enumerate(blocks):
         if not isinstance(block, nn.Module) and not callable(block):
             raise UsageError(

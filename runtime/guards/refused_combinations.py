@@ -146,6 +146,7 @@ DROPOUTS = modules_that(lambda module: _drops(module) and module.training)
 DROPPING_NETWORKS = modules_that(lambda module: isinstance(module, nn.RNNBase) and module.dropout > 0)
 """Recurrent networks with dropout between layers, whose masks their library draws."""
 DROPPING_EXPERTS = modules_that(lambda module: isinstance(module, MoE) and any(map(_drops, module.experts.modules())))
+BALANCED_EXPERTS = modules_that(lambda module: isinstance(module, MoE) and module.balance > 0)
 WAITING_MIXTURES = modules_that(lambda module: isinstance(module, MoE) and module.waits_for_routing)
 """Mixtures of experts that read the tokens' routing from the device."""
 
@@ -240,6 +241,13 @@ REFUSALS: tuple[Refusal, ...] = (
         MisfitError,
         "block {use.block} has a dropout within the experts of {module!r}, whose rows are no samples, so that no mask "
         "belongs to them; drop out before or behind the mixture",
+    ),
+    Refusal(
+        BALANCED_EXPERTS,
+        lambda use: use.run.plan.schedule.slices > 1,
+        MisfitError,
+        "block {use.block} balances the experts of {module!r} over a whole microbatch, and {plan.schedule.name} "
+        "gives it slices of sequences; set balance=0, or take a schedule without slices",
     ),
     Refusal(
         DROPPING_NETWORKS,

@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from quintsched.check_call_arguments import MAPPING, SEVERAL, ArgumentKind, instance, takes
+from quintsched.check_call_arguments import MAPPING, SEVERAL, TEXT, ArgumentKind, instance, items, takes
 from quintsched.errors import MisfitError, UsageError, counted
 
 from ..blocks.block_builders import BLOCKS, BlockOrBuilder
@@ -119,7 +119,7 @@ class Split(Sequence[BlockOrBuilder]):
 @takes(
     'split(from_pretrained("gpt2"))',
     model=ArgumentKind("the model, or a function that builds it", callable),
-    blocks=SEVERAL,
+    blocks=items("a list of names", TEXT, SEVERAL),
     example=instance("a tensor, or inputs by name", Tensor, Mapping),
 )
 def split(

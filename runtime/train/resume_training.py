@@ -64,6 +64,7 @@ class TrainingPosition:
     best: float | None = None
     epochs_without_gain: int = 0
     stopped: bool = False
+    owes_validation: bool = False
     totals: dict[str, Annotated[float, BeforeValidator(_nan_for_null)]] = field(default_factory=dict)
     history: list[LogRecord] = field(default_factory=list)
     weighing: Weighing | None = None

@@ -123,7 +123,10 @@ class TrainingLoop:
         self._engine.clock.read_s()  # what validation computed belongs to no window
         began, first_batch = now_s(), progress.batch
         totals, has_logged = Sums(progress.totals, lambda: self._scale.note_in(progress)), False
-        for result in self._steps(traced):
+        if progress.owes_validation:
+            progress.owes_validation = False
+            self._validate_between(None)
+        for result in () if progress.stopped else self._steps(traced):
             totals.add_result(result)
             self._window.add_step(result)
             reporter.advance()
@@ -135,6 +138,7 @@ class TrainingLoop:
                 self._log(result)
             if result.stop_asked:
                 progress.totals = totals.read_sums()
+                progress.owes_validation = not ends and self._validation_is_due.after(progress.step)
                 self._stop()
                 return
             if not ends and self._validation_is_due.after(progress.step):
@@ -233,9 +237,9 @@ class TrainingLoop:
         elif self.is_over() or self._save_is_due.is_at_epochs or self._save_is_due.after(progress.step):
             self._save()
 
-    def _validate_between(self, result: StepResult) -> None:
-        """Validate within an epoch, and record it; what was trained before is logged first."""
-        if self._window.steps:
+    def _validate_between(self, result: StepResult | None) -> None:
+        """Validate within an epoch, and record it; what was trained before is logged first, unless it was before."""
+        if result is not None and self._window.steps:
             self._log(result)
         progress, validation = self.progress, self.validate()
         named = {f"validation_{name}": mean for name, mean in validation.items()}
@@ -307,8 +311,8 @@ class TrainingLoop:
             parts.append(f"{counted(tokens, 'token', ',')}")
         if progress.best is not None:
             parts.append(f"best validation loss {progress.best:.4f}")
-        measured, planned = self._idle_s / self._logged_s, self.planned_bubble
-        parts.append(f"bubble {measured:.1%} (planned {planned:.1%})")
+        measured, planned = self._idle_s / self._logged_s if self._logged_s else math.nan, self.planned_bubble
+        parts += [f"bubble {measured:.1%} (planned {planned:.1%})"] if self._logged_s else []
         if self.saves is not None:
             parts.append(f"saved in {self._job.checkpoint.dir}")
         figures = {"seconds": seconds, "best": progress.best, "bubble": measured, "planned_bubble": planned}

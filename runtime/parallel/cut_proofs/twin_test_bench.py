@@ -17,6 +17,7 @@ from quintsched.errors import MisfitError, StallError
 from ...blocks.block_builders import TOKENS_DIM, seeded
 from ...comm import EchoGroup, Group
 from ...comm.host_collectives import greatest
+from ..expert.moe import mixtures
 from ..mesh_independent_dropout import Masks, key_dropouts
 from ..tensor.apply_tensor_parallel import apply_tensor_parallel
 from ..tensor.cut_rules import Choice, CutRules, find_cuts
@@ -134,10 +135,11 @@ class Bench:
         return figures
 
     def changed_buffer(self, kind: BlockKind, arrival: Arrival) -> str | None:
-        """Return the name of a buffer that a forward in training mode changes, if there is one."""
+        """Return the name of a buffer that a forward in training mode changes, if there is one; no count of experts."""
         try:
             twin = kind.blueprint.draw(self.group.device, trains=True)
-            before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
+            counts = {id(layer.expert_tokens) for layer in mixtures(twin).values()}
+            before = {name: buffer.clone() for name, buffer in twin.named_buffers() if id(buffer) not in counts}
             with undisturbed(self.group.device):
                 run_whole(twin, arrival)
         except Exception:  # the whole run reports it

@@ -10,6 +10,7 @@ save_pretrained     transformers' folders         load_pretrained
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
@@ -19,6 +20,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
+from quintsched.arguments import MAPPING, PATH, shown, takes
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
@@ -31,6 +33,20 @@ from ..rank_tensor_inventory import RankTensors, apart, full_state, sizes_of
 from ..saved_state import MODEL, STEP, SavedState
 from ..tensor_placement import LAYOUT, RUN
 from .engine_weights import EngineWeights
+
+
+def _require_plain(beside: Mapping[str, object]) -> None:
+    """Raise `UsageError` for a value that no load would read, as it is no plain data."""
+    for name, value in beside.items():
+        held = io.BytesIO()
+        try:
+            torch.save(value, held)
+            torch.load(io.BytesIO(held.getvalue()), weights_only=True)
+        except Exception as error:
+            raise UsageError(
+                f"save_dcp: beside[{name!r}] is {shown(value)} that is no plain data, which no load would read; give "
+                "numbers, text, tensors, and lists and dicts of these"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,7 @@ class EngineSaves:
         state = apart({**self.rank.tensors(), **self.rank.training.beside.read_tensors(), **progress})
         return {**state, **list_states(state)}
 
+    @takes("engine.load_state_dict(state)", state=MAPPING)
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load the result of `state_dict` of the same mesh (collective with ZeRO); else raises `MisfitError`."""
         if STEP not in state:
@@ -118,6 +135,7 @@ class EngineSaves:
         progress = self._progress()
         return {**full_state(self.rank, all_blocks=all_blocks), **progress}
 
+    @takes("engine.load_full_state_dict(state)", state=MAPPING)
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load this rank's slices of a `full_state_dict` of any mesh (collective with ZeRO).
 
@@ -168,6 +186,7 @@ class EngineSaves:
         """
         return load_pretrained(Path(path), self.rank, given=names, fresh=fresh, strict=strict)
 
+    @takes("engine.save_pretrained(path)", path=PATH)
     def save_pretrained(
         self, path: str | Path, *, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9
     ) -> None:
@@ -189,6 +208,7 @@ class EngineSaves:
         """
         save_pretrained(Path(path), self.rank, dtype, max_file_bytes)
 
+    @takes("engine.save_dcp(path)", path=PATH, beside=MAPPING)
     def save_dcp(self, path: str | Path, *, beside: Mapping[str, object] | None = None) -> None:
         """Write weights and optimizer state as `torch.distributed.checkpoint` does, each rank its shards (collective).
 
@@ -199,6 +219,7 @@ class EngineSaves:
         Raises, on all ranks alike, `UsageError` where it cannot be written, `MisfitError` for optimizer state that is
         neither of its weight's shape nor whole.
         """
+        self.rank.everyone.together(lambda: _require_plain(beside or {}))
         save_dcp(Path(path), self.rank, beside or {})
 
     def load_dcp(

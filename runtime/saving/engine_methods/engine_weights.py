@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from quintsched.arguments import FUNCTION, MAPPING, NUMBER, ArgumentKind, shown, takes
 from quintsched.errors import UsageError
 
 from ...blocks.state_dict_entries import saved_tensors
@@ -79,6 +80,7 @@ class EngineWeights:
             raise UsageError(f"this rank has {len(self.optimizers)} optimizers; use engine.optimizers")
         return next(iter(self.optimizers.values()))
 
+    @takes("engine.lr_schedulers(make)", make=FUNCTION)
     def lr_schedulers(self, make: Callable[[Optimizer], Any]) -> LRSchedulers:
         """Return a learning-rate scheduler for each of this rank's optimizers: `make` builds it.
 
@@ -96,6 +98,7 @@ class EngineWeights:
         """Master weights that the optimizer steps, where they are not those that blocks compute with."""
         return self._training.masters
 
+    @takes("engine.ema(0.999)", decay=ArgumentKind("a number or a function", lambda d: NUMBER.holds(d) or callable(d)))
     def ema(self, decay: Decay) -> WeightAverage:
         """Return an exponential moving average of the weights, float32 or wider, which every step from now on updates.
 
@@ -112,6 +115,7 @@ class EngineWeights:
         """
         return self._training.full_weights()
 
+    @takes("engine.set_weights({name: tensor})", weights=MAPPING)
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Set weights, by their names in the whole model, to these full tensors (collective with ZeRO).
 
@@ -119,6 +123,8 @@ class EngineWeights:
         """
         blocks = enumerate(self._rank.model.outlines)
         known = {f"{number}.{name}" for number, block in blocks for name in saved_tensors(block)}
+        if wrong := [name for name, weight in weights.items() if not isinstance(weight, Tensor)]:
+            raise UsageError(f"set_weights: {wrong[0]!r} is given {shown(weights[wrong[0]])}; give a full tensor")
         unknown = sorted(weights.keys() - known)
         if unknown:
             raise UsageError(f"the model has no weight {unknown[0]!r}; names begin with the number of a block")

@@ -32,8 +32,8 @@ def own_norm() -> nn.Module:
     return nn.InstanceNorm1d(WIDTH, track_running_stats=True)
 
 
-def mixture(*, drops: bool = False) -> nn.Module:
-    return MoE(WIDTH, 2, lambda: nn.Sequential(linear(), nn.Dropout(0.1 if drops else 0.0)))
+def mixture(*, drops: bool = False, balance: float = 0.0) -> nn.Module:
+    return MoE(WIDTH, 2, lambda: nn.Sequential(linear(), nn.Dropout(0.1 if drops else 0.0)), balance=balance)
 
 
 class Looking(nn.Linear):
@@ -94,6 +94,7 @@ CASES: tuple[Case, ...] = (
         buffers="sync",
     ),
     Case("block 1 has a dropout within the experts of 'itself'", [linear, lambda: mixture(drops=True)]),
+    Case("block 1 balances the experts of 'itself' .* balance=0", [Looking, lambda: mixture(balance=0.1)], **SLICED),
     Case(
         r"block 1 drops out by a LSTM \(itself\), whose masks would not agree over mesh pp=2",
         [linear, lambda: nn.LSTM(WIDTH, WIDTH, 2, dropout=0.1)],
