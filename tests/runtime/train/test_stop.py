@@ -54,13 +54,16 @@ def fit(
 def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_same_numbers(
     data_file: Path, tmp_path: Path, parallel: dict[str, Any], asked: int, at_step: int
 ) -> None:
-    config = job(data_file, parallel=parallel, train={"epochs": 2}, checkpoint={"dir": str(tmp_path / "saved")})
+    train = {"epochs": 2, "evaluate_every": 7}
+    config = job(data_file, parallel=parallel, train=train, checkpoint={"dir": str(tmp_path / "saved")})
     whole = fit(config.model_copy(update={"checkpoint": job(data_file).checkpoint}))
+    assert sum(line.startswith("step 7  validation") for line in whole[0][2]) == 1
     stopped = fit(config, asked=asked, at_step=at_step)
     assert [step for *_, step in stopped] == [at_step] * len(stopped)
     assert stopped[0][2][-1] == f"stopped as asked: saved at step {at_step}"
     resumed = fit(config, resume=True)
     assert f"resumed after step {at_step}" in resumed[0][2]
+    assert sum(line.startswith("step 7  validation") for line in stopped[0][2] + resumed[0][2]) == 1
     for (found, weights, *_), (expected, same, *_) in zip(resumed, whole, strict=True):
         assert figures(found) == figures(expected)
         assert all(torch.equal(weights[name], same[name]) for name in same)
