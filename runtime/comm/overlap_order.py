@@ -72,17 +72,18 @@ class Overlaps:
 
         return run
 
-    def end_step(self, holders: Group) -> str | None:
-        """Return the waits of the sides, in words, when it is time to settle the turns; else None (collective).
+    def end_step(self, holders: Group) -> str:
+        """Return the waits of the sides, in words, when it is time to settle the turns; else "" (collective).
 
         That is after the second step, as the first one may contain one-time work, or the first step after it in which
         all pairs of all holders had samples. Raises `MisfitError` where microbatches differ.
         """
-        sides = {(side, stages[side]) for stages in self._pairs for side in Side}
         is_early, self._is_warm = not self._is_warm, True
-        if is_early or any(greatest(holders, [self._notes.keys() != sides])):
+        if is_early or any(
+            greatest(holders, [self._notes.keys() != {(s, two[s]) for two in self._pairs for s in Side}])
+        ):
             self._notes.clear()
-            return None
+            return ""
         for (side, stage), notes in sorted(self._notes.items()):
             if any(note.waits != notes[0].waits for note in notes):
                 times = [len(note.waits) for note in notes]

@@ -207,9 +207,6 @@ class LateState:
     def _look_between(self, *_: object) -> None:
         """Record the state after the first forward: later ones may undo its changes."""
         self._between = self._now()[0] if self._handles else []
-        self._unhook()
-
-    def _unhook(self) -> None:
         while self._handles:
             self._handles.pop().remove()
 

@@ -225,19 +225,17 @@ class PlanRunner:
         before = self._read_generators() if masks.alarms < MOST_ALARMS else b""
         if trains and (buffers.are_shared or not self.steps.in_run):
             watched = NO_CONTEXT if self.steps.in_run else weights_unchanged(self._model, self._groups)
-            runs = sum(map(bool, step.units.samples))
-            with buffers.shared(runs) if buffers.are_shared else NO_CONTEXT, watched:
+            with buffers.shared(step.units.samples) if buffers.are_shared else NO_CONTEXT, watched:
                 self._walk(step, calls, last=last)
         else:
             self._walk(step, calls, last=last)
         if not trains:
             self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
         masks.alarms += bool(before) and before != self._read_generators()
-        overlaps, holders = state.compute.overlaps, self._groups.holders
-        if overlaps.is_open and (noted := overlaps.end_step(holders)) is not None:
+        if (overlaps := state.compute.overlaps).is_open and (noted := overlaps.end_step(self._groups.holders)):
             # after the first steps, the same way on all holders of the same stages
-            agree("what overlapping stages exchange", noted, holders)
-            overlaps.settle_turns(holders)
+            agree("what overlapping stages exchange", noted, self._groups.holders)
+            overlaps.settle_turns(self._groups.holders)
         if self._settles_weights:
             self._state.weights.wait_gathers()
         self.is_broken, outcome = False, state.step_end.outcome

@@ -131,16 +131,30 @@ class CurrentStep:
     samples_before: int = 0
     outputs: dict[int, Any] | None = None
 
-    def unless_empty(self, unit: int, call: BoundCall, otherwise: BoundCall | None = None) -> BoundCall:
-        """Return `call` so that it is skipped for a unit without samples, or `otherwise` called instead."""
+    def unless_empty(
+        self,
+        unit: int,
+        call: BoundCall,
+        otherwise: BoundCall | None = None,
+        *,
+        without_samples: BoundCall | None = None,
+    ) -> BoundCall:
+        """Return `call` so that it is skipped for a unit without samples, or `otherwise` called instead.
+
+        A unit that is computed all the same, for what replicas exchange, is so by `without_samples`.
+        """
 
         def run() -> None:
             if unit not in self.units.empty:
-                call()
+                (call if without_samples is None or self.units.samples[unit] else without_samples)()
             elif otherwise is not None:
                 otherwise()
 
-        run.bind = lambda units: otherwise if unit in units.empty else bound(call, units)  # type: ignore[attr-defined]
+        run.bind = lambda units: (  # type: ignore[attr-defined]
+            otherwise
+            if unit in units.empty
+            else bound(call if without_samples is None or units.samples[unit] else without_samples, units)
+        )
         return run
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, counted
 
-from ..blocks.trees import flatten, tensors_of
+from ..blocks.trees import flatten
 
 
 class Over(StrEnum):
@@ -124,8 +124,3 @@ class EvenWeights:
             f"{self.rule.over}, of which a microbatch has {weight:g} for {counted(samples, 'sample')}, and others have "
             f"{self.of_each:g} for each"
         )
-
-
-def zero_loss(output: Any) -> Tensor:
-    """Return a loss of zero that has the graph of an output."""
-    return sum((t.sum() * 0 for t in tensors_of(output) if t.requires_grad), torch.zeros(()))

@@ -4,9 +4,8 @@
     microbatch 1    targets 1 7 5 2    mean 1.0      sum 4.0, weight 4 ─┴▶ 8.0 / 6     not (2.0 + 1.0) / 2
 
 A loss function that returns (sum, weight) states its weight; for a plain number, `loss_over` may state its unit. A loss
-without `loss_over` is examined at its first call, and checked later (`losses.watched_loss`); the finding is bound, and
-ranks agree on it before the optimizer first steps (`interpreter.step_losses.agree_on_loss_units`). Where blocks have
-auxiliary losses, means are weighted by samples (`EvenWeights`), both alike; sums are added up, both alike.
+without `loss_over` is examined at its first call, and checked later (`losses.watched_loss`); ranks agree on the finding
+before the optimizer first steps. Beside losses of blocks, means are weighted by samples (`EvenWeights`), as both are.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ..blocks.trees import DIFFERENTIABLE, TensorSpec, map_tensors, tensors_of
 from ..comm import Group
 from ..settings.engine_and_job_settings import LossOver
 from .experiments.sum_or_mean import LossExamination
-from .loss_reductions import EvenWeights, LossWeight, Over, named, zero_loss
+from .loss_reductions import EvenWeights, LossWeight, Over, named
 from .reduction_check_on_batches import RealBatch
 from .save_and_restore_loss_state import FunctionKept, versions_kept
 from .watched_loss import Examined
@@ -221,7 +220,7 @@ class WeighedLoss:
         Each sequence is cut into as many `slices`.
         """
         if not samples:  # of a unit that is computed for what replicas exchange
-            return Counted(zero_loss(output), 0.0, is_sum=self._is_sum)
+            return self._nothing_of(output, 0.0)
         if not self.was_called:
             self._begin_calls()
         if self._is_usual and isinstance(output, Tensor):
@@ -275,11 +274,12 @@ class WeighedLoss:
     def defer(self, error: MisfitError, output: Any) -> Counted:
         """Record why a microbatch's loss is refused, and return a zero loss; raise at once without `misuses`."""
         note_misuse(error, self.misuses)
-        return Counted(zero_loss(output), 0.0 if self._is_sum else 1.0, is_sum=self._is_sum)
+        return self._nothing_of(output, 1.0)
 
-    @property
-    def _is_sum(self) -> bool:
-        return self._weight is not None and self._weight.over is Over.SUM
+    def _nothing_of(self, output: Any, weight: float) -> Counted:
+        nothing = sum((t.sum() * 0 for t in tensors_of(output) if t.requires_grad), torch.zeros(()))
+        is_sum = self._weight is not None and self._weight.over is Over.SUM
+        return Counted(nothing, 0.0 if is_sum else weight, is_sum=is_sum)
 
     def _require_kind(self, found: LossResult) -> None:
         """Raise `MisfitError` for a tuple where the loss was a number before, or the other way round."""
@@ -344,8 +344,9 @@ class WeighedLoss:
         if rule.is_clamped:
             weight = _clamped(torch.as_tensor(weight), found.detach())
         is_nothing = self._nothing[0] = (weight == 0) & found.detach().isnan()  # 0 / 0; others are reported
-        wide = found.to(torch.promote_types(found.dtype, torch.float32))
-        return Counted(torch.where(is_nothing, 0.0, wide * weight), weight)
+        return Counted(
+            torch.where(is_nothing, 0.0, (found.to(torch.promote_types(found.dtype, torch.float32))) * weight), weight
+        )
 
     def _weight_by(self, rule: LossWeight, output: Any, targets: Any, samples: int) -> Tensor | float:
         """Return the weight of a microbatch by a rule for means not over samples."""

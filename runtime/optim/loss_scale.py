@@ -17,8 +17,6 @@ from quintsched.errors import UsageError
 
 from ..comm.device import is_at_hand
 
-_LARGEST = torch.finfo(torch.float32).max
-
 SCALE = "engine.loss_scale"
 """Name of the scale in a state."""
 
@@ -66,8 +64,7 @@ class LossScale:
         if skipped:
             self.value *= state["backoff_factor"]
         elif steps == state["growth_interval"]:
-            grown, steps = self.value * state["growth_factor"], 0
-            self.value = grown if grown <= _LARGEST else self.value  # as torch's scaler, which holds it in float32
+            self.value, steps = min(self.value * state["growth_factor"], 2.0**127), 0  # torch's is a float32
         self._scaler.load_state_dict({**state, "scale": self.value, "_growth_tracker": steps})
 
     def state_dict(self) -> dict[str, torch.Tensor]:

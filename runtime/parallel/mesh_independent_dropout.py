@@ -202,11 +202,8 @@ class Masks:
     ) -> Tensor:
         """Return words for a rank's part of a tensor, by `draw(shape=…, cut=…, sliced=…)`.
 
-        For a site in `cut_dims` it draws the words of the whole tensor, and takes this rank's chunk of them. A unit
-        without samples, which only experts over ep need, draws nothing: all is kept.
+        For a site in `cut_dims` it draws the words of the whole tensor, and takes this rank's chunk of them.
         """
-        if self.unit is not None and not self.unit.samples:
-            return torch.full(tuple(shape), WORD, device=self.device)
         group = cut or sliced
         is_usual = group is None or (site, cut is not None) not in self.cut_dims
         dim = None if is_usual else self.cut_dims[site, cut is not None]
@@ -293,19 +290,19 @@ class KeyedDropout(TakenOver, nn.Dropout):
         return _drop_aside(self, input)
 
     def drop(self, x: Tensor) -> Tensor:
-        """Apply dropout to x with the mask of the current unit; outside of a unit, as nn.Dropout."""
+        """Apply dropout to x with the mask of the current unit; outside of a unit with samples, as nn.Dropout."""
         unit = self.masks.unit
-        if unit is None:
+        if unit is None or not unit.samples:
             return super().forward(x)
-        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
-        dropped = (x * self._mask(unit, x)).mul_(scale)  # saves only the mask for the backward
+        # saves only the mask for the backward
+        dropped = (x * self._mask(unit, x)).mul_(1 / (1 - self.p) if self.p < 1 else 0.0)
         return x.copy_(dropped) if self.inplace else dropped
 
     @torch.no_grad()
     def _mask(self, unit: MaskUnit, x: Tensor) -> Tensor:
         """Return the mask, bool of the shape of x: True where an element is kept."""
         samples = len(unit.samples)
-        if not x.dim() or (samples and x.shape[0] % samples):
+        if not x.dim() or x.shape[0] % samples:
             raise MisfitError(
                 f"the dropout {self.site!r} is given {tuple(x.shape)} for {counted(samples, 'sample')}; the first "
                 "dimension must be that of the samples, or samples and tokens in one"

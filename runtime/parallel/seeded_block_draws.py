@@ -182,12 +182,12 @@ class BlockDraws(TorchFunctionMode):
         unit = self._masks.unit
         assert unit is not None
         samples = len(unit.samples)
-        if shape and shape[0] and not shape[0] % samples:
+        if shape and shape[0] and samples and not shape[0] % samples:
             keys = self._masks.sample_keys(call.site, self._device)
             if torch.Size(shape[:-1]).numel() == samples:  # one row per sample: no token dimension
                 return words(keys, shape, None, cut, None)
             return words(keys, shape, unit.positions, cut, sliced)
-        if cut is not None or sliced is not None or unit.positions is not None:
+        if samples and (cut is not None or sliced is not None or unit.positions is not None):
             raise MisfitError(
                 f"block {self._number} drops out of {tuple(shape)} for {counted(samples, 'sample')}, of which this "
                 "rank has a part; the first dimension must be that of the samples, or samples and tokens in one"

@@ -262,12 +262,6 @@ def _dtype(name: str) -> Any:
     return getattr(import_module("torch"), name)
 
 
-def _floating(value: object) -> object:
-    if value is not None and getattr(value, "is_floating_point", None) is not True:
-        raise ValueError(f"{value!r} is no floating-point dtype of torch, such as torch.bfloat16")
-    return value
-
-
 def _seconds_or_auto(value: object) -> object:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value != "auto" and not (is_number and value > 0):  # type: ignore[operator]
@@ -294,7 +288,6 @@ class RunSettings(Settings):
     """Size in MB (10^6 bytes) above which a gradient bucket is reduced in several reductions."""
     dtype: Annotated[
         Any,
-        BeforeValidator(_floating),
         SettingRule.KEPT,
         SettingRule.GIVEN,
         InJob("runtime", "precision", Annotated[Precision, BeforeValidator(_no_half)], "float32", _dtype),

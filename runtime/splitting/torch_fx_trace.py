@@ -128,9 +128,6 @@ class _Unpacked(TraceError):
 class _Symbol(fx.Proxy):
     """Proxy that supports in-place operators (`+=`) and assignments to its parts (`x[:, 0] = y`), as tensors do."""
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.tracer.create_proxy("call_function", operator.setitem, (self, key, value), {})
-
     def register_hook(self, hook: Any) -> Any:
         """Refuse a hook, which belongs to the tensor of one run."""
         raise TraceError("the forward registers a hook on a tensor between its layers: register it within a layer")
@@ -142,8 +139,8 @@ class _Symbol(fx.Proxy):
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    def change(self: fx.Proxy, other: Any) -> Any:
-        return self.tracer.create_proxy("call_function", function, (self, other), {})
+    def change(self: fx.Proxy, *others: Any) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, *others), {})
 
     return change
 
@@ -154,7 +151,7 @@ IN_PLACE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
 )
 """Operators that change their first argument in place, where that is a tensor."""
 
-for _function in IN_PLACE_FUNCTIONS:
+for _function in (*IN_PLACE_FUNCTIONS, operator.setitem):
     setattr(_Symbol, f"__{_function.__name__}__", _in_place(_function))
 
 

@@ -79,23 +79,27 @@ class SharedBuffers:
         self.late: set[str] = set()
 
     @contextmanager
-    def shared(self, runs: int) -> Iterator[None]:
+    def shared(self, samples: Sequence[range]) -> Iterator[None]:
         """Return a context for one training step; after it buffers are equal on all replicas (collective).
 
-        `runs` is the number of units of this rank that have samples.
+        `samples` are those of each unit of this rank.
         """
         averages = [_Average.from_norm(norm) for _, norm in self._norms] if self._choice == "merge" else []
         is_first = self._known is None
         states = [_state(module, key, is_first) for _, module, key in self._buffers]
         yield
-        now = (_state(module, key, is_first) for _, module, key in self._buffers)
-        names = (name for name, _, _ in self._buffers)
-        self._learn({name for name, state, before in zip(names, now, states, strict=True) if state != before})
+        self._learn(
+            {
+                name
+                for (name, module, key), was in zip(self._buffers, states, strict=True)
+                if _state(module, key, is_first) != was
+            }
+        )
         assert self._known is not None
         if self._choice == "first":
             self._take_first()
         elif averages:
-            self._merge(averages, runs)
+            self._merge(averages, sum(map(bool, samples)))
         self._compare()
 
     def _learn(self, changed: set[str]) -> None:
@@ -142,8 +146,7 @@ class SharedBuffers:
         place = 0
         for average in averages:
             size = 1 + 2 * len(average.before[0])
-            rows = gathered.split(len(mine))
-            of_replicas = [rows[member][place : place + size] for member in self._order]
+            of_replicas = [gathered.split(len(mine))[member][place : place + size] for member in self._order]
             place += size
             _put_together(average, of_replicas)
 
@@ -158,8 +161,9 @@ class SharedBuffers:
         self._replicas.all_reduce(high, ReduceOp.MAX).wait()
         differs = (low != high) & ~(low.isnan() | high.isnan())
         if differs.any():
-            name = watched[int(differs.nonzero()[0])][0]
-            self._refuse(name, "changes in a forward, and replicas have different numbers in it")
+            self._refuse(
+                watched[int(differs.nonzero()[0])][0], "changes in a forward, and replicas have different numbers in it"
+            )
 
     def _refuse(self, name: str, what: str) -> None:
         raise MisfitError(
@@ -168,29 +172,19 @@ class SharedBuffers:
         )
 
 
-class OwnBuffers:
-    """Buffers of a stage's blocks that the samples of this rank alone change.
-
-    Not among them are those of experts, which are given rows of other ranks, and, if `synced`, of batch norms.
-    """
-
-    def __init__(self, blocks: Iterable[nn.Module], *, synced: bool) -> None:
-        modules = dict.fromkeys(module for block in blocks for module in block.modules())
-        mixtures = (module for module in modules if isinstance(module, MoE))
-        others = {module for mixture in mixtures for module in mixture.experts.modules()}
-        others |= {module for module in modules if synced and isinstance(module, _BatchNorm)}
-        self._modules = [module for module in modules if module not in others]
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Return a context in which a forward leaves them unchanged, as it runs without samples."""
-        before = [
-            (m, key, held, held.clone()) for m in self._modules for key, held in m._buffers.items() if held is not None
-        ]
-        yield
-        for module, key, held, numbers in before:
-            held.data.copy_(numbers)
-            module._buffers[key] = held
+@contextmanager
+def buffers_kept(blocks: Iterable[nn.Module], *, synced: bool) -> Iterator[None]:
+    """Return a context for a forward without samples, which leaves buffers unchanged, but those of `synced` norms."""
+    places = [
+        (module, key, held, held.clone())
+        for block in blocks
+        for _, module, key in _own_buffers(block)
+        if (held := module._buffers[key]) is not None and not (synced and isinstance(module, _BatchNorm))
+    ]
+    yield
+    for module, key, held, numbers in places:
+        held.data.copy_(numbers)
+        module._buffers[key] = held
 
 
 def synced_choice(choice: BufferChoice, blocks: Sequence[nn.Module]) -> BufferChoice:

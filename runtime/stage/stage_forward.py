@@ -26,7 +26,7 @@ from ..comm import Group
 from ..parallel.mesh_independent_dropout import Masks
 from ..user_objects.object_contents import forward_hooks, is_of_torch
 from .in_place_copies import NOTHING_COPIED, Copied, copied_in
-from .replicated_buffers import OwnBuffers
+from .replicated_buffers import buffers_kept
 from .stage_random_draws import UNIT, Extras, Outputs, RunBlocks, StageDraws
 
 __all__ = ["UNIT", "Chain", "Extras", "Outputs", "RunBlocks", "StageForward", "apart"]
@@ -174,6 +174,7 @@ class StageForward:
 
     _num_runs = 0
     """Number of runs in training."""
+    _final: WholeChain | None = None
 
     def __init__(
         self,
@@ -205,8 +206,7 @@ class StageForward:
         self.takes_targets = any(map(takes_targets, blocks.values()))
         self.draws = StageDraws(masks, blocks, sliced, beside)
         """Random draws of the blocks; blocks that draw get their unit (see `UNIT`)."""
-        self.own_buffers = OwnBuffers(blocks.values(), synced=beside is not None)
-        self._final: WholeChain | None = None
+        self.buffers_kept = partial(buffers_kept, blocks.values(), synced=beside is not None)
 
         def chain(some: Sequence[int], dropped: bool) -> tuple[RunBlocks, Callable[[], Iterable[Tensor]] | None]:
             first, end = (some[0], some[-1] + 1) if some else (start, start)

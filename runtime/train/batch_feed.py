@@ -15,6 +15,7 @@ replica 1    batch 0   (none)    (none)    end           the numbers are those o
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -60,13 +61,13 @@ def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Trans
     together = ControlGroup(world).together
     found = together(lambda: load_dataset(data, *replica) if has_extras(data) or needs else None)
     said = {} if found is None else _described(found, data)
-    section = Section.from_settings(said) if said else None
-    require_same({"data": section}, world, "the data", SAME_DATA)
+    require_same({"data": (Section.from_settings(said) if said else None)}, world, "the data", SAME_DATA)
     dataset = found if isinstance(found, Dataset | TokenDataset) else None
     sizes = _broadcast_sizes(dataset, plan, transport)
     if sizes is not None and isinstance(dataset, TokenDataset):
-        splits = dataset.train, dataset.validation
-        return TokenFeed(splits, *sizes, train, replica, said, ahead=dataset.prefetch, needs=needs)
+        return TokenFeed(
+            (dataset.train, dataset.validation), *sizes, train, replica, said, ahead=dataset.prefetch, needs=needs
+        )
     if sizes is not None:
         read = (None, None) if dataset is None else (dataset.train, dataset.validation)
         return DatasetFeed(read, *sizes, train, replica, said, shuffles=dataset is not None)
@@ -130,6 +131,7 @@ class DatasetFeed:
         settings: properties of the data, where this rank reads them: a resumed run must have the same.
         num_batches: number of batches of an epoch.
         is_last: whether the current batch is the last of several of an epoch, and so may be smaller.
+        parts: most parts of a batch over which gradients are accumulated, so that all replicas have some of each.
     """
 
     is_of_loaders = is_last = False
@@ -146,7 +148,8 @@ class DatasetFeed:
         shuffles: bool = True,
     ) -> None:
         self.spec, self.settings, self._replica, self._seed = spec, settings, replica, train.seed
-        self._splits, size, seed, self._parts = splits, train.batch_size, train.seed, train.accumulate
+        self._splits, size, seed = splits, train.batch_size, train.seed
+        self.parts = min(train.accumulate, max(size // replica[1], 1))
         self._train = BatchSampler(num_samples=counts[0], batch_size=size, seed=seed, shuffle=shuffles)
         self._validation = (
             BatchSampler(num_samples=counts[1], batch_size=size, seed=seed, shuffle=False) if counts[1] else None
@@ -183,13 +186,9 @@ class DatasetFeed:
 
     def _batches(self, split: Any, sampler: BatchSampler, epoch: int, start: int) -> Iterator[LoadedBatch]:
         """Yield this replica's samples of each batch, its share of each part; (None, None, {}) where it needs none."""
-        for number, indices in enumerate(sampler.batches(epoch, start=start), start):
-            count = self.parts(number) if sampler is self._train else 1
-            yield (None, None, {}) if split is None else self._gather(split, self._mine(indices, count), epoch)
-
-    def parts(self, batch: int) -> int:
-        """Return the number of parts of a batch, over which gradients are accumulated; each has a sample for all."""
-        return min(self._parts, max(self._train.batch_size // self._replica[1], 1))
+        for indices in sampler.batches(epoch, start=start):
+            mine = self._mine(indices, self.parts if sampler is self._train else 1)
+            yield (None, None, {}) if split is None else self._gather(split, mine, epoch)
 
     def _mine(self, indices: Indices, parts: int) -> Indices:
         replica, num_replicas = self._replica
@@ -249,11 +248,6 @@ class MapFeed(DatasetFeed):
     def _mine(self, indices: Indices, parts: int) -> Indices:
         return super()._mine(indices[indices != PADDING], parts)
 
-    def parts(self, batch: int) -> int:
-        """Return it for a last batch, too, which may be smaller."""
-        left = self._train.num_samples - batch * self._train.batch_size
-        return max(min(super().parts(batch), left // self._replica[1]), 1)
-
     def _gather(self, split: Any, indices: Any, epoch: int) -> LoadedBatch:
         if not len(indices):
             return batch_of(without_samples(default_collate([split[0]])))
@@ -263,7 +257,7 @@ class MapFeed(DatasetFeed):
 class UserFeed:
     """Data loaders of one replica."""
 
-    is_of_loaders = True
+    is_of_loaders, parts = True, sys.maxsize
 
     def __init__(self, loaders: Loaders, world: Group) -> None:
         self.spec = loaders.spec

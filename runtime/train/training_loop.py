@@ -22,7 +22,7 @@ from ..interpreter.step_losses.sum_losses_across_ranks import StepResult
 from ..parallel.expert.expert_load import expert_figures
 from ..saving.checkpoints.save_and_load_checkpoints import OpenCheckpoints
 from ..settings.job_file import JobConfig
-from .batch_feed import Feed, UserFeed, parts_of
+from .batch_feed import Feed, parts_of
 from .built_in_losses import Sums, Window, figures_in_words
 from .due_intervals import Due
 from .job_optimizer_and_lr_schedule import learning_rate_factor, set_learning_rate
@@ -161,13 +161,12 @@ class TrainingLoop:
 
     def _steps(self, traced: TracedSteps) -> Iterator[StepResult]:
         """Yield the result of each batch that is left of the epoch."""
-        progress, accumulate = self.progress, self._job.train.accumulate
+        progress, accumulate = self.progress, min(self._job.train.accumulate, self._feed.parts)
         for inputs, targets, extras in self._publisher.fetching(self._feed.train(progress.epoch, start=progress.batch)):
             self.set_learning_rate()
             self.samples.count_batch((inputs, targets))
             self._throughput.note_batch(inputs, targets)
-            parts = accumulate if isinstance(self._feed, UserFeed) else self._feed.parts(progress.batch)
-            *before, (inputs, targets, extras) = parts_of((inputs, targets, extras), parts)
+            *before, (inputs, targets, extras) = parts_of((inputs, targets, extras), accumulate)
             earlier = [self._engine.step(x, y, last=False, **beside) for x, y, beside in before]
             result = self._engine.step(inputs, targets, **extras).with_earlier(earlier)
             traced.count(self._engine)
@@ -177,8 +176,7 @@ class TrainingLoop:
 
     def set_learning_rate(self) -> float:
         """Set the learning rate of the next step, and return it."""
-        schedule = self._job.train.lr_schedule
-        rate = self._lr * learning_rate_factor(schedule, self.progress.step, self.total_steps)
+        rate = self._lr * learning_rate_factor(self._job.train.lr_schedule, self.progress.step, self.total_steps)
         set_learning_rate(self._engine.optimizers.values(), rate)
         return rate
 
@@ -288,8 +286,9 @@ class TrainingLoop:
             return
         with self._publisher.phase("save"):
             self.samples.note_varying()
-            state = self._engine.everyone.together(self._feed.state)
-            self.saves.save_step(self.progress.step, asdict(self.progress), state)
+            self.saves.save_step(
+                self.progress.step, asdict(self.progress), self._engine.everyone.together(self._feed.state)
+            )
             if waits:
                 self.saves.finish_save()
 

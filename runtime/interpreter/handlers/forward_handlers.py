@@ -32,7 +32,6 @@ from ...step_setup.unit_samples import NO_UNITS, Units, UnitShape
 from ..errors_with_rank_and_stage import called
 from ..instruction_state import NO_CONTEXT, NO_ROOTS, ONLY, BackwardRoots, ComputeState, with_loss_root
 from ..values_between_instructions import RowParts, ValueCell
-from .calls_bound_to_shapes import bound
 from .extra_block_inputs import extras_maker, unit_adder
 from .graph_leaves import leaves_of
 
@@ -51,20 +50,11 @@ _OTHER_STRIDES = (
 
 def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> BoundCall:
     """Run a stage forward on a unit; on the last stage of the route, compute the loss too."""
-    return state.current.unless_empty(instruction.microbatch, _keeping_buffers(state, index, instruction))
-
-
-def _keeping_buffers(state: ComputeState, index: int, instruction: ins.Fwd) -> BoundCall:
-    """Run a forward, which changes no buffers where the unit has no samples and runs for what replicas exchange."""
-    unit, current, call = instruction.microbatch, state.current, _bind_fwd(state, index, instruction)
-    buffers = state.forwards[instruction.stage].own_buffers
-
-    def run() -> None:
-        with NO_CONTEXT if current.units.samples[unit] else buffers.kept():
-            call()
-
-    run.bind = lambda units: bound(call, units) if units.samples[unit] else run  # type: ignore[attr-defined]
-    return run
+    return state.current.unless_empty(
+        instruction.microbatch,
+        call := _bind_fwd(state, index, instruction),
+        without_samples=state.forwards[instruction.stage].buffers_kept()(call),
+    )
 
 
 def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> BoundCall:

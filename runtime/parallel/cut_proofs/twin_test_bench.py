@@ -138,8 +138,7 @@ class Bench:
         """Return the name of a buffer that a forward in training mode changes, if there is one; no count of experts."""
         try:
             twin = kind.blueprint.draw(self.group.device, trains=True)
-            counts = {id(layer.expert_tokens) for layer in mixtures(twin).values()}
-            before = {name: buffer.clone() for name, buffer in twin.named_buffers() if id(buffer) not in counts}
+            before = {n: b.clone() for n, b in twin.named_buffers() if n.rpartition(".")[0] not in mixtures(twin)}
             with undisturbed(self.group.device):
                 run_whole(twin, arrival)
         except Exception:  # the whole run reports it

@@ -10,7 +10,6 @@ save_pretrained     transformers' folders         load_pretrained
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
@@ -20,7 +19,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from quintsched.arguments import MAPPING, PATH, shown, takes
+from quintsched.arguments import MAPPING, PATH, takes
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
@@ -33,20 +32,6 @@ from ..rank_tensor_inventory import RankTensors, apart, full_state, sizes_of
 from ..saved_state import MODEL, STEP, SavedState
 from ..tensor_placement import LAYOUT, RUN
 from .engine_weights import EngineWeights
-
-
-def _require_plain(beside: Mapping[str, object]) -> None:
-    """Raise `UsageError` for a value that no load would read, as it is no plain data."""
-    for name, value in beside.items():
-        held = io.BytesIO()
-        try:
-            torch.save(value, held)
-            torch.load(io.BytesIO(held.getvalue()), weights_only=True)
-        except Exception as error:
-            raise UsageError(
-                f"save_dcp: beside[{name!r}] is {shown(value)} that is no plain data, which no load would read; give "
-                "numbers, text, tensors, and lists and dicts of these"
-            ) from error
 
 
 @dataclass(frozen=True)
@@ -75,8 +60,7 @@ class EngineSaves:
         "engine.states", the list of the optimizers' states; "engine.optimizer.…" and "engine.module.…", further state
         of optimizers and modules. Raises `UsageError` for optimizer state that no file can hold.
         """
-        progress = self._progress()
-        state = apart({**self.rank.tensors(), **self.rank.training.beside.read_tensors(), **progress})
+        state = apart({**self.rank.tensors(), **self.rank.training.beside.read_tensors(), **(self._progress())})
         return {**state, **list_states(state)}
 
     @takes("engine.load_state_dict(state)", state=MAPPING)
@@ -132,8 +116,7 @@ class EngineSaves:
 
         Those of this rank's blocks, or of all blocks, then on every rank. Weights are float32 masters where there are.
         """
-        progress = self._progress()
-        return {**full_state(self.rank, all_blocks=all_blocks), **progress}
+        return {**full_state(self.rank, all_blocks=all_blocks), **(self._progress())}
 
     @takes("engine.load_full_state_dict(state)", state=MAPPING)
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -219,7 +202,6 @@ class EngineSaves:
         Raises, on all ranks alike, `UsageError` where it cannot be written, `MisfitError` for optimizer state that is
         neither of its weight's shape nor whole.
         """
-        self.rank.everyone.together(lambda: _require_plain(beside or {}))
         save_dcp(Path(path), self.rank, beside or {})
 
     def load_dcp(

@@ -76,7 +76,7 @@ def test_plan_and_model_must_tie_the_same() -> None:
         train_on(untied, ids_task(1, 4, length=6), blocks, dtype=torch.float64, tied=TIED)
     tied = qs.compile("1f1b", mesh="pp=2", microbatches=2, tied={"embedding": (0, 1)})
     for names, words in [
-        ({}, "on stages none; name weights for 'embedding', Engine"),
+        ({}, "on stages none; name weights of 'embedding', Engine"),
         ({"embedding": ("3.norm1.weight", "4.norm1.weight")}, r"on stages {'embedding': \(1,\)}; compile .* no --tied"),
     ]:
         with pytest.raises(MisfitError, match=words):
