@@ -153,7 +153,9 @@ class CurrentStep:
         run.bind = lambda units: (  # type: ignore[attr-defined]
             otherwise
             if unit in units.empty
-            else bound(call if without_samples is None or units.samples[unit] else without_samples, units)
+            else bound(call, units)
+            if without_samples is None or units.samples[unit]
+            else without_samples
         )
         return run
 
