@@ -147,11 +147,11 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 IN_PLACE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod),
-    *(operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift),
+    *(operator.ipow, operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, operator.setitem),
 )
 """Operators that change their first argument in place, where that is a tensor."""
 
-for _function in (*IN_PLACE_FUNCTIONS, operator.setitem):
+for _function in IN_PLACE_FUNCTIONS:
     setattr(_Symbol, f"__{_function.__name__}__", _in_place(_function))
 
 
