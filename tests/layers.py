@@ -129,7 +129,7 @@ LOOK_ELSEWHERE = {
         "whether attributes that layers share change as often as layers run",
     ),
     "optim/gathered_matrix_steps.py": ({"a mode"}, "refuses draws of an optimizer, as it steps"),
-    "parallel/seeded_block_draws.py": ({"a mode"}, "keys what blocks draw, in each step"),
+    "parallel/seeded_block_draws.py": ({"__code__", "a mode"}, "keys what blocks draw, in each step; torch's own code"),
     "parallel/synced_norm.py": ({"a mode"}, "adds up the statistics of norms over replicas, in each step"),
     "splitting/split_model.py": ({"vars"}, "whether a row of modules is called as torch calls it"),
     "splitting/layer_and_segment_blocks.py": (

@@ -51,7 +51,7 @@ def test_every_public_name_has_an_entry() -> None:
 
 
 INSIDE = "names inside the package, which any version may change"
-"""What a page says of imports that the reference does not have."""
+"""Words of a page whose imports have no entry in the reference."""
 
 
 def test_names_that_pages_import_have_an_entry_or_are_said_to_be_inside() -> None:

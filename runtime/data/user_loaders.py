@@ -151,14 +151,6 @@ class Loaders:
     batches: int | None = None
 
 
-def _length(loader: Any) -> int | None:
-    """Return the length of a loader; None where it has none, as a `DataLoader` over a stream."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None
-
-
 class LoaderFeed:
     """Batches of a loader, epoch by epoch, and its position for checkpoints.
 
@@ -178,8 +170,7 @@ class LoaderFeed:
                 f"{shown(loader)} is no loader; give an object that yields batches, or a function (replica, "
                 "num_replicas) that returns one"
             )
-        length = _length(loader) if batches is None else batches
-        if length is None:
+        if batches is None and (not hasattr(loader, "__len__") or length_hint(loader, -1) < 0):  # -1: of a stream
             raise UsageError(
                 f"the loader, {shown(loader)}, has no length; say how many batches an epoch has: "
                 "Loaders(loader, batches=1000)"
@@ -187,7 +178,7 @@ class LoaderFeed:
                 else f"the loader of validation, {shown(loader)}, has no length; give a list of its batches: "
                 "validation=list(itertools.islice(loader, 50))"
             )
-        self.num_batches = length
+        self.num_batches = len(loader) if batches is None else batches
         if saves and not self.num_batches:
             raise UsageError(f"the loader of training, {shown(loader)}, has no batch")
         self._length = length_hint(loader)  # 0: the length of a pass is unknown

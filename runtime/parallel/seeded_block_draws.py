@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from math import sqrt
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -50,9 +49,6 @@ _DRAWS = (
     | {"fractional_max_pool3d_with_indices"}
 )
 """Names of torch functions that draw random numbers, some only with certain arguments."""
-
-_WRITTEN_IN_PYTHON = frozenset({"multi_head_attention_forward"})
-"""Those whose draws are calls of others: of a dropout, or of an attention with `dropout_p`."""
 
 Stays = Callable[[Sequence[int], float], Tensor]
 """(shape of the mask, drop probability) → the mask, bool: True where an element is kept."""
@@ -122,7 +118,7 @@ class BlockDraws(TorchFunctionMode):
         given, name = kwargs or {}, getattr(func, "__name__", "")
         if name not in _DRAWS or self._masks.unit is None:
             return func(*args, **given)
-        if name in _WRITTEN_IN_PYTHON:
+        if name == "multi_head_attention_forward":  # of Python: what draws are dropouts that it calls
             with self:
                 return _seen_through(func)(*args, **given)
         generator = given.get("generator")
@@ -152,15 +148,15 @@ class BlockDraws(TorchFunctionMode):
     @property
     def _has_own_seed(self) -> bool:
         """Whether the forward that runs has seeded torch's default generator itself."""
-        is_forward = torch._C._current_graph_task_id() == -1
-        return is_forward and torch.default_generator.initial_seed() != self._seed
+        return torch._C._current_graph_task_id() == -1 and torch.default_generator.initial_seed() != self._seed
 
     def _stays(self, shape: Sequence[int], p: float) -> Tensor:
         """Return the mask of a tensor of this shape, bool; each element is dropped with probability p."""
         call = self._next_call()
         with torch.no_grad():
-            drawn = self._masks.words_of_part(call.site, partial(self._words, call), shape, call.cut, call.sliced)
-            return drawn >= round(p * 2**32)
+            return self._masks.words_of_part(
+                call.site, partial(self._words, call), shape, call.cut, call.sliced
+            ) >= round(p * 2**32)
 
     def _next_call(self) -> _Call:
         """Identify the call that draws now; advances the generator, so that the next call finds another state."""
@@ -184,10 +180,9 @@ class BlockDraws(TorchFunctionMode):
         samples = len(unit.samples)
         if shape and shape[0] and samples and not shape[0] % samples:
             keys = self._masks.sample_keys(call.site, self._device)
-            if torch.Size(shape[:-1]).numel() == samples:  # one row per sample: no token dimension
-                return words(keys, shape, None, cut, None)
-            return words(keys, shape, unit.positions, cut, sliced)
-        if samples and (cut is not None or sliced is not None or unit.positions is not None):
+            is_row = torch.Size(shape[:-1]).numel() == samples  # one row per sample: no token dimension
+            return words(keys, shape, None if is_row else unit.positions, cut, None if is_row else sliced)
+        if cut is not None or sliced is not None or unit.positions is not None:
             raise MisfitError(
                 f"block {self._number} drops out of {tuple(shape)} for {counted(samples, 'sample')}, of which this "
                 "rank has a part; the first dimension must be that of the samples, or samples and tokens in one"
@@ -258,11 +253,13 @@ class BlockDraws(TorchFunctionMode):
 
 @cache
 def _seen_through(function: Any) -> Callable[..., Any]:
-    """Return a function of torch that does not hand itself over to a mode, so that the mode sees what it calls."""
-    scope = {**function.__globals__, "has_torch_function": lambda given: False}
-    made = FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+    """Return a copy of a function of torch that does not hand itself to a mode, so that the mode sees what it calls."""
+    return type(function)(  # type: ignore[no-any-return]
+        function.__code__,
+        {**function.__globals__, "has_torch_function": lambda given: False},
+        function.__name__,
+        function.__defaults__,
+    )
 
 
 def _pairs_of(block: nn.Module) -> list[ColumnRowPair]:
@@ -302,14 +299,12 @@ def _attention(
     if dropout_p == 0 or query.device.type != "cpu":
         return None if dropout_p == 0 else BY_DEVICE
     if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+        key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
     scores = query @ key.transpose(-2, -1) * (1 / sqrt(query.shape[-1]) if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
-        is_bool = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if is_bool else scores + attn_mask
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     shares = scores.softmax(-1)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         shares = shares.masked_fill(~attn_mask.any(-1, keepdim=True), 0.0)

@@ -125,11 +125,13 @@ class TensorCuts:
                 n.rpartition(".")[0] for n, p in weights.items() if p.dim() > 1 and id(p) not in shards
             ):
                 whole.setdefault(name, []).append(number)
+        why = (
+            _kept(self._outlines, "hooks on their weights", lambda m: is_layer(m) and has_hooked_weights(m)),
+            _kept(self._outlines, "forwards of their own", lambda m: is_linear(m) and bool(own_forward(m))),
+            f"{self._unpaired(whole, choices)}{_proved(choices)}{_one_by_one(self.cuts)}",
+        )
         listed = _listed(whole) or "only norms and biases"
-        why = _kept(self._outlines, "hooks on their weights", lambda m: is_layer(m) and has_hooked_weights(m))
-        why += _kept(self._outlines, "forwards of their own", lambda m: is_linear(m) and bool(own_forward(m)))
-        why += f"{self._unpaired(whole, choices)}{_proved(choices)}{_one_by_one(self.cuts)}"
-        return f"tp={self._group.size} cuts {divided} of {total} weights; whole: {listed}{why}"
+        return f"tp={self._group.size} cuts {divided} of {total} weights; whole: {listed}{''.join(why)}"
 
     def _unpaired(self, whole: Mapping[str, Sequence[int]], choices: Mapping[int, Choice]) -> str:
         """Return the part of the report on linear layers that are whole since they are in no pair, with a rule."""
@@ -143,12 +145,9 @@ class TensorCuts:
                 )
                 if is_free and not sizes_of(layer)[1] % self._group.size:
                     places.setdefault(name, []).append(number)
-        if not places:
-            return ""
-        name, numbers = next(iter(places.items()))
-        patterns = [f"*.{name}"] if name else [str(number) for number in numbers[:_MOST_NAMED]]
-        rules = dict.fromkeys(patterns, TensorSplit.COLUMN.value)
-        return f"; in no pair (a rule would cut them: rules={rules}): {_listed(places)}"
+        name, numbers = next(iter(places.items()), ("", []))
+        rules = dict.fromkeys([f"*.{name}"] if name else map(str, numbers[:_MOST_NAMED]), TensorSplit.COLUMN.value)
+        return f"; in no pair (a rule would cut them: rules={rules}): {_listed(places)}" if places else ""
 
     def are_ruled(self, cuts: Sequence[Cut]) -> bool:
         """Whether a user's rule matches one of these layers."""
