@@ -2,7 +2,8 @@
 
     kept     what is learnt, and by which rule: model, data, optimizer, batch size, seed, precision, user code
     noted    versions of quintsched, torch and Python: a difference is reported only
-    free     mesh, schedule and all else of `parallel`, transport, checkpoints, logs; length: epochs, patience
+    free     mesh, schedule and all else of `parallel`, transport, checkpoints, logs, with user code that these alone
+             name; length: epochs, patience
 
 `--override train.optimizer.lr` lets a run resume with another learning rate; a section's name covers all its settings.
 """
@@ -51,11 +52,11 @@ def require_kept(saved: Mapping[str, Any], now: Mapping[str, Any], overrides: Co
         return []
     require_known(overrides, {*saved, *now})
     different = {name: _words(name, saved, now) for name in _compared(saved, now) if _differ(name, saved, now)}
-    refused = [words for name, words in different.items() if not is_within(name, (*overrides, *NOTED))]
+    refused = {name: words for name, words in different.items() if not is_within(name, (*overrides, *NOTED))}
     if refused:
-        flags = " ".join(f"--override {name}" for name in different if not is_within(name, (*overrides, *NOTED)))
         raise MisfitError(
-            f"{where} was written with other settings: {'; '.join(refused)}; resume with the same, or say {flags}"
+            f"{where} was written with other settings: {'; '.join(refused.values())}; resume with the same, or say "
+            f"{' '.join(f'--override {name}' for name in refused)} (in Python, overrides={[*refused]})"
         )
     return [f"resumed with another setting: {words}" for words in different.values()]
 
@@ -69,13 +70,24 @@ def require_known(overrides: Collection[str], names: Collection[str]) -> None:
 
 
 def _compared(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return [name for name in sorted({*saved, *now}) if is_within(name, KEPT) and not is_within(name, FREE)]
+    return [
+        name
+        for name in sorted({*saved, *now})
+        if is_within(name, KEPT) and not is_within(name, FREE) and not _is_of_free_settings(name, saved, now)
+    ]
+
+
+def _is_of_free_settings(name: str, *settings: Mapping[str, Any]) -> bool:
+    """Whether this is the code of a file, and only settings name it that may change, such as a schedule."""
+    return {
+        is_within(other, KEPT)
+        for other, value in (item for each in settings for item in each.items())
+        if str(value).startswith(f"{name.removeprefix(f'{CODE}.')}:")
+    } == {False}
 
 
 def _differ(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    if name in saved and name in now:
-        return bool(saved[name] != now[name])
-    return is_within(name, OPEN)
+    return bool(saved[name] != now[name]) if name in saved and name in now else is_within(name, OPEN)
 
 
 def _words(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:

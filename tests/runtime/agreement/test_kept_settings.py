@@ -54,6 +54,23 @@ def test_other_settings_are_refused_by_name(name: str, value: Any) -> None:
         assert said.startswith(f"resumed with another setting: {name} was ")
 
 
+@pytest.mark.parametrize("name", ["train.epochs", "parallel.mesh", "log.every", "model.pretrained", "train.accumulate"])
+def test_what_does_not_change_what_is_learnt_is_free(name: str) -> None:
+    assert require_kept(SAVED, SAVED | {name: "other"}, (), "the step") == []
+
+
+def test_code_is_free_where_only_free_settings_name_it() -> None:
+    own = {"parallel.schedule": "mine.py:order", "code.mine.py": "aa"}
+    before = SAVED | {"parallel.schedule": "1f1b"}
+    del before["code.mine.py"]
+    assert require_kept(before, before | own, (), "the step") == []
+    assert require_kept(before | own, before, (), "the step") == []
+    assert require_kept(before | own, before | own | {"code.mine.py": "bb"}, (), "the step") == []
+    also = before | own | {"model.name": "mine.py:build"}
+    with pytest.raises(MisfitError, match=r"code\.mine\.py was .*in Python, overrides=\['code\.mine\.py'\]"):
+        require_kept(also, also | {"code.mine.py": "bb"}, (), "the step")
+
+
 def test_an_override_of_nothing_is_refused() -> None:
     with pytest.raises(UsageError, match=r"--override train\.sed: there is no such setting; did you mean 'train\."):
         require_kept(SAVED, SAVED, ("train.sed",), "the step")
