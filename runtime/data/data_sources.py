@@ -293,7 +293,10 @@ def _map_file(path: Path) -> Bytes:
             raise InputError(f"{path}: holds nothing")
         return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     except OSError as error:
-        raise UsageError(f"data.path: {path}: cannot be read: {error.strerror or error}") from None
+        raise UsageError(
+            f"data.path: {path}: cannot be read: {error.strerror or error}"
+            f"{'; data.name: tokens reads a folder of token shards' if path.is_dir() else ''}"
+        ) from None
 
 
 def _standard_library(max_bytes: int) -> Bytes:
