@@ -182,7 +182,7 @@ class BlockDraws(TorchFunctionMode):
             keys = self._masks.sample_keys(call.site, self._device)
             is_row = torch.Size(shape[:-1]).numel() == samples  # one row per sample: no token dimension
             return words(keys, shape, None if is_row else unit.positions, cut, None if is_row else sliced)
-        if cut is not None or sliced is not None or unit.positions is not None:
+        if samples and (cut is not None or sliced is not None or unit.positions is not None):
             raise MisfitError(
                 f"block {self._number} drops out of {tuple(shape)} for {counted(samples, 'sample')}, of which this "
                 "rank has a part; the first dimension must be that of the samples, or samples and tokens in one"

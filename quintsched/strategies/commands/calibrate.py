@@ -7,9 +7,7 @@ quintsched predict --hardware cpu …      measures first, if that was never don
 
 from __future__ import annotations
 
-import errno
 import importlib.util
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -32,10 +30,7 @@ def calibrate(
         str, typer.Option("--device", metavar="KIND", help="What to measure: cpu, or cuda and its like.")
     ] = CPU,
 ) -> None:
-    """Measure this machine for predictions: up to a minute.
-
-    Products, memory, and links between processes.
-    """
+    """Measure products, memory and links between processes of this machine, up to a minute, for predictions."""
     from quintsched.strategies.descriptions.presets_and_files import calibrated_file
 
     if output is None and device != CPU:
@@ -72,7 +67,7 @@ def _make_folder(file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            raise IsADirectoryError(21, "Is a directory")
     except OSError as error:
         raise UsageError(
             f"{file}: cannot write the description: {error.strerror or error}; write it elsewhere, like "

@@ -19,7 +19,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from quintsched.arguments import MAPPING, PATH, takes
+from quintsched.check_call_arguments import MAPPING, PATH, takes
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quintsched.arguments import FUNCTION, MAPPING, NUMBER, ArgumentKind, takes
+from quintsched.check_call_arguments import FUNCTION, MAPPING, NUMBER, ArgumentKind, takes
 from quintsched.errors import UsageError
 
 from ...blocks.state_dict_entries import saved_tensors
