@@ -164,6 +164,11 @@ def build_block(block: BlockOrBuilder, number: int, seed: int = 0, dtype: torch.
     A module is cast in place and returned; a builder runs with the global generators seeded by (seed, number).
     """
     if isinstance(block, nn.Module):
+        if any(tensor.is_meta for tensor in (*block.parameters(), *block.buffers())):
+            raise MisfitError(
+                f"block {number} ({type(block).__name__}) has weights on the meta device, without data; load them, or "
+                "give a function that builds it"
+            )
         return cast(block, dtype)
     with seeded(seed, number):
         built = _built(block)

@@ -53,6 +53,10 @@ class RunRequest(Settings):
         """Return the job; raises `UsageError`."""
         traced = [] if self.trace is None else overrides_of("runtime", trace=self.trace)
         job = load_job(self.config, [*self.set, *traced])
+        if self.override and not self.resume and job.mode == "train":
+            raise UsageError(
+                f"--override {self.override[0]}: it lets --resume continue a run with another value; give both, or none"
+            )
         if self.resume and job.mode == "train" and job.checkpoint.dir is None:
             raise UsageError(f"{self.config}: --resume needs checkpoint.dir, the folder of the run to go on with")
         return job

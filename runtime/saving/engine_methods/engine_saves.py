@@ -10,6 +10,7 @@ save_pretrained     transformers' folders         load_pretrained
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
@@ -19,7 +20,7 @@ from typing import Concatenate, ParamSpec, TypeVar, cast
 import torch
 from torch import Tensor
 
-from quintsched.check_call_arguments import MAPPING, PATH, takes
+from quintsched.check_call_arguments import MAPPING, PATH, shown, takes
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
@@ -32,6 +33,20 @@ from ..rank_tensor_inventory import RankTensors, apart, full_state, sizes_of
 from ..saved_state import MODEL, STEP, SavedState
 from ..tensor_placement import LAYOUT, RUN
 from .engine_weights import EngineWeights
+
+
+def _require_plain(beside: Mapping[str, object]) -> None:
+    """Raise `UsageError` for a value that no load would read, as it is no plain data."""
+    for name, value in beside.items():
+        held = io.BytesIO()
+        try:
+            torch.save(value, held)
+            torch.load(io.BytesIO(held.getvalue()), weights_only=True)
+        except Exception as error:
+            raise UsageError(
+                f"save_dcp: beside[{name!r}] is {shown(value)} that is no plain data, which no load would read; give "
+                "numbers, text, tensors, and lists and dicts of these"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -60,7 +75,8 @@ class EngineSaves:
         "engine.states", the list of the optimizers' states; "engine.optimizer.…" and "engine.module.…", further state
         of optimizers and modules. Raises `UsageError` for optimizer state that no file can hold.
         """
-        state = apart({**self.rank.tensors(), **self.rank.training.beside.read_tensors(), **(self._progress())})
+        progress = self._progress()
+        state = apart({**self.rank.tensors(), **self.rank.training.beside.read_tensors(), **progress})
         return {**state, **list_states(state)}
 
     @takes("engine.load_state_dict(state)", state=MAPPING)
@@ -116,7 +132,8 @@ class EngineSaves:
 
         Those of this rank's blocks, or of all blocks, then on every rank. Weights are float32 masters where there are.
         """
-        return {**full_state(self.rank, all_blocks=all_blocks), **(self._progress())}
+        progress = self._progress()
+        return {**full_state(self.rank, all_blocks=all_blocks), **progress}
 
     @takes("engine.load_full_state_dict(state)", state=MAPPING)
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -202,6 +219,7 @@ class EngineSaves:
         Raises, on all ranks alike, `UsageError` where it cannot be written, `MisfitError` for optimizer state that is
         neither of its weight's shape nor whole.
         """
+        self.rank.everyone.together(lambda: _require_plain(beside or {}))
         save_dcp(Path(path), self.rank, beside or {})
 
     def load_dcp(

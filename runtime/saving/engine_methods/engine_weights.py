@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from quintsched.check_call_arguments import FUNCTION, MAPPING, NUMBER, ArgumentKind, takes
+from quintsched.check_call_arguments import FUNCTION, MAPPING, NUMBER, ArgumentKind, shown, takes
 from quintsched.errors import UsageError
 
 from ...blocks.state_dict_entries import saved_tensors
@@ -115,13 +115,7 @@ class EngineWeights:
         """
         return self._training.full_weights()
 
-    @takes(
-        "engine.set_weights({name: tensor})",
-        weights=ArgumentKind(
-            "full tensors by name",
-            lambda given: MAPPING.holds(given) and all(isinstance(tensor, Tensor) for tensor in given.values()),
-        ),
-    )
+    @takes("engine.set_weights({name: tensor})", weights=MAPPING)
     def set_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Set weights, by their names in the whole model, to these full tensors (collective with ZeRO).
 
@@ -129,6 +123,8 @@ class EngineWeights:
         """
         blocks = enumerate(self._rank.model.outlines)
         known = {f"{number}.{name}" for number, block in blocks for name in saved_tensors(block)}
+        if wrong := [name for name, weight in weights.items() if not isinstance(weight, Tensor)]:
+            raise UsageError(f"set_weights: {wrong[0]!r} is given {shown(weights[wrong[0]])}; give a full tensor")
         unknown = sorted(weights.keys() - known)
         if unknown:
             raise UsageError(f"the model has no weight {unknown[0]!r}; names begin with the number of a block")

@@ -121,6 +121,7 @@ def test_what_cannot_be_is_said_before_ranks_start(
     Path("job.yaml").write_text("parallel: {mesh: dp=2}")
     for arguments, words in (
         (["--resume"], "job.yaml: --resume needs checkpoint.dir"),
+        (["--override", "train.seed"], "--override train.seed: it lets --resume continue a run with another value"),
         (["--set", "log.path=job.yaml/log.jsonl"], "job.yaml: cannot write the log: File exists"),
         (["--set", "checkpoint.dir=job.yaml"], "job.yaml: cannot write a checkpoint: File exists"),
     ):
