@@ -43,7 +43,7 @@ def net() -> Net:
 
 
 def batches(replica: int, replicas: int) -> DataLoader[Any]:
-    """Return a replica's share of batches in the order of the samples; it draws from no generator that threads share."""
+    """Return a replica's share of batches in the order of the samples, without draws that threads share."""
     sampler: DistributedSampler[Any] = DistributedSampler(data(), replicas, replica, shuffle=False)
     return DataLoader(data(), BATCH // replicas, sampler=sampler, generator=torch.Generator())
 
