@@ -21,7 +21,6 @@ from quintsched.check_call_arguments import (
     NUMBER,
     PATH,
     PLAN,
-    ROW,
     SEVERAL,
     WHOLE_NUMBER,
     ArgumentKind,
@@ -55,6 +54,13 @@ from .run_checks.nonfinite_steps import BadSteps
 from .saving.engine_methods.engine_saves import EngineState
 from .settings.engine_and_job_settings import RunSettings, taking_settings
 from .stage.early_stage_losses import for_slices
+
+_METRIC = ArgumentKind("a name", lambda name: isinstance(name, str) and name not in ("loss", "weight"))
+_COST = ArgumentKind("a number from 0", lambda cost: NUMBER.holds(cost) and cost >= 0)
+_SETTINGS = ArgumentKind(
+    "dtype=torch.bfloat16, or another floating-point dtype",
+    lambda given: given.get("dtype") is None or getattr(given["dtype"], "is_floating_point", None) is True,
+)
 
 
 @taking_settings
@@ -90,24 +96,13 @@ class Engine(EngineBase, EngineState):
     @takes(
         "Engine(plan, blocks, loss_fn, optimizer)",
         plan=PLAN,
-        metrics=ArgumentKind(
-            "functions by names other than 'loss' and 'weight'",
-            lambda given: (
-                MAPPING.holds(given) and all(isinstance(n, str) and n not in ("loss", "weight") for n in given)
-            ),
-        ),
-        block_costs=ArgumentKind(
-            "a list of numbers from 0",
-            lambda given: ROW.holds(given) and all(NUMBER.holds(cost) and cost >= 0 for cost in given),
-        ),
+        metrics=items("functions by names other than 'loss' and 'weight'", _METRIC, MAPPING),
+        block_costs=items("a list of numbers from 0", _COST),
         trace_steps=items("whole numbers", WHOLE_NUMBER, SEVERAL),
         wants_stop=FUNCTION,
         spike_dir=PATH,
         transport=ours("Transport"),
-        settings=ArgumentKind(
-            "dtype=torch.bfloat16, or another floating-point dtype",
-            lambda given: given.get("dtype") is None or getattr(given["dtype"], "is_floating_point", None) is True,
-        ),
+        settings=_SETTINGS,
     )
     def __init__(
         self,

@@ -84,15 +84,10 @@ def require_blocks(blocks: Any) -> None:
             f"blocks is a whole {type(blocks).__name__}; give a list of its blocks, or cut it: "
             "Engine(plan, quintsched.runtime.split(model), …)"
         )
-    if (
-        (no_list := not (hasattr(blocks, "__len__") and hasattr(blocks, "__getitem__")))
-        or isinstance(blocks, str | Mapping)
-        or not len(blocks)
-    ):
-        raise UsageError(
-            f"blocks is {f'a {type(blocks).__name__}' if no_list or blocks else 'empty'}; give a list of modules, or "
-            "of functions that build one"
-        )
+    if not hasattr(blocks, "__len__") or not hasattr(blocks, "__getitem__") or isinstance(blocks, str | Mapping):
+        raise UsageError(f"blocks is a {type(blocks).__name__}; give a list of modules, or of functions that build one")
+    if not len(blocks):
+        raise UsageError("blocks is empty; give a list of modules, or of functions that build one")
     for number, block in enumerate(blocks):
         if not isinstance(block, nn.Module) and not callable(block):
             raise UsageError(

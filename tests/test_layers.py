@@ -53,21 +53,21 @@ MOST_FILES, MOST_LINES, MOST_ROOMS_IN_A_CHAIN = 15, 400, 14
 LONGEST_FUNCTION = 60
 
 BUDGET = {
-    "parallel": 6094,
+    "parallel": 6100,
     "saving": 3785,
     "interpreter": 3044,
-    "comm": 2838,
+    "comm": 2839,
     "splitting": 2610,
     "watch": 2066,
-    "stage": 1960,
-    "losses": 1989,
+    "stage": 1970,
+    "losses": 1993,
     "user_objects": 1794,
-    "train": 1580,
+    "train": 1586,
     "weights_and_gradients": 1429,
     "launch": 1290,
     "blocks": 1274,
     "data": 1114,
-    "guards": 1081,
+    "guards": 1084,
     "examine": 1078,
     "optim": 1070,
     "step_setup": 732,
@@ -79,8 +79,8 @@ BUDGET = {
     "agreement": 347,
     "engine_base": 136,
     "minimal": 120,
-    "engine": 112,
-    "plan_requirements": 77,
+    "engine": 115,
+    "plan_requirements": 79,
     "forward_engine": 35,
 }
 """The most statements of each room of the runtime: a commit that makes one larger says so here."""

@@ -79,9 +79,8 @@ class Overlaps:
         all pairs of all holders had samples. Raises `MisfitError` where microbatches differ.
         """
         is_early, self._is_warm = not self._is_warm, True
-        if is_early or any(
-            greatest(holders, [self._notes.keys() != {(s, two[s]) for two in self._pairs for s in Side}])
-        ):
+        sides = {(side, stages[side]) for stages in self._pairs for side in Side}
+        if is_early or any(greatest(holders, [self._notes.keys() != sides])):
             self._notes.clear()
             return ""
         for (side, stage), notes in sorted(self._notes.items()):

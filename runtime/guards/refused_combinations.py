@@ -79,12 +79,10 @@ class BlockUse:
         """Advice for blocks that take targets where the plan has no loss."""
         taking = {number for number, block in enumerate(self.blocks) if takes_targets(block)}
         stages = {stage for stage, numbers in enumerate(self.cuts) if taking.intersection(numbers)}
-        places = [stage for route in self.plan.routes for stage in route.stages]
-        return (
-            f"{self.plan.schedule.name} has a loss on last stages alone; take a schedule with one route"
-            if len(self.plan.routes) > 1
-            else f"compile it with --losses {','.join(map(str, sorted(stages | self.with_losses, key=places.index)))}"
-        )
+        if len(self.plan.routes) > 1:
+            return f"{self.plan.schedule.name} has a loss on last stages alone; take a schedule with one route"
+        places = self.plan.routes[0].stages
+        return f"compile it with --losses {','.join(map(str, sorted(stages | self.with_losses, key=places.index)))}"
 
 
 @dataclass(frozen=True)
@@ -148,6 +146,7 @@ DROPOUTS = modules_that(lambda module: _drops(module) and module.training)
 DROPPING_NETWORKS = modules_that(lambda module: isinstance(module, nn.RNNBase) and module.dropout > 0)
 """Recurrent networks with dropout between layers, whose masks their library draws."""
 DROPPING_EXPERTS = modules_that(lambda module: isinstance(module, MoE) and any(map(_drops, module.experts.modules())))
+BALANCED_EXPERTS = modules_that(lambda module: isinstance(module, MoE) and module.balance > 0)
 WAITING_MIXTURES = modules_that(lambda module: isinstance(module, MoE) and module.waits_for_routing)
 """Mixtures of experts that read the tokens' routing from the device."""
 
@@ -244,7 +243,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "belongs to them; drop out before or behind the mixture",
     ),
     Refusal(
-        modules_that(lambda module: isinstance(module, MoE) and module.balance > 0),
+        BALANCED_EXPERTS,
         lambda use: use.run.plan.schedule.slices > 1,
         MisfitError,
         "block {use.block} balances the experts of {module!r} over a whole microbatch, and {plan.schedule.name} "

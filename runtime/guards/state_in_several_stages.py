@@ -171,7 +171,8 @@ class SharedState:
         return found if found.spots else None
 
     def _run_of(self, number: int, block: nn.Module, snapshot: Snapshot) -> Runs:
-        return Runs(f"block {number} ({type(block).__name__})", self._stage_of[number], CodeReads(block, snapshot))
+        name = f"block {number} ({type(block).__name__})"
+        return Runs(name, self._stage_of[number], CodeReads(block, snapshot))
 
     def require_none_handed_on(self, parcels: Sequence[Parcel], run: Callable[[ReadMarks], object]) -> None:
         """Raise `MisfitError` where a block reads host state that a block of another stage sets.

@@ -78,7 +78,8 @@ class Examined:
     @property
     def is_believed(self) -> bool:
         """Return whether no more checks are needed: it is this package's own, with a stated reduction, or a metric."""
-        return (self._is_ours and self.rule is not None) and (not self._is_loss or self.rule == LossWeight(Over.STATED))
+        is_known = self._is_ours and self.rule is not None
+        return is_known and (not self._is_loss or self.rule == LossWeight(Over.STATED))
 
     @property
     def is_compared(self) -> bool:
@@ -125,10 +126,8 @@ class Examined:
         self.was_blind |= self.is_blind
         if self.is_blind:
             return None
-        self.rule, self.refusal = (
-            finding.weight or LossWeight(Over.STATED if isinstance(found, tuple) else Over.SAMPLES),
-            self.refusal or finding.why,
-        )
+        usual = Over.STATED if isinstance(found, tuple) else Over.SAMPLES
+        self.rule, self.refusal = finding.weight or LossWeight(usual), self.refusal or finding.why
         return self.rule
 
     def doubt(self, batch: RealBatch | None, probe: SampleUnit | None, step: int) -> None:

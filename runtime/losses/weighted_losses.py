@@ -344,9 +344,8 @@ class WeighedLoss:
         if rule.is_clamped:
             weight = _clamped(torch.as_tensor(weight), found.detach())
         is_nothing = self._nothing[0] = (weight == 0) & found.detach().isnan()  # 0 / 0; others are reported
-        return Counted(
-            torch.where(is_nothing, 0.0, (found.to(torch.promote_types(found.dtype, torch.float32))) * weight), weight
-        )
+        wide = found.to(torch.promote_types(found.dtype, torch.float32))
+        return Counted(torch.where(is_nothing, 0.0, wide * weight), weight)
 
     def _weight_by(self, rule: LossWeight, output: Any, targets: Any, samples: int) -> Tensor | float:
         """Return the weight of a microbatch by a rule for means not over samples."""

@@ -294,8 +294,8 @@ class KeyedDropout(TakenOver, nn.Dropout):
         unit = self.masks.unit
         if unit is None or not unit.samples:
             return super().forward(x)
-        # saves only the mask for the backward
-        dropped = (x * self._mask(unit, x)).mul_(1 / (1 - self.p) if self.p < 1 else 0.0)
+        scale = 1 / (1 - self.p) if self.p < 1 else 0.0
+        dropped = (x * self._mask(unit, x)).mul_(scale)  # saves only the mask for the backward
         return x.copy_(dropped) if self.inplace else dropped
 
     @torch.no_grad()

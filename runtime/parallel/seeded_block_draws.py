@@ -148,15 +148,15 @@ class BlockDraws(TorchFunctionMode):
     @property
     def _has_own_seed(self) -> bool:
         """Whether the forward that runs has seeded torch's default generator itself."""
-        return torch._C._current_graph_task_id() == -1 and torch.default_generator.initial_seed() != self._seed
+        is_forward = torch._C._current_graph_task_id() == -1
+        return is_forward and torch.default_generator.initial_seed() != self._seed
 
     def _stays(self, shape: Sequence[int], p: float) -> Tensor:
         """Return the mask of a tensor of this shape, bool; each element is dropped with probability p."""
         call = self._next_call()
         with torch.no_grad():
-            return self._masks.words_of_part(
-                call.site, partial(self._words, call), shape, call.cut, call.sliced
-            ) >= round(p * 2**32)
+            drawn = self._masks.words_of_part(call.site, partial(self._words, call), shape, call.cut, call.sliced)
+            return drawn >= round(p * 2**32)
 
     def _next_call(self) -> _Call:
         """Identify the call that draws now; advances the generator, so that the next call finds another state."""

@@ -199,9 +199,8 @@ class RankModel:
         )
         self.common: CommonState | None = None
         self._published: tuple[object, tuple[int, int, int]] = None, (0, 0, 0)
-        self.elsewhere.settle_stages(
-            self.stages.values(), is_resident=not zero.shards_weights or self.num_replicas == 1
-        )
+        is_resident = not zero.shards_weights or self.num_replicas == 1
+        self.elsewhere.settle_stages(self.stages.values(), is_resident=is_resident)
         if options.compiled:
             leave_uncompiled(self.stages)
         self.expert_load = ExpertLoad(blocks, self.stages, self._groups.tensor, self._groups.world)
@@ -317,7 +316,8 @@ class RankModel:
                 self.common.why_changed()
             if tells:
                 share = partial(share_bytes, self._groups.replicas) if shares else None
-                self.late_state.tell(self.plan.schedule.microbatches, self.num_replicas, share, speaks=is_one_of_all)
+                counts = self.plan.schedule.microbatches, self.num_replicas
+                self.late_state.tell(*counts, share, speaks=is_one_of_all)
             if Modes.now() != around:
                 around.require_kept("a block on this rank, a hook or the loss function")
             return result

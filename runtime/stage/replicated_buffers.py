@@ -88,13 +88,8 @@ class SharedBuffers:
         is_first = self._known is None
         states = [_state(module, key, is_first) for _, module, key in self._buffers]
         yield
-        self._learn(
-            {
-                name
-                for (name, module, key), was in zip(self._buffers, states, strict=True)
-                if _state(module, key, is_first) != was
-            }
-        )
+        buffers = zip(self._buffers, states, strict=True)
+        self._learn({name for (name, module, key), was in buffers if _state(module, key, is_first) != was})
         assert self._known is not None
         if self._choice == "first":
             self._take_first()
@@ -143,10 +138,10 @@ class SharedBuffers:
         mine = torch.cat([_flat(average, runs) for average in averages])
         gathered = mine.new_empty(self._replicas.size * len(mine))
         self._replicas.all_gather(gathered, mine).wait()
-        place = 0
+        rows, place = gathered.split(len(mine)), 0
         for average in averages:
             size = 1 + 2 * len(average.before[0])
-            of_replicas = [gathered.split(len(mine))[member][place : place + size] for member in self._order]
+            of_replicas = [rows[member][place : place + size] for member in self._order]
             place += size
             _put_together(average, of_replicas)
 
@@ -161,9 +156,8 @@ class SharedBuffers:
         self._replicas.all_reduce(high, ReduceOp.MAX).wait()
         differs = (low != high) & ~(low.isnan() | high.isnan())
         if differs.any():
-            self._refuse(
-                watched[int(differs.nonzero()[0])][0], "changes in a forward, and replicas have different numbers in it"
-            )
+            name = watched[int(differs.nonzero()[0])][0]
+            self._refuse(name, "changes in a forward, and replicas have different numbers in it")
 
     def _refuse(self, name: str, what: str) -> None:
         raise MisfitError(
@@ -174,12 +168,19 @@ class SharedBuffers:
 
 @contextmanager
 def buffers_kept(blocks: Iterable[nn.Module], *, synced: bool) -> Iterator[None]:
-    """Return a context for a forward without samples, which leaves buffers unchanged, but those of `synced` norms."""
+    """Return a context for a forward without samples, which leaves buffers unchanged.
+
+    But those of `synced` norms, and those of experts, which are given rows of other ranks.
+    """
+    mixtures = (module for block in blocks for module in block.modules() if isinstance(module, MoE))
+    experts = {module for mixture in mixtures for module in mixture.experts.modules()}
     places = [
         (module, key, held, held.clone())
         for block in blocks
         for _, module, key in _own_buffers(block)
-        if (held := module._buffers[key]) is not None and not (synced and isinstance(module, _BatchNorm))
+        if (held := module._buffers[key]) is not None
+        and module not in experts
+        and not (synced and isinstance(module, _BatchNorm))
     ]
     yield
     for module, key, held, numbers in places:

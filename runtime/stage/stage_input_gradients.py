@@ -114,7 +114,8 @@ class BoundaryGradients:
         return self._known[key]
 
     def _trace(self, stage: int, unit: UnitSpecs, flags: Sequence[bool] | None = None) -> Graphs | None:
-        return trace_graphs(self._outlines[: self._starts[stage]], flags, unit.inputs, dict(unit.extras), self._dtype)
+        before = self._outlines[: self._starts[stage]]
+        return trace_graphs(before, flags, unit.inputs, dict(unit.extras), self._dtype)
 
     def note_gradients(self, stage: int, given: Sequence[Tensor]) -> None:
         """Record which inputs of a stage have got a gradient in a backward, as long as some have had none."""

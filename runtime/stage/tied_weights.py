@@ -99,7 +99,8 @@ class TiedWeights:
             other.copy_(here[0])
         sharing = groups.sharing.get(home)
         if sharing is not None:
-            sizes = torch.tensor([int(here[0].requires_grad), *here[0].shape], dtype=torch.int64, device=here[0].device)
+            alike = [int(here[0].requires_grad), *here[0].shape]
+            sizes = torch.tensor(alike, dtype=torch.int64, device=here[0].device)
             firsts = sizes.clone()
             sharing.group.broadcast(firsts, sharing.first).wait()
             if not torch.equal(sizes[1:], firsts[1:]):
@@ -188,11 +189,11 @@ def _refuse(
     homes: Mapping[str, tuple[int, ...]], across: Mapping[str, tuple[int, ...]], planned: Mapping[str, tuple[int, ...]]
 ) -> NoReturn:
     wanted = " ".join(f"--tied {name}={','.join(map(str, stages))}" for name, stages in sorted(across.items()))
+    naming = "".join(
+        f"name weights of {name!r}, Engine(…, tied={{{name!r}: ('0.weight', '5.weight')}}), or "
+        for name in sorted(planned.keys() - homes.keys())[:1]
+    )
     raise MisfitError(
         f"the plan ties {dict(planned) or 'nothing'}, the model's tied weights lie on stages {dict(homes) or 'none'}; "
-        + "".join(
-            f"name weights of {name!r}, Engine(…, tied={{{name!r}: ('0.weight', '5.weight')}}), or "
-            for name in sorted(planned.keys() - homes.keys())[:1]
-        )
-        + f"compile the plan with {wanted or 'no --tied'}; --schedule PLAN keeps the order of a plan file"
+        f"{naming}compile the plan with {wanted or 'no --tied'}; --schedule PLAN keeps the order of a plan file"
     )

@@ -61,13 +61,13 @@ def open_feed(data: DataConfig, train: TrainConfig, plan: Plan, transport: Trans
     together = ControlGroup(world).together
     found = together(lambda: load_dataset(data, *replica) if has_extras(data) or needs else None)
     said = {} if found is None else _described(found, data)
-    require_same({"data": (Section.from_settings(said) if said else None)}, world, "the data", SAME_DATA)
+    section = Section.from_settings(said) if said else None
+    require_same({"data": section}, world, "the data", SAME_DATA)
     dataset = found if isinstance(found, Dataset | TokenDataset) else None
     sizes = _broadcast_sizes(dataset, plan, transport)
     if sizes is not None and isinstance(dataset, TokenDataset):
-        return TokenFeed(
-            (dataset.train, dataset.validation), *sizes, train, replica, said, ahead=dataset.prefetch, needs=needs
-        )
+        splits = dataset.train, dataset.validation
+        return TokenFeed(splits, *sizes, train, replica, said, ahead=dataset.prefetch, needs=needs)
     if sizes is not None:
         read = (None, None) if dataset is None else (dataset.train, dataset.validation)
         return DatasetFeed(read, *sizes, train, replica, said, shuffles=dataset is not None)

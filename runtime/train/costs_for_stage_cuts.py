@@ -23,7 +23,8 @@ def block_costs(job: JobConfig, plan: Plan, blocks: Blocks, feed: Feed, transpor
         return None
     if job.parallel.balance == "estimated":
         return estimate_costs(blocks)
-    return measured_costs(job, plan, blocks, feed, transport, (job.checkpoint.dir if plan.mode == "train" else None))
+    place = job.checkpoint.dir if plan.mode == "train" else None
+    return measured_costs(job, plan, blocks, feed, transport, place)
 
 
 def measured_costs(

@@ -113,7 +113,8 @@ class ForwardRun:
         files = OutputFiles(folder, engine.replica, forward.max_file_mb * 1e6)
         batches = drained(self._publisher.fetching(self._feed.once(forward.samples)), engine)
         for inputs, targets, extras in batches:
-            outputs = engine.run(inputs, **({"targets": targets} if engine.needs_targets else {}), **extras)
+            takes = {"targets": targets} if engine.needs_targets else {}
+            outputs = engine.run(inputs, **takes, **extras)
             add = partial(files.add_outputs, outputs, most_rows(inputs) or 0)
             everyone.together(add if self._writes and outputs is not None else lambda: None)
             if everyone.add_numbers(self._wants_stop())[0]:

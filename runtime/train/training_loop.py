@@ -176,7 +176,8 @@ class TrainingLoop:
 
     def set_learning_rate(self) -> float:
         """Set the learning rate of the next step, and return it."""
-        rate = self._lr * learning_rate_factor(self._job.train.lr_schedule, self.progress.step, self.total_steps)
+        schedule = self._job.train.lr_schedule
+        rate = self._lr * learning_rate_factor(schedule, self.progress.step, self.total_steps)
         set_learning_rate(self._engine.optimizers.values(), rate)
         return rate
 
@@ -286,9 +287,8 @@ class TrainingLoop:
             return
         with self._publisher.phase("save"):
             self.samples.note_varying()
-            self.saves.save_step(
-                self.progress.step, asdict(self.progress), self._engine.everyone.together(self._feed.state)
-            )
+            state = self._engine.everyone.together(self._feed.state)
+            self.saves.save_step(self.progress.step, asdict(self.progress), state)
             if waits:
                 self.saves.finish_save()
 

@@ -226,7 +226,8 @@ def along_tokens(parts: LossParts) -> LossParts | None:
 
 def is_mask(leaf: Tensor) -> bool:
     """Return whether a leaf has only zeros and ones."""
-    return (leaf.is_floating_point() or leaf.dtype is torch.bool) and bool(((leaf == 0) | (leaf == 1)).all())
+    is_number = leaf.is_floating_point() or leaf.dtype is torch.bool
+    return is_number and bool(((leaf == 0) | (leaf == 1)).all())
 
 
 def leaf_rows(tree: Tree, leaves: Sequence[Tensor], samples: int, apart: Collection[str] = ()) -> list[int]:

@@ -197,11 +197,9 @@ class LaterSteps:
 
         Of units without samples, which only experts over ep need, there is nothing to compare.
         """
-        return (
-            ""
-            if not units.spec.samples.shape[0]
-            else self._unsound_pairs(units, parcels) or self._unsound_lengths(units, parcels)
-        )
+        if not units.spec.samples.shape[0]:
+            return ""
+        return self._unsound_pairs(units, parcels) or self._unsound_lengths(units, parcels)
 
     def _unsound_pairs(self, units: FirstUnits, parcels: Sequence[Parcel]) -> str:
         arrivals: Arrivals | None = None

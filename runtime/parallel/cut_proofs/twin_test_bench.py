@@ -138,7 +138,8 @@ class Bench:
         """Return the name of a buffer that a forward in training mode changes, if there is one; no count of experts."""
         try:
             twin = kind.blueprint.draw(self.group.device, trains=True)
-            before = {n: b.clone() for n, b in twin.named_buffers() if n.rpartition(".")[0] not in mixtures(twin)}
+            counts = {id(layer.expert_tokens) for layer in mixtures(twin).values()}
+            before = {name: buffer.clone() for name, buffer in twin.named_buffers() if id(buffer) not in counts}
             with undisturbed(self.group.device):
                 run_whole(twin, arrival)
         except Exception:  # the whole run reports it
@@ -320,10 +321,7 @@ class Bench:
         )
 
     def why(self, kind: BlockKind, arrival: Arrival, choice: Choice, *, is_asked: bool) -> str:
-        """Return why a kind's pairs may be unsound, found by this rank alone: "it …".
-
-        See `prove_features_independent`.
-        """
+        """Return why a kind's pairs may be unsound, found by this rank alone, in words that begin with "it"."""
         cuts_of, cut = partial(self._cuts, kind, choice=choice), partial(self._cut, kind, choice=choice)
         group = EchoGroup(self.group.size, self.group.device)
         try:

@@ -234,4 +234,5 @@ def who_is_odd(given: Mapping[int, tuple[int, str]]) -> str:
 def _folded(before: DataDigest | None, now: DataDigest | None) -> DataDigest | None:
     if before is None or now is None:
         return None
-    return DataDigest(((before.number * 31 + now.number) % 2**_BITS), before.is_given * now.is_given, now.words)
+    number = (before.number * 31 + now.number) % 2**_BITS
+    return DataDigest(number, before.is_given * now.is_given, now.words)

@@ -17,6 +17,7 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import build_model
 from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.optim.loss_scale import LossScale
 
 from ..toys import difference, share
 from .optimizers import Lookahead
@@ -190,6 +191,12 @@ def alone() -> tuple[dict[str, Tensor], list[float]]:
         scaler.update()
         scales.append(scaler.get_scale())
     return {name: p.detach() for name, p in model.named_parameters()}, scales
+
+
+def test_a_scale_grows_no_further_than_torchs() -> None:
+    scale = LossScale(torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1))
+    scale.update(skipped=False)
+    assert scale.value == 2.0**127
 
 
 @pytest.mark.parametrize(("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2", 2), ("pp=2", 0)])

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Engine
+from quintsched.runtime import Engine, MoE
 from quintsched.runtime.blocks.block_builders import Blocks
+from quintsched.runtime.stage.replicated_buffers import buffers_kept
 
 from ...helpers.training import Outcome, Step, check_equality, require_equal, train_alone, train_ranks
 from ..toys import sgd
@@ -80,6 +81,16 @@ def test_units_without_samples_change_no_statistics(mesh: str) -> None:
     ]
     expected = train_alone(blocks, squares, sgd, steps, microbatches=3)
     require_equal(train_ranks(plan, blocks, squares, sgd, steps, dtype=torch.float64), expected)
+
+
+def test_a_forward_without_samples_changes_buffers_of_experts_alone() -> None:
+    """Experts are given rows of other ranks; a norm beside them has none to take statistics of."""
+    mixture, beside = MoE(3, 2, lambda: nn.BatchNorm1d(3)), nn.BatchNorm1d(3)
+    norms = [module for module in mixture.modules() if isinstance(module, nn.BatchNorm1d)] + [beside]
+    with buffers_kept([mixture, beside], synced=False):
+        for norm in norms:
+            norm(torch.arange(6.0).view(2, 3))
+    assert [int(norm.num_batches_tracked) for norm in norms] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("zero", [0, 3])
