@@ -68,8 +68,8 @@ SEVERAL = ArgumentKind("a list", lambda value: hasattr(value, "__iter__") and no
 
 
 def items(words: str, kind: ArgumentKind, of: ArgumentKind = ROW) -> ArgumentKind:
-    """Return the kind of lists, or of what `of` says, whose items are of a kind."""
-    return ArgumentKind(words, lambda value: of.holds(value) and all(map(kind.holds, value)))
+    """Return the kind of lists, or of what `of` says, whose items are of a kind; those of an iterator are not read."""
+    return ArgumentKind(words, lambda value: of.holds(value) and (iter(value) is value or all(map(kind.holds, value))))
 
 
 def _is_text(value: object) -> bool:

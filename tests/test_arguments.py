@@ -15,7 +15,7 @@ from torch import nn
 
 import quintsched as qs
 from quintsched import runtime
-from quintsched.check_call_arguments import FUNCTION, WHOLE_NUMBER, ours, takes
+from quintsched.check_call_arguments import FUNCTION, SEVERAL, WHOLE_NUMBER, items, ours, takes
 from quintsched.errors import import_advice
 from quintsched.runtime import Engine, run_local, split
 from quintsched.runtime.comm import SelfGroup
@@ -284,6 +284,16 @@ def test_kinds_and_defaults() -> None:
     }.items():
         with pytest.raises(qs.UsageError, match=re.escape(words)):
             wrong()
+
+
+def test_an_iterator_is_handed_on_unread() -> None:
+    @takes("total([1, 2])", counts=items("whole numbers", WHOLE_NUMBER, SEVERAL))
+    def total(counts: Any) -> int:
+        return sum(counts)
+
+    assert total([1, 2]) == total(iter([1, 2])) == 3
+    with pytest.raises(qs.UsageError, match="give whole numbers"):
+        total([1, "2"])
 
 
 def test_advice_on_imports_that_fail() -> None:
