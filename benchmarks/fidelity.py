@@ -95,13 +95,16 @@ def timed(engine: Engine, step: Callable[[], object]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Sleeps:
-    """A schedule in which every computation sleeps for so many milliseconds, on so many ranks."""
+    """A schedule in which every computation sleeps for so many milliseconds, on so many ranks.
+
+    The first steps, and some later ones, have collectives more: ranks compare their data and weights.
+    """
 
     schedule: qs.Schedule
     pp: int = 4
     computation_ms: float = 20.0
     wire_ms: float = 5.0
-    steps: int = 3
+    steps: int = 9
     lengths: tuple[float, ...] = (1.0,) * MICROBATCHES
     collective_ms: float = 0.0
     block: ClassVar[type[Sleeper]] = Sleeper
@@ -179,15 +182,11 @@ class Links(Sleeps):
 
 @dataclass(frozen=True)
 class Reductions(Sleeps):
-    """Sleeps of few microbatches on two replicas; a bucket takes as long to reduce as any other collective.
-
-    The first steps, and some later ones, have collectives more: ranks compare their data and weights.
-    """
+    """Sleeps of few microbatches on two replicas; a bucket takes as long to reduce as any other collective."""
 
     pp: int = 2
     computation_ms: float = 40.0
     collective_ms: float = 16.0
-    steps: int = 9
     lengths: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
     zero: int = 0
     buckets: int = BUCKETS
