@@ -8,10 +8,8 @@ wherever the kind promises nothing. Once they are counts (which rank's number is
 round, in which an all-reduce has to leave the same bits on all ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
 
 import numpy as np
@@ -22,6 +20,20 @@ from quintsched.collectives.collective_program import CollectiveStep, RecvChunk,
 
 Numbers = npt.NDArray[np.float64]
 Programs = list[list[CollectiveStep]]
+KINDS = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+def halves(step: CollectiveStep) -> tuple[SendChunk | None, RecvChunk | None]:
+    """Return what a step sends, and what it receives."""
+    if isinstance(step, SendRecv):
+        return SendChunk(step.to, step.send_chunk), RecvChunk(step.source, step.recv_chunk, step.reduce)
+    return (step, None) if isinstance(step, SendChunk) else (None, step)
+
+
+def joined(send: SendChunk | None, recv: RecvChunk | None) -> CollectiveStep:
+    if send is None or recv is None:
+        return send or recv
+    return SendRecv(send.to, send.chunk, recv.source, recv.chunk, recv.reduce)
 
 
 def doubling() -> CollectivePlan:
@@ -53,12 +65,10 @@ def everybody_to_everybody() -> CollectivePlan:
 def small_collectives() -> list[CollectivePlan]:
     """Rings of all kinds, trees, and some by hand."""
     rings = [
-        spell(kind, "ring", size, size * rounds)
-        for kind in ("all_reduce", "reduce_scatter", "all_gather")
-        for size, rounds in ((2, 1), (2, 2), (3, 1), (4, 1))
+        spell(kind, "ring", size, size * rounds) for kind in KINDS for size, rounds in ((2, 1), (2, 2), (3, 1), (4, 1))
     ]
     trees = [spell("all_reduce", "tree", size, chunks) for size, chunks in ((2, 2), (3, 2), (4, 4), (5, 2))]
-    levels = [spell(kind, "two-level", 4, nodes=2) for kind in ("all_reduce", "reduce_scatter", "all_gather")]
+    levels = [spell(kind, "two-level", 4, nodes=2) for kind in KINDS]
     return [*rings, *trees, *levels, doubling(), through_a_root(), everybody_to_everybody()]
 
 
@@ -72,117 +82,72 @@ def with_step(plan: CollectivePlan, rank: int, index: int, *steps: CollectiveSte
 def mini_mutant(plan: CollectivePlan, random: Random) -> CollectivePlan:
     """Return the collective with 1 to 4 changes."""
     for _ in range(random.choice((1, 1, 1, 2, 2, 3, 4))):
-        programs = [list(program) for program in plan.programs]
-        kind = plan.kind
-        if any(programs):
-            kind = random.choice(CHANGES)(plan, programs, random) or kind
-        plan = replace(plan, kind=kind, programs=tuple(map(tuple, programs)))
+        plan = _changed(plan, random) if any(plan.programs) else plan
     return plan
 
 
-def _place(programs: Programs, random: Random) -> tuple[list[CollectiveStep], int]:
+CHANGES = (
+    *("swap", "move", "drop", "double", "add or store", "add or store", "renumber", "halve or join"),
+    *("another chunk", "another chunk", "another message", "another kind"),
+)
+
+
+def _changed(plan: CollectivePlan, random: Random) -> CollectivePlan:
+    programs, kind = [list(program) for program in plan.programs], plan.kind
     program = random.choice([program for program in programs if program])
-    return program, random.randrange(len(program))
-
-
-def _swap(plan: CollectivePlan, programs: Programs, random: Random) -> None:
-    program, at = _place(programs, random)
-    other = random.randrange(len(program))
-    program[at], program[other] = program[other], program[at]
-
-
-def _move(plan: CollectivePlan, programs: Programs, random: Random) -> None:
-    program, at = _place(programs, random)
-    program.insert(random.randrange(len(program)), program.pop(at))
-
-
-def _drop(plan: CollectivePlan, programs: Programs, random: Random) -> None:
-    program, at = _place(programs, random)
-    del program[at]
-
-
-def _double(plan: CollectivePlan, programs: Programs, random: Random) -> None:
-    program, at = _place(programs, random)
-    program.insert(random.randrange(len(program) + 1), program[at])
-
-
-def _add_or_store(plan: CollectivePlan, programs: Programs, random: Random) -> None:
-    program, at = _place(programs, random)
+    at, other = random.randrange(len(program)), random.randrange(len(program))
     step = program[at]
-    if not isinstance(step, SendChunk):
-        program[at] = replace(step, reduce=not step.reduce)
+    match random.choice(CHANGES):
+        case "swap":
+            program[at], program[other] = program[other], step
+        case "move":
+            program.insert(other, program.pop(at))
+        case "drop":
+            del program[at]
+        case "double":
+            program.insert(random.randrange(len(program) + 1), step)
+        case "add or store" if not isinstance(step, SendChunk):
+            program[at] = replace(step, reduce=not step.reduce)
+        case "renumber":
+            name = random.choice([field.name for field in fields(step) if field.name != "reduce"])
+            most = plan.chunks if "chunk" in name else plan.size
+            program[at] = replace(step, **{name: random.randint(0, most)})
+        case "halve or join":
+            _halve_or_join(program, at, random)
+        case "another chunk" if plan.messages:
+            _carry_another_chunk(plan, programs, random)
+        case "another message":
+            _add_a_message(plan, programs, random)
+        case "another kind":
+            kind = random.choice(KINDS)
+    return replace(plan, kind=kind, programs=tuple(map(tuple, programs)))
 
 
-def _renumber(plan: CollectivePlan, programs: Programs, random: Random) -> None:
-    program, at = _place(programs, random)
-    step, chunk, peer = program[at], random.randint(0, plan.chunks), random.randint(0, plan.size)
-    match step:
-        case SendRecv():
-            names = [{"send_chunk": chunk}, {"recv_chunk": chunk}, {"to": peer}, {"source": peer}]
-        case SendChunk():
-            names = [{"chunk": chunk}, {"to": peer}]
-        case RecvChunk():
-            names = [{"chunk": chunk}, {"source": peer}]
-    program[at] = replace(step, **random.choice(names))
+def _halve_or_join(program: list[CollectiveStep], at: int, random: Random) -> None:
+    pair = sorted(program[at : at + 2], key=lambda step: isinstance(step, RecvChunk))
+    if isinstance(program[at], SendRecv):
+        program[at : at + 1] = random.sample(halves(program[at]), 2)
+    elif [*map(type, pair)] == [SendChunk, RecvChunk]:
+        program[at : at + 2] = [joined(*pair)]
 
 
-def _halve_or_join(plan: CollectivePlan, programs: Programs, random: Random) -> None:
-    program, at = _place(programs, random)
-    pair = program[at : at + 2]
-    if isinstance(step := program[at], SendRecv):
-        halves = [SendChunk(step.to, step.send_chunk), RecvChunk(step.source, step.recv_chunk, step.reduce)]
-        program[at : at + 1] = random.sample(halves, 2)
-    elif sorted(type(step).__name__ for step in pair) == ["RecvChunk", "SendChunk"]:
-        send, recv = sorted(pair, key=lambda step: isinstance(step, RecvChunk))
-        assert isinstance(send, SendChunk)
-        assert isinstance(recv, RecvChunk)
-        program[at : at + 2] = [SendRecv(send.to, send.chunk, recv.source, recv.chunk, recv.reduce)]
-
-
-def _another_chunk(plan: CollectivePlan, programs: Programs, random: Random) -> None:
+def _carry_another_chunk(plan: CollectivePlan, programs: Programs, random: Random) -> None:
     """Let a message carry another chunk, on both ends."""
-    if plan.messages:
-        sent, received = random.choice(plan.messages)
-        chunk = random.randrange(plan.chunks)
-        step = programs[sent.rank][sent.step]
-        programs[sent.rank][sent.step] = (
-            replace(step, send_chunk=chunk) if isinstance(step, SendRecv) else SendChunk(sent.peer, chunk)
-        )
-        step = programs[received.rank][received.step]
-        programs[received.rank][received.step] = (
-            replace(step, recv_chunk=chunk)
-            if isinstance(step, SendRecv)
-            else RecvChunk(received.peer, chunk, received.reduce)
-        )
+    sent, received = random.choice(plan.messages)
+    chunk = random.randrange(plan.chunks)
+    send, recv = halves(programs[sent.rank][sent.step])
+    programs[sent.rank][sent.step] = joined(replace(send, chunk=chunk), recv)
+    send, recv = halves(programs[received.rank][received.step])
+    programs[received.rank][received.step] = joined(send, replace(recv, chunk=chunk))
 
 
-def _another_message(plan: CollectivePlan, programs: Programs, random: Random) -> None:
+def _add_a_message(plan: CollectivePlan, programs: Programs, random: Random) -> None:
     """Let one rank send another one a chunk more, anywhere."""
     source, target = random.sample(range(plan.size), 2)
     chunk = random.randrange(plan.chunks)
     programs[source].insert(random.randint(0, len(programs[source])), SendChunk(target, chunk))
     recv = RecvChunk(source, chunk, random.random() < 0.5)
     programs[target].insert(random.randint(0, len(programs[target])), recv)
-
-
-def _another_kind(plan: CollectivePlan, programs: Programs, random: Random) -> str:
-    return random.choice(("all_reduce", "reduce_scatter", "all_gather"))
-
-
-CHANGES: tuple[Callable[[CollectivePlan, Programs, Random], str | None], ...] = (
-    _swap,
-    _move,
-    _drop,
-    _double,
-    _add_or_store,
-    _add_or_store,
-    _renumber,
-    _halve_or_join,
-    _another_chunk,
-    _another_chunk,
-    _another_message,
-    _another_kind,
-)
 
 
 class Execution:
@@ -196,7 +161,6 @@ class Execution:
         self.touched: list[Numbers] = []
         self.faults: list[str] = []
         self.counters = [0] * plan.size
-        self.begun: list[tuple[list[str], Numbers | None]] = []
         if plan.chunks < 1 or len(plan.programs) != plan.size:
             self.faults.append("there is nothing to do, or nobody to do it")
             return
@@ -206,53 +170,37 @@ class Execution:
         if any(at < len(program) for at, program in zip(self.counters, self.programs, strict=True)):
             self.faults.append("somebody waits for ever")
 
-    def _step(self, rank: int) -> CollectiveStep | None:
-        at = self.counters[rank]
-        return self.programs[rank][at] if at < len(self.programs[rank]) else None
-
-    def _begin(self, rank: int) -> tuple[list[str], Numbers | None]:
-        """Come to a step: what of it is to be done, and what it sends."""
-        step = self._step(rank)
-        chunks = len(self.held[rank])
-        if step is None:
-            return [], None
-        numbers = (getattr(step, name) for name in ("send_chunk", "recv_chunk", "chunk") if hasattr(step, name))
-        if not all(0 <= chunk < chunks for chunk in numbers):
+    def _begin(self, rank: int) -> tuple[SendChunk | None, RecvChunk | None, Numbers | None]:
+        """Come to a step: its halves, which are to be done, and the numbers that it sends."""
+        at, program = self.counters[rank], self.programs[rank]
+        send, recv = halves(program[at]) if at < len(program) else (None, None)
+        if not all(0 <= half.chunk < len(self.held[rank]) for half in (send, recv) if half):
             self.faults.append("there is no such chunk")
-            return [], None
-        if isinstance(step, SendRecv):
-            if step.send_chunk == step.recv_chunk and not step.reduce:
-                self.faults.append("a chunk is written while it is sent")
-            return ["send", "recv"], self.held[rank][step.send_chunk].copy()
-        if isinstance(step, SendChunk):
-            return ["send"], self.held[rank][step.chunk].copy()
-        return ["recv"], None
+            return None, None, None
+        if send and recv and send.chunk == recv.chunk and not recv.reduce:
+            self.faults.append("a chunk is written while it is sent")
+        return send, recv, self.held[rank][send.chunk].copy() if send else None
 
     def _meet(self, rank: int) -> bool:
         """Let a rank's send meet its receive, if both have been come to."""
-        step = self._step(rank)
-        if not isinstance(step, SendRecv | SendChunk) or "send" not in self.begun[rank][0]:
+        send, own, numbers = self.begun[rank]
+        if send is None:
             return False
-        if not 0 <= step.to < len(self.programs) or step.to == rank:
+        if not 0 <= send.to < len(self.programs) or send.to == rank:
             self.faults.append("there is nobody to send to")
             return False
-        other = self._step(step.to)
-        if not isinstance(other, SendRecv | RecvChunk) or "recv" not in self.begun[step.to][0] or other.source != rank:
+        back, recv, others = self.begun[send.to]
+        if recv is None or recv.source != rank:
             return False
-        sent = step.send_chunk if isinstance(step, SendRecv) else step.chunk
-        into = other.recv_chunk if isinstance(other, SendRecv) else other.chunk
-        numbers = self.begun[rank][1]
-        assert numbers is not None
-        if sent != into:
+        if send.chunk != recv.chunk:
             self.faults.append("chunks may be of different sizes")
             return False
-        self.touched.append(numbers)
-        there = self.held[step.to][into]
-        self.touched += [there.copy(), there + numbers] if other.reduce else []
-        self.held[step.to][into] = there + numbers if other.reduce else numbers.copy()
-        for end, half in ((rank, "send"), (step.to, "recv")):
-            self.begun[end][0].remove(half)
-            if not self.begun[end][0]:
+        there = self.held[send.to][recv.chunk]
+        self.touched += [numbers, *([there.copy(), there + numbers] if recv.reduce else [])]
+        self.held[send.to][recv.chunk] = there + numbers if recv.reduce else numbers.copy()
+        for end, left in ((rank, (None, own, numbers)), (send.to, (back, None, others))):
+            self.begun[end] = left
+            if left[:2] == (None, None):
                 self.counters[end] += 1
                 self.begun[end] = self._begin(end)
         return True

@@ -1,7 +1,5 @@
 """The proof of a spelled-out collective against a run of it with garbage in the buffers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 
