@@ -3,8 +3,6 @@
 schedule ─▶ ranks, chunks, microbatches, slices ─▶ placement, replicas ─▶ ZeRO, recomputation, ties, skips, offload, …
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ from quintsched.passes.place_offloads import least_cap
 from quintsched.schedules import Schedule
 from tests.planner.verify.small_plans import BUILT_IN, LIGHT
 
-REPLICAS = ("dp=2", "cp=3", "dp=2,ep=2", "dp=4,tp=2", "ep=2")
+REPLICAS = ("dp=2", "cp=3", "dp=2,ep=2", "dp=4,tp=2", "ep=2", "ep=2,cp=2")
 PLAIN = ("schedule", "mesh", "microbatches", "chunks", "slices", "stage_to_pp", "stages")
 """Settings that decide what is computed in which order; but for costs, where a schedule searches."""
 

@@ -1,7 +1,5 @@
 """Every schedule with any settings: sound, as the judge says, the sequential gradient, and the same from its file."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -11,27 +9,14 @@ import quintsched as qs
 from quintsched.compiler import compiled_again
 from quintsched.formats.plan_columns import pack, unpack
 from quintsched.instructions import BEGINS_BACKWARD, Compute, FetchAct, HostCopy, OffloadAct
-from quintsched.ir.instruction_set import (
-    ENDS_BACKWARD,
-    NEEDS_WEIGHTS,
-    AllGatherBucket,
-    AllReduceBucket,
-    FreeParams,
-    Fwd,
-    GatherParams,
-    Instruction,
-    Overlap,
-    Recompute,
-    ReduceScatterBucket,
-    SyncTied,
-)
+from quintsched.ir import instruction_set as ops
 from quintsched.plan import Plan
 from quintsched.testing import assert_plan_sound
 from tests.planner.drawn_requests import PLAIN, requests
 from tests.planner.verify.judge import Judge
 from tests.planner.verify.small_plans import LIGHT
 
-Program = tuple[Instruction, ...]
+Program = tuple[ops.Instruction, ...]
 
 
 @settings(max_examples=300, suppress_health_check=list(HealthCheck))
@@ -60,25 +45,25 @@ def test_every_schedule_is_sound_with_any_settings(asked: dict[str, Any]) -> Non
 
 def assert_computes_the_same(sides: Program, bare: Program, asked: dict[str, Any]) -> None:
     """Settings change no computation; recomputations are right for the stages that ask; only overlaps may reorder."""
-    again = [i for i in sides if isinstance(i, Recompute)]
-    found = [i for i in sides if isinstance(i, Compute) and not isinstance(i, Recompute)]
+    again = [i for i in sides if isinstance(i, ops.Recompute)]
+    found = [i for i in sides if isinstance(i, Compute) and not isinstance(i, ops.Recompute)]
     wanted = [i for i in bare if isinstance(i, Compute)]
     assert found == wanted or ("overlap" in asked and asked["overlap"] and sorted(map(str, found)) == text_of(wanted))
     every = asked.get("recompute", 0)
     asks = {i.stage for i in wanted if (every if isinstance(every, int) else every[i.stage])}
-    assert text_of(again) == sorted(str(Recompute(i.stage, i.microbatch)) for i in wanted if is_first(i, asks))
+    assert text_of(again) == sorted(str(ops.Recompute(i.stage, i.microbatch)) for i in wanted if is_first(i, asks))
 
 
-def is_first(i: Instruction, asks: set[int]) -> bool:
-    return isinstance(i, Fwd) and i.stage in asks
+def is_first(i: ops.Instruction, asks: set[int]) -> bool:
+    return isinstance(i, ops.Fwd) and i.stage in asks
 
 
-def text_of(instructions: list[Instruction]) -> list[str]:
+def text_of(instructions: list[ops.Instruction]) -> list[str]:
     return sorted(map(str, instructions))
 
 
 def assert_ties_are_added_up_once(plan: Plan, rank: int, program: Program) -> None:
-    syncs = [(index, i) for index, i in enumerate(program) if isinstance(i, SyncTied) and i.params in plan.tied]
+    syncs = [(index, i) for index, i in enumerate(program) if isinstance(i, ops.SyncTied) and i.params in plan.tied]
     mine = {*plan.layout.stages_of(rank)}
     assert sorted((i.params, i.stages) for _, i in syncs) == sorted(
         (name, held) for name, held in plan.tied.items() if mine & {*held}
@@ -86,8 +71,8 @@ def assert_ties_are_added_up_once(plan: Plan, rank: int, program: Program) -> No
     for place, sync in syncs:
         for index, i in enumerate(program):
             for side in i.sides:
-                assert not (isinstance(side, ENDS_BACKWARD) and side.stage in sync.stages and index > place)
-            assert not (isinstance(i, AllReduceBucket) and i.stage in sync.stages and index < place)
+                assert not (isinstance(side, ops.ENDS_BACKWARD) and side.stage in sync.stages and index > place)
+            assert not (isinstance(i, ops.AllReduceBucket) and i.stage in sync.stages and index < place)
 
 
 def assert_reduced_in_time(plan: Plan, rank: int, sides: Program) -> None:
@@ -100,10 +85,10 @@ def assert_reduced_in_time(plan: Plan, rank: int, sides: Program) -> None:
         for bucket, axes in plan.layout.reductions:
             waiting, total, parts = 0, 0, []
             for i in sides:
-                if isinstance(i, ENDS_BACKWARD) and i.stage == stage:
+                if isinstance(i, ops.ENDS_BACKWARD) and i.stage == stage:
                     waiting, total = waiting + 1, total + 1
                     assert waiting <= most
-                elif isinstance(i, ReduceScatterBucket) and (i.stage, i.bucket) == (stage, bucket):
+                elif isinstance(i, ops.ReduceScatterBucket) and (i.stage, i.bucket) == (stage, bucket):
                     assert waiting, "there is something to reduce"
                     assert i.axes == axes
                     parts.append(i.part)
@@ -114,23 +99,23 @@ def assert_reduced_in_time(plan: Plan, rank: int, sides: Program) -> None:
 
 def assert_gathered(plan: Plan, program: Program) -> None:
     """Full weights are resident where they are used, of two stages at most (four beside overlaps), none at the end."""
-    pairs = any(isinstance(i, Overlap) for i in program)
+    pairs = any(isinstance(i, ops.Overlap) for i in program)
     resident: set[int] = set()
     for i in program:
-        if isinstance(i, GatherParams):
+        if isinstance(i, ops.GatherParams):
             assert i.stage not in resident
             resident.add(i.stage)
-        elif isinstance(i, FreeParams):
+        elif isinstance(i, ops.FreeParams):
             resident.remove(i.stage)
         elif plan.zero.stage == 3:
-            assert {side.stage for side in i.sides if isinstance(side, NEEDS_WEIGHTS)} <= resident
+            assert {side.stage for side in i.sides if isinstance(side, ops.NEEDS_WEIGHTS)} <= resident
         assert len(resident) <= (0 if plan.zero.stage < 3 else 4 if pairs else 2)
     assert not resident
-    uses = [i.stage for i in program if isinstance(i, NEEDS_WEIGHTS)]
+    uses = [i.stage for i in program if isinstance(i, ops.NEEDS_WEIGHTS)]
     runs = bool(uses) + sum(a != b for a, b in pairwise(uses))
-    gathers = sum(isinstance(i, GatherParams) for i in program)
+    gathers = sum(isinstance(i, ops.GatherParams) for i in program)
     assert pairs or gathers == (runs if plan.zero.stage == 3 else 0)
-    shards = {i.stage for i in program if isinstance(i, AllGatherBucket)}
+    shards = {i.stage for i in program if isinstance(i, ops.AllGatherBucket)}
     assert bool(shards) == (plan.zero.stage in (1, 2) and bool(uses))
 
 
@@ -150,12 +135,12 @@ def assert_within_the_cap(plan: Plan, cap: float) -> None:
         for index, span in enumerate(row):
             i = span.instruction
             if isinstance(i, OffloadAct):
-                assert span.start >= at[Fwd, cell(i)].end - 1e-9
+                assert span.start >= at[ops.Fwd, cell(i)].end - 1e-9
                 assert span.end <= next(other for place, other in computed if place > index).start + 1e-9
             elif isinstance(i, FetchAct):
                 assert span.start >= [other for place, other in computed if place < index][-1].end - 1e-9
                 assert span.end <= min(at[k, cell(i)].start for k in BEGINS_BACKWARD if (k, cell(i)) in at) + 1e-9
 
 
-def cell(i: Instruction) -> tuple[int, int]:
+def cell(i: ops.Instruction) -> tuple[int, int]:
     return i.stage, i.microbatch

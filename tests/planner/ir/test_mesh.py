@@ -1,12 +1,14 @@
 """The mesh: ranks and coordinates, groups, and global peers."""
 
-import pytest
+import re
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Message
 from quintsched.ir.mesh import AXES
+from tests.helpers.refusals import require_refusals
 
 
 @st.composite
@@ -58,15 +60,11 @@ def test_what_is_no_mesh():
         ("dp=16777217", "more ranks than"),
         ("dp=16777216,pp=2", "more ranks than"),
     ):
-        with pytest.raises(qs.UsageError, match=r"^mesh: ") as caught:
-            qs.Mesh.parse(text)
-        assert message in str(caught.value)
+        require_refusals((f"^mesh: .*{re.escape(message)}", lambda text=text: qs.Mesh.parse(text)))
     for size in (0, -1, True, 2.0, "2", 10**5000):
-        with pytest.raises(qs.UsageError, match=r"^mesh: "):
-            qs.Mesh(dp=size)
+        require_refusals((r"^mesh: ", lambda size=size: qs.Mesh(dp=size)))
     for rank in (-1, 8):
-        with pytest.raises(qs.UsageError, match="its ranks are 0 to 7"):
-            qs.Mesh(dp=2, pp=2, tp=2).coordinates(rank)
+        require_refusals(("its ranks are 0 to 7", lambda rank=rank: qs.Mesh(dp=2, pp=2, tp=2).coordinates(rank)))
 
 
 @given(data=st.data(), pp=st.integers(1, 3))

@@ -1,18 +1,12 @@
 """Activations under a cap: what goes to the host, when it comes back, what that holds and how long it takes."""
 
-from __future__ import annotations
-
-import pytest
+from functools import partial
 
 import quintsched as qs
-from quintsched.instructions import (
-    Compute,
-    HostCopy,
-    Instruction,
-    short,
-)
+from quintsched.instructions import Compute, HostCopy, short
 from quintsched.plan import Plan
 from quintsched.simulation.simulator import Simulation
+from tests.helpers.refusals import require_refusals
 
 
 def letters(plan: Plan, rank: int) -> str:
@@ -22,10 +16,6 @@ def letters(plan: Plan, rank: int) -> str:
 
 def spans(simulation: Simulation, rank: int) -> dict[str, tuple[float, float]]:
     return {short(s.instruction, with_stage=False): (s.start, s.end) for s in simulation.timeline[rank]}
-
-
-def copies(plan: Plan) -> list[Instruction]:
-    return [i for program in plan.programs for i in program if isinstance(i, HostCopy)]
 
 
 def test_a_copy_begins_with_its_forwards_end_and_what_is_behind_its_place_waits() -> None:
@@ -47,12 +37,13 @@ def test_copies_of_one_way_queue_and_run_beside_computation() -> None:
 
 
 def test_a_cap_that_is_too_small_names_the_least_that_works() -> None:
-    with pytest.raises(qs.UsageError, match=r"1f1b: offload is 0.5, but .*; the least that works: 1$"):
-        qs.compile("1f1b", mesh="pp=4", microbatches=8, offload=0.5)
-    with pytest.raises(qs.UsageError, match=r"the least that works: 0\.5"):
-        qs.compile("zbv", mesh="pp=2", microbatches=4, offload=0, costs=qs.Costs(activation_after_input=0.0))
-    with pytest.raises(qs.UsageError, match=r"the least that works: 2\.5"):
-        qs.compile("1f1b", mesh="pp=2", microbatches=4, offload=2.0, costs=qs.Costs(activation=(1.0, 2.5)))
-    qs.compile("1f1b", mesh="pp=2", microbatches=4, offload=2.5, costs=qs.Costs(activation=(1.0, 2.5)))
-    with pytest.raises(qs.UsageError, match="offload: the plan only computes forward"):
-        qs.compile("inference", mesh="pp=2", microbatches=4, offload=1)
+    after, uneven = qs.Costs(activation_after_input=0.0), qs.Costs(activation=(1.0, 2.5))
+    sizes = {"mesh": "pp=2", "microbatches": 4}
+    small = partial(qs.compile, "1f1b", **sizes)
+    require_refusals(
+        (r"1f1b: offload is 0.5, but .*; the least that works: 1$", lambda: small(mesh="pp=4", offload=0.5)),
+        (r"the least that works: 0\.5", lambda: qs.compile("zbv", **sizes, offload=0, costs=after)),
+        (r"the least that works: 2\.5", lambda: small(offload=2.0, costs=uneven)),
+        ("offload: the plan only computes forward", lambda: qs.compile("inference", **sizes, offload=1)),
+    )
+    assert small(offload=2.5, costs=uneven)

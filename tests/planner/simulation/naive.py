@@ -11,19 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-from quintsched.ir.instruction_set import (
-    Bwd,
-    BwdInput,
-    BwdWeight,
-    Compute,
-    Fwd,
-    Instruction,
-    Message,
-    Overlap,
-    Recompute,
-    Send,
-    SendAct,
-)
+from quintsched.ir import instruction_set as ops
 from quintsched.plan import Plan
 
 DEFAULTS = {"forward": 1, "backward_input": 1, "backward_weight": 1, "activation": 1, "message": 1}
@@ -31,13 +19,11 @@ INSTEAD = {"recompute": "forward", "exchange_backward": "exchange", "activation_
 UNDIVIDED = ("message",)
 
 PURE = {
-    Fwd: ["forward"],
-    Bwd: ["backward_input", "backward_weight"],
-    BwdInput: ["backward_input"],
-    BwdWeight: ["backward_weight"],
-    Recompute: ["recompute"],
+    **{ops.Fwd: ["forward"], ops.Recompute: ["recompute"], ops.Bwd: ["backward_input", "backward_weight"]},
+    **{ops.BwdInput: ["backward_input"], ops.BwdWeight: ["backward_weight"]},
 }
-EXCHANGES = {Fwd: "exchange", Bwd: "exchange_backward", BwdInput: "exchange_backward", Recompute: "exchange"}
+EXCHANGES = dict.fromkeys((ops.Fwd, ops.Recompute), "exchange")
+EXCHANGES |= dict.fromkeys((ops.Bwd, ops.BwdInput), "exchange_backward")
 
 Value = tuple[str, int, int]
 """An output or a gradient of a stage's output: "act" or "grad", stage, unit."""
@@ -84,12 +70,12 @@ class Naive:
         slow = size / Fraction(wire["bandwidth"]) if "bandwidth" in wire else Fraction(0)
         return Fraction(wire.get("latency", 0)) + slow
 
-    def pure(self, i: Instruction) -> Fraction:
+    def pure(self, i: ops.Instruction) -> Fraction:
         return sum((self.cost(n, s.stage, s.microbatch) for s in i.sides for n in PURE[type(s)]), Fraction(0))
 
-    def exchange(self, i: Instruction) -> Fraction:
+    def exchange(self, i: ops.Instruction) -> Fraction:
         """Return the exchange time not hidden by computation; for an overlap, by neither side's."""
-        if isinstance(i, Overlap):
+        if isinstance(i, ops.Overlap):
             forward, backward = i.sides
             apart = [self.pure(side) + self.exchange(side) for side in i.sides]
             return max(*apart, self.pure(forward) + self.pure(backward)) - self.pure(i)
@@ -100,29 +86,29 @@ class Naive:
         at = route.index(stage) + step
         return route[at] if 0 <= at < len(route) else None
 
-    def taken(self, i: Compute) -> Value | None:
+    def taken(self, i: ops.Compute) -> Value | None:
         """Return the value that a computation takes from another stage."""
-        if isinstance(i, Fwd):
+        if isinstance(i, ops.Fwd):
             before = self.neighbour(i.stage, i.microbatch, -1)
             return None if before is None else ("act", before, i.microbatch)
-        if isinstance(i, Bwd | BwdInput) and self.neighbour(i.stage, i.microbatch, 1) is not None:
+        if isinstance(i, ops.Bwd | ops.BwdInput) and self.neighbour(i.stage, i.microbatch, 1) is not None:
             return ("grad", i.stage, i.microbatch)
         return None
 
-    def given(self, i: Compute) -> Value | None:
-        if isinstance(i, Fwd):
+    def given(self, i: ops.Compute) -> Value | None:
+        if isinstance(i, ops.Fwd):
             return ("act", i.stage, i.microbatch)
-        if isinstance(i, Bwd | BwdInput):
+        if isinstance(i, ops.Bwd | ops.BwdInput):
             before = self.neighbour(i.stage, i.microbatch, -1)
             return None if before is None else ("grad", before, i.microbatch)
         return None
 
-    def carried(self, i: Message) -> Value:
+    def carried(self, i: ops.Message) -> Value:
         """Return the value of a message, named by the stage whose output, or gradient of the output, it is."""
         if "Act" in i.op:
-            stage = i.stage if isinstance(i, SendAct) else self.neighbour(i.stage, i.microbatch, -1)
+            stage = i.stage if isinstance(i, ops.SendAct) else self.neighbour(i.stage, i.microbatch, -1)
             return ("act", stage, i.microbatch)
-        stage = self.neighbour(i.stage, i.microbatch, -1) if isinstance(i, Send) else i.stage
+        stage = self.neighbour(i.stage, i.microbatch, -1) if isinstance(i, ops.Send) else i.stage
         return ("grad", stage, i.microbatch)
 
     def run(self) -> Naive:
@@ -131,7 +117,7 @@ class Naive:
         sends: dict[tuple[int, int], list[Value]] = defaultdict(list)
         for rank, program in enumerate(self.plan.programs):
             for i in program:
-                if isinstance(i, Send):
+                if isinstance(i, ops.Send):
                     sends[rank, i.peer].append(self.carried(i))
         free, moved = defaultdict(Fraction), True
         while moved:
@@ -154,15 +140,15 @@ class Naive:
         assert not any(sends.values())
         for rank, program in enumerate(self.plan.programs):
             for index, i in enumerate(program):
-                if isinstance(i, Message):
+                if isinstance(i, ops.Message):
                     self.ends[rank, index] = self.arrived[self.carried(i)]
         return self
 
-    def ready(self, i: Compute, rank: int) -> Fraction | None:
+    def ready(self, i: ops.Compute, rank: int) -> Fraction | None:
         value = self.taken(i)
         if value is None:
             return Fraction(0)
-        other = value[1] if isinstance(i, Fwd) else self.neighbour(i.stage, i.microbatch, 1)
+        other = value[1] if isinstance(i, ops.Fwd) else self.neighbour(i.stage, i.microbatch, 1)
         return (self.made if self.plan.stage_to_pp[other] == rank else self.arrived).get(value)
 
     def peaks(self) -> list[Fraction]:
@@ -178,7 +164,7 @@ class Naive:
                 standing += sum(changes)
         return most
 
-    def change(self, i: Compute) -> Fraction:
+    def change(self, i: ops.Compute) -> Fraction:
         """By how much a computation changes what its rank holds."""
         place = (i.stage, i.microbatch)
         names = ("activation", "activation_after_input", "activation_checkpointed")
@@ -186,11 +172,6 @@ class Naive:
         slices = self.plan.schedule.slices
         keys = self.cost("keys", *place) if slices > 1 and i.microbatch % slices == 0 else Fraction(0)
         again = bool(self.plan.recompute) and self.plan.recompute[i.stage] > 0
-        changes = {
-            Fwd: (kept if again else whole) + keys,
-            Recompute: whole - kept,
-            Bwd: -whole - keys,
-            BwdInput: after - whole - keys,
-            BwdWeight: -after,
-        }
+        changes = {ops.Fwd: (kept if again else whole) + keys, ops.Recompute: whole - kept}
+        changes |= {ops.Bwd: -whole - keys, ops.BwdInput: after - whole - keys, ops.BwdWeight: -after}
         return changes[type(i)]

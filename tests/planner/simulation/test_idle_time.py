@@ -1,7 +1,5 @@
 """Idle time by cause: parts add up to the makespan; the page's twin agrees (tests/viz/test_page_engine.py)."""
 
-from __future__ import annotations
-
 import pytest
 
 import quintsched as qs

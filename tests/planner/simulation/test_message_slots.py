@@ -1,7 +1,5 @@
 """Slots of messages: as many as a walk through the program finds alive at once, no two alive ones in the same slot."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,20 +15,12 @@ from quintsched.ir.instruction_set import OffloadAct, Recv, Send
 from quintsched.ir.instruction_values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.passes.place_offloads import least_cap
 from quintsched.schedules import Schedule, all_schedules
-from quintsched.simulation.message_slots import (
-    KEEPS,
-    Lifetimes,
-    MessageRule,
-    assign_slots,
-    message_slots,
-    receive_lifetimes,
-    send_lifetimes,
-)
+from quintsched.simulation import message_slots as slots
 
 from ..verify.mutants import mutant
 from ..verify.small_plans import SMALL, any_plan
 
-RULES = [MessageRule(None, 4), MessageRule(2, 4), MessageRule(1, None), MessageRule(3, 1)]
+RULES = [slots.MessageRule(None, 4), slots.MessageRule(2, 4), slots.MessageRule(1, None), slots.MessageRule(3, 1)]
 SHAPES = [(2, 4), (3, 4), (4, 8)]
 
 
@@ -65,7 +55,7 @@ class Walk:
     `received[t]` and `sent[t]` are the values whose buffers are needed while instruction t runs.
     """
 
-    def __init__(self, plan: qs.Plan, rank: int, rule: MessageRule) -> None:
+    def __init__(self, plan: qs.Plan, rank: int, rule: slots.MessageRule) -> None:
         self._plan, self._rule = plan, rule
         self._program = plan.programs[rank]
         self._flows = plan.flows.of_rows(plan.columns.rows_of(rank))
@@ -105,7 +95,10 @@ class Walk:
             for made in flow.produces
             if self._plan.mode == "train"
             and unit_of(made) == unit_of(value)
-            and (made.kind in KEEPS or (made.kind is value.kind is ValueKind.SKIP and lane_of(made) == lane_of(value)))
+            and (
+                made.kind in slots.KEEPS
+                or (made.kind is value.kind is ValueKind.SKIP and lane_of(made) == lane_of(value))
+            )
             and not (made.kind is ValueKind.SAVED and OffloadAct(made.stage, made.number) in self._program)
         }
 
@@ -131,23 +124,23 @@ class Walk:
             flying -= {Value(ValueKind.OUTPUT, v.stage, v.number) for v in answered}
 
 
-def require_minimal(plan: qs.Plan, rule: MessageRule) -> None:
+def require_minimal(plan: qs.Plan, rule: slots.MessageRule) -> None:
     """Assert that lifetimes are those of a walk, that slots are as many as are alive at once, and that none clash."""
-    both = receive_lifetimes(plan, rule), send_lifetimes(plan, rule)
-    counts = message_slots(plan, rule)
+    both = slots.receive_lifetimes(plan, rule), slots.send_lifetimes(plan, rule)
+    counts = slots.message_slots(plan, rule)
     for rank in range(plan.mesh.pp):
         walk = Walk(plan, rank, rule)
         for lifetimes, alive, number in zip(both, (walk.received, walk.sent), counts, strict=True):
             mine = lifetimes.of_rank(plan.columns, rank)
             require_same(plan, mine, alive)
-            slots = assign_slots(mine.first.tolist(), mine.last.tolist())
+            taken = slots.assign_slots(mine.first.tolist(), mine.last.tolist())
             assert number[rank] == max(map(len, alive), default=0)
-            assert sorted({*slots}) == [*range(number[rank])]
-            slot_of = {plan.flows.value_at(int(p)): s for p, s in zip(mine.places, slots, strict=True)}
+            assert sorted({*taken}) == [*range(number[rank])]
+            slot_of = {plan.flows.value_at(int(p)): s for p, s in zip(mine.places, taken, strict=True)}
             assert all(len({slot_of[value] for value in values}) == len(values) for values in alive)
 
 
-def require_same(plan: qs.Plan, lifetimes: Lifetimes, alive: list[set[Value]]) -> None:
+def require_same(plan: qs.Plan, lifetimes: slots.Lifetimes, alive: list[set[Value]]) -> None:
     found: list[set[Value]] = [set() for _ in alive]
     for place, first, last in zip(lifetimes.places, lifetimes.first, lifetimes.last, strict=True):
         for index in range(first, last + 1):

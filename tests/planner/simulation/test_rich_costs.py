@@ -1,12 +1,10 @@
 """Costs per microbatch, slice and link, and exchanges: against a naive simulator, and what holds for all of them."""
 
-from __future__ import annotations
-
-import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -17,32 +15,23 @@ import quintsched as qs
 from quintsched.ir.instruction_set import Message, Overlap
 from quintsched.plan import Plan
 from tests.planner.simulation.naive import Naive
+from tests.planner.verify.small_plans import BUILT_IN
 
 UNITS = ("forward", "backward_input", "backward_weight", "recompute", "exchange", "exchange_backward", "message")
 HELD = ("activation", "activation_after_input", "activation_checkpointed", "keys")
 
 
-def shapes() -> Iterator[Plan]:
-    """Every schedule in small shapes, with recomputation and overlaps where it takes them."""
-    for schedule in [found for found in qs.all_schedules() if found.built_in]:
-        for pp, microbatches in ((1, 2), (2, 4), (4, 8)):
-            chunks = min(schedule.max_chunks, max(schedule.min_chunks, pp - 1))
-            for slices in {1, min(schedule.max_slices, 3)}:
-                for recompute, overlap in ((0, False), (1, False), (0, True)):
-                    options = {"chunks": chunks, "slices": slices, "recompute": recompute, "overlap": overlap}
-                    try:
-                        yield qs.compile(schedule, mesh=qs.Mesh(pp=pp), microbatches=microbatches, **options)
-                    except qs.UsageError:
-                        continue
-
-
 @cache
 def every_plan() -> list[Plan]:
-    return list(shapes())
-
-
-def is_special(plan: Plan) -> bool:
-    return plan.schedule.slices > 1 or bool(len(plan.columns.rows_where(Overlap)))
+    """Every schedule in small shapes, with recomputation and overlaps where it takes them."""
+    found = []
+    for schedule, (pp, microbatches) in product(BUILT_IN, ((1, 2), (2, 4), (4, 8))):
+        sizes = {"mesh": qs.Mesh(pp=pp), "microbatches": microbatches}
+        sizes |= {"chunks": min(schedule.max_chunks, max(schedule.min_chunks, pp - 1))}
+        for slices, more in product({1, min(schedule.max_slices, 3)}, ({}, {"recompute": 1}, {"overlap": True})):
+            with suppress(qs.UsageError):
+                found.append(qs.compile(schedule, **sizes, slices=slices, **more))
+    return found
 
 
 def plans(keep: Callable[[Plan], bool] | None = None) -> st.SearchStrategy[Plan]:
@@ -50,7 +39,7 @@ def plans(keep: Callable[[Plan], bool] | None = None) -> st.SearchStrategy[Plan]
     return st.deferred(lambda: st.sampled_from([plan for plan in every_plan() if keep is None or keep(plan)]))
 
 
-PLAN = plans() | plans(is_special)
+PLAN = plans() | plans(lambda plan: plan.schedule.slices > 1 or bool(len(plan.columns.rows_where(Overlap))))
 QUARTERS = st.integers(0, 12).map(lambda n: n / 4)
 SOME = st.integers(1, 8).map(lambda n: n / 4)
 BANDWIDTHS = st.sampled_from([0.25, 0.5, 1, 2, 4])
@@ -158,15 +147,12 @@ def test_a_slower_link_never_makes_a_step_shorter(data, plan):
     destination = (source + data.draw(st.integers(1, ranks - 1))) % ranks
     if not isinstance(file["p2p"], dict):
         file["p2p"] = {}
-    others = [
-        link for link in file["p2p"].get("links", []) if (link["source"], link["destination"]) != (source, destination)
+    ends = {"source": source, "destination": destination}
+    others = [link for link in file["p2p"].get("links", []) if ends.items() - link.items()]
+    spans = [
+        plan.simulate(read(file | {"p2p": file["p2p"] | {"links": [*others, ends | {"latency": latency}]}})).makespan
+        for latency in (0.75, 1.5)
     ]
-    spans = []
-    for latency in (0.75, 1.5):
-        link = {"source": source, "destination": destination, "latency": latency}
-        changed = copy.deepcopy(file)
-        changed["p2p"]["links"] = [*others, link]
-        spans.append(plan.simulate(read(changed)).makespan)
     assert spans[0] <= spans[1]
 
 

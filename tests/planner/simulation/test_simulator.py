@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 import quintsched as qs
+from tests.planner.verify.small_plans import without_care
 
 
-def test_a_plan_that_cannot_finish_is_not_timed(careless):
-    plan = careless(qs.compile("1f1b", mesh="pp=2", microbatches=4))
+def test_a_plan_that_cannot_finish_is_not_timed():
+    plan = without_care(qs.compile("1f1b", mesh="pp=2", microbatches=4))
     assert plan.simulate().makespan == 15, "free under the channel profile, so it can be timed"
     programs = (plan.programs[0][::-1], plan.programs[1])
     with pytest.raises(qs.UnsoundError, match="not sound"):

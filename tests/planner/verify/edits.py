@@ -5,8 +5,6 @@
     drop(Bwd(1, 2))   double(SendAct)   swap(Fwd(0, 0), Fwd(0, 1))   put(Fwd, Fwd(7, 0))   move(ClipGrad, after=OptStep)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from quintsched.ir.instruction_set import Instruction

@@ -5,28 +5,12 @@ do no harm (microbatches renamed everywhere, a backward cut into halves) or chan
 the model on the stages, with the sums over twins to match).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from random import Random
 
 from quintsched.collectives import Communication, spell
-from quintsched.ir.instruction_set import (
-    SKIP_MESSAGES,
-    Bwd,
-    BwdInput,
-    BwdWeight,
-    Compute,
-    FreeParams,
-    Fwd,
-    GatherParams,
-    Instruction,
-    Message,
-    Overlap,
-    Recompute,
-    SyncTied,
-)
+from quintsched.ir import instruction_set as ops
 from quintsched.ir.layout import Route
 from quintsched.plan import Plan
 from tests.planner.collectives.mini_mutants import mini_mutant
@@ -40,8 +24,13 @@ def edit_head(plan: Plan, random: Random) -> Plan:
     return random.choice(EDITS)(plan, random)
 
 
-def _with_programs(plan: Plan, programs: Iterable[Iterable[Instruction]]) -> Plan:
+def _with_programs(plan: Plan, programs: Iterable[Iterable[ops.Instruction]]) -> Plan:
     return replace(plan, programs=tuple(map(tuple, programs)))
+
+
+def _changed(plan: Plan, change: Callable[[ops.Instruction], Iterable[ops.Instruction]]) -> Plan:
+    """Return the plan with others in the place of each instruction."""
+    return _with_programs(plan, ([made for i in program for made in change(i)] for program in plan.programs))
 
 
 def _pieces(plan: Plan, random: Random) -> Plan:
@@ -107,42 +96,43 @@ def _recompute(plan: Plan, random: Random) -> Plan:
     if random.random() < 0.5:
         return changed
 
-    def fitting(i: Instruction) -> Iterable[Instruction]:
+    def fitting(i: ops.Instruction) -> Iterable[ops.Instruction]:
         for side in i.sides:
-            if isinstance(side, Compute) and side.stage == stage:
-                if isinstance(side, Recompute):
+            if isinstance(side, ops.Compute) and side.stage == stage:
+                if isinstance(side, ops.Recompute):
                     return
-                if isinstance(side, Bwd | BwdInput) and recompute[stage]:
-                    yield Recompute(stage, side.microbatch)
+                if isinstance(side, ops.Bwd | ops.BwdInput) and recompute[stage]:
+                    yield ops.Recompute(stage, side.microbatch)
         yield i
 
-    return _with_programs(changed, ([made for i in program for made in fitting(i)] for program in plan.programs))
+    return _changed(changed, fitting)
 
 
-def _without(plan: Plan, field: str, kinds: tuple[type[Instruction], ...], word: str, random: Random) -> Plan:
+def _without(plan: Plan, field: str, kinds: tuple[type[ops.Instruction], ...], word: str, random: Random) -> Plan:
     """Drop a name of what a plan ties or skips; half of the time with its instructions."""
     names = getattr(plan, field)
     gone = random.choice(sorted(names))
     changed = replace(plan, **{field: {name: held for name, held in names.items() if name != gone}})
-    kept = ([i for i in p if not (isinstance(i, kinds) and getattr(i, word) == gone)] for p in plan.programs)
-    return _with_programs(changed, kept) if random.random() < 0.5 else changed
+    if random.random() < 0.5:
+        return changed
+    return _changed(changed, lambda i: [] if isinstance(i, kinds) and getattr(i, word) == gone else [i])
 
 
 def _tied(plan: Plan, random: Random) -> Plan:
     """Tie a weight more, or one less; half of the time with its sum on all ranks that hold it."""
     stages = len(plan.stage_to_pp)
     if plan.tied and random.random() < 0.5:
-        return _without(plan, "tied", (SyncTied,), "params", random)
+        return _without(plan, "tied", (ops.SyncTied,), "params", random)
     held = tuple(sorted(random.choices(range(stages + 1), k=2))) if random.random() < 0.3 else (0, stages - 1)
     changed = replace(plan, tied={**plan.tied, "more": held})
     if random.random() < 0.3 or not all(0 <= stage < stages for stage in held):
         return changed
-    sync, programs = SyncTied("more", held), []
+    sync, programs = ops.SyncTied("more", held), []
     for rank, program in enumerate(plan.programs):
-        mine = any(plan.stage_to_pp[stage] == rank for stage in held)
-        ends = [k for k, i in enumerate(program) if isinstance(i, Compute | Message | SyncTied)]
+        mine = rank in (plan.stage_to_pp[stage] for stage in held)
+        ends = (k for k, i in enumerate(program) if isinstance(i, ops.Compute | ops.Message | ops.SyncTied))
         at = max(ends, default=-1) + 1
-        programs.append([*program[:at], *([sync] if mine else []), *program[at:]])
+        programs.append([*program[:at], *[sync] * mine, *program[at:]])
     return _with_programs(changed, programs)
 
 
@@ -150,7 +140,7 @@ def _skips(plan: Plan, random: Random) -> Plan:
     """Another skip, or one less."""
     stages = range(len(plan.stage_to_pp))
     if plan.skips and random.random() < 0.5:
-        return _without(plan, "skips", SKIP_MESSAGES, "skip", random)
+        return _without(plan, "skips", ops.SKIP_MESSAGES, "skip", random)
     name = random.choice([*plan.skips, "more"])
     ends = tuple(random.choices(range(len(stages) + 1), k=random.randint(1, 3)))
     return replace(plan, skips={**plan.skips, name: tuple(sorted({*ends})) if random.random() < 0.7 else ends})
@@ -208,64 +198,49 @@ def _rename_units(plan: Plan, random: Random) -> Plan:
     names = {one: other, other: one}
     only = random.randrange(len(plan.programs)) if random.random() < 0.3 else None
 
-    def renamed(i: Instruction) -> Instruction:
-        if isinstance(i, Compute | Message):
-            return replace(i, microbatch=names.get(i.microbatch, i.microbatch))
-        if isinstance(i, Overlap):
-            pairs = ((stage, names.get(unit, unit)) for stage, unit in (i.forward, i.backward))
-            return Overlap(*pairs)
-        return i
+    def renamed(i: ops.Instruction) -> ops.Instruction:
+        if isinstance(i, ops.Overlap):
+            return ops.Overlap(*((stage, names.get(unit, unit)) for stage, unit in (i.forward, i.backward)))
+        named = isinstance(i, ops.Compute | ops.Message)
+        return replace(i, microbatch=names.get(i.microbatch, i.microbatch)) if named else i
 
-    programs = (
-        map(renamed, program) if only in (None, rank) else program for rank, program in enumerate(plan.programs)
-    )
+    programs = (map(renamed, p) if only in (None, rank) else p for rank, p in enumerate(plan.programs))
     return _with_programs(plan, programs)
 
 
 def _halves(plan: Plan, random: Random) -> Plan:
     """Cut some backwards into halves, or put halves together where the first one stands."""
-    chosen = {
-        (s, m) for s in range(len(plan.stage_to_pp)) for m in range(plan.schedule.num_units) if random.random() < 0.4
-    }
-    join = random.random() < 0.5
+    units, stages = range(plan.schedule.num_units), range(len(plan.stage_to_pp))
+    chosen = {(s, m) for s in stages for m in units if random.random() < 0.4}
+    halves, join = (ops.BwdInput, ops.BwdWeight), random.random() < 0.5
 
-    def changed(i: Instruction) -> Iterable[Instruction]:
-        if isinstance(i, Compute) and (i.stage, i.microbatch) in chosen:
-            if isinstance(i, Bwd) and not join:
-                yield from (BwdInput(i.stage, i.microbatch), BwdWeight(i.stage, i.microbatch))
-                return
-            if isinstance(i, BwdWeight) and join:
-                return
-            if isinstance(i, BwdInput) and join:
-                yield Bwd(i.stage, i.microbatch)
-                return
-        yield i
+    def changed(i: ops.Instruction) -> Iterable[ops.Instruction]:
+        cell = getattr(i, "stage", None), getattr(i, "microbatch", None)
+        if isinstance(i, ops.Bwd) and not join and cell in chosen:
+            return [half(*cell) for half in halves]
+        if isinstance(i, halves) and join and cell in chosen:
+            return [ops.Bwd(*cell)] * isinstance(i, ops.BwdInput)
+        return [i]
 
-    return _with_programs(plan, ([made for i in program for made in changed(i)] for program in plan.programs))
+    return _changed(plan, changed)
 
 
 def _messages(plan: Plan, random: Random) -> Plan:
     """Swap two messages of a channel on both of its ends."""
-    sends = [i for program in plan.programs for i in program if isinstance(i, Message)]
+    sends = [i for program in plan.programs for i in program if isinstance(i, ops.Message)]
     if not sends:
         return plan
     one = random.choice(sends)
     other = random.choice([i for i in sends if type(i) is type(one) and (i.stage, i.peer) == (one.stage, one.peer)])
-    places = {
-        (type(i), i.stage, i.peer, i.microbatch): (rank, at)
-        for rank, program in enumerate(plan.programs)
-        for at, i in enumerate(program)
-        if isinstance(i, Message)
-    }
-    programs = [list(program) for program in plan.programs]
-    for kind, stage, peer, unit in list(places):
-        rank, at = places[kind, stage, peer, unit]
-        if unit in (one.microbatch, other.microbatch):
-            i = programs[rank][at]
-            swapped = other.microbatch if unit == one.microbatch else one.microbatch
-            if (kind, stage, peer) == (type(one), one.stage, one.peer) or peer == _home(plan, one.stage):
-                programs[rank][at] = replace(i, microbatch=swapped)
-    return _with_programs(plan, programs)
+    units = {one.microbatch: other.microbatch, other.microbatch: one.microbatch}
+
+    def swapped(i: ops.Instruction) -> Iterable[ops.Instruction]:
+        is_there = isinstance(i, ops.Message) and i.microbatch in units
+        is_same = is_there and (type(i), i.stage, i.peer) == (type(one), one.stage, one.peer)
+        changes = is_same or (is_there and i.peer == _home(plan, one.stage))
+        return [replace(i, microbatch=units[i.microbatch])] if changes else [i]
+
+    return _changed(plan, swapped)
 
 
 def _home(plan: Plan, stage: int) -> int:
@@ -276,31 +251,15 @@ def _weights(plan: Plan, random: Random) -> Plan:
     """Drop weights in the middle of their use and gather them again, which only ZeRO-3 may."""
     programs = [list(program) for program in plan.programs]
     program = random.choice(programs)
-    places = [k for k, i in enumerate(program) if isinstance(i, Fwd | Bwd | BwdInput | Overlap)]
+    places = [k for k, i in enumerate(program) if isinstance(i, ops.Fwd | ops.Bwd | ops.BwdInput | ops.Overlap)]
     if places:
         at = random.choice(places)
         stage = getattr(random.choice(program[at].sides), "stage")  # noqa: B009
-        program[at:at] = [FreeParams(stage), GatherParams(stage)]
+        program[at:at] = [ops.FreeParams(stage), ops.GatherParams(stage)]
     return _with_programs(plan, programs)
 
 
 EDITS: tuple[Callable[[Plan, Random], Plan], ...] = (
-    _pieces,
-    _pieces,
-    _routes,
-    _homes,
-    _zero,
-    _recompute,
-    _recompute,
-    _tied,
-    _tied,
-    _skips,
-    _losses,
-    _sizes,
-    _blocks,
-    _collective,
-    _rename_units,
-    _halves,
-    _messages,
-    _weights,
+    *(_pieces, _recompute, _tied, _routes, _homes, _zero, _skips, _losses, _sizes, _blocks, _collective),
+    *(_pieces, _recompute, _tied, _rename_units, _halves, _messages, _weights),
 )

@@ -1,7 +1,5 @@
 """Judge of a plan's head: indices out of range, sizes that do not fit, routes through another model."""
 
-from __future__ import annotations
-
 from quintsched.plan import Plan
 from tests.planner.verify.judge_replicas import communication_faults, zero_faults
 from tests.planner.verify.skip_judge import skip_head_faults

@@ -7,8 +7,6 @@ messages have tags, those stand for issued when their value is made.
     rank 1   launched  b, a      that each of its members has launched and that is not done; gloo has a line per group
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 
 from quintsched.ir.dataflow_analysis import Value

@@ -1,7 +1,5 @@
 """Judge of a plan's head about its replicas: the state that they shard, and the way they sum gradients."""
 
-from __future__ import annotations
-
 from math import prod
 
 from quintsched.ir.instruction_set import AllGatherBucket, AllReduceBucket, ReduceScatterBucket
@@ -20,12 +18,8 @@ def zero_faults(plan: Plan, sizes: dict[str, int], trains: bool) -> list[str]:
 def communication_faults(plan: Plan, sizes: dict[str, int]) -> list[str]:
     """Every sum over replicas has to have its own collective, in the plan's way."""
     kinds = {AllReduceBucket: "all_reduce", ReduceScatterBucket: "reduce_scatter", AllGatherBucket: "all_gather"}
-    called = {
-        (kinds[type(i)], prod(sizes.get(axis, 1) for axis in i.axes))
-        for program in plan.programs
-        for i in program
-        if type(i) in kinds
-    }
+    sums = [i for program in plan.programs for i in program if type(i) in kinds]
+    called = {(kinds[type(i)], prod(sizes.get(axis, 1) for axis in i.axes)) for i in sums}
     means, plans = plan.communication.means, plan.communication.plans.values()
     there = {(mini.kind, mini.size) for mini in plans}
     found = ["calls and collectives are not the same"] if means != "native" and called != there else []

@@ -10,34 +10,10 @@ A join takes the messages along that would else stand on the wrong side of it, o
 plan's head and its spelled-out collectives as well (`head_edits`), in 1 to 4 places. Some do no harm.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 
-from quintsched.ir.instruction_set import (
-    SKIP_MESSAGES,
-    AllGatherBucket,
-    AllReduceBucket,
-    Bwd,
-    BwdInput,
-    BwdWeight,
-    Compute,
-    FetchAct,
-    FreeParams,
-    Fwd,
-    GatherParams,
-    HostCopy,
-    Instruction,
-    Message,
-    OffloadAct,
-    OptStep,
-    Overlap,
-    ReduceScatterBucket,
-    SendAct,
-    ShareMetrics,
-    SyncTied,
-)
+from quintsched.ir import instruction_set as ops
 from quintsched.plan import Plan
 from tests.planner.verify.head_edits import edit_head
 
@@ -61,7 +37,7 @@ def reordered(plan: Plan, random: Random) -> Plan:
     ranks, salt, in_one_order = range(len(plan.programs)), random.random(), random.random() < 0.4
     for rank in ranks if in_one_order else random.sample(ranks, random.randint(1, len(ranks))):
         program = list(plan.programs[rank])
-        places = [index for index, i in enumerate(program) if isinstance(i, SyncTied | ShareMetrics)]
+        places = [index for index, i in enumerate(program) if isinstance(i, ops.SyncTied | ops.ShareMetrics)]
         drawn = {program[at]: Random(f"{salt} {program[at]} {in_one_order or rank}").random() for at in places}
         for index, i in zip(places, sorted((program[at] for at in places), key=drawn.__getitem__), strict=True):
             program[index] = i
@@ -76,32 +52,32 @@ def edit_program(plan: Plan, random: Random) -> Plan:
     return with_program(plan, rank, _changed(program, plan, random)) if program else plan
 
 
-def with_program(plan: Plan, rank: int, program: list[Instruction]) -> Plan:
+def with_program(plan: Plan, rank: int, program: list[ops.Instruction]) -> Plan:
     programs = list(plan.programs)
     programs[rank] = tuple(program)
     return replace(plan, programs=tuple(programs))
 
 
-def _kinds_of_change(i: Instruction, plan: Plan) -> list[str]:
+def _kinds_of_change(i: ops.Instruction, plan: Plan) -> list[str]:
     kinds = ["swap", "neighbours", "drop", "duplicate", "move"]
-    kinds += ["retarget"] if isinstance(i, Message) else []
-    kinds += ["renumber", "restage"] if isinstance(i, Compute | Message | HostCopy) else []
-    kinds += ["other way"] if isinstance(i, HostCopy) else []
-    kinds += ["host"] if isinstance(i, Compute) and plan.schedule.options.get("offload") else []
-    kinds += ["reskip"] if isinstance(i, SKIP_MESSAGES) else []
-    kinds += ["rebucket"] if isinstance(i, AllReduceBucket | ReduceScatterBucket | AllGatherBucket) else []
-    kinds += ["repart"] if isinstance(i, ReduceScatterBucket) else []
-    kinds += ["restage"] if isinstance(i, GatherParams | FreeParams) else []
+    kinds += ["retarget"] if isinstance(i, ops.Message) else []
+    kinds += ["renumber", "restage"] if isinstance(i, ops.Compute | ops.Message | ops.HostCopy) else []
+    kinds += ["other way"] if isinstance(i, ops.HostCopy) else []
+    kinds += ["host"] if isinstance(i, ops.Compute) and plan.schedule.options.get("offload") else []
+    kinds += ["reskip"] if isinstance(i, ops.SKIP_MESSAGES) else []
+    kinds += ["rebucket"] if isinstance(i, ops.AllReduceBucket | ops.ReduceScatterBucket | ops.AllGatherBucket) else []
+    kinds += ["repart"] if isinstance(i, ops.ReduceScatterBucket) else []
+    kinds += ["restage"] if isinstance(i, ops.GatherParams | ops.FreeParams) else []
     kinds += ["gather"] if plan.zero.stage == 3 else []
-    kinds += ["reduce otherwise"] if isinstance(i, AllReduceBucket | ReduceScatterBucket) else []
-    kinds += ["stages"] if isinstance(i, OptStep) else []
-    kinds += ["retie"] if isinstance(i, SyncTied) else []
-    kinds += ["halves"] if isinstance(i, Bwd | BwdInput | BwdWeight) else []
-    kinds += ["pair"] if isinstance(i, Fwd | Bwd | Overlap) else []
+    kinds += ["reduce otherwise"] if isinstance(i, ops.AllReduceBucket | ops.ReduceScatterBucket) else []
+    kinds += ["stages"] if isinstance(i, ops.OptStep) else []
+    kinds += ["retie"] if isinstance(i, ops.SyncTied) else []
+    kinds += ["halves"] if isinstance(i, ops.Bwd | ops.BwdInput | ops.BwdWeight) else []
+    kinds += ["pair"] if isinstance(i, ops.Fwd | ops.Bwd | ops.Overlap) else []
     return kinds
 
 
-def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Instruction]:
+def _changed(program: list[ops.Instruction], plan: Plan, random: Random) -> list[ops.Instruction]:
     index, other = random.randrange(len(program)), random.randrange(len(program))
     i = program[index]
     ranks, units, stages = len(plan.programs), plan.schedule.num_units, len(plan.stage_to_pp)
@@ -125,21 +101,23 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
         case "reskip":
             program[index] = replace(i, skip=random.choice(["all", "far", "none"]))
         case "other way":
-            program[index] = (FetchAct if isinstance(i, OffloadAct) else OffloadAct)(i.stage, i.microbatch)
+            program[index] = (ops.FetchAct if isinstance(i, ops.OffloadAct) else ops.OffloadAct)(i.stage, i.microbatch)
         case "host":
-            for place, kind in zip(sorted((index, other)), random.sample([OffloadAct, FetchAct], 2), strict=True):
+            for place, kind in zip(
+                sorted((index, other)), random.sample([ops.OffloadAct, ops.FetchAct], 2), strict=True
+            ):
                 program.insert(place + 1, kind(i.stage, i.microbatch))
         case "rebucket":
             program[index] = replace(i, bucket=random.randint(0, plan.buckets_per_stage + 1))
         case "repart":
             program[index] = replace(i, part=random.randint(0, i.part + 1))
         case "gather":
-            kind = random.choice([GatherParams, FreeParams])
+            kind = random.choice([ops.GatherParams, ops.FreeParams])
             program.insert(index, kind(random.randrange(stages)))
         case "reduce otherwise":
-            whole = AllReduceBucket(i.stage, i.bucket, i.axes)
-            parts = ReduceScatterBucket(i.stage, i.bucket, i.axes, 0)
-            program[index] = parts if isinstance(i, AllReduceBucket) else whole
+            whole = ops.AllReduceBucket(i.stage, i.bucket, i.axes)
+            parts = ops.ReduceScatterBucket(i.stage, i.bucket, i.axes, 0)
+            program[index] = parts if isinstance(i, ops.AllReduceBucket) else whole
         case "stages":
             program[index] = replace(i, stages=tuple(random.choices(range(stages + 1), k=random.randint(0, 3))))
         case "retie":
@@ -147,59 +125,46 @@ def _changed(program: list[Instruction], plan: Plan, random: Random) -> list[Ins
         case "pair":
             return _changed_pair(program, index, plan, random)
         case "halves":
-            kind = random.choice([Bwd, BwdInput, BwdWeight])
+            kind = random.choice([ops.Bwd, ops.BwdInput, ops.BwdWeight])
             program[index] = kind(i.stage, i.microbatch)
     return program
 
 
-def _changed_pair(program: list[Instruction], index: int, plan: Plan, random: Random) -> list[Instruction]:
+def _changed_pair(program: list[ops.Instruction], index: int, plan: Plan, random: Random) -> list[ops.Instruction]:
     """Return a program with another pair than the one at `index`, or with a pair of the computation there."""
     i = program[index]
-    if not isinstance(i, Overlap):
+    if not isinstance(i, ops.Overlap):
         return _joined(program, index, random)
-    match random.randrange(4):
-        case 0:
-            return [*program[:index], *random.sample(i.sides, 2), *program[index + 1 :]]
-        case 1:
-            other: Instruction = Overlap(i.backward, i.forward)
-        case 2:
-            other = random.choice([Fwd(*i.forward), Bwd(*i.backward)])
-        case _:
-            other = _with_another_number(i, plan, random)
-    return [*program[:index], other, *program[index + 1 :]]
+    side, most = random.choice(["forward", "backward"]), (len(plan.stage_to_pp), plan.schedule.num_units)
+    numbers, which = [*getattr(i, side)], random.randrange(2)
+    numbers[which] = random.randint(0, most[which])
+    others: list[list[ops.Instruction]] = [
+        random.sample(i.sides, 2),
+        [ops.Overlap(i.backward, i.forward)],
+        [random.choice(i.sides)],
+        [replace(i, **{side: tuple(numbers)})],
+    ]
+    return [*program[:index], *random.choice(others), *program[index + 1 :]]
 
 
-def _with_another_number(i: Overlap, plan: Plan, random: Random) -> Overlap:
-    side = random.choice(["forward", "backward"])
-    stage, unit = getattr(i, side)
-    if random.random() < 0.5:
-        return replace(i, **{side: (random.randint(0, len(plan.stage_to_pp)), unit)})
-    return replace(i, **{side: (stage, random.randint(0, plan.schedule.num_units))})
-
-
-def _joined(program: list[Instruction], index: int, random: Random) -> list[Instruction]:
+def _joined(program: list[ops.Instruction], index: int, random: Random) -> list[ops.Instruction]:
     """Put a forward and the next backward, or a backward and the next forward, side by side where one of them is."""
     i = program[index]
-    wanted = Bwd if isinstance(i, Fwd) else Fwd
+    wanted = ops.Bwd if isinstance(i, ops.Fwd) else ops.Fwd
     later = next((k for k in range(index + 1, len(program)) if isinstance(program[k], wanted)), None)
     if later is None:
         return program
     pair = [i, program[later]]
-    forward, backward = sorted((type(side) is Bwd, side.stage, side.microbatch) for side in pair)
-    together = Overlap(forward[1:], backward[1:])
+    forward, backward = sorted((type(side) is ops.Bwd, side.stage, side.microbatch) for side in pair)
+    together = ops.Overlap(forward[1:], backward[1:])
     between, behind = program[index + 1 : later], program[later + 1 :]
-    match random.randrange(3):
-        case 0:
-            return [*program[:index], together, *between, *behind]
-        case 1:
-            return [*program[:index], *between, together, *behind]
-        case _:
-            sends = [k for k in between if isinstance(k, Message) and _of(k, i)]
-            rest = [k for k in between if k not in sends]
-            return [*program[:index], *rest, together, *sends, *behind]
+    sends = [k for k in between if isinstance(k, ops.Message) and _of(k, i)]
+    rest = [k for k in between if k not in sends]
+    places = [[together, *between], [*between, together], [*rest, together, *sends]]
+    return [*program[:index], *random.choice(places), *behind]
 
 
-def _of(message: Message, i: Instruction) -> bool:
+def _of(message: ops.Message, i: ops.Instruction) -> bool:
     """Whether a message takes away what a computation makes."""
     given = (message.stage, message.microbatch) == (i.stage, i.microbatch)
-    return given and isinstance(message, SendAct) == isinstance(i, Fwd) and "Send" in message.op
+    return given and isinstance(message, ops.SendAct) == isinstance(i, ops.Fwd) and "Send" in message.op

@@ -4,8 +4,6 @@ Tokens are ("skip", name, stage that takes it, unit), and ("skip grad", name, st
 and all that take the skip after it.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from quintsched.ir.instruction_set import Message, RecvSkip, RecvSkipGrad, SendSkip, SendSkipGrad

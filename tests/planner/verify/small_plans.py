@@ -4,8 +4,6 @@ SMALL = (Recipe(1f1b, mesh="pp=1", microbatches=1, …), …)      known when te
 SMALL[0].plan                                                  compiled when it is asked for, and kept
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,45 +11,19 @@ from random import Random
 from typing import Any
 
 import quintsched as qs
-from quintsched.ir.instruction_set import (
-    Bwd,
-    Fwd,
-    Instruction,
-    Message,
-    RecvAct,
-    RecvGrad,
-    SendAct,
-    SendGrad,
-    SyncTied,
-    short,
-)
+from quintsched.ir import instruction_set as ops
 from quintsched.passes.place_offloads import least_cap
 from quintsched.plan import Plan
 from quintsched.schedules import Schedule, find_schedule
 
 SHAPES = (
-    ("pp=1", 1),
-    ("pp=2", 2),
-    ("pp=2", 3),
-    ("pp=2", 4),
-    ("dp=2,pp=2", 4),
-    ("dp=2,pp=3", 3),
-    ("dp=2,ep=2,pp=2", 2),
-    ("pp=3", 4),
-    ("pp=4", 4),
+    *(("pp=1", 1), ("pp=2", 2), ("pp=2", 3), ("pp=2", 4), ("pp=3", 4), ("pp=4", 4)),
+    *(("dp=2,pp=2", 4), ("dp=2,pp=3", 3), ("dp=2,ep=2,pp=2", 2)),
 )
 PAIRED = (
-    ("dualpipe-v", "pp=1", 3),
-    ("dualpipe-v", "pp=2", 4),
-    ("dualpipe-v", "dp=2,pp=2", 3),
-    ("dualpipe-v", "pp=3", 6),
-    ("dualpipe", "pp=2", 4),
-    ("dualpipe", "dp=2,ep=2,pp=2", 4),
-    ("dualpipe", "pp=4", 8),
-    ("interleaved-1f1b", "pp=1", 3),
-    ("interleaved-1f1b", "pp=2", 4),
-    ("interleaved-1f1b", "dp=2,pp=2", 4),
-    ("interleaved-1f1b", "pp=3", 3),
+    *(("dualpipe-v", *shape) for shape in (("pp=1", 3), ("pp=2", 4), ("dp=2,pp=2", 3), ("pp=3", 6))),
+    *(("dualpipe", *shape) for shape in (("pp=2", 4), ("dp=2,ep=2,pp=2", 4), ("pp=4", 8))),
+    *(("interleaved-1f1b", *shape) for shape in (("pp=1", 3), ("pp=2", 4), ("dp=2,pp=2", 4), ("pp=3", 3))),
 )
 LIGHT = qs.Costs(activation_after_input=0.25)
 BUILT_IN = [schedule for schedule in qs.all_schedules() if schedule.built_in]
@@ -93,32 +65,46 @@ def any_plan(recipes: Sequence[Recipe], random: Random) -> Plan:
 
 def cells(plan: Plan, rank: int) -> str:
     """Return a rank's program in letters, without messages."""
-    return " ".join(short(i) for i in plan.programs[rank] if not isinstance(i, Message))
+    return " ".join(ops.short(i) for i in plan.programs[rank] if not isinstance(i, ops.Message))
 
 
 def held_back() -> Plan:
     """Each rank keeps a message back behind a computation that waits, by way of the other rank, for that message."""
     plan = qs.compile("gpipe", mesh="pp=2", microbatches=2)
     # fmt: off
-    computed: tuple[list[Instruction], list[Instruction]] = (
-        [Fwd(0, 0), SendAct(0, 0, 1), Fwd(0, 1), RecvGrad(0, 0, 1), Bwd(0, 0),
-         SendAct(0, 1, 1), RecvGrad(0, 1, 1), Bwd(0, 1)],
-        [RecvAct(1, 0, 0), Fwd(1, 0), Bwd(1, 0), RecvAct(1, 1, 0), Fwd(1, 1),
-         SendGrad(1, 0, 0), Bwd(1, 1), SendGrad(1, 1, 0)],
+    computed: tuple[list[ops.Instruction], list[ops.Instruction]] = (
+        [ops.Fwd(0, 0), ops.SendAct(0, 0, 1), ops.Fwd(0, 1), ops.RecvGrad(0, 0, 1), ops.Bwd(0, 0),
+         ops.SendAct(0, 1, 1), ops.RecvGrad(0, 1, 1), ops.Bwd(0, 1)],
+        [ops.RecvAct(1, 0, 0), ops.Fwd(1, 0), ops.Bwd(1, 0), ops.RecvAct(1, 1, 0), ops.Fwd(1, 1),
+         ops.SendGrad(1, 0, 0), ops.Bwd(1, 1), ops.SendGrad(1, 1, 0)],
     )
     # fmt: on
     return replace(plan, programs=tuple((*own, *p[-3:]) for own, p in zip(computed, plan.programs, strict=True)))
+
+
+def without_care(plan: Plan) -> Plan:
+    """Return the plan with each receive just before its use and each send just after: this often deadlocks."""
+
+    def careless(rank: int) -> Iterator[ops.Instruction]:
+        used = list(zip(plan.programs[rank], plan.flows.of_rows(plan.columns.rows_of(rank)), strict=True))
+        for i, flow in used:
+            if not isinstance(i, ops.Message):
+                yield from (m for m, of in used if isinstance(m, ops.Recv) and of.produces[0] in flow.consumes)
+                yield i
+                yield from (m for m, of in used if isinstance(m, ops.Send) and of.consumes[0] in flow.produces)
+
+    return replace(plan, programs=tuple(tuple(careless(rank)) for rank in range(len(plan.programs))))
 
 
 def with_pieces(plan: Plan, pieces: tuple[int, ...]) -> Plan:
     """Return the plan with other pieces of the model on its stages, and sums over those that are twins then."""
     programs = []
     for rank, program in enumerate(plan.programs):
-        rest = [i for i in program if not (isinstance(i, SyncTied) and i.params == "stage")]
-        at = next((k for k, i in enumerate(program) if isinstance(i, SyncTied)), len(rest))
+        rest = [i for i in program if not (isinstance(i, ops.SyncTied) and i.params == "stage")]
+        at = next((k for k, i in enumerate(program) if isinstance(i, ops.SyncTied)), len(rest))
         mine = {pieces[stage] for stage, home in enumerate(plan.stage_to_pp) if home == rank}
         twins = [tuple(stage for stage, piece in enumerate(pieces) if piece == held) for held in mine]
-        syncs = [SyncTied("stage", stages) for stages in sorted(twins) if len(stages) > 1]
+        syncs = [ops.SyncTied("stage", stages) for stages in sorted(twins) if len(stages) > 1]
         programs.append((*rest[:at], *syncs, *rest[at:]))
     return replace(plan, stage_to_part=pieces, programs=tuple(programs))
 

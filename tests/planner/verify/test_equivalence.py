@@ -35,15 +35,12 @@ from tests.planner.verify.small_plans import EACH, any_plan
 
 def _twins(rank: int, shape: Shape) -> Order:
     """Two routes, one down the ranks and one up, as a bidirectional schedule has them."""
-    for stage in shape.stages_of(rank):
-        units = range(shape.microbatches // 2)
-        for unit in units if stage < shape.pp else (len(units) + u for u in units):
-            yield Fwd(stage, unit)
-    for stage in shape.stages_of(rank):
-        units = range(shape.microbatches // 2)
-        for unit in units if stage < shape.pp else (len(units) + u for u in units):
-            yield BwdInput(stage, unit)
-            yield BwdWeight(stage, unit)
+    half = shape.microbatches // 2
+    own = [
+        (stage, unit + (half if stage >= shape.pp else 0)) for stage in shape.stages_of(rank) for unit in range(half)
+    ]
+    yield from (Fwd(*cell) for cell in own)
+    yield from (half(*cell) for cell in own for half in (BwdInput, BwdWeight))
 
 
 TWINS = Schedule("twins", _twins, "", "", "", placement=placement.bidirectional, bidirectional=True)
@@ -93,29 +90,22 @@ FEW = qs.compile("gpipe", mesh="pp=2", microbatches=2)
 SLICED = qs.compile(SLICES, mesh="pp=1", microbatches=1, slices=2)
 OF_EXPERTS = AllReduceBucket(1, 1, ("dp",))
 CROSSING = [swap(SendAct(0, 0, 1), SendAct(0, 1, 1)), move(Fwd(0, 1), after=Fwd(0, 0))]
+LOST = [
+    "stage 0 adds up the gradient of microbatch 1 0 times instead of once",
+    "the optimizer steps stage 0 with another gradient than the sequential program's",
+    "the saved activations of stage 0, microbatch 1 is left over on rank 0",
+]
 ANOTHER = "the optimizer steps stage 1 with another gradient"
 FAULTS: list[tuple[Plan, int, list[Edit], list[str]]] = [
     (PLAIN, 1, [put(Bwd(1, 2), Bwd(1, 1))], ["Bwd(stage=1, microbatch=1): needs the saved activations of stage 1, mi"]),
     (SPLIT, 1, [put(BwdWeight(1, 2), BwdWeight(1, 1))], ["needs the pending weight half of stage 1, microbatch"]),
-    (
-        *(ALONE, 0, [drop(Bwd(0, 1))]),
-        [
-            "stage 0 adds up the gradient of microbatch 1 0 times instead of once",
-            "the optimizer steps stage 0 with another gradient than the sequential program's",
-            "the saved activations of stage 0, microbatch 1 is left over on rank 0",
-        ],
-    ),
+    (ALONE, 0, [drop(Bwd(0, 1))], LOST),
     (PLAIN, 1, [drop(AllReduceBucket)], [ANOTHER]),
     (EXPERTS, 1, [put(OF_EXPERTS, replace(OF_EXPERTS, axes=("dp", "ep")))], ["the axes must be those of the replicas"]),
     (EXPERTS, 1, [drop(OF_EXPERTS)], [ANOTHER]),
     (PLAIN, 1, [move(AllReduceBucket, before=Bwd(1, 3))], [ANOTHER]),
     (PLAIN, 1, [move(AllReduceBucket, after=ClipGrad)], ["uses another gradient of stage 1 than the one in the norm"]),
-    (
-        FEW,
-        0,
-        CROSSING,
-        ["stage 0 computes another gradient for microbatch 0 than the", "rank 0 ends with another loss"],
-    ),
+    (FEW, 0, CROSSING, ["stage 0 computes another gradient for microbatch 0 than", "rank 0 ends with another loss"]),
     (PLAIN, 1, [put(RecvAct(1, 0, 0), RecvAct(1, 1, 0))], ["needs the output of stage 0, microbatch 0"]),
     (PLAIN, 0, [double(SendAct)], ["needs the output of stage 0, microbatch 0, which is not on rank 0"]),
     (PLAIN, 0, [drop(SendAct)], ["rank 1 waits for ever at instruction"]),
@@ -131,9 +121,7 @@ FAULTS: list[tuple[Plan, int, list[Edit], list[str]]] = [
 
 
 @pytest.mark.parametrize(("plan", "rank", "edits", "words"), FAULTS, ids=[words[0] for *_, words in FAULTS])
-def test_a_fault_is_said_in_words_and_refused_by_the_checker(
-    plan: Plan, rank: int, edits: list[Edit], words: list[str]
-):
+def test_a_fault_is_said_in_words_and_refused_by_the_checker(plan, rank, edits, words):
     broken = edited(plan, rank, *edits)
     found = equivalence(broken)
     assert equivalence(plan).holds

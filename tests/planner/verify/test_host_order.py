@@ -3,8 +3,6 @@
 A second opinion, `Hosts`, walks the programs as hosts do.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from random import Random
 
