@@ -1,7 +1,5 @@
 """Plans, verdicts and simulations at a prompt and in a notebook: one line, and small HTML that is escaped."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from html.parser import HTMLParser
 

@@ -11,6 +11,7 @@ import pytest
 from quintsched.errors import InputError, UsageError, WriteError
 from quintsched.files import atomic
 from quintsched.files.atomic import read_whole, same_file, write_plain, write_whole
+from tests.helpers.refusals import require_refusals
 
 
 def everything_in(folder: Path) -> list[str]:
@@ -94,14 +95,14 @@ def test_a_full_disk_and_an_interrupt_leave_what_was_there(tmp_path, monkeypatch
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    full = "plan.json: cannot write the plan: No space left on device"
     for name, wrong, error, words in (
-        ("write", write, UsageError, "plan.json: cannot write the plan: No space left on device"),
-        ("replace", interrupt, KeyboardInterrupt, None),
+        ("write", write, UsageError, full),
+        ("replace", interrupt, KeyboardInterrupt, "^$"),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, wrong)
-            with pytest.raises(error, match=words):
-                write_whole(path, "after", "the plan")
+            require_refusals((words, lambda: write_whole(path, "after", "the plan")), error=error)
     assert path.read_text() == "before"
     assert everything_in(tmp_path) == ["plan.json"]
 
@@ -110,12 +111,11 @@ def test_what_cannot_be_written_is_said(tmp_path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     for path in (tmp_path / "no" / "such" / "plan", tmp_path, loop):
-        with pytest.raises(UsageError, match="cannot write the plan") as refused:
-            write_whole(path, b"", "the plan")
-        assert refused.value.exit_code == 2
+        require_refusals(("cannot write the plan", lambda path=path: write_whole(path, b"", "the plan")))
     assert loop.is_symlink()
-    with pytest.raises(WriteError, match="No space left on device"):
-        write_whole(Path("/dev/full"), b"data", "the plan")
+    device = Path("/dev/full")
+    require_refusals(("No space left on device", lambda: write_whole(device, b"data", "the plan")), error=WriteError)
+    assert UsageError.exit_code == 2
 
 
 def test_a_durable_file_is_synced_with_its_directory_where_the_file_system_does_that(tmp_path, monkeypatch):
@@ -144,10 +144,10 @@ def test_same_file_sees_through_links_and_into_directories(tmp_path):
     two.write_text("2")
     (tmp_path / "hard").hardlink_to(one)
     (tmp_path / "soft").symlink_to(one)
-    assert all(same_file(tmp_path / name, one) for name in ("one", "hard", "soft"))
-    assert same_file(tmp_path / "hard", tmp_path)
-    for path, other in ((one, two), (tmp_path / "three", one), (Path("/dev/null"), Path("/dev/null"))):
-        assert not same_file(path, other)
+    null = Path("/dev/null")
+    alike = [*((tmp_path / name, one) for name in ("one", "hard", "soft")), (tmp_path / "hard", tmp_path)]
+    assert [same_file(*both) for both in alike] == [True] * 4
+    assert [same_file(*both) for both in ((one, two), (tmp_path / "three", one), (null, null))] == [False] * 3
 
 
 def test_a_file_that_is_too_long_is_not_read(tmp_path, monkeypatch):
@@ -164,11 +164,10 @@ def test_a_file_that_is_too_long_is_not_read(tmp_path, monkeypatch):
     assert read_whole(Path(f"/dev/fd/{reads}"), 10, "the plan") == b"{}", "a pipe that is open, to its end"
     os.close(reads)
     with Path("/dev/zero").open("rb") as zero:
-        with pytest.raises(InputError, match=more):
-            read_whole(Path(f"/dev/fd/{zero.fileno()}"), 10, "the plan")
+        endless = Path(f"/dev/fd/{zero.fileno()}")
+        require_refusals((more, lambda: read_whole(endless, 10, "the plan")), error=InputError)
         monkeypatch.setattr(atomic, "MOST_STREAMED", 10)
-        with pytest.raises(InputError, match=more):
-            read_whole(Path(f"/dev/fd/{zero.fileno()}"), 100, "the plan")
+        require_refusals((more, lambda: read_whole(endless, 100, "the plan")), error=InputError)
 
 
 def test_only_files_are_read_and_nothing_is_waited_for(tmp_path):
@@ -176,11 +175,13 @@ def test_only_files_are_read_and_nothing_is_waited_for(tmp_path):
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "plan").write_bytes(b"{}")
     (tmp_path / "link").symlink_to("plan")
-    for path, kind in ((tmp_path / "fifo", "a FIFO"), (tmp_path / "zero", "a device"), (Path("/dev/full"), "a device")):
-        with pytest.raises(UsageError, match=f"cannot read the plan: it is {kind}, not a file"):
-            read_whole(path, 10, "the plan")
-    with pytest.raises(UsageError, match="cannot read the plan: Is a directory"):
-        read_whole(tmp_path, 10, "the plan")
+    words = "cannot read the plan: it is {}, not a file"
+    require_refusals(
+        (words.format("a FIFO"), lambda: read_whole(tmp_path / "fifo", 10, "the plan")),
+        (words.format("a device"), lambda: read_whole(tmp_path / "zero", 10, "the plan")),
+        (f"full: {words.format('a device')}", lambda: read_whole(Path("/dev/full"), 10, "the plan")),
+        ("cannot read the plan: Is a directory", lambda: read_whole(tmp_path, 10, "the plan")),
+    )
     assert read_whole(tmp_path / "link", 10, "the plan") == b"{}"
     assert read_whole(Path("/proc/self/stat"), 2**16, "the plan").startswith(str(os.getpid()).encode())
 
@@ -191,8 +192,8 @@ def test_what_is_written_unasked_goes_through_no_link_and_into_no_fifo(tmp_path)
     link.symlink_to(precious)
     os.mkfifo(fifo)
     for path, kind in ((link, "a symbolic link"), (fifo, "a FIFO"), (tmp_path, "a directory")):
-        with pytest.raises(UsageError, match=f"cannot write the report: it is {kind}, not a file"):
-            write_plain(path, "new", "the report")
+        words = f"cannot write the report: it is {kind}, not a file"
+        require_refusals((words, lambda path=path: write_plain(path, "new", "the report")))
     assert precious.read_text() == "mine"
     for text in ("first", "second"):
         write_plain(tmp_path / "stall.json", text, "the report")

@@ -67,13 +67,7 @@ def test_what_is_no_file_is_refused_at_once(kind, tmp_path):
 def test_what_is_not_there_is_refused_by_name(tmp_path):
     with pytest.raises(InputError, match=r"/f: cannot read the file: No such file"):
         read_plain(tmp_path / "f", "the file", 9)
-    with (
-        pytest.raises(InputError, match=r"/f: cannot read the file: Input/output error"),
-        open_plain(file_in(tmp_path), "the file"),
-    ):
+    (tmp_path / "f").write_bytes(b"")
+    failed = pytest.raises(InputError, match=r"/f: cannot read the file: Input/output error")
+    with failed, open_plain(tmp_path / "f", "the file"):
         raise OSError(5, "Input/output error")
-
-
-def file_in(folder):
-    (folder / "f").write_bytes(b"")
-    return folder / "f"

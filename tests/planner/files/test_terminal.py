@@ -20,13 +20,15 @@ def test_nothing_unseen_reaches_a_terminal(odd):
 
 
 SAYS = """
-import sys
+import sys, time
 from quintsched.files.terminal import standard_streams
 with standard_streams():
+    time.sleep(0.3)
     sys.stdout.write(sys.argv[1])
     sys.stderr.write("heard\\n")
     sys.exit(3)
 """
+FULL = "heard\nerror: cannot write to standard output: No space left on device\n"
 
 
 @pytest.mark.parametrize(
@@ -34,19 +36,14 @@ with standard_streams():
     [
         ("{} 'ü\u2028'", 3, "heard\n"),
         ("{} x >&-", 2, "heard\nerror: cannot write to standard output: it is closed\n"),
-        pytest.param(
-            "{} x >/dev/full",
-            2,
-            "heard\nerror: cannot write to standard output: No space left on device\n",
-            marks=needs_full,
-        ),
+        pytest.param("{} x >/dev/full", 2, FULL, marks=needs_full),
         ("{} x <&- >&- 2>&-", 2, ""),
         ("{} x | exec sleep 0; exit ${{PIPESTATUS[0]}}", 141, "heard\n"),
     ],
 )
 def test_streams_that_fail(tmp_path, shell, code, heard):
     file = tmp_path / "says.py"
-    file.write_text(SAYS.replace("sys.stdout.write", "__import__('time').sleep(0.3); sys.stdout.write"))
+    file.write_text(SAYS)
     line = shell.format(f"'{sys.executable}' '{file}'")
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (code, heard)

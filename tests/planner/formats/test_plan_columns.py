@@ -163,13 +163,9 @@ def test_a_number_that_is_too_large_is_said_with_its_place():
     stages = num - 2  # not metrics, nor the norm, nor the step, which has its own
     wide = np.frombuffer(columns[num : num + stages - 1], np.uint8).astype("<u4")
     wide[1] = 2**24 + 1
+    wider = head | {"columns": head["columns"] | {"stage": 4}}
     with pytest.raises(InputError, match=r"/programs/0/1/stage: not 0 to 16777216"):
-        unpack(
-            written(
-                head | {"columns": head["columns"] | {"stage": 4}},
-                columns[:num] + wide.tobytes() + columns[num + len(wide) :],
-            )
-        )
+        unpack(written(wider, columns[:num] + wide.tobytes() + columns[num + len(wide) :]))
 
 
 def test_too_large_plans_are_refused_by_name(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import quintsched as qs
 from quintsched import torch_csv
 from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.instruction_set import AllReduceBucket, Message
+from tests.helpers.refusals import require_refusals
 from tests.planner.formats.torch_files import PUBLISHED, published, refusal
 
 FREE_FROM = {
@@ -38,22 +39,13 @@ def test_published_files_are_sound_under_the_profiles_their_readme_names_or_refu
         assert "in the file:\n  line " in message
 
 
-def without(word: str, text: str) -> list[list[str]]:
-    return [[cell for cell in line.split(",") if word not in cell] for line in text.splitlines()]
-
-
 FAULTS = [
-    (
-        "0F0x,0B0",
-        "line 1, cell 1 (rank 0, step 0): '0F0x' is no action; torch reads it as '0F0'; write a stage, one",
-    ),
+    ("0F0x,0B0", "line 1, cell 1 (rank 0, step 0): '0F0x' is no action; torch reads it as '0F0'; write a stage"),
     ("0F0,2BW0", "line 1, cell 2 (rank 0, step 1): '2BW0' is no action; torch reads it as '2B'"),
     ("0F0,0B0\n1F0,,-1B0", "line 2, cell 3 (rank 1, step 2): '-1B0' is no action; write"),
     ("0F00,0B0", "'0F00' is no action; write a stage"),
     ("0F٣,0B0", "'0F٣' is no action; write a stage"),
     ("\ufeff0F0,0B0", "line 1, cell 1"),
-    ('"0F0",0B0', "'\"0F0\"' is no action"),
-    ("0F0;0B0", "'0F0;0B0' is no action; torch reads it as '0F0'"),
     ("0F0\r0B0", "'0F0\\r0B0' is no action"),
     ("0F999999999,0B0", "'0F999999999' is no action"),
     ("0F" + "9" * 9999, "999999999…' is no action"),
@@ -67,27 +59,15 @@ FAULTS = [
     ("0F0,0B0\n\n1F0,1B0", "line 2 (rank 1) computes nothing; each line is a pipeline rank with a stage"),
     ("0F0,0F0,0B0", "line 1, cell 2 (rank 0, step 1): 0F0 is already in line 1, cell 1 (rank 0, step 0)"),
     ("0F0,0B0\n1F0,0B0", "line 2, cell 2 (rank 1, step 1): 0B0 is already in line 1, cell 2"),
-    (
-        "0F0,0B0\n1F0,1B0,0I1",
-        "line 2, cell 3 (rank 1, step 2): 0I1 is of stage 0, which rank 0 computes: see 0F0 in",
-    ),
+    ("0F0,0B0\n1F0,1B0,0I1", "line 2, cell 3 (rank 1, step 2): 0I1 is of stage 0, which rank 0 computes: see 0F0"),
     ("0F0,0B0,3SEND_F0", "3SEND_F0 is of stage 3, which no rank computes"),
-    (
-        "0F0,0B0\n2F0,2B0",
-        "line 2, cell 2 (rank 1, step 1): 2B0 is there, but nothing of stage 1; they are numbered",
-    ),
+    ("0F0,0B0\n2F0,2B0", "line 2, cell 2 (rank 1, step 1): 2B0 is there, but nothing of stage 1; they are"),
     ("0F0,0F9,0B0,0B9", "line 1, cell 2 (rank 0, step 1): 0F9 is there, but nothing of microbatch 1"),
     ("0F9999999,0B9999999", "0F9999999 is there, but nothing of microbatch 0"),
-    (
-        "\n".join([",".join(f"0F{m}" for m in range(99)), *(f"{s}B0" for s in range(1, 99))]),
-        "197 actions, too few for",
-    ),
+    ("\n".join([",".join(f"0F{m}" for m in range(99)), *(f"{s}B0" for s in range(1, 99))]), "197 actions, too few for"),
     ("0F0,0F1,0I0,0W1,0W0,0I1", "line 1, cell 4 (rank 0, step 3): 0W1 comes without 0I1 before it"),
     ("0B0,0F0", "line 1, cell 1 (rank 0, step 0): 0B0 comes without 0F0 before it"),
-    (
-        "0F0,0I0,0W0,0F1,0B1,0W1",
-        "line 1, cell 6 (rank 0, step 5): 0W1 is half of a backward, but 0B1 in line 1, cell",
-    ),
+    ("0F0,0I0,0W0,0F1,0B1,0W1", "line 1, cell 6 (rank 0, step 5): 0W1 is half of a backward, but 0B1 in line 1"),
 ]
 
 
@@ -96,33 +76,25 @@ def test_faults_of_the_file_are_said_with_their_place():
         assert message in refusal(text)
 
 
-@pytest.mark.parametrize(
-    ("change", "message", "cell"),
-    [
-        (
-            ("1RECV_F0,1F0", "1F0,1RECV_F0"),
-            "needs the output of stage 0, microbatch 0",
-            "line 2, cell 1 (rank 1, step 0): 1F0",
-        ),
-        (
-            ("0SEND_F0,0F1,0SEND_F1", "0F1,0SEND_F1,0SEND_F0"),
-            "channel 0→1, message 0",
-            "line 2, cell 1 (rank 1, step 0): 1RECV_F0",
-        ),
-        ((",0RECV_B0,0B0,0RECV_B1", ",0RECV_B1,0B0,0RECV_B0"), "channel 1→0, message 0", "line 1, cell 5"),
-        ((",1SEND_B1", ""), "1 sends but 2 receives", "line 1, cell 7"),
-        (("1SEND_B1", "1SEND_F1"), "the route begins or ends here", "line 2, cell 8 (rank 1, step 7): 1SEND_F1"),
-        (("1SEND_B1", "1SEND_B2"), "microbatch 2 is out of range", "line 2, cell 8 (rank 1, step 7): 1SEND_B2"),
-        ((",1B1", ""), "complete: rank 1 runs Bwd(stage=1, microbatch=1) 0 times", "line 2, cell 7"),
-        (("0SEND_F0,", "0RECV_B0,0SEND_F0,"), "is already in", None),
-    ],
-)
+ACCEPTED = [
+    (("1RECV_F0,1F0", "1F0,1RECV_F0"), "needs the output of stage 0", "line 2, cell 1 (rank 1, step 0): 1F0"),
+    (("0SEND_F0,0F1,0SEND_F1", "0F1,0SEND_F1,0SEND_F0"), "channel 0→1, message 0", "line 2, cell 1 (rank 1, step 0)"),
+    ((",0RECV_B0,0B0,0RECV_B1", ",0RECV_B1,0B0,0RECV_B0"), "channel 1→0, message 0", "line 1, cell 5"),
+    ((",1SEND_B1", ""), "1 sends but 2 receives", "line 1, cell 7"),
+    (("1SEND_B1", "1SEND_F1"), "the route begins or ends here", "line 2, cell 8 (rank 1, step 7): 1SEND_F1"),
+    (("1SEND_B1", "1SEND_B2"), "microbatch 2 is out of range", "line 2, cell 8 (rank 1, step 7): 1SEND_B2"),
+    ((",1B1", ""), "complete: rank 1 runs Bwd(stage=1, microbatch=1) 0 times", "line 2, cell 7"),
+    (("0SEND_F0,", "0RECV_B0,0SEND_F0,"), "is already in", ""),
+]
+
+
+@pytest.mark.parametrize(("change", "message", "cell"), ACCEPTED, ids=[message for _, message, _ in ACCEPTED])
 def test_faults_that_torch_accepts_are_refused_with_their_place(change, message, cell):
     assert torch_csv.loads(CROSSES).verdict.sound
     assert change[0] in CROSSES
     said = refusal(CROSSES.replace(*change))
     assert message in said
-    assert cell is None or cell in said
+    assert cell in said
 
 
 def test_reductions_stand_where_the_file_says():
@@ -150,7 +122,8 @@ def reductions(plan: qs.Plan) -> list[AllReduceBucket]:
 
 
 def test_a_mesh_that_does_not_fit():
-    with pytest.raises(qs.UsageError, match="the mesh dp=2,pp=4 has 4 pipeline ranks, but the file has 2 lines"):
-        torch_csv.loads(CROSSES, mesh="dp=2,pp=4")
-    with pytest.raises(qs.UsageError, match="unknown transport profile"):
-        torch_csv.loads(CROSSES, profile="chanel")
+    lines = "the mesh dp=2,pp=4 has 4 pipeline ranks, but the file has 2 lines"
+    require_refusals(
+        (lines, lambda: torch_csv.loads(CROSSES, mesh="dp=2,pp=4")),
+        ("unknown transport profile", lambda: torch_csv.loads(CROSSES, profile="chanel")),
+    )

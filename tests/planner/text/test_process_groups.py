@@ -6,11 +6,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Message
-from quintsched.text.process_groups import (
-    group_of,
-    kinds_of,
-    neighbours_of,
-)
+from quintsched.text.process_groups import group_of, kinds_of, neighbours_of
 
 MESHES = ("dp=2,pp=2,tp=2", "pp=3", "tp=2,ep=2,pp=2", "ep=2,dp=3,cp=2", "dp=1", "pp=2,dp=2,ep=2,cp=2,tp=2", "cp=4,pp=2")
 

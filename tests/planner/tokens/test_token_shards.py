@@ -1,7 +1,5 @@
 """Token shards: what is written is read, and what is damaged, cut short or foreign is refused in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from hypothesis import strategies as st
 
 from quintsched.errors import InputError, UsageError
 from quintsched.tokens import TokenFolder, TokenWriter, documents_of, find_tokenizer, open_tokens
+from tests.helpers.refusals import require_refusals
 
 DOCUMENTS = ([3, 1, 4], [1], [5, 9, 2, 6, 5, 3], [5, 8])
 
@@ -37,9 +36,7 @@ def read(found: TokenFolder) -> list[list[int]]:
     shard_tokens=st.integers(5, 20),
     end=st.none() | st.just(7),
 )
-def test_documents_are_read_as_they_were_written(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], shard_tokens: int, end: int | None
-) -> None:
+def test_documents_are_read_as_they_were_written(tmp_path_factory, documents, shard_tokens: int, end) -> None:
     folder = tmp_path_factory.mktemp("tokens")
     options = {"shard_tokens": shard_tokens, "vocabulary": 70_000} | ({} if end is None else {"end": end})
     found = write(folder, tuple(documents), **options)
@@ -119,28 +116,21 @@ def test_what_is_damaged_within_is_found_by_verify(tmp_path: Path) -> None:
 
 
 def test_what_is_not_written(tmp_path: Path) -> None:
-    for document, words in (
-        ([3, 10], "document 0: id 10 at place 1 is not in"),
-        ([-1], "id -1 at"),
-        ([0.5], "float64"),
-    ):
-        with (
-            pytest.raises(UsageError, match=words),
-            TokenWriter(tmp_path / "a", vocabulary=10, tokenizer="t") as writer,
-        ):
-            writer.add(document)
-    with pytest.raises(UsageError, match="there is no token to write"):
-        write(tmp_path / "a", ([],))
-    with pytest.raises(UsageError, match="document 2: id 10"):
-        write(tmp_path / "a", ([1, 2, 3], [1], [10]), shard_tokens=2)
-    assert not list((tmp_path / "a").iterdir())
-    write(tmp_path / "a")
-    with pytest.raises(UsageError, match="the folder is not empty; name a new one"):
-        write(tmp_path / "a")
-    with pytest.raises(UsageError, match="not vocabulary=10, end=10"):
-        write(tmp_path / "b", end=10)
-    with pytest.raises(UsageError, match="there is no such folder of tokens"):
-        open_tokens(tmp_path / "c")
+    folder = tmp_path / "a"
+    require_refusals(
+        ("document 0: id 10 at place 1 is not in", lambda: write(folder, ([3, 10],))),
+        ("id -1 at", lambda: write(folder, ([-1],))),
+        ("float64", lambda: write(folder, ([0.5],))),
+        ("there is no token to write", lambda: write(folder, ([],))),
+        ("document 2: id 10", lambda: write(folder, ([1, 2, 3], [1], [10]), shard_tokens=2)),
+    )
+    assert not list(folder.iterdir())
+    write(folder)
+    require_refusals(
+        ("the folder is not empty; name a new one", lambda: write(folder)),
+        ("not vocabulary=10, end=10", lambda: write(tmp_path / "b", end=10)),
+        ("there is no such folder of tokens", lambda: open_tokens(tmp_path / "c")),
+    )
 
 
 def test_documents_of_text_files(tmp_path: Path) -> None:

@@ -4,9 +4,6 @@ import numpy as np
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instruction_columns import Columns
-from quintsched.ir.instruction_set import Overlap
-from quintsched.trace.hidden_communication import Alone, Pairs
 from tests.traces import write_trace
 
 SHAPES = [("dualpipe-v", 2, 8), ("dualpipe-v", 4, 10), ("dualpipe", 4, 10), ("interleaved-1f1b", 2, 8)]
@@ -52,15 +49,3 @@ def test_without_pairs_an_exchange_is_part_of_its_computation(tmp_path):
     found = write_trace(tmp_path, simulated(overlap=False, exchange=4.0)).costs()
     assert "exchange" not in found.model_fields_set
     assert found.forward == pytest.approx((13.0 / 2,) * 4, abs=0.001)
-
-
-def pairs(*found: tuple[tuple[int, int], tuple[int, int]]) -> Pairs:
-    return Pairs.from_columns(Columns.from_programs([[Overlap(*pair) for pair in found]]))
-
-
-def alone(forward, backward, num=(3, 3)) -> Alone:
-    """The times of two stages; 0: none of them runs alone."""
-    half = np.array(backward) / 2
-    counts = (np.where(np.array(times) > 0, n, 0) for times, n in zip((forward, backward), num, strict=True))
-    num_forward, num_backward = counts
-    return Alone(np.array(forward), num_forward, half, half, num_backward)
