@@ -26,22 +26,19 @@ def planned(P: int, M: int, costs: Costs | None = None, cap: float | None = None
     return qs.compile("zb-auto", mesh=qs.Mesh(pp=P), microbatches=M, costs=costs, memory_cap=cap)
 
 
-def published_costs(row) -> Costs:
-    return Costs(
-        unit="ms",
-        forward=row["T_F"],
-        backward_input=row["T_B"],
-        backward_weight=row["T_W"],
-        p2p=row["T_comm"],
-        activation_after_input=row["activation_after_input"],
-    )
+TIMES = ("forward", "backward_input", "backward_weight", "p2p")
+
+
+def costs_of(row, names=TIMES, **more) -> Costs:
+    return Costs(**{cost: row[name] for cost, name in zip(TIMES, names, strict=True)}, **more)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row['model']}-{row['m']}")
 @pytest.mark.parametrize(("column", "caps"), [("ZB-1p", 1), ("ZB-2p", 2)])
 def test_no_worse_than_published(row, column, caps):
-    cap, costs = float(caps * row["p"]), published_costs(row)
+    cap, after = float(caps * row["p"]), row["activation_after_input"]
+    costs = costs_of(row, ("T_F", "T_B", "T_W", "T_comm"), activation_after_input=after)
     plan = planned(row["p"], row["m"], costs, cap)
     simulation = plan.simulate(costs)
     assert round(simulation.span_bubble, 4) <= row["bubble"][column]
@@ -50,12 +47,7 @@ def test_no_worse_than_published(row, column, caps):
 
 @pytest.mark.parametrize("row", CAPPED, ids=lambda row: f"{row['pp']}-{row['cap']}")
 def test_near_to_the_best_known_below_pp(row):
-    costs = Costs(
-        forward=row["forward"],
-        backward_input=row["backward_input"],
-        backward_weight=row["backward_weight"],
-        p2p=row["p2p"],
-    )
+    costs = costs_of(row)
     simulation = planned(row["pp"], row["microbatches"], costs, float(row["cap"])).simulate(costs)
     assert max(simulation.peak_activations) <= row["cap"]
     assert simulation.span <= row["zero_bubble_heuristic_span"]

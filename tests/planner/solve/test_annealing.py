@@ -1,7 +1,5 @@
 """Annealing: times after moves, and the periods of patterns, are those of the orders themselves."""
 
-from __future__ import annotations
-
 import math
 import random
 

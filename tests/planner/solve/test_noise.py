@@ -1,7 +1,5 @@
 """Orders for durations that vary: never much worse than those found without regard to it, on samples of their own."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quintsched.graph.transport_ordering_rules import find_profile
-from quintsched.ir.instruction_set import ClipGrad, Message, OnBucket, Recv, Send
+from quintsched.ir.instruction_set import ClipGrad, Instruction, Message, OnBucket, Recv, Send
 from quintsched.plan import Plan
 from quintsched.simulation.message_slots import MessageRule, receive_lifetimes, send_lifetimes
 from quintsched.stalls.last_reported_rank_states import BlockingCall, RankState
@@ -44,6 +44,8 @@ class _Said:
 
 
 Action = tuple[str, object]
+Place = tuple[int, int, int | None]
+"""A rank, its step, and its place in the program, if it is in the step."""
 
 
 class Execution:
@@ -52,6 +54,7 @@ class Execution:
     def __init__(self, plan: Plan, fault: Fault, *, steps: int = 3, ahead: bool = True, seed: int = 0) -> None:
         self.plan, self.fault, self.steps = plan, fault, steps
         self.mesh, self.partners = plan.mesh, Partners(plan)
+        self._world = tuple(range(self.mesh.size))
         self.random = random.Random(seed)
         rule = MessageRule.from_profile(find_profile("tagged" if ahead else "channel"), may_wait=True)
         self._receives, self._sends, self._releases = self._messages(rule)
@@ -65,16 +68,15 @@ class Execution:
     def _messages(self, rule: MessageRule) -> tuple[list[dict[int, list[int]]], ...]:
         """Return per pp rank, by place: receives to post, sends to issue, sends to release."""
         columns, pp = self.plan.columns, self.mesh.pp
-        found = tuple([defaultdict[int, list[int]](list) for _ in range(pp)] for _ in range(3))
+        posts, issues, releases = ([defaultdict[int, list[int]](list) for _ in range(pp)] for _ in range(3))
         for rank in range(pp):
-            rows = receive_lifetimes(self.plan, rule).of_rank(columns, rank)
-            for index, first in zip(rows.rows.tolist(), rows.first.tolist(), strict=True):
-                found[0][rank][first].append(index)
-            rows = send_lifetimes(self.plan, rule).of_rank(columns, rank)
-            for index, first, last in zip(rows.rows.tolist(), rows.first.tolist(), rows.last.tolist(), strict=True):
-                found[1][rank][first].append(index)
-                found[2][rank][last + 1].append(index)
-        return found
+            for firsts, lifetimes in ((posts, receive_lifetimes), (issues, send_lifetimes)):
+                rows = lifetimes(self.plan, rule).of_rank(columns, rank)
+                for index, first, last in zip(*map(list, (rows.rows, rows.first, rows.last)), strict=True):
+                    firsts[rank][first].append(int(index))
+                    if firsts is issues:
+                        releases[rank][last + 1].append(int(index))
+        return posts, issues, releases
 
     def _run(self) -> bool:
         """Run all ranks; return whether they came to their ends."""
@@ -101,148 +103,100 @@ class Execution:
                 due.append((self.now + 1e-6, other))
         return not going
 
-    def _say(self, rank: int, run: int, index: int | None, awaits: BlockingCall) -> None:
-        said = self.said[rank]
-        if not said.entries or said.entries[-1] != (run, index, awaits):
+    def _say(self, at: Place, awaits: BlockingCall) -> None:
+        said = self.said[at[0]]
+        if not said.entries or said.entries[-1] != (*at[1:], awaits):
             said.times.append(self.now)
-            said.entries.append((run, index, awaits))
+            said.entries.append((*at[1:], awaits))
 
     def _rank(self, rank: int) -> Iterator[Action]:
-        mesh, where = self.mesh, self.mesh.coordinates(rank)
-        pp_rank = where.get("pp", 0)
-        program = self.plan.programs[pp_rank]
-        world = tuple(range(mesh.size))
+        pp_rank = self.mesh.pp_rank(rank)
         outstanding: set[int] = set()
         for step in range(1, self.steps + 1):
-            yield from self._meet(rank, step - 1, None, world, ("header", step))
-            yield from self._release(rank, step - 1, None, outstanding, outstanding)
-            for index, instruction in enumerate(program):
-                self._say(rank, step, index, NOTHING)
-                if self.fault == Fault("freeze", rank, step, index):
+            yield from self._meet((rank, step - 1, None), self._world, ("header", step))
+            yield from self._release((rank, step - 1, None), outstanding, outstanding)
+            for index, instruction in enumerate(self.plan.programs[pp_rank]):
+                at = rank, step, index
+                self._say(at, NOTHING)
+                if self.fault == Fault("freeze", *at):
                     yield "freeze", None
                 for receive in self._receives[pp_rank][index]:
                     if self.fault != Fault("skip", rank, step, receive):
                         self._posted.add((rank, step, receive))
-                yield from self._release(rank, step, index, outstanding, self._releases[pp_rank][index])
+                yield from self._release(at, outstanding, self._releases[pp_rank][index])
                 for send in self._sends[pp_rank][index]:
                     if self.fault != Fault("skip", rank, step, send):
                         self._issued.add((rank, step, send))
                         outstanding.add(send)
                 if not isinstance(instruction, Message):
-                    yield from self._instruction(rank, step, index, outstanding)
-            self._say(rank, step, None, NOTHING)
+                    yield from self._instruction(at, instruction)
+            self._say((rank, step, None), NOTHING)
 
-    def _instruction(self, rank: int, step: int, index: int, outstanding: set[int]) -> Iterator[Action]:
-        mesh, where = self.mesh, self.mesh.coordinates(rank)
-        pp_rank = where.get("pp", 0)
-        instruction = self.plan.programs[pp_rank][index]
+    def _instruction(self, at: Place, instruction: Instruction) -> Iterator[Action]:
+        rank, step, index = at
+        pp_rank = self.mesh.pp_rank(rank)
         for receive in self.partners.received_by(pp_rank, index):
-            if self.fault == Fault("skip", rank, step, receive):
-                continue
-            source = self._other(rank, receive)
-            yield from self._wait(
-                rank,
-                step,
-                index,
-                BlockingCall("receive", receive),
-                lambda key=(source[0], step, source[1]): key in self._issued,
-            )
-        if isinstance(instruction, OnBucket):
-            self._bring(rank, ("bucket", step, instruction, pp_rank), index)
+            if self.fault != Fault("skip", rank, step, receive):
+                sent = self._other(rank, step, receive)
+                yield from self._wait(at, BlockingCall("receive", receive), lambda sent=sent: sent in self._issued)
         axes = self.partners.group_axes(instruction)
+        if isinstance(instruction, OnBucket):
+            group = self._group(rank, instruction.axes)
+            self._met["bucket", step, instruction, pp_rank, group].add(rank)
         if isinstance(instruction, ClipGrad):
-            for number, one in enumerate(self.plan.programs[pp_rank][:index]):
+            for one in self.plan.programs[pp_rank][:index]:
                 if isinstance(one, OnBucket):
                     group = self._group(rank, one.axes)
-                    yield from self._gather(rank, step, index, group, ("bucket", step, one, pp_rank, group), number)
-            yield from self._meet(rank, step, index, tuple(range(mesh.size)), ("norm", step))
-        elif instruction.computes and axes:
-            group = self._group(rank, axes)
-            if len(group) > 1:
-                yield "compute", self.random.uniform(0.01, 0.1)
-                yield from self._meet(rank, step, index, group, ("inside", step, index))
+                    yield from self._gather(at, group, ("bucket", step, one, pp_rank, group))
+            yield from self._meet(at, self._world, ("norm", step))
+        elif instruction.computes and axes and len(group := self._group(rank, axes)) > 1:
+            yield "compute", self.random.uniform(0.01, 0.1)
+            yield from self._meet(at, group, ("inside", step, index))
         yield "compute", self.random.uniform(0.01, 0.2)
 
     def _group(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
         return next(group for group in self.mesh.groups(*axes) if rank in group)
 
-    def _bring(self, rank: int, key: tuple[object, ...], index: int) -> None:
-        instruction = self.plan.programs[self.mesh.pp_rank(rank)][index]
-        assert isinstance(instruction, OnBucket)
-        self._met[*key, self._group(rank, instruction.axes)].add(rank)
-
-    def _gather(
-        self, rank: int, step: int, index: int | None, group: tuple[int, ...], key: tuple[object, ...], number: int
-    ) -> Iterator[Action]:
+    def _gather(self, at: Place, group: tuple[int, ...], key: tuple[object, ...]) -> Iterator[Action]:
         if len(group) > 1:
-            yield from self._wait(
-                rank, step, index, BlockingCall("collective", ranks=group), lambda: self._met[key] >= set(group)
-            )
+            awaits = BlockingCall("collective", ranks=group)
+            yield from self._wait(at, awaits, lambda: self._met[key] >= set(group))
 
-    def _meet(
-        self, rank: int, step: int, index: int | None, group: tuple[int, ...], key: tuple[object, ...]
-    ) -> Iterator[Action]:
-        self._met[*key, group].add(rank)
-        yield from self._gather(rank, step, index, group, (*key, group), 0)
+    def _meet(self, at: Place, group: tuple[int, ...], key: tuple[object, ...]) -> Iterator[Action]:
+        self._met[*key, group].add(at[0])
+        yield from self._gather(at, group, (*key, group))
 
-    def _release(
-        self, rank: int, step: int, index: int | None, outstanding: set[int], sends: set[int] | list[int]
-    ) -> Iterator[Action]:
-        for send in sorted(sends):
-            if send not in outstanding:
-                continue
-            target = self._other(rank, send)
-            yield from self._wait(
-                rank,
-                step,
-                index,
-                BlockingCall("send", send),
-                lambda key=(target[0], step, target[1]): key in self._posted,
-            )
+    def _release(self, at: Place, outstanding: set[int], sends: set[int] | list[int]) -> Iterator[Action]:
+        for send in sorted(outstanding & {*sends}):
+            posted = self._other(*at[:2], send)
+            yield from self._wait(at, BlockingCall("send", send), lambda posted=posted: posted in self._posted)
             outstanding.discard(send)
 
-    def _wait(
-        self, rank: int, step: int, index: int | None, awaits: BlockingCall, ready: Callable[[], bool]
-    ) -> Iterator[Action]:
+    def _wait(self, at: Place, awaits: BlockingCall, ready: Callable[[], bool]) -> Iterator[Action]:
         if not ready():
-            self._say(rank, step, index, awaits)
+            self._say(at, awaits)
             yield "wait", ready
-            self._say(rank, step, index, NOTHING)
+            self._say(at, NOTHING)
 
-    def _other(self, rank: int, index: int) -> tuple[int, int]:
-        where = self.mesh.coordinates(rank)
-        found = self.partners.partner(where.get("pp", 0), index)
-        assert found is not None
-        return self.mesh.rank(where | {"pp": found[0]}), found[1]
+    def _other(self, rank: int, step: int, index: int) -> tuple[int, int, int]:
+        """Return the rank, step and place of a message's other end."""
+        pp_rank, place = self.partners.partner(self.mesh.pp_rank(rank), index)
+        return self.mesh.rank(self.mesh.coordinates(rank) | {"pp": pp_rank}), step, place
 
     def states(self, at: float, heard: list[float], *, says_waits: bool = True) -> list[RankState]:
         """Return what the ranks have said up to the time `at`, each last heard of `heard[rank]` seconds before it."""
         found = []
         for rank, said in enumerate(self.said):
             place = bisect.bisect_right(said.times, at - heard[rank]) - 1
-            since, (run, index, awaits) = (
-                (0.0, (0, None, NOTHING))
-                if place < 0
-                else (
-                    said.times[place],
-                    said.entries[place],
-                )
+            since, (run, index, awaits) = 0.0, (0, None, NOTHING)
+            if place >= 0:
+                since, (run, index, awaits) = said.times[place], said.entries[place]
+            step = run + (index is None and awaits != NOTHING) or None
+            waits, mode = awaits if says_waits else None, self.plan.mode
+            state = RankState(
+                rank, "a", 100 + rank, "step", step, mode, index, at - since, heard[rank], None, waits, run
             )
-            found.append(
-                RankState(
-                    rank=rank,
-                    host="a",
-                    pid=100 + rank,
-                    phase="step",
-                    step=run + (index is None and awaits != NOTHING) or None,
-                    program=self.plan.mode,
-                    index=index,
-                    since_s=at - since,
-                    heard_s=heard[rank],
-                    awaits=awaits if says_waits else None,
-                    run=run,
-                )
-            )
+            found.append(state)
         return found
 
 

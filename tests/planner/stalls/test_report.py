@@ -1,6 +1,7 @@
 """Report files: what was written is read, and what is not a report is refused with the place."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,11 @@ PLAN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
 @pytest.fixture
 def report():
     awaits = [BlockingCall("receive", 2), BlockingCall("nothing"), BlockingCall("collective", ranks=(0, 1, 2, 3)), None]
-    return find_culprit(
-        PLAN,
-        [
-            RankState(r, "a", r, "step", 1, "train", 2, 3.0, 0.1, Fate("signal", 9) if r == 1 else None, awaits[r], 1)
-            for r in range(4)
-        ],
+    fates = [None, Fate("signal", 9), None, None]
+    state = partial(
+        RankState, host="a", phase="step", step=1, program="train", index=2, since_s=3.0, heard_s=0.1, run=1
     )
+    return find_culprit(PLAN, [state(rank=r, pid=r, fate=fates[r], awaits=awaits[r]) for r in range(4)])
 
 
 def test_a_report_comes_back(report, tmp_path):
