@@ -1,7 +1,5 @@
 """The `config.json` of transformers: the same sizes as the presets, and what is not read is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 import pytest
 
 from quintsched.errors import InputError
-from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.parameters import total
 from quintsched.strategies.descriptions.presets_and_files import find_model
 
@@ -23,55 +20,34 @@ CONFIGS: dict[str, dict[str, Any]] = json.loads(
 def test_a_config_is_its_preset(preset: str) -> None:
     expected, found = find_model(preset), find_model(CONFIGS[preset])
     assert total(found) == total(expected)
-    keep = (
-        "layers",
-        "hidden",
-        "heads",
-        "experts",
-        "latent",
-        "delta",
-        "images",
-        "tied",
-        "activation",
-        "positions",
-        "dropout",
-    )
-    assert found.model_dump(include=set(keep)) == expected.model_dump(include=set(keep))
+    keep = {"layers", "hidden", "heads", "experts", "latent", "delta", "images", "tied"}
+    keep |= {"activation", "positions", "dropout"}
+    assert found.model_dump(include=keep) == expected.model_dump(include=keep)
 
 
-@pytest.mark.parametrize(
-    ("config", "parameters"),
-    [
-        (
-            {"model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_attention_heads": 12, "vocab_size": 50272}
-            | {"num_hidden_layers": 12, "max_position_embeddings": 2048, "word_embed_proj_dim": 768},
-            125_239_296,
-        ),
-        (
-            {"model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50432}
-            | {"expansion_ratio": 4, "max_seq_len": 2048, "no_bias": True, "attn_config": {"alibi": True}},
-            6_649_286_656,
-        ),
-        (
-            {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
-            | {"num_hidden_layers": 24, "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 151936},
-            494_032_768,
-        ),
-        (
-            {"model_type": "gemma", "hidden_size": 3072, "intermediate_size": 24576, "num_attention_heads": 16}
-            | {"num_hidden_layers": 28, "num_key_value_heads": 16, "head_dim": 256, "vocab_size": 256000},
-            8_537_680_896,
-        ),
-        (
-            {"model_type": "gpt_neox", "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
-            | {"num_hidden_layers": 6, "vocab_size": 50304, "tie_word_embeddings": False},
-            70_426_624,
-        ),
-    ],
-    ids=["opt-125m", "mpt-7b", "qwen2-0.5b", "gemma-7b", "pythia-70m"],
-)
-def test_counts_of_published_checkpoints(config: dict[str, Any], parameters: int) -> None:
-    assert total(find_model(config)) == parameters
+CHECKPOINTS = {
+    "opt-125m": {"model_type": "opt", "hidden_size": 768, "ffn_dim": 3072, "num_attention_heads": 12}
+    | {"num_hidden_layers": 12, "max_position_embeddings": 2048, "word_embed_proj_dim": 768, "vocab_size": 50272},
+    "mpt-7b": {"model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "vocab_size": 50432}
+    | {"expansion_ratio": 4, "max_seq_len": 2048, "no_bias": True, "attn_config": {"alibi": True}},
+    "qwen2-0.5b": {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14}
+    | {"num_hidden_layers": 24, "num_key_value_heads": 2, "tie_word_embeddings": True, "vocab_size": 151936},
+    "gemma-7b": {"model_type": "gemma", "hidden_size": 3072, "intermediate_size": 24576, "num_attention_heads": 16}
+    | {"num_hidden_layers": 28, "num_key_value_heads": 16, "head_dim": 256, "vocab_size": 256000},
+    "pythia-70m": {"model_type": "gpt_neox", "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
+    | {"num_hidden_layers": 6, "vocab_size": 50304, "tie_word_embeddings": False},
+}
+COUNTS = {"opt-125m": 125_239_296, "mpt-7b": 6_649_286_656, "qwen2-0.5b": 494_032_768, "gemma-7b": 8_537_680_896}
+COUNTS |= {"pythia-70m": 70_426_624}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_counts_of_published_checkpoints(name: str) -> None:
+    assert total(find_model(CHECKPOINTS[name])) == COUNTS[name]
+
+
+def without(name: str, preset: str) -> dict[str, Any]:
+    return {key: value for key, value in CONFIGS[preset].items() if key != name}
 
 
 @pytest.mark.parametrize(
@@ -79,10 +55,7 @@ def test_counts_of_published_checkpoints(config: dict[str, Any], parameters: int
     [
         ({"model_type": "lama"}, "/model_type: no description of 'lama' is read; did you mean 'llama'"),
         (CONFIGS["llama-3-8b"] | {"num_hidden_layers": -2}, "/layers: "),
-        (
-            {key: value for key, value in CONFIGS["llama-3-8b"].items() if key != "hidden_size"},
-            "/hidden: Field required",
-        ),
+        (without("hidden_size", "llama-3-8b"), "/hidden: Field required"),
         (CONFIGS["qwen3-30b-a3b"] | {"mlp_only_layers": [3]}, "/mlp_only_layers"),
         ({"model_type": "opt", "hidden_size": 1024, "word_embed_proj_dim": 512}, "/word_embed_proj_dim"),
     ],
@@ -95,5 +68,4 @@ def test_what_is_not_described_is_refused(config: dict[str, Any], fault: str) ->
 def test_dropout_is_what_the_config_says() -> None:
     assert find_model(CONFIGS["gpt2"]).dropout
     assert not find_model(CONFIGS["gpt2"] | {"attn_pdrop": 0.0, "resid_pdrop": 0}).dropout
-    model: Model = find_model({key: value for key, value in CONFIGS["gpt2"].items() if key != "attn_pdrop"})
-    assert model.dropout
+    assert find_model(without("attn_pdrop", "gpt2")).dropout

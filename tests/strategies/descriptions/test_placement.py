@@ -1,7 +1,5 @@
 """Invalid strategies get one clear error; strategies that frameworks accept are accepted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +11,14 @@ from quintsched.strategies.descriptions.presets_and_files import find_hardware, 
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import check
 
+FEW_KEYS = {"like": "llama-2-70b", "kv_heads": 4, "heads": 24, "head_size": 128, "ffn": 24576}
 NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("gpt3-175b", {"gpus": 7}, "gpus=7, but the mesh one rank has 1"),
     ("gpt3-175b", {"gpus": 16, "dp": 4, "tp": 2}, "the mesh dp=4 x tp=2 has 8"),
     ("gpt3-175b", {"gpus": 5, "tp": 5}, "tp=5 does not divide the 96 heads"),
     ("gpt2-xl", {"gpus": 2, "tp": 2}, "tp=2 does not divide the 25 heads"),
-    ("llama-2-70b", {"gpus": 64, "tp": 64, "batch": 64}, None),
-    ("llama-2-7b", {"gpus": 32, "tp": 32}, None),
     ({"like": "llama-2-7b", "ffn": 11009}, {"gpus": 2, "tp": 2}, "tp=2 does not divide the 11009 features"),
-    (
-        {"like": "llama-2-70b", "kv_heads": 4, "heads": 24, "head_size": 128, "ffn": 24576},
-        {"gpus": 6, "tp": 6},
-        "kv_heads",
-    ),
+    (FEW_KEYS, {"gpus": 6, "tp": 6}, "kv_heads"),
     ("gpt3-175b", {"gpus": 8, "dp": 8, "batch": 4}, "batch=4 does not divide over dp·ep=8 replicas"),
     ("gpt3-175b", {"gpus": 8, "dp": 8, "batch": 24, "microbatch": 2}, "microbatches of 2; the nearest .* is 16"),
     ("gpt3-175b", {"gpus": 128, "pp": 128, "batch": 128}, "128 stages, more than the 96 layers"),
@@ -45,31 +38,25 @@ NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("gpt3-175b", {"gpus": 1, "schedule": "1f2b"}, "unknown schedule '1f2b'; did you mean"),
     ("gpt3-175b", {"gpus": 1, "schedule": "inference"}, "does not train"),
     ("gpt3-175b", {"gpus": 2, "pp": 2, "schedule": "zb-auto"}, "an order that it searches under costs"),
-    (
-        "gpt3-175b",
-        {"gpus": 2, "pp": 2, "schedule": "zbv", "chunks": 3},
-        "zbv: chunks is 3; this schedule takes exactly 2",
-    ),
+    ("gpt3-175b", {"gpus": 2, "pp": 2, "schedule": "zbv", "chunks": 3}, "zbv: chunks is 3; this schedule takes ex"),
     ("gpt3-175b", {"gpus": 4, "pp": 4, "chunks": 2, "batch": 6}, "interleaved-1f1b: "),
     ("gpt3-175b", {"gpus": 4, "pp": 4, "schedule": "dualpipe", "batch": 5}, "dualpipe: "),
 ]
 
 
 @pytest.mark.parametrize(("model", "asked", "fault"), NONSENSE)
-def test_nonsense_gets_one_clear_error(model: Any, asked: dict[str, Any], fault: str | None) -> None:
+def test_nonsense_gets_one_clear_error(model: Any, asked: dict[str, Any], fault: str) -> None:
     found = find_model(model)
-    strategy = Strategy(**{"batch": 8, "seq": found.seq, **asked})
-    if fault is None:
-        check(found, None, strategy)
-    else:
-        with pytest.raises(UsageError, match=fault):
-            check(found, None, strategy)
+    with pytest.raises(UsageError, match=fault):
+        check(found, None, Strategy(**{"batch": 8, "seq": found.seq, **asked}))
 
 
 @pytest.mark.parametrize(
     ("model", "asked"),
     [
         ("gpt3-175b", {"gpus": 16, "tp": 16}),  # across nodes
+        ("llama-2-70b", {"gpus": 64, "tp": 64, "batch": 64}),
+        ("llama-2-7b", {"gpus": 32, "tp": 32}),
         ("gpt2", {"gpus": 4, "tp": 4}),  # the vocabulary is padded
         ("gpt3-175b", {"gpus": 5, "pp": 5, "batch": 5}),  # 96 layers on 5 ranks
         ("gpt3-175b", {"gpus": 1, "sequence_parallel": True, "zero": 3}),  # nothing to share out

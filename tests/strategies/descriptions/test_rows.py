@@ -1,7 +1,6 @@
 """Rows of flags: what they leave out is found from the rest, and what is wrong is said."""
 
-from __future__ import annotations
-
+from math import prod
 from typing import Any
 
 import pytest
@@ -25,9 +24,7 @@ def row(**values: Any) -> dict[str, Any]:
     has_gpus=st.booleans(),
 )
 def test_what_is_missing_is_found_from_the_rest(sizes: dict[str, int], spare: int, has_gpus: bool) -> None:
-    product = 1
-    for size in sizes.values():
-        product *= size
+    product = prod(sizes.values())
     gpus = product * (spare if "dp" not in sizes else 1)
     found = read_row(row(**sizes, **({"gpus": gpus} if has_gpus else {}))).strategy
     assert {axis: getattr(found, axis) for axis in sizes} == sizes

@@ -1,11 +1,13 @@
-"""Launches of the host: a layer takes at least what they take, forward and backward, and nothing where it has work."""
+"""Layers of ranks, and launches of the host: a layer takes at least what they take, nothing where it has work."""
 
 import pytest
 
+from quintsched.strategies.descriptions.model import Experts, Model
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import LAUNCH_S, launches
+from quintsched.strategies.prediction.layers_of_ranks import LayerLayout, kinds
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, sizes_of
 
@@ -33,3 +35,10 @@ def test_a_small_layer_takes_as_long_as_its_launches(seq):
     found = layer(seq=seq)
     assert found.forward.item() == pytest.approx(10 * LAUNCH_S)
     assert (found.backward_input + found.backward_weight).item() == pytest.approx(14 * LAUNCH_S)
+
+
+def test_kinds_are_runs_of_ranks_in_their_order():
+    model = Model(layers=6, hidden=512, heads=8, experts=Experts(count=4, top_k=1, ffn=512, every=2))
+    found = kinds(model, [LayerLayout(6, 1, "1f1b", None, "none"), LayerLayout(3, 1, "1f1b", None, (1, 0, 1))])
+    assert found.rank.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 0, 0]]
+    assert found.ranks.tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]]

@@ -9,9 +9,7 @@ from quintsched.strategies.descriptions.hardware import Curve, Measured
 from quintsched.strategies.descriptions.presets_and_files import find_hardware
 from quintsched.strategies.prediction.efficiency import launch_s, operator_times
 from quintsched.strategies.prediction.operators import Pass, Product
-from quintsched.strategies.prediction.predicted_collectives import (
-    overlap,
-)
+from quintsched.strategies.prediction.predicted_collectives import overlap
 
 A100 = find_hardware("a100-80gb")
 

@@ -57,7 +57,9 @@ def test_each_a100_by_itself(hardware):
 
 def test_every_constant_has_a_source_and_every_table_its_place():
     protocol = read("protocol")
-    own = {name for name, hardware in _own_efficiencies().items() if hardware}
+    presets = {f"{name}.efficiency": find_hardware(name) for name in hardware_names()}
+    fitted = {name: one.sources["efficiency"] for name, one in presets.items() if one.efficiency != 1.0}
+    own = {name for name, source in fitted.items() if not source.startswith("as ")}  # not those of another one
     known = {*Constants.model_fields, *own, "EXCHANGE", "LAUNCH_S"}
     assert protocol["constants"].keys() == known
     assert len(known) <= 10
@@ -68,16 +70,6 @@ def test_every_constant_has_a_source_and_every_table_its_place():
     tables = {path.stem for path in (*DATA.glob("*.json"), RECIPES)}
     assert {*protocol["fitted_on"], *protocol["tests"]} <= tables
     assert {*LIMITS, "recipes"} <= {*protocol["fitted_on"], *protocol["tests"]}
-
-
-def _own_efficiencies():
-    """Return the presets that have an efficiency, unless their sources say whose it is."""
-    found = {}
-    for name in hardware_names():
-        hardware = find_hardware(name)
-        if hardware.efficiency != 1.0:
-            found[f"{name}.efficiency"] = not hardware.sources["efficiency"].startswith("as ")
-    return found
 
 
 def test_published_recipes_fit_and_take_as_long_as_they_took():

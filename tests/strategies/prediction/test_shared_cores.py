@@ -1,7 +1,5 @@
 """Ranks that share cores: as a simulation in which every rank that computes gets its part of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest
@@ -18,25 +16,14 @@ AT_ONCE = Curve(sizes=(1.0, 2.0), rates=(1e18, 1e18))
 RATE = Curve(sizes=(1.0, 2.0), rates=(1e9, 1e9))
 
 
-def hardware(cores: int | None, **more: object) -> Hardware:
+def hardware(cores: int) -> Hardware:
     """Return ranks that only compute: messages, sums and passes over memory take no time."""
-    parties = dict.fromkeys((2, 4, 8), AT_ONCE)
-    measured = Measured(
-        matmul={"fp32": RATE},
-        attention={"fp32": RATE},
-        attention_backward={"fp32": RATE},
-        memory=AT_ONCE,
-        optimizer=AT_ONCE,
-        link=AT_ONCE,
-        link_work=AT_ONCE,
-        all_reduce=parties,
-        all_reduce_work=parties,
-        kernel_s=0.0,
-        cores=cores,
-        sharing={1: 1.0, 8: 1.0},
-    )
+    rates: dict[str, object] = {name: {"fp32": RATE} for name in ("matmul", "attention", "attention_backward")}
+    rates |= dict.fromkeys(("memory", "optimizer", "link", "link_work"), AT_ONCE)
+    rates |= dict.fromkeys(("all_reduce", "all_reduce_work"), dict.fromkeys((2, 4, 8), AT_ONCE))
+    measured = Measured(**rates, kernel_s=0.0, cores=cores, sharing={1: 1.0, 8: 1.0})
     sizes = {"tflops": {"fp32": 0.001}, "memory_gb": 4.0, "memory_gbps": 10.0, "link_gbps": 1.0, "network_gbps": 1.0}
-    return Hardware(name="cpu", reserved_gb=0, measured=measured.model_copy(update=more), **sizes)
+    return Hardware(name="cpu", reserved_gb=0, measured=measured, **sizes)
 
 
 def strategy(**given: int) -> Strategy:

@@ -14,6 +14,7 @@ def step(name="gpt3-175b", **given):
     return predict(find_model(name), A100, Strategy(**settings))
 
 
+ZERO_2 = {"dp": 2, "gpus": 128, "batch": 128, "zero": 2}
 STRATEGIES = [
     ("gpt3-175b", {}),
     ("gpt3-175b", {"recompute": "selective", "sequence_parallel": True, "chunks": 3}),
@@ -52,10 +53,7 @@ def test_breakdowns_add_up(name, given):
         ({"dp": 8, "pp": 1, "zero": 1}, {"dp": 8, "pp": 1, "zero": 1, "overlap": False}),
         ({"dp": 8, "pp": 1, "overlap": False, "gradients": "bf16"}, {"dp": 8, "pp": 1, "overlap": False}),
         ({"fused_accumulation": True}, {}),
-        (
-            {"dp": 2, "gpus": 128, "batch": 128, "zero": 2, "zero_every": 8},
-            {"dp": 2, "gpus": 128, "batch": 128, "zero": 2},
-        ),
+        (ZERO_2 | {"zero_every": 8}, ZERO_2),
         ({"schedule": "zb-h1"}, {"schedule": "1f1b"}),
         ({"dtype": "bf16"}, {"dtype": "fp32"}),
     ],

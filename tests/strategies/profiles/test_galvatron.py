@@ -1,6 +1,7 @@
 """Galvatron's shipped profile of Llama-2 7B: its times are met, and its strategy is not better than ours."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,20 +21,17 @@ A100 = find_hardware("a100-40gb").model_copy(update={"memory_gb": 36 * 1.024**3}
 """The GPU of the profile, with the memory that Galvatron's search was given."""
 
 
-def write(folder):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("galvatron")
     for name, content in json.loads(SHIPPED.read_text(encoding="utf-8"))["files"].items():
         (folder / name).write_text(json.dumps(content), encoding="utf-8")
     return folder
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return write(tmp_path)
-
-
 @pytest.fixture(scope="module")
-def profile(tmp_path_factory):
-    return read_profile(write(tmp_path_factory.mktemp("galvatron")), Measured(model=MODEL))
+def profile(folder):
+    return read_profile(folder, Measured(model=MODEL))
 
 
 @pytest.fixture(scope="module")
@@ -73,18 +71,22 @@ def test_measured_activations_are_met_and_taken(hardware):
     assert found == pytest.approx(measured.kept[2] * less)
 
 
-def test_broken_profiles_are_named(folder):
+def test_broken_profiles_are_named(folder, tmp_path):
+    folder = Path(shutil.copytree(folder, tmp_path / "broken"))
     with pytest.raises(UsageError, match="say of which model"):
         read_profile(folder)
-    path = folder / "computation_profiling_bf16_llama2-7b_all.json"
-    path.write_text('{"layernum[2]_bsz8_seq2048": "slow"}')
-    with pytest.raises(InputError, match="a number above 0"):
-        read_profile(folder, Measured(model=MODEL))
-    memory = folder / "memory_profiling_bf16_llama2-7b_all.json"
-    memory.write_text('{"layertype_0_sp": {"2048": {}}}')
-    path.write_text('{"layernum[2]_bsz8_seq2048": 80.0}')
-    with pytest.raises(InputError, match="/layertype_0_sp/2048: activations by tp"):
-        read_profile(folder, Measured(model=MODEL))
-    path.write_text("{}")
-    with pytest.raises(InputError, match="no times of layers"):
-        read_profile(folder, Measured(model=MODEL))
+    layers, memory = (folder / f"{kind}_profiling_bf16_llama2-7b_all.json" for kind in ("computation", "memory"))
+    for times, sizes, why in (
+        ('{"layernum[2]_bsz8_seq2048": "slow"}', "{}", "a number above 0"),
+        ('{"layernum[2]_bsz8_seq2048": 0}', "{}", "a number above 0"),
+        (
+            '{"layernum[2]_bsz8_seq2048": 80.0}',
+            '{"layertype_0_sp": {"2048": {}}}',
+            "/layertype_0_sp/2048: activations by",
+        ),
+        ("{}", "{}", "no times of layers"),
+    ):
+        layers.write_text(times)
+        memory.write_text(sizes)
+        with pytest.raises(InputError, match=why):
+            read_profile(folder, Measured(model=MODEL))

@@ -1,7 +1,5 @@
 """A profile of one model, for another: against the other's own profile."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path
@@ -39,9 +37,8 @@ def step(profile: Profile, model: Model, tp: int) -> Composed:
 @pytest.mark.parametrize(("measured", "wanted"), [("1_3b", "13b"), ("1_3b", "22b"), ("13b", "22b"), ("22b", "13b")])
 def test_another_size_is_near_its_own_profile(measured, wanted, tp):
     model = MODELS[wanted]
-    guessed, known = (
-        step(profile, model, tp) for profile in (resized(profile_of(measured), model, 2048), profile_of(wanted))
-    )
+    guessed = step(resized(profile_of(measured), model, 2048), model, tp)
+    known = step(profile_of(wanted), model, tp)
     assert guessed.step_s == pytest.approx(known.step_s, rel=0.04)
     assert guessed.memory[0].peak == pytest.approx(known.memory[0].peak, rel=0.001)
 
@@ -53,11 +50,8 @@ def test_one_profile_predicts_the_measured_runs_of_all_sizes(measured):
     Not that of the 13B model: its 10 heads a GPU over four make Megatron leave its fused softmax, as 16 do not.
     """
     rows = json.loads((DATA / "aceso_l4.json").read_text(encoding="utf-8"))["rows"]
-    errors = [
-        compose(resized(profile_of(measured), MODELS[row["model"].lower()], 2048), read_layout(row["config"])).step_s
-        / row["measured_step_ms"]
-        * 1e3
-        - 1
-        for row in rows
-    ]
+    errors = []
+    for row in rows:
+        profile = resized(profile_of(measured), MODELS[row["model"].lower()], 2048)
+        errors.append(compose(profile, read_layout(row["config"])).step_s * 1e3 / row["measured_step_ms"] - 1)
     assert sum(map(abs, errors)) / len(errors) < 0.06

@@ -1,7 +1,5 @@
 """Steps measured as a whole: Kineto traces, our own traces, and the rates that predictions take from them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from quintsched.strategies.profiles.kernels_in_torch_trace import from_trace
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile
 from quintsched.strategies.profiles.profile_from_trace import read_trace
 from quintsched.strategies.profiles.read_profile import Measured, read_profile
+from tests.helpers.refusals import require_refusals
 from tests.traces import write_trace
 
 DATA = Path(__file__).parents[2] / "data"
@@ -68,9 +67,8 @@ def test_a_slower_gpu_is_found_again():
     """A step as the model says it of a GPU 1.7 times slower: rates, and another strategy, follow."""
     model, hardware = find_model("gpt-1.3b"), find_hardware("a100-80gb")
     here = Strategy(gpus=8, dp=1, tp=8, microbatch=4, batch=64, seq=2048)
-    real = hardware.model_copy(
-        update={"efficiency": hardware.efficiency / 1.7, "memory_gbps": hardware.memory_gbps / 1.3}
-    )
+    slower = {"efficiency": hardware.efficiency / 1.7, "memory_gbps": hardware.memory_gbps / 1.3}
+    real = hardware.model_copy(update=slower)
     step = MeasuredStep(model=model, strategy=here, seconds=work_s(model, real, here))
     found = measured_hardware(hardware, Profile(steps=(step,)))
     elsewhere = Strategy(gpus=64, dp=4, tp=4, pp=4, microbatch=4, batch=512, seq=2048)  # the GPU sets the pace
@@ -90,36 +88,35 @@ def test_our_own_traces_are_profiles(tmp_path):
     assert expected["product"] + expected["attention"] + expected["pass"] == pytest.approx(1.2, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[]", "an object is needed"),
-        ('{"traceEvents": []}', "no kernels and no operators"),
-        ('{"traceEvents": {}}', "/traceEvents"),
-        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "name": "gemm"}]}', "no time"),
-        ('{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1' + "0" * 400 + "}]}", "no time"),
-        (
-            '{"traceEvents": [{"ph": "X", "cat": "kernel", "ts": 1, "dur": -5}]}',
-            "/seconds/pass: Input should be at least 0",
-        ),
-        ('{"profiles": {"gpt_1B_mbs1_tp1_algo0": {"columns": [], "rows": true}}}', "/profiles/gpt_1B_mbs1_tp1_algo0: "),
-        (
-            '{"profiles": {"gpt_1B_mbs1_tp1_algo0": {"columns": 1, "rows": []}}}',
-            "columns are a list, and rows a list of",
-        ),
-        ('{"profiles": {"gpt_1B_mbs1_tp1_algo0": {"columns": [], "rows": [{"a": 1}]}}}', "rows a list of lists"),
-        (
-            '{"profiles": {"gpt_1B_mbs1_tp1_algo0": {"columns": [], "rows": [[1, 1' + "0" * 400 + ", 1]]}}}",
-            "not a table",
-        ),
-        ('{"operators": [{"name": "a"}]}', "/operators/0/seq"),
-        ('{"name": "nothing"}', "neither operators nor steps"),
-        ('{"layer": ["a"], "steps": []}', "no times of a"),
-        ('{"profiles": {"gpt_1B_mbs1_tp1_algo0": []}}', "columns and rows"),
-        ('{"profiles": {}}', "no files of Aceso"),
-        ("{", "not JSON"),
-    ],
-)
+def table(columns: str, rows: str) -> str:
+    return f'{{"profiles": {{"gpt_1B_mbs1_tp1_algo0": {{"columns": {columns}, "rows": {rows}}}}}}}'
+
+
+def kernels(more: str) -> str:
+    return f'{{"traceEvents": [{{"ph": "X", "cat": "kernel", {more}}}]}}'
+
+
+BROKEN = [
+    ("[]", "an object is needed"),
+    ('{"traceEvents": []}', "no kernels and no operators"),
+    ('{"traceEvents": {}}', "/traceEvents"),
+    (kernels('"name": "gemm"'), "no time"),
+    (kernels('"ts": 1' + "0" * 400), "no time"),
+    (kernels('"ts": 1, "dur": -5'), "/seconds/pass: Input should be at least 0"),
+    (table("[]", "true"), "/profiles/gpt_1B_mbs1_tp1_algo0: "),
+    (table("1", "[]"), "columns are a list, and rows a list of"),
+    (table("[]", '[{"a": 1}]'), "rows a list of lists"),
+    (table("[]", "[[1, 1" + "0" * 400 + ", 1]]"), "not a table"),
+    ('{"operators": [{"name": "a"}]}', "/operators/0/seq"),
+    ('{"name": "nothing"}', "neither operators nor steps"),
+    ('{"layer": ["a"], "steps": []}', "no times of a"),
+    ('{"profiles": {"gpt_1B_mbs1_tp1_algo0": []}}', "columns and rows"),
+    ('{"profiles": {}}', "no files of Aceso"),
+    ("{", "not JSON"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), BROKEN, ids=[f"{number} {said}" for number, (_, said) in enumerate(BROKEN)])
 def test_broken_files_are_refused_with_the_place(tmp_path, text, said):
     path = tmp_path / "profile.json"
     path.write_text(text, encoding="utf-8")
@@ -129,7 +126,9 @@ def test_broken_files_are_refused_with_the_place(tmp_path, text, said):
 
 def test_another_strategy_than_the_plans_is_refused(tmp_path):
     plan = qs.compile("1f1b", mesh=qs.Mesh(pp=2), microbatches=4)
-    with pytest.raises(MisfitError, match="strategy says"):
-        read_trace(tmp_path, plan, MODEL, ON_ONE)
-    with pytest.raises(MisfitError, match="4 microbatches"):
-        read_trace(tmp_path, plan, MODEL, Strategy(gpus=2, pp=2, batch=8, seq=128))
+    other = Strategy(gpus=2, pp=2, batch=8, seq=128)
+    require_refusals(
+        ("strategy says", lambda: read_trace(tmp_path, plan, MODEL, ON_ONE)),
+        ("4 microbatches", lambda: read_trace(tmp_path, plan, MODEL, other)),
+        error=MisfitError,
+    )

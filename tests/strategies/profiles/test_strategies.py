@@ -1,7 +1,5 @@
 """Strategies predicted from a profile of operators: even stages, more GPUs, and what such a profile cannot place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -25,9 +23,8 @@ def profile() -> Profile:
 
 
 def strategy(**changes: object) -> Strategy:
-    return Strategy.model_validate(
-        {"gpus": 2, "pp": 2, "batch": 32, "seq": 2048, "dtype": "fp16", "recompute": "selective"} | changes
-    )
+    sizes = {"gpus": 2, "pp": 2, "batch": 32, "seq": 2048, "dtype": "fp16", "recompute": "selective"}
+    return Strategy.model_validate(sizes | changes)
 
 
 def test_an_even_pipeline_is_near_a_measured_uneven_one(profile):
@@ -58,8 +55,7 @@ def test_what_operators_cannot_place_is_said(profile, changes, said):
 
 
 def test_selective_recomputation_needs_attention(profile):
-    blind = profile.model_copy(
-        update={"operators": tuple(o.model_copy(update={"kind": "block"}) for o in profile.operators)}
-    )
+    blocks = tuple(one.model_copy(update={"kind": "block"}) for one in profile.operators)
+    blind = profile.model_copy(update={"operators": blocks})
     with pytest.raises(UsageError, match="which operators are attention"):
         predict_from_profile(MODEL, HARDWARE, strategy(), blind)

@@ -6,12 +6,7 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.predict_one_strategy import predict
-from quintsched.strategies.tuning.explain_choice import (
-    binding_term,
-    explain,
-    misfit,
-    terms,
-)
+from quintsched.strategies.tuning.explain_choice import binding_term, explain, misfit, terms
 from quintsched.strategies.tuning.tune import tune
 
 MODEL = Model(layers=8, hidden=1024, heads=8, vocab=1000)

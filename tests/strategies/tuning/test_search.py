@@ -14,16 +14,8 @@ from .problems import Problem, brute_force, groups, problem
 
 
 def found(given: Problem, **how: object) -> list[tuple[float, float]]:
-    tuning = tune(
-        given.model,
-        given.hardware,
-        given.gpus,
-        given.batch,
-        given.seq,
-        fixed=given.choices.model_dump(),
-        headroom=0,
-        **how,
-    )
+    sizes, fixed = (given.gpus, given.batch, given.seq), given.choices.model_dump()
+    tuning = tune(given.model, given.hardware, *sizes, fixed=fixed, headroom=0, **how)
     return [(one.step_s, one.memory_bytes) for one in tuning.best]
 
 
@@ -51,10 +43,16 @@ def test_the_best_are_those_of_brute_force(seed):
 def test_a_strategy_is_predicted_alike_alone_and_among_others(seed):
     given = problem(seed)
     among = [strategy for group in groups(given) for strategy in group.members]
-    together = evaluate(given.model, given.hardware, Table.from_strategies(among), simulate=True).step_s
-    rows = random.Random(seed).sample(range(len(among)), min(60, len(among)))
-    alone = [evaluate(given.model, given.hardware, Table.from_strategies([among[row]]), simulate=True) for row in rows]
-    assert [one.step_s[0] for one in alone] == pytest.approx(together[rows], rel=1e-12)
+    every = evaluate(given.model, given.hardware, Table.from_strategies(among), simulate=True)
+    for row in random.Random(seed).sample(range(len(among)), min(60, len(among))):
+        alone = evaluate(given.model, given.hardware, Table.from_strategies([among[row]]), simulate=True)
+        assert alone.step_s[0] == pytest.approx(every.step_s[row], rel=1e-12)
+        assert alone.memory_bytes[0] == every.memory_bytes[row]
+        for terms in ("seconds", "bytes"):
+            found, expected = getattr(alone, terms), getattr(every, terms)
+            assert {name: found[name][0] for name in found} == pytest.approx(
+                {name: expected[name][row] for name in found}
+            )
 
 
 @pytest.mark.slow

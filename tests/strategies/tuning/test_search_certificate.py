@@ -80,10 +80,7 @@ CHANGES: list[tuple[str, Callable[[Certificate], dict[str, object]]]] = [
     ("the space has no frame", lambda good: {"evaluated": ((9,) * 8,)}),
     ("has the bound", lambda good: passed_off(good, "time", 1e9)),
     ("has the bound", lambda good: passed_off(good, "memory", 1e15)),
-    (
-        "has the bound|may hold",
-        lambda good: {"pruned": tuple(box.model_copy(update={"reason": "time"}) for box in good.pruned)},
-    ),
+    ("has the bound|may hold", lambda good: {"pruned": [b.model_copy(update={"reason": "time"}) for b in good.pruned]}),
     ("number 1 of the best", lambda good: {"best": good.best[::-1][:1] + good.best[1:]}),
     ("number|may", lambda good: {"best": good.best[1:], "top": 2}),
     ("number 1 of the best", slower),

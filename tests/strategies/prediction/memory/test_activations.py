@@ -1,18 +1,10 @@
 """Bytes of activations: the published formulas and figures, and the parts that they leave out."""
 
-from __future__ import annotations
-
 import pytest
 
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.presets_and_files import find_model
-from quintsched.strategies.prediction.memory.activations import (
-    ActivationSizes,
-    block_input,
-    block_kept,
-    embedding_kept,
-    head_kept,
-)
+from quintsched.strategies.prediction.memory import activations
 from quintsched.strategies.prediction.memory.in_flight import in_flight
 
 GIB = 2**30
@@ -43,7 +35,7 @@ FIGURE_7 = {
 
 
 def _layer(model: Model, microbatch: int, *, sp: bool, selective: bool) -> float:
-    kept = block_kept(model, ActivationSizes(microbatch, model.seq, tp=8, sequence_parallel=sp))
+    kept = activations.block_kept(model, activations.ActivationSizes(microbatch, model.seq, tp=8, sequence_parallel=sp))
     return float(sum(bytes_ for kind, bytes_ in kept.items() if not (selective and kind == "scores")))
 
 
@@ -68,7 +60,7 @@ def test_figure_7(name: str) -> None:
         "sp": _layer(model, microbatch, sp=True, selective=False),
         "sel": _layer(model, microbatch, sp=False, selective=True),
         "sp_sel": _layer(model, microbatch, sp=True, selective=True),
-        "full": float(block_input(model, ActivationSizes(microbatch, model.seq, tp=8))),
+        "full": float(activations.block_input(model, activations.ActivationSizes(microbatch, model.seq, tp=8))),
     }
     percent = {mode: 100 * bytes_ / whole for mode, bytes_ in found.items()}
     assert percent == pytest.approx(FIGURE_7[name], abs=0.15)
@@ -80,9 +72,9 @@ def test_equations_of_the_paper(tp: int, sp: bool) -> None:
     """Korthikanti et al. 2022, equations 1 to 4, and section 4.3 for embedding and head."""
     model = find_model("gpt3-175b")
     s, b, h, a, t = 2048, 2, model.hidden, model.heads, tp
-    sizes = ActivationSizes(b, s, tp=t, sequence_parallel=sp)
+    sizes = activations.ActivationSizes(b, s, tp=t, sequence_parallel=sp)
     expected = s * b * h * ((34 + 5 * a * s / h) / t if sp else 10 + 24 / t + 5 * a * s / (h * t))
-    assert sum(block_kept(model, sizes).values()) == pytest.approx(expected, rel=1e-12)
+    assert sum(activations.block_kept(model, sizes).values()) == pytest.approx(expected, rel=1e-12)
     between = s * b * h / (t if sp else 1)
-    assert embedding_kept(model, sizes) == between
-    assert head_kept(model, sizes) == {"tokens": 4 * between, "logits": 4 * s * b * model.vocab // t}
+    assert activations.embedding_kept(model, sizes) == between
+    assert activations.head_kept(model, sizes) == {"tokens": 4 * between, "logits": 4 * s * b * model.vocab // t}

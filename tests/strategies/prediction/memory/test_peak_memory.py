@@ -1,7 +1,5 @@
 """Memory of ranks, term by term: the parts add up, and are where they belong."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

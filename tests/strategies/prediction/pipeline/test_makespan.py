@@ -9,12 +9,7 @@ from quintsched.simulation.costs import Costs
 from quintsched.strategies.prediction.layers_of_ranks import V_SHAPED
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
 from quintsched.strategies.prediction.pipeline.event_graph_levels import TIMED_CLASSES
-from quintsched.strategies.prediction.pipeline.makespan import (
-    bound_of,
-    has_closed_form,
-    repetition,
-    staged,
-)
+from quintsched.strategies.prediction.pipeline.makespan import bound_of, has_closed_form, repetition, staged
 from quintsched.strategies.prediction.pipeline.runs_of_equal_ranks import Passes, Pipelines
 
 TOLERANCE = 0.01
@@ -120,14 +115,8 @@ def test_levels_are_timed_as_the_simulator_times_plans(name):
         durations = random_durations(stages, rng)
         reduction = np.zeros((stages, 1)) if find_schedule(name).bidirectional else rng.uniform(0, 3, (stages, 1))
         rows = {kind.__name__: durations[number, :, 0].tolist() for number, kind in enumerate(TIMED_CLASSES)}
-        wanted = plan.simulate(
-            Costs(
-                forward=rows["Fwd"],
-                backward_input=rows["BwdInput"],
-                backward_weight=rows["BwdWeight"],
-                reduce_scatter=reduction[:, 0].tolist(),
-            )
-        )
+        times = {"forward": rows["Fwd"], "backward_input": rows["BwdInput"], "backward_weight": rows["BwdWeight"]}
+        wanted = plan.simulate(Costs(**times, reduce_scatter=reduction[:, 0].tolist()))
         makespan_s, exposed = staged(name, pp, microbatches, chunks, durations, reduction)
         assert makespan_s[0] + exposed[0] == pytest.approx(wanted.makespan, rel=TOLERANCE)
 
