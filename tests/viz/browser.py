@@ -1,7 +1,5 @@
 """Chromium without a window, driven over its debugging pipe: no driver, no port, no network."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -12,18 +10,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import quintsched as qs
 from quintsched.viz import render
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--remote-debugging-pipe",
-    "--hide-scrollbars",
-)
+IN_CHROMIUM = [
+    pytest.mark.slow,
+    pytest.mark.processes,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
+]
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
+FLAGS += ("--remote-debugging-pipe", "--hide-scrollbars")
 
 READY = """new Promise((go) => {
   const look = () => document.body?.dataset.ready === 'all' ? go(1) : setTimeout(look, 20);
@@ -89,9 +88,8 @@ class Page:
 
     def key(self, name: str, *, shift: bool = False, control: bool = False) -> None:
         held = {"key": name, "modifiers": 8 * shift + 2 * control}
-        text = (
-            {"text": "\r" if name == "Enter" else name} if name == "Enter" or (len(name) == 1 and not control) else {}
-        )
+        letter = "\r" if name == "Enter" else name
+        text = {"text": letter} if len(letter) == 1 and not control else {}
         self._ask("Input.dispatchKeyEvent", type="keyDown", **held, **text)
         self._ask("Input.dispatchKeyEvent", type="keyUp", **held)
         self.settle()

@@ -1,7 +1,5 @@
 """The picture of a search: all of the best in it, by name, and nothing cut off."""
 
-from __future__ import annotations
-
 import pytest
 
 import quintsched as qs

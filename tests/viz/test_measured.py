@@ -1,7 +1,5 @@
 """Pictures and events of traces: a measured step under its plan, waits apart from run time."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -9,7 +7,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.ir.instruction_set import OptStep, Recv
-from quintsched.trace.measured_trace import MeasuredStep, Trace
+from quintsched.trace.measured_trace import MeasuredStep
 from quintsched.viz import render_measured
 from quintsched.viz.draw_timeline import draw_measured
 from quintsched.viz.house_style import house_style
@@ -25,8 +23,7 @@ def measured(
     directory: Path, name: str = "1f1b", mesh: str = "pp=3", **how: bool
 ) -> tuple[qs.Simulation, MeasuredStep]:
     simulation = qs.compile(name, mesh=mesh, microbatches=4, **how).simulate(COSTS)
-    trace: Trace = write_trace(directory, simulation, scales=(1.2,))
-    return simulation, trace.step()
+    return simulation, write_trace(directory, simulation, scales=(1.2,)).step()
 
 
 def test_waits_end_where_their_computation_runs(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Interactive pages: complete in one file, read back as written, small, and built from their sources."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -18,17 +16,15 @@ from quintsched.viz import compare, render, render_measured
 from quintsched.viz.page.plan_page import page_of
 from tests.traces import write_trace
 
+from .node import NEEDS_NODE, run_node
+
 PAGE = Path(__file__).parents[2] / "viz" / "page"
 BUILT = PAGE / "built.js"
-READ = Path(__file__).parent / "page" / "read.mjs"
 MOST_LINES, MOST_LINES_OF_A_FILE, WIDEST = 4000, 400, 160
-
-with_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 
 
 def read_page(page: bytes) -> dict[str, Any]:
-    done = subprocess.run(["node", str(READ)], input=page, capture_output=True, check=True)
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
+    return json.loads(run_node("read.mjs", text=page))
 
 
 def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
@@ -42,7 +38,7 @@ def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
     assert page_of(simulation, (), "x") == page_of(simulation, (), "x")
 
 
-@with_node
+@NEEDS_NODE
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -67,7 +63,7 @@ def test_a_page_has_the_plan_and_its_times(name: str, options: dict[str, Any]) -
     assert run["bubble"] == pytest.approx(simulation.bubble)
 
 
-@with_node
+@NEEDS_NODE
 def test_a_page_has_the_measured_step_beside_the_plan(tmp_path: Path) -> None:
     costs = qs.Costs(unit="ms", forward=3.0, p2p=0.5)
     simulation = qs.compile("zb-h1", mesh="pp=2", microbatches=3).simulate(costs)
@@ -80,7 +76,7 @@ def test_a_page_has_the_measured_step_beside_the_plan(tmp_path: Path) -> None:
     assert measured["busy"] == pytest.approx(step.busy)
 
 
-@with_node
+@NEEDS_NODE
 def test_a_page_has_several_plans_beside_each_other(tmp_path: Path) -> None:
     simulations = [qs.compile(name, mesh="pp=2", microbatches=3).simulate() for name in ("1f1b", "zb-h1", "gpipe")]
     compare(simulations, tmp_path / "all.html")

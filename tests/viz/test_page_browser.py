@@ -3,8 +3,6 @@
 `make test-all` runs them where Chromium is (Debian: apt-get install chromium).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -15,13 +13,9 @@ import quintsched as qs
 from quintsched.ir.instruction_set import Fwd
 from quintsched.viz import compare, render
 
-from .browser import CHROMIUM, Page, drop, opened
+from .browser import IN_CHROMIUM, Page, drop, opened
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.processes,
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
-]
+pytestmark = IN_CHROMIUM
 
 COLOURS = """(() => { const c = quintsched.timeline, d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;
   return new Set(new Uint32Array(d.buffer)).size })()"""
@@ -215,9 +209,7 @@ def test_ten_thousand_instructions_are_judged_in_no_time(page: Page, tmp_path: P
 @pytest.mark.parametrize(
     ("pp", "microbatches", "most_mb", "first_paint_s", "least_frames"), [(32, 520, 5, 1, 30), (64, 2620, 30, 3, 20)]
 )
-def test_large_plans_are_smooth(
-    pp: int, microbatches: int, most_mb: float, first_paint_s: float, least_frames: float, page: Page, tmp_path: Path
-) -> None:
+def test_large_plans_are_smooth(pp, microbatches: int, most_mb, first_paint_s, least_frames, page, tmp_path) -> None:
     """CPU time of all of Chromium's processes counts, so that other work on the machine changes nothing."""
     drawn = np.random.default_rng(0).uniform(9, 11, (2, pp))
     costs = qs.Costs(unit="ms", forward=tuple(drawn[0]), backward_input=tuple(drawn[1]), p2p=0.3)

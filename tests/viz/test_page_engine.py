@@ -4,14 +4,9 @@ plans and mutants ──▶ planner ──▶ points, profiles, start, end, peak
                  └──▶ node ─────▶ the same
 """
 
-from __future__ import annotations
-
 import json
-import shutil
-import subprocess
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -21,11 +16,15 @@ import quintsched as qs
 from quintsched.errors import UnsoundError
 from quintsched.plan import Plan
 from quintsched.simulation.cost_forms import LatencyAndBandwidth, PerUnit, Wires
-from quintsched.simulation.idle_time import IdleTime, WhyIdle
+from quintsched.simulation.idle_time import IdleTime
 from quintsched.simulation.simulator import simulate
 from quintsched.viz.page.page_tables import page_tables
 from tests.planner.verify.mutants import mutant, reordered
 from tests.planner.verify.small_plans import OFFLOADED, OVERLAPPING, SMALL, TIED, UNEVEN
+
+from .node import NEEDS_NODE, run_node
+
+RECIPES = (*SMALL, *OFFLOADED, *OVERLAPPING, *UNEVEN, *TIED)
 
 CAP, EXPLAINED = 2.0, 4
 """Memory cap of explanations of idle time; every which plan has them."""
@@ -34,9 +33,8 @@ HEADS: dict[str, Any] = {
     "zero": {"stage": 1, "every": 1}, "stage_to_part": [0, 1], "communication": "ring",
 }  # fmt: skip
 """Entries of a plan's head that most plans lack."""
-ANSWER = Path(__file__).parent / "page" / "answer.mjs"
 
-pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+pytestmark = NEEDS_NODE
 
 
 def drawn_costs(plan: Plan, random: Random) -> qs.Costs:
@@ -59,12 +57,8 @@ def drawn_costs(plan: Plan, random: Random) -> qs.Costs:
     def once() -> Any:
         return number() if random.random() < 0.5 else tuple(number() for _ in range(stages))
 
-    wires = Wires(
-        latency=number(),
-        bandwidth=2.0,
-        nodes=tuple(random.randrange(2) for _ in range(pp)),
-        within=LatencyAndBandwidth(latency=0.125, bandwidth=8.0),
-    )
+    within, nodes = LatencyAndBandwidth(latency=0.125, bandwidth=8.0), tuple(random.randrange(2) for _ in range(pp))
+    wires = Wires(latency=number(), bandwidth=2.0, nodes=nodes, within=within)
     units = ("forward", "backward_input", "backward_weight", "recompute", "exchange", "message")
     return qs.Costs(
         **{name: cost() for name in units},
@@ -83,7 +77,7 @@ def drawn_costs(plan: Plan, random: Random) -> qs.Costs:
 def cases(count: int, seed: int) -> Iterator[tuple[Plan, qs.Costs]]:
     """Yield small plans of every kind in turn, as they are and with faults, and costs for each."""
     random = Random(seed)
-    recipes = [*SMALL, *OFFLOADED, *OVERLAPPING, *UNEVEN, *TIED]
+    recipes = [*RECIPES]
     random.shuffle(recipes)
     for number in range(count):
         plan = recipes[number % len(recipes)].plan
@@ -106,37 +100,37 @@ def expected(plan: Plan, costs: qs.Costs, *, explained: bool) -> dict[str, Any]:
         except UnsoundError:
             found["run"] = None
         else:
-            found["run"] = {
-                "start": run.start.tolist(),
-                "end": run.end.tolist(),
-                "makespan": run.makespan,
-                "bubble": run.bubble,
-                "peaks": run.peak_activations,
-            }
+            found["run"] = {"start": run.start.tolist(), "end": run.end.tolist(), "makespan": run.makespan}
+            found["run"] |= {"bubble": run.bubble, "peaks": run.peak_activations}
             if explained:
-                found["run"]["idle"] = [_gap(why) for gaps in IdleTime(run, CAP).of_ranks() for why in gaps]
+                found["run"]["idle"] = [
+                    [why.gap.rank, why.gap.start, why.gap.end, why.cause, [*why.ranks]]
+                    for gaps in IdleTime(run, CAP).of_ranks()
+                    for why in gaps
+                ]
     return found
-
-
-def _gap(why: WhyIdle) -> list[Any]:
-    return [why.gap.rank, why.gap.start, why.gap.end, why.cause, [*why.ranks]]
 
 
 def close(one: Any, other: Any) -> bool:
     return bool(one == pytest.approx(other, rel=1e-9, abs=1e-9))
 
 
+def answers(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    lines = "\n".join(json.dumps(one) for one in [{"tables": page_tables()}, *asked])
+    return [json.loads(line) for line in run_node("answer.mjs", text=lines.encode()).splitlines()]
+
+
 def compare(count: int, seed: int) -> Counter[str]:
     """Compare so many plans; return how many of them were what."""
-    tried = [(plan, costs) for plan, costs in cases(count, seed)]
-    lines = [json.dumps({"tables": page_tables()})]
-    for number, (plan, costs) in enumerate(tried):
-        asked = {"plan": json.loads(plan.to_json()), "costs": costs.model_dump(mode="json")}
-        lines.append(json.dumps(asked | ({"cap": CAP} if number % EXPLAINED == 0 else {})))
-    done = subprocess.run(["node", str(ANSWER)], input="\n".join(lines), capture_output=True, text=True, check=True)
+    tried = list(cases(count, seed))
+    asked = [
+        {"plan": json.loads(plan.to_json()), "costs": costs.model_dump(mode="json")}
+        | ({"cap": CAP} if number % EXPLAINED == 0 else {})
+        for number, (plan, costs) in enumerate(tried)
+    ]
     seen: Counter[str] = Counter()
-    for number, ((plan, costs), line) in enumerate(zip(tried, done.stdout.splitlines(), strict=True)):
-        ours, theirs = expected(plan, costs, explained=number % EXPLAINED == 0), json.loads(line)
+    for number, ((plan, costs), theirs) in enumerate(zip(tried, answers(asked), strict=True)):
+        ours = expected(plan, costs, explained=number % EXPLAINED == 0)
         assert "error" not in theirs, f"{plan!r}: {theirs['error']}"
         said = f"{plan.title}: {plan.check().explain()}"
         if "well-formed" in ours["points"]:
@@ -189,25 +183,21 @@ def changed(value: Any, random: Random) -> Any:
 @pytest.mark.parametrize("count", [120, pytest.param(5000, marks=pytest.mark.slow)])
 def test_a_plan_that_the_planner_refuses_is_refused(count: int) -> None:
     random, files = Random(count), []
-    for recipe in random.choices([*SMALL, *OFFLOADED, *OVERLAPPING, *UNEVEN, *TIED], k=count):
+    for recipe in random.choices(RECIPES, k=count):
         file = json.loads(recipe.plan.to_json())
         head = {name: value for name, value in file.items() if name != "programs"}
         for name in random.sample([*head, *HEADS], random.choice((1, 1, 2))):
             head[name] = changed(head[name], random) if name in head else HEADS[name]
-        files.append(json.dumps(head | {"programs": file["programs"]}))
-    lines = [json.dumps({"tables": page_tables()}), *(f'{{"plan": {file}, "costs": {{}}}}' for file in files)]
-    done = subprocess.run(["node", str(ANSWER)], input="\n".join(lines), capture_output=True, text=True, check=True)
+        files.append(head | {"programs": file["programs"]})
     taken = 0
-    for file, line in zip(files, done.stdout.splitlines(), strict=True):
-        answer, refusal = json.loads(line), ""
+    for file, answer in zip(files, answers([{"plan": file, "costs": {}} for file in files]), strict=True):
+        refusal = ""
         try:
-            Plan.from_json(file)
+            Plan.from_json(json.dumps(file))
         except qs.InputError as error:
             refusal = str(error)
         said = answer.get("error", "")
-        assert ("this is no plan" in said or "well-formed" in answer.get("points", ())) == bool(refusal), (
-            refusal,
-            said,
-        )
+        is_refused = "this is no plan" in said or "well-formed" in answer.get("points", ())
+        assert is_refused == bool(refusal), (refusal, said)
         taken += not refusal
     assert taken > count // 20

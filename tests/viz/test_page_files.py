@@ -1,7 +1,5 @@
 """Files dropped on a page, links to it, and what is marked in them: broken ones are refused, in a browser."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +13,9 @@ from quintsched.stalls.last_reported_rank_states import Fate, RankState
 from quintsched.viz import render, render_stall, save_untimed
 from tests.traces import write_trace
 
-from .browser import CHROMIUM, Page, drop, opened
+from .browser import IN_CHROMIUM, Page, drop, opened
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.processes,
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed"),
-]
+pytestmark = IN_CHROMIUM
 
 
 def test_a_link_opens_the_same_order(page: Page, tmp_path: Path) -> None:
@@ -46,15 +40,8 @@ FRAGMENTS = (
     *("%", "{", "null", '{"pp":1000000000}', '{"pp":1.5}', '{"schedule":"constructor"}', '{"costs":{"forward":"x"}}'),
     *("1", "[]", '{"levle":3}', '{"cap":-1}', '{"cap":"x"}', '{"schedule":"interleaved","microbatches":3}'),
     *(f'{{"dp":{dp}}}' for dp in ("1000000000", "-1", "0", '"x"', "1.5")),
-    *(
-        '{"zero":9}',
-        '{"zero":3}',
-        '{"stage_to_pp":[0,1,2,9]}',
-        '{"stage_to_pp":[0]}',
-        '{"mesh":[["xp",2]]}',
-        '{"mesh":7}',
-    ),
-    *('{"orders":[]}', '{"pp":2,"orders":["0F0","7F9"]}', '{"pp":1,"orders":"x"}'),
+    *('{"zero":9}', '{"zero":3}', '{"stage_to_pp":[0,1,2,9]}', '{"stage_to_pp":[0]}', '{"mesh":[["xp",2]]}'),
+    *('{"mesh":7}', '{"orders":[]}', '{"pp":2,"orders":["0F0","7F9"]}', '{"pp":1,"orders":"x"}'),
 )
 
 
@@ -101,12 +88,8 @@ def test_broken_traces_and_stalls_are_refused(page: Page, tmp_path: Path) -> Non
     assert page.evaluate("quintsched.runs.length") == 2
     state = RankState(0, "a", 0, "step", 3, "train", 2, 5.0, 0.1, None, None, 3)
     stall = json.loads(find_culprit(plan, [state, replace(state, rank=1)]).to_json())
-    for broken in (
-        {"version": 2},
-        {"chain": [{}]},
-        {"culprits": "x"},
-        {"states": [stall["states"][0] | {"index": -4}]},
-    ):
+    nowhere = stall["states"][0] | {"index": -4}
+    for broken in ({"version": 2}, {"chain": [{}]}, {"culprits": "x"}, {"states": [nowhere]}):
         page.evaluate("quintsched.clear()")
         drop(page, {"stall.json": json.dumps(stall | broken)})
         assert "cannot read this" in page.evaluate("quintsched.panel.textContent"), broken
@@ -142,13 +125,10 @@ def test_the_counter_example_of_a_deadlock_is_marked(dropped: bool, page: Page, 
 
 def test_a_stall_is_marked(page: Page, tmp_path: Path) -> None:
     plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4)
-    states = [
-        RankState(
-            rank, "a", rank, "step", 3, "train", 4 - rank, 5.0, 0.1, Fate("signal", 9) if rank == 1 else None, None, 3
-        )
-        for rank in range(4)
-    ]
-    report = find_culprit(plan, states)
+    killed = {1: Fate("signal", 9)}
+    report = find_culprit(
+        plan, [RankState(r, "a", r, "step", 3, "train", 4 - r, 5.0, 0.1, killed.get(r), None, 3) for r in range(4)]
+    )
     render_stall(report, tmp_path / "stall.html")
     page.open(tmp_path / "stall.html")
     assert page.evaluate("quintsched.view.marked.length") == 4

@@ -1,10 +1,6 @@
 """The page's compiler makes the planner's plans, and its explanations of idle time hold when they are tried."""
 
-from __future__ import annotations
-
 import json
-import shutil
-import subprocess
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -17,11 +13,12 @@ from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, GatherParams
 from quintsched.solve import Certificate, certify, solve
 from quintsched.viz.page.page_tables import page_tables
 
-HERE = Path(__file__).parent / "page"
+from .node import NEEDS_NODE, run_node
+
 DATA = Path(__file__).parents[1] / "data"
 PAGE = Path(__file__).parents[2] / "viz" / "page"
 
-pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+pytestmark = NEEDS_NODE
 
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb")
 TAKEN_APART = ("zbv", "v-half", "v-min", "bfs", "zb-auto")
@@ -29,9 +26,7 @@ TAKEN_APART = ("zbv", "v-half", "v-min", "bfs", "zb-auto")
 
 def ask(questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     lines = "\n".join(json.dumps(question) for question in [{"tables": page_tables()}, *questions])
-    command = ["node", str(HERE / "compiled.mjs")]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in run_node("compiled.mjs", text=lines.encode()).splitlines()]
 
 
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])  # 5: all sizes, in turn
@@ -143,9 +138,8 @@ def split(plan: qs.Plan) -> qs.Plan:
     """Return a plan with each whole backward as its two halves, which is the form that the solver searches."""
 
     def halves(i: Instruction) -> tuple[Instruction, ...]:
-        if isinstance(i, Bwd):
-            return BwdInput(i.stage, i.microbatch), BwdWeight(i.stage, i.microbatch)
-        return (i,)
+        cell = getattr(i, "stage", 0), getattr(i, "microbatch", 0)
+        return (BwdInput(*cell), BwdWeight(*cell)) if isinstance(i, Bwd) else (i,)
 
     return replace(plan, programs=tuple(tuple(h for i in program for h in halves(i)) for program in plan.programs))
 
@@ -153,9 +147,7 @@ def split(plan: qs.Plan) -> qs.Plan:
 def test_what_a_rank_is_said_to_wait_for_is_what_it_waits_for(tmp_path: Path) -> None:
     """On 500 random plans: what a sentence names, made shorter, makes the gap shorter by as much."""
     (tmp_path / "tables.json").write_text(json.dumps(page_tables()))
-    command = ["node", str(HERE / "idle.mjs"), str(tmp_path / "tables.json"), "500", "7"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
+    found = json.loads(run_node("idle.mjs", tmp_path / "tables.json", "500", "7"))
     assert found["wrongs"] == 0, found["wrong"]
     assert found["shrunk"] == found["named"] > 5000
     assert found["kept"] >= 0.95 * found["others"]

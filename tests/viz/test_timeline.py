@@ -1,7 +1,5 @@
 """Pictures of plans: valid files, everything in them, nothing cut off or on top of something else."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path
@@ -17,21 +15,14 @@ from quintsched.viz import compare, render
 from quintsched.viz.draw_timeline import draw_comparison, draw_plan
 from quintsched.viz.figure_sheet import PNG_DPI
 from quintsched.viz.house_style import house_style, number
+from tests.helpers.refusals import require_refusals
 
 from .pictures import count_drawn, read_svg, require_readable, texts_of
 
 MEASURED = qs.Costs(unit="ms", forward=18.5, backward_input=18.1, backward_weight=9.3, p2p=0.6)
 
 
-def simulate(
-    name: str,
-    pp: int,
-    microbatches: int,
-    chunks: int | None = None,
-    costs: qs.Costs | None = None,
-    *,
-    overlap: bool = False,
-) -> qs.Simulation:
+def simulate(name: str, pp: int, microbatches: int, chunks=None, costs=None, *, overlap=False) -> qs.Simulation:
     sizes = {"mesh": f"dp=2,pp={pp}", "microbatches": microbatches, "chunks": chunks}
     return qs.compile(name, **sizes, overlap=overlap).simulate(costs)
 
@@ -55,8 +46,7 @@ def test_png_is_an_image_of_a_size_that_fits_the_plan(tmp_path: Path) -> None:
     render(simulate("1f1b", 8, 16), tmp_path / "large.png")
     sizes = []
     for name in ("small.png", "large.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-        with Image.open(tmp_path / name) as image:
+        with Image.open(tmp_path / name, formats=["PNG"]) as image:
             image.load()
             sizes.append(image.size)
     (small_width, small_height), (large_width, large_height) = sizes
@@ -78,9 +68,7 @@ def test_svg_says_what_the_plan_is(tmp_path: Path) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(simulations())
-def test_every_computation_and_message_is_drawn(
-    tmp_path_factory: pytest.TempPathFactory, simulation: qs.Simulation
-) -> None:
+def test_every_computation_and_message_is_drawn(tmp_path_factory, simulation: qs.Simulation) -> None:
     path = tmp_path_factory.mktemp("svg") / "plan.svg"
     render(simulation, path)
     root = read_svg(path)
@@ -124,7 +112,8 @@ def test_pictures_that_cannot_be_are_refused(tmp_path: Path) -> None:
         with pytest.raises(qs.UsageError, match="cannot write the picture"):
             render(simulation, path)
     assert list(tmp_path.iterdir()) == [folder]
-    with pytest.raises(qs.UsageError, match="none is given"):
-        compare([], tmp_path / "none.png")
-    with pytest.raises(qs.UsageError, match="forward and ms"):
-        compare([simulation, simulate("1f1b", 2, 2, costs=MEASURED)], tmp_path / "two.png")
+    milliseconds = simulate("1f1b", 2, 2, costs=MEASURED)
+    require_refusals(
+        ("none is given", lambda: compare([], tmp_path / "none.png")),
+        ("forward and ms", lambda: compare([simulation, milliseconds], tmp_path / "two.png")),
+    )

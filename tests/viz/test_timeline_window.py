@@ -1,7 +1,5 @@
 """Parts of a plan: the picture of some ranks and times is that piece of the whole picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
