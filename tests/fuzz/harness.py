@@ -5,8 +5,6 @@ refused   a QuintschedError with a message that fits on a screen
 fault     any other exception, a message too long or empty, more than a second, more than 256 MB
 """
 
-from __future__ import annotations
-
 import resource
 import signal
 import time

@@ -1,8 +1,6 @@
 """Files that are read and then used, as a command does: models, hardware and measured files in predictions,
 certificates in checks. Only values are changed, so that the files stay JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from functools import cache

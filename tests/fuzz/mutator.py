@@ -4,8 +4,6 @@ a good file ─▶ one to four of: flip, cut, insert, repeat, splice with anothe
                a huge number, a long string, a key twice, bytes that are no text ─▶ at most a megabyte
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Readers of files under test, each with good files to begin with."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import shutil
@@ -11,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +22,7 @@ from quintsched.errors import InputError
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats import plan_columns, plan_json
 from quintsched.runtime.parallel.tensor.parameter_shards import Shard
-from quintsched.runtime.saving.checkpoints.manifest import (
-    DcpManifest,
-    Manifest,
-    file_name,
-    make_manifest,
-    parse_manifest,
-    seal,
-)
+from quintsched.runtime.saving.checkpoints import manifest as manifests
 from quintsched.runtime.saving.saved_state import SavedState
 from quintsched.runtime.saving.tensor_placement import Placement, StateLayout
 from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, write_tensors
@@ -42,7 +32,7 @@ from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
 from quintsched.stalls.stall_report import StallReport
 from quintsched.strategies.descriptions.flag_rows import read_row
-from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model, hardware_names, model_names
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model, model_names
 from quintsched.strategies.tuning.search_certificate import certify, load_certificate
 from quintsched.strategies.tuning.tune import tune
 from quintsched.trace.trace_json import RankTrace, digest_of, load_ranks
@@ -97,19 +87,11 @@ def plans() -> tuple[qs.Plan, ...]:
     )
 
 
-def plan_seeds() -> list[bytes]:
-    return [plan.to_json().encode() for plan in plans()]
-
-
 def read_plan(data: bytes) -> object:
     """Read a plan, which comes back as it was, and check it."""
     plan = plan_json.loads(data)
     assert plan_json.loads(plan_json.dumps(plan)) == plan
     return check(plan)
-
-
-def column_seeds() -> list[bytes]:
-    return [zlib.decompress(plan_columns.pack(plan), 31) for plan in plans()]
 
 
 def read_columns(data: bytes) -> object:
@@ -177,24 +159,22 @@ def read_trace(data: bytes) -> object:
 def manifest_seeds() -> list[bytes]:
     files = [WrittenFile(name=f"rank-{r:05d}.safetensors", bytes=4096, sha256=f"{r:064x}") for r in range(4)]
     progress = {"epoch": 1, "history": [{"loss": 0.5, "event": "epoch"}], "totals": {"loss": None}}
-    native = make_manifest("0" * 16, 3, "1" * 64, qs.Mesh(dp=2, pp=2), files, progress, {"train.seed": 0})
-    dcp = DcpManifest(
-        format="quintsched.dcp", version=2, run="0" * 16, step=3, replicas=2, files=files, progress=progress
-    )
-    return [native.to_json(), dcp.to_json()]
+    mesh, head = qs.Mesh(dp=2, pp=2), {"format": "quintsched.dcp", "version": 2, "run": "0" * 16, "step": 3}
+    native = manifests.make_manifest("0" * 16, 3, "1" * 64, mesh, files, progress, {"train.seed": 0})
+    return [native.to_json(), manifests.DcpManifest(**head, replicas=2, files=files, progress=progress).to_json()]
 
 
 def read_manifest(data: bytes) -> object:
     """Read as it is, and as one whose checksum is right."""
     found: list[object] = []
     line, _, rest = data.partition(b",")
-    for content in (data, seal(b"{" + rest) if line.startswith(b'{\n "sha256"') else b""):
+    for content in (data, manifests.seal(b"{" + rest) if line.startswith(b'{\n "sha256"') else b""):
         try:
-            manifest = parse_manifest(content, 3)
+            manifest = manifests.parse_manifest(content, 3)
             assert manifest.step == 3
-            if isinstance(manifest, Manifest):
+            if isinstance(manifest, manifests.Manifest):
                 ranks = 1 if manifest.mesh == "one rank" else qs.Mesh.parse(manifest.mesh).size
-                assert [file.name for file in manifest.files] == [file_name(rank) for rank in range(ranks)]
+                assert [file.name for file in manifest.files] == [manifests.file_name(rank) for rank in range(ranks)]
             found.append(manifest)
         except InputError as error:
             found.append(error)
@@ -218,21 +198,13 @@ def stall_seeds() -> list[bytes]:
     return [find_culprit(plans()[5], some).to_json().encode() for some in (states, states[:1] + states[3:])]
 
 
-def read_stall(data: bytes) -> object:
-    """Read a report, and say it."""
-    return StallReport.from_json(data).words()
-
-
 @cache
 def certificate_seeds() -> list[bytes]:
-    found = []
-    for number in [number for number in range(24) if groups(problem(number))][:3]:
-        given = problem(number)
-        fixed = given.choices.model_dump()
-        certify(tune(given.model, given.hardware, given.gpus, given.batch, given.seq, fixed=fixed)).save(
-            folder() / "certificate.json"
-        )
-        found.append((folder() / "certificate.json").read_bytes())
+    found, path = [], folder() / "certificate.json"
+    for given in [given for given in map(problem, range(24)) if groups(given)][:3]:
+        sizes, fixed = (given.gpus, given.batch, given.seq), given.choices.model_dump()
+        certify(tune(given.model, given.hardware, *sizes, fixed=fixed)).save(path)
+        found.append(path.read_bytes())
     return found
 
 
@@ -246,11 +218,6 @@ def layout_seeds() -> list[bytes]:
     return [layout.to_text().encode()]
 
 
-def read_layout(data: bytes) -> object:
-    """Read a layout as metadata hold it: as text."""
-    return StateLayout.from_text(data.decode(errors="replace"))
-
-
 def shard_seeds() -> list[bytes]:
     state = {"model.0.weight": torch.ones(2, 3), "model.0.bias": torch.ones(3, dtype=torch.bfloat16)}
     entries, metadata = entries_of(state), {"quintsched.layout": StateLayout().to_text()}
@@ -260,12 +227,8 @@ def shard_seeds() -> list[bytes]:
     return [path.read_bytes()]
 
 
-def description_seeds(find: Callable[[str], Any], names: Sequence[str]) -> list[bytes]:
-    return [find(name).model_dump_json(exclude_defaults=True).encode() for name in names[::4]]
-
-
-def model_texts() -> list[bytes]:
-    return [yaml.safe_dump(json.loads(seed)).encode() for seed in description_seeds(find_model, model_names())]
+def model_seeds() -> list[bytes]:
+    return [find_model(name).model_dump_json(exclude_defaults=True).encode() for name in model_names()[::4]]
 
 
 def read_rows(data: bytes) -> object:
@@ -283,22 +246,22 @@ def row_seeds() -> list[bytes]:
 
 
 READERS: dict[str, Reader] = {
-    "plan": Reader(plan_seeds, read_plan),
-    "plan columns": Reader(column_seeds, read_columns),
+    "plan": Reader(lambda: [plan.to_json().encode() for plan in plans()], read_plan),
+    "plan columns": Reader(lambda: [zlib.decompress(plan_columns.pack(plan), 31) for plan in plans()], read_columns),
     "csv": Reader(csv_seeds, read_csv),
     "job": Reader(job_seeds, by_path(load_job, "job.yaml")),
     "costs": Reader(cost_seeds, by_path(Costs.load, "costs.json")),
     "trace": Reader(trace_seeds, read_trace),
     "manifest": Reader(manifest_seeds, read_manifest),
-    "stall": Reader(stall_seeds, read_stall),
+    "stall": Reader(stall_seeds, lambda data: StallReport.from_json(data).words()),
     "certificate": Reader(certificate_seeds, by_path(load_certificate, "certificate.json")),
-    "layout": Reader(layout_seeds, read_layout),
+    "layout": Reader(layout_seeds, lambda data: StateLayout.from_text(data.decode(errors="replace"))),
     "shard": Reader(shard_seeds, by_path(lambda path: SavedState.of_files([path]), "shard.safetensors")),
-    "model": Reader(lambda: description_seeds(find_model, model_names()), by_path(find_model, "model.json")),
-    "hardware": Reader(
-        lambda: description_seeds(find_hardware, hardware_names()), by_path(find_hardware, "hardware.json")
+    "model": Reader(model_seeds, by_path(find_model, "model.json")),
+    "hardware": Reader(in_use.hardware, by_path(find_hardware, "hardware.json")),
+    "model in YAML": Reader(
+        lambda: [yaml.safe_dump(json.loads(seed)).encode() for seed in model_seeds()], by_path(find_model, "model.yaml")
     ),
-    "model in YAML": Reader(model_texts, by_path(find_model, "model.yaml")),
     "row": Reader(row_seeds, read_rows),
     "collective": Reader(collective_seeds, collective_json.loads),
     "model in use": Reader(in_use.models, by_path(in_use.predict_with("model"), "model.json"), stays_json=True),

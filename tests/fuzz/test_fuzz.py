@@ -1,7 +1,5 @@
 """Fuzzing of files: each is read or refused with a message; a sample, `benchmarks/fuzz.py` feeds a million."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """JSON Schemas of docs/reference: every file that a reader takes is one of its schema, good ones and changed ones."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
