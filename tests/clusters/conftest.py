@@ -1,7 +1,5 @@
 """The job of `examples/clusters` by `quintsched run`, for comparison, and a folder for another run of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

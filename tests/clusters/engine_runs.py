@@ -74,8 +74,11 @@ class EngineRun:
         records = [json.loads(line) for line in lines if line.endswith("}")]
         return [record for record in records if record["event"] == event]
 
-    def require_loss_of(self, other: EngineRun) -> None:
-        """Compare the last validation loss with that of a run on other ranks, which adds in another order."""
+    def require_fewer_replicas(self, other: EngineRun) -> None:
+        """Require an end on half of the replicas, with the loss of another run, which adds in another order."""
+        begun = self.records("start")
+        assert [record["plan"].partition(",")[0] for record in begun] == ["1f1b on dp=2", "1f1b on dp=1"]
+        assert begun[1]["step"] > 0
         found, expected = (run.records("epoch")[-1] for run in (self, other))
         assert found["step"] == expected["step"]
         assert abs(found["validation_loss"] - expected["validation_loss"]) < 1e-4
@@ -92,6 +95,14 @@ class EngineRun:
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
         assert len(files) > 1
         return digest.hexdigest()
+
+    def require_one_end(self, expected: str, stopped: int | None = None) -> None:
+        """Require these weights, of one attempt; of three, of which the second began where the first has stopped."""
+        begun = self.steps_of("start")
+        assert begun[:2] == [0, *([] if stopped is None else [stopped])]
+        assert begun == sorted({*begun})
+        assert len(begun) == (1 if stopped is None else 3)
+        assert self.weights() == expected
 
     def rank_processes(self, rank: int) -> list[int]:
         """Processes of a rank of this run: torchrun's by environment and arguments, forked ones by name and folder."""
@@ -116,14 +127,9 @@ class EngineRun:
     def started(self, *command: str | Path, log: str = "out.txt", **more: str) -> Iterator[subprocess.Popen[bytes]]:
         """Start a command in the folder; its process group ends with the context, whatever happens."""
         with (self.folder / log).open("wb") as out:
-            process = subprocess.Popen(
-                [str(word) for word in command],
-                cwd=self.folder,
-                env=self.environment | more,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            words, told = [str(word) for word in command], self.environment | more
+            both = {"stdout": out, "stderr": subprocess.STDOUT, "start_new_session": True}
+            process = subprocess.Popen(words, cwd=self.folder, env=told, **both)
             try:
                 yield process
             finally:

@@ -4,8 +4,6 @@ apt-get install slurm-wlm munge; processes are tracked by the process tree, with
 By itself, `python -m tests.clusters.slurm_cluster` runs one until Ctrl-C, and prints how commands find it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -3,8 +3,6 @@
 Also that what they name is there: the job file, the options of `quintsched run`, the environment of `torchrun.sh`.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

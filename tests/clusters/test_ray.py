@@ -1,7 +1,5 @@
 """Ray Train on two nodes, which are two raylets: a killed worker, a drained node; and on one node."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
@@ -33,15 +31,9 @@ class RayCluster:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         self._stack, self._run, self._ray = stack, run, Path(sys.executable).with_name("ray")
-        self.told = {
-            "RAY_ADDRESS": f"127.0.0.1:{port}",
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
-            "RAY_DEDUP_LOGS": "0",
-            "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5",
-            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60",
-            "no_proxy": "*",
-        }
+        self.told = {"RAY_ADDRESS": f"127.0.0.1:{port}", "RAY_AUTH_MODE": "token", "no_proxy": "*"}
+        self.told |= {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_DEDUP_LOGS": "0"}
+        self.told |= {"RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "60"}
         sockets = stack.enter_context(TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True))  # short: a limit
         places = ["--temp-dir", sockets, "--include-dashboard=false"]
         self._cpus = 4 // nodes
@@ -84,9 +76,7 @@ def cluster(run: EngineRun, request: pytest.FixtureRequest) -> Iterator[RayClust
         yield RayCluster(stack, run, getattr(request, "param", 2))
 
 
-def test_a_killed_worker_and_a_drained_node_change_no_weight(
-    run: EngineRun, cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_killed_worker_and_a_drained_node_change_no_weight(run: EngineRun, cluster, tmp_path_factory) -> None:
     run = replace(run, epochs=12)  # a node takes some seconds to come
     expected = plain_run(replace(run, folder=tmp_path_factory.mktemp("long"))).weights()
     (_head, *others) = cluster.nodes()
@@ -103,22 +93,16 @@ def test_a_killed_worker_and_a_drained_node_change_no_weight(
         os.kill(int(workers[-1]), signal.SIGKILL)
         assert driver.wait(WAIT_S) == 0, run.said()
     assert re.search(VERDICT, run.said())
-    first, second, third = run.steps_of("start")
-    assert 0 == first < second == stopped < third
-    assert run.weights() == expected
+    run.require_one_end(expected, stopped)
 
 
-def test_a_run_goes_on_with_the_workers_of_the_nodes_that_are_left(
-    run: EngineRun, cluster: RayCluster, plain: EngineRun
-) -> None:
+def test_a_run_goes_on_with_the_workers_of_the_nodes_that_are_left(run: EngineRun, cluster, plain: EngineRun) -> None:
     how = ("--storage", run.folder / "storage", "--min-workers", "2")
     with run.started(sys.executable, EXAMPLES / "ray_train.py", JOB, *how, *run.options, **cluster.told) as driver:
         run.wait_for_step(12)
         os.killpg(cluster.second.pid, signal.SIGKILL)
         assert driver.wait(2 * WAIT_S) == 0, run.said()
-    assert [record["plan"].partition(",")[0] for record in run.records("start")] == ["1f1b on dp=2", "1f1b on dp=1"]
-    assert run.steps_of("start")[1] > 0
-    run.require_loss_of(plain)
+    run.require_fewer_replicas(plain)
 
 
 @pytest.mark.parametrize("cluster", [1], indirect=True)
@@ -126,5 +110,4 @@ def test_one_node_ends_with_the_same_weights(run: EngineRun, cluster: RayCluster
     storage = ("--storage", run.folder / "storage")
     with run.started(sys.executable, EXAMPLES / "ray_train.py", JOB, *storage, *run.options, **cluster.told) as driver:
         assert driver.wait(WAIT_S) == 0, run.said()
-    assert run.steps_of("start") == [0]
-    assert run.weights() == expected
+    run.require_one_end(expected)

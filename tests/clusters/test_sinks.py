@@ -1,7 +1,5 @@
 """Figures of a run in TensorBoard, Weights & Biases (offline), MLflow and trackio: those of the run's own log."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 import struct
