@@ -1,7 +1,5 @@
 """Setup of GPU tests: the device, time limits, and the reason for skipping without one."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

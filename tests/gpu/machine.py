@@ -4,8 +4,6 @@ pytest tests/gpu                     a GPU, NCCL; skipped, with a reason, where 
 pytest tests/gpu --device cpu        the same code over gloo: all but what asks a GPU something
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ messages are issued from there. FOLDER gets a file per rank: the index of its fi
 the limit, -1 if all did.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -4,8 +4,6 @@ Run("zero 3", Case("zb-h1", "dp=2", 2, zero=3))         ─▶ on every rank: en
 Run("ring", Case(…, communication="ring"))              ─▶ the same in one process, to be equal within `tolerance`
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -109,18 +107,13 @@ FREE = [Run("early receive", SHORT, moves=EARLY_RECEIVE), Run("crossed sends", S
 
 def of_schedules(world_size: int) -> list[Run]:
     """Return a run of every schedule, of the package and a user's own."""
-    cases = [
-        Case(
-            schedule,
-            MESHES[world_size][number % len(MESHES[world_size])],
-            2 * world_size,
-            "gpt" if number % 2 or schedule == "seq-1f1b" else "vit",
-            chunks=2 if schedule in ("bfs", "hanayo") else None,
-            slices=2 if schedule == "seq-1f1b" else 1,
-        )
-        for number, schedule in enumerate((*TRAINING, BY_PAIRS))
-    ]
-    return [Run(str(case), case) for case in cases]
+    meshes, found = MESHES[world_size], []
+    for number, schedule in enumerate((*TRAINING, BY_PAIRS)):
+        model = "gpt" if number % 2 or schedule == "seq-1f1b" else "vit"
+        chunks, slices = 2 if schedule in ("bfs", "hanayo") else None, 2 if schedule == "seq-1f1b" else 1
+        mesh = meshes[number % len(meshes)]
+        found.append(Case(schedule, mesh, 2 * world_size, model, chunks=chunks, slices=slices))
+    return [Run(str(case), case) for case in found]
 
 
 def of_the_grid(world_size: int) -> list[Run]:

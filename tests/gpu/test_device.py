@@ -1,73 +1,30 @@
 """One rank on one GPU, without any message: numbers as on a CPU, halves bit for bit, waits and memory."""
 
-from __future__ import annotations
-
 import time
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quintsched as qs
-from quintsched.runtime.blocks.block_builders import Blocks
-from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.context import block_attention
 from quintsched.runtime.parallel.context.block_attention import PLAIN_KERNEL, Kernel, attend, choose, gradients
 from quintsched.runtime.parallel.mesh_independent_dropout import Masks, MaskUnit, key_dropouts
-from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 from tests.runtime import grid
 from tests.runtime.grid import Case, Trained
 from tests.runtime.parallel.expert.mixtures import moe_blocks
-from tests.runtime.toys import ids_task, tiny_gpt, train_rank
+from tests.runtime.toys import ids_task, tiny_gpt
 
 from .machine import Machine
 from .runs import FLOAT32, FLOAT64
+from .tiny_engines import LENGTH, SAMPLES, STEPS, engine_of, require_same_bits, train
 
 pytestmark = pytest.mark.ranks(1)
 
-STEPS, SAMPLES, LENGTH = 5, 8, 16
 SPLIT = [("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2), ("interleaved-1f1b", 2)]
-
-
-def engine_of(
-    machine: Machine,
-    plan: qs.Plan,
-    dtype: torch.dtype,
-    trace_steps: range | None = None,
-    length: int = LENGTH,
-    blocks: Blocks | None = None,
-) -> Engine:
-    return Engine(
-        plan,
-        tiny_gpt(length) if blocks is None else blocks,
-        cross_entropy_sum,
-        partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-        dtype=dtype,
-        trace_steps=trace_steps,
-        transport=machine.alone(),
-    )
-
-
-def bf16_outcome(machine: Machine, schedule: str, chunks: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Train in bf16; returns losses, and the float32 masters by name.
-
-    The attention is that of plain products: the faster kernels add up in an order that changes from run to run.
-    """
-    engine = engine_of(machine, qs.compile(schedule, mesh="pp=1", microbatches=4, chunks=chunks), torch.bfloat16)
-    task = ids_task(STEPS, SAMPLES, LENGTH)
-    with sdpa_kernel(SDPBackend.MATH):
-        losses = [engine.step(*batch).loss.item() for batch in zip(task.inputs, task.targets, strict=True)]
-    weights = {
-        name: engine.masters.master_of(parameter).detach()
-        for stage in engine.stages.values()
-        for name, parameter in stage.named_weights().items()
-    }
-    return losses, weights
 
 
 ONE_RANK = [
@@ -98,28 +55,20 @@ def test_in_double_precision(machine: Machine, case: Case) -> None:
 
 @pytest.mark.parametrize(("schedule", "chunks"), SPLIT)
 def test_in_bf16_chunks_and_halves_change_no_bit(machine: Machine, schedule: str, chunks: int) -> None:
-    expected_losses, expected = bf16_outcome(machine, "1f1b", 1)
-    losses, found = bf16_outcome(machine, schedule, chunks)
-    assert losses == expected_losses
-    assert found.keys() == expected.keys()
-    for name, weight in found.items():
-        assert weight.dtype == torch.float32
-        assert torch.equal(weight, expected[name]), name
+    plans = (qs.compile(name, mesh="pp=1", microbatches=4, chunks=v) for name, v in ((schedule, chunks), ("1f1b", 1)))
+    found, expected = (train(engine_of(machine.alone(), plan, torch.bfloat16)) for plan in plans)
+    assert found[1].keys() == expected[1].keys()
+    require_same_bits(found, expected)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("interleaved-1f1b", 2)])
-def test_activations_go_to_pinned_memory_and_come_back_in_streams_beside(
-    machine: Machine, schedule: str, chunks: int
-) -> None:
-    task, found = ids_task(STEPS, SAMPLES, LENGTH), []
-    for offload in (None, 1):
-        plan = qs.compile(schedule, mesh="pp=1", microbatches=4, chunks=chunks, offload=offload)
-        with sdpa_kernel(SDPBackend.MATH):
-            found.append(train_rank(machine.alone(), plan, task, tiny_gpt(LENGTH), dtype=torch.float32))
-    stays, goes = found
-    assert goes.losses == stays.losses
-    for name, weight in goes.weights.items():
-        assert torch.equal(weight, stays.weights[name]), name
+def test_activations_go_to_pinned_memory_and_come_back_in_streams_beside(machine, schedule: str, chunks: int) -> None:
+    sizes = {"mesh": "pp=1", "microbatches": 4, "chunks": chunks}
+    stays, goes = (
+        train(engine_of(machine.alone(), qs.compile(schedule, **sizes, offload=cap), torch.float32))
+        for cap in (None, 1)
+    )
+    require_same_bits(goes, stays)
 
 
 def test_a_dropout_draws_what_it_draws_on_the_host(machine: Machine) -> None:
@@ -141,10 +90,9 @@ def test_compiled_stages_equal_one_process(machine: Machine, schedule: str, chun
 def test_a_trace_holds_as_much_time_as_has_passed(machine: Machine, tmp_path: Path) -> None:
     """On a GPU it consists of events; the first step is not recorded, it loads kernels."""
     plan = qs.compile("zb-h1", mesh="pp=1", microbatches=4)
-    task = ids_task(STEPS, SAMPLES, LENGTH)
-    engine = engine_of(machine, plan, torch.float32, trace_steps=range(1, STEPS))
+    engine = engine_of(machine.alone(), plan, torch.float32, trace_steps=range(1, STEPS))
     seconds = []
-    for batch in zip(task.inputs, task.targets, strict=True):
+    for batch in ids_task(STEPS, SAMPLES, LENGTH).batches:
         machine.synchronize()
         since = time.perf_counter()
         engine.step(*batch)
@@ -180,9 +128,7 @@ def kernels_for(machine: Machine, key: torch.Tensor) -> list[Kernel]:
 @pytest.mark.parametrize(("queries", "keys", "is_diagonal"), BLOCKS)
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("dtype", KERNELS, ids=str)
-def test_a_block_of_a_ring_is_attention(
-    machine: Machine, dtype: torch.dtype, groups: int, queries: int, keys: int, is_diagonal: bool
-) -> None:
+def test_a_block_of_a_ring_is_attention(machine, dtype, groups: int, queries: int, keys: int, is_diagonal) -> None:
     random = torch.Generator().manual_seed(0)
     shapes = [(2, 2, groups, queries, 64), (2, 2, keys, 64), (2, 2, keys, 64), (2, 2, groups, queries, 64)]
     query, key, value, gradient = (
@@ -206,11 +152,9 @@ def test_a_step_waits_for_the_device_once(machine: Machine, with_experts: bool) 
     """Wait only for the gradient norm, which says whether the step counts; experts that pad add no wait."""
     machine.require_cuda("a CPU is not waited for")
     blocks = moe_blocks(16, capacity_factor=1.25, pad_to_capacity=True) if with_experts else None
-    engine, task = (
-        engine_of(machine, qs.compile("1f1b", mesh="pp=1", microbatches=4), torch.bfloat16, blocks=blocks),
-        ids_task(3, 8, 16),
-    )
-    batches = [(inputs.cuda(), targets.cuda()) for inputs, targets in zip(task.inputs, task.targets, strict=True)]
+    plan = qs.compile("1f1b", mesh="pp=1", microbatches=4)
+    engine = engine_of(machine.alone(), plan, torch.bfloat16, blocks)
+    batches = [(inputs.cuda(), targets.cuda()) for inputs, targets in ids_task(3, SAMPLES, LENGTH).batches]
     for batch in batches[:2]:
         engine.step(*batch)
     with warnings.catch_warnings(record=True) as heard:
@@ -231,8 +175,8 @@ def test_memory_is_that_of_the_simulator(machine: Machine) -> None:
     """
     machine.require_cuda("an allocator that counts")
     plan = qs.compile("gpipe", mesh="pp=1", microbatches=8)
-    engine, task = engine_of(machine, plan, torch.float32, length=256), ids_task(3, 64, 256)
-    batches = [(inputs.cuda(), targets.cuda()) for inputs, targets in zip(task.inputs, task.targets, strict=True)]
+    engine = engine_of(machine.alone(), plan, torch.float32, tiny_gpt(256))
+    batches = [(inputs.cuda(), targets.cuda()) for inputs, targets in ids_task(3, 64, 256).batches]
     engine.step(*batches[0])
     _, saved = engine.step_counting_saved(*batches[1])
     expected = plan.simulate(engine.saved_costs(saved)).peak_activations[0]

@@ -1,16 +1,12 @@
 """Jobs that `quintsched run` starts give the numbers of one process."""
 
-from __future__ import annotations
-
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.commands import DATA
+from tests.helpers.commands import DATA, run
 
 from .machine import Machine
 
@@ -28,15 +24,12 @@ log: {every: 1}
 
 def losses(machine: Machine, job: Path, log: Path, *settings: str) -> list[float]:
     sets = [part for setting in (*settings, f"log.path={log}") for part in ("--set", setting)]
-    done = subprocess.run(
-        [sys.executable, "-m", "quintsched.runtime.launch.local_run", "--config", str(job), *sets],
-        env=os.environ | machine.environment(8),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    command = (sys.executable, "-m", "quintsched.runtime.launch.local_run", "--config", job, *sets)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in machine.environment(8).items():
+            patch.setenv(name, value)
+        code, _, err = run(*command, timeout_s=LIMIT_S)
+    assert code == 0, err
     records = [json.loads(line) for line in log.read_text().splitlines()]
     return [record["loss"] for record in records if record["event"] == "step"]
 
@@ -63,9 +56,7 @@ def alone(machine: Machine, job: Path) -> list[float]:
         pytest.param("dp=2,pp=2,tp=2", "1f1b", marks=pytest.mark.ranks(8)),
     ],
 )
-def test_losses_equal_one_process(
-    tmp_path: Path, machine: Machine, job: Path, alone: list[float], mesh: str, schedule: str
-) -> None:
+def test_losses_equal_one_process(tmp_path: Path, machine: Machine, job: Path, alone, mesh: str, schedule: str) -> None:
     how = (f"parallel.mesh='{mesh}'", f"parallel.schedule={schedule}", "parallel.microbatches=4")
     found = losses(machine, job, tmp_path / "found.jsonl", *how, f"runtime.transport={machine.backend}")
     assert found == pytest.approx(alone, abs=1e-10)

@@ -1,7 +1,5 @@
 """On 2 and 4 ranks: each axis, ZeRO 1 to 3, experts, rings and trees, single precision, compiled stages."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 How the host is led past a captured step, `tests/runtime/interpreter/test_step_graphs.py` asks on a CPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,46 +13,36 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.train.built_in_losses import cross_entropy_sum
-from tests.runtime.toys import ids_task, sgd, tiny_gpt
+from tests.runtime.toys import ids_task, tiny_gpt
 
 from .machine import Machine
+from .tiny_engines import LENGTH, SAMPLES, engine_of
 
 pytestmark = pytest.mark.ranks(1)
 
-STEPS, SAMPLES, LENGTH = 12, 8, 16
+STEPS = 12
 PLANS: dict[str, dict[str, Any]] = {
-    "1f1b": {},
-    "gpipe": {"microbatches": 8},
-    "interleaved-1f1b": {"chunks": 2},
-    "zb-h1": {"recompute": 1},
-    "interleaved-zb": {"chunks": 2},
-    "zbv": {"chunks": 2},
-    "seq-1f1b": {"slices": 2},
+    **{"1f1b": {}, "gpipe": {"microbatches": 8}, "zb-h1": {"recompute": 1}, "seq-1f1b": {"slices": 2}},
+    **{name: {"chunks": 2} for name in ("interleaved-1f1b", "interleaved-zb", "zbv")},
 }
 
 
-def engine_of(machine: Machine, schedule: str = "1f1b", blocks: Any = None, **more: Any) -> Engine:
+def engine(machine: Machine, schedule: str = "1f1b", blocks: Any = None, **more: Any) -> Engine:
     plan = qs.compile(**{"schedule": schedule, "mesh": "pp=1", "microbatches": 4, **PLANS[schedule]})
     torch.manual_seed(0)
-    options = {"dtype": torch.float32, "transport": machine.alone()} | more
-    return Engine(plan, blocks or tiny_gpt(LENGTH), cross_entropy_sum, sgd, **options)
+    return engine_of(machine.alone(), plan, more.pop("dtype", torch.float32), blocks, **more)
 
 
 def trained(engine: Engine, steps: int = STEPS) -> list[Tensor]:
-    """Return the loss and the norm of each step, read behind the last, and then all weights.
-
-    The attention is that of plain products: the faster kernels add up in an order that changes from run to run.
-    """
-    task = ids_task(steps, SAMPLES, LENGTH)
-    with sdpa_kernel(SDPBackend.MATH):
-        results = [engine.step(*batch) for batch in zip(task.inputs, task.targets, strict=True)]
+    """Return the loss and the norm of each step, read behind the last, and then all weights."""
+    with sdpa_kernel(SDPBackend.MATH):  # the faster kernels add up in an order that changes from run to run
+        results = [engine.step(*batch) for batch in ids_task(steps, SAMPLES, LENGTH).batches]
     return [*(torch.stack([r.loss, r.grad_norm]) for r in results), *engine.full_weights().values()]
 
 
 def require_same(machine: Machine, **settings: Any) -> None:
     machine.require_cuda("graphs")
-    found, expected = (trained(engine_of(machine, cuda_graph=captured, **settings)) for captured in (True, False))
+    found, expected = (trained(engine(machine, cuda_graph=captured, **settings)) for captured in (True, False))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
@@ -80,10 +68,10 @@ class Asking(nn.Module):
 def test_a_block_that_asks_the_device_is_named(machine: Machine) -> None:
     machine.require_cuda("graphs")
     blocks = tiny_gpt(LENGTH)
-    engine = engine_of(machine, blocks=[*blocks[:2], Asking, *blocks[2:]], cuda_graph=True)
+    captured = engine(machine, blocks=[*blocks[:2], Asking, *blocks[2:]], cuda_graph=True)
     with pytest.raises(UsageError, match=r"step 3 cannot be captured: .*block 2 \(Asking\)"):
-        trained(engine)
-    assert len(trained(engine_of(machine))) > STEPS, "the device goes on"
+        trained(captured)
+    assert len(trained(engine(machine))) > STEPS, "the device goes on"
 
 
 class Scheduled(nn.Module):
@@ -96,16 +84,16 @@ class Scheduled(nn.Module):
 def test_a_number_that_is_set_between_steps_is_found(machine: Machine) -> None:
     machine.require_cuda("graphs")
     blocks = tiny_gpt(LENGTH)
-    engine = engine_of(machine, blocks=[*blocks[:2], Scheduled, *blocks[2:]], cuda_graph=True)
-    trained(engine, steps=5)
-    engine.stages[0].blocks["2"].factor = 1.1
+    captured = engine(machine, blocks=[*blocks[:2], Scheduled, *blocks[2:]], cuda_graph=True)
+    trained(captured, steps=5)
+    captured.stages[0].blocks["2"].factor = 1.1
     with pytest.raises(UsageError, match="is not what its instructions do"):
-        trained(engine)
+        trained(captured)
 
 
 def test_a_device_without_graphs_says_so(machine: Machine) -> None:
     if machine.device == "cuda":
-        assert engine_of(machine, cuda_graph=True)
+        assert engine(machine, cuda_graph=True)
         return
     with pytest.raises(MisfitError, match="cuda_graph wants a CUDA device"):
-        engine_of(machine, cuda_graph=True)
+        engine(machine, cuda_graph=True)

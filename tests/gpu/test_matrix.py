@@ -1,7 +1,5 @@
 """Every schedule on 2, 4 and 8 ranks gives the numbers of one process, and goes on for many steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tool that leaves a CUDA library the kernels of one kind of GPU, on a library made here; it needs no GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.gpu_parts.one_architecture import ENTRY, HEADER, MACHINE_CODE, OFFSET_OF_ARCHITECTURE, entries, keep_one

@@ -4,8 +4,6 @@ Messages are of 64 MiB: NCCL buffers small ones, and a send that waits for nobod
 free go on for 500 steps is seen in `test_matrix`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -53,9 +51,7 @@ def test_a_refused_plan_hangs(tmp_path: Path, machine: Machine, plan: qs.Plan, p
 
 
 @pytest.mark.parametrize("moves", [EARLY_RECEIVE, CROSSED_SENDS], ids=["early receive", "crossed sends"])
-def test_it_goes_through_where_it_is_free(
-    tmp_path: Path, machine: Machine, moves: tuple[tuple[int, int, int], ...]
-) -> None:
+def test_it_goes_through_where_it_is_free(tmp_path: Path, machine: Machine, moves) -> None:
     plan = moved(SOUND, *moves)
     assert plan.check(profile="channel").sound
     machine.require_cuda("gloo's waits block the host")

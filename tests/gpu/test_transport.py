@@ -1,7 +1,5 @@
 """Ranks in real processes: groups and channels, rings and trees, communicators and queues, bf16, traces."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

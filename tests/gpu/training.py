@@ -1,7 +1,5 @@
 """Trains runs in real processes, all of one number of ranks in one launch, and compares them with one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

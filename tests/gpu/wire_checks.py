@@ -1,7 +1,5 @@
 """Checks that four ranks of a transport run on the guarantees of its channels and streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

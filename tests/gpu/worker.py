@@ -6,8 +6,6 @@ Each training has a transport, and so communicators, of its own, which end with 
 FOLDER, a file per rank.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
