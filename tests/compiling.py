@@ -1,7 +1,5 @@
 """Requirements of tests with torch.compile."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

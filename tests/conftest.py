@@ -6,8 +6,6 @@ a schedule or a mesh which one test leaves out is taken by others. Likewise ever
 `make test-all` all of them.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import random

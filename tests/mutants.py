@@ -5,8 +5,6 @@ a change: file, line, line in its place, test ─▶ the package with it, import
 python -m tests.mutants NUMBER          runs the test of a change, and ends as pytest does
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import json
 import sys

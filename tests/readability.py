@@ -6,8 +6,6 @@ Prose is what remains without code, tables, pictures, headings and the targets o
 as well. Syllables are counted by groups of vowels.
 """
 
-from __future__ import annotations
-
 import re
 from statistics import median
 

@@ -6,8 +6,6 @@
 `python -m tests.release WHEEL FOLDER PYTHON…` makes the environments in FOLDER, and keeps them: `make release` does.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

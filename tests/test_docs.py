@@ -3,8 +3,6 @@
 The code and the commands of docs/guide.md run, and print what it shows.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -73,9 +71,7 @@ NEED_A_NETWORK = ("pip install ", "NCCL_DEBUG=INFO ")
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_code_of_the_guide_prints_what_it_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_code_of_the_guide_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", sysconfig.get_path("scripts"), prepend=os.pathsep)

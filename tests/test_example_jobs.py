@@ -35,12 +35,8 @@ ACTIVE = 12.9e9  # of mixtral-8x7b, arXiv:2401.04088, section 2: 13B
 TINY = {"hidden": 32, "depth": 2, "heads": 4, "kv_heads": 2, "ffn": 48}
 TRAINED = {
     "qwen3-8b": {"model.options.head_size": 6, "parallel.mesh": "dp=2"},
-    "mixtral-8x7b": {
-        "model.options.experts": 4,
-        "parallel.mesh": "pp=2,ep=2",
-        "parallel.chunks": 2,
-        "parallel.stages": [1, 1, 1, 1],
-    },
+    "mixtral-8x7b": {"model.options.experts": 4, "parallel.mesh": "pp=2,ep=2", "parallel.chunks": 2}
+    | {"parallel.stages": [1, 1, 1, 1]},
 }
 VOCABULARY = 50
 
@@ -95,18 +91,11 @@ def test_a_small_one_trains(name: str, tmp_path: Path) -> None:
         for _ in range(20):
             writer.add(random.integers(1, VOCABULARY, 200))
     log = tmp_path / "log.jsonl"
-    settings = {
-        **{f"model.options.{key}": value for key, value in TINY.items()},
-        **{"data.path": tmp_path / "tokens", "data.options.sequence": 16, "data.options.validation": 0.05},
-        **{
-            "parallel.microbatches": 2,
-            "train.batch_size": 8,
-            "train.max_steps": 2,
-            "train.lr_schedule.warmup_steps": 1,
-        },
-        **{"runtime.transport": "local", "checkpoint.dir": tmp_path / "saved", "log.path": log, "log.every": 1},
-        **TRAINED[name],
-    }
+    settings = {f"model.options.{key}": value for key, value in TINY.items()}
+    settings |= {"data.path": tmp_path / "tokens", "data.options.sequence": 16, "data.options.validation": 0.05}
+    settings |= {"parallel.microbatches": 2, "train.batch_size": 8, "train.max_steps": 2}
+    settings |= {"train.lr_schedule.warmup_steps": 1, "runtime.transport": "local", "log.path": log, "log.every": 1}
+    settings |= {"checkpoint.dir": tmp_path / "saved"} | TRAINED[name]
     changes = [f"--set={key}={value}" for key, value in settings.items()]
     assert main(["--config", str(JOBS / f"{name}.yaml"), *changes]) == 0
     losses = [step["loss"] for line in log.read_text().splitlines() if (step := json.loads(line))["event"] == "step"]
@@ -114,8 +103,7 @@ def test_a_small_one_trains(name: str, tmp_path: Path) -> None:
 
 
 def test_the_documentation_lists_them() -> None:
-    rows = re.findall(
-        r"^\| `examples/jobs/(.*?)\.yaml` \| ([\d.]+) (M|B)\b", DOCS.read_text(encoding="utf-8"), re.MULTILINE
-    )
+    row = re.compile(r"^\| `examples/jobs/(.*?)\.yaml` \| ([\d.]+) (M|B)\b", re.MULTILINE)
+    rows = row.findall(DOCS.read_text(encoding="utf-8"))
     listed = {name: float(number) * {"M": 1e6, "B": 1e9}[unit] for name, number, unit in rows}
     assert listed == {name: pytest.approx(count, rel=0.01) for name, (_, count) in PUBLISHED.items()}

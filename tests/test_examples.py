@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,29 +14,18 @@ from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.job_file import load_job
 
+from .helpers import commands
 from .tutorials import ROOT
 
 EXAMPLES = ROOT / "examples"
 JOBS = {
-    "baseline": "dp=1",
-    "simple_dp": "dp=2",
-    "ring": "dp=3",
-    "killed_run": "pp=4",
-    "simple_pp": "pp=2",
-    "simple_tp": "tp=2",
-    "simple_cp": "cp=2",
-    "simple_ep": "ep=2",
-    "zero": "dp=2",
-    "full_3d": "dp=2,pp=2,tp=2",
-    "full_5d": "dp=2,pp=2,ep=2,cp=2,tp=2",
-    "mnist": "dp=2,pp=2,tp=2",
-    "text_gpt": "pp=2",
-    "text_4d": "dp=2,pp=2,cp=2,tp=2",
-    "tokens_gpt": "dp=2,pp=2",
-    "offload": "pp=4",
-    "moe_overlap": "ep=2,pp=2",
-    "finetune": "dp=2,pp=2",
+    **{"baseline": "dp=1", "simple_dp": "dp=2", "simple_pp": "pp=2", "simple_tp": "tp=2", "simple_cp": "cp=2"},
+    **{"simple_ep": "ep=2", "ring": "dp=3", "zero": "dp=2", "killed_run": "pp=4", "offload": "pp=4"},
+    **{"text_gpt": "pp=2", "full_3d": "dp=2,pp=2,tp=2", "full_5d": "dp=2,pp=2,ep=2,cp=2,tp=2"},
+    **{"mnist": "dp=2,pp=2,tp=2", "text_4d": "dp=2,pp=2,cp=2,tp=2", "tokens_gpt": "dp=2,pp=2"},
+    **{"finetune": "dp=2,pp=2", "moe_overlap": "ep=2,pp=2"},
 }
+"""Mesh of each job."""
 
 
 def test_every_job_file_is_known_here() -> None:
@@ -74,29 +61,21 @@ def test_the_gpt_learns_to_read_token_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "microbatches", "max_bytes"),
-    [("text_4d", 4, 9000), ("full_5d", 8, 4000)],
-)
-def test_meshes_of_four_and_five_axes_learn_what_one_rank_learns(
-    name: str, microbatches: int, max_bytes: int, tmp_path: Path
-) -> None:
-    settings = ("runtime.precision=float64", f"data.options.max_bytes={max_bytes}")
+@pytest.mark.parametrize(("name", "microbatches", "most"), [("text_4d", 4, 9000), ("full_5d", 8, 4000)])
+def test_meshes_of_four_and_five_axes_learn_what_one_rank_learns(name, microbatches, most, tmp_path: Path) -> None:
+    settings = ("runtime.precision=float64", f"data.options.max_bytes={most}")
     mesh = train(name, tmp_path / "mesh.jsonl", *settings)
-    alone = train(
-        name, tmp_path / "one.jsonl", *settings, "parallel.mesh=dp=1", f"parallel.microbatches={microbatches}"
-    )
+    one = ("parallel.mesh=dp=1", f"parallel.microbatches={microbatches}")
+    alone = train(name, tmp_path / "one.jsonl", *settings, *one)
     assert mesh == pytest.approx(alone, rel=1e-10)
     assert alone[-1] < alone[0]
 
 
 def run(example: str, *launcher: str, arguments: tuple[str, ...] = ()) -> str:
     """Run an example in a process of its own, and return what it prints."""
-    command = [sys.executable, *launcher, str(EXAMPLES / example), *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    code, out, err = commands.run(sys.executable, *launcher, EXAMPLES / example, *arguments, timeout_s=200)
+    assert code == 0, err
+    return out
 
 
 def figures(printed: str) -> list[list[float]]:
@@ -165,9 +144,7 @@ def write_log(path: Path, losses: list[float | None]) -> Path:
     return path
 
 
-def test_curves_side_by_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_curves_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     eight = write_log(tmp_path / "eight.jsonl", [2.0, 1.0, 0.50001])
     one = write_log(tmp_path / "one.jsonl", [2.0, 1.0, 0.5])
     assert compare_curves(monkeypatch, eight, one) == 0

@@ -37,13 +37,8 @@ from .layers import (
 
 HEAVY = {"torch", "matplotlib", "safetensors", "sklearn"}
 DRAWING = {
-    ROOT / "quintsched" / name
-    for name in (
-        "cli/pictures.py",
-        "cli/simulate_and_compare.py",
-        "cli/run_commands/report.py",
-        "strategies/commands/tune_command.py",
-    )
+    *(ROOT / "quintsched" / "cli" / name for name in ("pictures.py", "simulate_and_compare.py")),
+    *(ROOT / "quintsched" / name for name in ("cli/run_commands/report.py", "strategies/commands/tune_command.py")),
 }
 NAMING = {ROOT / "quintsched" / "__init__.py", ROOT / "quintsched" / "cli" / "__init__.py"}
 """Modules that list all commands and names, strategies included: no others beside that package know it."""
@@ -347,15 +342,8 @@ def test_siblings_are_imported_relatively(layer):
 
 
 def test_the_command_line_imports_nothing_heavy_at_the_top():
-    light = (
-        "quintsched.cli",
-        "quintsched.strategies.commands",
-        "quintsched.errors",
-        "quintsched.files.terminal",
-        "quintsched.files.terminal_progress",
-        "quintsched.request",
-        "quintsched.ir.communication",
-    )
+    names = ("cli", "strategies.commands", "errors", "files.terminal", "files.terminal_progress", "request")
+    light = [f"quintsched.{name}" for name in (*names, "ir.communication")]
     folders = (ROOT / "quintsched" / name for name in ("cli", "strategies/commands"))
     for path in (path for folder in folders for path in folder.glob("*.py")):
         for node in tree_of(path).body:

@@ -1,7 +1,5 @@
 """Tests can fail: with each of these changes of the package, the test that is named for it does."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Notebooks: valid files, whose cells all run in order, and whose results draw themselves."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The pages of docs/reference are those that the code gives, and leave out no key, command or public name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The site of the documentation: every page is prepared, its links lead to pages, and mkdocs.yml names all of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """README, docs and tutorials: blocks do what is shown, the prose is easy to read, and questions are answered."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,9 +96,7 @@ def test_planning_an_own_schedule_shows_what_is_printed(served: str, tmp_path: P
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_of_tutorials_are_what_they_are_called(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_tutorials_are_what_they_are_called(page: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in write_files(page, tmp_path):
         if name.endswith(".py"):
@@ -119,17 +115,7 @@ def test_prose_is_easy_to_read(page: Path) -> None:
 
 
 def test_syllables_and_ease_of_known_texts() -> None:
-    known = {
-        "made": 1,
-        "table": 2,
-        "stages": 2,
-        "used": 1,
-        "needed": 2,
-        "schedule": 2,
-        "the": 1,
-        "people": 2,
-        "rule": 1,
-    }
+    known = {"made": 1, "table": 2, "stages": 2, "used": 1, "needed": 2, "schedule": 2, "the": 1, "people": 2}
     assert {word: syllables(word) for word in known} == known
     assert reading_ease("The cat sat on the mat.") == pytest.approx(206.835 - 1.015 * 6 - 84.6)
     hard = "Comprehensive parallelization methodologies necessitate considerable infrastructural sophistication."

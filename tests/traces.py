@@ -1,7 +1,5 @@
 """Traces made up from simulations: what a run would leave that goes exactly as simulated, but for what is asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -48,11 +46,7 @@ def spans_of(simulation: qs.Simulation, pp_rank: int, gap: float = 0.0) -> Spans
 
 
 def rank_traces(
-    simulation: qs.Simulation,
-    scales: Sequence[float] = (1.0,),
-    gap: float = 0.0,
-    jitter: float = 0.0,
-    seed: int = 0,
+    simulation: qs.Simulation, scales: Sequence[float] = (1.0,), gap: float = 0.0, jitter: float = 0.0, seed: int = 0
 ) -> Iterator[RankTrace]:
     """One trace per global rank; step k (from 2 on) is slower by `scales[k]`, ends vary by `jitter` of their spans."""
     plan, random = simulation.plan, np.random.default_rng(seed)

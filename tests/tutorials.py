@@ -7,8 +7,6 @@ a block that begins with    is
 anything else               an excerpt, in ```text alone: it is not run
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import os
