@@ -58,7 +58,7 @@ def all_cuts(layers: Layers, stages: int, pp: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", [*range(4), *(pytest.param(k, marks=pytest.mark.slow) for k in range(4, 17))])
 def test_no_cut_and_no_schedule_is_faster(block: int) -> None:
     for seed in range(12 * block, 12 * block + 12):
         costs, pp, chunks, microbatches = drawn(seed)

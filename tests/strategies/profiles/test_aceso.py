@@ -24,11 +24,18 @@ def profile() -> Profile:
 
 def config(**changes: object) -> dict[str, object]:
     """One layer of a GPT on two stages, the second recomputing all but the head."""
-    sizes = {"num_layers": 1, "global_batch_size": 8, "micro_batch_size": 1, "num_gpus": [1, 1]}
-    ops = {"num_ops_in_each_stage": [8, 8], "algo_of_each_op": [[[0, 8]], [0] * 8]}
-    ways = {f"{axis}_parallel_size_of_each_op": [[[1, 8]], [[1, 8]]] for axis in ("model", "data")}
-    again = {"checkpoint_activations": [False, True], "recompute_ops": [[[0, 8]], [[1, 6], [0, 2]]]}
-    return sizes | ops | ways | again | changes
+    return {
+        "num_layers": 1,
+        "global_batch_size": 8,
+        "micro_batch_size": 1,
+        "num_gpus": [1, 1],
+        "checkpoint_activations": [False, True],
+        "num_ops_in_each_stage": [8, 8],
+        "model_parallel_size_of_each_op": [[[1, 8]], [[1, 8]]],
+        "data_parallel_size_of_each_op": [[[1, 8]], [[1, 8]]],
+        "recompute_ops": [[[0, 8]], [[1, 6], [0, 2]]],
+        "algo_of_each_op": [[[0, 8]], [0] * 8],
+    } | changes
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,16 @@ def _curve(rate: float) -> Curve:
     return Curve(sizes=(1e3, 1e6, 1e9), rates=(rate / 10, rate / 2, rate))
 
 
-CURVES = {"memory": 1e10, "link": 2e9, "link_work": 3e9}
 CPU = Measured(
-    **{name: _curve(rate) for name, rate in CURVES.items()},
     matmul={"bf16": _curve(1e11)},
+    memory=_curve(1e10),
+    link=_curve(2e9),
+    link_work=_curve(3e9),
     all_reduce={2: _curve(1e9), 8: _curve(3e8)},
     all_reduce_work={2: _curve(2e9), 8: _curve(1e9)},
-    **{"kernel_s": 1e-5, "cores": 2, "sharing": {1: 1.0, 8: 0.8}},
+    kernel_s=1e-5,
+    cores=2,
+    sharing={1: 1.0, 8: 0.8},
 )
 """A machine whose ranks share cores."""
 
@@ -43,14 +46,26 @@ class Problem:
 def problem(seed: int) -> Problem:
     draw = random.Random(seed)
     heads = draw.choice([2, 4, 6, 8])
-    numbers = {"layers": draw.randint(1, 6), "hidden": heads * draw.choice([64, 128, 256]), "heads": heads}
-    numbers |= {"kv_heads": draw.choice([None, heads // 2]), "vocab": draw.choice([1000, 50000])}
-    kinds = {"activation": draw.choice(["gelu", "swiglu"]), "attention": draw.choice(["flash", "unfused"])}
-    model = Model(**numbers, **kinds, experts=draw.choice([None, None, Experts(count=4, top_k=2, ffn=512)]))
-    figures = {"tflops": {"bf16": draw.choice([100.0, 300.0])}, "memory_gb": draw.choice([0.4, 0.8, 1.5, 3.0, 8.0])}
-    figures |= {"memory_gbps": draw.choice([600.0, 2000.0]), "gpus_per_node": draw.choice([1, 2, 4, 8])}
-    figures |= {"link_gbps": draw.choice([16.0, 300.0]), "network_gbps": draw.choice([1.0, 25.0]), "reserved_gb": 0.1}
-    hardware = Hardware(**figures, measured=draw.choice([*[Measured()] * 4, CPU]))
+    model = Model(
+        layers=draw.randint(1, 6),
+        hidden=heads * draw.choice([64, 128, 256]),
+        heads=heads,
+        kv_heads=draw.choice([None, heads // 2]),
+        vocab=draw.choice([1000, 50000]),
+        activation=draw.choice(["gelu", "swiglu"]),
+        attention=draw.choice(["flash", "unfused"]),
+        experts=draw.choice([None, None, Experts(count=4, top_k=2, ffn=512)]),
+    )
+    hardware = Hardware(
+        tflops={"bf16": draw.choice([100.0, 300.0])},
+        memory_gb=draw.choice([0.4, 0.8, 1.5, 3.0, 8.0]),
+        memory_gbps=draw.choice([600.0, 2000.0]),
+        gpus_per_node=draw.choice([1, 2, 4, 8]),
+        link_gbps=draw.choice([16.0, 300.0]),
+        network_gbps=draw.choice([1.0, 25.0]),
+        reserved_gb=0.1,
+        measured=draw.choice([*[Measured()] * 4, CPU]),
+    )
     recomputes = [("none", "selective", "full", "per-stage"), ("none", "full"), ("per-stage",), ("selective", 1, 2)]
     choices = Choices(
         recompute=draw.choice(recomputes),
@@ -95,25 +110,42 @@ def _of_mesh(given: Problem, dp: int, tp: int, pp: int, cp: int, ep: int) -> Ite
     local = given.batch // (dp * ep)
     for schedule, chunks in _schedules(given, pp):
         for microbatch in (size for size in range(1, local + 1) if local % size == 0):
-            try:
-                if pp > 1:
-                    find_schedule(schedule).shape(pp, local // microbatch, chunks)
-            except UsageError:
+            if pp > 1 and not _takes(schedule, pp, local // microbatch, chunks):
                 continue
-            sizes = {"gpus": given.gpus, "batch": given.batch, "seq": given.seq, "microbatch": microbatch}
-            common = sizes | {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "schedule": schedule, "chunks": chunks}
-            common |= {"ep_overlap": given.choices.ep_overlap[0]}
-            every = itertools.product(given.choices.zero, given.choices.zero_every)
-            zeros = [(zero, often) for zero, often in every if zero > 1 or often == 1]
+            common = {
+                "gpus": given.gpus,
+                "batch": given.batch,
+                "seq": given.seq,
+                "dp": dp,
+                "tp": tp,
+                "pp": pp,
+                "cp": cp,
+                "ep": ep,
+                "microbatch": microbatch,
+                "schedule": schedule,
+                "chunks": chunks,
+                "ep_overlap": given.choices.ep_overlap[0],
+            }
+            zeros = [
+                (zero, every)
+                for zero in given.choices.zero
+                for every in given.choices.zero_every
+                if zero > 1 or every == 1
+            ]
             zeros = zeros if dp * cp * ep > 1 else zeros[:1]
             spread = given.choices.sequence_parallel if tp > 1 else given.choices.sequence_parallel[:1]
             if given.seq // cp % tp:
                 spread = tuple(one for one in spread if not one)
             overlaps = given.choices.overlap if dp * cp * ep > 1 else given.choices.overlap[:1]
-            for (zero, often), overlap, spreads in itertools.product(zeros, overlaps, spread):
-                common |= {"zero": zero, "zero_every": often, "overlap": overlap, "sequence_parallel": spreads}
+            for (zero, every), overlap, sequence_parallel in itertools.product(zeros, overlaps, spread):
+                switches = {
+                    "zero": zero,
+                    "zero_every": every,
+                    "overlap": overlap,
+                    "sequence_parallel": sequence_parallel,
+                }
                 for tuples, named in _recomputes(given, schedule, pp, chunks):
-                    yield Group(tuple(Strategy(**common, recompute=one) for one in tuples), named)
+                    yield Group(tuple(Strategy(**common, **switches, recompute=one) for one in tuples), named)
 
 
 def _schedules(given: Problem, pp: int) -> Iterator[tuple[str, int]]:
@@ -125,8 +157,9 @@ def _schedules(given: Problem, pp: int) -> Iterator[tuple[str, int]]:
         takes = list(range(found.min_chunks, min(found.max_chunks, given.model.layers + 2) + 1))
         even = [v for v in takes if given.model.layers // (pp * v) and given.model.layers % (pp * v) == 0]
         even += [v for v in takes if (given.model.layers + 2) % (pp * v) == 0 and v not in even]
-        doubles = (found.min_chunks * 2**k for k in range(8))
-        doubles = [v for v in doubles if v in takes and pp * v <= given.model.layers]
+        doubles = [
+            v for v in (found.min_chunks * 2**k for k in range(8)) if v in takes and pp * v <= given.model.layers
+        ]
         yield from ((name, v) for v in even or doubles)
 
 
@@ -150,9 +183,18 @@ def _tuples(given: Problem, ranks: tuple[int, ...], layers: list[int]) -> Iterat
     """Yield tuples by stage, of one number a rank, least first; and whether another word names them."""
     most = [max(size for size, at in zip(layers, ranks, strict=True) if at == rank) for rank in range(max(ranks) + 1)]
     for numbers in sorted(itertools.product(*(range(size + 1) for size in most)), key=sum):
-        word = "none" if not any(numbers) else "full" if [*numbers] == most else ""
-        named = word in given.choices.recompute
+        named = ("none" in given.choices.recompute and not any(numbers)) or (
+            "full" in given.choices.recompute and list(numbers) == most
+        )
         yield tuple(min(numbers[rank], size) for rank, size in zip(ranks, layers, strict=True)), named
+
+
+def _takes(schedule: str, pp: int, microbatches: int, chunks: int) -> bool:
+    try:
+        find_schedule(schedule).shape(pp, microbatches, chunks)
+    except UsageError:
+        return False
+    return True
 
 
 def brute_force(given: Problem, top: int) -> list[tuple[float, float, Strategy]]:
