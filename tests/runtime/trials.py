@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
@@ -16,7 +18,7 @@ from quintsched.runtime import Engine, Transport, run_local
 
 from ..helpers.training import call_with_share
 
-COMPILED = ("schedule", "microbatches", "slices", "losses", "zero")
+COMPILED = ("schedule", "microbatches", "slices", "losses", "zero", "chunks", "recompute")
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -34,7 +36,17 @@ def engine_of(
     """Return an engine of two microbatches; `settings` are the compiler's or its own."""
     asked = {name: settings.pop(name) for name in COMPILED if name in settings}
     plan = qs.compile(**{"schedule": "1f1b", "microbatches": 2} | asked, mesh=mesh)
-    return Engine(plan, blocks, loss, sgd, transport=transport, **settings)
+    return Engine(plan, blocks, loss, settings.pop("optimizer", sgd), transport=transport, **settings)
+
+
+def on_ranks(work: Callable[[Engine], Any], make: Any, *given: Any, mesh: str = "pp=2", **settings: Any) -> list[Any]:
+    """Return what `work` gives for the engine of each rank, as of `engine_of`; blocks are made there, or copied."""
+
+    def run(transport: Transport) -> Any:
+        blocks = list(make()) if callable(make) else copy.deepcopy(list(make))
+        return work(engine_of(transport, blocks, *given, mesh=mesh, **settings))
+
+    return run_local(qs.Mesh.parse(mesh).size, run, timeout_s=60)
 
 
 def step(
@@ -87,3 +99,36 @@ def taken(make: Any, batches: Sequence[Any], *given: Any, **more: Any) -> list[f
 
 def linear(width: int) -> nn.Module:
     return nn.Linear(width, width)
+
+
+def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def require_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Require states to have the same bits."""
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+
+
+def require_resumable(
+    make: Callable[[], Engine], train: Callable[[Engine, range], None], first: range, second: range, path: Path
+) -> None:
+    """Require the bits of an unbroken run of engines that load what one has saved in between, in each form."""
+    engine = make()
+    train(engine, first)
+    save_file(engine.state_dict(), path / "file", metadata=engine.state_metadata())
+    full = engine.full_state_dict()
+    engine.save_dcp(path / "dcp")
+    train(engine, second)
+    loads: list[Callable[[Engine], object]] = [
+        lambda one: one.load_state_dict(load_file(path / "file")),
+        lambda one: one.load_state_files([path / "file"]),
+        lambda one: one.load_full_state_dict(full),
+        lambda one: one.load_dcp(path / "dcp"),
+    ]
+    for load in loads:
+        again = make()
+        load(again)
+        train(again, second)
+        require_same(again.state_dict(), engine.state_dict())

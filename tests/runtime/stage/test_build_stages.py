@@ -14,10 +14,11 @@ from torch import nn
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.comm import run_local
 from quintsched.runtime.stage.build_stages import partition
 
-from ..toys import ids_task, sgd, share, tiny_gpt, train_on, train_plainly
+from ..toys import ids_task, sgd, tiny_gpt, train_on, train_plainly
+from ..trials import engine_of, ones
 
 COSTS = st.lists(st.integers(0, 20).map(float) | st.floats(0, 10), min_size=1, max_size=9)
 
@@ -47,22 +48,15 @@ def test_first_stages_take_as_much_as_they_can() -> None:
         partition([1.0, 1.0], 3)
 
 
-def steps(blocks: list[nn.Module], mesh: str) -> list[list[float]]:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-
-    def train(transport: Transport) -> list[float]:
-        engine = Engine(plan, blocks, nn.MSELoss(), sgd, dtype=torch.float64, transport=transport)
-        x = torch.arange(32, dtype=torch.float64).view(8, 4) / 8
-        return [float(engine.step(*share(engine, x, x.flip(0))).loss) for _ in range(2)]
-
-    return run_local(plan.mesh.size, train, timeout_s=60)
-
-
 def test_one_rank_of_a_process_trains_a_module_and_later_ranks_may_train_it_again() -> None:
+    blocks = [nn.Linear(4, 4), nn.Linear(4, 4)]
+
+    def train(mesh: str) -> float:
+        return run_local(2, lambda one: engine_of(one, blocks, mesh=mesh).step(*ones(4, 4)[0]).loss.item())[0]
+
     with pytest.raises(MisfitError, match=r"block 0 \(Linear\) is trained by another rank of this process; make the"):
-        steps([nn.Linear(4, 4), nn.Linear(4, 4)], "dp=2")
-    blocks: list[nn.Module] = [nn.Linear(4, 4).double() for _ in range(4)]
-    losses = [loss for _ in range(3) for loss in steps(blocks, "pp=2")[0]]
+        train("dp=2")
+    losses = [train("pp=2") for _ in range(3)]
     assert losses == sorted(losses, reverse=True)
 
 
@@ -96,10 +90,10 @@ def test_weights_that_are_not_there_or_differ_in_shape_are_refused() -> None:
             Engine(plan, blocks, nn.functional.mse_loss, sgd, tied={"w": names})
 
 
-@pytest.mark.parametrize("names", [("1.norm1.weight", "5.norm.weight"), ("5.norm.weight", "1.norm1.weight")])
-def test_a_weight_inside_and_outside_of_what_is_shared_out_over_tp_is_refused(names: tuple[str, str]) -> None:
-    plan, task, tied = qs.compile("1f1b", mesh="tp=2", microbatches=2), ids_task(1, 4, length=6), {"norm": names}
-    alone = train_plainly(task, tiny_gpt(6), 2, dtype=torch.float64, tied={"norm": sorted(names)})
+def test_a_weight_inside_and_outside_of_what_is_shared_out_over_tp_is_refused() -> None:
+    plan, task = qs.compile("1f1b", mesh="tp=2", microbatches=2), ids_task(1, 4, length=6)
+    tied = {"norm": ("1.norm1.weight", "5.norm.weight")}
+    alone = train_plainly(task, tiny_gpt(6), 2, dtype=torch.float64, tied=tied)
     found = train_on(plan, task, tiny_gpt(6), dtype=torch.float64, tied=tied)
     assert found[0].losses == pytest.approx(alone.losses, rel=1e-12)
     with pytest.raises(MisfitError, match="on stage 0, and sequence parallelism gives but one of them all tokens"):

@@ -51,15 +51,8 @@ def test_compiled_stages_equal_plain_ones(
 
     def outcome(compiled: bool) -> list[tuple[float, dict[str, Tensor], float | None]]:
         def run(transport: Transport) -> tuple[float, dict[str, Tensor], float | None]:
-            engine = Engine(
-                plan,
-                [Mlp] * max(2, len(plan.stage_to_pp)),
-                nn.functional.mse_loss,
-                sgd,
-                dtype=torch.float64,
-                compiled=compiled,
-                transport=transport,
-            )
+            told: dict[str, Any] = {"dtype": torch.float64, "compiled": compiled, "transport": transport}
+            engine = Engine(plan, [Mlp] * max(2, len(plan.stage_to_pp)), nn.functional.mse_loss, sgd, **told)
             loss = [engine.step(inputs, targets).loss.item() for _ in range(3)][-1]
             engine.evaluate(inputs, targets)
             return loss, engine.full_weights(), engine.deferred_share

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -38,37 +37,14 @@ def run(blocks: Any, *, pp: int = 2, loss_fn: Any = nn.functional.mse_loss, inpu
     return [said[rank] for rank in sorted(said)]
 
 
-class Attention(nn.Module):
-    def __init__(self, raises: Callable[[Tensor], bool]) -> None:
-        super().__init__()
-        self.raises = raises
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.raises(x):
-            raise KeyError("no such head")
-        return x
-
-
-class Layer(nn.Module):
-    def __init__(self, raises: Callable[[Tensor], bool]) -> None:
-        super().__init__()
-        self.layer, self.attention = nn.Linear(SIZE, SIZE), Attention(raises)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.attention(self.layer(x))
-        return y
-
-
-class Takes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(SIZE, SIZE)
-
+class Takes(nn.Linear):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return self.layer(x * mask)
+        return super().forward(x * mask)
 
 
 class Gives(nn.Module):
+    """Gives what a function makes of the output of a layer."""
+
     def __init__(self, output: Any) -> None:
         super().__init__()
         self.layer, self.output = nn.Linear(SIZE, SIZE), output
@@ -77,15 +53,28 @@ class Gives(nn.Module):
         return self.output(self.layer(x))
 
 
+class TakesY(Gives):
+    def __init__(self) -> None:
+        super().__init__(lambda y: y)
+
+    def forward(self, given: dict[str, Tensor]) -> Any:
+        return super().forward(given["y"])
+
+
+takes, caches = partial(Takes, SIZE, SIZE), partial(Gives, lambda y: {"y": y, "cache": OPAQUE})
+
+
+def fails(x: Tensor) -> Tensor:
+    raise KeyError("no such head")
+
+
 def test_an_error_of_a_block_names_the_module_that_raised_it() -> None:
-    while_tracing = run([linear, partial(Layer, lambda x: True)])
+    while_tracing = run([linear, lambda: nn.Sequential(Gives(fails))])
     assert len(set(while_tracing)) == 1, "all ranks say the same"
-    assert "in block 1 (Layer), in its 'attention', a Attention" in while_tracing[0]
-    in_step = run([linear, partial(Layer, lambda x: not x.is_meta)])
-    assert any(
-        "rank 1 (pp=1), stage 1, block 1 (Layer), in its 'attention', a Attention: KeyError: 'no such head'" in said
-        for said in in_step
-    )
+    assert "in block 1 (Sequential), in its '0', a Gives" in while_tracing[0]
+    in_step = run([linear, lambda: nn.Sequential(Gives(lambda x: x if x.is_meta else fails(x)))])
+    said = "rank 1 (pp=1), stage 1, block 1 (Sequential), in its '0', a Gives: KeyError: 'no such head'"
+    assert any(said in one for one in in_step)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +87,9 @@ def test_an_error_of_a_block_names_the_module_that_raised_it() -> None:
         ([linear, lambda: nn.Linear("a", 2)], {}, "is to build a block, without arguments, and raised TypeError"),
         ([linear, linear], {"loss_fn": "mse"}, "UsageError: loss_fn is a str; it must be a function"),
         ([linear, linear], {"mask": X}, "UsageError: no block takes 'mask', which the step is given"),
-        ([linear, Takes], {}, "block 1 (Takes) needs 'mask', which no block sends along and the step is not given"),
-        ([linear, Takes], {"mask": None}, "(in block 1 (Takes), mask=None;"),
-        ([linear, Takes], {"mask": object()}, "mask is a builtins.object; known are tensors, tuples"),
+        ([linear, takes], {}, "block 1 (Takes) needs 'mask', which no block sends along and the step is not given"),
+        ([linear, takes], {"mask": None}, "(in block 1 (Takes), mask=None;"),
+        ([linear, takes], {"mask": object()}, "mask is a builtins.object; known are tensors, tuples"),
         ([linear, partial(Gives, lambda y: None)], {}, "block 1 (Gives) returns None, in which there is no tensor"),
         ([partial(Gives, lambda y: [1, 2]), linear], {}, "block 0 (Gives) returns list(1, 2), in which there is no"),
         ([partial(Gives, lambda y: (y, y)), linear], {}, "block 1 cannot take tuple(tensor, tensor)"),
@@ -108,11 +97,7 @@ def test_an_error_of_a_block_names_the_module_that_raised_it() -> None:
         ([linear, partial(Gives, lambda y: (y, y.sum(1)))], {}, "the loss function raised"),
         ([linear, linear], {"inputs": {"a": X, "b": X[:2]}}, "inputs['a'] has 4, inputs['b'] has 2"),
         ([linear, linear], {"inputs": [X, object()]}, "inputs[1] is a builtins.object"),
-        (
-            [partial(Gives, lambda y: {"y": y, "cache": OPAQUE}), lambda: TakesY()],
-            {},
-            "block 0 leaves a builtins.object at ['cache'], which cannot go to another stage",
-        ),
+        ([caches, TakesY], {}, "block 0 leaves a builtins.object at ['cache'], which cannot go to another stage"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -127,12 +112,3 @@ def test_a_tree_that_is_built_otherwise_than_agreed_goes_no_further() -> None:
 
     said = run([partial(Gives, output), TakesY])
     assert any("a Gives gave dict(z: tensor); the ranks agreed on dict(y: tensor)" in one for one in said)
-
-
-class TakesY(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(SIZE))
-
-    def forward(self, given: dict[str, Tensor]) -> Tensor:
-        return given["y"] * self.weight

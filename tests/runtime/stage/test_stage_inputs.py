@@ -77,21 +77,10 @@ class AsksForGraph(Layer):
         return made if x.grad_fn is not None else 0.6 * made
 
 
-STRIDED = {
-    "transposed": [Transposed] * 3,
-    "sliced": [Sliced] * 3,
-}
-
-
 @pytest.mark.parametrize("recompute", [0, 2])
-def test_inputs_of_stages_are_no_leaves(recompute: int) -> None:
-    check(*[AsksForGraph] * 3, recompute=recompute)
-
-
-@pytest.mark.parametrize("recompute", [0, 1])
-@pytest.mark.parametrize("kinds", STRIDED.values(), ids=STRIDED)
-def test_strides_are_as_in_one_process(kinds: Any, recompute: int) -> None:
-    check(*kinds, recompute=recompute)
+@pytest.mark.parametrize("kind", [AsksForGraph, Transposed, Sliced])
+def test_inputs_of_stages_are_no_leaves_and_have_the_strides_of_one_process(kind: Any, recompute: int) -> None:
+    check(*[kind] * 3, recompute=recompute)
 
 
 class Marks(Layer):
@@ -140,10 +129,6 @@ def test_what_else_tensors_have_is_refused(kind: Any, words: str, recompute: int
         check(build=lambda: [kind() for _ in range(3)], stages=2 - recompute, recompute=recompute, **extras)
 
 
-given: dict[int, list[Tensor]] = {}
-"""By stage: the masks that its block was given, kept, so that no number of an object comes twice."""
-
-
 class Bank(nn.Linear):
     """Attends to all inputs that it has had."""
 
@@ -162,12 +147,11 @@ def test_what_a_stage_keeps_of_its_input_stays() -> None:
     x, y = torch.randn(2, 8, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
     batches = [(x * step, y) for step in range(1, 5)]
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-    found = train_ranks(plan, list(model), nn.functional.mse_loss, torch.optim.SGD, batches)
-    alone = train_ranks(
-        qs.compile("1f1b", mesh="dp=1", microbatches=2), list(model), nn.functional.mse_loss, torch.optim.SGD, batches
-    )
-    assert found[-1].losses == alone[0].losses
+    losses = []
+    for mesh in ("pp=2", "dp=1"):
+        plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+        losses.append(train_ranks(plan, list(model), F.mse_loss, torch.optim.SGD, batches)[-1].losses)
+    assert losses[0] == losses[1]
 
 
 def test_a_hook_that_comes_later_is_given_new_objects_and_hooks_on_these_go_with_them() -> None:
@@ -184,7 +168,7 @@ def test_a_hook_that_comes_later_is_given_new_objects_and_hooks_on_these_go_with
 
     def train(transport: Transport) -> list[float]:
         mine = deepcopy(blocks)
-        engine = Engine(plan, mine, nn.functional.mse_loss, torch.optim.SGD, transport=transport)
+        engine = Engine(plan, mine, F.mse_loss, torch.optim.SGD, transport=transport)
         losses = [engine.step(x, y).loss.item() for _ in range(3)]
         if transport.rank == 1:
             handle = mine[1].register_forward_pre_hook(see)
@@ -196,7 +180,7 @@ def test_a_hook_that_comes_later_is_given_new_objects_and_hooks_on_these_go_with
     found, _ = run_local(2, train)
     assert len({*map(id, seen)}) == len(seen) >= 2 * 4
     assert len(gradients) == 2 * 4
-    expected = train_alone(nn.Sequential(*blocks), nn.functional.mse_loss, torch.optim.SGD, [(x, y)] * 7)
+    expected = train_alone(nn.Sequential(*blocks), F.mse_loss, torch.optim.SGD, [(x, y)] * 7)
     assert found == pytest.approx(expected.losses, abs=1e-6)
 
 

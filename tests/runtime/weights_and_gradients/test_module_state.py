@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
+
+from ..trials import require_resumable
 
 STEPS = 4
 INPUTS = torch.randn(STEPS, 8, 6, generator=torch.Generator().manual_seed(1))
@@ -86,32 +88,10 @@ def train(engine: Engine, steps: range) -> None:
         engine.step(x, x)
 
 
-def require_same(found: Engine, expected: Engine) -> None:
-    one, other = found.state_dict(), expected.state_dict()
-    assert one.keys() == other.keys()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
-
-
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
 @pytest.mark.parametrize("kind", [Extra, Own, Tied])
 def test_a_resumed_run_is_the_unbroken_one(kind: Any, tmp_path: Path) -> None:
-    engine = make(kind)
-    train(engine, range(2))
-    save_file(engine.state_dict(), tmp_path / "file", metadata=engine.state_metadata())
-    full = engine.full_state_dict()
-    engine.save_dcp(tmp_path / "dcp")
-    train(engine, range(2, 4))
-    loads: list[Callable[[Engine], object]] = [
-        lambda one: one.load_state_dict(load_file(tmp_path / "file")),
-        lambda one: one.load_state_files([tmp_path / "file"]),
-        lambda one: one.load_full_state_dict(full),
-        lambda one: one.load_dcp(tmp_path / "dcp"),
-    ]
-    for load in loads:
-        again = make(kind)
-        load(again)
-        train(again, range(2, 4))
-        require_same(again, engine)
+    require_resumable(partial(make, kind), train, range(2), range(2, 4), tmp_path)
 
 
 class Opaque(Extra):

@@ -16,10 +16,11 @@ from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_tied, moe_gpt
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.model import Experts, Model
-from quintsched.strategies.descriptions.parameters import total
 from quintsched.strategies.descriptions.strategy_validity import stage_layers
 from quintsched.strategies.prediction.layers_of_ranks import stages_of_rank
-from tests.runtime.weights_and_gradients.bucket_layout import BucketLayout, stage_tensors
+
+from ..toys import adam, share
+from .bucket_layout import BucketLayout, stage_tensors
 
 VOCAB, SEQ, DEPTH, HIDDEN, HEADS = 96, 16, 4, 24, 4
 DENSE = Model(layers=DEPTH, hidden=HIDDEN, heads=HEADS, vocab=VOCAB, seq=SEQ, tied=False, dropout=False)
@@ -31,45 +32,23 @@ MIXTURE = DENSE.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=4 * 
 @cache
 def _blocks(model: Model) -> list[Any]:
     data = DataSpec(input_shape=(SEQ,), num_classes=VOCAB)
-    options: dict[str, Any] = {
-        "hidden": HIDDEN,
-        "depth": DEPTH,
-        "heads": HEADS,
-        "kv_heads": model.kv_heads,
-        "norm": model.norm,
-        "positions": model.positions,
-        "activation": model.activation,
-        "tied": model.tied,
-    }
+    told = {name: getattr(model, name) for name in ("kv_heads", "norm", "positions", "activation", "tied")}
+    options: dict[str, Any] = {"hidden": HIDDEN, "depth": DEPTH, "heads": HEADS, **told}
     if model.experts is None:
         return gpt(data, GPTOptions(**options))
     return moe_gpt(data, MoEGPTOptions(**options, experts=4, top_k=2, shared_experts=1, every=2))
 
 
-def _adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
 def _measured(plan: qs.Plan, model: Model, dtype: torch.dtype, *, sequence_parallel: bool) -> list[Any]:
-    ties = gpt_tied(GPTOptions(depth=DEPTH, tied=True)) if model.tied else {}
-    costs = [0.0] + [1.0] * DEPTH + [0.0]  # stages share the layers out, not the blocks at both ends
+    told: dict[str, Any] = {"bucket_mb": 0.02, "dtype": dtype, "sequence_parallel": sequence_parallel}
+    told["tied"] = gpt_tied(GPTOptions(depth=DEPTH, tied=True)) if model.tied else {}
+    told["block_costs"] = [0.0] + [1.0] * DEPTH + [0.0]  # stages share the layers out, not the blocks at both ends
 
     def run(transport: Transport) -> dict[str, int]:
-        engine = Engine(
-            plan,
-            _blocks(model),
-            cross_entropy_sum,
-            _adam,
-            bucket_mb=0.02,
-            block_costs=costs,
-            dtype=dtype,
-            tied=ties,
-            sequence_parallel=sequence_parallel,
-            transport=transport,
-        )
-        ids = torch.zeros(24, SEQ, dtype=torch.int64).chunk(engine.num_replicas)[engine.replica]
+        engine = Engine(plan, _blocks(model), cross_entropy_sum, adam, transport=transport, **told)
+        ids = torch.zeros(24, SEQ, dtype=torch.int64)
         for _ in range(2):
-            engine.step(ids if engine.needs_inputs else None, ids if engine.needs_targets else None)
+            engine.step(*share(engine, ids, ids))
         found = engine.state_bytes()
         return {"weights": found.weights, "gradients": found.gradients, "optimizer": found.optimizer}
 
@@ -136,14 +115,3 @@ def test_the_runtime_holds_so_many_bytes(
         _expected(plan, model, rank, element, sequence_parallel=sequence_parallel) for rank in range(plan.mesh.size)
     ]
     assert found == expected
-
-
-@pytest.mark.parametrize("model", [DENSE, TIED, LLAMA, MIXTURE])
-def test_counts_are_those_of_the_runtimes_models(model: Model) -> None:
-    """The tensors of a stage with everything are the model's, and without shards their bytes are the formula's."""
-    tensors = stage_tensors(model, BucketLayout(), range(model.layers), seq=SEQ, first=True, last=True)
-    numbers = total(model)
-    assert sum(tensor.numbers for tensor in tensors) == numbers
-    modules = [build() for build in _blocks(model)]
-    ours = sum(p.numel() for module in modules for p in module.parameters())
-    assert ours - (VOCAB * HIDDEN if model.tied else 0) == numbers
