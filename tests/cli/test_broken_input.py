@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.ir.instruction_set import Bwd, Fwd, RecvAct, RecvGrad, SendAct
-from tests.planner.verify.edits import double, drop, edited, swap
+from quintsched.ir.instruction_set import Fwd, RecvGrad, SendAct
+from tests.planner.verify.edits import drop, edited, swap
 
 EXECUTABLE = Path(sys.executable).with_name("quintsched")
 
@@ -18,9 +18,9 @@ EXECUTABLE = Path(sys.executable).with_name("quintsched")
 def broken(tmp_path):
     """Save a plan after a change to one rank's program."""
 
-    def save(rank, edit, mesh="pp=2", microbatches=2):
+    def save(rank, edit):
         path = tmp_path / "broken.json"
-        path.write_text(edited(qs.compile("1f1b", mesh=mesh, microbatches=microbatches), rank, edit).to_json())
+        path.write_text(edited(qs.compile("1f1b", mesh="pp=2", microbatches=3), rank, edit).to_json())
         return path
 
     return save
@@ -33,20 +33,14 @@ COMPILE = ("compile", "--schedule")
     ("arguments", "message"),
     [
         ((*COMPILE, "1f1", "--mesh", "pp=2", "-m", 2), "unknown schedule '1f1'; did you mean '1f1b'?"),
-        ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", 0), "microbatches is 0; this schedule takes 1 to"),
-        ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", 2, "--chunks", 2), "chunks is 2; this schedule takes exactly 1"),
-        ((*COMPILE, "interleaved-1f1b", "--mesh", "pp=4", "-m", 6), "the nearest that works: 4 or 8"),
-        ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", 2, "--buckets-per-stage", 0), "buckets_per_stage is 0"),
         ((*COMPILE, "1f1b", "--mesh", "pp=2", "-m", 2, "-o", "no/such/plan.json"), "cannot write the plan"),
         (("calibrate", "-o", "."), ".: cannot write the description: Is a directory; write it elsewhere"),
         (("check", "missing.json"), "missing.json: cannot read the plan: No such file or directory"),
-        (("check", "."), ".: cannot read the plan: Is a directory"),
         (("show", "plan.json", "--rank", 8), "rank 8 is not in the mesh dp=2,pp=2,tp=2: its ranks are 0 to 7"),
         (("check", "plan.json", "--profile", "chanel"), "did you mean 'channel'?"),
         (("check", "plan.json", "--memory-cap", -1), "memory cap -1"),
         (("check", "plan.json", "--pp", "2..4"), "a plan has its shape"),
         (("simulate", "plan.json", "--costs", "missing.json"), "missing.json: cannot read the costs file"),
-        (("compare", "1f1b", "1f2b", "--pp", 2, "-m", 2), "unknown schedule '1f2b'; did you mean '1f1b'?"),
         (("run", "missing.yaml"), "there is no file 'missing.yaml'"),
         (("run",), "give a job file"),
         (("run", "plan.json", "a.yaml", "b.yaml"), "give a job file"),
@@ -78,23 +72,13 @@ def test_a_command_line_that_cannot_be_read(cli, arguments):
     assert done.err.count("Error: ") == 1
 
 
-@pytest.mark.parametrize("command", ["check", "show", "simulate", "render"])
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "the file ends too early"),
-        (b'{"format": "quintsched.plan", "version": 1', "is it truncated?"),
-        (b"\x89PNG\r\n\x1a\n", "not UTF-8 text"),
-        (b"[" * 100_000, "nested too deeply"),
-    ],
-)
-def test_files_that_are_no_plans(refused, tmp_path, command, content, message):
+@pytest.mark.parametrize("command", [("check",), ("show",), ("simulate",), ("render", "-o", "out.png")])
+def test_files_that_are_no_plans(refused, tmp_path, command):
     path = tmp_path / "bad.json"
-    path.write_bytes(content)
-    options = ("-o", "out.png") if command == "render" else ()
-    error = refused(1, command, path, *options)
+    path.write_text('{"format": "quintsched.plan", "version": 1')
+    error = refused(1, command[0], path, *command[1:])
     assert error.startswith(f"error: {path}: ")
-    assert message in error
+    assert "is it truncated?" in error
 
 
 def test_names_of_files_make_no_lines_of_their_own(refused, tmp_path, monkeypatch):
@@ -106,7 +90,7 @@ def test_names_of_files_make_no_lines_of_their_own(refused, tmp_path, monkeypatc
 
 
 def test_two_instructions_swapped_so_that_it_deadlocks(cli, broken):
-    path = broken(0, swap(SendAct(0, 1, 1), RecvGrad(0, 0, 1)), microbatches=3)
+    path = broken(0, swap(SendAct(0, 1, 1), RecvGrad(0, 0, 1)))
     done = cli("check", path, "--profile", "blocking")
     assert done.code == 1
     assert "2 waits close a circle" in done.out
@@ -115,44 +99,7 @@ def test_two_instructions_swapped_so_that_it_deadlocks(cli, broken):
     assert "  rank 0 from 0: 0F0 0SA0 0F1 >0RG0< 0SA1 0B0" in done.out
     free = cli("check", path, "--json")
     assert free.code == 0, "channels of their own each way do not wait for each other"
-    assert free.data["profiles"] == {
-        "blocking": False,
-        "single-stream": False,
-        "pair-stream": False,
-        "channel": True,
-        "tagged": True,
-    }
-
-
-FIRST_BACKWARD_FIRST = swap(Fwd(1, 0), Bwd(1, 0))
-
-
-@pytest.mark.parametrize(
-    ("edit", "words"),
-    [
-        (
-            FIRST_BACKWARD_FIRST,
-            [
-                "rank 1 instruction 1, Bwd(stage=1, microbatch=0) needs the saved activations of stage 1",
-                "made only later, by rank 1 instruction 3, Fwd(stage=1, microbatch=0)",
-                "under the transport profile 'channel' 2 waits close a circle",
-            ],
-        ),
-        (double(Fwd(1, 0)), ["complete: rank 1 runs Fwd(stage=1, microbatch=0) 2 times instead of once"]),
-        (drop(RecvAct(1, 1, 0)), ["channel 0→1: 2 sends but 1 receives; no partner for rank 0 instruction"]),
-        (
-            swap(RecvAct(1, 0, 0), RecvAct(1, 1, 0)),
-            [
-                "channel 0→1, message 0: rank 0 instruction 1, SendAct(stage=0, microbatch=0, peer=1) sends",
-                "order is identity",
-            ],
-        ),
-    ],
-)
-def test_a_plan_that_is_not_sound_is_refused_with_what_is_wrong(cli, broken, edit, words):
-    done = cli("check", broken(1, edit))
-    assert done.code == 1
-    assert all(word in done.out for word in words)
+    assert [name for name, sound in free.data["profiles"].items() if sound] == ["channel", "tagged"]
 
 
 @pytest.mark.parametrize("command", [("simulate",), ("simulate", "--json"), ("show",), ("render", "-o", "out.json")])
@@ -161,13 +108,6 @@ def test_an_unsound_plan_has_no_figures_but_a_counter_example(refused, broken, c
     message = refused(1, command[0], path, *command[1:])
     assert message.startswith("error: not sound: 1f1b on pp=2")
     assert ">1B1<" in message
-
-
-def test_broken_costs(refused, plan_file, tmp_path):
-    (tmp_path / "costs.json").write_text('{"forwrd": 1}')
-    assert "costs.json: /forwrd: unknown key" in refused(1, "simulate", plan_file, "--costs", "costs.json")
-    (tmp_path / "costs.json").write_text('{"forward": [1, 2, 3]}')
-    assert "/forward has 3 values" in refused(1, "simulate", plan_file, "--costs", "costs.json")
 
 
 def test_an_interrupt_is_quiet(cli, plan_file, monkeypatch):

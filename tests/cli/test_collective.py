@@ -21,22 +21,19 @@ def test_files_are_written_proved_and_refused(cli, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "arguments", "words"),
+    ("arguments", "words"),
     [
-        (2, ("ring", "--ranks", 1), "ring over an axis of size 1"),
-        (2, ("ring",), "--ranks"),
-        (2, ("rings", "--ranks", 2), "did you mean 'ring'"),
-        (2, ("tree", "--ranks", 4, "--kind", "all_gather"), "use ring"),
-        (2, ("ring", "--ranks", 4, "--latency", -1), "latency of -1.0 s"),
-        (2, ("ring", "--ranks", 4, "--bandwidth", 0), "0.0 bytes per second"),
-        (2, ("ring", "--ranks", 4, "--bytes", -3), "-3.0 bytes"),
-        (2, ("none.json",), "cannot read the collective"),
-        (2, ("ring.json", "--ranks", 3), "leave out --ranks"),
-        (2, ("ring", "--ranks", 4, "-o", "ring.gif"), "cannot draw this format"),
+        (("ring", "--ranks", 1), "ring over an axis of size 1"),
+        (("ring",), "--ranks"),
+        (("rings", "--ranks", 2), "did you mean 'ring'"),
+        (("ring", "--ranks", 4, "--latency", -1), "latency of -1.0 s"),
+        (("none.json",), "cannot read the collective"),
+        (("ring.json", "--ranks", 3), "leave out --ranks"),
+        (("ring", "--ranks", 4, "-o", "ring.gif"), "cannot draw this format"),
     ],
 )
-def test_what_is_refused(refused, code, arguments, words):
-    assert words in refused(code, "collective", *arguments)
+def test_what_is_refused(refused, arguments, words):
+    assert words in refused(2, "collective", *arguments)
 
 
 def test_render_draws_the_steps_of_a_collective_that_a_plan_spells_out(cli, tmp_path, refused):
@@ -47,8 +44,7 @@ def test_render_draws_the_steps_of_a_collective_that_a_plan_spells_out(cli, tmp_
     assert "ring all_reduce over 4 ranks" in done.out
     picture = (tmp_path / "ring.svg").read_text()
     assert "rank 3" in picture
-    assert "spells out all_reduce-4-ring-4" in refused(
-        2, "render", "plan.json", "--collective", "ring", "-o", "ring.svg"
-    )
     assert cli(*shape, "-o", "native.json").code == 0
-    assert "spells out none" in refused(2, "render", "native.json", "--collective", "ring", "-o", "ring.svg")
+    for plan, words in (("plan.json", "all_reduce-4-ring-4"), ("native.json", "none")):
+        said = refused(2, "render", plan, "--collective", "ring", "-o", "ring.svg")
+        assert f"spells out {words}" in said

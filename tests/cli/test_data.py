@@ -31,19 +31,15 @@ def test_tokenize_and_show(cli, tmp_path):
     ("command", "words"),
     [
         (("show", "nothing"), "nothing: there is no such folder of tokens"),
-        (("tokenize", "nothing", "-o", "corpus"), "nothing: there is no such text file"),
+        (("tokenize", "nothing", "-o", "c"), "nothing: there is no such text file"),
         (("tokenize", "a.txt", "-o", "."), ".: the folder is not empty"),
-        (
-            ("tokenize", "a.txt", "-o", "corpus", "--vocabulary", 200),
-            "--vocabulary 200: the tokenizer bytes has 256 ids",
-        ),
+        (("tokenize", "a.txt", "-o", "c", "--vocabulary", 200), "--vocabulary 200: the tokenizer bytes has 256 ids"),
     ],
 )
 def test_what_is_refused(refused, command, words):
     Path("b.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    assert "b.jsonl, line 2: not JSON: Expecting value at column 9" in refused(
-        1, "data", "tokenize", "b.jsonl", "-o", "c"
-    )
+    said = refused(1, "data", "tokenize", "b.jsonl", "-o", "c")
+    assert "b.jsonl, line 2: not JSON: Expecting value at column 9" in said
     Path("a.txt").write_text("text")
     assert words in refused(2, "data", *command)
-    assert not Path("corpus").exists()
+    assert not Path("c").exists()

@@ -39,21 +39,18 @@ def test_an_unsound_file_exits_1_with_the_counter_example(cli, refused, tmp_path
     ("text", "code", "message", "options"),
     [
         ("0F0x,0B0\n", 1, "in.csv: line 1, cell 1 (rank 0, step 0): '0F0x' is no action; torch reads it as '0F0'", ()),
-        (b"0F0,\xff", 1, "in.csv: not UTF-8 text: byte 4 cannot be read", ()),
         ("0F0,0B0\n", 2, "the mesh pp=2 has 2 pipeline ranks, but the file has 1 line", ("--mesh", "pp=2")),
-        ("0F0,0B0\n", 2, "mesh: unknown axis 'pq'", ("--mesh", "pq=2")),
         ("0F0,0B0\n", 2, "did you mean 'channel'?", ("--profile", "chanel")),
     ],
 )
 def test_what_is_refused_on_the_way_in(refused, tmp_path, text, code, message, options):
-    (tmp_path / "in.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "in.csv").write_text(text)
     assert message in refused(code, "import", "in.csv", *options)
 
 
 def test_a_plan_goes_there_and_back_with_what_the_file_does_not_say(cli, tmp_path):
-    plan = qs.compile(
-        "1f1b", mesh="dp=2,pp=2", microbatches=4, zero=3, zero_every=4, stages=(2, 1), buckets_per_stage=2
-    )
+    sharded = {"zero": 3, "zero_every": 4, "stages": (2, 1), "buckets_per_stage": 2}
+    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4, **sharded)
     plan.save(tmp_path / "plan.json")
     lines = cli("export", "plan.json", "--to", "torch-csv", "-o", "out.csv").err.splitlines()
     assert lines == [
@@ -64,10 +61,8 @@ def test_a_plan_goes_there_and_back_with_what_the_file_does_not_say(cli, tmp_pat
     ]
     back = cli("import", "out.csv", "--mesh", "dp=2,pp=2", "--zero", "3", "-o", "back.json")
     assert back.err == ""
-    assert (qs.Plan.load(tmp_path / "back.json").mesh, qs.Plan.load(tmp_path / "back.json").zero) == (
-        plan.mesh,
-        plan.zero,
-    )
+    found = qs.Plan.load(tmp_path / "back.json")
+    assert (found.mesh, found.zero) == (plan.mesh, plan.zero)
     assert cli("import", "out.csv", "-o", "alone.json").err.endswith("for two of them write mesh dp=2,pp=2\n")
     assert qs.Plan.load(tmp_path / "alone.json").mesh == qs.Mesh(pp=2)
     qs.compile("1f1b", mesh="pp=2", microbatches=4).save(tmp_path / "plain.json")

@@ -97,6 +97,16 @@ def test_the_smallest_shape_that_fails_is_shown(cli, write):
         ("return 7", "TypeError: 'int' object is not iterable"),
         ("while True: yield Fwd(rank, 0)", "rank 0 runs Fwd(stage=0, microbatch=0) "),
         ("yield from ()", "runs Fwd(stage=0, microbatch=0) 0 times instead of once"),
+        ("yield Overlap((rank, 0), (rank, 0))", "its two sides are one microbatch of one stage; the backward needs"),
+        ("yield Fwd(rank, 0); yield Overlap((rank, 1), (1 - rank, 0))", "stage 1 is on rank 1, not on rank 0"),
+        ("yield Fwd(rank, 0); yield Overlap((rank, 1), (rank, 2))", "microbatch 2 is out of range: there are 2"),
+        ("yield Overlap((rank, 0, 1), (rank, 0))", "forward is (0, 0, 1); give a tuple of stage and microbatch"),
+        ("yield Overlap(Fwd(rank, 0), Bwd(rank, 0))", "forward is Fwd(stage=0, microbatch=0); give a tuple of stage"),
+        (
+            "yield Fwd(rank, 0); yield Overlap((rank, 1), (rank, 0)); yield Bwd(rank, 1)",
+            "rank 0 is stuck at 1 Overlap(forward=(0, 1), backward=(0, 0)): it needs the output's gradient of stage 0, "
+            "microbatch 0; rank 1 makes it at 1 Overlap(forward=(1, 1), backward=(1, 0))",
+        ),
     ],
 )
 def test_what_a_schedule_can_get_wrong(refused, cli, write, body, message):
@@ -130,67 +140,29 @@ def test_a_schedule_of_pairs_is_proved_and_shown(cli, write):
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("sizes", "message"),
     [
-        (
-            "for m in range(2): yield Overlap((rank, m), (rank, m))",
-            "rank 0 instruction 0, Overlap(forward=(0, 0), backward=(0, 0)): its two sides are one microbatch of one "
-            "stage; the backward needs what the forward makes",
-        ),
-        (
-            "yield Fwd(rank, 0)\nyield Overlap((rank, 1), (1 - rank, 0))\nyield Bwd(rank, 1)",
-            "rank 0 instruction 1, Overlap(forward=(0, 1), backward=(1, 0)): stage 1 is on rank 1, not on rank 0",
-        ),
-        (
-            "yield Fwd(rank, 0)\nyield Overlap((rank, 1), (rank, 2))",
-            "rank 0 instruction 1, Overlap(forward=(0, 1), backward=(0, 2)): microbatch 2 is out of range: there are 2",
-        ),
-        (
-            "yield Overlap((rank, 0, 1), (rank, 0))",
-            "rank 0: instruction 0, Overlap(forward=(0, 0, 1), backward=(0, 0)): forward is (0, 0, 1); give a tuple of "
-            "stage and microbatch",
-        ),
-        (
-            "yield Overlap(Fwd(rank, 0), Bwd(rank, 0))",
-            "forward is Fwd(stage=0, microbatch=0); give a tuple of stage and microbatch",
-        ),
-        (
-            "yield Fwd(rank, 0)\nyield Overlap((rank, 1), (rank, 0))\nyield Bwd(rank, 1)",
-            "rank 0 is stuck at 1 Overlap(forward=(0, 1), backward=(0, 0)): it needs the output's gradient of stage 0, "
-            "microbatch 0; rank 1 makes it at 1 Overlap(forward=(1, 1), backward=(1, 0))",
-        ),
+        (("1..4", "3"), "takes none of these 4 shapes; paired-1f1b: microbatches=3 makes no pairs"),
+        (("1..1000", "1..1000"), "1000000 shapes are more than the 100000"),
     ],
 )
-def test_pairs_that_cannot_be(refused, write, body, message):
-    target = write(own(f"wrong {body}", body))
-    assert message in refused(1, "compile", "--schedule", target, "--mesh", "pp=2", "-m", 2)
-
-
-def test_a_schedule_that_takes_none_of_the_shapes(refused, root):
-    message = refused(2, "check", f"{root / EXAMPLE}:paired_1f1b", "--pp", "1..4", "--microbatches", "3")
-    assert "takes none of these 4 shapes; paired-1f1b: microbatches=3 makes no pairs" in message
-
-
-def test_too_many_shapes(refused, root):
-    message = refused(2, "check", f"{root / EXAMPLE}:paired_1f1b", "--pp", "1..1000", "--microbatches", "1..1000")
-    assert "1000000 shapes are more than the 100000" in message
+def test_shapes_that_cannot_be_checked(refused, root, sizes, message):
+    pp, microbatches = sizes
+    target = f"{root / EXAMPLE}:paired_1f1b"
+    assert message in refused(2, "check", target, "--pp", pp, "--microbatches", microbatches)
 
 
 @pytest.mark.parametrize(
-    ("text", "target", "message"),
+    ("text", "message"),
     [
-        ("", "other.py:mine", "there is no file 'other.py' in "),
-        ("", "other.py:mine", "; did you mean 'mine.py'?"),
-        ("", "mine.py", "'mine.py' does not name an object of a file; write it as my_file.py:name"),
-        ("mint = 1", "mine.py:mine", "mine.py has no 'mine'; did you mean 'mint'?"),
-        ("def mine(): pass", "mine.py:mine", "is a function, not a schedule; decorate a generator with"),
-        ("\nraise RuntimeError('no')", "mine.py:mine", "mine.py:4: the import failed: RuntimeError: no"),
-        ("def mine(:", "mine.py:mine", "mine.py:3: the import failed: SyntaxError: "),
-        (own("1f1b", "pass"), "mine.py:mine", "the schedule name '1f1b' is taken by quintsched.schedules"),
+        ("mint = 1", "mine.py has no 'mine'; did you mean 'mint'?"),
+        ("def mine(): pass", "is a function, not a schedule; decorate a generator with"),
+        ("\nraise RuntimeError('no')", "mine.py:4: the import failed: RuntimeError: no"),
+        (own("1f1b", "pass"), "the schedule name '1f1b' is taken by quintsched.schedules"),
     ],
 )
-def test_files_that_hold_no_schedule(refused, write, text, target, message):
-    write(text)
+def test_files_that_hold_no_schedule(refused, write, text, message):
+    target = write(text)
     for command in (("check", target), ("compile", "--schedule", target, "--mesh", "pp=2", "-m", 2)):
         assert message in refused(2, *command)
 

@@ -83,10 +83,8 @@ def test_a_killed_run_is_known_by_its_log_that_nobody_holds(cli, monkeypatch):
         monkeypatch.setattr(module.time, "sleep", sleep)
         done = cli("watch", ".")
     assert len(polls) == 3
-    assert (done.code, done.err) == (
-        4,
-        "error: log.jsonl: the log has no end: the run was killed, or writes it no longer\n",
-    )
+    said = "error: log.jsonl: the log has no end: the run was killed, or writes it no longer\n"
+    assert (done.code, done.err) == (4, said)
 
 
 def test_the_view_fits_its_terminal_and_names_who_straggles():
