@@ -18,20 +18,8 @@ from quintsched.runtime.losses.loss_reductions import Over
 from quintsched.runtime.parallel.cut_proofs import trial_inputs
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree
 
-from ..trials import engine_of, ones, refused, taken
-from .loss_blocks import (
-    EVERY,
-    MEAN,
-    MEANS,
-    OTHERS,
-    SAMPLES,
-    SUMS,
-    VARIANCE,
-    WIDTH,
-    Block,
-    near,
-    pair,
-)
+from ..trials import engine_of, on_ranks, ones, refused, taken
+from .loss_blocks import EVERY, MEAN, MEANS, OTHERS, SAMPLES, SUMS, VARIANCE, WIDTH, Block, near, pair
 
 
 def found_of(block, samples=SAMPLES, seed=0, **extras):
@@ -39,9 +27,8 @@ def found_of(block, samples=SAMPLES, seed=0, **extras):
     block = block.double()
     before = {name: weight.clone() for name, weight in block.state_dict().items()}
     extras = {name: GivenTree([trial_inputs.TrialInput(extra)]) for name, extra in extras.items()}
-    arrival = Arrival(
-        GivenTree([trial_inputs.TrialInput(torch.randn(samples, WIDTH, dtype=torch.float64))]), {}, extras
-    )
+    inputs = trial_inputs.TrialInput(torch.randn(samples, WIDTH, dtype=torch.float64))
+    arrival = Arrival(GivenTree([inputs]), {}, extras)
 
     def alike(some):
         torch.manual_seed(some.start)
@@ -164,11 +151,7 @@ LATER = {
     "labels of each": (lambda y, t: F.cross_entropy(y, t, reduction="none").mean(), LABELS, True),
     "weights of each": (lambda y, w: (y.square().mean(1) * w).mean(), ONES, True),
     "a scale": (lambda y, scale: scale * y.square().mean(), torch.tensor(1.0), True),
-    "a mask of each": (
-        lambda y, m: (((y * m).sum(1) / m.sum(1).clamp(min=1)) ** 2).mean(),
-        torch.ones(SAMPLES, 4),
-        True,
-    ),
+    "a mask of each": (lambda y, m: ((y * m).sum(1) / m.sum(1)).square().mean(), torch.ones(SAMPLES, WIDTH), True),
 }
 
 
@@ -240,9 +223,7 @@ def test_losses_are_of_one_kind_in_evaluations_too(mesh, trains, name):
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     refusal = "in evaluations, block 1 .*" + said
 
-    def work(transport):
-        blocks = [lambda: nn.Linear(WIDTH, WIDTH), lambda: OtherInEvaluations(loss, other, by_mode=by_mode)]
-        engine = engine_of(transport, blocks, loss_fn, mesh, dtype=torch.float64)
+    def work(engine):
         mine = x.chunk(engine.num_replicas)[engine.replica]
         with torch.inference_mode(mesh == "dp=2"):
             engine.evaluate(mine, None, outputs=True)
@@ -256,7 +237,8 @@ def test_losses_are_of_one_kind_in_evaluations_too(mesh, trains, name):
             with pytest.raises(MisfitError, match=refusal):
                 result.loss  # noqa: B018
 
-    run_local(2, work)
+    blocks = [lambda: nn.Linear(WIDTH, WIDTH), lambda: OtherInEvaluations(loss, other, by_mode=by_mode)]
+    on_ranks(work, blocks, loss_fn, mesh=mesh, dtype=torch.float64)
 
 
 class Filled(Block):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Engine
 
-from ..trials import engine_of, refused, step
+from ...helpers.training import call_with_share
+from ..trials import engine_of, on_ranks, refused, step
 
 CLASSES = 5
 BLOCKS = [partial(nn.Linear, 4, 8), partial(nn.Linear, 8, CLASSES)]
@@ -199,16 +198,16 @@ def test_what_belongs_to_no_sample_is_the_same_in_all_microbatches(mesh: str, na
     ],
 )
 def test_a_mean_over_unlike_numbers_for_a_sample_is_refused(loss: Any, is_right: bool) -> None:
-    def run(transport: Transport) -> str:
-        engine = engine_of(transport, [lambda: nn.Linear(4, 4)], loss, "dp=2", microbatches=1, dtype=torch.float64)
-        x = torch.randn(3, 5 + 2 * transport.rank, 4, dtype=torch.float64)
+    def work(engine: Engine) -> str:
+        x = torch.randn(3, 5 + 2 * engine.replica, 4, dtype=torch.float64)
         try:
             engine.step(x, x.flip(0))
         except MisfitError as error:
             return str(error)
         return ""
 
-    for said in run_local(2, run):
+    blocks = [lambda: nn.Linear(4, 4)]
+    for said in on_ranks(work, blocks, loss, mesh="dp=2", microbatches=1, dtype=torch.float64):
         assert ("unlike numbers of things for a sample" in said) is not is_right
 
 
@@ -224,12 +223,9 @@ def test_a_metric_that_is_a_sum_is_over_samples_whatever_microbatches_there_are(
     targets = blocks[1](blocks[0](inputs)).argmax(-1)
     targets[:3] = (targets[:3] + 1) % CLASSES
 
-    def run(transport: Transport) -> tuple[float, float, float]:
-        more = {"microbatches": microbatches, "metrics": {"right": right}}
-        engine = engine_of(transport, copy.deepcopy(blocks), mean_of_each, mesh, **more)
-        mine = (t.chunk(engine.num_replicas)[engine.replica] for t in (inputs, targets))
-        result = engine.step(*mine)
+    def work(engine: Engine) -> tuple[float, float, float]:
+        result = call_with_share(engine, engine.step, (inputs, targets))
         return float(result.metrics["right"]), float(result.weight), float(result.sums["right"])
 
-    size = qs.Mesh.parse(mesh).size
-    assert run_local(size, run) == [(5 / 8, 8, 5)] * size
+    more = {"microbatches": microbatches, "metrics": {"right": right}}
+    assert {*on_ranks(work, blocks, mean_of_each, mesh=mesh, **more)} == {(5 / 8, 8, 5)}

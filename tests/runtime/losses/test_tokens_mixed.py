@@ -13,19 +13,17 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
 
+from ..trials import sgd
+
 PLANS = {
     "cp": qs.compile("gpipe", mesh="cp=2", microbatches=2),
     "slices": qs.compile("seq-1f1b", mesh="pp=2", microbatches=2, slices=2),
 }
 
 
-class Token(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.fc = nn.Linear(inputs, outputs)
-
+class Token(nn.Linear):
     def forward(self, x: Tensor, past: object = None, context: object = None) -> Tensor:
-        return self.fc(x)
+        return super().forward(x)
 
 
 def blocks() -> list[nn.Module]:
@@ -48,8 +46,7 @@ def run(plan, loss, metric=None, length=16, *, ids=False):
     metrics = {"m": metric} if metric else None
 
     def train(transport):
-        mine = copy.deepcopy(own)
-        engine = Engine(plan, mine, loss, lambda p: torch.optim.SGD(p, lr=0.1), metrics=metrics, transport=transport)
+        engine = Engine(plan, copy.deepcopy(own), loss, sgd, metrics=metrics, transport=transport)
         result = engine.step(inputs, targets)
         return [float(result.loss), *map(float, result.metrics.values())]
 
@@ -100,9 +97,6 @@ def test_metrics(plan):
     right = lambda o, t: (o.argmax(-1) == t).double().mean()  # noqa: E731
     found, expected = run(PLANS[plan], OF_IDS["classes"], right, ids=True)
     assert found == pytest.approx(expected, rel=1e-12)
-    for mixed in (
-        lambda o, t: o.diff(n=2, dim=1).abs().mean(),
-        lambda o, t: (o.argmax(-1) == t).all(1).double().sum(),
-    ):
+    for mixed in (lambda o, t: o.diff(n=2, dim=1).abs().mean(), lambda o, t: (o.argmax(-1) == t).all(1).double().sum()):
         with pytest.raises(MisfitError, match="metric 'm' is not that of the batch"):
             run(PLANS[plan], OF_IDS["classes"], mixed, ids=True)

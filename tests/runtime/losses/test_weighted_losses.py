@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,13 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import build_model
-from quintsched.runtime.comm import Transport, run_local
 
 from ...helpers.training import check_equality
 from ..toys import sgd
+from ..trials import on_ranks, ones, step
 
 CLASSES = 5
 BLOCKS = [partial(nn.Linear, 4, 8), partial(nn.Linear, 8, CLASSES)]
@@ -120,25 +120,12 @@ def test_what_weighs_nothing_later_leaves_the_others_gradients(
     assert found.loss.item() == pytest.approx(whole.item() if right is None else right)
 
 
-def test_a_metric_of_no_weight_is_not_a_number_and_adds_nothing():
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-
-    def run(transport):
-        torch.manual_seed(0)
-        engine = Engine(
-            plan,
-            [nn.Linear(2, 2), nn.Linear(2, 2)],
-            nn.functional.mse_loss,
-            lambda weights: torch.optim.SGD(weights, lr=0.1),
-            metrics={
-                "precision": lambda output, y: (torch.zeros(()), torch.zeros(())),
-                "diverged": lambda output, y: (torch.tensor(torch.nan), torch.ones(())),
-            },
-            transport=transport,
-        )
-        return engine.step(torch.ones(4, 2), torch.ones(4, 2))
-
-    for result in run_local(2, run):
+def test_a_metric_of_no_weight_is_not_a_number_and_adds_nothing() -> None:
+    metrics = {
+        "precision": lambda output, y: (torch.zeros(()), torch.zeros(())),
+        "diverged": lambda output, y: (torch.tensor(torch.nan), torch.ones(())),
+    }
+    for result in on_ranks(lambda engine: engine.step(*ones(4, 2)[0]), [partial(nn.Linear, 2, 2)] * 2, metrics=metrics):
         assert result.metrics["precision"].isnan()
         assert result.metrics["diverged"].isnan()
         assert result.sums["precision"] == 0
@@ -189,19 +176,6 @@ def test_losses_of_blocks_are_of_the_kind_of_the_loss(mesh: str, loss: Any, labe
 @pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_mean_over_uneven_targets_is_refused_beside_them(mesh: str, is_first: bool) -> None:
-    plan, refused = qs.compile("1f1b", mesh=mesh, microbatches=2), list[int]()
-
-    def run(transport: Transport) -> None:
-        engine = Engine(plan, penalised(), F.cross_entropy, sgd, transport=transport, dtype=torch.float64)
-        mine = slice(engine.replica, None, engine.num_replicas)
-        if not is_first:
-            engine.step(EIGHT[mine], EVERY[mine])
-        try:
-            engine.step(EIGHT[mine], UNEVEN[mine])
-        except MisfitError:
-            refused.append(transport.rank)
-            raise
-
-    with pytest.raises(MisfitError, match=r"blocks have losses of their own .* return \(sum, weight\)"):
-        run_local(plan.mesh.size, run)
-    assert len(refused) == plan.mesh.size or not is_first
+    batches = [(EIGHT, EVERY)] * (not is_first) + [(EIGHT, UNEVEN)]
+    for told in step(penalised(), batches, F.cross_entropy, mesh, dtype=torch.float64):
+        assert re.search(r"blocks have losses of their own .* return \(sum, weight\)", told[-1])

@@ -193,7 +193,7 @@ def test_scaled_steps_equal_a_plain_loop(mesh: str, zero: int) -> None:
     ("optimizer", "scheduler"),
     [
         (partial(optim.SGD, lr=0.1, momentum=0.9), lambda one: optim.lr_scheduler.CyclicLR(one, 0.01, 0.1, 3)),
-        (partial(optim.AdamW, lr=torch.tensor(0.1)), lambda one: optim.lr_scheduler.OneCycleLR(one, 0.1, 20)),
+        (lambda given: optim.AdamW(given, torch.tensor(0.1)), lambda one: optim.lr_scheduler.OneCycleLR(one, 0.1, 20)),
     ],
 )
 @pytest.mark.parametrize("engine_is_first", [False, True])

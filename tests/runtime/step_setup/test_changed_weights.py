@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
 
-from ..toys import share
+from ...helpers.training import call_with_share
+from ..trials import on_ranks
 
 WIDTH = 4
 
@@ -61,25 +61,20 @@ class Created(Normalised):
         return self.more(self.rows(ids))
 
 
-def train(plan: Any, block: Callable[[], nn.Module]) -> list[Tensor]:
-    def run(transport: Transport) -> Tensor:
-        engine = Engine(
-            plan,
-            [block, lambda: nn.Linear(WIDTH, WIDTH)],
-            nn.CrossEntropyLoss(),
-            lambda p: torch.optim.SGD(p, lr=0.0),
-            transport=transport,
-        )
+def train(block: Callable[[], nn.Module], mesh: str, **more: Any) -> list[Tensor]:
+    def work(engine: Engine) -> Tensor:
         ids = torch.arange(8)
-        engine.step(*share(engine, ids, ids % WIDTH))
+        call_with_share(engine, engine.step, (ids, ids % WIDTH))
         return engine.full_weights().get("0.rows.weight", torch.zeros(0))
 
-    return run_local(plan.mesh.size, run, timeout_s=60)
+    still = partial(torch.optim.SGD, lr=0.0)
+    blocks = [block, lambda: nn.Linear(WIDTH, WIDTH)]
+    return on_ranks(work, blocks, nn.CrossEntropyLoss(), mesh=mesh, optimizer=still, **more)
 
 
 COPIED = [
-    *((block, {"mesh": "dp=2", "zero": 3}, "changes") for block in (Bounded, Normalised, Replaced)),
     *((block, {"mesh": "dp=2,pp=2", "zero": 1}, "changes") for block in (Bounded, Normalised, Replaced)),
+    (Replaced, {"mesh": "dp=2", "zero": 3}, "changes"),
     *((block, {"mesh": "pp=2", "recompute": (1, 1)}, "changes") for block in (Normalised, Replaced)),
     *((block, {"mesh": "dp=2", "microbatches": 4}, "may differ") for block in (Bounded, Replaced, Shifted)),
 ]
@@ -90,29 +85,28 @@ def test_a_forward_that_changes_weights_is_refused_where_these_have_copies(
     block: type[nn.Module], request_of: dict[str, Any], why: str
 ) -> None:
     own = rf"block 0 \({block.__name__}\) changes its weight 'rows.weight'"
-    with pytest.raises(
-        MisfitError, match=own if why == "changes" else r"weight 'rows.weight'|weights that they change"
-    ):
-        train(qs.compile("1f1b", **{"microbatches": 2, **request_of}), block)
+    words = own if why == "changes" else r"weight 'rows.weight'|weights that they change"
+    with pytest.raises(MisfitError, match=words):
+        train(block, **request_of)
 
 
 @pytest.mark.parametrize("request_of", [{"mesh": "dp=1"}, {"mesh": "pp=2"}, {"mesh": "dp=2", "zero": 3}])
 def test_a_weight_that_a_forward_creates_is_refused(request_of: dict[str, Any]) -> None:
     with pytest.raises(MisfitError, match=r"block 0 \(Created\) creates its weight 'more.weight' in a forward"):
-        train(qs.compile("1f1b", microbatches=2, **request_of), Created)
+        train(Created, **request_of)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_weights_that_forwards_change_are_named_where_a_step_has_several(
     microbatches: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    train(qs.compile("1f1b", mesh="pp=2", microbatches=microbatches), Shifted)
+    train(Shifted, "pp=2", microbatches=microbatches)
     named = ["block 0 (Shifted).rows.weight: changed by" in record.message for record in caplog.records]
     assert sum(named) == microbatches - 1
 
 
 @pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
 def test_it_is_as_in_one_process_where_there_is_one_copy(mesh: str) -> None:
-    weights = [w for w in train(qs.compile("1f1b", mesh=mesh, microbatches=2), Bounded) if len(w)]
+    weights = [w for w in train(Bounded, mesh) if len(w)]
     assert all((weight.norm(dim=1) < 0.5001).all() for weight in weights)
     assert weights

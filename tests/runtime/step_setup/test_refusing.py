@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,8 @@ from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
-from ..toys import CLASSES, sgd
+from ..toys import CLASSES
+from ..trials import engine_of, on_ranks, refused
 
 FEATURES = 8
 
@@ -35,15 +37,16 @@ class Failing(nn.Module):
         return self.inner(x)
 
 
-def errors_of(mesh: str, failing: tuple[int, ...], samples: int, features: int) -> dict[int, QuintschedError]:
-    """Return what each rank raises where some take no such units, of 2 in training and 3 in evaluation."""
+@pytest.mark.parametrize("samples", [2, 3])
+@pytest.mark.parametrize(("mesh", "odd"), [("pp=2", 0), ("pp=2", 1), ("dp=2,pp=2", 2)])
+def test_code_that_raises_on_one_rank_alone_is_that_ranks_own_error(mesh: str, odd: int, samples: int) -> None:
+    """Where it takes no such units, of which there are 2 in training and 3 in evaluation."""
     told: dict[int, QuintschedError] = {}
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
 
     def work(transport: Transport) -> None:
-        blocks = [nn.Identity, partial(Failing, samples if transport.rank in failing else 0)]
-        engine = Engine(plan, blocks, cross_entropy_sum, sgd, transport=transport)
-        inputs, targets = torch.ones(6, features), torch.zeros(6, dtype=torch.int64)
+        blocks = [nn.Identity, partial(Failing, samples if transport.rank == odd else 0)]
+        engine = engine_of(transport, blocks, cross_entropy_sum, mesh)
+        inputs, targets = torch.ones(6, FEATURES), torch.zeros(6, dtype=torch.int64)
         try:
             engine.step(inputs[:4], targets[:4])
             engine.evaluate(inputs, targets)
@@ -52,14 +55,7 @@ def errors_of(mesh: str, failing: tuple[int, ...], samples: int, features: int) 
             raise
 
     with pytest.raises(QuintschedError):
-        run_local(plan.mesh.size, work, 20)
-    return told
-
-
-@pytest.mark.parametrize("samples", [2, 3])
-@pytest.mark.parametrize(("mesh", "odd"), [("pp=2", 0), ("pp=2", 1), ("dp=2", 1), ("dp=2,pp=2", 2)])
-def test_code_that_raises_on_one_rank_alone_is_that_ranks_own_error(mesh: str, odd: int, samples: int) -> None:
-    told = errors_of(mesh, (odd,), samples, FEATURES)
+        run_local(qs.Mesh.parse(mesh).size, work, 20)
     error = told.pop(odd)
     assert isinstance(error, CodeError)
     assert isinstance(error.__cause__, KeyError)
@@ -93,54 +89,40 @@ ODD: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
 }
 
 
+BLOCKS = [partial(nn.Linear, FEATURES, FEATURES), partial(nn.Linear, FEATURES, CLASSES)]
+INPUTS = torch.ones(8, FEATURES, dtype=torch.float64)
+USUAL = torch.zeros(8, CLASSES, dtype=torch.float64)
+FAR = USUAL + 100 * (torch.arange(8) > 3)[:, None]
+"""Targets of which the second replica's are unlike all before."""
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "steps"), [(name, n) for name in ODD for n in (0, 3) if (name, n) != ("in place", 3)])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,pp=2"])
 def test_all_ranks_hear_what_one_of_them_refuses_of_a_loss(mesh: str, steps: int, name: str) -> None:
     odd, said = ODD[name]
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-    usual, far = torch.zeros(4, CLASSES, dtype=torch.float64), torch.full((4, CLASSES), 100.0, dtype=torch.float64)
 
     def loss_fn(output: Tensor, targets: Tensor) -> Any:
         return odd(output, targets) if targets.max() > 50 else squares(output, targets).mean()
 
-    def work(transport: Transport) -> str:
-        blocks = [partial(nn.Linear, FEATURES, FEATURES), partial(nn.Linear, FEATURES, CLASSES)]
-        engine = Engine(plan, blocks, loss_fn, sgd, transport=transport, dtype=torch.float64)
-        x = torch.ones(4, FEATURES, dtype=torch.float64)
-        for _ in range(steps):
-            engine.step(x, usual)
-        before = engine.full_weights()
-        try:
-            with pytest.raises(MisfitError, match=said) as refused:
-                engine.step(x, far.clone() if engine.replica else usual)
-        finally:
-            torch.set_grad_enabled(True)
-        after = engine.full_weights()  # collective, as what a loop does then may be
-        assert all(torch.equal(weight, before[key]) for key, weight in after.items())
-        return str(refused.value)
-
-    assert len({*run_local(plan.mesh.size, work)}) == 1
+    batches = [(INPUTS, USUAL)] * steps + [(INPUTS, FAR)]
+    assert re.search(said, refused(BLOCKS, batches, loss_fn, mesh, dtype=torch.float64))
 
 
 def test_an_evaluation_that_a_rank_refuses_is_refused_by_all_that_read_it() -> None:
-    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
-
-    def work(transport: Transport) -> None:
-        blocks = [partial(nn.Linear, FEATURES, FEATURES), partial(nn.Linear, FEATURES, CLASSES)]
-        loss = lambda o, t: None if t.max() > 50 else squares(o, t).mean()  # noqa: E731
-        engine = Engine(plan, blocks, loss, sgd, transport=transport, dtype=torch.float64)
-        x, usual = torch.ones(4, FEATURES, dtype=torch.float64), torch.zeros(4, CLASSES, dtype=torch.float64)
+    def work(engine: Engine) -> None:
+        half = slice(4 * engine.replica, 4 * engine.replica + 4)
         for _ in range(3):
-            engine.step(x, usual)
-            assert engine.evaluate(x, usual).loss.isfinite()
-        result = engine.evaluate(x, usual + 100 if engine.replica else usual)
+            engine.step(INPUTS[half], USUAL[half])
+            assert engine.evaluate(INPUTS[half], USUAL[half]).loss.isfinite()
+        result = engine.evaluate(INPUTS[half], FAR[half])
         with pytest.raises(MisfitError, match=r"it gave a NoneType|some rank refuses it in its own words"):
             result.loss  # noqa: B018
         with pytest.raises(MisfitError, match="it gave a NoneType"):
-            engine.step(x, usual)
+            engine.step(INPUTS[half], USUAL[half])
 
-    run_local(plan.mesh.size, work)
+    loss = lambda o, t: None if t.max() > 50 else squares(o, t).mean()  # noqa: E731
+    on_ranks(work, BLOCKS, loss, mesh="dp=2,pp=2", dtype=torch.float64)
 
 
 WEIGHT = torch.arange(1.0, 5)[:, None]
@@ -162,7 +144,6 @@ CASES: dict[str, tuple[Any, Any, str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_losses_of_the_whole_batch(name: str) -> None:
     loss, targets, words = CASES[name]
-    plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
-    engine = Engine(plan, [lambda: nn.Linear(3, 2)], loss, sgd)
+    engine = engine_of(None, [lambda: nn.Linear(3, 2)], loss, "dp=1")
     with pytest.raises(CodeError, match=f"here with 2 of this replica's .*{words}"):
         engine.step(torch.ones(4, 3), targets)

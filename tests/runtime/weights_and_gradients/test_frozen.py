@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import Blocks, build_block
-from quintsched.runtime.comm import Transport, run_local
 
-from ...helpers.training import Outcome, check_equality
+from ...helpers.training import Outcome, call_with_share, check_equality
+from ..trials import on_ranks
 
 WIDTH, STEPS = 4, 5
 
@@ -100,17 +100,13 @@ def test_a_tied_weight_may_be_frozen_as_a_whole(stages: int) -> None:
 
 @pytest.mark.parametrize("request_of", [{"mesh": "pp=2"}, {"mesh": "dp=2", "zero": 1}], ids=str)
 def test_parameters_added_to_an_optimizer_are_refused(request_of: dict[str, Any]) -> None:
-    def run(transport: Transport) -> None:
-        some = lambda params: adamw(list(params)[:2])  # noqa: E731
-        engine = Engine(plan, [layer, layer, layer], squares, some, dtype=torch.float64, transport=transport)
-        x, y = (part.chunk(engine.num_replicas)[engine.replica] for part in batch(0))
-        engine.step(x, y)
+    def work(engine: Engine) -> None:
+        call_with_share(engine, engine.step, batch(0))
         for optimizer in engine.optimizers.values():
             optimizer.add_param_group({"params": list(engine.stages[0].blocks["1"].parameters())})
-        engine.step(x, y)
+        call_with_share(engine, engine.step, batch(0))
 
-    plan = qs.compile("1f1b", microbatches=2, **request_of)
-    with pytest.raises(
-        qs.UsageError, match=r"built with \d parameters and have \d now .* freeze those that are to learn"
-    ):
-        run_local(plan.mesh.size, run, timeout_s=60)
+    more = {"optimizer": lambda params: adamw(list(params)[:2]), "dtype": torch.float64, **request_of}
+    words = r"built with \d parameters and have \d now .* freeze those that are to learn"
+    with pytest.raises(qs.UsageError, match=words):
+        on_ranks(work, [layer, layer, layer], squares, **more)
