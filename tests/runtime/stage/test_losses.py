@@ -24,48 +24,41 @@ def summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum"), (targets >= 0).sum()
 
 
-class Layer(nn.Module):
+class Layer(nn.Linear):
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(SIZE, SIZE)
+        super().__init__(SIZE, SIZE)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x))
+        return torch.tanh(super().forward(x))
 
 
-class Exit(nn.Module):
+class Exit(nn.Linear):
     """An early exit: a head of its own, and its loss beside what goes on."""
 
     def __init__(self, share: float) -> None:
-        super().__init__()
+        super().__init__(SIZE, CLASSES)
         self.share = share
-        self.head = nn.Linear(SIZE, CLASSES)
 
-    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return x, summed(self.head(x), targets)[0] * self.share
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return x, summed(super().forward(x), targets)[0] * self.share
 
 
 class Sends(Layer):
     def forward(self, x: Tensor) -> Carry:  # type: ignore[override]
-        y = torch.tanh(self.layer(x))
+        y = super().forward(x)
         return Carry(y, early=y)
 
 
-class Takes(nn.Module):
+class Takes(nn.Linear):
     """The last head, which looks at an early output as well."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(SIZE, CLASSES)
-
-    def forward(self, x: Tensor, early: Tensor) -> Tensor:
-        out: Tensor = self.head(x + early)
-        return out
+    def forward(self, x: Tensor, early: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + early)
 
 
 def blocks() -> list[Any]:
     """Two blocks for each of four stages, or four for each of two; exits on stages 1 and 2, or on both."""
-    return [Sends, Layer, Layer, partial(Exit, 0.3), partial(Exit, 0.7), Layer, Layer, Takes]
+    return [Sends, Layer, Layer, partial(Exit, 0.3), partial(Exit, 0.7), Layer, Layer, partial(Takes, SIZE, CLASSES)]
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -103,11 +96,8 @@ def test_losses_on_several_stages_equal_one_process(name: str, shape: dict[str, 
 
 def test_the_loss_has_the_same_bits_on_every_mesh_and_in_every_order() -> None:
     """Compare the first step only: gradients are added up in the order of backwards, which is the schedule's."""
-    shapes = [
-        ("1f1b", {"mesh": "pp=4", **FOUR}),
-        ("zbv", {"mesh": "pp=2", **FOUR}),
-    ]
-    assert len({of_rank.losses[0] for name, shape in shapes for of_rank in train(name, steps=1, **shape)}) == 1
+    shapes = {"1f1b": "pp=4", "zbv": "pp=2"}.items()
+    assert len({one.losses[0] for name, mesh in shapes for one in train(name, steps=1, mesh=mesh, **FOUR)}) == 1
 
 
 class Wrong(Layer):
@@ -123,8 +113,6 @@ class Wrong(Layer):
         ({"mesh": "pp=1"}, [Wrong, Layer], "block 0 sends 'targets' along, but there is something else of that name"),
     ],
 )
-def test_losses_that_are_not_where_the_plan_has_them_are_refused(
-    shape: dict[str, Any], model: list[Any], words: str
-) -> None:
+def test_losses_that_are_not_where_the_plan_has_them_are_refused(shape: Any, model: list[Any], words: str) -> None:
     with pytest.raises(qs.MisfitError, match=words):
         train("1f1b", model, **shape)

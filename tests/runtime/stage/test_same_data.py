@@ -49,14 +49,14 @@ def run_steps(mesh: str, give: Give, steps: int = 1, parts: int = 1) -> list[str
             x, y = torch.randn(2, 4, 4, generator=random)
             mask = (torch.rand(4, generator=random) > 0.5).float()
             inputs, targets, extras = give(engine, transport, step, ({"x": x, "scale": 1.0}, y, {"mask": mask}))
-            before = [weight.detach().clone() for stage in engine.stages.values() for weight in stage.parameters()]
+            weights = [weight for stage in engine.stages.values() for weight in stage.parameters()]
+            before = [weight.detach().clone() for weight in weights]
             try:
                 for part in range(parts):
                     engine.step(inputs, targets, last=part == parts - 1, **extras)
                 engine.evaluate(inputs, targets, **extras)
             except qs.MisfitError as error:
-                after = [weight for stage in engine.stages.values() for weight in stage.parameters()]
-                assert all(map(torch.equal, before, after))
+                assert all(map(torch.equal, before, weights))
                 return str(error)
         return ""
 
@@ -77,9 +77,8 @@ CHANGES: dict[str, tuple[str, Callable[[Given], Given]]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_ranks_of_tp_are_given_the_same(what: str) -> None:
     named, change = CHANGES[what]
-    (said,) = set(
-        run_steps("dp=2,tp=2", lambda _, transport, step, given: change(given) if transport.rank == 3 else given)
-    )
+    give: Give = lambda _, transport, step, given: change(given) if transport.rank == 3 else given  # noqa: E731
+    (said,) = set(run_steps("dp=2,tp=2", give))
     assert said.startswith(f"ranks 2 and 3 are given different {named}, and belong to one replica (1 of 2): give all")
 
 

@@ -70,14 +70,13 @@ class Morph(nn.Module):
         return Random(self.seed).choice(odd)
 
 
-class Last(nn.Module):
+class Last(nn.Linear):
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(SIZE, 3)
+        super().__init__(SIZE, 3)
 
     def forward(self, given: Any) -> Any:
         x = next(t for t in tensors_of(given) if t.is_floating_point() and t.dim() == 2)
-        return {"logits": self.layer(x.expand(-1, SIZE)), "none": None}
+        return {"logits": super().forward(x.expand(-1, SIZE)), "none": None}
 
 
 def loss_fn(output: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> tuple[Tensor, float]:
@@ -119,19 +118,17 @@ def test_odd_trees_give_the_numbers_of_one_process(name: str, shape: dict[str, A
         random = Random(seed)
         in_place = [False, seed == 1, False, seed == 2]
         blocks = [*(partial(Morph, random.randrange(1000), in_place=changes) for changes in in_place), Last]
-        plan = qs.compile(name, microbatches=MICROBATCHES, **shape)
-        check(plan, blocks)
+        check(qs.compile(name, microbatches=MICROBATCHES, **shape), blocks)
 
 
-class Shares(nn.Module):
+class Shares(nn.Linear):
     """Returns a tensor beside a view of it."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(SIZE, SIZE)
+        super().__init__(SIZE, SIZE)
 
     def forward(self, given: Any) -> Any:
-        y = self.layer(given["x"])
+        y = super().forward(given["x"])
         return y, y.view(-1)
 
 
@@ -143,12 +140,10 @@ class Changes(nn.Module):
 
 def test_what_shares_memory_with_something_changed_is_refused() -> None:
     plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-    with pytest.raises(
-        qs.MisfitError, match=r"block 1 \(Sequential\) changes what it is given at 0 in place, and with it 1"
-    ):
+    words = r"block 1 \(Sequential\) changes what it is given at 0 in place, and with it 1"
+    with pytest.raises(qs.MisfitError, match=words):
         check(plan, [Shares, lambda: nn.Sequential(Changes(), Last())])
-    blocks = [lambda: nn.Sequential(Shares(), Changes()), Last]
-    check(plan, blocks, 2)
+    check(plan, [lambda: nn.Sequential(Shares(), Changes()), Last], 2)
 
 
 class ChangesMask(Morph):
@@ -160,24 +155,21 @@ class ChangesMask(Morph):
 
 def test_an_extra_that_is_changed_in_place_is_refused_where_another_stage_takes_it() -> None:
     blocks = [partial(ChangesMask, 6), partial(Morph, 6), Last]
-    with pytest.raises(
-        qs.MisfitError, match=r"changes 'mask' in place, an extra that block 1 takes as well.*mask.clone"
-    ):
+    with pytest.raises(qs.MisfitError, match=r"changes 'mask' in place, an extra that block 1 takes.*mask.clone"):
         check(qs.compile("1f1b", mesh="pp=2", microbatches=4, stages=[1, 2]), blocks)
     for recompute in (0, 1):
-        plan = qs.compile("1f1b", mesh="pp=2", microbatches=4, stages=[2, 1], recompute=recompute)
-        check(plan, blocks)
+        check(qs.compile("1f1b", mesh="pp=2", microbatches=4, stages=[2, 1], recompute=recompute), blocks)
 
 
-class Losing(nn.Module):
+class Losing(nn.Linear):
     """A pair, whose second is no loss; and a loss beside a dict."""
 
     def __init__(self, *, is_pair: bool) -> None:
-        super().__init__()
-        self.layer, self.is_pair = nn.Linear(SIZE, SIZE), is_pair
+        super().__init__(SIZE, SIZE)
+        self.is_pair = is_pair
 
     def forward(self, given: Any) -> Any:
-        y = self.layer(tensors_of(given)[0])
+        y = super().forward(tensors_of(given)[0])
         return Carry((y, y.mean())) if self.is_pair else ({"y": y, "k": None}, (y**2).sum())
 
 
