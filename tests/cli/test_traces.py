@@ -25,7 +25,22 @@ def test_simulate_takes_costs_from_a_trace(cli, simulation, plan_file):
     assert "time in ms" in cli("simulate", plan_file, "--costs", "from-trace", "traces").out
 
 
-def test_what_does_not_go_together(refused, simulation, plan_file, tmp_path):
+def test_factors_of_microbatches_come_from_a_trace(cli, plan_file, tmp_path):
+    lengths = (1.0, 2.0, 0.5, 0.5)
+    costs = qs.Costs(unit="ms", forward=20.0, backward_input=20.0, backward_weight=20.0, microbatches=lengths)
+    write_trace(tmp_path / "traces", qs.Plan.load(plan_file).simulate(costs))
+    command = ("simulate", plan_file, "--costs", "from-trace", "traces", "-o", "found.json")
+    assert cli(*command, "--per-microbatch").code == 0
+    assert qs.Costs.load(tmp_path / "found.json").forward.microbatches == pytest.approx(lengths, abs=0.001)
+
+
+def test_what_does_not_go_together(cli, refused, simulation, plan_file, tmp_path):
+    said = refused(2, "simulate", plan_file, "--costs", "none.json", "--per-microbatch")
+    assert "--per-microbatch goes with --costs from-trace only" in said
+    (tmp_path / "costs.json").write_text('{"microbatches": [1, 2, 0.5]}')
+    for command in (("simulate", plan_file), ("show", plan_file), ("compare", "1f1b", "--pp", 4, "-m", 4)):
+        said = refused(1, *command, "--costs", "costs.json")
+        assert "costs: /microbatches has 3 values, but the plan has 4 microbatches" in said
     assert "--costs from-trace DIR" in refused(2, "simulate", plan_file, "--costs", "from-trace")
     assert "goes with --costs from-trace only" in refused(2, "simulate", plan_file, "traces")
     assert "no such directory" in refused(2, "simulate", plan_file, "--costs", "from-trace", "nowhere")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import quintsched as qs
 from quintsched.runtime.blocks.block_builders import on_meta
@@ -66,7 +65,7 @@ def test_the_sizes_of_a_built_in_model_are_its_own() -> None:
         assert sizes.experts.padded_to == padded_to
 
 
-@pytest.mark.parametrize(("name", "world"), [("gpt", 1), ("moe-gpt", 4), ("vit", 8)])
+@pytest.mark.parametrize(("name", "world"), [("gpt", 1), ("vit", 8)])
 def test_a_plan_of_that_many_ranks_is_chosen(name: str, world: int) -> None:
     chosen = choose(job(name, auto(world)))
     assert chosen.plan.mesh.size == world
@@ -84,23 +83,16 @@ def train(name: str, parallel: Any) -> list[float]:
 
 @pytest.mark.parametrize(("name", "axes"), [("gpt", {"tp": 2, "cp": 2}), ("moe-gpt", {"pp": 1, "ep": 2})])
 def test_what_is_chosen_learns_what_one_rank_learns(
-    name: str,
-    axes: dict[str, int],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, axes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    chosen = choose(job(name, auto(4, axes=axes)))
+    plan = choose(job(name, auto(4, axes=axes))).plan
     losses = train(name, auto(4, axes=axes))
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("parallel: auto: ")
     assert second.startswith("why: ")
-    microbatches = (
-        chosen.plan.schedule.microbatches * chosen.plan.mesh.axis_size("dp") * chosen.plan.mesh.axis_size("ep")
-    )
-    alone = train(name, {"microbatches": microbatches})
+    replicas = plan.mesh.axis_size("dp") * plan.mesh.axis_size("ep")
+    alone = train(name, {"microbatches": plan.schedule.microbatches * replicas})
     assert losses == pytest.approx(alone, rel=1e-10)
     assert losses[-1] < losses[0]
 

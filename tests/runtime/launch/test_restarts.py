@@ -28,8 +28,6 @@ checkpoint: {{every: 2}}
 log: {{every: 1}}
 """
 
-MODEL = losing({"0": 5, "1": 2})
-
 
 @pytest.mark.processes
 @pytest.mark.slow
@@ -40,21 +38,27 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on_from_the_last_step(t
         "torchrun": ("torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", "quintsched.runtime"),
         "quintsched": ("quintsched.runtime.launch.local_run", "--restarts", "1"),
     }
-    log, saved = tmp_path / "log.jsonl", tmp_path / "saved"
-    settings = [f"log.path={log}", f"checkpoint.dir={saved}"]
     (tmp_path / "fuse-1").touch()
-    given = [argument for setting in settings for argument in ("--set", setting)]
-    code, out, err = run(sys.executable, "-m", *ways[launcher], "--config", file, *given)
+    code, out, err = run(sys.executable, "-m", *ways[launcher], "--config", file, *outputs_in(tmp_path))
     assert code == 0, err
     assert not (tmp_path / "fuse-1").exists()
     assert re.search("resumed after step [46]$", out, re.MULTILINE)  # step 6 may still have been on its way to the disk
+    found, expected = last_epochs(tmp_path, file)
+    assert found == expected
 
-    job = load_job(file)
-    plan = plan_of(job)
-    expected = run_local(2, lambda transport: Trainer.of_job(job, plan, transport).fit())[0][-1]
-    found = [r for r in map(json.loads, log.read_text().splitlines()) if r["event"] == "epoch"][-1]
-    for figure in ("step", "loss", "validation_loss"):
-        assert found[figure] == expected[figure]
+
+def outputs_in(folder: Path) -> list[str]:
+    return ["--set", f"log.path={folder / 'log.jsonl'}", "--set", f"checkpoint.dir={folder / 'saved'}"]
+
+
+def last_epochs(folder: Path, file: Path) -> list[dict[str, float]]:
+    """Return the last epoch's figures in the log, and those of a run of the job in this process."""
+    config = load_job(file)
+    plan = plan_of(config)
+    expected = run_local(2, lambda transport: Trainer.of_job(config, plan, transport).fit())[0][-1]
+    records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    found = [record for record in records if record["event"] == "epoch"][-1]
+    return [{name: one[name] for name in ("step", "loss", "validation_loss")} for one in (found, expected)]
 
 
 def job(mesh: str, **parallel: object) -> JobConfig:
@@ -105,23 +109,16 @@ def test_all_ranks_are_tried_again_once_fewer_have_got_on(tmp_path: Path) -> Non
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_run_grows_again_to_the_mesh_of_the_job(tmp_path: Path) -> None:
-    file = write_job(tmp_path, JOB, MODEL)
-    log = tmp_path / "log.jsonl"
+    file = write_job(tmp_path, JOB, losing({"0": 5, "1": 2}))
     for rank in ("0", "1"):
         (tmp_path / f"fuse-{rank}").touch()
-    settings = ("--set", f"log.path={log}", "--set", f"checkpoint.dir={tmp_path / 'saved'}")
-    command = (sys.executable, "-m", "quintsched.runtime.launch.local_run", "--config", file, *settings)
+    command = (sys.executable, "-m", "quintsched.runtime.launch.local_run", "--config", file, *outputs_in(tmp_path))
     code, out, err = run(*command, "--restarts", "2", "--min-dp", "1")
     assert code == 0, err
     assert re.findall(r"^1f1b on (dp=\d)", out, re.MULTILINE) == ["dp=2", "dp=1", "dp=2"]
     assert re.search("resumed after step [24]$", out, re.MULTILINE)
-    config = load_job(file)
-    plan = plan_of(config)
-    expected = run_local(2, lambda transport: Trainer.of_job(config, plan, transport).fit())[0][-1]
-    found = [r for r in map(json.loads, log.read_text().splitlines()) if r["event"] == "epoch"][-1]
-    assert found["step"] == expected["step"]
-    assert found["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-    assert found["validation_loss"] == pytest.approx(expected["validation_loss"], abs=1e-5)
+    found, expected = last_epochs(tmp_path, file)
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 STOPPED_JOB = """
@@ -169,11 +166,7 @@ WAYS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "whom", "number"),  # SIGUSR1 to a rank, every day: test_closed.py
-    [
-        ("quintsched", "launcher", "SIGTERM"),
-        ("torchrun", "rank", "SIGTERM"),
-        ("torchrun", "launcher", "SIGINT"),
-    ],
+    [("quintsched", "launcher", "SIGTERM"), ("torchrun", "rank", "SIGTERM"), ("torchrun", "launcher", "SIGINT")],
 )
 def test_a_signal_lets_the_run_save_and_end_with_0(tmp_path: Path, launcher: str, whom: str, number: str) -> None:
     pid = PIDS.get(whom) or PIDS[f"launcher of {launcher}"]

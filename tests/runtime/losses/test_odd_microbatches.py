@@ -32,7 +32,14 @@ def batch(step, samples):
     ids[0 if step == 0 else samples // 2 :][: 2 if step else 1] = -100  # all of a microbatch
     mask = torch.ones(samples, dtype=torch.float64)
     mask[[0, samples // 2]] = 0
-    return x, {"y": y, "ids": ids, "mask": mask, "beta": torch.tensor(0.5, dtype=torch.float64)}
+    beta = torch.tensor(0.5, dtype=torch.float64)
+    return x, {"y": y, "ids": ids, "mask": mask, "lengths": 1 + torch.arange(samples) % 3, "beta": beta}
+
+
+def over_lengths(output, targets):
+    each = (output["p"] - targets["y"]).square()
+    counts = torch.arange(3) < targets["lengths"][:, None]
+    return (each * counts).sum() / targets["lengths"].sum()
 
 
 def train(loss, mesh, microbatches, samples=8, steps=4, given=batch):
@@ -55,6 +62,7 @@ EQUAL = {
         / t["mask"].sum().clamp(min=1)
     ),
     "a hinge": lambda o, t: (o["p"][:, 0] - t["y"][:, 0]).relu().sum(),
+    "over lengths": over_lengths,
     "a number among the targets": lambda o, t: F.mse_loss(o["p"], t["y"]) * t["beta"],
 }
 
@@ -89,21 +97,3 @@ def test_groups_that_replicas_have_one_of_each_are_tried_mixed(group):
 
     with pytest.raises(MisfitError, match="of microbatches it is not that of the batch"):
         train(loss, "dp=2", 1, given=by_domain)
-
-
-def lengths(step, samples):
-    """Return sequences, of which some tokens count."""
-    x, targets = batch(step, samples)
-    return x, {"y": targets["y"], "lengths": 1 + torch.arange(samples) % 3}
-
-
-def over_lengths(output, targets):
-    each = (output["p"] - targets["y"]).square()
-    counts = torch.arange(3) < targets["lengths"][:, None]
-    return (each * counts).sum() / targets["lengths"].sum()
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
-def test_a_mean_over_lengths_is_weighed_by_these(mesh, microbatches):
-    train(over_lengths, mesh, microbatches, given=lengths)
