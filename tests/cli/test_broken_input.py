@@ -46,10 +46,7 @@ COMPILE = ("compile", "--schedule")
         (("run", "plan.json", "a.yaml", "b.yaml"), "give a job file"),
         (("run", "plan.json", "job.yaml", "--fresh", "--resume"), "give one of them"),
         (("run", "job.yaml", "--nnodes", 2, "--node-rank", 1), "several machines need --nnodes"),
-        (
-            ("run", "a.yaml", "train.max_steps=3"),
-            "settings of the job go by --set, each with its full key: --set train",
-        ),
+        (("run", "a.yaml", "train.max_steps=3"), "settings of the job go by --set, each with its full key: --set tr"),
     ],
 )
 def test_wrong_usage(refused, plan_file, tmp_path, arguments, message):

@@ -135,10 +135,7 @@ def test_options_are_those_of_compile(cli, arguments, options):
         (("1f1b", *MESH, "--recompute", "all"), "--recompute: cannot read 'all'; write whole numbers"),
         ((*TIED, "--tied", "embedding"), "--tied: cannot read 'embedding'; write a name and the stages"),
         ((*TIED, "--tied", "w=0,1", "--tied", "w=0,2"), "'w' is given twice"),
-        (
-            (*INTERLEAVED, "--skip", "h"),
-            "--skip: cannot read 'h'; write a name and the stages that make and take it: h",
-        ),
+        ((*INTERLEAVED, "--skip", "h"), "--skip: cannot read 'h'; write a name and the stages that make and take it"),
         (("dualpipe", *MESH, "--skip", "h=0,1"), "take 2 routes; skips need a single one"),
         (("dualpipe", *MESH, "--losses", "0,1"), "take 2 routes, of which only the last stage can have one"),
         (("1f1b", *MESH, "--zero", 1), "has none"),

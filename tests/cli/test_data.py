@@ -38,7 +38,7 @@ def test_tokenize_and_show(cli, tmp_path):
 )
 def test_what_is_refused(refused, command, words):
     Path("b.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    said = refused(1, "data", "tokenize", "b.jsonl", "-o", "c")
+    said = refused(1, "data", "tokenize", "b.jsonl", "-o", "other")
     assert "b.jsonl, line 2: not JSON: Expecting value at column 9" in said
     Path("a.txt").write_text("text")
     assert words in refused(2, "data", *command)

@@ -1,7 +1,5 @@
 """`quintsched predict`: by flags, from rows, from a job; one clear error for nonsense."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

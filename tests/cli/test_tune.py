@@ -1,7 +1,5 @@
 """`quintsched tune`: the table, the reason, the front; it finds what trying everything finds."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -5,8 +5,6 @@ COLUMNS: schedules × meshes × models × what a plan has × how it is run ─�
     python -m tests.runtime.grid_cases --count 300 --seed 1000          more cases, from other seeds
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import combinations, cycle, islice
 from random import Random

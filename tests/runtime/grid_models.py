@@ -1,7 +1,5 @@
 """Models that cases of the grid train, small ones of every kind; optimizers; schedules of a user's own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

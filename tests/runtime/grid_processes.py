@@ -3,8 +3,6 @@
 Each case has a transport, and so groups, of its own, which end with it; the world is one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast

@@ -3,8 +3,6 @@
 train(plan, [linear] * 4, batch(8))    ─▶ an Outcome per rank, to compare with train(alone(), …)
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import replace

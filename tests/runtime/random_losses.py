@@ -8,8 +8,6 @@ What is found to be neither a sum nor a mean is refused; a number that differs i
     python -m tests.runtime.random_losses --count 1000 --seed 1000
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence
@@ -189,21 +187,11 @@ class Case:
 def draw(seed: int) -> Case:
     """Return the case of a seed."""
     random = Random(seed)
-    mesh, microbatches, zero = random.choice(MESHES)
-    usual = random.choice((8, 8, 7, 12))
-    return Case(
-        seed,
-        draw_loss(random),
-        draw_base(random) if random.random() < 0.4 else None,
-        mesh,
-        microbatches,
-        zero,
-        (*[usual] * (STEPS - 1), random.choice((usual, 6)), usual),
-        random.choice((0, 0, 4)),
-        random.choice((0, 1, 2, STEPS)),
-        random.choice((0, 1, 2)),
-        random.random() < 0.25,
-    )
+    where, usual = random.choice(MESHES), random.choice((8, 8, 7, 12))
+    loss, metric = draw_loss(random), draw_base(random) if random.random() < 0.4 else None
+    samples = (*[usual] * (STEPS - 1), random.choice((usual, 6)), usual)
+    tokens, ignored, warm = (random.choice(some) for some in ((0, 0, 4), (0, 1, 2, STEPS), (0, 1, 2)))
+    return Case(seed, loss, metric, *where, samples, tokens, ignored, warm, random.random() < 0.25)
 
 
 def sgd(weights: Any) -> torch.optim.Optimizer:

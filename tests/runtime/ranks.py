@@ -5,8 +5,6 @@ server   import torch, quintsched.runtime          once for each worker of the t
             └─ fork ─▶ rank 1: target(…)
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket

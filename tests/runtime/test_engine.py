@@ -1,7 +1,5 @@
 """The engine's promises besides equality: impossible runs that are refused, proofs made once, what a step reports."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Examples of docs/extending.md: a tensor-parallel layer, and an object that is saved, as on the page."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

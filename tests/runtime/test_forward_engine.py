@@ -1,7 +1,5 @@
 """Forward runs: outputs of one process on every kind of mesh, the memory of weights alone, weights of any training."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import warnings
@@ -29,36 +27,30 @@ BATCHES = [IDS, IDS[:4, : LENGTH // 2], IDS[:1]]
 """Uneven; shorter; and where two replicas share a sample, one has none."""
 
 
-def replica_of(plan: qs.Plan, rank: int) -> tuple[int, int]:
-    at, mesh = plan.mesh.coordinates(rank), plan.mesh
-    return at.get("dp", 0) * mesh.axis_size("ep") + at.get("ep", 0), mesh.axis_size("dp") * mesh.axis_size("ep")
-
-
 def run_on(
     plan: qs.Plan,
     blocks: Any,
     batches: Sequence[Tensor],
     load: Callable[[ForwardEngine], object] = lambda engine: None,
     **settings: Any,
-) -> list[list[Any]]:
-    """Return what each rank gives for each batch, which replicas share as evenly as can be."""
+) -> list[tuple[int, list[Any]]]:
+    """Return of each rank its replica, and what it gives for each batch, which replicas share as evenly as can be."""
 
-    def run(transport: Transport) -> list[Any]:
+    def run(transport: Transport) -> tuple[int, list[Any]]:
         mine = copy.deepcopy(blocks) if isinstance(blocks, nn.Module) else blocks
         mine = split(mine, example=batches[0]) if isinstance(mine, nn.Module) else mine
         engine = ForwardEngine(plan, mine, dtype=torch.float64, transport=transport, **settings)
         load(engine)
         shares = (batch.tensor_split(engine.num_replicas)[engine.replica] for batch in batches)
-        return [engine.run(share if engine.needs_inputs else None) for share in shares]
+        return engine.replica, [engine.run(share if engine.needs_inputs else None) for share in shares]
 
     return run_local(plan.mesh.size, run)
 
 
-def require_equal(plan: qs.Plan, found: Sequence[Sequence[Tensor | None]], expected: Sequence[Tensor]) -> None:
+def require_equal(plan: qs.Plan, found: Sequence[tuple[int, Sequence[Any]]], expected: Sequence[Tensor]) -> None:
     """Every rank of the last stage has the samples of its replica, and no other rank has any."""
-    last = plan.stage_to_pp[plan.routes[0].stages[-1]]
-    for rank, outputs in enumerate(found):
-        replica, count = replica_of(plan, rank)
+    last, count = plan.stage_to_pp[plan.routes[0].stages[-1]], len({replica for replica, _ in found})
+    for rank, (replica, outputs) in enumerate(found):
         for output, whole in zip(outputs, expected, strict=True):
             mine = whole.tensor_split(count)[replica]
             if plan.mesh.pp_rank(rank) != last or not len(mine):
@@ -101,9 +93,8 @@ def test_outputs_are_those_of_one_process(mesh: str, request_: dict[str, Any]) -
     require_equal(plan, found, [in_one_process(model, ids) for ids in BATCHES])
 
 
-@pytest.mark.parametrize("mesh", ["ep=2", "dp=2,ep=2,pp=2"])
-def test_experts_are_shared_out(mesh: str) -> None:
-    blocks, plan = moe_blocks(capacity_factor=4.0), qs.compile("inference", mesh=mesh, microbatches=2)
+def test_experts_are_shared_out() -> None:
+    blocks, plan = moe_blocks(capacity_factor=4.0), qs.compile("inference", mesh="dp=2,ep=2,pp=2", microbatches=2)
     model = build_model(blocks, 0, torch.float64)
     require_equal(plan, run_on(plan, blocks, BATCHES[:2]), [in_one_process(model, ids) for ids in BATCHES[:2]])
 
@@ -113,15 +104,11 @@ def test_models_that_are_split_give_their_own_outputs_with_weights_that_several_
     ids = torch.randint(0, WORDS, (5, 6), generator=torch.Generator().manual_seed(1))
     assert model.lm_head.weight is model.transformer.wte.weight
     blocks = split(model, example=ids)
-    weights = {name: p for number, block in enumerate(blocks) for name, p in named(number, block)}
+    weights = {f"{number}.{name}": p for number, block in enumerate(blocks) for name, p in block.named_parameters()}
     plan = qs.compile("inference", mesh="pp=2", microbatches=2)
     found = run_on(plan, other, [ids], lambda engine: engine.set_weights(weights))
     with torch.no_grad():
         require_equal(plan, found, [model(ids)[0]])
-
-
-def named(number: int, block: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(f"{number}.{name}", p) for name, p in block.named_parameters()]
 
 
 class Wide(nn.Module):
@@ -206,49 +193,40 @@ def test_weights_are_those_of_any_training(tmp_path: Path) -> None:
         require_equal(plan, run_on(plan, tiny_gpt(LENGTH), [IDS[:6]], load, seed=1), [expected])
 
 
-REFUSED: list[tuple[str, type[qs.QuintschedError], Callable[[], object]]] = [
-    (
-        "ForwardEngine needs one of the schedule .inference., but this plan .1f1b. is for train: Engine",
-        qs.UsageError,
-        lambda: ForwardEngine(qs.compile("1f1b", mesh="pp=1", microbatches=1), [Wide]),
-    ),
-    (
-        "Engine needs a plan of a training, but this plan .inference. is for forward: ForwardEngine",
-        qs.UsageError,
-        lambda: Engine(forward_plan(), [Wide], nn.functional.mse_loss, adam),
-    ),
-    ("clip is a setting of training", qs.UsageError, lambda: ForwardEngine(forward_plan(), [Wide], clip=1.0)),
-    ("unknown key", qs.UsageError, lambda: ForwardEngine(forward_plan(), [Wide], sed=1)),
-    ("blocks is a whole Wide", qs.UsageError, lambda: ForwardEngine(forward_plan(), Wide())),  # type: ignore[arg-type]
-    ("needs inputs", qs.UsageError, lambda: ForwardEngine(forward_plan(), [Wide]).run(None)),
-    ("no block takes 'mask'", qs.UsageError, lambda: ForwardEngine(forward_plan(), [Wide]).run(X, mask=X)),
-    ("no weight '0.fc3'", qs.UsageError, lambda: ForwardEngine(forward_plan(), [Wide]).set_weights({"0.fc3": X})),
-]
+PLAN, TRAINING = (qs.compile(name, mesh="pp=1", microbatches=1) for name in ("inference", "1f1b"))
 X = torch.ones(2, 256)
+NEEDS = "ForwardEngine needs one of the schedule .inference., but this plan .1f1b. is for train: Engine"
+IS_FORWARD = "Engine needs a plan of a training, but this plan .inference. is for forward: ForwardEngine"
 
 
-def forward_plan() -> qs.Plan:
-    return qs.compile("inference", mesh="pp=1", microbatches=1)
-
-
-@pytest.mark.parametrize(("words", "error", "call"), REFUSED)
-def test_refused_in_one_line(words: str, error: type[qs.QuintschedError], call: Callable[[], object]) -> None:
-    with pytest.raises(error, match=words) as refused:
+@pytest.mark.parametrize(
+    ("words", "call"),
+    [
+        (NEEDS, lambda: ForwardEngine(TRAINING, [Wide])),
+        (IS_FORWARD, lambda: Engine(PLAN, [Wide], nn.functional.mse_loss, adam)),
+        ("clip is a setting of training", lambda: ForwardEngine(PLAN, [Wide], clip=1.0)),
+        ("unknown key", lambda: ForwardEngine(PLAN, [Wide], sed=1)),
+        ("blocks is a whole Wide", lambda: ForwardEngine(PLAN, Wide())),
+        ("needs inputs", lambda: ForwardEngine(PLAN, [Wide]).run(None)),
+        ("no block takes 'mask'", lambda: ForwardEngine(PLAN, [Wide]).run(X, mask=X)),
+        ("no weight '0.fc3'", lambda: ForwardEngine(PLAN, [Wide]).set_weights({"0.fc3": X})),
+    ],
+)
+def test_refused_in_one_line(words: str, call: Callable[[], object]) -> None:
+    with pytest.raises(qs.UsageError, match=words) as refused:
         call()
     assert len(str(refused.value).splitlines()) <= 2
 
 
 def test_short_weights_are_rounded_as_a_training_rounds_its_masters(tmp_path: Path) -> None:
     def train(transport: Transport) -> dict[str, Tensor]:
-        plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
-        engine = Engine(plan, [Wide], nn.functional.mse_loss, adam, dtype=torch.bfloat16, transport=transport)
-        engine.step(torch.ones(2, 256), torch.ones(2, 256))
+        engine = Engine(TRAINING, [Wide], nn.functional.mse_loss, adam, dtype=torch.bfloat16, transport=transport)
+        engine.step(X, X)
         found: dict[str, Tensor] = engine.full_state_dict(all_blocks=True)
         assert found["model.0.fc1.weight"].dtype == torch.float32
         return found
 
     (state,) = run_local(1, train)
-    plan = qs.compile("inference", mesh="pp=1", microbatches=1)
-    engine = ForwardEngine(plan, [Wide], dtype=torch.bfloat16, seed=1)
+    engine = ForwardEngine(PLAN, [Wide], dtype=torch.bfloat16, seed=1)
     engine.load_full_state_dict(state)
     assert torch.equal(engine.full_weights()["0.fc1.weight"], state["model.0.fc1.weight"].bfloat16())

@@ -1,7 +1,5 @@
 """In process: every case of the grid equals one process, and its likes bit for bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product

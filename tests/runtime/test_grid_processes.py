@@ -1,7 +1,5 @@
 """Over gloo: cases of the grid equal one process. One launch trains all cases of a world size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

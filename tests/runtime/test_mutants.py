@@ -5,8 +5,6 @@ so slices, pieces in another order and microbatches seen twice all show in the w
 and takes what the plan's skips say, and has a loss where the plan has one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -28,6 +26,7 @@ from ..helpers import training
 from ..helpers.training import Outcome, worst_difference
 from ..planner.verify.mutants import any_mutant
 from ..planner.verify.small_plans import DRAWN, Recipe, any_plan
+from .linear_blocks import squared_sum
 
 WIDTH, LENGTH, STEPS = 3, 4, 2
 TRAINING = [recipe for recipe in DRAWN if recipe.schedule.mode == "train"]
@@ -94,10 +93,6 @@ class ModelShape(NamedTuple):
             )
             for piece in range(self.pieces)
         ]
-
-
-def squared_sum(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-    return (output - target).square().sum(), float(output.numel())
 
 
 def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

@@ -1,7 +1,5 @@
 """Schedules with routes of their own, any number, through stages in any order, train and evaluate as one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

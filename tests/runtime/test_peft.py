@@ -1,7 +1,5 @@
 """LoRA by PEFT on models of transformers, with gradient checkpointing: the numbers of one process on every mesh."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

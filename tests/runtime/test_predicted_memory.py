@@ -4,9 +4,7 @@ Activations are what autograd saves. State is compared with all that aligning an
 `weights_and_gradients/test_predicted_state`; here sizes are such that nothing is left over.
 """
 
-from __future__ import annotations
-
-from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import pytest
@@ -28,39 +26,23 @@ from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.prediction.vectorized_prediction import held
 from quintsched.strategies.tuning.export.emit import built_in
 
+from .toys import adam
+
 SEQ, VOCAB, CLASSES = 32, 128, 16
 GPT = Model(layers=4, hidden=64, heads=4, vocab=VOCAB, seq=SEQ, tied=False, dropout=False)
-LLAMA = GPT.model_copy(
-    update={"kv_heads": 2, "norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "layers": 4}
-)
+LLAMA = GPT.model_copy(update={"kv_heads": 2, "norm": "rmsnorm", "positions": "rope", "activation": "swiglu"})
 DROPPING = GPT.model_copy(update={"dropout": True})
 ROPE = GPT.model_copy(update={"positions": "rope"})
 MOE = GPT.model_copy(update={"experts": Experts(count=4, top_k=4, ffn=256)})
 PADDED = GPT.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=256, padded_to=1.5)})
-VIT = Model(
-    layers=4,
-    hidden=64,
-    heads=4,
-    vocab=0,
-    seq=17,
-    images=Images(size=16, patch=4, channels=3, classes=CLASSES),
-    tied=False,
-    causal=False,
-    dropout=False,
-)
+IMAGES = Images(size=16, patch=4, channels=3, classes=CLASSES)
+VIT = GPT.model_copy(update={"vocab": 0, "seq": 17, "images": IMAGES, "causal": False})
 CURVE = Curve(sizes=(1.0, 2.0), rates=(1.0, 1.0))
-HARDWARE = Hardware(
-    name="cpu",
-    tflops={"fp32": 0.1},
-    memory_gb=4,
-    memory_gbps=10,
-    link_gbps=1,
-    network_gbps=1,
-    reserved_gb=0,
-    measured=Measured(
-        cores=2, link=CURVE, link_work=CURVE, all_reduce={2: CURVE}, all_reduce_work={2: CURVE}, sharing={2: 1.0}
-    ),
+MEASURED = Measured(
+    cores=2, link=CURVE, link_work=CURVE, all_reduce={2: CURVE}, all_reduce_work={2: CURVE}, sharing={2: 1.0}
 )
+SPEEDS: dict[str, Any] = {"tflops": {"fp32": 0.1}, "memory_gbps": 10, "link_gbps": 1, "network_gbps": 1}
+HARDWARE = Hardware(name="cpu", memory_gb=4, reserved_gb=0, measured=MEASURED, **SPEEDS)
 CASES: dict[str, tuple[Model, dict[str, Any]]] = {
     "dp=2, zero 1": (GPT, {"dp": 2, "zero": 1}),
     "dp=2, zero 2": (GPT, {"dp": 2, "zero": 2}),
@@ -103,9 +85,7 @@ class Found(NamedTuple):
 
 def strategy_of(model: Model, given: dict[str, Any]) -> Strategy:
     """Return four microbatches of two samples."""
-    ranks = 1
-    for axis in ("dp", "tp", "pp", "cp", "ep"):
-        ranks *= given.get(axis, 1)
+    ranks = prod(given.get(axis, 1) for axis in ("dp", "tp", "pp", "cp", "ep"))
     batch = 8 * given.get("dp", 1) * given.get("ep", 1)
     return resolved(Strategy(gpus=ranks, batch=batch, microbatch=2, seq=model.seq, **{"dtype": "fp32", **given}))
 
@@ -116,34 +96,20 @@ def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[Found]]:
     shape, classes = ((3, 16, 16), CLASSES) if model.images else ((SEQ,), VOCAB)
     data = DataSpec(input_shape=shape, num_classes=classes)
     random = torch.Generator().manual_seed(0)
-    samples = 8
-    inputs = (
-        torch.randn(samples, *shape, generator=random)
-        if model.images
-        else torch.randint(VOCAB, (samples, SEQ), generator=random)
-    )
-    targets = torch.randint(classes, (samples,) if model.images else (samples, SEQ), generator=random)
+    if model.images:
+        inputs, targets = torch.randn(8, *shape, generator=random), torch.randint(classes, (8,), generator=random)
+    else:
+        inputs, targets = torch.randint(classes, (2, 8, SEQ), generator=random)
 
     def run(transport: Transport) -> Found:
-        engine = Engine(
-            plan,
-            blocks_of(ModelConfig(name=str(name), options=options), data),
-            cross_entropy_sum,
-            partial(torch.optim.AdamW, lr=1e-3),
-            dtype=TYPES[strategy.dtype],
-            sequence_parallel=strategy.sequence_parallel,
-            transport=transport,
-        )
+        blocks = blocks_of(ModelConfig(name=str(name), options=options), data)
+        told = {"dtype": TYPES[strategy.dtype], "sequence_parallel": strategy.sequence_parallel}
+        engine = Engine(plan, blocks, cross_entropy_sum, adam, transport=transport, **told)
         engine.step(inputs, targets)
         _, saved = engine.step_counting_saved(inputs, targets)
         found = engine.state_bytes()
-        counters = sum(
-            value.nbytes
-            for optimizer in engine.optimizers.values()
-            for kept in optimizer.state.values()
-            for value in kept.values()
-            if value.dim() == 0
-        )
+        states = [kept for optimizer in engine.optimizers.values() for kept in optimizer.state.values()]
+        counters = sum(value.nbytes for kept in states for value in kept.values() if value.dim() == 0)
         return Found(found.weights, found.gradients, found.optimizer - counters, saved.peak)
 
     return plan, run_local(plan.mesh.size, run, timeout_s=60)

@@ -1,7 +1,5 @@
 """Random losses equal a plain loop over whole batches, or are refused in a sentence."""
 
-from __future__ import annotations
-
 import pytest
 
 from .random_losses import draw, judge

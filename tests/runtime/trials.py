@@ -1,7 +1,5 @@
 """Steps of an engine on all ranks, in which a block or a loss may be refused."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,13 +14,9 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, Transport, run_local
 
-from ..helpers.training import call_with_share
+from ..helpers.training import call_with_share, sgd
 
 COMPILED = ("schedule", "microbatches", "slices", "losses", "zero", "chunks", "recompute")
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def ones(*shape: int, steps: int = 1, dtype: torch.dtype = torch.float32) -> list[Any]:

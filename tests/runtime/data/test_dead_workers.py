@@ -1,7 +1,5 @@
 """A DataLoader's worker that ends without an error, as `sys.exit` in a dataset makes it end, is named."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Pairs of prompt and answer: only answers are learnt, batches are padded, and a job on them is that of one process."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Loaders that resume by a position, stopped behind any batch: another process gives the batches that were left."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -104,6 +102,7 @@ def loader(data: Any = None, **options: Any) -> Callable[[], Any]:
 
 
 Weighted = partial(WeightedRandomSampler, [1.0, 2.0] * 7, 15)
+by_epoch = partial(DistributedSampler, range(ROWS), 2, 1)
 LOADERS: dict[str, tuple[Callable[[], Any], int | None]] = {
     "plain": (loader(), None),
     "shuffled": (loader(shuffle=True), None),
@@ -112,11 +111,8 @@ LOADERS: dict[str, tuple[Callable[[], Any], int | None]] = {
     "replaced by the process": (loader(sampler=lambda: RandomSampler(range(ROWS), True, 40)), None),
     "subset": (loader(sampler=lambda: SubsetRandomSampler(range(9), own_generator())), None),
     "weighted": (loader(sampler=Weighted), None),
-    "by the epoch": (loader(sampler=lambda: DistributedSampler(range(ROWS), 2, 1)), None),
-    "batches by the epoch": (
-        loader(batch_sampler=lambda: BatchSampler(DistributedSampler(range(ROWS), 2, 0), 3, False)),
-        None,
-    ),
+    "by the epoch": (loader(sampler=by_epoch), None),
+    "batches by the epoch": (loader(batch_sampler=lambda: BatchSampler(by_epoch(), 3, False)), None),
     "noise of the process": (loader(partial(Rows, "process"), shuffle=True), None),
     "list": (lambda: [(torch.tensor([k]), torch.tensor([k])) for k in range(4)], None),
     "rows over epochs": (loader(shuffle=True), 3),

@@ -1,7 +1,5 @@
 """Samples of token shards: windows against a plain reading of all documents, and their order as a function."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -134,20 +132,15 @@ def test_a_mixture_has_its_weights_in_every_block(tmp_path: Path) -> None:
 def test_what_does_not_do(tmp_path: Path) -> None:
     write(tmp_path / "a", [30, 30])
     write(tmp_path / "b", [30, 30], vocabulary=2000)
-    for options, error, words in (
-        ({}, UsageError, r"data.path: 'tokens' needs a folder of token shards"),
-        ({"pack": False, "mask_documents": True}, UsageError, "mask_documents is for packed samples"),
-        ({"mixture": [{"path": "a", "weight": 0}]}, UsageError, r"data.options.mixture.0.weight: .*greater than 0"),
-        ({"validation": 1.5}, UsageError, "validation is a fraction between 0 and 1, or another folder, not 1.5"),
-        (
-            {"mixture": [{"path": "a", "wieght": 1}]},
-            UsageError,
-            r"mixture.0.wieght: unknown key; did you mean 'weight'",
-        ),
-        ({"mixture": {"a": 0.7}}, UsageError, r"mixture: is a list: \[{path: …, weight: …}, …\], not {'a': 0.7}"),
-        ({"sequenc": 4}, UsageError, r"data.options.sequenc: unknown key; did you mean 'sequence'"),
+    for options, words in (
+        ({}, r"data.path: 'tokens' needs a folder of token shards"),
+        ({"pack": False, "mask_documents": True}, "mask_documents is for packed samples"),
+        ({"mixture": [{"path": "a", "weight": 0}]}, r"data.options.mixture.0.weight: .*greater than 0"),
+        ({"validation": 1.5}, "validation is a fraction between 0 and 1, or another folder, not 1.5"),
+        ({"mixture": [{"path": "a", "wieght": 1}]}, r"mixture.0.wieght: unknown key; did you mean 'weight'"),
+        ({"mixture": {"a": 0.7}}, r"mixture: is a list: \[{path: …, weight: …}, …\], not {'a': 0.7}"),
     ):
-        with pytest.raises(error, match=words):
+        with pytest.raises(UsageError, match=words):
             load(None, **options)
     sources = [{"path": name, "weight": 1} for name in "ab"]
     with pytest.raises(InputError, match="b: its ids are of the tokenizer t with a vocabulary of 2000, but those of"):

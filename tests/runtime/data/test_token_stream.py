@@ -1,7 +1,5 @@
 """Packed streams: batches against a plain concatenation, on any number of replicas, stopped behind any batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain

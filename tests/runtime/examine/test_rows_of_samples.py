@@ -1,7 +1,5 @@
 """Extras with as many rows as there are samples: cut where they belong to these, refused where they do not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

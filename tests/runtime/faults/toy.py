@@ -23,10 +23,7 @@ if "FAULT" in os.environ:
 def build(data: DataSpec, depth: int = 6) -> list[nn.Module]:
     """Return blocks that are all alike, and a head."""
     torch.manual_seed(0)
-    return [
-        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth - 1)),
-        nn.Linear(WIDTH, CLASSES),
-    ]
+    return [*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(depth - 1)), nn.Linear(WIDTH, CLASSES)]
 
 
 def batches(replica: int, num_replicas: int, count: int, batch: int) -> list[tuple[Tensor, Tensor]]:

@@ -1,7 +1,5 @@
 """Functions that give another block at each call are refused on all ranks; draws, and what blocks share, are none."""
 
-from __future__ import annotations
-
 import random
 import re
 from functools import partial
@@ -63,10 +61,7 @@ def logged():
         (counted(lambda n: Layer(rate=1 / n)), r"\(Layer\).rate is 0.\d+, then"),
         (counted(Layer), r"fc \(Linear\).out_features is 3, then 4"),
         (counted(lambda n: Layer(options={"path": [0, n]})), r"\(Layer\).options is .*'3'.* then .*'4'"),
-        (
-            counted(lambda n: nn.Sequential(*[Layer() for _ in range(n)])),
-            r"3.fc \(Linear\).in_features is None, then 3",
-        ),
+        (counted(lambda n: nn.Sequential(*map(Layer, [3] * n))), r"3.fc \(Linear\).in_features is None, then 3"),
         (counted(lambda n: nn.Dropout(n / 10)), r"\(Dropout\).p is 0.3, then 0.4"),
         (logged, ""),
         (lambda: Layer(rate=random.random(), noise=torch.rand(2), missing=float("nan")), ""),

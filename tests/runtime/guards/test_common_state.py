@@ -1,7 +1,5 @@
 """Entries that come to a dictionary, writes past a tensor's version, and files, between blocks of several stages."""
 
-from __future__ import annotations
-
 import os
 import re
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Each row of the table of refusals refuses what it is for, in the first voice, and nothing beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +24,10 @@ def linear() -> nn.Module:
 
 def norm() -> nn.Module:
     return nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))
+
+
+def lstm() -> nn.Module:
+    return nn.LSTM(WIDTH, WIDTH, 2, dropout=0.1)
 
 
 def own_norm() -> nn.Module:
@@ -72,7 +74,8 @@ class Case:
     cuda_graph: bool = False
 
 
-SLICED = {"schedule": "seq-1f1b", "more": {"slices": 2}}
+SLICED: dict[str, Any] = {"schedule": "seq-1f1b", "more": {"slices": 2}}
+OVERLAP: dict[str, Any] = {"mesh": "dp=2,pp=2", "schedule": "dualpipe-v", "more": {"overlap": True}, "buffers": "sync"}
 CASES: tuple[Case, ...] = (
     Case("seq-1f1b cuts sequences into 2 slices, but no block takes `past`", [linear] * 2, **SLICED),
     Case("mesh pp=2,cp=2 cuts sequences over cp, but no block takes `context`", [linear] * 2, "pp=2,cp=2"),
@@ -85,29 +88,13 @@ CASES: tuple[Case, ...] = (
     Case(r"1\.1 \(BatchNorm1d\) averages .* and mesh pp=2,cp=2 .* buffers='sync'", [Looking, norm], "pp=2,cp=2"),
     Case(r"0\.1 \(BatchNorm1d\) has running statistics, and dualpipe", [norm, linear] * 2, schedule="dualpipe"),
     Case(r"the buffer '0\.1' changes in every forward", [norm, linear], "dp=2,pp=2", buffers="refuse"),
-    Case(
-        "dualpipe-v lets a forward and a backward overlap, in which batch norms",
-        [norm, *[linear] * 3],
-        "dp=2,pp=2",
-        "dualpipe-v",
-        {"overlap": True},
-        buffers="sync",
-    ),
+    Case("dualpipe-v lets a forward and a backward overlap, in which batch norms", [norm, *[linear] * 3], **OVERLAP),
     Case("block 1 has a dropout within the experts of 'itself'", [linear, lambda: mixture(drops=True)]),
     Case("block 1 balances the experts of 'itself' .* balance=0", [Looking, lambda: mixture(balance=0.1)], **SLICED),
-    Case(
-        r"block 1 drops out by a LSTM \(itself\), whose masks would not agree over mesh pp=2",
-        [linear, lambda: nn.LSTM(WIDTH, WIDTH, 2, dropout=0.1)],
-        device="cuda",
-    ),
+    Case(r"block 1 drops out by a LSTM \(itself\), whose masks would not agree over", [linear, lstm], device="cuda"),
     Case("PyTorch has sharded modules of stage 0, whose activations", [linear] * 2, more={"offload": 1}),
     Case(r"PyTorch has sharded block 0 \(DTensor\), whose weights ZeRO-1", [linear] * 2, "dp=2,pp=2", more={"zero": 1}),
-    Case(
-        "blocks draw random numbers",
-        [linear, lambda: nn.Dropout(0.1)],
-        error=UsageError,
-        cuda_graph=True,
-    ),
+    Case("blocks draw random numbers", [linear, lambda: nn.Dropout(0.1)], error=UsageError, cuda_graph=True),
     Case("the mixture of experts itself asks", [linear, mixture], error=UsageError, cuda_graph=True),
 )
 """One for each row, in the same order."""
@@ -150,7 +137,7 @@ def test_a_row_refuses_what_it_is_for(number: int, monkeypatch: pytest.MonkeyPat
         Case("", [Exit, linear], more={"losses": [0, 1]}),
         Case("", [lambda: norm().eval(), linear] * 2, schedule="dualpipe"),
         Case("", [mixture, linear], "ep=2,pp=2"),
-        Case("", [lambda: nn.LSTM(WIDTH, WIDTH, 2, dropout=0.1), linear]),
+        Case("", [lstm, linear]),
         Case("", [linear, lambda: nn.Dropout(0.0)], cuda_graph=True),
     ],
 )

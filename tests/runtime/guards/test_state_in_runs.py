@@ -48,10 +48,7 @@ def with_teacher(does):
 NAMED = {
     "a buffer, late": (with_buffer(counted), "block 1 (Layer).n"),
     "a buffer, in evaluations": (with_buffer(in_evaluations), "block 1 (Layer).n"),
-    "a teacher that begins as a copy": (
-        with_teacher(averaged),
-        "block 1 (Layer).slow.weight, block 1 (Layer).slow.bias",
-    ),
+    "a teacher, at first a copy": (with_teacher(averaged), "block 1 (Layer).slow.weight, block 1 (Layer).slow.bias"),
     "through .data, late": (with_teacher(halved), "block 1 (Layer).slow.weight"),
 }
 

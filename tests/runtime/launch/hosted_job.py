@@ -1,7 +1,5 @@
 """A job of four ranks on several hosts, with one launcher on each."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

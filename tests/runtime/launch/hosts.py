@@ -7,8 +7,6 @@ host 1 (10.97.0.2) ── veth ──┤ bridge, in a namespace of its own
 Each has processes and a name of its own too, so that none of them sees those of another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """`parallel: auto`: the plan is chosen, compiles, and learns what one process learns."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

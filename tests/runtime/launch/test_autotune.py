@@ -1,7 +1,5 @@
 """Runs that tune themselves: the numbers are those of the run that never switched, and a slower plan is given up."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

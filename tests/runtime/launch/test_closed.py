@@ -1,7 +1,5 @@
 """A run of one machine listens nowhere but on the loopback interface, and unpickles nothing, also as it is stopped."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files that `tune` writes run: the plan and the job file agree, and train like one process."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

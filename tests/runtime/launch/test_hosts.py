@@ -1,7 +1,5 @@
 """Runs on several hosts, which are network namespaces of this machine; links that are cut, healed and slowed."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

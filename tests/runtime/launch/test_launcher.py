@@ -1,7 +1,5 @@
 """The launcher with ranks that do not need torch: exit codes, signals, restarts, and that nothing is left running."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

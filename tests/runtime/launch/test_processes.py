@@ -1,7 +1,5 @@
 """Real processes: torchrun and gloo. Few, because each start costs seconds."""
 
-from __future__ import annotations
-
 import re
 import sys
 import time

@@ -1,7 +1,5 @@
 """Runs that are stopped, lose ranks, and are started again: saved, to the same figures, or with fewer replicas."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -86,8 +86,7 @@ def test_no_name_in_a_plan_is_resolved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stages", "tied"),
-    [([1, 4, 1], {"embedding": (0, 2)}), ([2, 4, 0], {"embedding": (0, 1)}), ([6, 0, 0], {})],
+    ("stages", "tied"), [([1, 4, 1], {"embedding": (0, 2)}), ([2, 4, 0], {"embedding": (0, 1)}), ([6, 0, 0], {})]
 )
 def test_what_a_model_ties_lies_on_the_last_stage_with_blocks(stages: list[int], tied: dict[str, object]) -> None:
     model = {"name": "gpt", "options": {"hidden": 32, "depth": 4, "tied": True}}

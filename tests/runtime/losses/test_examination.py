@@ -1,7 +1,5 @@
 """Denominators of losses from the literature: each is weighed so that microbatches give the batch's, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -159,11 +157,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], Tensor, Any]] = {
     "vicreg": (lambda o, t: F.mse_loss(o, t) + F.relu(1 - (o.var(0) + 1e-4).sqrt()).mean(), ROWS, NUMBERS),
     "gan hinge": (gan_hinge, ROWS[:, 0], (IDS > 1).float()),
     "two means": (lambda o, t: F.cross_entropy(o, t) + 0.1 * o.square().mean(), ROWS, IDS),
-    "balanced": (
-        lambda o, t: F.cross_entropy(o, t, 1 / torch.bincount(t, minlength=CLASSES).clamp(1).to(o)),
-        ROWS,
-        IDS,
-    ),
+    "balanced": (lambda o, t: F.cross_entropy(o, t, 1 / t.bincount(minlength=CLASSES).clamp(1).to(o)), ROWS, IDS),
     "sum / root": (lambda o, t: (o - t).square().sum() / len(o) ** 0.5, ROWS, NUMBERS),
 }
 

@@ -1,7 +1,5 @@
 """Side effects of a loss may not affect its value; what its trial runs write, and engines meanwhile, stays apart."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

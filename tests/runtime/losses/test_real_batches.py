@@ -1,7 +1,5 @@
 """Findings on a loss are compared with real microbatches: a later one, or a loop, may show another denominator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -168,11 +166,7 @@ RESTS: dict[str, tuple[Any, Any, str]] = {
     "spread": (lambda x: x.std(), with_rest, "goes by output['rest']"),
     "gram": (lambda x: x[:, :3].T @ x[:, :3] / len(x), with_rest, "goes by output['rest']"),
     "handed on": (lambda x: x.square().mean(), lambda output, _: output["rest"], 'loss_over="samples"'),
-    "divisor": (
-        lambda x: (x[:, 0] > 0).sum() + 1,
-        lambda o, _: o["logits"].sum() / o["rest"],
-        "goes by output['rest']",
-    ),
+    "divisor": (lambda x: (x > 0).sum() + 1, lambda o, _: o["logits"].sum() / o["rest"], "goes by output['rest']"),
     "stated": (lambda x: x.square().sum(), lambda o, _: (o["rest"], len(o["logits"])), ""),
     "unused": (lambda x: x.std(), lambda o, targets: F.cross_entropy(o["scale"] * o["logits"], targets), ""),
     "the same": (lambda x: torch.ones(1), with_rest, ""),

@@ -1,7 +1,5 @@
 """Losses that give (sum, weight): what is no sum, or does not weigh as one, is refused; what is, is left alone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

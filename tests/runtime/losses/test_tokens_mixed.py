@@ -1,7 +1,5 @@
 """Losses and metrics over slices of sequences: equal to one process where tokens are by themselves, else refused."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses that are means or sums, also beside losses of blocks: over a batch they are those of all of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,13 +1,16 @@
 """Optimizers as users write them, which tests of several rooms train with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+
+def gradients(optimizer: Optimizer) -> list[Any]:
+    """Return the parameters that have gradients."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 class Shampoo(Optimizer):
@@ -20,19 +23,16 @@ class Shampoo(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                update = p.grad
-                if p.dim() == 2:
-                    state = self.state[p]
-                    for side, found in (("left", p.grad @ p.grad.T), ("right", p.grad.T @ p.grad)):
-                        state[side] = state.get(side, 0) + found
-                        values, vectors = torch.linalg.eigh(state[side] + 1e-3 * torch.eye(len(found), dtype=p.dtype))
-                        root = vectors @ torch.diag(values.clamp(min=1e-4) ** -0.25) @ vectors.T
-                        update = root @ update if side == "left" else update @ root
-                p.add_(update, alpha=-group["lr"])
+        for p in gradients(self):
+            update = gradient = p.grad
+            if p.dim() == 2:
+                state = self.state[p]
+                for side, found in (("left", gradient @ gradient.T), ("right", gradient.T @ gradient)):
+                    state[side] = state.get(side, 0) + found
+                    values, vectors = torch.linalg.eigh(state[side] + 1e-3 * torch.eye(len(found), dtype=p.dtype))
+                    root = vectors @ torch.diag(values.clamp(min=1e-4) ** -0.25) @ vectors.T
+                    update = root @ update if side == "left" else update @ root
+            p.add_(update, alpha=-self.defaults["lr"])
 
 
 class Trust(Optimizer):
@@ -45,10 +45,8 @@ class Trust(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"] * float((p.norm() + 0.1) / (p.grad.norm() + 0.1)))
+        for p in gradients(self):
+            p.add_(p.grad, alpha=-self.defaults["lr"] * float((p.norm() + 0.1) / (p.grad.norm() + 0.1)))
 
 
 class LargestNorm(Optimizer):
@@ -59,7 +57,7 @@ class LargestNorm(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        every = gradients(self)
         largest = torch.stack([p.grad.norm() for p in every]).max()
         for p in every:
             p.add_(p.grad / largest, alpha=-0.01)
@@ -79,12 +77,9 @@ class SignMomentum(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
-                    mean.lerp_(p.grad, 1 - self.beta)
-                    p.mul_(1 - 0.1 * (p.ndim > 1)).add_(torch.tanh(100 * mean), alpha=-group["lr"])
+        for p in gradients(self):
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 1 - self.beta)
+            p.mul_(1 - 0.1 * (p.ndim > 1)).add_(torch.tanh(100 * mean), alpha=-self.defaults["lr"])
 
 
 class Lookahead(Optimizer):
@@ -106,11 +101,6 @@ class Lookahead(Optimizer):
                 p.copy_(slow.lerp_(p, 0.5))
 
 
-def gradients(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters that have gradients."""
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
 class Lamb(Optimizer):
     """You et al. 2020: Adam's update, as long as the parameter; gradients are clipped first."""
 
@@ -122,14 +112,14 @@ class Lamb(Optimizer):
         self.needs_gradient_norm = clip is not None
 
     def divisor(self) -> float:
-        norm = torch.stack([p.grad.norm() for p in gradients(self)]).norm()  # type: ignore[union-attr]
+        norm = torch.stack([p.grad.norm() for p in gradients(self)]).norm()
         return 1.0 if self.clip is None else float(torch.clamp(norm / self.clip, min=1.0))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         divisor = self.divisor()
         for p in gradients(self):
-            state, gradient = self.state[p], p.grad / divisor  # type: ignore[operator]
+            state, gradient = self.state[p], p.grad / divisor
             first = state.setdefault("first", torch.zeros_like(p)).lerp_(gradient, 0.1)
             second = state.setdefault("second", torch.zeros_like(p)).lerp_(gradient.square(), 0.01)
             update = first / (second.sqrt() + 1e-6) + 0.1 * p
@@ -217,7 +207,7 @@ def scaling(factors: Callable[[list[torch.Tensor]], list[float]]) -> Callable[..
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = [p.grad for p in gradients(optimizer)]
         for gradient, factor in zip(found, factors(found), strict=True):  # type: ignore[arg-type]
-            gradient.mul_(factor)  # type: ignore[union-attr]
+            gradient.mul_(factor)
 
     return hook
 

@@ -1,7 +1,5 @@
 """Optimizers that keep what they know in odd places, and of odd types."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

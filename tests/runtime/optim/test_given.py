@@ -1,7 +1,6 @@
 """Optimizers step the same however they are given; those that cannot are refused with one line."""
 
-from __future__ import annotations
-
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,11 +12,11 @@ from torch.optim import Optimizer
 
 import quintsched as qs
 from quintsched.errors import MisfitError, QuintschedError, UsageError
-from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.optim.tensors_each_optimizer_needs import COUPLING_BY_CLASS, Coupling, coupling_of
 
-from ..toys import difference, share
+from ...helpers.training import call_with_share, difference
+from ..trials import engine_of
 from .optimizers import LargestNorm, Lookahead, SignMomentum, Trust, by_dims
 
 
@@ -32,22 +31,22 @@ def squared(output: Tensor, targets: Tensor) -> Tensor:
 
 def train(optimizer: Any, mesh: str = "dp=2,pp=2", zero: int = 1, steps: int = 3, **more: Any) -> list[dict[str, Any]]:
     """Train on all ranks, and return their weights; `optimizer` is made out of blocks where it is marked."""
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=4 // qs.Mesh.parse(mesh).axis_size("dp"), zero=zero)
+    asked = {"zero": zero, "microbatches": 4 // qs.Mesh.parse(mesh).axis_size("dp"), "block_costs": [1.0] * 3, **more}
     random = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(2, 8, 4, generator=random, dtype=torch.float64)
-    made = [blocks() for _ in range(plan.mesh.size)]
+    batch = torch.randn(2, 8, 4, generator=random, dtype=torch.float64)
+    made = blocks()
 
     def run(transport: Transport) -> dict[str, Any]:
-        mine = made[transport.rank]
+        mine = copy.deepcopy(made)
         given = optimizer.over(mine) if isinstance(optimizer, Over) else optimizer
-        engine = Engine(plan, mine, squared, given, transport=transport, block_costs=[1.0] * 3, **more)
+        engine = engine_of(transport, mine, squared, mesh, optimizer=given, **asked)
         schedulers = engine.lr_schedulers(lambda opt: torch.optim.lr_scheduler.ExponentialLR(opt, 0.5))
         for _ in range(steps):
-            engine.step(*share(engine, inputs, targets))
+            call_with_share(engine, engine.step, batch)
             schedulers.step()
         return dict(engine.full_weights())
 
-    return run_local(plan.mesh.size, run, timeout_s=60)
+    return run_local(qs.Mesh.parse(mesh).size, run, timeout_s=60)
 
 
 class Over:
@@ -69,10 +68,7 @@ FORMS: dict[str, tuple[Any, Any]] = {
     "an instance": (Over(decayed), decayed),
     "an instance by dims": (Over(by_dims), by_dims),
     "an instance with state": (Over(torch.optim.Adagrad), torch.optim.Adagrad),
-    "names": (
-        lambda named: decayed([p for _, p in named]),
-        decayed,
-    ),
+    "names": (lambda named: decayed([p for _, p in named]), decayed),
     "patterns": (
         {"0.*": partial(torch.optim.SGD, lr=0.1), "*.bias": torch.optim.Adam, "*": torch.optim.AdamW},
         lambda p: [torch.optim.SGD(p[:2], lr=0.1), torch.optim.Adam(p[3::2]), torch.optim.AdamW(p[2::2])],
@@ -105,27 +101,25 @@ def scheduled(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("given", "mesh", "zero", "error", "words"),
+    ("given", "mesh", "error", "words"),
     [
-        (3, "dp=2", 0, UsageError, r"must be a function of parameters, such as optimizer=lambda params"),
-        (lambda p: None, "dp=2", 0, UsageError, "returned a NoneType"),
-        (torch.optim.LBFGS, "dp=2,pp=2", 0, UsageError, "LBFGS computes losses inside its step"),
-        (torch.optim.SparseAdam, "dp=2", 0, UsageError, "SparseAdam wants sparse gradients"),
-        (Over(spent), "dp=2", 0, UsageError, "has made steps already"),
-        (Over(scheduled), "dp=2", 0, UsageError, r"engine\.lr_schedulers"),
-        ({"0.*": torch.optim.Adam}, "dp=2", 0, UsageError, r"no pattern of the optimizers matches '1\.weight'"),
-        ({"9.*": torch.optim.Adam, "*": torch.optim.Adam}, "dp=2", 0, UsageError, "first to match no weight"),
-        (lambda p: torch.optim.Adam([nn.Parameter(torch.ones(2))]), "pp=2", 0, UsageError, "none of those"),
-        (lambda p: [torch.optim.Adam(p), torch.optim.SGD(p)], "dp=2", 0, UsageError, "two optimizers step the same"),
-        (LargestNorm, "pp=2", 0, MisfitError, r"does not say .* LargestNorm\.needs_whole_parameters = False"),
-        (lambda p: Lookahead(torch.optim.Adam(p)), "pp=2", 0, MisfitError, "needs_whole_parameters"),
+        (3, "dp=2", UsageError, r"must be a function of parameters, such as optimizer=lambda params"),
+        (lambda p: None, "dp=2", UsageError, "returned a NoneType"),
+        (torch.optim.LBFGS, "dp=2,pp=2", UsageError, "LBFGS computes losses inside its step"),
+        (torch.optim.SparseAdam, "dp=2", UsageError, "SparseAdam wants sparse gradients"),
+        (Over(spent), "dp=2", UsageError, "has made steps already"),
+        (Over(scheduled), "dp=2", UsageError, r"engine\.lr_schedulers"),
+        ({"0.*": torch.optim.Adam}, "dp=2", UsageError, r"no pattern of the optimizers matches '1\.weight'"),
+        ({"9.*": torch.optim.Adam, "*": torch.optim.Adam}, "dp=2", UsageError, "first to match no weight"),
+        (lambda p: torch.optim.Adam([nn.Parameter(torch.ones(2))]), "pp=2", UsageError, "none of those"),
+        (lambda p: [torch.optim.Adam(p), torch.optim.SGD(p)], "dp=2", UsageError, "two optimizers step the same"),
+        (LargestNorm, "pp=2", MisfitError, r"does not say .* LargestNorm\.needs_whole_parameters = False"),
+        (lambda p: Lookahead(torch.optim.Adam(p)), "pp=2", MisfitError, "needs_whole_parameters"),
     ],
 )
-def test_what_cannot_be_stepped_is_refused(
-    given: Any, mesh: str, zero: int, error: type[QuintschedError], words: str
-) -> None:
+def test_what_cannot_be_stepped_is_refused(given: Any, mesh: str, error: type[QuintschedError], words: str) -> None:
     with pytest.raises(error, match=words):
-        train(given, mesh, zero, steps=1)
+        train(given, mesh, 0, steps=1)
 
 
 @pytest.mark.parametrize(("mesh", "zero"), [("pp=2", 0), ("dp=2", 1), ("tp=2", 0)])
@@ -142,16 +136,9 @@ def test_groups_that_placeholders_would_change_are_refused(told_by: str, mesh: s
             "class": lambda p: 0.5 if isinstance(p, Head) else 0.1,
             "value": lambda p: float(p.detach().norm()),
         }
-        Engine(
-            plan,
-            mine,
-            squared,
-            lambda ps: torch.optim.SGD([{"params": [p], "lr": rates[told_by](p)} for p in ps]),
-            transport=transport,
-            block_costs=[1.0] * 3,
-        )
+        build = lambda ps: torch.optim.SGD([{"params": [p], "lr": rates[told_by](p)} for p in ps])  # noqa: E731
+        engine_of(transport, mine, squared, mesh, optimizer=build, zero=zero, block_costs=[1.0] * 3)
 
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
     with pytest.raises(MisfitError, match=r"other options .* group parameters by name, optimizer=lambda named"):
         run_local(2, run, timeout_s=60)
 
@@ -224,9 +211,8 @@ def test_every_optimizer_of_torch_is_known_or_refused() -> None:
 def test_an_instance_is_refused_once_an_engine_has_made_its_own_from_it() -> None:
     layer = nn.Linear(2, 2)
     given = torch.optim.SGD(layer.parameters(), lr=0.1)
-    plan = qs.compile("1f1b", mesh="dp=1", microbatches=1)
     for _ in range(2):
-        engine = Engine(plan, [layer], squared, given)
+        engine = engine_of(None, [layer], squared, "dp=1", optimizer=given)
         given.zero_grad()
         engine.step(torch.ones(2, 2), torch.ones(2, 2))
     for use in (
@@ -247,8 +233,8 @@ def test_segments_are_refused_to_who_wants_whole_parameters() -> None:
 
 
 def test_several_are_one_to_schedulers_and_state() -> None:
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=1)
-    engine = Engine(plan, blocks(), squared, {"*.bias": torch.optim.SGD, "*": torch.optim.Adam})
+    optimizer = {"*.bias": torch.optim.SGD, "*": torch.optim.Adam}
+    engine = engine_of(None, blocks(), squared, "pp=1", optimizer=optimizer)
     assert [len(group["params"]) for group in engine.optimizer.param_groups] == [3, 3]
     scheduler = torch.optim.lr_scheduler.LambdaLR(engine.optimizer, lambda step: 0.5**step)
     engine.step(torch.ones(2, 4, dtype=torch.float64), torch.ones(2, 4, dtype=torch.float64))

@@ -4,8 +4,6 @@ Some clip by the norm of all gradients themselves, where ranks have some of the 
 steps depend on: then one replica steps all, and a mesh on which ranks have shares of weights is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -19,12 +17,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.optim import gathered_matrix_steps
 from quintsched.runtime.optim.gathered_matrix_steps import Stepper
 from quintsched.runtime.optim.optimizer_arguments import parameters_of
 
 from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
+from ..trials import on_ranks
 from .optimizers import (
     ClippingAdamW,
     Lamb,
@@ -148,8 +146,8 @@ def test_what_is_not_said_is_stepped_by_one_replica_or_refused(
 class Noisy(Trust):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for p in (p for group in self.param_groups for p in group["params"]):
-            p.add_(p.grad + torch.randn_like(p), alpha=-0.1)
+        for p in gradients(self):
+            p.add_(torch.randn_like(p))
 
 
 def of_some_parameters(parameters: Any) -> list[Optimizer]:
@@ -190,20 +188,18 @@ def stepping_itself(parameters: Any) -> SGD:
 
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
 def test_steps_and_hooks_set_on_an_optimizer_are_known_to_the_engine_or_refused(mesh: str) -> None:
-    def run(transport: Transport, *, declared: bool) -> None:
-        engine = Engine(
-            plan, [*[partial(nn.Linear, 4, 4)] * 2], nn.MSELoss(), partial(SGD, lr=0.1), transport=transport
-        )
+    def work(engine: Engine, *, declared: bool) -> None:
         for optimizer in engine.optimizers.values():
             optimizer.register_step_pre_hook(lambda *_: None)
             if declared:
                 optimizer.needs_whole_parameters = False  # type: ignore[attr-defined]
         engine.step(torch.ones(2, 4), torch.ones(2, 4))
 
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=1, zero=int(mesh == "dp=2"))
-    run_local(2, lambda transport: run(transport, declared=True))
+    given: dict[str, Any] = {"mesh": mesh, "zero": int(mesh == "dp=2"), "microbatches": 1}
+    plan = qs.compile("1f1b", **given)
+    on_ranks(partial(work, declared=True), [partial(nn.Linear, 4, 4)] * 2, **given)
     with pytest.raises(UsageError, match="has others than when the engine was built"):
-        run_local(2, lambda transport: run(transport, declared=False))
+        on_ranks(partial(work, declared=False), [partial(nn.Linear, 4, 4)] * 2, **given)
     hook_of_all = register_optimizer_step_pre_hook(clip)
     try:
         if mesh == "pp=2":

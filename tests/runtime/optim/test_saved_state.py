@@ -1,7 +1,5 @@
 """Some steps, a save, a load into a new engine and as many steps are twice as many steps, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensors between stages require a gradient as in one process; a stage that returns none is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Buffers that forwards change are the same on all replicas: those of one process, or as the user says."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stages are built of blocks: the cut with the smallest maximum, modules that one rank trains, weights that tie."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 

@@ -1,7 +1,5 @@
 """Skips of the plan, past the stages between: bit for bit what riders through all stages give, and one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Stages through torch.compile give the numbers of those that are not, split backwards and recomputation included."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

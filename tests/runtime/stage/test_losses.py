@@ -1,7 +1,5 @@
 """Losses on several stages: their sum, and the gradients, are those of one process; where stages lie changes no bit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Faults of a user's blocks, losses or batches are reported in one line, the same on all ranks, with the place."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks of one replica that are given different data are told so, all of them, before anything is computed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

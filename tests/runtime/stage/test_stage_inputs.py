@@ -1,7 +1,5 @@
 """Inputs of a stage look as in one process, apart from their numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial

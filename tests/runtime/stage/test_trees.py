@@ -1,7 +1,5 @@
 """Trees between blocks: on every schedule the numbers are those of one process, whatever is built of the tensors."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Stages of as many blocks as the plan says, also of none: the engine equals one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

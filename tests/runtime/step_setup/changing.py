@@ -1,7 +1,5 @@
 """Steps whose shapes change, beside the same steps in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

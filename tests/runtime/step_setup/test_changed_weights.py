@@ -1,7 +1,5 @@
 """Weights that a forward changes: refused where they have copies, as in one process where they have none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """A step that some ranks cannot begin, or refuse: in one voice, or the fault of whose own code failed; what it says."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Other shapes, numbers of microbatches and ends of data in every step: the numbers of one process everywhere."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """1,000 steps: no growth of memory, file descriptors, threads, tensors or anything else that Python can see."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 What a job makes of it on a mesh is what a plain loop of torch makes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Forward runs of a job: each sample's outputs once, in order, as one process gives them; what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

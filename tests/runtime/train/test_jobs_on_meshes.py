@@ -1,7 +1,5 @@
 """Jobs train to the losses of one rank however a mesh shares out their data, layers and experts, and after a resume."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +41,8 @@ JOBS: dict[str, tuple[Any, list[Any]]] = {
         ],
     ),
     "uneven stages": (joined(COUNTS, gpt(depth=4, tied=True), on("pp=1", microbatches=4)), [UNEVEN]),
-    "experts": (
-        joined(COUNTS, MOE, on("pp=1", microbatches=4)),
-        [joined(on("ep=2,pp=2", microbatches=2), PADDED)],
-    ),
-    "batches in parts": (
-        joined(DIGITS, {"model": {"options": {"dropout": 0.2}}}),
-        [{"train": {"accumulate": 4}}],
-    ),
+    "experts": (joined(COUNTS, MOE, on("pp=1", microbatches=4)), [joined(on("ep=2,pp=2", microbatches=2), PADDED)]),
+    "batches in parts": (joined(DIGITS, {"model": {"options": {"dropout": 0.2}}}), [{"train": {"accumulate": 4}}]),
 }
 """A job of one rank, or of a mesh, and what else runs of it may say and change no number."""
 

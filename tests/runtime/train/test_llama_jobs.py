@@ -5,8 +5,6 @@ pp=2,tp=2     step 1 ──────▶ half, a checkpoint               equa
 dp=2,pp=2                    half + 1 ────────────▶ last      in mid-epoch, to the sample
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Loaders of users' own: the batches that they give, and runs that go on exactly where they were."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,7 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,22 +21,18 @@ from quintsched.runtime.train.job_optimizer_and_lr_schedule import (
 
 
 @pytest.mark.parametrize(
-    ("config", "settings"),
+    ("settings", "usual"),
     [
-        (
-            OptimizerConfig(name="sgd", lr=0.5, momentum=0.9, weight_decay=0.1),
-            {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1},
-        ),
-        (OptimizerConfig(name="adam", lr=0.5, betas=(0.1, 0.2)), {"lr": 0.5, "betas": (0.1, 0.2), "weight_decay": 0.0}),
-        (OptimizerConfig(name="adamw", weight_decay=0.1), {"betas": (0.9, 0.999), "weight_decay": 0.1}),
+        ({"name": "sgd", "lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}, {}),
+        ({"name": "adam", "lr": 0.5, "betas": (0.1, 0.2)}, {"weight_decay": 0.0}),
+        ({"name": "adamw", "weight_decay": 0.1}, {"betas": (0.9, 0.999)}),
     ],
 )
-def test_settings_are_those_of_torchs_optimizers(config: OptimizerConfig, settings: dict[str, object]) -> None:
-    optimizer = build_optimizer(config, nn.Linear(2, 2).named_parameters())
-    assert type(optimizer).__name__.lower() == config.name
+def test_settings_are_those_of_torchs_optimizers(settings: dict[str, Any], usual: dict[str, object]) -> None:
+    optimizer = build_optimizer(OptimizerConfig(**settings), nn.Linear(2, 2).named_parameters())
+    assert type(optimizer).__name__.lower() == settings.pop("name")
     group = optimizer.param_groups[0]
-    assert group["foreach"] is True
-    assert {key: group[key] for key in settings} == settings
+    assert group.items() >= (settings | usual | {"foreach": True}).items()
 
 
 def test_decay_spares_what_it_is_told() -> None:
@@ -118,10 +115,7 @@ def test_what_a_class_does_not_take_is_said() -> None:
     [
         ({"name": "constant", "warmup_steps": 2}, [0.5, *[1.0] * 9]),
         ({"name": "linear", "warmup_steps": 2, "min_factor": 0.2}, [0.5, 1, *[1 - k / 10 for k in range(8)]]),
-        (
-            {"name": "cosine", "warmup_steps": 2, "min_factor": 0.2},
-            [0.5, 1, *[0.6 + 0.4 * math.cos(math.pi * k / 8) for k in range(8)]],
-        ),
+        ({"name": "cosine", "min_factor": 0.2}, [0.6 + 0.4 * math.cos(math.pi * k / 10) for k in range(10)]),
         ({"name": "polynomial", "power": 2.0}, [1.0, 0.81, 0.64, 0.49, 0.36, 0.25, 0.16, 0.09, 0.04, 0.01]),
         ({"name": "exponential", "min_factor": 0.01}, [0.01 ** (k / 10) for k in range(10)]),
         ({"name": "inverse_sqrt", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1.0, *(2 / k**0.5 for k in range(5, 11))]),

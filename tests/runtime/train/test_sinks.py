@@ -1,7 +1,5 @@
 """Figures given to others: each with its step, from rank 0 alone, closed however the run ends."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A run that is asked to stop: all ranks finish the same step, save, and the run goes on to the same numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Jobs on token shards: the numbers of one process on every mesh, resumed in mid-epoch on another one to the sample."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The trainer: what it logs, when it stops, that a resumed run goes on to the same numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

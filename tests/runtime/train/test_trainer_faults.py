@@ -1,7 +1,5 @@
 """Faults that a review found, each with the test that would have shown it."""
 
-from __future__ import annotations
-
 import copy
 import math
 import time

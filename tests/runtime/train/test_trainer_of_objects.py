@@ -1,7 +1,5 @@
 """A trainer of one's own objects: equal to a loop by hand, resumed, and refused where something is missing."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lengths and intervals of a training: max_steps, evaluations within epochs, intervals in steps, tokens and time."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -44,35 +44,21 @@ class Says:
     words: str = "of its own"
 
 
-LOST = "connection closed by peer"
+GO_ON, JUDGE, OVER = Ruling.GO_ON, Ruling.JUDGE, Ruling.OVER
+LOST, BOOM = Says(0, "stall", "connection closed by peer"), Says(1, "own", "ValueError: boom")
 ASKED = Ends(0, Fate("exit", 3))
 SCENARIOS: dict[str, tuple[Ends | Says | tuple[float, Ruling], ...]] = {
-    "a killed rank, when late words are in": (Ends(1, KILLED), (0.2, Ruling.GO_ON), (0.2, Ruling.JUDGE)),
-    "ranks that complain, at once where another has ended": (
-        *(Says(0, "stall", LOST), (0.5, Ruling.GO_ON)),
-        *(Ends(1, KILLED), (0.4, Ruling.JUDGE)),
-    ),
-    "a complaint without a cause, after a while": (
-        *(Says(0, "stall", "timed out"), (1.8, Ruling.GO_ON)),
-        (0.5, Ruling.JUDGE),
-    ),
-    "a rank with an error of its own, when its traceback is out": (
-        *(Says(1, "own", "ValueError: boom"), (1.0, Ruling.GO_ON)),
-        *(Ends(1, Fate("exit", 1)), (0.4, Ruling.JUDGE)),
-    ),
-    "a rank that refuses alone": (Says(2, "refusal"), Ends(2, Fate("exit", 3)), (5, Ruling.JUDGE)),
-    "a refusal that others lost their peer by, at once": (
-        *(Says(2, "refusal"), Says(0, "stall", LOST)),
-        (0.4, Ruling.JUDGE),
-    ),
+    "a killed rank, when late words are in": (Ends(1, KILLED), (0.2, GO_ON), (0.2, JUDGE)),
+    "ranks that complain, at once where another has ended": (LOST, (0.5, GO_ON), Ends(1, KILLED), (0.4, JUDGE)),
+    "a complaint without a cause, after a while": (Says(0, "stall", "timed out"), (1.8, GO_ON), (0.5, JUDGE)),
+    "an error of its own, when its traceback is out": (BOOM, (1.0, GO_ON), Ends(1, Fate("exit", 1)), (0.4, JUDGE)),
+    "a rank that refuses alone": (Says(2, "refusal"), Ends(2, Fate("exit", 3)), (5, JUDGE)),
+    "a refusal that others lost their peer by, at once": (Says(2, "refusal"), LOST, (0.4, JUDGE)),
     "nobody where all refuse, who say so themselves": (
-        *(Says(0, "refusal"), (0.3, Ruling.GO_ON), Says(1, "refusal"), (0.3, Ruling.GO_ON), Says(2, "refusal")),
-        *((0.3, Ruling.OVER), ASKED, (10, Ruling.OVER)),
+        *(Says(0, "refusal"), (0.3, GO_ON), Says(1, "refusal"), (0.3, GO_ON), Says(2, "refusal")),
+        *((0.3, OVER), ASKED, (10, OVER)),
     ),
-    "nobody where all are ended from outside": (
-        *(Ends(rank, Fate("signal", 15)) for rank in range(3)),
-        (1, Ruling.OVER),
-    ),
+    "nobody where all are ended from outside": (*(Ends(rank, Fate("signal", 15)) for rank in range(3)), (1, OVER)),
 }
 
 

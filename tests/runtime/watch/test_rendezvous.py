@@ -1,7 +1,5 @@
 """Ranks and machines that find each other: addresses, the first machine, interfaces, and attempts that meet."""
 
-from __future__ import annotations
-
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -165,9 +163,8 @@ def test_another_machine_does_not_come_to_itself(names: dict[str, list[str]]) ->
     names |= {"node0": ["10.0.0.1"], "node1": ["127.0.1.1"], "localhost": ["127.0.0.1"]}
     for host in ("node0", "10.0.0.9", "localhost", "127.0.0.1", "fd77::1"):
         require_elsewhere(host, SAID)
-    with pytest.raises(
-        UsageError, match=r"node1 is 127\.0\.1\.1, which is this machine itself .*address of machine 0$"
-    ):
+    words = r"node1 is 127\.0\.1\.1, which is this machine itself .*address of machine 0$"
+    with pytest.raises(UsageError, match=words):
         require_elsewhere("node1", SAID)
 
 

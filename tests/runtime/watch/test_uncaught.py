@@ -1,7 +1,5 @@
 """The error that ends ranks: one traceback of the user's code, a line on each other rank; torchrun is told."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Parameters that no microbatch uses are not stepped, as in one process; zeros that came are a gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -160,6 +158,7 @@ IdleLookup = partial(Lookup, idles=True)
 
 
 TIED = ("0.shared.weight", "1.shared.weight")
+OVERLAPPED = {"schedule": "dualpipe", "microbatches": 4, "overlap": True}
 KINDS: dict[str, tuple[list[Callable[[], nn.Module]], str, str, dict[str, Any]]] = {
     "tp": ([Pair, Pair], "adamw", "dp=2,tp=2", {}),
     "matrices gathered over tp": ([Pair, Pair], "several", "dp=2,tp=2", {}),
@@ -170,12 +169,7 @@ KINDS: dict[str, tuple[list[Callable[[], nn.Module]], str, str, dict[str, Any]]]
     "tied, in use on one stage": ([Lookup, IdleLookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),
     "tied, in use on none": ([IdleLookup, IdleLookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),
     "sums in messages": ([Choosing, Choosing], "adamw", "dp=2,pp=2", {"communication": "ring"}),
-    "overlapped": (
-        [Choosing, Choosing],
-        "adamw",
-        "dp=2,pp=2",
-        {"schedule": "dualpipe", "microbatches": 4, "overlap": True},
-    ),
+    "overlapped": ([Choosing, Choosing], "adamw", "dp=2,pp=2", OVERLAPPED),
 }
 
 

@@ -1,7 +1,5 @@
 """Weights that are frozen: from the start, or for a while; with every sharding, and whole stages of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradient buckets and their flat buffers: sizes, one collective, memory that a loop replaces."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Module state beside parameters and buffers is saved and loaded; unsupported state is refused at the start."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from functools import partial

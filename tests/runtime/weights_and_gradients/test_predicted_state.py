@@ -1,7 +1,5 @@
 """Weights, gradients and optimizer state as predicted: to the byte what the engine holds on every rank."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

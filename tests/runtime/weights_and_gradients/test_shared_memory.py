@@ -1,7 +1,5 @@
 """Tensors in the memory of trained weights: as in one process, or refused where the plan would separate them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Weights in bf16 with float32 masters, bitwise equal to one process that does the same; complex weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """ZeRO: what is sharded changes no number, is resident only while it is used, and takes the memory predicted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
