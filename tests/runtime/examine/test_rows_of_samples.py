@@ -27,25 +27,17 @@ def attends(self, x, extra):
     return h + (h.mean(1) @ extra.T).softmax(-1)[:, None, :] @ extra
 
 
-def places(self, x, extra):
-    return self.fc(x) + self.positions(extra)
-
-
-def scales(self, x, extra):
-    return self.fc(x) * extra
-
-
-def scales_samples(self, x, extra):
-    return self.fc(x) * extra[:, None, None]
-
-
-def adds_domain(self, x, extra):
-    return self.fc(x) + self.positions(extra)[:, None]
-
-
 MEMORY = torch.randn(SAMPLES, SAMPLES, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-OF_NO_SAMPLE = {"memory": (attends, MEMORY), "positions": (places, torch.arange(SAMPLES)), "scale": (scales, MEMORY[0])}
-OF_SAMPLES = {"weights": (scales_samples, MEMORY[0]), "domains": (adds_domain, torch.arange(SAMPLES) % 3)}
+NUMBERS = torch.arange(SAMPLES)
+OF_NO_SAMPLE = {
+    "memory": (attends, MEMORY),
+    "positions": (lambda self, x, extra: self.fc(x) + self.positions(extra), NUMBERS),
+    "scale": (lambda self, x, extra: self.fc(x) * extra, MEMORY[0]),
+}
+OF_SAMPLES = {
+    "weights": (lambda self, x, extra: self.fc(x) * extra[:, None, None], MEMORY[0]),
+    "domains": (lambda self, x, extra: self.fc(x) + self.positions(extra)[:, None], NUMBERS % 3),
+}
 
 
 def given(forward, extra):

@@ -60,12 +60,9 @@ def hand_on(layer, place, h):
     return h if layer.number != 3 or place.h is None else torch.cat([h, place.h]).tanh()[: len(h)]
 
 
-def count_for_another(layer, place, h):
-    return h if layer.number in (1, 2) else h * (1 + (layer.counter() or 0))
-
-
-def count_alone(layer, place, h):
-    return h * (1 + layer.counter()) if layer.number in (1, 2) else h
+def count_in(*numbers):
+    """Return what layers do of which those of some numbers scale by what they have counted."""
+    return lambda layer, place, h: h * (1 + (layer.counter() or 0)) if layer.number in numbers else h
 
 
 def use_as_scratch(layer, place, h):
@@ -139,7 +136,7 @@ def refusal(do, loss, steps):
     [
         (hand_on, plain, r"blocks 0 \(Layer\) and 3 \(Layer\) hand 'h' on through an object, .* stages 0 and 1"),
         (
-            count_for_another,
+            count_in(0, 3),
             plain,
             r"blocks 0 \(Layer\) and 3 \(Layer\) hand 'shared' on through an object, .* 0 and 1",
         ),
@@ -161,7 +158,7 @@ def test_what_steps_begin_to_write_or_backwards_write_is_refused(do):
     assert re.match(says, refusal(do, plain, 4))
 
 
-@pytest.mark.parametrize("do", [use_as_scratch, cache, count_alone])
+@pytest.mark.parametrize("do", [use_as_scratch, cache, count_in(1, 2)])
 def test_what_each_block_makes_for_itself_may_be_in_one_object(do):
     taken(**steps_of(do, plain))
 

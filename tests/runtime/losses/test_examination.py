@@ -21,6 +21,7 @@ NUMBERS = torch.rand(SAMPLES, CLASSES, generator=RANDOM)
 LOGITS = torch.randn(SAMPLES, TOKENS, CLASSES, generator=RANDOM)
 LABELS = torch.randint(0, CLASSES, (SAMPLES, TOKENS), generator=RANDOM)
 MASK = (torch.rand(SAMPLES, TOKENS, generator=RANDOM) > 0.4).float()
+MASKED = (LABELS, MASK)
 CLASS_WEIGHTS = torch.rand(CLASSES, generator=RANDOM) + 0.1
 LENGTHS = torch.tensor([1, 2, 1, 2, 2, 1, 1, 2])
 CTC = (LABELS[:, :2].clamp(min=1), torch.full((SAMPLES,), TOKENS), LENGTHS)
@@ -37,27 +38,19 @@ def each(output: Tensor, targets: Tensor) -> Tensor:
     return rows.view_as(targets)
 
 
+def kept(targets: Tensor) -> Tensor:
+    """Return the targets that are neither of two pads."""
+    return (targets != 0) & (targets != 3)
+
+
+def soft(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and probabilities at a temperature of two."""
+    return F.log_softmax(output / 2, -1), F.softmax(targets / 2, -1)
+
+
 def focal(output: Tensor, targets: Tensor) -> Tensor:
     losses = F.cross_entropy(output, targets, reduction="none")
     return (CLASS_WEIGHTS.to(losses.dtype)[targets] * (1 - torch.exp(-losses)) ** 2 * losses).mean()
-
-
-def masked(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
-    return (each(output, targets[0]) * targets[1]).sum() / targets[1].sum()
-
-
-def of_two_pads(output: Tensor, targets: Tensor) -> Tensor:
-    counts = (targets != 0) & (targets != 3)
-    return (each(output, targets) * counts).sum() / counts.sum()
-
-
-def of_two_pads_clamped(output: Tensor, targets: Tensor) -> Tensor:
-    counts = (targets != 0) & (targets != 3)
-    return (each(output, targets) * counts).sum() / counts.sum().clamp(min=1)
-
-
-def masked_clamped(output: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
-    return (each(output, targets[0]) * targets[1]).sum() / (targets[1].sum() + 1e-6)
 
 
 def with_a_gradient(output: Tensor, targets: Tensor) -> Tensor:
@@ -70,14 +63,6 @@ def by_samples(output: Tensor, targets: Tensor) -> Tensor:
     return ((each(output, targets) * kept).sum(1) / kept.sum(1)).mean()
 
 
-def ctc(output: Tensor, targets: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    return F.ctc_loss(output.log_softmax(-1).transpose(0, 1), *targets)
-
-
-def distilled(output: Tensor, targets: Tensor) -> Tensor:
-    return 4 * F.kl_div(F.log_softmax(output / 2, -1), F.softmax(targets / 2, -1), reduction="batchmean")
-
-
 FOUND: dict[str, tuple[Any, Tensor, Any, Over]] = {
     "cross-entropy": (F.cross_entropy, ROWS, IDS, Over.TARGETS),
     "sum": (nn.CrossEntropyLoss(reduction="sum"), ROWS, IDS, Over.SUM),
@@ -86,13 +71,13 @@ FOUND: dict[str, tuple[Any, Tensor, Any, Over]] = {
     "smoothed": (lambda o, t: F.cross_entropy(o, t, CLASS_WEIGHTS.to(o.dtype), label_smoothing=0.1), ROWS, IDS, None),
     "another pad": (lambda o, t: F.cross_entropy(o, t, ignore_index=255), ROWS, IDS, Over.TARGETS),
     "shifted": (lambda o, t: F.cross_entropy(o[:, :-1].flatten(0, 1), t[:, 1:].flatten()), LOGITS, LABELS, None),
-    "mask": (masked, LOGITS, (LABELS, MASK), Over.NUMBERS),
-    "mask, clamped": (masked_clamped, LOGITS, (LABELS, MASK), Over.NUMBERS),
+    "mask": (lambda o, t: (each(o, t[0]) * t[1]).sum() / t[1].sum(), LOGITS, MASKED, Over.NUMBERS),
+    "mask, clamped": (lambda o, t: (each(o, t[0]) * t[1]).sum() / (t[1].sum() + 1e-6), LOGITS, MASKED, Over.NUMBERS),
     "gradient": (with_a_gradient, ROWS, NUMBERS, Over.TOKENS),
     "mean of means": (by_samples, LOGITS, LABELS, Over.SAMPLES),
     "focal": (focal, ROWS, IDS, Over.SAMPLES),
-    "ctc": (ctc, LOGITS, CTC, Over.SAMPLES),
-    "distilled": (distilled, ROWS, NUMBERS, Over.SAMPLES),
+    "ctc": (lambda o, t: F.ctc_loss(o.log_softmax(-1).transpose(0, 1), *t), LOGITS, CTC, Over.SAMPLES),
+    "distilled": (lambda o, t: F.kl_div(*soft(o, t), reduction="batchmean"), ROWS, NUMBERS, Over.SAMPLES),
     "huber": (nn.HuberLoss(), ROWS, NUMBERS, Over.TOKENS),
     "weights": (lambda o, t: F.mse_loss(o, t, weight=t), ROWS, NUMBERS, Over.NUMBERS),
     "probabilities": (lambda o, t: F.binary_cross_entropy(o, t), ROWS.sigmoid(), NUMBERS, Over.TOKENS),
@@ -140,9 +125,9 @@ def gan_hinge(output: Tensor, targets: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], Tensor, Any]] = {
-    "two pads": (of_two_pads, LOGITS, LABELS),
-    "two pads, clamped": (of_two_pads_clamped, LOGITS, LABELS),
-    "two pads, indexed": (lambda o, t: -each(o, t)[(t != 0) & (t != 3)].mean(), LOGITS, LABELS),
+    "two pads": (lambda o, t: (each(o, t) * kept(t)).sum() / kept(t).sum(), LOGITS, LABELS),
+    "two pads, clamped": (lambda o, t: (each(o, t) * kept(t)).sum() / kept(t).sum().clamp(min=1), LOGITS, LABELS),
+    "two pads, indexed": (lambda o, t: -each(o, t)[kept(t)].mean(), LOGITS, LABELS),
     "rmse": (lambda o, t: F.mse_loss(o, t).sqrt(), ROWS, NUMBERS),
     "by those found": (lambda o, t: o.square().sum() / (t > 0).sum().clamp(min=1), LOGITS, LABELS),
     "norm": (lambda o, t: (o - t).norm(), ROWS, NUMBERS),

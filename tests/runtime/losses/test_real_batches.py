@@ -36,10 +36,6 @@ class Scheduled(nn.Module):
         return loss + self.alpha * output.square().mean().sqrt() if self.alpha else loss
 
 
-def rooted(output: Tensor, targets: tuple[Tensor, float]) -> Tensor:
-    return targets[1] * (output - targets[0]).square().mean().sqrt()
-
-
 def by_size(output: Tensor, targets: Tensor) -> Tensor:
     losses = (output - targets).square()
     return losses.mean() if targets.abs().max() < 1e5 else losses.mean().sqrt()
@@ -69,18 +65,6 @@ TABLE[CLASSES] = -100
 SETTING = np.zeros(1 << 18)
 
 
-def of_raw_ids(output: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(output, TABLE[targets]) + 0.1 * output.square().mean()
-
-
-def of_a_setting(output: Tensor, targets: Tensor) -> Tensor:
-    return F.mse_loss(output, targets) + float(SETTING[500]) * output.var(0, unbiased=False).mean()
-
-
-def of_all_ids(output: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    return F.cross_entropy(output, TABLE[targets]) * len(targets), len(targets)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["pp=1", "dp=2,pp=2"])
 def test_what_comes_late_is_seen_in_that_step_by_values(mesh: str) -> None:
@@ -90,10 +74,16 @@ def test_what_comes_late_is_seen_in_that_step_by_values(mesh: str) -> None:
     def change(_: Any, number: int) -> None:
         SETTING[500] = number == 3
 
+    set_it = {"change": change}
     for loss, usual, late, more in (
-        (of_raw_ids, LABELS, void, {}),
-        (of_a_setting, NUMBERS, NUMBERS, {"change": change}),
-        (of_all_ids, LABELS, void, {}),
+        (lambda o, t: F.cross_entropy(o, TABLE[t]) + 0.1 * o.square().mean(), LABELS, void, {}),
+        (
+            lambda o, t: F.mse_loss(o, t) + float(SETTING[500]) * o.var(0, unbiased=False).mean(),
+            NUMBERS,
+            NUMBERS,
+            set_it,
+        ),
+        (lambda o, t: (F.cross_entropy(o, TABLE[t]) * len(t), len(t)), LABELS, void, {}),
     ):
         batches = [(INPUTS, usual)] * 3 + [(INPUTS, late)]
         said = refused(BLOCKS, batches, loss, **settings_of(mesh), **more)
@@ -114,6 +104,7 @@ def test_a_loss_that_changes_what_it_is_given_is_refused() -> None:
 @pytest.mark.parametrize("mesh", ["pp=1", "dp=2,pp=2"])
 def test_a_loss_without_gradient_is_examined_when_it_has_one(mesh: str) -> None:
     batches = [(INPUTS, (NUMBERS, factor)) for factor in (0.0, 1.0)]
+    rooted = lambda output, targets: targets[1] * (output - targets[0]).square().mean().sqrt()  # noqa: E731
     said = refused(BLOCKS, batches, rooted, **settings_of(mesh))
     assert "of microbatches it is not that of the batch" in said
 
@@ -205,10 +196,6 @@ def test_a_mean_over_unlike_numbers_for_a_sample_is_refused(loss: Any, is_right:
         assert ("unlike numbers of things for a sample" in said) is not is_right
 
 
-def mean_of_each(output: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(output, targets, reduction="none").mean()
-
-
 @pytest.mark.parametrize(("mesh", "microbatches"), [("pp=1", 1), ("pp=1", 4), ("dp=2", 1), ("dp=2,pp=2", 2)])
 def test_a_metric_that_is_a_sum_is_over_samples_whatever_microbatches_there_are(mesh: str, microbatches: int) -> None:
     torch.manual_seed(0)
@@ -222,4 +209,4 @@ def test_a_metric_that_is_a_sum_is_over_samples_whatever_microbatches_there_are(
         return float(result.metrics["right"]), float(result.weight), float(result.sums["right"])
 
     more = {"microbatches": microbatches, "metrics": {"right": right}}
-    assert {*on_ranks(work, blocks, mean_of_each, mesh=mesh, **more)} == {(5 / 8, 8, 5)}
+    assert {*on_ranks(work, blocks, F.cross_entropy, mesh=mesh, **more)} == {(5 / 8, 8, 5)}

@@ -67,17 +67,13 @@ def squares(output: Tensor, targets: Tensor) -> Tensor:
     return (output - targets).square()
 
 
-def in_place(output: Tensor, targets: Tensor) -> Tensor:
-    return squares(output, targets.sub_(1)).mean()
-
-
 def without_gradients(output: Tensor, targets: Tensor) -> Tensor:
     torch.set_grad_enabled(False)
     return squares(output, targets).mean()
 
 
 ODD: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
-    "in place": (in_place, "changes its targets or its output in place"),
+    "in place": (lambda o, t: squares(o, t.sub_(1)).mean(), "changes its targets or its output in place"),
     "a pair": (lambda o, t: (squares(o, t).sum(), o.numel()), "has given|has found"),
     "nothing": (lambda *_: None, "it gave a NoneType"),
     "a complex number": (lambda o, t: squares(o, t).mean() + 0j, "it gave complex128"),
@@ -127,15 +123,15 @@ WEIGHT = torch.arange(1.0, 5)[:, None]
 ROWS = torch.eye(4)
 
 
-def by_a_permutation(output: Tensor, targets: dict[str, Tensor]) -> Tensor:
-    return (output - targets["y"][targets["p"]]).square().mean()
-
-
 CASES: dict[str, tuple[Any, Any, str]] = {
     "a weight": (nn.BCEWithLogitsLoss(weight=WEIGHT), ROWS[:, :2], r"\(BCEWithLogitsLoss\)\.weight \(4, 1\) is for"),
     "a closure": (lambda o, y, w=WEIGHT: (w * (o - y)).mean(), ROWS[:, :2], r"loss function\[0\] \(4, 1\) is for"),
     "columns": (lambda o, y: (o @ o.T - y).square().mean(), ROWS, r"samples, and targets \(2, 4\) is for the whole"),
-    "a permutation": (by_a_permutation, {"y": ROWS[:, :2], "p": torch.tensor([3, 2, 1, 0])}, r"4 samples: give each"),
+    "a permutation": (
+        lambda o, t: (o - t["y"][t["p"]]).square().mean(),
+        {"y": ROWS[:, :2], "p": torch.tensor([3, 2, 1, 0])},
+        r"4 samples: give each",
+    ),
 }
 
 

@@ -46,12 +46,17 @@ def batches(replica: int, replicas: int) -> DataLoader[Any]:
     return DataLoader(data(), BATCH // replicas, sampler=sampler, generator=torch.Generator())
 
 
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=RATE)
+
+
 def alone() -> Outcome:
     """Return the result of a plain loop."""
-    return train_alone(net(), F.cross_entropy, lambda w: torch.optim.AdamW(w, lr=RATE), [*batches(0, 1)] * EPOCHS)
+    return train_alone(net(), F.cross_entropy, adamw, [*batches(0, 1)] * EPOCHS)
 
 
-def fit(mesh: str, directory: Path | None = None, start: Any = "new", **train: Any) -> tuple[Any, Any, list[str]]:
+def fit(mesh: str, directory: Path | None = None, start: Any = "new", **train: Any) -> tuple[list[Outcome], list[str]]:
+    """Train; return the outcome of each rank, and what the first one has said."""
     config = {
         "parallel": {"mesh": mesh, "microbatches": 2},
         "train": {"epochs": EPOCHS, **train},
@@ -59,46 +64,34 @@ def fit(mesh: str, directory: Path | None = None, start: Any = "new", **train: A
         "checkpoint": {"dir": None if directory is None else str(directory), "every": 3},
     }
     lines: list[str] = []
-    records: list[dict[str, Any]] = []
-
+    losses: list[float] = []
     model = net()  # of a generator that threads have in common
 
-    def run(transport: Any) -> dict[str, Tensor]:
-        reporter = Reporter(None, lines.append if transport.rank == 0 else lambda line: None)
-        trainer = Trainer(
-            split(copy.deepcopy(model)),
-            batches,
-            batches,
-            config,
-            optimizer=lambda params: torch.optim.AdamW(params, lr=RATE),
-            transport=transport,
-            reporter=reporter,
-            sinks=[lambda figures, *, step: records.append({"step": step, **figures})],
-        )
-        trainer.fit(start)
-        return trainer.engine.full_weights()
+    def note(figures: Any, *, step: int) -> None:
+        losses.extend([figures["train/loss"]] if "train/loss" in figures else [])
 
-    found = run_local(qs.compile("1f1b", mesh=mesh, microbatches=2).mesh.size, run)
-    whole: dict[str, Tensor] = {}
-    for weights in found:
-        whole |= weights
-    return whole, records, lines
+    def run(transport: Any) -> Outcome:
+        reporter = Reporter(None, lines.append if transport.rank == 0 else lambda line: None)
+        told = {"optimizer": adamw, "transport": transport, "reporter": reporter, "sinks": [note]}
+        trainer = Trainer(split(copy.deepcopy(model)), batches, batches, config, **told)
+        trainer.fit(start)
+        weights = trainer.engine.full_weights()
+        return Outcome(losses, {name.partition(".")[2]: weight for name, weight in weights.items()})
+
+    return run_local(2, run), lines
 
 
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
 def test_it_trains_as_a_loop_by_hand(mesh: str) -> None:
-    expected = alone()
-    found, records, lines = fit(mesh)
-    seen = [record["train/loss"] for record in records if "train/loss" in record]
-    require_equal([Outcome(seen, {name.partition(".")[2]: weight for name, weight in found.items()})], expected)
+    found, lines = fit(mesh)
+    require_equal(found, alone())
     assert lines[0].startswith("step 1/8  loss ")
 
 
 def test_it_resumes_on_another_mesh(tmp_path: Path) -> None:
     fit("dp=2", tmp_path, max_steps=5)
-    _, records, _ = fit("pp=2", tmp_path, "resume", max_steps=8)
-    seen = [record["train/loss"] for record in records if "train/loss" in record]
-    assert seen == pytest.approx(alone().losses[5:], abs=1e-12)
+    found, _ = fit("pp=2", tmp_path, "resume", max_steps=8)
+    assert found[0].losses == pytest.approx(alone().losses[5:], abs=1e-12)
 
 
 def test_a_data_set_is_divided_over_the_replicas_to_the_same_figures() -> None:
