@@ -3,13 +3,14 @@
 import os
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 
 from quintsched.cli import SECTIONS, main
 from quintsched.cli.app import Group
+
+from ..helpers.commands import run
 
 NAMES = {
     heading: [one.name if isinstance(one, Group) else one.__name__.rstrip("_") for one in commands]
@@ -97,17 +98,12 @@ def test_completions(capsys, monkeypatch, line, found):
 
 @pytest.mark.processes
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
-def test_bash_takes_the_script(cli, shell, tmp_path):
+def test_bash_takes_the_script(cli, shell, tmp_path, monkeypatch):
     shell("bash")
     command = tmp_path / "quintsched"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -c "from quintsched.cli import main; main()" "$@"\n')
     command.chmod(0o755)
     ask = 'COMP_WORDS=(quintsched checkp); COMP_CWORD=1; _quintsched_completion quintsched; echo "${COMPREPLY[@]}"'
-    done = subprocess.run(
-        ["bash", "-c", f"{cli('--show-completion').out}\n{ask}"],
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == ["checkpoint"], done.stderr
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    code, out, err = run("bash", "-c", f"{cli('--show-completion').out}\n{ask}")
+    assert (code, out.split()) == (0, ["checkpoint"]), err

@@ -1,7 +1,6 @@
 """`quintsched new`: a template that is green as written; and `compile --print-after`, to watch what becomes of it."""
 
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +15,9 @@ from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Pass
 from quintsched.schedules.kit import registry
 from quintsched.testing import smallest_failing_shape
 
+from ..helpers.commands import run
 
-def pytest_of(path: Path) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", path.name],
-        cwd=path.parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.returncode, done.stdout
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
 
 
 @pytest.fixture
@@ -40,7 +31,7 @@ def fresh(cli, tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.processes
 def test_the_template_is_green_as_written(fresh):
-    code, out = pytest_of(fresh)
+    code, out, _ = run(*PYTEST, fresh.name)
     assert (code, "1 passed" in out) == (0, True), out
 
 
@@ -88,7 +79,7 @@ def test_breaking_the_order_shows_the_smallest_shape(fresh, what):
     text = fresh.read_text()
     assert text.count(old) == 1
     fresh.write_text(text.replace(old, new))
-    code, out = pytest_of(fresh)
+    code, out, _ = run(*PYTEST, fresh.name)
     assert code == 1
     said = [line.removeprefix("E").strip() for line in out.splitlines() if line.startswith("E ")]
     assert said[0] == f"AssertionError: my-schedule fails; {shape}"

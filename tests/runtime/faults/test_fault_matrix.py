@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from quintsched.stalls.stall_report import StallReport
 
+from ...helpers.commands import run
 from ..launch.hosts import why_no_hosts
 from .injection import ENDS, Injection, Kind, Phase, all_injections, as_arguments, place_of
 from .judged import judge_all
@@ -70,31 +70,21 @@ COMMANDS = {
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("launcher", COMMANDS)
-def test_a_fault_is_told_by_every_launcher(tmp_path: Path, launcher: str) -> None:
+def test_a_fault_is_told_by_every_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str) -> None:
     """By ranks that are executed, not forked, by our launcher and by torchrun."""
     injection = injection_of("skip_send", 0, "warm-up")
     settings = job_settings(tmp_path, "pp=3")
     settings["runtime"]["timeout_s"] = 90.0
-    (tmp_path / "job.yaml").write_text(json.dumps(settings))
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "FAULT": json.dumps(as_arguments(injection)),
-        "FAULT_FOLDER": str(tmp_path),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, *COMMANDS[launcher], str(tmp_path / "job.yaml")],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(json.dumps(settings))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    monkeypatch.setenv("FAULT", json.dumps(as_arguments(injection)))
+    monkeypatch.setenv("FAULT_FOLDER", str(tmp_path))
+    code, _, err = run(sys.executable, *COMMANDS[launcher], tmp_path / "job.yaml", timeout_s=180)
     report = StallReport.load(tmp_path / "stall.json")
-    assert report.ranks == (0,), done.stderr
+    assert report.ranks == (0,), err
     assert report.culprits[0].place.index == injection.index
-    assert done.returncode == (4 if launcher == "quintsched run" else 1)
-    said = done.stderr.count(report.words().splitlines()[0])
+    assert code == (4 if launcher == "quintsched run" else 1)
+    said = err.count(report.words().splitlines()[0])
     assert said == 1 if launcher == "quintsched run" else said >= 1  # the launcher says it, and nobody else
-    assert "Traceback" not in done.stderr or launcher == "torchrun"
+    assert "Traceback" not in err or launcher == "torchrun"
