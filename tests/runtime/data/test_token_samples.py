@@ -143,16 +143,16 @@ def test_what_does_not_do(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=words):
             load(None, **options)
     sources = [{"path": name, "weight": 1} for name in "ab"]
-    with pytest.raises(InputError, match="b: its ids are of the tokenizer t with a vocabulary of 2000, but those of"):
-        load(tmp_path, sequence=4, mixture=sources)
-    with pytest.raises(InputError, match="its ids are of the tokenizer"):
-        load(tmp_path, sequence=4, mixture=sources[:1], validation="b")
-    with pytest.raises(UsageError, match="the weight of a is less than half of 1 / 10000 of all"):
-        load(tmp_path, sequence=4, mixture=[{"path": "a", "weight": 1}, {"path": "a", "weight": 1e6}])
-    with pytest.raises(UsageError, match=r"its 62 tokens are too few for a sample of 62 \+ 1"):
-        load(tmp_path / "a", sequence=62)
-    with pytest.raises(UsageError, match="there is one sample, and none is left for training"):
-        load(tmp_path / "a", sequence=40)
+    unlike = [{"path": "a", "weight": 1}, {"path": "a", "weight": 1e6}]
+    for path, options, words in (
+        (".", {"mixture": sources}, "b: its ids are of the tokenizer t with a vocabulary of 2000, but those of"),
+        (".", {"mixture": sources[:1], "validation": "b"}, "its ids are of the tokenizer"),
+        (".", {"mixture": unlike}, "the weight of a is less than half of 1 / 10000 of all"),
+        ("a", {"sequence": 62}, r"its 62 tokens are too few for a sample of 62 \+ 1"),
+        ("a", {"sequence": 40}, "there is one sample, and none is left for training"),
+    ):
+        with pytest.raises((InputError, UsageError), match=words):
+            load(tmp_path / path, **{"sequence": 4, **options})
     assert len(load(tmp_path, sequence=40, mixture=sources[:1], validation="a").validation) == 1
 
 

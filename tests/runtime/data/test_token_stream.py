@@ -114,12 +114,13 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=words):
             stream(TEXTS, **options)
-    with pytest.raises(UsageError, match="a generator can be iterated once"):
-        stream(text for text in TEXTS)
-    with pytest.raises(UsageError, match="document 0 has no 'text'; say field=…: body"):
-        next(iter(stream([{"body": "x"}])))
-    with pytest.raises(UsageError, match=r"document 0 is neither a text nor ids in a row: \[0.5\]"):
-        next(iter(stream([[0.5]])))
+    for documents, words in (
+        ((text for text in TEXTS), "a generator can be iterated once"),
+        ([{"body": "x"}], "document 0 has no 'text'; say field=…: body"),
+        ([[0.5]], r"document 0 is neither a text nor ids in a row: \[0.5\]"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            next(iter(stream(documents)))
     many = torch.utils.data.DataLoader(stream(TEXTS), batch_size=None, num_workers=2)
     with pytest.raises(UsageError, match="is read by one worker, not by 2: set num_workers=1"):
         next(iter(many))

@@ -80,9 +80,9 @@ def test_dp_is_what_the_processes_make_or_they_are_refused() -> None:
 
 def test_smaller_worlds_divide_the_batch_and_the_machines() -> None:
     whole = job("dp=4,pp=2")
-    assert smaller_worlds(whole, plan_of(whole), 1) == [8, 6, 4, 2]
-    assert smaller_worlds(whole, plan_of(whole), 2) == [8, 6, 4]
-    assert smaller_worlds(whole, plan_of(whole), 1, machines=4) == [8, 4]
+    plan = plan_of(whole)
+    found = [smaller_worlds(whole, plan, least, machines=machines) for least, machines in ((1, 1), (2, 1), (1, 4))]
+    assert found == [[8, 6, 4, 2], [8, 6, 4], [8, 4]]
     sixteen = whole.model_copy(update={"train": whole.train.model_copy(update={"batch_size": 16})})
     assert smaller_worlds(sixteen, plan_of(sixteen), 1) == [8, 4, 2]
 

@@ -84,13 +84,6 @@ def test_what_steps_usually_take_is_no_stall_and_one_pause_is_not_usual() -> Non
     assert run.make_step(FLOOR_S + 1)
 
 
-def test_a_first_step_may_take_as_long_as_a_wait() -> None:
-    run = Run(PositionTracker(Patience(timeout_s=100)))
-    run.make_step(60)
-    assert run.told_after_s is None
-    assert run.stand(60)
-
-
 @pytest.mark.parametrize(
     ("patience", "ranks", "to", "least_s", "most_s"),
     [
@@ -115,9 +108,10 @@ def test_what_is_no_step_may_take_as_long_as_a_wait_and_any_time_where_nobody_wa
         (Patience(stall_after=3), True, 2.8, 3.5),
         (Patience(stall_after=3), False, 50, None),
         (Patience(stall_after=3), False, 0, 70),
+        (Patience(timeout_s=100), False, 60, 110),
         (Patience(timeout_s=1800, compiles=True), True, 290, 310),
     ],
-    ids=["given", "given, first step", "first step", "compiled anew"],
+    ids=["given", "given, first step", "first step", "first step, of a wait", "compiled anew"],
 )
 def test_the_limit_of_a_pause(patience: Patience, is_warm: bool, passes_s: float, stalls_s: float | None) -> None:
     run = warm(patience) if is_warm else Run(PositionTracker(patience))
