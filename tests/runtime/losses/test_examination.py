@@ -157,6 +157,14 @@ def test_what_no_weights_of_microbatches_make_up_is_refused(name: str, samples: 
     assert why
 
 
+def test_slices_of_sequences_have_to_hold_too() -> None:
+    def examined(loss: Any) -> Any:
+        return examine_loss(loss, LOGITS, LABELS, SAMPLES, sliced=True)
+
+    assert not examined(lambda o, t: each(o, t).sum(1).mean()).weight.by_slices
+    assert examined(by_samples).weight is None
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("metric", "over"),
