@@ -5,9 +5,8 @@ import json
 import pytest
 
 import quintsched as qs
-from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime import load_job, plan_of
 from quintsched.runtime.launch.show_job import main as show_job
-from quintsched.runtime.settings.job_file import load_job
 
 JOB = """
 model: {name: vit, options: {hidden: 16, depth: 4, heads: 2}}

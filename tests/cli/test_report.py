@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.errors import InputError, UsageError
 from quintsched.formats.run_plan import save_beside
 from quintsched.trace.training_log import TrainingLog
 from tests.traces import write_trace
@@ -95,14 +94,14 @@ def test_the_page_of_a_run_has_its_steps_beside_the_plan(cli, refused, tmp_path)
 )
 def test_a_log_that_is_none_is_refused_with_the_line(tmp_path, name, text, says):
     (tmp_path / name).write_text(text)
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(qs.InputError, match=says):
         TrainingLog.load(tmp_path)
 
 
 def test_a_folder_without_one_log_asks_for_its_name(tmp_path):
-    with pytest.raises(UsageError, match="no log"):
+    with pytest.raises(qs.UsageError, match="no log"):
         TrainingLog.load(tmp_path)
     write(tmp_path, START, name="a.jsonl")
     write(tmp_path, START, name="b.jsonl")
-    with pytest.raises(UsageError, match=r"name one of its logs: a.jsonl, b.jsonl"):
+    with pytest.raises(qs.UsageError, match=r"name one of its logs: a.jsonl, b.jsonl"):
         TrainingLog.load(tmp_path)

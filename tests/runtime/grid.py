@@ -23,10 +23,9 @@ import quintsched as qs
 from quintsched import torch_csv
 from quintsched.collectives import Wire
 from quintsched.ir.instruction_set import Bwd, BwdWeight
-from quintsched.runtime import Engine
+from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.blocks.block_costs import estimate_costs
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.gpt import GPTOptions, gpt_tied
 from quintsched.runtime.parallel.expert.moe import mixtures
 from quintsched.runtime.parallel.mesh_independent_dropout import Masks

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 import quintsched as qs
-from quintsched.errors import QuintschedError
 from quintsched.schedules import Schedule
 
 from ..helpers.drawn import judge_many
@@ -171,7 +170,7 @@ def judge(case: Case) -> tuple[str, str]:
     """Return "equal", "refused" or "unequal", and a word on it."""
     try:
         ranks = train(case)
-    except QuintschedError as error:
+    except qs.QuintschedError as error:
         return "refused", str(error).splitlines()[0]
     worst = max(differences(ranks, case.alone()).values())
     return "equal" if worst <= case.tolerance else "unequal", f"{worst:.1e}"

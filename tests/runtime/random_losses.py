@@ -21,9 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import QuintschedError
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Engine, Transport, run_local
 
 from ..helpers import training
 from ..helpers.drawn import judge_many
@@ -246,7 +244,7 @@ def judge(case: Case) -> tuple[str, str]:
             lambda transport: train_rank(case, transport),
             timeout_s=120,
         )
-    except QuintschedError as error:
+    except qs.QuintschedError as error:
         return "refused", str(error).splitlines()[0]
     found, weight, _ = ranks[0]
     sums = (told[-1] / weight, told[-1] / case.samples[STEPS])  # a metric that is a sum is over the loss's weight

@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.ir import instruction_set as ins
+from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.blocks.block_builders import Blocks
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.engine import Engine
 from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 from quintsched.verify import soundness
 
@@ -76,7 +74,7 @@ def test_a_list_of_blocks_that_is_changed_later_is_refused_but_may_be_emptied(is
         blocks[:] = [] if is_emptied else reversed(blocks)
         engine.step(x, x)
 
-    with nullcontext() if is_emptied else pytest.raises(MisfitError, match=r"list of blocks .* changed at place 0"):
+    with nullcontext() if is_emptied else pytest.raises(qs.MisfitError, match=r"list of blocks .* changed at place 0"):
         run_local(2, run)
 
 
@@ -87,7 +85,7 @@ def test_states_of_different_steps_are_refused_before_the_first_step() -> None:
         state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
         state["engine.step"] += transport.rank
         other.load_state_dict(state)
-        with pytest.raises(MisfitError, match="how many steps the loaded state has behind it"):
+        with pytest.raises(qs.MisfitError, match="how many steps the loaded state has behind it"):
             other.step(*TASK.batches[0])
 
     run_local(2, run)
@@ -147,7 +145,7 @@ def test_a_model_that_ties_weights_does_not_go_both_ways() -> None:
 
 @pytest.mark.parametrize(
     ("schedules", "error", "words"),
-    [(("gpipe", "1f1b"), MisfitError, "do not agree on the plan"), (("1f1b", "1f1b"), qs.UnsoundError, "not sound")],
+    [(("gpipe", "1f1b"), qs.MisfitError, "do not agree on the plan"), (("1f1b", "1f1b"), qs.UnsoundError, "not sound")],
 )
 def test_plans_that_ranks_do_not_share_or_that_are_not_sound_are_refused(
     schedules: tuple[str, str], error: type[Exception], words: str

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import quintsched as qs
-from quintsched.errors import UsageError
 from quintsched.runtime import minimal
 
 from ..helpers.training import Outcome, require_equal, train_alone
@@ -46,7 +45,7 @@ def test_every_schedule_trains_as_one_process(name, dp):
 )
 def test_what_it_does_not_know_is_refused(more):
     plan = qs.compile("1f1b", microbatches=2, **more)
-    with pytest.raises(UsageError, match="train by Engine"):
+    with pytest.raises(qs.UsageError, match="train by Engine"):
         minimal.train(plan, pieces_of(plan), mse_loss, adam, batches(1))
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Engine, run_local, split
-from quintsched.runtime.comm import Transport
+from quintsched.runtime import Engine, Transport, run_local, split
 
 from ..helpers.training import train_alone, train_ranks
 from .toys import share

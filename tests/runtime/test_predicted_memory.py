@@ -11,8 +11,7 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models import build_model as blocks_of
 from quintsched.runtime.settings.job_file import ModelConfig

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, Transport, run_local
 
 from ..helpers.training import call_with_share, sgd
@@ -67,7 +66,7 @@ def step(
             before = engine.full_weights()
             try:
                 found.append(call_with_share(engine, engine.step, batch).loss.item())
-            except MisfitError as error:
+            except qs.MisfitError as error:
                 after = engine.full_weights()
                 assert all(torch.equal(after[name], weight) for name, weight in before.items())
                 return [*found, str(error)]

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
 from quintsched.runtime.blocks.block_builders import build_block, on_meta
 from quintsched.runtime.guards.repeatable_builders import why_unlike
@@ -78,7 +77,9 @@ def test_every_rank_refuses_what_one_builds_otherwise():
 
     def rank(transport):
         blocks = [Layer, partial(Layer, rate=1.0), Layer, counted(lambda n: Layer(rate=n))]
-        with pytest.raises(MisfitError, match=r"block 3 \(Layer\): .* another block at each call: .*rate is 3, then 4"):
+        with pytest.raises(
+            qs.MisfitError, match=r"block 3 \(Layer\): .* another block at each call: .*rate is 3, then 4"
+        ):
             Engine(plan, blocks, nn.functional.mse_loss, torch.optim.SGD, transport=transport)
 
     run_local(2, rank)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.guards import refused_combinations
 from quintsched.runtime.guards.refused_combinations import REFUSALS, BlockUse, require_usable_blocks
 from quintsched.runtime.parallel.expert.moe import MoE
@@ -69,7 +68,7 @@ class Case:
     more: dict[str, Any] = field(default_factory=dict)
     buffers: Any = "merge"
     device: str = "cpu"
-    error: type[Exception] = MisfitError
+    error: type[Exception] = qs.MisfitError
     is_sliced: bool = False
     cuda_graph: bool = False
 
@@ -94,8 +93,8 @@ CASES: tuple[Case, ...] = (
     Case(r"block 1 drops out by a LSTM \(itself\), whose masks would not agree over", [linear, lstm], device="cuda"),
     Case("PyTorch has sharded modules of stage 0, whose activations", [linear] * 2, more={"offload": 1}),
     Case(r"PyTorch has sharded block 0 \(DTensor\), whose weights ZeRO-1", [linear] * 2, "dp=2,pp=2", more={"zero": 1}),
-    Case("blocks draw random numbers", [linear, lambda: nn.Dropout(0.1)], error=UsageError, cuda_graph=True),
-    Case("the mixture of experts itself asks", [linear, mixture], error=UsageError, cuda_graph=True),
+    Case("blocks draw random numbers", [linear, lambda: nn.Dropout(0.1)], error=qs.UsageError, cuda_graph=True),
+    Case("the mixture of experts itself asks", [linear, mixture], error=qs.UsageError, cuda_graph=True),
 )
 """One for each row, in the same order."""
 
@@ -111,7 +110,9 @@ def run_of(case: Case) -> BlockUse:
 
 
 def test_losses_before_the_last_stage_want_one_route() -> None:
-    with pytest.raises(MisfitError, match="dualpipe has a loss on last stages alone; take a schedule with one route"):
+    with pytest.raises(
+        qs.MisfitError, match="dualpipe has a loss on last stages alone; take a schedule with one route"
+    ):
         require_usable_blocks(run_of(Case("", [Exit, linear], schedule="dualpipe")))
 
 

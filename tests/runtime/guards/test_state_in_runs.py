@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 
 from ...helpers.training import require_equal, train_alone, train_ranks
 from ..trials import ones, sgd, taken
@@ -103,7 +102,7 @@ def queued(layer):
 
 @pytest.mark.parametrize(("does", "held"), [(next_of, None), (queued, SimpleQueue())])
 def test_what_cannot_be_put_back_is_refused_when_it_is_made_too(does, held):
-    with pytest.raises(MisfitError, match=r"block 1 \(Layer\) goes by .*\.held, a .*cannot be put back"):
+    with pytest.raises(qs.MisfitError, match=r"block 1 \(Layer\) goes by .*\.held, a .*cannot be put back"):
         losses(Layer(does, held=held))
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
 from quintsched.runtime.guards.state_in_several_stages import SharedState
 from quintsched.runtime.guards.weights_not_held import ReadsElsewhere, WeightsElsewhere
@@ -79,7 +78,7 @@ def test_all_ranks_refuse_it(of):
         loss = F.mse_loss if of == "metric" else norm
         engine = Engine(plan, model, loss, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport, **functions)
         before = model[transport.rank].weight.detach().clone()
-        with pytest.raises(MisfitError, match=rf"{of}.* goes by '0\.weight'.*weight_decay="):
+        with pytest.raises(qs.MisfitError, match=rf"{of}.* goes by '0\.weight'.*weight_decay="):
             engine.step(torch.ones(4, 2), torch.ones(4, 2))
         assert torch.equal(before, model[transport.rank].weight)
 
@@ -158,5 +157,5 @@ def test_blocks_hold_no_weight_of_another_stage_but_in_modules(name):
         SharedState(blocks, [range(2), range(2, 3)])
         return
     says = r"block 2 \(.*on stage 1 holds '0\.weight' .*stage 0 trains, as .*; register its module"
-    with pytest.raises(MisfitError, match=says):
+    with pytest.raises(qs.MisfitError, match=says):
         SharedState(blocks, [range(2), range(2, 3)])

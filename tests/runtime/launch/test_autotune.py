@@ -9,10 +9,9 @@ import pytest
 
 from quintsched.compiler import compile_request
 from quintsched.plan import Plan
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import JobConfig, Transport, run_local
 from quintsched.runtime.launch.job_plan import plan_of, request_of
 from quintsched.runtime.launch.tune_while_training import Autotune, Proposal, Propose, step_s
-from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.trace.measured_trace import Trace
 from tests.helpers.jobs import COUNTING, Sections, fit, joined, launch
 

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.runtime.comm import run_local
-from quintsched.runtime.launch.job_plan import plan_of
-from quintsched.runtime.settings.job_file import load_job
-from quintsched.runtime.train.trainer import Trainer
+from quintsched.runtime import Trainer, load_job, plan_of, run_local
 from quintsched.stalls.stall_report import StallReport
 
 from .hosted_job import MODEL, ends, job_of, launch, wait_for_steps

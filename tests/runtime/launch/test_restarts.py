@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime.comm import run_local
+from quintsched.runtime import JobConfig, Trainer, load_job, run_local
 from quintsched.runtime.launch.job_plan import Worlds, for_processes, plan_of, smaller_worlds
-from quintsched.runtime.settings.job_file import JobConfig, load_job
-from quintsched.runtime.train.trainer import Trainer
 
 from ...helpers.commands import run, write_job
 from .losing_model import losing

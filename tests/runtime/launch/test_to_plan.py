@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.runtime.launch.job_plan import plan_of
-from quintsched.runtime.settings.job_file import JobConfig
+from quintsched.runtime import JobConfig, plan_of
 
 
 def job(**sections: dict[str, object]) -> JobConfig:

@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 
 from ...helpers.training import require_equal, sgd, train_alone, train_ranks
 
@@ -95,5 +94,5 @@ def test_groups_that_replicas_have_one_of_each_are_tried_mixed(group):
     def loss(output, targets):
         return group((output["p"] - targets["y"]).square().mean(-1), targets["ids"])
 
-    with pytest.raises(MisfitError, match="of microbatches it is not that of the batch"):
+    with pytest.raises(qs.MisfitError, match="of microbatches it is not that of the batch"):
         train(loss, "dp=2", 1, given=by_domain)

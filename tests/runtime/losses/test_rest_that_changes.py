@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime import SumOfMeans
 
 from ...helpers.training import require_equal, sgd, train_alone, train_ranks
@@ -69,7 +68,7 @@ REFUSED = {
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
 @pytest.mark.parametrize("loss", REFUSED.values(), ids=REFUSED)
 def test_it_is_refused_in_the_first_step_that_is_not_as_found(loss, mesh, microbatches):
-    with pytest.raises(MisfitError, match=r"in step 1 it is not so|since a number among the targets has changed"):
+    with pytest.raises(qs.MisfitError, match=r"in step 1 it is not so|since a number among the targets has changed"):
         train(lambda: nn.Linear(4, 3), loss, beside, mesh, microbatches, [8] * 3)
 
 
@@ -89,7 +88,7 @@ UNSEEN_AT_FIRST = {
 @pytest.mark.parametrize(("mesh", "microbatches"), MESHES)
 @pytest.mark.parametrize("loss", UNSEEN_AT_FIRST.values(), ids=UNSEEN_AT_FIRST)
 def test_terms_that_begin_at_nothing_are_seen_before_weights_change(loss, mesh, microbatches):
-    with pytest.raises(MisfitError, match=r"belongs to no sample|depends on the other samples"):
+    with pytest.raises(qs.MisfitError, match=r"belongs to no sample|depends on the other samples"):
         train(Uncertain, loss, alone, mesh, microbatches, [8])
 
 

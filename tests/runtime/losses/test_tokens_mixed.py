@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, run_local
 
 from ..trials import sgd
@@ -77,7 +76,7 @@ WEIGHTS = torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64)
 @pytest.mark.parametrize("name", MIXED)
 @pytest.mark.parametrize("plan", PLANS)
 def test_losses_of_several_tokens_are_refused(plan, name):
-    with pytest.raises(MisfitError, match="slices"):
+    with pytest.raises(qs.MisfitError, match="slices"):
         run(PLANS[plan], MIXED[name])
 
 
@@ -96,5 +95,5 @@ def test_metrics(plan):
     found, expected = run(PLANS[plan], OF_IDS["classes"], right, ids=True)
     assert found == pytest.approx(expected, rel=1e-12)
     for mixed in (lambda o, t: o.diff(n=2, dim=1).abs().mean(), lambda o, t: (o.argmax(-1) == t).all(1).double().sum()):
-        with pytest.raises(MisfitError, match="metric 'm' is not that of the batch"):
+        with pytest.raises(qs.MisfitError, match="metric 'm' is not that of the batch"):
             run(PLANS[plan], OF_IDS["classes"], mixed, ids=True)

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_builders import build_model
+from quintsched.runtime import Engine, build_model
 
 from ...helpers.training import check_equality
 from ..toys import sgd

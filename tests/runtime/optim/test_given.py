@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import quintsched as qs
-from quintsched.errors import MisfitError, QuintschedError, UsageError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.optim.tensors_each_optimizer_needs import COUPLING_BY_CLASS, Coupling, coupling_of
 
@@ -103,21 +102,21 @@ def scheduled(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("given", "mesh", "error", "words"),
     [
-        (3, "dp=2", UsageError, r"must be a function of parameters, such as optimizer=lambda params"),
-        (lambda p: None, "dp=2", UsageError, "returned a NoneType"),
-        (torch.optim.LBFGS, "dp=2,pp=2", UsageError, "LBFGS computes losses inside its step"),
-        (torch.optim.SparseAdam, "dp=2", UsageError, "SparseAdam wants sparse gradients"),
-        (Over(spent), "dp=2", UsageError, "has made steps already"),
-        (Over(scheduled), "dp=2", UsageError, r"engine\.lr_schedulers"),
-        ({"0.*": torch.optim.Adam}, "dp=2", UsageError, r"no pattern of the optimizers matches '1\.weight'"),
-        ({"9.*": torch.optim.Adam, "*": torch.optim.Adam}, "dp=2", UsageError, "first to match no weight"),
-        (lambda p: torch.optim.Adam([nn.Parameter(torch.ones(2))]), "pp=2", UsageError, "none of those"),
-        (lambda p: [torch.optim.Adam(p), torch.optim.SGD(p)], "dp=2", UsageError, "two optimizers step the same"),
-        (LargestNorm, "pp=2", MisfitError, r"does not say .* LargestNorm\.needs_whole_parameters = False"),
-        (lambda p: Lookahead(torch.optim.Adam(p)), "pp=2", MisfitError, "needs_whole_parameters"),
+        (3, "dp=2", qs.UsageError, r"must be a function of parameters, such as optimizer=lambda params"),
+        (lambda p: None, "dp=2", qs.UsageError, "returned a NoneType"),
+        (torch.optim.LBFGS, "dp=2,pp=2", qs.UsageError, "LBFGS computes losses inside its step"),
+        (torch.optim.SparseAdam, "dp=2", qs.UsageError, "SparseAdam wants sparse gradients"),
+        (Over(spent), "dp=2", qs.UsageError, "has made steps already"),
+        (Over(scheduled), "dp=2", qs.UsageError, r"engine\.lr_schedulers"),
+        ({"0.*": torch.optim.Adam}, "dp=2", qs.UsageError, r"no pattern of the optimizers matches '1\.weight'"),
+        ({"9.*": torch.optim.Adam, "*": torch.optim.Adam}, "dp=2", qs.UsageError, "first to match no weight"),
+        (lambda p: torch.optim.Adam([nn.Parameter(torch.ones(2))]), "pp=2", qs.UsageError, "none of those"),
+        (lambda p: [torch.optim.Adam(p), torch.optim.SGD(p)], "dp=2", qs.UsageError, "two optimizers step the same"),
+        (LargestNorm, "pp=2", qs.MisfitError, r"does not say .* LargestNorm\.needs_whole_parameters = False"),
+        (lambda p: Lookahead(torch.optim.Adam(p)), "pp=2", qs.MisfitError, "needs_whole_parameters"),
     ],
 )
-def test_what_cannot_be_stepped_is_refused(given: Any, mesh: str, error: type[QuintschedError], words: str) -> None:
+def test_what_cannot_be_stepped_is_refused(given: Any, mesh: str, error: type[qs.QuintschedError], words: str) -> None:
     with pytest.raises(error, match=words):
         train(given, mesh, 0, steps=1)
 
@@ -139,7 +138,7 @@ def test_groups_that_placeholders_would_change_are_refused(told_by: str, mesh: s
         build = lambda ps: torch.optim.SGD([{"params": [p], "lr": rates[told_by](p)} for p in ps])  # noqa: E731
         engine_of(transport, mine, squared, mesh, optimizer=build, zero=zero, block_costs=[1.0] * 3)
 
-    with pytest.raises(MisfitError, match=r"other options .* group parameters by name, optimizer=lambda named"):
+    with pytest.raises(qs.MisfitError, match=r"other options .* group parameters by name, optimizer=lambda named"):
         run_local(2, run, timeout_s=60)
 
 
@@ -222,13 +221,13 @@ def test_an_instance_is_refused_once_an_engine_has_made_its_own_from_it() -> Non
         given.state_dict,
         lambda: given.register_step_post_hook(print),
     ):
-        with pytest.raises(UsageError, match=r"this SGD is not what trains: .*engine\.optimizers\.values\(\)"):
+        with pytest.raises(qs.UsageError, match=r"this SGD is not what trains: .*engine\.optimizers\.values\(\)"):
             use()
     assert engine.optimizers[0,].param_groups[0]["lr"] == 0.1
 
 
 def test_segments_are_refused_to_who_wants_whole_parameters() -> None:
-    with pytest.raises(MisfitError, match="zero_split='parameter'"):
+    with pytest.raises(qs.MisfitError, match="zero_split='parameter'"):
         train(torch.optim.Adafactor, "dp=2", 1, zero_split="element")
 
 

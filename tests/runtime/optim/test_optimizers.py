@@ -15,7 +15,6 @@ from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import quintsched as qs
-from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.optim import gathered_matrix_steps
 from quintsched.runtime.optim.gathered_matrix_steps import Stepper
@@ -136,7 +135,7 @@ def test_what_is_not_said_is_stepped_by_one_replica_or_refused(
 ) -> None:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
     if mesh != "dp=2":
-        with pytest.raises(MisfitError, match=r"does not say .*needs_whole_parameters = False"):
+        with pytest.raises(qs.MisfitError, match=r"does not say .*needs_whole_parameters = False"):
             train(plan, UNSAID[name])
         return
     assert worst_difference(train(plan, UNSAID[name]), alone(name)) <= 1e-9
@@ -169,10 +168,10 @@ def by_a_global(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @pytest.mark.parametrize(
     ("build", "error", "words"),
     [
-        (of_some_parameters, MisfitError, r"depends on all parameters, .* let the engine clip \(clip=…\)"),
-        (with_own_parameters, UsageError, r"a step hook of SGD has parameters .* lambda optimizer, args, kwargs"),
-        (hooked(lambda: by_a_global), UsageError, "a step hook of SGD has parameters or modules by itself"),
-        (Noisy, UsageError, "Noisy draws random numbers"),
+        (of_some_parameters, qs.MisfitError, r"depends on all parameters, .* let the engine clip \(clip=…\)"),
+        (with_own_parameters, qs.UsageError, r"a step hook of SGD has parameters .* lambda optimizer, args, kwargs"),
+        (hooked(lambda: by_a_global), qs.UsageError, "a step hook of SGD has parameters or modules by itself"),
+        (Noisy, qs.UsageError, "Noisy draws random numbers"),
     ],
 )
 def test_what_ranks_cannot_step_is_refused(build: Any, error: type[Exception], words: str) -> None:
@@ -198,19 +197,19 @@ def test_steps_and_hooks_set_on_an_optimizer_are_known_to_the_engine_or_refused(
     given: dict[str, Any] = {"mesh": mesh, "zero": int(mesh == "dp=2"), "microbatches": 1}
     plan = qs.compile("1f1b", **given)
     on_ranks(partial(work, declared=True), [partial(nn.Linear, 4, 4)] * 2, **given)
-    with pytest.raises(UsageError, match="has others than when the engine was built"):
+    with pytest.raises(qs.UsageError, match="has others than when the engine was built"):
         on_ranks(partial(work, declared=False), [partial(nn.Linear, 4, 4)] * 2, **given)
     hook_of_all = register_optimizer_step_pre_hook(clip)
     try:
         if mesh == "pp=2":
-            with pytest.raises(MisfitError, match="SGD with its step hooks does not say"):
+            with pytest.raises(qs.MisfitError, match="SGD with its step hooks does not say"):
                 train(plan, partial(SGD, lr=0.1))
         else:
             expected = train_plainly(TASK, tiny_gpt(8, depth=2), 4, partial(SGD, lr=0.1), dtype=torch.float64)
             assert worst_difference(train(plan, partial(SGD, lr=0.1)), expected) <= 1e-9
     finally:
         hook_of_all.remove()
-    with pytest.raises(UsageError, match="step is replaced on the optimizer itself"):
+    with pytest.raises(qs.UsageError, match="step is replaced on the optimizer itself"):
         train(plan, stepping_itself)
 
 

@@ -11,10 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn, optim
 
 import quintsched as qs
-from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_builders import build_model
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Engine, Transport, build_model, run_local
 from quintsched.runtime.optim.loss_scale import LossScale
 
 from ..toys import difference, share
@@ -75,7 +72,7 @@ def test_what_cannot_be_saved_is_said_after_the_first_step_and_refused(caplog: p
     engine = make(InObject)
     train(engine, [0])
     assert "saving will be refused" in caplog.text
-    with pytest.raises(UsageError, match="keeps what no checkpoint can hold"):
+    with pytest.raises(qs.UsageError, match="keeps what no checkpoint can hold"):
         engine.state_dict()
 
 
@@ -265,14 +262,16 @@ def test_a_state_that_lacks_what_an_optimizer_kept_is_refused_by_name(mesh: str,
         for lost in ({kept[0]}, {name for name in kept if name.startswith(of_one)}, set(kept), {"engine.step"}):
             first = next(name for name in sorted(state) if name in lost)
             part = {name: tensor for name, tensor in state.items() if name not in lost}
-            with pytest.raises(MisfitError, match=rf"the state (lacks|has no) '{first}'.*engine.set_weights"):
+            with pytest.raises(qs.MisfitError, match=rf"the state (lacks|has no) '{first}'.*engine.set_weights"):
                 again.load_state_dict(part)
         require_same(again.state_dict(), state)
         path = tmp_path / f"{transport.rank}"
         part = {name: tensor for name, tensor in state.items() if not name.startswith(of_one)}
         save_file(part, path, metadata=engine.state_metadata())
         engine.everyone.barrier()
-        with pytest.raises(MisfitError, match=r"0 lacks 'optimizer\..* without which the optimizer would begin anew"):
+        with pytest.raises(
+            qs.MisfitError, match=r"0 lacks 'optimizer\..* without which the optimizer would begin anew"
+        ):
             again.load_state_files([tmp_path / str(rank) for rank in range(plan.mesh.size)])
 
     run_local(plan.mesh.size, body, timeout_s=60)
@@ -282,7 +281,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
     engine = make(InGroups)
     train(engine, FIRST)
     state = engine.state_dict()
-    with pytest.raises(MisfitError, match="of another optimizer"):
+    with pytest.raises(qs.MisfitError, match="of another optimizer"):
         make(optim.Adam).load_state_dict(state)
-    with pytest.raises(MisfitError, match="of another optimizer"):
+    with pytest.raises(qs.MisfitError, match="of another optimizer"):
         make(optim.Adam).load_full_state_dict(state)

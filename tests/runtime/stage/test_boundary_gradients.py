@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime import Carry, split
 
 from ...helpers.training import check_equality
@@ -106,7 +105,7 @@ NO_GRADIENT = {
 
 @pytest.mark.parametrize(("kind", "change", "how"), NO_GRADIENT.values(), ids=NO_GRADIENT)
 def test_a_stage_that_gives_no_gradient_back_is_refused(kind: Any, change: Any, how: Any) -> None:
-    with pytest.raises(MisfitError, match=r"blocks from \d on give no gradient .* freeze blocks 0 to \d"):
+    with pytest.raises(qs.MisfitError, match=r"blocks from \d on give no gradient .* freeze blocks 0 to \d"):
         check(partial(model, kind), change, **how)
 
 
@@ -162,7 +161,7 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], dict[str, Any]]] = {
 @pytest.mark.parametrize(("build", "how"), REFUSED.values(), ids=REFUSED)
 def test_a_tensor_that_nobody_uses_is_refused_where_weights_need_it(build: Any, how: Any) -> None:
     words = r"no gradient to ('rider0'|'c'|\[1\]) of .* \(0\.(0\.)?b\.weight, 0\.(0\.)?b\.bias\)"
-    with pytest.raises(MisfitError, match=words):
+    with pytest.raises(qs.MisfitError, match=words):
         check(build, lambda *_: None, **how)
 
 

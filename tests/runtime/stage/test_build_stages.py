@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import run_local
+from quintsched.runtime import Engine, run_local
 from quintsched.runtime.stage.build_stages import partition
 
 from ..toys import ids_task, sgd, tiny_gpt, train_on, train_plainly
@@ -42,7 +40,7 @@ def test_a_cut_has_the_smallest_maximum_of_all(costs: list[float], data: st.Data
 
 def test_first_stages_take_as_much_as_they_can() -> None:
     assert partition([1.0] * 5, 3) == [range(2), range(2, 4), range(4, 5)]
-    with pytest.raises(MisfitError, match="2 blocks cannot fill 3 stages"):
+    with pytest.raises(qs.MisfitError, match="2 blocks cannot fill 3 stages"):
         partition([1.0, 1.0], 3)
 
 
@@ -52,7 +50,9 @@ def test_one_rank_of_a_process_trains_a_module_and_later_ranks_may_train_it_agai
     def train(mesh: str) -> float:
         return run_local(2, lambda one: engine_of(one, blocks, mesh=mesh).step(*ones(4, 4)[0]).loss.item())[0]
 
-    with pytest.raises(MisfitError, match=r"block 0 \(Linear\) is trained by another rank of this process; make the"):
+    with pytest.raises(
+        qs.MisfitError, match=r"block 0 \(Linear\) is trained by another rank of this process; make the"
+    ):
         train("dp=2")
     losses = [train("pp=2") for _ in range(3)]
     assert losses == sorted(losses, reverse=True)
@@ -64,14 +64,14 @@ TIED: Mapping[str, Sequence[str]] = {"embedding": ("0.tokens.weight", "5.head.we
 def test_plan_and_model_must_tie_the_same() -> None:
     blocks = tiny_gpt(6, tied=True)
     untied = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-    with pytest.raises(MisfitError, match=r"compile the plan with --tied embedding=0,1"):
+    with pytest.raises(qs.MisfitError, match=r"compile the plan with --tied embedding=0,1"):
         train_on(untied, ids_task(1, 4, length=6), blocks, dtype=torch.float64, tied=TIED)
     tied = qs.compile("1f1b", mesh="pp=2", microbatches=2, tied={"embedding": (0, 1)})
     for names, words in [
         ({}, "on stages none; name weights of 'embedding', Engine"),
         ({"embedding": ("3.norm1.weight", "4.norm1.weight")}, r"on stages {'embedding': \(1,\)}; compile .* no --tied"),
     ]:
-        with pytest.raises(MisfitError, match=words):
+        with pytest.raises(qs.MisfitError, match=words):
             train_on(tied, ids_task(1, 4, length=6), blocks, dtype=torch.float64, tied=names)
 
 
@@ -84,7 +84,7 @@ def test_weights_that_are_not_there_or_differ_in_shape_are_refused() -> None:
         (("0.weight", "1.scale"), "no weight of that name"),
         (("0.weight", "1.weight"), r"\(4, 4\) and \(2, 4\)"),
     ]:
-        with pytest.raises(MisfitError, match=words):
+        with pytest.raises(qs.MisfitError, match=words):
             Engine(plan, blocks, nn.functional.mse_loss, sgd, tied={"w": names})
 
 
@@ -94,5 +94,5 @@ def test_a_weight_inside_and_outside_of_what_is_shared_out_over_tp_is_refused() 
     alone = train_plainly(task, tiny_gpt(6), 2, dtype=torch.float64, tied=tied)
     found = train_on(plan, task, tiny_gpt(6), dtype=torch.float64, tied=tied)
     assert found[0].losses == pytest.approx(alone.losses, rel=1e-12)
-    with pytest.raises(MisfitError, match="on stage 0, and sequence parallelism gives but one of them all tokens"):
+    with pytest.raises(qs.MisfitError, match="on stage 0, and sequence parallelism gives but one of them all tokens"):
         train_on(plan, task, tiny_gpt(6), dtype=torch.float64, tied=tied, sequence_parallel=True)

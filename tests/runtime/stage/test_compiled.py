@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import quintsched as qs
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Engine, Transport, run_local
 from tests.compiling import NEEDS_COMPILER, TORCH_WARNS
 
 from ..toys import difference, sgd

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Engine, Transport, run_local
 
 SIZE, X, Y = 4, torch.ones(4, 4), torch.ones(4, 4)
 

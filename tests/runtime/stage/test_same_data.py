@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.stage.batches.compare_whole_batches import SameData
 from quintsched.runtime.stage.batches.same_batch_every_step import DataMarks
 from quintsched.runtime.stage.batches.tree_digests import (

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, Transport, run_local
 
 from ...helpers.training import check_equality, train_alone, train_ranks
@@ -123,7 +122,7 @@ REFUSED = {
 @pytest.mark.parametrize(("kind", "words"), REFUSED.values(), ids=REFUSED)
 def test_what_else_tensors_have_is_refused(kind: Any, words: str, recompute: int) -> None:
     extras = {"mask": torch.ones(8, WIDTH).double()} if kind in (Caches, Differentiates) else {}
-    with pytest.raises(MisfitError, match=words):
+    with pytest.raises(qs.MisfitError, match=words):
         check(build=lambda: [kind() for _ in range(3)], stages=2 - recompute, recompute=recompute, **extras)
 
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ..toys import CLASSES
@@ -39,7 +37,7 @@ class Failing(nn.Module):
 @pytest.mark.parametrize(("mesh", "odd"), [("pp=2", 0), ("pp=2", 1), ("dp=2,pp=2", 2)])
 def test_code_that_raises_on_one_rank_alone_is_that_ranks_own_error(mesh: str, odd: int, samples: int) -> None:
     """Where it takes no such units, of which there are 2 in training and 3 in evaluation."""
-    told: dict[int, QuintschedError] = {}
+    told: dict[int, qs.QuintschedError] = {}
 
     def work(transport: Transport) -> None:
         blocks = [nn.Identity, partial(Failing, samples if transport.rank == odd else 0)]
@@ -48,19 +46,19 @@ def test_code_that_raises_on_one_rank_alone_is_that_ranks_own_error(mesh: str, o
         try:
             engine.step(inputs[:4], targets[:4])
             engine.evaluate(inputs, targets)
-        except QuintschedError as error:
+        except qs.QuintschedError as error:
             told[transport.rank] = error
             raise
 
-    with pytest.raises(QuintschedError):
+    with pytest.raises(qs.QuintschedError):
         run_local(qs.Mesh.parse(mesh).size, work, 20)
     error = told.pop(odd)
-    assert isinstance(error, CodeError)
+    assert isinstance(error, qs.CodeError)
     assert isinstance(error.__cause__, KeyError)
     assert str(error).startswith(f"rank {odd} (")
     assert f"), block 1 cannot take float32 ({samples}, 8): KeyError: 'no such token'" in str(error)
     assert told
-    assert all(isinstance(theirs, StallError) and f"rank {odd}" in str(theirs) for theirs in told.values())
+    assert all(isinstance(theirs, qs.StallError) and f"rank {odd}" in str(theirs) for theirs in told.values())
 
 
 def squares(output: Tensor, targets: Tensor) -> Tensor:
@@ -110,9 +108,9 @@ def test_an_evaluation_that_a_rank_refuses_is_refused_by_all_that_read_it() -> N
             engine.step(INPUTS[half], USUAL[half])
             assert engine.evaluate(INPUTS[half], USUAL[half]).loss.isfinite()
         result = engine.evaluate(INPUTS[half], FAR[half])
-        with pytest.raises(MisfitError, match=r"it gave a NoneType|some rank refuses it in its own words"):
+        with pytest.raises(qs.MisfitError, match=r"it gave a NoneType|some rank refuses it in its own words"):
             result.loss  # noqa: B018
-        with pytest.raises(MisfitError, match="it gave a NoneType"):
+        with pytest.raises(qs.MisfitError, match="it gave a NoneType"):
             engine.step(INPUTS[half], USUAL[half])
 
     loss = lambda o, t: None if t.max() > 50 else squares(o, t).mean()  # noqa: E731
@@ -139,5 +137,5 @@ CASES: dict[str, tuple[Any, Any, str]] = {
 def test_losses_of_the_whole_batch(name: str) -> None:
     loss, targets, words = CASES[name]
     engine = engine_of(None, [lambda: nn.Linear(3, 2)], loss, "dp=1")
-    with pytest.raises(CodeError, match=f"here with 2 of this replica's .*{words}"):
+    with pytest.raises(qs.CodeError, match=f"here with 2 of this replica's .*{words}"):
         engine.step(torch.ones(4, 3), targets)

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 import quintsched as qs
+from quintsched.runtime import Engine, Transport, connect
 from quintsched.runtime.blocks.block_builders import Blocks
-from quintsched.runtime.comm import Transport, connect
-from quintsched.runtime.engine import Engine
 
 MICROBATCHES = 4
 WARM_UP, STEPS = 200, 1000

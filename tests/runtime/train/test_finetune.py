@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from quintsched.errors import UsageError
-from quintsched.runtime import JobConfig, Trainer, plan_of
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import JobConfig, Trainer, Transport, plan_of, run_local
 
 from ...helpers.training import Step, train_model
 from ..families.cells import Doubles

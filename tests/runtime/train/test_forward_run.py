@@ -10,11 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quintsched.errors import QuintschedError, UsageError
-from quintsched.runtime import JobConfig, Transport, build_model, run_local
+from quintsched.runtime import JobConfig, Transport, build_model, plan_of, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.data.data_sources import load_dataset
 from quintsched.runtime.data.memory_dataset import gather_batch
-from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.models.vit import ViTOptions, vit
 from quintsched.runtime.train.forward_run import ForwardRun

@@ -7,11 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.launch.job_plan import plan_of
-from quintsched.runtime.settings.job_file import JobConfig
+from quintsched.runtime import JobConfig, Trainer, Transport, plan_of, run_local
 from quintsched.runtime.train.reporter import Reporter
-from quintsched.runtime.train.trainer import Trainer
 
 from ...helpers.jobs import data_file, figures, job
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.errors import UsageError
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.trace.measured_trace import Trace
 
@@ -49,7 +48,7 @@ def test_a_group_of_parameters_that_the_model_does_not_have_is_refused(data_file
     settings = {"parallel": {"mesh": "pp=2"}, "train": {"max_steps": 1, "optimizer": {"groups": [last]}}}
     fit(job(data_file, **settings))  # the first stage has no such parameter
     settings["train"]["optimizer"] = {"groups": [last, nowhere]}
-    with pytest.raises(UsageError, match=r"groups\.1\.params: no parameter of the model is called '\*\.fcc\.bias'"):
+    with pytest.raises(qs.UsageError, match=r"groups\.1\.params: no parameter of the model is called '\*\.fcc\.bias'"):
         fit(job(data_file, **settings))
 
 

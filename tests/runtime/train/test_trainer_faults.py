@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.engine import Engine
+from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, read_manifest
 
 from ...helpers.jobs import data_file, fit, interrupt_after, job

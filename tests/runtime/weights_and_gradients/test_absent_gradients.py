@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quintsched as qs
-from quintsched.runtime import Engine, MoE
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Engine, MoE, Transport, run_local
 from quintsched.runtime.weights_and_gradients import grad_buckets
 
 from ...helpers.training import Outcome, call_with_share, cut_tree, require_equal, require_same_bits, train_alone

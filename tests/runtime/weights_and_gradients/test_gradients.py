@@ -13,11 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError
-from quintsched.runtime import ForwardEngine
+from quintsched.runtime import Engine, ForwardEngine, Transport, run_local
 from quintsched.runtime.blocks.block_builders import Blocks
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.engine import Engine
 from quintsched.runtime.weights_and_gradients import grad_buckets
 from quintsched.runtime.weights_and_gradients.piggybacked_metrics import ROOM, Room, room_for
 
@@ -151,7 +148,7 @@ def test_a_hook_that_takes_a_sum_away_is_refused(hook: Callable[[Tensor], None],
             for parameter in engine.stages[0].parameters():
                 parameter.register_post_accumulate_grad_hook(hook)
 
-    with pytest.raises(MisfitError, match=said):
+    with pytest.raises(qs.MisfitError, match=said):
         norms(engine, before=hang_on)
 
 

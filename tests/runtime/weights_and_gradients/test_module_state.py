@@ -12,9 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Engine, Transport, run_local
 
 from ..trials import require_resumable
 
@@ -116,7 +114,7 @@ class OneWay(Own):
     ],
 )
 def test_what_cannot_be_saved_is_refused_when_the_engine_is_made(kind: Any, words: str) -> None:
-    with pytest.raises(MisfitError, match=words):
+    with pytest.raises(qs.MisfitError, match=words):
         make(kind)
 
 

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError
-from quintsched.runtime import split
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Transport, run_local, split
 from quintsched.runtime.guards.state_in_several_stages import SharedState
 
 from ...helpers.training import Outcome, check_equality, sgd, train_alone, train_rank, train_ranks, worst_difference
@@ -79,7 +77,7 @@ def row(alias: Callable[[Any], object]) -> list[Any]:
 def test_what_shares_memory_follows_without_zero_and_is_refused_with_it(name: str) -> None:
     blocks, line = row({**TIES, **VIEWS}[name]), r"dec\.weight = enc\.weight" if name in TIES else "read enc.weight"
     check_equality(plan_of(0), blocks, F.mse_loss, sgd, BATCHES)
-    with pytest.raises(MisfitError, match=rf"block 1 \(Aliased\).*'enc\.weight', and ZeRO-1 moves .*{line}"):
+    with pytest.raises(qs.MisfitError, match=rf"block 1 \(Aliased\).*'enc\.weight', and ZeRO-1 moves .*{line}"):
         train_ranks(plan_of(1, "dp=2,pp=2"), blocks, F.mse_loss, sgd, BATCHES)
 
 
@@ -102,7 +100,7 @@ def test_across_blocks_they_are_refused_unless_they_are_tied(cuts: tuple[int, ..
     if not separates and len(cuts) == 1:
         shared()
         return
-    with pytest.raises(MisfitError, match=r"'2\.weight' is another tensor in the memory of .*tie them, tied=\{'w'"):
+    with pytest.raises(qs.MisfitError, match=r"'2\.weight' is another tensor in the memory of .*tie them, tied=\{'w'"):
         shared()
 
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Engine, Transport, run_local
 
 from ...helpers.training import check_equality, train_alone
 from ..toys import Task, adam, share, tiny_vit

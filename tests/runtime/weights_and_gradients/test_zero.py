@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import quintsched as qs
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.runtime.weights_and_gradients.resident_weight_bytes import StateBytes
 
