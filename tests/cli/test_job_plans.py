@@ -45,11 +45,12 @@ def test_options_beside_a_job_are_refused(refused, job):
     message = refused(2, "compile", job, "--chunks", 2)
     assert "--chunks beside a job file" in message
     assert "--set parallel.chunks=…" in message
-    assert "--set parallel.mesh=…" in refused(2, "compile", job, "--dp", 2)
-    assert "--zero beside a job file" in refused(2, "compile", job, "--zero", 0)  # its default too
-    assert "--print-after is for a plan" in refused(2, "compile", job, "--print-after", "all")
-    assert "the command reads this file" in refused(2, "compile", job, "-o", job)
-    assert "there is no file 'none.yaml'" in refused(2, "compile", "none.yaml")
-    assert "plan.json: compile takes a job file (.yaml or .yml)" in refused(2, "compile", "plan.json")
-    plain = ("compile", "-s", "1f1b", "--pp", 2, "-m", 4)
-    assert "--set overrides a setting of a job file" in refused(2, *plain, "--set", "train.seed=1")
+    for arguments, words in (
+        ((job, "--dp", 2), "--set parallel.mesh=…"),
+        ((job, "--zero", 0), "--zero beside a job file"),  # its default too
+        ((job, "--print-after", "all"), "--print-after is for a plan"),
+        ((job, "-o", job), "the command reads this file"),
+        (("plan.json",), "plan.json: compile takes a job file (.yaml or .yml)"),
+        (("-s", "1f1b", "--pp", 2, "-m", 4, "--set", "train.seed=1"), "--set overrides a setting of a job file"),
+    ):
+        assert words in refused(2, "compile", *arguments)

@@ -42,12 +42,14 @@ def test_the_report_of_a_run_without_an_end_repeats_the_verdict(cli, report):
 
 
 def test_what_does_not_belong_to_a_report_is_refused(refused, report, tmp_path):
-    assert "--stall is drawn alone" in refused(2, "render", tmp_path / "plan.json", "--stall", report)
-    assert "render needs a plan and -o PICTURE" in refused(2, "render", tmp_path / "plan.json")
-    assert "render needs a plan and -o PICTURE" in refused(2, "render", "-o", tmp_path / "x.png")
-    assert "cannot draw this format" in refused(2, "render", "--stall", report, "-o", tmp_path / "x.json")
-    assert "none.json" in refused(2, "render", "--stall", tmp_path / "none.json")
-    assert "/format" in refused(1, "render", "--stall", tmp_path / "plan.json", "-o", tmp_path / "x.png")
-    link = tmp_path / "link.png"
-    link.symlink_to(report)
-    assert "the command reads this file" in refused(2, "render", "--stall", report, "-o", link)
+    (tmp_path / "link.png").symlink_to(report)
+    for code, arguments, words in (
+        (2, ("plan.json", "--stall", report), "--stall is drawn alone"),
+        (2, ("plan.json",), "render needs a plan and -o PICTURE"),
+        (2, ("-o", "x.png"), "render needs a plan and -o PICTURE"),
+        (2, ("--stall", report, "-o", "x.json"), "cannot draw this format"),
+        (2, ("--stall", "none.json"), "none.json"),
+        (1, ("--stall", "plan.json", "-o", "x.png"), "/format"),
+        (2, ("--stall", report, "-o", "link.png"), "the command reads this file"),
+    ):
+        assert words in refused(code, "render", *arguments)

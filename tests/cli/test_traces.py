@@ -34,17 +34,19 @@ def test_factors_of_microbatches_come_from_a_trace(cli, plan_file, tmp_path):
     assert qs.Costs.load(tmp_path / "found.json").forward.microbatches == pytest.approx(lengths, abs=0.001)
 
 
-def test_what_does_not_go_together(cli, refused, simulation, plan_file, tmp_path):
-    said = refused(2, "simulate", plan_file, "--costs", "none.json", "--per-microbatch")
-    assert "--per-microbatch goes with --costs from-trace only" in said
+def test_what_does_not_go_together(refused, simulation, plan_file, tmp_path):
     (tmp_path / "costs.json").write_text('{"microbatches": [1, 2, 0.5]}')
     for command in (("simulate", plan_file), ("show", plan_file), ("compare", "1f1b", "--pp", 4, "-m", 4)):
         said = refused(1, *command, "--costs", "costs.json")
         assert "costs: /microbatches has 3 values, but the plan has 4 microbatches" in said
-    assert "--costs from-trace DIR" in refused(2, "simulate", plan_file, "--costs", "from-trace")
-    assert "goes with --costs from-trace only" in refused(2, "simulate", plan_file, "traces")
-    assert "no such directory" in refused(2, "simulate", plan_file, "--costs", "from-trace", "nowhere")
-    assert "cannot write the costs" in refused(2, "simulate", plan_file, "-o", "no/such/costs.json")
+    for arguments, words in (
+        (("--costs", "none.json", "--per-microbatch"), "--per-microbatch goes with --costs from-trace only"),
+        (("--costs", "from-trace"), "--costs from-trace DIR"),
+        (("traces",), "goes with --costs from-trace only"),
+        (("--costs", "from-trace", "nowhere"), "no such directory"),
+        (("-o", "no/such/costs.json"), "cannot write the costs"),
+    ):
+        assert words in refused(2, "simulate", plan_file, *arguments)
     qs.compile("gpipe", mesh="dp=2,pp=2,tp=2", microbatches=4).save(tmp_path / "other.json")
     assert "the trace of another plan\n" in refused(3, "simulate", "other.json", "--costs", "from-trace", "traces")
     shutil.copyfile(plan_file, tmp_path / "traces" / "plan.json")  # as a run leaves it

@@ -26,7 +26,10 @@ def test_it_tells_causes_and_a_better_order_in_words_json_and_a_picture(cli, tmp
 
 
 def test_wrong_requests(refused):
-    assert "no such directory" in refused(2, "whatif", "nowhere")
-    assert "give a number of microbatches, or same" in refused(2, "whatif", DATA, "--memory-cap", "all")
-    assert "the smallest that works: 1" in refused(2, "whatif", DATA, "--memory-cap", 0.5)
-    assert "step 3 was not recorded" in refused(2, "whatif", DATA, "--step", 3)
+    for arguments, words in (
+        (("nowhere",), "no such directory"),
+        ((DATA, "--memory-cap", "all"), "give a number of microbatches, or same"),
+        ((DATA, "--memory-cap", 0.5), "the smallest that works: 1"),
+        ((DATA, "--step", 3), "step 3 was not recorded"),
+    ):
+        assert words in refused(2, "whatif", *arguments)
