@@ -5,16 +5,6 @@ import pytest
 import quintsched as qs
 from quintsched.files import terminal_progress as module
 
-OWN = """
-from quintsched.schedules import schedule
-from quintsched.ir.instruction_set import Bwd, Fwd
-
-@schedule("mine", summary="s", bubble="b", memory="m")
-def mine(rank, shape):
-    for microbatch in range(shape.microbatches):
-        yield Fwd(rank, microbatch)
-        yield Bwd(rank, microbatch)
-"""
 TUNE = ("tune", "--model", "gpt2", "--hardware", "l4", "--mesh", "pp=2", "--batch", 8, "--schedule", "1f1b", "--top", 1)
 
 
@@ -26,13 +16,13 @@ TUNE = ("tune", "--model", "gpt2", "--hardware", "l4", "--mesh", "pp=2", "--batc
         (("simulate", "{plan}"), "timing 40 instructions"),
         (("show", "{plan}"), "timing 40 instructions"),
         (("compare", "1f1b", "gpipe", "--pp", 2, "-m", 2), "comparing: gpipe, 50 %"),
-        (("check", "own.py:mine", "--pp", "1..2", "-m", "1..2"), "proving 4 shapes: pp=2, 2 microbatches, 100 %"),
+        (("check", "{own}", "--pp", "1..2", "-m", "1..2"), "proving 4 shapes: pp=2, 2 microbatches, 100 %"),
         (TUNE, "searching: best "),
         ((*TUNE, "--simulate"), "simulating 1 strategy"),
     ],
 )
-def test_how_far_a_command_is(cli, plan_file, tmp_path, monkeypatch, command, words):
-    (tmp_path / "own.py").write_text(OWN)
+def test_how_far_a_command_is(cli, plan_file, root, monkeypatch, command, words):
+    own = root / "examples" / "custom_schedule.py:paired_1f1b"
     lines: list[str] = []
     for name in ("__init__", "show_done", "now"):
         plain = getattr(module.ProgressLine, name)
@@ -42,7 +32,7 @@ def test_how_far_a_command_is(cli, plan_file, tmp_path, monkeypatch, command, wo
             lines.append(self.line)
 
         monkeypatch.setattr(module.ProgressLine, name, noted)
-    done = cli(*(str(word).format(plan=plan_file) for word in command))
+    done = cli(*(str(word).format(plan=plan_file, own=own) for word in command))
     assert (done.code, done.err) == (0, "")
     assert any(line.startswith(words) for line in lines), lines
     assert qs.Plan.load(plan_file).num_instructions == 40

@@ -8,6 +8,8 @@ import pytest
 import quintsched as qs
 from quintsched.runtime import JobConfig, plan_of
 
+from ...layers import ROOT
+
 
 def job(**sections: dict[str, object]) -> JobConfig:
     return JobConfig.model_validate(sections)
@@ -47,28 +49,14 @@ def test_the_world_has_to_be_the_mesh() -> None:
         qs.compile("1f1b", mesh="pp=4", microbatches=4).mesh.require_world_size(1)
 
 
-OWN = """
-import quintsched as qs
-from quintsched.collectives import Wire
-from quintsched.instructions import Bwd, Fwd
-
-@qs.schedule("of-a-job", summary="", bubble="", memory="")
-def mine(rank, shape):
-    for microbatch in range(shape.microbatches):
-        yield Fwd(rank, microbatch)
-        yield Bwd(rank, microbatch)
-"""
-
-
 def test_a_job_names_a_schedule_of_its_users(tmp_path: Path) -> None:
-    file, path = tmp_path / "mine.py", tmp_path / "own.json"
-    file.write_text(OWN)
-    own = job(parallel={"mesh": "pp=2", "microbatches": 4, "schedule": f"{file}:mine"})
+    file, path = ROOT / "examples" / "custom_schedule.py", tmp_path / "own.json"
+    own = job(parallel={"mesh": "pp=2", "microbatches": 4, "schedule": f"{file}:paired_1f1b"})
     plan = plan_of(own)
-    assert plan.schedule.name == "of-a-job"
+    assert plan.schedule.name == "paired-1f1b"
     plan.save(path)
     assert plan_of(own, path) == plan
-    with pytest.raises(qs.MisfitError, match="schedule is of-a-job in the job file but 1f1b in the plan"):
+    with pytest.raises(qs.MisfitError, match="schedule is paired-1f1b in the job file but 1f1b in the plan"):
         plan_of(own, saved(tmp_path, "1f1b")[0])
     with pytest.raises(qs.UsageError, match="has no 'nobody'"):
         plan_of(job(parallel={"mesh": "pp=2", "schedule": f"{file}:nobody"}))

@@ -1,4 +1,4 @@
-"""Losses on several stages: their sum, and the gradients, are those of one process; where stages lie changes no bit."""
+"""Losses on several stages: their sum, and the gradients, are those of one process."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -36,7 +36,7 @@ class Failing(nn.Module):
 @pytest.mark.parametrize("samples", [2, 3])
 @pytest.mark.parametrize(("mesh", "odd"), [("pp=2", 0), ("pp=2", 1), ("dp=2,pp=2", 2)])
 def test_code_that_raises_on_one_rank_alone_is_that_ranks_own_error(mesh: str, odd: int, samples: int) -> None:
-    """Where it takes no such units, of which there are 2 in training and 3 in evaluation."""
+    """Units that it does not take have 2 samples in training and 3 in evaluation."""
     told: dict[int, qs.QuintschedError] = {}
 
     def work(transport: Transport) -> None:
