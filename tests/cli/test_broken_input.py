@@ -74,10 +74,14 @@ def test_a_command_line_that_cannot_be_read(cli, arguments):
 @pytest.mark.parametrize("command", [("check",), ("show",), ("simulate",), ("render", "-o", "out.png")])
 def test_files_that_are_no_plans(refused, tmp_path, command):
     path = tmp_path / "bad.json"
-    path.write_text('{"format": "quintsched.plan", "version": 1')
-    error = refused(1, command[0], path, *command[1:])
-    assert error.startswith(f"error: {path}: ")
-    assert "is it truncated?" in error
+    for content, words in (
+        ('{"format": "quintsched.plan", "version": 1', "is it truncated?"),
+        ("[" * 10**5, "nested too"),
+    ):
+        path.write_text(content)
+        error = refused(1, command[0], path, *command[1:])
+        assert error.startswith(f"error: {path}: ")
+        assert words in error
 
 
 def test_names_of_files_make_no_lines_of_their_own(refused, tmp_path, monkeypatch):

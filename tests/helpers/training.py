@@ -46,6 +46,16 @@ class Outcome:
     """Per step the weight of its loss, and its metric, if there is one."""
 
 
+def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
+    """Return the sum of squared differences, and the number of samples."""
+    return (output - target).square().sum(), float(len(output))
+
+
+def random_batch(seed: int, *shape: int) -> Batch:
+    """Return random inputs and targets of a shape, float64."""
+    return torch.randn(2, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).unbind()
+
+
 @dataclass(frozen=True)
 class Step:
     """A step on the batches of several replicas, each of a shape of its own, some without samples; or an evaluation."""

@@ -15,7 +15,7 @@ import quintsched as qs
 from quintsched.ir.instruction_set import Message
 from quintsched.runtime.blocks.block_builders import Blocks
 
-from ..helpers.training import Outcome, train_ranks
+from ..helpers.training import Outcome, random_batch, train_ranks
 from .toys import sgd
 
 WIDTH = 6
@@ -23,8 +23,7 @@ WIDTH = 6
 
 def batch(*shape: int) -> tuple[Tensor, Tensor]:
     """Return inputs and targets, float64."""
-    source = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(2, *shape, WIDTH, generator=source, dtype=torch.float64)
+    inputs, targets = random_batch(0, *shape, WIDTH)
     return inputs, targets
 
 

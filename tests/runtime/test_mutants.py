@@ -101,8 +101,7 @@ def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 @cache
 def batch(samples: int) -> tuple[Tensor, Tensor]:
-    source = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(2, samples, LENGTH, WIDTH, generator=source, dtype=torch.float64)
+    inputs, targets = training.random_batch(0, samples, LENGTH, WIDTH)
     return inputs, targets
 
 

@@ -12,14 +12,20 @@ from quintsched.runtime import Engine, MoE
 from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.stage.replicated_buffers import buffers_kept
 
-from ...helpers.training import Outcome, Step, check_equality, require_equal, train_alone, train_ranks
+from ...helpers.training import (
+    Outcome,
+    Step,
+    check_equality,
+    random_batch,
+    require_equal,
+    squares,
+    train_alone,
+    train_ranks,
+)
 from ..toys import sgd
 
 CHANNELS, SAMPLES, STEPS = 3, 8, 3
-
-
-def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-    return (output - target).square().sum(), float(len(output))
+BATCHES = [random_batch(step, SAMPLES, CHANNELS, 6) for step in range(STEPS)]
 
 
 def of_numbers(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
@@ -35,21 +41,14 @@ def averaging() -> nn.Module:
     )
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(step)
-    x, y = torch.randn(2, SAMPLES, CHANNELS, 6, generator=random, dtype=torch.float64)
-    return x, y
-
-
 def plainly(blocks: Blocks, size: int, order: Sequence[int] = range(SAMPLES)) -> Outcome:
     """Train in one process, `size` samples at a time."""
-    batches = [tuple(part[[*order]] for part in batch(step)) for step in range(STEPS)]
+    batches = [tuple(part[[*order]] for part in batch) for batch in BATCHES]
     return train_alone(blocks, squares, sgd, batches, microbatches=SAMPLES // size)
 
 
 def trained(plan: qs.Plan, blocks: Blocks, **options: Any) -> list[Outcome]:
-    batches = [batch(step) for step in range(STEPS)]
-    return train_ranks(plan, blocks, squares, sgd, batches, dtype=torch.float64, **options)
+    return train_ranks(plan, blocks, squares, sgd, BATCHES, dtype=torch.float64, **options)
 
 
 @pytest.mark.parametrize(
@@ -73,9 +72,7 @@ def normed() -> nn.Module:
 def test_units_without_samples_change_no_statistics(mesh: str) -> None:
     """Over ep they are computed too, as experts may be given rows of other ranks; instance norms cannot be."""
     plan, blocks = qs.compile("1f1b", mesh=mesh, microbatches=3), [averaging if mesh == "dp=2" else normed] * 2
-    steps = [
-        Step([tuple(part[:5] for part in batch(step)), tuple(part[6:] for part in batch(step))]) for step in (0, 1)
-    ]
+    steps = [Step([[part[:5] for part in batch], [part[6:] for part in batch]]) for batch in BATCHES[:2]]
     expected = train_alone(blocks, squares, sgd, steps, microbatches=3)
     require_equal(train_ranks(plan, blocks, squares, sgd, steps, dtype=torch.float64), expected)
 

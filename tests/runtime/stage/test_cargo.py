@@ -14,10 +14,19 @@ from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Carry
 from quintsched.runtime.comm import Rules
 
-from ...helpers.training import Outcome, require_equal, require_same_bits, train_alone, train_ranks
+from ...helpers.training import (
+    Outcome,
+    random_batch,
+    require_equal,
+    require_same_bits,
+    squares,
+    train_alone,
+    train_ranks,
+)
 from ..toys import sgd
 
 SIZE, SAMPLES, STEPS = 6, 12, 2
+DATA = random_batch(0, SAMPLES, SIZE)
 
 
 class Plain(nn.Module):
@@ -89,16 +98,6 @@ def twelve() -> list[Any]:
 SKIPS = {"a": (0, 2, 3, 5), "b": (1, 3, 4)}
 
 
-def data() -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(0)
-    inputs, targets = torch.randn(2, SAMPLES, SIZE, generator=random, dtype=torch.float64)
-    return inputs, targets
-
-
-def summed(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-    return (output - target).square().sum(), float(len(output))
-
-
 def train(
     skips: Mapping[str, tuple[int, ...]], blocks: Sequence[Any], name: str, wire: Rules = "mailbox", **shape: Any
 ) -> list[Outcome]:
@@ -112,12 +111,12 @@ def compile_with(skips: Mapping[str, tuple[int, ...]], name: str, **shape: Any) 
 
 
 def train_plan(plan: qs.Plan, blocks: Sequence[Any], wire: Rules = "mailbox", **more: Any) -> list[Outcome]:
-    more |= {"dtype": torch.float64, "evaluated": data(), "wire": wire}
-    return train_ranks(plan, blocks, summed, sgd, [data()] * STEPS, **more)
+    more |= {"dtype": torch.float64, "evaluated": DATA, "wire": wire}
+    return train_ranks(plan, blocks, squares, sgd, [DATA] * STEPS, **more)
 
 
 def train_plainly(blocks: Sequence[Any]) -> Outcome:
-    return train_alone(blocks, summed, sgd, [data()] * STEPS, evaluated=data())
+    return train_alone(blocks, squares, sgd, [DATA] * STEPS, evaluated=DATA)
 
 
 def assert_same_bits(found: Sequence[Outcome], wanted: Sequence[Outcome]) -> None:

@@ -13,7 +13,15 @@ import quintsched as qs
 from quintsched.runtime import Engine, MoE, Transport, run_local
 from quintsched.runtime.weights_and_gradients import grad_buckets
 
-from ...helpers.training import Outcome, call_with_share, cut_tree, require_equal, require_same_bits, train_alone
+from ...helpers.training import (
+    Outcome,
+    call_with_share,
+    cut_tree,
+    require_equal,
+    require_same_bits,
+    squares,
+    train_alone,
+)
 from ..optim.optimizers import plain
 
 WIDTH = 8
@@ -39,10 +47,6 @@ def blocks(count: int = 2) -> list[Callable[[], nn.Module]]:
     return [Choosing] * count
 
 
-def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    return (output - targets).square().sum(), float(len(output))
-
-
 def batches() -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
     random = torch.Generator().manual_seed(0)
     found = []
@@ -66,7 +70,7 @@ OPTIMIZERS: dict[str, Any] = {
 def alone(optimizer: str, given: Sequence[Callable[[], nn.Module]] | None = None, tied: Sequence[str] = ()) -> Outcome:
     """Train in one process, gradients set to none between steps."""
     ties, stepper = {"shared": tied} if tied else {}, plain(OPTIMIZERS[optimizer])
-    return train_alone(given or blocks(), loss, stepper, batches(), microbatches=4, tied=ties)
+    return train_alone(given or blocks(), squares, stepper, batches(), microbatches=4, tied=ties)
 
 
 @pytest.mark.sampled(12)
@@ -195,7 +199,7 @@ def train(
 
     def run(transport: Transport) -> Outcome:
         own, more = given or blocks(max(2, len(plan.stage_to_pp))), {"bucket_mb": 0.0005, "tied": tied}
-        engine, losses = Engine(plan, own, loss, optimizer, dtype=torch.float64, transport=transport, **more), []
+        engine, losses = Engine(plan, own, squares, optimizer, dtype=torch.float64, transport=transport, **more), []
         for batch in batches():
             mine = cut_tree(batch, engine.replica, engine.num_replicas)
             results = []
@@ -214,7 +218,7 @@ def test_masters_of_short_weights_are_not_stepped_either(dtype: torch.dtype) -> 
     plan = qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=1)
 
     def run(transport: Transport) -> None:
-        engine = Engine(plan, blocks(), loss, OPTIMIZERS["adamw"], dtype=dtype, transport=transport)
+        engine = Engine(plan, blocks(), squares, OPTIMIZERS["adamw"], dtype=dtype, transport=transport)
         before = {name: weight.clone() for name, weight in engine.full_weights().items()}
         call_with_share(engine, engine.step, pytree.tree_map(lambda x: x.to(dtype), batches()[0]))
         for name, weight in engine.full_weights().items():

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import Blocks, build_block
 
-from ...helpers.training import Outcome, call_with_share, check_equality
+from ...helpers.training import Outcome, call_with_share, check_equality, random_batch, squares
 from ..trials import on_ranks
 
 WIDTH, STEPS = 4, 5
@@ -18,10 +18,6 @@ WIDTH, STEPS = 4, 5
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3)
-
-
-def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-    return (output - target).square().sum(), float(len(output))
 
 
 def layer() -> nn.Module:
@@ -32,12 +28,6 @@ def frozen() -> nn.Module:
     return layer().requires_grad_(False)
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    random = torch.Generator().manual_seed(step)
-    x, y = torch.randn(2, 8, WIDTH, generator=random, dtype=torch.float64)
-    return x, y
-
-
 def thaw(blocks: Any, step: int) -> None:
     """Train the last block alone, then one more in every step; rest block 3 for a step."""
     for number, block in enumerate(blocks):
@@ -45,7 +35,7 @@ def thaw(blocks: Any, step: int) -> None:
 
 
 def check(request_of: dict[str, Any], blocks: Blocks, *, gradually: bool = False, **options: Any) -> list[Outcome]:
-    plan, batches = qs.compile(**request_of, microbatches=2), [batch(step) for step in range(STEPS)]
+    plan, batches = qs.compile(**request_of, microbatches=2), [random_batch(step, 8, WIDTH) for step in range(STEPS)]
     modules = [build_block(block, number, 0, torch.float64) for number, block in enumerate(blocks)]
     return check_equality(plan, modules, squares, adamw, batches, before=thaw if gradually else None, **options)
 
@@ -69,7 +59,7 @@ def test_frozen_weights_stay_and_all_else_is_as_in_one_process(request_of: dict[
 
 def test_what_was_frozen_at_first_is_not_trained_in_silence() -> None:
     engine = Engine(qs.compile("1f1b", mesh="dp=1", microbatches=1), [frozen, layer], squares, adamw)
-    x, y = (part.float() for part in batch(0))
+    x, y = (part.float() for part in random_batch(0, 8, WIDTH))
     engine.step(x, y)
     engine.stages[0].blocks["0"].requires_grad_(True)
     with pytest.raises(qs.MisfitError, match=r"0\.0\.weight is to be trained, but was frozen when the engine was made"):
@@ -99,10 +89,10 @@ def test_a_tied_weight_may_be_frozen_as_a_whole(stages: int) -> None:
 @pytest.mark.parametrize("request_of", [{"mesh": "pp=2"}, {"mesh": "dp=2", "zero": 1}], ids=str)
 def test_parameters_added_to_an_optimizer_are_refused(request_of: dict[str, Any]) -> None:
     def work(engine: Engine) -> None:
-        call_with_share(engine, engine.step, batch(0))
+        call_with_share(engine, engine.step, random_batch(0, 8, WIDTH))
         for optimizer in engine.optimizers.values():
             optimizer.add_param_group({"params": list(engine.stages[0].blocks["1"].parameters())})
-        call_with_share(engine, engine.step, batch(0))
+        call_with_share(engine, engine.step, random_batch(0, 8, WIDTH))
 
     more = {"optimizer": lambda params: adamw(list(params)[:2]), "dtype": torch.float64, **request_of}
     words = r"built with \d parameters and have \d now .* freeze those that are to learn"

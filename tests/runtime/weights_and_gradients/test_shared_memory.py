@@ -14,10 +14,10 @@ import quintsched as qs
 from quintsched.runtime import Transport, run_local, split
 from quintsched.runtime.guards.state_in_several_stages import SharedState
 
-from ...helpers.training import Outcome, check_equality, sgd, train_alone, train_rank, train_ranks, worst_difference
+from ...helpers.training import check_equality, random_batch, require_equal, sgd, train_alone, train_rank, train_ranks
 
 linear = partial(nn.Linear, 4, 4, dtype=torch.float64)
-BATCHES = [tuple(torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(k), dtype=torch.float64)) for k in (0, 1)]
+BATCHES = [random_batch(seed, 8, 4) for seed in (0, 1)]
 
 
 class Aliased(nn.Module):
@@ -108,10 +108,10 @@ def test_tied_weights_of_one_memory_on_two_stages_of_a_rank_are_stepped_once() -
     plan = plan_of(0, "pp=2", schedule="dualpipe-v", tied={"w": (0, 3)}, stages=[1, 1, 1, 1])
     model, ties = nn.Sequential(*(linear() for _ in range(4))), {"w": ("0.weight", "3.weight")}
 
-    def rank(transport: Transport) -> Outcome:
+    def rank(transport: Transport) -> Any:
         own = copy.deepcopy(model)
         own[3].weight.data = own[0].weight.data
         return train_rank(transport, plan, [*own], F.mse_loss, sgd, BATCHES, tied=ties)
 
     alone = train_alone([*model], F.mse_loss, sgd, BATCHES, tied=ties)
-    assert worst_difference(run_local(2, rank), alone) <= 1e-12
+    require_equal(run_local(2, rank), alone)
