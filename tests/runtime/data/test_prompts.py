@@ -28,28 +28,6 @@ def test_prompts_are_no_targets() -> None:
     assert text["input_ids"].tolist() == [0xC3, 0xA9, ord("!")]
 
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
-    "{% if add_generation_prompt %}<assistant> {% endif %}"
-)
-
-
-def test_a_chat_template_says_where_the_answer_begins() -> None:
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    words = ["<unk>", "<user>", "<assistant>", "<end>", "hi", "yes", "<system>", "brief"]
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: k for k, word in enumerate(words)}, "<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
-    fast.chat_template = TEMPLATE
-    sample = PromptAnswers([("hi", "yes yes")], chat(fast, system="brief"))[0]
-    assert sample["input_ids"].tolist() == [6, 7, 3, 1, 4, 3, 2, 5, 5, 3]
-    assert sample["labels"].tolist() == [NO] * 7 + [5, 5, 3]
-    fast.chat_template = "{{ messages | length }} " + TEMPLATE
-    with pytest.raises(UsageError, match="does not begin alike with and without an answer"):
-        PromptAnswers([("hi", "yes")], chat(fast))[0]
-
-
 def test_batches_are_padded_behind() -> None:
     samples = PromptAnswers(PAIRS, concatenated(ids, end=9))
     batch = next(iter(DataLoader(samples, batch_size=2, collate_fn=partial(pad_batch, pad=7, multiple=4))))
@@ -58,3 +36,48 @@ def test_batches_are_padded_behind() -> None:
     assert batch["attention_mask"].tolist() == [[1] * 4 + [0] * 4, [1] * 5 + [0] * 3]
     inputs, targets, extras = batch_of(batch)
     assert (inputs is batch["input_ids"], targets is batch["labels"], list(extras)) == (True, True, ["attention_mask"])
+
+
+def test_a_chat_template_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["<unk>", "<user>", "<assistant>", "<end>", "hi", "yes"]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: k for k, word in enumerate(words)}, "<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+    fast.chat_template = (
+        "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+    sample = PromptAnswers([("hi", "yes yes")], chat(fast))[0]
+    assert sample["input_ids"].tolist() == [1, 4, 3, 2, 5, 5, 3]
+    assert sample["labels"].tolist() == [NO] * 4 + [5, 5, 3]
+
+
+class Letters:
+    """A tokenizer with a chat template, a letter per id."""
+
+    template = "{role}:{content};"
+
+    def apply_chat_template(
+        self, turns: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool = False
+    ) -> str:
+        assert not tokenize
+        return "".join(f"<{turn['role'][0]}>{turn['content']};" for turn in turns) + "<a>" * add_generation_prompt
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+class Reworded(Letters):
+    def apply_chat_template(self, turns: list[dict[str, str]], **options: bool) -> str:
+        return f"{len(turns)}" + super().apply_chat_template(turns, **options)
+
+
+def test_a_chat_template_says_where_the_answer_begins() -> None:
+    sample = PromptAnswers([("hi", "yes")], chat(Letters(), system="be brief"))[0]
+    assert "".join(map(chr, sample["input_ids"].tolist())) == "<s>be brief;<u>hi;<a>yes;"
+    assert "".join(chr(label) for label in sample["labels"].tolist() if label != NO) == "yes;"
+    with pytest.raises(UsageError, match="does not begin alike with and without an answer"):
+        PromptAnswers([("hi", "yes")], chat(Reworded()))[0]
