@@ -46,6 +46,11 @@ class Outcome:
     """Per step the weight of its loss, and its metric, if there is one."""
 
 
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Return AdamW that decays weights."""
+    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
+
+
 def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
     """Return the sum of squared differences, and the number of samples."""
     return (output - target).square().sum(), float(len(output))

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import quintsched as qs
 from quintsched.runtime import Carry, split
 
-from ...helpers.training import check_equality
+from ...helpers.training import adamw, check_equality
 
 STEPS, WIDTH = 5, 4
 
@@ -65,10 +65,6 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, WIDTH, generator=generator).double(), torch.randint(0, 3, (8,), generator=generator)
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
-
-
 Change = Callable[[list[nn.Module], int], object]
 
 
@@ -76,7 +72,7 @@ def check(build: Callable[[], list[nn.Module]], change: Change, mesh: str = "pp=
     """Train on stages as in one process, where that is possible."""
     plan = qs.compile(**{"schedule": "1f1b", **how}, mesh=mesh, microbatches=2)
     batches = [batch(step) for step in range(STEPS)]
-    check_equality(plan, build(), F.cross_entropy, adam, batches, before=change)
+    check_equality(plan, build(), F.cross_entropy, adamw, batches, before=change)
 
 
 def freeze(blocks: list[nn.Module], step: int, *, count: int, since: int = 0, until: int = STEPS) -> None:

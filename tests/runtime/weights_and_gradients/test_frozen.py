@@ -10,14 +10,10 @@ import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import Blocks, build_block
 
-from ...helpers.training import Outcome, call_with_share, check_equality, random_batch, squares
+from ...helpers.training import Outcome, adamw, call_with_share, check_equality, random_batch, squares
 from ..trials import on_ranks
 
 WIDTH, STEPS = 4, 5
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.3)
 
 
 def layer() -> nn.Module:

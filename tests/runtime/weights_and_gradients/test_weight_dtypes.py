@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local
 
-from ...helpers.training import check_equality, squares, train_alone
+from ...helpers.training import adamw, check_equality, squares, train_alone
 from ..toys import Task, adam, share, tiny_vit
 
 STEPS = 5
@@ -55,10 +55,6 @@ class Fourier(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.fft.irfft(torch.fft.rfft(self.real(x)) * self.weight, n=WIDTH)
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
