@@ -27,16 +27,13 @@ class Run:
     now_s: float = 100.0
     step: int = 0
     places: dict[int, RankPosition] = field(default_factory=lambda: {0: START, 1: START})
-    told_after_s: float | None = None
 
-    def stand(self, seconds: float, *, stopped: bool = False) -> bool:
+    def stand(self, seconds: float) -> bool:
         """Let nobody move for so long; return whether that is a stall."""
-        self.told_after_s = None
-        for tick in range(1, round(seconds / TICK_S) + 1):
+        for _ in range(round(seconds / TICK_S)):
             self.now_s += TICK_S
             self.progress.look(self.now_s, self.places)
-            if self.progress.is_stalled(list(self.places.values()), any_stopped=stopped):
-                self.told_after_s = tick * TICK_S
+            if self.progress.is_stalled(list(self.places.values())):
                 return True
         return False
 
@@ -61,17 +58,10 @@ def warm(patience: Patience | None = None) -> Run:
     return run
 
 
-def test_two_thousand_pauses_below_the_limit_end_nothing() -> None:
+def test_hundreds_of_pauses_below_the_limit_end_nothing() -> None:
     drawn = random.Random(0)
     run = warm()
-    assert not any(run.make_step(drawn.uniform(0.1, FLOOR_S - 0.2)) for _ in range(2000))
-
-
-def test_a_stall_is_told_within_a_second_of_the_limit() -> None:
-    run = warm()
-    assert run.make_step(60)
-    assert run.told_after_s is not None
-    assert FLOOR_S < run.told_after_s < FLOOR_S + 1
+    assert not any(run.make_step(drawn.uniform(0.1, FLOOR_S - 0.2)) for _ in range(500))
 
 
 def test_what_steps_usually_take_is_no_stall_and_one_pause_is_not_usual() -> None:
@@ -105,13 +95,14 @@ def test_what_is_no_step_may_take_as_long_as_a_wait_and_any_time_where_nobody_wa
 @pytest.mark.parametrize(
     ("patience", "is_warm", "passes_s", "stalls_s"),
     [
+        (Patience(), True, FLOOR_S - 0.2, FLOOR_S + 1),
         (Patience(stall_after=3), True, 2.8, 3.5),
         (Patience(stall_after=3), False, 50, None),
         (Patience(stall_after=3), False, 0, 70),
         (Patience(timeout_s=100), False, 60, 110),
         (Patience(timeout_s=1800, compiles=True), True, 290, 310),
     ],
-    ids=["given", "given, first step", "first step", "first step, of a wait", "compiled anew"],
+    ids=["learnt", "given", "given, first step", "first step", "first step, of a wait", "compiled anew"],
 )
 def test_the_limit_of_a_pause(patience: Patience, is_warm: bool, passes_s: float, stalls_s: float | None) -> None:
     run = warm(patience) if is_warm else Run(PositionTracker(patience))
