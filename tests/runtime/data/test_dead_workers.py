@@ -28,8 +28,8 @@ class Ends(Dataset[Tensor]):
         return torch.ones(3)
 
 
-def fetch_all(data: Dataset[Tensor], workers: int = 1) -> None:
-    batches: Any = iter(DataLoader(data, batch_size=2, num_workers=workers))
+def fetch_all(data: Dataset[Tensor]) -> None:
+    batches: Any = iter(DataLoader(data, batch_size=2, num_workers=1))
     try:
         while True:
             with naming_workers():

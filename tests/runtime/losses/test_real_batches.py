@@ -46,8 +46,8 @@ def in_batches(output: Tensor, targets: Tensor) -> Tensor:
     return losses.mean() if len(losses) != len(LABELS) else losses.topk(CLASSES).values.mean()
 
 
-def settings_of(mesh: str, microbatches: int = 4) -> dict[str, Any]:
-    return {"mesh": mesh, "microbatches": 2 if "dp" in mesh else microbatches, "dtype": torch.float64}
+def settings_of(mesh: str) -> dict[str, Any]:
+    return {"mesh": mesh, "microbatches": 2 if "dp" in mesh else 4, "dtype": torch.float64}
 
 
 @pytest.mark.sampled(2)

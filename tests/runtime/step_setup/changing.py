@@ -22,11 +22,9 @@ from ..toys import CLASSES, sgd
 LONGEST = 16
 
 
-def small_gpt(depth: int = 2, dropout: float = 0.2) -> Blocks:
-    return gpt(
-        DataSpec(input_shape=(LONGEST,), num_classes=CLASSES),
-        GPTOptions(hidden=8, depth=depth, heads=2, dropout=dropout),
-    )
+def small_gpt() -> Blocks:
+    data = DataSpec(input_shape=(LONGEST,), num_classes=CLASSES)
+    return gpt(data, GPTOptions(hidden=8, depth=2, heads=2, dropout=0.2))
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,12 @@ class Run:
         self.places = {**self.places, rank: to}
         self.progress.look(self.now_s, self.places)
 
-    def make_step(self, pause_s: float = 0.0, phase: str = "step") -> bool:
+    def make_step(self, pause_s: float = 0.0) -> bool:
         """Make a step of three instructions, with a pause in its midst; return whether that counts as a stall."""
         self.step += 1
         for at in range(3):
             for rank in (0, 1):
-                self.go(rank, place(at, self.step, phase, wait=WAITS if rank else NOTHING, entered=self.step))
+                self.go(rank, place(at, self.step, wait=WAITS if rank else NOTHING, entered=self.step))
         return pause_s > 0 and self.stand(pause_s)
 
 
