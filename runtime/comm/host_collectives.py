@@ -11,28 +11,43 @@ import torch
 from torch import Tensor
 
 from quintsched import errors
-from quintsched.errors import QuintschedError
+from quintsched.errors import MisfitError, QuintschedError, listed_ranks
 
 from . import Group, ReduceOp
 
 Result = TypeVar("Result")
 MOST_ERROR_BYTES = 4000
 """Number of bytes of an error's message that other ranks receive."""
+_SIZE_BYTES, _HEAD_BYTES = 8, 32
+"""Bytes of a size, and of that with the name of a call behind it, which fits into the rest."""
 
 
 def share_bytes(group: Group, mine: bytes) -> list[bytes]:
-    """Return every member's bytes, of any length, in the order of the group (all-gather)."""
-    device = group.device
-    lengths = torch.empty(group.size, dtype=torch.int64, device=device)
-    group.all_gather(lengths, torch.tensor([len(mine)], device=device)).wait()
-    sizes: list[int] = lengths.tolist()
-    longest = max(sizes)
-    if not longest:
-        return [b""] * len(sizes)
-    gathered = torch.empty(len(sizes) * longest, dtype=torch.uint8, device=device)
-    group.all_gather(gathered, _as_tensor(mine, longest).to(device)).wait()
+    """Return every member's bytes, of any length, in the order of the group (all-gather).
+
+    Raises `MisfitError`, on all members, where they meet here from unlike calls of their engine's methods.
+    """
+    heads = _gather(group, len(mine).to_bytes(_SIZE_BYTES) + group.wait_cell.call.encode(), _HEAD_BYTES)
+    calls = [theirs[_SIZE_BYTES:].rstrip(b"\0").decode() for theirs in heads]
+    if len({*calls}) > 1:
+        where = {call: [r for r, its in zip(group.ranks, calls, strict=True) if its == call] for call in calls}
+        named = [f"{listed_ranks(ranks)} called {call or 'none of them'}" for call, ranks in where.items()]
+        raise MisfitError(
+            f"the ranks call unlike methods of their engine: {', '.join(named)}; let all ranks make the same calls, in "
+            "the same order"
+        )
+    sizes = [int.from_bytes(theirs[:_SIZE_BYTES]) for theirs in heads]
+    if not any(sizes):
+        return [b""] * group.size
+    return [theirs[:size] for theirs, size in zip(_gather(group, mine, max(sizes)), sizes, strict=True)]
+
+
+def _gather(group: Group, mine: bytes, length: int) -> list[bytes]:
+    """Return every member's bytes, zero-padded to a length."""
+    gathered = torch.empty(group.size * length, dtype=torch.uint8, device=group.device)
+    group.all_gather(gathered, _as_tensor(mine, length).to(group.device)).wait()
     whole = gathered.cpu().numpy().tobytes()
-    return [whole[k * longest : k * longest + size] for k, size in enumerate(sizes)]
+    return [whole[start : start + length] for start in range(0, len(whole), length)]
 
 
 def share_texts(group: Group, mine: str) -> list[str]:
@@ -55,10 +70,10 @@ def broadcast_bytes(group: Group, mine: bytes, source: int) -> bytes:
     return sent.cpu().numpy().tobytes()[:size]
 
 
-def greatest(group: Group, numbers: Sequence[float]) -> list[float]:
-    """Return the maximum over members of each of the numbers, float64."""
+def reduce_numbers(group: Group, numbers: Sequence[float], op: ReduceOp = ReduceOp.MAX) -> list[float]:
+    """Return each of the numbers reduced over the members, as float64: by default their maximum."""
     found = torch.tensor(numbers, dtype=torch.float64, device=group.device)
-    group.all_reduce(found, ReduceOp.MAX).wait()
+    group.all_reduce(found, op).wait()
     of_all: list[float] = found.tolist()
     return of_all
 
@@ -89,10 +104,7 @@ class ControlGroup:
 
     def add_numbers(self, *numbers: float) -> list[float]:
         """Return the sums of the numbers over all ranks."""
-        sums = torch.tensor(numbers, dtype=torch.float64, device=self._world.device)
-        self._world.all_reduce(sums).wait()
-        found: list[float] = sums.tolist()
-        return found
+        return reduce_numbers(self._world, numbers, ReduceOp.SUM)
 
     def first_says(self, number: int) -> int:
         """Return rank 0's number on every rank."""

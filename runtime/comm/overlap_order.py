@@ -23,7 +23,7 @@ import torch
 
 from quintsched.errors import MisfitError
 
-from .host_collectives import greatest
+from .host_collectives import reduce_numbers
 from .overlap_threads import BoundCall, Note, Side, Sides
 from .transport_interface import Group
 
@@ -80,7 +80,7 @@ class Overlaps:
         """
         is_early, self._is_warm = not self._is_warm, True
         sides = {(side, stages[side]) for stages in self._pairs for side in Side}
-        if is_early or any(greatest(holders, [self._notes.keys() != sides])):
+        if is_early or any(reduce_numbers(holders, [self._notes.keys() != sides])):
             self._notes.clear()
             return ""
         for (side, stage), notes in sorted(self._notes.items()):

@@ -179,7 +179,7 @@ class _Turns:
         self._place += 1
         following = self._turns[self._place] if self._place < len(self._turns) else None
         if following is None or self._has_ended[following]:
-            raise _more_than_noted(side)
+            raise _other_than_noted(side, "more")
         if following is not side:
             with generators_lent() if threading.get_ident() in SEEDED else nullcontext():
                 self._hand_over(side, following)
@@ -196,9 +196,9 @@ class _Turns:
         self._place += 1
         left = self._turns[self._place :]
         if not self._failures and side in left:
-            self._failures.append(_less_than_noted(side))
+            self._failures.append(_other_than_noted(side, "less"))
         if not self._failures and not left:
-            self._failures.append(_more_than_noted(side.other))
+            self._failures.append(_other_than_noted(side.other, "more"))
         self._hand_over(side, side.other)
 
     def _hand_over(self, side: Side, following: Side) -> None:
@@ -217,14 +217,6 @@ class _Turns:
 
 class _OtherSideFailed(BaseException):
     """Unwinds a side after the other side has failed."""
-
-
-def _more_than_noted(side: Side) -> MisfitError:
-    return _other_than_noted(side, "more")
-
-
-def _less_than_noted(side: Side) -> MisfitError:
-    return _other_than_noted(side, "less")
 
 
 def _other_than_noted(side: Side, how: str) -> MisfitError:

@@ -24,7 +24,7 @@ from ..blocks.dtensor import is_sharded
 from ..blocks.shape_inference import trace_shapes
 from ..blocks.trees import Tree
 from ..comm import Group
-from ..comm.host_collectives import first_said, greatest, share_texts
+from ..comm.host_collectives import first_said, reduce_numbers, share_texts
 from ..losses.loss_reductions import LossWeight, Over
 from ..parallel.cut_proofs.block_kinds import content_of
 from ..parallel.cut_proofs.prove_features_independent import state_of_host
@@ -267,7 +267,7 @@ class BlockExaminations(BlockFindings):
 
     def _agree(self, numbers: Sequence[float]) -> list[float]:
         """Return the elementwise maximum over the ranks that run a block together (collective over tp)."""
-        return greatest(self._groups.tensor, numbers)
+        return reduce_numbers(self._groups.tensor, numbers)
 
     @property
     def _cut(self) -> tuple[Group, int, torch.dtype | None]:

@@ -23,7 +23,7 @@ from quintsched.plan import Plan
 from ..agreement.refuse_unequal_ranks import Section, agree, require_same
 from ..blocks.block_builders import Parcel, accepted_extras
 from ..comm import Group, Transport
-from ..comm.host_collectives import greatest
+from ..comm.host_collectives import reduce_numbers
 from ..comm.overlap_order import Overlaps
 from ..comm.random_generators import generator_reader
 from ..parallel.cut_proofs.trial_inputs import FirstUnits
@@ -33,7 +33,7 @@ from ..stage.batches.microbatches import Batch
 from ..stage.early_stage_losses import require_planned_losses
 from ..stage.rank_stages import RankModel
 from ..stage.stage_forward import StageForward
-from ..step_setup.agree_on_unit_shapes import StepSettler
+from ..step_setup.agree_on_unit_shapes import CALLS, StepSettler
 from ..step_setup.unit_output_shapes import ParcelFinder
 from ..step_setup.unit_samples import Latest, StepCount, Units, UnitShape, UnitSpec
 from ..step_setup.weights_changed_in_forward import weights_unchanged
@@ -134,6 +134,7 @@ class PlanRunner:
             MisfitError: blocks that cannot take the batch, or ranks that disagree.
         """
         trains = plan.mode == "train"
+        self._transport.waits.call = CALLS[plan.mode]
         self._transport.publisher.enter("step" if trains else "evaluate", step=self.steps.total + 1 if trains else None)
         self._model.prover.require_sound_state()
         if plan.mode not in self.interpreters:
@@ -165,7 +166,7 @@ class PlanRunner:
         require_same({"step": Section.from_settings(settled)}, self._alike, "a step", "give all of them the same")
         self.losses.first.expect(plan.mode, shapes)
         if not self.interpreters:
-            most = int(greatest(world, [max(map(len, units.samples), default=0)])[0])
+            most = int(reduce_numbers(world, [max(map(len, units.samples), default=0)])[0])
             self.usual_samples = self.usual_samples or most
             self.losses.expect_others(plan, batch, units.samples, self.usual_samples, shapes)
         count, extras = plan.schedule.slices, dict(spec.extras)
@@ -246,7 +247,7 @@ class PlanRunner:
             self.steps.in_run, self.steps.total = self.steps.in_run + 1, self.steps.total + 1
             if self.steps.in_run == 1:
                 drawn = any(forward.draws.have_drawn for forward in state.compute.forwards.values())
-                masks.have_drawn, masks.counts = False, any(greatest(self._groups.world, [drawn]))
+                masks.have_drawn, masks.counts = False, any(reduce_numbers(self._groups.world, [drawn]))
         outputs = self._join_outputs(step) if wants_outputs else None
         self._transport.publisher.enter("idle")
         told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked

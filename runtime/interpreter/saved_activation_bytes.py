@@ -26,7 +26,7 @@ from ..autograd.saved_tensor_offload import identities, identity
 from ..blocks.dtensor import is_sharded
 from ..blocks.trees import tensors_of
 from ..comm import Group
-from ..comm.host_collectives import greatest
+from ..comm.host_collectives import reduce_numbers
 from ..comm.overlap_threads import BoundCall
 from ..stage.batches.microbatches import Batch
 from ..stage.build_stages import Stage
@@ -135,7 +135,7 @@ class SavedBytes:
         """
         here, num_stages = {stage for _, stage in self._changes}, len(self._flows.plan.stage_to_pp)
         mine = [self._of_stage(stage) if stage in here else (0.0,) * 4 for stage in range(num_stages)]
-        rows = greatest(group, [number for of_stage in mine for number in of_stage])
+        rows = reduce_numbers(group, [number for of_stage in mine for number in of_stage])
         activation, after_input, checkpointed, keys = (tuple(rows[first::4]) for first in range(4))
         return Costs(
             unit="byte",

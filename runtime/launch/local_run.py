@@ -106,7 +106,8 @@ def _worlds(request: LaunchRequest) -> tuple[Worlds, bool, LaunchRequest]:
         saves = job.checkpoint.folder if request.nnodes == 1 else None  # launchers elsewhere may not see the same
         sizes = smaller_worlds(job, plan_of(job), request.min_dp, request.nnodes) or [num_ranks]
         worlds = Worlds(sizes, saves)
-    return worlds, job.runtime.transport == "local" or num_ranks == 1, request
+    # processes that are asked for are started also where ranks are threads of one: they refuse to run such a job
+    return worlds, num_ranks == 1 or (job.runtime.transport == "local" and wanted is None), request
 
 
 def _make_folders(job: JobConfig, node: int) -> None:

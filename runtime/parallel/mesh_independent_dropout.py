@@ -49,7 +49,7 @@ from quintsched.errors import MisfitError, counted
 from ..autograd.engine_owned_layers import TakenOver
 from ..comm import Group
 from ..comm.autograd_collectives import outside_compiled
-from ..comm.host_collectives import greatest, share_texts
+from ..comm.host_collectives import reduce_numbers, share_texts
 
 
 @dataclass
@@ -140,7 +140,7 @@ class Masks:
 
         Raises `MisfitError` if replicas have unlike numbers of samples in the present step.
         """
-        was, self.counts = self.counts, self.counts or any(greatest(world, [self.have_drawn]))
+        was, self.counts = self.counts, self.counts or any(reduce_numbers(world, [self.have_drawn]))
         if self.counts != was and len(set(share_texts(world, str(self.parts)))) > 1:
             raise MisfitError(
                 "blocks draw random numbers (dropout, noise) from this step on, and none in the first; draws go by "

@@ -50,6 +50,9 @@ _logger = logging.getLogger("quintsched.runtime")
 FindShapes = Callable[[UnitSpec, Batch, int], tuple[list[Parcel], bool]]
 """Function that returns the parcel of every block, for a unit of a batch by its number, and whether that took data."""
 
+CALLS = {"train": "step", "forward": "evaluate or run"}
+"""Methods of an engine that run a plan, by its mode."""
+
 ExtraSpecs = tuple[tuple[tuple[str, TreeSpec], ...], ...]
 """Specs of the extras, by name, of a unit of each size."""
 
@@ -62,7 +65,7 @@ class StepSettler:
         layout, route = model.plan.layout, model.plan.routes[0]
         first, last = layout.rank_of(route.stages[0]), layout.rank_of(route.stages[-1])
         self._has_inputs, self._has_targets = model.pp_rank == first, model.pp_rank == last
-        self._inputs = Announcer(groups.pipeline, first, width=2)
+        self._inputs = Announcer(groups.pipeline, first, width=3)
         self._targets = Announcer(groups.pipeline, last, width=0) if any(map(takes_targets, model.outlines)) else None
         self._experts = groups.experts if model.pads_over_experts and groups.experts.size > 1 else None
         self._words, self._specs = Latest[str](MOST_SHAPES), Latest[list[TreeSpec]](MOST_SHAPES)
@@ -90,7 +93,13 @@ class StepSettler:
             if self._has_inputs and (batch.kind is None or kind is not batch.kind):
                 words = self._describe(batch, slices, batch.input_spec)
                 self._described = batch.kind, words
-            (microbatches, samples), inputs = self._inputs.announce((batch.microbatches, batch.num_samples or 0), words)
+            here = int(plan.mode == "train"), batch.microbatches, batch.num_samples or 0
+            (trains, microbatches, samples), inputs = self._inputs.announce(here, words)
+            if trains != here[0]:
+                raise MisfitError(
+                    f"this rank called {CALLS[plan.mode]}, but the first stage's rank "
+                    f"{CALLS['train' if trains else 'forward']}; let all ranks make the same calls, in the same order"
+                )
             if self._targets is not None:
                 words = self._describe(batch, slices, batch.target_spec) if self._has_targets else ""
                 _, targets = self._targets.announce((), words)

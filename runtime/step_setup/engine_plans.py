@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 
 from quintsched.compiler import compiled_again, evaluation_of
-from quintsched.errors import MisfitError, UsageError, counted
+from quintsched.errors import UsageError, counted
 from quintsched.ir.mesh import whole_number
 from quintsched.plan import Plan
 
+from ..agreement.refuse_unequal_ranks import agree
 from ..comm import Group, Transport
-from ..comm.host_collectives import greatest
 from ..parallel.mesh_groups import open_channels
 
 _logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class StepPlans:
             return self._of[self.plan.schedule.microbatches]
         if whole_number(microbatches) is None:
             raise UsageError(f"a step cannot have microbatches={microbatches!r}; give a whole number from 1 on")
-        self._require_same(microbatches)
+        agree("the microbatches of a step", str(microbatches), self._world)
         if microbatches < 1:
             raise UsageError(f"a step cannot have microbatches={microbatches}; give a number from 1 on")
         if microbatches not in self._of:
@@ -100,12 +100,3 @@ class StepPlans:
             return None
         found.check(profile=self._transport.profile).raise_if_unsound()
         return found
-
-    def _require_same(self, microbatches: int) -> None:
-        """Raise `MisfitError` on all ranks unless they request the same number (collective)."""
-        most, least = map(int, greatest(self._world, [microbatches, -microbatches]))
-        if most != -least:
-            raise MisfitError(
-                f"the ranks' steps have from {-least} to {counted(most, 'microbatch')}; give every rank the same "
-                "`microbatches`"
-            )

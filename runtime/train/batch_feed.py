@@ -130,6 +130,7 @@ class DatasetFeed:
     Attributes:
         settings: properties of the data, where this rank reads them: a resumed run must have the same.
         num_batches: number of batches of an epoch.
+        validates: whether there are batches of validation.
         is_last: whether the current batch is the last of several of an epoch, and so may be smaller.
         parts: most parts of a batch over which gradients are accumulated, so that all replicas have some of each.
     """
@@ -154,7 +155,7 @@ class DatasetFeed:
         self._validation = (
             BatchSampler(num_samples=counts[1], batch_size=size, seed=seed, shuffle=False) if counts[1] else None
         )
-        self.num_batches = self._train.num_batches
+        self.num_batches, self.validates = self._train.num_batches, self._validation is not None
 
     def train(self, epoch: int, start: int) -> Iterator[LoadedBatch]:
         """Yield the batches of an epoch from number `start` on."""
@@ -269,6 +270,7 @@ class UserFeed:
             "batches of training": self.num_batches,
             "batches of validation": 0 if self._validation is None else self._validation.num_batches,
         }
+        self.validates = said["batches of validation"] > 0
         advice = "give each replica as many, or say Loaders(…, batches=…)"
         require_same({"loaders": Section.from_settings(said)}, world, "the lengths of their loaders", advice)
 

@@ -188,12 +188,9 @@ class Sums:
 
 
 class Window:
-    """The steps since the last record: how many, their sums, and how long they took."""
+    """The steps since it was made: how many, their sums, and how long they took."""
 
     def __init__(self) -> None:
-        self._restart()
-
-    def _restart(self) -> None:
         self.steps, self._began, self._sums = 0, now_s(), Sums({})
 
     def add_step(self, result: StepResult) -> None:
@@ -201,12 +198,10 @@ class Window:
         self._sums.add_result(result)
         self.steps += 1
 
-    def take_window(self) -> tuple[int, float, dict[str, float]]:
-        """Return (steps, seconds, sums) and begin anew."""
-        sums, steps = self._sums.read_sums(), self.steps
-        seconds = now_s() - self._began
-        self._restart()
-        return steps, seconds, sums
+    def read_window(self) -> tuple[int, float, dict[str, float]]:
+        """Return (steps, seconds, sums); reading the sums waits for the last steps."""
+        sums = self._sums.read_sums()
+        return self.steps, now_s() - self._began, sums
 
 
 def figures_in_words(means: Mapping[str, object]) -> str:

@@ -17,7 +17,6 @@ from quintsched.files.atomic import whole_path
 from quintsched.plan import Plan
 
 from ..agreement.job_fingerprint_between_ranks import agreed_settings
-from ..agreement.settings_on_resume import require_kept
 from ..comm import Transport
 from ..comm.clocks import now_s
 from ..forward_engine import ForwardEngine
@@ -32,7 +31,7 @@ from ..stage.batches.microbatches import most_rows
 from .batch_feed import drained, open_feed
 from .costs_for_stage_cuts import block_costs
 from .reporter import Reporter, Sinks
-from .resume_training import load_pretrained_of
+from .resume_training import load_pretrained_of, require_settings_of
 
 
 class StopAskedError(Exception):
@@ -141,13 +140,9 @@ class ForwardRun:
                 f"{job.checkpoint.dir}: there is no checkpoint there; name the folder of a training, or leave "
                 "checkpoint.dir out for the weights of model.pretrained"
             )
-        for step, fault in found.skipped:
-            say(f"the checkpoint of step {step} is not whole, step {found.step} is taken: {fault}")
         of_model = partial(filter, lambda item: item[0].startswith("model."))
         saved, now = dict(of_model(found.manifest.settings.items())), dict(of_model(self._settings.items()))
-        where = f"the checkpoint {found.where}"
-        for words in self.engine.everyone.together(lambda: require_kept(saved, now, self._overrides, where)):
-            say(words)
+        require_settings_of(found, saved, now, self._overrides, self.engine.everyone, say)
         found.load_step()
         folder.close()
         say(f"weights of step {found.step} in {job.checkpoint.dir}")

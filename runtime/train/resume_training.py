@@ -23,6 +23,7 @@ from quintsched.files.strictjson import describe_faults
 from ..agreement.job_fingerprint_between_ranks import is_within
 from ..agreement.refuse_unequal_ranks import Plain
 from ..agreement.settings_on_resume import require_kept
+from ..comm.host_collectives import ControlGroup
 from ..data.user_loaders import Say
 from ..engine import Engine
 from ..saving.checkpoints.save_and_load_checkpoints import FoundCheckpoint
@@ -103,6 +104,25 @@ SAMPLES_SETTING = "data.samples_per_step"
 """Setting for the number of samples that loaders yield for a step, over all replicas; None: it varies."""
 
 
+def require_settings_of(
+    found: FoundCheckpoint,
+    saved: Mapping[str, Plain],
+    now: Mapping[str, Plain],
+    overrides: tuple[str, ...],
+    everyone: ControlGroup,
+    say: Say,
+) -> None:
+    """Say which newer checkpoints were passed over, and what differs but may (collective).
+
+    Raises `MisfitError` where the `saved` settings of the checkpoint and those of `now` must be the same, and are not.
+    """
+    for step, fault in found.skipped:
+        say(f"the checkpoint of step {step} is not whole, step {found.step} is taken: {fault}")
+    where = f"the checkpoint {found.where}"
+    for words in everyone.together(lambda: require_kept(saved, now, overrides, where)):
+        say(words)
+
+
 def go_on_from(
     found: FoundCheckpoint,
     engine: Engine,
@@ -115,11 +135,7 @@ def go_on_from(
 
     Raises `MisfitError` where it was written with other settings.
     """
-    for step, fault in found.skipped:
-        say(f"the checkpoint of step {step} is not whole, step {found.step} is taken: {fault}")
-    kept, where = found.manifest.settings, f"the checkpoint {found.where}"
-    for words in engine.everyone.together(lambda: require_kept(kept, settings, overrides, where)):
-        say(words)
+    require_settings_of(found, found.manifest.settings, settings, overrides, engine.everyone, say)
     progress = progress_of(found, feed.num_batches)
     found.load_step()
     _restore(found, engine, feed, progress, say)

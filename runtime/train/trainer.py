@@ -211,6 +211,11 @@ class Trainer:
         """Bind the plan to what is trained."""
         job, blocks, config = self.job, parts.blocks, self.job.train.optimizer
         feed = self._feed = parts.feed
+        for name, value in {"patience": job.train.patience, "evaluate_every": job.train.evaluate_every}.items():
+            if value and not feed.validates:
+                raise UsageError(
+                    f"train.{name} is set, but there are no data of validation; give some, or leave it out"
+                )
         self.settings |= feed.settings
         loss_fn = with_z_loss(parts.loss_fn, job.train.z_loss)
         metrics = {**accuracy_of(loss_fn, self.plan), **parts.metrics}

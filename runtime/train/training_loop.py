@@ -183,7 +183,8 @@ class TrainingLoop:
 
     def _log(self, result: StepResult) -> None:
         """Record the figures of the last steps; collective, for the figures of ranks, the rates and the experts."""
-        steps, seconds, sums = self._window.take_window()
+        steps, seconds, sums = self._window.read_window()
+        self._window = Window()
         progress, norm = self.progress, result.grad_norm
         groups = [group for optimizer in self._engine.optimizers.values() for group in optimizer.param_groups]
         of_ranks = self._throughput.read_ranks(seconds)

@@ -32,13 +32,13 @@ _KINDS = 8
 
 
 class WaitCell:
-    """One number of `memory`, at place `at`: the code of a rank's wait."""
+    """One number of `memory`, at place `at`: the code of a rank's wait. `call`: its engine's method called last."""
 
-    __slots__ = ("at", "memory")
+    __slots__ = ("at", "call", "memory")
 
     def __init__(self) -> None:
         self.memory: MutableSequence[int] = [NOTHING]
-        self.at = 0
+        self.at, self.call = 0, ""
 
     def move(self, memory: MutableSequence[int], at: int) -> None:
         """Use other memory from now on, and copy the number there."""

@@ -22,7 +22,7 @@ from ...blocks.block_builders import Parcel
 from ...blocks.dtype_names import some_numbers
 from ...blocks.trees import map_tensors
 from ...blocks.without_side_effects import tensors_of_training
-from ...comm.host_collectives import greatest, share_texts
+from ...comm.host_collectives import reduce_numbers, share_texts
 from ...guards.weights_not_held import ReadsElsewhere
 from ...losses.loss_reductions import LossWeight, Over
 from ...losses.reduction_check_on_batches import RealBatch, SampleUnit, why_rests_misfit
@@ -158,7 +158,7 @@ class RunLosses:
 
     def _says_any(self, here: bool) -> bool:
         """Whether `here` is true on any rank (collective)."""
-        return greatest(self._groups.world, [here])[0] > 0
+        return reduce_numbers(self._groups.world, [here])[0] > 0
 
     def examine_blocks(self, units: FirstUnits, parcels: Sequence[Parcel], gathered: GatheredWeights) -> None:
         """Examine block backwards and losses before the first step (collective); see `BlockFindings`."""

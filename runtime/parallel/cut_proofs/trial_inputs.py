@@ -21,7 +21,7 @@ from ...blocks.block_builders import TARGETS, TOKENS_DIM, Parcel, takes_targets
 from ...blocks.shape_inference import lengthened, trace_shapes, wants_data
 from ...blocks.trees import ONE_TENSOR, Tensors, TensorSpec, Tree, TreeSpec, flatten
 from ...comm import Group, SelfGroup
-from ...comm.host_collectives import greatest
+from ...comm.host_collectives import reduce_numbers
 from ..context.context_parallel import whole_sequences
 from .block_twins import FEW, SEED, at_work, other_numbers
 
@@ -190,7 +190,7 @@ class Arrivals:
                 parcels = trace_shapes(outlines, spec, {}, dtype)
             except MisfitError:
                 failed = True
-            if not any(greatest(group, [failed])):
+            if not any(reduce_numbers(group, [failed])):
                 alone = SelfGroup(0, group.device)
                 return cls(FirstUnits(spec, {}, [], [], [{}]), outlines, parcels, alone, 1, dtype)
         return None

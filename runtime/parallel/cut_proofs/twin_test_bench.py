@@ -16,7 +16,7 @@ from quintsched.errors import MisfitError, StallError
 
 from ...blocks.block_builders import TOKENS_DIM, seeded
 from ...comm import EchoGroup, Group
-from ...comm.host_collectives import greatest
+from ...comm.host_collectives import reduce_numbers
 from ..expert.moe import mixtures
 from ..mesh_independent_dropout import Masks, key_dropouts
 from ..tensor.apply_tensor_parallel import apply_tensor_parallel
@@ -394,5 +394,5 @@ class Bench:
         """Return the maximum of each number over the ranks that run a block together (collective)."""
         found = [min(number, _NOT_FINITE) for number in numbers]
         for group in setting.groups:
-            found = greatest(group, found)
+            found = reduce_numbers(group, found)
         return found

@@ -14,6 +14,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
+from operator import attrgetter
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
@@ -24,6 +25,7 @@ from quintsched.check_call_arguments import MAPPING, PATH, shown, takes
 from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
+from ...comm import Transport
 from ...weights_and_gradients.rank_state_dict import list_states
 from ..dcp import load_dcp, save_dcp
 from ..load_state import StateLoader
@@ -111,7 +113,7 @@ class EngineSaves:
         saved = self.rank.everyone.together(lambda: SavedState.of_files(files, layout_of))
         if saved.unplaced:
             raise MisfitError(f"{saved.unplaced[0]}: the file does not say where its tensors lie")
-        self._load("load_state_files", saved, is_collective=True)
+        self._load("load_state_files", saved, self.rank.everyone.together)
 
     def holds_file(self, path: Path) -> bool:
         """Whether a file has exactly this rank's weights, sharded as here: then no other has to be read.
@@ -144,13 +146,11 @@ class EngineSaves:
         """
         self._load("load_full_state_dict", SavedState.of_tensors(state))
 
-    def _load(self, verb: str, saved: SavedState, *, is_collective: bool = False) -> None:
+    def _load(
+        self, verb: str, saved: SavedState, together: Callable[[Callable[[], None]], None] = lambda work: work()
+    ) -> None:
         self.rank.averages.require_none_applied(verb)
-        loader = StateLoader(saved, self.rank)
-        if is_collective:
-            loader.load_state(self.rank.everyone.together)
-        else:
-            loader.load_state()
+        StateLoader(saved, self.rank).load_state(together)
         self.rank.take_progress(saved)
 
     def _progress(self) -> dict[str, Tensor]:
@@ -256,23 +256,27 @@ Owner = TypeVar("Owner")
 
 
 def _passed(
-    method: Callable[Concatenate[Owner, Arguments], Result], owner: Callable[[WeightState], Owner]
+    method: Callable[Concatenate[Owner, Arguments], Result],
+    owner: Callable[[WeightState], Owner],
+    *,
+    of_all: bool = False,
 ) -> Callable[Concatenate[WeightState, Arguments], Result]:
-    """Return a method of an engine that calls `method` on one of its objects; it keeps signature and docstring."""
+    """Return a method of an engine that calls `method` on one of its objects; it keeps signature and docstring.
+
+    `of_all`: all ranks call it, and are told by its name where some call another method.
+    """
 
     def passed(engine: WeightState, /, *given: Arguments.args, **named: Arguments.kwargs) -> Result:
+        if of_all:
+            engine.transport.waits.call = method.__name__
         return method(owner(engine), *given, **named)
 
     update_wrapper(passed, method)
     return passed
 
 
-def _weights(engine: WeightState) -> EngineWeights:
-    return engine.weights
-
-
-def _saves(engine: WeightState) -> EngineSaves:
-    return engine.saves
+_weights: Callable[[WeightState], EngineWeights] = attrgetter("weights")
+_saves: Callable[[WeightState], EngineSaves] = attrgetter("saves")
 
 
 def _shown(read: Callable[[EngineWeights], Result], like: object) -> Result:
@@ -282,6 +286,7 @@ def _shown(read: Callable[[EngineWeights], Result], like: object) -> Result:
 class WeightState:
     """Mixin that forwards public methods to `weights` and `saves`, which document them: weights, trained or not."""
 
+    transport: Transport
     weights: EngineWeights
     saves: EngineSaves
 
@@ -292,11 +297,11 @@ class WeightState:
     state_bytes = _passed(EngineWeights.state_bytes, _weights)
 
     load_state_dict = _passed(EngineSaves.load_state_dict, _saves)
-    load_state_files = _passed(EngineSaves.load_state_files, _saves)
+    load_state_files = _passed(EngineSaves.load_state_files, _saves, of_all=True)
     load_full_state_dict = _passed(EngineSaves.load_full_state_dict, _saves)
-    load_pretrained = _passed(EngineSaves.load_pretrained, _saves)
-    save_pretrained = _passed(EngineSaves.save_pretrained, _saves)
-    load_dcp = _passed(EngineSaves.load_dcp, _saves)
+    load_pretrained = _passed(EngineSaves.load_pretrained, _saves, of_all=True)
+    save_pretrained = _passed(EngineSaves.save_pretrained, _saves, of_all=True)
+    load_dcp = _passed(EngineSaves.load_dcp, _saves, of_all=True)
 
 
 class EngineState(WeightState):
@@ -311,5 +316,5 @@ class EngineState(WeightState):
 
     state_dict = _passed(EngineSaves.state_dict, _saves)
     state_metadata = _passed(EngineSaves.state_metadata, _saves)
-    full_state_dict = _passed(EngineSaves.full_state_dict, _saves)
-    save_dcp = _passed(EngineSaves.save_dcp, _saves)
+    full_state_dict = _passed(EngineSaves.full_state_dict, _saves, of_all=True)
+    save_dcp = _passed(EngineSaves.save_dcp, _saves, of_all=True)

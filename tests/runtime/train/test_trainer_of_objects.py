@@ -117,6 +117,8 @@ def test_a_data_set_is_divided_over_the_replicas_to_the_same_figures() -> None:
         ({"train": {"loss": "a.py:f"}}, batches, "loss_fn is given, and train.loss of config too"),
         ({"train": {"optimizer": {"lr": 1.0}}}, batches, "optimizer is given, and train.optimizer of config too"),
         (3, batches, "config is 3; give a mapping with the sections of a job file"),
+        ({"train": {"patience": 2}}, batches, r"train\.patience is set, but there are no data of validation"),
+        ({"train": {"evaluate_every": 5}}, data(), r"train\.evaluate_every is set, but there are no data of"),
         ({}, {"train": {"epochs": 3}}, "a dict is no loader; give an object that yields batches"),
         ({}, None, "None is no loader"),
         ({}, [], "the loader of training, a list, has no batch"),
