@@ -18,8 +18,12 @@ from . import Group, ReduceOp
 Result = TypeVar("Result")
 MOST_ERROR_BYTES = 4000
 """Number of bytes of an error's message that other ranks receive."""
-_SIZE_BYTES, _HEAD_BYTES = 8, 32
-"""Bytes of a size, and of that with the name of a call behind it, which fits into the rest."""
+CALLS = (
+    *("none of them", "step", "evaluate or run", "full_state_dict", "save_dcp", "save_pretrained"),
+    *("load_state_files", "load_pretrained", "load_dcp"),
+)
+"""Methods of an engine that all ranks call alike, by the number in a rank's wait cell of the one called last."""
+SAME_CALLS = "let all ranks make the same calls, in the same order"
 
 
 def share_bytes(group: Group, mine: bytes) -> list[bytes]:
@@ -27,27 +31,21 @@ def share_bytes(group: Group, mine: bytes) -> list[bytes]:
 
     Raises `MisfitError`, on all members, where they meet here from unlike calls of their engine's methods.
     """
-    heads = _gather(group, len(mine).to_bytes(_SIZE_BYTES) + group.wait_cell.call.encode(), _HEAD_BYTES)
-    calls = [theirs[_SIZE_BYTES:].rstrip(b"\0").decode() for theirs in heads]
+    device = group.device
+    heads = torch.empty(group.size, 2, dtype=torch.int64, device=device)
+    group.all_gather(heads, torch.tensor([[len(mine), group.wait_cell.call]], device=device)).wait()
+    sizes, calls = heads.t().tolist()
     if len({*calls}) > 1:
-        where = {call: [r for r, its in zip(group.ranks, calls, strict=True) if its == call] for call in calls}
-        named = [f"{listed_ranks(ranks)} called {call or 'none of them'}" for call, ranks in where.items()]
-        raise MisfitError(
-            f"the ranks call unlike methods of their engine: {', '.join(named)}; let all ranks make the same calls, in "
-            "the same order"
-        )
-    sizes = [int.from_bytes(theirs[:_SIZE_BYTES]) for theirs in heads]
-    if not any(sizes):
-        return [b""] * group.size
-    return [theirs[:size] for theirs, size in zip(_gather(group, mine, max(sizes)), sizes, strict=True)]
-
-
-def _gather(group: Group, mine: bytes, length: int) -> list[bytes]:
-    """Return every member's bytes, zero-padded to a length."""
-    gathered = torch.empty(group.size * length, dtype=torch.uint8, device=group.device)
-    group.all_gather(gathered, _as_tensor(mine, length).to(group.device)).wait()
+        members = {call: [r for r, its in zip(group.ranks, calls, strict=True) if its == call] for call in calls}
+        named = [f"{listed_ranks(ranks)} called {CALLS[call]}" for call, ranks in members.items()]
+        raise MisfitError(f"the ranks call unlike methods of their engine: {', '.join(named)}; {SAME_CALLS}")
+    longest = max(sizes)
+    if not longest:
+        return [b""] * len(sizes)
+    gathered = torch.empty(len(sizes) * longest, dtype=torch.uint8, device=device)
+    group.all_gather(gathered, _as_tensor(mine, longest).to(device)).wait()
     whole = gathered.cpu().numpy().tobytes()
-    return [whole[start : start + length] for start in range(0, len(whole), length)]
+    return [whole[k * longest : k * longest + size] for k, size in enumerate(sizes)]
 
 
 def share_texts(group: Group, mine: str) -> list[str]:

@@ -23,7 +23,7 @@ from quintsched.plan import Plan
 from ..agreement.refuse_unequal_ranks import Section, agree, require_same
 from ..blocks.block_builders import Parcel, accepted_extras
 from ..comm import Group, Transport
-from ..comm.host_collectives import reduce_numbers
+from ..comm.host_collectives import CALLS, reduce_numbers
 from ..comm.overlap_order import Overlaps
 from ..comm.random_generators import generator_reader
 from ..parallel.cut_proofs.trial_inputs import FirstUnits
@@ -33,7 +33,7 @@ from ..stage.batches.microbatches import Batch
 from ..stage.early_stage_losses import require_planned_losses
 from ..stage.rank_stages import RankModel
 from ..stage.stage_forward import StageForward
-from ..step_setup.agree_on_unit_shapes import CALLS, StepSettler
+from ..step_setup.agree_on_unit_shapes import StepSettler
 from ..step_setup.unit_output_shapes import ParcelFinder
 from ..step_setup.unit_samples import Latest, StepCount, Units, UnitShape, UnitSpec
 from ..step_setup.weights_changed_in_forward import weights_unchanged
@@ -134,7 +134,7 @@ class PlanRunner:
             MisfitError: blocks that cannot take the batch, or ranks that disagree.
         """
         trains = plan.mode == "train"
-        self._transport.waits.call = CALLS[plan.mode]
+        self._transport.waits.call = CALLS.index("step" if trains else "evaluate or run")
         self._transport.publisher.enter("step" if trains else "evaluate", step=self.steps.total + 1 if trains else None)
         self._model.prover.require_sound_state()
         if plan.mode not in self.interpreters:

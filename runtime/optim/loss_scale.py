@@ -1,6 +1,6 @@
 """Loss scaling for fp16: keeps small gradients above underflow; the sums, in float32, are unscaled.
 
-    loss x scale ──▶ backward in fp16 ──▶ sums in float32 ──▶ / (weight x scale) ──▶ norm, clip, step
+    sum of losses x scale ──▶ backward in fp16 ──▶ sums in float32 ──▶ / (weight x scale) ──▶ norm, clip, step
                                               not finite: no rank steps, and the scale drops; otherwise it may grow
 
 The scale and its update rule are those of a `torch.amp.GradScaler`, whose state always shows the scale in use.
@@ -51,10 +51,9 @@ class LossScale:
             self._latest, self._key = found, key if type(loss) is torch.Tensor and is_at_hand(loss.device) else ()
         return self._latest
 
-    @property
-    def may_overflow(self) -> bool:
-        """Whether gradients may be non-finite only because of the scale."""
-        return self._scaler is not None and self.value >= 1
+    def may_overflow(self, weight: float) -> bool:
+        """Whether gradients may be non-finite only because of the scale, in a step of so much loss weight."""
+        return self._scaler is not None and self.value * weight >= 1
 
     def update(self, *, skipped: bool) -> None:
         """Update the scale after a step; `skipped`: its gradient was not finite."""

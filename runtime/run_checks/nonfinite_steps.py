@@ -3,8 +3,8 @@
     step 7 skipped, step 8 skipped, … ──▶ the last one runs again, with checks on ──▶ the first finding
                                           its batch is saved: safetensors                        of all ranks
 
-The step was skipped, so weights and dropout masks are still those that it began with. With a loss scale above 1,
-overflow of gradients is expected, and such a step is not counted.
+The step was skipped, so weights and dropout masks are still those that it began with. With a loss scale that may be
+too large, overflow of gradients is expected, and such a step is not counted.
 
 The rerun checks tensors in the order of their data flow, to find the first one that is not finite:
 
@@ -218,7 +218,9 @@ class BadSteps:
         if not last:
             return
         parts, self._parts = self._parts, []
-        if result.empty or (result.skipped and step.interpreter.state.step_end.scale.may_overflow):
+        if result.empty or (
+            result.skipped and step.interpreter.state.step_end.scale.may_overflow(float(result.weight))
+        ):
             return
         self._in_row = self._in_row + 1 if result.skipped else 0
         if self._in_row >= self._most:

@@ -51,7 +51,7 @@ class ModelFrame:
         self.flags: Callable[[], Mapping[str, bool]] = dict
         scripted = next((n for n, m in model.named_modules() if isinstance(m, torch.jit.ScriptModule)), None)
         if scripted is not None:
-            raise MisfitError(f"{label_of(scripted)} is compiled by torch.jit; split it before it is scripted")
+            raise MisfitError(f"{label_of(scripted)} is compiled by torch.jit; give the module itself, not scripted")
         metas = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()}
         try:
             self.root = copy.deepcopy(model, dict[int, object](metas))

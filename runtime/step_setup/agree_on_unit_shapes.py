@@ -27,7 +27,7 @@ from ..blocks.block_builders import TARGETS, Parcel, on_meta, takes_targets
 from ..blocks.shape_inference import trace_shapes
 from ..blocks.tree_spec_text import from_words, to_words
 from ..blocks.trees import TreeSpec
-from ..comm.host_collectives import is_same
+from ..comm.host_collectives import CALLS, SAME_CALLS, is_same
 from ..guards.state_changed_by_forwards import (
     changed_line,
     counters_made,
@@ -49,9 +49,6 @@ _logger = logging.getLogger("quintsched.runtime")
 
 FindShapes = Callable[[UnitSpec, Batch, int], tuple[list[Parcel], bool]]
 """Function that returns the parcel of every block, for a unit of a batch by its number, and whether that took data."""
-
-CALLS = {"train": "step", "forward": "evaluate or run"}
-"""Methods of an engine that run a plan, by its mode."""
 
 ExtraSpecs = tuple[tuple[tuple[str, TreeSpec], ...], ...]
 """Specs of the extras, by name, of a unit of each size."""
@@ -93,12 +90,11 @@ class StepSettler:
             if self._has_inputs and (batch.kind is None or kind is not batch.kind):
                 words = self._describe(batch, slices, batch.input_spec)
                 self._described = batch.kind, words
-            here = int(plan.mode == "train"), batch.microbatches, batch.num_samples or 0
-            (trains, microbatches, samples), inputs = self._inputs.announce(here, words)
-            if trains != here[0]:
+            here = self._groups.world.wait_cell.call, batch.microbatches, batch.num_samples or 0
+            (call, microbatches, samples), inputs = self._inputs.announce(here, words)
+            if call != here[0]:
                 raise MisfitError(
-                    f"this rank called {CALLS[plan.mode]}, but the first stage's rank "
-                    f"{CALLS['train' if trains else 'forward']}; let all ranks make the same calls, in the same order"
+                    f"this rank called {CALLS[here[0]]}, but the first stage's rank {CALLS[call]}; {SAME_CALLS}"
                 )
             if self._targets is not None:
                 words = self._describe(batch, slices, batch.target_spec) if self._has_targets else ""

@@ -38,7 +38,7 @@ class WaitCell:
 
     def __init__(self) -> None:
         self.memory: MutableSequence[int] = [NOTHING]
-        self.at, self.call = 0, ""
+        self.at = self.call = 0
 
     def move(self, memory: MutableSequence[int], at: int) -> None:
         """Use other memory from now on, and copy the number there."""

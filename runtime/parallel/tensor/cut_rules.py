@@ -67,6 +67,7 @@ def find_cuts(root: nn.Module, rules: CutRules, size: int, path: str = "", *, st
         UsageError: a rule that is none of "column", "row", "vocabulary", "replicate".
         MisfitError: `size` does not divide heads or features, or a rule is for a layer that cannot be cut.
     """
+    require_followed(path, root)
     parsed = parse_rules(rules)
     declared = _declared(root, path)
     shared = _shared_layers(root)
@@ -153,6 +154,16 @@ def require_rules_to_match(rules: CutRules, blocks: Sequence[nn.Module]) -> None
             raise UsageError(f"tensor-parallel rule {pattern!r} is for no layer of the model{hint}")
 
 
+def require_followed(path: str, root: nn.Module) -> None:
+    """Raise `MisfitError` for modules of torch.jit, whose code and state cannot be followed."""
+    for name, module in root.named_modules(prefix=path):
+        if isinstance(module, ScriptModule):
+            raise MisfitError(
+                f"{name!r} is a module of torch.jit, whose code and state cannot be followed; leave out "
+                "torch.jit.script or trace, and give the module itself"
+            )
+
+
 def _declared(root: nn.Module, path: str) -> dict[str, TensorRule]:
     """Return the rules that modules declare for their layers (`tensor_parallel`), by full names."""
     return {
@@ -207,11 +218,6 @@ def _open_modules(
     if id(module) in seen:
         return
     seen.add(id(module))
-    if isinstance(module, ScriptModule):
-        raise MisfitError(
-            f"{path!r} is a module of torch.jit.script, whose code and state cannot be followed over tp; leave out "
-            "torch.jit.script, and give the module itself"
-        )
     if isinstance(module, _OPAQUE):
         _refuse_rules_within(path, module, rules)
         return

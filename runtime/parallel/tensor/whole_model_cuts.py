@@ -24,6 +24,7 @@ from .cut_rules import (
     find_cuts,
     is_built_in,
     matches,
+    require_followed,
     require_rules_to_match,
 )
 from .cuttable_layers import (
@@ -54,8 +55,9 @@ class TensorCuts:
     Attributes:
         cuts: the layers to cut, for each block.
         report: a line for the log: weights that are cut, and layers that stay whole; None without tp.
+        cuts_logits: whether the last block's output is cut over the vocabulary.
 
-    Raises `UsageError` for an invalid rule, or one that matches no layer.
+    Raises `UsageError` for an invalid rule, or one that matches no layer; `MisfitError` for modules of torch.jit.
     """
 
     def __init__(
@@ -69,21 +71,18 @@ class TensorCuts:
         proved: bool,
     ) -> None:
         self._group, self.rules, self._is_proved = group, rules, proved
-        self._outlines, self._slices_tokens = outlines, sequence_parallel
+        self._outlines, self._slicing = outlines, group if sequence_parallel else None
         require_rules_to_match(rules, outlines)
         self.cuts = cuts = [self._cuts_of(number, block, Choice()) for number, block in enumerate(outlines)]
         for number, block in enumerate(outlines):
+            require_followed(str(number), block)
             require_like_experts(block, cuts[number], str(number))
         self.report = self._report({}) if group.size > 1 else None
         self._choices: dict[int, Choice] = {}
         self.tokens = SequenceParallel(list(map(self._can_be_sliced, range(len(cuts)))), self._slicing)
         heads = [cut for cut in cuts[-1] if cut.split is TensorSplit.VOCABULARY and isinstance(cut.layer, nn.Linear)]
-        self._logits_are_cut = bool(heads) and cut_logits
+        self.cuts_logits = bool(heads) and cut_logits
         self._last = len(cuts) - 1
-
-    @property
-    def _slicing(self) -> Group | None:
-        return self._group if self._slices_tokens else None
 
     def _cuts_of(self, number: int, outline: nn.Module, choice: Choice) -> list[Cut]:
         """Return the layers of a block to cut; none if PyTorch has sharded it already."""
@@ -165,7 +164,7 @@ class TensorCuts:
             {**choice.rules, **self.rules},
             path=str(number),
             sequence_parallel=self.tokens.inside(number) and choice.slices,
-            cut_logits=self._logits_are_cut and number == self._last,
+            cut_logits=self.cuts_logits and number == self._last,
             strict=self._is_strict(block),
             partial=choice.partial,
             gathers_before=choice.gathers_before,
@@ -190,7 +189,7 @@ class TensorCuts:
         as `SequenceParallel.travelling` does.
         """
         *others, last = self.tokens.travelling(parcels)
-        if self._logits_are_cut and last.output.tree.is_tensor:  # a loss on a separate stage receives them cut
+        if self.cuts_logits and last.output.tree.is_tensor:  # a loss on a separate stage receives them cut
             (logits,) = last.output.tensors
             *sizes, ids = logits.shape
             last = replace(last, output=TreeSpec.plain(TensorSpec((*sizes, ids // self._group.size), logits.dtype)))
@@ -199,18 +198,13 @@ class TensorCuts:
     def run_whole(self, number: int, block: nn.Module, given: Any, taken: Mapping[str, Any]) -> Any:
         """Run a block of this rank on whole tokens, and return whole tokens and logits."""
         result = run_on_slices(block, self.tokens.group_of(number), given, taken)
-        if not self._logits_are_cut or number != self._last or not isinstance(result, Tensor):
+        if not self.cuts_logits or number != self._last or not isinstance(result, Tensor):
             return result
         return gather_from_group(result, self._group, -1)
 
-    @property
-    def cuts_logits(self) -> bool:
-        """Whether the last block's output is cut over the vocabulary."""
-        return self._logits_are_cut
-
     def bind(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Bind a loss or metric to the group over which its logits are cut; return it unchanged if they are whole."""
-        return partial(function, vocabulary=self._group) if self._logits_are_cut else function
+        return partial(function, vocabulary=self._group) if self.cuts_logits else function
 
 
 _MOST_NAMED = 8

@@ -26,6 +26,7 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.plan import Plan
 
 from ...comm import Transport
+from ...comm.host_collectives import CALLS
 from ...weights_and_gradients.rank_state_dict import list_states
 from ..dcp import load_dcp, save_dcp
 from ..load_state import StateLoader
@@ -89,8 +90,7 @@ class EngineSaves:
                 f"the state has no {STEP!r}, and is not what state_dict gave; for weights alone, give full tensors to "
                 "engine.set_weights"
             )
-        tensors = dict(state)
-        self._load("load_state_dict", SavedState.of_tensors(tensors, self.rank.layout(sizes_of(tensors))))
+        self._load("load_state_dict", SavedState.of_tensors(dict(state), self.rank.layout(sizes_of(state))))
 
     def state_metadata(self, state: Mapping[str, Tensor] | None = None) -> dict[str, str]:
         """Return the metadata for a file of this rank's `state_dict`, with which any mesh can read it.
@@ -268,7 +268,7 @@ def _passed(
 
     def passed(engine: WeightState, /, *given: Arguments.args, **named: Arguments.kwargs) -> Result:
         if of_all:
-            engine.transport.waits.call = method.__name__
+            engine.transport.waits.call = CALLS.index(method.__name__)
         return method(owner(engine), *given, **named)
 
     update_wrapper(passed, method)

@@ -81,6 +81,11 @@ def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
 
 
+def test_processes_refuse_a_job_whose_ranks_are_threads_of_one(job_file: Path) -> None:
+    code, _, err = launch("--config", job_file, "--set", "runtime.transport=local", "--nproc", "2")
+    assert (code, err.count("error: runtime.transport is local")) == (3, 1)
+
+
 @pytest.mark.parametrize("section", ["model", pytest.param("data", marks=pytest.mark.slow)])
 def test_what_one_rank_refuses_is_said_once(job_file: Path, tmp_path: Path, section: str) -> None:
     """Data are loaded together, and no rank goes on without: of what all refuse it is not said that it is rank 0's."""

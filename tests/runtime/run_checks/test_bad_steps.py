@@ -204,9 +204,9 @@ def test_good_steps_between_are_counted_from_the_start() -> None:
 
 def test_a_scale_above_one_explains_an_overflow() -> None:
     plan = qs.compile("1f1b", mesh="pp=1", microbatches=MICROBATCHES)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0 / X.numel())  # of the sum of so many losses
     engine = Engine(plan, [Block(0)], loss_fn, sgd, max_skipped=2, grad_scaler=scaler)
-    for _ in range(3):  # by scales of 4, 2 and 1, and the last leaves 0.5: the first that counts
+    for _ in range(3):  # by means scaled by 4, 2 and 1, and the last leaves 0.5: the first that counts
         assert engine.step(spoiled_batch(0, math.nan), X).skipped
     with pytest.raises(NotFiniteError, match="step 4"):
         engine.step(spoiled_batch(0, math.nan), X)

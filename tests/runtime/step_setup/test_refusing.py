@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +116,27 @@ def test_an_evaluation_that_a_rank_refuses_is_refused_by_all_that_read_it() -> N
 
     loss = lambda o, t: None if t.max() > 50 else squares(o, t).mean()  # noqa: E731
     on_ranks(work, BLOCKS, loss, mesh="dp=2,pp=2", dtype=torch.float64)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("calls", [("step", "evaluate"), ("evaluate", "step"), ("full_state_dict", "save_dcp")])
+def test_unlike_calls_that_meet_are_named_with_their_ranks(calls: tuple[str, str], steps: int, tmp_path: Path) -> None:
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+
+    def work(transport: Transport) -> None:
+        blocks = [partial(nn.Linear, FEATURES, FEATURES), partial(nn.Linear, FEATURES, CLASSES)]
+        engine = Engine(plan, blocks, cross_entropy_sum, sgd, transport=transport)
+        batch = torch.ones(4, FEATURES), torch.zeros(4, dtype=torch.int64)
+        for _ in range(steps):
+            engine.step(*batch)
+            engine.evaluate(*batch)
+        given = {"step": batch, "evaluate": batch, "full_state_dict": (), "save_dcp": (tmp_path / "saved",)}
+        getattr(engine, calls[transport.rank])(*given[calls[transport.rank]])
+
+    with pytest.raises(MisfitError) as refused:
+        run_local(2, work)
+    assert all(call in str(refused.value) for call in calls)
+    assert str(refused.value).endswith("let all ranks make the same calls, in the same order")
 
 
 WEIGHT = torch.arange(1.0, 5)[:, None]

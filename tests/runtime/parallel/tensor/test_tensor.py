@@ -24,6 +24,8 @@ from quintsched.runtime.parallel.tensor.apply_tensor_parallel import (
     take_shard,
 )
 
+from ...trials import engine_of
+
 TIGHT = {"rtol": 0, "atol": 1e-12}
 
 
@@ -204,6 +206,18 @@ def test_sizes_and_rules_that_do_not_fit_say_what_to_do(
 ) -> None:
     with pytest.raises(MisfitError, match=message):
         apply_tensor_parallel(module, lone_group(size), rules)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("mesh", ["pp=1", "pp=2"])
+def test_modules_of_torch_jit_are_refused_on_every_mesh(mesh: str) -> None:
+    scripted = torch.jit.script(nn.Tanh())
+    blocks = [nn.Sequential(nn.Linear(8, 8), scripted), scripted]
+    for part, name in (blocks, "'0.1'"), (blocks[::-1], "'0'"):
+        with pytest.raises(MisfitError, match=rf"{name} is a module of torch\.jit, whose .* give the module itself"):
+            run_local(int(mesh[-1]), lambda transport, part=part: engine_of(transport, part, mesh=mesh))
+    with pytest.raises(MisfitError, match=r"'fc1' is a module of torch\.jit"):
+        apply_tensor_parallel(nn.ModuleDict({"fc1": scripted}), lone_group())
 
 
 def test_other_refusals() -> None:
