@@ -47,9 +47,12 @@ def came_from_handler(error: BaseException) -> bool:
 
 
 def is_own(error: BaseException) -> bool:
-    """Return whether an error is this rank's own: neither the consequence of another rank's end nor a Ctrl-C."""
+    """Return whether an error is this rank's own: neither the consequence of another rank's end nor a Ctrl-C.
+
+    An exit that code of the user asks for, within what it was called for, is an error too.
+    """
     if isinstance(error, SystemExit):
-        return False
+        return came_from_handler(error)
     if isinstance(error, KeyboardInterrupt):
         return type(error) is KeyboardInterrupt and signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     return not _arose_from(error, lambda cause: isinstance(cause, StallError) or _is_of_wires(cause))

@@ -37,8 +37,8 @@ _MOST_NAMED = 3
 
 
 def explained(
-    error: Exception, instruction: Instruction, index: int, rank: str, forwards: Mapping[int, StageForward]
-) -> Exception:
+    error: BaseException, instruction: Instruction, index: int, rank: str, forwards: Mapping[int, StageForward]
+) -> BaseException:
     """Return the exception to raise for an error in an instruction of a program, with its place added.
 
     Errors of this package are returned as they are, with a note. `rank`: this rank's number and coordinates in words.
@@ -71,7 +71,7 @@ def called(
         return function.defer(error, output)
     except QuintschedError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CodeError(
             f"{name} raised {said(error)}; it was given {TreeSpec.from_tree(output)}, and targets "
             f"{TreeSpec.from_tree(targets)}{_why_of_some(name, function.function, targets, samples, units)}"
@@ -95,7 +95,7 @@ def _why_of_some(name: str, function: Any, targets: Any, samples: int, units: Un
     )
 
 
-def _place(error: Exception, instruction: Instruction, forwards: Mapping[int, StageForward]) -> str:
+def _place(error: BaseException, instruction: Instruction, forwards: Mapping[int, StageForward]) -> str:
     """Return the stage and block that an error comes from, in words; "" if from none."""
     sides = [side for side in instruction.sides if isinstance(side, ins.Compute)]
     for side in sides:

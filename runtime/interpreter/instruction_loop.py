@@ -233,7 +233,7 @@ class Interpreter:
                 numbers[INDEX] = mark
                 call()
             numbers[INDEX] = NOWHERE
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             index = getattr(call, "index", index)
             place, forwards = self.state.flows.place, self.state.compute.forwards
             found = as_stall(error, self._publisher)

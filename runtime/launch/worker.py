@@ -64,8 +64,6 @@ def _run(request: RunRequest, stop: StopRequest) -> Callable[[], int]:
     try:
         how = {"notes": notes, "stop": stop, "overrides": request.override, "tunes": request.autotune}
         run(job, plan, request.start, **how)
-    except SystemExit:
-        raise
     except BaseException as error:
         if isinstance(error, StopNow) or (isinstance(error, KeyboardInterrupt) and not is_own(error)):
             return lambda: 130

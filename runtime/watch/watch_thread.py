@@ -139,7 +139,7 @@ class Watcher:
 
     def tell_error(self, error: BaseException) -> None:
         """Send the error that ends this rank."""
-        if isinstance(error, SystemExit):
+        if isinstance(error, SystemExit) and not is_own(error):
             self._say(leaves=error.code if isinstance(error.code, int) else int(error.code is not None))
         elif is_own(error) and not self._has_failed:
             is_refusal = isinstance(error, QuintschedError) and not isinstance(error, CodeError)

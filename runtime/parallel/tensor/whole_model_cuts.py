@@ -72,10 +72,10 @@ class TensorCuts:
     ) -> None:
         self._group, self.rules, self._is_proved = group, rules, proved
         self._outlines, self._slicing = outlines, group if sequence_parallel else None
+        require_followed("", nn.ModuleList(outlines))
         require_rules_to_match(rules, outlines)
         self.cuts = cuts = [self._cuts_of(number, block, Choice()) for number, block in enumerate(outlines)]
         for number, block in enumerate(outlines):
-            require_followed(str(number), block)
             require_like_experts(block, cuts[number], str(number))
         self.report = self._report({}) if group.size > 1 else None
         self._choices: dict[int, Choice] = {}

@@ -127,6 +127,16 @@ def test_what_cannot_be_is_said_before_ranks_start(
         assert words in capsys.readouterr().err
 
 
+def test_an_exit_that_code_of_the_user_asks_for_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("leaves.py").write_text("def build(data):\n    raise SystemExit(0)\n")
+    Path("job.yaml").write_text("{model: {name: 'leaves.py:build'}, parallel: {mesh: pp=1}}")
+    assert local_run.main(["--config", "job.yaml"]) == 1
+    assert "error: SystemExit: 0\nTraceback" in capsys.readouterr().err
+
+
 def test_ranks_find_what_torchrun_would_tell_them(module: str, tmp_path: Path) -> None:
     assert start_ranks(Worlds([3]), module, [str(tmp_path), "env"]) == 0
     for rank in range(3):

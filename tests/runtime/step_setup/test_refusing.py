@@ -118,6 +118,41 @@ def test_an_evaluation_that_a_rank_refuses_is_refused_by_all_that_read_it() -> N
     on_ranks(work, BLOCKS, loss, mesh="dp=2,pp=2", dtype=torch.float64)
 
 
+class Leaving(nn.Linear):
+    """Ends the process where it is given a large number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        leave(x)
+        return super().forward(x)
+
+
+def leave(x: Tensor) -> None:
+    if not x.is_meta and float(x.detach().max()) > 50:
+        raise SystemExit(0)
+
+
+def leaving_loss(output: Tensor, targets: Tensor) -> Tensor:
+    leave(targets)
+    return squares(output, targets).mean()
+
+
+@pytest.mark.parametrize("mode", ["step", "evaluate"])
+@pytest.mark.parametrize("of_loss", [False, True])
+def test_an_exit_in_code_that_is_called_is_an_error_of_its_rank(mode: str, of_loss: bool) -> None:
+    def work(transport: Transport) -> None:
+        plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+        engine = Engine(plan, [Leaving(4, 4), nn.Linear(4, 4)], leaving_loss, sgd, transport=transport)
+        few, many = torch.ones(4, 4), torch.full((4, 4), 100.0)
+        for _ in range(2):
+            engine.step(few, few)
+            engine.evaluate(few, few)
+        getattr(engine, mode)(few if of_loss else many, many)
+
+    where = "the loss function raised" if of_loss else r"rank 0 \(pp=0\), stage 0, block 0 \(Leaving\):"
+    with pytest.raises(CodeError, match=f"{where} SystemExit: 0"):
+        run_local(2, work, 20)
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("calls", [("step", "evaluate"), ("evaluate", "step"), ("full_state_dict", "save_dcp")])
 def test_unlike_calls_that_meet_are_named_with_their_ranks(calls: tuple[str, str], steps: int, tmp_path: Path) -> None:
