@@ -75,7 +75,7 @@ def raise_stall(error: RuntimeError, what: str, publisher: Publisher | None = No
     raise stall from error
 
 
-def as_stall(error: Exception, publisher: Publisher) -> Exception:
+def as_stall(error: BaseException, publisher: Publisher) -> BaseException:
     """Return the verdict for an error of a user's own collective that failed for a lost peer; any other unchanged.
 
     So a rank that only lost a peer does not blame its user code.

@@ -68,7 +68,6 @@ from .values_between_instructions import ReceiveBuffers, ValueCells, Waits
 MOST_BOUND = 8
 """Number of bound programs that are kept: of several plans, and of output structures that change between steps."""
 
-
 Given = tuple[Any, Any, Mapping[str, Any]]
 """Inputs, targets and extras of a step, as the caller gives them."""
 

@@ -167,7 +167,7 @@ class BoundaryGradients:
         needing = ", ".join(names[number] for number in trained[:4]) + ", …" * (len(trained) > 4)
         return (
             f"blocks from {start} on give no gradient to {f'{path} of ' if path else ''}what they are given, as where "
-            "its values are unused, or after `detach()`, `argmax`: in one process weights that only get gradients by it "
+            "its values are unused, or after `detach()`, `argmax`: in one process, weights with no other gradients "
             f"({needing}) are not stepped then, and here they would be, with gradients of zero; freeze blocks 0 to "
             f"{start - 1}, or these alone, while it is so: parameter.requires_grad_(False)"
         )
