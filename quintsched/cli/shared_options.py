@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -108,6 +108,20 @@ def refuse_input(output: Path | None, *inputs: str | Path | None) -> None:
         place = Path("/dev/stdin") if read == "-" else Path(file_of(str(read)))
         if output is not None and same_file(output, place):
             raise UsageError(f"{output}: the command reads this file ({read}); write to another one")
+
+
+def require_writable(files: Mapping[str, Path | None], *inputs: str | Path | None) -> None:
+    """Raise `UsageError`, before a search, for files by option that cannot all be written after it."""
+    from quintsched.files.atomic import writing
+
+    given = {option: file for option, file in files.items() if file is not None}
+    for file in given.values():
+        refuse_input(file, *inputs)
+        with writing(file, "the result"):
+            file.absolute().parent.stat()
+    if len({file.resolve() for file in given.values()}) < len(given):
+        *most, last = given
+        raise UsageError(f"{', '.join(most)} and {last} name one file; give each its own")
 
 
 def simulate_plan(plan: Plan, costs: Costs | None = None) -> Simulation:

@@ -25,6 +25,7 @@ from quintsched.cli.shared_options import (
     read_schedule,
     read_trace,
     refuse_input,
+    require_writable,
     say,
     simulate_plan,
     write_costs,
@@ -312,8 +313,7 @@ def whatif(
     from quintsched.solve.recorded.whatif_report import in_words
 
     path = None if output is None else comparison_path(output)
-    for file in filter(None, (path, plan, certificate)):
-        refuse_input(file, trace)
+    require_writable({"-o": path, "--plan": plan, "--certificate": certificate}, trace)
     with progress("reading the trace") as shown:
         told = _shown_attempts(shown, seconds)
         found = what_if(

@@ -22,10 +22,9 @@ from quintsched.cli.shared_options import (
     note,
     read_costs,
     read_plan,
-    refuse_input,
+    require_writable,
     say,
 )
-from quintsched.errors import UsageError
 from quintsched.files.terminal import percent
 from quintsched.files.terminal_progress import progress
 
@@ -89,7 +88,7 @@ def solve(
     from quintsched.solve import solve as solve_order
 
     began_s = monotonic()
-    _require_writable([file for file in (output, log, certificate) if file is not None], costs)
+    require_writable({"-o": output, "--log": log, "--certificate": certificate}, costs)
     with progress("solving") as shown:
 
         def told(attempt: Attempt, taken_s: float) -> None:
@@ -138,18 +137,6 @@ def certify(
     reason = f"rank {claim.rank} by {claim.reason}"
     best = "no order of this placement is faster" if found.is_optimal else f"at most {percent(claim.gap)} can be gained"
     say(f"certified: {claim.objective} {claim.value:g}, at least {claim.bound:g} ({reason}): {best}")
-
-
-def _require_writable(files: list[Path], costs: Path | None) -> None:
-    """Raise `UsageError`, before the search, for files that cannot all be written after it."""
-    from quintsched.files.atomic import writing
-
-    for file in files:
-        refuse_input(file, costs)
-        with writing(file, "the result"):
-            file.absolute().parent.stat()
-    if len({file.resolve() for file in files}) < len(files):
-        raise UsageError("-o, --log and --certificate name one file; give each its own")
 
 
 def _write(found: Solution, output: Path | None, certificate: Path | None, log: Path | None) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from quintsched.errors import counted
@@ -29,13 +29,24 @@ from quintsched.ir.instruction_columns import LARGEST, Amounts, Ints
 LARGEST_COST = 1e100
 """Largest cost, so that sums and products of costs stay finite."""
 
+SMALLEST = 1 / LARGEST_COST
+"""Smallest cost or factor but 0, so that products of costs keep all of their digits."""
+
 MOST_TIMES = 1e9
 """Largest factor of a microbatch or a slice."""
 
-Cost = Annotated[float, Field(ge=0, le=LARGEST_COST, allow_inf_nan=False, strict=True)]
+
+def _require_digits(value: float) -> float:
+    """Raise an error for a value that has lost digits, or of which a product would."""
+    if 0 < value < SMALLEST:
+        raise PydanticCustomError("smallest", f"Input should be 0, or at least {SMALLEST:g}")
+    return value
+
+
+Cost = Annotated[float, Field(ge=0, le=LARGEST_COST, allow_inf_nan=False, strict=True), AfterValidator(_require_digits)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False, strict=True)]
-Bandwidth = Annotated[float, Field(ge=1 / LARGEST_COST, le=LARGEST_COST, allow_inf_nan=False, strict=True)]
-Factor = Annotated[float, Field(ge=0, le=MOST_TIMES, allow_inf_nan=False, strict=True)]
+Bandwidth = Annotated[float, Field(ge=SMALLEST, le=LARGEST_COST, allow_inf_nan=False, strict=True)]
+Factor = Annotated[float, Field(ge=0, le=MOST_TIMES, allow_inf_nan=False, strict=True), AfterValidator(_require_digits)]
 PlanNumber = Annotated[int, Field(ge=0, le=LARGEST, strict=True)]
 
 

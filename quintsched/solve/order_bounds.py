@@ -16,7 +16,7 @@ also at least the time until that half, plus this way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -87,30 +87,39 @@ def _fill(problem: StepProblem, rank: int) -> float:
 
     Both are apart where not all forwards fit into the cap: then the last one waits for a gradient.
     """
-    stages, (times, _), cap = _stages(problem, rank), problem.tables, problem.caps[rank]
-    starts, _, rest = np.reshape(problem.holds, times.shape)[:, stages]
+    stages, (times, _) = _stages(problem, rank), problem.tables
+    starts, _, rest = _shares(problem, rank, problem.holds)
     forward, both = times[FORWARD, stages], times[INPUT_HALF, stages] + times[WEIGHT_HALF, stages]
     wait = float((problem.way_out[stages[0]] + problem.way_back[stages[-1]]).min())
-    idle = max(0.0, wait - _most_work(forward, starts, cap))
-    if starts.sum() > cap * (1 + EPSILON):
+    idle = max(0.0, wait - _most_work(forward, starts))
+    if starts.sum() > 1 + EPSILON:
         way = problem.way_out[stages] + problem.way_back[stages] + both - forward
-        with np.errstate(divide="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             held = np.minimum(starts, np.where(both > 0, both * -rest / times[WEIGHT_HALF, stages], 0.0))
-        idle += max(0.0, float(way.min()) - _most_work(both, np.nan_to_num(held), cap))
+        idle += max(0.0, float(way.min()) - _most_work(both, np.nan_to_num(held)))
     return problem.work[rank] + idle
 
 
-def _most_work(works: Amounts, holds: Amounts, cap: float) -> float:
-    """Return the most work, in parts too, that holds no more than a cap: by work for what is held."""
+def _shares(problem: StepProblem, rank: int, amounts: Sequence[float]) -> Amounts:
+    """Return activations of a rank's stages as shares of its cap, (kinds, stages, microbatches).
+
+    Their sums stay finite for any cap. Where the cap is 0, all activations are 0.
+    """
+    cap = problem.caps[rank]
+    return np.reshape(amounts, problem.tables[0].shape)[:, _stages(problem, rank)] / (cap if cap > 0 else 1.0)
+
+
+def _most_work(works: Amounts, holds: Amounts) -> float:
+    """Return the most work, in parts too, that holds no more than a cap: by work for what is held, as a share of it."""
     free = holds <= 0
-    done, room = math.fsum(works[free].flat), cap
-    paid = sorted(zip(works[~free].flat, holds[~free].flat, strict=True), key=lambda one: -one[0] / one[1])
-    for work, held in paid:
+    done, room = math.fsum(works[free].flat), 1.0
+    paid = zip(works[~free].tolist(), holds[~free].tolist(), strict=True)
+    for work, held in sorted(paid, key=lambda one: -one[0] / one[1]):
         share = min(1.0, room / held)
         if share <= 0:
             break
-        done += share * float(work)
-        room -= share * float(held)
+        done += share * work
+        room -= share * held
     return done
 
 
@@ -118,29 +127,28 @@ def _memory(problem: StepProblem, rank: int) -> float:
     if problem.caps[rank] in (0.0, math.inf):
         return 0.0
     stages, (times, _) = _stages(problem, rank), problem.tables
-    holds = np.reshape(problem.holds, times.shape)[:, stages]
+    holds = _shares(problem, rank, problem.holds)
     until_half = problem.way_out[stages] + problem.way_back[stages]
     after_half = until_half + times[INPUT_HALF, stages]
     area = -holds[INPUT_HALF] * np.where(holds[INPUT_HALF] > 0, until_half, after_half)
     area -= holds[WEIGHT_HALF] * (after_half + times[WEIGHT_HALF, stages])
-    return float(area.sum()) / problem.caps[rank] + _free_at_ends(problem, rank, float(area.sum()))
+    return float(area.sum()) + _free_at_ends(problem, rank, float(area.sum()))
 
 
 def _free_at_ends(problem: StepProblem, rank: int, area: float) -> float:
-    """Return the least time of a whole cap that is free at both ends of a span, in which `area` is held.
+    """Return the least time of a whole cap that is free at both ends of a span, in which `area` of it is held.
 
     Its i-th forward begins after i - 1 others, and its i-th last weight half ends before i - 1 others.
     """
-    stages, (times, _), cap = _stages(problem, rank), problem.tables, problem.caps[rank]
-    most = float(np.reshape(problem.reserved, times.shape)[FORWARD, stages].max())
-    if not 0 < most < cap:
+    stages, (times, _) = _stages(problem, rank), problem.tables
+    most = float(_shares(problem, rank, problem.reserved)[FORWARD].max())
+    if not 0 < most < 1:
         return 0.0
-    count = min(math.ceil(cap / most), len(stages) * problem.microbatches)
-    free = float(np.maximum(cap - most * np.arange(1, count + 1), 0.0).sum()) / cap
+    free = np.maximum(1 - most * np.arange(1, len(stages) * problem.microbatches + 1), 0.0)
     begin, end = (float(times[kind, stages].min()) for kind in (FORWARD, WEIGHT_HALF))
     # In a shorter span, the same memory may be free at both ends.
-    apart = area >= cap * count * (begin + end)
-    return free * (begin + end if apart else max(begin, end))
+    apart = area >= np.count_nonzero(free) * (begin + end)
+    return float(free.sum()) * (begin + end if apart else max(begin, end))
 
 
 _REASONS: dict[Reason, Callable[[StepProblem, int], float]] = {"work": _work, "fill": _fill, "memory": _memory}

@@ -100,6 +100,7 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
     bound = bound_of(problem, certificate.objective, certificate.rank, certificate.reason)
     where = f"rank {certificate.rank} by {certificate.reason}"
     _require(certificate.bound <= bound * (1 + TOLERANCE), f"{where} proves {bound:g} only")
+    _require(certificate.bound <= value * (1 + TOLERANCE), f"it is itself faster than the bound, {value:g}")
     return Certified(certificate, peaks)
 
 
@@ -112,6 +113,8 @@ def require_searched(plan: Plan) -> None:
     """Raise `UnsoundError` for a plan whose step consists of other computations than the bounds are for."""
     if plan.mode != "train" or len(plan.routes) != 1 or plan.schedule.slices != 1:
         raise UnsoundError("bounds are of training plans with one route and whole sequences; this is none")
+    if plan.routes[0].stages != tuple(range(len(plan.stage_to_pp))):
+        raise UnsoundError("bounds are of plans whose stages are numbered in the order of the model; this is none")
     counts = {plan.stage_to_pp.count(rank) for rank in range(plan.mesh.pp)}
     if counts != {plan.schedule.chunks}:
         raise UnsoundError("no bound holds for plans with unlike numbers of stages on their ranks, as this one")

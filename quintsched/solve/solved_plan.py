@@ -157,7 +157,7 @@ def solve(
         InputError: costs of another number of stages or microbatches.
     """
     found, began_s = mesh_of(pp, mesh), monotonic()
-    _require_search(objective, seconds, microbatches=microbatches, effort=effort)
+    require_search(objective, seconds, microbatches=microbatches, effort=effort)
     names = _placements(placement, chunks, found.pp)
     noise = None if jitter is None else Jitter.parse(jitter)
     problems = _problems(found.pp, microbatches, names, costs or Costs(), memory_cap)
@@ -183,7 +183,7 @@ def _solution(
     )
 
 
-def _require_search(objective: str, seconds: float, **counts: int) -> None:
+def require_search(objective: str, seconds: float, **counts: int) -> None:
     """Raise `UsageError` for arguments of a search that make no sense."""
     require_positive(**counts)
     if not seconds > 0:

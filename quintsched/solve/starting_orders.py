@@ -44,7 +44,8 @@ def _orders_of_v_blocks(problem: Problem) -> Iterator[list[list[int]]]:
     if problem.stage_to_pp != v(problem.pp, 2) or not problem.are_alike or math.isinf(min(problem.caps)):
         return
     largest = max(problem.reserved[: problem.num_stages * problem.microbatches])
-    chunks = math.floor(min(problem.caps) / largest * (1 + EPSILON)) if largest > 0 else 2 * problem.pp
+    most = min(problem.caps) / largest * (1 + EPSILON) if largest > 0 else math.inf
+    chunks = math.floor(min(most, 2 * problem.pp))
     shape = Shape(problem.pp, problem.microbatches, 2, problem.stage_to_pp)
     if chunks >= 2 * problem.pp or slot_by_slot(shape):
         return

@@ -31,5 +31,7 @@ def test_wrong_requests(refused):
         ((DATA, "--memory-cap", "all"), "give a number of microbatches, or same"),
         ((DATA, "--memory-cap", 0.5), "the smallest that works: 1"),
         ((DATA, "--step", 3), "step 3 was not recorded"),
+        ((DATA, "--plan", "none/plan.json"), "none/plan.json: cannot write the result"),
+        ((DATA, "--plan", "both", "--certificate", "both"), "--plan and --certificate name one file"),
     ):
         assert words in refused(2, "whatif", *arguments)

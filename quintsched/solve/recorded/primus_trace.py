@@ -66,7 +66,7 @@ Place = tuple[str, int, int]
 
 def is_primus(directory: Path) -> bool:
     """Return whether a directory has such a trace."""
-    return (directory / CONFIG).exists() and (directory / _name(0)).exists()
+    return (directory / CONFIG).exists() and any(directory.glob(_name("*")))
 
 
 def load_primus(directory: Path) -> RecordedRun:
@@ -90,7 +90,7 @@ def load_primus(directory: Path) -> RecordedRun:
     return recorded_run("Primus", plan, found)
 
 
-def _name(rank: int) -> str:
+def _name(rank: int | str) -> str:
     return f"pp_rank_{rank}.json"
 
 

@@ -31,6 +31,7 @@ ON_HOST, ON_DEVICE = "user_annotation", "gpu_user_annotation"
 COMMUNICATION = re.compile(r"c10d::|gloo:|nccl:|record_param_comms|^aten::(empty|set_)")
 """Operators before which a rank may still wait."""
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+MESSAGE = re.compile(r"(\d+)(SEND_F|RECV_B|SEND_B|RECV_F)\d+")
 PER_MS = 1e3
 
 
@@ -64,11 +65,23 @@ def load_profile(files: Iterable[Path]) -> RecordedRun:
             "no trace has spans like PP:0F3; schedules of torch.distributed.pipelining record them, GPipe and 1F1B of "
             "one stage per rank excepted"
         )
+    _require_all_stages(members)
     count = min(len(member.steps) for member in members)
     text = "\n".join(",".join(action for action, _, _ in member.steps[0]) for member in members)
     plan = loads(text, mesh=Mesh(pp=len(members)), name="recorded").plan
     steps = [RecordedStep(k, tuple(_row(member.steps[k]) for member in members)) for k in range(count)]
     return recorded_run("torch.profiler", plan, steps)
+
+
+def _require_all_stages(members: Sequence[_RankFile]) -> None:
+    """Raise `InputError` for a stage that no rank computes, but that others exchange messages with."""
+    computed = frozenset[int]().union(*(member.stages for member in members))
+    needed = set(range(max(computed)))
+    for action in (action for member in members for action, _, _ in member.steps[0]):
+        if match := MESSAGE.fullmatch(action):
+            needed.add(int(match[1]) + (1 if match[2] in ("SEND_F", "RECV_B") else -1))
+    if missing := sorted(stage for stage in needed - computed if stage >= 0):
+        raise InputError(f"no trace has computations of stage {missing[0]}: the file of its rank is missing")
 
 
 def _row(actions: Sequence[tuple[str, float, float]]) -> tuple[ComputedSpan, ...]:

@@ -76,7 +76,7 @@ class LayerCosts(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    layers: Annotated[tuple[LayerCost, ...], Field(min_length=3)]
+    layers: tuple[LayerCost, ...]
     unit: str = "ms"
     """Unit of times."""
     memory_unit: str = "GB"

@@ -26,7 +26,7 @@ from quintsched.simulation.costs import Costs
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_search import search
 from quintsched.solve.search_problem import Orders, Problem, problem_of
-from quintsched.solve.solved_plan import best_of, mesh_of, plan_of, require_positive
+from quintsched.solve.solved_plan import best_of, mesh_of, plan_of, require_search
 from quintsched.solve.stage_cuts.cut_search import Cutting, best_cut, even
 from quintsched.solve.stage_cuts.cut_timing import OrderGraph, graph_of
 from quintsched.solve.stage_cuts.layer_costs import AMOUNTS, LayerCosts, Layers
@@ -94,7 +94,7 @@ class StageCut:
 class CutStages:
     """Result: the best cut, even stages under the first schedule, and each given layout under the same.
 
-    `even.value` is infinite, or `others` are, where they have no room.
+    `even` and `others` are timed whether they keep to the memory cap or not.
     """
 
     best: StageCut
@@ -106,7 +106,11 @@ class CutStages:
     @property
     def gain(self) -> float:
         """Fraction of the time of even stages that the best cut saves."""
-        return 1 - self.best.value / self.even.value if self.even.value else 0.0
+        return self.gain_over(self.even)
+
+    def gain_over(self, other: StageCut) -> float:
+        """Return the fraction of another cut's time that the best one saves."""
+        return 1 - self.best.value / other.value if other.value else 0.0
 
     def plan(self) -> Plan:
         """Return the proved plan of the best cut."""
@@ -159,7 +163,7 @@ def cut_stages(
         UsageError: sizes that a schedule does not take, layouts of other layers, or a cap in which nothing has room.
     """
     found = mesh_of(pp, mesh)
-    require_positive(microbatches=microbatches, chunks=chunks, effort=effort)
+    require_search(objective, seconds, microbatches=microbatches, chunks=chunks, effort=effort)
     run = _Run(
         costs, Layers.of(costs), found, microbatches, chunks, memory_cap, objective, effort, monotonic() + seconds, seed
     )

@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from quintsched.cli.request_options import AXIS_OPTIONS
-from quintsched.cli.shared_options import AsJson, Effort, Seconds, Seed, emit, read_plan, read_trace, refuse_input, say
+from quintsched.cli.shared_options import (
+    AsJson,
+    Effort,
+    Seconds,
+    Seed,
+    emit,
+    read_plan,
+    read_trace,
+    require_writable,
+    say,
+)
 from quintsched.errors import UsageError, counted
 from quintsched.files.terminal import percent
 from quintsched.files.terminal_progress import progress
@@ -82,11 +92,9 @@ def layout(
     """
     from quintsched.solve import cut_stages
 
-    refuse_input(output, costs, trace, plan)
+    require_writable({"-o": output}, costs, trace, plan)
     if sum(given is not None for given in (costs, trace, flags.get("model"))) != 1:
         raise UsageError("give one of --costs, --model and --trace: they say what each layer costs")
-    if objective not in ("span", "makespan"):
-        raise UsageError(f'objective is {objective!r}; give "span" or "makespan"')
     found, mesh, number = _sources(flags, costs, trace, plan, microbatches, mtp)
     with progress("cutting stages"):
         cut = cut_stages(
@@ -173,7 +181,7 @@ def _in_words(cut: CutStages, against: list[str], objective: str) -> Iterator[st
     yield f"{objective} {best.value:.6g} {unit}: {proof}"
     yield f"even stages, {cut.even.schedule}: {cut.even.value:.6g} {unit}; saved: {percent(cut.gain)}"
     for text, other in zip(against, cut.others, strict=True):
-        yield f"{text}: {other.value:.6g} {unit}; saved: {percent(1 - best.value / other.value)}"
+        yield f"{text}: {other.value:.6g} {unit}; saved: {percent(cut.gain_over(other))}"
     yield f"--stages {','.join(map(str, best.stages))}"
     if _is_loop(best, mesh.pp):
         yield f"Megatron-LM: {best.megatron}"

@@ -277,6 +277,44 @@ def test_broken_traces_are_refused_with_the_place(tmp_path: Path) -> None:
             load_run(tmp_path / "torch")
 
 
+def test_the_trace_of_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
+    simulated = Planted.even("1f1b", 3, 4).simulate()
+    words = {
+        "Fwd": "F",
+        "Bwd": "B",
+        "SendAct": "SEND_F",
+        "RecvAct": "RECV_F",
+        "SendGrad": "SEND_B",
+        "RecvGrad": "RECV_B",
+    }
+    texts = [
+        json.dumps(
+            {
+                "distributedInfo": {"rank": rank},
+                "traceEvents": [
+                    {"ph": "X", "cat": "user_annotation", "pid": 1, "tid": 1, "ts": span.start, "dur": 1e-3}
+                    | {"name": f"PP:{span.instruction.stage}{words[span.instruction.op]}{span.instruction.microbatch}"}
+                    for span in row
+                    if span.instruction.op in words
+                ],
+            }
+        )
+        for rank, row in enumerate(simulated.timeline)
+    ]
+    for missing in range(3):
+        folder = tmp_path / str(missing)
+        folder.mkdir()
+        for rank, text in enumerate(texts):
+            if rank != missing:
+                (folder / f"rank{rank}.json").write_text(text)
+        with pytest.raises(InputError, match=f"no trace has computations of stage {missing}: the file of its rank"):
+            load_run(folder)
+        primus(folder, [{}] * 3, {"pp_size": 3, "num_mbs": 1})
+        (folder / "pp_rank_0.json").unlink()
+        with pytest.raises(UsageError, match=r"pp_rank_0\.json: cannot read the trace"):
+            load_run(folder)
+
+
 @pytest.mark.parametrize("late", [-20.0, 1.0, 200.0])
 def test_clocks_that_differ_are_refused(late: float) -> None:
     run = Planted.even("1f1b", 4, 8)

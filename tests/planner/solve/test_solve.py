@@ -1,13 +1,16 @@
 """Solved plans: as good as the best known, never worse than a named schedule, with bounds that hold."""
 
 import itertools
+import json
 import random
 
 import pytest
 from pydantic import ValidationError
 
 import quintsched as qs
-from quintsched.errors import UnsoundError
+from quintsched.errors import UnsoundError, UsageError
+from quintsched.formats.plan_file import loads
+from quintsched.formats.plan_json import dumps
 from quintsched.ir.placement import linear, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import Certificate, certify, order_search, solve
@@ -145,6 +148,47 @@ def test_claims_that_do_not_hold_are_refused() -> None:
     for broken in ({"value": True}, {"bound": -1.0}, {"rank": 0.5}, {"memory_cap": "2"}):
         with pytest.raises(ValidationError):
             Certificate.model_validate(claim.model_dump() | broken)
+
+
+def numbered_backwards(plan: qs.Plan) -> qs.Plan:
+    """Return the plan with its stages numbered from the last one on."""
+    data, last = json.loads(dumps(plan)), len(plan.stage_to_pp) - 1
+    for i in itertools.chain(*data["programs"]):
+        i |= {"stage": last - i["stage"]} if "stage" in i else {}
+        i |= {"stages": sorted(last - stage for stage in i["stages"])} if "stages" in i else {}
+    every = [last - stage for stage in range(last + 1)]
+    data["stage_to_pp"] = [plan.stage_to_pp[stage] for stage in every]
+    data["stage_to_part"] = data["routes"][0]["stages"] = every
+    return qs.Plan.of(loads(json.dumps(data)))
+
+
+def test_no_bound_is_certified_where_stages_are_not_in_the_order_of_the_model() -> None:
+    plan = numbered_backwards(qs.compile("zb-h1", mesh="pp=3", microbatches=6))
+    assert plan.check().sound
+    costs = Costs(forward=(1.0, 1.0, 5.0), backward_input=(1.0, 1.0, 5.0), backward_weight=(1.0, 1.0, 5.0))
+    claim = Certificate(objective="makespan", value=90.0, bound=92.0, rank=0, reason="fill", costs=costs)
+    assert plan.simulate(costs).makespan < claim.bound
+    with pytest.raises(UnsoundError, match="in the order of the model"):
+        certify(plan, claim)
+
+
+@pytest.mark.parametrize("cap", [1e30, 1e150, 1.7e308])
+@pytest.mark.parametrize("activation", [1e-100, 1.0, 1e100])
+def test_a_cap_that_is_never_reached_proves_nothing(cap: float, activation: float) -> None:
+    costs = Costs(activation=activation)
+    plan = qs.compile("gpipe", mesh="pp=4", microbatches=8)
+    claim = Certificate(objective="span", value=33.0, bound=33.0, rank=0, reason="memory", memory_cap=cap, costs=costs)
+    with pytest.raises(UnsoundError, match=r"rank 0 by memory proves 8 only|above the cap"):
+        certify(plan, claim)
+    if 8 * activation <= cap:
+        found = solve(pp=2, microbatches=4, memory_cap=cap, placement="linear", costs=costs, effort=1)
+        assert (found.certificate.value, found.status) == (12.0, "certified")
+
+
+def test_costs_whose_products_would_lose_digits_are_refused() -> None:
+    for broken in ({"activation": 5e-324}, {"forward": (1.0, 1e-310)}, {"microbatches": (1e-200,)}):
+        with pytest.raises(UsageError, match="Input should be 0, or at least 1e-100"):
+            Costs(**broken)  # type: ignore[arg-type]
 
 
 def test_an_interrupt_returns_the_best_so_far() -> None:
