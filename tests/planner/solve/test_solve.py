@@ -178,7 +178,7 @@ def test_a_cap_that_is_never_reached_proves_nothing(cap: float, activation: floa
     costs = Costs(activation=activation)
     plan = qs.compile("gpipe", mesh="pp=4", microbatches=8)
     claim = Certificate(objective="span", value=33.0, bound=33.0, rank=0, reason="memory", memory_cap=cap, costs=costs)
-    with pytest.raises(UnsoundError, match=r"rank 0 by memory proves 8 only|above the cap"):
+    with pytest.raises(UnsoundError, match=r"rank 0 by memory proves [08] only|above the cap"):
         certify(plan, claim)
     if 8 * activation <= cap:
         found = solve(pp=2, microbatches=4, memory_cap=cap, placement="linear", costs=costs, effort=1)
