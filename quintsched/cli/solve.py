@@ -25,6 +25,7 @@ from quintsched.cli.shared_options import (
     require_writable,
     say,
 )
+from quintsched.errors import UsageError
 from quintsched.files.terminal import percent
 from quintsched.files.terminal_progress import progress
 
@@ -38,11 +39,11 @@ Chunks = Annotated[
     int | None, typer.Option("--chunks", metavar="V", help="Stages on each rank, for loop and v; default: 2.")
 ]
 Cap = Annotated[
-    float | None,
+    str | None,
     typer.Option(
         "--memory-cap",
         metavar="X",
-        help="Most activations on a rank, in the unit of the costs (default: microbatches).",
+        help="Most activations on a rank, in the unit of the costs (default: microbatches); or one for each: 4,3,3,2.",
     ),
 ]
 Minimised = Annotated[
@@ -101,7 +102,7 @@ def solve(
             microbatches=microbatches,
             placement=placement,
             chunks=chunks,
-            memory_cap=memory_cap,
+            memory_cap=None if memory_cap is None else _caps(memory_cap),
             costs=read_costs(costs),
             objective=cast("Objective", objective),
             jitter=jitter,
@@ -137,6 +138,14 @@ def certify(
     reason = f"rank {claim.rank} by {claim.reason}"
     best = "no order of this placement is faster" if found.is_optimal else f"at most {percent(claim.gap)} can be gained"
     say(f"certified: {claim.objective} {claim.value:g}, at least {claim.bound:g} ({reason}): {best}")
+
+
+def _caps(text: str) -> float | tuple[float, ...]:
+    try:
+        every = tuple(map(float, text.split(",")))
+    except ValueError:
+        raise UsageError(f"--memory-cap {text}: give a number, or one for each rank: 4,3,3,2") from None
+    return every[0] if len(every) == 1 else every
 
 
 def _write(found: Solution, output: Path | None, certificate: Path | None, log: Path | None) -> None:

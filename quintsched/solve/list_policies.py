@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+import numpy as np
+
 from quintsched.solve.order_problem import EPSILON, FORWARD, WEIGHT_HALF
 from quintsched.solve.search_problem import Problem
 
@@ -31,6 +33,8 @@ class Policy:
 def policies(problem: Problem, rng: random.Random) -> Iterator[Policy]:
     """Yield policies without end: the usual ones, and then random ones."""
     stages = problem.num_stages
+    largest = np.reshape(problem.reserved, problem.tables[0].shape)[FORWARD].max(axis=1)
+    microbatch = [float(largest[np.equal(problem.stage_to_pp, rank)].sum()) for rank in range(problem.pp)]
     for age in (0.0, 0.02, 1.0):
         for manner in MANNERS:
             yield Policy((manner,) * stages, age, problem.caps)
@@ -38,7 +42,10 @@ def policies(problem: Problem, rng: random.Random) -> Iterator[Policy]:
         manner, spread = rng.choice(MANNERS), rng.choice((0.1, 0.3, 1.0))
         rows = tuple(tuple(value + spread * rng.random() for value in manner) for _ in range(stages))
         lower = rng.random() < 0.5
-        caps = tuple(cap - rng.choice((0, 0, 0, 1, 1, 2)) * (cap < 2**53) if lower else cap for cap in problem.caps)
+        caps = tuple(
+            cap - rng.choice((0, 0, 0, 1, 1, 2)) * whole if lower else cap
+            for cap, whole in zip(problem.caps, microbatch, strict=True)
+        )
         yield Policy(rows, rng.choice((0.0, 0.0, 0.02, 0.1, 1.0)), caps)  # type: ignore[arg-type]
 
 

@@ -3,7 +3,8 @@
     work      a rank computes for this long
     fill      until the first gradient comes back to a rank it can only run forwards, as many as its cap has room for:
               the rest of that time it is idle. From the start of its last forward to that microbatch's weight half it
-              can only run backwards, as many as its cap has held: the rest of that time it is idle, too
+              can only run backwards, as many as its cap has held: the rest of that time it is idle, too. And each
+              microbatch has its way from the rank's first stage to the end of the model, and back
     memory    each microbatch's activations are held for at least the time of its way to the end of the model and back;
               the cap times the span is at least the sum of these, and what stays free of the cap at both ends: in time
               for i forwards no more than i begin, and in time for i weight halves no more than i end
@@ -83,9 +84,9 @@ def _work(problem: StepProblem, rank: int) -> float:
 
 
 def _fill(problem: StepProblem, rank: int) -> float:
-    """Work and the idle time before the first gradient and after the last forward began.
+    """Work and the idle time before the first gradient and after the last forward began, or the way of a microbatch.
 
-    Both are apart where not all forwards fit into the cap: then the last one waits for a gradient.
+    Both idle times are apart where not all forwards fit into the cap: then the last one waits for a gradient.
     """
     stages, (times, _) = _stages(problem, rank), problem.tables
     starts, _, rest = _shares(problem, rank, problem.holds)
@@ -97,7 +98,8 @@ def _fill(problem: StepProblem, rank: int) -> float:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             held = np.minimum(starts, np.where(both > 0, both * -rest / times[WEIGHT_HALF, stages], 0.0))
         idle += max(0.0, float(way.min()) - _most_work(both, np.nan_to_num(held)))
-    return problem.work[rank] + idle
+    there_and_back = problem.way_out[stages[0]] + problem.way_back[stages[0]] + both[0]
+    return max(problem.work[rank] + idle, float(there_and_back.max()))
 
 
 def _shares(problem: StepProblem, rank: int, amounts: Sequence[float]) -> Amounts:

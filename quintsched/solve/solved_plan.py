@@ -28,6 +28,8 @@ from quintsched.solve.search_problem import NoRoomError, Orders, Problem, proble
 PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"linear": linear, "loop": loop, "v": v}
 """Placements by name, as functions of pp and chunks."""
 
+Cap = float | tuple[float, ...] | None
+"""Most activations of every rank, or of each; None: any number."""
 EFFORT, SECONDS = 4, 60.0
 MOST_COMPUTATIONS = 300_000
 """Largest step that is searched: with more, the named schedules alone would take minutes."""
@@ -119,7 +121,7 @@ def solve(
     mesh: Mesh | str | None = None,
     placement: str = "auto",
     chunks: int | None = None,
-    memory_cap: float | None = None,
+    memory_cap: float | Sequence[float] | None = None,
     costs: Costs | None = None,
     objective: Objective = "span",
     jitter: str | None = None,
@@ -139,7 +141,7 @@ def solve(
         mesh: mesh of the plan, like "dp=2,pp=4".
         placement: "linear" (one stage on each rank), "loop" or "v" (several), or "auto": each in turn.
         chunks: stages on each rank, for "loop" and "v"; default: 2.
-        memory_cap: most activations that a rank holds, in microbatches of a whole rank.
+        memory_cap: most activations that a rank holds, in microbatches of a whole rank: one number, or one per rank.
         costs: times and sizes; None: unit costs. Lists per stage choose the placements with as many stages; for one
             stage on each rank, also those with several: each stage is cut in equal parts.
         objective: "span" (the longest span of a rank) or "makespan".
@@ -160,18 +162,27 @@ def solve(
     require_search(objective, seconds, microbatches=microbatches, effort=effort)
     names = _placements(placement, chunks, found.pp)
     noise = None if jitter is None else Jitter.parse(jitter)
-    problems = _problems(found.pp, microbatches, names, costs or Costs(), memory_cap)
+    cap = _finite(memory_cap)
+    problems = _problems(found.pp, microbatches, names, costs or Costs(), cap)
     ends_s = began_s + seconds - PROOF_OF_PLAN * (monotonic() - began_s) / len(problems)
     left = max(ends_s - monotonic(), 0.0)
     share = left if noise is None else left / 2
     done = search(list(problems.values()), objective, seed=seed, effort=effort, seconds=share, told=told)
     robustness = None if noise is None else _harden(done, noise, seed, effort, ends_s)
-    cap = None if memory_cap == math.inf else memory_cap
     return replace(_solution(done, problems, found, costs or Costs(), cap), robustness=robustness)
 
 
+def _finite(memory_cap: float | Sequence[float] | None) -> Cap:
+    """Return a cap as a certificate has it; raises `UsageError` for several of which one is infinite."""
+    if isinstance(memory_cap, Sequence):
+        if math.inf in memory_cap:
+            raise UsageError("memory_cap is infinite for a rank; give what all microbatches hold, or any larger number")
+        return tuple(map(float, memory_cap))
+    return None if memory_cap == math.inf else memory_cap
+
+
 def _solution(
-    done: Search, problems: dict[str, tuple[Problem, Costs]], mesh: Mesh, costs: Costs, memory_cap: float | None
+    done: Search, problems: dict[str, tuple[Problem, Costs]], mesh: Mesh, costs: Costs, memory_cap: Cap
 ) -> Solution:
     """Return the result of a search among placements, with the bounds of all."""
     best, names = best_of(done), {problem.stage_to_pp: name for name, (problem, _) in reversed(problems.items())}
@@ -211,9 +222,7 @@ def best_of(done: Search) -> Attempt:
     return done.best
 
 
-def solution_of(
-    done: Search, plan: Plan, placement: str, costs: Costs, memory_cap: float | tuple[float, ...] | None
-) -> Solution:
+def solution_of(done: Search, plan: Plan, placement: str, costs: Costs, memory_cap: Cap) -> Solution:
     """Return the result of a search, with the certificate of the best plan."""
     best = best_of(done)
     timing = time_orders(best.problem, best.orders)
@@ -270,7 +279,7 @@ def _placements(name: str, chunks: int | None, pp: int) -> dict[str, tuple[int, 
 
 
 def _problems(
-    pp: int, microbatches: int, names: dict[str, tuple[int, ...]], costs: Costs, memory_cap: float | None
+    pp: int, microbatches: int, names: dict[str, tuple[int, ...]], costs: Costs, memory_cap: Cap
 ) -> dict[str, tuple[Problem, Costs]]:
     """Return problem and costs of each placement that costs and cap fit; where none does, raises the error of the one
     that needs the least memory, or the first error."""

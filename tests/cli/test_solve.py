@@ -28,6 +28,9 @@ def test_json_and_wrong_requests(cli):
     assert data.keys() >= {"makespan", "span", "bound", "gap", "seconds"}
     told = cli("solve", "--pp", 2, "-m", 4, "--memory-cap", 0.5)
     assert (told.code, "the smallest that works: 1" in told.err) == (2, True)
+    told = cli("solve", "--pp", 2, "-m", 4, "--memory-cap", "2,x")
+    assert (told.code, "one for each rank: 4,3,3,2" in told.err) == (2, True)
+    assert json.loads(cli("solve", "--pp", 2, "-m", 4, "--memory-cap", "2,1", "--effort", 1, "--json").out)["bound"] > 0
     assert cli("solve", "--pp", 2, "-m", 4, "--objective", "period").code == 2
     for files, why in (
         (("-o", "none/plan.json"), "none/plan.json: cannot write the result: No such file"),

@@ -76,7 +76,7 @@ def _measured(directory: Path) -> tuple[float, ...]:
             for span in row:
                 one = span.instruction
                 if isinstance(one, Fwd | Bwd | BwdInput | BwdWeight):
-                    times.setdefault((type(one), one.stage), []).append(span.end - span.start)
+                    times.setdefault((type(one), one.stage), []).append(span.end - span.runs)
         for own in times.values():
             usual = float(np.median(own))
             found += [taken / usual for taken in own if usual > 0]
@@ -95,7 +95,8 @@ class Samples:
     @classmethod
     def draw(cls, problem: Problem, jitter: Jitter, number: int, seed: Sequence[int]) -> Samples:
         """Return samples; other seeds give other ones."""
-        factors = jitter.factors(np.random.default_rng(seed), len(problem.durations), number)
+        rng = np.random.default_rng([one % 2**64 for one in seed])
+        factors = jitter.factors(rng, len(problem.durations), number)
         return cls(problem, np.array(problem.durations)[:, None] * factors)
 
     def values(self, orders: list[list[int]] | Orders, objective: Objective) -> Amounts | None:

@@ -29,7 +29,7 @@ from quintsched.solve.search_problem import Orders, Problem
 IMPROVING, CHOOSING, JUDGING = 128, 400, 1000
 """Samples of each purpose."""
 BOUNDED = 200
-"""Judging samples for which the bound of any order is computed."""
+"""Judging samples, the slowest ones, for which the bound of any order is computed; others only have the work."""
 MOVES, POLICIES = 4000, 50
 """Moves and list schedules for an effort of 1."""
 WORST = 0.1
@@ -70,16 +70,17 @@ def harden(
         Samples.draw(problem, jitter, number, (seed, purpose))
         for purpose, number in enumerate((IMPROVING, CHOOSING, JUDGING))
     )
-    found, bound, began_s = [orders], run.bound(judging), monotonic()
-    nominal = run.percentile(judging, orders)
+    found, began_s = [orders], monotonic()
+    values = run.values(judging, orders)
     run.ends_s -= CHOICE * (monotonic() - began_s)
+    nominal, bound = percentile(values), run.bound(judging, values)
     if monotonic() < run.ends_s:
         with suppress(KeyboardInterrupt), interrupted_at(run.ends_s):
             run.improve(improving, found, effort)
     if len(found) == 1:
         return orders, Robustness(jitter.text, nominal, nominal, bound)
-    best = min((orders, *found[-KEPT:]), key=lambda one: run.percentile(choosing, one))
-    return best, Robustness(jitter.text, run.percentile(judging, best), nominal, bound)
+    best = min((orders, *found[-KEPT:]), key=lambda one: percentile(run.values(choosing, one)))
+    return best, Robustness(jitter.text, percentile(run.values(judging, best)), nominal, bound)
 
 
 @dataclass
@@ -90,15 +91,19 @@ class _Run:
     rng: random.Random
     ends_s: float
 
-    def percentile(self, samples: Samples, orders: Orders) -> float:
+    def values(self, samples: Samples, orders: Orders) -> Amounts:
         values = samples.values(orders, self.objective)
-        assert values is not None
-        return percentile(values)
+        assert values is not None, "these orders have run before"
+        return values
 
-    def bound(self, samples: Samples) -> float:
-        """Return the 95th percentile of the lower bounds of any order."""
-        each = [self._problem_of(samples, sample) for sample in range(min(BOUNDED, samples.durations.shape[1]))]
-        return percentile(np.array([lower_bound(one, self.objective).value for one in each]))
+    def bound(self, samples: Samples, values: Amounts) -> float:
+        """Return the 95th percentile of lower bounds of any order; `values` are those of one order."""
+        ranks = np.array(self.problem.ranks)
+        work = [samples.durations[ranks == rank].sum(axis=0) for rank in range(self.problem.pp)]
+        bounds = np.max(work, axis=0)
+        for sample in np.argsort(values)[-BOUNDED:].tolist():
+            bounds[sample] = lower_bound(self._problem_of(samples, sample), self.objective).value
+        return percentile(bounds)
 
     def _problem_of(self, samples: Samples, sample: int) -> Problem:
         return replace(self.problem, durations=tuple(samples.durations[:, sample].tolist()))

@@ -30,6 +30,8 @@ LEVEL = 2_000
 """Ends that take as long as a level of the graph takes for one cut."""
 TRIED, PATHS, KICKS = 48, 24, 3
 """Moves that are timed together, critical paths that are remembered, and moves of a restart."""
+RESTARTS, SHIFTS = 100, 20_000
+"""Restarts of the search for a cut that keeps to a cap, and moves that their first steps compare."""
 EPSILON = 1e-9
 
 
@@ -61,6 +63,12 @@ class Cutting:
     def num_stages(self) -> int:
         """Number of stages."""
         return len(self.graph.stage_to_pp)
+
+    @property
+    def has_few_cuts(self) -> bool:
+        """Whether all cuts are timed."""
+        number = math.comb(self.layers.num_pieces + self.num_stages - 3, max(self.num_stages - 1, 0))
+        return number * self.graph.num_nodes <= ENUMERATED
 
     @property
     def num_ranks(self) -> int:
@@ -113,7 +121,7 @@ class Cutting:
 def best_cut(
     cutting: Cutting, microbatches: int, starts: list[Ints], *, effort: int, seed: int, stops: Callable[[], bool]
 ) -> BestCut | None:
-    """Return the best cut; None if none fits.
+    """Return the best cut; None if none fits, or where there are many cuts, none that fits was found.
 
     Args:
         cutting: the problem.
@@ -123,12 +131,11 @@ def best_cut(
         seed: of its random numbers.
         stops: asked whether to end.
     """
-    number = math.comb(cutting.layers.num_pieces + cutting.num_stages - 3, max(cutting.num_stages - 1, 0))
     first = _best_of(cutting, np.array([*starts, balanced(cutting)]))
-    if number * cutting.graph.num_nodes <= ENUMERATED:
+    if cutting.has_few_cuts:
         return _best_of_all(cutting, microbatches, first)
     if first is None:
-        first = _fitting(cutting)
+        first = _fitting(cutting, random.Random(seed), stops)
     return None if first is None else _moved(cutting, first, cutting.timed + WORK * effort, seed, stops)
 
 
@@ -187,28 +194,43 @@ def _all_cuts(pieces: int, num_stages: int, at_once: int = 4096) -> Iterator[Int
         yield np.pad(np.pad(inner, ((0, 0), (1, 0))), ((0, 0), (0, 1)), constant_values=pieces)
 
 
-def _fitting(cutting: Cutting) -> BestCut | None:
-    """Return a cut that keeps to the cap: moves from the balanced one as long as the fullest rank holds less."""
-    cut = balanced(cutting)
+def _fitting(cutting: Cutting, rng: random.Random, stops: Callable[[], bool]) -> BestCut | None:
+    """Return a cut that keeps to the cap: the balanced one after moves to less memory, or random ones near the best."""
+    best, least = _emptied(cutting, balanced(cutting))
+    for _ in range(1 + min(RESTARTS, SHIFTS // cutting.num_stages**2)):
+        if least <= cutting.memory_cap * (1 + EPSILON):
+            return _best_of(cutting, best[None])
+        if stops():
+            break
+        cut, fullest = _emptied(cutting, _kicked(cutting, best, rng))
+        if fullest <= least:
+            best, least = cut, fullest
+    return None
+
+
+def _emptied(cutting: Cutting, cut: Ints) -> tuple[Ints, float]:
+    """Return the cut after moves as long as the fullest rank holds less, and what that holds."""
     while True:
+        cuts = np.vstack([cut, _neighbours(cutting, cut)])
+        fullest = cutting.graph.peaks(cutting.layers, cuts).max(axis=1)
+        if fullest.min() >= fullest[0]:
+            return cut, float(fullest[0])
+        cut = cuts[int(fullest.argmin())]
+
+
+def _kicked(cutting: Cutting, cut: Ints, rng: random.Random) -> Ints:
+    """Return a random cut, a few moves away."""
+    for _ in range(KICKS):
         cuts = _neighbours(cutting, cut)
-        fullest = cutting.graph.peaks(cutting.layers, np.vstack([cut, cuts])).max(axis=1)
-        if fullest[0] <= cutting.memory_cap * (1 + EPSILON):
-            return _best_of(cutting, cut[None])
-        if not len(cuts) or fullest[1:].min() >= fullest[0]:
-            return None
-        cut = cuts[int(fullest[1:].argmin())]
+        cut = cuts[rng.randrange(len(cuts))] if len(cuts) else cut
+    return cut
 
 
 def _moved(cutting: Cutting, best: BestCut, most: int, seed: int, stops: Callable[[], bool]) -> BestCut:
     """Improve a cut by moves, and again from random ones near the best, until the work is done."""
     rng, found = random.Random(seed), _descended(cutting, best, most, stops)
     while cutting.timed < most and not stops():
-        cut = found.cut
-        for _ in range(KICKS):
-            cuts = _neighbours(cutting, cut)
-            cut = cuts[rng.randrange(len(cuts))] if len(cuts) else cut
-        start = _best_of(cutting, cut[None])
+        start = _best_of(cutting, _kicked(cutting, found.cut, rng)[None])
         if start is None:
             cutting.timed += cutting.graph.num_nodes  # so that the search ends where nothing fits
             continue

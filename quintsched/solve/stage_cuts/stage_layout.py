@@ -198,6 +198,8 @@ class _Run:
     ends_s: float
     seed: int
     is_interrupted: bool = False
+    is_exact: bool = True
+    """Whether all cuts were tried under each order."""
 
     def best_of(self, names: list[str], layouts: Sequence[str]) -> CutStages:
         """Return the best cut of all schedules."""
@@ -223,8 +225,9 @@ class _Run:
             if self.memory_cap is None:
                 raise UsageError("the time was over before one order was timed; allow for more seconds")
             least = min(max(cut.peaks) for cut in compared)
+            none = "no cut keeps" if self.is_exact and SOLVE not in names else "no cut was found that keeps"
             raise UsageError(
-                f"no cut keeps to the memory cap of {self.memory_cap:g} {self.costs.memory_unit}; even stages need "
+                f"{none} to the memory cap of {self.memory_cap:g} {self.costs.memory_unit}; even stages need "
                 f"{least:.6g}: give more, or another schedule"
             )
         first, *others = compared
@@ -282,6 +285,7 @@ class _Run:
     def cut_of(self, name: str, graph: OrderGraph, starts: list[Ints], orders: Orders | None = None) -> StageCut | None:
         """Return the best cut under an order; None if none fits."""
         cutting = self.cutting(graph)
+        self.is_exact &= cutting.has_few_cuts
         try:
             found = best_cut(
                 cutting, self.microbatches, starts, effort=self.effort, seed=self.seed, stops=lambda: self.is_over

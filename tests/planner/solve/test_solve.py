@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 
 import pytest
@@ -15,6 +16,7 @@ from quintsched.ir.placement import linear, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import Certificate, certify, order_search, solve
 from quintsched.solve.order_bounds import lower_bound
+from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_timing import has_room, time_orders
 from quintsched.solve.search_problem import problem_of
 from quintsched.solve.starting_orders import named_orders
@@ -189,6 +191,57 @@ def test_costs_whose_products_would_lose_digits_are_refused() -> None:
     for broken in ({"activation": 5e-324}, {"forward": (1.0, 1e-310)}, {"microbatches": (1e-200,)}):
         with pytest.raises(UsageError, match="Input should be 0, or at least 1e-100"):
             Costs(**broken)  # type: ignore[arg-type]
+
+
+def test_ranks_may_have_unlike_caps() -> None:
+    found = solve(pp=3, microbatches=6, memory_cap=(3, 2, 2), placement="linear", effort=1, seconds=20)
+    assert found.certificate.memory_cap == (3.0, 2.0, 2.0)
+    peaks = certify(found.plan, found.certificate).peaks
+    assert all(peak <= cap for peak, cap in zip(peaks, (3, 2, 2), strict=True))
+    least, most = (
+        solve(pp=3, microbatches=6, memory_cap=cap, placement="linear", effort=1, seconds=20).certificate.value
+        for cap in (3, 2)
+    )
+    assert least <= found.certificate.value < most
+    for caps, why in (((3, 2), "2 values; give one, or one for each"), ((3, math.inf, 2), "infinite for a rank")):
+        with pytest.raises(UsageError, match=why):
+            solve(pp=3, microbatches=6, memory_cap=caps)
+
+
+@pytest.mark.parametrize("placement", ["linear", "loop", "v"])
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_the_way_of_one_microbatch_is_certified(placement: str, objective: Objective) -> None:
+    costs = Costs(p2p=0.3)
+    found = solve(pp=4, microbatches=1, placement=placement, costs=costs, objective=objective, effort=1)
+    assert found.status == "certified"
+
+
+def test_units_of_time_and_memory_do_not_change_the_plan() -> None:
+    each = lambda seed: tuple(random.Random(seed).uniform(0.2, 3.0) for _ in range(8))  # noqa: E731
+    plans = [
+        solve(
+            pp=4,
+            microbatches=8,
+            placement="v",
+            memory_cap=3 * memory,
+            costs=Costs(
+                forward=tuple(time * one for one in each(1)),
+                backward_input=tuple(time * one for one in each(2)),
+                backward_weight=tuple(time * one for one in each(3)),
+                activation=memory,
+            ),
+            effort=1,
+            seconds=600,
+            told=end_after_lists,
+        ).plan
+        for time, memory in ((1.0, 1.0), (2.0**-40, 2.0**30))
+    ]
+    assert plans[0] == plans[1]
+
+
+def end_after_lists(attempt: order_search.Attempt, seconds: float) -> None:
+    if attempt.origin == "annealing":
+        raise KeyboardInterrupt
 
 
 def test_an_interrupt_returns_the_best_so_far() -> None:

@@ -82,6 +82,19 @@ def test_moves_find_the_best_of_all_cuts_too(monkeypatch: pytest.MonkeyPatch) ->
     assert [best.value for best in moved] == pytest.approx(exact)
 
 
+def test_moves_find_the_only_cut_that_keeps_to_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every single move fills the fullest rank more, or as much."""
+    costs, pp, chunks, microbatches = drawn(1013)
+    sizes = {"pp": pp, "microbatches": microbatches, "chunks": chunks, "schedules": ["zbv"], "memory_cap": 6.2}
+    exact = cut_stages(costs, **sizes)  # type: ignore[arg-type]
+    monkeypatch.setattr(cut_search, "ENUMERATED", 0)
+    moved = cut_stages(costs, **sizes)  # type: ignore[arg-type]
+    assert (exact.best.is_exact, moved.best.is_exact) == (True, False)
+    assert max(moved.best.peaks) <= 6.2
+    with pytest.raises(UsageError, match="no cut was found that keeps to the memory cap of 1 GB"):
+        cut_stages(costs, **sizes | {"memory_cap": 1})  # type: ignore[arg-type]
+
+
 PIECES = [
     {"kind": "embedding", "forward": 0.1, "activation": 0.1, "state": 1},
     {"count": 3, "forward": 0.8, "activation": 1, "state": 1},
