@@ -110,7 +110,7 @@ def refuse_input(output: Path | None, *inputs: str | Path | None) -> None:
             raise UsageError(f"{output}: the command reads this file ({read}); write to another one")
 
 
-def require_writable(files: Mapping[str, Path | None], *inputs: str | Path | None) -> None:
+def check_outputs(files: Mapping[str, Path | None], *inputs: str | Path | None) -> None:
     """Raise `UsageError`, before a search, for files by option that cannot all be written after it."""
     from quintsched.files.atomic import writing
 

@@ -19,13 +19,13 @@ from quintsched.cli.shared_options import (
     PlanFile,
     Seconds,
     Seed,
+    check_outputs,
     emit,
     read_costs,
     read_plan,
     read_schedule,
     read_trace,
     refuse_input,
-    require_writable,
     say,
     simulate_plan,
     write_costs,
@@ -313,7 +313,7 @@ def whatif(
     from quintsched.solve.recorded.whatif_report import in_words
 
     path = None if output is None else comparison_path(output)
-    require_writable({"-o": path, "--plan": plan, "--certificate": certificate}, trace)
+    check_outputs({"-o": path, "--plan": plan, "--certificate": certificate}, trace)
     with progress("reading the trace") as shown:
         told = _shown_attempts(shown, seconds)
         found = what_if(

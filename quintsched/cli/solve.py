@@ -18,11 +18,11 @@ from quintsched.cli.shared_options import (
     PlanFile,
     Seconds,
     Seed,
+    check_outputs,
     emit,
     note,
     read_costs,
     read_plan,
-    require_writable,
     say,
 )
 from quintsched.errors import UsageError
@@ -89,7 +89,7 @@ def solve(
     from quintsched.solve import solve as solve_order
 
     began_s = monotonic()
-    require_writable({"-o": output, "--log": log, "--certificate": certificate}, costs)
+    check_outputs({"-o": output, "--log": log, "--certificate": certificate}, costs)
     with progress("solving") as shown:
 
         def told(attempt: Attempt, taken_s: float) -> None:

@@ -15,17 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from quintsched.cli.request_options import AXIS_OPTIONS
-from quintsched.cli.shared_options import (
-    AsJson,
-    Effort,
-    Seconds,
-    Seed,
-    emit,
-    read_plan,
-    read_trace,
-    require_writable,
-    say,
-)
+from quintsched.cli.shared_options import AsJson, Effort, Seconds, Seed, check_outputs, emit, read_plan, read_trace, say
 from quintsched.errors import UsageError, counted
 from quintsched.files.terminal import percent
 from quintsched.files.terminal_progress import progress
@@ -92,7 +82,7 @@ def layout(
     """
     from quintsched.solve import cut_stages
 
-    require_writable({"-o": output}, costs, trace, plan)
+    check_outputs({"-o": output}, costs, trace, plan)
     if sum(given is not None for given in (costs, trace, flags.get("model"))) != 1:
         raise UsageError("give one of --costs, --model and --trace: they say what each layer costs")
     found, mesh, number = _sources(flags, costs, trace, plan, microbatches, mtp)

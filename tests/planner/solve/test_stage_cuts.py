@@ -83,7 +83,7 @@ def test_moves_find_the_best_of_all_cuts_too(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_moves_find_the_only_cut_that_keeps_to_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every single move fills the fullest rank more, or as much."""
+    """Cap under which each single move fills the fullest rank more, or as much."""
     costs, pp, chunks, microbatches = drawn(1013)
     sizes = {"pp": pp, "microbatches": microbatches, "chunks": chunks, "schedules": ["zbv"], "memory_cap": 6.2}
     exact = cut_stages(costs, **sizes)  # type: ignore[arg-type]
