@@ -15,6 +15,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from quintsched.check_call_arguments import PLAN, ours, takes
 from quintsched.errors import UnsoundError, counted
 from quintsched.files.atomic import write_whole
 from quintsched.files.user_records import read_record
@@ -77,6 +78,7 @@ class Certified:
         return self.certificate.gap <= TOLERANCE
 
 
+@takes("certify(found.plan, found.certificate)", plan=PLAN, certificate=ours("Certificate"))
 def certify(plan: Plan, certificate: Certificate) -> Certified:
     """Verify all claims of a certificate about a plan.
 

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
 
+from quintsched.check_call_arguments import (
+    FUNCTION,
+    NUMBER,
+    TEXT,
+    WHOLE_NUMBER,
+    ArgumentKind,
+    items,
+    ours,
+    shown,
+    takes,
+)
 from quintsched.compiler import compile
 from quintsched.errors import InputError, UsageError, suggest
 from quintsched.ir.instruction_set import Compute
@@ -114,6 +125,20 @@ class Solution:
         return f"Solution({sizes}, gap {100 * self.gap:.1f} %, {self.status})"
 
 
+CAPS = ArgumentKind("a number, or a list with one per rank", lambda value: NUMBER.holds(value) or _NUMBERS.holds(value))
+_NUMBERS = items("a list of numbers", NUMBER)
+
+
+@takes(
+    "solve(pp=8, microbatches=16, memory_cap=6)",
+    placement=TEXT,
+    memory_cap=CAPS,
+    costs=ours("Costs"),
+    jitter=TEXT,
+    seconds=NUMBER,
+    seed=WHOLE_NUMBER,
+    told=FUNCTION,
+)
 def solve(
     *,
     pp: int | None = None,
@@ -174,10 +199,11 @@ def solve(
 
 def _finite(memory_cap: float | Sequence[float] | None) -> Cap:
     """Return a cap as a certificate has it; raises `UsageError` for several of which one is infinite."""
-    if isinstance(memory_cap, Sequence):
-        if math.inf in memory_cap:
+    if isinstance(memory_cap, Iterable):
+        caps = tuple(map(float, memory_cap))
+        if math.inf in caps:
             raise UsageError("memory_cap is infinite for a rank; give what all microbatches hold, or any larger number")
-        return tuple(map(float, memory_cap))
+        return caps
     return None if memory_cap == math.inf else memory_cap
 
 
@@ -260,8 +286,10 @@ def mesh_of(pp: int | None, mesh: Mesh | str | None) -> Mesh:
     if (pp is None) == (mesh is None):
         raise UsageError("give pp, the number of pipeline ranks, or a mesh, like dp=2,pp=4")
     if mesh is not None:
+        if not isinstance(mesh, str | Mesh):
+            raise UsageError(f"mesh is {shown(mesh)}; give a Mesh, or text like dp=2,pp=4")
         return Mesh.parse(mesh) if isinstance(mesh, str) else mesh
-    assert pp is not None
+    assert pp is not None, "one of both is given"
     require_positive(pp=pp)
     return Mesh(pp=pp)
 

@@ -15,6 +15,7 @@ from time import monotonic
 
 import numpy as np
 
+from quintsched.check_call_arguments import NUMBER, TEXT, WHOLE_NUMBER, items, ours, takes
 from quintsched.compiler import compile
 from quintsched.errors import InputError, UnsoundError, UsageError, counted
 from quintsched.ir.instruction_columns import Amounts, Ints
@@ -127,6 +128,15 @@ def replace_blocks(plan: Plan, stages: Sequence[int]) -> Plan:
     return Plan.of(replace(plan, blocks_per_stage=tuple(stages)))
 
 
+@takes(
+    "cut_stages(LayerCosts.load(path), pp=4, microbatches=16)",
+    costs=ours("LayerCosts"),
+    schedules=items("a list of names", TEXT),
+    memory_cap=NUMBER,
+    layouts=items("a list of layout strings", TEXT),
+    seconds=NUMBER,
+    seed=WHOLE_NUMBER,
+)
 def cut_stages(
     costs: LayerCosts,
     *,

@@ -14,7 +14,7 @@ from quintsched.formats.plan_file import loads
 from quintsched.formats.plan_json import dumps
 from quintsched.ir.placement import linear, v
 from quintsched.simulation.costs import Costs
-from quintsched.solve import Certificate, certify, order_search, solve
+from quintsched.solve import Certificate, LayerCosts, certify, cut_stages, order_search, solve
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_timing import has_room, time_orders
@@ -242,6 +242,35 @@ def test_units_of_time_and_memory_do_not_change_the_plan() -> None:
 def end_after_lists(attempt: order_search.Attempt, seconds: float) -> None:
     if attempt.origin == "annealing":
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"pp": 2.0}, "pp is 2.0; give a whole number"),
+        ({"seconds": "x"}, "seconds is 'x'; give a number"),
+        ({"memory_cap": "2,1"}, "memory_cap is '2,1'; give a number, or a list with one per rank"),
+        ({"memory_cap": ("2", 1)}, "memory_cap is a tuple"),
+        ({"costs": {"forward": 2.0}}, "costs is a dict; give a Costs"),
+        ({"placement": None}, "placement is None; give text"),
+        ({"seed": 1.5}, "seed is 1.5; give a whole number"),
+        ({"jitter": 0.1}, "jitter is 0.1; give text"),
+        ({"mesh": 3, "pp": None}, "mesh is 3; give a Mesh, or text"),
+        ({"told": 3}, "told is 3; give a function"),
+    ],
+)
+def test_wrong_arguments_are_named(wrong: dict[str, object], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        solve(**{"pp": 2, "microbatches": 2} | wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="certificate is a dict; give a Certificate"):
+        certify(qs.compile("gpipe", mesh="pp=2", microbatches=2), {})  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="schedules is '1f1b'; give a list of names"):
+        cut_stages(LAYERS, pp=2, microbatches=2, schedules="1f1b")
+
+
+LAYERS = LayerCosts.model_validate(
+    {"layers": [{"kind": "embedding", "forward": 1}, {"forward": 1, "count": 4}, {"kind": "loss", "forward": 1}]}
+)
 
 
 def test_an_interrupt_returns_the_best_so_far() -> None:
