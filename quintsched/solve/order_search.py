@@ -46,6 +46,8 @@ LAGS_BEHIND = 1.05
 COARSE = (1, 2, 3)
 """Numbers of units that the shortest computation takes in round times."""
 ENOUGH = 1e-9
+AFTER_INTERRUPT_S = 1.0
+"""Most seconds of a second search, where Ctrl-C has ended the first."""
 AGAIN_S = 0.25
 """Seconds from the end of the time to an interrupt, and from one to the next."""
 PERIOD = "repeated period"

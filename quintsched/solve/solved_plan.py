@@ -32,7 +32,7 @@ from quintsched.solve.noise.duration_samples import Jitter
 from quintsched.solve.noise.robust_search import Robustness, harden
 from quintsched.solve.order_certificate import TOLERANCE, Certificate
 from quintsched.solve.order_problem import Objective
-from quintsched.solve.order_search import Attempt, Search, search
+from quintsched.solve.order_search import AFTER_INTERRUPT_S, Attempt, Search, search
 from quintsched.solve.order_timing import time_orders
 from quintsched.solve.search_problem import NoRoomError, Orders, Problem, problem_of
 
@@ -193,6 +193,8 @@ def solve(
     left = max(ends_s - monotonic(), 0.0)
     share = left if noise is None else left / 2
     done = search(list(problems.values()), objective, seed=seed, effort=effort, seconds=share, told=told)
+    if done.is_interrupted:
+        ends_s = min(ends_s, monotonic() + AFTER_INTERRUPT_S)
     robustness = None if noise is None else _harden(done, noise, seed, effort, ends_s)
     return replace(_solution(done, problems, found, costs or Costs(), cap), robustness=robustness)
 

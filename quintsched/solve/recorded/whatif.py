@@ -13,7 +13,7 @@ from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 from quintsched.simulation.simulator import Simulation
 from quintsched.solve.order_problem import WEIGHT_HALF
-from quintsched.solve.order_search import Attempt, search
+from quintsched.solve.order_search import AFTER_INTERRUPT_S, Attempt, search
 from quintsched.solve.recorded.idle_causes import Cause, IdleCauses
 from quintsched.solve.recorded.recorded_run import RecordedRun, RecordedStep
 from quintsched.solve.recorded.replay import Recording
@@ -23,8 +23,6 @@ from quintsched.solve.solved_plan import EFFORT, SECONDS, Solution, plan_of, pla
 
 WHOLE, SPLIT = "whole", "split"
 """Backwards of a better order: as one, or as two halves."""
-AFTER_INTERRUPT_S = 1.0
-"""Most seconds of the second search, where Ctrl-C has ended the first."""
 Told = Callable[[Attempt, float], None]
 
 

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -67,6 +68,16 @@ def test_no_order_is_below_the_bound(pp, seed):
     assert said.closed <= 1 + 1e-9
     if pp == 1:
         assert said.bound == pytest.approx(said.value)
+
+
+def test_an_interrupt_ends_the_search_under_noise_too():
+    def told(*_):
+        raise KeyboardInterrupt
+
+    began_s = monotonic()
+    found = solve(pp=4, microbatches=16, placement="linear", jitter="0.1", effort=50, seconds=2000, told=told)
+    assert monotonic() - began_s < 200
+    assert found.robustness.bound <= found.robustness.value
 
 
 @pytest.mark.slow
