@@ -227,8 +227,8 @@ class _Run:
         if self.is_interrupted and not cuts:
             raise KeyboardInterrupt
         if not compared:
-            graph = self.named(_names((), self.chunks)[0])
-            compared = [self.judged(SOLVE, graph, start) for start in starts]
+            usual = _names((), self.chunks)[0]
+            compared = [self.judged(usual, self.named(usual), start) for start in starts]
         if not cuts:
             if errors and len(errors) == len(names):
                 raise errors[0]
@@ -292,13 +292,25 @@ class _Run:
         """Return a given cut, with its time whether it fits or not."""
         return self._stage_cut(name, graph, cut, float(self.cutting(graph).times(cut[None])[0]), False)
 
-    def cut_of(self, name: str, graph: OrderGraph, starts: list[Ints], orders: Orders | None = None) -> StageCut | None:
+    def cut_of(
+        self,
+        name: str,
+        graph: OrderGraph,
+        starts: list[Ints],
+        orders: Orders | None = None,
+        until_s: float = math.inf,
+    ) -> StageCut | None:
         """Return the best cut under an order; None if none fits."""
         cutting = self.cutting(graph)
         self.is_exact &= cutting.has_few_cuts
         try:
             found = best_cut(
-                cutting, self.microbatches, starts, effort=self.effort, seed=self.seed, stops=lambda: self.is_over
+                cutting,
+                self.microbatches,
+                starts,
+                effort=self.effort,
+                seed=self.seed,
+                stops=lambda: self.is_over or monotonic() > until_s,
             )
         except KeyboardInterrupt:
             found, self.is_interrupted = cutting.best, True
@@ -320,7 +332,8 @@ class _Run:
         placements = {cut.stage_to_pp: cut for cut in sorted(cuts, key=lambda cut: -cut.value)}
         if not placements:
             graph = self.named(_names((), self.chunks)[0])
-            best = self.cut_of(SOLVE, replace(graph, held=tuple(held[:1] for held in graph.held)), starts)
+            one_by_one = replace(graph, held=tuple(np.ones((1, held.shape[1])) for held in graph.held))
+            best = self.cut_of(SOLVE, one_by_one, starts, until_s=(monotonic() + self.ends_s) / 2)
             placements = {best.stage_to_pp: best} if best else {}
         for start in placements.values():
             best, seconds = start, (self.ends_s - monotonic()) / len(placements)

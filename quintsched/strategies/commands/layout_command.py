@@ -169,9 +169,10 @@ def _in_words(cut: CutStages, against: list[str], objective: str) -> Iterator[st
     yield f"{best.schedule} on {mesh}, {counted(microbatches, 'microbatch')}, stages on a rank: {chunks}"
     proof = "the best of all cuts" if best.is_exact else "the best cut that was found"
     yield f"{objective} {best.value:.6g} {unit}: {proof}"
-    yield f"even stages, {cut.even.schedule}: {cut.even.value:.6g} {unit}; saved: {percent(cut.gain)}"
-    for text, other in zip(against, cut.others, strict=True):
-        yield f"{text}: {other.value:.6g} {unit}; saved: {percent(cut.gain_over(other))}"
+    compared = (f"even stages, {cut.even.schedule}", cut.even), *zip(against, cut.others, strict=True)
+    for text, other in compared:
+        most = f"{max(other.peaks):.4g} {held} on a rank"
+        yield f"{text}: {other.value:.6g} {unit}, {most}; saved: {percent(cut.gain_over(other))}"
     yield f"--stages {','.join(map(str, best.stages))}"
     if _is_loop(best, mesh.pp):
         yield f"Megatron-LM: {best.megatron}"

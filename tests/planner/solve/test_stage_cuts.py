@@ -16,6 +16,7 @@ from quintsched.solve.stage_cuts import cut_search
 from quintsched.solve.stage_cuts.layer_costs import Layers
 from quintsched.solve.stage_cuts.layout_strings import megatron_layout, read_megatron_layout, stage_letters
 from tests.helpers.refusals import require_refusals
+from tests.layers import ROOT
 
 SCHEDULES = {1: ("1f1b", "gpipe", "zb-h1", "zb-h2"), 2: ("interleaved-1f1b", "zbv", "bfs")}
 
@@ -135,6 +136,20 @@ def test_a_searched_order_with_its_cut_is_as_fast_as_all_named_ones() -> None:
     ]
     assert every.best.value <= min(named)
     assert every.gain > 0.1
+
+
+@pytest.mark.parametrize(("chunks", "cap"), [(1, 25), (2, 24)])
+def test_an_order_is_searched_where_no_named_one_has_room(chunks: int, cap: float) -> None:
+    """Cap for one microbatch at a time, or a little more."""
+    costs = LayerCosts.load(ROOT / "examples" / "layers.json")
+    sizes = {"pp": 4, "microbatches": 8, "chunks": chunks, "memory_cap": cap, "effort": 1, "seconds": 20}
+    with pytest.raises(UsageError, match="no cut keeps to the memory cap"):
+        cut_stages(costs, **sizes | {"chunks": 1})  # type: ignore[arg-type]
+    found = cut_stages(costs, **sizes, schedules=["solve"])  # type: ignore[arg-type]
+    assert found.best.schedule == "solve"
+    assert max(found.best.peaks) <= cap
+    simulated = found.plan().simulate(Costs.model_validate({"p2p": costs.p2p, **found.best.costs}))
+    assert simulated.span == pytest.approx(found.best.value)
 
 
 def test_layouts_of_others_are_written_and_read() -> None:
