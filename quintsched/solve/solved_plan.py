@@ -125,8 +125,10 @@ class Solution:
         return f"Solution({sizes}, gap {100 * self.gap:.1f} %, {self.status})"
 
 
-CAPS = ArgumentKind("a number, or a list with one per rank", lambda value: NUMBER.holds(value) or _NUMBERS.holds(value))
-_NUMBERS = items("a list of numbers", NUMBER)
+_SEVERAL_NUMBERS = items("a list of numbers", NUMBER)
+CAPS = ArgumentKind(
+    "a number, or a list with one per rank", lambda value: NUMBER.holds(value) or _SEVERAL_NUMBERS.holds(value)
+)
 
 
 @takes(
