@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import quintsched as qs
-from quintsched.errors import InputError, UnsoundError
+from quintsched.errors import InputError, UnsoundError, UsageError
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.simulation.cost_forms import Link, PerUnit, Wires
 from quintsched.solve import certify
