@@ -67,7 +67,7 @@ KINDS = [Traced, Walked]
 
 def made(kind, middle, dtype=torch.float64):
     torch.manual_seed(0)
-    model = type(middle.__name__, (kind,), {"middle": middle, "__module__": __name__})().to(dtype)
+    model = type(kind.__name__, (kind,), {"middle": middle, "__module__": __name__})().to(dtype)
     for layer in (model.teacher, model.head):
         nn.init.normal_(layer.fc2.weight if layer is model.teacher else layer.weight, std=0.2)
     return model
