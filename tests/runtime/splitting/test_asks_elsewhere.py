@@ -1,7 +1,5 @@
 """Code between the layers of a model that asks elsewhere is refused at the split, by what it asks, file and line."""
 
-from __future__ import annotations
-
 import array
 import bisect
 import functools
@@ -21,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from quintsched.errors import MisfitError
@@ -30,39 +27,16 @@ from quintsched.runtime.splitting.split_proof import chain
 from quintsched.runtime.user_objects.changes_since_split import sources_of
 
 from ..examine.backward_blocks import backward_of
+from .models import KINDS, Traced, Walked, inputs, made
 
+X = inputs(torch.float32)
 LOGGER = logging.getLogger(__name__)
 VARIABLE, EVENT, TABLE = ContextVar("variable", default=1.0), threading.Event(), np.ones((1 << 18) + 1)
 HELD, CHAINED, NUMBERS = weakref.ref(EVENT), ChainMap({"tau": 1.0}), array.array("d", [1.0])
 
 
-class Traced(nn.Module):
-    """Its layers are found by tracing it; `between` is the code between two of them."""
-
-    def __init__(self, between):
-        super().__init__()
-        self.between, self.tau = types.MethodType(between, self), 1.0
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.second(self.between(self.first(x)))
-
-
-class Walked(Traced):
-    """The same with a list of layers, which an example finds."""
-
-    def __init__(self, between):
-        super().__init__(between)
-        self.layers, self.first, self.second = nn.ModuleList([self.first, self.second]), None, None
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = self.between(layer(x))
-        return x
-
-
-def divided(kind, between):
-    return split(kind(between), example=torch.ones(2, 3) if kind is Walked else None)
+def split_made(kind, between):
+    return split(made(kind, between, torch.float32), example=X[:2] if kind is Walked else None)
 
 
 @functools.lru_cache
@@ -86,12 +60,12 @@ ASKS = {
 }
 
 
-@pytest.mark.parametrize("kind", [Traced, Walked])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_code_between_layers_asks_is_refused_by_line(kind):
     for says, between in ASKS.items():
         line = "test_asks_elsewhere.py, line" if says.endswith(r"\(") else ""
         with pytest.raises(MisfitError, match=rf"^the forward of {kind.__name__} \w+ .*{says}.*{line}.*attribute"):
-            divided(kind, between)
+            split_made(kind, between)
 
 
 PLAIN = [
@@ -102,10 +76,10 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize("kind", [Traced, Walked])
+@pytest.mark.parametrize("kind", KINDS)
 def test_plain_code_is_not(kind):
     for between in PLAIN:
-        assert len(divided(kind, between)) == 2
+        assert len(split_made(kind, between)) > 1
 
 
 class Counted(type):
@@ -118,7 +92,7 @@ class Rates(metaclass=Counted):
     held = 1.0
 
 
-SCALED, NUMBER, SHOWN = functools.partial(operator.mul, 1.0), torch.ones(()), types.MappingProxyType(vars(Rates))
+SCALED, NUMBER = functools.partial(operator.mul, 1.0), torch.ones(())
 LIBRARY, LONG = textwrap.TextWrapper(), [1.0] * 2000
 F.known_scale = 1.0
 FOLLOWED = {
@@ -141,16 +115,16 @@ def cached():
     return STORED["tau"]
 
 
-@pytest.mark.parametrize("kind", [Traced, Walked])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", FOLLOWED)
 def test_what_is_compared_by_value_is_followed(what, kind):
     between, change = FOLLOWED[what]
-    model, x = kind(between), torch.ones(2, 3)
-    blocks = split(model, example=x)
+    model = made(kind, between, torch.float32)
+    blocks = split(model, example=X)
     change()
     for source in sources_of(blocks):
         source.follow_model()
-    torch.testing.assert_close(chain(blocks, x), model(x))
+    torch.testing.assert_close(chain(blocks, X), model(X))
 
 
 REVERSED = backward_of(torch.neg)
@@ -159,4 +133,4 @@ REVERSED = backward_of(torch.neg)
 def test_a_function_between_layers_that_are_traced_would_lose_its_backward():
     """Refuse it although its result counts for nothing at the split, where no comparison of gradients finds it."""
     with pytest.raises(MisfitError, match=r"Changed.apply \(test_asks_elsewhere.py, line \d+\) between"):
-        split(Traced(lambda self, x: x + 0 * REVERSED(x)))
+        split(made(Traced, lambda self, x: x + 0 * REVERSED(x)))

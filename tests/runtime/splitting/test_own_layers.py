@@ -1,7 +1,6 @@
 """Attributes that a loop sets in the layers of its model hold in the blocks; those set by layers reach the model."""
 
 from collections import OrderedDict
-from itertools import chain
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -11,11 +10,10 @@ from torch import nn
 import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import split
+from quintsched.runtime.user_objects.changes_since_split import sources_of
 
 from ...helpers.training import check_equality, sgd
-from .models import Traced, check, inputs, require_chain
-
-WIDTH = 4
+from .models import WIDTH, Block, Traced, Walked, require_chain
 
 
 class Layer(nn.Module):
@@ -28,17 +26,9 @@ class Layer(nn.Module):
         return x + self.act(self.fc(x)) * self.tau * (1 if self.training else 3) + self.shift
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 2)
+class Model(Walked):
+    def make_layers(self):
         self.layers = nn.ModuleList([Layer(), Layer()])
-
-    def forward(self, x):
-        x = self.stem(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 CHANGES = {
@@ -49,23 +39,24 @@ CHANGES = {
 }
 
 
-def made():
-    torch.manual_seed(0)
-    return Model()
-
-
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_is_set_in_a_layer_holds_in_its_block(what):
-    def change_all(model):
-        for layer in model.layers:
-            CHANGES[what](layer)
+    model, x = Model(), torch.randn(8, 3)
+    blocks = split(model, example=x)
+    for layer in model.layers:
+        CHANGES[what](layer)
+    follow(blocks)
+    require_chain(blocks, model, x)
 
-    check(made().double(), change_all, cut=lambda own: split(own, example=inputs()[:2]))
+
+def follow(blocks):
+    for source in (*sources_of(blocks), *blocks.copies):
+        source.follow_model()
 
 
 class Tied(Model):
-    def __init__(self):
-        super().__init__()
+    def make_layers(self):
+        super().make_layers()
         self.layers[1].fc.weight = self.layers[0].fc.weight
 
 
@@ -88,18 +79,9 @@ def test_another_class_or_forward_of_a_layer_is_refused(kind, name, value):
         found.copies[0].follow_model()
 
 
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.fc2(self.fc1(x).relu())
-
-
 def test_layers_that_are_called_twice_are_cut_over_tp():
-    shared, x, plan = Mlp(), torch.ones(2, 4).double(), qs.compile("1f1b", mesh="tp=2", microbatches=1)
-    model = nn.Sequential(nn.Linear(4, 4), shared, Mlp(), shared, nn.Linear(4, 2)).double()
+    shared, x, plan = Block(), torch.ones(2, 4).double(), qs.compile("1f1b", mesh="tp=2", microbatches=1)
+    model = nn.Sequential(nn.Linear(4, 4), shared, Block(), shared, nn.Linear(4, 2)).double()
     check_equality(plan, model, nn.functional.mse_loss, sgd, [(x, x[:, :2])] * 3)
 
 
@@ -117,8 +99,7 @@ def test_copies_around_shared_weights_follow_the_models_own_modules():
     model = nn.Sequential(nn.Linear(3, 4), first := Scaled(), first, Scaled(first.fc.weight), nn.Linear(4, 2))
     blocks, x = split(model), torch.randn(8, 3)
     first.tau, model[3].fc.tau = 0.5, 2.0
-    for source in chain(blocks.copies):
-        source.follow_model()
+    follow(blocks)
     require_chain(blocks, model, x)
     assert blocks[3].fc.tau == 2.0
     model[1] = nn.Identity()
@@ -139,12 +120,12 @@ class Scheduled:
         self.values["now"] = value
 
 
-class Half:
-    factor = 0.5
-
-
 class Whole:
     factor = 1.0
+
+
+class Half:
+    factor = 0.5
 
 
 class Rate(float):
@@ -189,5 +170,5 @@ def test_what_code_of_a_trace_leads_to_is_followed(what):
     model = Held()
     blocks, x = split(model), torch.randn(8, 3)
     OBJECTS[what](model)
-    blocks[0]._origin.follow_model()
+    follow(blocks)
     require_chain(blocks, model, x)

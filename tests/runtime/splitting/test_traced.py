@@ -83,8 +83,8 @@ def drawn(kind):
     return kind().double()
 
 
-def inputs(width=3, samples=8):
-    return torch.randn(samples, 3, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+def inputs(width=3):
+    return torch.randn(8, 3, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -51,10 +51,6 @@ def own(output, labels):
     return output.loss * weight, weight
 
 
-def plain_losses(model, given, loss=shifted):
-    return train_alone(model, loss, sgd, [given] * 2, microbatches=MICROBATCHES).losses
-
-
 def split_losses(model, request_of, given, **settings):
     plan = qs.compile(**{"schedule": "1f1b", "microbatches": MICROBATCHES, **request_of})
     return [found.losses for found in train_ranks(plan, model, None, sgd, [given] * 2, cut=split, **settings)]
@@ -62,7 +58,8 @@ def split_losses(model, request_of, given, **settings):
 
 def check(model, request_of, given, *, rel=1e-9, alone=None, loss=shifted, **settings):
     """Losses of all ranks are those of the model in one piece, which may be given the batch otherwise."""
-    expected = plain_losses(model, given if alone is None else alone, loss)
+    batches = [given if alone is None else alone] * 2
+    expected = train_alone(model, loss, sgd, batches, microbatches=MICROBATCHES).losses
     for losses in split_losses(model, request_of, given, **settings):
         assert losses == pytest.approx(expected, rel=rel)
 
@@ -77,10 +74,7 @@ def test_padded_batches():
 PACKED = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4]).repeat(SAMPLES, 1)
 
 
-@pytest.mark.parametrize(
-    ("kind", "keeps_cache", "mesh"),
-    [("llama", False, "dp=1"), ("gpt2", True, "cp=2")],
-)
+@pytest.mark.parametrize(("kind", "keeps_cache", "mesh"), [("llama", False, "dp=1"), ("gpt2", True, "cp=2")])
 def test_packed_sequences_are_what_the_models_own_forward_makes_of_them(kind, keeps_cache, mesh):
     check(model_of(kind, use_cache=keeps_cache), {"mesh": mesh}, (batch()[0], batch()[0], {"position_ids": PACKED}))
 
