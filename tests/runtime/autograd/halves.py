@@ -1,7 +1,5 @@
 """Backwards in two halves, and the plain ones that they have to equal bit for bit."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 
 import pytest
@@ -146,36 +147,28 @@ def test_a_weight_that_is_parametrized_before_or_after_does_not_wait(change: Cal
 
 
 class Cast(nn.Sequential):
+    """Casts, and computes again what a backward needs."""
+
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
-            return super().forward(x)
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
 
 
-class Checkpointed(nn.Sequential):
-    def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
-
-
-@pytest.mark.parametrize("kind", [Cast, Checkpointed])
-def test_autocast_and_recomputation_within_the_backward(kind: type[nn.Sequential]) -> None:
-    for dtype in (torch.float32, torch.float64):
-        module = kind(nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 5, bias=False)).to(dtype)
-        check_same_bits(module, *torch.randn(2, 3, 5, 12, dtype=dtype))
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(8, 6, padding_idx=5)
-        self.fc1, self.fc2 = nn.Linear(6, 12), nn.Linear(12, 6)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(self.words(ids))))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_and_recomputation_within_the_backward(dtype: torch.dtype) -> None:
+    module = Cast(nn.Linear(12, 8), nn.GELU(), nn.Linear(8, 5, bias=False)).to(dtype)
+    check_same_bits(module, *torch.randn(2, 3, 5, 12, dtype=dtype))
 
 
 def test_tensor_parallel_layers() -> None:
     torch.manual_seed(0)
-    full = Words()
+    layers = {
+        "words": nn.Embedding(8, 6, padding_idx=5),
+        "fc1": nn.Linear(6, 12),
+        "act": nn.GELU(),
+        "fc2": nn.Linear(12, 6),
+    }
+    full = nn.Sequential(OrderedDict(layers))
     batches = [torch.randint(8, (3, 4)) for _ in range(2)]
 
     def body(transport: Transport) -> int:
