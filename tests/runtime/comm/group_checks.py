@@ -1,12 +1,8 @@
 """Checks that four ranks of any transport run on their groups: every collective gives the right result."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import torch
 
-from quintsched.runtime.comm import Group, ReduceOp, Rules, Transport, run_local
+from quintsched.runtime.comm import Group, ReduceOp, Transport
 
 WORLD = 4
 CHAIN = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
@@ -54,19 +50,3 @@ def check_collectives(t: Transport, group: Group, dtype: torch.dtype = torch.flo
     assert gathered[:: group.size, 0].tolist() == list(group.ranks)
     assert whole.view(group.size, -1).aminmax(dim=1).min.tolist() == list(group.ranks)
     assert whole.view(group.size, -1).aminmax(dim=1).max.tolist() == list(group.ranks)
-
-
-def launch(order: Callable[[int], str], rules: Rules, ranks: int = 2) -> list[float]:
-    """Let each rank issue one collective per letter of its order, on group "a", "b" or its own pair "p"."""
-
-    def body(t: Transport) -> float:
-        everyone = tuple(range(ranks))
-        groups: dict[str, Group] = {name: t.make_group([everyone]) for name in "ab"}
-        groups["p"] = t.make_group([everyone[i : i + 2] for i in range(0, ranks, 2)])
-        tensors = [torch.ones(1) for _ in order(t.rank)]
-        works = [groups[name].all_reduce(x) for name, x in zip(order(t.rank), tensors, strict=True)]
-        for work in works:
-            work.wait()
-        return sum(x.item() for x in tensors)
-
-    return run_local(ranks, body, rules=rules)

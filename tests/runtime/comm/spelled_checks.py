@@ -1,7 +1,5 @@
 """Checks that ranks of any transport run on rings and trees of all of them."""
 
-from __future__ import annotations
-
 import torch
 
 from quintsched.collectives import Wire

@@ -1,7 +1,5 @@
 """Differentiable collectives: the backward of a backward is the collective itself, as each is linear."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Accelerators, on made-up machines as there is none here; links between a rank's memory and its host's."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -40,9 +38,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int) -> li
         ("mps", 1, 1, "gloo"),
     ],
 )
-def test_gloo_takes_over_where_ranks_would_share_a_device(
-    kind: str | None, count: int, local_ranks: int, library: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gloo_takes_over_where_ranks_would_share_a_device(kind, count, local_ranks, library, monkeypatch):
     pretend(monkeypatch, kind, count)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_ranks))
     assert choose_library() == library
@@ -61,9 +57,7 @@ def test_nccl_may_share_a_device_where_it_is_told_to(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("cuda", "cuda"), ("xpu", "xpu"), ("mps", "cpu"), (None, "cpu")])
-def test_one_process_takes_the_device_that_there_is(
-    kind: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_takes_the_device_that_there_is(kind, expected, monkeypatch):
     pretend(monkeypatch, kind, 1)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     transport: Transport = connect_for(qs.compile("1f1b", mesh="pp=1", microbatches=1), 1.0)

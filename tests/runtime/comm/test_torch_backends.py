@@ -1,9 +1,6 @@
 """Real processes over gloo: every collective and message; what cannot connect; what ranks do not issue alike."""
 
-from __future__ import annotations
-
 import re
-import threading
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -17,10 +14,11 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
-from quintsched.runtime.comm import connect
+from quintsched.runtime.comm import Transport, connect
 from quintsched.runtime.comm.gloo_and_nccl_transports import require_same_backend
 from quintsched.runtime.comm.torch_process_groups import SameCollectives
 
+from ..agreement.refusals import refusals
 from ..ranks import run_ranks
 from ..toys import sgd
 from .group_checks import CHAIN, WORLD, check_collectives, make_groups
@@ -63,30 +61,18 @@ def test_what_cannot_connect_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
             connect(backend, **dict(zip(["rules"], rules, strict=False)))
 
 
-def on_threads(size: int, run: Callable[[SameCollectives], None]) -> list[str]:
-    """Run on members that gather through memory; return what each says."""
-    rows: list[Tensor] = [torch.empty(0)] * size
-    barrier = threading.Barrier(size, timeout=20)
-    said = [""] * size
+def said_by(size: int, run: Callable[[SameCollectives], None]) -> list[str]:
+    """Run on members, ranks 4 and on of a job; return what each says that refuses."""
 
-    def member(index: int) -> None:
+    def member(transport: Transport) -> None:
+        group = transport.world_group()
+
         def gather(output: Tensor, mine: Tensor) -> None:
-            rows[index] = mine
-            barrier.wait()
-            output.copy_(torch.cat(rows))
-            barrier.wait()
+            group.all_gather(output, mine).wait()
 
-        try:
-            run(SameCollectives([4 + k for k in range(size)], index, torch.device("cpu"), gather))
-        except MisfitError as error:
-            said[index] = str(error)
+        run(SameCollectives([4 + k for k in range(size)], transport.rank, transport.device, gather))
 
-    threads = [threading.Thread(target=member, args=(k,), daemon=True) for k in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return said
+    return refusals(size, member)
 
 
 USUAL = "all_reduce sum float32 (4,)"
@@ -99,7 +85,7 @@ def test_another_kind_size_type_or_number_is_refused() -> None:
             checks.require(USUAL)
             checks.require(odd if checks._index == 1 else USUAL)
 
-        (words,) = set(on_threads(3, run))
+        (words,) = set(said_by(3, run))
         assert words == (
             f"ranks [4, 5, 6] do not begin the same collective, by number: rank 4 2: {USUAL}; "
             f"rank 5 2: {odd}; rank 6 2: {USUAL}"
@@ -109,7 +95,7 @@ def test_another_kind_size_type_or_number_is_refused() -> None:
         checks._number += checks._index
         checks.require(USUAL)
 
-    assert f"rank 4 1: {USUAL}; rank 5 2: " in next(iter(set(on_threads(2, skip))))
+    assert f"rank 4 1: {USUAL}; rank 5 2: " in next(iter(set(said_by(2, skip))))
 
 
 def reduce_otherwise(folder: Path) -> None:
@@ -139,15 +125,15 @@ def test_rows_that_nobody_expects_are_refused() -> None:
         expects = [1, 2] if checks._index == 0 else [2, 3]
         checks.require("all_to_all float32 (0, 4)", sent=[1, 2], received=expects)
 
-    (words,) = set(on_threads(2, run))
+    (words,) = set(said_by(2, run))
     assert words == "all_to_all 1 of ranks [4, 5]: rank 5 sends 1 row to rank 4, which expects 2"
-    assert on_threads(2, lambda checks: checks.require("all_to_all float32 (0, 4)", [1, 1], [1, 1])) == ["", ""]
+    assert said_by(2, lambda checks: checks.require("all_to_all float32 (0, 4)", [1, 1], [1, 1])) == ["ran", "ran"]
 
 
 def test_ranks_that_come_with_different_backends_are_refused_at_once() -> None:
     """As where one node has a GPU for each of its ranks and another has not."""
     for first, second in (("nccl", "gloo"), ("gloo", "nccl")):
-        store = dist.HashStore()  # type: ignore[attr-defined]
+        store = dist.HashStore()
         require_same_backend(first, store, rank=0)
         require_same_backend(first, store, rank=1)
         with pytest.raises(MisfitError, match=f"rank 2 connects over {second}, but rank 0 over {first}; give every"):
