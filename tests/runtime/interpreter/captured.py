@@ -1,7 +1,5 @@
 """Steps from graphs on a CPU, those of `op_tape`: engines that have them, beside the same without."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ As with a CUDA graph, a replay works in the same memory, the host's numbers stay
 number or copies from the host while it is captured is refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -49,10 +47,13 @@ class OpTape(TorchDispatchMode):
         self._keep(func, args, kwargs or {})
         made = func(*args, **(kwargs or {}))
         given = {storage_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        fresh = [leaf if isinstance(leaf, Tensor) and storage_of(leaf) not in given else None for leaf in leaves(made)]
+        fresh = [
+            leaf if isinstance(leaf, Tensor) and storage_of(leaf) not in given else None for leaf in tree_leaves(made)
+        ]
         self._made.update(storage_of(leaf) for leaf in fresh if leaf is not None)
-        alias = tree_map_only(Tensor, same_memory, (args, kwargs or {}))
-        self._noted.append((func, *alias, [None if leaf is None else same_memory(leaf) for leaf in fresh]))
+        # without a graph, so that what autograd would do to them later does not reach the tape
+        alias = tree_map_only(Tensor, Tensor.detach, (args, kwargs or {}))
+        self._noted.append((func, *alias, [None if leaf is None else leaf.detach() for leaf in fresh]))
         return made
 
     def _keep(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -70,19 +71,10 @@ class OpTape(TorchDispatchMode):
     @torch.no_grad()
     def replay(self) -> None:
         for func, args, kwargs, places in self._noted:
-            for place, result in zip(places, leaves(func(*args, **kwargs)), strict=True):
+            for place, result in zip(places, tree_leaves(func(*args, **kwargs)), strict=True):
                 if place is not None:
                     place.copy_(result)
 
 
-def leaves(made: Any) -> list[Any]:
-    return tree_leaves(made)
-
-
 def storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def same_memory(tensor: Tensor) -> Tensor:
-    """Return the tensor without a graph, so that what autograd would do to it later does not reach the tape."""
-    return tensor.detach()

@@ -1,7 +1,5 @@
 """Steps of several calls: skipped as a whole, compared as microbatches are, and what is tried between them."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -43,7 +41,7 @@ def test_a_large_batch_that_is_not_finite_is_skipped_as_a_whole() -> None:
 class Adding(torch.nn.Linear):
     """Returns a loss of its own beside its output."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         found = super().forward(x).tanh()
         return found, found.square().mean()
 
@@ -51,18 +49,17 @@ class Adding(torch.nn.Linear):
 class Spread(torch.nn.Linear):
     """Returns a number of all samples beside its output."""
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
         found = super().forward(x)
         return {"logits": found, "spread": found.std()}
 
 
-def loss_by_spread(output: dict[str, Tensor], targets: Tensor) -> Tensor:
-    return F.cross_entropy(output["logits"], targets) * output["spread"].detach()
-
-
 @pytest.mark.parametrize(
     ("block", "loss", "says"),
-    [(Adding, F.cross_entropy, "a microbatch has 5 for 6"), (Spread, loss_by_spread, "goes by output['spread']")],
+    [
+        (Adding, F.cross_entropy, "a microbatch has 5 for 6"),
+        (Spread, lambda o, t: F.cross_entropy(o["logits"], t) * o["spread"].detach(), "goes by output['spread']"),
+    ],
 )
 @pytest.mark.parametrize("begins", [0, 3])
 def test_calls_of_one_microbatch_are_compared(block: type, loss: Any, says: str, begins: int) -> None:

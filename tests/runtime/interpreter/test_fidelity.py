@@ -1,22 +1,15 @@
-"""Fidelity of the simulator: plans of sleeps, run in process, hide what their simulation says is hidden.
-
-`benchmarks/fidelity.py` has the plans, all schedules and the figures; here are few and small ones, with wide bounds in
-time and exact ones in order.
-"""
-
-from __future__ import annotations
+"""Fidelity of the simulator: plans of sleeps, run in process, hide what their simulation says is hidden."""
 
 import importlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
 import quintsched as qs
-from quintsched.ir.dataflow_analysis import Flow, flow
+from quintsched.ir.dataflow_analysis import flow
 from quintsched.ir.instruction_set import AllReduceBucket, Compute, Recv, ReduceScatterBucket
 from quintsched.runtime.comm import run_local
 from quintsched.simulation.simulator import Span
@@ -33,32 +26,27 @@ def fidelity() -> Iterator[ModuleType]:
         yield importlib.import_module("fidelity")
 
 
-def of_sleeps(fidelity: ModuleType, schedule: qs.Schedule) -> Any:
-    """Messages that are longer under way than a computation lasts: each one that is late shows."""
-    return fidelity.Sleeps(schedule, computation_ms=20.0, wire_ms=30.0, steps=1)
-
-
-def of_copies(fidelity: ModuleType, schedule: qs.Schedule) -> Any:
-    """Copies to the host that take longer than a computation: who waits for one, and who need not, shows."""
-    return importlib.import_module("offload").OffloadedSleeps(schedule, computation_ms=10.0, copy_ms=40.0, steps=1)
-
-
-def of_links(fidelity: ModuleType, schedule: qs.Schedule) -> Any:
-    """Links and microbatches that differ."""
-    return fidelity.Links(schedule, computation_ms=10.0, steps=1)
+CASES = {
+    "messages": ("fidelity", "Sleeps", {"computation_ms": 20.0, "wire_ms": 30.0}),
+    "copies": ("offload", "OffloadedSleeps", {"computation_ms": 10.0, "copy_ms": 40.0}),
+    "links": ("fidelity", "Links", {"computation_ms": 10.0}),
+}
+"""Messages, and copies to the host, that take longer than a computation: each one that is late shows, and who waits for
+one that need not; links and microbatches that differ."""
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("case_of", "name"),
+    ("what", "name"),
     [
-        *((of_sleeps, name) for name in ("1f1b", "interleaved-zb", "dualpipe", "inference")),
-        *((of_copies, "1f1b"), (of_copies, "zb-h1"), (of_links, "zbv")),
+        *(("messages", name) for name in ("1f1b", "interleaved-zb", "dualpipe", "inference")),
+        *(("copies", "1f1b"), ("copies", "zb-h1"), ("links", "zbv")),
     ],
 )
-def test_a_step_takes_as_long_as_simulated(fidelity: ModuleType, case_of: Any, name: str) -> None:
+def test_a_step_takes_as_long_as_simulated(fidelity: ModuleType, what: str, name: str) -> None:
     """Others who use the machine can make a step slow, but not all of many; nobody can make it fast."""
-    case, ratios = case_of(fidelity, SCHEDULES[name]), list[float]()
+    module, kind, times = CASES[what]
+    case, ratios = getattr(importlib.import_module(module), kind)(SCHEDULES[name], steps=1, **times), list[float]()
     while len(ratios) < TRIES and min(ratios, default=2.0) > 1.15:
         ratios.append(fidelity.run_sleeps(case).ratio)
     assert 0.98 <= min(ratios) <= 1.15, ratios
@@ -91,34 +79,15 @@ def reductions_begun(row: Sequence[Span | MeasuredSpan]) -> list[float]:
     return [span.start - begin for span in reductions[-4:]]
 
 
-class Ran:
-    """One step of a plan of short sleeps, under rules where a message waits for both its ends."""
-
-    def __init__(self, plan: qs.Plan, trace: Trace) -> None:
-        self.plan = plan
-        self.rows = trace.step().timeline
-
-    def flow(self, rank: int, span: MeasuredSpan) -> Flow:
-        return flow(span.instruction, self.plan.layout, rank)
-
-
-@pytest.fixture(scope="module", params=["zbv", "seq-1f1b"])
-def ran(fidelity: ModuleType, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    tmp_path = tmp_path_factory.mktemp("ran")
-    case = fidelity.Sleeps(SCHEDULES[request.param], computation_ms=1.0, wire_ms=1.0, steps=1)
+@pytest.mark.parametrize("name", ["zbv", "seq-1f1b"])
+def test_only_who_takes_a_message_waits(fidelity: ModuleType, name: str, tmp_path: Path) -> None:
+    """One step of short sleeps, under rules where a message waits for both its ends."""
+    case = fidelity.Sleeps(SCHEDULES[name], computation_ms=1.0, wire_ms=1.0, steps=1)
+    plan = case.plan()
     run_local(case.pp, partial(case.run, tmp_path), rules="rendezvous", wire_s=1e-3)
-    return Ran(case.plan(), Trace.load(tmp_path, case.plan()))
-
-
-def computations(row: Sequence[MeasuredSpan]) -> list[MeasuredSpan]:
-    return [span for span in row if isinstance(span.instruction, Compute)]
-
-
-def test_only_who_takes_a_message_waits(ran: Ran) -> None:
-    for rank, row in enumerate(ran.rows):
-        arriving = {
-            value for span in row if isinstance(span.instruction, Recv) for value in ran.flow(rank, span).produces
-        }
-        for span in computations(row):
-            if not arriving & set(ran.flow(rank, span).consumes):
+    for rank, row in enumerate(Trace.load(tmp_path, plan).step().timeline):
+        flows = [(span, flow(span.instruction, plan.layout, rank)) for span in row]
+        arriving = {value for span, its in flows if isinstance(span.instruction, Recv) for value in its.produces}
+        for span, its in flows:
+            if isinstance(span.instruction, Compute) and not arriving & set(its.consumes):
                 assert span.wait == 0, span

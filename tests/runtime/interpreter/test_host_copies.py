@@ -1,7 +1,5 @@
 """Runs whose activations go to the host and come back: the bits of runs where they stay, in less memory."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +19,7 @@ from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 
 from ...helpers.training import require_same_bits
-from ..toys import Outcome, Task, ids_task, sgd, tiny_gpt, tiny_vit, train_on
+from ..toys import Task, ids_task, sgd, tiny_gpt, tiny_vit, train_on
 
 TRAINING = [found for found in qs.all_schedules() if found.mode == "train"]
 LIGHT = qs.Costs(activation_after_input=0.25)
@@ -36,11 +34,6 @@ def pair(schedule: qs.Schedule | str, more: float = 0.0, **shape: Any) -> tuple[
     return free, capped
 
 
-def same_run(found: list[Outcome], expected: list[Outcome]) -> None:
-    assert [one.losses for one in found] == [other.losses for other in expected]
-    require_same_bits(found, expected)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["dualpipe", "interleaved-1f1b"])
 def test_overlapped_plans_give_the_same_bits(schedule: str) -> None:
@@ -48,7 +41,9 @@ def test_overlapped_plans_give_the_same_bits(schedule: str) -> None:
     plans = pair(schedule, mesh="pp=2,tp=2", microbatches=6, overlap=True)
     assert any(isinstance(i, Overlap) for program in plans[1].programs for i in program)
     task, blocks = ids_task(2, 12, 8), tiny_gpt(8, depth=2)
-    same_run(*(train_on(plan, task, blocks, dtype=torch.float64) for plan in plans))
+    expected, found = (train_on(plan, task, blocks, dtype=torch.float64) for plan in plans)
+    assert [one.losses for one in found] == [other.losses for other in expected]
+    require_same_bits(found, expected)
 
 
 def test_memory_is_really_free_once_it_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +164,7 @@ class Hoarder(nn.Module):
         self.layer, self.last = nn.Linear(6, 6), torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Keeps.apply(x) + self.layer(x)  # type: ignore[no-untyped-call]
+        y: Tensor = Keeps.apply(x) + self.layer(x)
         if y.requires_grad:
             y.register_hook(lambda gradient: gradient * (1 + x.detach().abs().mean()))
         if not x.is_meta:
@@ -182,15 +177,8 @@ def test_what_a_block_keeps_of_its_input_stays_what_it_was() -> None:
     inputs, targets = torch.randn(2, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def run(plan: qs.Plan, transport: Transport) -> list[float]:
-        engine = Engine(
-            plan,
-            [Hoarder] * 4,
-            nn.functional.mse_loss,
-            sgd,
-            loss_over="microbatch",
-            dtype=torch.float64,
-            transport=transport,
-        )
+        how = {"loss_over": "microbatch", "dtype": torch.float64, "transport": transport}
+        engine = Engine(plan, [Hoarder] * 4, nn.functional.mse_loss, sgd, **how)
         return [float(engine.step(inputs, targets).loss) for _ in range(3)]
 
     without, offloaded = (run_local(2, partial(run, plan)) for plan in plans)

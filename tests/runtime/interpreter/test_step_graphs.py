@@ -3,8 +3,6 @@
 The graphs are those of `op_tape`, on the CPU; `tests/gpu` asks the same of CUDA's.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections import deque
@@ -76,48 +74,48 @@ def test_a_weight_that_is_frozen_or_moved_is_seen(graphs: list[OpTape]) -> None:
     assert len(graphs) == 3
 
 
-class Averaging(nn.Module):
-    """A block with running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(LENGTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
-
-
 def test_buffers_that_forwards_change() -> None:
-    engine, _ = require_same(lambda **more: engine_of(blocks=with_block(Averaging), **more))
-    assert engine.full_weights()["2.norm.num_batches_tracked"] == 4 * STEPS
+    engine, _ = require_same(lambda **more: engine_of(blocks=with_block(lambda: nn.BatchNorm1d(LENGTH)), **more))
+    assert engine.full_weights()["2.num_batches_tracked"] == 4 * STEPS
 
 
-class Unused(nn.Module):
-    """A block of which a weight has no gradient."""
+class Calls(nn.Module):
+    """Calls a function of itself and its input; has a scale, a weight without gradients, and a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Any) -> None:
         super().__init__()
-        self.used, self.unused = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(300, 300))
+        self.function, self.scale, self.unused = (
+            function,
+            nn.Parameter(torch.ones(16)),
+            nn.Parameter(torch.ones(30, 30)),
+        )
+        self.register_buffer("mean", torch.zeros(16, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.used
+        return self.function(self, x)
 
 
 def test_weights_without_gradients_stay() -> None:
     decaying = lambda parameters: torch.optim.AdamW(parameters, weight_decay=0.5)  # noqa: E731
-    engine, _ = require_same(lambda **more: engine_of(blocks=with_block(Unused), optimizer=decaying, **more))
-    assert torch.equal(engine.full_weights()["2.unused"], torch.ones(300, 300, dtype=torch.float64))
+    blocks = with_block(lambda: Calls(lambda self, x: x * self.scale))
+    engine, _ = require_same(lambda **more: engine_of(blocks=blocks, optimizer=decaying, **more))
+    assert torch.equal(engine.full_weights()["2.unused"], torch.ones(30, 30, dtype=torch.float64))
 
 
-class Scaled(nn.Module):
-    """An embedding that is given a scale beside its ids."""
+class First(nn.Module):
+    """An embedding of ids that a function finds in what is given."""
 
-    def __init__(self, embedding: nn.Module) -> None:
+    def __init__(self, function: Any) -> None:
         super().__init__()
-        self.embedding = embedding
+        self.embedding, self.function = tiny_gpt(LENGTH, depth=2)[0](), function
 
-    def forward(self, given: dict[str, Tensor]) -> Tensor:
-        return self.embedding(given["ids"]) * given["scale"]
+    def forward(self, given: Any) -> Tensor:
+        return self.function(self.embedding, given)
+
+
+def from_first(function: Any) -> Any:
+    """Let engines have a first block that calls a function."""
+    return lambda **more: engine_of(blocks=[lambda: First(function), *tiny_gpt(LENGTH, depth=2)[1:]], **more)
 
 
 def test_a_step_that_is_not_finite_is_skipped() -> None:
@@ -129,24 +127,20 @@ def test_a_step_that_is_not_finite_is_skipped() -> None:
         skipped.extend([number] if result.skipped else [])
         return result
 
-    first, *rest = tiny_gpt(LENGTH, depth=2)
-    require_same(lambda **more: engine_of(blocks=[lambda: Scaled(first()), *rest], **more), step)
+    require_same(from_first(lambda embedding, given: embedding(given["ids"]) * given["scale"]), step)
     assert skipped == [4, 6] * 2
 
 
-def moe_blocks(*, pads: bool) -> Any:
-    data = DataSpec(input_shape=(LENGTH,), num_classes=10)
-    options = {"hidden": 16, "depth": 2, "experts": 4, "capacity_factor": 1.25, "balance": 0.01}
-    return moe_gpt(data, MoEGPTOptions(**options, pad_to_capacity=pads))
-
-
-# What is refused.
+MOE = MoEGPTOptions(hidden=16, depth=2, experts=4, capacity_factor=1.25, balance=0.01)
 
 
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (lambda: {"blocks": moe_blocks(pads=False)}, "asks the device how many tokens go to each expert"),
+        (
+            lambda: {"blocks": moe_gpt(DataSpec(input_shape=(LENGTH,), num_classes=10), MOE)},
+            "asks the device how many tokens go to each expert",
+        ),
         (lambda: {"blocks": with_block(lambda: nn.Dropout(0.1))}, r"blocks draw random numbers \(dropout\)"),
         (
             lambda: {"plan": qs.compile("gpipe", mesh="pp=1", microbatches=4, offload=1)},
@@ -159,14 +153,10 @@ def test_what_cannot_be_captured_is_refused_at_the_start(made: Any, said: str) -
         engine_of(cuda_graph=True, **made())
 
 
-class Asking(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (2.0 if x.sum().item() > 1e9 else 1.0) if not x.is_meta else x * 1.0
-
-
 def test_a_block_that_asks_the_device() -> None:
-    engine = engine_of(blocks=with_block(Asking), cuda_graph=True)
-    with pytest.raises(UsageError, match=r"step 3 cannot be captured: .*block 2 \(Asking\)"):
+    asks = lambda self, x: x * (1.0 if x.is_meta or x.sum().item() < 1e9 else 2.0)  # noqa: E731
+    engine = engine_of(blocks=with_block(lambda: Calls(asks)), cuda_graph=True)
+    with pytest.raises(UsageError, match=r"step 3 cannot be captured: .*block 2 \(Calls\)"):
         trained(engine)
 
 
@@ -185,37 +175,18 @@ class Counting(nn.Module):
         return x * (1 + 1e-3 * (len(self.calls) > 20))
 
 
-class Rebinding(nn.Module):
-    """A block whose buffer is another tensor after each forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(16, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not x.is_meta:
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
-        return x - self.mean
-
-
-class Noisy(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.randn_like(x) if self.training else x
-
-
-class Skipping(nn.Module):
-    """A layer that is left out now and then, by a draw of Python's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if random.random() < 0.02 else x * 1.0
+def rebinding(self: Any, x: Tensor) -> Tensor:
+    if not x.is_meta:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+    return x - self.mean
 
 
 CHANGING: dict[str, Any] = {
     "number": lambda: Counting(0),
     "list": lambda: Counting([0]),
-    "buffer": Rebinding,
-    "noise": Noisy,
-    "draw": Skipping,
+    "buffer": lambda: Calls(rebinding),
+    "noise": lambda: Calls(lambda self, x: x + torch.randn_like(x) if self.training else x),
+    "draw": lambda: Calls(lambda self, x: x * 2 if random.random() < 0.02 else x * 1.0),
 }
 
 
@@ -274,9 +245,7 @@ SET: dict[str, Any] = {
     "slot": lambda block, step: setattr(block.slotted, "rate", 2.0),
     "namespace": lambda block, step: setattr(block.config, "rate", 2.0),
     "full deque": lambda block, step: block.rates.append(1.0 + 0.1 * step),
-    "weight of a teacher": lambda block, step: setattr(
-        block.teacher[0].weight, "data", torch.eye(16, dtype=torch.float64)
-    ),
+    "weight of a teacher": lambda block, step: setattr(block.teacher[0].weight, "data", torch.eye(16).double()),
     "forward": lambda block, step: setattr(block.act, "forward", lambda x: x * 2),
 }
 
@@ -293,17 +262,14 @@ def test_what_is_set_between_steps_counts_from_then_on(change: Any) -> None:
 
 
 def test_what_nobody_sees_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Hidden(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * float(os.environ["FACTOR"])
-
     def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
         monkeypatch.setenv("FACTOR", str(1 + 0.01 * (number > 9)))
         return engine.step(inputs, targets)
 
     monkeypatch.setenv("FACTOR", "1")
+    blocks = with_block(lambda: Calls(lambda self, x: x * float(os.environ["FACTOR"])))
     with pytest.raises(UsageError, match=r"is not what its instructions do.*Go back to a checkpoint"):
-        trained(engine_of(blocks=with_block(Hidden), cuda_graph=True), step, steps=104)
+        trained(engine_of(blocks=blocks, cuda_graph=True), step, steps=104)
 
 
 def test_what_comes_between_steps_does_not_hinder_them() -> None:
@@ -320,23 +286,8 @@ def test_what_comes_between_steps_does_not_hinder_them() -> None:
     require_same(engine_of, step, steps=14)
 
 
-class Overwriting(nn.Module):
-    """The first block, which changes the ids that it is given."""
-
-    def __init__(self, embedding: nn.Module) -> None:
-        super().__init__()
-        self.embedding = embedding
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.embedding(ids.remainder_(7)) if not ids.is_meta else self.embedding(ids)
-
-
 def test_a_batch_that_is_changed_in_place(caplog: pytest.LogCaptureFixture) -> None:
-    def fresh(**more: Any) -> Engine:
-        first, *rest = tiny_gpt(LENGTH, depth=2)
-        return engine_of(blocks=[lambda: Overwriting(first()), *rest], **more)
-
-    require_same(fresh)
+    require_same(from_first(lambda embedding, ids: embedding(ids if ids.is_meta else ids.remainder_(7))))
     assert "a block changes the batch in place" in caplog.text
 
 
