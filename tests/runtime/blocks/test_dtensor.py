@@ -1,7 +1,5 @@
 """Modules that PyTorch has sharded train as stages to the numbers of one process: one launch of gloo processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

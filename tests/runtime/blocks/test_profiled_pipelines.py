@@ -1,7 +1,5 @@
 """Pipelines of torch under its profiler: the plan that `whatif` rebuilds is that of torch's schedule."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Losses of several outputs, each a mean over things of its own, are those of the whole batch on any mesh."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -78,7 +76,7 @@ def test_terms_are_sums() -> None:
     with pytest.raises(MisfitError, match="is a mean of what it is of each"):
         engine_of(mean).step(INPUTS, TARGETS)
     with pytest.raises(UsageError, match="pairs of functions"):
-        SumOfMeans(plain_loss)  # type: ignore[arg-type]
+        SumOfMeans(plain_loss)
 
 
 def test_gradients_of_several_batches_are_not_added_up() -> None:

@@ -1,11 +1,4 @@
-"""torch.distributed.pipelining itself: it runs what we export, and we prove what its schedule classes make.
-
-Its schedule classes need stages only to know how many there are and where, so stubs do. Its runtime is another matter:
-four processes over gloo, started once for all schedules; each takes one training step per schedule and compares the
-gradients of its stages with those of the whole model in its own process.
-"""
-
-from __future__ import annotations
+"""torch.distributed.pipelining itself: it runs what we export, and we prove what its schedule classes make."""
 
 import csv
 import inspect
@@ -28,7 +21,6 @@ from quintsched import torch_csv
 from quintsched.ir.instruction_set import Instruction, Overlap
 from quintsched.runtime.interpreter.program_dataflow import ProgramFlow
 from quintsched.runtime.interpreter.send_and_receive import plan_receives
-from quintsched.schedules import all_schedules
 from quintsched.simulation.message_slots import MessageRule
 
 from ..ranks import run_ranks
@@ -38,9 +30,6 @@ LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 WAITS = hasattr(schedules._ComputationType, "WAIT_SEND_F")
-
-SCHEDULES = all_schedules()
-"""Ours; other tests add their own later."""
 
 
 def made_by_torch(name: str, pp: int, microbatches: int, chunks: int = 1, **options: Any) -> Any:
@@ -238,14 +227,11 @@ def expressible() -> list[tuple[str, qs.Plan]]:
     """Every schedule of ours that torch can express, at a size or two, and a placement that nobody would plan."""
     found = [
         (schedule.name, qs.compile(schedule, mesh=f"pp={WORLD}", microbatches=microbatches))
-        for schedule in SCHEDULES
+        for schedule in qs.all_schedules()
         if schedule.mode == "train" and not schedule.bidirectional
         for microbatches in (8, 12)
     ]
-    overlapping = [
-        (f"{name} with overlap", qs.compile(name, mesh=f"pp={WORLD}", microbatches=8, overlap=True))
-        for name in ("dualpipe-v", "interleaved-1f1b")
-    ]
+    overlapping = [(f"{plan.title} with overlap", plan) for plan in overlapping_plans() if plan.mesh.pp == WORLD]
     return [*found, *overlapping, ("uneven", torch_csv.loads(UNEVEN).plan)]
 
 

@@ -1,7 +1,5 @@
 """Trees: taken apart and put together again, compared, told to other ranks, and what cannot be."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass, field
 from enum import Enum
@@ -84,9 +82,6 @@ def test_unknown_objects_and_local_classes_are_refused() -> None:
 
     with pytest.raises(qs.MisfitError, match=r"Local, a class inside of a function.*top of its module"):
         to_words(TreeSpec.from_tree(Local(X)))
-
-
-# Shapes, as found on the meta device.
 
 
 def test_a_loss_beside_an_output_is_told_from_a_tuple() -> None:

@@ -1,28 +1,26 @@
 """Trial runs, and a split, leave no trace in blocks; loose tensors that collect a gradient are refused."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Engine, run_local, split
+from quintsched.runtime import split
 from quintsched.runtime.blocks.block_builders import build_block, build_model
 from quintsched.runtime.blocks.shape_inference import trace_shapes
 from quintsched.runtime.blocks.trees import TreeSpec
 from quintsched.runtime.blocks.without_side_effects import untouched
 from quintsched.runtime.comm.random_generators import draws_undone
 
-from ...helpers.training import check_equality, sgd
+from ...helpers.training import check_equality, sgd, train_ranks
 
 
 class Layer(nn.Module):
@@ -34,10 +32,12 @@ class Layer(nn.Module):
         return self.fc(x + self.held["delta"])
 
 
-class Model(nn.Module):
-    def __init__(self, delta):
+class Row(nn.Module):
+    delta = 0.0
+
+    def __init__(self, kind):
         super().__init__()
-        self.layers, self.delta = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), delta
+        self.layers = nn.ModuleList(kind() for _ in range(3))
 
     def forward(self, x):
         x = x + self.delta
@@ -50,27 +50,20 @@ def loose():
     return torch.zeros(4, requires_grad=True)
 
 
-def mse(output, targets):
-    return (output - targets).square().mean()
-
-
-def engine_of(blocks, loss=mse):
-    def work(transport):
-        x = torch.ones(2, 4)
-        sgd = torch.optim.SGD
-        Engine(qs.compile("1f1b", mesh="pp=2", microbatches=2), blocks, loss, sgd, transport=transport).step(x, x)
-
-    return run_local(2, work)
+def take_step(blocks, loss=F.mse_loss):
+    plan, x = qs.compile("1f1b", mesh="pp=2", microbatches=2), torch.ones(2, 4)
+    train_ranks(plan, blocks, loss, sgd, [(x, x)])
 
 
 def test_a_loose_leaf_of_a_block_a_model_or_a_loss_is_refused():
     with pytest.raises(MisfitError, match=r"block 0 \(Layer\) goes by .*held\['delta'\].*nn.Parameter"):
-        engine_of([Layer(loose()), nn.Linear(4, 4)])
-    with pytest.raises(MisfitError, match=r"model \(Model\).delta, a tensor with requires_grad"):
-        split(Model(loose()), example=torch.ones(2, 4))
-    delta = loose()
+        take_step([Layer(loose()), nn.Linear(4, 4)])
+    model = Row(lambda: nn.Linear(4, 4))
+    model.delta = delta = loose()
+    with pytest.raises(MisfitError, match=r"model \(Row\).delta, a tensor with requires_grad"):
+        split(model, example=torch.ones(2, 4))
     with pytest.raises(MisfitError, match="loss_fn goes by"):
-        engine_of([nn.Linear(4, 4), nn.Linear(4, 4)], lambda output, targets: mse(output, targets) + delta.sum())
+        take_step([nn.Linear(4, 4), nn.Linear(4, 4)], lambda output, targets: F.mse_loss(output, targets) + delta.sum())
 
 
 def test_a_trial_leaves_no_gradient():
@@ -161,17 +154,6 @@ class Renewing(Counting):
         return super().forward(x) * torch.rand(WIDTH, dtype=x.dtype)
 
 
-class Row(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.layers = nn.ModuleList(kind() for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def states(model):
     """Return copies of all that modules hold, as lists, by which they can be compared."""
     held = [{n: v for n, v in vars(module).items() if not n.startswith("_")} for module in model.modules()]
@@ -194,31 +176,20 @@ def test_a_split_leaves_the_model_as_it_is(kind):
     assert not any(getattr(block, "initialised", False) or getattr(block, "calls", 0) for block in blocks)
 
 
-def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    return (output - targets).square().sum(), float(len(output))
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    random = torch.Generator().manual_seed(0)
-    pairs = (torch.randn(2, 8, WIDTH, generator=random, dtype=torch.float64).unbind() for _ in range(2))
-    return [(inputs, targets) for inputs, targets in pairs]
-
-
 @pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
 @pytest.mark.parametrize("block", [Counting, Initialised, Looking])
 @pytest.mark.parametrize("is_built", [False, True])
-def test_what_blocks_keep_in_attributes_is_as_in_one_process(
-    block: Callable[[], nn.Module], mesh: str, is_built: bool
-) -> None:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+def test_what_blocks_keep_in_attributes_is_as_in_one_process(block, mesh, is_built):
+    plan, random = qs.compile("1f1b", mesh=mesh, microbatches=2), torch.Generator().manual_seed(0)
     blocks = list(build_model([block, block], 0, torch.float64)) if is_built else [block, block]
-    check_equality(plan, blocks, loss, sgd, batches(), microbatches=2)
+    batches = [tuple(torch.randn(2, 8, WIDTH, generator=random, dtype=torch.float64)) for _ in range(2)]
+    check_equality(plan, blocks, nn.MSELoss(), sgd, batches, microbatches=2)
 
 
 def test_weights_and_attributes_are_put_back_also_behind_an_error() -> None:
     block = Initialised()
     tables = [torch.ones(2)]
-    block.cache = {"tables": tables}  # type: ignore[assignment]
+    block.cache = {"tables": tables}
     memory, state = block.bias.data_ptr(), torch.get_rng_state()
 
     def spoil() -> None:
@@ -227,7 +198,7 @@ def test_weights_and_attributes_are_put_back_also_behind_an_error() -> None:
             tables.append(torch.ones(1))
             tables[0].zero_()
             block.layer.weight.data = torch.zeros(WIDTH, WIDTH)
-            block.extra = 1  # type: ignore[assignment]
+            block.extra = 1
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -241,6 +212,10 @@ def test_weights_and_attributes_are_put_back_also_behind_an_error() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def draws() -> list[float]:
+    return [float(torch.rand(())), random.random(), np.random.rand()]
+
+
 class Drawn(nn.Module):
     """A block whose weights and forward draw from each generator of the process."""
 
@@ -250,10 +225,6 @@ class Drawn(nn.Module):
 
     def forward(self, x):
         return x * sum(draws()) * self.weight.sum()
-
-
-def draws() -> list[float]:
-    return [float(torch.rand(())), random.random(), np.random.rand()]
 
 
 def test_what_is_built_or_tried_draws_nothing() -> None:
@@ -277,6 +248,6 @@ class Cycled(Layer):
 @pytest.mark.parametrize("held", [itertools.cycle([1.0, 2.0]), iter([1.0] * 100), itertools.count(1)])
 def test_an_iterator_that_a_block_holds_is_refused(held):
     with pytest.raises(MisfitError, match=r"block 0 \(Cycled\) goes by .*held\['delta'\], a .*keep the items"):
-        engine_of([Cycled(held), nn.Linear(4, 4)])
+        take_step([Cycled(held), nn.Linear(4, 4)])
     with pytest.raises(MisfitError, match=r"loss_fn goes by .*held.*, a .*keep the items"):
-        engine_of([nn.Linear(4, 4), nn.Linear(4, 4)], lambda output, targets: mse(output, targets) * next(held))
+        take_step([nn.Linear(4, 4), nn.Linear(4, 4)], lambda output, targets: F.mse_loss(output, targets) * next(held))
