@@ -1,7 +1,5 @@
 """Refusals of ranks that do not agree."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from quintsched.errors import MisfitError

@@ -1,8 +1,7 @@
 """Ranks that were started with other settings, code, values or data are named with what differs, before training."""
 
-from __future__ import annotations
-
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,7 @@ import torch
 from torch import nn
 
 import quintsched as qs
-from quintsched.runtime.agreement.job_fingerprint_between_ranks import (
-    code_settings,
-    job_settings,
-)
+from quintsched.runtime.agreement.job_fingerprint_between_ranks import code_settings, job_settings
 from quintsched.runtime.agreement.refuse_unequal_ranks import Record, Section, require_same
 from quintsched.runtime.comm import Transport
 from quintsched.runtime.data import Dataset, Split
@@ -52,8 +48,6 @@ def test_the_odd_rank_is_named_with_what_differs() -> None:
     )
     assert "wind is not there on rank 1, but 3 on ranks 0 and 2" in compared([sun, {"sky": "blue"}, sun])
 
-
-# ---------------------------------------------------------------- jobs
 
 JOB = """
 model: {options: {hidden: 8, depth: 2, heads: 2}}
@@ -106,12 +100,13 @@ def test_other_code_of_the_users_is_named(tmp_path: Path) -> None:
     assert {"code.python", "code.torch", "code.quintsched"} < first.keys()
 
 
-# ---------------------------------------------------------------- engines
+def plan_of_three(schedule: str) -> qs.Plan:
+    return qs.compile(schedule, mesh="pp=3", microbatches=2)
 
 
 def engine(transport: Transport, **changes: Any) -> None:
     settings: dict[str, Any] = {
-        "plan": qs.compile("1f1b", mesh="pp=3", microbatches=2),
+        "plan": plan_of_three("1f1b"),
         "blocks": tiny_vit(),
         "loss_fn": nn.CrossEntropyLoss(),
         "optimizer": functools.partial(torch.optim.Adam, lr=1e-3),
@@ -122,10 +117,7 @@ def engine(transport: Transport, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        (
-            {"plan": qs.compile("gpipe", mesh="pp=3", microbatches=2)},
-            'plan.schedule.name is "gpipe" on rank 1, but "1f1b"',
-        ),
+        ({"plan": plan_of_three("gpipe")}, 'plan.schedule.name is "gpipe" on rank 1, but "1f1b"'),
         ({"clip": 1.0}, "engine.clip is 1.0 on rank 1, but null on ranks 0 and 2"),
         ({"seed": 1}, "engine.seed is 1 on rank 1"),
         ({"dtype": torch.float64}, 'engine.dtype is "torch.float64" on rank 1'),
@@ -142,9 +134,6 @@ def test_engines_that_differ_are_stopped(changes: dict[str, Any], named: str) ->
     (words,) = set(refusals(3, lambda transport: engine(transport, **changes)))
     assert "(rank 1 differs from the others)" in words
     assert named in words
-
-
-# ---------------------------------------------------------------- data
 
 
 def dataset(samples: int, shift: float = 0.0, width: int = 8) -> Dataset:
@@ -164,23 +153,12 @@ def dataset(samples: int, shift: float = 0.0, width: int = 8) -> Dataset:
     ],
 )
 def test_data_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: Dataset, named: str) -> None:
-    given = iter_of(monkeypatch)
-    job = job_at(tmp_path)
+    job, name = job_at(tmp_path), threading.current_thread  # which is that of its rank
+    monkeypatch.setattr(batch_feed, "load_dataset", lambda *_: odd if name().name == "rank1" else dataset(32))
 
     def run(transport: Transport) -> None:
-        given[transport.rank] = odd if transport.rank == 1 else dataset(32)
         Trainer.of_job(job, plan_of(job), transport)
 
     (words,) = set(refusals(4, run))
     assert "the ranks do not agree on the data (rank 1 differs from the others)" in words
     assert named in words
-
-
-def iter_of(monkeypatch: pytest.MonkeyPatch) -> dict[int, Dataset]:
-    """Let each rank load the data set that stands in a table."""
-    import threading
-
-    given: dict[int, Dataset] = {}
-    name = threading.current_thread
-    monkeypatch.setattr(batch_feed, "load_dataset", lambda *_: given[int(name().name.removeprefix("rank"))])
-    return given

@@ -1,7 +1,5 @@
 """Calibration results have the right form and order of magnitude; its processes end in any case."""
 
-from __future__ import annotations
-
 import json
 import os
 from functools import partial
@@ -37,7 +35,6 @@ def test_a_description_of_this_machine_is_read_back(tmp_path: Path) -> None:
     measured = found.measured
     assert measured.cores == time_links.count_cores() >= 1
     assert set(measured.matmul) == {"bf16", "fp16", "fp32", "fp64"} == set(measured.attention)
-    assert measured.kernel_s is not None
     assert 1e-7 < measured.kernel_s < 1e-2
     assert found.tflops["fp32"] == pytest.approx(max(measured.matmul["fp32"].rates) / 1e12)
     assert presets_and_files.find_hardware(path) == found
@@ -45,9 +42,7 @@ def test_a_description_of_this_machine_is_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("briefly")
-def test_what_was_measured_outlives_an_interruption(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_measured_outlives_an_interruption(monkeypatch, tmp_path, capsys):
     file, partial = tmp_path / "mine.json", tmp_path / "mine.json.partial"
 
     def interrupted(_: torch.device) -> None:
@@ -95,7 +90,6 @@ def test_processes_that_hang_end_with_the_call(tmp_path: Path) -> None:
 def test_links_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time_links, "PARTIES", (2,))
     found = time_links.measure_links(CPU)
-    assert found is not None
     assert min(found.link.rates + found.link_work.rates + found.all_reduce[2].rates) > 0
     assert set(found.all_reduce) == set(found.all_reduce_work) == {2}
     assert found.sharing[1] == 1.0

@@ -1,7 +1,5 @@
 """The causal transformer: what a token may see, the parts that it may be made of, and what they compute."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -12,22 +10,14 @@ from torch.nn import functional
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.blocks.block_builders import build_model
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.gpt import (
-    Embedding,
-    GPTOptions,
-    MoEGPTOptions,
-    gpt,
-    gpt_sizes,
-    gpt_tied,
-    moe_gpt,
-    moe_gpt_sizes,
-)
+from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_sizes, gpt_tied, moe_gpt, moe_gpt_sizes
 from quintsched.runtime.models.layers import Attention, Rotary, SwiGlu
 from quintsched.strategies.descriptions.parameters import total
 
+from ..parallel.lively import lively_gpt
 from ..toys import CLASSES
 
-DATA, TEXT = (DataSpec(input_shape=(length,), num_classes=ids) for length, ids in ((8, CLASSES), (12, 20)))
+DATA = DataSpec(input_shape=(8,), num_classes=CLASSES)
 small = partial(GPTOptions, hidden=16, heads=4, depth=3)
 QWEN = {"head_size": 6, "ffn": 24, "biases": False, "qk_norm": True, "rope_base": 1e6}
 CHOICES = {
@@ -99,38 +89,14 @@ def test_rmsnorm_divides_by_the_root_of_the_mean_square() -> None:
     torch.testing.assert_close(norm(tokens), tokens / (tokens.square().mean(-1, keepdim=True) + 1e-5).sqrt())
 
 
-SIZES = [
-    ({"kv_heads": 3}, r"heads=4 does not divide into groups for kv_heads=3"),
-    ({"kv_heads": 8}, r"heads=4 does not divide into groups for kv_heads=8"),
-    ({"positions": "rope", "hidden": 12}, r"a head has 3 \(hidden=12, heads=4\)"),
-    ({"positions": "rope", "head_size": 5}, r"a head has 5 \(hidden=16, heads=4\)"),
-    ({"heads": 3}, r"hidden=16 does not divide into heads=3; or give head_size"),
-    ({"ffn": 40, "mlp_ratio": 2}, r"ffn=40 and mlp_ratio=2 both give the MLP's width; omit one"),
-]
-
-
-def lively() -> nn.Sequential:
-    """Return a model whose attention has something to say: at their first values the logits are nearly zero."""
-    model = build_model(gpt(TEXT, small()), dtype=torch.float64)
-    random = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += torch.randn(parameter.shape, generator=random, dtype=torch.float64) / 4
-    return model
-
-
-def draw_ids(*shape: int) -> Tensor:
-    return torch.randint(20, shape, generator=torch.Generator().manual_seed(1))
-
-
 def test_a_token_sees_itself_and_what_came_before() -> None:
-    model, ids = lively(), draw_ids(2, 12)
+    model, ids = build_model(lively_gpt(8), dtype=torch.float64), torch.arange(16).view(2, 8) % CLASSES
     logits = model(ids)
-    for place in range(12):
+    for place in range(8):
         changed = ids.clone()
-        changed[:, place] = (changed[:, place] + 1) % 20
+        changed[:, place] = (changed[:, place] + 1) % CLASSES
         differs = (model(changed) - logits).abs().amax((0, 2)) > 1e-9
-        assert differs.tolist() == [at >= place for at in range(12)]
+        assert differs.tolist() == [at >= place for at in range(8)]
 
 
 def test_the_first_values() -> None:
@@ -145,34 +111,41 @@ def test_the_first_values() -> None:
     assert loss.item() == pytest.approx(uniform, rel=0.02)
 
 
+SIZES = [
+    ({"kv_heads": 3}, r"heads=4 does not divide into groups for kv_heads=3"),
+    ({"kv_heads": 8}, r"heads=4 does not divide into groups for kv_heads=8"),
+    ({"positions": "rope", "hidden": 12}, r"a head has 3 \(hidden=12, heads=4\)"),
+    ({"positions": "rope", "head_size": 5}, r"a head has 5 \(hidden=16, heads=4\)"),
+    ({"heads": 3}, r"hidden=16 does not divide into heads=3; or give head_size"),
+    ({"ffn": 40, "mlp_ratio": 2}, r"ffn=40 and mlp_ratio=2 both give the MLP's width; omit one"),
+]
+
+
 def test_misfits() -> None:
     for options, words in SIZES:
         with pytest.raises(UsageError, match=words):
             small(**options)
+    ids = torch.zeros(1, 9, dtype=torch.int64)
     with pytest.raises(MisfitError, match=r"sequences of token ids \(S,\)"):
         gpt(DataSpec(input_shape=(1, 8, 8), num_classes=10), small())
-    with pytest.raises(MisfitError, match="built for 12 positions; a sequence has 13"):
-        Embedding(20, 12, 16)(draw_ids(1, 13), None)
-    with pytest.raises(MisfitError, match="built for 8 positions; a sequence has 9"):
-        build_model(gpt(DATA, small(positions="rope")))(draw_ids(1, 9) % CLASSES)
+    for positions in ("learned", "rope"):
+        with pytest.raises(MisfitError, match="built for 8 positions; a sequence has 9"):
+            build_model(gpt(DATA, small(positions=positions)))(ids)
 
 
-PARTS = [
-    ({"kv_heads": 2}, "1.attention.qkv.weight", "1.attention.k_proj.weight"),
-    ({"norm": "rmsnorm"}, "1.norm1.bias", "4.norm.weight"),
-    ({"positions": "rope"}, "0.positions.weight", "0.tokens.weight"),
-    ({"activation": "swiglu"}, "1.mlp.fc1.weight", "1.mlp.gate_up.weight"),
-    ({"biases": False, "kv_heads": 2}, "1.mlp.fc1.bias", "1.attention.q_proj.weight"),
-]
-
-
-def test_each_option_changes_its_part() -> None:
-    ids = torch.arange(8)[None]
-    default = build_model(gpt(DATA, small()))
-    for options, absent, present in PARTS:
-        chosen = build_model(gpt(DATA, small(**options)))
-        names = dict(chosen.named_parameters())
-        assert absent in dict(default.named_parameters())
-        assert absent not in names
-        assert present in names
-        assert (default(ids) - chosen(ids)).abs().max() > 1e-5
+@pytest.mark.parametrize(
+    ("options", "absent", "present"),
+    [
+        ({"kv_heads": 2}, "1.attention.qkv.weight", "1.attention.k_proj.weight"),
+        ({"norm": "rmsnorm"}, "1.norm1.bias", "4.norm.weight"),
+        ({"positions": "rope"}, "0.positions.weight", "0.tokens.weight"),
+        ({"activation": "swiglu"}, "1.mlp.fc1.weight", "1.mlp.gate_up.weight"),
+        ({"biases": False, "kv_heads": 2}, "1.mlp.fc1.bias", "1.attention.q_proj.weight"),
+    ],
+)
+def test_each_option_changes_its_part(options: dict[str, object], absent: str, present: str) -> None:
+    default, chosen = (build_model(gpt(DATA, small(**given))) for given in ({}, options))
+    names, ids = dict(chosen.named_parameters()), torch.arange(8)[None]
+    assert present in names
+    assert absent in dict(default.named_parameters()).keys() - names.keys()
+    assert (default(ids) - chosen(ids)).abs().max() > 1e-5

@@ -1,9 +1,6 @@
 """Steps whose gradients are not finite: how many are skipped, and where it is said that the numbers arose."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import NotFiniteError
@@ -20,11 +18,11 @@ from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.train.trainer import Trainer
 
 from ...helpers.jobs import data_file, job
+from ...helpers.training import call_with_share
 from ..toys import sgd
 
 __all__ = ["data_file"]
 
-mse = nn.functional.mse_loss
 WIDTH, BLOCKS, SAMPLES, MICROBATCHES = 4, 4, 8, 4
 X = torch.linspace(-1, 1, SAMPLES * WIDTH).reshape(SAMPLES, WIDTH)
 
@@ -57,15 +55,11 @@ class Block(nn.Module):
         if self.spoils == "hook":
             out.register_hook(lambda gradient: gradient * math.nan)
             return out
-        return Spoiled.apply(out) if self.spoils == "gradient" else out / 0  # type: ignore[no-any-return]
-
-
-def loss_fn(output: Tensor, targets: Tensor) -> Tensor:
-    return mse(output, targets)
+        return Spoiled.apply(out) if self.spoils == "gradient" else out / 0
 
 
 def bad_loss(output: Tensor, targets: Tensor) -> Tensor:
-    return mse(output, targets) / (0.0 if not output.is_meta and float(output.detach().max()) > 100 else 1.0)
+    return F.mse_loss(output, targets) / (0.0 if not output.is_meta and float(output.detach().max()) > 100 else 1.0)
 
 
 def spoiled_batch(microbatch: int, value: float = 1000.0) -> Tensor:
@@ -75,33 +69,21 @@ def spoiled_batch(microbatch: int, value: float = 1000.0) -> Tensor:
 
 
 def stopped(
-    mesh: str,
-    batch: Tensor,
-    spoils: tuple[int, str] | None = None,
-    *,
-    loss: Callable[[Tensor, Tensor], Tensor] = loss_fn,
-    max_skipped: int = 2,
-    steps: int = 6,
-    before: int = 0,
-    spike_dir: Path | None = None,
-    change: Callable[[Engine], None] = lambda engine: None,
-    schedule: str = "1f1b",
-    **options: Any,
+    mesh, batch, spoils=None, *, loss=F.mse_loss, steps=6, before=0, change=lambda engine: None, engine=None, **compiled
 ) -> tuple[int, str]:
     """Return how many steps were made, and what all ranks say in the end."""
-    plan = qs.compile(schedule, mesh=mesh, microbatches=MICROBATCHES, **options)
+    plan = qs.compile(**{"schedule": "1f1b"} | compiled, mesh=mesh, microbatches=MICROBATCHES)
+    settings = {"max_skipped": 2} | (engine or {})
 
     def run(transport: Transport) -> tuple[int, str]:
         blocks = [Block(n, spoils[1] if spoils and n == spoils[0] else "") for n in range(BLOCKS)]
-        engine = Engine(plan, blocks, loss, sgd, max_skipped=max_skipped, spike_dir=spike_dir, transport=transport)
+        engine = Engine(plan, blocks, loss, sgd, transport=transport, **settings)
         for _ in range(before):
             engine.step(X, X)
         change(engine)
         for step in range(steps):
             try:
-                engine.step(
-                    batch.chunk(engine.num_replicas)[engine.replica], X.chunk(engine.num_replicas)[engine.replica]
-                )
+                call_with_share(engine, engine.step, (batch, X))
             except NotFiniteError as error:
                 return step + 1, str(error)
         return steps, "went on"
@@ -111,7 +93,7 @@ def stopped(
 
 
 def test_inputs_that_are_not_finite_stop_the_run_after_so_many_steps() -> None:
-    steps, words = stopped("pp=2", spoiled_batch(2, math.nan), max_skipped=3)
+    steps, words = stopped("pp=2", spoiled_batch(2, math.nan), engine={"max_skipped": 3})
     assert steps == 3
     assert "the gradients of 3 steps in a row were not finite" in words
     assert "the last is step 3. Run again, the first numbers that are not finite are in the inputs: " in words
@@ -124,14 +106,7 @@ def weighed(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return (output - targets).square().sum(), targets.new_tensor(math.nan if is_bad else float(len(output)))
 
 
-def weightless(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    return (output - targets).square().sum() * 0, targets.new_zeros(())
-
-
-def spoil(engine: Engine) -> None:
-    engine.set_weights({"1.layer.bias": torch.full((WIDTH,), math.nan)})
-
-
+NANS = torch.full((WIDTH,), math.nan)
 ACTIVATIONS, GRADIENTS = "are in the activations: rank ", "are in the gradients: rank "
 IN_TWO = {"schedule": "interleaved-1f1b", "chunks": 2}
 OF_OUTPUT = "microbatch 1: gradient of its output, which was finite as the next stage"
@@ -149,25 +124,29 @@ NAMED: list[tuple[str, tuple[int, str] | None, int, dict[str, Any], tuple[str, .
     ("pp=2", (0, "hook"), 1, IN_TWO, (f"{GRADIENTS}0 (pp=0), stage 0, ", f"block 0 (Block), {OF_OUTPUT}")),
     ("pp=2", None, 3, {"loss": bad_loss}, (f"are in the loss: rank 1 (pp=1){OF_LOSS}3: the loss is inf",)),
     ("pp=2", None, 3, {"loss": weighed}, ("are in the loss: rank ", OF_LOSS, ": the weight that it gives is nan. ")),
-    ("pp=2", None, 3, {"loss": weightless}, ("its total weight is 0",)),
+    ("pp=2", None, 3, {"loss": lambda o, t: ((o - t).sum() * 0, t.new_zeros(()))}, ("its total weight is 0",)),
     # weights come before all else
-    ("dp=2,pp=2", (0, "output"), 3, {"change": spoil, "before": 1, "zero": 3}, (OF_WEIGHTS,)),
+    (
+        "dp=2,pp=2",
+        (0, "output"),
+        3,
+        {"change": lambda engine: engine.set_weights({"1.layer.bias": NANS}), "before": 1, "zero": 3},
+        (OF_WEIGHTS,),
+    ),
 ]
 
 
 @pytest.mark.parametrize(("mesh", "spoils", "microbatch", "more", "words"), NAMED)
-def test_the_first_numbers_that_are_not_finite_are_named(
-    mesh: str, spoils: tuple[int, str] | None, microbatch: int, more: Any, words: tuple[str, ...]
-) -> None:
+def test_the_first_numbers_that_are_not_finite_are_named(mesh, spoils, microbatch, more, words):
     _, said = stopped(mesh, spoiled_batch(microbatch), spoils, **more)
     assert [one for one in words if one not in said] == []
 
 
 def test_the_batch_is_written_down(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    _, words = stopped("pp=1", spoiled_batch(3, math.nan), spike_dir=tmp_path / "file")
+    _, words = stopped("pp=1", spoiled_batch(3, math.nan), engine={"spike_dir": tmp_path / "file"})
     assert "Its batch is in no file, as " in words
-    _, words = stopped("dp=2,pp=2", spoiled_batch(3, math.nan), spike_dir=tmp_path / "spikes")
+    _, words = stopped("dp=2,pp=2", spoiled_batch(3, math.nan), engine={"spike_dir": tmp_path / "spikes"})
     paths = [tmp_path / "spikes" / f"not-finite-step-00000002-rank-0000{rank}.safetensors" for rank in (2, 3)]
     assert f"Its batch is in {paths[0]}, {paths[1]}." in words
     inputs, targets = map(load_file, paths)
@@ -183,9 +162,8 @@ def test_a_job_says_so_and_writes_beside_its_log(data_file: Path, tmp_path: Path
     )
     config = job(data_file, log={"path": str(tmp_path / "log.jsonl")}, train={"max_skipped": 3})
     plan = plan_of(config)
-    with pytest.raises(
-        NotFiniteError, match=r"3 steps in a row .*the last is step 3.* microbatch 0, replica 0"
-    ) as stop:
+    said = r"3 steps in a row .*the last is step 3.* microbatch 0, replica 0"
+    with pytest.raises(NotFiniteError, match=said) as stop:
         run_local(4, lambda transport: Trainer.of_job(config, plan, transport).fit())
     assert stop.value.exit_code == 1
     assert f"{tmp_path}/not-finite-step-00000003-rank-00000.safetensors" in str(stop.value)
@@ -193,7 +171,7 @@ def test_a_job_says_so_and_writes_beside_its_log(data_file: Path, tmp_path: Path
 
 def test_good_steps_between_are_counted_from_the_start() -> None:
     plan = qs.compile("1f1b", mesh="pp=1", microbatches=MICROBATCHES)
-    engine = Engine(plan, [Block(n) for n in range(2)], loss_fn, sgd, max_skipped=2)
+    engine = Engine(plan, [Block(n) for n in range(2)], F.mse_loss, sgd, max_skipped=2)
     for _ in range(4):
         assert engine.step(spoiled_batch(0, math.nan), X).skipped
         assert not engine.step(X, X).skipped
@@ -205,7 +183,7 @@ def test_good_steps_between_are_counted_from_the_start() -> None:
 def test_a_scale_above_one_explains_an_overflow() -> None:
     plan = qs.compile("1f1b", mesh="pp=1", microbatches=MICROBATCHES)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0 / X.numel())  # of the sum of so many losses
-    engine = Engine(plan, [Block(0)], loss_fn, sgd, max_skipped=2, grad_scaler=scaler)
+    engine = Engine(plan, [Block(0)], F.mse_loss, sgd, max_skipped=2, grad_scaler=scaler)
     for _ in range(3):  # by means scaled by 4, 2 and 1, and the last leaves 0.5: the first that counts
         assert engine.step(spoiled_batch(0, math.nan), X).skipped
     with pytest.raises(NotFiniteError, match="step 4"):

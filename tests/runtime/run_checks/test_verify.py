@@ -1,10 +1,7 @@
 """Runs on a mesh beside one process: equal ones are told to be, and in others the first layer that differs is named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from textwrap import dedent
 
 import pytest
 import torch
@@ -58,37 +55,32 @@ def test_sound_runs_are_equal(tmp_path: Path, overrides: list[str]) -> None:
     assert not found.skipped
 
 
-BLIND = dedent(
-    """
-    import torch
-    from torch import nn
+BLIND = """
+import torch
+from torch import nn
 
-    class Mean(nn.Module):
-        def forward(self, x, context=None):
-            return x + x.float().mean(1, keepdim=True).to(x.dtype)   # over the tokens that are here
+class Mean(nn.Module):
+    def forward(self, x, context=None):
+        return x + x.float().mean(1, keepdim=True).to(x.dtype)   # over the tokens that are here
 
-    def build(data):
-        return [lambda: nn.Embedding(data.num_classes, 8), lambda: nn.Linear(8, 8), Mean,
-                lambda: nn.Linear(8, data.num_classes)]
-    """
-)
+def build(data):
+    return [lambda: nn.Embedding(data.num_classes, 8), lambda: nn.Linear(8, 8), Mean,
+            lambda: nn.Linear(8, data.num_classes)]
+"""
 
 
 def test_the_first_block_that_differs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("blind.py").write_text(BLIND)
-    found = outcome(
-        tmp_path, "model.name=blind.py:build", "model.options={}", "parallel.mesh=cp=2,pp=2", "parallel.prove=none"
-    )
+    model = ("model.name=blind.py:build", "model.options={}")
+    found = outcome(tmp_path, *model, "parallel.mesh=cp=2,pp=2", "parallel.prove=none")
     first = found.differences[0]
     assert (first.step, first.kind, first.name) == (0, "output", "2")
     assert "the output of block 2 (Mean) for microbatch 0" in found.explain()
 
 
 @pytest.mark.parametrize("transport", ["local", pytest.param("gloo", marks=[pytest.mark.slow, pytest.mark.processes])])
-def test_the_command_compares_runs(
-    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_compares_runs(transport, tmp_path, monkeypatch, capfd):
     if transport == "local":  # what the command would start a process for
         monkeypatch.setattr(run_and_verify, "call", lambda command: verify_job.main(command[-1:]))
     path = tmp_path / "job.yaml"
@@ -108,7 +100,7 @@ class Odd(nn.Module):
         self.linear = nn.Linear(6, 6, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.factor  # type: ignore[no-any-return]
+        return self.linear(x) * self.factor
 
 
 def verified(reference: nn.Module, mesh: str = "dp=2,pp=2") -> list[Comparison]:
@@ -136,15 +128,6 @@ def test_an_engine_is_compared_with_a_whole_model() -> None:
     with torch.no_grad():
         model[1].linear.bias[0] += 1e-3
     assert "before the first step: the weight of 1.linear.bias" in verified(model)[0].explain()
-
-
-INSPECTED = """
-model: {name: gpt, options: {depth: 2, hidden: 16, heads: 2, dropout: 0.1}}
-data: {name: text, options: {sequence: 16, max_bytes: 4000}}
-parallel: {mesh: "pp=2,tp=2", schedule: 1f1b, microbatches: 2}
-train: {batch_size: 8, optimizer: {name: adamw, lr: 1e-3}}
-runtime: {transport: gloo}
-"""
 
 
 class OddBlock(nn.Module):
@@ -192,7 +175,7 @@ def test_facts_of_odd_blocks_are_those_of_the_first_step() -> None:
 
 def test_the_command_prints_the_facts_of_a_job(tmp_path: Path, capsys) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text(INSPECTED)
+    job.write_text(JOB.replace("heads: 2", "heads: 2, dropout: 0.1").replace("dp=2,pp=2", "pp=2,tp=2"))
     assert main(["--config", str(job)]) == 0
     said = capsys.readouterr().out
     assert "blocks 1-2: Block\n" in said

@@ -1,7 +1,5 @@
 """Job keys of other frameworks are refused with ours, and docs/guide.md shows the table of both."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

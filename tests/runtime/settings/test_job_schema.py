@@ -1,7 +1,5 @@
 """A printed job is the same job, with every key and its meaning; the schema is that of job files."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path
@@ -42,7 +40,7 @@ def test_a_printed_job_has_every_key_with_its_meaning() -> None:
     lines = job_yaml(JobConfig()).splitlines()
     values = parse_yaml("\n".join(lines), "the job", UsageError)
     assert (values["train"]["batch_size"], values["mode"], values["log"]["path"]) == (32, "train", None)
-    for name in JobConfig.model_fields["train"].annotation.model_fields:  # type: ignore[union-attr]
+    for name in JobConfig.model_fields["train"].annotation.model_fields:
         number = next(n for n, line in enumerate(lines) if re.match(rf"  (# )?{name}:", line))
         assert re.match(r" {2,}# \w|  # \(", lines[number - 1]), lines[number]
     assert "  # epochs: 1  # default" in lines

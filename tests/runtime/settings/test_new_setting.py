@@ -1,13 +1,12 @@
 """The setting that docs/extending.md adds, in one place, and what follows from it."""
 
-from __future__ import annotations
-
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from ...helpers.commands import run
 
 ROOT = Path(__file__).parents[3]
 SETTINGS = ROOT / "runtime" / "settings" / "engine_and_job_settings.py"
@@ -64,6 +63,5 @@ def test_a_new_setting_is_one_field(tmp_path: Path) -> None:
     changed, job = tmp_path / SETTINGS.name, tmp_path / "job.yaml"
     changed.write_text(source.replace(first, field + first), encoding="utf-8")
     job.write_text("")
-    command = [sys.executable, "-c", CHECK, str(changed), str(job)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    code, _, err = run(sys.executable, "-c", CHECK, changed, job)
+    assert code == 0, err

@@ -1,7 +1,5 @@
 """Settings are named, and have their defaults, in the room `settings` alone."""
 
-from __future__ import annotations
-
 import ast
 
 from quintsched.runtime.agreement.job_fingerprint_between_ranks import flatten
@@ -29,12 +27,9 @@ def with_defaults(node: ast.AST) -> set[str]:
     return set()
 
 
-def test_there_are_settings_to_look_for() -> None:
+def test_no_other_room_names_a_setting_or_states_settings_and_their_defaults() -> None:
     assert len(WHOLE) > 70
     assert {"train.clip", "runtime.precision", "model.tied"} <= WHOLE | {*marked(SettingRule.OPEN)}
-
-
-def test_no_other_room_names_a_setting_or_states_settings_and_their_defaults() -> None:
     others = [path for path in sources("quintsched.runtime") if path.parent.name != "settings"]
     for path, node in ((file, node) for file in others for node in ast.walk(tree_of(file))):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):

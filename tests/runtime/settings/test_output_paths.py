@@ -1,7 +1,5 @@
 """Places of a job: text that only looks like a path or a URL is refused before anything is made or removed there."""
 
-from __future__ import annotations
-
 import pytest
 
 import quintsched as qs

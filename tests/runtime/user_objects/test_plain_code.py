@@ -1,7 +1,5 @@
 """Code that asks elsewhere is heard by what it asks and where; plain code, and what only tells, is not."""
 
-from __future__ import annotations
-
 import array
 import contextvars
 import ctypes
@@ -71,7 +69,7 @@ ASKS: dict[str, Callable[[], object]] = {
     "torch.random.initial_seed": lambda: torch.initial_seed(),
 }
 PLAIN: list[Callable[[], object]] = [
-    lambda: Doubled.apply(X).relu().sum().backward(),  # type: ignore[no-untyped-call]
+    lambda: Doubled.apply(X).relu().sum().backward(),
     lambda: F.gelu(F.layer_norm(nn.Linear(4, 4)(X), (4,))),
     lambda: (torch.zeros(2).uniform_(), torch.finfo(X.dtype).max, torch.device("cpu"), X.to(torch.float64)),
     lambda: torch.autocast("cpu", torch.bfloat16).__enter__().__exit__(None, None, None),
@@ -101,8 +99,6 @@ def test_plain_code_is_not() -> None:
 def test_masked_arrays_are_compared_with_what_is_masked() -> None:
     array = np.ma.array([1.0, 2.0], mask=[False, True])
     read, masked = state_of(array), state_of(np.ma.masked)
-    assert read is not None
-    assert masked is not None
     assert masked() == masked()
     before = read()
     array.mask = [True, False]
