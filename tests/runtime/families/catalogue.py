@@ -7,8 +7,6 @@
 Nothing is downloaded: models are built from configurations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -8,8 +8,6 @@ in float32 whatever their weights are is done in float64 then, or else its round
 judged by how far its gradients are from those of float64: at most 1.5 times as far as those of one process in bf16.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -26,7 +24,7 @@ from quintsched.errors import QuintschedError, StallError
 from quintsched.runtime import Engine, Transport, run_local, split
 
 from ...helpers import training
-from .catalogue import Batch, Family, Inputs, drawn, loss_of
+from .catalogue import Batch, Family, drawn, loss_of
 
 MICROBATCHES, STEPS = 4, 2
 TOLERANCE, BF16_FACTOR = 1e-9, 1.5
@@ -109,25 +107,24 @@ def _judge_float64(alone: Trained, ranks: Sequence[Trained]) -> Verdict:
     missing = alone.weights.keys() - {name for rank in ranks for name in rank.weights}
     if missing:
         return Verdict("wrong", f"no rank has {sorted(missing)[0]!r}")
-    found = {f"loss of step {step}": loss for rank in ranks for step, loss in _loss_errors(rank, alone)}
+    losses = [zip(rank.losses, alone.losses, strict=True) for rank in ranks]
+    found = [
+        (f"loss of step {step}", abs(one - other) / max(1.0, abs(other)))
+        for pairs in losses
+        for step, (one, other) in enumerate(pairs)
+    ]
     for kind in ("gradients", "weights"):
         whole: dict[str, Tensor] = getattr(alone, kind)
-        for rank in ranks:
-            for name, tensor in ((name, t) for name, t in getattr(rank, kind).items() if name in whole):
-                found[f"{kind} of {name}"] = max(_error(tensor, whole[name]), found.get(f"{kind} of {name}", 0.0))
-    place, worst = max(found.items(), key=lambda item: item[1] if item[1] == item[1] else float("inf"))
+        own = [(name, tensor) for rank in ranks for name, tensor in getattr(rank, kind).items() if name in whole]
+        found += [(f"{kind} of {name}", _error(tensor, whole[name])) for name, tensor in own]
+    place, worst = max(found, key=lambda item: item[1] if item[1] == item[1] else float("inf"))
     return Verdict("equal" if worst <= TOLERANCE else "wrong", f"{worst:.1e} ({place})")
-
-
-def _loss_errors(found: Trained, expected: Trained) -> Iterable[tuple[int, float]]:
-    for step, (one, other) in enumerate(zip(found.losses, expected.losses, strict=True)):
-        yield step, abs(one - other) / max(1.0, abs(other))
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
     if found.shape != expected.shape:
         return float("inf")
-    return float((found - expected).abs().max() / max(1.0, float(expected.abs().max()))) if found.numel() else 0.0
+    return training.difference(found, expected) if found.numel() else 0.0
 
 
 def _judge_bf16(family: Family, ranks: Sequence[Trained]) -> Verdict:
@@ -207,7 +204,7 @@ def _optimizer(bf16: bool) -> Callable[[Iterable[tuple[str, nn.Parameter]]], Not
 
 
 def _train_on(family: Family, mesh: Mesh, stepped: Callable[[int], None]) -> list[Trained]:
-    plan, model, batches = mesh.plan, model_of(family), batches_of(family)
+    plan, model, dtype = mesh.plan, model_of(family), torch.bfloat16 if mesh.bf16 else None
     aliases = _aliases(model)
 
     def run(transport: Transport) -> Trained:
@@ -217,20 +214,12 @@ def _train_on(family: Family, mesh: Mesh, stepped: Callable[[int], None]) -> lis
     def train(transport: Transport) -> Trained:
         mine = copy.deepcopy(model)
         parts = split(mine.float() if mesh.bf16 else mine)
-        engine = Engine(
-            plan,
-            parts,
-            loss_of,
-            _optimizer(mesh.bf16),
-            dtype=torch.bfloat16 if mesh.bf16 else None,
-            sequence_parallel=mesh.sequence_parallel,
-            transport=transport,
-            bucket_mb=0.05,
-        )
+        how = {"dtype": dtype, "sequence_parallel": mesh.sequence_parallel, "bucket_mb": 0.05, "transport": transport}
+        engine = Engine(plan, parts, loss_of, _optimizer(mesh.bf16), **how)
         losses = []
-        for step, batch in enumerate(batches):
-            part = _share(batch, engine.replica, engine.num_replicas)
-            losses.append(float(engine.step(part.inputs, part.targets).loss))
+        for step, batch in enumerate(batches_of(family)):
+            result = training.call_with_share(engine, engine.step, (batch.inputs, batch.targets))
+            losses.append(float(result.loss))
             stepped(step)
         weights = engine.full_weights()
         gradients = {} if mesh.zero else _noted(engine) if mesh.bf16 else _full_gradients(engine)
@@ -249,32 +238,18 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 def _noted(engine: Engine) -> dict[str, Tensor]:
-    return {name: g for optimizer in engine.optimizers.values() for name, g in optimizer.noted.items()}  # type: ignore[attr-defined]
+    return {name: g for optimizer in engine.optimizers.values() for name, g in optimizer.noted.items()}
 
 
 @torch.no_grad()
 def _full_gradients(engine: Engine) -> dict[str, Tensor]:
     """Return the last gradients as the engine puts weights together: in their place."""
     for optimizer in engine.optimizers.values():
-        assert isinstance(optimizer, Noting)
         for group in optimizer.param_groups:
             for name, parameter in optimizer._named(group):
                 if name in optimizer.noted:
                     parameter.copy_(optimizer.noted[name])
     return engine.full_weights()
-
-
-def _share(batch: Batch, place: int, count: int) -> Batch:
-    """Return one of `count` equal parts of a batch."""
-    size = len(batch.targets) // count
-    rows = slice(place * size, (place + 1) * size)
-    return Batch(_each(batch.inputs, lambda tensor: tensor[rows]), batch.targets[rows])
-
-
-def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    if isinstance(inputs, Tensor):
-        return change(inputs)
-    return {name: change(tensor) for name, tensor in inputs.items()}
 
 
 @cache
@@ -313,7 +288,7 @@ def _in_bf16(family: Family) -> nn.Module:
 def _called(batch: Batch, model: nn.Module) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return inputs, targets and what the model takes by name beside them, in the type of its weights."""
     dtype = next(model.parameters()).dtype
-    inputs = _each(batch.inputs, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
-    named = inputs if isinstance(inputs, dict) else {"": inputs}
-    first, *others = named
-    return named[first], batch.targets, {name: named[name] for name in others}
+    named = batch.inputs if isinstance(batch.inputs, dict) else {"": batch.inputs}
+    cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in named.items()}
+    first, *others = cast
+    return cast[first], batch.targets, {name: cast[name] for name in others}

@@ -1,7 +1,5 @@
 """All families by name."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from . import timm_models, transformers_models

@@ -3,8 +3,6 @@
 Options are the arguments of the model's constructor; the name before is what `timm.create_model` takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -31,11 +29,7 @@ MODELS: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
         32,
         {"img_size": 32, "patch_size": 2, "window_size": 4, "embed_dim": 16, "depths": (2, 2), "num_heads": (2, 4)},
     ),
-    "pvt_v2": (
-        "pvt_v2_b0",
-        32,
-        STAGES | {"embed_dims": WIDTHS, "num_heads": (1, 2, 2, 4), "sr_ratios": (2, 2, 1, 1)},
-    ),
+    "pvt_v2": ("pvt_v2_b0", 32, STAGES | {"embed_dims": WIDTHS, "num_heads": (1, 2, 2, 4), "sr_ratios": (2, 2, 1, 1)}),
     "twins": (
         "twins_svt_small",
         32,
@@ -70,11 +64,8 @@ def _made(name: str, options: Mapping[str, Any]) -> nn.Module:
 
     module, _, kind = name.rpartition(".")
     if module:
-        model = getattr(import_module(f"timm.models.{module}"), kind)(num_classes=CLASSES, **options)
-    else:
-        model = timm.create_model(name, num_classes=CLASSES, drop_path_rate=0.0, **options)
-    assert isinstance(model, nn.Module)
-    return model
+        return getattr(import_module(f"timm.models.{module}"), kind)(num_classes=CLASSES, **options)
+    return timm.create_model(name, num_classes=CLASSES, drop_path_rate=0.0, **options)
 
 
 MANY = {"levit": 32, "densenet": 32}

@@ -3,8 +3,6 @@
 Options are the configuration's own names. `SIZES` are those that most models share, `LLAMA` today's causal ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -98,9 +96,7 @@ def _made(kind: str, options: Mapping[str, Any], model_class: str) -> nn.Module:
 
     config = transformers.AutoConfig.for_model(kind, **options)
     found = getattr(transformers, model_class)
-    model = found.from_config(config, **IN_TURN) if model_class.startswith("Auto") else found(config)
-    assert isinstance(model, nn.Module)
-    return model
+    return found.from_config(config, **IN_TURN) if model_class.startswith("Auto") else found(config)
 
 
 def _family(
