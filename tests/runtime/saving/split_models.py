@@ -1,8 +1,6 @@
 """Blocks that know what a library calls their tensors, batches for them, and engines that save and load."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,10 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
 
-from ..toys import adam
+from ...helpers.training import call_with_share
+from ..toys import adam, ids_task
 
-WIDTH = 16
+WIDTH, LENGTH = 16, 8
 State = dict[str, Tensor]
 
 
@@ -30,8 +29,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
-        out: Tensor = self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return out
+        return self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
@@ -44,8 +42,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(x)
-        out: Tensor = x * self.scale * self.frozen + self.fc2(torch.relu(self.fc1(x)))
-        return out
+        return x * self.scale * self.frozen + self.fc2(torch.relu(self.fc1(x)))
 
 
 class Split(list[nn.Module]):
@@ -73,18 +70,24 @@ def loss_of(output: Tensor, targets: Tensor) -> Tensor:
     return (output.flatten(1).mean(1) - targets).square().sum()
 
 
-def batches(engine: Engine, steps: int = 2) -> Iterator[tuple[Tensor, Tensor]]:
-    for inputs, targets in whole_batches(steps):
-        mine = slice(engine.replica * 8 // engine.num_replicas, (engine.replica + 1) * 8 // engine.num_replicas)
-        yield inputs[mine], targets[mine]
+def train(engine: Engine, steps: Iterable[int] = (0, 1)) -> list[float]:
+    """Train on these of the batches below; return the losses."""
+    return [call_with_share(engine, engine.step, whole_batches(6)[step]).loss.item() for step in steps]
+
+
+def train_on_ids(engine: Engine, steps: Iterable[int]) -> list[float]:
+    """Train on these batches of token ids; return the losses."""
+    batches = ids_task(4, 8, LENGTH).batches
+    return [call_with_share(engine, engine.step, batches[step]).loss.item() for step in steps]
 
 
 def whole_batches(steps: int) -> list[tuple[Tensor, Tensor]]:
     random = torch.Generator().manual_seed(9)
-    return [
-        tuple(torch.randn(*sizes, generator=random, dtype=torch.float64) for sizes in ((8, 5, 8), (8,)))
-        for _ in range(steps)
-    ]  # type: ignore[misc]
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=random, dtype=torch.float64)
+
+    return [(draw(8, 5, 8), draw(8)) for _ in range(steps)]
 
 
 def plan_of(mesh: str, zero: int) -> qs.Plan:
@@ -103,19 +106,25 @@ def run_engines(
     return run_local(plan.mesh.size, start, timeout_s=60)
 
 
-def save_state(engine: Engine, folder: Path, step: int, progress: Mapping[str, Any]) -> State:
+def save_state(engine: Engine, folder: Path | str, step: int, progress: Mapping[str, Any], **how: Any) -> State:
     """Save a checkpoint, and return the state that is in it."""
-    with Checkpoints(folder, 2).opened(engine.saves) as saves:
+    with Checkpoints(folder, 2, **how).opened(engine.saves, "resume") as saves:
         saves.save_step(step, progress)
     return engine.full_state_dict(all_blocks=True)
 
 
-def load_state(engine: Engine, folder: Path) -> State:
-    """Load the newest checkpoint, and return the state after it."""
-    with Checkpoints(folder, 2).opened(engine.saves, "resume") as saves:
+def load_newest(engine: Engine, folder: Path | str, **how: Any) -> int:
+    """Load the newest checkpoint, and return its step."""
+    with Checkpoints(folder, 2, **how).opened(engine.saves, "resume") as saves:
         found = saves.newest_whole()
         assert found is not None
         found.load_step()
+        return found.step
+
+
+def load_state(engine: Engine, folder: Path) -> State:
+    """Load the newest checkpoint, and return the state after it."""
+    load_newest(engine, folder)
     return engine.full_state_dict(all_blocks=True)
 
 

@@ -6,8 +6,6 @@ s3://         s3fs with a server of moto, where both are installed
 gs://         gcsfs with gcp-storage-emulator, likewise
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
@@ -26,19 +24,16 @@ from safetensors.torch import load_file
 
 import quintsched as qs
 from quintsched.errors import QuintschedError
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.checkpoints import bucket_folder
 from quintsched.runtime.saving.checkpoints.bucket_folder import BucketFolder
-from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
 from quintsched.runtime.settings.job_file import JobConfig
-from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ...helpers import jobs
 from ...helpers.jobs import data_file, figures, fit, interrupt_after
-from ..toys import sgd, tiny_gpt
 from .holders import PLAN, load, save
 from .offline_command import main
+from .split_models import Split, load_newest, run_engines, save_state
 
 __all__ = ["data_file"]
 
@@ -57,42 +52,35 @@ class FaultyMemory(MemoryFileSystem):
         """Fail at a call of a kind of fault; "" ends it."""
         cls.kind, cls.left = kind, call
 
-    def _passes(self, writes: bool) -> str:
-        """Count a call; return the fault that it has."""
+    def _count(self, writes: bool, half: Callable[[], object] = lambda: None) -> None:
+        """Count a call, and raise the fault that it has; the fault "half" acts first."""
         with self.counting:
             FaultyMemory.left -= 1
             at_fault = self.left == -1 if self.kind == "once" else self.left < 0
         if not self.kind or not at_fault or (self.kind == "read-only" and not writes):
-            return ""
-        return self.kind
-
-    def _fail(self, kind: str) -> None:
-        if kind:
-            raise PermissionError(13, "Access Denied") if kind == "read-only" else OSError("503 Slow Down")
+            return
+        if self.kind == "half":
+            half()
+        raise PermissionError(13, "Access Denied") if self.kind == "read-only" else OSError("503 Slow Down")
 
     def pipe_file(self, path: str, value: bytes, **named: Any) -> None:
-        self._put(path, value)
+        put = super().pipe_file
+        self._count(True, lambda: put(path, value[: len(value) // 2]))
+        put(path, value)
 
     def put_file(self, lpath: str, rpath: str, **named: Any) -> None:
-        self._put(rpath, Path(lpath).read_bytes())
-
-    def _put(self, path: str, value: bytes) -> None:
-        kind = self._passes(writes=True)
-        if kind == "half":
-            super().pipe_file(path, value[: len(value) // 2])
-        self._fail(kind)
-        super().pipe_file(path, value)
+        self.pipe_file(rpath, Path(lpath).read_bytes())
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
-        self._fail(self._passes(writes=True))
+        self._count(True)
         super().rm(path, recursive=recursive, maxdepth=maxdepth)
 
     def cat_file(self, path: str, *given: Any, **named: Any) -> bytes:
-        self._fail(self._passes(writes=False))
+        self._count(False)
         return bytes(super().cat_file(path, *given, **named))
 
     def ls(self, path: str, detail: bool = True, **named: Any) -> Any:
-        self._fail(self._passes(writes=False))
+        self._count(False)
         return super().ls(path, detail=detail, **named)
 
 
@@ -112,8 +100,8 @@ def bucket() -> str:
 
 def job(data_file: Path, place: str | None, mesh: str = "pp=2", **checkpoint: Any) -> Any:
     """A job of six steps an epoch, two epochs."""
-    saved = {"dir": place} | checkpoint
-    return jobs.job(data_file, parallel={"mesh": mesh}, train={"epochs": 2}, checkpoint=saved)
+    checkpoint |= {"dir": place}
+    return jobs.job(data_file, parallel={"mesh": mesh}, train={"epochs": 2}, checkpoint=checkpoint)
 
 
 def names_in(place: str) -> list[str]:
@@ -190,9 +178,7 @@ def check_commands(config: JobConfig, folder: Path, capsys: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "bucket"])
-def test_stages_are_cut_alike_when_a_measured_run_is_resumed(
-    data_file: Path, bucket: str, tmp_path: Path, kind: str
-) -> None:
+def test_stages_are_cut_alike_when_a_measured_run_is_resumed(data_file, bucket, tmp_path, kind):
     check_measured(data_file, bucket if kind == "bucket" else str(tmp_path))
 
 
@@ -272,36 +258,31 @@ def test_200_faults_leave_a_whole_step_and_one_that_passes_is_not_seen(kind: str
 
 def require_whole_step(kind: str, place: str, failed: str, loaded: Any) -> None:
     assert not failed or (place in failed and kind != "once")
-    assert loaded is not None
     assert (loaded.step, loaded.number) in ([(1, 10.0), (2, 20.0)] if failed else [(2, 20.0)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_64_faults_of_a_save_in_the_distributed_format_leave_a_whole_step(kind: str) -> None:
-    def on_engines(place: str, step: int = 0) -> Any:
-        """Save a step, or load the newest one."""
+    def save_number(place: str, step: int) -> None:
+        def body(engine: Engine) -> None:
+            engine.set_weights({name: torch.full_like(w, 10.0 * step) for name, w in engine.full_weights().items()})
+            save_state(engine, place, step, {}, format="dcp")
 
-        def run(transport: Transport) -> Any:
-            engine = Engine(PLAN, tiny_gpt(depth=2), cross_entropy_sum, sgd, transport=transport)
-            with Checkpoints(place, 1, format="dcp").opened(engine.saves, "resume") as saves:
-                if step:
-                    engine.set_weights({n: torch.full_like(w, 10.0 * step) for n, w in engine.full_weights().items()})
-                    return saves.save_step(step, {})
-                found = saves.newest_whole()
-                assert found is not None
-                found.load_step()
-                (number,) = {one for weight in engine.full_weights().values() for one in weight.unique().tolist()}
-                return SimpleNamespace(step=found.step, number=number)
+        run_engines(PLAN, Split, body)
 
-        return run_local(2, run)[0]
+    def load_number(engine: Engine, place: str) -> SimpleNamespace:
+        step = load_newest(engine, place, format="dcp")
+        (number,) = {one for weight in engine.full_weights().values() for one in weight.unique().tolist()}
+        return SimpleNamespace(step=step, number=number)
 
     for call in range(16):
         place = f"faulty://runs/{uuid4().hex}"
-        on_engines(place, 1)
-        failed = with_fault(kind, call, lambda place=place: on_engines(place, 2))
+        save_number(place, 1)
+        failed = with_fault(kind, call, lambda place=place: save_number(place, 2))
         assert failed or kind != "gone"
-        require_whole_step(kind, place, failed, on_engines(place))
+        loaded, _ = run_engines(PLAN, Split, lambda engine, place=place: load_number(engine, place))
+        require_whole_step(kind, place, failed, loaded)
 
 
 @contextmanager
@@ -343,9 +324,7 @@ def cloud(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.engines
 @pytest.mark.filterwarnings("default")
-def test_runs_in_a_cloud_do_what_those_in_memory_do(
-    data_file: Path, cloud: str, tmp_path: Path, capsys: Any, monkeypatch: Any
-) -> None:
+def test_runs_in_a_cloud_do_what_those_in_memory_do(data_file, cloud, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(bucket_folder, "BEAT_S", 0.5)
     for how in HOW:
         check_resumed(data_file, f"{cloud}/{uuid4().hex}", how)

@@ -4,8 +4,6 @@ step-00000002   whole
 step-00000004   flipped, cut, swapped, linked, a FIFO, … ─▶ step 2 is loaded, and the fault of step 4 is said
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -24,12 +22,10 @@ import torch
 import quintsched as qs
 from quintsched.errors import InputError
 from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, seal
-from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
 
-from ..toys import adam, ids_task, share, tiny_gpt
-from .holders import Loaded, load, save
+from .holders import load, save
+from .split_models import Split, load_newest, plan_of, run_engines, save_state, train
 
 Damage = Callable[[Path, random.Random], object]
 
@@ -124,11 +120,7 @@ def folder_as_file(path: Path, draw: random.Random) -> None:
     draw.choice([lambda: path.parent.write_bytes(b"x"), lambda: os.mkfifo(path.parent)])()
 
 
-CHECKPOINTS: dict[str, Damage] = {
-    "sealed": sealed,
-    "folder as link": folder_as_link,
-    "folder as file": folder_as_file,
-}
+CHECKPOINTS: dict[str, Damage] = {"sealed": sealed, "folder as link": folder_as_link, "folder as file": folder_as_file}
 
 
 class Watch:
@@ -166,7 +158,7 @@ def two_steps(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("count", [150, pytest.param(2000, marks=pytest.mark.slow)])
 def test_damage_is_refused_by_name_and_the_step_before_is_taken(count: int, two_steps: Path, tmp_path: Path) -> None:
     draw, folder = random.Random(count), tmp_path / "damaged"
-    assert step_of(load(two_steps)) == 4
+    assert load(two_steps).step == 4
     WATCH.opened.clear()
     slowest = 0.0
     for number in range(count):
@@ -189,10 +181,6 @@ def test_damage_is_refused_by_name_and_the_step_before_is_taken(count: int, two_
     assert slowest < 10
 
 
-def step_of(loaded: Loaded | None) -> int | None:
-    return None if loaded is None else loaded.step
-
-
 def require_refused(folder: Path, act: str, what: str) -> None:
     loaded, words = None, ""
     try:
@@ -213,31 +201,16 @@ def require_refused(folder: Path, act: str, what: str) -> None:
     assert "\n" not in fault, what
 
 
-def engine_of(transport: Transport, mesh: str = "pp=2") -> Engine:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-    return Engine(plan, tiny_gpt(8, depth=1), sum_loss, adam, transport=transport)
-
-
 def save_two(mesh: str, folder: Path, form: Any) -> None:
-    def act(transport: Transport) -> None:
-        with Checkpoints(folder, 2, format=form).opened(engine_of(transport, mesh).saves) as saves:
-            saves.save_step(2, {})
-            saves.save_step(4, {})
-
-    run_local(2, act)
+    for step in (2, 4):
+        run_engines(
+            plan_of(mesh, 0), Split, lambda engine, step=step: save_state(engine, folder, step, {}, format=form)
+        )
 
 
 def newest(mesh: str, folder: Path, form: Any) -> list[int]:
     """Return the step that each rank loads."""
-
-    def act(transport: Transport) -> int:
-        with Checkpoints(folder, 2, format=form).opened(engine_of(transport, mesh).saves, "resume") as saves:
-            found = saves.newest_whole()
-            assert found is not None
-            found.load_step()
-            return found.step
-
-    return run_local(2, act)
+    return run_engines(plan_of(mesh, 0), Split, lambda engine: load_newest(engine, folder, format=form))
 
 
 def test_the_distributed_format_is_verified_whole(tmp_path: Path) -> None:
@@ -255,23 +228,19 @@ def test_the_distributed_format_is_verified_whole(tmp_path: Path) -> None:
         (tmp_path / "elsewhere").unlink(missing_ok=True)
 
 
-def test_nothing_of_a_state_is_changed_where_it_does_not_fit(tmp_path: Path) -> None:
-    def body(transport: Transport) -> None:
-        first, other = engine_of(transport, "dp=1"), engine_of(transport, "dp=1")
-        task = ids_task(1, 4, 8)
-        first.step(*share(first, task.inputs[0], task.targets[0]))
-        state, before = first.state_dict(), {name: t.clone() for name, t in other.state_dict().items()}
+def test_nothing_of_a_state_is_changed_where_it_does_not_fit() -> None:
+    def body(engine: Engine) -> None:
+        train(engine, [0])
+        state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+        train(engine, [1])
+        before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
         last = [name for name in state if name.startswith("model.")][-1]
         for change in ({last: torch.zeros(3)}, {"optimizer.nothing.exp_avg": torch.zeros(1)}):
             with pytest.raises(qs.MisfitError):
-                other.load_state_dict(state | change)
-            assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+                engine.load_state_dict(state | change)
+            assert all(torch.equal(tensor, before[name]) for name, tensor in engine.state_dict().items())
 
-    run_local(1, body)
-
-
-def sum_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return output.float().pow(2).mean()
+    run_engines(plan_of("dp=1", 0), Split, body)
 
 
 def test_files_of_another_mesh_are_verified_before_any_is_opened(tmp_path: Path) -> None:

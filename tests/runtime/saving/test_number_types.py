@@ -1,7 +1,5 @@
 """Numbers of every type are written and read as they were, by every command, and stand for no others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,11 +11,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
+from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.blocks.dtype_names import TYPES
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.saving import lazy_tensors, write_tensors
 from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
 from quintsched.runtime.saving.saved_state import SavedState
@@ -25,7 +22,7 @@ from quintsched.runtime.saving.tensor_placement import StateLayout
 from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, hash_file, require_intact
 
 from .offline_command import main
-from .split_models import State, load_state, require_same, save_state, weights_of
+from .split_models import State, load_state, plan_of, require_same, run_engines, save_state, weights_of
 
 
 def tensors() -> dict[str, Tensor]:
@@ -94,25 +91,29 @@ class Odd(nn.Module):
         self.word = state
 
 
-def engine_of(transport: Transport, middle: Callable[[], nn.Module] = Odd, size: int = 1) -> Engine:
-    plan = qs.compile("1f1b", mesh=f"pp={size}", microbatches=2)
-    blocks = [partial(nn.Linear, 6, 6), middle, partial(nn.Linear, 6, 6)]
-    optimizer = partial(torch.optim.AdamW, lr=0.1)
-    return Engine(plan, blocks, nn.MSELoss(), optimizer, transport=transport)
+def run(body: Callable[[Engine], Any], size: int = 1, middle: Callable[[], nn.Module] = Odd) -> Any:
+    """Call with an engine on each rank of a pipeline; return what the first one gives."""
+
+    def blocks() -> list[nn.Module]:
+        return [build_block(block, number) for number, block in enumerate((ENDS, middle, ENDS))]
+
+    how = {"optimizer": partial(torch.optim.AdamW, lr=0.1)}
+    return run_engines(plan_of(f"pp={size}", 0), blocks, body, nn.MSELoss(), **how)[0]
+
+
+ENDS = partial(nn.Linear, 6, 6)
 
 
 def save(folder: Path, size: int = 1) -> State:
-    def body(transport: Transport) -> State:
-        engine = engine_of(transport, size=size)
+    def body(engine: Engine) -> State:
         engine.step(INPUTS, TARGETS)
         return save_state(engine, folder, 1, {"epoch": 1, "batch": 1})
 
-    return weights_of(run_local(size, body, timeout_s=60)[0])
+    return weights_of(run(body, size))
 
 
 def resume(folder: Path, size: int = 1) -> State:
-    found = run_local(size, lambda transport: load_state(engine_of(transport, size=size), folder), timeout_s=60)
-    return weights_of(found[0])
+    return weights_of(run(lambda engine: load_state(engine, folder), size))
 
 
 def test_every_type_comes_back_from_every_command(tmp_path: Path) -> None:
@@ -126,16 +127,17 @@ def test_every_type_comes_back_from_every_command(tmp_path: Path) -> None:
     assert main(["reshard", str(tmp_path / "out"), "--mesh", "pp=3", "--output", str(tmp_path / "cut")]) == 0
     require_same(resume(tmp_path / "cut", 3), state)
 
-    def through_folders(transport: Transport) -> State:
-        engine = engine_of(transport)
+    def through_folders(engine: Engine) -> None:
         engine.load_pretrained(one)
         engine.save_pretrained(tmp_path / "pretrained")
         engine.save_dcp(tmp_path / "dcp")
-        again = engine_of(transport)
-        again.load_dcp(tmp_path / "dcp")
-        return again.full_state_dict()
 
-    require_same(weights_of(run_local(1, through_folders)[0]), state)
+    def loaded(engine: Engine) -> State:
+        engine.load_dcp(tmp_path / "dcp")
+        return engine.full_state_dict()
+
+    run(through_folders)
+    require_same(weights_of(run(loaded)), state)
     require_same(load_file(tmp_path / "pretrained" / "model.safetensors"), state)
 
 
@@ -146,14 +148,13 @@ class Doubly(nn.Linear):
 
 
 def test_a_type_that_no_file_has_is_refused_by_name(tmp_path: Path) -> None:
-    def body(transport: Transport) -> None:
-        engine = engine_of(transport, Doubly)
+    def body(engine: Engine) -> None:
         with pytest.raises(UsageError, match="format: dcp"), Checkpoints(tmp_path, keep=1).opened(engine.saves):
             pass
         engine.save_pretrained(tmp_path / "out")
 
     with pytest.raises(UsageError, match=r"1\.wide is torch\.complex128, which a checkpoint cannot hold"):
-        run_local(1, body)
+        run(body, middle=Doubly)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -165,22 +166,14 @@ def test_numbers_of_another_kind_are_no_weights(dtype: torch.dtype, tmp_path: Pa
     save_file(bad, one)
     assert main(["import", str(one), "--output", str(tmp_path / "begin")]) == 0
     full = {f"model.{name}": tensor for name, tensor in bad.items()}
-
-    def with_extra(engine: Engine) -> State:
-        return {**engine.full_state_dict(), **full}
-
+    dcp.save(dict(full), checkpoint_id=tmp_path / "dcp", no_dist=True)
     loads: list[Callable[[Engine], Any]] = [
         lambda engine: engine.load_pretrained(one),
         lambda engine: engine.load_state_files([tmp_path / "begin" / "step-00000000" / "rank-00000.safetensors"]),
-        lambda engine: engine.load_full_state_dict(with_extra(engine)),
+        lambda engine: engine.load_full_state_dict({**engine.full_state_dict(), **full}),
         lambda engine: engine.set_weights({"0.weight": bad["0.weight"]}),
-        lambda engine: engine.load_dcp(torch_checkpoint(tmp_path / "dcp", full)),
+        lambda engine: engine.load_dcp(tmp_path / "dcp"),
     ]
     for load in loads:
         with pytest.raises(MisfitError, match=rf"0\.weight' has numbers of {dtype}"):
-            run_local(1, lambda transport, load=load: load(engine_of(transport)))  # type: ignore[misc]
-
-
-def torch_checkpoint(folder: Path, state: State) -> Path:
-    dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
-    return folder
+            run(load)

@@ -1,7 +1,5 @@
 """Checkpoints shown, verified, resharded, exported and imported in one process, and runs that go on from these."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,56 +13,52 @@ from torch import nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import Blocks, build_model
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.saving import saved_state
 from quintsched.runtime.saving.checkpoints.folder_owner import lock_folder
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
-from ..toys import CLASSES, adam, ids_task, share, tiny_gpt
+from ..toys import CLASSES, tiny_gpt
 from .offline_command import main
-from .split_models import Split, State, load_state, plan_of, require_same, run_engines, save_state, weights_of
+from .split_models import (
+    LENGTH,
+    Split,
+    State,
+    load_state,
+    plan_of,
+    require_same,
+    run_engines,
+    save_state,
+    train_on_ids,
+    weights_of,
+)
 
-LENGTH = 8
 
+def on(mesh: str, body: Callable[[Engine], Any], zero: int = 0, plan_tied: Any = None, **more: Any) -> State:
+    """Call with an engine that has an average on each rank; return what the first one gives."""
 
-def engine_of(transport: Transport, mesh: str, zero: int = 0, **more: Any) -> Engine:
+    def with_average(engine: Engine) -> Any:
+        engine.ema(0.5)
+        return body(engine)
+
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero, tied=plan_tied)
     blocks: Blocks = more.pop("blocks", None) or tiny_gpt(LENGTH, depth=2)
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero, tied=more.pop("plan_tied", None))
-    more = {"dtype": torch.float64} | more
-    return Engine(plan, blocks, cross_entropy_sum, adam, transport=transport, **more)
-
-
-def train(engine: Engine, first: int, last: int) -> list[float]:
-    task = ids_task(4, 8, LENGTH)
-    return [engine.step(*share(engine, task.inputs[s], task.targets[s])).loss.item() for s in range(first, last)]
-
-
-def on(mesh: str, body: Callable[[Engine], Any], zero: int = 0, **more: Any) -> list[Any]:
-    size = qs.Mesh.parse(mesh).size
-    return run_local(size, lambda transport: body(engine_of(transport, mesh, zero, **more)), timeout_s=60)
+    return run_engines(plan, lambda: blocks, with_average, cross_entropy_sum, **{"dtype": torch.float64} | more)[0]
 
 
 def save(folder: Path, mesh: str = "dp=2,tp=2", zero: int = 2, **more: Any) -> State:
-    """Save after two steps, with an average; return the full state."""
+    """Save after two steps; return the full state."""
 
     def body(engine: Engine) -> State:
-        engine.ema(0.5)
-        train(engine, 0, 2)
+        train_on_ids(engine, [0, 1])
         return save_state(engine, folder, 2, {"epoch": 1, "batch": 3})
 
-    found: State = on(mesh, body, zero, **more)[0]
-    return found
+    return on(mesh, body, zero, **more)
 
 
-def resume(folder: Path, mesh: str, zero: int = 0, **more: Any) -> State:
-    def body(engine: Engine) -> State:
-        engine.ema(0.5)
-        return load_state(engine, folder)
-
-    found: State = on(mesh, body, zero, **more)[0]
-    return found
+def resume(folder: Path, mesh: str, zero: int = 0) -> State:
+    return on(mesh, lambda engine: load_state(engine, folder), zero)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> Any:
@@ -104,9 +98,8 @@ def test_verify_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     assert run(capsys, "show", tmp_path / "out")[0]["whole"]  # a look at sizes alone
     assert f"{path}: the file is damaged" in run(capsys, "verify", tmp_path / "out", code=1)
-    assert f"{path}: the file is damaged" in run(
-        capsys, "export", tmp_path / "out", "--output", tmp_path / "a.safetensors", code=1
-    )
+    words = ("export", tmp_path / "out", "--output", tmp_path / "a.safetensors")
+    assert f"{path}: the file is damaged" in run(capsys, *words, code=1)
     path.write_bytes(good[:-1])
     assert str(path) in run(capsys, "show", tmp_path / "out")[0]["fault"]
     assert str(path) in run(capsys, "verify", tmp_path / "out", code=1)
@@ -114,13 +107,11 @@ def test_verify_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     path.parent.with_name("step-00000005").mkdir()
     (tmp_path / "out" / "step-00000005" / "rank-00000.safetensors").write_bytes(b"")
     assert "interrupted" in run(capsys, "show", tmp_path / "out")[0]["fault"]
-    assert main(["export", str(tmp_path / "out"), "--output", str(tmp_path / "a.safetensors")]) == 0
+    assert main([*map(str, words)]) == 0
     assert "step 5 is not whole, step 2 is taken" in capsys.readouterr().err
 
 
-def test_a_resharded_checkpoint_is_the_same(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resharded_checkpoint_is_the_same(made, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(saved_state, "WINDOW_BYTES", 256)
     (folder, state), new = made, tmp_path / "new"
     run(capsys, "reshard", folder, "--mesh", "dp=2,pp=2", "--zero", 3, "--output", new)
@@ -135,9 +126,7 @@ def test_a_resharded_checkpoint_is_the_same(
     assert not (tmp_path / "no").exists()
 
 
-def test_export_and_import(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_and_import(made, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(saved_state, "WINDOW_BYTES", 200)
     folder, state = made
     one, several = tmp_path / "model.safetensors", tmp_path / "several"
@@ -197,14 +186,12 @@ def test_tied_weights_are_exported_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert first in found
     assert not set(others) & found.keys()
     whole = nn.ModuleDict({str(number): block for number, block in enumerate(build_model(blocks, 0, torch.float64))})
-    whole.get_submodule(others[0].rpartition(".")[0]).weight = whole.get_parameter(first)  # type: ignore[assignment]
+    whole.get_submodule(others[0].rpartition(".")[0]).weight = whole.get_parameter(first)
     load_model(whole, tmp_path / "model.safetensors")
     require_same(dict(whole.state_dict()), weights_of(state))
 
 
-def test_the_folder_of_a_run_is_not_written_into(
-    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_folder_of_a_run_is_not_written_into(made, tmp_path, capsys):
     folder, one, live = made[0], tmp_path / "one.safetensors", tmp_path / "live"
     step = folder / "step-00000002"
     run(capsys, "export", folder, "--output", one)

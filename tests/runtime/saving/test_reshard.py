@@ -4,8 +4,6 @@ reference    steps 0 1 2 3 on the first mesh
 moved        steps 0 1 on it, saved in each form; steps 2 3 on another, which reads what it needs of that
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,17 +18,18 @@ import quintsched as qs
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import Blocks
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_tied, moe_gpt
 from quintsched.runtime.saving.saved_state import SavedPiece, SavedState
 from quintsched.runtime.saving.tensor_placement import LAYOUT, StateLayout
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
+from ...helpers.training import copied
 from ..optim.optimizers import Shampoo, adafactor, muon
-from ..toys import CLASSES, adam, difference, ids_task, share, tiny_gpt
+from ..toys import CLASSES, adam, difference, tiny_gpt
+from .split_models import LENGTH, run_engines, train_on_ids
 
-LENGTH, DECAY = 8, 0.8
+DECAY = 0.8
 SPEC = DataSpec(input_shape=(LENGTH,), num_classes=CLASSES)
 TIED = GPTOptions(hidden=16, depth=2, tied=True)
 State = dict[str, Tensor]
@@ -94,34 +93,26 @@ class Run:
     microbatches: int = 4
     chunks: int = 1
 
-    def engine(self, transport: Transport, kind: Kind = KINDS["gpt"], *, averages: bool = True, **more: Any) -> Engine:
+    def on_ranks(
+        self, body: Callable[[Engine], Any], kind: Kind = KINDS["gpt"], *, averages: bool = True, **more: Any
+    ) -> list[Any]:
+        shape = {"microbatches": self.microbatches, "zero": self.zero, "chunks": self.chunks}
         pp = qs.Mesh.parse(self.mesh).axis_size("pp")
-        plan = qs.compile(
-            self.schedule,
-            mesh=self.mesh,
-            microbatches=self.microbatches,
-            zero=self.zero,
-            chunks=self.chunks,
-            tied={"embedding": (0, pp - 1)} if kind.tied and pp > 1 else {},
-        )
+        tied = {"embedding": (0, pp - 1)} if kind.tied and pp > 1 else {}
         blocks = more.pop("blocks", None) or kind.blocks()
-        settings = {"dtype": torch.float64, "bucket_mb": 0.004, "clip": 1.0} | dict(kind.settings) | more
-        engine = Engine(plan, blocks, kind.loss, kind.optimizer, tied=kind.tied, transport=transport, **settings)
-        if averages:
-            engine.ema(DECAY)
-        return engine
+        settings = {"dtype": torch.float64, "bucket_mb": 0.004, "clip": 1.0, **kind.settings, **more}
 
-    def on_ranks(self, body: Callable[[Engine], Any], kind: Kind = KINDS["gpt"], **more: Any) -> list[Any]:
-        size = qs.Mesh.parse(self.mesh).size
-        return run_local(size, lambda transport: body(self.engine(transport, kind, **more)), timeout_s=60)
+        def start(engine: Engine) -> Any:
+            if averages:
+                engine.ema(DECAY)
+            return body(engine)
+
+        plan = qs.compile(self.schedule, mesh=self.mesh, tied=tied, **shape)
+        how = {"optimizer": kind.optimizer, "tied": kind.tied, **settings}
+        return run_engines(plan, lambda: copied(blocks), start, kind.loss, **how)
 
     def __str__(self) -> str:
         return f"{self.mesh}-zero{self.zero}-{self.schedule}-{self.microbatches}"
-
-
-def train(engine: Engine, steps: Sequence[int]) -> list[float]:
-    task = ids_task(4, 8, LENGTH)
-    return [engine.step(*share(engine, task.inputs[s], task.targets[s])).loss.item() for s in steps]
 
 
 def path_of(folder: Path, rank: int) -> Path:
@@ -135,14 +126,18 @@ def save(engine: Engine, folder: Path) -> None:
 
 
 def go_on(engine: Engine) -> Moved:
-    return engine.full_state_dict(all_blocks=True), train(engine, [2, 3]), engine.full_state_dict(all_blocks=True)
+    return (
+        engine.full_state_dict(all_blocks=True),
+        train_on_ids(engine, [2, 3]),
+        engine.full_state_dict(all_blocks=True),
+    )
 
 
 def begin(folder: Path, run: Run, kind: Kind = KINDS["gpt"], **more: Any) -> Moved:
     """Save after two steps in each form, and make two steps more."""
 
     def body(engine: Engine) -> tuple[State, Moved]:
-        train(engine, [0, 1])
+        train_on_ids(engine, [0, 1])
         save(engine, folder)
         engine.save_dcp(folder / "dcp")
         return engine.full_state_dict(), go_on(engine)
@@ -151,8 +146,7 @@ def begin(folder: Path, run: Run, kind: Kind = KINDS["gpt"], **more: Any) -> Mov
     (whole, _, _), mine = ranks[0][1], {name: tensor for own, _ in ranks for name, tensor in own.items()}
     assert mine.keys() == whole.keys()
     assert all(torch.equal(tensor, whole[name]) for name, tensor in mine.items())
-    found: Moved = ranks[0][1]
-    return found
+    return ranks[0][1]
 
 
 LOADS: dict[str, Callable[[Engine, Path, State], object]] = {
@@ -256,13 +250,13 @@ def test_state_that_nobody_can_cut_stays_with_its_shards(tmp_path: Path) -> None
     kind = Kind(optimizer=lambda parameters: Quantised(parameters, lr=0.01))
 
     def body(engine: Engine) -> list[float]:
-        train(engine, [0, 1])
+        train_on_ids(engine, [0, 1])
         save(engine, tmp_path)
-        return train(engine, [2, 3])
+        return train_on_ids(engine, [2, 3])
 
     def loaded(engine: Engine) -> list[float]:
         load_files(engine, tmp_path)
-        return train(engine, [2, 3])
+        return train_on_ids(engine, [2, 3])
 
     expected = Run("tp=2").on_ranks(body, kind)[0]
     for losses in Run("pp=2,tp=2").on_ranks(loaded, kind):
@@ -298,7 +292,7 @@ def test_files_of_several_saves_are_refused(tmp_path: Path) -> None:
     def steps(*places: Path) -> Callable[[Engine], None]:
         def body(engine: Engine) -> None:
             for number, place in enumerate(places):
-                train(engine, [number])
+                train_on_ids(engine, [number])
                 save(engine, place)
 
         return body

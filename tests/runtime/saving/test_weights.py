@@ -1,8 +1,6 @@
 """Averages, full states and changes of weights are those of one process, on every mesh and ZeRO stage."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,9 @@ from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ...helpers.training import train_alone
 from ..toys import adam, cross_entropy_plainly, difference, ids_task, share, tiny_gpt
+from .split_models import LENGTH, train_on_ids
 
-LENGTH, SAMPLES, DECAY = 8, 8, 0.8
+DECAY = 0.8
 MESHES = [("dp=2,pp=2", 1), ("dp=2,tp=2", 2), ("dp=2,pp=2", 3)]
 
 
@@ -35,15 +34,10 @@ def make(
     return Engine(plan, blocks, cross_entropy_sum, optimizer, **more)
 
 
-def train(engine: Engine, steps: Sequence[int]) -> list[float]:
-    task = ids_task(4, SAMPLES, LENGTH)
-    return [engine.step(*share(engine, task.inputs[s], task.targets[s])).loss.item() for s in steps]
-
-
 @cache
 def alone() -> tuple[dict[str, Tensor], float]:
     """Return the average of the weights of one process after three steps, and its loss on the fourth batch."""
-    *batches, last = ids_task(4, SAMPLES, LENGTH).batches
+    *batches, last = ids_task(4, 8, LENGTH).batches
     averages: dict[str, Tensor] = {}
 
     def average(model: nn.Module, step: int) -> None:
@@ -63,12 +57,12 @@ def alone() -> tuple[dict[str, Tensor], float]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
 def test_averages_are_those_of_one_process(mesh: str, zero: int) -> None:
-    task = ids_task(4, SAMPLES, LENGTH)
+    task = ids_task(4, 8, LENGTH)
 
     def run(transport: Transport) -> tuple[dict[str, Tensor], float]:
         engine = make(transport, mesh, zero)
         ema = engine.ema(DECAY)
-        train(engine, [0, 1, 2])
+        train_on_ids(engine, [0, 1, 2])
         before = engine.full_weights()
         with ema.applied():
             loss = engine.evaluate(*share(engine, task.inputs[3], task.targets[3])).loss.item()
@@ -77,7 +71,7 @@ def test_averages_are_those_of_one_process(mesh: str, zero: int) -> None:
         after = engine.full_weights()
         assert all(torch.equal(after[name], weight) for name, weight in before.items())
         state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-        train(engine, [3])
+        train_on_ids(engine, [3])
         engine.load_state_dict(state)
         return ema.full_weights(), loss
 
@@ -96,7 +90,7 @@ def test_weights_that_users_change_are_what_is_stepped(mesh: str, zero: int, dty
 
     def run(transport: Transport) -> None:
         engine = make(transport, mesh, zero, lambda p: plain(p, lr=0.0), dtype=dtype)
-        train(engine, [0])
+        train_on_ids(engine, [0])
         before = engine.full_weights()
         with engine.gathered(write=True) as stages:
             for stage in stages.values():
@@ -106,12 +100,12 @@ def test_weights_that_users_change_are_what_is_stepped(mesh: str, zero: int, dty
                         weight.data = weight.data.clamp(-0.01, 0.01)
                     else:
                         weight.data.clamp_(-0.01, 0.01)
-        train(engine, [1])
+        train_on_ids(engine, [1])
         weights = engine.full_weights()
         assert max(float(weight.abs().max()) for weight in weights.values()) <= 0.0101
         name = "1.norm1.weight" if "1.norm1.weight" in weights else sorted(weights)[0]
         engine.set_weights({name: torch.full_like(weights[name], 0.5)})
-        train(engine, [2])
+        train_on_ids(engine, [2])
         assert bool((engine.full_weights()[name] == 0.5).all())
         with pytest.raises(UsageError, match="no weight 'nobody'"):
             engine.set_weights({"nobody": torch.zeros(1)})
@@ -121,44 +115,25 @@ def test_weights_that_users_change_are_what_is_stepped(mesh: str, zero: int, dty
     run_local(qs.Mesh.parse(mesh).size, run, timeout_s=60)
 
 
-def halve(weight: torch.nn.Parameter) -> None:
-    with torch.no_grad():
-        weight.mul_(0.5)
-
-
-def move(weight: torch.nn.Parameter) -> None:
-    weight.data = weight.data * 0.5
-
-
-def clamp_data(weight: torch.nn.Parameter) -> None:
-    weight.data.clamp_(-1e-3, 1e-3)
-
-
-def zero_data(weight: torch.nn.Parameter) -> None:
-    weight.data.zero_()
-
-
 @pytest.mark.parametrize(
     ("mesh", "zero", "dtype", "change"),
     [
-        ("dp=2", 0, torch.bfloat16, halve),
-        ("tp=2", 0, torch.float64, move),
-        ("tp=2", 0, torch.float64, clamp_data),
-        ("dp=2", 3, torch.float64, zero_data),
+        ("dp=2", 0, torch.bfloat16, lambda weight: weight.detach().mul_(0.5)),
+        ("tp=2", 0, torch.float64, lambda weight: setattr(weight, "data", weight.data * 0.5)),
+        ("tp=2", 0, torch.float64, lambda weight: weight.data.clamp_(-1e-3, 1e-3)),
+        ("dp=2", 3, torch.float64, lambda weight: weight.data.zero_()),
     ],
 )
-def test_changes_that_would_be_lost_or_done_to_shards_are_refused(
-    mesh: str, zero: int, dtype: torch.dtype, change: Callable[[torch.nn.Parameter], None]
-) -> None:
+def test_changes_that_would_be_lost_or_done_to_shards_are_refused(mesh, zero, dtype, change):
     def run(transport: Transport) -> None:
         engine = make(transport, mesh, zero, dtype=dtype)
-        train(engine, [0])
+        train_on_ids(engine, [0])
         whole = {name: weight.shape for name, weight in engine.full_weights().items()}
         weights = engine.stages[0].named_weights().items()
         name, weight = next((n, p) for n, p in weights if mesh == "dp=2" or p.shape != whole[n])
         change(weight)
         with pytest.raises(UsageError, match=rf"'{name}'.*engine\.gathered\(write=True\)"):
-            train(engine, [1])
+            train_on_ids(engine, [1])
 
     run_local(2, run)
 
@@ -169,7 +144,7 @@ def test_readers_between_steps_see_fresh_weights_also_of_modules_that_a_loop_hol
         modules = [build_block(block, number) for number, block in enumerate(tiny_gpt(LENGTH, depth=2))]
         engine = make(transport, "dp=2", zero, blocks=modules)
         for step in range(3):
-            train(engine, [step])
+            train_on_ids(engine, [step])
             if zero < 3:
                 seen = {f"{n}.{name}": t for n, m in enumerate(modules) for name, t in m.state_dict().items()}
                 seen |= {f"{n}.{name}": p.detach() for n, m in enumerate(modules) for name, p in m.named_parameters()}
@@ -192,7 +167,7 @@ def test_averages_in_another_order_are_refused(tmp_path: Path) -> None:
             for decay in decays:
                 engine.ema(decay)
         saved, swapped, changed = engines
-        train(saved, [0])
+        train_on_ids(saved, [0])
         state, full = saved.state_dict(), saved.full_state_dict()
         save_file(state, tmp_path / "0", metadata=saved.state_metadata())
         loads: list[Callable[[Engine], None]] = [
