@@ -4,8 +4,6 @@ open write fsync rename …     counted; the k-th is not made, or half of it, an
 listdir lstat …               change nothing: they fail from then on
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import threading

@@ -1,7 +1,5 @@
 """A checkpoint of GPT-2's shape, with random weights, and engines of that model."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

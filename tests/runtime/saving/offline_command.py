@@ -1,7 +1,5 @@
 """Commands on checkpoints, run in this process."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Saves that are written while training goes on: what they hold, when they are there, and what becomes of errors."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading
@@ -65,7 +63,7 @@ def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, monkeypatch: 
         with Checkpoints(tmp_path, 2).opened(holder, "resume") as saves:
             assert saved_steps(saves.folder.directory)[-1].step == 1
             path = tmp_path / "step-00000001" / "rank-00000.safetensors"
-            write_tensors.require_intact(path, file_of(tmp_path, 1))
+            write_tensors.require_intact(path, read_manifest(path.with_name("manifest.json"), 1).files[0])
             tensors = load_file(path)
             assert torch.equal(tensors["model.0.weight"], first)
             assert torch.equal(tensors["same"], first)
@@ -74,10 +72,6 @@ def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, monkeypatch: 
             assert tensors["tied"].dtype == torch.bfloat16
 
     run_local(2, act)
-
-
-def file_of(folder: Path, step: int) -> Any:
-    return read_manifest(folder / f"step-{step:08d}" / "manifest.json", step).files[0]
 
 
 def test_an_error_in_the_background_stops_all_ranks_after_the_next_step(data_file: Path, tmp_path: Path) -> None:
@@ -108,9 +102,7 @@ def test_an_error_in_the_background_stops_all_ranks_after_the_next_step(data_fil
 
 
 @pytest.mark.parametrize(("rank", "background"), [(0, True), (1, True), (1, False)])
-def test_a_disk_that_takes_no_note_either_is_told_of_at_once(
-    data_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, background: bool
-) -> None:
+def test_a_disk_that_takes_no_note_either_is_told_of_at_once(data_file, tmp_path, monkeypatch, rank, background):
     config = job(data_file, checkpoint={"dir": str(tmp_path), "every": 4, "background": background})
     plan, write, say = plan_of(config), write_tensors.write_tensors, JointWrite._say
     full = qs.UsageError("no room for a note")
@@ -145,9 +137,7 @@ def join(folder: Path, rank: int, patience_s: float, given_up: threading.Event |
 
 
 @pytest.mark.parametrize(("patience_s", "asked"), [(0.2, False), (20, True)])
-def test_a_rank_that_never_writes_is_not_waited_for_longer_than_patience_or_a_stop(
-    patience_s: float, asked: bool, tmp_path: Path
-) -> None:
+def test_a_rank_that_never_writes_is_not_waited_for_longer_than_patience_or_a_stop(patience_s, asked, tmp_path):
     given_up = threading.Event()
     if asked:
         given_up.set()

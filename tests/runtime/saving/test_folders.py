@@ -1,7 +1,5 @@
 """A folder that is replaced is there whole after a kill at any renaming, and the next save loses nothing."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable
@@ -44,7 +42,7 @@ def killed(after: int, work: Callable[[], None]) -> bool:
 
         return counting
 
-    os.rename, whole_folders.exchange = counted(rename), counted(exchange)  # type: ignore[assignment]
+    os.rename, whole_folders.exchange = counted(rename), counted(exchange)
     try:
         work()
     finally:
@@ -53,9 +51,7 @@ def killed(after: int, work: Callable[[], None]) -> bool:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_kill_at_any_renaming_leaves_it_whole(
-    can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kill_at_any_renaming_leaves_it_whole(can_exchange, tmp_path, monkeypatch, caplog):
     if not can_exchange:
         monkeypatch.setattr(whole_folders, "exchange", lambda one, other: False)
     for after in range(20):
@@ -63,13 +59,13 @@ def test_a_kill_at_any_renaming_leaves_it_whole(
         path.parent.mkdir()
         save(path, "old")
         (path / "notes").write_text("mine")
-        came_so_far = killed(after, lambda path=path: save(path, "new"))  # type: ignore[misc]
+        came_so_far = killed(after, lambda path=path: save(path, "new"))
         caplog.clear()
         found = standing(path)
         assert (found / "weights").read_text() in (("old", "new") if came_so_far else ("new",))
         assert path.exists() or not can_exchange
         assert ("a save was killed there" in caplog.text) == (found != path)
-        killed(1, lambda path=path: save(path, "next"))  # type: ignore[misc]
+        killed(1, lambda path=path: save(path, "next"))
         assert (standing(path) / "weights").read_text() in ("old", "new", "next")
         save(path, "last")
         assert {entry.name: entry.read_text() for entry in path.iterdir()} == {"weights": "last", "notes": "mine"}

@@ -1,7 +1,5 @@
 """A GPT-2-shaped checkpoint: the model it makes, on every mesh, and how little of it each rank reads."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any
@@ -153,9 +151,7 @@ def test_broken_checkpoints(tmp_path: Path) -> None:
         assert message in str(error)
 
 
-def test_a_job_starts_from_a_checkpoint_and_a_resumed_one_does_not_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_starts_from_a_checkpoint_and_a_resumed_one_does_not_read_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("data.py").write_text(COUNTING.replace("% 16", "% 10").replace("=16", "=10"))
     weights = draw_checkpoint()

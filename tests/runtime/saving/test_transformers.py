@@ -1,7 +1,5 @@
 """Models of transformers: loaded, trained on meshes, saved: what `from_pretrained` and a plain loop have."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,7 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.pretrained.load_pretrained import LoadedWeights
 from quintsched.runtime.splitting.split_model import Split
 
-from ...helpers.training import train_alone
+from ...helpers.training import call_with_share, train_alone
 
 transformers = pytest.importorskip("transformers")
 conversion_mapping = pytest.importorskip("transformers.conversion_mapping")
@@ -58,7 +56,7 @@ def mixtral(seed: int = 0) -> nn.Module:
 def made(kind: Any, config: Any, seed: int) -> nn.Module:
     config._attn_implementation = config._experts_implementation = "eager"
     torch.manual_seed(seed)
-    model: nn.Module = kind(config).double().train()
+    model = kind(config).double().train()
     with torch.no_grad():
         for tensor in model.parameters():
             tensor.add_(torch.randn_like(tensor), alpha=0.05)
@@ -93,29 +91,15 @@ def run(mesh: str, zero: int, model: Callable[[], nn.Module], body: Callable[[En
     return run_local(axes.size, start, timeout_s=60)
 
 
-def train(engine: Engine) -> None:
-    for inputs, targets in data():
-        share = slice(engine.replica * 4 // engine.num_replicas, (engine.replica + 1) * 4 // engine.num_replicas)
-        engine.step(inputs[share], targets[share])
-
-
 def require_equal(found: nn.Module, expected: nn.Module) -> None:
     theirs = expected.state_dict()
     assert found.state_dict().keys() == theirs.keys()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in found.state_dict().items())
 
 
-MESHES = [
-    (llama, "pp=2", 0),
-    (llama, "tp=2", 0),
-    (llama, "dp=2", 3),
-    (gpt2, "tp=2", 0),
-    (gpt2, "dp=2", 3),
-    (qwen3, "dp=2", 1),
-]
-
-
-@pytest.mark.parametrize(("family", "mesh", "zero"), MESHES)
+@pytest.mark.parametrize(
+    ("family", "mesh", "zero"), [(llama, "pp=2", 0), (llama, "tp=2", 0), (gpt2, "dp=2", 3), (qwen3, "dp=2", 1)]
+)
 def test_there_and_back(tmp_path: Path, family: Callable[..., nn.Module], mesh: str, zero: int) -> None:
     origin = family(1)
     origin.save_pretrained(tmp_path / "in")
@@ -123,7 +107,8 @@ def test_there_and_back(tmp_path: Path, family: Callable[..., nn.Module], mesh: 
     def body(engine: Engine) -> None:
         assert engine.load_pretrained(tmp_path / "in") == LoadedWeights()
         engine.save_pretrained(tmp_path / "untrained")
-        train(engine)
+        for batch in data():
+            call_with_share(engine, engine.step, batch)
         engine.save_pretrained(tmp_path / "out")
 
     run(mesh, zero, family, body)
@@ -137,8 +122,7 @@ def reloaded(like: nn.Module, folder: Path) -> nn.Module:
     found, info = type(like).from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     assert found.dtype == torch.float64
-    model: nn.Module = found
-    return model
+    return found
 
 
 def build_only(mesh: str, zero: int, model: nn.Module, body: Callable[[Engine], Any]) -> None:
@@ -184,7 +168,7 @@ def vit(seed: int = 0) -> nn.Module:
     return made(transformers.ViTForImageClassification, config, seed)
 
 
-@pytest.mark.parametrize("family", [bert, vit, qwen3, gpt2, llama])
+@pytest.mark.parametrize("family", [bert, vit])
 def test_other_families_by_names_alone(tmp_path: Path, family: Callable[..., nn.Module]) -> None:
     origin = family(1)
     origin.save_pretrained(tmp_path / "in", max_shard_size="5KB")

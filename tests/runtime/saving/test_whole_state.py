@@ -1,10 +1,7 @@
 """Every entry of a model's own state dict is in what an engine gives and saves, and is read back into the forward."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,8 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local, split
+
+from .split_models import plan_of, run_engines
 
 WIDTH, IDS = 8, 12
 
@@ -47,8 +46,7 @@ class Traced(nn.Module):
         hidden = self.embed(ids) * self.scale * self.passing
         for layer in self.layers:
             hidden = layer(hidden, self.bias)
-        found: Tensor = self.head(hidden) + self.shift
-        return found
+        return self.head(hidden) + self.shift
 
 
 class Walked(Traced):
@@ -110,33 +108,34 @@ class Scaled(nn.Linear):
         return super().forward(x) * self.scale + self.none.sum(0)
 
 
+X, Y = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_weights_without_dimensions_or_numbers_go_on_under_zero(zero: int) -> None:
-    def start(transport: Transport) -> list[float]:
-        torch.manual_seed(0)
-        plan = qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=zero)
-        engine = Engine(plan, [Scaled(), Scaled()], F.mse_loss, torch.optim.AdamW, transport=transport)
-        x, y, losses = torch.randn(4, WIDTH), torch.randn(4, WIDTH), []
-        engine.step(x, y)
+    def body(engine: Engine) -> list[float]:
+        losses = []
+        engine.step(X, Y)
         state = engine.full_state_dict()
         for _ in range(2):
-            losses.append(engine.step(x, y).loss.item())
+            losses.append(engine.step(X, Y).loss.item())
             engine.load_full_state_dict(state)
         assert state["model.1.none"].shape == (0, WIDTH)
         return losses
 
-    for first, again in run_local(2, start):
+    for first, again in run_engines(plan_of("dp=2", zero), lambda: [Scaled, Scaled], body, F.mse_loss):
         assert first == again
 
 
 def test_weights_that_the_loop_assigns_are_saved_before_the_next_step_too_or_refused() -> None:
-    def start(transport: Transport, zero: int = 1) -> bool:
-        plan = qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=zero)
-        engine = Engine(plan, [nn.Linear(WIDTH, WIDTH)], F.mse_loss, torch.optim.AdamW, transport=transport)
-        engine.step(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
+    def body(engine: Engine) -> bool:
+        engine.step(X, Y)
         engine.stages[0].blocks["0"].weight.data = torch.full((WIDTH, WIDTH), 7.0)
         return bool((engine.full_state_dict()["model.0.weight"] == 7.0).all())
 
-    assert run_local(2, start) == [True, True]
+    def assigned(zero: int) -> list[bool]:
+        return run_engines(plan_of("dp=2", zero), lambda: [nn.Linear(WIDTH, WIDTH)], body, F.mse_loss)
+
+    assert assigned(1) == [True, True]
     with pytest.raises(qs.UsageError, match=r"such as '0\.weight' .*, but what is stepped are .* shards"):
-        run_local(2, partial(start, zero=3))
+        assigned(3)
