@@ -1,9 +1,5 @@
 """Attention over parts of a sequence, on every rank its own, is attention over the whole: values, gradients, costs."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.blocks.trees import TensorSpec
-from quintsched.runtime.comm import Rules, Transport, Work, run_local
+from quintsched.runtime.comm import Transport, Work, run_local
 from quintsched.runtime.parallel.context import block_attention
 from quintsched.runtime.parallel.context.block_attention import (
     CPU_FLASH,
@@ -43,6 +39,17 @@ from ..lively import LENGTH
 Tensors = tuple[Tensor, ...]
 
 
+def by_autograd(block: Tensors, gradient: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensors]:
+    """Return mean, weight and gradients of a block with query heads by key head, in double precision and one piece."""
+    query, key, value = (tensor.detach().double().requires_grad_() for tensor in block)
+    scores = query @ key[:, :, None].mT / query.shape[-1] ** 0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    mean = scores.softmax(-1) @ value[:, :, None]
+    back = torch.autograd.grad(mean, (query, key, value), gradient.double())
+    return mean.detach(), scores.logsumexp(-1).detach(), back
+
+
 def draw(samples: int, heads: int, key_heads: int, length: int, size: int) -> Tensors:
     """Return query, key, value and the gradient of the result, for the whole sequence."""
     random = torch.Generator().manual_seed(length)
@@ -52,45 +59,32 @@ def draw(samples: int, heads: int, key_heads: int, length: int, size: int) -> Te
 
 def whole(tensors: Tensors, causal: bool) -> Tensors:
     """Return the result of attention in one piece, and the gradients of query, key and value."""
-    query, key, value = (tensor.clone().requires_grad_() for tensor in tensors[:3])
-    groups = query.shape[1] // key.shape[1]
-    scores = query @ key.repeat_interleave(groups, 1).mT / query.shape[-1] ** 0.5
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    mixed = scores.softmax(-1) @ value.repeat_interleave(groups, 1)
-    mixed.backward(tensors[3])
-    return mixed.detach(), *(tensor.grad for tensor in (query, key, value) if tensor.grad is not None)
+    query, key, value, gradient = tensors
+    grouped = (1, (key.shape[1], -1))
+    mean, _, (of_query, *others) = by_autograd(
+        (query.unflatten(*grouped), key, value), gradient.unflatten(*grouped), causal
+    )
+    return mean.flatten(1, 2), of_query.flatten(1, 2), *others
 
 
 def context_on(transport: Transport, method: ContextMethod, length: int) -> Context:
     size = transport.world_size
     group = transport.make_group([tuple(range(size))])
     transport.open_channels(ring_channels(group.ranks))
-    context = ContextParallel(method, group, transport, False).context_of(TensorSpec((1, length // size), torch.int64))
-    assert context is not None
-    return context
+    return ContextParallel(method, group, transport, False).context_of(TensorSpec((1, length // size), torch.int64))
 
 
-def in_parts(
-    method: ContextMethod,
-    tensors: Tensors,
-    size: int,
-    causal: bool,
-    rules: Rules = "nccl",
-    layout: torch.memory_format = torch.contiguous_format,
-) -> Tensors:
+def in_parts(method: ContextMethod, tensors: Tensors, size: int, causal: bool) -> Tensors:
     """Return what `whole` does, put together from the parts of all ranks."""
 
     def run(transport: Transport) -> tuple[Tensor, Tensors]:
         context = context_on(transport, method, tensors[0].shape[2])
-        parts = (tensor[:, :, context.positions].contiguous(memory_format=layout) for tensor in tensors)
-        query, key, value, gradient = parts
-        given = [tensor.requires_grad_() for tensor in (query, key, value)]
-        mixed = context.attend(given[0], given[1], given[2], causal)
+        *given, gradient = (tensor[:, :, context.positions].contiguous() for tensor in tensors)
+        mixed = context.attend(*(tensor.requires_grad_() for tensor in given), causal)
         mixed.backward(gradient)
-        return context.positions, (mixed.detach(), *(tensor.grad for tensor in given if tensor.grad is not None))
+        return context.positions, (mixed.detach(), *(tensor.grad for tensor in given))
 
-    found = run_local(size, run, rules=rules)
+    found = run_local(size, run, rules="nccl")
     back = torch.cat([positions for positions, _ in found]).argsort()
     return tuple(torch.cat(parts, 2)[:, :, back] for parts in zip(*(parts for _, parts in found), strict=True))
 
@@ -112,16 +106,7 @@ def require_close(found: Tensors, expected: Tensors, tolerance: float = 1e-12) -
     causal=st.booleans(),
     backend=st.sampled_from([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]),
 )
-def test_a_ring_sees_the_whole(
-    size: int,
-    chunk: int,
-    samples: int,
-    key_heads: int,
-    per_key_head: int,
-    width: int,
-    causal: bool,
-    backend: SDPBackend,
-) -> None:
+def test_a_ring_sees_the_whole(size, chunk, samples, key_heads, per_key_head, width, causal, backend) -> None:
     tensors = draw(samples, key_heads * per_key_head, key_heads, 2 * size * chunk, width)
     with sdpa_kernel(backend):
         require_close(in_parts("ring", tensors, size, causal), whole(tensors, causal))
@@ -221,31 +206,20 @@ def attend_on_two(method: ContextMethod, heads: int, queries: int) -> None:
 
 
 def test_misfits() -> None:
+    shard = SequenceShard(2, 0)
     for call, words in (
-        (
-            lambda: SequenceShard(2, 0).cut("ids", torch.zeros(2, 6)),
-            r"ids of shape \(2, 6\).* divides into 4 equal chun",
-        ),
-        (lambda: SequenceShard(2, 0).cut("targets", torch.zeros(8)), r"targets of shape \(8,\)"),
+        (lambda: shard.cut("ids", torch.zeros(2, 6)), r"ids of shape \(2, 6\).* divides into 4 equal chun"),
+        (lambda: shard.cut("targets", torch.zeros(8)), r"targets of shape \(8,\)"),
         (lambda: attend_on_two("ring", 2, 5), r"5 queries and 4 keys, but of the sequence of 8 there are 4 .*cp=2"),
         (lambda: attend_on_two("ulysses", 3, 4), r"ulysses cuts heads over cp=2, but there are 3 query heads"),
     ):
         with pytest.raises(MisfitError, match=words):
             call()
     with pytest.raises(UsageError, match="context: there is no method 'rnig'; did you mean 'ring'"):
-        run_local(2, lambda t: ContextParallel("rnig", t.make_group([(0, 1)]), t, False))  # type: ignore[arg-type]
+        run_local(2, lambda t: ContextParallel("rnig", t.make_group([(0, 1)]), t, False))
 
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-
-
-@contextmanager
-def gpu_that_can(monkeypatch: pytest.MonkeyPatch, *, flash: bool = True, efficient: bool = True) -> Iterator[None]:
-    """Tensors of a GPU have shapes and types here, and no numbers; the GPU has these kernels."""
-    monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda asked: flash)
-    monkeypatch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda asked: efficient)
-    with FakeTensorMode():
-        yield
 
 
 def drawn(dtype: torch.dtype, groups: int, queries: int, keys: int, size: int) -> tuple[QueryKeyValue, Tensor]:
@@ -256,17 +230,6 @@ def drawn(dtype: torch.dtype, groups: int, queries: int, keys: int, size: int) -
     return (query, key, value), gradient
 
 
-def by_autograd(block: QueryKeyValue, gradient: Tensor, is_diagonal: bool) -> tuple[Tensor, Tensor, QueryKeyValue]:
-    """Return mean, weight and gradients of a block, in double precision and one piece."""
-    query, key, value = (tensor.double().requires_grad_() for tensor in block)
-    scores = query @ key[:, :, None].mT / query.shape[-1] ** 0.5
-    if is_diagonal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
-    mean = scores.softmax(-1) @ value[:, :, None]
-    of_query, of_key, of_value = torch.autograd.grad(mean, (query, key, value), gradient.double())
-    return mean.detach(), scores.logsumexp(-1).detach(), (of_query, of_key, of_value)
-
-
 GPU = [
     *[(F16, 64, CUDA_FLASH), (BF16, 8, CUDA_FLASH), (BF16, 12, PLAIN_KERNEL), (F32, 64, CUDA_EFFICIENT)],
     *[(F32, 12, CUDA_EFFICIENT), (F32, 6, PLAIN_KERNEL), (F64, 64, PLAIN_KERNEL)],
@@ -274,10 +237,11 @@ GPU = [
 
 
 @pytest.mark.parametrize(("dtype", "size", "expected"), GPU)
-def test_the_kernel_of_a_gpu_goes_by_type_and_size(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, size: int, expected: Kernel
-) -> None:
-    with gpu_that_can(monkeypatch):
+def test_the_kernel_of_a_gpu_goes_by_type_and_size(monkeypatch, dtype, size, expected) -> None:
+    """Tensors of a GPU have shapes and types here, and no numbers; the GPU has all kernels."""
+    for kind in ("flash", "efficient"):
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{kind}_attention", lambda asked: True)
+    with FakeTensorMode():
         assert choose(torch.empty(1, 2, 16, size, dtype=dtype, device="cuda")) is expected
 
 
@@ -302,9 +266,8 @@ def test_a_block_is_attention(monkeypatch, kernel, groups, most_scores, queries,
     mean, weight, expected = by_autograd(block, gradient, is_diagonal)
     found = attend(kernel, block, is_diagonal)
     torch.testing.assert_close(found, (mean, weight), rtol=0, atol=1e-13)
-    torch.testing.assert_close(
-        gradients(kernel, gradient, block, mean, weight, is_diagonal), expected, rtol=1e-12, atol=1e-13
-    )
+    back = gradients(kernel, gradient, block, mean, weight, is_diagonal)
+    torch.testing.assert_close(back, expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(("dtype", "is_diagonal"), [(F16, True), (BF16, False)])
@@ -327,9 +290,7 @@ class Largest(TorchDispatchMode):
 
     nbytes = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         for tensor in found if isinstance(found, (tuple, list)) else (found,):
             if isinstance(tensor, Tensor):

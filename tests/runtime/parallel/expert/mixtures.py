@@ -1,7 +1,5 @@
 """Small mixtures of experts, whose routers prefer some experts to others: a layer, and a transformer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

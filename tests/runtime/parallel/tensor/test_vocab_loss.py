@@ -1,7 +1,5 @@
 """Logits that are cut over the vocabulary: the loss of whole logits, and nobody has them whole."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -17,7 +15,10 @@ from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.parallel.tensor.column_row_layers import ColumnParallelLinear, VocabParallelEmbedding
 from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
-from ...toys import Outcome, ids_task, sgd, share, tiny_gpt, train_plainly, train_rank, worst_difference
+from ....helpers.training import require_equal, train_ranks
+from ...toys import ids_task, sgd, tiny_gpt, train_plainly
+
+PLAN = qs.compile("1f1b", mesh="tp=2", microbatches=2)
 
 
 def cut_figures(logits: Tensor, targets: Tensor, ranks: int) -> list[tuple[float, float, float, Tensor]]:
@@ -26,7 +27,6 @@ def cut_figures(logits: Tensor, targets: Tensor, ranks: int) -> list[tuple[float
         mine = logits.chunk(ranks, -1)[group.index].clone().requires_grad_()
         loss, weight = cross_entropy_sum(mine, targets, vocabulary=group)
         (loss * 3).backward()
-        assert mine.grad is not None
         return loss.item(), weight.item(), correct_sum(mine.detach(), targets, vocabulary=group).item(), mine.grad
 
     return run_local(ranks, run)
@@ -40,9 +40,7 @@ def cut_figures(logits: Tensor, targets: Tensor, ranks: int) -> list[tuple[float
     scale=st.sampled_from([1e-3, 1.0, 300.0]),
 )
 @settings(max_examples=25, deadline=None)
-def test_loss_hits_and_gradient_are_those_of_whole_logits(
-    ranks: int, share_of_ids: int, shape: tuple[int, ...], seed: int, scale: float
-) -> None:
+def test_loss_hits_and_gradient_are_those_of_whole_logits(ranks, share_of_ids, shape, seed, scale):
     random = torch.Generator().manual_seed(seed)
     ids = ranks * share_of_ids
     logits = torch.randn(*shape, ids, generator=random, dtype=torch.float64) * scale
@@ -51,7 +49,6 @@ def test_loss_hits_and_gradient_are_those_of_whole_logits(
     whole = logits.clone().requires_grad_()
     loss, weight = cross_entropy_sum(whole, targets)
     (loss * 3).backward()
-    assert whole.grad is not None
     for rank, figures in enumerate(cut_figures(logits, targets, ranks)):
         assert figures[0] == pytest.approx(loss.item(), rel=1e-12, abs=1e-12)
         assert figures[1:3] == (weight.item(), correct_sum(logits, targets).item())
@@ -90,38 +87,31 @@ def own_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("loss_fn", [cross_entropy_sum, own_loss])
 def test_the_head_is_cut_and_its_logits_are_whole_only_for_a_loss_that_needs_them(loss_fn: object) -> None:
-    task = ids_task(2, 4, 8)
-    alone = train_plainly(task, tiny_gpt(), 2, dtype=torch.float64)
+    batch, expected = (
+        ids_task(1, 4, 8).batches[0],
+        train_plainly(ids_task(1, 4, 8), tiny_gpt(), 2, dtype=torch.float64).losses,
+    )
 
-    def run(transport: Transport) -> list[float]:
-        plan = qs.compile("1f1b", mesh="tp=2", microbatches=2)
-        engine = Engine(plan, tiny_gpt(), loss_fn, sgd, dtype=torch.float64, transport=transport)  # type: ignore[arg-type]
+    def run(transport: Transport) -> None:
+        engine = Engine(PLAN, tiny_gpt(), loss_fn, sgd, dtype=torch.float64, transport=transport)
         stage = engine.stages[0].blocks
         embedding, head = stage["0"].get_submodule("tokens"), stage["5"].get_submodule("head")
         assert isinstance(embedding, VocabParallelEmbedding)
         assert isinstance(head, ColumnParallelLinear)
         assert embedding.weight.shape == head.weight.shape == (5, 16)
         assert head.gather_output is (loss_fn is own_loss)
-        losses = [
-            engine.step(*share(engine, *batch)).loss.item() for batch in zip(task.inputs, task.targets, strict=True)
-        ]
-        given = share(engine, task.inputs[0], task.targets[0])
-        assert engine.evaluate(*given).loss.item() > 0
-        return losses
+        assert [engine.evaluate(*batch).loss.item()] == pytest.approx(expected, rel=1e-12)
+        assert [engine.step(*batch).loss.item()] == pytest.approx(expected, rel=1e-12)
 
-    for losses in run_local(2, run):
-        assert losses == pytest.approx(alone.losses, rel=1e-12)
+    run_local(2, run)
 
 
 def test_what_is_cut_by_vocabulary_before_the_last_block_is_whole_behind_it() -> None:
     task, blocks = ids_task(2, 4, 8), [*tiny_gpt()[:-1], lambda: nn.Sequential(nn.Linear(16, 16)), tiny_gpt()[-1]]
 
-    def run(transport: Transport) -> Outcome:
-        plan = qs.compile("1f1b", mesh="tp=2", microbatches=2)
-        return train_rank(transport, plan, task, blocks, dtype=torch.float64, rules={"5.0": "vocabulary"})
-
-    alone = train_plainly(task, blocks, 2, dtype=torch.float64)
-    assert worst_difference(run_local(2, run), alone) <= 1e-12
+    how = {"dtype": torch.float64, "rules": {"5.0": "vocabulary"}}
+    ranks = train_ranks(PLAN, blocks, cross_entropy_sum, sgd, task.batches, **how)
+    require_equal(ranks, train_plainly(task, blocks, 2, dtype=torch.float64))
 
 
 def test_a_metric_that_needs_whole_logits_gets_them() -> None:
@@ -132,9 +122,8 @@ def test_a_metric_that_needs_whole_logits_gets_them() -> None:
     task, metrics = ids_task(1, 4, 8), {"own": hits, "ours": correct_sum}
 
     def run(transport: Transport) -> dict[str, Tensor]:
-        plan = qs.compile("1f1b", mesh="tp=2", microbatches=2)
         settings: dict[str, Any] = {"metrics": metrics, "transport": transport, "dtype": torch.float64}
-        engine = Engine(plan, tiny_gpt(), cross_entropy_sum, sgd, **settings)
+        engine = Engine(PLAN, tiny_gpt(), cross_entropy_sum, sgd, **settings)
         return engine.evaluate(task.inputs[0], task.targets[0]).metrics
 
     for found in run_local(2, run):
