@@ -1,7 +1,5 @@
 """Transformers whose attention has something to say, for tests that compare them cut with whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +21,6 @@ def livelier(build: BlockOrBuilder) -> Callable[[], nn.Module]:
 
     def built() -> nn.Module:
         module = build()
-        assert isinstance(module, nn.Module)
         with torch.no_grad():
             for parameter in (p for p in module.parameters() if not p.is_meta):
                 parameter.add_(torch.randn_like(parameter) / 4)

@@ -1,7 +1,5 @@
 """Blocks draw what one process draws, besides the masks of an nn.Dropout too, on every mesh and schedule."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -14,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import quintsched as qs
 from quintsched.runtime import Engine, MoE
 from quintsched.runtime.blocks.block_builders import Blocks
-from quintsched.runtime.comm import Transport, run_local
+
+from ...helpers.training import train_ranks
 
 WIDTH, LENGTH, SAMPLES = 8, 8, 8
 
@@ -31,21 +30,15 @@ def slow_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-4)
 
 
-def losses_of(plan: qs.Plan, blocks: Blocks, steps: int = 2, **options: Any) -> list[float]:
+def losses_of(plan: qs.Plan, blocks: Blocks, loss: Any = squares, **options: Any) -> list[float]:
     """The losses of some steps and of an evaluation, the same on all ranks."""
 
-    def run(transport: Transport) -> list[float]:
-        given = {"loss_fn": squares, "dtype": torch.float64, "seed": 3} | options
-        engine = Engine(plan, blocks, optimizer=slow_sgd, transport=transport, **given)
-        found = []
-        for step in range(steps):
-            random = torch.Generator().manual_seed(step)
-            batch = torch.randn(2, SAMPLES, LENGTH, WIDTH, generator=random, dtype=torch.float64)
-            x, y = batch.chunk(engine.num_replicas, 1)[engine.replica]
-            found.append(engine.step(x, y).loss.item())
-        return [*found, engine.evaluate(x, y).loss.item()]
+    def batch(step: int) -> tuple[Tensor, Tensor]:
+        random = torch.Generator().manual_seed(step)
+        return tuple(torch.randn(2, SAMPLES, LENGTH, WIDTH, generator=random, dtype=torch.float64))
 
-    every = run_local(plan.mesh.size, run, timeout_s=60)
+    given = {"dtype": torch.float64, "seed": 3, "evaluated": batch(1)} | options
+    every = [found.losses for found in train_ranks(plan, blocks, loss, slow_sgd, [batch(0), batch(1)], **given)]
     assert all(found == pytest.approx(every[0], rel=1e-12) for found in every)
     return every[0]
 
@@ -55,8 +48,8 @@ def plain(blocks: Blocks, microbatches: int = 4) -> list[float]:
     return losses_of(qs.compile("1f1b", mesh="dp=1", microbatches=microbatches), blocks)
 
 
-def engine_of(*blocks: Any, microbatches: int = 1, **options: Any) -> Engine:
-    return Engine(qs.compile("1f1b", mesh="dp=1", microbatches=microbatches), blocks, squares, slow_sgd, **options)
+def engine_of(*blocks: Any, **options: Any) -> Engine:
+    return Engine(qs.compile("1f1b", mesh="dp=1", microbatches=1), blocks, squares, slow_sgd, **options)
 
 
 class PerSample(nn.Module):
@@ -190,7 +183,7 @@ class Hooking(Unkept):
         return x
 
 
-class NoisyExpert(nn.Linear):
+class NoisyLinear(nn.Linear):
     def __init__(self):
         super().__init__(WIDTH, WIDTH)
 
@@ -204,7 +197,7 @@ class NoisyExpert(nn.Linear):
         (lambda: [Repeated(), Repeated()], r"'1.drop' draws several times in a forward and is run again within a b"),
         (lambda: [Unkept(8, 8)], r"blocks 0 draw by .* in a backward what no forward has drawn; let torch"),
         (lambda: [Hooking(8, 8)], r"blocks 0 draw by .* in a backward what no forward has drawn; let torch"),
-        (lambda: [MoE(8, 2, NoisyExpert, top_k=1)], "block 0 draws by dropout within experts, whose rows are no"),
+        (lambda: [MoE(8, 2, NoisyLinear, top_k=1)], "block 0 draws by dropout within experts, whose rows are no"),
     ],
 )
 def test_draws_that_would_be_others_are_refused(blocks: Any, says: str) -> None:
@@ -289,12 +282,10 @@ class Between(nn.Module):
         ("1f1b", "tp=2", 1, "features, between the layers of a pair"),
     ],
 )
-def test_draws_for_a_part_are_refused_but_for_dropouts_and_samples(
-    schedule: str, mesh: str, slices: int, part: str
-) -> None:
+def test_draws_for_a_part_are_refused_but_for_dropouts_and_samples(schedule, mesh, slices, part):
     def losses(plan, draw):
         rules = {"*.fc1": "column", "*.fc2": "row"} if plan.mesh.axis_size("tp") > 1 else {}
-        return losses_of(plan, [lambda: Between(draw)] * 2, loss_fn=of_tokens, rules=rules)
+        return losses_of(plan, [lambda: Between(draw)] * 2, loss=of_tokens, rules=rules)
 
     def draw(x):
         return functional.dropout(x, 0.2) * torch.rand(len(x), 1, 1, dtype=x.dtype)
@@ -306,24 +297,9 @@ def test_draws_for_a_part_are_refused_but_for_dropouts_and_samples(
     assert losses(plan, draw) == pytest.approx(expected, rel=1e-9)
 
 
-class Dropping(nn.Linear):
-    """Draws where its probability is not zero; notes the function modes in which it runs."""
-
-    def __init__(self, p=0.5):
-        super().__init__(WIDTH, WIDTH)
-        self.p = p
-
-    def forward(self, x):
-        MODES.append(torch._C._len_torch_function_stack())
-        return functional.dropout(super().forward(x), self.p, self.training)
-
-
-MODES: list[int] = []
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method.")
 def test_blocks_that_draw_are_not_compiled_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    engine = engine_of(Dropping(), compiled=True)
+    engine = engine_of(NoisyLinear(), compiled=True)
     for _ in range(2):
         engine.step(*torch.randn(2, 4, WIDTH))
     assert caplog.messages == ["blocks 0 draw random numbers other than by nn.Dropout, and are not compiled"]

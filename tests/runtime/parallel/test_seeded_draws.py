@@ -1,7 +1,5 @@
 """Torch's own generators are seeded round a block, and as they were behind it, also where ranks are threads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

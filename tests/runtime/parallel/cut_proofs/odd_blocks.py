@@ -3,9 +3,7 @@
 ODD has them by name, made of a few bases by tables of what they have and do otherwise.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
+
+from quintsched.runtime.autograd.slice_kv_cache import Past
+from quintsched.runtime.parallel.context.context_parallel import Context
 
 WIDTH, HEADS, HIDDEN, TOKENS = 16, 4, 32, 16
 SIZE = WIDTH // HEADS
@@ -226,6 +227,30 @@ class Bert(nn.Module):
         return x + self.output["dense"](F.gelu(self.intermediate["dense"](x)))
 
 
+Mix = Callable[[Any, Tensor, Context | None], Tensor]
+
+
+class Attending(nn.Module):
+    """x + proj(mix(attention(x))): an attention that sees the whole of a sequence that is cut."""
+
+    def __init__(self, mix: Mix = lambda self, y, context: y) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mix = mix
+        self.register_buffer("kept", torch.zeros(()))
+
+    def forward(self, x: Tensor, context: Context | None = None, past: Past | None = None) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if context is not None:
+            mixed = context.attend(q, k, v)
+        else:
+            k, v = (k, v) if past is None else past.extend(self, k, v)
+            queries = torch.arange(q.shape[-2], device=x.device) + (0 if past is None else past.seen)
+            mask = torch.arange(k.shape[-2], device=x.device) <= queries[:, None]
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return x + self.proj(self.mix(self, mixed.transpose(1, 2).flatten(2), context))
+
+
 Table = Mapping[type[nn.Module], Mapping[str, Mapping[str, Any]]]
 MLPS: Table = {
     Mlp: {
@@ -284,9 +309,7 @@ MLPS: Table = {
         },
         "Summed": {"forward": lambda self, x: Mlp.forward(self, x.cumsum(1) / 4)},
     },
-    Gates: {
-        "GatesInTurns": {"split": lambda self, both: both.unflatten(-1, (-1, 2)).unbind(-1)},
-    },
+    Gates: {"GatesInTurns": {"split": lambda self, both: both.unflatten(-1, (-1, 2)).unbind(-1)}},
     # each token passes the expert that its gate says
     Mixture: {"ChosenMixture": {"weights": lambda self, gates: gates * F.one_hot(gates.argmax(-1), 4)}},
 }
@@ -347,20 +370,8 @@ def made(table: Table, *classes: type[nn.Module]) -> dict[str, type[nn.Module]]:
 ODD_ATTENTIONS = made(ATTENTIONS, Flat, Fused, Phi3, Turned)
 ODD = made(MLPS, Gates, Mixture, FusedExperts, Bert) | ODD_ATTENTIONS
 PAIRED = {
-    *("LayerNormBetween", "SlopeBetween", "TwiceUsed", "Recurrent", "Gates", "GatesInTurns", "PerHeadNorms"),
-    *(
-        "WideNorms",
-        "GroupedQueries",
-        "Turned",
-        "Bert",
-        "Flat",
-        "Parallel",
-        "Mixture",
-        "Fused",
-        "NeoX",
-        "Phi3",
-        "Configured",
-    ),
+    *("LayerNormBetween", "SlopeBetween", "TwiceUsed", "Recurrent", "Gates", "GatesInTurns", "Mixture", "Bert", "Flat"),
+    *("PerHeadNorms", "WideNorms", "GroupedQueries", "Turned", "Parallel", "Fused", "NeoX", "Phi3", "Configured"),
 }
 """Blocks that can be cut in pairs at tp=2."""
 BLIND = {*ODD_ATTENTIONS, "GroupNormBetween", "TokensMixed", "Positioned", "Summed"}

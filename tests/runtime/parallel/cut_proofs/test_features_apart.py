@@ -1,7 +1,5 @@
 """Pairs are cut as pairs only where that holds at all numbers, in all modes and types, and in later steps."""
 
-from __future__ import annotations
-
 import random
 import re
 import threading
@@ -118,9 +116,7 @@ NO_PAIR = [
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("between", "why", "state"), NO_PAIR)
-def test_what_joins_features_or_goes_by_their_places_is_no_pair(
-    between: Between, why: str, state: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_joins_features_or_goes_by_their_places_is_no_pair(between, why, state, caplog):
     assert verdict(between, state=state).endswith("; one by one: 0.fc1, 0.fc2")
     said = f"are cut one by one over tp, since as a pair, {why and 'it ' + why}"
     assert said in caplog.text or f" in {why} in line" in caplog.text
@@ -166,9 +162,7 @@ def skipped(self: Any, y: Tensor) -> Tensor:
     return y * 0 if self.training and random.random() < 0.5 else y
 
 
-def test_draws_of_python_are_no_pair_and_have_to_be_alike_on_all_ranks(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draws_of_python_are_no_pair_and_have_to_be_alike_on_all_ranks(caplog, monkeypatch):
     monkeypatch.setattr(twin_test_bench, "draws_of_python", lambda: (threading.get_ident(),))
     state = random.getstate()
     said = refusal("tp=2", [lambda: Seeing(skipped)], microbatches=1)

@@ -1,7 +1,5 @@
 """Pairs in later steps: what was set, or is longer, is proved again; a pair that is one still goes on."""
 
-from __future__ import annotations
-
 import array
 import contextvars
 import functools
@@ -67,11 +65,7 @@ class Joining(TorchFunctionMode):
 
 
 def acting(self: Any, y: Tensor) -> Tensor:
-    return self.act(y)  # type: ignore[no-any-return]
-
-
-def of_places(module: nn.Module, args: Any, out: Tensor) -> Tensor:
-    return places(out) if isinstance(module, nn.Tanh | nn.Linear) else out
+    return self.act(y)
 
 
 def heat(block: Any) -> None:
@@ -83,7 +77,10 @@ NONE: dict[str, tuple[Between, Change]] = {
     "a global": (lambda self, y: switched(y, SETTINGS["hot"]), lambda block: SETTINGS.update(hot=True)),
     "a module": (acting, lambda block: setattr(block, "act", nn.Softmax(-1))),
     "its class": (acting, lambda block: setattr(block.act, "__class__", Places)),
-    "a hook": (lambda self, y: y, lambda block: layer(block, "fc1").register_forward_hook(of_places)),
+    "a hook": (
+        lambda self, y: y,
+        lambda block: layer(block, "fc1").register_forward_hook(lambda m, a, out: places(out)),
+    ),
     "a mode around": (lambda self, y: torch.sigmoid(y), lambda block: Joining().__enter__()),
     "an attribute of a weight": (
         lambda self, y: places(y) if hasattr(self.fc1.weight, "hot") else y,
@@ -94,10 +91,7 @@ NONE: dict[str, tuple[Between, Change]] = {
     "a mode": (lambda self, y: places(y) if self.act.training != self.training else y, lambda block: block.act.eval()),
     "an extra": (lambda self, y: places(y) if self.extra else y, lambda block: None),
     "a length": (lambda self, y: places(y) if y.shape[1] > TOKENS else y, lambda block: None),
-    "what asks elsewhere": (
-        lambda self, y: y * float(os.environ.get("HEAT", "1")) if self.config.hot else y,
-        heat,
-    ),
+    "what asks elsewhere": (lambda self, y: y * float(os.environ.get("HEAT", "1")) if self.config.hot else y, heat),
     "samples": (lambda self, y: y * (y.shape[-1] if len(y) > 2 else HIDDEN), lambda block: None),
 }
 STILL: dict[str, tuple[Between, Change]] = {
@@ -170,9 +164,7 @@ ON_LAYERS: dict[str, Change] = {
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("said", ON_LAYERS)
-def test_what_is_set_on_a_layer_of_which_ranks_have_shards_is_refused(
-    said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_set_on_a_layer_of_which_ranks_have_shards_is_refused(said, monkeypatch):
     monkeypatch.setattr(nn.Linear, "forward", nn.Linear.forward)  # puts it back
 
     def between(self: Any, y: Tensor) -> Tensor:

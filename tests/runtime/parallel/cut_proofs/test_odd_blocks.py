@@ -1,7 +1,5 @@
 """Odd blocks give the numbers of one process on every mesh that cuts them, or are refused in the first step."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

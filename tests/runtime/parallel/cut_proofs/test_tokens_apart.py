@@ -1,7 +1,5 @@
 """Sequences are cut over cp, or into slices, only for blocks that keep tokens of several ranks apart at all numbers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -9,10 +7,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from quintsched.runtime.autograd.slice_kv_cache import Past
 from quintsched.runtime.comm import Group
 from quintsched.runtime.parallel.context.context_parallel import Context
 from quintsched.runtime.parallel.cut_proofs.block_twins import Blueprint
@@ -20,32 +17,10 @@ from quintsched.runtime.parallel.cut_proofs.tokens.prove_tokens_independent impo
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
 from quintsched.runtime.parallel.cut_proofs.twin_runs import Setting
 
-from .odd_blocks import TOKENS, WIDTH, Mlp
+from .odd_blocks import TOKENS, WIDTH, Attending, Mix, Mlp
 from .training import batch, refusal
 
 ONE = [batch(1, samples=1)]
-Mix = Callable[[Any, Tensor, Context | None], Tensor]
-
-
-class Attending(nn.Module):
-    """x + proj(mix(attention(x)))."""
-
-    def __init__(self, mix: Mix) -> None:
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mix = mix
-        self.register_buffer("kept", torch.zeros(()))
-
-    def forward(self, x: Tensor, context: Context | None = None, past: Past | None = None) -> Tensor:
-        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        if context is not None:
-            mixed = context.attend(q, k, v)
-        else:
-            k, v = (k, v) if past is None else past.extend(self, k, v)
-            queries = torch.arange(q.shape[-2], device=x.device) + (0 if past is None else past.seen)
-            mask = torch.arange(k.shape[-2], device=x.device) <= queries[:, None]
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return x + self.proj(self.mix(self, mixed.transpose(1, 2).flatten(2), context))  # type: ignore[no-any-return]
 
 
 def why(mix: Mix, setting: Setting, tokens: int = TOKENS) -> str:
@@ -156,14 +131,10 @@ def test_what_is_done_to_some_tokens_by_their_places_is_found_where_numbers_hide
 
 
 def test_what_goes_by_true_positions_or_by_all_places_alike_may_be_cut() -> None:
-    def positions(context: Context | None) -> Tensor:
-        assert context is not None
-        return context.positions
-
     for mix in (
-        lambda self, y, context: torch.where(positions(context)[:, None] == 0, y * (1 + self.kept), y),
-        lambda self, y, context: y * (1 + self.kept * self.proj.bias[positions(context), None]),
-        lambda self, y, context: y * (positions(context)[:, None] * self.proj.bias[:, None, None]).cos().sum(0),
+        lambda self, y, context: torch.where(context.positions[:, None] == 0, y * (1 + self.kept), y),
+        lambda self, y, context: y * (1 + self.kept * self.proj.bias[context.positions, None]),
+        lambda self, y, context: y * (context.positions[:, None] * self.proj.bias[:, None, None]).cos().sum(0),
         lambda self, y, context: y + self.kept * y.unflatten(1, (-1, 2)).flip(2).flatten(1, 2),
     ):
         assert not why(mix, CP)

@@ -1,7 +1,5 @@
 """Training of blocks on a mesh, beside the same blocks in one process: what is cut, and whether it is equal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -124,7 +122,7 @@ class Seeing(Mlp):
 
     def __init__(self, between: Between, state: Tensor | None = None) -> None:
         super().__init__()
-        self.norm, self.function = nn.Identity(), between  # type: ignore[assignment]
+        self.norm, self.function = nn.Identity(), between
         if state is not None:
             self.register_buffer("kept", state.clone())
         self.count, self.config = 0, SimpleNamespace(hot=False)
