@@ -14,7 +14,7 @@ import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
-from ..toys import CLASSES
+from ..toys import CLASSES, sgd
 from ..trials import engine_of, on_ranks, refused
 
 FEATURES = 8
@@ -149,7 +149,7 @@ def test_an_exit_in_code_that_is_called_is_an_error_of_its_rank(mode: str, of_lo
         getattr(engine, mode)(few if of_loss else many, many)
 
     where = "the loss function raised" if of_loss else r"rank 0 \(pp=0\), stage 0, block 0 \(Leaving\):"
-    with pytest.raises(CodeError, match=f"{where} SystemExit: 0"):
+    with pytest.raises(qs.CodeError, match=f"{where} SystemExit: 0"):
         run_local(2, work, 20)
 
 
@@ -168,7 +168,7 @@ def test_unlike_calls_that_meet_are_named_with_their_ranks(calls: tuple[str, str
         given = {"step": batch, "evaluate": batch, "full_state_dict": (), "save_dcp": (tmp_path / "saved",)}
         getattr(engine, calls[transport.rank])(*given[calls[transport.rank]])
 
-    with pytest.raises(MisfitError) as refused:
+    with pytest.raises(qs.MisfitError) as refused:
         run_local(2, work)
     assert all(call in str(refused.value) for call in calls)
     assert str(refused.value).endswith("let all ranks make the same calls, in the same order")
