@@ -56,7 +56,7 @@ BUDGET = {
     "watch": 2066,
     "stage": 1970,
     "losses": 1993,
-    "user_objects": 1794,
+    "user_objects": 1798,
     "train": 1586,
     "weights_and_gradients": 1429,
     "launch": 1290,

@@ -54,7 +54,16 @@ def is_library_module(name: str) -> bool:
     if name.partition(".")[0] in _LIBRARIES:
         return True
     path = getattr(sys.modules.get(name), "__file__", None) or ""
-    return not _INSTALLED.isdisjoint(path.split(os.sep))
+    return not _INSTALLED.isdisjoint(path.split(os.sep)) or path.startswith(_folders_of_pip(tuple(sys.path)))
+
+
+@functools.lru_cache(maxsize=16)
+def _folders_of_pip(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those folders of `sys.path` into which packages were installed (`pip install --target`)."""
+    folders = (path for path in paths if os.path.isdir(path))
+    return tuple(
+        os.path.join(path, "") for path in folders if any(name.endswith(".dist-info") for name in os.listdir(path))
+    )
 
 
 def arguments_of(function: Any) -> Mapping[str, inspect.Parameter]:

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from quintsched.runtime.user_objects.find_impure_code import asking_elsewhere, has_known_content
 from quintsched.runtime.user_objects.host_value_equality import state_of
+from quintsched.runtime.user_objects.library_or_user import is_library_module
 
 X = torch.ones(2, 4, requires_grad=True)
 EVENT, VARIABLE = threading.Event(), contextvars.ContextVar("variable", default=1)
@@ -115,3 +116,16 @@ def test_objects_of_unknown_content_are_told_by_their_kinds() -> None:
     held = [weakref.ref(Options), iter([1]), VARIABLE, threading.Lock(), operator.attrgetter("a")]
     unknown = [*buffers, *held, functools.lru_cache(print), torch.optim.SGD([X]), (one for one in [1])]
     assert [thing for thing in unknown if has_known_content(thing)] == []
+
+
+def test_packages_are_libraries_wherever_pip_has_put_them(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("put_there", "written_here"):
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.syspath_prepend(str(folder))
+        (folder / f"{name}.py").write_text("")
+        __import__(name)
+    (tmp_path / "put_there" / "put_there-1.0.dist-info").mkdir()
+    assert is_library_module("put_there")
+    assert not is_library_module("written_here")
