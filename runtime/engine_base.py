@@ -24,7 +24,7 @@ from .blocks.block_builders import Blocks
 from .blocks.without_side_effects import tensors_of_training
 from .comm import Transport
 from .comm.choose_transport import connect_for, watch_by
-from .comm.host_collectives import ControlGroup
+from .comm.host_collectives import CALLS, ControlGroup
 from .interpreter.bind_and_run_plans import PlanRunner
 from .interpreter.busy_clock import Clock
 from .interpreter.instruction_loop import PreparedStep
@@ -154,6 +154,7 @@ class EngineBase(WeightState, RankView):
         needs_loss: bool = True,
     ) -> PreparedStep:
         """Cut a batch, and settle with the other ranks what its units are."""
+        self.transport.waits.call = CALLS.index("step" if plan.mode == "train" else "evaluate or run")
         if self._model.hold.ended:
             raise UsageError(self._model.hold.ended)
         if self._runner.is_broken:

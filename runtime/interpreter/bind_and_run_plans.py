@@ -23,7 +23,7 @@ from quintsched.plan import Plan
 from ..agreement.refuse_unequal_ranks import Section, agree, require_same
 from ..blocks.block_builders import Parcel, accepted_extras
 from ..comm import Group, Transport
-from ..comm.host_collectives import CALLS, reduce_numbers
+from ..comm.host_collectives import reduce_numbers
 from ..comm.overlap_order import Overlaps
 from ..comm.random_generators import generator_reader
 from ..parallel.cut_proofs.trial_inputs import FirstUnits
@@ -133,7 +133,6 @@ class PlanRunner:
             MisfitError: blocks that cannot take the batch, or ranks that disagree.
         """
         trains = plan.mode == "train"
-        self._transport.waits.call = CALLS.index("step" if trains else "evaluate or run")
         self._transport.publisher.enter("step" if trains else "evaluate", step=self.steps.total + 1 if trains else None)
         self._model.prover.require_sound_state()
         if plan.mode not in self.interpreters:
