@@ -26,14 +26,19 @@ class Slip(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one schedule: simulated and measured step time, and its largest delays."""
+    """Result of one schedule: simulated and measured step time, and its largest delays.
+
+    `nominal_ms` is the time simulated with what sleeping blocks were asked for, where `simulated_ms` is with what they
+    take.
+    """
 
     schedule: str
     simulated_ms: float
     measured_ms: float
     limit: float
     slips: Sequence[Slip] = ()
-    columns: ClassVar[str] = f"{'simulated':>12}{'measured':>12}{'ratio':>9}"
+    nominal_ms: float | None = None
+    columns: ClassVar[str] = f"{'simulated':>12}{'measured':>12}{'ratio':>9}{'nominal':>12}"
 
     @property
     def ratio(self) -> float:
@@ -45,6 +50,7 @@ class Row:
 
     def __str__(self) -> str:
         figures = f"  {self.schedule:<18}{self.simulated_ms:12.2f}{self.measured_ms:12.2f}{self.ratio:9.3f}"
+        figures += f"{self.nominal_ms:12.2f}" if self.nominal_ms else ""
         return figures if self.is_within else "\n      ".join([figures + "  MISSED", *map(str, self.slips)])
 
 
