@@ -46,6 +46,31 @@ def test_draws_auxiliary_losses_and_hooks_are_those_of_the_forward(kind: Any, me
     require_same_bits(again, kept)
 
 
+class Late(nn.Linear):
+    """Begins to draw when the loop says so; in that one step, its draws have no seed of their own."""
+
+    draws = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dropout(super().forward(x), 0.5, self.draws)
+
+
+def test_blocks_that_begin_to_draw_draw_the_same_when_run_again() -> None:
+    def losses(recompute: int) -> list[float]:
+        torch.manual_seed(0)
+        blocks, batches = [Late(4, 4), Late(4, 4)], torch.randn(4, 2, 8, 4)
+        plan = qs.compile("1f1b", mesh="dp=1", microbatches=2, recompute=recompute)
+        engine = Engine(plan, blocks, F.mse_loss, sgd)
+        found = []
+        for number, (inputs, targets) in enumerate(batches):
+            for block in blocks:
+                block.draws = number >= 2
+            found.append(float(engine.step(inputs, targets).loss))
+        return found
+
+    assert losses(1) == losses(0)
+
+
 class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -179,6 +179,14 @@ def check_in_place(transport: GlooTransport) -> None:
         for _ in range(3):
             transport.recv_in_place(buffer.zero_(), 0, 10 + tag).wait()
             assert torch.equal(buffer, good)
+    transport.check_everything(True)
+    if transport.rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zlib, "crc32", lambda _: 1)  # as if a bit had changed on the way
+            transport.send_in_place(good, 1, 30).wait()
+    else:
+        with pytest.raises(MisfitError, match="that came, but not whole, or changed on the way"):
+            transport.recv_in_place(buffer, 0, 30).wait()
 
 
 @pytest.mark.parametrize("verify", [True, False])
