@@ -27,6 +27,7 @@ from quintsched.errors import QuintschedError
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.checkpoints import bucket_folder
 from quintsched.runtime.saving.checkpoints.bucket_folder import BucketFolder
+from quintsched.runtime.saving.checkpoints.manifest import MANIFEST
 from quintsched.runtime.settings.job_file import JobConfig
 
 from ...helpers import jobs
@@ -70,6 +71,10 @@ class FaultyMemory(MemoryFileSystem):
 
     def put_file(self, lpath: str, rpath: str, **named: Any) -> None:
         self.pipe_file(rpath, Path(lpath).read_bytes())
+
+    def cp_file(self, path1: str, path2: str, **named: Any) -> None:
+        self._count(True)
+        super().cp_file(path1, path2, **named)
 
     def rm(self, path: str, recursive: bool = False, maxdepth: int | None = None) -> None:
         self._count(True)
@@ -254,6 +259,33 @@ def test_200_faults_leave_a_whole_step_and_one_that_passes_is_not_seen(kind: str
         require_whole_step(kind, place, failed, load(place))
         save(place, 3, 30.0)
         assert names_in(place) == ["plan.json", "step-00000003"]
+
+
+def test_a_move_that_is_cut_off_at_any_call_leaves_the_step_whole() -> None:
+    failed, call = True, 0
+    while failed:
+        place = f"faulty://runs/{uuid4().hex}"
+        save(place, 1, 10.0)
+        folder = BucketFolder(place, "1" * 16)
+        FaultyMemory.arm("gone", call)
+        try:
+            folder.move_to_old_runs({}, ["plan.json"])
+            failed = False
+        except (OSError, qs.UsageError):
+            call += 1
+        finally:
+            FaultyMemory.arm("", -1)
+            folder.close()
+        there = [where for where in (place, f"{place}/run-unknown") if is_there(f"{where}/step-00000001/{MANIFEST}")]
+        assert there
+        assert [load(where).number for where in there] == [10.0] * len(there)
+    assert there == [f"{place}/run-unknown"]
+    assert call > 8
+
+
+def is_there(url: str) -> bool:
+    files, path = fsspec.core.url_to_fs(url)
+    return bool(files.exists(path))
 
 
 def require_whole_step(kind: str, place: str, failed: str, loaded: Any) -> None:
