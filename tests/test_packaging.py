@@ -183,6 +183,31 @@ def test_an_installation_from_the_archives_runs_a_plan(clean: Path, tmp_path: Pa
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_oldest_packages_that_are_allowed_plan_draw_and_run(wheel: Path, tmp_path: Path) -> None:
+    """torch is lent by the environment of the tests: its oldest one comes with gigabytes for GPUs."""
+    extras = PROJECT["optional-dependencies"]
+    allowed = [*PROJECT["dependencies"], *extras["viz"], *extras["solve"]]
+    succeed(sys.executable, "-m", "venv", "--without-pip", tmp_path / "oldest", cwd=tmp_path)
+    commands = tmp_path / "oldest" / "bin"
+    pip = sys.executable, "-m", "pip", "--python", commands / "python", "install", "--quiet"
+    succeed(*pip, wheel, *(one.replace(">=", "==") + ".*" for one in allowed), cwd=tmp_path, timeout=1500)
+    lend_packages(commands)
+    (tmp_path / "job.yaml").write_text(JOB)
+    for command in (
+        ("compile", "--help"),
+        ("compile", *SIZES, "-o", "plan.json"),
+        ("run", "plan.json", "job.yaml"),
+        ("compile", "job.yaml", "-o", "job.json"),
+        ("render", "plan.json", "-o", "timeline.png"),
+        ("render", "plan.json", "-o", "page.html"),
+        ("solve", "--pp", "2", "-m", "4", "--effort", "1", "-o", "solved.json"),
+        *(("check", plan) for plan in ("plan.json", "job.json", "solved.json")),
+    ):
+        succeed(commands / "quintsched", *command, cwd=tmp_path)
+
+
 def lend_packages(clean: Path) -> None:
     """Let an environment import the packages of this one, after its own."""
     own = succeed(clean / "python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=clean)

@@ -84,7 +84,11 @@ def _of_python() -> Iterator[Finding]:
 
 
 def _packages_of(extra: str) -> Iterator[str]:
-    for requirement in metadata.requires("quintsched") or ():
+    try:
+        requirements = metadata.requires("quintsched") or ()
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return
+    for requirement in requirements:
         name = re.match(r"[\w.-]+", requirement)
         if name and re.search(rf"extra == ['\"]{extra}['\"]", requirement) and name[0] != "quintsched":
             yield name[0]
