@@ -136,16 +136,16 @@ class Sleeps:
     def plan(self) -> qs.Plan:
         return compile_for(self.schedule, self.pp, self.costs())
 
-    def alone_ms(self, _: Transport) -> float:
+    def alone_ms(self, transport: Transport) -> float:
         """Return the median time of one computation where a rank runs nothing but this case's block."""
         seconds = self.computation_ms / self.blocks_per_stage / 1e3
         block, given = self.block(Pace(seconds, seconds, seconds)), torch.ones(1, 1, requires_grad=True)
         moments = [time.perf_counter()]
         for _ in range(ALONE):
-            block(given).backward(torch.ones(1, 1))
+            block(given).backward(torch.ones(1, 1))  # sleeps three times: forward, and both halves
             moments.append(time.perf_counter())
-        passes = [(end - begin) / len("FBW") for begin, end in pairwise(moments)]
-        return 1e3 * statistics.median(passes) * self.blocks_per_stage
+        passes = [end - begin for begin, end in pairwise(moments)]
+        return 1e3 / 3 * statistics.median(passes) * self.blocks_per_stage
 
     def trained(self) -> qs.Plan:
         """Return the plan of the engine, which trains; schedules for evaluation run by its `evaluate`."""
