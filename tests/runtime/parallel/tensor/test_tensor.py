@@ -197,7 +197,7 @@ def test_sizes_and_rules_that_do_not_fit_say_what_to_do(module, size, rules, mes
         apply_tensor_parallel(module, lone_group(size), rules)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 @pytest.mark.parametrize("mesh", ["pp=1", "pp=2"])
 def test_modules_of_torch_jit_are_refused_on_every_mesh(mesh: str) -> None:
     scripted = torch.jit.script(nn.Tanh())
