@@ -106,7 +106,7 @@ def _model(problem: Problem, hints: list[int], most: int, objective: Objective, 
     from ortools.sat.python import cp_model
 
     scaled = [round(duration / unit) for duration in problem.durations]
-    lags = [math.ceil(lag / unit - EPSILON) for lag in problem.lags]
+    lags, delays = ([math.ceil(one / unit - EPSILON) for one in table] for table in (problem.lags, problem.delays))
     heads = [head(problem, rank) / unit for rank in range(problem.pp)]
     horizon = most + math.ceil(max(heads)) + 2
     model: Any = cp_model.CpModel()
@@ -114,7 +114,7 @@ def _model(problem: Problem, hints: list[int], most: int, objective: Objective, 
     for number, (begin, hint) in enumerate(zip(begins, hints, strict=True)):
         needed = problem.needs[number]
         if needed >= 0:
-            model.add(begin >= begins[needed] + scaled[needed] + lags[number])
+            model.add(begin >= begins[needed] + scaled[needed] + delays[number])
         model.add_hint(begin, hint)
     for rank in range(problem.pp):
         mine = [number for number in range(len(scaled)) if problem.ranks[number] == rank]
@@ -123,7 +123,7 @@ def _model(problem: Problem, hints: list[int], most: int, objective: Objective, 
         for first in range(0, len(scaled), problem.microbatches):
             for number in range(first + 1, first + problem.microbatches):
                 model.add(begins[number] >= begins[number - 1] + scaled[number - 1])
-    _add_wires(model, problem, begins, scaled, lags, horizon)
+    _add_wires(model, problem, begins, scaled, lags, delays, horizon)
     _add_caps(model, problem, begins, scaled, horizon)
     best = model.new_int_var(0, most, "")
     for number in range(2 * len(scaled) // 3, len(scaled)):
@@ -161,7 +161,7 @@ def solve_model(solver: Any, model: Any, watch: Any) -> tuple[Any, bool]:
 
 def _unit(problem: Problem, value: float) -> tuple[float, bool]:
     """Return the unit of time, and whether all times are multiples of it."""
-    times = [time for time in (*problem.durations, *problem.lags) if time > 0]
+    times = [time for time in (*problem.durations, *problem.lags, *problem.leads) if time > 0]
     least = min(times, default=1.0)
     for parts in range(1, 11):
         unit = least / parts
@@ -171,7 +171,7 @@ def _unit(problem: Problem, value: float) -> tuple[float, bool]:
 
 
 def _add_wires(
-    model: Any, problem: Problem, begins: list[Any], scaled: list[int], lags: list[int], horizon: int
+    model: Any, problem: Problem, begins: list[Any], scaled: list[int], lags: list[int], delays: list[int], horizon: int
 ) -> None:
     """Let the messages from one rank to another not overlap, in any order.
 
@@ -188,7 +188,7 @@ def _add_wires(
         for number in numbers:
             begin, needed = model.new_int_var(0, horizon, ""), problem.needs[number]
             model.add(begin >= begins[needed] + scaled[needed])
-            model.add(begins[number] >= begin + lags[number])
+            model.add(begins[number] >= begin + delays[number])
             sent.append(model.new_fixed_size_interval_var(begin, lags[number], ""))
         model.add_no_overlap(sent)
 
@@ -205,7 +205,8 @@ def _add_caps(model: Any, problem: Problem, begins: list[Any], scaled: list[int]
             half, weight = each * INPUT_HALF + number, each * WEIGHT_HALF + number
             most, added = problem.holds[number], problem.holds[half]
             first = (number, half, -added) if added < 0 else (half, weight, added)
-            parts += [first, (number, weight, min(most, most + added))]
+            brief = problem.rises[half] - max(added, 0.0)
+            parts += [first, (number, weight, min(most, most + added)), (half, half, brief)]
         parts = [part for part in parts if part[2] > 0]
         least = min(amount for *_, amount in parts)
         shares = [amount / least for *_, amount in parts]

@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from quintsched.solve.order_problem import EPSILON, FORWARD, WEIGHT_HALF
+from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF
 from quintsched.solve.search_problem import Problem
 
 USUAL = (0.5, 0.0, 0.7)
@@ -33,7 +33,7 @@ class Policy:
 def policies(problem: Problem, rng: random.Random) -> Iterator[Policy]:
     """Yield policies without end: the usual ones, and then random ones."""
     stages = problem.num_stages
-    largest = np.reshape(problem.reserved, problem.tables[0].shape)[FORWARD].max(axis=1)
+    largest = np.reshape(problem.holds, problem.tables[0].shape)[FORWARD].max(axis=1)
     microbatch = [float(largest[np.equal(problem.stage_to_pp, rank)].sum()) for rank in range(problem.pp)]
     for age in (0.0, 0.02, 1.0):
         for manner in MANNERS:
@@ -69,25 +69,24 @@ class _Run:
         self.left = len(problem.durations)
         self.events = [(0.0, rank) for rank in range(problem.pp)]
         heapify(self.events)
-        self._held = [0.0] * problem.pp
+        self._held, self._added = [0.0] * problem.pp, [0.0] * problem.pp
+        """Activations that each rank holds, and those of them that input halves have added."""
         self._wires = dict[int, float]()
         stages, microbatches = problem.num_stages, problem.microbatches
         self._coming: list[list[tuple[float, int]]] = [[] for _ in range(3 * stages)]
         """Computations of each kind and stage whose input is on its way or here, by microbatch: (arrival, number)."""
         self._at = [0] * (3 * stages)
         self._coming[0] = [(0.0, microbatch) for microbatch in range(microbatches)]
-        self._rows = [
-            [
-                kind * stages + stage
-                for stage in range(stages)
-                if problem.stage_to_pp[stage] == rank
-                for kind in range(3)
-            ]
-            for rank in range(problem.pp)
-        ]
         self._stages_of = [
             [stage for stage in range(stages) if problem.stage_to_pp[stage] == rank] for rank in range(problem.pp)
         ]
+        self._rows = [[kind * stages + stage for stage in mine for kind in range(3)] for mine in self._stages_of]
+        each = stages * microbatches
+        added = [max(half, 0.0) for half in problem.holds[each : 2 * each]]
+        self._grows = [*([0.0] * each), *added, *(-one for one in added)]
+        rises = np.reshape(problem.rises, (3, stages, -1))[INPUT_HALF]
+        self._most = [float(rises[mine].max()) for mine in self._stages_of]
+        """Most that an input half adds on each rank, for which forwards leave room."""
 
     def start_best(self, rank: int, now: float) -> None:
         """Start the computation that comes first of those that can run."""
@@ -97,7 +96,7 @@ class _Run:
             if place >= len(coming) or coming[place][0] > now + self.problem.tick:
                 continue
             kind, stage = divmod(row, stages)
-            if kind == FORWARD and not self._has_room(rank, coming[place][1]):
+            if kind != WEIGHT_HALF and not self._has_room(rank, coming[place][1], kind):
                 continue
             merit = policy.priorities[stage][kind] + policy.age * place
             if chosen < 0 or merit < best:
@@ -105,10 +104,14 @@ class _Run:
         if chosen >= 0:
             self._start(rank, chosen, now)
 
-    def _has_room(self, rank: int, number: int) -> bool:
-        """Return whether a forward has room beside what the oldest microbatch will still need."""
+    def _has_room(self, rank: int, number: int, kind: int) -> bool:
+        """Return whether an input half has room, or a forward beside what the oldest microbatch will still need."""
         problem, stages = self.problem, self.problem.num_stages
-        after = (self._held[rank] + problem.reserved[number]) / (1 + EPSILON)
+        if kind == INPUT_HALF:
+            rises, most = problem.rises[number], problem.caps[rank] * (1 + EPSILON)
+            return not rises or self._held[rank] + rises <= most
+        room = max(self._most[rank] - self._added[rank], 0.0)
+        after = (self._held[rank] + problem.holds[number] + room) / (1 + EPSILON)
         if after > self.policy.caps[rank] and self._held[rank] > 0:
             return False
         mine = self._stages_of[rank]
@@ -117,7 +120,7 @@ class _Run:
         if microbatch <= oldest or len(mine) == 1:
             return after <= problem.caps[rank]
         needed = sum(
-            problem.reserved[problem.number(FORWARD, stage, oldest)] for stage in mine if self._at[stage] <= oldest
+            problem.holds[problem.number(FORWARD, stage, oldest)] for stage in mine if self._at[stage] <= oldest
         )
         return after + needed <= max(self.policy.caps[rank], 0.0)
 
@@ -128,13 +131,15 @@ class _Run:
         end = now + problem.durations[number]
         self.free[rank] = end
         self.orders[rank].append(number)
-        self._held[rank] += problem.reserved[number]
+        self._held[rank] += problem.holds[number]
+        self._added[rank] += self._grows[number]
         self.left -= 1
         heappush(self.events, (end, rank))
         for later in problem.followers[number]:
             other, wire, arrival = problem.ranks[later], problem.wires[later], end
             if wire >= 0:
                 arrival = self._wires[wire] = max(end, self._wires.get(wire, 0.0)) + problem.lags[later]
+            arrival = max(arrival - problem.leads[later], now)
             if other != rank:
                 heappush(self.events, (arrival, other))
             self._coming[later // problem.microbatches].append((arrival, later))

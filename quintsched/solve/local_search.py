@@ -6,6 +6,12 @@
 A move that breaks a cap or closes a circle is dropped; one that lengthens the step is kept with falling probability
 (Kirkpatrick et al. 1983; moves on critical blocks: Nowicki and Smutnicki 1996). Ranks cannot run out of
 memory, as a cap depends on a rank's own order alone.
+
+    rank 1   … W0 [F3 B1 W1] F4 …      F3 goes behind W1: starts of B1, W1, F3 follow from what comes in from other
+                  [B1 W1 F3]           ranks, and their ends from what goes out; all other computations keep theirs
+
+So the longest path through the computations that change places is the least time after a move (Taillard 1994; Balas and
+Vazacopoulos 1998). It may be too long only where a path leaves these computations and comes back to them.
 """
 
 from __future__ import annotations
@@ -13,11 +19,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import monotonic
 
-from quintsched.solve.move_estimates import MoveEstimates
 from quintsched.solve.order_problem import Objective
-from quintsched.solve.order_timing import Timing, has_room, time_orders
+from quintsched.solve.order_timing import Timing, has_room, time_orders, timed
 from quintsched.solve.search_problem import Problem
 
 FARTHEST = 8
@@ -50,8 +56,7 @@ def anneal(
         found: called with orders and value.
     """
     orders = [list(order) for order in orders]
-    timing = time_orders(problem, orders)
-    assert timing is not None
+    timing = timed(problem, orders)
     value = best = timing.value(objective)
     path = critical_path(problem, orders, timing, objective)
     estimates = MoveEstimates.of(problem, orders, timing, objective)
@@ -66,14 +71,14 @@ def anneal(
         order = orders[rank]
         number = order.pop(source)
         order.insert(target, number)
-        timing = time_orders(problem, orders) if has_room(problem, rank, order) else None
-        if timing is None or timing.value(objective) > most:
+        moved = time_orders(problem, orders) if has_room(problem, rank, order) else None
+        if moved is None or moved.value(objective) > most:
             order.pop(target)
             order.insert(source, number)
             continue
-        value = timing.value(objective)
-        path = critical_path(problem, orders, timing, objective)
-        estimates = MoveEstimates.of(problem, orders, timing, objective)
+        value = moved.value(objective)
+        path = critical_path(problem, orders, moved, objective)
+        estimates = MoveEstimates.of(problem, orders, moved, objective)
         if value < best - problem.tick:
             best = value
             if not found(orders, value):
@@ -119,3 +124,65 @@ def critical_path(
         if place < 0:
             places |= {other: at for at, other in enumerate(orders[rank])}
             place = places[needed]
+
+
+@dataclass(frozen=True)
+class MoveEstimates:
+    """Times of orders, as far as estimates of moves need them.
+
+    Attributes:
+        problem, orders, objective: what is timed; `orders` are read, not copied.
+        ends: end of each computation.
+        to_go: longest time from the start of each computation until the value is reached.
+        last: the same from the end of each rank's last computation.
+    """
+
+    problem: Problem
+    orders: list[list[int]]
+    objective: Objective
+    ends: list[float]
+    to_go: list[float]
+    last: list[float]
+
+    @classmethod
+    def of(cls, problem: Problem, orders: list[list[int]], timing: Timing, objective: Objective) -> MoveEstimates:
+        """Return the estimates from timed orders."""
+        ends = list(map(float.__add__, timing.starts, problem.durations))
+        last = [-timing.starts[order[0]] if objective == "span" and order else 0.0 for order in orders]
+        after, to_go = list(last), [0.0] * len(ends)
+        ranks, followers, delays, durations = problem.ranks, problem.followers, problem.delays, problem.durations
+        for number in reversed(timing.sequence):
+            rank = ranks[number]
+            rest = after[rank]
+            for later in followers[number]:
+                rest = max(rest, delays[later] + to_go[later])
+            after[rank] = to_go[number] = rest + durations[number]
+        return cls(problem, orders, objective, ends, to_go, last)
+
+    def after(self, rank: int, source: int, target: int) -> float:
+        """Return the time after the computation at `source` has moved to `target`; infinity for a circle."""
+        order, low, high = self.orders[rank], min(source, target), max(source, target)
+        if low == 0 and self.objective == "span":
+            return 0.0  # the rank's span begins elsewhere, too
+        rest, number = order[low : high + 1], order[source]
+        rest.remove(number)
+        needs, durations = self.problem.needs, self.problem.durations
+        if needs[number] in rest if target < source else any(needs[one] == number for one in rest):
+            return math.inf
+        row = [number, *rest] if target < source else [*rest, number]
+        now, ends, delays = self.ends[order[low - 1]] if low else 0.0, dict[int, float](), self.problem.delays
+        for one in row:
+            needed = needs[one]
+            if needed >= 0:
+                now = max(now, ends.get(needed, self.ends[needed]) + delays[one])
+            now += durations[one]
+            ends[one] = now
+        after = self.to_go[order[high + 1]] if high + 1 < len(order) else self.last[rank]
+        value, to_go, followers = 0.0, dict[int, float](), self.problem.followers
+        for one in reversed(row):
+            for later in followers[one]:
+                after = max(after, delays[later] + to_go.get(later, self.to_go[later]))
+            value = max(value, ends[one] + after)
+            after += durations[one]
+            to_go[one] = after
+        return value

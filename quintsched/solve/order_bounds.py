@@ -5,9 +5,10 @@
               the rest of that time it is idle. From the start of its last forward to that microbatch's weight half it
               can only run backwards, as many as its cap has held: the rest of that time it is idle, too. And each
               microbatch has its way from the rank's first stage to the end of the model, and back
-    memory    each microbatch's activations are held for at least the time of its way to the end of the model and back;
-              the cap times the span is at least the sum of these, and what stays free of the cap at both ends: in time
-              for i forwards no more than i begin, and in time for i weight halves no more than i end
+    memory    each microbatch's activations are held for at least the time of its way to the end of the model and back
+              (what is recomputed: for that of its backward); the cap times the span is at least the sum of these, and
+              what stays free of the cap at both ends: in time for i forwards no more than i begin, and in time for i
+              weight halves no more than i end
 
 A makespan is at least the time until a rank's first input has come, plus that rank's span. After a rank's last input
 half, its gradient has the way to the first stage ahead, while the rank can only run weight halves; so a makespan is
@@ -108,7 +109,8 @@ def _shares(problem: StepProblem, rank: int, amounts: Sequence[float]) -> Amount
     Their sums stay finite for any cap. Where the cap is 0, all activations are 0.
     """
     cap = problem.caps[rank]
-    return np.reshape(amounts, problem.tables[0].shape)[:, _stages(problem, rank)] / (cap if cap > 0 else 1.0)
+    each = np.reshape(amounts, (-1, problem.num_stages, problem.microbatches))
+    return each[:, _stages(problem, rank)] / (cap if cap > 0 else 1.0)
 
 
 def _most_work(works: Amounts, holds: Amounts) -> float:
@@ -134,6 +136,8 @@ def _memory(problem: StepProblem, rank: int) -> float:
     after_half = until_half + times[INPUT_HALF, stages]
     area = -holds[INPUT_HALF] * np.where(holds[INPUT_HALF] > 0, until_half, after_half)
     area -= holds[WEIGHT_HALF] * (after_half + times[WEIGHT_HALF, stages])
+    rises = _shares(problem, rank, problem.rises)[INPUT_HALF]
+    area += (rises - np.maximum(holds[INPUT_HALF], 0.0)) * times[INPUT_HALF, stages]
     return float(area.sum()) + _free_at_ends(problem, rank, float(area.sum()))
 
 

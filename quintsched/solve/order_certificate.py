@@ -9,17 +9,19 @@ same placement can be faster than the bound. It does not search, and knows nothi
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from quintsched.check_call_arguments import PLAN, ours, takes
 from quintsched.errors import UnsoundError, counted
 from quintsched.files.atomic import write_whole
 from quintsched.files.user_records import read_record
-from quintsched.ir.instruction_set import COMPUTING, OffloadAct, Overlap, Recompute
+from quintsched.ir.instruction_set import COMPUTING, Instruction, OffloadAct, Overlap, Recompute
 from quintsched.plan import Plan
 from quintsched.simulation.cost_forms import OneOrMany, PlanNumber
 from quintsched.simulation.costs import Costs
@@ -86,11 +88,12 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
         UnsoundError: a claim that does not hold, or a plan that is not sound.
     """
     plan.check(profile="blocking").raise_if_unsound()
-    require_searched(plan)
+    require_searched(plan, Recompute, OffloadAct)
+    _require_late_recomputes(plan)
     costs = certificate.costs.spread(plan.stage_shares, plan.schedule.slices)
-    problem = StepProblem.of(plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp, costs, certificate.memory_cap)
-    simulated = plan.simulate(certificate.costs)
-    value = simulated.span if certificate.objective == "span" else computed_until(simulated)
+    sizes = plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp
+    problem = StepProblem.of(*sizes, costs, certificate.memory_cap, recompute=plan.recompute)
+    value = value_of(simulated := plan.simulate(certificate.costs), certificate.objective)
     _require(abs(value - certificate.value) <= TOLERANCE * value, f"its {certificate.objective} is {value:g}")
     peaks = tuple(simulated.peak_activations)
     for rank, (held, cap) in enumerate(zip(peaks, problem.caps, strict=True)):
@@ -99,6 +102,8 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
             f"rank {rank} holds {counted(held, 'microbatch', 'g')}, above the cap of {cap:g}",
         )
     _require(certificate.rank < plan.mesh.pp, f"it has no pipeline rank {certificate.rank}")
+    if plan.columns.are(OffloadAct).any():  # what is on the host is in no cap: only bounds of any cap hold
+        problem = replace(problem, caps=(math.inf,) * plan.mesh.pp)
     bound = bound_of(problem, certificate.objective, certificate.rank, certificate.reason)
     where = f"rank {certificate.rank} by {certificate.reason}"
     _require(certificate.bound <= bound * (1 + TOLERANCE), f"{where} proves {bound:g} only")
@@ -106,13 +111,18 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
     return Certified(certificate, peaks)
 
 
-def computed_until(simulated: Simulation) -> float:
-    """Return the time until the last computation of a step ends, without its messages, reductions and optimizer."""
+def value_of(simulated: Simulation, objective: Objective) -> float:
+    """Return the time of a simulated step; a makespan is without messages, reductions and optimizer at its end."""
+    if objective == "span":
+        return simulated.span
     return float(simulated.end[simulated.plan.columns.are(*COMPUTING)].max(initial=0.0))
 
 
-def require_searched(plan: Plan) -> None:
-    """Raise `UnsoundError` for a plan whose step consists of other computations than the bounds are for."""
+def require_searched(plan: Plan, *allowed: type[Instruction]) -> None:
+    """Raise `UnsoundError` for a plan whose step consists of other computations than the bounds are for.
+
+    `Overlap`, `Recompute` and `OffloadAct` are such unless they are allowed.
+    """
     if plan.mode != "train" or len(plan.routes) != 1 or plan.schedule.slices != 1:
         raise UnsoundError("bounds are of training plans with one route and whole sequences; this is none")
     if plan.routes[0].stages != tuple(range(len(plan.stage_to_pp))):
@@ -121,8 +131,18 @@ def require_searched(plan: Plan) -> None:
     if counts != {plan.schedule.chunks}:
         raise UnsoundError("no bound holds for plans with unlike numbers of stages on their ranks, as this one")
     for kind in (Overlap, Recompute, OffloadAct):
-        if plan.columns.are(kind).any():
+        if kind not in allowed and plan.columns.are(kind).any():
             raise UnsoundError(f"no bound holds for plans with {kind.__name__}, as this one")
+
+
+def _require_late_recomputes(plan: Plan) -> None:
+    """Raise `UnsoundError` where anything is computed between a recomputation and its backward."""
+    columns = plan.columns
+    computed = columns.rows_where(*COMPUTING)
+    early = np.flatnonzero(columns.are(Recompute)[computed])
+    cells = columns.stage * plan.schedule.num_units + columns.unit
+    if (cells[computed[early]] != cells[computed[early + 1]]).any():
+        raise UnsoundError("bounds are of plans that recompute right before the backward; this one computes between")
 
 
 def _require(holds: bool, truth: str) -> None:

@@ -3,6 +3,9 @@
 Every backward is split: its weight half may directly follow its input half, and then takes as long as a whole one. A
 computation is a number, `(kind * num_stages + stage) * microbatches + microbatch`, with the kinds forward, input half
 and weight half. All times are in the unit of the costs, all activations in microbatches of a whole rank.
+
+    rank 0   F0 ……… [R0 ▏ I0] W0      the input half of a stage that recomputes begins with the recomputed forward R0,
+    rank 1      ………… I0 ╯              which needs no gradient: it leads the arrival by the time of R0
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Literal, Self
 
 import numpy as np
 
-from quintsched.errors import UsageError, counted
+from quintsched.errors import InputError, UsageError, counted
 from quintsched.ir.instruction_columns import Amounts, Ints
 from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.simulation.costs import Costs
@@ -31,7 +34,7 @@ from the first computation of any rank to the last."""
 
 @dataclass(frozen=True)
 class StepProblem:
-    """Computations of one step, numbered; each attribute but the first three has one entry per computation.
+    """Computations of one step, numbered; `durations` to `leads` have one entry per computation.
 
     Attributes:
         pp, microbatches, stage_to_pp: sizes, and the pipeline rank of each stage.
@@ -43,7 +46,10 @@ class StepProblem:
             order in which they are needed.
         holds: activations that begin to be held when a computation starts (a forward; an input half after which more
             is held than before), or that are freed when it ends (negative: the halves of a backward).
+        rises: activations that a computation adds while it runs, to what is held when it starts.
+        leads: time by which a computation may begin before what it needs has arrived: its own recomputation.
         caps: most activations of each rank; infinity: any number.
+        recompute: for each stage, whether it recomputes; (): none does.
     """
 
     pp: int
@@ -53,7 +59,10 @@ class StepProblem:
     needs: tuple[int, ...]
     lags: tuple[float, ...]
     holds: tuple[float, ...]
+    rises: tuple[float, ...]
+    leads: tuple[float, ...]
     caps: tuple[float, ...]
+    recompute: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -63,6 +72,7 @@ class StepProblem:
         stage_to_pp: Sequence[int],
         costs: Costs | None = None,
         memory_cap: float | Sequence[float] | None = None,
+        recompute: Sequence[int] = (),
     ) -> Self:
         """Return the problem of these sizes and costs.
 
@@ -72,32 +82,39 @@ class StepProblem:
             stage_to_pp: the pipeline rank of each stage; every rank has as many.
             costs: times, messages and activations; None: unit costs.
             memory_cap: most activations that a rank holds, in microbatches of a whole rank: one, or one per rank.
+            recompute: for each stage, whether it recomputes; (): none does.
 
         Raises:
-            InputError: costs of other numbers of stages, microbatches or ranks.
+            InputError: costs or `recompute` of other numbers of stages, microbatches or ranks.
         """
         costs, stages = costs or Costs(), len(stage_to_pp)
         counts = ScheduleSpec("", microbatches, stages // pp)
         costs.check_fits(counts, stages, pp)
+        if len(recompute) not in (0, stages):
+            raise InputError(f"recompute has {counted(len(recompute), 'value')}, but there are {stages} stages")
         every, units = np.indices((stages, microbatches)).reshape(2, -1)
 
-        def added(*names: str) -> list[float]:
+        def added(*names: str) -> Amounts:
             parts = [costs.of_units(name, every, units, counts) for name in names]
-            return [float(one) for one in np.add.reduce(parts) / counts.chunks]
+            return np.asarray(np.add.reduce(parts) / counts.chunks)
 
-        after = added("activation_after_input")
-        held = added("activation")
-        holds = [*held, *(left - most for left, most in zip(after, held, strict=True)), *(-left for left in after)]
-        passes = (("forward", "exchange"), ("backward_input", "exchange_backward"), ("backward_weight",))
+        again = np.array([*recompute] or [0] * stages, np.bool_)[every]
+        recomputed = np.where(again, added("recompute", "exchange"), 0.0)
+        after, whole = added("activation_after_input"), added("activation")
+        held, none = np.where(again, added("activation_checkpointed"), whole), np.zeros(len(every))
+        times = added("forward", "exchange"), added("backward_input", "exchange_backward"), added("backward_weight")
         return cls(
             pp=pp,
             microbatches=microbatches,
             stage_to_pp=tuple(stage_to_pp),
-            durations=tuple(time for names in passes for time in added(*names)),
+            durations=_joined(times[0], recomputed + times[1], times[2]),
             needs=tuple(needs_of(stages, microbatches)),
             lags=tuple(_lags(costs, np.array(stage_to_pp), every, units, counts)),
-            holds=tuple(holds),
+            holds=_joined(held, after - held, -after),
+            rises=_joined(held, np.maximum(np.maximum(whole, after) - held, 0.0), none),
+            leads=_joined(none, np.where(every < stages - 1, recomputed, 0.0), none),
             caps=_caps(pp, memory_cap),
+            recompute=tuple(recompute) if any(recompute) else (),
         )
 
     @property
@@ -111,11 +128,9 @@ class StepProblem:
 
     @cached_property
     def reserved(self) -> tuple[float, ...]:
-        """Activations as in `holds`, but with what an input half adds held from its forward on."""
+        """Most activations of each stage and microbatch, from its forward on."""
         each = self.num_stages * self.microbatches
-        forwards, halves, rest = (self.holds[first : first + each] for first in range(0, 3 * each, each))
-        added = [max(half, 0.0) for half in halves]
-        return (*map(float.__add__, forwards, added), *(min(half, 0.0) for half in halves), *rest)
+        return tuple(map(float.__add__, self.holds[:each], self.rises[each : 2 * each]))
 
     @cached_property
     def work(self) -> tuple[float, ...]:
@@ -126,10 +141,15 @@ class StepProblem:
         return tuple(found)
 
     @cached_property
+    def delays(self) -> tuple[float, ...]:
+        """Least time from the end of what each computation needs to its start: below 0 where it may begin before."""
+        return tuple(map(float.__sub__, self.lags, self.leads))
+
+    @cached_property
     def tables(self) -> tuple[Amounts, Amounts]:
-        """Times and messages of computations, each (kinds, stages, microbatches)."""
+        """Times and delays of computations, each (kinds, stages, microbatches)."""
         shape = (-1, self.num_stages, self.microbatches)
-        return np.reshape(self.durations, shape), np.reshape(self.lags, shape)
+        return np.reshape(self.durations, shape), np.reshape(self.delays, shape)
 
     @cached_property
     def way_out(self) -> Amounts:
@@ -153,6 +173,10 @@ def needs_of(stages: int, microbatches: int) -> list[int]:
     forwards = [number - microbatches if number >= microbatches else -1 for number in range(each)]
     halves = [each + number + microbatches if number < last else number for number in range(each)]
     return [*forwards, *halves, *range(each, 2 * each)]
+
+
+def _joined(*kinds: Amounts) -> tuple[float, ...]:
+    return tuple(np.concatenate(kinds).tolist())
 
 
 def _lags(costs: Costs, ranks: Ints, every: Ints, units: Ints, counts: ScheduleSpec) -> list[float]:

@@ -17,7 +17,7 @@ import math
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -31,7 +31,7 @@ from quintsched.solve.list_policies import policies, schedule_by
 from quintsched.solve.local_search import HOT, anneal
 from quintsched.solve.order_bounds import Bound, lower_bound
 from quintsched.solve.order_problem import EPSILON, Objective
-from quintsched.solve.order_timing import has_room, time_orders
+from quintsched.solve.order_timing import has_room, time_orders, timed
 from quintsched.solve.periodic.pattern_annealing import PatternAnnealing, repeated_part
 from quintsched.solve.periodic.periodic_orders import Placement, periodic_placements
 from quintsched.solve.periodic.periodic_patterns import unrolled
@@ -52,6 +52,8 @@ AGAIN_S = 0.25
 """Seconds from the end of the time to an interrupt, and from one to the next."""
 PERIOD = "repeated period"
 """Origin of orders in which each microbatch runs as the one before it."""
+PLAIN = "1f1b"
+"""Schedule that is tried first: it is there at once."""
 MANY = 4
 """Microbatches per rank from which on orders that repeat are tried."""
 
@@ -133,28 +135,32 @@ class Search:
 
 
 def search(
-    problems: Sequence[tuple[Problem, Costs | None]],
+    problems: Iterable[tuple[Problem, Costs | None]],
     objective: Objective,
     *,
     seed: int,
     effort: int,
     seconds: float,
-    told: Callable[[Attempt, float], None],
+    told: Callable[[Attempt, float], None] = lambda attempt, seconds: None,
     known: Mapping[str, Orders] = MappingProxyType({}),
+    after: Search | None = None,
 ) -> Search:
     """Search with each problem, of its costs (one for each placement); an interrupt ends it with the best so far.
 
-    `known` are more starting points, by name, for a search with one problem. Raises `UsageError` where the time is over
-    before one order was timed.
+    `known` are more starting points, by name, for a search with one problem; `after` is a search whose best is to be
+    beaten. Raises `UsageError` where the time is over before one order was timed.
     """
     state = Search(objective, seed, monotonic() + seconds, told)
+    if after is not None:
+        state.best, state.log, state.began_s = after.best, after.log, after.began_s
     try:
         with interrupted_at(state.ends_s):
             attempts = [Attempt(*each, objective, lower_bound(each[0], objective)) for each in problems]
-            state.attempts = sorted(attempts, key=lambda attempt: attempt.bound.value)
+            state.attempts = sorted(attempts, key=lambda attempt: attempt.problem.num_stages)
             for begin in (partial(_try_known, known=known), _try_periods, _try_named):
                 for attempt in filter(state.can_win, state.attempts):
                     begin(state, attempt)
+                state.attempts.sort(key=lambda attempt: attempt.bound.value)
             _anneal_in_turns(state, effort)
             for improve in (_try_lists, _improve_by_moves):
                 for attempt in filter(state.can_win, state.attempts):
@@ -169,6 +175,7 @@ def search(
         _settle(state)
     if state.best is None:
         raise UsageError("the time was over before one order of these sizes was timed; allow for more seconds")
+    state.attempts += after.attempts if after else []
     return state
 
 
@@ -207,14 +214,13 @@ def interrupted_at(ends_s: float) -> Iterator[None]:
 def _settle(state: Search) -> None:
     """Time the best orders again, which an interrupt may have cut off from their value."""
     if state.best is not None:
-        timing = time_orders(state.best.problem, state.best.orders)
-        assert timing is not None
-        state.best.value = timing.value(state.objective)
+        state.best.value = timed(state.best.problem, state.best.orders).value(state.objective)
 
 
 def _try_known(state: Search, attempt: Attempt, known: Mapping[str, Orders]) -> None:
-    """Try known orders, and one microbatch after the other, which always fits."""
-    for name, given in (*known.items(), ("one by one", attempt.problem.one_by_one)):
+    """Try known orders, a plain one, and one microbatch after the other, which always fits."""
+    problem = attempt.problem
+    for name, given in (*known.items(), *named_orders(problem, None, PLAIN), ("one by one", problem.one_by_one)):
         if state.is_over:
             return
         state.try_orders(attempt, list(map(list, given)), name)
@@ -314,10 +320,11 @@ def _rounded(problem: Problem, units: int) -> Problem | None:
     """Return the problem with durations as whole numbers, the shortest `units`; None if they are such multiples."""
     times = [time for time in problem.durations if time > 0]
     unit = min(times, default=1.0) / units
-    if all(abs(time / unit - round(time / unit)) < EPSILON for time in (*times, *problem.lags)):
+    if all(abs(time / unit - round(time / unit)) < EPSILON for time in (*times, *problem.lags, *problem.leads)):
         return None
     durations = tuple(float(max(round(time / unit), time > 0)) for time in problem.durations)
-    return replace(problem, durations=durations, lags=tuple(float(round(lag / unit)) for lag in problem.lags))
+    lags, leads = (tuple(float(round(time / unit)) for time in table) for table in (problem.lags, problem.leads))
+    return replace(problem, durations=durations, lags=lags, leads=leads)
 
 
 def _solve(state: Search, attempt: Attempt, problem: Problem, effort: float) -> None:

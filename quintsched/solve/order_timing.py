@@ -1,4 +1,5 @@
-"""Time of an order of computation: each computation starts when its rank is free and its input has arrived.
+"""Time of an order of computation: each computation starts when its rank is free and its input has arrived; one that
+first recomputes starts before that, by the time of the recomputation.
 
 Messages from one rank to another go one after the other, in the order in which the receiver needs them: as in a plan,
 and as `simulate` counts.
@@ -34,6 +35,7 @@ class Timing:
 def time_orders(problem: Problem, orders: list[list[int]] | Orders) -> Timing | None:
     """Return the times of these orders; None if they wait for each other in a circle."""
     durations, needs, lags, ranks = problem.durations, problem.needs, problem.lags, problem.ranks
+    leads = problem.leads
     starts, ends = [0.0] * len(durations), [-1.0] * len(durations)
     places, free, waiting = [0] * problem.pp, [0.0] * problem.pp, dict[int, int]()
     sources, wires, last = list(needs), problem.wires, dict[int, tuple[float, int]]()
@@ -56,6 +58,7 @@ def time_orders(problem: Problem, orders: list[list[int]] | Orders) -> Timing | 
                         end, sources[number] = sent, source
                     end += lags[number]
                     last[wire] = (end, sources[number])
+                end -= leads[number]
                 if end > now:
                     now = end
             starts[number] = now
@@ -73,11 +76,13 @@ def time_orders(problem: Problem, orders: list[list[int]] | Orders) -> Timing | 
     return Timing(starts, sources, sequence, spans, max(free))
 
 
+def timed(problem: Problem, orders: list[list[int]] | Orders) -> Timing:
+    """Return the times of orders that are known to run."""
+    timing = time_orders(problem, orders)
+    assert timing is not None, "an order that has run does not wait for itself"
+    return timing
+
+
 def has_room(problem: Problem, rank: int, order: list[int]) -> bool:
     """Return whether a rank's order keeps to its cap, which its own order decides alone."""
-    held, most, holds = 0.0, problem.caps[rank] * (1 + EPSILON), problem.holds
-    for number in order:
-        held += holds[number]
-        if held > most:
-            return False
-    return True
+    return problem.peak(order) <= problem.caps[rank] * (1 + EPSILON)

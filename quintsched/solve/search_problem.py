@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 
 from quintsched.errors import UsageError
 from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd
@@ -83,8 +82,17 @@ class Problem(StepProblem):
     @cached_property
     def are_alike(self) -> bool:
         """Whether all microbatches have the same times, messages and activations: then they may go in their order."""
-        tables = (self.durations, self.lags, self.holds)
+        tables = (self.durations, self.lags, self.holds, self.rises, self.leads)
         return all(len(set(rows)) == 1 for table in tables for rows in _rows(table, self.microbatches))
+
+    def peak(self, order: Sequence[int]) -> float:
+        """Return the most activations that a rank holds in an order of its computations."""
+        held, peak, holds, rises = 0.0, 0.0, self.holds, self.rises
+        for number in order:
+            if held + rises[number] > peak:
+                peak = held + rises[number]
+            held += holds[number]
+        return peak
 
     def shortened(self, microbatches: int) -> Problem:
         """Return the problem with the first of its microbatches only."""
@@ -99,6 +107,8 @@ class Problem(StepProblem):
             durations=first(self.durations),
             lags=first(self.lags),
             holds=first(self.holds),
+            rises=first(self.rises),
+            leads=first(self.leads),
         )
 
 
@@ -112,6 +122,7 @@ def problem_of(
     stage_to_pp: Sequence[int],
     costs: Costs | None = None,
     memory_cap: float | Sequence[float] | None = None,
+    recompute: Sequence[int] = (),
 ) -> Problem:
     """Return the problem of these sizes and costs, as `StepProblem.of`.
 
@@ -119,7 +130,7 @@ def problem_of(
         NoRoomError: a cap in which one microbatch has no room.
         InputError: costs of other numbers of stages, microbatches or ranks.
     """
-    problem = Problem.of(pp, microbatches, stage_to_pp, costs, memory_cap)
+    problem = Problem.of(pp, microbatches, stage_to_pp, costs, memory_cap, recompute=recompute)
     _require_room(problem)
     return problem
 
@@ -137,7 +148,7 @@ class NoRoomError(UsageError):
 
 def _require_room(problem: Problem) -> None:
     """Raise `NoRoomError` for a cap in which a microbatch has no room: one at a time, any larger works."""
-    needs = [max(accumulate(problem.holds[number] for number in order)) for order in problem.one_by_one]
+    needs = [problem.peak(order) for order in problem.one_by_one]
     for rank in sorted(range(problem.pp), key=needs.__getitem__, reverse=True):
         if not problem.caps[rank] * (1 + EPSILON) >= needs[rank]:
             raise NoRoomError(rank, problem.caps[rank], needs[rank])

@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 from time import monotonic
+from typing import Any
 
 from quintsched.check_call_arguments import (
+    FLAG,
     FUNCTION,
     NUMBER,
     TEXT,
@@ -20,7 +24,7 @@ from quintsched.check_call_arguments import (
 )
 from quintsched.compiler import compile
 from quintsched.errors import InputError, UsageError, suggest
-from quintsched.ir.instruction_set import Compute
+from quintsched.ir.instruction_set import Compute, OffloadAct
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.placement import linear, loop, v
 from quintsched.plan import Plan
@@ -30,14 +34,20 @@ from quintsched.simulation.costs import TAKEN_AS_IT_IS, Costs
 from quintsched.simulation.notebook_html import figures
 from quintsched.solve.noise.duration_samples import Jitter
 from quintsched.solve.noise.robust_search import Robustness, harden
-from quintsched.solve.order_certificate import TOLERANCE, Certificate
+from quintsched.solve.order_certificate import TOLERANCE, Certificate, value_of
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_search import AFTER_INTERRUPT_S, Attempt, Search, search
-from quintsched.solve.order_timing import time_orders
+from quintsched.solve.order_timing import timed
+from quintsched.solve.recompute_and_offload import search_for_room
 from quintsched.solve.search_problem import NoRoomError, Orders, Problem, problem_of
 
 PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"linear": linear, "loop": loop, "v": v}
 """Placements by name, as functions of pp and chunks."""
+
+AUTO = "auto"
+RECOMPUTE = {"none": (0,), "all": (1,), AUTO: (0, 1)}
+"""Words for the stages that recompute: none, all, or none at first."""
+Stages = str | Sequence[int]
 
 Cap = float | tuple[float, ...] | None
 """Most activations of every rank, or of each; None: any number."""
@@ -90,12 +100,19 @@ class Solution:
             return "certified"
         return "solver-proved" if self.gap <= TOLERANCE else "open"
 
+    @property
+    def offloads(self) -> bool:
+        """Whether activations are offloaded to host memory."""
+        return bool(self.plan.columns.are(OffloadAct).any())
+
     def summary(self) -> dict[str, object]:
         """Return the figures as JSON data."""
         claim = self.certificate
         return {
             "placement": self.placement,
             "parts": self.parts,
+            "recompute": list(self.plan.recompute),
+            "offloads": self.offloads,
             "bounds": self.bounds,
             "objective": claim.objective,
             "value": claim.value,
@@ -125,6 +142,11 @@ class Solution:
         return f"Solution({sizes}, gap {100 * self.gap:.1f} %, {self.status})"
 
 
+_BITS = items("a list of 0 and 1", ArgumentKind("0 or 1", lambda value: WHOLE_NUMBER.holds(value) and value in (0, 1)))
+STAGES = ArgumentKind(
+    "none, all, auto, or a list with 0 or 1 for each stage",
+    lambda value: value in RECOMPUTE if isinstance(value, str) else _BITS.holds(value),
+)
 _SEVERAL_NUMBERS = items("a list of numbers", NUMBER)
 CAPS = ArgumentKind(
     "a number, or a list with one per rank", lambda value: NUMBER.holds(value) or _SEVERAL_NUMBERS.holds(value)
@@ -140,6 +162,8 @@ CAPS = ArgumentKind(
     seconds=NUMBER,
     seed=WHOLE_NUMBER,
     told=FUNCTION,
+    recompute=STAGES,
+    offload=FLAG,
 )
 def solve(
     *,
@@ -150,6 +174,8 @@ def solve(
     chunks: int | None = None,
     memory_cap: float | Sequence[float] | None = None,
     costs: Costs | None = None,
+    recompute: Stages = "none",
+    offload: bool = False,
     objective: Objective = "span",
     jitter: str | None = None,
     effort: int = EFFORT,
@@ -163,42 +189,47 @@ def solve(
     seed and an effort unless `seconds` cut it off. An interrupt (Ctrl-C) ends it with the best plan so far.
 
     Args:
-        pp: number of pipeline ranks; or give a `mesh`.
-        microbatches: number of microbatches.
-        mesh: mesh of the plan, like "dp=2,pp=4".
+        pp, microbatches: numbers of pipeline ranks and of microbatches.
+        mesh: mesh of the plan, like "dp=2,pp=4", in place of `pp`.
         placement: "linear" (one stage on each rank), "loop" or "v" (several), or "auto": each in turn.
         chunks: stages on each rank, for "loop" and "v"; default: 2.
         memory_cap: most activations that a rank holds, in microbatches of a whole rank: one number, or one per rank.
         costs: times and sizes; None: unit costs. Lists per stage choose the placements with as many stages; for one
             stage on each rank, also those with several: each stage is cut in equal parts.
+        recompute: stages that recompute: "none", "all", "auto" (those that pay under the cap), or 0 or 1 for each.
+        offload: whether activations may go to host memory, where that is faster.
         objective: "span" (the longest span of a rank) or "makespan".
         jitter: variation of durations, for which the 95th percentile is minimised: "0.1" (each times exp(0.1 z), z
             normal), "3%x4" (3 % of computations take four times as long), or a directory with a run's traces and plan.
-        effort: work of the search; 1 takes a second for small problems.
+        effort, seed: work of the search (1 takes a second for small problems), and seed of its random numbers.
         seconds: most seconds that it takes, plan and proof included; in another thread than the main one, a part of the
             search may take longer, and so may the judgement of one order under `jitter`.
-        seed: of the random numbers.
         told: called with each improvement and the seconds that have passed.
 
     Raises:
-        UsageError: wrong sizes, too few seconds, or a cap in which one microbatch has no room: it names the smallest
-            that works.
-        InputError: costs of another number of stages or microbatches.
+        UsageError: wrong sizes, too few seconds, or a cap without room for a microbatch, with the smallest that works.
+        InputError: costs or `recompute` of another number of stages, or costs of other microbatches.
     """
     found, began_s = mesh_of(pp, mesh), monotonic()
     require_search(objective, seconds, microbatches=microbatches, effort=effort)
-    names = _placements(placement, chunks, found.pp)
     noise = None if jitter is None else Jitter.parse(jitter)
-    cap = _finite(memory_cap)
-    problems = _problems(found.pp, microbatches, names, costs or Costs(), cap)
+    cap, costs = _finite(memory_cap), costs or Costs()
+    offloaded = _offloaded(found, cap, noise) if offload else None
+    problems = _problems(found.pp, microbatches, _placements(placement, chunks, found.pp), costs, cap, recompute)
     ends_s = began_s + seconds - PROOF_OF_PLAN * (monotonic() - began_s) / len(problems)
-    left = max(ends_s - monotonic(), 0.0)
-    share = left if noise is None else left / 2
-    done = search(list(problems.values()), objective, seed=seed, effort=effort, seconds=share, told=told)
-    if done.is_interrupted:
-        ends_s = min(ends_s, monotonic() + AFTER_INTERRUPT_S)
+    how = partial(search, objective=objective, seed=seed, effort=effort, told=told)
+    until_s = ends_s if noise is None else (monotonic() + ends_s) / 2
+    done, plan = search_for_room(list(problems.values()), how, until_s, recompute == AUTO, offloaded)
     robustness = None if noise is None else _harden(done, noise, seed, effort, ends_s)
-    return replace(_solution(done, problems, found, costs or Costs(), cap), robustness=robustness)
+    plan = plan or plan_of(best_of(done).problem, best_of(done).orders, found)
+    return replace(_solution(done, plan, problems, costs, cap), robustness=robustness)
+
+
+def _offloaded(mesh: Mesh, cap: Cap, noise: Jitter | None) -> Callable[..., Plan]:
+    """Return the compilation of plans that offload; raises `UsageError` for a cap that does not say how much."""
+    if cap is None or isinstance(cap, tuple) or noise:
+        raise UsageError("offload takes one memory_cap for all ranks, and no jitter")
+    return partial(plan_of, mesh=mesh, offload=cap)
 
 
 def _finite(memory_cap: float | Sequence[float] | None) -> Cap:
@@ -212,15 +243,15 @@ def _finite(memory_cap: float | Sequence[float] | None) -> Cap:
 
 
 def _solution(
-    done: Search, problems: dict[str, tuple[Problem, Costs]], mesh: Mesh, costs: Costs, memory_cap: Cap
+    done: Search, plan: Plan, problems: dict[str, tuple[Problem, Costs]], costs: Costs, memory_cap: Cap
 ) -> Solution:
     """Return the result of a search among placements, with the bounds of all."""
     best, names = best_of(done), {problem.stage_to_pp: name for name, (problem, _) in reversed(problems.items())}
     placed, own = best.problem.stage_to_pp, best.costs or costs
     return replace(
-        solution_of(done, plan_of(best.problem, best.orders, mesh), names[placed], own, memory_cap),
-        parts=1 if own == costs else len(placed) // mesh.pp,
-        bounds={names[one.problem.stage_to_pp]: one.bound.value for one in done.attempts},
+        solution_of(done, plan, names[placed], own, memory_cap),
+        parts=1 if own == costs else len(placed) // plan.mesh.pp,
+        bounds={names[one.problem.stage_to_pp]: one.bound.value for one in (*done.attempts, best)},
     )
 
 
@@ -235,14 +266,12 @@ def require_search(objective: str, seconds: float, **counts: int) -> None:
 
 def _harden(done: Search, noise: Jitter, seed: int, effort: int, ends_s: float) -> Robustness:
     """Minimise the 95th percentile of the best orders, and keep those that are found."""
-    best = best_of(done)
+    best, ends_s = best_of(done), min(ends_s, monotonic() + AFTER_INTERRUPT_S) if done.is_interrupted else ends_s
     orders, robustness = harden(
         best.problem, best.orders, best.objective, noise, seed=seed, effort=effort, ends_s=ends_s
     )
-    timing = time_orders(best.problem, orders)
-    assert timing is not None
     origin = best.origin if orders == best.orders else f"{best.origin}, hardened"
-    done.best = replace(best, orders=orders, value=timing.value(best.objective), origin=origin)
+    done.best = replace(best, orders=orders, value=timed(best.problem, orders).value(best.objective), origin=origin)
     return robustness
 
 
@@ -254,9 +283,7 @@ def best_of(done: Search) -> Attempt:
 
 def solution_of(done: Search, plan: Plan, placement: str, costs: Costs, memory_cap: Cap) -> Solution:
     """Return the result of a search, with the certificate of the best plan."""
-    best = best_of(done)
-    timing = time_orders(best.problem, best.orders)
-    assert timing is not None
+    best, timed = best_of(done), plan.simulate(costs)
     certificate = Certificate(
         objective=best.objective,
         value=best.value,
@@ -267,14 +294,16 @@ def solution_of(done: Search, plan: Plan, placement: str, costs: Costs, memory_c
         costs=costs,
     )
     proved = None if math.isinf(best.proved) else best.proved
-    times = timing.value("span"), timing.makespan
+    times = timed.span, value_of(timed, "makespan")
     return Solution(plan, certificate, *times, placement, best.origin, proved, tuple(done.log))
 
 
-def plan_of(problem: Problem, orders: Orders, mesh: Mesh) -> Plan:
-    """Return the proved plan of an order."""
+def plan_of(problem: Problem, orders: Orders, mesh: Mesh, **settings: Any) -> Plan:
+    """Return the proved plan of an order; `settings` are others of `compile`."""
     rows = [[problem.computation(number) for number in order] for order in orders]
-    return plan_of_rows(rows, problem.stage_to_pp, problem.microbatches, mesh)
+    schedule = schedule_of_rows(rows, problem.stage_to_pp, mesh.pp)
+    settings |= {"recompute": problem.recompute or 0}
+    return compile(schedule, mesh=mesh, microbatches=problem.microbatches, chunks=schedule.min_chunks, **settings)
 
 
 def plan_of_rows(
@@ -311,7 +340,7 @@ def _placements(name: str, chunks: int | None, pp: int) -> dict[str, tuple[int, 
 
 
 def _problems(
-    pp: int, microbatches: int, names: dict[str, tuple[int, ...]], costs: Costs, memory_cap: Cap
+    pp: int, microbatches: int, names: dict[str, tuple[int, ...]], costs: Costs, memory_cap: Cap, recompute: Stages
 ) -> dict[str, tuple[Problem, Costs]]:
     """Return problem and costs of each placement that costs and cap fit; where none does, raises the error of the one
     that needs the least memory, or the first error."""
@@ -319,9 +348,10 @@ def _problems(
     if (most := 3 * microbatches * max(map(len, names.values()))) > MOST_COMPUTATIONS:
         raise UsageError(f"this step has {most:,} computations; solve takes at most {MOST_COMPUTATIONS:,}")
     for name, placed in names.items():
-        for own in dict.fromkeys((costs, cut_in_parts(costs, pp, len(placed)))):
+        each, words = dict.fromkeys((costs, cut_in_parts(costs, pp, len(placed)))), RECOMPUTE.get(str(recompute))
+        for own, choice in product(each, [(one,) * len(placed) for one in words] if words else [recompute]):
             try:
-                problems[name] = problem_of(pp, microbatches, placed, own, memory_cap), own
+                problems[name] = problem_of(pp, microbatches, placed, own, memory_cap, recompute=choice), own
                 break
             except (InputError, NoRoomError) as error:
                 errors.append(error)

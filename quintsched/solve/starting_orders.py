@@ -10,7 +10,7 @@ from itertools import islice
 from quintsched.errors import InputError, UnsoundError, UsageError
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.ir.placement import v
-from quintsched.schedules import Order, Schedule, Shape, all_schedules
+from quintsched.schedules import Order, Schedule, Shape, all_schedules, find_schedule
 from quintsched.schedules.kit.constraints import slot_by_slot
 from quintsched.simulation.costs import Costs
 from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF
@@ -29,13 +29,13 @@ MOST_BLOCKS, BEST_BLOCKS = 800, 4
 """Blocks of a V that are tried with few microbatches, and those that are then tried with all."""
 
 
-def named_orders(problem: Problem, costs: Costs | None) -> Iterator[tuple[str, list[list[int]]]]:
-    """Yield name and orders of each registered schedule that has this placement, whether it keeps to caps or not."""
-    for schedule in all_schedules():
+def named_orders(problem: Problem, costs: Costs | None, *names: str) -> Iterator[tuple[str, list[list[int]]]]:
+    """Yield name and orders of each schedule (of `names`) that has this placement, whether it keeps to caps or not."""
+    for schedule in map(find_schedule, names) if names else all_schedules():
         shape = _shape(schedule, problem, costs)
         if shape is not None:
             yield schedule.name, _orders([schedule.order(rank, shape) for rank in range(problem.pp)], problem)
-    for orders in _orders_of_v_blocks(problem):
+    for orders in () if names else _orders_of_v_blocks(problem):
         yield "blocks of a V", orders
 
 

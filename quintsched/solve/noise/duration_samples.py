@@ -20,6 +20,7 @@ from quintsched.ir.instruction_columns import Amounts
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Fwd
 from quintsched.plan import Plan
 from quintsched.solve.order_problem import Objective
+from quintsched.solve.order_timing import time_orders
 from quintsched.solve.search_problem import Orders, Problem
 from quintsched.trace.measured_trace import Trace
 
@@ -101,43 +102,23 @@ class Samples:
 
     def values(self, orders: list[list[int]] | Orders, objective: Objective) -> Amounts | None:
         """Return the time of an order in each sample; None if it cannot run. As `order_timing` counts."""
-        problem, durations = self.problem, self.durations
-        needs, lags, ranks, wires = problem.needs, problem.lags, problem.ranks, problem.wires
-        ends: list[Amounts | None] = [None] * len(durations)
-        zero = np.zeros(durations.shape[1])
-        free, places, waiting = [zero] * problem.pp, [0] * problem.pp, dict[int, int]()
-        starts, last = [zero] * problem.pp, dict[int, Amounts]()
-        ready, left = list(range(problem.pp)), len(durations)
-        while ready:
-            rank = ready.pop()
-            order, place, now = orders[rank], places[rank], free[rank]
-            while place < len(order):
-                number = order[place]
-                needed = needs[number]
-                if needed >= 0:
-                    end = ends[needed]
-                    if end is None:
-                        waiting[needed] = rank
-                        break
-                    wire = wires[number]
-                    if wire >= 0:
-                        sent = last.get(wire)
-                        end = (end if sent is None else np.maximum(end, sent)) + lags[number]
-                        last[wire] = end
-                    now = np.maximum(now, end)
-                if not place:
-                    starts[rank] = now
-                now = now + durations[number]
-                ends[number] = now
-                left -= 1
-                place += 1
-                other = waiting.pop(number, None)
-                if other is not None and other != ranks[number]:
-                    ready.append(other)
-            places[rank], free[rank] = place, now
-        if left:
+        problem, timing = self.problem, time_orders(self.problem, orders)
+        if timing is None:
             return None
-        spans = free if objective == "makespan" else [end - start for end, start in zip(free, starts, strict=True)]
+        zero = np.zeros(self.durations.shape[1])
+        ends, free = [zero] * len(self.durations), [zero] * problem.pp
+        last, starts = dict[int, Amounts](), dict[int, Amounts]()
+        for number in timing.sequence:
+            rank, needed, wire = problem.ranks[number], problem.needs[number], problem.wires[number]
+            now = free[rank]
+            if needed >= 0:
+                arrival = ends[needed]
+                if wire >= 0:
+                    arrival = last[wire] = np.maximum(arrival, last.get(wire, zero)) + problem.lags[number]
+                now = np.maximum(now, arrival - problem.leads[number])
+            starts.setdefault(rank, now)
+            free[rank] = ends[number] = now + self.durations[number]
+        spans = free if objective == "makespan" else [free[rank] - start for rank, start in starts.items()]
         found: Amounts = np.max(spans, axis=0)
         return found
 

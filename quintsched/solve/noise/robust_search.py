@@ -23,7 +23,7 @@ from quintsched.solve.noise.duration_samples import Jitter, Samples, percentile
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_search import interrupted_at
-from quintsched.solve.order_timing import has_room, time_orders
+from quintsched.solve.order_timing import has_room, timed
 from quintsched.solve.search_problem import Orders, Problem
 
 IMPROVING, CHOOSING, JUDGING = 128, 400, 1000
@@ -91,7 +91,7 @@ class _Run:
     rng: random.Random
     ends_s: float
 
-    def values(self, samples: Samples, orders: Orders) -> Amounts:
+    def values(self, samples: Samples, orders: list[list[int]] | Orders) -> Amounts:
         values = samples.values(orders, self.objective)
         assert values is not None, "these orders have run before"
         return values
@@ -117,8 +117,6 @@ class _Run:
     def improve(self, samples: Samples, found: list[Orders], effort: int) -> None:
         """Append orders, each better than those before: list schedules under samples, then annealed ones."""
         best = _worst(samples.values(found[0], self.objective))
-        nominal = time_orders(self.problem, found[0])
-        assert nominal is not None
         starts, every = [found[0]], policies(self.problem, self.rng)
         for sample in range(POLICIES * effort):
             if monotonic() > self.ends_s:
@@ -162,13 +160,10 @@ class _Run:
 
     def _state(self, samples: Samples, orders: list[list[int]]) -> tuple[float, list[tuple[int, int]]]:
         """Return the mean of the worst, and the critical path of one of them."""
-        values = samples.values(orders, self.objective)
-        assert values is not None
+        values = self.values(samples, orders)
         worst = np.argsort(values)[-max(1, round(WORST * len(values))) :]
         problem = self._problem_of(samples, int(self.rng.choice(worst.tolist())))
-        timing = time_orders(problem, orders)
-        assert timing is not None
-        return _worst(values), critical_path(problem, orders, timing, self.objective)
+        return _worst(values), critical_path(problem, orders, timed(problem, orders), self.objective)
 
 
 def _worst(values: Amounts | None) -> float:

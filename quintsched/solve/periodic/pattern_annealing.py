@@ -111,7 +111,8 @@ def _placed_as_if_kinds_were_alike(
     times, _ = problem.tables
     if not np.ptp(times, axis=0).any():
         return ()
-    alike = replace(problem, durations=tuple(np.broadcast_to(times.mean(axis=0), times.shape).flat))
+    mean = tuple(np.broadcast_to(times.mean(axis=0), times.shape).flat)
+    alike = replace(problem, durations=mean, leads=(0.0,) * len(mean))
     return [(one.starts_of(1), one.period) for one in list(periodic_placements(alike, rng, stops))[-1:]]
 
 

@@ -49,9 +49,8 @@ class Pattern:
         for number, needed in enumerate(self.needs):
             if needed >= 0:
                 self.followers[needed].append(number)
-        self._durations, self._lags, self._holds = (
-            [table[number] for number in first] for table in (problem.durations, problem.lags, problem.holds)
-        )
+        tables = problem.durations, problem.delays, problem.holds, problem.rises
+        self._durations, self._delays, self._holds, self._rises = ([table[n] for n in first] for table in tables)
         self._before, self._after, self._is_first = [0] * len(rows), [0] * len(rows), [False] * len(rows)
         self._waits_for_need = [needed >= 0 for needed in self.needs]
         self.turns = [math.floor(start / period + EPSILON) for row in starts for start in row]
@@ -79,9 +78,9 @@ class Pattern:
         order, most = self.orders[rank], self.problem.caps[rank] * (1 + EPSILON)
         held = -sum(self._holds[number] * self.turns[number] for number in order)
         for number in order:
-            held += self._holds[number]
-            if held > most:
+            if held + self._rises[number] > most:
                 return False
+            held += self._holds[number]
         return True
 
     def jump(self, number: int, places: int, most: float) -> bool:
@@ -121,12 +120,12 @@ class Pattern:
         A circle of waits that takes too long has this computation in it. So it starts as soon as it can, what waits for
         it is put off, and so on, the longest delay first; none may come back to it (Ramalingam et al. 1999).
         """
-        begins, turns, durations, lags = self.begins, self.turns, self._durations, self._lags
+        begins, turns, durations, delays = self.begins, self.turns, self._durations, self._delays
         before, needed, slack = self._before[number], self.needs[number], EPSILON * period
         begin = begins[before] + durations[before] - period * self._is_first[number]
         if needed >= 0:
             turned = period * (turns[number] - turns[needed])
-            begin = max(begin, begins[needed] + durations[needed] + lags[number] - turned)
+            begin = max(begin, begins[needed] + durations[needed] + delays[number] - turned)
         begins[number] = begin
         late, waiting = {number: 0.0}, [(0.0, number)]
         while waiting:
@@ -136,7 +135,7 @@ class Pattern:
             end, turn, other = begins[one] + durations[one] - by, turns[one], self._after[one]
             reached = [(other, end - begins[other] - period * self._is_first[other])]
             reached += [
-                (later, end + lags[later] - begins[later] - period * (turns[later] - turn))
+                (later, end + delays[later] - begins[later] - period * (turns[later] - turn))
                 for later in self.followers[one]
             ]
             for other, delay in reached:
@@ -171,7 +170,7 @@ class Pattern:
         """
         before, needs, turns, durations = self._before, self.needs, self.turns, self._durations
         return [
-            (needs[one], durations[needs[one]] + self._lags[one], turns[one] - turns[needs[one]])
+            (needs[one], durations[needs[one]] + self._delays[one], turns[one] - turns[needs[one]])
             if by_need
             else (before[one], durations[before[one]], int(self._is_first[one]))
             for one, by_need in enumerate(self._waits_for_need)
@@ -203,7 +202,7 @@ class Pattern:
             if begin > begins[one] + slack:
                 begins[one], self._waits_for_need[one], any_did = begin, False, True
             if needed >= 0:
-                begin = begins[needed] + durations[needed] + self._lags[one] - period * (turns[one] - turns[needed])
+                begin = begins[needed] + durations[needed] + self._delays[one] - period * (turns[one] - turns[needed])
                 if begin > begins[one] + slack:
                     begins[one], self._waits_for_need[one], any_did = begin, True, True
         return any_did

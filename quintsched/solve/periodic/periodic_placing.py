@@ -60,14 +60,16 @@ class PeriodPlacing:
     def __post_init__(self) -> None:
         problem, stages = self.problem, self.problem.num_stages
         self._slack = self.period * EPSILON
-        times, lags = problem.tables
-        self._times, self._lags = times[:, :, 0].tolist(), lags[:, :, 0].tolist()
-        self._held = [problem.reserved[problem.number(FORWARD, stage, 0)] for stage in range(stages)]
+        times, delays = problem.tables
+        self._times, self._delays = times[:, :, 0].tolist(), delays[:, :, 0].tolist()
+        self._held = [problem.rises[problem.number(FORWARD, stage, 0)] for stage in range(stages)]
+        self._added = [problem.rises[problem.number(INPUT_HALF, stage, 0)] for stage in range(stages)]
         caps = [problem.caps[rank] for rank in problem.stage_to_pp]
         self._shares = [
             held / cap / self.period if 0 < cap < math.inf else 1 / self.period / stages
             for held, cap in zip(self._held, caps, strict=True)
         ]
+        self._more = [one / cap / self.period if cap else 0.0 for one, cap in zip(self._added, caps, strict=True)]
 
     def place(self, rng: random.Random, noise: float) -> list[float] | None:
         """Return the starts by kind and stage; None if none was found that keep to the caps.
@@ -98,7 +100,7 @@ class PeriodPlacing:
         for stage, rank in enumerate(ranks):
             left[rank] += [times[stage] for times in self._times]
             halves = self._times[INPUT_HALF][stage] + self._times[WEIGHT_HALF][stage]
-            shares[rank] += self._shares[stage] * (ways[stage] + halves)
+            shares[rank] += self._shares[stage] * (ways[stage] + halves) + self._more[stage] * halves
         if any(sum(times) > self.period + self._slack for times in left):
             return []
         return [_Partial(shares, 0.0, tuple(Circle(None, tuple(sorted(times))) for times in left), ())]
@@ -115,7 +117,7 @@ class PeriodPlacing:
     def _forwards(self, partial: _Partial, stage: int, shares: Amounts) -> list[_Partial]:
         """Return a placement with a stage's forward added; while it waits, ranks hold these shares longer."""
         rank, duration = self.problem.stage_to_pp[stage], self._times[FORWARD][stage]
-        ready = partial.ready + self._lags[FORWARD][stage]
+        ready = partial.ready + self._delays[FORWARD][stage]
         return [
             _Partial(
                 partial.shares + shares * (start - ready),
@@ -130,7 +132,7 @@ class PeriodPlacing:
         """Return a placement with both halves of a stage's backward added, where the rank keeps to its cap."""
         rank, found = self.problem.stage_to_pp[stage], list[_Partial]()
         half, weight = self._times[INPUT_HALF][stage], self._times[WEIGHT_HALF][stage]
-        ready = partial.ready + self._lags[INPUT_HALF][stage]
+        ready = partial.ready + self._delays[INPUT_HALF][stage]
         for start, circle in self._places(partial.circles[rank], ready, half, PLACES):
             end = start + half
             for after, rest in self._places(circle, end, weight, WEIGHT_PLACES):
@@ -138,20 +140,23 @@ class PeriodPlacing:
                 if not self._keeps_to_cap(rank, stage, starts, end):
                     continue
                 held = partial.shares + shares * (start - ready)
-                held[rank] += self._shares[stage] * (after - end)
+                held[rank] += (self._shares[stage] + self._more[stage]) * (after - end)
                 found.append(_Partial(held, end, _replaced(partial.circles, rank, rest), starts))
         return found
 
     def _keeps_to_cap(self, rank: int, stage: int, starts: tuple[float, ...], now: float) -> bool:
-        """Return whether all microbatches together keep to a rank's cap at each forward, as far as is placed."""
+        """Return whether all microbatches together keep to a rank's cap where it grows, as far as is placed."""
         stages, cap = self.problem.num_stages, self.problem.caps[rank]
         if math.isinf(cap):
             return True
         lives = []
         for mine, where in enumerate(self.problem.stage_to_pp):
             if where == rank:
-                last = starts[3 * stages - 1 - 2 * mine] + self._times[WEIGHT_HALF][mine] if mine >= stage else now
+                place = 3 * stages - 2 - 2 * mine
+                last = starts[place + 1] + self._times[WEIGHT_HALF][mine] if mine >= stage else now
                 lives.append((starts[mine], last, self._held[mine]))
+                if self._added[mine] and mine >= stage:
+                    lives.append((starts[place], last, self._added[mine]))
         for begin, _, _ in lives:
             held = 0.0
             for start, end, amount in lives:

@@ -8,8 +8,7 @@ import pytest
 from quintsched.ir.placement import linear, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve.list_policies import policies, schedule_by
-from quintsched.solve.local_search import critical_path, random_move
-from quintsched.solve.move_estimates import MoveEstimates
+from quintsched.solve.local_search import MoveEstimates, critical_path, random_move
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_timing import has_room, time_orders
 from quintsched.solve.periodic.pattern_annealing import PatternAnnealing, repeated_part

@@ -1,0 +1,130 @@
+"""More room under a cap, for time: stages that recompute, and activations that are offloaded to host memory.
+
+stages tried   R . . .   first those whose activations fill the cap most, for most time; from the best of these on,
+               R R . .   single stages change while the step of few microbatches gets shorter
+offloaded      F0 F1 F2 B0 …   an order for a looser cap   ─▶   F0 F1 OA0 F2 FA0 B0 …   keeps to the real one
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from time import monotonic
+
+from quintsched.errors import UsageError
+from quintsched.plan import Plan
+from quintsched.simulation.costs import Costs
+from quintsched.solve.list_policies import MANNERS, policies, schedule_by
+from quintsched.solve.order_bounds import lower_bound
+from quintsched.solve.order_certificate import value_of
+from quintsched.solve.order_problem import Objective
+from quintsched.solve.order_search import Attempt, Search
+from quintsched.solve.order_timing import time_orders
+from quintsched.solve.search_problem import NoRoomError, Orders, Problem, problem_of
+
+SEARCHED, FEW = 2, 3
+"""Best choices of stages that are searched, beside that of all, and microbatches per rank of a trial."""
+LOOSER = (1.25, 1.5, 2.0, math.inf)
+"""Caps of orders that are then offloaded, as multiples of the real one."""
+How = Callable[..., Search]
+PlanOf = Callable[..., Plan]
+"""Functions that search with problems, and that compile a plan of a problem and orders."""
+
+
+def search_for_room(
+    problems: list[tuple[Problem, Costs]], how: How, ends_s: float, chooses: bool, offloaded: PlanOf | None
+) -> tuple[Search, Plan | None]:
+    """Search; then with other stages recomputing, if it `chooses`; then for plans that are `offloaded`, unless None.
+
+    `how` searches for orders; all ends at `ends_s`. Return the search, and its best plan where that offloads.
+    """
+    turns = 1 + chooses + (offloaded is not None)
+    done = how(problems, seconds=(ends_s - monotonic()) / turns)
+    if chooses and not done.is_interrupted:
+        share, now_s = (ends_s - monotonic()) / (turns - 1), monotonic()
+        others = (one for each in problems for one in recompute_choices(*each, done.objective, now_s + share / 2))
+        done = how(others, seconds=share, after=done)
+    return done, best_offloaded(done, how, offloaded, ends_s) if offloaded and not done.is_interrupted else None
+
+
+def recompute_choices(
+    problem: Problem, costs: Costs | None, objective: Objective, ends_s: float
+) -> Iterator[tuple[Problem, Costs | None]]:
+    """Yield a problem with other stages recomputing: with all, and with those that few microbatches are fastest with.
+
+    Without a cap, there is nothing to gain. Trials end at `ends_s` (of `time.monotonic`).
+    """
+    if math.isinf(min(problem.caps)):
+        return
+    sizes, stages = (problem.pp, problem.microbatches, problem.stage_to_pp, costs, problem.caps), problem.num_stages
+    values: dict[tuple[int, ...], float] = {}
+
+    def tried(choice: tuple[int, ...]) -> float:
+        if choice not in values and monotonic() < ends_s:
+            with suppress(NoRoomError):
+                few = problem_of(*sizes, recompute=choice).shortened(min(problem.microbatches, FEW * problem.pp))
+                values[choice] = _value(few, objective, min(values.values(), default=math.inf))
+        return values.get(choice, math.inf)
+
+    best = min(((1,) * count + (0,) * (stages - count) for count in range(stages + 1)), key=tried)
+    before = None
+    while best != before:
+        before = best
+        for stage in range(stages):
+            best = min(best, (*best[:stage], 1 - best[stage], *best[stage + 1 :]), key=tried)
+    for place, choice in enumerate(sorted(values, key=tried)):
+        if choice != (problem.recompute or (0,) * stages) and (place < SEARCHED or all(choice)):
+            yield problem_of(*sizes, recompute=choice), costs
+
+
+def _value(problem: Problem, objective: Objective, best: float) -> float:
+    """Return the time of the best usual list schedule; only a bound on it where none can beat the best."""
+    bound = lower_bound(problem, objective).value
+    if bound >= best:
+        return bound
+    orders = [schedule_by(problem, policy) for policy in islice(policies(problem, random.Random(0)), len(MANNERS))]
+    timings = [time_orders(problem, problem.one_by_one), *(time_orders(problem, found) for found in orders if found)]
+    return min(timing.value(objective) for timing in timings if timing)
+
+
+def best_offloaded(done: Search, how: How, plan_of: PlanOf, ends_s: float) -> Plan | None:
+    """Return the best plan that offloads, which becomes the best of a search; None if none is faster than that."""
+    made, objective, took_s = list[tuple[Attempt, Plan]](), done.objective, 0.0
+    with suppress(KeyboardInterrupt, UsageError):  # also where the time is over before an order was timed
+        for number, factor in enumerate(LOOSER):
+            loose = [(_capped(one.problem, factor), one.costs) for one in done.attempts]
+            seconds = max(ends_s - monotonic(), 0.0) / (len(LOOSER) - number)
+            found = how(loose, seconds=seconds, told=lambda attempt, seconds: None)
+            for one, orders in _candidates(found):
+                free = _capped(one.problem, math.inf)
+                began_s = monotonic()
+                if began_s + took_s > ends_s:
+                    break
+                with suppress(UsageError):  # what a rank computes with has no room
+                    plan = plan_of(free, orders, costs=one.costs)
+                    other = Attempt(free, one.costs, objective, lower_bound(free, objective))
+                    value = value_of(plan.simulate(one.costs), objective)
+                    made = [*made, (other, plan)] if value < done.value else made
+                    done.keep(other, list(map(list, orders)), value, f"{one.origin}, offloaded")
+                took_s = monotonic() - began_s
+            if found.is_interrupted:
+                break
+    return next((plan for other, plan in made if other is done.best), None)
+
+
+def _candidates(found: Search) -> Iterator[tuple[Attempt, Orders]]:
+    """Yield each order of a search, and the same with whole backwards: between halves, nothing can be offloaded."""
+    for one in found.attempts:
+        each = len(one.problem.durations) // 3
+        begun = ([number for number in order if number < 2 * each] for order in one.orders)
+        whole = ([half for k in order for half in ((k, k + each) if k >= each else (k,))] for order in begun)
+        yield from ((one, orders) for orders in (one.orders, tuple(map(tuple, whole))) if orders)
+
+
+def _capped(problem: Problem, factor: float) -> Problem:
+    """Return the problem with its caps times a factor."""
+    return replace(problem, caps=tuple(cap * factor if cap else 0.0 for cap in problem.caps))

@@ -1,0 +1,198 @@
+"""Plans that recompute or offload: timed as the simulator times them, never worse than without, and certified."""
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+
+import pytest
+
+import quintsched as qs
+from quintsched.errors import InputError, UnsoundError, UsageError
+from quintsched.formats.plan_file import loads
+from quintsched.formats.plan_json import dumps
+from quintsched.ir.mesh import Mesh
+from quintsched.ir.placement import linear, loop, v
+from quintsched.simulation.costs import Costs
+from quintsched.solve import certify, solve
+from quintsched.solve.list_policies import policies, schedule_by
+from quintsched.solve.local_search import random_jump
+from quintsched.solve.order_bounds import lower_bound
+from quintsched.solve.order_certificate import value_of
+from quintsched.solve.order_problem import Objective
+from quintsched.solve.order_search import Attempt
+from quintsched.solve.order_timing import has_room, time_orders, timed
+from quintsched.solve.search_problem import Problem, problem_of
+from quintsched.solve.solved_plan import plan_of
+
+OBJECTIVES: tuple[Objective, ...] = ("span", "makespan")
+
+
+def drawn(seed: int) -> tuple[Problem, Costs, random.Random]:
+    """Return a problem of which some stages recompute, with unlike stages, microbatches, times and activations."""
+    rng = random.Random(seed)
+    pp, microbatches = rng.randint(1, 4), rng.randint(1, 6)
+    placed = rng.choice((linear(pp, 1), loop(pp, 2), v(pp, 2)))
+    each = lambda: tuple(rng.uniform(0.3, 2.0) for _ in placed)  # noqa: E731
+    costs = Costs(
+        microbatches=rng.choice((None, tuple(rng.uniform(0.5, 2.0) for _ in range(microbatches)))),
+        forward=each(),
+        backward_input=each(),
+        backward_weight=rng.choice((0.0, each())),
+        recompute=rng.choice((None, 3.0, each())),
+        exchange=rng.choice((0.0, 0.3)),
+        p2p=rng.choice((0.0, 0.2, 3.0)),
+        activation=each(),
+        activation_after_input=rng.choice((None, 0.2, each())),
+        activation_checkpointed=rng.choice((0.0, 0.1, each())),
+    )
+    choice = [rng.randint(0, 1) for _ in placed]
+    cap = rng.choice((None, 8.0, 12.0))
+    return problem_of(pp, microbatches, placed, costs, cap, recompute=choice), costs, rng
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_times_memory_and_bounds_are_those_of_the_simulator(seed: int) -> None:
+    problem, costs, rng = drawn(seed)
+    orders = schedule_by(problem, next(policies(problem, rng))) or [list(order) for order in problem.one_by_one]
+    assert all(has_room(problem, rank, order) for rank, order in enumerate(orders))
+    for _ in range(15):
+        order = rng.choice(orders)
+        source = rng.randrange(len(order))
+        target = min(max(source + random_jump(rng), 0), len(order) - 1)
+        order.insert(target, order.pop(source))
+        if time_orders(problem, orders) is None:
+            order.insert(source, order.pop(target))
+    simulated = plan_of(problem, tuple(map(tuple, orders)), Mesh(pp=problem.pp)).simulate(costs)
+    assert simulated.peak_activations == pytest.approx([problem.peak(order) for order in orders])
+    fits = all(has_room(problem, rank, order) for rank, order in enumerate(orders))
+    for objective in OBJECTIVES:
+        value = timed(problem, orders).value(objective)
+        assert value == pytest.approx(value_of(simulated, objective), abs=1e-9)
+        assert not fits or lower_bound(problem, objective).value <= value + 1e-9
+
+
+def orders_of(problem: Problem, rank: int, order: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    """Yield all orders of a rank with one stage that keep to its cap, each kind from the first microbatch on."""
+    counts = [sum(number // problem.microbatches == 2 * kind + rank for number in order) for kind in range(3)]
+    if counts[2] == problem.microbatches:
+        yield order
+    for kind, most in enumerate((problem.microbatches, *counts[:2])):
+        if counts[kind] < most:
+            further = (*order, problem.number(kind, rank, counts[kind]))
+            if has_room(problem, rank, list(further)):
+                yield from orders_of(problem, rank, further)
+
+
+@pytest.mark.parametrize(
+    ("costs", "cap"),
+    [
+        (Costs(), 1),
+        (Costs(activation_checkpointed=0.4, recompute=0.5, backward_weight=(0.5, 1.5)), 2),
+        (Costs(forward=(1.0, 2.5), activation_checkpointed=0.2, p2p=0.5), 1.5),
+        (Costs(recompute=3.0, activation_after_input=0.5, activation_checkpointed=0.1), 2),
+        (Costs(recompute=(0.3, 2.0), activation=(1.0, 0.5), activation_checkpointed=0.5, backward_weight=0.0), 1.5),
+    ],
+)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_it_finds_what_all_orders_and_choices_of_stages_find(costs: Costs, cap: float, objective: Objective) -> None:
+    best = {}
+    for choice in itertools.product((0, 1), repeat=2):
+        problem = problem_of(2, 3, (0, 1), costs, cap, recompute=choice)
+        timings = (time_orders(problem, both) for both in itertools.product(*(orders_of(problem, k) for k in (0, 1))))
+        best[choice] = min(timing.value(objective) for timing in timings if timing is not None)
+        assert lower_bound(problem, objective).value <= best[choice] + 1e-9
+    sizes = {"pp": 2, "microbatches": 3, "placement": "linear", "memory_cap": cap, "objective": objective}
+    found = solve(**sizes, costs=costs, recompute="auto", effort=1)
+    assert found.certificate.value == pytest.approx(min(best.values()))
+    assert best[found.plan.recompute or (0, 0)] == pytest.approx(found.certificate.value)
+    certify(found.plan, found.certificate)
+
+
+SCARCE = Costs(
+    forward=(1.0, 1.2, 0.8), activation_checkpointed=0.2, p2p=0.1, host_bandwidth=2.0, activation_after_input=0.6
+)
+
+
+@pytest.mark.parametrize(("costs", "cap"), [(Costs(), 1), (SCARCE, 2)])
+def test_it_is_never_worse_than_without_nor_than_a_named_schedule(costs: Costs, cap: float) -> None:
+    sizes = {"pp": 3, "microbatches": 6, "placement": "linear", "memory_cap": cap, "costs": costs}
+    kept = solve(**sizes, effort=1, seconds=600)
+    recomputed = solve(**sizes, recompute="auto", effort=1, seconds=600)
+    offloaded = solve(**sizes, offload=True, effort=1, seconds=600)
+    assert kept.plan.recompute == () != recomputed.plan.recompute
+    assert offloaded.offloads > kept.offloads
+    for found in (recomputed, offloaded):
+        assert found.certificate.value < kept.certificate.value
+        simulated = found.plan.simulate(costs)
+        assert (found.span, found.certificate.value) == pytest.approx((simulated.span, simulated.span))
+        assert max(certify(found.plan, found.certificate).peaks) <= cap + 1e-9
+    for schedule in ("1f1b", "gpipe", "zb-h1"):
+        timed_there = qs.compile(schedule, mesh="pp=3", microbatches=6, recompute=1).simulate(costs)
+        if max(timed_there.peak_activations) <= cap:
+            assert recomputed.certificate.value <= timed_there.span + 1e-9
+
+
+def test_claims_about_other_plans_are_refused() -> None:
+    costs = Costs(activation_checkpointed=0.2)
+    sizes = {"pp": 3, "microbatches": 6, "placement": "linear", "memory_cap": 1.5, "costs": costs, "effort": 1}
+    found, offloaded = (solve(**sizes, **more) for more in ({"recompute": (1, 1, 0)}, {"offload": True}))
+    assert (found.plan.recompute, offloaded.offloads) == ((1, 1, 0), True)
+    claim, other = found.certificate, offloaded.certificate
+    wrong = [
+        (found.plan, claim.model_copy(update={"bound": claim.bound + 0.1}), "only"),
+        (found.plan, claim.model_copy(update={"memory_cap": 1.1}), "above the cap"),
+        (found.plan, claim.model_copy(update={"costs": Costs(activation_checkpointed=0.9)}), "above the cap"),
+        (recomputed_early(found.plan), claim, "right before the backward"),
+        (qs.compile("1f1b", mesh="pp=3", microbatches=6), claim, "its span is"),
+        (offloaded.plan, other.model_copy(update={"reason": "memory"}), "by memory proves 0 only"),
+        (offloaded.plan, other.model_copy(update={"value": other.value - 1}), "its span is"),
+        (offloaded.plan, other.model_copy(update={"costs": Costs(host_bandwidth=0.5)}), "its span is"),
+        (offloaded.plan, other.model_copy(update={"memory_cap": 0.9}), "above the cap"),
+    ]
+    for plan, changed, why in wrong:
+        with pytest.raises(UnsoundError, match=why):
+            certify(plan, changed)
+
+
+def recomputed_early(plan: qs.Plan) -> qs.Plan:
+    """Return the plan with the last recomputation of rank 0 before the computation that precedes it."""
+    data = json.loads(dumps(plan))
+    program = data["programs"][0]
+    last = max(place for place, one in enumerate(program) if one["op"] == "Recompute")
+    before = max(k for k in range(last) if program[k]["op"] in ("Fwd", "BwdInput", "BwdWeight"))
+    program.insert(before, program.pop(last))
+    return qs.Plan.of(loads(json.dumps(data)))
+
+
+def test_a_cap_may_have_room_only_where_stages_recompute() -> None:
+    sizes = {"pp": 2, "microbatches": 4, "placement": "v", "costs": Costs(activation_checkpointed=0.2), "effort": 1}
+    for recompute in ("auto", "all", (1, 1, 1, 1), (1, 1, 0, 0)):
+        found = solve(**sizes, recompute=recompute, memory_cap=0.6)
+        assert max(certify(found.plan, found.certificate).peaks) <= 0.6 + 1e-9
+    for wrong, least in ((("none", 0.6), "1"), (("auto", 0.5), "0.6"), (("all", 0.5), "0.6")):
+        with pytest.raises(UsageError, match=f"the smallest that works: {least}$"):
+            solve(**sizes, recompute=wrong[0], memory_cap=wrong[1])
+    with pytest.raises(InputError, match="recompute has 2 values, but there are 4 stages"):
+        solve(**sizes, recompute=(1, 0))
+    for more in ({}, {"memory_cap": (1, 1)}, {"memory_cap": 1, "jitter": "0.1"}):
+        with pytest.raises(UsageError, match="offload takes one memory_cap"):
+            solve(pp=2, microbatches=2, offload=True, **more)
+
+
+def test_an_interrupt_leaves_a_plan_that_offloads_with_its_certificate() -> None:
+    def told(attempt: Attempt, seconds: float) -> None:
+        if "offloaded" in attempt.origin:
+            raise KeyboardInterrupt
+
+    found = solve(pp=3, microbatches=6, placement="linear", memory_cap=1, offload=True, effort=1, told=told)
+    assert found.offloads
+    assert max(certify(found.plan, found.certificate).peaks) <= 1
+
+
+def test_a_plain_order_is_tried_before_all_others() -> None:
+    def told(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    found = solve(pp=4, microbatches=32, memory_cap=4, told=told)
+    assert (found.origin, found.placement) == ("1f1b", "linear")
