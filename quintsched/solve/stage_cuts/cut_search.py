@@ -18,7 +18,7 @@ from itertools import combinations_with_replacement, islice
 import numpy as np
 
 from quintsched.ir.instruction_columns import Amounts, Flags, Ints
-from quintsched.solve.order_problem import Objective
+from quintsched.solve.order_problem import EPSILON, Objective
 from quintsched.solve.stage_cuts.cut_timing import KINDS, PARTS, OrderGraph
 from quintsched.solve.stage_cuts.layer_costs import Layers
 
@@ -32,7 +32,6 @@ TRIED, PATHS, KICKS = 48, 24, 3
 """Moves that are timed together, critical paths that are remembered, and moves of a restart."""
 RESTARTS, SHIFTS = 100, 20_000
 """Restarts of the search for a cut that keeps to a cap, and moves that their first steps compare."""
-EPSILON = 1e-9
 
 
 @dataclass(frozen=True, eq=False)

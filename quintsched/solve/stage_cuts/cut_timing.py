@@ -93,15 +93,12 @@ class OrderGraph:
         spans = ends[self.last] - (starts[self.first] if objective == "span" else 0.0)
         rank = int(spans.argmax())
         counts = np.zeros(len(KINDS) * len(self.stage_to_pp) + 1, np.int64)
-        node = int(self.last[rank])
-        while node:
-            counts[self.column[node]] += 1
-            before, source = int(self.before[node]), int(self.input[node])
-            node = before if ends[before] >= ends[source] else source
+        paths = [(int(self.last[rank]), 1)]
         if objective == "span":  # a path from the start of the step: without what precedes the rank's first forward
-            node = int(self.input[self.first[rank]])
+            paths.append((int(self.input[self.first[rank]]), -1))
+        for node, count in paths:
             while node:
-                counts[self.column[node]] -= 1
+                counts[self.column[node]] += count
                 before, source = int(self.before[node]), int(self.input[node])
                 node = before if ends[before] >= ends[source] else source
         return counts

@@ -12,7 +12,7 @@ The kinds are those of Megatron-LM's layouts. Layers of multi-token prediction (
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -113,7 +113,7 @@ class LayerCosts(BaseModel):
         if not middle:
             raise InputError("the plan has no stage of decoders only; trace one compiled with --stages, of 3 or more")
         every = np.arange(len(blocks))
-        counts = _Counts(len(blocks) // plan.mesh.pp, plan.schedule.slices, plan.schedule.microbatches)
+        counts = replace(plan.schedule, chunks=len(blocks) // plan.mesh.pp)
         times = {
             name: costs.of_units(name, every, np.zeros_like(every), counts) / counts.chunks * counts.slices
             for name in AMOUNTS[:3]
@@ -136,13 +136,6 @@ class LayerCosts(BaseModel):
         layers.append(LayerCost.of_kind("loss", ends[len(blocks) - 1]))
         p2p = costs.p2p if isinstance(costs.p2p, float | int) else costs.p2p.latency
         return cls(layers=tuple(layers), unit=costs.unit, p2p=float(p2p))
-
-
-@dataclass(frozen=True)
-class _Counts:
-    chunks: int
-    slices: int
-    microbatches: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import monotonic
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from quintsched.check_call_arguments import NUMBER, TEXT, WHOLE_NUMBER, items, ours, takes
 from quintsched.compiler import compile
 from quintsched.errors import InputError, UnsoundError, UsageError, counted
-from quintsched.ir.instruction_columns import Amounts, Ints
+from quintsched.ir.instruction_columns import Ints
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
@@ -210,6 +210,10 @@ class _Run:
     is_interrupted: bool = False
     is_exact: bool = True
     """Whether all cuts were tried under each order."""
+    cuts: list[StageCut] = field(default_factory=list)
+    errors: list[UsageError] = field(default_factory=list)
+    compared: list[StageCut] = field(default_factory=list)
+    """Best cut of each schedule, errors of those that do not fit, and the starts under the first schedule."""
 
     def best_of(self, names: list[str], layouts: Sequence[str]) -> CutStages:
         """Return the best cut of all schedules."""
@@ -219,19 +223,17 @@ class _Run:
             if len(cut) != stages + 1:
                 raise UsageError(f"layout {text}: it has {counted(len(cut) - 1, 'stage')}, not {stages}")
         starts = [even(self.layers, stages), *given]
-        cuts, errors, compared = list[StageCut](), list[UsageError](), list[StageCut]()
         try:
-            self.search(names, starts, cuts, errors, compared)
+            self.search(names, starts)
         except KeyboardInterrupt:
             self.is_interrupted = True
-        if self.is_interrupted and not cuts:
+        if self.is_interrupted and not self.cuts:
             raise KeyboardInterrupt
-        if not compared:
-            usual = _names((), self.chunks)[0]
-            compared = [self.judged(usual, self.named(usual), start) for start in starts]
-        if not cuts:
-            if errors and len(errors) == len(names):
-                raise errors[0]
+        usual = _names((), self.chunks)[0]
+        compared = self.compared or [self.judged(usual, self.named(usual), start) for start in starts]
+        if not self.cuts:
+            if self.errors and len(self.errors) == len(names):
+                raise self.errors[0]
             if self.memory_cap is None:
                 raise UsageError("the time was over before one order was timed; allow for more seconds")
             least = min(max(cut.peaks) for cut in compared)
@@ -241,17 +243,10 @@ class _Run:
                 f"{least:.6g}: give more, or another schedule"
             )
         first, *others = compared
-        best = min(cuts, key=lambda cut: cut.value)
+        best = min(self.cuts, key=lambda cut: cut.value)
         return CutStages(best, first, tuple(others), (self.mesh, self.microbatches), self.costs)
 
-    def search(
-        self,
-        names: list[str],
-        starts: list[Ints],
-        cuts: list[StageCut],
-        errors: list[UsageError],
-        compared: list[StageCut],
-    ) -> None:
+    def search(self, names: list[str], starts: list[Ints]) -> None:
         """Add the best cut of each schedule, schedules that do not fit, and the times of the starts under the first."""
         for name in names:
             if name == SOLVE or self.is_interrupted:
@@ -261,14 +256,13 @@ class _Run:
             except (UsageError, InputError, UnsoundError) as error:
                 if len(names) == 1:
                     raise
-                errors.append(UsageError(str(error)))
+                self.errors.append(UsageError(str(error)))
                 continue
-            if not compared:
-                compared += [self.judged(name, graph, start) for start in starts]
-            best = self.cut_of(name, graph, [*starts, *(cut.cut for cut in cuts)])
-            cuts += [best] if best else []
+            self.compared = self.compared or [self.judged(name, graph, start) for start in starts]
+            best = self.cut_of(name, graph, [*starts, *(cut.cut for cut in self.cuts)])
+            self.cuts += [best] if best else []
         if SOLVE in names:
-            self.solve_orders(cuts, starts)
+            self.solve_orders(starts)
 
     @property
     def is_over(self) -> bool:
@@ -319,17 +313,12 @@ class _Run:
     def _stage_cut(
         self, name: str, graph: OrderGraph, cut: Ints, value: float, is_exact: bool, orders: Orders | None = None
     ) -> StageCut:
-        peaks = tuple(self.peaks(graph, cut).tolist())
+        peaks = tuple(graph.peaks(self.layers, cut[None])[0].tolist())
         return StageCut(name, graph.stage_to_pp, self.layers, cut, value, peaks, is_exact, orders)
 
-    def peaks(self, graph: OrderGraph, cut: Ints) -> Amounts:
-        """Return the most memory of each rank."""
-        found: Amounts = graph.peaks(self.layers, cut[None])[0]
-        return found
-
-    def solve_orders(self, cuts: list[StageCut], starts: list[Ints]) -> None:
+    def solve_orders(self, starts: list[Ints]) -> None:
         """Add the best cuts with searched orders: of each placement, in turns an order and a cut for it."""
-        placements = {cut.stage_to_pp: cut for cut in sorted(cuts, key=lambda cut: -cut.value)}
+        placements = {cut.stage_to_pp: cut for cut in sorted(self.cuts, key=lambda cut: -cut.value)}
         if not placements:
             graph = self.named(_names((), self.chunks)[0])
             one_by_one = replace(graph, held=tuple(np.ones((1, held.shape[1])) for held in graph.held))
@@ -339,7 +328,7 @@ class _Run:
             best, seconds = start, (self.ends_s - monotonic()) / len(placements)
             for _ in range(ROUNDS):
                 again = None if self.is_interrupted else self.solved_once(best, seconds / ROUNDS)
-                cuts += [again] if again else []
+                self.cuts += [again] if again else []
                 if again is None or again.value > best.value * (1 - GAIN):
                     break
                 best = again
@@ -356,7 +345,6 @@ class _Run:
                 seed=self.seed,
                 effort=self.effort,
                 seconds=seconds,
-                told=lambda attempt, taken_s: None,
             )
         except UsageError:
             return None
