@@ -46,6 +46,14 @@ Cap = Annotated[
         help="Most activations on a rank, in the unit of the costs (default: microbatches); or one for each: 4,3,3,2.",
     ),
 ]
+Recomputed = Annotated[
+    str,
+    typer.Option(
+        "--recompute",
+        metavar="STAGES",
+        help="Stages that recompute: none, all, auto (those that pay under the cap), or 0 or 1 for each: 1,1,0,0.",
+    ),
+]
 Minimised = Annotated[
     str, typer.Option("--objective", metavar="TIME", help="span (the longest of a rank) or makespan (of all ranks).")
 ]
@@ -58,6 +66,13 @@ Noise = Annotated[
     ),
 ]
 
+LogFile = Annotated[
+    Path | None, typer.Option("--log", metavar="FILE", help="Write each improvement there, a JSON line each.")
+]
+BoundFile = Annotated[
+    Path | None, typer.Option("--certificate", metavar="FILE", help="Write the lower bound, for `certify`.")
+]
+
 
 def solve(
     microbatches: Microbatches,
@@ -67,17 +82,15 @@ def solve(
     chunks: Chunks = None,
     memory_cap: Cap = None,
     costs: CostsFile = None,
+    recompute: Recomputed = "none",
+    offload: Annotated[bool, typer.Option("--offload", help="Offload activations where that is faster.")] = False,
     objective: Minimised = "span",
     jitter: Noise = None,
     effort: Effort = 4,
     seconds: Seconds = 60.0,
     seed: Seed = 0,
-    log: Annotated[
-        Path | None, typer.Option("--log", metavar="FILE", help="Write each improvement there, a JSON line each.")
-    ] = None,
-    certificate: Annotated[
-        Path | None, typer.Option("--certificate", metavar="FILE", help="Write the lower bound, for `certify`.")
-    ] = None,
+    log: LogFile = None,
+    certificate: BoundFile = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", metavar="PLAN", help="Write the plan file.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -104,6 +117,8 @@ def solve(
             chunks=chunks,
             memory_cap=None if memory_cap is None else _caps(memory_cap),
             costs=read_costs(costs),
+            recompute=_stages(recompute),
+            offload=offload,
             objective=cast("Objective", objective),
             jitter=jitter,
             effort=effort,
@@ -148,6 +163,12 @@ def _caps(text: str) -> float | tuple[float, ...]:
     return every[0] if len(every) == 1 else every
 
 
+def _stages(text: str) -> str | tuple[int, ...]:
+    """Return a word, or a number for each stage."""
+    each = text.split(",")
+    return tuple(map(int, each)) if set(each) <= {"0", "1"} else text
+
+
 def _write(found: Solution, output: Path | None, certificate: Path | None, log: Path | None) -> None:
     from quintsched.files.atomic import write_whole
 
@@ -169,10 +190,13 @@ def _as_json(found: Solution) -> dict[str, object]:
 
 def _in_words(found: Solution) -> str:
     claim = found.certificate
+    recomputing = [f"stage {stage}" for stage, again in enumerate(found.plan.recompute) if again]
     other = f"makespan {found.makespan:g}" if claim.objective == "span" else f"span {found.span:g}"
     lines = [
         f"{claim.objective} {claim.value:g} {claim.costs.unit}, {other}, placement {found.placement}, "
         + (f"each stage in {found.parts} equal parts, " if found.parts > 1 else "")
+        + (f"recomputing {', '.join(recomputing)}, " if recomputing else "")
+        + ("offloading, " if found.offloads else "")
         + f"found by: {found.origin}",
         f"certified bound {claim.bound:g} (rank {claim.rank} by {claim.reason})",
     ]

@@ -21,6 +21,19 @@ def test_a_solved_plan_is_an_ordinary_plan_with_a_certificate(cli, tmp_path):
     assert cli("certify", plan, certificate).code == 1
 
 
+def test_stages_that_recompute_and_offloading_are_named(cli):
+    sizes = ("solve", "--pp", 4, "-m", 8, "--memory-cap", 2, "--placement", "linear", "--effort", 1)
+    assert "placement linear, recomputing stage 0, stage 1, found by" in cli(*sizes, "--recompute", "1,1,0,0").out
+    found = cli(*sizes, "--recompute", "all", "--offload", "--json")
+    assert json.loads(found.out).keys() >= {"recompute", "offloads"}
+    for wrong, why in (
+        ("1,1,0", "recompute has 3 values, but there are 4 stages"),
+        ("1,2,0,0", "give none, all, auto"),
+    ):
+        told = cli(*sizes, "--recompute", wrong)
+        assert (told.code, why in told.err) == (2 if "give" in why else 1, True)
+
+
 def test_json_and_wrong_requests(cli):
     found = cli("solve", "--pp", 2, "-m", 4, "--effort", 1, "--json")
     data = json.loads(found.out)
