@@ -310,7 +310,7 @@ def whatif(
     """
     from quintsched.cli.pictures import comparison_path, write_comparison
     from quintsched.solve.recorded import load_run, what_if
-    from quintsched.solve.recorded.whatif_report import in_words
+    from quintsched.solve.recorded.whatif import in_words
 
     path = None if output is None else comparison_path(output)
     check_outputs({"-o": path, "--plan": plan, "--certificate": certificate}, trace)

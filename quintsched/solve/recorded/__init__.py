@@ -1,7 +1,7 @@
 """Recorded runs: how much of their bubbles was avoidable.
 
 `read_run` reads traces of this project, of Primus and of torch.profiler as a `recorded_run`; `replay` times it again
-from its parts; `idle_causes` and `waits` name the causes; `whatif` is the entry point, `report` its words.
+from its parts; `idle_causes` names the causes; `whatif` is the entry point.
 `retune_cut_and_order` finds a better cut and order for a run. Imports `solve`, `trace`, `torch_csv`, `text` and
 packages below.
 """

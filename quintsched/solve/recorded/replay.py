@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ from quintsched.plan import Plan
 from quintsched.simulation.cost_forms import Link, PerUnit, Wires
 from quintsched.simulation.costs import Costs
 from quintsched.solve.order_problem import INPUT_HALF, WEIGHT_HALF
-from quintsched.solve.order_timing import Timing, time_orders
+from quintsched.solve.order_timing import Timing, timed
 from quintsched.solve.recorded.recorded_run import UNIT, RecordedStep
 from quintsched.solve.search_problem import Orders, Problem, problem_of
 from quintsched.solve.starting_orders import KINDS
@@ -139,7 +138,7 @@ class Recording:
     @cached_property
     def peaks(self) -> tuple[float, ...]:
         """Most activations of each rank, in microbatches of a whole rank."""
-        return tuple(max(accumulate(self.problem.holds[number] for number in order)) for order in self.orders)
+        return tuple(map(self.problem.peak, self.orders))
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -227,7 +226,7 @@ class Recording:
 
     def replay(self, parts: Parts) -> Timing:
         """Time the recorded order with these parts."""
-        return _timed(self._problem(parts), self.orders)
+        return timed(self._problem(parts), self.orders)
 
     def _problem(self, parts: Parts) -> Problem:
         ranks, needs = np.array(self.problem.ranks), np.array(self.problem.needs)
@@ -261,12 +260,6 @@ class Recording:
         pairs = np.argwhere((wires > 0) | (wires.T > 0)).tolist()
         links = tuple(Link(source=a, destination=b, latency=float(wires[a, b])) for a, b in pairs)
         return Costs(unit=UNIT, p2p=Wires(links=links) if links else 0.0, **times)
-
-
-def _timed(problem: Problem, orders: Orders) -> Timing:
-    timing = time_orders(problem, orders)
-    assert timing is not None, "a recorded order does not wait for itself"
-    return timing
 
 
 def _per_unit(times: Times) -> PerUnit:

@@ -20,7 +20,7 @@ from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 from quintsched.solve.order_certificate import require_searched
 from quintsched.solve.order_search import search
-from quintsched.solve.order_timing import time_orders
+from quintsched.solve.order_timing import timed
 from quintsched.solve.recorded.whatif import with_whole_backwards
 from quintsched.solve.search_problem import problem_of
 from quintsched.solve.stage_cuts.cut_search import Cutting, best_cut
@@ -155,13 +155,11 @@ def _better_order(
         seed=0,
         effort=effort,
         seconds=seconds,
-        told=lambda attempt, taken_s: None,
         known={"as it is": known},
     )
-    best, timing = done.best, time_orders(problem, known)
+    best = done.best
     assert best is not None
-    assert timing is not None
     rows = [[problem.computation(number) for number in order] for order in best.orders]
     if whole:
         rows = [with_whole_backwards(problem, order) for order in best.orders]
-    return tuple(map(tuple, rows)), timing.makespan - best.value
+    return tuple(map(tuple, rows)), timed(problem, known).makespan - best.value

@@ -17,10 +17,9 @@ from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.simulation.cost_forms import Link, PerUnit, Wires
 from quintsched.solve import certify
 from quintsched.solve.recorded import RecordedStep, load_run, what_if
-from quintsched.solve.recorded.idle_causes import CAUSES, IdleCauses
+from quintsched.solve.recorded.idle_causes import CAUSES, IdleCauses, waits_of
 from quintsched.solve.recorded.recorded_run import ComputedSpan, recorded_run
 from quintsched.solve.recorded.replay import Recording
-from quintsched.solve.recorded.waits import waits_of
 from tests.helpers.refusals import require_refusals
 from tests.traces import write_trace
 
