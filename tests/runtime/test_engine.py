@@ -1,5 +1,6 @@
 """The engine's promises besides equality: impossible runs that are refused, proofs made once, what a step reports."""
 
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -13,12 +14,13 @@ import quintsched as qs
 from quintsched.ir import instruction_set as ins
 from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.blocks.block_builders import Blocks
-from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.verify import soundness
 
-from ..helpers.training import Outcome, require_same_bits
+from ..helpers.training import Outcome, check_equality, require_same_bits
 from .linear_blocks import batch, linear, squared_sum, train
-from .toys import Task, difference, sgd, share, tiny_vit
+from .toys import Task, sgd, tiny_vit
+from .trials import engine_of
 
 TASK = Task.make(3, 8, torch.float64)
 
@@ -29,24 +31,6 @@ PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=2)
 def engine_on(transport: Transport, plan: qs.Plan, blocks: Blocks, **options: object) -> Engine:
     settings: dict[str, object] = {"dtype": torch.float64} | options
     return Engine(plan, blocks, cross_entropy_sum, sgd, transport=transport, **settings)  # type: ignore[arg-type]
-
-
-def test_evaluation_leaves_the_training_alone() -> None:
-    plan = qs.compile("interleaved-1f1b", mesh="pp=2,dp=2", microbatches=2)
-
-    def run(transport: Transport) -> None:
-        engine = engine_on(transport, plan, tiny_vit(), metrics={"accuracy": correct_sum})
-        before = engine.full_weights()
-        with torch.inference_mode():  # whose tensors count no versions
-            first = engine.evaluate(*share(engine, TASK.inputs[0] * 1, TASK.targets[0]))
-        again = engine.evaluate(*share(engine, TASK.inputs[0], TASK.targets[0]))
-        assert first.loss == again.loss
-        assert first.grad_norm is None
-        assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
-        trained = engine.step(*share(engine, TASK.inputs[0], TASK.targets[0]))
-        assert difference(trained.loss, first.loss) < 1e-12
-
-    run_local(4, run)
 
 
 def test_after_a_step_that_failed_the_engine_refuses_to_go_on() -> None:
@@ -155,3 +139,22 @@ def test_plans_that_ranks_do_not_share_or_that_are_not_sound_are_refused(
         plans = [replace(plan, programs=(plan.programs[0][::-1], plan.programs[1])) for plan in plans]
     with pytest.raises(error, match=words):
         run_local(2, lambda transport: engine_on(transport, plans[transport.rank], tiny_vit()).step(*TASK.batches[0]))
+
+
+def test_a_stage_that_only_reshapes_does_not_send_from_a_receive_buffer() -> None:
+    """The last stage is slow, so that the middle one has received again before its message is taken."""
+
+    class Last(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            time.sleep(0 if x.is_meta else 0.02)
+            return super().forward(x.flatten(1))
+
+    x, y = torch.randn(2, 16, 4)
+    blocks, plan = (
+        [nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), Last(4, 4)],
+        qs.compile("gpipe", mesh="pp=3", microbatches=8),
+    )
+    told: dict[str, Any] = {"block_costs": [1, 1, 1], "wire": "rendezvous", "tolerance": 1e-6, "dtype": torch.float32}
+    check_equality(plan, blocks, F.mse_loss, sgd, [(x, y)] * 2, evaluated=(x, y), **told)
+    with pytest.raises(qs.UsageError, match="2 block_costs for 3 blocks"):
+        engine_of(None, blocks, F.mse_loss, "pp=1", block_costs=[1, 1])

@@ -1,6 +1,7 @@
 """Examples of docs/extending.md: a tensor-parallel layer, and an object that is saved, as on the page."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.parallel.tensor.cuttable_layers import REGISTERED
+
+from ..helpers.training import check_equality
+from .trials import on_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "extending.md").read_text(encoding="utf-8")
 DATA = torch.randn(3, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -37,42 +41,29 @@ class Block(nn.Module):
         return x + self.score(x, x.tanh())
 
 
-def adam(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=1e-2)
+adam = partial(torch.optim.Adam, lr=1e-2)
 
 
 def test_a_new_tensor_parallel_layer_trains_and_is_saved_as_the_whole_one() -> None:
-    code = code_of("a tensor-parallel layer")
+    code, blocks, mesh = code_of("a tensor-parallel layer"), [Block, Block], "pp=2,tp=2"
     assert len(named_of_ours(code)) <= 10
-    plan = qs.compile("1f1b", mesh="pp=2,tp=2", microbatches=2)
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+    how: dict[str, Any] = {"rules": {"*.score": "column"}, "dtype": torch.float64}
 
-    def rank(transport: Transport) -> tuple[list[float], dict[str, Tensor], str, list[torch.Size]]:
-        blocks = [Block, Block]
-        rules = {"*.score": "column"}
-        engine = Engine(plan, blocks, F.mse_loss, adam, dtype=torch.float64, clip=0.1, rules=rules, transport=transport)
-        losses = [float(engine.step(*both).loss) for both in DATA]
+    def facts(engine: Engine) -> tuple[str, list[torch.Size]]:
+        engine.step(*DATA[0])
         parts = [tensor.shape for name, tensor in engine.state_dict().items() if name.endswith("score.weight")]
-        return losses, engine.full_weights(), engine.tensor_cuts or "", parts
+        return engine.tensor_cuts or "", parts
 
     try:
         exec(code, space := dict[str, Any]())
-        ran = run_local(4, rank)
+        check_equality(plan, blocks, F.mse_loss, adam, [*DATA], clip=0.1, tolerance=1e-10, **how)
+        (cuts, parts), *_ = on_ranks(facts, blocks, F.mse_loss, mesh=mesh, **how)
     finally:
         REGISTERED.pop(nn.Bilinear, None)
     assert space["ColumnParallelBilinear"]
-    (losses, weights, cuts, parts), last = ran[0], ran[-1]
     assert parts == [torch.Size([2, 4, 4])]
     assert "cuts 4 of 4 weights" in cuts
-    single = run_local(1, lambda transport: alone(transport))[0]
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(single[0]), rtol=1e-10, atol=0)
-    torch.testing.assert_close({**weights, **last[1]}, single[1], rtol=1e-9, atol=1e-12)
-
-
-def alone(transport: Transport) -> tuple[list[float], dict[str, Tensor]]:
-    """Train the same whole."""
-    plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
-    engine = Engine(plan, [Block, Block], F.mse_loss, adam, dtype=torch.float64, clip=0.1, transport=transport)
-    return [float(engine.step(*both).loss) for both in DATA], engine.full_weights()
 
 
 def test_a_new_thing_is_saved_and_comes_back_on_another_mesh() -> None:

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -130,8 +130,8 @@ def _error(found: Tensor, expected: Tensor) -> float:
 def _judge_bf16(family: Family, ranks: Sequence[Trained]) -> Verdict:
     exact, alone = train_alone(family, sgd=True), train_alone(family, bf16=True)
     mine = {name: gradient for rank in ranks for name, gradient in rank.gradients.items()}
-    if mine.keys() != alone.gradients.keys():
-        return Verdict("wrong", f"gradients of other weights: {sorted(mine.keys() ^ alone.gradients.keys())[0]!r}")
+    if missing := alone.gradients.keys() - mine.keys():
+        return Verdict("wrong", f"no gradient of {sorted(missing)[0]!r}")
     factor = _distance(mine, exact.gradients) / _distance(alone.gradients, exact.gradients)
     losses = [abs(loss - right) for rank in ranks for loss, right in zip(rank.losses, exact.losses, strict=True)]
     bound = max(abs(loss - right) for loss, right in zip(alone.losses, exact.losses, strict=True))
@@ -171,36 +171,9 @@ def batches_of(family: Family) -> list[Batch]:
     return [family.batch(random) for _ in range(STEPS)]
 
 
-class Noting(torch.optim.Optimizer):
-    """An optimizer of torch's that keeps the gradients which it was given last, by names."""
-
-    needs_whole_parameters = False
-    noted: dict[str, Tensor]
-
-    def step(self, closure: Any = None) -> None:
-        """Note the gradients, and step."""
-        given = [(name, p) for group in self.param_groups for name, p in self._named(group)]
-        self.noted = {name: p.grad.clone() for name, p in given if p.grad is not None}
-        super().step(closure)
-
-    @staticmethod
-    def _named(group: Mapping[str, Any]) -> Iterable[tuple[str, nn.Parameter]]:
-        return zip(group["param_names"], group["params"], strict=True)
-
-
-class NotingAdamW(Noting, torch.optim.AdamW):
-    """AdamW."""
-
-
-class NotingSGD(Noting, torch.optim.SGD):
-    """SGD: what it does to weights is no larger where gradients are rounded."""
-
-
-def _optimizer(bf16: bool) -> Callable[[Iterable[tuple[str, nn.Parameter]]], Noting]:
-    def build(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Noting:
-        return NotingSGD(named_parameters, lr=0.05) if bf16 else NotingAdamW(named_parameters, lr=1e-2, eps=1e-6)
-
-    return build
+def _optimizer(is_sgd: bool) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return AdamW, or SGD: what that does to weights is no larger where gradients are rounded."""
+    return partial(torch.optim.SGD, lr=0.05) if is_sgd else partial(torch.optim.AdamW, lr=1e-2, eps=1e-6)
 
 
 def _train_on(family: Family, mesh: Mesh, stepped: Callable[[int], None]) -> list[Trained]:
@@ -215,14 +188,16 @@ def _train_on(family: Family, mesh: Mesh, stepped: Callable[[int], None]) -> lis
         mine = copy.deepcopy(model)
         parts = split(mine.float() if mesh.bf16 else mine)
         how = {"dtype": dtype, "sequence_parallel": mesh.sequence_parallel, "bucket_mb": 0.05, "transport": transport}
-        engine = Engine(plan, parts, loss_of, _optimizer(mesh.bf16), **how)
-        losses = []
+        losses, noted = [], dict[Tensor, Tensor]()
+        engine = Engine(plan, parts, loss_of, training.noting(_optimizer(mesh.bf16), noted), **how)
         for step, batch in enumerate(batches_of(family)):
             result = training.call_with_share(engine, engine.step, (batch.inputs, batch.targets))
             losses.append(float(result.loss))
             stepped(step)
         weights = engine.full_weights()
-        gradients = {} if mesh.zero else _noted(engine) if mesh.bf16 else _full_gradients(engine)
+        training.write_in_place_of_weights(noted)
+        state = engine.full_state_dict(all_blocks=True).items()  # of bf16, the masters in float32
+        gradients = {} if mesh.zero else {key[6:]: tensor for key, tensor in state if key.startswith("model.")}
         names = {name: aliases.get(own, own) for name, own in parts.own_names.items()}
         own = ({names.get(name, name): t for name, t in found.items()} for found in (gradients, weights))
         return Trained(losses, *own)
@@ -237,31 +212,15 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: firsts.setdefault(id(tensor), name) for name, tensor in found.items()}
 
 
-def _noted(engine: Engine) -> dict[str, Tensor]:
-    return {name: g for optimizer in engine.optimizers.values() for name, g in optimizer.noted.items()}
-
-
-@torch.no_grad()
-def _full_gradients(engine: Engine) -> dict[str, Tensor]:
-    """Return the last gradients as the engine puts weights together: in their place."""
-    for optimizer in engine.optimizers.values():
-        for group in optimizer.param_groups:
-            for name, parameter in optimizer._named(group):
-                if name in optimizer.noted:
-                    parameter.copy_(optimizer.noted[name])
-    return engine.full_weights()
-
-
 @cache
 def train_alone(family: Family, *, bf16: bool = False, sgd: bool = False) -> Trained:
     """Train in one process with nothing of ours; `bf16` works on float32 masters, as SGD does then."""
-    model, made = _in_bf16(family) if bf16 else model_of(family), list[Noting]()
+    model, noted, held = _in_bf16(family) if bf16 else model_of(family), dict[Tensor, Tensor](), list[nn.Parameter]()
     names = [name for name, _ in model.named_parameters()]
 
-    def optimizer(parameters: Iterable[nn.Parameter]) -> Noting:
-        named = ((name, p) for name, p in zip(names, parameters, strict=True) if p.requires_grad)
-        made.append(_optimizer(bf16 or sgd)(named))
-        return made[-1]
+    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        held.extend(parameters)
+        return training.noting(_optimizer(bf16 or sgd), noted)(p for p in held if p.requires_grad)
 
     steps = [_called(batch, model) for batch in batches_of(family)]
     around = nullcontext if bf16 else Doubles
@@ -269,7 +228,8 @@ def train_alone(family: Family, *, bf16: bool = False, sgd: bool = False) -> Tra
     found = training.train_alone(model, loss_of, optimizer, steps, **how)
     kept = {*names, *_aliases(model).values()}
     weights = {name: weight for name, weight in found.weights.items() if name in kept}
-    return Trained(found.losses, made[-1].noted, weights)
+    gradients = {name: noted[p] for name, p in zip(names, held, strict=True) if p in noted}
+    return Trained(found.losses, gradients, weights)
 
 
 def _in_bf16(family: Family) -> nn.Module:

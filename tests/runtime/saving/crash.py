@@ -5,10 +5,13 @@ listdir lstat …               change nothing: they fail from then on
 """
 
 import os
+import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +75,16 @@ def crashing(at: int | None, **more: Any) -> Iterator[Crash]:
         for name in LOOKING:
             patch.setattr(os, name, crash.looking(getattr(os, name)))
         yield crash
+
+
+def every_death(act: Callable[[Path], object], begun: Path, *, halves: bool = True) -> Iterator[tuple[int, Path]]:
+    """Yield a copy of a folder in which an act died at its k-th call, for each k; in the last copy it has not."""
+    folder = begun.with_name("run")
+    for at in count(1):
+        shutil.copytree(begun, folder)
+        with crashing(at, halves=halves and bool(at % 2)) as crash, suppress(Killed):
+            act(folder)
+        yield at, folder
+        shutil.rmtree(folder)
+        if not crash.is_dead:
+            return

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +11,25 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ..toys import CLASSES, sgd
+from .split_models import plan_of, run_engines
 
 HIDDEN, DEPTH, HEADS, LENGTH = 16, 2, 4, 8
 OPTIONS = GPTOptions(hidden=HIDDEN, depth=DEPTH, heads=HEADS, activation="gelu_tanh")
 Weights = dict[str, Tensor]
 
 
-def draw_checkpoint(prefix: str = "", *, head: bool = False, dtype: torch.dtype = torch.float64) -> Weights:
+def draw_checkpoint(prefix: str = "", *, head: bool = False) -> Weights:
     """Return random weights under GPT-2's names; norms are no identity, and positions are more than the model's."""
     random = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> Tensor:
-        return (torch.randn(shape, generator=random, dtype=torch.float64) / 4).to(dtype)
+        return torch.randn(shape, generator=random, dtype=torch.float64) / 4
 
     made = {"wte.weight": draw(CLASSES, HIDDEN), "wpe.weight": draw(LENGTH + 3, HIDDEN)}
     sizes = {"attn.c_attn": (1, 3), "attn.c_proj": (1, 1), "mlp.c_fc": (1, 4), "mlp.c_proj": (4, 1)}
@@ -79,30 +79,21 @@ def run_gpt2(weights: Mapping[str, Tensor], ids: Tensor) -> Tensor:
     return norm(x, "ln_f") @ weights.get("lm_head.weight", weights["wte.weight"]).t()
 
 
-def make_engine(
-    transport: Transport,
-    plan: qs.Plan,
-    options: GPTOptions = OPTIONS,
-    *,
-    dtype: torch.dtype = torch.float64,
-    tokens: int = CLASSES,
-    length: int = LENGTH,
-) -> Engine:
-    blocks = gpt(DataSpec(input_shape=(length,), num_classes=tokens), options)
-    tied = gpt_tied(options)
-    return Engine(plan, blocks, cross_entropy_sum, sgd, dtype=dtype, tied=tied, clip=1.0, transport=transport)
+def on_ranks(plan: qs.Plan, body: Callable[[Engine], Any], options: GPTOptions = OPTIONS) -> list[Any]:
+    """Call with an engine of the model on each rank."""
+    blocks = gpt(DataSpec(input_shape=(LENGTH,), num_classes=CLASSES), options)
+    how = {"optimizer": sgd, "dtype": torch.float64, "tied": gpt_tied(options)}
+    return run_engines(plan, lambda: blocks, body, cross_entropy_sum, **how)
 
 
-def load_alone(path: Path, options: GPTOptions = OPTIONS, **settings: Any) -> Engine:
+def load_alone(path: Path, options: GPTOptions = OPTIONS) -> Engine:
     """Load a checkpoint into a model in one process."""
-    plan = qs.compile("1f1b", mesh="dp=1", microbatches=1)
 
-    def body(transport: Transport) -> Engine:
-        engine = make_engine(transport, plan, options, **settings)
+    def body(engine: Engine) -> Engine:
         engine.load_pretrained(path)
         return engine
 
-    return run_local(1, body)[0]
+    return on_ranks(plan_of("dp=1", 0), body, options)[0]
 
 
 def write(folder: Path, weights: Weights, config: Mapping[str, Any] | None = None) -> Path:

@@ -74,14 +74,27 @@ def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, monkeypatch: 
     run_local(2, act)
 
 
-def test_an_error_in_the_background_stops_all_ranks_after_the_next_step(data_file: Path, tmp_path: Path) -> None:
-    config = job(data_file, train={"epochs": 40}, checkpoint={"dir": str(tmp_path), "every": 4})
-    plan, write = plan_of(config), write_tensors.write_tensors
+@pytest.mark.parametrize(
+    ("rank", "background", "takes_notes"), [(1, True, True), (0, True, False), (1, True, False), (1, False, False)]
+)
+def test_an_error_of_a_save_stops_all_ranks_with_its_words(
+    data_file, tmp_path, monkeypatch, rank, background, takes_notes
+):
+    """In the background after a step more; at once also where the disk takes no note of the error either."""
+    config = job(
+        data_file, train={"epochs": 40}, checkpoint={"dir": str(tmp_path), "every": 4, "background": background}
+    )
+    plan, write, say = plan_of(config), write_tensors.write_tensors, JointWrite._say
 
-    def full(path: Path, *arguments: Any) -> Any:
-        if path.name == "rank-00001.safetensors" and list(tmp_path.glob("step-*")):
+    def write_part(path: Path, *arguments: Any) -> Any:
+        if path.name == f"rank-{rank:05d}.safetensors" and list(tmp_path.glob("step-*")):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(path, *arguments)
+
+    def say_nothing(joint: JointWrite, *arguments: Any) -> None:
+        if joint.rank == rank and not takes_notes and list(tmp_path.glob("step-*")):
+            raise qs.UsageError("no room for a note")
+        say(joint, *arguments)
 
     def run(transport: Transport) -> tuple[int, str]:
         trainer = Trainer.of_job(config, plan, transport, Reporter(None, lambda _: None))
@@ -89,46 +102,17 @@ def test_an_error_in_the_background_stops_all_ranks_after_the_next_step(data_fil
             trainer.fit()
         return trainer.progress.step, str(error.value)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save_and_load_checkpoints, "write_tensors", full)
-        found = run_local(plan.mesh.size, run)
-    assert len(set(found)) == 1
-    step, words = found[0]
-    assert 8 <= step < 240
-    assert "/step-" in words
-    assert words.endswith(f"cannot write the checkpoint: {os.strerror(errno.ENOSPC)}")
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]
-    assert "resumed after step 4" in fit(job(data_file, checkpoint={"dir": str(tmp_path)}), resume=True)[0][2]
-
-
-@pytest.mark.parametrize(("rank", "background"), [(0, True), (1, True), (1, False)])
-def test_a_disk_that_takes_no_note_either_is_told_of_at_once(data_file, tmp_path, monkeypatch, rank, background):
-    config = job(data_file, checkpoint={"dir": str(tmp_path), "every": 4, "background": background})
-    plan, write, say = plan_of(config), write_tensors.write_tensors, JointWrite._say
-    full = qs.UsageError("no room for a note")
-
-    def write_part(path: Path, *arguments: Any) -> Any:
-        if path.name == f"rank-{rank:05d}.safetensors":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(path, *arguments)
-
-    def say_nothing(joint: JointWrite, *arguments: Any) -> None:
-        if joint.rank == rank:
-            raise full
-        say(joint, *arguments)
-
-    def run(transport: Transport) -> str:
-        with pytest.raises(qs.WriteError) as error:
-            Trainer.of_job(config, plan, transport, Reporter(None, lambda _: None)).fit()
-        return str(error.value)
-
     monkeypatch.setattr(save_and_load_checkpoints, "write_tensors", write_part)
     monkeypatch.setattr(JointWrite, "_say", say_nothing)
     began = now_s()
-    (words,) = set(run_local(plan.mesh.size, run))
+    ((step, words),) = set(run_local(plan.mesh.size, run))
     assert now_s() - began < 60, "the patience is 300 s"
+    assert 8 <= step < 240
     assert words.startswith(f"rank {rank}: {tmp_path}/step-")
     assert words.endswith(f"cannot write the checkpoint: {os.strerror(errno.ENOSPC)}")
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000004"]
+    assert "resumed after step 4" in fit(job(data_file, checkpoint={"dir": str(tmp_path)}), resume=True)[0][2]
 
 
 def join(folder: Path, rank: int, patience_s: float, given_up: threading.Event | None = None) -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import InputError, MisfitError, QuintschedError, UsageError
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import GPTOptions
 from quintsched.runtime.saving.lazy_tensors import MappedFile
 
@@ -26,10 +26,11 @@ from .gpt2_checkpoint import (
     draw_checkpoint,
     load_alone,
     logits_of,
-    make_engine,
+    on_ranks,
     run_gpt2,
     write,
 )
+from .split_models import require_same
 
 
 @pytest.mark.parametrize(("prefix", "head"), [("", True), ("transformer.", False)])
@@ -44,25 +45,9 @@ def test_the_model_is_gpt2(tmp_path: Path, prefix: str, head: bool) -> None:
 
 
 @pytest.mark.parametrize(("mesh", "tied"), [("dp=2,tp=4", False), ("pp=2,tp=2", True)])
-def test_every_mesh_has_it_alike(tmp_path: Path, mesh: str, tied: bool) -> None:
+def test_every_mesh_has_it_alike_and_a_rank_reads_what_it_holds(tmp_path, monkeypatch, mesh, tied):
     path, options = write(tmp_path, draw_checkpoint()), OPTIONS.model_copy(update={"tied": tied})
-    axes = qs.Mesh.parse(mesh)
-    plan = qs.compile("1f1b", mesh=axes, microbatches=2, tied={"embedding": (0, 1)} if tied and axes.pp > 1 else {})
-
-    def body(transport: Transport) -> Weights:
-        engine = make_engine(transport, plan, options)
-        engine.load_pretrained(path)
-        return engine.full_weights()
-
-    found = {name: weight for rank in run_local(plan.mesh.size, body) for name, weight in rank.items()}
-    expected = load_alone(path, options).full_weights()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-
-
-def test_a_rank_reads_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path, draw_checkpoint())
-    plan = qs.compile("1f1b", mesh="pp=2,tp=2", microbatches=2)
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, tied={"embedding": (0, 1)} if tied else {})
     asked: dict[int, int] = {}
     reading = MappedFile._read_places
 
@@ -71,23 +56,20 @@ def test_a_rank_reads_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         asked[threading.get_ident()] = asked.get(threading.get_ident(), 0) + found.nbytes
         return found
 
-    def body(transport: Transport) -> int:
-        engine = make_engine(transport, plan)
+    def body(engine: Engine) -> Weights:
         engine.load_pretrained(path)
-        read = asked[threading.get_ident()]
-        assert read == sum(p.nbytes for stage in engine.stages.values() for p in stage.parameters())
-        return read
+        held = sum(p.nbytes for stage in engine.stages.values() for p in stage.parameters())
+        assert asked[threading.get_ident()] == held
+        return engine.full_weights()
 
     monkeypatch.setattr(MappedFile, "_read_places", counted)
-    read = run_local(4, body)
-    asked.clear()
-    load_alone(path)
-    assert max(read) <= 0.3 * sum(asked.values())
+    found = {name: weight for rank in on_ranks(plan, body, options) for name, weight in rank.items()}
+    require_same(found, load_alone(path, options).full_weights())
 
 
-def raised_by(path: Path, options: GPTOptions = OPTIONS, **settings: Any) -> QuintschedError:
+def raised_by(path: Path, options: GPTOptions = OPTIONS) -> QuintschedError:
     with pytest.raises(QuintschedError) as caught:
-        load_alone(path, options, **settings)
+        load_alone(path, options)
     return caught.value
 
 

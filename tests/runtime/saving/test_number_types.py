@@ -21,6 +21,7 @@ from quintsched.runtime.saving.saved_state import SavedState
 from quintsched.runtime.saving.tensor_placement import StateLayout
 from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, hash_file, require_intact
 
+from ...helpers.refusals import require_refusals
 from .offline_command import main
 from .split_models import State, load_state, plan_of, require_same, run_engines, save_state, weights_of
 
@@ -167,13 +168,16 @@ def test_numbers_of_another_kind_are_no_weights(dtype: torch.dtype, tmp_path: Pa
     assert main(["import", str(one), "--output", str(tmp_path / "begin")]) == 0
     full = {f"model.{name}": tensor for name, tensor in bad.items()}
     dcp.save(dict(full), checkpoint_id=tmp_path / "dcp", no_dist=True)
-    loads: list[Callable[[Engine], Any]] = [
-        lambda engine: engine.load_pretrained(one),
-        lambda engine: engine.load_state_files([tmp_path / "begin" / "step-00000000" / "rank-00000.safetensors"]),
-        lambda engine: engine.load_full_state_dict({**engine.full_state_dict(), **full}),
-        lambda engine: engine.set_weights({"0.weight": bad["0.weight"]}),
-        lambda engine: engine.load_dcp(tmp_path / "dcp"),
-    ]
-    for load in loads:
-        with pytest.raises(MisfitError, match=rf"0\.weight' has numbers of {dtype}"):
-            run(load)
+
+    def load(engine: Engine) -> None:
+        calls: list[Callable[[], object]] = [
+            lambda: engine.load_pretrained(one),
+            lambda: engine.load_state_files([tmp_path / "begin" / "step-00000000" / "rank-00000.safetensors"]),
+            lambda: engine.load_full_state_dict({**engine.full_state_dict(), **full}),
+            lambda: engine.set_weights({"0.weight": bad["0.weight"]}),
+            lambda: engine.load_dcp(tmp_path / "dcp"),
+        ]
+        said = rf"0\.weight' has numbers of {dtype}"
+        require_refusals(*((said, call) for call in calls), error=MisfitError)
+
+    run(load)

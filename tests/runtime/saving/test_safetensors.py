@@ -151,11 +151,3 @@ def test_names_may_be_given(tmp_path: Path) -> None:
     assert all(torch.equal(found[ours], tensor) for ours, tensor in nn.Sequential(*Split()).state_dict().items())
     with pytest.raises(UsageError, match=r"the model has no tensor '4\.wieght'; did you mean '4\.weight'"):
         loaded(tmp_path, unnamed, names={"4.wieght": "x"})
-
-
-def test_blocks_of_ones_own_go_by_our_names(tmp_path: Path) -> None:
-    run_engines(plan_of("pp=2", 0), lambda: [*Split()], lambda engine: engine.save_pretrained(tmp_path / "out"))
-    expected = nn.Sequential(*Split()).state_dict()
-    for found in (read_folder(tmp_path / "out"), loaded(tmp_path / "out", unnamed)):
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -1,8 +1,9 @@
 """Averages, full states and changes of weights are those of one process, on every mesh and ZeRO stage."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -10,28 +11,25 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
-from quintsched.runtime.blocks.block_builders import Blocks, build_block
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
-from ...helpers.training import train_alone
-from ..toys import adam, cross_entropy_plainly, difference, ids_task, share, tiny_gpt
-from .split_models import LENGTH, train_on_ids
+from ...helpers.training import call_with_share, train_alone
+from ..toys import adam, cross_entropy_plainly, difference, ids_task, tiny_gpt
+from .split_models import LENGTH, plan_of, require_same, run_engines, train_on_ids
 
-DECAY = 0.8
+DECAY, TINY = 0.8, tiny_gpt(LENGTH, depth=2)
 MESHES = [("dp=2,pp=2", 1), ("dp=2,tp=2", 2), ("dp=2,pp=2", 3)]
 
 
-def make(
-    transport: Transport, mesh: str, zero: int, optimizer: Any = adam, *, blocks: Blocks | None = None, **more: Any
-) -> Engine:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=4 // qs.Mesh.parse(mesh).axis_size("dp"), zero=zero)
-    blocks = tiny_gpt(LENGTH, depth=2) if blocks is None else blocks
-    more = {"dtype": torch.float64, "bucket_mb": 0.004, "clip": 1.0, "transport": transport} | more
-    return Engine(plan, blocks, cross_entropy_sum, optimizer, **more)
+def on(
+    mesh: str, zero: int, body: Callable[[Engine], Any], blocks: Callable[[], Any] | None = None, **more: Any
+) -> Any:
+    """Call with an engine on each rank."""
+    more = {"dtype": torch.float64, "bucket_mb": 0.004, "clip": 1.0} | more
+    return run_engines(plan_of(mesh, zero), blocks or (lambda: TINY), body, cross_entropy_sum, **more)
 
 
 @cache
@@ -49,34 +47,30 @@ def alone() -> tuple[dict[str, Tensor], float]:
     def begin(model: nn.Module, step: int) -> None:
         averages.update({name: p.detach().clone() for name, p in model.named_parameters() if step == 0})
 
-    blocks, settings = tiny_gpt(LENGTH, depth=2), {"clip": 1.0, "before": begin, "after": average}
-    found = train_alone(blocks, cross_entropy_plainly, adam, batches, evaluated=last, **settings)
+    settings = {"clip": 1.0, "before": begin, "after": average}
+    found = train_alone(TINY, cross_entropy_plainly, adam, batches, evaluated=last, **settings)
     return averages, found.losses[-1]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
 def test_averages_are_those_of_one_process(mesh: str, zero: int) -> None:
-    task = ids_task(4, 8, LENGTH)
-
-    def run(transport: Transport) -> tuple[dict[str, Tensor], float]:
-        engine = make(transport, mesh, zero)
+    def body(engine: Engine) -> tuple[dict[str, Tensor], float]:
         ema = engine.ema(DECAY)
         train_on_ids(engine, [0, 1, 2])
         before = engine.full_weights()
         with ema.applied():
-            loss = engine.evaluate(*share(engine, task.inputs[3], task.targets[3])).loss.item()
+            loss = call_with_share(engine, engine.evaluate, ids_task(4, 8, LENGTH).batches[3]).loss.item()
             with pytest.raises(UsageError, match=r"inside of `with ema\.applied"):
                 engine.step(None, None)
-        after = engine.full_weights()
-        assert all(torch.equal(after[name], weight) for name, weight in before.items())
+        require_same(engine.full_weights(), before)
         state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
         train_on_ids(engine, [3])
         engine.load_state_dict(state)
         return ema.full_weights(), loss
 
     expected, loss = alone()
-    for weights, found in run_local(4, run, timeout_s=60):
+    for weights, found in on(mesh, zero, body):
         assert abs(found - loss) <= 1e-12
         assert max(difference(weight, expected[name]) for name, weight in weights.items()) <= 1e-12
 
@@ -86,10 +80,7 @@ def test_averages_are_those_of_one_process(mesh: str, zero: int) -> None:
     [("dp=2", 1, torch.bfloat16), ("dp=2", 3, torch.float64), ("dp=2,tp=2", 2, torch.bfloat16)],
 )
 def test_weights_that_users_change_are_what_is_stepped(mesh: str, zero: int, dtype: torch.dtype) -> None:
-    plain = torch.optim.SGD
-
-    def run(transport: Transport) -> None:
-        engine = make(transport, mesh, zero, lambda p: plain(p, lr=0.0), dtype=dtype)
+    def body(engine: Engine) -> None:
         train_on_ids(engine, [0])
         before = engine.full_weights()
         with engine.gathered(write=True) as stages:
@@ -101,18 +92,16 @@ def test_weights_that_users_change_are_what_is_stepped(mesh: str, zero: int, dty
                     else:
                         weight.data.clamp_(-0.01, 0.01)
         train_on_ids(engine, [1])
-        weights = engine.full_weights()
+        weights, name = engine.full_weights(), "1.norm1.weight"
         assert max(float(weight.abs().max()) for weight in weights.values()) <= 0.0101
-        name = "1.norm1.weight" if "1.norm1.weight" in weights else sorted(weights)[0]
         engine.set_weights({name: torch.full_like(weights[name], 0.5)})
         train_on_ids(engine, [2])
         assert bool((engine.full_weights()[name] == 0.5).all())
-        with pytest.raises(UsageError, match="no weight 'nobody'"):
-            engine.set_weights({"nobody": torch.zeros(1)})
-        with pytest.raises(MisfitError, match=r"but .* needs"):
-            engine.set_weights({name: torch.zeros(1, 2, 3)})
+        for odd, error, words in (("nobody", UsageError, "no weight 'nobody'"), (name, MisfitError, "but .* needs")):
+            with pytest.raises(error, match=words):
+                engine.set_weights({odd: torch.zeros(1, 2, 3)})
 
-    run_local(qs.Mesh.parse(mesh).size, run, timeout_s=60)
+    on(mesh, zero, body, optimizer=partial(torch.optim.SGD, lr=0.0), dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +114,7 @@ def test_weights_that_users_change_are_what_is_stepped(mesh: str, zero: int, dty
     ],
 )
 def test_changes_that_would_be_lost_or_done_to_shards_are_refused(mesh, zero, dtype, change):
-    def run(transport: Transport) -> None:
-        engine = make(transport, mesh, zero, dtype=dtype)
+    def body(engine: Engine) -> None:
         train_on_ids(engine, [0])
         whole = {name: weight.shape for name, weight in engine.full_weights().items()}
         weights = engine.stages[0].named_weights().items()
@@ -135,14 +123,18 @@ def test_changes_that_would_be_lost_or_done_to_shards_are_refused(mesh, zero, dt
         with pytest.raises(UsageError, match=rf"'{name}'.*engine\.gathered\(write=True\)"):
             train_on_ids(engine, [1])
 
-    run_local(2, run)
+    on(mesh, zero, body, dtype=dtype)
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_readers_between_steps_see_fresh_weights_also_of_modules_that_a_loop_holds(zero: int) -> None:
-    def run(transport: Transport) -> None:
-        modules = [build_block(block, number) for number, block in enumerate(tiny_gpt(LENGTH, depth=2))]
-        engine = make(transport, "dp=2", zero, blocks=modules)
+    held: dict[int, list[nn.Module]] = {}
+
+    def build() -> list[nn.Module]:
+        return held.setdefault(get_ident(), [build_block(block, number) for number, block in enumerate(TINY)])
+
+    def body(engine: Engine) -> None:
+        modules = held[get_ident()]
         for step in range(3):
             train_on_ids(engine, [step])
             if zero < 3:
@@ -157,27 +149,30 @@ def test_readers_between_steps_see_fresh_weights_also_of_modules_that_a_loop_hol
             full = engine.full_weights()
             assert all(torch.equal(full[name], tensor) for name, tensor in seen.items())
 
-    run_local(2, run)
+    on("dp=2", zero, body, build)
 
 
 def test_averages_in_another_order_are_refused(tmp_path: Path) -> None:
-    def body(transport: Transport) -> None:
-        engines = [make(transport, "pp=1", 0) for _ in range(3)]
-        for engine, decays in zip(engines, [(0.5, 0.9), (0.9, 0.5), (0.5, 0.99)], strict=True):
+    def averaging(act: Callable[[Engine], Any], *decays: float) -> Any:
+        def body(engine: Engine) -> Any:
             for decay in decays:
                 engine.ema(decay)
-        saved, swapped, changed = engines
-        train_on_ids(saved, [0])
-        state, full = saved.state_dict(), saved.full_state_dict()
-        save_file(state, tmp_path / "0", metadata=saved.state_metadata())
-        loads: list[Callable[[Engine], None]] = [
-            lambda engine: engine.load_state_dict(state),
-            lambda engine: engine.load_full_state_dict(full),
-            lambda engine: engine.load_state_files([tmp_path / "0"]),
-        ]
-        for load in loads:
-            with pytest.raises(MisfitError, match=r"average 0 of the state has a decay of 0\.5, .* 0\.9"):
-                load(swapped)
-            load(changed)
+            return act(engine)
 
-    run_local(1, body)
+        return on("pp=1", 0, body)[0]
+
+    def save(engine: Engine) -> tuple[Any, Any]:
+        train_on_ids(engine, [0])
+        save_file(engine.state_dict(), tmp_path / "0", metadata=engine.state_metadata())
+        return engine.state_dict(), engine.full_state_dict()
+
+    state, full = averaging(save, 0.5, 0.9)
+    loads: list[Callable[[Engine], object]] = [
+        lambda engine: engine.load_state_dict(state),
+        lambda engine: engine.load_full_state_dict(full),
+        lambda engine: engine.load_state_files([tmp_path / "0"]),
+    ]
+    for load in loads:
+        with pytest.raises(MisfitError, match=r"average 0 of the state has a decay of 0\.5, .* 0\.9"):
+            averaging(load, 0.9, 0.5)
+        averaging(load, 0.5, 0.99)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.runtime import Engine, Transport, run_local, split
+from quintsched.runtime import Engine, split
 
-from .split_models import plan_of, run_engines
+from .split_models import plan_of, require_same, run_engines
 
 WIDTH, IDS = 8, 12
 
@@ -60,40 +61,32 @@ def loss_of(output: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), targets.flatten())
 
 
-def run(mesh: str, model: Callable[[], nn.Module], body: Callable[[Engine, Any], Any]) -> list[Any]:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-
-    def start(transport: Transport) -> Any:
-        whole = model()
-        blocks = split(whole, example=torch.arange(8).view(2, 4)) if isinstance(whole, Walked) else split(whole)
-        return body(Engine(plan, blocks, loss_of, lambda p: torch.optim.SGD(p, lr=0.0), transport=transport), blocks)
-
-    return run_local(plan.mesh.size, start, timeout_s=60)
-
-
 @pytest.mark.parametrize(("mesh", "kind"), [("dp=1", Traced), ("pp=2", Walked)])
 def test_all_of_it_goes_and_comes_back(tmp_path: Path, kind: Callable[[int], nn.Module], mesh: str) -> None:
     other, ids = kind(1), torch.arange(8).view(2, 4)
     wanted = other.state_dict()
     save_file(wanted, tmp_path / "model.safetensors")
 
-    def body(engine: Engine, blocks: Any) -> tuple[float, dict[str, Tensor]]:
+    def blocks() -> Any:
+        return split(kind(0), example=ids if kind is Walked else None)
+
+    def body(engine: Engine) -> tuple[float, dict[str, Tensor]]:
         engine.load_pretrained(tmp_path)
         loss = float(engine.step(ids, ids).loss)
         engine.save_pretrained(tmp_path / "out")
         engine.save_dcp(tmp_path / "dcp")
-        return loss, {blocks.own_names[name]: tensor for name, tensor in engine.full_weights().items()}
+        return loss, engine.full_weights()
 
-    ranks = run(mesh, lambda: kind(0), body)
-    given = {name: tensor for _, weights in ranks for name, tensor in weights.items()}
+    ranks = run_engines(plan_of(mesh, 0), blocks, body, loss_of, optimizer=partial(torch.optim.SGD, lr=0.0))
+    own = blocks().own_names
+    given = {own[name]: tensor for _, weights in ranks for name, tensor in weights.items()}
     read = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in wanted.items()}
     with warnings.catch_warnings(action="ignore"):
         dcp.load(read, checkpoint_id=tmp_path / "dcp", no_dist=True)
     back = {name.removeprefix("model."): tensor for name, tensor in read.items()}
     saved = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
     for found in (given, saved, back):
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        require_same(found, wanted)
     assert ranks[0][0] == pytest.approx(float(loss_of(other(ids), ids).detach()), rel=1e-6)
 
 

@@ -12,13 +12,14 @@ import threading
 import time
 import types
 import weakref
-from collections import ChainMap
+from collections import ChainMap, OrderedDict
 from contextvars import ContextVar
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from quintsched.errors import MisfitError
@@ -92,22 +93,28 @@ class Rates(metaclass=Counted):
     held = 1.0
 
 
-SCALED, NUMBER = functools.partial(operator.mul, 1.0), torch.ones(())
-LIBRARY, LONG = textwrap.TextWrapper(), [1.0] * 2000
-F.known_scale = 1.0
-FOLLOWED = {
-    "partial": (lambda self, x: SCALED(x), lambda: SCALED.__setstate__((operator.mul, (2.0,), {}, {}))),
-    "metaclass": (lambda self, x: x * Rates.rate, lambda: setattr(Rates, "held", 3.0)),
-    "tensor": (lambda self, x: x * NUMBER.item(), lambda: NUMBER.detach().numpy().fill(2.0)),
-    "array": (lambda self, x: x * LARGE[5], lambda: LARGE.fill(2.0)),
-    "object of a library": (lambda self, x: x * LIBRARY.rate, lambda: setattr(LIBRARY, "rate", 2.0)),
-    "module of a library": (lambda self, x: x * F.known_scale, lambda: setattr(F, "known_scale", 2.0)),
-    "long list": (lambda self, x: x * LONG[7], lambda: LONG.__setitem__(7, 2.0)),
-    "mapping": (lambda self, x: x * CHAINED["tau"], lambda: CHAINED.maps[0].update(tau=2.0)),
-    "array of Python": (lambda self, x: x * NUMBERS[0], lambda: NUMBERS.__setitem__(0, 2.0)),
-    "cache": (lambda self, x: x * cached(), lambda: (STORED.update(tau=2.0), cached.cache_clear())),
-}
-LARGE, STORED, LIBRARY.rate = np.ones(2000), {"tau": 1.0}, 1.0
+class Scheduled:
+    """A descriptor that keeps the value itself."""
+
+    value = 1.0
+
+    def __get__(self, owner, kind):
+        return self.value
+
+    def __set__(self, owner, value):
+        self.value = value
+
+
+class Whole:
+    factor = 1.0
+
+
+class Half:
+    factor = 0.5
+
+
+class Rate(float):
+    factor = 1.0
 
 
 @functools.lru_cache
@@ -115,13 +122,43 @@ def cached():
     return STORED["tau"]
 
 
+SCALED, NUMBER = functools.partial(operator.mul, 1.0), torch.ones(())
+LIBRARY, LONG, SETTINGS = textwrap.TextWrapper(), [1.0] * 2000, types.ModuleType("settings_of_a_user")
+LARGE, STORED, LIBRARY.rate, SETTINGS.rate, F.known_scale = np.ones(2000), {"tau": 1.0}, 1.0, 1.0, 1.0
+FOLLOWED = {
+    "partial": (lambda self, x: SCALED(x), lambda _: SCALED.__setstate__((operator.mul, (2.0,), {}, {}))),
+    "metaclass": (lambda self, x: x * Rates.rate, lambda _: setattr(Rates, "held", 3.0)),
+    "tensor": (lambda self, x: x * NUMBER.item(), lambda _: NUMBER.detach().numpy().fill(2.0)),
+    "array": (lambda self, x: x * LARGE[5], lambda _: LARGE.fill(2.0)),
+    "object of a library": (lambda self, x: x * LIBRARY.rate, lambda _: setattr(LIBRARY, "rate", 2.0)),
+    "module of a library": (lambda self, x: x * F.known_scale, lambda _: setattr(F, "known_scale", 2.0)),
+    "module": (lambda self, x: x * SETTINGS.rate, lambda _: setattr(SETTINGS, "rate", 0.5)),
+    "long list": (lambda self, x: x * LONG[7], lambda _: LONG.__setitem__(7, 2.0)),
+    "mapping": (lambda self, x: x * CHAINED["tau"], lambda _: CHAINED.maps[0].update(tau=2.0)),
+    "array of Python": (lambda self, x: x * NUMBERS[0], lambda _: NUMBERS.__setitem__(0, 2.0)),
+    "cache": (lambda self, x: x * cached(), lambda _: (STORED.update(tau=2.0), cached.cache_clear())),
+    "attribute of a number": (lambda self, x: x * self.tau.factor, lambda model: setattr(model.tau, "factor", 0.5)),
+    "class": (lambda self, x: x * self.last.factor, lambda model: setattr(model.last, "__class__", Half)),
+    "attribute of a mapping": (
+        lambda self, x: x * getattr(self.options, "factor", 1.0),
+        lambda model: setattr(model.options, "factor", 0.5),
+    ),
+    "name": (lambda self, x: x * (1 + ("late" in vars(self))), lambda model: setattr(model, "late", 1)),
+    "__getattr__": (lambda self, x: x * self.asked, lambda model: setattr(model.last, "factor", 0.5)),
+    "descriptor": (lambda self, x: x * self.scheduled, lambda model: setattr(model, "scheduled", 0.5)),
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", FOLLOWED)
 def test_what_is_compared_by_value_is_followed(what, kind):
     between, change = FOLLOWED[what]
     model = made(kind, between, torch.float32)
+    model.tau, model.last, model.options = Rate(1.0), Whole(), OrderedDict()
+    type(model).scheduled, inherited = Scheduled(), nn.Module.__getattr__
+    type(model).__getattr__ = lambda self, name: self.last.factor if name == "asked" else inherited(self, name)
     blocks = split(model, example=X)
-    change()
+    change(model)
     for source in sources_of(blocks):
         source.follow_model()
     torch.testing.assert_close(chain(blocks, X), model(X))

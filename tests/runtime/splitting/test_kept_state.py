@@ -1,7 +1,6 @@
 """State that code between layers, layers, or the loop change after the split: as in one process, or refused."""
 
 import random
-from functools import partial
 
 import pytest
 import torch
@@ -60,25 +59,18 @@ def drawing():
     return Drawing()
 
 
-def stepped(model, mesh, cut=split):
-    """Train on a mesh, and in one process, of which each has objects of its own; returns the losses of both."""
-    plan, x = qs.compile("1f1b", mesh=mesh, microbatches=2), inputs()
-    own, batches = [model() for _ in range(plan.mesh.size)], [(x, x[:, 0, 0])] * 2  # threads would share a generator
-
-    def train(transport):
-        return train_rank(transport, plan, own[transport.rank], loss, sgd, batches, cut=cut).losses
-
-    found = run_local(plan.mesh.size, train)
-    return found, train_alone(model(), loss, sgd, batches, microbatches=2).losses
-
-
 def test_trial_runs_move_no_generator_and_no_counter():
+    """Each rank, and one process, has objects of its own: threads would share a generator."""
+
     def model():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 4), drawing(), nn.Tanh(), nn.Linear(4, 2)).double()
 
-    found, expected = stepped(model, "pp=2")
-    assert found == [pytest.approx(expected, rel=1e-12)] * len(found)
+    x, plan, own = inputs(), qs.compile("1f1b", mesh="pp=2", microbatches=2), [model() for _ in range(2)]
+    batches = [(x, x[:, 0, 0])] * 2
+    found = run_local(2, lambda one: train_rank(one, plan, own[one.rank], loss, sgd, batches, cut=split))
+    expected = train_alone(model(), loss, sgd, batches, microbatches=2).losses
+    assert [one.losses for one in found] == [pytest.approx(expected, rel=1e-12)] * 2
 
 
 def with_shared_norm():
@@ -93,18 +85,11 @@ def with_teacher(kind, teacher):
     return model.double()
 
 
-@pytest.mark.parametrize(
-    ("model", "cut"),
-    [
-        (with_shared_norm, split),
-        (lambda: with_teacher(Walked, nn.BatchNorm1d(3)), partial(split, example=inputs()[:2])),
-    ],
-)
-def test_one_state_on_two_stages_is_refused_and_on_one_it_is_one(model, cut):
-    (found,), expected = stepped(model, "pp=1", cut)
-    assert found == pytest.approx(expected, rel=1e-12)
+@pytest.mark.parametrize("model", [with_shared_norm, lambda: with_teacher(Walked, nn.BatchNorm1d(3))])
+def test_one_state_on_two_stages_is_refused_and_on_one_it_is_one(model):
+    check(model(), mesh="pp=1", tolerance=1e-12)
     with pytest.raises(MisfitError, match=r"which a forward changes, and are on stages 0 and 1.*copy.deepcopy"):
-        stepped(model, "pp=2", cut)
+        check(model())
 
 
 def first_halved(model):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from quintsched.errors import UsageError
@@ -143,36 +144,25 @@ def require_equal(found: list[dict[str, float]], expected: list[dict[str, float]
         assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-9)
 
 
-def require_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-9, msg=name)
-
-
-def test_a_checkpoint_is_trained_and_saved_as_by_a_plain_loop(names: dict[str, Any], tmp_path: Path) -> None:
-    start = saved(gpt2(), tmp_path / "start")
-    model = transformers.AutoModelForCausalLM.from_pretrained(start, dtype=torch.float64)
+@pytest.mark.parametrize("has_adapters", [False, True])
+def test_a_model_is_trained_and_saved_as_by_a_plain_loop(
+    names: dict[str, Any], tmp_path: Path, has_adapters: bool
+) -> None:
+    peft = pytest.importorskip("peft")
+    start = saved(llama() if has_adapters else gpt2(), tmp_path / "start")
+    given: dict[str, Any] = {"options": {"adapt": str(start)}} if has_adapters else {"pretrained": str(start)}
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = names["build"](None, adapt=start) if has_adapters else load(start, dtype=torch.float64)
     expected = plainly(model, names["load"](0, 1))
     assert expected[-1]["loss"] < expected[0]["loss"]
+    weights = peft.get_peft_model_state_dict(model) if has_adapters else model.state_dict()
     for mesh in ("dp=2,pp=2", "tp=2,pp=2"):
-        require_equal(finetuned(tmp_path, mesh, {"pretrained": str(start)}), expected)
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / mesh, dtype=torch.float64)
-        require_weights(loaded.state_dict(), model.state_dict())
-
-
-def test_adapters_are_trained_as_by_a_plain_loop(names: dict[str, Any], tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    from safetensors.torch import load_file
-
-    start = saved(llama(), tmp_path / "start")
-    adapted = names["build"](None, adapt=start)
-    expected = plainly(adapted, names["load"](0, 1))
-    for mesh in ("dp=2,pp=2", "tp=2,pp=2"):
-        require_equal(finetuned(tmp_path, mesh, {"options": {"adapt": str(start)}}), expected)
-        weights: dict[str, Tensor] = {}
-        for file in (tmp_path / mesh).glob("*.safetensors"):
-            weights |= load_file(file)
-        require_weights(weights, peft.get_peft_model_state_dict(adapted))
+        require_equal(finetuned(tmp_path, mesh, given), expected)
+        folder = tmp_path / mesh
+        found = load_file(folder / "adapter_model.safetensors") if has_adapters else load(folder).state_dict()
+        assert found.keys() == weights.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-9, msg=name)
 
 
 def test_a_loss_of_ones_own_has_no_accuracy(names: dict[str, Any], tmp_path: Path) -> None:

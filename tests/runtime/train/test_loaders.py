@@ -82,9 +82,6 @@ class Whole(Shuffled):
 def whole(replica, num_replicas):
     return Whole(replica, num_replicas)
 
-def stream(replica):
-    return Loaders((row for row in [(INPUTS[:4], TARGETS[:4])] * 99), batches=5)
-
 class Counted(torch.utils.data.Dataset):
     '''Of the second replica, samples depend on how many were read.'''
 
@@ -166,12 +163,6 @@ def test_other_data_of_another_rank_are_said(tmp_path: Path) -> None:
     fit(settings)
     forget_after(tmp_path, 3)
     assert fit(settings, resume=True)[0][2].count(OTHER_DATA) == 1
-
-
-def test_a_loader_with_neither_state_nor_position_is_refused_as_it_is_saved(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="where the loader, a generator, is: "):
-        fit(job(tmp_path, "stream", mesh="dp=2"))
-    fit(job(tmp_path, "stream", mesh="dp=2", dir=None))
 
 
 def test_as_many_samples_make_a_step_as_before(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import quintsched as qs
 from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, read_manifest
 from quintsched.trace.measured_trace import Trace
 
 from ...helpers.jobs import data_file, figures, fit, interrupt_after, job
@@ -77,3 +78,33 @@ def test_a_resumed_run_goes_on_to_the_same_numbers(data_file: Path, tmp_path: Pa
         assert said[0] == f"resumed after step {8 if every else 6}"
         assert figures(history) == figures(expected)
         assert all(torch.equal(weight, expected_weights[name]) for name, weight in weights.items())
+
+
+def checkpointed(data_file: Path, tmp_path: Path, **sections: Any) -> Any:
+    return job(data_file, checkpoint={"dir": str(tmp_path / "c")} | sections.pop("checkpoint", {}), **sections)
+
+
+def test_resume_after_a_loss_that_was_not_finite(data_file: Path, tmp_path: Path) -> None:
+    train = {"optimizer": {"name": "sgd", "lr": 1e30}, "clip": None, "epochs": 2, "max_skipped": 0}
+    config = checkpointed(data_file, tmp_path, train=train, checkpoint={"every": 4})
+    interrupt_after(config, steps=5)
+    history, _, _ = fit(config, resume=True)[0]
+    assert [record["step"] for record in history] == [6, 12]
+    assert math.isnan(history[-1]["loss"])
+
+
+def test_progress_that_cannot_be_understood_is_refused(data_file: Path, tmp_path: Path) -> None:
+    config = checkpointed(data_file, tmp_path, train={"epochs": 1})
+    fit(config)
+    path = tmp_path / "c" / "step-00000006" / MANIFEST
+    manifest = read_manifest(path, 6)
+    for change, place in (({"epoch": "one"}, "/epoch"), ({"epoc": 1}, "/epoc: ")):
+        path.write_bytes(manifest.model_copy(update={"progress": manifest.progress | change}).to_json())
+        with pytest.raises(qs.InputError, match=f"the checkpoint's progress: {place}"):
+            fit(config, resume=True)
+
+
+def test_weights_that_cannot_be_written_are_refused_before_the_first_step(data_file: Path) -> None:
+    config = job(data_file, parallel={"mesh": "dp=1"}, checkpoint={"export": "/proc/self/weights"})
+    with pytest.raises(qs.UsageError, match="/proc/self: cannot write the weights: No such file"):
+        interrupt_after(config, steps=0)
