@@ -189,14 +189,19 @@ def train_ranks(
     evaluated: Batch | None = None,
     around: Callable[[], AbstractContextManager[object]] = nullcontext,
     cut: Callable[[nn.Module], Any] | None = None,
+    masters: bool = False,
     **settings: Any,
 ) -> list[Outcome]:
-    """Train with the engine on every rank of the plan, in this process; a module is split, by `cut` if given."""
+    """Train with the engine on every rank of the plan, in this process; a module is split, by `cut` if given.
+
+    With `masters`, outcomes have what the optimizer steps of weights that are low in precision.
+    """
 
     def run(transport: Transport) -> Outcome:
         own = copied(model) if not isinstance(model, nn.Module) else copy.deepcopy(model)
         with around():
-            return train_rank(transport, plan, own, loss, optimizer, batches, before, after, evaluated, cut, **settings)
+            told = (before, after, evaluated, cut, masters)
+            return train_rank(transport, plan, own, loss, optimizer, batches, *told, **settings)
 
     return run_local(plan.mesh.size, run, timeout_s=60, rules=wire)
 
@@ -212,6 +217,7 @@ def train_rank(
     after: Change | None = None,
     evaluated: Batch | None = None,
     cut: Callable[[nn.Module], Any] | None = None,
+    masters: bool = False,
     **settings: Any,
 ) -> Outcome:
     """Train with the engine on one rank, on this replica's share of each batch; without a loss, by the model's own."""
@@ -234,8 +240,26 @@ def train_rank(
     if evaluated is not None:
         losses.append(call_with_share(engine, engine.evaluate, evaluated).loss.item())
     names = getattr(blocks, "own_names", {})
-    weights = {names.get(name, name): held for name, held in engine.full_weights().items()}
+    state = engine.full_state_dict(all_blocks=True).items() if masters else ()
+    held = {name[6:]: weight for name, weight in state if name.startswith("model.")} or engine.full_weights()
+    weights = {names.get(name, name): weight for name, weight in held.items()}
     return Outcome(losses, weights, norms, figures=figures)
+
+
+def run_engines(
+    plan: qs.Plan,
+    blocks: Callable[[], Any],
+    body: Callable[[Engine], Any],
+    loss: Any,
+    optimizer: Any = sgd,
+    **more: Any,
+) -> list[Any]:
+    """Call with an engine on each rank, whose blocks are built there; `more` are its settings."""
+
+    def start(transport: Transport) -> Any:
+        return body(Engine(plan, blocks(), loss, optimizer, transport=transport, **more))
+
+    return run_local(plan.mesh.size, start, timeout_s=60)
 
 
 def call_with_share(engine: Engine, call: Callable[..., Any], batch: Batch | Step) -> Any:

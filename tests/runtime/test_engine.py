@@ -13,24 +13,15 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.ir import instruction_set as ins
 from quintsched.runtime import Engine, Transport, run_local
-from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.verify import soundness
 
 from ..helpers.training import Outcome, check_equality, require_same_bits
 from .linear_blocks import batch, linear, squared_sum, train
-from .toys import Task, sgd, tiny_vit
+from .toys import sgd, tiny_vit
 from .trials import engine_of
 
-TASK = Task.make(3, 8, torch.float64)
-
-
 PLAN = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-
-
-def engine_on(transport: Transport, plan: qs.Plan, blocks: Blocks, **options: object) -> Engine:
-    settings: dict[str, object] = {"dtype": torch.float64} | options
-    return Engine(plan, blocks, cross_entropy_sum, sgd, transport=transport, **settings)  # type: ignore[arg-type]
 
 
 def test_after_a_step_that_failed_the_engine_refuses_to_go_on() -> None:
@@ -39,7 +30,7 @@ def test_after_a_step_that_failed_the_engine_refuses_to_go_on() -> None:
             raise ValueError("no such target")
         return nn.functional.mse_loss(output, targets)
 
-    engine = Engine(qs.compile("1f1b", mesh="pp=1", microbatches=2), [lambda: nn.Linear(2, 2)], explode, sgd)
+    engine = engine_of(None, [lambda: nn.Linear(2, 2)], explode, "pp=1")
     engine.step(torch.zeros(2, 2), torch.zeros(2, 2))
     with pytest.raises(qs.MisfitError, match="the loss function raised ValueError: no such target; it was given"):
         engine.step(torch.zeros(2, 2), torch.ones(2, 2))
@@ -53,7 +44,7 @@ def test_a_list_of_blocks_that_is_changed_later_is_refused_but_may_be_emptied(is
 
     def run(transport: Transport) -> None:
         blocks = [nn.Linear(3, 3) for _ in range(3)]
-        engine = Engine(PLAN, blocks, F.mse_loss, sgd, transport=transport)
+        engine = engine_of(transport, blocks)
         engine.step(x, x)
         blocks[:] = [] if is_emptied else reversed(blocks)
         engine.step(x, x)
@@ -63,27 +54,27 @@ def test_a_list_of_blocks_that_is_changed_later_is_refused_but_may_be_emptied(is
 
 
 def test_states_of_different_steps_are_refused_before_the_first_step() -> None:
+    x = torch.ones(4, 3)
+
     def run(transport: Transport) -> None:
-        engine, other = (engine_on(transport, PLAN, tiny_vit()) for _ in range(2))
-        engine.step(*TASK.batches[0])
+        engine, other = (engine_of(transport, [lambda: nn.Linear(3, 3)] * 2) for _ in range(2))
+        engine.step(x, x)
         state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
         state["engine.step"] += transport.rank
         other.load_state_dict(state)
         with pytest.raises(qs.MisfitError, match="how many steps the loaded state has behind it"):
-            other.step(*TASK.batches[0])
+            other.step(x, x)
 
     run_local(2, run)
 
 
 def test_modules_built_by_the_user_start_alike_everywhere() -> None:
-    plan = qs.compile("1f1b", mesh="dp=2,tp=2", microbatches=2)
-
     def run(transport: Transport) -> Outcome:
         blocks = [build() for build in tiny_vit()]
         with torch.no_grad():
             for weight in nn.ModuleList(blocks).parameters():
                 weight.add_(transport.rank)
-        return Outcome([], engine_on(transport, plan, blocks).full_weights())
+        return Outcome([], engine_of(transport, blocks, cross_entropy_sum, "dp=2,tp=2").full_weights())
 
     first, *others = run_local(4, run)
     require_same_bits(others, first)
@@ -111,12 +102,7 @@ def test_a_plan_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     plan, check = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2), soundness.check
     monkeypatch.setattr(soundness, "check", noted)
-
-    def run(transport: Transport) -> float:
-        engine = Engine(plan, [linear] * 2, squared_sum, sgd, dtype=torch.float64, transport=transport)
-        return engine.step(*batch(2)).loss.item()
-
-    losses = run_local(4, run)
+    losses = [outcome.losses for outcome in train(plan, [linear] * 2, batch(4))]
     assert losses == losses[:1] * 4
     assert proved.count("train") <= 4, "at most once for each rank"
 
@@ -137,8 +123,14 @@ def test_plans_that_ranks_do_not_share_or_that_are_not_sound_are_refused(
     plans = [qs.compile(name, mesh="pp=2", microbatches=2) for name in schedules]
     if error is qs.UnsoundError:
         plans = [replace(plan, programs=(plan.programs[0][::-1], plan.programs[1])) for plan in plans]
+
+    def run(transport: Transport) -> None:
+        Engine(plans[transport.rank], [linear] * 2, squared_sum, sgd, dtype=torch.float64, transport=transport).step(
+            *batch(4)
+        )
+
     with pytest.raises(error, match=words):
-        run_local(2, lambda transport: engine_on(transport, plans[transport.rank], tiny_vit()).step(*TASK.batches[0]))
+        run_local(2, run)
 
 
 def test_a_stage_that_only_reshapes_does_not_send_from_a_receive_buffer() -> None:

@@ -218,7 +218,7 @@ def test_refused_in_one_line(words: str, call: Callable[[], object]) -> None:
     assert len(str(refused.value).splitlines()) <= 2
 
 
-def test_short_weights_are_rounded_as_a_training_rounds_its_masters(tmp_path: Path) -> None:
+def test_short_weights_are_rounded_as_a_training_rounds_its_masters() -> None:
     def train(transport: Transport) -> dict[str, Tensor]:
         engine = Engine(TRAINING, [Wide], nn.functional.mse_loss, adam, dtype=torch.bfloat16, transport=transport)
         engine.step(X, X)

@@ -1,8 +1,6 @@
 """LoRA by PEFT on models of transformers, with gradient checkpointing: the numbers of one process on every mesh."""
 
-import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Engine, Transport, run_local, split
+from quintsched.runtime import split
 
-from ..helpers.training import train_alone, train_ranks
-from .toys import share
+from ..helpers.training import train_ranks
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -82,21 +79,3 @@ def test_dropout_and_checkpointing_of_layers_change_nothing(model: Any) -> None:
     ):
         checkpointed = adapted(model, drop=0.3, reentrant=reentrant)
         assert losses(checkpointed, request_of) == pytest.approx(alone, rel=1e-7), request_of
-
-
-@pytest.mark.parametrize(("mesh", "zero"), [("pp=2,tp=2", 0), ("dp=2,pp=2", 3)])
-def test_peft_reads_the_adapter_that_is_saved(tmp_path: Path, mesh: str, zero: int) -> None:
-    plan, model = qs.compile("1f1b", mesh=mesh, microbatches=4, zero=zero), adapted(llama)
-
-    def run(transport: Transport) -> None:
-        engine = Engine(plan, split(copy.deepcopy(model)), cross_entropy, adamw, transport=transport)
-        for inputs, targets in BATCHES:
-            engine.step(*share(engine, inputs, targets))
-        engine.save_pretrained(tmp_path)
-
-    run_local(4, run)
-    base = adapted(llama).unload()  # type: ignore[operator]
-    found = peft.PeftModel.from_pretrained(base, tmp_path).state_dict()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    for name, weight in train_alone(model, cross_entropy, adamw, BATCHES).weights.items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-10, atol=1e-10)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.runtime import Engine, Transport, run_local
+from quintsched.runtime import Engine
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models import build_model as blocks_of
 from quintsched.runtime.settings.job_file import ModelConfig
@@ -25,6 +25,7 @@ from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.prediction.vectorized_prediction import held
 from quintsched.strategies.tuning.export.emit import built_in
 
+from ..helpers.training import run_engines
 from .toys import adam
 
 SEQ, VOCAB, CLASSES = 32, 128, 16
@@ -100,10 +101,7 @@ def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[Found]]:
     else:
         inputs, targets = torch.randint(classes, (2, 8, SEQ), generator=random)
 
-    def run(transport: Transport) -> Found:
-        blocks = blocks_of(ModelConfig(name=str(name), options=options), data)
-        told = {"dtype": TYPES[strategy.dtype], "sequence_parallel": strategy.sequence_parallel}
-        engine = Engine(plan, blocks, cross_entropy_sum, adam, transport=transport, **told)
+    def run(engine: Engine) -> Found:
         engine.step(inputs, targets)
         _, saved = engine.step_counting_saved(inputs, targets)
         found = engine.state_bytes()
@@ -111,7 +109,9 @@ def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[Found]]:
         counters = sum(value.nbytes for kept in states for value in kept.values() if value.dim() == 0)
         return Found(found.weights, found.gradients, found.optimizer - counters, saved.peak)
 
-    return plan, run_local(plan.mesh.size, run, timeout_s=60)
+    told = {"dtype": TYPES[strategy.dtype], "sequence_parallel": strategy.sequence_parallel}
+    blocks = blocks_of(ModelConfig(name=str(name), options=options), data)
+    return plan, run_engines(plan, lambda: blocks, run, cross_entropy_sum, adam, **told)
 
 
 @pytest.mark.sampled(5)

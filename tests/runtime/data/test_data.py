@@ -131,16 +131,6 @@ class TestIdx:
 
 
 class TestNames:
-    def test_unknown_name_and_unread_options(self) -> None:
-        for config, words in (
-            ({"name": "digit"}, "no data set 'digit'; did you mean 'digits'"),
-            ({"name": "imagenet"}, r"no data set 'imagenet'; there is: digits, .*; a function of yours is"),
-            ({"options": {"size": 3}}, r"data\.options"),
-            ({"name": "mnist"}, r"data\.path"),
-        ):
-            with pytest.raises(UsageError, match=words):
-                load_dataset(DataConfig(**config))
-
     def test_a_users_loader(self, tmp_path: Path) -> None:
         file = tmp_path / "my_data.py"
         file.write_text(

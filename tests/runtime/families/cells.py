@@ -1,17 +1,18 @@
 """One family on one mesh: trained by the engine and in one process, from the same weights, and judged.
 
-    drawn model ─┬─▶ split ─▶ Engine on every rank (threads of this process) ─▶ losses, gradients, weights ─┐
-                 └─▶ its own forward, microbatch by microbatch, in one process ──────────────────────────────┴─▶ verdict
+    drawn model ─┬─▶ split ─▶ Engine on every rank (threads of this process) ─▶ losses, weights ─┐
+                 └─▶ its own forward, microbatch by microbatch, in one process ──────────────────┴─▶ verdict
 
-In float64 losses of all steps, gradients of the last and weights after it have to be equal to 1e-9; what models compute
-in float32 whatever their weights are is done in float64 then, or else its rounding would be what is compared. bf16 is
-judged by how far its gradients are from those of float64: at most 1.5 times as far as those of one process in bf16.
+SGD steps all weights. In float64 losses of all steps and weights after them have to be equal to what 1e-9 of a
+gradient makes of these; what models compute in float32 whatever their weights are is done in float64 then, or else its
+rounding would be what is compared. bf16 is judged by how far its masters are from the weights of float64: at most 1.5
+times as far as those of one process in bf16.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -21,17 +22,18 @@ from torch.overrides import TorchFunctionMode
 
 import quintsched as qs
 from quintsched.errors import QuintschedError, StallError
-from quintsched.runtime import Engine, Transport, run_local, split
+from quintsched.runtime import split
 
 from ...helpers import training
+from ...helpers.training import Outcome
 from .catalogue import Batch, Family, drawn, loss_of
 
-MICROBATCHES, STEPS = 4, 2
-TOLERANCE, BF16_FACTOR = 1e-9, 1.5
-TIMEOUT_S = 60.0
+MICROBATCHES, STEPS, RATE = 4, 2, 0.05
+TOLERANCE, BF16_FACTOR = 1e-9 * RATE, 1.5
 
 Result = Literal["equal", "refused", "wrong", "crash", "hang"]
 BAD: tuple[Result, ...] = ("wrong", "crash", "hang")
+sgd = partial(torch.optim.SGD, lr=RATE)
 
 
 @dataclass(frozen=True)
@@ -75,72 +77,52 @@ class Verdict:
     why: str = ""
 
 
-@dataclass(frozen=True)
-class Trained:
-    """Results of training: tensors by the model's own names."""
-
-    losses: list[float]
-    gradients: dict[str, Tensor]
-    """Of the last step; none where ranks hold shards of them."""
-    weights: dict[str, Tensor]
-
-
 def judge(family: Family, mesh: Mesh) -> Verdict:
     """Train the family on the mesh, and say what became of it."""
     steps: list[int] = []
+    batches = [(batch.inputs, batch.targets) for batch in batches_of(family)]
+    model = copy.deepcopy(model_of(family)).float() if mesh.bf16 else model_of(family)
+    told: dict[str, Any] = {"bucket_mb": 0.05, "sequence_parallel": mesh.sequence_parallel, "masters": mesh.bf16}
+    told |= {"dtype": torch.bfloat16, "around": nullcontext} if mesh.bf16 else {"around": Doubles}
+    told |= {"after": lambda model, step: steps.append(step), "cut": split, "wire": "nccl"}
     try:
-        ranks = _train_on(family, mesh, steps.append)
+        ranks = training.train_ranks(mesh.plan, model, loss_of, sgd, batches, **told)
     except StallError as error:
         return Verdict("hang", _line(error))
     except QuintschedError as error:
         return Verdict("crash" if steps else "refused", _line(error))
     except Exception as error:
         return Verdict("crash", f"{type(error).__name__}: {_line(error)}")
-    return _judge_bf16(family, ranks) if mesh.bf16 else _judge_float64(train_alone(family), ranks)
+    aliases = _aliases(model)
+    ranks = [
+        replace(rank, weights={aliases.get(name, name): w for name, w in rank.weights.items() if w.numel()})
+        for rank in ranks
+    ]
+    if missing := train_alone(family).weights.keys() - {name for rank in ranks for name in rank.weights}:
+        return Verdict("wrong", f"no rank has {sorted(missing)[0]!r}")
+    if mesh.bf16:
+        return _judge_bf16(family, ranks)
+    worst = training.worst_difference(ranks, train_alone(family))
+    return Verdict("equal" if worst <= TOLERANCE else "wrong", f"{worst:.1e}")
 
 
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:400]
 
 
-def _judge_float64(alone: Trained, ranks: Sequence[Trained]) -> Verdict:
-    missing = alone.weights.keys() - {name for rank in ranks for name in rank.weights}
-    if missing:
-        return Verdict("wrong", f"no rank has {sorted(missing)[0]!r}")
-    losses = [zip(rank.losses, alone.losses, strict=True) for rank in ranks]
-    found = [
-        (f"loss of step {step}", abs(one - other) / max(1.0, abs(other)))
-        for pairs in losses
-        for step, (one, other) in enumerate(pairs)
-    ]
-    for kind in ("gradients", "weights"):
-        whole: dict[str, Tensor] = getattr(alone, kind)
-        own = [(name, tensor) for rank in ranks for name, tensor in getattr(rank, kind).items() if name in whole]
-        found += [(f"{kind} of {name}", _error(tensor, whole[name])) for name, tensor in own]
-    place, worst = max(found, key=lambda item: item[1] if item[1] == item[1] else float("inf"))
-    return Verdict("equal" if worst <= TOLERANCE else "wrong", f"{worst:.1e} ({place})")
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    if found.shape != expected.shape:
-        return float("inf")
-    return training.difference(found, expected) if found.numel() else 0.0
-
-
-def _judge_bf16(family: Family, ranks: Sequence[Trained]) -> Verdict:
-    exact, alone = train_alone(family, sgd=True), train_alone(family, bf16=True)
-    mine = {name: gradient for rank in ranks for name, gradient in rank.gradients.items()}
-    if missing := alone.gradients.keys() - mine.keys():
-        return Verdict("wrong", f"no gradient of {sorted(missing)[0]!r}")
-    factor = _distance(mine, exact.gradients) / _distance(alone.gradients, exact.gradients)
+def _judge_bf16(family: Family, ranks: Sequence[Outcome]) -> Verdict:
+    exact, alone = train_alone(family), train_alone(family, bf16=True)
+    mine = {name: weight for rank in ranks for name, weight in rank.weights.items()}
+    trained = [name for name, _ in model_of(family).named_parameters()]
+    factor = _distance(mine, exact, trained) / _distance(alone.weights, exact, trained)
     losses = [abs(loss - right) for rank in ranks for loss, right in zip(rank.losses, exact.losses, strict=True)]
     bound = max(abs(loss - right) for loss, right in zip(alone.losses, exact.losses, strict=True))
     far = max(losses) > BF16_FACTOR * max(bound, 2**-9 * max(map(abs, exact.losses)))
     return Verdict("equal" if factor <= BF16_FACTOR and not far else "wrong", f"{factor:.2f} times one process's error")
 
 
-def _distance(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    squares = [(found[name].double() - exact[name]).square().sum() for name in exact]
+def _distance(found: Mapping[str, Tensor], exact: Outcome, names: Sequence[str]) -> float:
+    squares = [(found[name].double() - exact.weights[name]).square().sum() for name in names]
     return float(torch.stack(squares).sum().sqrt())
 
 
@@ -171,40 +153,6 @@ def batches_of(family: Family) -> list[Batch]:
     return [family.batch(random) for _ in range(STEPS)]
 
 
-def _optimizer(is_sgd: bool) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return AdamW, or SGD: what that does to weights is no larger where gradients are rounded."""
-    return partial(torch.optim.SGD, lr=0.05) if is_sgd else partial(torch.optim.AdamW, lr=1e-2, eps=1e-6)
-
-
-def _train_on(family: Family, mesh: Mesh, stepped: Callable[[int], None]) -> list[Trained]:
-    plan, model, dtype = mesh.plan, model_of(family), torch.bfloat16 if mesh.bf16 else None
-    aliases = _aliases(model)
-
-    def run(transport: Transport) -> Trained:
-        with nullcontext() if mesh.bf16 else Doubles():
-            return train(transport)
-
-    def train(transport: Transport) -> Trained:
-        mine = copy.deepcopy(model)
-        parts = split(mine.float() if mesh.bf16 else mine)
-        how = {"dtype": dtype, "sequence_parallel": mesh.sequence_parallel, "bucket_mb": 0.05, "transport": transport}
-        losses, noted = [], dict[Tensor, Tensor]()
-        engine = Engine(plan, parts, loss_of, training.noting(_optimizer(mesh.bf16), noted), **how)
-        for step, batch in enumerate(batches_of(family)):
-            result = training.call_with_share(engine, engine.step, (batch.inputs, batch.targets))
-            losses.append(float(result.loss))
-            stepped(step)
-        weights = engine.full_weights()
-        training.write_in_place_of_weights(noted)
-        state = engine.full_state_dict(all_blocks=True).items()  # of bf16, the masters in float32
-        gradients = {} if mesh.zero else {key[6:]: tensor for key, tensor in state if key.startswith("model.")}
-        names = {name: aliases.get(own, own) for name, own in parts.own_names.items()}
-        own = ({names.get(name, name): t for name, t in found.items()} for found in (gradients, weights))
-        return Trained(losses, *own)
-
-    return run_local(plan.mesh.size, run, timeout_s=TIMEOUT_S, rules="nccl")
-
-
 def _aliases(model: nn.Module) -> dict[str, str]:
     """Return every name of what a model saves with the first of them."""
     firsts: dict[int, str] = {}
@@ -213,23 +161,15 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 @cache
-def train_alone(family: Family, *, bf16: bool = False, sgd: bool = False) -> Trained:
+def train_alone(family: Family, *, bf16: bool = False) -> Outcome:
     """Train in one process with nothing of ours; `bf16` works on float32 masters, as SGD does then."""
-    model, noted, held = _in_bf16(family) if bf16 else model_of(family), dict[Tensor, Tensor](), list[nn.Parameter]()
-    names = [name for name, _ in model.named_parameters()]
-
-    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        held.extend(parameters)
-        return training.noting(_optimizer(bf16 or sgd), noted)(p for p in held if p.requires_grad)
-
+    model = _in_bf16(family) if bf16 else model_of(family)
     steps = [_called(batch, model) for batch in batches_of(family)]
-    around = nullcontext if bf16 else Doubles
-    how: dict[str, Any] = {"microbatches": MICROBATCHES, "low": bf16, "around": around}
-    found = training.train_alone(model, loss_of, optimizer, steps, **how)
-    kept = {*names, *_aliases(model).values()}
-    weights = {name: weight for name, weight in found.weights.items() if name in kept}
-    gradients = {name: noted[p] for name, p in zip(names, held, strict=True) if p in noted}
-    return Trained(found.losses, gradients, weights)
+    how: dict[str, Any] = {"microbatches": MICROBATCHES, "low": bf16, "around": nullcontext if bf16 else Doubles}
+    found = training.train_alone(model, loss_of, sgd, steps, **how)
+    kept = {*_aliases(model).values()}
+    weights = {name: weight for name, weight in found.weights.items() if name in kept and weight.numel()}
+    return replace(found, weights=weights, idle=frozenset())
 
 
 def _in_bf16(family: Family) -> nn.Module:

@@ -131,21 +131,3 @@ def test_misfits() -> None:
     for positions in ("learned", "rope"):
         with pytest.raises(MisfitError, match="built for 8 positions; a sequence has 9"):
             build_model(gpt(DATA, small(positions=positions)))(ids)
-
-
-@pytest.mark.parametrize(
-    ("options", "absent", "present"),
-    [
-        ({"kv_heads": 2}, "1.attention.qkv.weight", "1.attention.k_proj.weight"),
-        ({"norm": "rmsnorm"}, "1.norm1.bias", "4.norm.weight"),
-        ({"positions": "rope"}, "0.positions.weight", "0.tokens.weight"),
-        ({"activation": "swiglu"}, "1.mlp.fc1.weight", "1.mlp.gate_up.weight"),
-        ({"biases": False, "kv_heads": 2}, "1.mlp.fc1.bias", "1.attention.q_proj.weight"),
-    ],
-)
-def test_each_option_changes_its_part(options: dict[str, object], absent: str, present: str) -> None:
-    default, chosen = (build_model(gpt(DATA, small(**given))) for given in ({}, options))
-    names, ids = dict(chosen.named_parameters()), torch.arange(8)[None]
-    assert present in names
-    assert absent in dict(default.named_parameters()).keys() - names.keys()
-    assert (default(ids) - chosen(ids)).abs().max() > 1e-5

@@ -169,22 +169,25 @@ def test_a_job_says_so_and_writes_beside_its_log(data_file: Path, tmp_path: Path
     assert f"{tmp_path}/not-finite-step-00000003-rank-00000.safetensors" in str(stop.value)
 
 
-def test_good_steps_between_are_counted_from_the_start() -> None:
+def one_stage(**settings: Any) -> Engine:
     plan = qs.compile("1f1b", mesh="pp=1", microbatches=MICROBATCHES)
-    engine = Engine(plan, [Block(n) for n in range(2)], F.mse_loss, sgd, max_skipped=2)
+    return Engine(plan, [Block(0)], F.mse_loss, sgd, max_skipped=2, **settings)
+
+
+def test_good_steps_between_are_counted_from_the_start() -> None:
+    engine, bad = one_stage(), spoiled_batch(0, math.nan)
     for _ in range(4):
-        assert engine.step(spoiled_batch(0, math.nan), X).skipped
+        assert engine.step(bad, X).skipped
         assert not engine.step(X, X).skipped
-    engine.step(spoiled_batch(0, math.nan), X)
+    engine.step(bad, X)
     with pytest.raises(NotFiniteError, match="step 10"):
-        engine.step(spoiled_batch(0, math.nan), X)
+        engine.step(bad, X)
 
 
 def test_a_scale_above_one_explains_an_overflow() -> None:
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=MICROBATCHES)
+    """Of means scaled by 4, 2 and 1; the last leaves 0.5: the first that counts."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0 / X.numel())  # of the sum of so many losses
-    engine = Engine(plan, [Block(0)], F.mse_loss, sgd, max_skipped=2, grad_scaler=scaler)
-    for _ in range(3):  # by means scaled by 4, 2 and 1, and the last leaves 0.5: the first that counts
-        assert engine.step(spoiled_batch(0, math.nan), X).skipped
+    engine, bad = one_stage(grad_scaler=scaler), spoiled_batch(0, math.nan)
+    assert all(engine.step(bad, X).skipped for _ in range(3))
     with pytest.raises(NotFiniteError, match="step 4"):
-        engine.step(spoiled_batch(0, math.nan), X)
+        engine.step(bad, X)

@@ -1,6 +1,7 @@
 """Runs on a mesh beside one process: equal ones are told to be, and in others the first layer that differs is named."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,14 @@ from typer.testing import CliRunner
 import quintsched as qs
 from quintsched.cli import SECTIONS, run_and_verify
 from quintsched.cli.app import make_app
-from quintsched.runtime import Engine, Transport, build_model, load_job, plan_of, run_local
+from quintsched.runtime import Engine, build_model, load_job, plan_of
 from quintsched.runtime.launch import verify_job
 from quintsched.runtime.launch.show_job import main
 from quintsched.runtime.launch.verify_job import verify_here
 from quintsched.runtime.run_checks.block_facts import ModelFacts
 from quintsched.runtime.run_checks.mesh_against_one import Comparison
 
+from ...helpers.training import run_engines
 from ..toys import sgd
 
 JOB = """
@@ -106,14 +108,9 @@ class Odd(nn.Module):
 def verified(reference: nn.Module, mesh: str = "dp=2,pp=2") -> list[Comparison]:
     torch.manual_seed(0)
     inputs, targets = torch.randn(2, 8, 6, dtype=torch.float64)
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
-
-    def run(transport: Transport) -> Comparison:
-        blocks = [Odd] * 4
-        engine = Engine(plan, blocks, nn.functional.mse_loss, sgd, clip=0.1, dtype=torch.float64, transport=transport)
-        return engine.verify(reference, inputs, targets)
-
-    return run_local(plan.mesh.size, run)
+    body = partial(Engine.verify, reference=reference, inputs=inputs, targets=targets)
+    plan, told = qs.compile("1f1b", mesh=mesh, microbatches=2), {"clip": 0.1, "dtype": torch.float64}
+    return run_engines(plan, lambda: [Odd] * 4, body, F.mse_loss, sgd, **told)
 
 
 def test_an_engine_is_compared_with_a_whole_model() -> None:
@@ -146,15 +143,15 @@ class InPlace(nn.Module):
 
 
 def test_facts_of_odd_blocks_are_those_of_the_first_step() -> None:
-    def rank(transport: Transport) -> ModelFacts:
-        blocks = [nn.Linear(4, 4), OddBlock(), nn.Sequential(InPlace(), nn.Dropout(0.5)), nn.Linear(4, 3)]
-        engine = Engine(plan, blocks, F.cross_entropy, sgd, transport=transport)
-        generator = torch.Generator().manual_seed(transport.rank % 2)
-        inputs, weight = torch.randn(2, 8, 4, generator=generator)
+    def blocks() -> list[nn.Module]:
+        return [nn.Linear(4, 4), OddBlock(), nn.Sequential(InPlace(), nn.Dropout(0.5)), nn.Linear(4, 3)]
+
+    def body(engine: Engine) -> ModelFacts:
+        inputs, weight = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(engine.replica))
         return engine.inspect(inputs, torch.arange(8) % 3, weight=weight)
 
     plan = qs.compile("1f1b", mesh="pp=2,dp=2", microbatches=2)
-    facts, *others = run_local(4, rank)
+    facts, *others = run_engines(plan, blocks, body, F.cross_entropy, sgd)
     assert all(other == facts for other in others)
     plain, odd, in_place, head = facts.blocks
     assert [one.kind for one in facts.blocks] == ["Linear", "OddBlock", "Sequential", "Linear"]

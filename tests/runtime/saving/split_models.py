@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
 
+from ...helpers import training
 from ...helpers.training import call_with_share
 from ..toys import adam, ids_task
 
@@ -98,12 +98,7 @@ def run_engines(
     plan: qs.Plan, blocks: Callable[[], Any], body: Callable[[Engine], Any], loss: Any = loss_of, **more: Any
 ) -> list[Any]:
     """Call with an engine on each rank."""
-    more = {"prove": "none", "optimizer": adam} | more
-
-    def start(transport: Transport) -> Any:
-        return body(Engine(plan, blocks(), loss, transport=transport, **more))
-
-    return run_local(plan.mesh.size, start, timeout_s=60)
+    return training.run_engines(plan, blocks, body, loss, **{"prove": "none", "optimizer": adam} | more)
 
 
 def save_state(engine: Engine, folder: Path | str, step: int, progress: Mapping[str, Any], **how: Any) -> State:

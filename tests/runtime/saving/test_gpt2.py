@@ -1,36 +1,113 @@
 """A GPT-2-shaped checkpoint: the model it makes, on every mesh, and how little of it each rank reads."""
 
+import json
+import math
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import InputError, MisfitError, QuintschedError, UsageError
+from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
-from quintsched.runtime.models.gpt import GPTOptions
+from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
 from quintsched.runtime.saving.lazy_tensors import MappedFile
+from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ...helpers.jobs import COUNTING, launch, run_job
-from ..toys import CLASSES
-from .gpt2_checkpoint import (
-    HEADS,
-    HIDDEN,
-    LENGTH,
-    OPTIONS,
-    Weights,
-    draw_checkpoint,
-    load_alone,
-    logits_of,
-    on_ranks,
-    run_gpt2,
-    write,
-)
-from .split_models import require_same
+from ..toys import CLASSES, sgd
+from .split_models import plan_of, require_same, run_engines
+
+HIDDEN, DEPTH, HEADS, LENGTH = 16, 2, 4, 8
+OPTIONS = GPTOptions(hidden=HIDDEN, depth=DEPTH, heads=HEADS, activation="gelu_tanh")
+Weights = dict[str, Tensor]
+
+
+def draw_checkpoint(prefix: str = "", *, head: bool = False) -> Weights:
+    """Return random weights under GPT-2's names; norms are no identity, and positions are more than the model's."""
+    random = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, dtype=torch.float64) / 4
+
+    made = {"wte.weight": draw(CLASSES, HIDDEN), "wpe.weight": draw(LENGTH + 3, HIDDEN)}
+    sizes = {"attn.c_attn": (1, 3), "attn.c_proj": (1, 1), "mlp.c_fc": (1, 4), "mlp.c_proj": (4, 1)}
+    for layer in range(DEPTH):
+        for norm in ("ln_1", "ln_2"):
+            made |= {f"h.{layer}.{norm}.{kind}": draw(HIDDEN) for kind in ("weight", "bias")}
+        for name, (rows, columns) in sizes.items():
+            made[f"h.{layer}.{name}.weight"] = draw(rows * HIDDEN, columns * HIDDEN)
+            made[f"h.{layer}.{name}.bias"] = draw(columns * HIDDEN)
+        made[f"h.{layer}.attn.bias"] = torch.ones(1, 1, LENGTH, LENGTH).tril()
+    made |= {f"ln_f.{kind}": draw(HIDDEN) for kind in ("weight", "bias")}
+    made = {f"{prefix}{name}": tensor for name, tensor in made.items()}
+    return made | ({"lm_head.weight": draw(CLASSES, HIDDEN)} if head else {})
+
+
+def run_gpt2(weights: Mapping[str, Tensor], ids: Tensor) -> Tensor:
+    """GPT-2, spelled out from its paper: ids (B, S) → logits (B, S, V)."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        deviation = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return centred / deviation * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def product(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+    def attend(x: Tensor, name: str) -> Tensor:
+        length, width = x.shape[1], HIDDEN // HEADS
+        query, key, value = product(x, f"{name}.c_attn").split(HIDDEN, -1)
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        mixed = []
+        for head in range(HEADS):
+            own = slice(head * width, (head + 1) * width)
+            scores = query[..., own] @ key[..., own].transpose(1, 2) / math.sqrt(width)
+            mixed.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ value[..., own])
+        return product(torch.cat(mixed, -1), f"{name}.c_proj")
+
+    def transform(x: Tensor, name: str) -> Tensor:
+        wide = product(x, f"{name}.c_fc")
+        bent = 0.5 * wide * (1 + torch.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))
+        return product(bent, f"{name}.c_proj")
+
+    x = weights["wte.weight"][ids] + weights["wpe.weight"][: ids.shape[1]]
+    for layer in range(DEPTH):
+        x = x + attend(norm(x, f"h.{layer}.ln_1"), f"h.{layer}.attn")
+        x = x + transform(norm(x, f"h.{layer}.ln_2"), f"h.{layer}.mlp")
+    return norm(x, "ln_f") @ weights.get("lm_head.weight", weights["wte.weight"]).t()
+
+
+def on_ranks(plan: qs.Plan, body: Callable[[Engine], Any], options: GPTOptions = OPTIONS) -> list[Any]:
+    """Call with an engine of the model on each rank."""
+    blocks = gpt(DataSpec(input_shape=(LENGTH,), num_classes=CLASSES), options)
+    how = {"optimizer": sgd, "dtype": torch.float64, "tied": gpt_tied(options)}
+    return run_engines(plan, lambda: blocks, body, cross_entropy_sum, **how)
+
+
+def load_alone(path: Path, options: GPTOptions = OPTIONS) -> Engine:
+    """Load a checkpoint into a model in one process."""
+
+    def body(engine: Engine) -> Engine:
+        engine.load_pretrained(path)
+        return engine
+
+    return on_ranks(plan_of("dp=1", 0), body, options)[0]
+
+
+def write(folder: Path, weights: Weights, config: Mapping[str, Any] | None = None) -> Path:
+    path = folder / "model.safetensors"
+    save_file(weights, path)
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return path
 
 
 @pytest.mark.parametrize(("prefix", "head"), [("", True), ("transformer.", False)])
@@ -40,7 +117,8 @@ def test_the_model_is_gpt2(tmp_path: Path, prefix: str, head: bool) -> None:
     path = write(tmp_path, weights, config)
     ids = torch.randint(CLASSES, (3, LENGTH), generator=torch.Generator().manual_seed(0))
     plain = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
-    found = logits_of(load_alone(path), ids)
+    with torch.no_grad():
+        found = nn.Sequential(*load_alone(path).stages[0].blocks.values())(ids)
     torch.testing.assert_close(found, run_gpt2(plain, ids), rtol=0, atol=1e-10)
 
 

@@ -1,7 +1,6 @@
 """Every entry of a model's own state dict is in what an engine gives and saves, and is read back into the forward."""
 
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,68 +15,44 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.runtime import Engine, split
 
+from ..splitting.models import Traced, Walked, inputs, loss, made
 from .split_models import plan_of, require_same, run_engines
 
-WIDTH, IDS = 8, 12
+WIDTH = 8
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(x)) * bias
-
-
-class Traced(nn.Module):
-    """Buffers of the whole model: before the layers, given to each, behind them, and read by nothing."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed, self.head = nn.Embedding(IDS, WIDTH), nn.Linear(WIDTH, IDS)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        for name in ("scale", "bias", "shift", "unread"):
-            self.register_buffer(name, torch.rand(1) + seed)
-        self.register_buffer("passing", torch.ones(1), persistent=False)
-        self.unused = nn.Linear(2, 2)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = self.embed(ids) * self.scale * self.passing
-        for layer in self.layers:
-            hidden = layer(hidden, self.bias)
-        return self.head(hidden) + self.shift
-
-
-class Walked(Traced):
-    """The same, with something that cannot be traced."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids if ids.sum() >= 0 else -ids)
-
-
-def loss_of(output: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, 1), targets.flatten())
+def read_between(self: Any, x: Tensor) -> Tensor:
+    """Read buffers of the whole model; its teacher is read by nothing."""
+    return x * (1 + self.mean) + self.steps + self.passing
 
 
 @pytest.mark.parametrize(("mesh", "kind"), [("dp=1", Traced), ("pp=2", Walked)])
-def test_all_of_it_goes_and_comes_back(tmp_path: Path, kind: Callable[[int], nn.Module], mesh: str) -> None:
-    other, ids = kind(1), torch.arange(8).view(2, 4)
+def test_all_of_it_goes_and_comes_back(tmp_path: Path, kind: type[nn.Module], mesh: str) -> None:
+    def model(steps: int) -> nn.Module:
+        whole = made(kind, read_between, torch.float32)
+        whole.register_buffer("passing", torch.ones(1), persistent=False)
+        whole.steps.fill_(steps)
+        return whole
+
+    kept, other, x = list[nn.Module](), model(3), inputs(torch.float32)
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            tensor += 1
     wanted = other.state_dict()
     save_file(wanted, tmp_path / "model.safetensors")
 
     def blocks() -> Any:
-        return split(kind(0), example=ids if kind is Walked else None)
+        kept.append(model(0))  # or buffers that are loaded would not be found
+        return split(kept[-1], example=x if kind is Walked else None)
 
     def body(engine: Engine) -> tuple[float, dict[str, Tensor]]:
         engine.load_pretrained(tmp_path)
-        loss = float(engine.step(ids, ids).loss)
+        result = engine.step(x, x[:, 0, 0])
         engine.save_pretrained(tmp_path / "out")
         engine.save_dcp(tmp_path / "dcp")
-        return loss, engine.full_weights()
+        return float(result.loss), engine.full_weights()
 
-    ranks = run_engines(plan_of(mesh, 0), blocks, body, loss_of, optimizer=partial(torch.optim.SGD, lr=0.0))
+    ranks = run_engines(plan_of(mesh, 0), blocks, body, loss, optimizer=partial(torch.optim.SGD, lr=0.0))
     own = blocks().own_names
     given = {own[name]: tensor for _, weights in ranks for name, tensor in weights.items()}
     read = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in wanted.items()}
@@ -87,7 +62,8 @@ def test_all_of_it_goes_and_comes_back(tmp_path: Path, kind: Callable[[int], nn.
     saved = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
     for found in (given, saved, back):
         require_same(found, wanted)
-    assert ranks[0][0] == pytest.approx(float(loss_of(other(ids), ids).detach()), rel=1e-6)
+    total, weight = loss(other(x), x[:, 0, 0])
+    assert ranks[0][0] == pytest.approx(float(total) / weight, rel=1e-5)
 
 
 class Scaled(nn.Linear):

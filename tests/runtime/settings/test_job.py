@@ -188,6 +188,9 @@ class TestYaml:
         ("model: {name: vitt}", "model.name: there is no model 'vitt'"),
         ("data: {name: text, options: {seqence: 5}}", "data.options.seqence: unknown key; did you mean 'sequence'?"),
         ("data: {name: mnist}", "data.path: 'mnist' needs the directory"),
+        ("data: {name: digit}", "data.name: there is no data set 'digit'; did you mean 'digits'"),
+        ("data: {name: imagenet}", "data.name: there is no data set 'imagenet'; there is: digits, "),
+        ("data: {options: {size: 3}}", "data.options"),
     ],
 )
 def test_faults_of_options_name_the_file_as_those_of_other_keys_do(job, section: str, words: str) -> None:

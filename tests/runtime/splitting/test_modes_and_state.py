@@ -10,8 +10,9 @@ from torch import nn
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime import Engine, run_local, split
+from quintsched.runtime import split
 
+from ...helpers.training import run_engines
 from .models import KINDS, Block, Traced, Walked, check, inputs, loss, made, nothing, sgd
 
 
@@ -234,13 +235,12 @@ class Leaving(nn.Linear):
 def try_to_step(*blocks, steps=1, mesh="dp=1", around=nullcontext):
     plan, x = qs.compile("1f1b", mesh=mesh, microbatches=2), inputs(torch.float32)
 
-    def work(transport):
-        engine = Engine(plan, split(nn.Sequential(*blocks)), loss, sgd, transport=transport)
+    def work(engine):
         for _ in range(steps):
             with around():
                 engine.step(x, x[:, 0, 0])
 
-    run_local(plan.mesh.size, work)
+    run_engines(plan, lambda: split(nn.Sequential(*blocks)), work, loss, sgd)
 
 
 @pytest.mark.parametrize("word", LEAVES)

@@ -10,11 +10,12 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime import Engine, build_model, run_local, split
+from quintsched.runtime import split
 from quintsched.runtime.splitting.split_proof import chain
 
-from ...helpers.training import check_equality, sgd
-from .models import HIDDEN, IDS, WIDTH, Layer, NanoGPT, Traced, Walked
+from ...helpers.training import check_equality, run_engines, sgd
+from .models import HIDDEN, IDS, WIDTH, Block, Layer, NanoGPT, Traced, Walked
+from .models import loss as loss_of_first
 
 
 def ids(samples=4, length=6):
@@ -110,6 +111,50 @@ def test_a_model_whose_walk_finds_no_blocks_is_traced(kind):
     assert sorted(set(blocks.own_names.values())) == sorted(model.state_dict())
 
 
+class TwoWays(nn.Module):
+    """Two values cross every cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = nn.ModuleList([Block() for _ in range(3)]), nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x):
+        y = x.flip(1)
+        for left, right in zip(self.left, self.right, strict=True):
+            x, y = left(x), right(y) + 0.5 * x
+        return x * y
+
+
+class Telling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, told):
+        return {"x": self.block(told["x"]), "count": told["count"] + 1, "sum": told["sum"] + told["x"].mean()}
+
+
+class Dicts(nn.Module):
+    """Its layers pass a dictionary, of which one value is a number of Python's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([Telling() for _ in range(3)]), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        told = {"x": x, "count": 0, "sum": x.mean()}
+        for layer in self.layers:
+            told = layer(told)
+        return self.head(told["x"]) * told["count"] + told["sum"]
+
+
+@pytest.mark.parametrize("kind", [TwoWays, Dicts])
+def test_all_that_crosses_a_cut_is_sent(kind):
+    torch.manual_seed(0)
+    model, plan, x = kind().double(), qs.compile("zb-h1", mesh="pp=2", microbatches=4), drawn(8, 3, WIDTH)
+    check_equality(plan, model, loss_of_first, sgd, [(x, x[:, 0, 0])], microbatches=4, cut=split)
+
+
 @pytest.mark.parametrize(
     ("model", "arguments", "said"),
     [
@@ -123,13 +168,6 @@ def test_a_model_whose_walk_finds_no_blocks_is_traced(kind):
 def test_what_is_wrong_is_said(model, arguments, said):
     with pytest.raises((MisfitError, UsageError), match=said):
         split(model, **arguments)
-
-
-def test_a_model_of_ones_own_is_built_without_weights():
-    blocks = split(Mixing, example=ids())
-    model = build_model(blocks, seed=1)
-    assert {name for name, _ in model.named_parameters()} == set(blocks.own_names)
-    assert not any(p.is_meta or p.isnan().any() for p in model.parameters())
 
 
 class Model(Walked):
@@ -216,13 +254,14 @@ def test_inputs_may_be_given_to_a_step_by_their_names(kind):
     model, x, gate, y = kind().double(), drawn(4, 3), drawn(4, 1), drawn(4, 2)
     expected = F.mse_loss(model(x, gate), y).item()
 
-    def work(transport):
-        blocks = split(copy.deepcopy(model), example={"x": x[:2], "gate": gate[:2]})
-        plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-        engine = Engine(plan, blocks, F.mse_loss, sgd, transport=transport)
+    def blocks():
+        return split(copy.deepcopy(model), example={"x": x[:2], "gate": gate[:2]})
+
+    def work(engine):
         found = [engine.evaluate({"x": x, "gate": gate}, y), engine.evaluate(x, y, gate=gate)]
         with pytest.raises(MisfitError, match=r"gate=…"):
             engine.evaluate(x, y)
         return [result.loss.item() for result in found]
 
-    assert run_local(2, work) == [pytest.approx([expected] * 2)] * 2
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
+    assert run_engines(plan, blocks, work, F.mse_loss) == [pytest.approx([expected] * 2)] * 2

@@ -14,7 +14,7 @@ import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
-from ..toys import CLASSES, sgd
+from ..toys import CLASSES
 from ..trials import engine_of, on_ranks, refused
 
 FEATURES = 8
@@ -139,9 +139,7 @@ def leaving_loss(output: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("mode", ["step", "evaluate"])
 @pytest.mark.parametrize("of_loss", [False, True])
 def test_an_exit_in_code_that_is_called_is_an_error_of_its_rank(mode: str, of_loss: bool) -> None:
-    def work(transport: Transport) -> None:
-        plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-        engine = Engine(plan, [Leaving(4, 4), nn.Linear(4, 4)], leaving_loss, sgd, transport=transport)
+    def work(engine: Engine) -> None:
         few, many = torch.ones(4, 4), torch.full((4, 4), 100.0)
         for _ in range(2):
             engine.step(few, few)
@@ -150,26 +148,22 @@ def test_an_exit_in_code_that_is_called_is_an_error_of_its_rank(mode: str, of_lo
 
     where = "the loss function raised" if of_loss else r"rank 0 \(pp=0\), stage 0, block 0 \(Leaving\):"
     with pytest.raises(qs.CodeError, match=f"{where} SystemExit: 0"):
-        run_local(2, work, 20)
+        on_ranks(work, lambda: [Leaving(4, 4), nn.Linear(4, 4)], leaving_loss)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("calls", [("step", "evaluate"), ("evaluate", "step"), ("full_state_dict", "save_dcp")])
 def test_unlike_calls_that_meet_are_named_with_their_ranks(calls: tuple[str, str], steps: int, tmp_path: Path) -> None:
-    plan = qs.compile("1f1b", mesh="pp=2", microbatches=2)
-
-    def work(transport: Transport) -> None:
-        blocks = [partial(nn.Linear, FEATURES, FEATURES), partial(nn.Linear, FEATURES, CLASSES)]
-        engine = Engine(plan, blocks, cross_entropy_sum, sgd, transport=transport)
+    def work(engine: Engine) -> None:
         batch = torch.ones(4, FEATURES), torch.zeros(4, dtype=torch.int64)
         for _ in range(steps):
             engine.step(*batch)
             engine.evaluate(*batch)
         given = {"step": batch, "evaluate": batch, "full_state_dict": (), "save_dcp": (tmp_path / "saved",)}
-        getattr(engine, calls[transport.rank])(*given[calls[transport.rank]])
+        getattr(engine, call := calls[engine.transport.rank])(*given[call])
 
     with pytest.raises(qs.MisfitError) as refused:
-        run_local(2, work)
+        on_ranks(work, BLOCKS, cross_entropy_sum)
     assert all(call in str(refused.value) for call in calls)
     assert str(refused.value).endswith("let all ranks make the same calls, in the same order")
 

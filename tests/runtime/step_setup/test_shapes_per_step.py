@@ -12,12 +12,12 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.runtime import Engine, drained
-from quintsched.runtime.comm import Rules, Transport, run_local
+from quintsched.runtime.comm import Rules
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
-from ...helpers.training import Outcome, Step, require_equal, train_ranks
+from ...helpers.training import Outcome, Step, require_equal, run_engines, train_ranks
 from ..toys import CLASSES, sgd
 from .changing import LONGEST, Batch, Shape, batches, small_gpt, train_alone, train_on
 
@@ -107,54 +107,28 @@ def loader(replica: int) -> list[Batch]:
     return [batch for batch in found if len(batch[0])]
 
 
-def engine_of(transport: Transport, plan: qs.Plan) -> Engine:
-    return Engine(
-        plan,
-        small_gpt(),
-        cross_entropy_sum,
-        sgd,
-        metrics={"accuracy": correct_sum},
-        dtype=torch.float64,
-        transport=transport,
-    )
-
-
-def outcome(results: list[Any], engine: Engine) -> Outcome:
-    figures = [(result.weight.item(), result.metrics["accuracy"].item()) for result in results]
-    return Outcome([result.loss.item() for result in results], engine.full_weights(), figures=figures)
-
-
 @pytest.mark.sampled(3)
+@pytest.mark.parametrize("drains", [True, False])
 @pytest.mark.parametrize("zero", [0, 2, 3])
 @pytest.mark.parametrize("mesh", ["dp=2", "dp=2,pp=2"])
-def test_drained_loaders_end_together(mesh: str, zero: int) -> None:
+def test_loaders_end_together_and_who_has_no_more_data_waits_for_the_others(mesh: str, zero: int, drains: bool) -> None:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
 
-    def run(transport: Transport) -> Outcome:
-        engine = engine_of(transport, plan)
-        needs_data = engine.needs_inputs or engine.needs_targets
-        results = [
-            engine.step(inputs, targets)
-            for inputs, targets in drained(loader(engine.replica) if needs_data else None, engine)
-        ]
-        return outcome(results, engine)
-
-    require_equal(run_local(plan.mesh.size, run), train_alone(small_gpt(), STEPS))
-
-
-def test_no_more_data_waits_for_the_others() -> None:
-    plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
-
-    def run(transport: Transport) -> tuple[Outcome, int]:
-        engine = engine_of(transport, plan)
-        results = [engine.step(*batch) for batch in loader(engine.replica)]
-        later = engine.no_more_data(results.append)
+    def body(engine: Engine) -> Outcome:
+        needs_data, results = engine.needs_inputs or engine.needs_targets, list[Any]()
+        if drains:
+            batches = drained(loader(engine.replica) if needs_data else None, engine)
+            results = [engine.step(inputs, targets) for inputs, targets in batches]
+        else:
+            results = [engine.step(*batch) for batch in loader(engine.replica)]
+            assert engine.no_more_data(results.append) == len(STEPS) - len(loader(engine.replica))
         assert engine.state_dict()["engine.step"] == len(STEPS)
-        return outcome(results, engine), later
+        figures = [(result.weight.item(), result.metrics["accuracy"].item()) for result in results]
+        return Outcome([result.loss.item() for result in results], engine.full_weights(), figures=figures)
 
-    found = run_local(4, run)
-    assert [later for _, later in found] == [0, 0, 2, 2]
-    require_equal([run for run, _ in found], train_alone(small_gpt(), STEPS))
+    told: dict[str, Any] = {"metrics": {"accuracy": correct_sum}, "dtype": torch.float64}
+    found = run_engines(plan, small_gpt, body, cross_entropy_sum, sgd, **told)
+    require_equal(found, train_alone(small_gpt(), STEPS))
 
 
 class Chosen(nn.Module):
@@ -208,16 +182,9 @@ class Varying(nn.Module):
 
 
 def test_a_shape_that_varies_with_data_is_refused_by_name() -> None:
-    plan, ((inputs, targets),) = qs.compile("1f1b", mesh="pp=2", microbatches=2), batches(Shape([(8, 8)]), 0)
-    blocks = [partial(nn.Embedding, CLASSES, 8), Varying, Measured, nn.Identity]
-
-    def run(transport: Transport) -> None:
-        engine = Engine(plan, blocks, lambda x, _: x.sum(), sgd, dtype=torch.float64, transport=transport)
-        for _ in range(3):
-            engine.step(inputs, targets)
-
+    plan, blocks = qs.compile("1f1b", mesh="pp=2", microbatches=2), [BLOCKS[0], Varying, Measured, nn.Identity]
     with pytest.raises(qs.MisfitError, match=r"stage 0 .*Varying.* gave .*; the ranks agreed on .* must not depend"):
-        run_local(2, run)
+        train_ranks(plan, blocks, lambda x, _: x.sum(), sgd, batches(Shape([(8, 8)]), 0) * 3, dtype=torch.float64)
 
 
 NUMBERED = [
@@ -256,13 +223,12 @@ def test_a_plan_of_ones_own_is_padded() -> None:
 def test_more_microbatches_than_a_plan_of_ones_own_has_are_refused() -> None:
     plan, (batch,) = edited(qs.compile("1f1b", mesh="pp=2", microbatches=2)), batches(NUMBERED[0], 0)
 
-    def run(transport: Transport) -> None:
-        engine = Engine(plan, small_gpt(), cross_entropy_sum, sgd, dtype=torch.float64, transport=transport)
+    def body(engine: Engine) -> None:
         with pytest.raises(qs.UsageError, match=r"has 2 microbatches, and it cannot be compiled again for 4"):
             engine.step(*batch, microbatches=4)
         assert torch.isfinite(engine.step(*batch).loss)
 
-    run_local(2, run)
+    run_engines(plan, small_gpt, body, cross_entropy_sum, sgd, dtype=torch.float64)
 
 
 def test_replicas_that_share_experts_compute_units_without_samples() -> None:

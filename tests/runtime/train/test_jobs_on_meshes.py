@@ -42,6 +42,7 @@ JOBS: dict[str, tuple[Any, list[Any]]] = {
     ),
     "uneven stages": (joined(COUNTS, gpt(depth=4, tied=True), on("pp=1", microbatches=4)), [UNEVEN]),
     "experts": (joined(COUNTS, MOE, on("pp=1", microbatches=4)), [joined(on("ep=2,pp=2", microbatches=2), PADDED)]),
+    "a z-loss": (joined(COUNTS, gpt(), {"train": {"z_loss": 0.1}}), [on("tp=2"), on("pp=2")]),
     "batches in parts": (joined(DIGITS, {"model": {"options": {"dropout": 0.2}}}), [{"train": {"accumulate": 4}}]),
 }
 """A job of one rank, or of a mesh, and what else runs of it may say and change no number."""

@@ -1,15 +1,10 @@
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from quintsched.errors import UsageError
 from quintsched.runtime.data import IGNORED_TARGET
-from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.train.built_in_losses import CausalZLoss, ZLoss, correct_sum, cross_entropy_sum, with_z_loss
-
-from ...helpers.jobs import fit
 
 
 @pytest.mark.parametrize(
@@ -21,20 +16,6 @@ def test_bf16_still_counts_beyond_256(dtype: torch.dtype, summed: torch.dtype) -
     loss, weight = cross_entropy_sum(logits, targets)
     assert weight == correct_sum(logits, targets) == 301
     assert {loss.dtype, weight.dtype, correct_sum(logits, targets).dtype} == {summed}
-
-
-def test_a_z_loss_is_added_for_each_target() -> None:
-    values: dict[str, Any] = {
-        "model": {"name": "gpt", "options": {"hidden": 8, "depth": 2, "heads": 2}},
-        "data": {"name": "text", "options": {"sequence": 8, "max_bytes": 600}},
-        "train": {"batch_size": 16, "max_steps": 1, "z_loss": 0.1},
-        "runtime": {"precision": "float64"},
-    }
-    found = []
-    for mesh in ("dp=1", "tp=2", "pp=2"):
-        ((epoch,), *_), *_ = fit(JobConfig.model_validate({**values, "parallel": {"mesh": mesh}}))
-        found.append([epoch["loss"], epoch["validation_loss"]])
-    assert found == [pytest.approx(found[0], rel=1e-10)] * 3
 
 
 def test_a_z_loss_by_its_formula() -> None:

@@ -49,8 +49,10 @@ def fit(
 def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_same_numbers(
     data_file: Path, tmp_path: Path, parallel: dict[str, Any], asked: int, at_step: int
 ) -> None:
-    train = {"epochs": 2, "evaluate_every": 1}
-    config = job(data_file, parallel=parallel, train=train, checkpoint={"dir": str(tmp_path / "saved")})
+    """With dropouts, and rates that rise and fall."""
+    model = {"options": {"hidden": 8, "depth": 2, "heads": 2, "dropout": 0.1}}
+    train = {"epochs": 2, "evaluate_every": 1, "lr_schedule": {"name": "cosine", "warmup_steps": 3}}
+    config = job(data_file, model=model, parallel=parallel, train=train, checkpoint={"dir": str(tmp_path / "saved")})
     whole = fit(config.model_copy(update={"checkpoint": job(data_file).checkpoint}))
     assert sum(line.startswith("step 7  validation") for line in whole[0][2]) == 1
     stopped = fit(config, asked=asked, at_step=at_step)

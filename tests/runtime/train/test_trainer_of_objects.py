@@ -1,12 +1,13 @@
 """A trainer of one's own objects: equal to a loop by hand, resumed, and refused where something is missing."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -19,25 +20,15 @@ from ...helpers.training import Outcome, require_equal, train_alone
 EPOCHS, BATCH, RATE = 2, 8, 1e-2
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layers(x)
-        return y
-
-
 def data(samples: int = 32) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
     return TensorDataset(inputs, torch.randint(3, (samples,), generator=generator))
 
 
-def net() -> Net:
+def net() -> nn.Module:
     torch.manual_seed(0)
-    return Net().double()
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
 def batches(replica: int, replicas: int) -> DataLoader[Any]:
@@ -46,8 +37,7 @@ def batches(replica: int, replicas: int) -> DataLoader[Any]:
     return DataLoader(data(), BATCH // replicas, sampler=sampler, generator=torch.Generator())
 
 
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=RATE)
+adamw = partial(torch.optim.AdamW, lr=RATE)
 
 
 def alone() -> Outcome:
