@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from random import Random
 from typing import Any
 
@@ -192,9 +192,7 @@ def draw(seed: int) -> Case:
     return Case(seed, loss, metric, *where, samples, tokens, ignored, warm, random.random() < 0.25)
 
 
-def sgd(weights: Any) -> torch.optim.Optimizer:
-    """Return an optimizer."""
-    return torch.optim.SGD(weights, lr=0.03)
+sgd = partial(torch.optim.SGD, lr=0.03)
 
 
 def train_alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:

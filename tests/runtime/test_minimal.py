@@ -1,6 +1,7 @@
 """The smallest walk through a plan trains as one process does."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -26,8 +27,7 @@ def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(16, 4).double(), torch.randn(16, 4).double()) for _ in range(count)]
 
 
-def adam(weights) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(weights, lr=1e-2)
+adam = partial(torch.optim.AdamW, lr=1e-2)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -7,7 +7,7 @@ and takes what the plan's skips say, and has a loss where the plan has one.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from inspect import Parameter, Signature
 from itertools import islice
 from random import Random
@@ -95,8 +95,7 @@ class ModelShape(NamedTuple):
         ]
 
 
-def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.01)
+sgd = partial(torch.optim.SGD, lr=0.01)
 
 
 @cache

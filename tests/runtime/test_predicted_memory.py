@@ -5,7 +5,7 @@ Activations are what autograd saves. State is compared with all that aligning an
 """
 
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -74,15 +74,6 @@ CASES: dict[str, tuple[Model, dict[str, Any]]] = {
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Found(NamedTuple):
-    """Bytes on one rank; the optimizer's counters of steps, four for each weight, are left out."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    saved: int
-
-
 def strategy_of(model: Model, given: dict[str, Any]) -> Strategy:
     """Return four microbatches of two samples."""
     ranks = prod(given.get(axis, 1) for axis in ("dp", "tp", "pp", "cp", "ep"))
@@ -90,8 +81,11 @@ def strategy_of(model: Model, given: dict[str, Any]) -> Strategy:
     return resolved(Strategy(gpus=ranks, batch=batch, microbatch=2, seq=model.seq, **{"dtype": "fp32", **given}))
 
 
-def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[Found]]:
-    """Return the plan, and what each rank held in its second step."""
+def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[tuple[int, int, int]]]:
+    """Return the plan, and the bytes on each rank in its second step: weights and gradients, optimizer, activations.
+
+    The optimizer's counters of steps, four for each weight, are left out.
+    """
     plan, (name, options) = plan_of(model, strategy), built_in(model)
     shape, classes = ((3, 16, 16), CLASSES) if model.images else ((SEQ,), VOCAB)
     data = DataSpec(input_shape=shape, num_classes=classes)
@@ -101,13 +95,13 @@ def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[Found]]:
     else:
         inputs, targets = torch.randint(classes, (2, 8, SEQ), generator=random)
 
-    def run(engine: Engine) -> Found:
+    def run(engine: Engine) -> tuple[int, int, int]:
         engine.step(inputs, targets)
         _, saved = engine.step_counting_saved(inputs, targets)
         found = engine.state_bytes()
         states = [kept for optimizer in engine.optimizers.values() for kept in optimizer.state.values()]
         counters = sum(value.nbytes for kept in states for value in kept.values() if value.dim() == 0)
-        return Found(found.weights, found.gradients, found.optimizer - counters, saved.peak)
+        return found.weights + found.gradients, found.optimizer - counters, saved.peak
 
     told = {"dtype": TYPES[strategy.dtype], "sequence_parallel": strategy.sequence_parallel}
     blocks = blocks_of(ModelConfig(name=str(name), options=options), data)
@@ -126,4 +120,4 @@ def test_ranks_hold_what_is_predicted(name: str) -> None:
         here = {kind: bytes_[0, place] for kind, bytes_ in terms.items()}
         kept = sum(bytes_ for kind, bytes_ in here.items() if kind.startswith("activations") or kind == "logits")
         state = here["weights"] + here["gradients"] + here["gathered"]
-        assert (state, here["optimizer"], kept) == (found.weights + found.gradients, found.optimizer, found.saved)
+        assert (state, here["optimizer"], kept) == found

@@ -35,12 +35,8 @@ def tiny_gpt(length: int = 8, *, depth: int = 4, tied: bool = False) -> Blocks:
     return gpt(DataSpec(input_shape=(length,), num_classes=CLASSES), GPTOptions(hidden=16, depth=depth, tied=tied))
 
 
-def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def adam(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=1e-3)
+sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+adam = partial(torch.optim.Adam, lr=1e-3)
 
 
 @dataclass(frozen=True)

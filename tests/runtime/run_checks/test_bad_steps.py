@@ -17,11 +17,9 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.train.trainer import Trainer
 
-from ...helpers.jobs import data_file, job
+from ...helpers.jobs import job
 from ...helpers.training import call_with_share
 from ..toys import sgd
-
-__all__ = ["data_file"]
 
 WIDTH, BLOCKS, SAMPLES, MICROBATCHES = 4, 4, 8, 4
 X = torch.linspace(-1, 1, SAMPLES * WIDTH).reshape(SAMPLES, WIDTH)

@@ -39,6 +39,7 @@ def outcome(tmp_path: Path, *overrides: str) -> Comparison:
     return verify_here(job, plan_of(job), 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -23,28 +23,13 @@ from quintsched.runtime.saving.write_tensors import WrittenFile
 from quintsched.runtime.train.reporter import Reporter
 from quintsched.runtime.train.trainer import Trainer
 
-from ...helpers.jobs import data_file, fit, job, plan_of
+from ...helpers.jobs import fit, job, plan_of
 from .holders import PLAN, Holder
-
-__all__ = ["data_file"]
-
-
-class Gate:
-    """Lets saves be written only when it is open."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open = threading.Event()
-        write = write_tensors.write_tensors
-
-        def gated(*arguments: Any) -> Any:
-            assert self.open.wait(20)
-            return write(*arguments)
-
-        monkeypatch.setattr(save_and_load_checkpoints, "write_tensors", gated)
 
 
 def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, first = Gate(monkeypatch), torch.full((3,), 1.0)
+    gate, first, write = threading.Event(), torch.full((3,), 1.0), write_tensors.write_tensors
+    monkeypatch.setattr(save_and_load_checkpoints, "write_tensors", lambda *given: gate.wait(20) and write(*given))
 
     def act(transport: Transport) -> None:
         holder: Any = Holder(PLAN, transport)
@@ -57,7 +42,7 @@ def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, monkeypatch: 
             state["model.0.weight"].fill_(2.0)
             state["turned"].zero_()
             transport.world_group()
-            gate.open.set()
+            gate.set()
             saves.save_step(2, {})
             assert [path.name for path in tmp_path.glob("step-*")][:1] == ["step-00000001"]
         with Checkpoints(tmp_path, 2).opened(holder, "resume") as saves:

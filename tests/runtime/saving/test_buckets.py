@@ -32,12 +32,10 @@ from quintsched.runtime.saving.checkpoints.manifest import MANIFEST
 from quintsched.runtime.settings.job_file import JobConfig
 
 from ...helpers import jobs
-from ...helpers.jobs import data_file, figures, fit, interrupt_after
+from ...helpers.jobs import figures, fit, interrupt_after
 from .holders import PLAN, load, save
 from .offline_command import main
 from .split_models import Split, load_newest, run_engines, save_state
-
-__all__ = ["data_file"]
 
 
 class FaultyMemory(MemoryFileSystem):

@@ -1,8 +1,13 @@
-"""A save that dies at any system call, or whose process is killed, leaves the step before or the new one, whole."""
+"""A save that dies at any system call, or whose process is killed, leaves the step before or the new one, whole.
+
+So does a folder that is replaced, as those of exported weights are.
+"""
 
 import os
+import re
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +17,20 @@ import torch
 from quintsched.files import folders
 from quintsched.files.folders import exchange
 from quintsched.runtime.comm.choose_transport import connect_for
+from quintsched.runtime.comm.host_collectives import ControlGroup
+from quintsched.runtime.comm.transport_interface import SelfGroup
 from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime.saving.atomic_folder import replace_folder, standing
 from quintsched.runtime.saving.checkpoints.folder_owner import COSTS
 from quintsched.runtime.saving.checkpoints.run_folder import LOCK
 from quintsched.runtime.settings.engine_and_job_settings import Start
 from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.train.trainer import Trainer
 
-from ...helpers.jobs import data_file, fit, job
+from ...helpers.jobs import fit, job
 from ..ranks import run_ranks
 from .crash import Killed, crashing, every_death
 from .holders import load, on_ranks, opened, save
-
-__all__ = ["data_file"]
 
 STEP = "step-00000004"
 
@@ -157,3 +163,60 @@ def test_a_rank_that_is_killed_in_a_save(data_file: Path, tmp_path: Path, victim
         assert found.keys() == weights.keys()
         assert all(torch.equal(found[name], weight) for name, weight in weights.items())
     assert not list((tmp_path / "saved").glob(".*"))
+
+
+OURS = re.compile(r"weights")
+
+
+def write(path: Path, text: str) -> None:
+    def write_text(folder: Path) -> None:
+        if not text:
+            raise ValueError("there is nothing to write")
+        (folder / "weights").write_text(text)
+
+    everyone = ControlGroup(SelfGroup(0, torch.device("cpu")))
+    replace_folder(path, "the weights", everyone, OURS, write_text)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_kill_at_any_call_leaves_it_whole(can_exchange, tmp_path, monkeypatch, caplog):
+    if not can_exchange:
+        monkeypatch.setattr(folders, "exchange", lambda one, other: False)
+    (tmp_path / "begun").mkdir()
+    write(tmp_path / "begun" / "out", "old")
+    (tmp_path / "begun" / "out" / "notes").write_text("mine")
+    for at, folder in every_death(lambda folder: write(folder / "out", "new"), tmp_path / "begun"):
+        path = folder / "out"
+        caplog.clear()
+        found = standing(path)
+        text = (found / "weights").read_text()
+        assert text in ("old", "new")
+        assert path.exists() or not can_exchange
+        assert ("a save was killed there" in caplog.text) == (found != path)
+        with crashing(at // 2 + 1), suppress(Killed):
+            write(path, "next")
+        assert (standing(path) / "weights").read_text() in (text, "next")
+        write(path, "last")
+        assert {entry.name: entry.read_text() for entry in path.iterdir()} == {"weights": "last", "notes": "mine"}
+        assert os.listdir(folder) == ["out"]
+    assert text == "new"
+    assert at > 5
+
+
+def test_a_save_that_fails_leaves_what_a_killed_one_has_left_under_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    write(path, "old")
+    path.rename(tmp_path / "out.replaced")
+    with pytest.raises(ValueError, match="nothing to write"):
+        write(path, "")
+    assert (path / "weights").read_text() == "old"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to("elsewhere")
+    write(tmp_path / "out", "new")
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "elsewhere" / "weights").read_text() == "new"

@@ -2,8 +2,8 @@
 
 import os
 import pickle
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from quintsched.runtime.saving.dcp import read_table
 from ...helpers.training import train_model
 from .split_models import Split, loss_of, plan_of, run_engines, train, whole_batches
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 MESHES = [("dp=1", 0), ("pp=2", 0), ("tp=2", 0), ("dp=2", 0), ("dp=2", 1), ("dp=2", 3), ("dp=2,tp=2", 3)]
 State = dict[str, Tensor]
 
 
-def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), foreach=False)
+adamw = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), foreach=False)
 
 
 def weighed_loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,13 +69,6 @@ def uninterrupted() -> list[float]:
     return train_plainly(*plain(), 0, 6)
 
 
-@pytest.fixture(autouse=True)
-def one_process() -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("mesh", "zero"), MESHES)
 def test_any_mesh_goes_on_from_plain_torch_and_plain_torch_from_it(tmp_path, mesh, zero, uninterrupted):
@@ -100,24 +94,6 @@ def test_any_mesh_goes_on_from_plain_torch_and_plain_torch_from_it(tmp_path, mes
     assert train_plainly(model, optimizer, 4, 6) == pytest.approx(uninterrupted[4:], rel=1e-12)
 
 
-def test_each_rank_writes_its_shards_and_nothing_twice(tmp_path: Path) -> None:
-    def body(engine: Engine) -> None:
-        train(engine, [0])
-        engine.save_dcp(tmp_path / "out")
-
-    run(plan_of("dp=2,tp=2", 3), body)
-    sizes = [os.path.getsize(tmp_path / "out" / f"__{rank}_0.distcp") for rank in range(4)]
-    assert max(sizes) < 0.6 * sum(sizes)
-    table = read_table(tmp_path / "out")
-    for name, kind in table.state_dict_metadata.items():
-        if hasattr(kind, "chunks"):
-            assert sum(chunk.sizes.numel() for chunk in kind.chunks) == kind.size.numel(), name
-    dcp_to_torch_save(tmp_path / "out", tmp_path / "whole.pt")
-    found = torch.load(tmp_path / "whole.pt", weights_only=True)
-    assert found["model"].keys() == Plain().state_dict().keys()
-    assert int(found["engine"]["step"]) == 1
-
-
 class Tied(list[nn.Module]):
     """An embedding and a head that are one weight."""
 
@@ -127,20 +103,29 @@ class Tied(list[nn.Module]):
             torch.nn.init.normal_(block.double().weight, generator=torch.Generator().manual_seed(number))
 
 
-def test_tied_weights_lie_there_once_under_both_names(tmp_path: Path) -> None:
+def test_each_rank_writes_its_shards_and_nothing_twice_nor_a_tied_weight(tmp_path: Path) -> None:
+    def body(engine: Engine) -> None:
+        train(engine, [0])
+        engine.save_dcp(tmp_path / "out")
+
     plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=3, tied={"embedding": (0, 1)})
-    run(plan, lambda engine: engine.save_dcp(tmp_path / "out"), Tied, tied={"embedding": ("0.weight", "2.weight")})
-    model = nn.Sequential(*Tied())
-    model[2].weight = model[0].weight
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
-    assert torch.equal(state["model"]["0.weight"], state["model"]["2.weight"])
-    homes = read_table(tmp_path / "out").storage_data
-    places = {
-        name: {(p.relative_path, p.offset) for i, p in homes.items() if i.fqn == name}
+    run(plan, body, Tied, tied={"embedding": ("0.weight", "2.weight")})
+    sizes = [os.path.getsize(tmp_path / "out" / f"__{rank}_0.distcp") for rank in range(4)]
+    assert max(sizes) < 0.6 * sum(sizes)
+    table = read_table(tmp_path / "out")
+    for name, kind in table.state_dict_metadata.items():
+        if hasattr(kind, "chunks"):
+            assert sum(chunk.sizes.numel() for chunk in kind.chunks) == kind.size.numel(), name
+    first, last = (
+        {(p.relative_path, p.offset) for i, p in table.storage_data.items() if i.fqn == name}
         for name in ("model.0.weight", "model.2.weight")
-    }
-    assert places["model.0.weight"] == places["model.2.weight"] != set()
+    )
+    assert first == last != set()
+    dcp_to_torch_save(tmp_path / "out", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert found["model"].keys() == nn.Sequential(*Tied()).state_dict().keys()
+    assert torch.equal(found["model"]["0.weight"], found["model"]["2.weight"])
+    assert int(found["engine"]["step"]) == 1
 
 
 def refused(path: Path) -> str:

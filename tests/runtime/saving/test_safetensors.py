@@ -1,5 +1,6 @@
 """Folders of safetensors under names of whatever kind: read on every mesh, written from every mesh, bit for bit."""
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.pretrained.load_pretrained import LoadedWeights
+from quintsched.runtime.splitting.split_model import Split as SplitModel
 
-from .split_models import WIDTH, Layer, Split, plan_of, run_engines, train
+from .split_models import WIDTH, Layer, Split, plan_of, require_same, run_engines, train
 
 Weights = dict[str, Tensor]
 
@@ -54,14 +56,9 @@ def test_what_was_loaded_and_trained_is_saved_as_the_engine_has_it(tmp_path: Pat
 
     plan = plan_of(mesh, zero)
     trained = {name: tensor for rank in run_engines(plan, Split, body) for name, tensor in rank.items()}
-    own = Split().own_names
-    assert read_folder(tmp_path / "untrained").keys() == weights.keys()
-    for name, tensor in read_folder(tmp_path / "untrained").items():
-        assert torch.equal(tensor, weights[name]), name
-    found = read_folder(tmp_path / "out")
-    assert found.keys() == weights.keys()
-    for name, tensor in trained.items():
-        assert torch.equal(found[own[name]], tensor), name
+    own, found = Split().own_names, read_folder(tmp_path / "out")
+    require_same(read_folder(tmp_path / "untrained"), weights)
+    require_same(found, {own[name]: tensor for name, tensor in trained.items()})
     assert not torch.equal(found["layers.1.attention.qkv.weight"], weights["layers.1.attention.qkv.weight"])
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "toy", "dtype": "float64"}
     assert len([*(tmp_path / "out").glob("*.safetensors")]) > 3
@@ -88,8 +85,7 @@ def test_short_types_are_saved_as_blocks_compute_or_as_their_masters(tmp_path: P
     found = run_engines(plan_of("dp=2", 3), Split, body, dtype=torch.bfloat16)
     short, long, own = read_folder(tmp_path / "short"), read_folder(tmp_path / "long"), Split().own_names
     for weights, _ in found:
-        for name, tensor in weights.items():
-            assert torch.equal(short[own[name]], tensor), name
+        require_same(short, {own[name]: tensor for name, tensor in weights.items()})
     key = "1.fc1.weight"
     masters = torch.cat([state[f"model.{key}"].flatten() for _, state in found if f"model.{key}" in state])
     assert long[own[key]].dtype == torch.float32
@@ -148,6 +144,39 @@ def test_what_is_said_to_be_missing_or_too_much_may_be(tmp_path: Path) -> None:
 def test_names_may_be_given(tmp_path: Path) -> None:
     save_file(own_state(Split()), tmp_path / "model.safetensors")
     found = loaded(tmp_path, unnamed, names=Split().own_names)
-    assert all(torch.equal(found[ours], tensor) for ours, tensor in nn.Sequential(*Split()).state_dict().items())
+    require_same(found, nn.Sequential(*Split()).state_dict())
     with pytest.raises(UsageError, match=r"the model has no tensor '4\.wieght'; did you mean '4\.weight'"):
         loaded(tmp_path, unnamed, names={"4.wieght": "x"})
+
+
+MIXTRAL = {
+    **{"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def mixtral(seed: int) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    made: Any = transformers.MixtralForCausalLM(transformers.MixtralConfig(**MIXTRAL))
+    return made.double()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [("dp=1", 0), ("dp=2", 3)])
+def test_experts_stored_one_by_one_are_read_as_one_tensor(tmp_path: Path, mesh: str, zero: int) -> None:
+    """By a block that holds the model's tensors under its names, and cannot be run."""
+    origin, other = mixtral(1), mixtral(2)
+    origin.save_pretrained(tmp_path / "in")
+    assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in load_file(tmp_path / "in" / "model.safetensors")
+    conversion_mapping = pytest.importorskip("transformers.conversion_mapping")
+    conversions = conversion_mapping.get_model_conversion_mapping(other)
+    how = {"own_names": {f"0.{name}": name for name in other.state_dict()}, "config": other.config}
+
+    def body(engine: Engine) -> None:
+        assert engine.load_pretrained(tmp_path / "in") == LoadedWeights()
+        engine.save_pretrained(tmp_path / "out")
+
+    run_engines(plan_of(mesh, zero), lambda: SplitModel([copy.deepcopy(other)], conversions=conversions, **how), body)
+    found, info = type(origin).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    require_same(found.state_dict(), origin.state_dict())

@@ -1,4 +1,7 @@
-"""Averages, full states and changes of weights are those of one process, on every mesh and ZeRO stage."""
+"""Averages, full states and changes of weights are those of one process, on every mesh and ZeRO stage.
+
+Every entry of a model's own state dict is in what an engine gives and saves, and is read back into the forward.
+"""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -8,15 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime import Engine
+from quintsched.runtime import Engine, split
 from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
+from ...helpers.refusals import require_refusals
 from ...helpers.training import call_with_share, train_alone
+from ..splitting.models import Traced, Walked, inputs, loss, made
 from ..toys import adam, cross_entropy_plainly, difference, ids_task, tiny_gpt
 from .split_models import LENGTH, plan_of, require_same, run_engines, train_on_ids
 
@@ -120,8 +127,8 @@ def test_changes_that_would_be_lost_or_done_to_shards_are_refused(mesh, zero, dt
         weights = engine.stages[0].named_weights().items()
         name, weight = next((n, p) for n, p in weights if mesh == "dp=2" or p.shape != whole[n])
         change(weight)
-        with pytest.raises(UsageError, match=rf"'{name}'.*engine\.gathered\(write=True\)"):
-            train_on_ids(engine, [1])
+        said = rf"'{name}'.*engine\.gathered\(write=True\)"
+        require_refusals((said, engine.full_state_dict), (said, lambda: train_on_ids(engine, [1])))
 
     on(mesh, zero, body, dtype=dtype)
 
@@ -148,6 +155,9 @@ def test_readers_between_steps_see_fresh_weights_also_of_modules_that_a_loop_hol
                     seen = {f"1.{name}": tensor.clone() for name, tensor in found.items()}
             full = engine.full_weights()
             assert all(torch.equal(full[name], tensor) for name, tensor in seen.items())
+        if zero < 3:
+            modules[0].tokens.weight.data = torch.full_like(modules[0].tokens.weight, 7.0)
+            assert bool((engine.full_state_dict()["model.0.tokens.weight"] == 7.0).all())
 
     on("dp=2", zero, body, build)
 
@@ -176,3 +186,78 @@ def test_averages_in_another_order_are_refused(tmp_path: Path) -> None:
         with pytest.raises(MisfitError, match=r"average 0 of the state has a decay of 0\.5, .* 0\.9"):
             averaging(load, 0.9, 0.5)
         averaging(load, 0.5, 0.99)
+
+
+def read_between(self: Any, x: Tensor) -> Tensor:
+    """Read buffers of the whole model; its teacher is read by nothing."""
+    return x * (1 + self.mean) + self.steps + self.passing
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("mesh", "kind"), [("dp=1", Traced), ("pp=2", Walked)])
+def test_all_of_it_goes_and_comes_back(tmp_path: Path, kind: type[nn.Module], mesh: str) -> None:
+    def model(steps: int) -> nn.Module:
+        whole = made(kind, read_between, torch.float32)
+        whole.register_buffer("passing", torch.ones(1), persistent=False)
+        whole.steps.fill_(steps)
+        return whole
+
+    kept, other, x = list[nn.Module](), model(3), inputs(torch.float32)
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            tensor += 1
+    wanted = other.state_dict()
+    save_file(wanted, tmp_path / "model.safetensors")
+
+    def blocks() -> Any:
+        kept.append(model(0))  # or buffers that are loaded would not be found
+        return split(kept[-1], example=x if kind is Walked else None)
+
+    def body(engine: Engine) -> tuple[float, dict[str, Tensor]]:
+        engine.load_pretrained(tmp_path)
+        result = engine.step(x, x[:, 0, 0])
+        engine.save_pretrained(tmp_path / "out")
+        engine.save_dcp(tmp_path / "dcp")
+        return float(result.loss), engine.full_weights()
+
+    ranks = run_engines(plan_of(mesh, 0), blocks, body, loss, optimizer=partial(torch.optim.SGD, lr=0.0))
+    own = blocks().own_names
+    given = {own[name]: tensor for _, weights in ranks for name, tensor in weights.items()}
+    read = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    dcp.load(read, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    back = {name.removeprefix("model."): tensor for name, tensor in read.items()}
+    saved = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
+    for found in (given, saved, back):
+        require_same(found, wanted)
+    total, weight = loss(other(x), x[:, 0, 0])
+    assert ranks[0][0] == pytest.approx(float(total) / weight, rel=1e-5)
+
+
+class Scaled(nn.Linear):
+    """A layer with a weight that has no dimensions, and one that has no numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.scale, self.none = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale + self.none.sum(0)
+
+
+X, Y = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_weights_without_dimensions_or_numbers_go_on_under_zero(zero: int) -> None:
+    def body(engine: Engine) -> list[float]:
+        losses = []
+        engine.step(X, Y)
+        state = engine.full_state_dict()
+        for _ in range(2):
+            losses.append(engine.step(X, Y).loss.item())
+            engine.load_full_state_dict(state)
+        assert state["model.1.none"].shape == (0, 8)
+        return losses
+
+    for first, again in run_engines(plan_of("dp=2", zero), lambda: [Scaled, Scaled], body, F.mse_loss):
+        assert first == again

@@ -1,6 +1,5 @@
 """Job keys of other frameworks are refused with ours, and docs/guide.md shows the table of both."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,6 @@ from quintsched.runtime.settings.job_file import JobConfig
 
 GUIDE = Path(__file__).parents[3] / "docs" / "guide.md"
 WORDS = [(meaning, word) for meaning in FOREIGN_KEYS for word in meaning.theirs.split()]
-
-
-def keys(kind: type[Settings], prefix: str = "") -> Iterator[str]:
-    """Yield all settings below a section by their full names."""
-    for name, field in kind.model_fields.items():
-        yield f"{prefix}{name}"
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
-            yield from keys(field.annotation, f"{prefix}{name}.")
 
 
 def refusal(values: dict[str, Any], kind: type[Settings] = JobConfig, prefix: str = "") -> str:

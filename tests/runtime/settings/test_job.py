@@ -5,13 +5,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintsched.errors import UsageError
+from quintsched.runtime import run_local
+from quintsched.runtime.comm import Transport
+from quintsched.runtime.comm.host_collectives import ControlGroup
 from quintsched.runtime.data.data_sources import load_dataset
 from quintsched.runtime.models import tied_weights
+from quintsched.runtime.saving.checkpoints.bucket_folder import BucketFolder, named_place, open_place
 from quintsched.runtime.settings.engine_and_job_settings import Settings
 from quintsched.runtime.settings.job_file import JobConfig, load_job
 
@@ -67,12 +70,6 @@ class TestReading:
         assert (config.train.optimizer.lr, config.train.optimizer.betas) == (1e-4, (0.9, 0.95))
         assert config.train.clip == 1.0
         assert config.parallel.mesh == "dp=2,pp=2,tp=2"
-
-    def test_it_can_be_written_and_read_back(self, job) -> None:
-        config = job("train: {epochs: 3, optimizer: {name: sgd, momentum: 0.9}}\nparallel: {mesh: {dp: 2, pp: 4}}")
-        assert config.parallel.mesh == {"dp": 2, "pp": 4}
-        text = yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True))
-        assert job(text) == config
 
     def test_every_setting_is_documented(self) -> None:
         for path, kind in sections():
@@ -197,3 +194,36 @@ def test_faults_of_options_name_the_file_as_those_of_other_keys_do(job, section:
     given = job(section, "train.epochs=2")
     with pytest.raises(UsageError, match=rf"job.yaml --set train.epochs=2:\n  {re.escape(words)}"):
         tied_weights(given.model) if section.startswith("model") else load_dataset(given.data)
+
+
+def test_patterns_are_no_names_of_objects() -> None:
+    for name in ("a*", "lr[0]", "a?b", "a#1", "a::b", "a//b", "a/../b", "a/.", "a\nb", "a\x7f"):
+        for read in (named_place, lambda url: JobConfig(checkpoint={"dir": url})):
+            with pytest.raises(UsageError, match="to clients of buckets it is no plain name"):
+                read(f"s3://bucket/{name}")
+    with pytest.raises(UsageError, match=r"\As3://bucket/.*: a URL of checkpoints has no .* no plain name\Z"):
+        BucketFolder("s3://bucket/a*", "")
+
+
+def test_what_only_looks_like_a_url_makes_no_folder_which_may_have_any_name() -> None:
+    for text in ("file:///runs/1", "S3://runs/1", "s3:/runs/1", "simplecache::s3://runs/1", "s3://", "s3:///"):
+        for section, key in (("checkpoint", "dir"), ("checkpoint", "export"), ("log", "path"), ("runtime", "trace")):
+            with pytest.raises(UsageError, match=f"/{section}/{key}: .* it is no path on a disk, nor a URL such as"):
+                JobConfig(**{section: {key: text}})
+    for text in ("out/a*b", "12:30/run", "a:b", "C:/out", "out//x", "../out [1]"):
+        assert JobConfig(checkpoint={"dir": text}).checkpoint.folder is not None
+    with pytest.raises(UsageError, match=r"nowhere://runs/1: .*nowhere"):
+        open_place("nowhere://runs/1")
+
+
+def test_all_ranks_refuse_a_place_alike() -> None:
+    """Other ranks have the nearest class that `quintsched.errors` knows."""
+
+    def refused(transport: Transport, place: str) -> str:
+        with pytest.raises(UsageError) as found:
+            ControlGroup(transport.world_group()).together(lambda: named_place(place))
+        return str(found.value)
+
+    for places in (("s3:///", "s3:///"), ("s3:///", "a"), ("a", "s3:///")):
+        said = run_local(2, lambda transport, places=places: refused(transport, places[transport.rank]))
+        assert said[0] == said[1]

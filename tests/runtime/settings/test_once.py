@@ -60,6 +60,7 @@ with pytest.raises(MisfitError, match="train.warmup was 3 and is 4.*--override t
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_new_setting_is_one_field(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")

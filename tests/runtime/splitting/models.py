@@ -4,6 +4,8 @@ made(Walked, middle)    a Walked whose `middle(self, x)` runs between its layers
 check(model, change)    trains it on a mesh and in one process, where a loop calls `change(model)` after each step
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -81,8 +83,7 @@ def loss(output, targets):
     return (output.flatten(1).sum(1) - targets).square().sum(), len(targets)
 
 
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.003)
+sgd = partial(torch.optim.SGD, lr=0.003)
 
 
 def nothing(model):

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime import split
+from quintsched.runtime import build_model, split
 from quintsched.runtime.splitting.split_proof import chain
 
 from ...helpers.training import check_equality, run_engines, sgd
@@ -168,6 +168,13 @@ def test_all_that_crosses_a_cut_is_sent(kind):
 def test_what_is_wrong_is_said(model, arguments, said):
     with pytest.raises((MisfitError, UsageError), match=said):
         split(model, **arguments)
+
+
+def test_a_model_of_ones_own_is_built_without_weights():
+    blocks = split(Walked, example=torch.ones(2, 3))
+    model = build_model(blocks, seed=1)
+    assert {name for name, _ in model.named_parameters()} < set(blocks.own_names)
+    assert not any(p.is_meta or p.isnan().any() for p in model.parameters())
 
 
 class Model(Walked):

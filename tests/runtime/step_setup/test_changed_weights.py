@@ -78,6 +78,7 @@ COPIED = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("block", "request_of", "why"), COPIED)
 def test_a_forward_that_changes_weights_is_refused_where_these_have_copies(
     block: type[nn.Module], request_of: dict[str, Any], why: str

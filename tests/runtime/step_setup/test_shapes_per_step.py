@@ -168,6 +168,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2,pp=4", 2), ("dp=2", 0)])
 def test_shapes_that_only_data_can_tell(mesh: str, zero: int) -> None:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=4, zero=zero)

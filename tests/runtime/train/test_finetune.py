@@ -3,6 +3,7 @@
 What a job makes of it on a mesh is what a plain loop of torch makes.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import quintsched as qs
 from quintsched.errors import UsageError
-from quintsched.runtime import JobConfig, Trainer, Transport, plan_of, run_local
+from quintsched.runtime import JobConfig, Trainer, Transport, plan_of, run_local, split
 
-from ...helpers.training import Step, train_model
+from ...helpers.training import Step, train_model, train_ranks
 from ..families.cells import Doubles
 
 transformers = pytest.importorskip("transformers")
@@ -173,3 +175,38 @@ def test_a_loss_of_ones_own_has_no_accuracy(names: dict[str, Any], tmp_path: Pat
     assert all("accuracy" not in figures for figures in found)
     with pytest.raises(UsageError, match="is a list, not a function"):
         finetuned(tmp_path, "pp=2", {"pretrained": str(start)}, loss=f"{tmp_path}/mine.py:TEXTS")
+
+
+def losses_of_adapters(
+    model: Callable[[], nn.Module], mesh: str, zero: int = 0, schedule: str = "1f1b", **how: Any
+) -> list[float]:
+    """Train adapters with dropout; `use_reentrant`: with gradient checkpointing, and of which kind."""
+    peft, ids = pytest.importorskip("peft"), torch.arange(48).view(8, 6) % IDS
+    torch.manual_seed(0)
+    layers = ["c_attn", "c_proj"] if model is gpt2 else ["q_proj", "v_proj", "down_proj"]
+    told = {"lora_dropout": 0.3, "fan_in_fan_out": model is gpt2, "init_lora_weights": False}
+    base = model().double()
+    base.config.use_cache = False
+    made = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=layers, **told)).double()
+    if how:
+        made.enable_input_require_grads()
+        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+
+    def loss(output: Any, targets: Tensor) -> Tensor:
+        logits = output["logits"] if isinstance(output, dict) else output
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    plan = qs.compile(schedule, mesh=mesh, microbatches=2, zero=zero)
+    adam = partial(torch.optim.AdamW, lr=1e-2)
+    return train_ranks(plan, made.train(), loss, adam, [(ids, ids.roll(-1, 1))] * 2, cut=split)[0].losses
+
+
+@pytest.mark.parametrize("model", [llama, pytest.param(gpt2, marks=pytest.mark.slow)])
+def test_dropout_and_checkpointing_of_adapted_layers_change_nothing(model: Callable[[], nn.Module]) -> None:
+    alone = losses_of_adapters(model, "dp=1")
+    for found in (
+        losses_of_adapters(model, "pp=2", schedule="zb-h1", use_reentrant=True),
+        losses_of_adapters(model, "tp=2", use_reentrant=False),
+        losses_of_adapters(model, "dp=2", zero=3, use_reentrant=False),
+    ):
+        assert found == pytest.approx(alone, rel=1e-7)

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from ...helpers.jobs import COUNTING, joined, losses_of, run_job
+from ...helpers.jobs import COUNTING, DATA, joined, losses_of, run_job
 
 
 def gpt(name: str = "gpt", **options: Any) -> dict[str, Any]:
@@ -23,10 +22,11 @@ COUNTS = {
     "train": {"epochs": 1, "batch_size": 16, "optimizer": {"name": "adam", "lr": 0.01}, "clip": 1.0},
 }
 TIED, MOE = gpt(tied=True), gpt("moe-gpt", experts=4, mlp_ratio=1)
-DIGITS = {
-    "model": {"options": {"depth": 2, "hidden": 16, "heads": 2}},
+IMAGES = {
+    "data": {"name": "steps.py:load"},
+    "model": {"options": {"depth": 2, "hidden": 16, "heads": 2, "dropout": 0.2}},
     "parallel": {"mesh": "dp=2,pp=2", "microbatches": 2, "zero": 1},
-    "train": {"batch_size": 512, "clip": 1.0},
+    "train": {"batch_size": 16, "clip": 1.0},
 }
 UNEVEN = on("pp=2", schedule="zbv", microbatches=4, stage_to_pp=[0, 0, 1, 1, 1, 0], stages=[1, 1, 0, 1, 3, 0])
 PADDED = gpt("moe-gpt", experts=4, mlp_ratio=1, capacity_factor=2.0, pad_to_capacity=True)
@@ -43,7 +43,7 @@ JOBS: dict[str, tuple[Any, list[Any]]] = {
     "uneven stages": (joined(COUNTS, gpt(depth=4, tied=True), on("pp=1", microbatches=4)), [UNEVEN]),
     "experts": (joined(COUNTS, MOE, on("pp=1", microbatches=4)), [joined(on("ep=2,pp=2", microbatches=2), PADDED)]),
     "a z-loss": (joined(COUNTS, gpt(), {"train": {"z_loss": 0.1}}), [on("tp=2"), on("pp=2")]),
-    "batches in parts": (joined(DIGITS, {"model": {"options": {"dropout": 0.2}}}), [{"train": {"accumulate": 4}}]),
+    "batches in parts": (IMAGES, [{"train": {"accumulate": 4}}]),
 }
 """A job of one rank, or of a mesh, and what else runs of it may say and change no number."""
 
@@ -52,7 +52,7 @@ JOBS: dict[str, tuple[Any, list[Any]]] = {
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("counting.py").write_text(COUNTING)
-    Path("text").write_bytes(Path(torch.__file__).read_bytes()[:3500])
+    Path("steps.py").write_text(DATA)
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -1,4 +1,4 @@
-"""Loaders of users' own: the batches that they give, and runs that go on exactly where they were."""
+"""Loaders of users: their batches, runs that go on exactly where they were, and workers that end without an error."""
 
 import shutil
 from pathlib import Path
@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import CodeError, MisfitError, UsageError
 from quintsched.runtime.data import PackedStream
+from quintsched.runtime.data.torch_loader_position import naming_workers
 from quintsched.runtime.data.user_loaders import OTHER_DATA, LoaderFeed
 from quintsched.runtime.settings.job_file import JobConfig
 
@@ -202,3 +203,42 @@ def test_a_length_has_to_be_true() -> None:
     words = r"validation, a generator, has no length; .* validation=list\(itertools\.islice\("
     with pytest.raises(UsageError, match=words):
         LoaderFeed(endless, None, saves=False)
+
+
+class Ends(Dataset[Tensor]):
+    """Two samples, then an error."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> Tensor:
+        if number > 1:
+            raise self.error
+        return torch.ones(3)
+
+
+def fetch_all(data: Dataset[Tensor]) -> None:
+    batches: Any = iter(DataLoader(data, batch_size=2, num_workers=1))
+    try:
+        while True:
+            with naming_workers():
+                next(batches)
+    finally:
+        batches._shutdown_workers()
+
+
+@pytest.mark.processes
+def test_a_worker_that_exits_is_named() -> None:
+    """By torch, where it looks for its workers first, else by us."""
+    by_us = r"DataLoader worker \(pid \d+, exit code 0\) ended before its batch was there"
+    with pytest.raises((CodeError, RuntimeError), match=rf"{by_us}|DataLoader worker \(pid\(s\) \d+\) exited"):
+        fetch_all(Ends(SystemExit(0)))
+
+
+@pytest.mark.processes
+def test_a_dataset_s_own_error_stays_as_it_is() -> None:
+    with pytest.raises(ConnectionResetError, match="my own"):
+        fetch_all(Ends(ConnectionResetError("my own")))

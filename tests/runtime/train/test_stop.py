@@ -10,9 +10,7 @@ from torch import Tensor
 from quintsched.runtime import JobConfig, Trainer, Transport, plan_of, run_local
 from quintsched.runtime.train.reporter import Reporter
 
-from ...helpers.jobs import data_file, figures, job
-
-__all__ = ["data_file"]
+from ...helpers.jobs import figures, job
 
 STEPS_PER_EPOCH = 5
 
@@ -42,7 +40,7 @@ def fit(
 @pytest.mark.parametrize(
     ("parallel", "asked", "at_step"),
     [
-        ({"mesh": "pp=2,tp=2", "microbatches": 2}, 2, STEPS_PER_EPOCH),
+        pytest.param({"mesh": "pp=2,tp=2", "microbatches": 2}, 2, STEPS_PER_EPOCH, marks=pytest.mark.slow),
         ({"mesh": "dp=2,pp=2", "microbatches": 2, "zero": 2}, 1, 7),
     ],
 )
@@ -73,7 +71,12 @@ def squares(output, targets):
 
 
 @pytest.mark.parametrize(
-    ("step", "second"), [(STEPS_PER_EPOCH + 2, {}), (2, {"mesh": "pp=2", "microbatches": 4}), (2, {"mesh": "dp=4"})]
+    ("step", "second"),
+    [
+        pytest.param(STEPS_PER_EPOCH + 2, {}, marks=pytest.mark.slow),
+        pytest.param(2, {"mesh": "pp=2", "microbatches": 4}, marks=pytest.mark.slow),
+        (2, {"mesh": "dp=4"}),
+    ],
 )
 def test_a_loss_without_weight_has_the_mean_of_a_run_that_was_not_stopped(
     data_file: Path, tmp_path: Path, step: int, second: dict[str, Any]

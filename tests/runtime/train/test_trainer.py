@@ -14,9 +14,7 @@ from quintsched.runtime.settings.intervals import Interval
 from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.trace.measured_trace import Trace
 
-from ...helpers.jobs import data_file, fit, interrupt_after, job
-
-__all__ = ["data_file"]
+from ...helpers.jobs import fit, interrupt_after, job
 
 
 def test_the_log(data_file: Path, tmp_path: Path) -> None:
@@ -28,8 +26,6 @@ def test_the_log(data_file: Path, tmp_path: Path) -> None:
     assert [r["step"] for r in steps] == [2, 4, 6, 8, 10, 12, 14, 16, 18]
     for record in steps:
         assert 0 < record["bubble"] < 1
-        assert record["step_s"] > 0
-        assert record["samples_per_s"] > 0
         assert math.isfinite(record["grad_norm"])
         assert 0 <= record["accuracy"] <= 1
     assert [r for r in records if r["event"] == "epoch"] == history
@@ -66,13 +62,9 @@ def test_a_trace_of_more_steps_than_there_are_is_written_at_the_end(data_file: P
         Trace.load(tmp_path / "trace", other)
 
 
-def checkpointed(data_file: Path, tmp_path: Path, **sections: Any) -> Any:
-    return job(data_file, checkpoint={"dir": str(tmp_path / "c")} | sections.pop("checkpoint", {}), **sections)
-
-
 def test_resume_after_a_loss_that_was_not_finite(data_file: Path, tmp_path: Path) -> None:
     train = {"optimizer": {"name": "sgd", "lr": 1e30}, "clip": None, "epochs": 2, "max_skipped": 0}
-    config = checkpointed(data_file, tmp_path, train=train, checkpoint={"every": 4})
+    config = job(data_file, train=train, checkpoint={"dir": str(tmp_path / "c"), "every": 4})
     interrupt_after(config, steps=5)
     history, _, _ = fit(config, resume=True)[0]
     assert [record["step"] for record in history] == [6, 12]
@@ -80,7 +72,7 @@ def test_resume_after_a_loss_that_was_not_finite(data_file: Path, tmp_path: Path
 
 
 def test_progress_that_cannot_be_understood_is_refused(data_file: Path, tmp_path: Path) -> None:
-    config = checkpointed(data_file, tmp_path, train={"epochs": 1})
+    config = job(data_file, train={"epochs": 1}, checkpoint={"dir": str(tmp_path / "c")})
     fit(config)
     path = tmp_path / "c" / "step-00000006" / MANIFEST
     manifest = read_manifest(path, 6)

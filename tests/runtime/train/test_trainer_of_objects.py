@@ -63,10 +63,10 @@ def fit(mesh: str, directory: Path | None = None, start: Any = "new", **train: A
     def run(transport: Any) -> Outcome:
         reporter = Reporter(None, lines.append if transport.rank == 0 else lambda line: None)
         told = {"optimizer": adamw, "transport": transport, "reporter": reporter, "sinks": [note]}
-        trainer = Trainer(split(copy.deepcopy(model)), batches, batches, config, **told)
+        blocks = split(copy.deepcopy(model))
+        trainer = Trainer(blocks, batches, batches, config, **told)
         trainer.fit(start)
-        weights = trainer.engine.full_weights()
-        return Outcome(losses, {name.partition(".")[2]: weight for name, weight in weights.items()})
+        return Outcome(losses, {blocks.own_names[name]: w for name, w in trainer.engine.full_weights().items()})
 
     return run_local(2, run), lines
 
