@@ -324,29 +324,6 @@ def tie(model: nn.Module, tied: Mapping[str, Sequence[str]]) -> None:
             setattr(model.get_submodule(owner), name, model.get_parameter(first))
 
 
-def noting(build: Callable[[Any], Any], gradients: dict[Tensor, Tensor]) -> Callable[[Any], torch.optim.Optimizer]:
-    """Return what builds the same optimizers, which note the gradients that they are given last, by weights."""
-
-    def note(stepped: torch.optim.Optimizer, *_: object) -> None:
-        held = (p for group in stepped.param_groups for p in group["params"])
-        gradients.update((p, p.grad.clone()) for p in held if p.grad is not None)
-
-    def built(weights: Any) -> torch.optim.Optimizer:
-        made: Any = build(weights)
-        made.register_step_pre_hook(note)
-        made.needs_whole_parameters = False
-        return made  # type: ignore[no-any-return]
-
-    return built
-
-
-@torch.no_grad()
-def write_in_place_of_weights(gradients: Mapping[Tensor, Tensor]) -> None:
-    """Have an engine put gradients together as it does weights, whose numbers are lost."""
-    for weight, gradient in gradients.items():
-        weight.copy_(gradient)
-
-
 def difference(found: Tensor, expected: Tensor) -> float:
     """max|a-b| / max(1, max|b|), what "equal" is measured by."""
     return float((found - expected).abs().max() / max(1.0, float(expected.abs().max())))

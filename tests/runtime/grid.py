@@ -33,7 +33,7 @@ from quintsched.runtime.stage.build_stages import cut
 from quintsched.runtime.train.built_in_losses import correct_sum
 from quintsched.schedules import Schedule
 
-from ..helpers.training import Outcome, call_with_share, difference, noting, train_alone, write_in_place_of_weights
+from ..helpers.training import Outcome, call_with_share, difference, train_alone
 from .grid_models import EXPERTS, OPTIMIZERS, SHAPES, TIED, TWO_CHUNKS, blocks_of, ce_mean, ce_sum
 from .toys import CLASSES
 
@@ -271,14 +271,26 @@ def train_alone_once(case: Case) -> Trained:
 
 def train_rank(case: Case, transport: Transport, plan: qs.Plan | None = None, **settings: Any) -> Trained:
     """Train with the engine on one rank of the case's plan, or another; `settings` go before those of the case."""
-    noted: dict[Tensor, Tensor] = {}
-    optimizer = noting(OPTIMIZERS[case.optimizer], noted)
+    noted: list[tuple[Tensor, Tensor]] = []
+
+    def optimizer(weights: Any) -> torch.optim.Optimizer:
+        made = OPTIMIZERS[case.optimizer](weights)
+
+        def note(stepped: torch.optim.Optimizer, *_: object) -> None:
+            held = (p for group in stepped.param_groups for p in group["params"])
+            noted.extend((p, p.grad.clone()) for p in held if p.grad is not None)
+
+        made.register_step_pre_hook(note)
+        made.needs_whole_parameters = False  # type: ignore[attr-defined]
+        return made
+
     told: dict[str, Any] = {"clip": case.clip, "bucket_mb": case.bucket_mb, "dtype": case.dtype, "tied": case.tied}
     told |= {"sequence_parallel": case.sequence_parallel, "context": case.context, "metrics": {"accuracy": correct_sum}}
     loss: Any = ce_mean if case.mean else ce_sum
     engine = Engine(plan or case.plan, case.blocks(), loss, optimizer, transport=transport, **told | settings)
     losses, norms = [], []
     for calls in case.calls():
+        noted.clear()
         results = [call_with_share(engine, partial(engine.step, last=batch is calls[-1]), batch) for batch in calls]
         losses.append(results[-1].with_earlier(results[:-1]).loss.item())
         norms += [] if results[-1].grad_norm is None else [results[-1].grad_norm.item()]
@@ -286,7 +298,9 @@ def train_rank(case: Case, transport: Transport, plan: qs.Plan | None = None, **
     losses.append(call_with_share(engine, engine.evaluate, case.batches()[-1]).loss.item())
     weights, gradients = engine.full_weights(), {}
     if case.zero not in (1, 2):  # of which each rank has a shard
-        write_in_place_of_weights(noted)
+        with torch.no_grad():
+            for parameter, gradient in noted:
+                parameter.copy_(gradient)
         gradients = engine.full_weights()
     return Trained(losses, weights, norms, gradients=gradients, tokens=tokens)
 

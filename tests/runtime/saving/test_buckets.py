@@ -132,7 +132,9 @@ def check_resumed(data_file: Path, bucket: str, how: dict[str, Any]) -> None:
     assert "resumed after step 8" in said
     assert figures(resumed) == figures(fit(job(data_file, None))[0][0])
     assert names_in(bucket) == ["plan.json", "step-00000008", "step-00000012"]
-    fit(config, fresh=True)
+    other = job(data_file, bucket, mesh="dp=2", every=4, **how)
+    assert "resumed after step 12" in fit(other, resume=True)[0][2]
+    fit(other, fresh=True)
     (old,) = [name for name in names_in(bucket) if name.startswith("run-")]
     assert names_in(f"{bucket}/{old}") == ["plan.json", "step-00000008", "step-00000012"]
 

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 MESHES = [("dp=1", 0), ("pp=2", 0), ("tp=2", 0), ("dp=2", 0), ("dp=2", 1), ("dp=2", 3), ("dp=2,tp=2", 3)]
-State = dict[str, Tensor]
 
 
 adamw = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), foreach=False)

@@ -53,129 +53,131 @@ def sections(kind: type[Settings] = JobConfig, path: str = "") -> list[tuple[str
     return found
 
 
-class TestReading:
-    def test_everything_has_a_default(self, job) -> None:
-        assert job("") == job("train:\n") == JobConfig()
-        assert JobConfig().data.name == "digits"
-
-    def test_a_whole_job(self, job) -> None:
-        config = job(
-            """
-            model: {name: vit, options: {depth: 4, scale: 1e-2}}
-            parallel: {mesh: "dp=2,pp=2,tp=2", schedule: gpipe, microbatches: 4, chunks: 2, bucket_mb: 1}
-            train: {clip: 1, optimizer: {name: adamw, lr: 1e-4, weight_decay: 0.01, betas: [0.9, 0.95]}}
-            """
-        )
-        assert config.model.options == {"depth": 4, "scale": 0.01}
-        assert (config.train.optimizer.lr, config.train.optimizer.betas) == (1e-4, (0.9, 0.95))
-        assert config.train.clip == 1.0
-        assert config.parallel.mesh == "dp=2,pp=2,tp=2"
-
-    def test_every_setting_is_documented(self) -> None:
-        for path, kind in sections():
-            assert kind.__doc__, path
-            assert all(field.description for field in kind.model_fields.values()), path
+def test_everything_has_a_default(job) -> None:
+    assert job("") == job("train:\n") == JobConfig()
+    assert JobConfig().data.name == "digits"
 
 
-class TestOverrides:
-    def test_values_are_yaml(self, job) -> None:
-        given = ("train.epochs=5", "train.optimizer.lr=1e-4", "parallel.mesh=dp=2,pp=2", "train.clip=null")
-        config = job("train: {epochs: 2}", *given, "model.options.depth=3")
-        assert (config.train.epochs, config.train.optimizer.lr, config.parallel.mesh) == (5, 1e-4, "dp=2,pp=2")
-        assert config.model.options == {"depth": 3}
-        assert config.train.clip is None
-
-    def test_wrong_overrides(self, fault) -> None:
-        assert "section.key=value" in fault("", "train.epochs")
-        assert "section.key=value" in fault("", "train..epochs=3")
-        assert "train.epochs is not a section" in fault("train: {epochs: 2}", "train.epochs.x=3")
-        assert "train.epoch: unknown key; did you mean 'epochs'?" in fault("", "train.epoch=3")
-        assert "--set train.epochs=[, line 1, column 2:" in fault("", "train.epochs=[")
-
-
-class TestFaults:
-    def test_misspelt_keys(self, fault) -> None:
-        for path, kind in sections():
-            for key in kind.model_fields:
-                misspelt = f"{path}.{key}x".strip(".")
-                assert f"{misspelt}: unknown key; did you mean {key!r}?" in fault("", f"{misspelt}=1")
-
-    def test_all_faults_at_once(self, fault) -> None:
-        message = fault("train: {optimizr: 1, epochs: two}\nlogs: {}")
-        assert message.count("\n") == 3
-        assert "train.optimizr: unknown key; did you mean 'optimizer'?" in message
-        assert "train.epochs: input should be a valid integer, not 'two'" in message
-        assert "logs: unknown key; did you mean 'log'?" in message
-
-    @pytest.mark.parametrize(
-        ("text", "words"),
-        [
-            ("checkpoint: {every: 0.5}", "checkpoint.every: 0.5 is no interval; write 50,"),
-            ("log: {every: 0}", "log.every: 0 is no interval"),
-            ("runtime: {stall_after: soon}", "runtime.stall_after: 'soon' is no number of seconds above 0, and not"),
-            ("train: {optimizer: {options: {lr: 1}}}", "train.optimizer: options: lr is a setting of its own; write"),
-            (
-                "train: {optimizer: {groups: [{params: '*', options: {weight_decay: 1}}]}}",
-                "train.optimizer.groups.0: options: weight_decay is a setting of its own",
-            ),
-            ("train: {optimizer: {lr: -1}}", "train.optimizer.lr: input should be greater than or equal to 0, not -1"),
-            ("train: {optimizer: {lr: .nan}}", "train.optimizer.lr: input should be a finite number"),
-            ("train: {epochs: yes}", "train.epochs: input should be a valid integer, not True"),
-            ("train: {optimizer: {name: adm}}", "train.optimizer.name: there is no 'adm'; did you mean 'adam'?"),
-            ("train: {optimizer: {name: adam, momentum: 0.5}}", "train.optimizer: 'adam' has no momentum"),
-            ("train: {optimizer: {name: sgd, betas: [0, 0]}}", "train.optimizer: 'sgd' has no betas"),
-            ("train: {max_steps: 1e3}", "train.max_steps: is a whole number; write 1000"),
-            ("parallel: {microbatches: 1e1}", "microbatches is 10.0; give a whole number: 10"),
-            ("parallel: {auto: {wrld: 1}}", "parallel.auto.wrld: unknown key; did you mean 'world'?"),
-            ("train: {optimizer: {groups: {params: x}}}", "train.optimizer.groups: is a list: [{params: …}, …], not {"),
-            (
-                "train: {optimizer: {name: adamW8bit}}",
-                "no 'adamW8bit'; did you mean 'adam'?; others are written package.module:Class",
-            ),
-            ("runtime: {precision: fp16}", "precision: 'fp16' needs a loss scale, which Engine(…, grad_scaler="),
-            ("runtime: {precision: 16}", "precision: 16 needs a loss scale, which Engine(…, grad_scaler="),
-            ("runtime: {precision: bf16}", "there is no 'bf16'; did you mean 'bfloat16'?"),
-            ("parallel: {mesh: fsdp=2}", "unknown axis 'fsdp'; did you mean 'dp', with zero=3"),
-            ("parallel: {mesh: ''}", "mesh: '' names no axis"),
-            ("train: 3", "train: is a section of settings (key: value), not 3"),
-            ("parallel: {mesh: 3}", "parallel.mesh: a mesh is text"),
-            ("parallel: {mesh: {dp: 0}}", "parallel.mesh: mesh: axis dp has size 0; give a whole number of at least 1"),
-            ("parallel: {bucket_mb: 0}", "parallel.bucket_mb: input should be greater than 0"),
-            ("1: 2", "1: keys should be strings"),
-        ],
+def test_a_whole_job(job) -> None:
+    config = job(
+        """
+        model: {name: vit, options: {depth: 4, scale: 1e-2}}
+        parallel: {mesh: "dp=2,pp=2,tp=2", schedule: gpipe, microbatches: 4, chunks: 2, bucket_mb: 1}
+        train: {clip: 1, optimizer: {name: adamw, lr: 1e-4, weight_decay: 0.01, betas: [0.9, 0.95]}}
+        """
     )
-    def test_wrong_values(self, fault, text: str, words: str) -> None:
-        assert words in fault(text)
+    assert config.model.options == {"depth": 4, "scale": 0.01}
+    assert (config.train.optimizer.lr, config.train.optimizer.betas) == (1e-4, (0.9, 0.95))
+    assert config.train.clip == 1.0
+    assert config.parallel.mesh == "dp=2,pp=2,tp=2"
 
 
-class TestYaml:
-    @pytest.mark.parametrize(
-        ("text", "words"),
-        [
-            ("train:\n  epochs: 1\n  epochs: 2\n", "job.yaml, line 3, column 3: 'epochs' is given twice"),
-            ("train: {}\nlog: {}\ntrain: {}\n", "job.yaml, line 3, column 1: 'train' is given twice"),
-            ("train: [\n", "job.yaml, line 2, column 1:"),
-            ("train:\n\t epochs: 1\n", "line 2, column 1:"),
-            ("a: 1\n---\nb: 2\n", "job.yaml, line 2, column 1:"),
-            ("a: !!python/object:os.system x", "job.yaml, line 1, column 4:"),
-            ("- 1\n- 2\n", "job.yaml: a job file holds sections (model: …, train: …), not [1, 2]"),
-            ("a: 2020-13-45", "job.yaml:\n  a: unknown key"),
-            ("a: !!timestamp 2020-13-45", "job.yaml, line 1, column 4: !!timestamp is no plain data"),
-            ("a: !!int 2020-13-45", "job.yaml, line 1, column 4: '2020-13-45' is not a !!int"),
-            ("a: \x00", "job.yaml: is not YAML"),
-            pytest.param("[" * 5000, "job.yaml, line 1, column 66: nested too deeply", id="deep"),
-        ],
-    )
-    def test_broken_files(self, fault, text: str, words: str) -> None:
-        assert words in fault(text)
+def test_every_setting_is_documented() -> None:
+    for path, kind in sections():
+        assert kind.__doc__, path
+        assert all(field.description for field in kind.model_fields.values()), path
 
-    @settings(deadline=None)
-    @given(content=st.binary(max_size=60) | st.text("abc:[]{}-&*!'\"\n 0<?,|>%@`", max_size=60).map(str.encode))
-    def test_any_bytes_are_refused_in_words(self, tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
-        path = tmp_path_factory.mktemp("job") / "job.yaml"
-        path.write_bytes(content)
-        with contextlib.suppress(UsageError):
-            load_job(path)
+
+def test_values_of_overrides_are_yaml(job) -> None:
+    given = ("train.epochs=5", "train.optimizer.lr=1e-4", "parallel.mesh=dp=2,pp=2", "train.clip=null")
+    config = job("train: {epochs: 2}", *given, "model.options.depth=3")
+    assert (config.train.epochs, config.train.optimizer.lr, config.parallel.mesh) == (5, 1e-4, "dp=2,pp=2")
+    assert config.model.options == {"depth": 3}
+    assert config.train.clip is None
+
+
+def test_wrong_overrides(fault) -> None:
+    assert "section.key=value" in fault("", "train.epochs")
+    assert "section.key=value" in fault("", "train..epochs=3")
+    assert "train.epochs is not a section" in fault("train: {epochs: 2}", "train.epochs.x=3")
+    assert "train.epoch: unknown key; did you mean 'epochs'?" in fault("", "train.epoch=3")
+    assert "--set train.epochs=[, line 1, column 2:" in fault("", "train.epochs=[")
+
+
+def test_misspelt_keys(fault) -> None:
+    for path, kind in sections():
+        for key in kind.model_fields:
+            misspelt = f"{path}.{key}x".strip(".")
+            assert f"{misspelt}: unknown key; did you mean {key!r}?" in fault("", f"{misspelt}=1")
+
+
+def test_all_faults_at_once(fault) -> None:
+    message = fault("train: {optimizr: 1, epochs: two}\nlogs: {}")
+    assert message.count("\n") == 3
+    assert "train.optimizr: unknown key; did you mean 'optimizer'?" in message
+    assert "train.epochs: input should be a valid integer, not 'two'" in message
+    assert "logs: unknown key; did you mean 'log'?" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("checkpoint: {every: 0.5}", "checkpoint.every: 0.5 is no interval; write 50,"),
+        ("log: {every: 0}", "log.every: 0 is no interval"),
+        ("runtime: {stall_after: soon}", "runtime.stall_after: 'soon' is no number of seconds above 0, and not"),
+        ("train: {optimizer: {options: {lr: 1}}}", "train.optimizer: options: lr is a setting of its own; write"),
+        (
+            "train: {optimizer: {groups: [{params: '*', options: {weight_decay: 1}}]}}",
+            "train.optimizer.groups.0: options: weight_decay is a setting of its own",
+        ),
+        ("train: {optimizer: {lr: -1}}", "train.optimizer.lr: input should be greater than or equal to 0, not -1"),
+        ("train: {optimizer: {lr: .nan}}", "train.optimizer.lr: input should be a finite number"),
+        ("train: {epochs: yes}", "train.epochs: input should be a valid integer, not True"),
+        ("train: {optimizer: {name: adm}}", "train.optimizer.name: there is no 'adm'; did you mean 'adam'?"),
+        ("train: {optimizer: {name: adam, momentum: 0.5}}", "train.optimizer: 'adam' has no momentum"),
+        ("train: {optimizer: {name: sgd, betas: [0, 0]}}", "train.optimizer: 'sgd' has no betas"),
+        ("train: {max_steps: 1e3}", "train.max_steps: is a whole number; write 1000"),
+        ("parallel: {microbatches: 1e1}", "microbatches is 10.0; give a whole number: 10"),
+        ("parallel: {auto: {wrld: 1}}", "parallel.auto.wrld: unknown key; did you mean 'world'?"),
+        ("train: {optimizer: {groups: {params: x}}}", "train.optimizer.groups: is a list: [{params: …}, …], not {"),
+        (
+            "train: {optimizer: {name: adamW8bit}}",
+            "no 'adamW8bit'; did you mean 'adam'?; others are written package.module:Class",
+        ),
+        ("runtime: {precision: fp16}", "precision: 'fp16' needs a loss scale, which Engine(…, grad_scaler="),
+        ("runtime: {precision: 16}", "precision: 16 needs a loss scale, which Engine(…, grad_scaler="),
+        ("runtime: {precision: bf16}", "there is no 'bf16'; did you mean 'bfloat16'?"),
+        ("parallel: {mesh: fsdp=2}", "unknown axis 'fsdp'; did you mean 'dp', with zero=3"),
+        ("parallel: {mesh: ''}", "mesh: '' names no axis"),
+        ("train: 3", "train: is a section of settings (key: value), not 3"),
+        ("parallel: {mesh: 3}", "parallel.mesh: a mesh is text"),
+        ("parallel: {mesh: {dp: 0}}", "parallel.mesh: mesh: axis dp has size 0; give a whole number of at least 1"),
+        ("parallel: {bucket_mb: 0}", "parallel.bucket_mb: input should be greater than 0"),
+        ("1: 2", "1: keys should be strings"),
+    ],
+)
+def test_wrong_values(fault, text: str, words: str) -> None:
+    assert words in fault(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train:\n  epochs: 1\n  epochs: 2\n", "job.yaml, line 3, column 3: 'epochs' is given twice"),
+        ("train: {}\nlog: {}\ntrain: {}\n", "job.yaml, line 3, column 1: 'train' is given twice"),
+        ("train: [\n", "job.yaml, line 2, column 1:"),
+        ("train:\n\t epochs: 1\n", "line 2, column 1:"),
+        ("a: 1\n---\nb: 2\n", "job.yaml, line 2, column 1:"),
+        ("a: !!python/object:os.system x", "job.yaml, line 1, column 4:"),
+        ("- 1\n- 2\n", "job.yaml: a job file holds sections (model: …, train: …), not [1, 2]"),
+        ("a: 2020-13-45", "job.yaml:\n  a: unknown key"),
+        ("a: !!timestamp 2020-13-45", "job.yaml, line 1, column 4: !!timestamp is no plain data"),
+        ("a: !!int 2020-13-45", "job.yaml, line 1, column 4: '2020-13-45' is not a !!int"),
+        ("a: \x00", "job.yaml: is not YAML"),
+        pytest.param("[" * 5000, "job.yaml, line 1, column 66: nested too deeply", id="deep"),
+    ],
+)
+def test_broken_yaml(fault, text: str, words: str) -> None:
+    assert words in fault(text)
+
+
+@settings(deadline=None)
+@given(content=st.binary(max_size=60) | st.text("abc:[]{}-&*!'\"\n 0<?,|>%@`", max_size=60).map(str.encode))
+def test_any_bytes_are_refused_in_words(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.mktemp("job") / "job.yaml"
+    path.write_bytes(content)
+    with contextlib.suppress(UsageError):
+        load_job(path)
 
 
 @pytest.mark.parametrize(

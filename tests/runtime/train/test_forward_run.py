@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quintsched.errors import UsageError
+from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import JobConfig, Transport, build_model, plan_of, run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.data.data_sources import load_dataset
@@ -125,6 +125,9 @@ def test_a_training_job_runs_forward_from_its_checkpoint(
     assert len(spans) > index["files"][-1]["replica"] + 1  # none is longer than 100 bytes, or one batch
     assert [file["tensors"]["outputs"] for file in index["files"]] == [[stop - start, 4] for start, stop in spans]
     assert any(line.startswith("weights of step 6") for line in said)
+    other = job_of(tmp_path, mode="forward", checkpoint=saved, model={"options": {**MODEL, "heads": 4}})
+    with pytest.raises(MisfitError, match=r"model\.options\.heads was 2 and is 4"):
+        run(other)
 
 
 def test_pretrained_weights_and_a_folder_that_is_replaced(tmp_path: Path) -> None:

@@ -64,13 +64,9 @@ def test_what_changes_no_number_changes_no_loss_and_no_count_of_experts_tokens(n
         found = run_job(job, other)
         assert losses_of(found) == pytest.approx(losses_of(alone), abs=1e-10, rel=1e-9)
         assert [one.get("expert_tokens") for one in found] == [one.get("expert_tokens") for one in alone]
-
-
-def test_the_log_has_the_rows_of_all_experts_and_how_uneven_they_are() -> None:
-    steps = [one for one in run_job(COUNTS, MOE, on("ep=2,pp=2")) if one["event"] == "step"]
-    assert len(steps) == 4
-    for one in steps:
-        rows = one["expert_tokens"]
-        assert list(rows) == ["1.mlp", "2.mlp"]
-        assert all(sum(row) == 16 * 8 * 2 for row in rows.values()), rows
-        assert one["expert_imbalance"] == max(max(row) for row in rows.values()) * 4 / (16 * 8 * 2)
+        uneven = [one for one in found if "expert_imbalance" in one]
+        assert len(uneven) == (4 if name == "experts" else 0)
+        for one in uneven:
+            rows = one["expert_tokens"].values()
+            assert [sum(row) for row in rows] == [16 * 8 * 2] * 2
+            assert one["expert_imbalance"] == max(map(max, rows)) * 4 / (16 * 8 * 2)
