@@ -12,14 +12,14 @@ pytestmark = pytest.mark.processes
 WORLDS = (1, 2, 3, 4, 6, 8)
 
 
-def cases_of(world_size: int) -> list[Case]:
-    cases = [case for case in (*CASES[::4], *PIPELINES, *NAMED) if case.world_size == world_size]
+def cases_of(world_size: int, every: int = 4) -> list[Case]:
+    cases = [case for case in (*CASES[::every], *PIPELINES, *NAMED) if case.world_size == world_size]
     return [case for case in cases if case.wire == "nccl" and case.steps < 20]
 
 
 def test_some_cases_equal_one_process(tmp_path: Path) -> None:
     """The first cheap ones that have replicas, cut layers, cut sequences, and a pipeline."""
-    cheap = [case for case in cases_of(2) if case.model in ("own", "gpt") and case.layers == 2]
+    cheap = [case for case in cases_of(2, every=1) if case.model in ("own", "gpt") and case.layers == 2]
     by_tags: list[Run] = [
         ("rendezvous", next(case for case in cheap if case.size(axis) > 1)) for axis in ("dp", "tp", "cp")
     ]
