@@ -244,7 +244,9 @@ def with_fault(kind: str, call: int, act: Callable[[], object]) -> str:
 KINDS = ("once", "gone", "read-only", "half")
 
 
-def require_whole_steps(kind: str, calls: int, save: Callable[..., object], load: Callable[..., Any]) -> None:
+def require_whole_steps(
+    kind: str, calls: int, keep: int, save: Callable[..., object], load: Callable[..., Any]
+) -> None:
     for call in range(calls):
         place = f"faulty://runs/{uuid4().hex}"
         save(place, 1, 10.0)
@@ -253,13 +255,15 @@ def require_whole_steps(kind: str, calls: int, save: Callable[..., object], load
         loaded = load(place)
         assert (loaded.step, loaded.number) in ([(1, 10.0), (2, 20.0)] if failed else [(2, 20.0)])
         save(place, 3, 30.0)
-        assert [name for name in names_in(place) if name not in ("plan.json", "step-00000002")] == ["step-00000003"]
+        left = {*names_in(place)} - {"plan.json"}
+        assert len(left) == keep
+        assert "step-00000003" in left
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "background"), [(kind, background) for background in (False, True) for kind in KINDS])
 def test_200_faults_leave_a_whole_step_and_one_that_passes_is_not_seen(kind: str, background: bool) -> None:
-    require_whole_steps(kind, 25, partial(save, background=background), load)
+    require_whole_steps(kind, 25, 1, partial(save, background=background), load)
 
 
 def test_a_move_that_is_cut_off_at_any_call_leaves_the_step_whole() -> None:
@@ -307,7 +311,7 @@ def test_64_faults_of_a_save_in_the_distributed_format_leave_a_whole_step(kind: 
 
         return run_engines(PLAN, Split, body)[0]
 
-    require_whole_steps(kind, 16, save_number, load_number)
+    require_whole_steps(kind, 16, 2, save_number, load_number)
 
 
 @contextmanager
