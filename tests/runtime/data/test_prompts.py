@@ -49,9 +49,33 @@ def test_a_chat_template_of_transformers() -> None:
         "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
         "{% if add_generation_prompt %}<assistant> {% endif %}"
     )
-    sample = PromptAnswers([("hi", "yes yes")], chat(fast, system="hi hi"))[0]
-    assert sample["input_ids"].tolist() == [0, 4, 4, 3, 1, 4, 3, 2, 5, 5, 3]
-    assert sample["labels"].tolist() == [NO] * 8 + [5, 5, 3]
-    fast.chat_template = "<{{ messages | length }}> " + fast.chat_template
+    sample = PromptAnswers([("hi", "yes yes")], chat(fast))[0]
+    assert sample["input_ids"].tolist() == [1, 4, 3, 2, 5, 5, 3]
+    assert sample["labels"].tolist() == [NO] * 4 + [5, 5, 3]
+
+
+class Letters:
+    """A tokenizer with a chat template, a letter per id."""
+
+    def apply_chat_template(
+        self, turns: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool = False
+    ) -> str:
+        assert not tokenize
+        return "".join(f"<{turn['role'][0]}>{turn['content']};" for turn in turns) + "<a>" * add_generation_prompt
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        assert not add_special_tokens
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+class Reworded(Letters):
+    def apply_chat_template(self, turns: list[dict[str, str]], **options: bool) -> str:
+        return f"{len(turns)}" + super().apply_chat_template(turns, **options)
+
+
+def test_a_chat_template_says_where_the_answer_begins() -> None:
+    sample = PromptAnswers([("hi", "yes")], chat(Letters(), system="be brief"))[0]
+    assert "".join(map(chr, sample["input_ids"].tolist())) == "<s>be brief;<u>hi;<a>yes;"
+    assert "".join(chr(label) for label in sample["labels"].tolist() if label != NO) == "yes;"
     with pytest.raises(UsageError, match="does not begin alike with and without an answer"):
-        PromptAnswers([("hi", "yes")], chat(fast))[0]
+        PromptAnswers([("hi", "yes")], chat(Reworded()))[0]
